@@ -141,6 +141,7 @@ def privatellm() -> None:
 @click.option("--top-p", metavar="P", type=float, help="Choose among the likeliest tokens up to this probability.")
 @click.option("--top-k", metavar="K", type=int, help="Choose among this many of the likeliest tokens.")
 @click.option("--min-p", metavar="P", type=float, help="Drop tokens below this fraction of the likeliest.")
+@click.option("--repetition-penalty", metavar="P", type=float, help="Above 1, what was said becomes less likely.")
 @click.option("--seed", metavar="N", type=int, help="The same seed gives the same answer.")
 @click.option("--max-tokens", metavar="N", type=int, help="Maximum number of tokens in the answer.")
 @click.option("--stop", metavar="S", multiple=True, help="Stop before this text; may be repeated.")

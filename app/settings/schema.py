@@ -137,6 +137,11 @@ class Settings(RingSettings):
         "Drop tokens less likely than this fraction of the likeliest one. Empty: the model's own default.",
         minimum=0.0, maximum=1.0, optional=True,
     )  # fmt: skip
+    repetition_penalty: float | None = _answering(
+        "number", "Repetition penalty", None,
+        "Above 1, tokens that are in the conversation already become less likely. Empty: the model's own default.",
+        minimum=0.1, maximum=10.0, optional=True,
+    )  # fmt: skip
     seed: int | None = _answering(
         "integer", "Seed", None, "The same seed gives the same answer. Empty: a new seed for each answer.",
         minimum=0, maximum=2**32 - 1, optional=True,
@@ -217,7 +222,12 @@ class Settings(RingSettings):
     @property
     def sampling(self) -> Sampling:
         return Sampling(
-            temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, min_p=self.min_p, seed=self.seed
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            seed=self.seed,
         )
 
     @property

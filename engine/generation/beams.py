@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from engine.errors import ModelError, PeerLost
-from engine.generation.sampling import greedy_token, largest
+from engine.generation.sampling import greedy_token, largest, penalised
 from engine.runtimes.protocol import Logits, TokenRows
 
 MAX_BEAMS = 16
@@ -42,6 +42,10 @@ class BeamRule:
     early_stopping: bool = False
     ends: Collection[int] = ()
     hits_stop: Callable[[Sequence[int]], bool] | None = None
+    repetition_penalty: float = 1.0
+    """As in sampling; applied to log-probabilities, as transformers does."""
+    prompt: frozenset[int] = frozenset()
+    """The tokens of the prompt, which a repetition penalty counts, too."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +180,7 @@ class BeamState:
         totals: list[np.float32] = []
         origins: list[tuple[int, int]] = []
         for index, beam in enumerate(self.running):
-            tokens, log_probabilities = _continuations(logits[beam.row], keep)
+            tokens, log_probabilities = self._continuations(logits[beam.row], beam, keep)
             totals.extend(value + beam.total for value in log_probabilities)
             origins.extend((index, token) for token in tokens)
         last = self.step + 1 >= rule.max_tokens
@@ -188,6 +192,14 @@ class BeamState:
                 ends = rule.hits_stop((*self.running[parent].tokens, token))
             found.append(_Candidate(totals[place], parent, token, ends))
         return found
+
+    def _continuations(self, row: Logits, beam: _Running, count: int) -> tuple[list[int], list[np.float32]]:
+        rule = self.rule
+        if rule.repetition_penalty == 1.0:
+            return _continuations(row, count)
+        top = row[greedy_token(row)]
+        scores = row - top - np.log(np.exp(row - top).sum(dtype=np.float32))
+        return _best(penalised(scores, rule.prompt | set(beam.tokens), rule.repetition_penalty), count)
 
     def _finish(self, candidates: Sequence[_Candidate]) -> None:
         """Let the sequences that end here compete with those that finished before, if they are among the ``width``
@@ -216,11 +228,17 @@ class BeamState:
 def _continuations(row: Logits, count: int) -> tuple[list[int], list[np.float32]]:
     """The ``count`` likeliest tokens of [vocabulary] with their log-probabilities, likeliest first, the lowest id
     first among equals."""
-    tokens = largest(row, count)
-    tokens = tokens[np.argsort(-row[tokens], kind="stable")[:count]]
+    tokens, values = _best(row, count)
     top = row[greedy_token(row)]
     log_sum = np.log(np.exp(row - top).sum(dtype=np.float32))
-    return [int(token) for token in tokens], list(row[tokens] - top - log_sum)
+    return tokens, [value - top - log_sum for value in values]
+
+
+def _best(scores: Logits, count: int) -> tuple[list[int], list[np.float32]]:
+    """The ``count`` tokens of [vocabulary] with the largest scores, and these, in the same order."""
+    tokens = largest(scores, count)
+    tokens = tokens[np.argsort(-scores[tokens], kind="stable")[:count]]
+    return [int(token) for token in tokens], list(scores[tokens])
 
 
 @dataclass

@@ -1,4 +1,5 @@
-"""Choosing the next token from logits: greedy, or drawn after temperature, top-k, top-p and min-p, in that order.
+"""Choosing the next token from logits: greedy, or drawn after temperature, top-k, top-p and min-p, in that order. A
+repetition penalty comes before all of them.
 
 The order and the rule of each filter equal those of transformers' logits processors, so the same tokens survive. The
 draw uses numpy's generator and is reproducible from a seed.
@@ -7,7 +8,7 @@ draw uses numpy's generator and is reproducible from a seed.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,8 @@ _SEED_LIMIT = 2**64
 _COLDEST = 1e-30
 """Lowest temperature that is used for weights. At this temperature only the likeliest tokens have a weight in
 float32."""
+PENALTIES = (0.1, 10.0)
+"""Smallest and largest repetition penalty. Below 1 it favours repetition."""
 _BLOCK = 512
 """Number of weights summed at once when a token is drawn. Running sums of a large vocabulary would take
 milliseconds."""
@@ -29,13 +32,15 @@ milliseconds."""
 
 @dataclass(frozen=True)
 class SamplingRule:
-    """A complete rule. ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 filter nothing."""
+    """A complete rule. ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 filter nothing, and a
+    ``repetition_penalty`` of 1 changes nothing."""
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
+    repetition_penalty: float = 1.0
 
     @property
     def greedy(self) -> bool:
@@ -72,9 +77,30 @@ def sampling_rule(asked: Sampling, defaults: Mapping[str, Any]) -> SamplingRule:
     _in_range("Min-p", min_p, 0.0, 1.0, "a probability between 0 and 1")
     if top_k < 0:
         raise ModelError(f"Top-k is {top_k}, which is not a number of tokens (0 means all).", kind="bad-input")
+    penalty = asked.repetition_penalty
+    if penalty is None:
+        penalty = stated_penalty(defaults) or 1.0
+    _in_range("Repetition penalty", penalty, *PENALTIES, "between {} and {}, where 1 is none".format(*PENALTIES))
     if asked.seed is not None and not 0 <= asked.seed < _SEED_LIMIT:
         raise ModelError(f"The seed is {asked.seed}, which is not between 0 and 2**64 - 1.", kind="bad-input")
-    return SamplingRule(temperature, top_k, top_p, min_p, asked.seed)
+    return SamplingRule(temperature, top_k, top_p, min_p, asked.seed, penalty)
+
+
+def stated_penalty(defaults: Mapping[str, Any]) -> float | None:
+    """The repetition penalty of a ``generation_config.json``; None if it states none that can be used."""
+    value = defaults.get("repetition_penalty")
+    usable = isinstance(value, int | float) and not isinstance(value, bool) and PENALTIES[0] <= value <= PENALTIES[1]
+    return float(value) if usable else None  # type: ignore[arg-type]
+
+
+def penalised(scores: Logits, seen: Collection[int], penalty: float) -> Logits:
+    """``scores`` [vocabulary] with those of the tokens ``seen`` made smaller: divided by ``penalty`` if they are
+    positive, else multiplied by it (transformers' RepetitionPenaltyLogitsProcessor). ``scores`` is not changed."""
+    tokens = np.fromiter(seen, np.int64, len(seen))
+    found = scores.copy()
+    values = found[tokens]
+    found[tokens] = np.where(values < 0, values * np.float32(penalty), values / np.float32(penalty))
+    return found
 
 
 class NotNumbersError(ModelError):
@@ -179,17 +205,27 @@ def _drawn(weights: Logits, point: float) -> int:
 
 
 class Sampler:
-    """Draws tokens by one rule; the same seed gives the same tokens for the same logits."""
+    """Draws tokens by one rule; the same seed gives the same tokens for the same logits.
 
-    def __init__(self, rule: SamplingRule) -> None:
+    ``before``: the tokens of the prompt, which a repetition penalty counts, too.
+    """
+
+    def __init__(self, rule: SamplingRule, before: Iterable[int] = ()) -> None:
         self.rule = rule
         self._random = np.random.default_rng(rule.seed)
+        self._seen = set(before) if rule.repetition_penalty != 1.0 else set()
 
     def choose(self, logits: Logits) -> int:
         """The next token for ``logits`` [vocabulary]. Raises ModelError if they are not finite at the top."""
         best = greedy_token(logits)
-        if self.rule.greedy:
-            return best
+        if self.rule.repetition_penalty == 1.0:
+            return best if self.rule.greedy else self._draw(logits)
+        logits = penalised(logits, self._seen, self.rule.repetition_penalty)
+        token = int(np.argmax(logits)) if self.rule.greedy else self._draw(logits)
+        self._seen.add(token)
+        return token
+
+    def _draw(self, logits: Logits) -> int:
         tokens, weights = weighed(logits, self.rule)
         index = _drawn(weights, self._random.random())
         return index if tokens is None else int(tokens[index])

@@ -108,7 +108,9 @@ def checked_config(gguf: GgufFile) -> dict[str, Any]:
     return config
 
 
-_SAMPLING = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
+_SAMPLING = {
+    "temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "penalty_repeat": "repetition_penalty",
+}  # fmt: skip
 """``general.sampling`` of a GGUF -> setting in ``generation_config.json``."""
 
 

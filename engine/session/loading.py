@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from engine.errors import ModelError
+from engine.generation.sampling import stated_penalty
 from engine.ipc.messages import Load
 from engine.ipc.progress import ProgressCallback
 from engine.models.config_values import check_config
@@ -127,9 +128,9 @@ def find_in_ring(name: str, network: ClusterNetwork, progress: ProgressCallback)
 def settings_not_applied(defaults: dict[str, Any]) -> list[str]:
     """A line about each of the model's generation settings that sampling here does not support."""
     penalty = defaults.get("repetition_penalty")
-    if penalty in (None, 1, 1.0):
+    if penalty is None or stated_penalty(defaults) is not None:
         return []
-    return [f"The model's own repetition_penalty of {shown(penalty)} is not applied: this version has none."]
+    return [f"The model's own repetition_penalty of {shown(penalty)} is not applied: it is no usable number."]
 
 
 def read_settings(path: Path) -> dict[str, Any]:

@@ -157,9 +157,9 @@ class Session:
                 if logits is None:
                     return turn.finished(Answer("", [], "cancelled"))
                 if request.beams > 1:
-                    answer = self._search(request, turn, logits, most)
+                    answer = self._search(request, turn, logits, most, prompt, rule.repetition_penalty)
                 else:
-                    answer = self._sample(turn, logits, Sampler(rule), stops, most)
+                    answer = self._sample(turn, logits, Sampler(rule, prompt), stops, most)
             if self._history is not None and request.messages is not None:
                 ended = bool(answer.tokens) and answer.tokens[-1] in self._ends
                 self._history.answered(answer.text, answer.tokens[:-1] if ended else answer.tokens)
@@ -276,7 +276,7 @@ class Session:
         rule = sampler.rule
         # With a seed the host draws, from the same numbers on every runtime.
         draw = Draw(rule.temperature, rule.top_k, rule.top_p, rule.min_p, sampler.choose)
-        device_draws = rule.greedy or rule.seed is None
+        device_draws = (rule.greedy or rule.seed is None) and rule.repetition_penalty == 1.0
         tokens: list[int] = []
         reason: FinishReason | None = None
         following: int | None = sampler.choose(logits)
@@ -319,7 +319,9 @@ class Session:
         logits = self._cache.step(token, turn)
         return None if logits is None else sampler.choose(logits)
 
-    def _search(self, request: Generate, turn: Turn, logits: Logits, most: int) -> Answer:
+    def _search(
+        self, request: Generate, turn: Turn, logits: Logits, most: int, prompt: Sequence[int], penalty: float
+    ) -> Answer:
         assert self._cache.rows is not None
         rule = BeamRule(
             width=request.beams,
@@ -328,6 +330,8 @@ class Session:
             early_stopping=request.early_stopping,
             ends=self._ends,
             hits_stop=self._stop_check(request.stop),
+            repetition_penalty=penalty,
+            prompt=frozenset(prompt) if penalty != 1.0 else frozenset(),
         )
         run = beam_run(self._cache.rows, rule, lambda lost: self._cache.rows_again(lost, turn), turn.check)
         cancelled = False

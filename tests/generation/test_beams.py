@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -95,6 +96,7 @@ def reference(model: Any, rule: BeamRule) -> list[tuple[list[int], float]]:
         length_penalty=rule.length_penalty,
         early_stopping=rule.early_stopping,
         eos_token_id=ends or None,
+        repetition_penalty=rule.repetition_penalty,
         pad_token_id=0,
         output_scores=True,
         return_dict_in_generate=True,
@@ -146,6 +148,16 @@ def test_equals_transformers(models: dict[str, Any], family: str, width: int) ->
         assert_equal(ours, reference(model, rule))
         ended_early += sum(len(beam.tokens) < rule.max_tokens for beam in ours)
     assert ended_early or width == 2
+
+
+@pytest.mark.parametrize("penalty", [1.2, 0.8])
+def test_a_repetition_penalty_equals_transformers(models: dict[str, Any], penalty: float) -> None:
+    model = models["mixtral"]
+    plain = BeamRule(4, 12, ends=frequent_tokens(model, 1))
+    rule = replace(plain, repetition_penalty=penalty, prompt=frozenset(PROMPT))
+    ours, _ = search(model, rule)
+    assert_equal(ours, reference(model, rule))
+    assert [beam.tokens for beam in ours] != [beam.tokens for beam in search(model, plain)[0]]
 
 
 @pytest.mark.parametrize(

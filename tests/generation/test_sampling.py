@@ -24,6 +24,7 @@ from engine.generation.sampling import (
     SamplingRule,
     greedy_token,
     largest,
+    penalised,
     sampling_rule,
 )
 from engine.ipc.messages import Sampling
@@ -170,6 +171,26 @@ def test_logits_that_are_no_numbers_are_an_error(bad: float) -> None:
         Sampler(SamplingRule(temperature=1.0)).choose(logits)
 
 
+@pytest.mark.parametrize("penalty", [1.3, 0.7])
+def test_repetition_is_penalised_as_transformers_does(penalty: float) -> None:
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    scores = np.random.default_rng(1).normal(size=50).astype(np.float32)
+    seen = [3, 3, 7, 49, 0]
+    theirs = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([seen]), torch.tensor(scores[None]))[0].numpy()
+    before = scores.copy()
+    np.testing.assert_array_equal(penalised(scores, set(seen), penalty), theirs)
+    np.testing.assert_array_equal(scores, before)
+
+
+def test_what_was_said_is_counted_with_the_prompt() -> None:
+    logits = np.array([4.0, 3.9, 3.8, -1.0], dtype=np.float32)
+    sampler = Sampler(SamplingRule(repetition_penalty=1.5), [1])
+    assert [sampler.choose(logits) for _ in range(4)] == [0, 2, 0, 0]
+    drawn = Sampler(SamplingRule(temperature=1e-6, seed=1, repetition_penalty=1.5), [1])
+    assert [drawn.choose(logits) for _ in range(4)] == [0, 2, 0, 0]
+
+
 MODEL = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
 
 
@@ -184,6 +205,9 @@ MODEL = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
         (Sampling(temperature=0.8, top_p=1.0), MODEL, SamplingRule(temperature=0.8)),
         (Sampling(top_k=5), {}, SamplingRule(temperature=1.0, top_k=5)),
         (Sampling(min_p=0.1), {"do_sample": True, "min_p": None}, SamplingRule(temperature=1.0, min_p=0.1)),
+        (Sampling(), {"repetition_penalty": 1.1}, SamplingRule(repetition_penalty=1.1)),
+        (Sampling(repetition_penalty=1.0), {"repetition_penalty": 1.1}, SamplingRule()),
+        (Sampling(), {"repetition_penalty": "much"}, SamplingRule()),
     ],
 )
 def test_what_was_not_asked_is_the_models(asked: Sampling, defaults: dict[str, Any], expected: SamplingRule) -> None:
@@ -199,6 +223,7 @@ def test_what_was_not_asked_is_the_models(asked: Sampling, defaults: dict[str, A
         (Sampling(top_p=1.5), "Top-p is 1.5"),
         (Sampling(min_p=-1.0), "Min-p is -1"),
         (Sampling(top_k=-2), "Top-k is -2"),
+        (Sampling(repetition_penalty=0.0), "Repetition penalty is 0"),
         (Sampling(seed=-1), "seed is -1"),
         (Sampling(seed=2**64), "seed is"),
     ],

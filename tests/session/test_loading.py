@@ -18,9 +18,9 @@ from engine.session.loading import settings_not_applied
 
 
 def test_a_repetition_penalty_that_is_not_applied_is_said() -> None:
-    assert settings_not_applied({}) == settings_not_applied({"repetition_penalty": 1.0}) == []
-    (line,) = settings_not_applied({"repetition_penalty": 1.05})
-    assert "repetition_penalty of 1.05 is not applied" in line
+    assert settings_not_applied({}) == settings_not_applied({"repetition_penalty": 1.05}) == []
+    (line,) = settings_not_applied({"repetition_penalty": 0})
+    assert "repetition_penalty of 0 is not applied" in line
 
 
 TEMPLATE = "{% for m in messages %}{% if m.content == 'loop' %}{% for a in range(99999) %}{% for b in range(99999) %}"

@@ -261,6 +261,18 @@ def test_an_end_without_a_beginning_makes_thoughts_of_what_was_sent(ask: Ask) ->
     assert "".join(piece.text for piece in pieces[withdrawn:]) == whole[15:]
 
 
+@pytest.mark.parametrize("beams", [1, 3])
+def test_the_models_repetition_penalty_equals_transformers(ask: Ask, reference: Any, beams: int) -> None:
+    plain = ask(PROMPT, max_tokens=16, beams=beams).token_ids
+    ask.session._defaults = {"repetition_penalty": 4.0}
+    found = ask(PROMPT, max_tokens=16, beams=beams).token_ids
+    theirs = reference.generate(
+        torch.tensor([PROMPT]), num_beams=beams, do_sample=False, max_new_tokens=16, repetition_penalty=4.0,
+        eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    assert found == theirs[0, len(PROMPT) :].tolist() != plain
+
+
 def test_seeds_repeat(ask: Ask) -> None:
     def draw(seed: int) -> list[int]:
         return ask(PROMPT, max_tokens=20, sampling=Sampling(temperature=2.0, seed=seed)).token_ids

@@ -37,6 +37,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    repetition_penalty: float | None = None
     seed: int | None = None
 
 
