@@ -190,7 +190,7 @@ class CountedRows:
 
 
 class CountingModel:
-    facts = SimpleNamespace(vocabulary=100, context_limit=512, key_value_bytes_per_token=1000)
+    facts = SimpleNamespace(vocabulary=100, context_limit=512, key_value_bytes_per_token=1000, state_bytes=0)
 
     def start(self) -> CountedRows:
         return CountedRows()
