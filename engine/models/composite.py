@@ -15,7 +15,7 @@ from engine.models.files import Change
 from engine.models.quantisation import QUANTISATION_KEYS
 from engine.models.safetensors_files import TensorEntry
 
-_LANGUAGE = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+LANGUAGE_FAMILIES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 """The family of the language model, by that of the whole."""
 
 _PREFIXES = (("language_model.model.", "model."), ("model.language_model.", "model."), ("language_model.", ""))
@@ -27,7 +27,7 @@ _NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight", ".q_norm.
 
 def language_only(config: dict[str, Any]) -> dict[str, Any]:
     """The configuration of the language model in ``config``; ``config`` itself if it describes nothing else."""
-    family, inner = _LANGUAGE.get(str(config.get("model_type"))), config.get("text_config")
+    family, inner = LANGUAGE_FAMILIES.get(str(config.get("model_type"))), config.get("text_config")
     if family is None or not isinstance(inner, Mapping):
         return config
     found = {key: value for key, value in config.items() if key == "tie_word_embeddings"}
@@ -45,7 +45,7 @@ def language_tensors(
 ) -> tuple[dict[str, dict[str, TensorEntry]], dict[str, Change]]:
     """``headers`` (tensors by name, by file name) under the language model's names, and what makes stored tensors the
     checkpoint's; both as they are for other families than :func:`language_only` knows."""
-    if config.get("model_type") not in _LANGUAGE.values():
+    if config.get("model_type") not in LANGUAGE_FAMILIES.values():
         return headers, {}
     kept = {
         file: {_renamed(name): entry for name, entry in header.items() if not name.startswith(_OTHERS)}

@@ -14,6 +14,7 @@
 #include "grouped_scales_x86.h"
 
 typedef __m256 lanes;
+typedef grouped_input unit_input;
 
 ALWAYS_INLINE lanes no_lanes(void) { return _mm256_setzero_ps(); }
 
@@ -31,8 +32,7 @@ ALWAYS_INLINE __m256i halves(__m256i v, const int dtype) {
 
 /* Codes of four bits are added up in 16 bits, of which 2 * 2 * 24 * 127 take few; 128 * 127 twice just fit. */
 ALWAYS_INLINE void add_unit(const uint8_t *codes, const uint8_t *scales, const uint8_t *biases,
-                            const group_reader *reader, const grouped_input *const *x, lanes *sums, __m256 *offsets,
-                            const int dtype, const int M) {
+                            const group_reader *reader, const unit_input *const *x, lanes *sums, const int dtype, const int M) {
     const float raised = dtype == PLLM_AFFINE8 ? -128 : dtype == PLLM_OCP_MXFP4 ? FP4_RAISED : 0;
     const __m256i ones = _mm256_set1_epi16(1), low = _mm256_set1_epi8(15);
     __m256 added;
@@ -40,7 +40,7 @@ ALWAYS_INLINE void add_unit(const uint8_t *codes, const uint8_t *scales, const u
     __m256 by[4];
     UNROLL for (int m = 0; m < M; m++) {
         by[m] = _mm256_mul_ps(own, _mm256_loadu_ps(x[m]->scales));
-        offsets[m] = _mm256_fmadd_ps(added, _mm256_loadu_ps(x[m]->sums), offsets[m]);
+        sums[m] = _mm256_fmadd_ps(added, _mm256_loadu_ps(x[m]->sums), sums[m]);
     }
     if (dtype == PLLM_AFFINE8) {
         UNROLL for (int g = 0; g < UNIT / 32; g++) {
@@ -72,6 +72,7 @@ ALWAYS_INLINE void add_unit(const uint8_t *codes, const uint8_t *scales, const u
 
 #undef SET
 #define SET(name) pllm_grouped_avx2_##name
+#define MOST_TOKENS 4
 #include "grouped_rows_template.h"
 
 #if defined(__clang__)

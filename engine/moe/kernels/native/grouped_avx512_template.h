@@ -1,11 +1,25 @@
 /* Grouped weights for AVX-512. The including file says
 
-   DOT8(codes, in)                 sums of the products of four neighbours: raised codes of eight bits, input
-   DOT4(even, odd, in, in_odd)     the same of the two halves of bytes, codes of up to five bits, in one sum
-   RAISED8                         what DOT8's codes of eight bits, as they lie in the file, are above what it takes
-   SET(name)                       the name of this set's copy of a function */
+   DOT(codes, in, dtype)   for each lane the sum of the products of its 16 codes, which lie in four vectors, with those of
+                           the input
+   RAISED8                 what codes of eight bits, as they lie in the file, are above what DOT takes them for
+   SET(name)               the name of this set's copy of a function */
 
 #include "grouped_scales_x86.h"
+
+/* Each of the 16 lanes of a unit has 16 values of its own, half a block of 32, so that a lane's products are added up as
+   whole numbers and scaled once: four lanes have two of block l and then two of block 4 + l. Eight values of a block lie
+   side by side in each of four vectors: of codes of eight bits the first, third, second and last eight, of codes of four
+   bits the even ones of the first half, the odd ones, and those of the second half. */
+typedef struct wide_input {
+    int8_t codes[4][64], apart[4][64];
+    float scales[16];
+    float sums[UNIT_GROUPS];
+} wide_input;
+
+typedef wide_input unit_input;
+
+_Static_assert(sizeof(wide_input) <= FEWEST_STRIDE * 4, "a unit fits into the shortest row");
 
 typedef __m512 lanes;
 
@@ -21,46 +35,47 @@ ALWAYS_INLINE __m512i fp4_table(void) {
                                                _mm_set1_epi8(FP4_RAISED)));
 }
 
+/* The four vectors of a unit of codes. */
+ALWAYS_INLINE void unit_codes(const uint8_t *codes, const int dtype, __m512i to[4]) {
+    const __m512i a = _mm512_loadu_si512(codes), b = _mm512_loadu_si512(codes + 64);
+    if (dtype == PLLM_AFFINE8) {
+        const __m512i c = _mm512_loadu_si512(codes + 128), d = _mm512_loadu_si512(codes + 192);
+        const __m512i low = _mm512_unpacklo_epi64(a, c), low_end = _mm512_unpacklo_epi64(b, d);
+        const __m512i high = _mm512_unpackhi_epi64(a, c), high_end = _mm512_unpackhi_epi64(b, d);
+        to[0] = _mm512_shuffle_i64x2(low, low_end, 0x88);
+        to[1] = _mm512_shuffle_i64x2(low, low_end, 0xdd);
+        to[2] = _mm512_shuffle_i64x2(high, high_end, 0x88);
+        to[3] = _mm512_shuffle_i64x2(high, high_end, 0xdd);
+        return;
+    }
+    const __m512i mask = _mm512_set1_epi8(15);
+    const __m512i first = _mm512_unpacklo_epi64(a, b), second = _mm512_unpackhi_epi64(a, b);
+    to[0] = _mm512_and_si512(first, mask);
+    to[1] = _mm512_and_si512(_mm512_srli_epi16(first, 4), mask);
+    to[2] = _mm512_and_si512(second, mask);
+    to[3] = _mm512_and_si512(_mm512_srli_epi16(second, 4), mask);
+    if (dtype == PLLM_OCP_MXFP4) UNROLL for (int i = 0; i < 4; i++) to[i] = _mm512_shuffle_epi8(fp4_table(), to[i]);
+}
+
 ALWAYS_INLINE void add_unit(const uint8_t *codes, const uint8_t *scales, const uint8_t *biases,
-                            const group_reader *reader, const grouped_input *const *x, lanes *sums, __m256 *offsets,
-                            const int dtype, const int M) {
+                            const group_reader *reader, const unit_input *const *x, lanes *sums, const int dtype,
+                            const int M) {
     const float raised = dtype == PLLM_AFFINE8 ? -RAISED8 : dtype == PLLM_OCP_MXFP4 ? FP4_RAISED : 0;
     __m256 added;
     const __m256 own = scales_of(scales, biases, reader, dtype, raised, &added);
-    __m512 by[4];
+    const __m512i blocks = _mm512_setr_epi32(0, 0, 4, 4, 1, 1, 5, 5, 2, 2, 6, 6, 3, 3, 7, 7);
+    const __m512 wide = _mm512_permutexvar_ps(blocks, _mm512_castps256_ps512(own));
+    const __m512 offsets = _mm512_insertf32x8(_mm512_setzero_ps(), added, 0);
+    __m512i four[4];
+    unit_codes(codes, dtype, four);
     UNROLL for (int m = 0; m < M; m++) {
-        by[m] = _mm512_castps256_ps512(_mm256_mul_ps(own, _mm256_loadu_ps(x[m]->scales)));
-        offsets[m] = _mm256_fmadd_ps(added, _mm256_loadu_ps(x[m]->sums), offsets[m]);
-    }
-    if (dtype == PLLM_AFFINE8) {
-        UNROLL for (int g = 0; g < UNIT / 64; g++) {
-            const __m512i code = _mm512_loadu_si512(codes + 64 * g);
-            const __m512i places = _mm512_inserti64x4(_mm512_set1_epi32(2 * g), _mm256_set1_epi32(2 * g + 1), 1);
-            UNROLL for (int m = 0; m < M; m++) {
-                const __m512 dots = _mm512_cvtepi32_ps(DOT8(code, _mm512_loadu_si512(x[m]->codes + 64 * g)));
-                sums[m] = _mm512_fmadd_ps(dots, _mm512_permutexvar_ps(places, by[m]), sums[m]);
-            }
-        }
-        return;
-    }
-    const __m512i low = _mm512_set1_epi8(15);
-    UNROLL for (int g = 0; g < UNIT / 128; g++) {
-        const __m512i both = _mm512_loadu_si512(codes + 64 * g);
-        __m512i even = _mm512_and_si512(both, low), odd = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
-        if (dtype == PLLM_OCP_MXFP4) {
-            even = _mm512_shuffle_epi8(fp4_table(), even);
-            odd = _mm512_shuffle_epi8(fp4_table(), odd);
-        }
-        const __m512i places = _mm512_add_epi32(_mm512_set1_epi32(4 * g),
-                                                _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3));
-        UNROLL for (int m = 0; m < M; m++) {
-            const __m512i dots = DOT4(even, odd, _mm512_loadu_si512(x[m]->apart + 64 * g),
-                                      _mm512_loadu_si512(x[m]->apart + UNIT / 2 + 64 * g));
-            sums[m] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots), _mm512_permutexvar_ps(places, by[m]), sums[m]);
-        }
+        const __m512i dots = DOT(four, dtype == PLLM_AFFINE8 ? x[m]->codes : x[m]->apart, dtype);
+        sums[m] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots), _mm512_mul_ps(wide, _mm512_loadu_ps(x[m]->scales)), sums[m]);
+        sums[m] = _mm512_fmadd_ps(offsets, _mm512_maskz_loadu_ps(0xff, x[m]->sums), sums[m]);
     }
 }
 
+#define MOST_TOKENS 8
 #include "grouped_rows_template.h"
 
 /* ---- Rows opened for panels ---------------------------------------------------------------------------------- */

@@ -11,10 +11,14 @@
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,f16c,fma")
 #endif
 
+static inline __attribute__((always_inline)) __m512i dot(const __m512i codes[4], const int8_t (*in)[64]) {
+    __m512i sum = _mm512_setzero_si512();
+    UNROLL for (int i = 0; i < 4; i++) sum = _mm512_dpbusd_epi32(sum, codes[i], _mm512_loadu_si512(in[i]));
+    return sum;
+}
+
 #define RAISED8 0
-#define DOT8(codes, in) _mm512_dpbusd_epi32(_mm512_setzero_si512(), codes, in)
-#define DOT4(even, odd, in, in_odd)                                                                                \
-    _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(_mm512_setzero_si512(), even, in), odd, in_odd)
+#define DOT(codes, in, dtype) dot(codes, in)
 
 #undef SET
 #define SET(name) pllm_grouped_avx512_vnni_##name

@@ -13,52 +13,82 @@
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,f16c,fma")
 #endif
 
-/* Codes lend their signs to the input, as 128 * 127 twice just fits into 16 bits. */
-static inline __attribute__((always_inline)) __m512i dot8(__m512i codes, __m512i in) {
-    const __m512i code = _mm512_xor_si512(codes, _mm512_set1_epi8((char)0x80));
-    in = _mm512_mask_sub_epi8(in, _mm512_movepi8_mask(code), _mm512_setzero_si512(), in);
-    return _mm512_madd_epi16(_mm512_maddubs_epi16(_mm512_abs_epi8(code), in), _mm512_set1_epi16(1));
-}
-
-/* 2 * 2 * 24 * 127 fit into 16 bits. */
-static inline __attribute__((always_inline)) __m512i dot4(__m512i even, __m512i odd, __m512i in, __m512i in_odd) {
-    const __m512i pairs = _mm512_add_epi16(_mm512_maddubs_epi16(even, in), _mm512_maddubs_epi16(odd, in_odd));
-    return _mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+/* Codes of eight bits lend their signs to the input, as 128 * 127 twice just fits into 16 bits; those of four bits fit
+   in all, 4 * 2 * 24 * 127. */
+static inline __attribute__((always_inline)) __m512i dot(const __m512i codes[4], const int8_t (*in)[64],
+                                                         const int dtype) {
+    const __m512i ones = _mm512_set1_epi16(1);
+    __m512i pairs[4];
+    UNROLL for (int i = 0; i < 4; i++) {
+        __m512i code = codes[i], x = _mm512_loadu_si512(in[i]);
+        if (dtype == PLLM_AFFINE8) {
+            code = _mm512_xor_si512(code, _mm512_set1_epi8((char)0x80));
+            x = _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(code), _mm512_setzero_si512(), x);
+            code = _mm512_abs_epi8(code);
+        }
+        pairs[i] = _mm512_maddubs_epi16(code, x);
+        if (dtype == PLLM_AFFINE8) pairs[i] = _mm512_madd_epi16(pairs[i], ones);
+    }
+    if (dtype == PLLM_AFFINE8)
+        return _mm512_add_epi32(_mm512_add_epi32(pairs[0], pairs[1]), _mm512_add_epi32(pairs[2], pairs[3]));
+    const __m512i all = _mm512_add_epi16(_mm512_add_epi16(pairs[0], pairs[1]), _mm512_add_epi16(pairs[2], pairs[3]));
+    return _mm512_madd_epi16(all, ones);
 }
 
 #define RAISED8 128
-#define DOT8(codes, in) dot8(codes, in)
-#define DOT4(even, odd, in, in_odd) dot4(even, odd, in, in_odd)
+#define DOT(codes, in, dtype) dot(codes, in, dtype)
 
 #undef SET
 #define SET(name) pllm_grouped_avx512f_##name
 #include "grouped_avx512_template.h"
 
-/* As pllm_grouped_scalar_convert, to the bit. */
+/* Eight bytes of block `block` to its place in a vector. */
+static inline void put(int8_t *vector, int64_t block, uint64_t bytes) {
+    memcpy(vector + 8 * (block % 4 * 2 + block / 4), &bytes, 8);
+}
+
+/* As pllm_grouped_scalar_convert, to the bit, in the order of wide_input. */
 void pllm_grouped_avx512f_convert(void *row, int64_t first, const float *from, float scale, int64_t count) {
-    const __m512 by_scale = _mm512_set1_ps(scale);
+    const __m512 by_scale = _mm512_set1_ps(scale), limit = _mm512_set1_ps(FLT_MAX);
     for (int64_t i = 0; i < count; i += GROUP_VALUES) {
-        grouped_input *unit = (grouped_input *)row + (first + i) / UNIT;
-        const int64_t at = (first + i) % UNIT;
+        wide_input *unit = (wide_input *)row + (first + i) / UNIT;
+        const int64_t block = (first + i) % UNIT / GROUP_VALUES;
         const __m512 a = _mm512_mul_ps(_mm512_loadu_ps(from + i), by_scale);
         const __m512 b = _mm512_mul_ps(_mm512_loadu_ps(from + i + 16), by_scale);
-        const __m512 sizes = _mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b));
-        const __m512 limit = _mm512_set1_ps(FLT_MAX);
         const int finite = (_mm512_cmp_ps_mask(_mm512_abs_ps(a), limit, _CMP_LE_OQ) &
                             _mm512_cmp_ps_mask(_mm512_abs_ps(b), limit, _CMP_LE_OQ)) == 0xffff;
-        const float most = finite ? _mm512_reduce_max_ps(sizes) : 0;
+        const float most = finite ? _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b))) : 0;
         const float step = finite ? most / 127.0F : __builtin_nanf(""), by = most > 0 ? 127.0F / most : 0;
         const __m512 factor = _mm512_set1_ps(by);
         __m512i low = _mm512_cvtps_epi32(_mm512_mul_ps(a, factor)), high = _mm512_cvtps_epi32(_mm512_mul_ps(b, factor));
         if (!finite) low = high = _mm512_setzero_si512();
         const int sum = _mm512_reduce_add_epi32(_mm512_add_epi32(low, high));
         const __m256i codes = _mm256_set_m128i(_mm512_cvtepi32_epi8(high), _mm512_cvtepi32_epi8(low));
-        const __m256i odd_places = _mm256_srai_epi16(codes, 8);
-        _mm256_storeu_si256((__m256i *)(void *)(unit->codes + at), codes);
-        _mm_storeu_si128((__m128i *)(void *)(unit->apart + at / 2), _mm256_cvtepi16_epi8(codes));
-        _mm_storeu_si128((__m128i *)(void *)(unit->apart + UNIT / 2 + at / 2), _mm256_cvtepi16_epi8(odd_places));
-        unit->scales[at / GROUP_VALUES] = step;
-        unit->sums[at / GROUP_VALUES] = step * (float)sum;
+        const __m128i even = _mm256_cvtepi16_epi8(codes), odd = _mm256_cvtepi16_epi8(_mm256_srai_epi16(codes, 8));
+        put(unit->codes[0], block, (uint64_t)_mm256_extract_epi64(codes, 0));
+        put(unit->codes[1], block, (uint64_t)_mm256_extract_epi64(codes, 2));
+        put(unit->codes[2], block, (uint64_t)_mm256_extract_epi64(codes, 1));
+        put(unit->codes[3], block, (uint64_t)_mm256_extract_epi64(codes, 3));
+        put(unit->apart[0], block, (uint64_t)_mm_extract_epi64(even, 0));
+        put(unit->apart[1], block, (uint64_t)_mm_extract_epi64(odd, 0));
+        put(unit->apart[2], block, (uint64_t)_mm_extract_epi64(even, 1));
+        put(unit->apart[3], block, (uint64_t)_mm_extract_epi64(odd, 1));
+        const int64_t lane = block % 4 * 4 + block / 4 * 2;
+        unit->scales[lane] = unit->scales[lane + 1] = step;
+        unit->sums[block] = step * (float)sum;
+    }
+}
+
+void pllm_grouped_avx512f_pad(void *row, int64_t columns) {
+    wide_input *unit = (wide_input *)row + columns / UNIT;
+    if (columns % UNIT == 0) return;
+    for (int64_t block = columns % UNIT / GROUP_VALUES; block < UNIT_GROUPS; block++) {
+        const int64_t lane = block % 4 * 4 + block / 4 * 2;
+        for (int i = 0; i < 4; i++) {
+            put(unit->codes[i], block, 0);
+            put(unit->apart[i], block, 0);
+        }
+        unit->scales[lane] = unit->scales[lane + 1] = unit->sums[block] = 0;
     }
 }
 

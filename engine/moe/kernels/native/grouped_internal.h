@@ -81,6 +81,7 @@ GROUPED_ROWS(avx512f)
 GROUPED_FEW(avx512_vnni)
 GROUPED_ROWS(avx512_vnni)
 void pllm_grouped_avx512f_convert(void *row, int64_t first, const float *from, float scale, int64_t count);
+void pllm_grouped_avx512f_pad(void *row, int64_t columns);
 #endif
 
 _Static_assert(sizeof(grouped_input) <= FEWEST_STRIDE * 4, "a unit fits into the shortest row");
@@ -89,8 +90,8 @@ _Static_assert(sizeof(grouped_input) <= FEWEST_STRIDE * 4, "a unit fits into the
 #define GROUPED_SET(FEW, CONVERT)                                                                                  \
     .element = 4 / PER_WORD, .row_element = 4, .task_rows = GROUP_VALUES, .tile_tokens = TILE_TOKENS,              \
     .few_tokens = FEW_LIMIT, .few = pllm_grouped_##FEW##_few, .many = SET(many),                                   \
-    .convert = pllm_grouped_##CONVERT##_convert,                                                                   \
-    .pad = pllm_grouped_scalar_pad, .tile = SET(tile), .gate = SET(gate), .exp_sum = SET(exp_sum),                 \
+    .convert = pllm_grouped_##CONVERT##_convert, .pad = pllm_grouped_##CONVERT##_pad,                              \
+    .tile = SET(tile), .gate = SET(gate), .exp_sum = SET(exp_sum),                 \
     .add_scaled = SET(add_scaled)
 
 #endif

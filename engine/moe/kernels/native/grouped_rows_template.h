@@ -1,11 +1,12 @@
 /* Products of a few tokens with grouped weights. The including file has defined
 
    lanes, no_lanes(), added_up(v)   a vector of sums, one of zeros, and the sum of its lanes
-   add_unit(codes, scales, biases, reader, x[M], sums[M], offsets[M], dtype, M)   adds the products of a unit, and to
-                           `offsets`, vectors of eight, what its biases give; dtype and M are constants of the compiler
+   unit_input              a unit of an input row
+   add_unit(codes, scales, biases, reader, x[M], sums[M], dtype, M)   adds the products of a unit; dtype and M are
+                           constants of the compiler
+   MOST_TOKENS             tokens taken together at most, 4 or 8
    SET(name)               the name of this set's copy of a function */
 
-#define MOST_TOKENS 4
 #define GROUP_ROWS 16 /* of a part of the tokens: their rows and its input stay in the first-level cache */
 
 /* y[m * y_stride] (+)= one row of the weights · x[m] for M tokens. Nothing is read past the row. */
@@ -14,16 +15,14 @@ ALWAYS_INLINE void products(const uint8_t *codes, const uint8_t *scales, const u
                             const int64_t y_stride, const int add, const int dtype, const int M) {
     const int64_t unit_bytes = bytes_of_values(dtype, UNIT), scale_bytes = reader->groups * reader->width;
     lanes sums[MOST_TOKENS];
-    __m256 offsets[MOST_TOKENS];
-    const grouped_input *in[MOST_TOKENS];
+    const unit_input *in[MOST_TOKENS];
     UNROLL for (int m = 0; m < M; m++) {
         sums[m] = no_lanes();
-        offsets[m] = _mm256_setzero_ps();
         in[m] = x[m];
     }
     int64_t left = columns;
     for (; left >= UNIT; left -= UNIT) {
-        add_unit(codes, scales, biases, reader, in, sums, offsets, dtype, M);
+        add_unit(codes, scales, biases, reader, in, sums, dtype, M);
         codes += unit_bytes;
         scales += scale_bytes;
         biases += scale_bytes;
@@ -35,11 +34,11 @@ ALWAYS_INLINE void products(const uint8_t *codes, const uint8_t *scales, const u
         memcpy(rest, codes, (size_t)bytes_of_values(dtype, left));
         memcpy(rest_scales, scales, bytes);
         if (dtype != PLLM_OCP_MXFP4) memcpy(rest_biases, biases, bytes);
-        add_unit(rest, rest_scales, rest_biases, reader, in, sums, offsets, dtype, M);
+        add_unit(rest, rest_scales, rest_biases, reader, in, sums, dtype, M);
     }
     UNROLL for (int m = 0; m < M; m++) {
         float *to = y + m * y_stride;
-        const float sum = added_up(sums[m]) + eight_added_up(offsets[m]);
+        const float sum = added_up(sums[m]);
         *to = add ? *to + sum : sum;
     }
 }
@@ -54,8 +53,16 @@ typedef void (*products_function)(const uint8_t *codes, const uint8_t *scales, c
                               int64_t y_stride, int add) {                                                         \
         products(codes, scales, biases, reader, columns, x, y, y_stride, add, DTYPE, M);                           \
     }
-#define ALL(DTYPE) PRODUCTS(DTYPE, 1) PRODUCTS(DTYPE, 2) PRODUCTS(DTYPE, 3) PRODUCTS(DTYPE, 4)
+#define UP_TO_4(DTYPE) PRODUCTS(DTYPE, 1) PRODUCTS(DTYPE, 2) PRODUCTS(DTYPE, 3) PRODUCTS(DTYPE, 4)
+#if MOST_TOKENS == 8
+#define ALL(DTYPE)                                                                                                 \
+    UP_TO_4(DTYPE) PRODUCTS(DTYPE, 5) PRODUCTS(DTYPE, 6) PRODUCTS(DTYPE, 7) PRODUCTS(DTYPE, 8)
+#define NAMES(DTYPE)                                                                                               \
+    {DTYPE##_1, DTYPE##_2, DTYPE##_3, DTYPE##_4, DTYPE##_5, DTYPE##_6, DTYPE##_7, DTYPE##_8}
+#else
+#define ALL(DTYPE) UP_TO_4(DTYPE)
 #define NAMES(DTYPE) {DTYPE##_1, DTYPE##_2, DTYPE##_3, DTYPE##_4}
+#endif
 
 ALL(PLLM_AFFINE4)
 ALL(PLLM_AFFINE8)

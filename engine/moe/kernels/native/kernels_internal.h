@@ -27,7 +27,7 @@
 #define PANEL_WORDS ((size_t)PANEL_ROWS * (PANEL_COLUMNS + PADDING))
 #define PANEL_BYTES ((PANEL_WORDS + (size_t)TILE_LIMIT * PANEL_ROWS + (size_t)PANEL_ROWS * PANEL_COLUMNS) * 4 + 64)
 /* Fewest elements from one input row to the next: a unit of grouped weights' input needs so many. */
-#define FEWEST_STRIDE 144
+#define FEWEST_STRIDE 160
 
 /* What an instruction set brings. W is `rows` rows of `columns` elements of `dtype`, `stride` elements apart. */
 typedef struct kernel_set {
