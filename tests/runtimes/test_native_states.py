@@ -79,6 +79,13 @@ def test_rows_that_are_reordered_fail_and_go_on(data: st.DataObject) -> None:
     assert rows.nbytes <= (2 * width + 1) * 4 * NUMBERS
 
 
+def test_states_that_no_machine_holds_are_refused() -> None:
+    states = States.of_one_row(1 << 60)
+    with pytest.raises(ModelError, match=r"states of one row take .* fewer beams") as refused:
+        states.begin(in_place=True)
+    assert refused.value.kind == "memory"
+
+
 @pytest.fixture
 def qwen(tiny_model: Callable[..., Path]) -> NativeModel:
     # Values of whole blocks of columns, as real models have them.

@@ -16,12 +16,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.errors import ModelError
+from engine.planning.units import byte_size
+
 
 class _Buffer:
     """The states of one row. ``shared``: other rows, of another cache, read them too, so they never change again."""
 
     def __init__(self, numbers: int) -> None:
-        mapping = mmap.mmap(-1, numbers * 4, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        """Raises ModelError (memory) if there is no room for ``numbers`` floats."""
+        try:
+            mapping = mmap.mmap(-1, numbers * 4, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as failed:
+            raise ModelError(
+                f"The states of one row take {byte_size(4 * numbers)}, which are not free; close other programs or use "
+                "fewer beams.",
+                kind="memory",
+            ) from failed
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):
                 mapping.madvise(mmap.MADV_HUGEPAGE)

@@ -23,6 +23,7 @@ _Static_assert(sizeof(wide_input) <= FEWEST_STRIDE * PACKED_ROW_ELEMENT, "a unit
    cache. One token is passed whole, so that the weights are read from end to end. */
 #define SPAN_BYTES 20480
 #define GROUP_ROWS 16
+#define LARGE_UNITS 36 /* of one token's input: half of a small first-level cache */
 #define FAR_BYTES 3072
 #define MOST_TOKENS 8
 
@@ -290,10 +291,11 @@ ALWAYS_INLINE void add_rows(const uint8_t *w, const int64_t row_bytes, const int
                             const int fresh, const int dtype, const int M) {
     const int k = dtype == PLLM_Q4_K || dtype == PLLM_Q5_K;
     const int64_t size = bytes_of_values(dtype, UNIT), whole = MIN(last, values / UNIT);
-    /* Of several tokens the same columns of the next group. One token's weights are fetched past the first-level cache,
-       out of which a large input must not be pushed; the processor's own fetching falls behind where other programs use
-       the memory, too. */
-    const int64_t ahead = M > 1 ? GROUP_ROWS * row_bytes : FAR_BYTES;
+    /* Of several tokens the same columns of the next group. One token's weights the processor fetches faster by itself,
+       but for those of two formats, for which it falls behind where other programs use the memory, too. Where they would
+       push an input out of the first-level cache that nearly fills it, they are fetched past that. */
+    const int slow = dtype == PLLM_Q4_K || dtype == PLLM_MXFP4;
+    const int64_t ahead = M > 1 ? GROUP_ROWS * row_bytes : slow || last - first > LARGE_UNITS ? FAR_BYTES : 0;
     const wide_input *in[MOST_TOKENS];
     UNROLL for (int m = 0; m < M; m++) in[m] = x[m];
     for (int64_t row = 0; row < rows; row++, w += row_bytes, all += M) {
