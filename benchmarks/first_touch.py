@@ -5,7 +5,7 @@
 Each figure is of a process of its own, and the processes run one after the other, because a page that any process maps
 stays in memory. ``cold``: the system's cache was told to drop the file. ``warm``: the process before has read it.
 ``warmed``: the page warmer has also populated the process's mapping, as behind a person's first keystrokes. ``steady``:
-the second prompt and the tokens after it in the process that was warm.
+the second prompt and the tokens after it in the process that was warm. ``own memory`` is what no file backs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def evict(path: Path) -> None:
 
 
 def measure(subject: Subject, engine: str, arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Seconds of ``load``, ``prompt`` and ``tokens`` by state, and of ``populating`` for ``warmed``."""
+    """Seconds of ``load``, ``prompt`` and ``tokens`` by state, and of ``populating`` for ``warmed``; bytes of memory
+    that no file backs once it is ``loaded`` and once it has ``answered``."""
     found: dict[str, dict[str, float]] = {}
     path = subject.path_for(engine)
     request = {
@@ -52,12 +53,18 @@ def measure(subject: Subject, engine: str, arguments: argparse.Namespace) -> dic
         with Worker(engine, path, arguments.threads, arguments.work / "workers.log") as worker:
             assert worker.load_s is not None
             populating = worker.ask("populate", folder=str(path)) if state == "warmed" else 0.0
-            found[state] = {
-                "load": worker.load_s, "populating": populating, **worker.ask("first", seed=1, **request),
-            }  # fmt: skip
+            loaded = worker.ask("anonymous")
+            measured = worker.ask("first", seed=1, **request)
+            found[state] = {"load": worker.load_s, "populating": populating, **measured, "loaded": loaded}
+            found[state]["answered"] = worker.ask("anonymous")
             if state == "warm":
                 found["steady"] = worker.ask("first", seed=2, **request)
     return found
+
+
+def seconds(measured: dict[str, float]) -> float:
+    """From the beginning of loading to the last token."""
+    return sum(measured.get(part, 0.0) for part in ("load", "prompt", "tokens"))
 
 
 def report(title: str, samples: dict[str, list[dict[str, dict[str, float]]]]) -> str:
@@ -72,8 +79,12 @@ def report(title: str, samples: dict[str, list[dict[str, dict[str, float]]]]) ->
                 values = [1000 * each[state].get(part, 0.0) for each in rounds]
                 spread = Spread.of(values)
                 cells.append(f"{spread.median:.0f} ({spread.low:.0f}–{spread.high:.0f})" if any(values) else "–")
+            for part in ("loaded", "answered"):
+                values = [each[state].get(part, 0.0) for each in rounds]
+                cells.append(f"{statistics.median(values) / 1e6:.0f}" if any(values) else "–")
             rows.append([engine, state, *cells])
     header = ["engine", "state", "load, ms", "populating, ms", "prompt, ms", "tokens after it, ms"]
+    header += ["own memory, MB", "after the answer, MB"]
     return "\n".join([f"### {title}", "", *table(header, rows)])
 
 
@@ -103,7 +114,7 @@ def main() -> None:
             ours, theirs = (samples[engine] for engine in ENGINES)
             for state in ("cold", "warm", "steady"):
                 pairs = zip(ours, theirs, strict=True)
-                ratios = [sum(a[state].values()) / sum(b[state].values()) for a, b in pairs]
+                ratios = [seconds(a[state]) / seconds(b[state]) for a, b in pairs]
                 print(f"\n{state}: our time is {statistics.median(ratios):.2f} of theirs", flush=True)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(everything, indent=1), encoding="utf-8")

@@ -200,6 +200,7 @@ def test_a_process_s_first_answer_is_measured_in_every_state(
     (found,) = json.loads(json_file.read_text())["qwen3-q4"]["privatellm"]
     assert all(found[state]["prompt"] > 0 and found[state]["tokens"] > 0 for state in STATES)
     assert found["warmed"]["populating"] > 0
+    assert found["warm"]["answered"] > found["warm"]["loaded"] > 0
     assert "| privatellm | steady | – | – |" in capsys.readouterr().out
 
 
