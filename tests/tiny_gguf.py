@@ -40,6 +40,7 @@ ARCHITECTURES = {
     "glm4_moe": "glm4moe",
     "qwen3_next": "qwen3next",
     "lfm2_moe": "lfm2moe",
+    "gemma4_text": "gemma4",
 }
 """Family in transformers -> architecture of its GGUF files."""
 
@@ -104,6 +105,20 @@ _NAMES = {
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
 }
+_GEMMA_NAMES = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "post_feedforward_layernorm": "post_ffw_norm",
+    "post_feedforward_layernorm_1": "post_ffw_norm_1",
+    "post_feedforward_layernorm_2": "post_ffw_norm_2",
+    "router.proj": "ffn_gate_inp",
+}
+_GEMMA_SCALES = {
+    "layer_scalar": "layer_output_scale.weight",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+}
 _EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe|feed_forward)\.experts\.(\d+)\.(\w+)\.weight")
 _SHORT = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
 
@@ -116,8 +131,14 @@ def plain_types(name: str) -> GGMLQuantizationType:
     return GGMLQuantizationType.F32
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(name: str, architecture: str = "") -> str:
     """The name of a Hugging Face tensor in a GGUF; those of experts are not asked for."""
+    if architecture == "gemma4" and name.startswith("model.layers."):
+        _, _, layer, rest = name.split(".", 3)
+        if rest in _GEMMA_SCALES:
+            return f"blk.{layer}.{_GEMMA_SCALES[rest]}"
+        owner, _, kind = rest.rpartition(".")
+        return f"blk.{layer}.{_GEMMA_NAMES.get(owner) or _NAMES[owner]}.{kind}"
     stem, _, kind = name.rpartition(".")
     if kind in ("A_log", "dt_bias"):
         return f"blk.{stem.split('.')[2]}.{'ssm_a' if kind == 'A_log' else 'ssm_dt.bias'}"
@@ -213,8 +234,8 @@ def write_tiny_gguf(
     """The model in the Hugging Face folder ``source`` as a GGUF. Returns its path, of the first part if it is in more.
 
     ``quantised``: the type of every matrix, or a function of its name in the GGUF. ``extra``: metadata, architecture
-    put before. ``merged``: queries, keys and values are one tensor. ``truth``: a copy of ``source`` is written there
-    whose weights are what the packed ones stand for.
+    put before. ``merged``: queries, keys and values are one tensor, but for gemma4. ``truth``: a copy of ``source`` is
+    written there whose weights are what the packed ones stand for.
     """
     config = json.loads((source / "config.json").read_text())
     pack = _Packing(quantised if callable(quantised) else (lambda name: quantised))
@@ -232,10 +253,13 @@ def write_tiny_gguf(
         if name.endswith(("input_linear.weight", "output_linear.weight")):
             true[name] = _granite(name, values, written, pack)
             continue
+        if ".experts." in name and architecture == "gemma4":
+            true[name] = _gemma(name, values, written, pack, layout)
+            continue
         if ".mlp.experts." in name:
             true[name] = _gpt_oss(name, values, written, pack)
             continue
-        known = gguf_name(name)
+        known = gguf_name(name, architecture)
         if name.endswith("kv_b_proj.weight") and layout != "separate":
             true[name] = _split_latents(known, values, config, written, pack)
             continue
@@ -253,8 +277,10 @@ def write_tiny_gguf(
         back = unrotated(back, heads[short]) if short is not None else restored(name, back, config, architecture)
         true[name] = back
     _add_experts(experts, layout, pack, written, true)
-    if merged:
+    if merged and architecture != "gemma4":
         written = _merged(written)
+    if architecture == "gemma4":
+        written.append(("rope_freqs.weight", gemma_divisors(config), GGMLQuantizationType.F32))
     for name, values in (extra_tensors or {}).items():
         written.append((name, values, GGMLQuantizationType.F32))
     written = [entry for entry in written if entry[0] != leave_out]
@@ -296,7 +322,7 @@ class _Packing:
 def _write_metadata(
     writer: GGUFWriter, config: dict[str, Any], architecture: str, extra: dict[str, Any], pre: str, layout: Layout
 ) -> None:
-    moe = "num_experts_per_tok" in config
+    used = config.get("num_experts_per_tok") or config.get("top_k_experts")
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -306,18 +332,21 @@ def _write_metadata(
     heads = 1 if split else config["num_key_value_heads"]
     if architecture == "lfm2moe":
         _write_convolutions(writer, config)
+    elif architecture == "gemma4":
+        _write_two_kinds(writer, config)
     else:
         writer.add_head_count_kv(heads)
     writer.add_layer_norm_rms_eps(config.get("rms_norm_eps") or config["norm_eps"])
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    rope = config["rope_parameters"]
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     if architecture == "deepseek2":
         _write_latents(writer, config, layout)
-    elif config.get("head_dim"):
+    elif config.get("head_dim") and architecture != "gemma4":
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
-    if moe and "expert_count" not in extra:
+    if used and "expert_count" not in extra:
         writer.add_expert_count(next(config[key] for key in COUNTS if config.get(key)))
-        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_used_count(used)
     if config.get("moe_intermediate_size"):
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     if architecture == "gpt-oss":
@@ -378,6 +407,34 @@ def _write_latents(writer: GGUFWriter, config: dict[str, Any], layout: Layout) -
         writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
 
 
+def _write_two_kinds(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    """gemma4's layers with a sliding window and with full attention."""
+    slides = [kind == "sliding_attention" for kind in config["layer_types"]]
+    wide = next(iter(config["per_layer_config"].values()))
+    narrow = config["head_dim"]
+    counts = (wide["num_key_value_heads"], config["num_key_value_heads"])
+    writer.add_head_count_kv([counts[one] for one in slides])
+    writer.add_shared_kv_layers(0)
+    writer.add_embedding_length_per_layer_input(0)
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_sliding_window_pattern(slides)
+    writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    writer.add_rope_freq_base_swa(config["rope_parameters"]["sliding_attention"]["rope_theta"])
+    writer.add_key_length(wide["head_dim"])
+    writer.add_value_length(wide["head_dim"])
+    writer.add_key_length_swa(narrow)
+    writer.add_value_length_swa(narrow)
+    writer.add_rope_dimension_count(wide["head_dim"])
+    writer.add_rope_dimension_count_swa(narrow)
+
+
+def gemma_divisors(config: dict[str, Any]) -> Floats:
+    """By what the rotary frequencies of layers with full attention are divided; most are not to turn at all."""
+    half = next(iter(config["per_layer_config"].values()))["head_dim"] // 2
+    turned = round(config["rope_parameters"]["full_attention"]["partial_rotary_factor"] * half)
+    return np.array([1.0] * turned + [1e30] * (half - turned), np.float32)
+
+
 def _write_convolutions(writer: GGUFWriter, config: dict[str, Any]) -> None:
     heads = config["num_key_value_heads"]
     writer.add_head_count_kv([0 if kind == "conv" else heads for kind in config["layer_types"]])
@@ -429,6 +486,27 @@ def _granite(
     back = []
     for short, piece in pieces.items():
         known = f"blk.{layer}.ffn_{short}_exps.weight"
+        words, kind, true = pack(known, np.ascontiguousarray(piece))
+        written.append((known, words, kind))
+        back.append(true)
+    return np.concatenate(back, axis=1)
+
+
+def _gemma(
+    name: str,
+    values: Floats,
+    written: list[tuple[str, NDArray[Any], GGMLQuantizationType]],
+    pack: _Packing,
+    layout: Layout,
+) -> Floats:
+    """gemma4's experts come stacked, with gate and up in one, and are mostly stored so."""
+    half = values.shape[1] // 2
+    pieces = {"down": values} if name.endswith("down_proj") else {"gate_up": values}
+    if "gate_up" in pieces and layout == "stacked":
+        pieces = {"gate": values[:, :half], "up": values[:, half:]}
+    back = []
+    for short, piece in pieces.items():
+        known = f"blk.{name.split('.')[2]}.ffn_{short}_exps.weight"
         words, kind, true = pack(known, np.ascontiguousarray(piece))
         written.append((known, words, kind))
         back.append(true)
@@ -532,7 +610,9 @@ def _merged(
     written: list[tuple[str, NDArray[Any], GGMLQuantizationType]],
 ) -> list[tuple[str, NDArray[Any], GGMLQuantizationType]]:
     found = {name: (words, kind) for name, words, kind in written}
-    for name in [name for name in found if ".attn_q." in name and name.replace("attn_q", "attn_k") in found]:
+    for name in [name for name in found if ".attn_q." in name]:
+        if not all(name.replace("attn_q", f"attn_{short}") in found for short in "kv"):
+            continue
         pieces = [found.pop(name.replace("attn_q", f"attn_{short}")) for short in "qkv"]
         found[name.replace("attn_q", "attn_qkv")] = (np.concatenate([words for words, _ in pieces]), pieces[0][1])
     return [(name, words, kind) for name, (words, kind) in found.items()]
@@ -578,6 +658,10 @@ def whole_blocks(family: str) -> dict[str, Any]:
     if family == "lfm2_moe":
         del sizes["num_hidden_layers"], sizes["head_dim"]
         sizes |= {"num_experts": 8, "moe_intermediate_size": 256}
+    if family == "gemma4_text":
+        del sizes["num_hidden_layers"]
+        sizes |= {"num_experts": 4, "moe_intermediate_size": 256, "global_head_dim": 64}
+        sizes |= {"num_key_value_heads": 4, "num_global_key_value_heads": 2}
     if family in ("qwen3_5_moe_text", "qwen3_next"):
         sizes |= {"num_experts": 4, "moe_intermediate_size": 256}
     return sizes

@@ -24,6 +24,7 @@ TINY_MOE_FAMILIES: tuple[str, ...] = (
     "qwen3_5_moe_text",
     "qwen3_next",
     "lfm2_moe",
+    "gemma4_text",
     "phimoe",
     "glm4_moe",
     "minimax",
@@ -191,6 +192,22 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 3,
         "moe_intermediate_size": 40,
     },
+    "gemma4_text": {
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "global_head_dim": 24,
+        "num_key_value_heads": 3,
+        "num_global_key_value_heads": 2,
+        "attention_k_eq_v": True,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        "enable_moe_block": True,
+        "num_experts": 8,
+        "top_k_experts": 3,
+        "moe_intermediate_size": 40,
+        "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": 30.0,
+    },
     "minimax": {
         "num_local_experts": 6,
         "num_experts_per_tok": 2,
@@ -254,10 +271,10 @@ def write_tiny_model(
     generator = torch.Generator().manual_seed(zlib.crc32(family.encode()) + seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            _fill(name, parameter, generator, tied=model.config.tie_word_embeddings)
+            _fill(name, parameter, generator, family, tied=model.config.tie_word_embeddings)
         for name, buffer in model.named_buffers():
-            if name.endswith(("e_score_correction_bias", "expert_bias")):
-                buffer.normal_(0.0, 0.1, generator=generator)
+            if name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar")):
+                buffer.normal_(float(name.endswith("layer_scalar")), 0.1, generator=generator)
     model.to(getattr(torch, dtype))
     model.config.dtype = getattr(torch, dtype)
     total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
@@ -265,14 +282,20 @@ def write_tiny_model(
     return folder
 
 
-def _fill(name: str, parameter: Any, generator: Any, *, tied: bool) -> None:
+def _fill(name: str, parameter: Any, generator: Any, family: str, *, tied: bool) -> None:
     """Random values of a scale that keeps signals of every layer near one."""
+    gemma = family == "gemma4_text"
     if name.endswith(("bias", "sinks")):
         parameter.normal_(0.0, 0.3, generator=generator)
-    elif "norm" in name.rsplit(".", 2)[-2]:
+    elif gemma and name.endswith(("q_norm.weight", "k_norm.weight")):  # their products are not divided by anything
+        parameter.normal_(0.7, 0.1, generator=generator)
+    elif "norm" in name.rsplit(".", 2)[-2] or name.endswith("scale"):
         parameter.normal_(1.0, 0.2, generator=generator)
     elif "embed" in name or name.endswith("wte.weight"):
-        parameter.normal_(0.0, 0.4 if tied else 1.0, generator=generator)
+        # gemma's embeddings are multiplied by the root of their width.
+        parameter.normal_(0.0, (0.1 if gemma else 0.4) if tied else 1.0, generator=generator)
+    elif gemma and name.endswith("router.proj.weight"):  # what comes in is divided by the root of its width
+        parameter.normal_(0.0, 2.0, generator=generator)
     else:
         is_router = name.endswith(("gate.weight", "router.weight", "router.layer.weight"))
         is_head = name.endswith("lm_head.weight")

@@ -93,12 +93,13 @@ _RULES: dict[str, _Rule] = {
         "moe_k d_model n_heads n_layers max_seq_len kv_n_heads ffn_hidden_size moe_num_experts moe_top_k "
         "decoder_sparse_step interleave_moe_layer_step n_group topk_group kv_lora_rank q_lora_rank qk_rope_head_dim "
         "linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads "
-        "conv_L_cache qk_nope_head_dim v_head_dim block_size original_max_position_embeddings attention_chunk_size",
+        "conv_L_cache global_head_dim num_global_key_value_heads top_k_experts "
+        "qk_nope_head_dim v_head_dim block_size original_max_position_embeddings attention_chunk_size",
     ),
     **_rules(
         _whole(0),
         "sliding_window max_window_layers first_k_dense_replace num_dense_layers n_shared_experts "
-        "num_nextn_predict_layers",
+        "num_nextn_predict_layers num_kv_shared_layers hidden_size_per_layer_input",
     ),
     **_rules(
         _number,
@@ -109,21 +110,26 @@ _RULES: dict[str, _Rule] = {
     **_rules(
         _positive,
         "rms_norm_eps norm_eps factor low_freq_factor high_freq_factor beta_fast beta_slow attention_factor "
-        "partial_rotary_factor",
+        "final_logit_softcapping partial_rotary_factor",
     ),
     "rope_theta": _base,
     **_rules(_text, "model_type type topk_method scoring_func"),
-    "hidden_act": _one_of(
-        "gelu gelu_10 gelu_accurate gelu_fast gelu_new gelu_python gelu_python_tanh gelu_pytorch_tanh hardswish "
-        "laplace leaky_relu linear mish prelu quick_gelu relu relu2 relu6 sigmoid silu sqrtsoftplus swish tanh xielu"
+    **_rules(
+        _one_of(
+            "gelu gelu_10 gelu_accurate gelu_fast gelu_new gelu_python gelu_python_tanh gelu_pytorch_tanh hardswish "
+            "laplace leaky_relu linear mish prelu quick_gelu relu relu2 relu6 sigmoid silu sqrtsoftplus swish tanh "
+            "xielu"
+        ),
+        "hidden_act hidden_activation",
     ),
     "rope_type": _one_of("default dynamic linear llama3 longrope mrope proportional su yarn"),
     **_rules(
         _flag,
         "tie_word_embeddings attention_bias mlp_bias qkv_bias norm_topk_prob use_sliding_window rope_interleave "
-        "lm_head_bias use_qk_norm use_expert_bias conv_bias tie_embedding truncate",
+        "lm_head_bias use_qk_norm use_expert_bias conv_bias tie_embedding attention_k_eq_v "
+        "enable_moe_block use_double_wide_mlp truncate",
     ),
-    **_rules(_table, "rope_parameters rope_scaling text_config attn_config ffn_config ffn_act_fn"),
+    **_rules(_table, "per_layer_config rope_parameters rope_scaling text_config attn_config ffn_config ffn_act_fn"),
     **_rules(_list_of(_text, "names"), "layer_types mlp_layer_types architectures"),
     **_rules(_list_of(_number, "numbers"), "long_factor short_factor"),
     **_rules(_list_of(_whole(0), "layers"), "mlp_only_layers moe_layers no_rope_layers"),

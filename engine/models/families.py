@@ -202,6 +202,12 @@ def _after_leading(config: Mapping[str, Any], layers: int) -> list[int]:
     return list(range(_integer(config, "num_dense_layers", default=2, minimum=0), layers))
 
 
+def _gemma_layers(config: Mapping[str, Any], layers: int) -> list[int]:
+    if not config.get("enable_moe_block"):
+        raise ModelError("Gemma 4 models without experts are not supported; the one that runs is Gemma-4-26B-A4B.")
+    return list(range(layers))
+
+
 def _llama4_layers(config: Mapping[str, Any], layers: int) -> list[int]:
     listed = _layer_list(config, "moe_layers")
     if listed is not None:
@@ -272,6 +278,13 @@ _TABLE: tuple[Family, ...] = (
         expert_count_key="num_experts",
         ffn_key="moe_intermediate_size",
     ),
+    Family(
+        "gemma4_text",
+        layouts=(_fused(_LAYER + "experts."), *_GGUF),
+        moe_layers=_gemma_layers,
+        expert_count_key="num_experts",
+        ffn_key="moe_intermediate_size",
+    ),
     Family("phimoe", layouts=_MIXTRAL),
     Family(
         "glm4_moe",
@@ -304,7 +317,14 @@ _COUNT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 MOST_LAYERS = 10_000
 _MOST_EXPERTS = 100_000
-_EXPERTS_PER_TOKEN_KEYS = ("num_experts_per_tok", "experts_per_token", "num_selected_experts", "moe_top_k", "moe_k")
+_EXPERTS_PER_TOKEN_KEYS = (
+    "num_experts_per_tok",
+    "experts_per_token",
+    "num_selected_experts",
+    "moe_top_k",
+    "moe_k",
+    "top_k_experts",
+)
 _MOST_PAIRS = 1_000_000
 """Maximum (layer, expert) pairs, far above any model. A file with more is damaged, and would cost memory just to
 count."""

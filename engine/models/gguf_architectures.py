@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import ModelError
-from engine.models import gguf_delta_net, gguf_latent, gguf_short_convolution
+from engine.models import gguf_delta_net, gguf_gemma, gguf_latent, gguf_short_convolution
 from engine.models.changes import paired_changes
 from engine.models.config_values import check_config
 from engine.models.files import Change
@@ -240,6 +240,14 @@ _WITH_EXPERTS = {
         names=gguf_short_convolution.NAMES,
         settings=gguf_short_convolution.settings,
     ),
+    "gemma4": Architecture(
+        "gemma4_text",
+        "Gemma4ForCausalLM",
+        router="router.proj.weight",
+        own_heads=True,
+        mixer=gguf_gemma.layer_shapes,
+        settings=gguf_gemma.settings,
+    ),
     "glm4moe": Architecture(
         "glm4_moe",
         "Glm4MoeForCausalLM",
@@ -300,6 +308,8 @@ def architecture_of(gguf: GgufFile) -> Architecture:
     found = (_WITH_EXPERTS if experts else _DENSE).get(name)
     if found is None:
         kind = " with experts" if experts and name in _DENSE else ""
+        if not experts and name in ARCHITECTURES:
+            kind = " without experts"
         raise ModelError(
             f"{gguf.path} is of the architecture {shown(name)}{kind}, which is not supported; supported GGUF "
             f"architectures are {', '.join(ARCHITECTURES)}."
@@ -326,7 +336,7 @@ def config_of(gguf: GgufFile) -> dict[str, Any]:
     if family == "llama" and 0 < window < context:
         family, class_name = "mistral", "MistralForCausalLM"
     own = architecture.settings(metadata)
-    rope = _rope(gguf, metadata, head_size, architecture.yarn(metadata))
+    rope = own["rope_parameters"] if "rope_parameters" in own else _rope(gguf, metadata, head_size, architecture)
     config: dict[str, Any] = {
         "architectures": [class_name],
         "model_type": family,
@@ -337,8 +347,8 @@ def config_of(gguf: GgufFile) -> dict[str, Any]:
         "head_dim": head_size,
         "max_position_embeddings": context,
         "rms_norm_eps": metadata.short_real("attention.layer_norm_rms_epsilon", 1e-5),
-        # Both spellings: transformers 5 reads rope_parameters, other readers the older top-level name.
-        "rope_theta": rope["rope_theta"],
+        # Other readers than transformers 5 know the older top-level name.
+        **({"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}),
         "rope_parameters": rope,
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
         "hidden_act": "silu",
@@ -357,7 +367,7 @@ def config_of(gguf: GgufFile) -> dict[str, Any]:
         rope["partial_rotary_factor"] = config["partial_rotary_factor"]
     if family == "mistral":
         config["sliding_window"] = window
-    if rope["rope_type"] != "default":
+    if rope.get("rope_type", "default") != "default":
         config["rope_scaling"] = rope
     for key in ("bos_token_id", "eos_token_id"):
         if isinstance(gguf.metadata.get(f"tokenizer.ggml.{key}"), int):
@@ -378,7 +388,7 @@ _ELSEWHERE = ("attn_factor", "yarn_attn_factor", "yarn_ext_factor")
 """Settings of scaled positions that must be 1 where a file holds them."""
 
 
-def _rope(gguf: GgufFile, metadata: Metadata, head_size: int, yarn: Mapping[str, Any]) -> dict[str, Any]:
+def _rope(gguf: GgufFile, metadata: Metadata, head_size: int, architecture: Architecture) -> dict[str, Any]:
     theta = metadata.real("rope.freq_base", 10000.0)
     kind = metadata.get("rope.scaling.type", "none")
     if "rope_freqs.weight" in gguf.tensors:
@@ -405,7 +415,7 @@ def _rope(gguf: GgufFile, metadata: Metadata, head_size: int, yarn: Mapping[str,
             "factor": factor,
             "original_max_position_embeddings": metadata.number("rope.scaling.original_context_length"),
             **betas,
-            **yarn,
+            **architecture.yarn(metadata),
         }
     raise ModelError(
         f"{gguf.path} scales its positions by {shown(ascii(kind))}, which is not supported; use another model."

@@ -26,6 +26,10 @@ class Metadata:
     def __init__(self, gguf: GgufFile) -> None:
         self._gguf = gguf
 
+    @property
+    def file(self) -> GgufFile:
+        return self._gguf
+
     def get(self, key: str, default: Any = None) -> Any:
         return self._gguf.metadata.get(f"{self._gguf.metadata['general.architecture']}.{key}", default)
 

@@ -278,17 +278,36 @@ def key_value_numbers(config: Mapping[str, Any]) -> int:
     Latent attention (deepseek) caches the latents and the rotated part; recurrent layers keep a state of fixed size.
     """
     layers = _number(config, "num_hidden_layers", "n_layers")
-    if config.get("kv_lora_rank"):
-        per_layer = _number(config, "kv_lora_rank") + _number(config, "qk_rope_head_dim")
-    else:
-        heads = _number(config, "num_attention_heads", "n_heads")
-        inner = config.get("attn_config")
-        grouped = config.get("num_key_value_heads") or (inner.get("kv_n_heads") if isinstance(inner, Mapping) else None)
-        width = config.get("head_dim") or _number(config, "hidden_size", "d_model") // heads
-        per_layer = 2 * int(grouped or heads) * int(width)
     kinds = config.get("layer_types")
-    kept = sum(kind not in WITHOUT_KEYS for kind in kinds) if isinstance(kinds, list) else layers
-    return per_layer * kept
+    kinds = kinds if isinstance(kinds, list) else ["full_attention"] * layers
+    if config.get("kv_lora_rank"):
+        return layers * (_number(config, "kv_lora_rank") + _number(config, "qk_rope_head_dim"))
+    return sum(_width(_of_layer(config, layer, kind)) for layer, kind in enumerate(kinds) if kind not in WITHOUT_KEYS)
+
+
+def _width(config: Mapping[str, Any]) -> int:
+    """Numbers of a token's keys and values in a layer."""
+    heads = _number(config, "num_attention_heads", "n_heads")
+    inner = config.get("attn_config")
+    grouped = config.get("num_key_value_heads") or (inner.get("kv_n_heads") if isinstance(inner, Mapping) else None)
+    return 2 * int(grouped or heads) * int(config.get("head_dim") or _number(config, "hidden_size", "d_model") // heads)
+
+
+def _of_layer(config: Mapping[str, Any], layer: int, kind: str) -> Mapping[str, Any]:
+    """``config`` with what differs in ``layer``: gemma4's layers with full attention have other heads, which
+    transformers names by layer and the published files by kind."""
+    named = config.get("per_layer_config")
+    if isinstance(named, Mapping):
+        own = named.get(str(layer))
+        return {**config, **own} if isinstance(own, Mapping) else config
+    if kind != "full_attention" or config.get("model_type") != "gemma4_text":
+        return config
+    heads = config.get("num_global_key_value_heads") if config.get("attention_k_eq_v") else None
+    return {
+        **config,
+        "head_dim": config.get("global_head_dim", 512),
+        "num_key_value_heads": heads or config.get("num_key_value_heads"),
+    }
 
 
 def state_bytes(config: Mapping[str, Any]) -> int:

@@ -30,7 +30,7 @@ def reference_experts(folder: Path) -> dict[tuple[int, int], dict[str, np.ndarra
     layers = model.transformer.blocks if family == "dbrx" else model.model.layers
     found = {}
     for index, layer in enumerate(layers):
-        experts = next((m for name, m in layer.named_modules() if name.endswith(".experts")), None)
+        experts = next((m for name, m in layer.named_modules() if f".{name}".endswith(".experts")), None)
         for expert in range(0 if experts is None else experts.num_experts):
             parts = _reference_parts(family, experts, expert)
             found[index, expert] = {name: part.detach().numpy() for name, part in parts.items()}

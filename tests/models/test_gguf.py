@@ -386,7 +386,7 @@ def test_a_changed_file_is_another_model(tiny_llama: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("architecture", "extra", "message"),
     [
-        ("qwen2moe", {}, "architecture qwen2moe, which is not supported"),
+        ("qwen2moe", {}, "architecture qwen2moe without experts, which is not supported"),
         ("qwen2", {"expert_count": 8}, "architecture qwen2 with experts, which is not supported"),
         ("gemma2", {}, "architecture gemma2, which is not supported; supported GGUF architectures are llama, qwen2moe"),
         ("llama", {"rope.dimension_count": 4}, "rotates 4 of 8"),

@@ -42,6 +42,8 @@ def test_every_family_is_recognised(family: str) -> None:
     expected = Activation("silu")
     if family == "gpt_oss":
         expected = Activation("clamped", config.swiglu_alpha, config.swiglu_limit)
+    elif family == "gemma4_text":
+        expected = Activation("gelu_tanh")
     elif family == "dbrx":
         assert config.ffn_config.ffn_act_fn == {"name": "silu"}
     assert found == {expected}

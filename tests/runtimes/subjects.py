@@ -76,6 +76,7 @@ NOT_ON_MLX = (
     "glm4_moe_lite",
     "qwen3_next",
     "lfm2_moe",
+    "gemma4_text",
 )
 
 NATIVE = Subject("native", NATIVE_FAMILIES, ("float32", "bfloat16"), (needs_kernels,), prepared_only=PREPARED_ONLY)

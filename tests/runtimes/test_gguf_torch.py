@@ -32,7 +32,7 @@ EXACT = 1e-5
 ROUNDED = 0.05
 """Largest usual error where the native kernels round the experts' inputs to eight bits, as a share of the logits'
 spread: these models, of random weights, make small errors larger than real ones do."""
-MOE = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss")
+MOE = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss", "glm4_moe_lite", "gemma4_text")
 
 
 @pytest.fixture(autouse=True)
@@ -108,6 +108,7 @@ def test_packed_experts_run_in_the_native_kernels(
         ("glm4_moe", "Q4_K"),
         ("qwen3_next", "Q5_K"),
         ("lfm2_moe", "Q4_K"),
+        ("gemma4_text", "Q4_K"),
     ],
 )
 def test_a_packed_trunk_stays_where_it_lies(
@@ -156,7 +157,7 @@ def test_a_device_shares_packed_experts(
     experts = open_model(folder).experts
     assert experts is not None
     device = StandInDevice(2 * GPU_RUNTIME_BYTES)
-    room = 3 * experts.place(0, 0).nbytes + 1000
+    room = 3 * experts.place(experts.layers[0], 0).nbytes + 1000
     request = Load(id=1, model="packed", cpu_threads=1, dtype="float32", policy=policy, gpu_expert_bytes=room)
     model = TorchRuntime(lambda: device).load(folder, request, no_progress)
     copied = {op.nbytes for op in device.trace if op.kind in ("copy", "fill")}

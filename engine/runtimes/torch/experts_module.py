@@ -15,12 +15,13 @@ from engine.moe.executor import Executor
 from engine.runtimes.torch.offload.gates import FamilyGate, family_gate
 from engine.runtimes.torch.overlap import GatedSharedBlock, asks_early, overlap_shared
 
-_LAYER_AND_PLACE = re.compile(r"\.(?:layers|blocks)\.(\d+)\.(.+)\.experts$")
+_LAYER_AND_PLACE = re.compile(r"\.(?:layers|blocks)\.(\d+)(?:\..+)?\.experts$")
 
 
 @dataclass(frozen=True)
 class ExpertsPlace:
-    """Where layer ``layer`` keeps its routed experts: ``block`` is the MoE block, ``experts`` its child."""
+    """Where layer ``layer`` keeps its routed experts: ``block`` is the MoE block, or the whole layer if it has none;
+    ``experts`` is its child."""
 
     layer: int
     block_name: str
@@ -114,7 +115,8 @@ def experts_per_token(places: list[ExpertsPlace]) -> int:
     """How many experts the routers choose; families keep it in the block or in its router. 0 for a dense model."""
     for place in places:
         for module in place.block.modules():
-            top_k = getattr(module, "top_k", None)
+            # gemma4's router looks it up in the configuration.
+            top_k = getattr(module, "top_k", None) or getattr(getattr(module, "config", None), "top_k_experts", None)
             if isinstance(top_k, int):
                 return top_k
     return 0

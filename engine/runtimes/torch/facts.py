@@ -74,13 +74,18 @@ def key_value_numbers(config: Any) -> int:
     Latent attention (deepseek) caches the latents and the rotated part. Recurrent layers keep a state of fixed size.
     """
     if getattr(config, "kv_lora_rank", None):
-        per_layer = config.kv_lora_rank + config.qk_rope_head_dim
-    else:
-        heads = getattr(config, "num_key_value_heads", None)
-        if heads is None:
-            # dbrx keeps it one level further down.
-            heads = config.attn_config.kv_n_heads
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        per_layer = 2 * heads * width
+        per_layer = int(config.kv_lora_rank + config.qk_rope_head_dim)
+        return per_layer * int(config.num_hidden_layers)
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    return int(per_layer * sum(kind not in WITHOUT_KEYS for kind in kinds))
+    return sum(
+        _width(layer) for layer, kind in zip(config.per_layer_config, kinds, strict=True) if kind not in WITHOUT_KEYS
+    )
+
+
+def _width(layer: Any) -> int:
+    """Numbers of a token's keys and values in ``layer``, the configuration of one layer."""
+    heads = getattr(layer, "num_key_value_heads", None)
+    if heads is None:
+        # dbrx keeps it one level further down.
+        heads = layer.attn_config.kv_n_heads
+    return 2 * int(heads) * int(getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads)

@@ -222,6 +222,9 @@ def _fill_buffers(model: Any, device: torch.device) -> None:
     for name, buffer in list(model.named_non_persistent_buffers()):
         if buffer.device.type == "meta":
             _place(model, name, torch.full_like(buffer, float("nan"), device=device))
+    for parameter in model.parameters():
+        # transformers' mark of what is not to be overwritten: gemma4's embedding has a buffer and a weight.
+        parameter._is_hf_initialized = True
     for module in model.modules():
         if module._non_persistent_buffers_set:
             model._init_weights(module)

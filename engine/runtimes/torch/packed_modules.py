@@ -67,18 +67,21 @@ class PackedLinear(nn.Module):  # type: ignore[misc]
 
 
 class PackedEmbedding(nn.Module):  # type: ignore[misc]
-    """Replaces an embedding: the wanted rows of the packed ``stored`` [vocabulary, hidden], in ``dtype``."""
+    """Replaces an embedding: the wanted rows of the packed ``stored`` [vocabulary, hidden], in ``dtype``, times
+    ``scale``."""
 
-    def __init__(self, stored: StoredTensor, dtype: torch.dtype) -> None:
+    def __init__(self, stored: StoredTensor, dtype: torch.dtype, scale: float | None = None) -> None:
         super().__init__()
         self.stored = stored
         self.num_embeddings, self.embedding_dim = stored.shape
         _register(self, stored)
         self._dtype = dtype
+        self._scale = None if scale is None else torch.tensor(scale).to(dtype)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         wanted = Change(rows=ids.reshape(-1).cpu().numpy()).in_rows(self.stored)
-        return unpacked(wanted, self._dtype).view(*ids.shape, self.embedding_dim)
+        rows = unpacked(wanted, self._dtype).view(*ids.shape, self.embedding_dim)
+        return rows if self._scale is None else rows * self._scale
 
 
 def _register(module: nn.Module, stored: StoredTensor) -> None:
@@ -107,8 +110,10 @@ def packed_module(
     if type(old) is nn.Linear:
         # The bias is filled by its own name, before or after this.
         return PackedLinear(stored, old.bias, change, choice)
-    if type(old) is nn.Embedding and change is None:
-        return PackedEmbedding(stored, dtype)
+    # gemma4's embedding is one of its own class.
+    scale = getattr(old, "scalar_embed_scale", None)
+    if change is None and (type(old) is nn.Embedding or scale is not None):
+        return PackedEmbedding(stored, dtype, scale)
     return None
 
 
