@@ -25,6 +25,7 @@ _Static_assert(sizeof(wide_input) <= FEWEST_STRIDE * PACKED_ROW_ELEMENT, "a unit
 #define GROUP_ROWS 16
 #define LARGE_UNITS 36 /* of one token's input: half of a small first-level cache */
 #define FAR_BYTES 3072
+#define NEAR_BYTES 512
 #define MOST_TOKENS 8
 
 ALWAYS_INLINE int lane_of(int block, int half) { return 4 * (block / 2 % 2 * 2 + half) + block / 4 + block % 2 * 2; }
@@ -268,13 +269,21 @@ ALWAYS_INLINE void four_k_scales(const uint8_t *const b[4], __m512 scales[4], __
 
 /* ---- Products ---------------------------------------------------------------------------------------------------- */
 
-/* sums[M] += the unit at w times those at x. What lies `ahead` is fetched, if it is not 0. */
-ALWAYS_INLINE void add_unit(const uint8_t *w, const int64_t ahead, const __m512 scales, const __m512 minimums,
-                            const wide_input *const *x, int64_t unit, __m512 *sums, const int dtype, const int M) {
+/* sums[M] += the unit at w times those at x. What lies `ahead` is fetched, if it is not 0; `past` the caches. */
+ALWAYS_INLINE void add_unit(const uint8_t *w, const int64_t ahead, const int past, const __m512 scales,
+                            const __m512 minimums, const wide_input *const *x, int64_t unit, __m512 *sums,
+                            const int dtype, const int M) {
     __m512i codes[4];
     if (ahead)
-        for (int64_t line = 0; line < bytes_of_values(dtype, UNIT); line += 64)
-            __builtin_prefetch((const char *)w + ahead + line, 0, M > 1 ? 2 : 0);
+        for (int64_t line = 0; line < bytes_of_values(dtype, UNIT); line += 64) {
+            const char *at = (const char *)w + ahead + line;
+            if (M > 1)
+                __builtin_prefetch(at, 0, 2);
+            else if (past)
+                __builtin_prefetch(at, 0, 0);
+            else
+                __builtin_prefetch(at, 0, 3);
+        }
     unit_codes(w, dtype, codes);
     UNROLL for (int m = 0; m < M; m++) {
         const wide_input *in = x[m] + unit;
@@ -292,10 +301,11 @@ ALWAYS_INLINE void add_rows(const uint8_t *w, const int64_t row_bytes, const int
     const int k = dtype == PLLM_Q4_K || dtype == PLLM_Q5_K;
     const int64_t size = bytes_of_values(dtype, UNIT), whole = MIN(last, values / UNIT);
     /* Of several tokens the same columns of the next group. One token's weights the processor fetches faster by itself,
-       but for those of two formats, for which it falls behind where other programs use the memory, too. Where they would
-       push an input out of the first-level cache that nearly fills it, they are fetched past that. */
-    const int slow = dtype == PLLM_Q4_K || dtype == PLLM_MXFP4;
-    const int64_t ahead = M > 1 ? GROUP_ROWS * row_bytes : slow || last - first > LARGE_UNITS ? FAR_BYTES : 0;
+       but for formats for which it falls behind: where it meets lines out of order, because the scales of four blocks are
+       read first, these are fetched in order a little before. MXFP4, and what would push an input out of the first-level
+       cache that nearly fills it, is fetched past the caches. */
+    const int past = dtype == PLLM_MXFP4 || last - first > LARGE_UNITS;
+    const int64_t ahead = M > 1 ? GROUP_ROWS * row_bytes : past ? FAR_BYTES : k ? NEAR_BYTES : 0;
     const wide_input *in[MOST_TOKENS];
     UNROLL for (int m = 0; m < M; m++) in[m] = x[m];
     for (int64_t row = 0; row < rows; row++, w += row_bytes, all += M) {
@@ -310,20 +320,20 @@ ALWAYS_INLINE void add_rows(const uint8_t *w, const int64_t row_bytes, const int
                 const uint8_t *const four[4] = {at, at + MIN(1, end) * size, at + MIN(2, end) * size, at + end * size};
                 four_k_scales(four, scales, minimums, LARGE_CODES && dtype == PLLM_Q4_K);
                 for (int64_t i = 0; i < some; i++, at += size)
-                    add_unit(at, ahead, scales[i], minimums[i], in, unit + i, sums, dtype, M);
+                    add_unit(at, ahead, past, scales[i], minimums[i], in, unit + i, sums, dtype, M);
             }
         } else {
             for (; unit < whole; unit++, at += size) {
                 __m512 minimums;
                 const __m512 scales = unit_scales(at, dtype, &minimums);
-                add_unit(at, ahead, scales, minimums, in, unit, sums, dtype, M);
+                add_unit(at, ahead, past, scales, minimums, in, unit, sums, dtype, M);
             }
             if (block_values(dtype) < UNIT && unit < last) { /* zeros follow, so that nothing is read past the row */
                 uint8_t block[UNIT_BYTES_LIMIT] = {0};
                 __m512 minimums;
                 memcpy(block, at, (size_t)bytes_of_values(dtype, values % UNIT));
                 const __m512 scales = unit_scales(block, dtype, &minimums);
-                add_unit(block, 0, scales, minimums, in, unit, sums, dtype, M);
+                add_unit(block, 0, 0, scales, minimums, in, unit, sums, dtype, M);
             }
         }
         UNROLL for (int m = 0; m < M; m++) _mm512_storeu_ps((float *)&all[m], sums[m]);
