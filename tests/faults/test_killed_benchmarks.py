@@ -135,6 +135,8 @@ def test_nothing_is_left(tmp_path: Path, kind: str, stage: str, number: signal.S
 def test_a_folder_lives_as_long_as_it_is_used(tmp_path: Path) -> None:
     with temporary_folder("some-", tmp_path) as folder:
         assert folder.stat().st_mode & 0o777 == 0o700
+        # A process that has just been started has no arguments yet, for a moment.
+        eventually(removers)
         (remover,) = removers()
         (folder / "file").write_text("something")
     assert not list(tmp_path.iterdir())
