@@ -79,6 +79,13 @@ class TokenRows(ABC):
         """Row i becomes a copy of row ``parents[i]``. Moves key/values only for rows whose parent changed, and only
         positions after the shared prompt. Returns the bytes moved."""
 
+    def checkpoint(self) -> TokenRows | None:
+        """A row with what this single row holds, which goes on by itself; None if that would copy it.
+
+        It is for rows that cannot be truncated.
+        """
+        return None
+
     def step_choosing(self, token: int, draw: Draw) -> int | None:
         """Decode ``token`` in the only row. Returns the next token, chosen on the device that has the logits.
 

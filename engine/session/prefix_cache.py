@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from engine.errors import Cancelled, ModelError, PeerLost
 from engine.ipc.messages import Notice, Prefill, RingChanged
@@ -33,6 +34,23 @@ REPLAY_INTERVAL_S = 1 / 4
 """Time between two progress events while decoded tokens are run again, in seconds."""
 
 
+CHECKPOINT_TAIL = 16
+"""Tokens at the end of a prompt that are run by themselves where states cannot be cut back. They hold what a template
+writes before the answer, so that the next prompt, which has other words there, has everything before them in common."""
+
+
+@dataclass(frozen=True)
+class _Checkpoint:
+    """What the cache held after ``tokens``, made by ``passes``; ``rows`` is never run itself."""
+
+    tokens: list[int]
+    passes: PassSequence
+    rows: TokenRows
+
+    def begins(self, tokens: Sequence[int]) -> bool:
+        return tokens[: len(self.tokens)] == self.tokens
+
+
 class PrefixCache:
     """The cache of one conversation. ``rows`` holds the keys and values of ``tokens``, or is None if it is empty.
 
@@ -50,6 +68,8 @@ class PrefixCache:
         self._known: tuple[int, Logits] | None = None
         """The last prompt's length in tokens and the logits after it, so that it can be answered again."""
         self._remembered = RememberedPasses()
+        self._checkpoint: _Checkpoint | None = None
+        """Where the next prompt can go on if the cache cannot be cut back."""
         self._lost: tuple[list[int], PassSequence] | None = None
         """Tokens and passes that were in the cache when the ring was formed again between two questions."""
         self._repeatable = True
@@ -60,6 +80,7 @@ class PrefixCache:
         self.tokens = []
         self._passes = PassSequence()
         self._known = None
+        self._checkpoint = None
 
     def take_back_peers(self, turn: Turn) -> None:
         """Form the ring again if its machines changed, which empties the cache. Called before each question.
@@ -147,7 +168,11 @@ class PrefixCache:
             shared -= 1
         kept = passes.cut(shared)
         if kept != passes and self.rows is not None and not self.rows.can_truncate:
-            kept = PassSequence()
+            saved = self._checkpoint
+            kept = saved.passes if saved is not None and saved.begins(prompt) else PassSequence()
+        tail = len(prompt) - CHECKPOINT_TAIL
+        if self._model.facts.state_bytes and kept.length < tail:
+            kept = kept.up_to(tail, self._chunk)
         return kept.up_to(len(prompt), self._chunk)
 
     def _knows(self, length: int) -> bool:
@@ -164,6 +189,13 @@ class PrefixCache:
             kept = passes.cut(passes.length - 1)
         rows = self.rows
         if rows is None or (kept != self._passes and not (kept.length and rows.can_truncate)):
+            saved = self._checkpoint
+            if saved is not None and saved.begins(tokens) and passes.shared(saved.passes) == saved.passes:
+                fresh = saved.rows.checkpoint() if saved.passes != passes else None
+                if fresh is not None:
+                    self.rows, self.tokens, self._passes = fresh, list(saved.tokens), saved.passes
+                    self._known = None
+                    return fresh
             self.forget()
             self.rows = self._model.start()
             return self.rows
@@ -197,6 +229,8 @@ class PrefixCache:
                     except Interrupted:
                         return None
                     self._append(part, self._passes.prefilled(count))
+                    if len(self.tokens) == len(tokens) - CHECKPOINT_TAIL and not rows.can_truncate:
+                        self._save(rows)
                     if count >= LONG_CHUNK:
                         give_back()
                 else:
@@ -212,6 +246,10 @@ class PrefixCache:
                     turn.emit(Prefill(id=turn.id, done=done, total=len(tokens), reused=reused))
                 turn.show_timing()
         return logits
+
+    def _save(self, rows: TokenRows) -> None:
+        saved = rows.checkpoint()
+        self._checkpoint = None if saved is None else _Checkpoint(list(self.tokens), self._passes, saved)
 
     def _append(self, tokens: Sequence[int], passes: PassSequence) -> None:
         self.tokens += tokens

@@ -17,6 +17,7 @@ from engine.ipc.messages import Finished, Generate, Load, Message, Piece, Prefil
 from engine.moe.kernels.bindings import choose
 from engine.runtimes import runtime_named
 from engine.session.passes import PassSequence
+from engine.session.prefix_cache import CHECKPOINT_TAIL
 from engine.session.session import Session
 from engine.session.token_history import TokenHistory
 
@@ -262,3 +263,27 @@ def test_passes_are_what_a_plain_list_says(
     assert total(more) == length
     assert all(tokens == chunk for tokens, _ in more[:-1])
     assert not any(decodes for _, decodes in more)
+
+
+@pytest.mark.skipif(not choose("bfloat16").native, reason="there are no native kernels")
+def test_states_that_cannot_be_cut_back_go_on_before_the_end_of_the_last_prompt(
+    tiny_model: Callable[..., Path],
+) -> None:
+    """As when a template leaves a model's thoughts out of the next prompt."""
+    folder = tiny_model("qwen3_5_text", dtype="bfloat16")
+    person, other = Person(folder, "native"), Person(folder, "native")
+    greedy = {"sampling": Sampling(temperature=0.0)}
+    asked = [Message("user", "what a long question this is, and it goes on and on")]
+    first, _ = person(asked, **greedy)
+    # The answer that is sent back is not the one that was generated.
+    following = [*asked, Message("assistant", "short"), Message("user", "and then?")]
+    second, logits = person(following, **greedy)
+    saved = first.prompt_tokens - CHECKPOINT_TAIL
+    assert second.prefilled_tokens == second.prompt_tokens - saved
+    again, repeated = person(asked, **greedy)
+    assert again.token_ids == first.token_ids
+    alone, expected = other(following, **greedy)
+    assert alone.prefilled_tokens == alone.prompt_tokens and alone.token_ids == second.token_ids
+    back, once_more = person(following, **greedy)
+    assert (back.token_ids, once_more) == (second.token_ids, logits)
+    assert repeated and expected

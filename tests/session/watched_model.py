@@ -77,6 +77,10 @@ class WatchedRows(TokenRows):
         self._model.note(logits)
         return logits
 
+    def checkpoint(self) -> TokenRows | None:
+        found = self._rows.checkpoint()
+        return None if found is None else WatchedRows(self._model, found)
+
     def truncate(self, length: int) -> None:
         self._rows.truncate(length)
 

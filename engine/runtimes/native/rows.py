@@ -82,6 +82,10 @@ class NativeTokenRows(TokenRows):
             raise ValueError(f"{rows} rows cannot be made")
         return NativeTokenRows(self._model, self._cache.shared(rows), self.length)
 
+    def checkpoint(self) -> TokenRows | None:
+        """As :meth:`fan_out` into one row, which copies neither pages nor states."""
+        return None if self.can_truncate else self.fan_out(1)
+
     def reorder(self, parents: Sequence[int]) -> int:
         """Row i becomes a copy of row ``parents[i]``. Moves what the two do not have in common; returns the bytes."""
         if len(parents) != self.rows or not all(0 <= parent < self.rows for parent in parents):
