@@ -29,8 +29,10 @@ from benchmarks.engines import PACKED as READ_PACKED
 from benchmarks.measuring import (
     MEASURES,
     MIN_COSINE,
+    NEAR_TIE,
     OURS,
     PACKED_COSINE,
+    PACKED_NEAR_TIE,
     REFERENCE,
     Comparison,
     Measure,
@@ -116,8 +118,8 @@ def check_equal(bench: Bench, vocabulary: int) -> list[Comparison]:
                 answer = worker.ask("logits", variant=variant, tokens=24, rows=2, steps=3, vocabulary=vocabulary)
                 found[variant] = np.array(answer)
     reference = REFERENCE if REFERENCE in found else next(iter(found))
-    least = PACKED_COSINE if bench.subject.packed else MIN_COSINE
-    return [compare_logits(variant, logits, found[reference], least) for variant, logits in found.items()]
+    least, tie = (PACKED_COSINE, PACKED_NEAR_TIE) if bench.subject.packed else (MIN_COSINE, NEAR_TIE)
+    return [compare_logits(variant, logits, found[reference], least, tie) for variant, logits in found.items()]
 
 
 def check_routing(bench: Bench, rows: Sequence[int], reads: ReadBytes, vocabulary: int) -> list[Routing]:
