@@ -273,17 +273,18 @@ class ChatController:
             self._notify("That question is no longer on the screen.", "warning")
             return
         shown = path[index] if index < len(path) else None
-        if shown is not None and shown.content == text:
+        thoughts = Thoughts(sanitize(picked.reasoning))
+        if shown is not None and (shown.content, shown.thoughts.text) == (text, thoughts.text):
             return
         try:
-            same = stored_alternative(self.store, shown, text)
+            same = stored_alternative(self.store, shown, text, thoughts.text)
             if same is not None:
                 self._show(self.store.select(same.id), focus=same.id)
                 return
         except StoreError as error:
             self._notify(str(error), "error")
         answer = Entry("assistant", text, model=turn.answer.model, finish_reason="stop", note="")
-        answer.thoughts = Thoughts(sanitize(picked.reasoning))
+        answer.thoughts = thoughts
         self.thread.path = [*path[:index], answer]
         self.answers.save(self.thread, self.thread.path)
         self._emit(PathChanged(answer))

@@ -60,11 +60,18 @@ def answer_place(path: Sequence[Entry], question: Entry) -> int | None:
     return None if place is None else place + 1
 
 
-def stored_alternative(store: ConversationStore, shown: Entry | None, text: str) -> MessageRecord | None:
-    """The alternative to ``shown`` with this ``text`` in the store; None if there is none. Raises StoreError."""
+def stored_alternative(
+    store: ConversationStore, shown: Entry | None, text: str, thoughts: str = ""
+) -> MessageRecord | None:
+    """The alternative to ``shown`` with this ``text`` and these ``thoughts`` in the store; None if there is none.
+
+    Raises StoreError.
+    """
     if shown is None or shown.record is None:
         return None
-    return next((record for record in store.siblings(shown.record) if record.content == text), None)
+    wanted = text, thoughts
+    alternatives = store.siblings(shown.record)
+    return next((record for record in alternatives if (record.content, record.thoughts.text) == wanted), None)
 
 
 def export_thread(store: ConversationStore, thread: Thread, path: Path, *, thoughts: bool = False) -> Path:

@@ -67,18 +67,20 @@ async def _answer(engine: EngineClient, interruption: Interruption, question: Qu
         cancelling.add(asyncio.ensure_future(_cancel(engine, request.id)))
 
     interruption.ask_first(cancel)
-    shown = _Shown(stream=not question.as_json)
+    # Text that turns out to be thoughts can be taken back neither from a file nor from a pipe.
+    stream = facts.reasoning is None or (sys.stdout is not None and sys.stdout.isatty())
+    shown = _Shown(stream=stream and not question.as_json)
     thinking = ProgressLine(quiet_elsewhere=True)
     try:
         async with aclosing(engine.stream(request)) as events:
             async for event in events:
                 match event:
                     case Piece():
-                        if event.reasoning and not event.text:
+                        if event.reasoning and not event.text and not event.withdrawn:
                             thinking.show(Progress(stage="thinking", done=event.reasoning_tokens, unit="tokens"))
                             continue
                         thinking.clear()
-                        shown.piece(event.text)
+                        shown.piece(event.text, event.withdrawn)
                     case Notice():
                         notify(f"note: {event.text}")
                     case Failed():
@@ -120,10 +122,15 @@ class _Shown:
         self._received = ""
         self._last = ""
 
-    def piece(self, text: str) -> None:
+    def piece(self, text: str, withdrawn: bool = False) -> None:
+        """``withdrawn``: what came before was no part of the answer. A terminal shows it already, so a line ends."""
+        if not self._stream:
+            return
+        if withdrawn:
+            self.end_line()
+            self._received = ""
         self._received += text
-        if self._stream:
-            self._write(self._sanitizer.feed(text))
+        self._write(self._sanitizer.feed(text))
 
     def finish(self, text: str) -> None:
         """Write what was not streamed, such as the result of a beam search, and the newline."""

@@ -27,12 +27,17 @@ class Separated:
     """Whether the answer before this text turned out to be thoughts, because only their end was marked."""
 
 
+LONGEST_NAME = 200
+"""Maximum characters of a part's name; what is longer is no name but an answer whose mark is missing."""
+
+
 class ReasoningParser:
     """Separates a stream of text by the marks of ``form``. Marks may arrive in pieces.
 
     ``prompt`` is the rendered prompt: a template may itself begin the thoughts, or say that there are none. A mark
-    within the answer is text unless the parts of the answer have names. White space around the thoughts is left out,
-    and an empty line stands between two parts of the same kind. ``answering``: an answer that had begun is continued.
+    within the answer is text unless the parts of the answer have names. A lone end at the beginning of a line marks
+    what was before it as thoughts. White space around the thoughts is left out, and an empty line stands between two
+    parts of the same kind. ``answering``: an answer that had begun is continued.
     """
 
     def __init__(self, form: ReasoningFormat, prompt: str = "", answering: bool = False) -> None:
@@ -40,17 +45,20 @@ class ReasoningParser:
         end = prompt.rstrip()
         begun = bool(form.begin) and not answering and end.endswith(form.begin)
         self._state = _State.THOUGHTS if begun else _State.ANSWER
+        self._answering = answering
         self._settled = not form.headers and (answering or end.endswith(form.end))
         """Whether no mark of thoughts is expected any more."""
         self._held = ""
         """Text that may be the beginning of a mark."""
         self._space = ""
         """White space that is left out unless more text of the same part follows."""
-        self._blank = True
+        self._blank = not answering
         """Whether the part has no text yet."""
         self._header = ""
         self._thought = begun
         self._filled: set[_State] = set()
+        self._opened = False
+        """Whether the first of the hidden marks was met, so that the second is expected."""
         self._unmarked = ""
         """The answer while its beginning may still turn out to be thoughts."""
 
@@ -63,8 +71,8 @@ class ReasoningParser:
         """The text that certainly belongs to no mark."""
         self._held += piece
         found: list[Separated] = []
-        while mark := self._next_mark():
-            at = self._held.index(mark)
+        while (met := self._next_mark()) is not None:
+            at, mark = met
             before, self._held = self._held[:at], self._held[at + len(mark) :]
             found += [self._text(before), self._marked(mark)]
         keep = max((overlap(self._held, mark) for mark in self._expected()), default=0)
@@ -77,22 +85,40 @@ class ReasoningParser:
         return self._text(held)
 
     def _expected(self) -> Sequence[str]:
-        """The marks that mean something now."""
+        """The marks that mean something now, or at some place of the text that is held."""
         form = self._form
         if form.headers:
             return form.marks
         if self._state is _State.THOUGHTS:
-            return (form.end, *form.hidden)
+            # A model may repeat the beginning that its template wrote.
+            return (form.end, form.begin) if self._blank else (form.end,)
+        hidden = form.hidden[1:] if self._opened else form.hidden[:1] if self._blank else ()
         if self._settled or self._thought:
-            return form.hidden
-        # Thoughts come first, so a later beginning is only spoken of. A lone end marks what was before it as thoughts.
-        return (form.end, *form.hidden) if self._unmarked else (form.begin, form.end, *form.hidden)
+            return hidden
+        return (form.begin, form.end, *hidden)
 
-    def _next_mark(self) -> str | None:
-        """The expected mark that comes first in the text; of two at the same place the longer one."""
-        places = [(self._held.find(mark), -len(mark), mark) for mark in self._expected()]
-        found = sorted(place for place in places if place[0] >= 0)
-        return next((mark for at, _, mark in found if mark != self._form.begin or not self._held[:at].strip()), None)
+    def _next_mark(self) -> tuple[int, str] | None:
+        """Place and text of the expected mark that comes first; of two at the same place the longer one."""
+        found = [(at, mark) for mark in self._expected() if (at := self._place(mark)) >= 0]
+        return min(found, key=lambda place: (place[0], -len(place[1])), default=None)
+
+    def _place(self, mark: str) -> int:
+        """Where ``mark`` is in the held text as a mark; -1 if it is not, or only as a word that is spoken of."""
+        form, held = self._form, self._held
+        at = held.find(mark)
+        if form.headers:
+            return at
+        if mark == form.end and self._state is _State.ANSWER:
+            while at >= 0 and not self._is_lone_end(at):
+                at = held.find(mark, at + 1)
+            return at
+        if mark == form.begin or (form.hidden and mark == form.hidden[0] and not self._opened):
+            return at if at >= 0 and self._blank and not held[:at].strip() else -1
+        return at
+
+    def _is_lone_end(self, at: int) -> bool:
+        before = self._unmarked + self._space + self._held[:at]
+        return before.endswith("\n") and bool(before.strip()) and self._form.begin not in before
 
     def _marked(self, mark: str) -> Separated:
         form = self._form
@@ -104,12 +130,14 @@ class ReasoningParser:
         elif mark == form.begin:
             self._begin(_State.THOUGHTS)
         elif mark == form.end:
-            withdrawn, self._unmarked = self._unmarked.strip(), ""
+            withdrawn, self._unmarked = "" if form.headers else self._unmarked.strip(), ""
             if withdrawn:
                 self._filled = {_State.THOUGHTS}
-            self._thought = True
+            self._thought = self._thought or not form.headers
             self._begin(_State.ANSWER)
             return Separated(withdrawn, withdrawn=bool(withdrawn))
+        else:
+            self._opened = not self._opened
         return Separated()
 
     def _begin(self, state: _State) -> None:
@@ -120,17 +148,34 @@ class ReasoningParser:
     def _text(self, text: str) -> Separated:
         if self._state is _State.HEADER:
             self._header += text
-            return Separated()
-        if self._blank and not self._settled:
-            text = text.lstrip()
+            if len(self._header) <= LONGEST_NAME:
+                return Separated()
+            text, self._header = self._header, ""
+            self._begin(_State.ANSWER)
+        if self._state is _State.THOUGHTS:
+            return self._thoughts(text)
+        if self._blank:
+            if self._thought or self._settled or self._opened:
+                text = text.lstrip("\n")
+            elif not text.strip():
+                # Thoughts may follow, and then this is not part of the answer.
+                self._space += text
+                return Separated()
         if not text:
             return Separated()
         text, self._blank, self._space = self._space + text, False, ""
-        self._filled.add(self._state)
-        if self._state is _State.ANSWER:
-            if not self._thought and not self._settled:
-                self._unmarked += text
-            return Separated(answer=text)
+        self._filled.add(_State.ANSWER)
+        if not self._thought and not self._settled:
+            self._unmarked += text
+        return Separated(answer=text)
+
+    def _thoughts(self, text: str) -> Separated:
+        if self._blank:
+            text = text.lstrip()
+        if not text:
+            return Separated()
+        text, self._blank = self._space + text, False
+        self._filled.add(_State.THOUGHTS)
         kept = text.rstrip()
         self._space = text[len(kept) :]
         return Separated(thoughts=kept)

@@ -141,8 +141,8 @@ class Tokenizer:
         marked = [
             Message(
                 message.role,
-                control.mark(message.content, own_words=message.role == "assistant"),
-                control.mark(message.reasoning, own_words=True),
+                control.mark(message.content, own_words=self._holds_thoughts(message)),
+                control.mark(message.reasoning, own_words=False),
             )
             for message in messages
         ]
@@ -153,6 +153,12 @@ class Tokenizer:
             # Templates know the thoughts by one name or the other.
             said[-1] |= {"reasoning_content": marked[-1].reasoning, "thinking": marked[-1].reasoning}
         return self._template.render(said, {**self._named, **(variables or {})}, continue_last, should_stop)
+
+    def _holds_thoughts(self, message: Message) -> bool:
+        """Whether an answer begins with marked thoughts, as one does that was saved before they were kept apart. In any
+        other answer the marks are spoken of."""
+        begin = self.reasoning.begin if self.reasoning is not None else ""
+        return message.role == "assistant" and (not begin or message.content.lstrip().startswith(begin))
 
     def _control_tokens(self, should_stop: StopCheck) -> ControlTokens:
         if self._control is None:
@@ -182,9 +188,10 @@ def _left_out(added: Mapping[int, Any], form: ReasoningFormat | None) -> frozens
     """The special tokens that are no part of a text, if some of them mark thoughts; None if the library knows best."""
     special = {number: token.content for number, token in added.items() if token.special}
     marks = form.marks if form is not None else ()
-    if not any(content in marks for content in special.values()):
+    if not any(content in mark for content in special.values() for mark in marks):
         return None
-    return frozenset(number for number, content in special.items() if content not in marks)
+    # A special token may be only the beginning of a mark.
+    return frozenset(number for number, content in special.items() if not any(content in mark for mark in marks))
 
 
 def _end_of_turn_ids(folder: Path, files: TokenizerFiles) -> frozenset[int]:

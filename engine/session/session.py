@@ -11,7 +11,7 @@ import msgspec
 
 from engine.errors import Cancelled, ModelError
 from engine.generation.beams import BeamRule, BeamState, Hypothesis, beam_run, check_beams
-from engine.generation.reasoning import ReasoningParser, separate
+from engine.generation.reasoning import ReasoningParser, Separated, separate
 from engine.generation.sampling import NotNumbersError, Sampler, sampling_rule
 from engine.generation.text import IncrementalDecoder, StopStrings, first_stop
 from engine.ipc.messages import (
@@ -356,12 +356,13 @@ class Session:
         return [self._beam(entry, stops) for entry in state.hypotheses()]
 
     def _beam(self, entry: Hypothesis, stops: Sequence[str]) -> Beam:
-        text, thoughts = self._whole_text(entry.tokens), ""
-        if self._parser is not None:
-            found = separate(self._parser(), text)
-            text, thoughts = found.answer, found.thoughts
-        text = text[: first_stop(text, stops)] if stops else text
-        return Beam(text, list(entry.tokens), entry.score, entry.finished, thoughts)
+        found = self._separated(entry.tokens)
+        text = found.answer[: first_stop(found.answer, stops)] if stops else found.answer
+        return Beam(text, list(entry.tokens), entry.score, entry.finished, found.thoughts)
+
+    def _separated(self, tokens: Sequence[int]) -> Separated:
+        text = self._whole_text(tokens)
+        return Separated(answer=text) if self._parser is None else separate(self._parser(), text)
 
     def _ended(self, best: Hypothesis, stops: Sequence[str]) -> bool:
         """Whether a finished hypothesis ended by itself rather than at the maximum length."""
@@ -374,7 +375,10 @@ class Session:
         window = max(len(stop) for stop in stops) + STOP_MARGIN
 
         def reached(tokens: Sequence[int]) -> bool:
-            return first_stop(self._decode(tokens[-window:]), stops) is not None
+            if first_stop(self._decode(tokens[-window:]), stops) is None:
+                return False
+            # Among thoughts a stop string means nothing.
+            return self._parser is None or first_stop(self._separated(tokens).answer, stops) is not None
 
         return reached
 

@@ -48,6 +48,7 @@ from engine.ipc.messages import (
     Prepare,
     Progress,
     Pull,
+    ReasoningFacts,
     RingFacts,
     ShowCode,
     Shutdown,
@@ -73,6 +74,7 @@ def facts(request: Load) -> ModelFacts:
         dtype="float32", layers=2, experts=4, experts_per_token=2, moe_layers=[0, 1], vocabulary=10, hidden=8,
         context_limit=64, trunk_bytes=1, expert_bytes=1, key_value_bytes_per_token=1, parameters=2, load_s=0.5,
         notices=["no native kernel"],
+        reasoning=ReasoningFacts(format="think") if "SCRIPTED_REASONING" in os.environ else None,
     )  # fmt: skip
 
 
@@ -95,6 +97,10 @@ def answer(request: Generate) -> None:
                 emit(Piece(id=request.id, text=text, tokens=2, reasoning_tokens=1))
             found = finished(request.id, text, "stop" if text else "length")
             emit(msgspec.structs.replace(found, reasoning="Hm.", reasoning_tokens=1, reasoning_s=0.5))
+        case "late":
+            emit(Piece(id=request.id, text="Hm.", tokens=1))
+            emit(Piece(id=request.id, text="Four.", tokens=2, reasoning="Hm.", withdrawn=True))
+            emit(msgspec.structs.replace(finished(request.id, "Four."), reasoning="Hm."))
         case "die":
             emit(Piece(id=request.id, text="last words", tokens=1))
             signal_or_status = int(words.removeprefix("die:"))

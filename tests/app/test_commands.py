@@ -96,7 +96,9 @@ def test_beams_are_shown_when_they_are_done(home: Path, capsys: pytest.CaptureFi
     assert (beam["text"], beam["token_ids"], beam["score"]) == ("best \x1b[1mone", [4, 5], -0.5)
 
 
-def test_thoughts_are_no_part_of_the_answer(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_thoughts_are_no_part_of_the_answer(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     install(home)
     assert run(["ask", "think:Four."]) == 0
     assert capsys.readouterr().out == "Four.\n"
@@ -104,6 +106,11 @@ def test_thoughts_are_no_part_of_the_answer(home: Path, capsys: pytest.CaptureFi
     found = json.loads(capsys.readouterr().out)
     assert (found["text"], found["reasoning"]) == ("Four.", "Hm.")
     assert (found["reasoning_tokens"], found["reasoning_s"]) == (1, 0.5)
+    assert run(["ask", "late:"]) == 0
+    assert capsys.readouterr().out == "Hm.\nFour.\n"
+    monkeypatch.setenv("SCRIPTED_REASONING", "think")
+    assert run(["ask", "late:"]) == 0
+    assert capsys.readouterr().out == "Four.\n"
     assert run(["ask", "think:"]) == 0
     out, err = capsys.readouterr()
     assert out.strip() == "" and "raise --max-tokens" in err
@@ -111,11 +118,14 @@ def test_thoughts_are_no_part_of_the_answer(home: Path, capsys: pytest.CaptureFi
 
 def test_flags_reach_the_engine(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     install(home)
-    flags = "--system S --temperature 0.5 --top-p 0.9 --top-k 7 --min-p 0.1 --seed 3 --max-tokens 11 --stop A --stop B"
+    flags = "--system S --temperature 0.5 --top-p 0.9 --top-k 7 --min-p 0.1 --repetition-penalty 1.1 --seed 3"
+    flags += " --max-tokens 11 --stop A --stop B"
     assert run(["ask", *flags.split(), "echo:"]) == 0
     request = json.loads(capsys.readouterr().out)
     assert request["messages"] == [{"role": "system", "content": "S"}, {"role": "user", "content": "echo:"}]
-    assert request["sampling"] == {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": 3}
+    assert request["sampling"] == {
+        "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.1, "seed": 3,
+    }  # fmt: skip
     assert (request["max_tokens"], request["stop"], request["beams"]) == (11, ["A", "B"], 1)
     assert run(["ask", "--beams", "16", "--length-penalty", "-0.5", "echo:"]) == 0
     request = json.loads(capsys.readouterr().out)
@@ -274,7 +284,7 @@ def test_a_full_disk_behind_stdout(
 def _ctrl_c_at_the_first_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     show = ask._Shown.piece
 
-    def piece(self: ask._Shown, text: str) -> None:
+    def piece(self: ask._Shown, text: str, withdrawn: bool = False) -> None:
         show(self, text)
         signal.raise_signal(signal.SIGINT)
 

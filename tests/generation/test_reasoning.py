@@ -40,6 +40,13 @@ def streamed(form: ReasoningFormat, pieces: list[str], prompt: str = "") -> Sepa
         ("The tag <think> begins them.", "", "", "The tag <think> begins them."),
         ("a < b, and <thin", "", "", "a < b, and <thin"),
         ("    indented()", "assistant\n<think>\n\n</think>\n\n", "", "    indented()"),
+        ("    indented()", "", "", "    indented()"),
+        ("Use `<think>.*?</think>` with re.S.\n</think>\nDone.", "", "",
+         "Use `<think>.*?</think>` with re.S.\n</think>\nDone."),
+        ("The tag </think> ends them.", "", "", "The tag </think> ends them."),
+        ("<think>\nOnce more.\n</think>\nYes.", "<|Assistant|><think>\n", "Once more.", "Yes."),
+        ("\nHi", "<|assistant|>\n<think></think>", "", "Hi"),
+        ("<think>a</think>\n\n    indented()", "", "a", "    indented()"),
     ],
 )  # fmt: skip
 def test_tags(text: str, prompt: str, thoughts: str, answer: str) -> None:
@@ -55,6 +62,10 @@ def test_tags(text: str, prompt: str, thoughts: str, answer: str) -> None:
         ("<|channel|>analysis<|message|>One.<|end|><|start|>assistant<|channel|>commentary to=user<|message|>I look."
          "<|end|><|start|>assistant<|channel|>analysis<|message|>Two.<|end|><|start|>assistant<|channel|>final"
          "<|message|>4", "One.\n\nTwo.", "I look.\n\n4"),
+        ("<|channel|>final<|message|>It is 4.<|end|>", "", "It is 4."),
+        ("<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>final<|message|>4", "",
+         "I look.\n\n4"),
+        ("<|channel|>final " + 100 * "word ", "", "final " + 100 * "word "),
         ("<|channel|>analysis<|message|>never ended", "never ended", ""),
         ("<|channel|>ana", "", ""),
     ],
@@ -62,6 +73,18 @@ def test_tags(text: str, prompt: str, thoughts: str, answer: str) -> None:
 def test_named_parts(text: str, thoughts: str, answer: str) -> None:
     found = separate(ReasoningParser(GPT_OSS, "<|start|>assistant"), text)
     assert found == Separated(thoughts, answer)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("<think>a</think><response>Yes, <response>ok</response></response>", "Yes, <response>ok</response>"),
+        ("Say <response>ok</response>.", "Say <response>ok</response>."),
+        ("<response>Yes</response>", "Yes"),
+    ],
+)
+def test_hidden_marks_are_those_around_the_answer(text: str, answer: str) -> None:
+    assert separate(ReasoningParser(FORMATS["granite"]), text).answer == answer
 
 
 def test_an_answer_that_is_continued_holds_no_thoughts() -> None:
@@ -91,4 +114,4 @@ def test_every_format_keeps_the_text_and_shows_no_mark(form: ReasoningFormat, th
     else:
         text = f"{form.begin}{thoughts}{form.end}{answer}"
     found = separate(ReasoningParser(form), text)
-    assert found == Separated(thoughts.strip(), answer.lstrip())
+    assert found == Separated(thoughts.strip(), answer.lstrip("\n"))

@@ -13,6 +13,7 @@ import pytest
 from templates import QWEN3
 
 from engine.errors import ModelError
+from engine.generation.reasoning import ReasoningParser, Separated, separate
 from engine.ipc.messages import Message, ReasoningFacts
 from engine.models.reasoning_formats import template_variables
 from engine.models.tokenizer import load_tokenizer
@@ -25,7 +26,12 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|end|>", "<|return|>
 QUESTION = [Message("user", "Hi!")]
 
 
-def write_tokenizer_folder(folder: Path, template: str | None = CHATML, special: tuple[str, ...] = SPECIAL[:3]) -> Path:
+def write_tokenizer_folder(
+    folder: Path,
+    template: str | None = CHATML,
+    special: tuple[str, ...] = SPECIAL[:3],
+    added: tuple[str, ...] = (),
+) -> Path:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -33,6 +39,7 @@ def write_tokenizer_folder(folder: Path, template: str | None = CHATML, special:
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
     library.add_special_tokens([AddedToken(token, special=True) for token in special])
+    library.add_tokens([AddedToken(token, special=False) for token in added])
     folder.mkdir(exist_ok=True)
     library.save(str(folder / "tokenizer.json"))
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
@@ -117,6 +124,27 @@ def test_special_tokens_that_mark_thoughts_stay(tmp_path: Path) -> None:
     assert tokenizer.reasoning_facts.format == "gpt-oss"
     ids = tokenizer.encode("<|channel|>analysis<|message|>é<|end|><|return|><|endoftext|>")
     assert tokenizer.decode(ids) == "<|channel|>analysis<|message|>é<|end|>"
+
+
+def test_a_special_token_that_only_begins_a_mark_stays(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(
+        write_tokenizer_folder(
+            tmp_path, CHATML + "{# <|channel>thought <channel|> #}", ("<|endoftext|>", "<|channel>", "<channel|>")
+        )
+    )
+    assert tokenizer is not None and tokenizer.reasoning is not None
+    text = tokenizer.decode(tokenizer.encode("<|channel>thought\nFour?<channel|>It is 4.<|endoftext|>"))
+    assert separate(ReasoningParser(tokenizer.reasoning), text) == Separated("Four?", "It is 4.")
+
+
+def test_an_answer_that_speaks_of_the_marks_is_given_back_whole(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_tokenizer_folder(tmp_path, QWEN3, added=("<think>", "</think>")))
+    assert tokenizer is not None
+    spoken = [*QUESTION, Message("assistant", "Thoughts end with </think> there."), *QUESTION]
+    text = tokenizer.render_chat(spoken)
+    assert "Thoughts end with <" in text and "/think> there." in text
+    old = [*QUESTION, Message("assistant", "<think>\nFour?\n</think>\n\nIt is 4."), *QUESTION]
+    assert "Four?" not in tokenizer.render_chat(old)
 
 
 def test_the_template_is_told_how_to_think(tmp_path: Path) -> None:

@@ -246,19 +246,34 @@ def test_thoughts_are_no_part_of_the_answer(ask: Ask) -> None:
     assert (raw.reasoning, raw.text) == ("", whole.text)
 
 
+def test_a_stop_string_among_thoughts_ends_no_beam(ask: Ask) -> None:
+    messages = [Message("user", "hello")]
+    whole = ask(messages=messages, max_tokens=20, beams=2).text
+    tokenizer = LetterTokenizer()
+    tokenizer.reasoning = ReasoningFormat(name="letters", begin=whole[:2], end="\0")
+    ask.session._tokenizer = tokenizer
+    ask.session._history = TokenHistory(tokenizer)
+    found = ask(messages=messages, max_tokens=20, beams=2, stop=[whole[5]])
+    assert (found.reasoning, found.text, found.finish_reason) == (whole[2:], "", "length")
+
+
 def test_an_end_without_a_beginning_makes_thoughts_of_what_was_sent(ask: Ask) -> None:
     messages = [Message("user", "hello")]
     whole = ask(messages=messages, max_tokens=30).text
     tokenizer = LetterTokenizer()
-    tokenizer.reasoning = ReasoningFormat(name="letters", begin="\0", end=whole[12:15])
+    # A lone end counts at the beginning of a line only.
+    decode = tokenizer.decode
+    tokenizer.decode = lambda ids: decode(ids).replace(whole[11], "\n")  # type: ignore[method-assign]
+    text = whole.replace(whole[11], "\n")
+    tokenizer.reasoning = ReasoningFormat(name="letters", begin="\0", end=text[12:15])
     ask.session._tokenizer = tokenizer
     ask.session._history = TokenHistory(tokenizer)
     found = ask(messages=messages, max_tokens=30)
-    assert (found.reasoning, found.text, found.reasoning_tokens) == (whole[:12], whole[15:], 15)
+    assert (found.reasoning, found.text, found.reasoning_tokens) == (text[:12].strip(), text[15:].lstrip("\n"), 15)
     pieces = ask.of(Piece)
     (withdrawn,) = [place for place, piece in enumerate(pieces) if piece.withdrawn]
-    assert pieces[withdrawn].reasoning == whole[:12]
-    assert "".join(piece.text for piece in pieces[withdrawn:]) == whole[15:]
+    assert pieces[withdrawn].reasoning == found.reasoning
+    assert "".join(piece.text for piece in pieces[withdrawn:]) == found.text
 
 
 @pytest.mark.parametrize("beams", [1, 3])

@@ -108,7 +108,8 @@ class MessageView(Written, can_focus=True):
             return [line]
         text = thoughts.text
         if live and len(text) > LIVE_THOUGHTS:
-            text = "…" + text[-LIVE_THOUGHTS:].partition("\n")[2]
+            end = text[-LIVE_THOUGHTS:]
+            text = "…" + (end.partition("\n")[2] or end)
         return [line, Content.styled(text, "italic $foreground-muted")]
 
     def changed(self) -> None:
