@@ -343,6 +343,8 @@ class _Collected:
 
     def is_trunk(self, file_name: str, name: str, entry: TensorEntry) -> bool:
         """Whether the tensor belongs to the trunk; an expert's is noted. Raises ModelError if it cannot be right."""
+        if name.startswith(self._family.unused):
+            return False
         layer = layer_of(self._family, name)
         if layer is not None and layer >= self._layers:
             if self._family.extra_layers:

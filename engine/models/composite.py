@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from engine.errors import ModelError
 from engine.models.files import Change
 from engine.models.quantisation import QUANTISATION_KEYS
 from engine.models.safetensors_files import TensorEntry
@@ -19,8 +20,8 @@ LANGUAGE_FAMILIES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text
 """The family of the language model, by that of the whole."""
 
 _PREFIXES = (("language_model.model.", "model."), ("model.language_model.", "model."), ("language_model.", ""))
-_OTHERS = ("vision_tower.", "model.visual.", "visual.", "mtp.", "language_model.mtp.")
-"""Beginnings of the names of tensors that are not used: of pictures, and for predicting several tokens."""
+_OTHERS = ("vision_tower.", "model.visual.", "visual.")
+"""Beginnings of the names of tensors of pictures."""
 
 _NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight", ".q_norm.weight", ".k_norm.weight")
 
@@ -44,13 +45,25 @@ def language_tensors(
     headers: dict[str, dict[str, TensorEntry]], config: Mapping[str, Any]
 ) -> tuple[dict[str, dict[str, TensorEntry]], dict[str, Change]]:
     """``headers`` (tensors by name, by file name) under the language model's names, and what makes stored tensors the
-    checkpoint's; both as they are for other families than :func:`language_only` knows."""
+    checkpoint's; both as they are for other families than :func:`language_only` knows.
+
+    Raises ModelError if two tensors are the same one of the language model."""
     if config.get("model_type") not in LANGUAGE_FAMILIES.values():
         return headers, {}
-    kept = {
-        file: {_renamed(name): entry for name, entry in header.items() if not name.startswith(_OTHERS)}
-        for file, header in headers.items()
-    }
+    kept: dict[str, dict[str, TensorEntry]] = {file: {} for file in headers}
+    stored: dict[str, str] = {}
+    for file, header in headers.items():
+        for name, entry in header.items():
+            if name.startswith(_OTHERS):
+                continue
+            renamed = _renamed(name)
+            if renamed in stored:
+                raise ModelError(
+                    f"{file}: tensor {name} holds the same weights of the language model as {stored[renamed]}; "
+                    "fetch the model again."
+                )
+            stored[renamed] = name
+            kept[file][renamed] = entry
     exchanged = {
         name
         for header in kept.values()

@@ -78,6 +78,11 @@ class Family:
     ffn_key: str = "intermediate_size"
     extra_layers: bool = False
     """Whether checkpoints may have further layers for multi-token prediction, which are not used."""
+    unused: tuple[str, ...] = ()
+    """Beginnings of the names of other tensors that checkpoints may have and that are not used."""
+    full_attention_interval: int = 0
+    """Default of the setting of this name: every so many layers one has full attention, the others have delta-nets.
+    0: all have full attention."""
 
     @property
     def is_dense(self) -> bool:
@@ -176,6 +181,8 @@ _LFM2 = (
     *_GGUF,
 )
 _LLAMA4_EXPERTS = _LAYER + "feed_forward.experts."
+_AHEAD = ("mtp.",)
+"""Beginning of the names of what predicts several tokens at once."""
 
 
 # --- which layers have experts ------------------------------------------------------------------------------------
@@ -262,14 +269,23 @@ _TABLE: tuple[Family, ...] = (
         extra_layers=True,
     ),
     Family("granitemoe", layouts=_GRANITE),
-    Family("qwen3_5_text"),
-    Family("qwen3_5_moe_text", layouts=_QWEN, expert_count_key="num_experts", ffn_key="moe_intermediate_size"),
+    Family("qwen3_5_text", unused=_AHEAD, full_attention_interval=4),
+    Family(
+        "qwen3_5_moe_text",
+        layouts=_QWEN,
+        expert_count_key="num_experts",
+        ffn_key="moe_intermediate_size",
+        unused=_AHEAD,
+        full_attention_interval=4,
+    ),
     Family(
         "qwen3_next",
         layouts=_QWEN,
         moe_layers=_sparse_step,
         expert_count_key="num_experts",
         ffn_key="moe_intermediate_size",
+        unused=_AHEAD,
+        full_attention_interval=4,
     ),
     Family(
         "lfm2_moe",
@@ -366,6 +382,28 @@ def layer_count(config: Mapping[str, Any], family: Family) -> int:
     """The number of decoder layers. Raises ModelError if ``config.json`` does not contain it."""
     section = language_config(config, family)
     return _integer(section, _first_present(section, "num_hidden_layers", "n_layers"), maximum=MOST_LAYERS)
+
+
+def layer_kinds(config: Mapping[str, Any]) -> list[str]:
+    """The kind of every layer of the language model that ``config`` describes: as ``layer_types`` says, or as
+    transformers assumes without it.
+
+    Raises ModelError if a setting that this needs is missing or impossible.
+    """
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list):
+        return kinds
+    if kinds is not None:
+        raise ModelError(
+            f"config.json gives {shown(kinds)} for layer_types, which must name the kind of each layer; "
+            "fetch the model again."
+        )
+    layers = _integer(config, _first_present(config, "num_hidden_layers", "n_layers"), maximum=MOST_LAYERS)
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None or not family.full_attention_interval:
+        return ["full_attention"] * layers
+    interval = _integer(config, "full_attention_interval", family.full_attention_interval)
+    return ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(layers)]
 
 
 def expert_shape(config: Mapping[str, Any], family: Family) -> ExpertLayers | None:

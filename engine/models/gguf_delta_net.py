@@ -13,25 +13,38 @@ from typing import Any
 
 import numpy as np
 
+from engine.errors import ModelError
 from engine.models.files import Change, Order
 from engine.models.gguf_file import GgufFile
 from engine.models.gguf_metadata import Metadata, Shapes
+from engine.models.wording import shown
 
 
 def settings(metadata: Metadata) -> dict[str, Any]:
     """The part of ``config.json`` that is of this kind. Raises ModelError for a number that is missing or
-    impossible."""
+    impossible, or does not fit the others."""
     layers = metadata.number("block_count") - metadata.number("nextn_predict_layers", 0)
     value_heads, head_size = metadata.number("ssm.time_step_rank"), metadata.number("attention.key_length")
+    key_heads, values = metadata.number("ssm.group_count"), metadata.number("ssm.inner_size")
+    if value_heads % key_heads or values % value_heads:
+        raise ModelError(
+            f"{metadata.file.path} is damaged: its delta-nets have {value_heads} value heads of {values} values in all "
+            f"over {key_heads} key heads, which do not fit together; download it again."
+        )
     sections = metadata.get("rope.dimension_sections", [])
+    if not isinstance(sections, list):
+        raise ModelError(
+            f"{metadata.file.path} is damaged: its rope.dimension_sections is {shown(sections)}, not a list of "
+            "numbers; download it again."
+        )
     return {
         "num_hidden_layers": layers,
         "layer_types": _layer_types(metadata, layers),
         "linear_conv_kernel_dim": metadata.number("ssm.conv_kernel"),
         "linear_key_head_dim": metadata.number("ssm.state_size"),
-        "linear_num_key_heads": metadata.number("ssm.group_count"),
+        "linear_num_key_heads": key_heads,
         "linear_num_value_heads": value_heads,
-        "linear_value_head_dim": metadata.number("ssm.inner_size") // value_heads,
+        "linear_value_head_dim": values // value_heads,
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": metadata.real("rope.freq_base", 10000.0),

@@ -13,6 +13,7 @@ from engine.models.families import (
     expert_shape,
     language_config,
     layer_count,
+    layer_kinds,
     stated_experts_per_token,
 )
 from engine.models.files import ModelFiles, whole_bytes, whole_weights
@@ -277,12 +278,11 @@ def key_value_numbers(config: Mapping[str, Any]) -> int:
 
     Latent attention (deepseek) caches the latents and the rotated part; recurrent layers keep a state of fixed size.
     """
-    layers = _number(config, "num_hidden_layers", "n_layers")
-    kinds = config.get("layer_types")
-    kinds = kinds if isinstance(kinds, list) else ["full_attention"] * layers
     if config.get("kv_lora_rank"):
+        layers = _number(config, "num_hidden_layers", "n_layers")
         return layers * (_number(config, "kv_lora_rank") + _number(config, "qk_rope_head_dim"))
-    return sum(_width(_of_layer(config, layer, kind)) for layer, kind in enumerate(kinds) if kind not in WITHOUT_KEYS)
+    kinds = enumerate(layer_kinds(config))
+    return sum(_width(_of_layer(config, layer, kind)) for layer, kind in kinds if kind not in WITHOUT_KEYS)
 
 
 def _width(config: Mapping[str, Any]) -> int:
@@ -313,19 +313,17 @@ def _of_layer(config: Mapping[str, Any], layer: int, kind: str) -> Mapping[str, 
 def state_bytes(config: Mapping[str, Any]) -> int:
     """Bytes of the states that layers keep for a row, in float32: delta-nets one of each value head, and, as short
     convolutions do, the last inputs of their convolution. 0 for a model with neither."""
-    kinds = config.get("layer_types")
     taps = config.get("conv_L_cache")
-    if isinstance(kinds, list) and "conv" in kinds and isinstance(taps, int):
-        return 4 * kinds.count("conv") * taps * _number(config, "hidden_size")
+    if isinstance(taps, int) and (convolutions := layer_kinds(config).count("conv")):
+        return 4 * convolutions * taps * _number(config, "hidden_size")
     names = ("num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim", "conv_kernel_dim")
     sizes = [config.get(f"linear_{name}") for name in names]
-    if not isinstance(kinds, list) or not all(isinstance(size, int) and size > 0 for size in sizes):
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
         return 0
     key_heads, key_width, value_heads, value_width, taps = (int(size or 0) for size in sizes)
     values = value_heads * value_width
-    return (
-        4 * kinds.count("linear_attention") * (values * key_width + (taps - 1) * (2 * key_heads * key_width + values))
-    )
+    layers = layer_kinds(config).count("linear_attention")
+    return 4 * layers * (values * key_width + (taps - 1) * (2 * key_heads * key_width + values))
 
 
 def _trunk(tensors: Iterable[tuple[str, _Stored]], config: Mapping[str, Any]) -> _Trunk:

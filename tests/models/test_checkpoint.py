@@ -15,7 +15,9 @@ from safetensors.numpy import load_file, save_file
 from tiny_models import TINY_FAMILIES, TINY_MOE_FAMILIES
 
 from engine.errors import ModelError
+from engine.models.composite import language_tensors
 from engine.models.opening import open_model
+from engine.models.safetensors_files import TensorEntry
 
 TinyModel = Callable[..., Path]
 
@@ -147,6 +149,22 @@ def test_layers_for_multi_token_prediction_are_left_out(tiny_model: TinyModel, t
     after = open_model(folder)
     assert [name for name, _ in after.trunk()] == [name for name, _ in before.trunk()]
     assert after.experts is not None and after.experts.layers == before.experts.layers
+
+
+def test_what_predicts_ahead_outside_the_layers_is_left_out(tiny_model: TinyModel, tmp_path: Path):
+    folder = copy_of(tiny_model("qwen3_next"), tmp_path)
+    before = [name for name, _ in open_model(folder).trunk()]
+    extra = {"mtp.norm.weight": np.ones(4, np.float32), "mtp.layers.0.mlp.experts.0.up_proj.weight": np.ones((4, 4))}
+    save_file(load_file(folder / "model.safetensors") | extra, folder / "model.safetensors")
+    assert [name for name, _ in open_model(folder).trunk()] == before
+
+
+def test_two_tensors_of_one_name_in_the_language_model_are_refused():
+    entry = TensorEntry("F32", (4,), 0, 16)
+    twice = dict.fromkeys(("model.language_model.norm.weight", "language_model.model.norm.weight"), entry)
+    for headers in ({"a": twice}, {name: {name: entry} for name in twice}):
+        with pytest.raises(ModelError, match=r"holds the same weights .* as model\.language_model\.norm\.weight"):
+            language_tensors(headers, {"model_type": "qwen3_5_text"})
 
 
 def test_the_text_model_of_a_composite_llama4_is_found(tmp_path: Path):

@@ -219,6 +219,22 @@ def test_latent_attention_or_routing_that_does_not_run_is_refused(
         open_gguf(path, silent)
 
 
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"ssm.group_count": 3}, "over 3 key heads, which do not fit together"),
+        ({"ssm.inner_size": 33}, "value heads of 33 values in all over"),
+        ({"rope.dimension_sections": 5}, r"rope\.dimension_sections is 5, not a list of numbers"),
+    ],
+)
+def test_delta_nets_that_cannot_be_are_refused(
+    tmp_path: Path, sources: Callable[[str], Path], extra: dict[str, Any], message: str
+) -> None:
+    path = write_tiny_gguf(tmp_path / "m.gguf", sources("qwen3_5_text"), "qwen35", extra=extra)
+    with pytest.raises(ModelError, match=message):
+        open_gguf(path, silent)
+
+
 def test_nothing_of_the_weights_is_copied(tiny_llama: Path) -> None:
     folder = open_gguf(tiny_llama, silent)
     assert (folder / tiny_llama.name).readlink() == tiny_llama

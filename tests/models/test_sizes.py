@@ -80,6 +80,26 @@ def test_delta_nets_keep_states() -> None:
     assert state_bytes({**config, "linear_num_key_heads": None}) == 0
 
 
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"])
+@pytest.mark.parametrize("setting", [{}, {"full_attention_interval": 2}])
+def test_the_kinds_of_layers_need_not_be_named(family: str, setting: dict[str, int]) -> None:
+    config: dict[str, object] = {
+        "model_type": family,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "hidden_size": 32,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_num_value_heads": 4,
+        "linear_value_head_dim": 8,
+        "linear_conv_kernel_dim": 4,
+    }
+    interval = setting.get("full_attention_interval", 4)
+    named = {**config, "layer_types": (["linear_attention"] * (interval - 1) + ["full_attention"]) * (8 // interval)}
+    assert key_value_numbers(config | setting) == key_value_numbers(named) == 8 // interval * 2 * 4 * 8
+    assert state_bytes(config | setting) == state_bytes(named) > 0
+
+
 def test_experts_per_token_wherever_the_family_says_it() -> None:
     assert experts_per_token({"num_experts_per_tok": 8}) == 8
     assert experts_per_token({"ffn_config": {"moe_top_k": 4}}) == 4

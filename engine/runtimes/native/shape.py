@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from engine.errors import ModelError
+from engine.models.families import layer_kinds
 from engine.models.wording import shown
 from engine.moe.kernels.layers import Gate
 from engine.runtimes.native import rotary
@@ -72,11 +73,8 @@ def _even_windows(config: Mapping[str, Any], layers: int) -> list[int]:
 
 
 def _linear_layers(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
-    """Layers with a delta-net: as ``layer_types`` says, or all but every fourth (qwen3_5)."""
-    kinds = config.get("layer_types")
-    if kinds is None:
-        interval = _whole(config, "full_attention_interval", 4)
-        return tuple(layer for layer in range(layers) if (layer + 1) % interval)
+    """Layers with a delta-net."""
+    kinds = layer_kinds(config)
     _check_kinds(kinds, layers, ("full_attention", "linear_attention"))
     return tuple(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
 
