@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from gguf import GGMLQuantizationType
 from native_oracle import needs_kernels
 from pairwise import in_turn
@@ -16,15 +18,18 @@ from tiny_gguf import ARCHITECTURES, whole_blocks, write_tiny_gguf
 from tiny_models import write_tiny_model
 from torch_oracle import library_model, library_run, load, no_progress, our_run, typical, worst
 
+from benchmarks.packed_blocks import random_blocks
 from benchmarks.stand_in_device import StandInDevice
 from engine.errors import ModelError
 from engine.ipc.messages import ExpertPolicy, Load
-from engine.models.files import ModelFiles
+from engine.models.files import ModelFiles, StoredTensor
 from engine.models.gguf_folder import open_gguf
 from engine.models.number_formats import BLOCKS, is_packed
 from engine.models.opening import open_model
 from engine.models.sizes import sizes_of
+from engine.moe.kernels.bindings import choose
 from engine.planning.hybrid import GPU_RUNTIME_BYTES
+from engine.runtimes.torch.packed_modules import PackedLinear
 from engine.runtimes.torch.runtime import TorchRuntime
 
 EXACT = 1e-5
@@ -124,6 +129,16 @@ def test_a_packed_trunk_stays_where_it_lies(
     assert model.facts.trunk_bytes >= kept > stored.trunk_bytes / 2
     library = library_model(truth)
     assert model.facts.parameters == sum(parameter.numel() for parameter in library.parameters())
+
+
+@needs_kernels
+def test_memory_that_runs_out_in_a_product_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    choice = choose("bfloat16")
+    layer = PackedLinear(StoredTensor("Q8_0", random_blocks("Q8_0", 4, 32)), None, None, choice)
+    monkeypatch.setattr(layer, "_native", SimpleNamespace(pllm_linear=lambda *arguments: -2))
+    with pytest.raises(ModelError, match="could not be multiplied: out of memory") as refused:
+        layer(torch.ones(1, 32, dtype=torch.bfloat16))
+    assert refused.value.kind == "memory"
 
 
 @needs_kernels

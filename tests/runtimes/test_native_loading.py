@@ -15,17 +15,20 @@ from safetensors.numpy import load_file, save_file
 from tiny_models import write_tiny_model
 from torch_oracle import no_progress, prompt
 
+from benchmarks.packed_blocks import random_blocks, unpacked
 from engine import runtimes
 from engine.errors import ModelError
 from engine.ipc.messages import Load
 from engine.models.files import StoredTensor
 from engine.models.opening import open_model
 from engine.models.safetensors_files import read_header
+from engine.moe.kernels.bindings import PACKED_FORMATS
 from engine.moe.kernels.layers import unreadable
 from engine.planning.runtime_choice import RuntimeChoice
 from engine.runtimes import choosing
 from engine.runtimes.choosing import choose_runtime, native_unsupported_reason
 from engine.runtimes.native.runtime import NativeRuntime
+from engine.runtimes.native.weights import opened
 from engine.session.loading import load_session
 
 pytestmark = needs_kernels
@@ -205,6 +208,14 @@ print(json.dumps({
 
 BUFFERS = 48 * 10**6
 """What the threads' buffers and a page of keys and values per beam may take."""
+
+
+@pytest.mark.parametrize("name", PACKED_FORMATS)
+def test_packed_routers_and_gates_are_multiplied_in_float32(name: str) -> None:
+    words = random_blocks(name, 6, 512)
+    found = opened(StoredTensor(name, words))
+    assert found.dtype == "F32"
+    assert np.array_equal(found.words.view(np.float32), unpacked(name, words))
 
 
 @pytest.mark.slow

@@ -210,8 +210,9 @@ class LayerExperts:
         ``weights`` float32 [tokens, k]; ``sum_to`` float32 [tokens, hidden], the weighted sum in the order of k;
         ``outputs_to`` float32 [tokens * k, hidden], un-weighted (0 for -1); ``counts_to`` int64 [count], added to.
         ``extra`` int32 [extra_count]: experts that are run on the first token if no route needs them, for nothing.
-        A route's result does not depend on the other tokens, to the bit, as long as its expert has at most 16 routes
-        in the call, or more than 16; between the two the order of additions differs.
+        A route's result does not depend on the other tokens, to the bit, as long as its expert has few routes in the
+        call, or many; between the two the order of additions differs. Few are up to 16, or up to 8 where
+        packed weights are multiplied with AVX-512 VNNI.
         Raises ModelError if an index names no expert that is here, or memory runs out.
         """
         code = self._native.pllm_experts(
@@ -250,8 +251,13 @@ def linear(
         out.shape[1],
     )
     if code:
-        raise ModelError(f"The matrix could not be multiplied: {_MEANING[code]}.")
+        raise product_error(code)
     return out
+
+
+def product_error(code: int) -> ModelError:
+    """What a product of the kernels failed with; ``code`` is below 0."""
+    return ModelError(f"The matrix could not be multiplied: {_MEANING[code]}.", "memory" if code == -2 else "model")
 
 
 def _alike(one: StoredTensor, other: StoredTensor) -> bool:

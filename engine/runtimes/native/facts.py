@@ -7,7 +7,6 @@ import math
 from engine.ipc.messages import Load, ModelFacts
 from engine.models.files import Experts, ModelFiles, whole_weights
 from engine.models.number_formats import stored_bytes
-from engine.models.sizes import state_bytes
 from engine.moe.held import held_by
 from engine.moe.kernels.bindings import KernelChoice
 from engine.moe.rank_context import RankContext
@@ -50,7 +49,7 @@ def describe(
         trunk_bytes=files.trunk_bytes,
         expert_bytes=_expert_bytes(experts, context),
         key_value_bytes_per_token=shape.key_value_numbers // shape.width * stored_bytes(cache_format, (shape.width,)),
-        state_bytes=state_bytes(files.config),
+        state_bytes=0 if shape.delta is None else 4 * shape.delta.state_numbers,
         parameters=numbers,
         load_s=load_s,
         trunk=f"native ({choice.name}, {threads} {'thread' if threads == 1 else 'threads'})",

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from engine.errors import ModelError
 from engine.models.files import Change, Experts, ExpertWeights, ModelFiles, StoredTensor
-from engine.models.number_formats import is_grouped
+from engine.models.number_formats import is_packed
 from engine.moe.kernels.bindings import FORMATS, KernelChoice, Matrix, load
 from engine.moe.kernels.layers import LayerExperts, layer_experts, matrix
 from engine.moe.popularity import Popularity
@@ -32,9 +32,9 @@ def to_float32(tensor: StoredTensor) -> NDArray[np.float32]:
 
 
 def opened(tensor: StoredTensor) -> StoredTensor:
-    """A copy in float32 of a matrix in a grouped format, for what is small and computed with float32 inputs; another
-    tensor as it is."""
-    if not is_grouped(tensor.dtype):
+    """A copy in float32 of a packed matrix, for what is small and computed with float32 inputs; another tensor as it
+    is."""
+    if not is_packed(tensor.dtype):
         return tensor
     described, native = matrix(tensor), load()
     copy = np.empty(tensor.shape, np.float32)

@@ -16,7 +16,7 @@ from torch import nn
 from engine.models.files import Change, StoredTensor
 from engine.models.number_formats import is_packed
 from engine.moe.kernels.bindings import KernelChoice, choose, load
-from engine.moe.kernels.layers import matrix
+from engine.moe.kernels.layers import matrix, product_error
 from engine.moe.kernels.pool import shared_pool
 from engine.runtimes.torch.offload.torch_tensors import unpacked, view
 
@@ -58,7 +58,8 @@ class PackedLinear(nn.Module):  # type: ignore[misc]
                 out.data_ptr(),
                 self.out_features,
             )
-            assert code == 0, f"pllm_linear returned {code}"
+            if code:
+                raise product_error(code)
         if self._rows is not None:
             out = out.index_select(1, self._rows)
         if self.bias is not None:
