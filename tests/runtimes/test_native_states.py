@@ -102,6 +102,37 @@ def test_a_state_takes_what_is_planned_for_it(qwen: NativeModel, tiny_model: Cal
 
 
 @needs_kernels
+def test_a_state_takes_what_is_told_of_it_if_its_columns_are_padded(tiny_model: Callable[..., Path]) -> None:
+    model = load_native(tiny_model("qwen3_5_text"))
+    rows = model.start()
+    rows.step([5])
+    assert rows._cache.states is not None
+    assert rows._cache.states.nbytes == model.facts.state_bytes > state_bytes(model._files.config)  # type: ignore[union-attr]
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"delta_taps": 0},
+        {"delta_taps": 100},
+        {"delta_key_heads": 0},
+        {"delta_value_heads": 0},
+        {"delta_key_heads": 2, "delta_value_heads": 3},
+    ],
+)
+def test_delta_nets_that_cannot_be_are_not_run(tiny_model: Callable[..., Path], wrong: dict[str, int]) -> None:
+    model = load_native(tiny_model("qwen3_5_text"))
+    rows = model.start()
+    rows.step([5])
+    assert model._weights is not None
+    for field, value in wrong.items():
+        setattr(model._weights.trunk, field, value)
+    with pytest.raises(ModelError, match="could not run: its numbers do not fit together"):
+        rows.step([5])
+
+
+@needs_kernels
 def test_a_pass_that_fails_leaves_the_states(qwen: NativeModel, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = prompt_of(20)
     rows = qwen.start()

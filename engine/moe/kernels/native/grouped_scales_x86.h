@@ -1,7 +1,7 @@
 /* The scales of a unit of grouped weights as AVX2 and AVX-512 read them: one for each 32 values. Include inside pragmas
    for avx2 and f16c. */
 
-/* The first `bytes` at `from`, 2 to 32 of them, and zeros; nothing else is read. */
+/* Two, four or eight words of 16 bits at `from`, and zeros after them; nothing else is read. */
 ALWAYS_INLINE __m128i two_words(const uint8_t *from) {
     int32_t word;
     memcpy(&word, from, 4);

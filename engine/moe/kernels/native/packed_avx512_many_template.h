@@ -27,7 +27,7 @@ typedef struct panel_block {
 
 typedef struct byte_panel {
     panel_block blocks[PANEL_BLOCKS];
-    uint32_t fetches[FETCHES + PANEL_BLOCKS];
+    uint32_t fetches[FETCHES + PANEL_BLOCKS]; /* the last tile that fetches any does so with each of its blocks */
 } byte_panel;
 
 _Static_assert(sizeof(byte_panel) <= PANEL_BYTES, "a panel of bytes fits where others do");
@@ -278,12 +278,13 @@ static const tile_function tile_table[3][BYTE_TILE_TOKENS] = {
     MULTIPLY_NAMES(LOWERED), MULTIPLY_NAMES(RAISED), MULTIPLY_NAMES(HALVED),
 };
 
-/* Where the lines of a panel are that begins at 0; returns their number. */
+/* Where the lines of a panel are that begins at 0, and the last one PANEL_BLOCKS times more; returns their number. */
 static int64_t lines_of(uint32_t *fetches, const int64_t row_bytes, const int64_t bytes) {
     int64_t count = 0;
     for (int64_t row = 0; row < PANEL_ROWS; row++)
         for (int64_t at = 0; at < bytes + 64 && count < FETCHES; at += 64)
             fetches[count++] = (uint32_t)(row * row_bytes + MIN(at, bytes - 1));
+    for (int64_t i = count; i < count + PANEL_BLOCKS; i++) fetches[i] = fetches[count - 1];
     return count;
 }
 
@@ -308,7 +309,7 @@ void SET(many)(const void *weights, int dtype, int64_t stride, int64_t rows, int
                 task.rows[v] = (__mmask16)((1U << MAX(0, MIN(16, here - 16 * v))) - 1);
             int64_t fetched = 0;
             for (int64_t i = 0; i < count; i++) {
-                if (fetched >= lines) task.fetched = 0;
+                task.fetched = MIN(task.fetched, divided_up(lines - fetched, blocks));
                 const int64_t m = i * BYTE_TILE_TOKENS, width = MIN(BYTE_TILE_TOKENS, tokens - m);
                 const tile_block *tile = (const tile_block *)tiles + i * tile_blocks + k / INPUT_BLOCK;
                 tile_table[kind_of(dtype)][width - 1](&task, tile, y + m * y_stride + n, next,

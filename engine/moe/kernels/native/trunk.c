@@ -507,8 +507,10 @@ static int check(const pllm_trunk *trunk, const pllm_pass *pass) {
     if (pass->rows < 1 || pass->tokens < 1 || (pass->rows > 1 && pass->tokens > 1) || pass->first_layer < 0 ||
         pass->last_layer > trunk->layer_count || pass->first_layer > pass->last_layer || pass->segment_count < 1)
         return PLLM_E_ARGUMENT;
-    if (trunk->delta_taps < 0 || trunk->delta_taps > PLLM_MOST_TAPS ||
-        (trunk->delta_layers > 0 && !(pass->states_before && pass->states_after)))
+    if (trunk->delta_layers > 0 &&
+        (trunk->delta_taps < 1 || trunk->delta_taps > PLLM_MOST_TAPS || trunk->delta_key_heads < 1 ||
+         trunk->delta_value_heads < 1 || trunk->delta_value_heads % trunk->delta_key_heads ||
+         !(pass->states_before && pass->states_after)))
         return PLLM_E_ARGUMENT;
     if (trunk->cache_dtype != PLLM_F32 && trunk->cache_dtype != PLLM_BF16 &&
         (trunk->cache_dtype != PLLM_Q8_0 || trunk->width % CACHE_GROUP))
