@@ -211,7 +211,9 @@ def _after_leading(config: Mapping[str, Any], layers: int) -> list[int]:
 
 def _gemma_layers(config: Mapping[str, Any], layers: int) -> list[int]:
     if not config.get("enable_moe_block"):
-        raise ModelError("Gemma 4 models without experts are not supported; the one that runs is Gemma-4-26B-A4B.")
+        raise ModelError(
+            "config.json describes a Gemma 4 model without experts, which is not supported; take Gemma-4-26B-A4B."
+        )
     return list(range(layers))
 
 

@@ -232,13 +232,18 @@ class Ring:
         self.until(lambda peers: all(one.state in READY for one in peers), since=since)
 
     def states(self) -> dict[str, str]:
-        """What the head would show of each machine now. What it has sent may be a quarter of a second old."""
+        """What the head would show of each of this ring's machines now. What it has sent may be a quarter of a second
+        old. Machines of other tests that run at the same time may be found, too."""
+        mine = {machine.identity.node_id for machine in self.machines}
+        return {node_id: state for node_id, state in self._found().items() if node_id in mine}
+
+    def state_of(self, machine: Machine) -> str:
+        return self._found().get(machine.identity.node_id, "")
+
+    def _found(self) -> dict[str, str]:
         state = self.engine.ask(ListPeers(id=self.engine.new_id()))
         assert isinstance(state, NetworkState)
         return {one.node_id: one.state for one in state.peers}
-
-    def state_of(self, machine: Machine) -> str:
-        return self.states().get(machine.identity.node_id, "")
 
     def load(self, model: Path, choice: RingChoice = EXACT, runtime: str = "auto", **options: Any) -> Loaded:
         request = Load(

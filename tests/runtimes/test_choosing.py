@@ -48,11 +48,11 @@ def ask_for(folder: Path, **options: Any) -> Load:
     return Load(id=1, model=str(folder), **options)
 
 
-def as_mlx_lm_writes(folder: Path) -> Path:
-    """A folder whose config.json says that it is quantised to four bits."""
+def as_mlx_lm_writes(folder: Path, bits: int = 4) -> Path:
+    """A folder whose config.json says that it is quantised to so many bits."""
     folder = write_tiny_model(folder, "mixtral")
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization": {"bits": 4, "group_size": 32}}))
+    (folder / "config.json").write_text(json.dumps(config | {"quantization": {"bits": bits, "group_size": 32}}))
     return folder
 
 
@@ -114,7 +114,7 @@ def test_a_model_too_large_for_the_gpu_runs_elsewhere(mac: Callable[[int], None]
 
 
 def test_what_nothing_else_reads_stays_with_mlx(mac: Callable[[int], None], tmp_path: Path) -> None:
-    folder = as_mlx_lm_writes(tmp_path / "m")
+    folder = as_mlx_lm_writes(tmp_path / "m", bits=3)
     mac(1)
     assert choose_runtime(ask_for(folder), folder).name == "mlx"
 
