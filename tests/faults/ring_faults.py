@@ -232,10 +232,10 @@ class Ring:
         self.until(lambda peers: all(one.state in READY for one in peers), since=since)
 
     def states(self) -> dict[str, str]:
-        """What the head would show of each of this ring's machines now. What it has sent may be a quarter of a second
-        old. Machines of other tests that run at the same time may be found, too."""
+        """What the head would show of each machine now, but for strangers: tests that run at once have machines
+        that may be found, too. What it has sent may be a quarter of a second old."""
         mine = {machine.identity.node_id for machine in self.machines}
-        return {node_id: state for node_id, state in self._found().items() if node_id in mine}
+        return {name: state for name, state in self._found().items() if name in mine or state != "found"}
 
     def state_of(self, machine: Machine) -> str:
         return self._found().get(machine.identity.node_id, "")
