@@ -40,9 +40,18 @@ def test_killed_and_back_over_every_exchange(
     ring = ring_with_libraries
     for follower in ring.followers:
         follower.returns()
-    ring.until_ready()
-    first = ring.load(model, replace(EXACT, exchange=exchange, trusted=LOOPBACK)).facts.ring
-    assert first is not None
+    for _ in range(3):
+        ring.until_ready()
+        first = ring.load(model, replace(EXACT, exchange=exchange, trusted=LOOPBACK)).facts.ring
+        assert first is not None
+        if first.exchange == exchange:
+            break
+        # A busy machine did not connect in time, and a process gets no second group of mx.distributed.
+        for machine in ring.machines:
+            machine.kill()
+        for follower in ring.followers:
+            follower.returns()
+        ring.head.returns(lend=False, peers=[follower.address for follower in ring.followers])
     assert first.exchange == exchange
     assert len(first.nodes) == 3
     since = ring.mark()
