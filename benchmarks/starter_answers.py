@@ -160,10 +160,15 @@ def templates(folder: Path, wanted: list[str]) -> Iterator[tuple[str, Path]]:
             config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
             changed = Path(place) / "tokenizer_config.json"
             changed.unlink()
-            template = config["chat_template"]
+            template = default_template(config["chat_template"])
             config["chat_template"] = bare(template) if name == "bare" else template
             changed.write_text(json.dumps(config), encoding="utf-8")
             yield name, Path(place)
+
+
+def default_template(stored: str | list[dict[str, str]]) -> str:
+    """The template that conversations are written by; a model may have several, by name."""
+    return stored if isinstance(stored, str) else next(each["template"] for each in stored if each["name"] == "default")
 
 
 def bare(template: str) -> str:

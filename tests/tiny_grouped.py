@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
-from engine.models.families import FAMILIES, Match, check_supported, expert_shape, match_tensor, part_views
+from engine.models.families import Match, check_supported, expert_shape, match_tensor, part_views
 
 Floats = NDArray[np.float32]
 Form = Literal["stacked", "separate", "published"]
@@ -221,18 +221,3 @@ def _save(folder: Path, tensors: dict[str, torch.Tensor], files: int) -> None:
     for file in names:
         save_file({name: tensors[name] for name in tensors if where[name] == file}, folder / file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
-
-
-QUANTISABLE = (
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "mixtral",
-    "qwen2_moe",
-    "qwen3_moe",
-    "olmoe",
-    "granitemoe",
-    "gpt_oss",
-)
-assert all(family in FAMILIES for family in QUANTISABLE)

@@ -89,8 +89,9 @@ def sampling_rule(asked: Sampling, defaults: Mapping[str, Any]) -> SamplingRule:
 def stated_penalty(defaults: Mapping[str, Any]) -> float | None:
     """The repetition penalty of a ``generation_config.json``; None if it states none that can be used."""
     value = defaults.get("repetition_penalty")
-    usable = isinstance(value, int | float) and not isinstance(value, bool) and PENALTIES[0] <= value <= PENALTIES[1]
-    return float(value) if usable else None  # type: ignore[arg-type]
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    return float(value) if PENALTIES[0] <= value <= PENALTIES[1] else None
 
 
 def penalised(scores: Logits, seen: Collection[int], penalty: float) -> Logits:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -173,6 +173,20 @@ _DENSE = {
 _CORRECTION = "mlp.gate.e_score_correction_bias"
 _DEEPSEEK = "deepseek2"
 
+_QWEN35_MOE = Architecture(
+    "qwen3_5_moe_text",
+    "Qwen3_5MoeForCausalLM",
+    head_norm="per-head",
+    gated_queries=True,
+    own_heads=True,
+    mixer=gguf_delta_net.layer_shapes,
+    mixed_layers="linear_attention",
+    changes=gguf_delta_net.changes,
+    router="mlp.gate.weight",
+    shared_expert="gated",
+    settings=gguf_delta_net.expert_settings,
+)
+
 _WITH_EXPERTS = {
     "llama": Architecture(
         "mixtral",
@@ -202,30 +216,13 @@ _WITH_EXPERTS = {
         router="block_sparse_moe.router.layer.weight",
         settings=_granite_moe,
     ),
-    "qwen35moe": Architecture(
-        "qwen3_5_moe_text",
-        "Qwen3_5MoeForCausalLM",
-        head_norm="per-head",
-        gated_queries=True,
-        own_heads=True,
-        mixer=gguf_delta_net.layer_shapes,
-        mixed_layers="linear_attention",
-        changes=gguf_delta_net.changes,
-        router="mlp.gate.weight",
-        shared_expert="gated",
-        settings=gguf_delta_net.expert_settings,
-    ),
-    "qwen3next": Architecture(
-        "qwen3_next",
-        "Qwen3NextForCausalLM",
-        head_norm="per-head",
-        gated_queries=True,
-        own_heads=True,
+    "qwen35moe": _QWEN35_MOE,
+    "qwen3next": replace(
+        _QWEN35_MOE,
+        family="qwen3_next",
+        class_name="Qwen3NextForCausalLM",
         mixer=gguf_delta_net.next_layer_shapes,
-        mixed_layers="linear_attention",
         changes=gguf_delta_net.next_changes,
-        router="mlp.gate.weight",
-        shared_expert="gated",
         settings=gguf_delta_net.next_settings,
     ),
     "lfm2moe": Architecture(

@@ -46,11 +46,10 @@ class Tokenizer:
     ) -> None:
         """``source`` is the chat template, by which the format of the model's thoughts is known."""
         self._library = files.library
-        added = files.library.get_added_tokens_decoder()
-        self.reasoning = format_of(source, {token.content for token in added.values()})
+        self.reasoning = format_of(source, {token.content for token in files.added.values()})
         """How the model marks its thoughts; None if it does not."""
         self._switch, self._effort = has_switch(source), has_effort(source)
-        self._left_out = _left_out(added, self.reasoning)
+        self._left_out = _left_out(files.added, self.reasoning)
         self._named = files.named
         self._end_of_turn_ids = end_of_turn_ids
         self._template = template
@@ -201,8 +200,7 @@ def _end_of_turn_ids(folder: Path, files: TokenizerFiles) -> frozenset[int]:
     end = files.library.token_to_id(files.named["eos_token"]) if "eos_token" in files.named else None
     if end is not None:
         ids.add(end)
-    added = files.library.get_added_tokens_decoder()
-    vocabulary = {token.content: number for number, token in added.items() if token.special}
+    vocabulary = {token.content: number for number, token in files.added.items() if token.special}
     for token in END_OF_TURN_TOKENS:
         if token == "<|end|>" and "<|return|>" in vocabulary:
             continue  # gpt-oss: ends a message within the turn; the answer proper comes after it

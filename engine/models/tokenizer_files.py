@@ -8,6 +8,7 @@ any other class, or without a ``tokenizer.json``, is read by transformers itself
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from engine.models.wording import shown
 from engine.system.free_memory import give_back
 
 if TYPE_CHECKING:
+    from tokenizers import AddedToken
     from tokenizers import Tokenizer as Library
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -38,6 +40,11 @@ class TokenizerFiles:
     library: Library
     named: Mapping[str, str]
     notices: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def added(self) -> Mapping[int, AddedToken]:
+        """The tokens that were added to the vocabulary, by id."""
+        return self.library.get_added_tokens_decoder()
 
 
 def read_tokenizer(folder: Path) -> TokenizerFiles:

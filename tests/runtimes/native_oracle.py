@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from engine.ipc.messages import Load
 from engine.moe.kernels.bindings import choose
 from engine.runtimes import runtime_named
 from engine.runtimes.native.model import NativeModel
+from engine.runtimes.protocol import Logits
 
 FAMILIES = (
     "llama",
@@ -31,6 +33,18 @@ PREPARED_ONLY = ("gpt_oss",)
 """Those of the families whose checkpoints are transposed, so that the kernels read the experts of a bank only."""
 
 needs_kernels = pytest.mark.skipif(not choose("float32").native, reason=choose("float32").reason)
+
+
+def after_alike_branches(model: NativeModel, tokens: list[int], answer: Sequence[int]) -> Logits:
+    """The logits [vocabulary] after ``tokens`` and ``answer`` in eighteen branches, which are the same to the bit."""
+    rows = model.start()
+    rows.extend(tokens)
+    branches = rows.fan_out(18)
+    for token in answer:
+        alike = branches.step([token] * 18)
+    assert all(row.tobytes() == alike[0].tobytes() for row in alike)
+    first: Logits = alike[0]
+    return first
 
 
 def load_native(folder: Path, **options: Any) -> NativeModel:

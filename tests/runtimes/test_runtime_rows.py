@@ -27,7 +27,7 @@ KINDS_OF_CACHES = {
 delta-nets, attention in a block of its own."""
 
 
-WITH_STATES = ("minimax", "qwen3_5_text", "qwen3_5_moe_text")
+WITH_STATES = ("minimax", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "lfm2_moe")
 """Families with layers that keep a state instead of keys and values."""
 
 

@@ -15,7 +15,7 @@ from screen_helpers import MakeApp, ask, controller, notice, ready, shown, wait_
 from app.chat.state import Entry, Phase
 from app.chat.thread import export_thread
 from app.conversations.database import SqliteStore
-from app.conversations.store import Thoughts
+from app.conversations.store import ConversationStore, Thoughts
 from app.settings.schema import Settings
 from app.tui.chat.message import LIVE_THOUGHTS, MessageView
 from app.tui.render.formatting import thoughts_line
@@ -28,6 +28,15 @@ WHOLE = Thoughts("".join(THOUGHTS), 3, 3.0)
 
 
 # --- without the screen -------------------------------------------------------------------------------------------
+
+
+async def answered(engine: FakeEngine, store: ConversationStore, settings: Settings | None = None) -> Chat:
+    """A chat with one question and its answer."""
+    chat = Chat(engine, store, settings)
+    async with running(chat):
+        chat.controller.submit("Which city?")
+        await chat.answered()
+    return chat
 
 
 async def test_thoughts_are_saved_apart_and_left_out_of_the_next_prompt(store: SqliteStore) -> None:
@@ -95,11 +104,8 @@ async def test_a_limit_that_ends_the_thoughts_is_said(store: SqliteStore) -> Non
 
     engine = Short(lambda request: [])
     engine.thoughts = THOUGHTS
-    chat = Chat(engine, store)
-    async with running(chat):
-        chat.controller.submit("Which city?")
-        await chat.answered()
-        assert "before the answer began" in chat.path[1].note
+    chat = await answered(engine, store)
+    assert "before the answer began" in chat.path[1].note
 
 
 @pytest.mark.parametrize(
@@ -114,10 +120,7 @@ async def test_the_model_is_told_how_to_think(
     store: SqliteStore, settings: Settings, thinking: bool | None, effort: str
 ) -> None:
     engine = FakeEngine()
-    chat = Chat(engine, store, settings)
-    async with running(chat):
-        chat.controller.submit("Which city?")
-        await chat.answered()
+    await answered(engine, store, settings)
     (request,) = engine.sent(Generate)
     assert isinstance(request, Generate) and (request.thinking, request.effort) == (thinking, effort)
 
@@ -125,10 +128,7 @@ async def test_the_model_is_told_how_to_think(
 async def test_an_export_has_thoughts_only_if_asked(store: SqliteStore, tmp_path: Path) -> None:
     engine = FakeEngine()
     engine.thoughts = THOUGHTS
-    chat = Chat(engine, store)
-    async with running(chat):
-        chat.controller.submit("Which city?")
-        await chat.answered()
+    chat = await answered(engine, store)
     thread = chat.controller.thread
     for saved in (True, False):
         if not saved:
