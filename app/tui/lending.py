@@ -16,12 +16,13 @@ from textual.content import Content
 from textual.message import Message
 from textual.widgets import Footer, Static
 
+from app.chat.words import size
 from app.engine_client import Engine, EngineClient, EngineDied
 from app.lending import FIRST_WAIT_S, LendingService
 from app.network import NetworkProblem
 from app.ring_words import fingerprint, latency, link_words, other_link, place_words, short_id
 from app.text_safety import one_line
-from app.tui.render.formatting import bar, flowing, size
+from app.tui.render.formatting import bar, flowing
 from app.tui.render.rendered import Rendered
 from app.tui.render.ring_view import peer_lines
 from app.tui.screens.dialogues import Confirm

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from textual.content import Content
 
 from app.chat.state import Phase, Status
+from app.chat.words import engine_name, progress_text, size
 from app.tui import keymap
 from app.tui.chat.transcript import MOST_MESSAGES, Window
 from app.tui.panels import charts
 from app.tui.panels.beam_panel import common_beginning
-from app.tui.render.formatting import engine_name, progress_text, size, status_line
+from app.tui.render.formatting import status_line
 from app.tui.render.markdown import code_blocks, column_widths, render_markdown
 from app.tui.render.streaming import LONGEST_TAIL, GrowingText
 from app.tui.screens.settings import prediction

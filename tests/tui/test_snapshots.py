@@ -312,18 +312,15 @@ def test_models(
     monkeypatch: pytest.MonkeyPatch,
     size: tuple[int, int],
 ) -> None:
+    from app.chat.model_choices import ModelOption
     from app.tui.screens import models
 
     rows = [
-        models.ModelOption("starter", "754 MB · mixtral · prepared", "Small, for trying things out.", True),
-        models.ModelOption(
-            "some-moe", "2.7 GB · 1.3 B parameters, 0.4 B active · Apache-2.0", "Fits any laptop.", False
-        ),
-        models.ModelOption(
-            "large-moe", "93.4 GB · 46.7 B parameters, 12.9 B active · Apache-2.0", "Eight large ones.", False
-        ),
+        ModelOption("starter", "754 MB · mixtral · prepared", "Small, for trying things out.", True),
+        ModelOption("some-moe", "2.7 GB · 1.3 B parameters, 0.4 B active · Apache-2.0", "Fits any laptop.", False),
+        ModelOption("large-moe", "93.4 GB · 46.7 B parameters, 12.9 B active · Apache-2.0", "Eight large ones.", False),
     ]
-    monkeypatch.setattr(models, "rows", lambda: rows)
+    monkeypatch.setattr(models, "model_options", lambda: rows)
     engine.pull_gate = asyncio.Event()
 
     async def before(pilot: Pilot[int]) -> None:

@@ -8,8 +8,9 @@ from textual.widget import Widget
 from textual.widgets import Static
 
 from app.chat.state import Phase, Status
+from app.chat.words import engine_name, progress_text
 from app.tui.keymap import key
-from app.tui.render.formatting import engine_name, progress_text, status_line
+from app.tui.render.formatting import status_line
 from app.tui.render.streaming import Pace
 
 FIGURES_S, SLOWEST_FIGURES_S = 1.0, 2.0

@@ -12,10 +12,10 @@ from textual.widgets import Static
 
 from app.chat.controller import ChatController
 from app.chat.state import BeamsChanged, StatusChanged, Update
+from app.chat.words import rate, size
 from app.text_safety import one_line
 from app.tui.keymap import key
 from app.tui.panels.panel import Panel
-from app.tui.render.formatting import rate, size
 from app.tui.render.rendered import Rendered
 from engine.ipc.messages import Beam, BeamEstimate, BeamEstimates
 

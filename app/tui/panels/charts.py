@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from textual.content import Content
 
+from app.chat.words import rate, size
 from app.text_safety import one_line
-from app.tui.render.formatting import flowing, rate, size
+from app.tui.render.formatting import flowing
 from engine.ipc.messages import ExpertMovement, LayerTimes, NodeTimes, PhaseTimes, Timing
 
 PARTS: tuple[tuple[str, str, str], ...] = (

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 from textual.content import Content
 
 from app.chat.state import BUSY, TOO_LONG, Entry, Phase, Status
+from app.chat.words import engine_name, rate, size, thought_figures
 from app.conversations.store import Thoughts
 from app.ring_words import latency, ring_name
 from app.text_safety import one_line
-from engine.ipc.messages import ModelFacts, Progress
-from engine.planning.units import byte_size
+from engine.ipc.messages import Progress
 
 _DOTS = {
     Phase.READY: ("●", "$text-success"),
@@ -21,17 +20,6 @@ _DOTS = {
     Phase.RESTARTING: ("↻", "$text-warning"),
 }
 _MUTED = "$foreground-muted"
-
-
-size = functools.partial(byte_size, fine=True)
-"""An amount of memory as the screen words it, where small ones are watched, too."""
-
-
-def rate(tokens_per_s: float) -> str:
-    """``8.1 tok/s``, ``1,069 tok/s``; empty if nothing was measured."""
-    if tokens_per_s <= 0:
-        return ""
-    return f"{tokens_per_s:,.0f} tok/s" if tokens_per_s >= 1000 else f"{tokens_per_s:.1f} tok/s"
 
 
 def bar(done: float, total: float, width: int) -> Content:
@@ -49,26 +37,6 @@ def flowing(items: Sequence[Content], width: int) -> Content:
         else:
             lines.append(item)
     return Content("\n").join(lines)
-
-
-def progress_text(progress: Progress) -> str:
-    """``weights 12 of 30 layers``, ``model.safetensors 1.2 of 3.4 GB``."""
-    stage = progress.stage
-    if not progress.total:
-        return stage
-    if progress.unit == "bytes":
-        return f"{stage} {size(progress.done)} of {size(progress.total)}"
-    return f"{stage} {progress.done} of {progress.total} {progress.unit}".rstrip()
-
-
-def engine_name(facts: ModelFacts) -> str:
-    """Trunk and executor: ``native (avx2, 2 threads)`` if both are the same, otherwise ``transformers (torch, cpu) ·
-    local (torch, cpu)``."""
-    trunk, executor = facts.trunk or facts.runtime, facts.executor
-    name = trunk.partition(" ")[0]
-    if executor == name or executor.startswith((f"{name} ", f"{name}:")):
-        return trunk if facts.trunk else executor
-    return f"{trunk} · {executor}"
 
 
 def status_line(status: Status, width: int) -> Content:
@@ -198,13 +166,9 @@ def heading(entry: Entry) -> Content:
 
 def thoughts_line(thoughts: Thoughts, is_open: bool, live: bool = False) -> Content:
     """``▸ Thought for 12 s, 340 tokens``: the line that stands for a model's thoughts, or above them."""
-    figures = []
-    if thoughts.seconds:
-        figures.append(f"{thoughts.seconds:.0f} s" if thoughts.seconds >= 10 else f"{thoughts.seconds:.1f} s")
-    if thoughts.tokens:
-        figures.append(f"{thoughts.tokens:,} token{'' if thoughts.tokens == 1 else 's'}")
+    figures = thought_figures(thoughts)
     word = "Thinking" if live else "Thought"
-    text = f"{word} for {', '.join(figures)}" if figures else f"{word}…" if live else "Thoughts"
+    text = f"{word} for {figures}" if figures else f"{word}…" if live else "Thoughts"
     return Content.styled(f"{'▾' if is_open else '▸'} {text}", f"italic {_MUTED}")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 from textual.content import Content
 
+from app.chat.words import rate, size
 from app.ring_words import (
     fingerprint,
     gpu_words,
@@ -19,7 +20,7 @@ from app.ring_words import (
     to_send,
 )
 from app.text_safety import one_line
-from app.tui.render.formatting import bar, flowing, rate, size
+from app.tui.render.formatting import bar, flowing
 from engine.ipc.messages import NodeShard, PeerFacts, PeerState, RingFacts
 
 _MUTED = "$foreground-muted"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from textual import on, work
 from textual.app import ComposeResult
@@ -14,83 +13,15 @@ from textual.widgets import Footer, Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 from app.chat.controller import ChatController
+from app.chat.model_choices import ModelOption, model_options
 from app.chat.state import DownloadsChanged, Update
+from app.chat.words import progress_text
 from app.text_safety import one_line
 from app.tui.keymap import bound
-from app.tui.render.formatting import bar, progress_text, size
+from app.tui.render.formatting import bar
 from engine.errors import ModelError
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from engine.models.catalogue import CatalogueEntry
-    from engine.models.store import InstalledModel
-
 _MUTED = "$foreground-muted"
-
-
-@dataclass(frozen=True)
-class ModelOption:
-    """A model to choose. ``here``: it is on this machine."""
-
-    name: str
-    figures: str
-    about: str
-    here: bool
-
-
-def rows() -> list[ModelOption]:
-    """The models on this machine first, those of other programs after them, then the others of the catalogue. Reads the
-    disk."""
-    from engine.models import found_elsewhere
-    from engine.models.catalogue import catalogue, offered_here
-    from engine.models.store import installed
-
-    entries = {entry.name: entry for entry in catalogue()}
-    theirs = found_elsewhere.find_all(found_elsewhere.here())
-    held = {model.path for model in theirs}
-    found = [
-        ModelOption(
-            model.name,
-            " · ".join(
-                filter(None, [size(model.nbytes), one_line(model.family), "prepared" if model.prepared else ""])
-            ),
-            _about(model, entries),
-            True,
-        )
-        for model in installed()
-        if model.linked not in held
-    ]
-    names = {row.name for row in found}
-    known = [
-        ModelOption(entry.name, _figures(entry), entry.summary, False)
-        for entry in offered_here()
-        if entry.name not in names
-    ]
-    others = [
-        ModelOption(
-            model.name,
-            " · ".join(filter(None, [size(model.nbytes), f"in {model.title}", model.problem])),
-            one_line(str(model.path)),
-            True,
-        )
-        for model in theirs
-    ]
-    return found + others + known
-
-
-def _about(model: InstalledModel, entries: Mapping[str, CatalogueEntry]) -> str:
-    if model.linked is not None:
-        return one_line(f"Links to {model.linked}.")
-    return entries[model.name].description if model.name in entries else ""
-
-
-def _figures(entry: CatalogueEntry) -> str:
-    active = f", {entry.active_billion:g} B active" if entry.experts else ""
-    return (
-        f"{'about ' if entry.about else ''}{entry.gigabytes:g} GB · {entry.parameters_billion:g} B parameters{active} "
-        f"· {entry.licence}"
-    )
 
 
 class ModelsScreen(Screen[str | None]):
@@ -128,7 +59,7 @@ class ModelsScreen(Screen[str | None]):
     @work(thread=True, group="look", exclusive=True)
     def _look(self) -> None:
         try:
-            found, problem = rows(), ""
+            found, problem = model_options(), ""
         except (ModelError, OSError) as error:
             found, problem = [], str(error)
         self.app.call_from_thread(self._found, found, problem)

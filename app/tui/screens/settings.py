@@ -17,12 +17,13 @@ from textual.widgets import Footer, Input, RadioButton, RadioSet, Select, Static
 
 from app.chat.controller import ChatController
 from app.chat.state import FellBack, Update
+from app.chat.words import rate, size
 from app.machine import Machine
 from app.settings.fields import GROUPS, Setting, SettingError, Value
 from app.settings.schema import SCHEMA
 from app.text_safety import one_line
 from app.tui.keymap import bound, either, key
-from app.tui.render.formatting import bar, flowing, rate, size
+from app.tui.render.formatting import bar, flowing
 from app.tui.render.rendered import Rendered
 from app.tui.render.ring_view import ring_lines
 from engine.ipc.messages import DeviceMemory, Planned
