@@ -10,15 +10,17 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from app.conversations.deleting import Deleting, title_from
 from app.conversations.exporting import as_json, as_markdown
 from app.conversations.searching import SearchIndex, contains_folded, snippet_around
 from app.conversations.store import (
     Conversation,
+    Deletion,
     MessageRecord,
     Role,
     SearchHit,
@@ -30,14 +32,13 @@ from app.conversations.store import (
 )
 
 _CONVERSATION = "id, title, system, model, created, updated, leaf, archived"
-_SIBLING = "s.conversation = m.conversation AND s.parent IS m.parent AND s.role = m.role"
+_SIBLING = "s.conversation = m.conversation AND s.parent IS m.parent AND s.role = m.role AND s.deleted = ''"
 _MESSAGE = (
     "m.id, m.conversation, m.parent, m.role, m.content, m.state, m.created, m.model, m.tokens, m.tokens_per_s,"
     f" m.finish_reason, (SELECT count(*) FROM message s WHERE {_SIBLING}) AS siblings,"
     f" (SELECT count(*) FROM message s WHERE {_SIBLING} AND s.id < m.id) AS sibling_index,"
     " m.reasoning, m.reasoning_tokens, m.reasoning_s"
 )
-_TITLE_LENGTH = 60
 
 
 class SqliteStore:
@@ -59,6 +60,12 @@ class SqliteStore:
             self._index = SearchIndex(connection)
         if not self._index.available:
             self.notices.append("This Python's SQLite has no FTS5: searching works, but slowly in a large history.")
+        self._deleting = Deleting(connection, self._index, self._writer.token)
+        with self._reading():
+            over = self._deleting.left_over(is_alive)
+        if over:
+            with self._change():
+                self._deleting.purge(over)
         self._stop_abandoned()
         with self._reading():
             behind = self._index.behind
@@ -80,7 +87,8 @@ class SqliteStore:
     def conversations(self, *, archived: bool = False, limit: int = 500) -> list[Conversation]:
         with self._reading():
             rows = self._connection.execute(
-                f"SELECT {_CONVERSATION} FROM conversation WHERE archived = ? ORDER BY updated DESC, id DESC LIMIT ?",
+                f"SELECT {_CONVERSATION} FROM conversation WHERE archived = ? AND deleted = ''"
+                " ORDER BY updated DESC, id DESC LIMIT ?",
                 (archived, limit),
             ).fetchall()
         return [_conversation(row) for row in rows]
@@ -109,12 +117,20 @@ class SqliteStore:
                 self._connection.execute("UPDATE conversation SET archived = ? WHERE id = ?", (archived, conversation))
             return self._conversation(conversation)
 
-    def delete(self, conversation: int) -> None:
+    def delete(self, conversation: int) -> Deletion:
         with self._change():
             self._conversation(conversation)
-            self._index.forget(conversation)
-            self._connection.execute("DELETE FROM message WHERE conversation = ?", (conversation,))
-            self._connection.execute("DELETE FROM conversation WHERE id = ?", (conversation,))
+            return self._deleting.conversation(conversation)
+
+    def delete_message(self, message: int, *, alternatives: bool = False) -> Deletion:
+        with self._change():
+            self._message(message)
+            return self._deleting.message(message, alternatives=alternatives)
+
+    def restore(self, deletion: Deletion) -> Conversation:
+        with self._change():
+            self._deleting.restore(deletion)
+            return self._conversation(deletion.conversation)
 
     # --- messages ---
 
@@ -174,11 +190,13 @@ class SqliteStore:
         }
         changes = {column: value for column, value in changes.items() if value is not None}
         with self._change():
-            record = self._message(message)
+            # A deleted answer may still be growing, and comes back whole when the deletion is undone.
+            record = self._message(message, deleted=True)
             if changes:
                 columns = ", ".join(f"{column} = :{column}" for column in changes)
                 self._connection.execute(f"UPDATE message SET {columns} WHERE id = :id", {**changes, "id": message})
-            if (state or record.state) != "writing" and (content is not None or record.state == "writing"):
+            settled = (state or record.state) != "writing" and (content is not None or record.state == "writing")
+            if settled and not self._is_deleted(message):
                 self._index.put(message, record.content if content is None else _storable(content))
             self._connection.execute(
                 "UPDATE conversation SET updated = ? WHERE id = ?", (self._clock(), record.conversation)
@@ -199,7 +217,8 @@ class SqliteStore:
             self._message(message)
             rows = self._connection.execute(
                 f"SELECT {_MESSAGE} FROM message chosen JOIN message m ON m.conversation = chosen.conversation"
-                " AND m.parent IS chosen.parent AND m.role = chosen.role WHERE chosen.id = ? ORDER BY m.id",
+                " AND m.parent IS chosen.parent AND m.role = chosen.role AND m.deleted = ''"
+                " WHERE chosen.id = ? ORDER BY m.id",
                 (message,),
             ).fetchall()
         return [_record(row) for row in rows]
@@ -210,7 +229,8 @@ class SqliteStore:
             # A message is always younger than its parent: the youngest of the descendants is a leaf.
             (leaf,) = self._connection.execute(
                 "WITH RECURSIVE below (id) AS (VALUES (?) UNION ALL"
-                " SELECT m.id FROM below JOIN message m ON m.parent = below.id) SELECT max(id) FROM below",
+                " SELECT m.id FROM below JOIN message m ON m.parent = below.id AND m.deleted = '')"
+                " SELECT max(id) FROM below",
                 (message,),
             ).fetchone()
             self._connection.execute("UPDATE conversation SET leaf = ? WHERE id = ?", (leaf, conversation))
@@ -220,7 +240,8 @@ class SqliteStore:
         with self._reading():
             self._conversation(conversation)
             rows = self._connection.execute(
-                f"SELECT {_MESSAGE} FROM message m WHERE m.conversation = ? ORDER BY m.id", (conversation,)
+                f"SELECT {_MESSAGE} FROM message m WHERE m.conversation = ? AND m.deleted = '' ORDER BY m.id",
+                (conversation,),
             ).fetchall()
         return [_record(row) for row in rows]
 
@@ -234,7 +255,7 @@ class SqliteStore:
             everything = {
                 row[0]: _conversation(row)
                 for row in self._connection.execute(
-                    f"SELECT {_CONVERSATION} FROM conversation ORDER BY updated DESC, id DESC"
+                    f"SELECT {_CONVERSATION} FROM conversation WHERE deleted = '' ORDER BY updated DESC, id DESC"
                 )
             }
             found = self._index.find(wanted, limit)
@@ -264,6 +285,9 @@ class SqliteStore:
 
     def close(self) -> None:
         with self._turn:
+            # What cannot be removed now, because another program writes, is removed when the store is next opened.
+            with suppress(StoreError):
+                self._purge()
             self._writer.close()
             self._connection.close()
 
@@ -283,6 +307,14 @@ class SqliteStore:
             )
         answers = "An answer was" if len(dead) == 1 else f"{len(dead)} answers were"
         self.notices.append(f"{answers} being written when privatellm ended; what there was is kept.")
+
+    def _purge(self) -> None:
+        """Remove what this store has deleted: nobody can bring it back any more."""
+        with self._reading():
+            own = self._deleting.left_over(lambda token: token != self._writer.token)
+        if own:
+            with self._change():
+                self._deleting.purge(own)
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -314,17 +346,22 @@ class SqliteStore:
 
     def _conversation(self, conversation: int) -> Conversation:
         row = self._connection.execute(
-            f"SELECT {_CONVERSATION} FROM conversation WHERE id = ?", (conversation,)
+            f"SELECT {_CONVERSATION} FROM conversation WHERE id = ? AND deleted = ''", (conversation,)
         ).fetchone()
         if row is None:
             raise StoreError(f"there is no conversation {conversation}; it may have been deleted meanwhile")
         return _conversation(row)
 
-    def _message(self, message: int) -> MessageRecord:
+    def _message(self, message: int, *, deleted: bool = False) -> MessageRecord:
+        """The message. ``deleted``: also one that was deleted. Raises StoreError."""
         row = self._connection.execute(f"SELECT {_MESSAGE} FROM message m WHERE m.id = ?", (message,)).fetchone()
-        if row is None:
-            raise StoreError(f"there is no message {message}; its conversation may have been deleted meanwhile")
+        if row is None or (not deleted and self._is_deleted(message)):
+            raise StoreError(f"there is no message {message}; it may have been deleted meanwhile")
         return _record(row)
+
+    def _is_deleted(self, message: int) -> bool:
+        row = self._connection.execute("SELECT deleted FROM message WHERE id = ?", (message,)).fetchone()
+        return bool(row and row[0])
 
     def _path_to(self, message: int) -> list[MessageRecord]:
         rows = self._connection.execute(
@@ -338,21 +375,12 @@ class SqliteStore:
     def _owners(self, messages: list[int]) -> dict[int, int]:
         owners: dict[int, int] = {}
         for message in messages:
-            row = self._connection.execute("SELECT conversation FROM message WHERE id = ?", (message,)).fetchone()
+            row = self._connection.execute(
+                "SELECT conversation FROM message WHERE id = ? AND deleted = ''", (message,)
+            ).fetchone()
             if row is not None:
                 owners[message] = row[0]
         return owners
-
-
-def title_from(question: str) -> str:
-    """The first line that is not blank, cut at a word."""
-    line = next((" ".join(line.split()) for line in question.splitlines() if line.strip()), "")
-    line = "".join(character for character in line if character.isprintable()).strip("# *`>")
-    if len(line) <= _TITLE_LENGTH:
-        return line
-    cut = line[: _TITLE_LENGTH - 1]
-    words = cut.rsplit(" ", 1)[0]
-    return (words if len(words) > _TITLE_LENGTH // 2 else cut) + "…"
 
 
 def _storable(text: str) -> str:

@@ -11,10 +11,10 @@ from typing import Any
 
 from app.files import name_aside
 
-_CONVERSATION = ("id", "title", "system", "model", "created", "updated", "archived", "leaf")
+_CONVERSATION = ("id", "title", "system", "model", "created", "updated", "archived", "leaf", "deleted")
 _MESSAGE = (
     "id", "conversation", "parent", "role", "content", "state", "created", "model", "tokens", "tokens_per_s",
-    "finish_reason", "reasoning", "reasoning_tokens", "reasoning_s",
+    "finish_reason", "reasoning", "reasoning_tokens", "reasoning_s", "deleted",
 )  # fmt: skip
 _MISSES_IN_A_ROW = 10_000
 Row = dict[str, Any]
@@ -137,14 +137,14 @@ def _mend(conversations: list[Row], messages: list[Row]) -> None:
         row["state"] = row.get("state") if row.get("state") in ("complete", "stopped", "failed") else "stopped"
         _typed(
             row,
-            text=("model", "finish_reason", "reasoning"),
+            text=("model", "finish_reason", "reasoning", "deleted"),
             number=("created", "tokens_per_s", "reasoning_s"),
             whole=("tokens", "reasoning_tokens"),
         )
         seen.add(row["id"])
         last_of[owner] = row["id"]
     for row in conversations:
-        _typed(row, text=("title", "system", "model"), number=("created", "updated"), whole=("archived",))
+        _typed(row, text=("title", "system", "model", "deleted"), number=("created", "updated"), whole=("archived",))
         row["archived"] = 1 if row["archived"] else 0
         if row.get("leaf") not in seen:
             row["leaf"] = last_of.get(row["id"])

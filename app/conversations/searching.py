@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from app.conversations.store import StoreError, primary_code
 
 HIT_START, HIT_END = "\ue000", "\ue001"
 _MARKS = str.maketrans("", "", HIT_START + HIT_END)
-_LEFT_OUT = "indexed = 0 AND state <> 'writing'"
+_LEFT_OUT = "indexed = 0 AND state <> 'writing' AND deleted = ''"
 _INDEX_DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_CONSTRAINT, sqlite3.SQLITE_ERROR}
 """SQLite's result codes for a damaged FTS5 index. A full disk or a lock has others."""
 _SNIPPET_WORDS = 16
@@ -35,14 +35,14 @@ class SearchIndex:
         """Index ``content``; part of the caller's transaction."""
         self._write(lambda: self._put(message, content))
 
-    def forget(self, conversation: int) -> None:
-        """Remove a conversation's messages from the index, before they are deleted."""
-        self._write(
-            lambda: self._connection.execute(
-                "DELETE FROM message_words WHERE rowid IN (SELECT id FROM message WHERE conversation = ?)",
-                (conversation,),
-            )
-        )
+    def forget(self, messages: Iterable[int]) -> None:
+        """Remove messages from the index; :meth:`catch_up` brings those back that are there again."""
+        rows = [(message,) for message in messages]
+        self._write(lambda: self._forget(rows))
+
+    def forget_for_good(self) -> None:
+        """Overwrite what was removed: an index of words keeps them in the file until its parts are merged."""
+        self._write(lambda: self._connection.execute("INSERT INTO message_words (message_words) VALUES ('optimize')"))
 
     def catch_up(self) -> None:
         """Index what was left out: answers whose writer died, and messages that a program without FTS5 has written.
@@ -123,6 +123,10 @@ class SearchIndex:
         )
         self._connection.execute("UPDATE message SET indexed = 1 WHERE id = ?", (message,))
 
+    def _forget(self, rows: list[tuple[int]]) -> None:
+        self._connection.executemany("DELETE FROM message_words WHERE rowid = ?", rows)
+        self._connection.executemany("UPDATE message SET indexed = 0 WHERE id = ?", rows)
+
     def _catch_up(self) -> None:
         left_out = self._connection.execute(f"SELECT id, content FROM message WHERE {_LEFT_OUT}").fetchall()
         for message, content in left_out:
@@ -147,7 +151,8 @@ class SearchIndex:
         if not text.strip():
             return []
         rows = self._connection.execute(
-            "SELECT id, content FROM message WHERE contains_folded(content, ?) ORDER BY id DESC LIMIT ?",
+            "SELECT id, content FROM message WHERE deleted = '' AND contains_folded(content, ?)"
+            " ORDER BY id DESC LIMIT ?",
             (text.strip(), limit),
         )
         return [(int(message), snippet_around(content, text.strip())) for message, content in rows]

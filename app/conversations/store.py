@@ -71,6 +71,17 @@ class SearchHit:
     """Plain text around the hit, with U+E000 before and U+E001 after each matched word."""
 
 
+@dataclass(frozen=True)
+class Deletion:
+    """What one call deleted, for :meth:`ConversationStore.restore`. ``leaf``: the conversation's before the call."""
+
+    conversation: int
+    messages: tuple[int, ...]
+    leaf: int | None
+    whole: bool = False
+    """True if the conversation itself was deleted."""
+
+
 class StoreError(Exception):
     """A call to the store failed. The text is one sentence for the person.
 
@@ -102,7 +113,24 @@ class ConversationStore(Protocol):
         archived: bool | None = None,
     ) -> Conversation: ...  # fmt: skip
 
-    def delete(self, conversation: int) -> None: ...
+    def delete(self, conversation: int) -> Deletion:
+        """Delete a conversation with all its branches.
+
+        Whatever is deleted can be restored until the store is closed. Then it is removed from disk.
+        """
+        ...
+
+    def delete_message(self, message: int, *, alternatives: bool = False) -> Deletion:
+        """Delete ``message`` and what follows it. ``alternatives``: also its alternatives and what follows them.
+
+        The newest branch that is left becomes the shown one. A conversation without a message left is deleted too. A
+        title that was made from a deleted question is made from the oldest first question that is left.
+        """
+        ...
+
+    def restore(self, deletion: Deletion) -> Conversation:
+        """Undo ``deletion``: its messages are there again, and the branch that was shown before it is shown."""
+        ...
 
     def add(
         self, conversation: int, role: Role, content: str, *, parent: int | None, state: State = "complete",

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from app.conversations.database import SqliteStore, title_from
+from app.conversations.database import SqliteStore
+from app.conversations.deleting import title_from
 from app.conversations.opening import open_store
 from app.conversations.searching import HIT_END, HIT_START
 from app.conversations.store import ConversationStore, MessageRecord, StoreError
