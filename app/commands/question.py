@@ -8,10 +8,12 @@ import stat
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 import msgspec
 
+from app.attachments.attachment import AttachmentError, read_file, with_attachments
 from app.commands.options import check_peers, settings_with
 from app.commands.output import WorkFailed, notify
 from app.settings.fields import Value
@@ -29,6 +31,8 @@ class Flags:
     prompt: str | None = None
     stdin: bool | None = None
     """True if stdin is read besides the prompt; None: if it is a file, or a pipe with its first byte there in time."""
+    files: list[str] = field(default_factory=list)
+    """Paths of text files that are attached to the question."""
     prompt_ids: str | None = None
     system: str | None = None
     settings: Mapping[str, Value] = field(default_factory=dict)
@@ -59,6 +63,8 @@ def question_from(flags: Flags) -> Question:
         raise WorkFailed("give either a PROMPT or --prompt-ids, not both", status=2)
     if flags.system is not None and flags.prompt_ids is not None:
         raise WorkFailed("--system cannot be used with --prompt-ids, which need no template", status=2)
+    if flags.files and flags.prompt_ids is not None:
+        raise WorkFailed("--file cannot be used with --prompt-ids, which are no text", status=2)
     if "" in flags.stop:
         raise WorkFailed("--stop cannot be empty", status=2)
     settings = settings_with(flags.settings)
@@ -100,12 +106,16 @@ def _generate(flags: Flags, settings: Settings) -> Generate:
 
 
 def _messages(flags: Flags, settings: Settings) -> list[Message]:
+    try:
+        attached = [read_file(Path(path)) for path in flags.files]
+    except AttachmentError as error:
+        raise WorkFailed(str(error).removesuffix("."), status=2) from error
     prompt = _prompt(flags)
     if not prompt.strip():
         raise WorkFailed("the question is empty", status=2)
     system = settings.system_prompt if flags.system is None else flags.system
     messages = [Message("system", _as_typed(system))] if system else []
-    return [*messages, Message("user", prompt)]
+    return [*messages, Message("user", with_attachments(prompt, attached))]
 
 
 def _prompt(flags: Flags) -> str:

@@ -133,6 +133,7 @@ def privatellm() -> None:
     help="Append stdin to the PROMPT, or ignore it. Default: a file or a pipe is appended, but a pipe that delivers "
     "nothing within 3 seconds is ignored. Use --no-stdin in a loop that reads lines.",
 )
+@click.option("--file", "files", metavar="F", multiple=True, help="Attach this text file; may be repeated.")
 @click.option("--model", help="Model to ask.")
 @click.option("--system", help="System prompt. Default: that of your settings or the model.")
 @click.option("--beams", metavar="W", type=int, help="Width of the beam search, 1 to 16.")
@@ -154,6 +155,7 @@ def ask(
     *,
     prompt: str | None,
     stdin: bool | None,
+    files: tuple[str, ...],
     system: str | None,
     stop: tuple[str, ...],
     peers: tuple[str, ...],
@@ -168,6 +170,7 @@ def ask(
     flags = Flags(
         prompt=prompt,
         stdin=stdin,
+        files=list(files),
         prompt_ids=prompt_ids,
         system=system,
         settings=_given(settings),
