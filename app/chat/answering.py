@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+
+import msgspec
 
 from app.chat.engine_link import EngineLink
 from app.chat.saving import RETRY_SAVE_S, Saver
@@ -24,6 +27,7 @@ from app.chat.state import (
     UserNotice,
 )
 from app.chat.thread import Thread, prompt_messages
+from app.conversations.generation import Generation
 from app.conversations.store import NO_THOUGHTS, ConversationStore, State, StoreError, Thoughts
 from app.engine_client import Engine, EngineDied
 from app.settings.schema import Settings
@@ -88,6 +92,7 @@ def completed(answer: Entry, event: Finished) -> tuple[State, str]:
     answer.thoughts = Thoughts(sanitize(event.reasoning), event.reasoning_tokens, event.reasoning_s)
     answer.tokens, answer.tokens_per_s = event.completion_tokens, event.tokens_per_s
     answer.finish_reason = event.finish_reason
+    answer.generation = generated(answer.generation, event)
     if event.finish_reason == "cancelled":
         return "stopped", "Stopped."
     if event.finish_reason != "length":
@@ -95,6 +100,17 @@ def completed(answer: Entry, event: Finished) -> tuple[State, str]:
     if answer.thoughts.text and not answer.content:
         return "complete", "The length limit was reached before the answer began. Raise it, or turn thinking off."
     return "complete", "The answer reached the length limit."
+
+
+def generated(begun: Generation, event: Finished) -> Generation:
+    """``begun`` with what ``event`` says of how the answer was generated."""
+    used = event.sampling or Sampling()
+    return dataclasses.replace(
+        begun,
+        **msgspec.structs.asdict(used),
+        prompt_tokens=event.prompt_tokens,
+        ttft_s=event.ttft_s or None,
+    )
 
 
 def failed(answer: Entry, event: Failed) -> tuple[State, str]:
@@ -292,6 +308,8 @@ class AnswerLoop:
         request = generate_request(self._engine.new_id(), turn, self._options())
         turn.request = request.id
         turn.answer.note = ""
+        if turn.beams > 1:
+            turn.answer.generation = Generation(beams=turn.beams, length_penalty=request.length_penalty)
         if self._status.facts is not None:
             turn.answer.model = self._status.facts.name
         self._status.phase, self._status.prefill, self._status.tokens_per_s = Phase.READING, None, 0.0

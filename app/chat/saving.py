@@ -154,6 +154,7 @@ class Saver:
             tokens_per_s=entry.tokens_per_s,
             finish_reason=entry.finish_reason,
             thoughts=entry.thoughts,
+            generation=entry.generation,
         )
         entry.dirty = False
 

@@ -8,6 +8,7 @@ from enum import Enum
 from itertools import count
 from typing import Literal
 
+from app.conversations.generation import UNKNOWN, Generation
 from app.conversations.store import NO_THOUGHTS, MessageRecord, Role, State, Thoughts
 from engine.ipc.messages import Beam, ModelFacts, Prefill, Progress, Timing, WarmUp
 
@@ -37,6 +38,7 @@ class Entry:
     sibling_index: int = 0
     note: str = ""
     thoughts: Thoughts = NO_THOUGHTS
+    generation: Generation = UNKNOWN
     dirty: bool = False
     """True if the store does not have the text on the screen."""
     key: int = field(default_factory=lambda: next(_keys))
@@ -55,6 +57,7 @@ class Entry:
             siblings=record.siblings,
             sibling_index=record.sibling_index,
             thoughts=record.thoughts,
+            generation=record.generation,
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import os
 import sqlite3
@@ -17,6 +16,7 @@ from typing import Any
 
 from app.conversations.deleting import Deleting, title_from
 from app.conversations.exporting import as_json, as_markdown
+from app.conversations.generation import Generation, generation_from
 from app.conversations.searching import SearchIndex, contains_folded, snippet_around
 from app.conversations.store import (
     Conversation,
@@ -31,13 +31,13 @@ from app.conversations.store import (
     explained,
 )
 
-_CONVERSATION = "id, title, system, model, created, updated, leaf, archived"
+_CONVERSATION = "id, title, system, model, created, updated, leaf, archived, pinned, origin"
 _SIBLING = "s.conversation = m.conversation AND s.parent IS m.parent AND s.role = m.role AND s.deleted = ''"
 _MESSAGE = (
     "m.id, m.conversation, m.parent, m.role, m.content, m.state, m.created, m.model, m.tokens, m.tokens_per_s,"
     f" m.finish_reason, (SELECT count(*) FROM message s WHERE {_SIBLING}) AS siblings,"
     f" (SELECT count(*) FROM message s WHERE {_SIBLING} AND s.id < m.id) AS sibling_index,"
-    " m.reasoning, m.reasoning_tokens, m.reasoning_s"
+    " m.reasoning, m.reasoning_tokens, m.reasoning_s, m.generation"
 )
 
 
@@ -79,7 +79,8 @@ class SqliteStore:
         now = self._clock()
         with self._change():
             cursor = self._connection.execute(
-                "INSERT INTO conversation (title, system, model, created, updated) VALUES (?, ?, ?, ?, ?)",
+                "INSERT INTO conversation (title, system, model, created, updated, origin)"
+                " VALUES (?, ?, ?, ?, ?, 'privatellm:' || lower(hex(randomblob(16))))",
                 (_storable(title), _storable(system), _storable(model), now, now),
             )
             return self._conversation(_row_id(cursor))
@@ -105,6 +106,7 @@ class SqliteStore:
         system: str | None = None,
         model: str | None = None,
         archived: bool | None = None,
+        pinned: bool | None = None,
     ) -> Conversation:
         with self._change():
             self._conversation(conversation)
@@ -113,8 +115,9 @@ class SqliteStore:
                     self._connection.execute(
                         f"UPDATE conversation SET {column} = ? WHERE id = ?", (_storable(value), conversation)
                     )
-            if archived is not None:
-                self._connection.execute("UPDATE conversation SET archived = ? WHERE id = ?", (archived, conversation))
+            for column, flag in (("archived", archived), ("pinned", pinned)):
+                if flag is not None:
+                    self._connection.execute(f"UPDATE conversation SET {column} = ? WHERE id = ?", (flag, conversation))
             return self._conversation(conversation)
 
     def delete(self, conversation: int) -> Deletion:
@@ -176,6 +179,7 @@ class SqliteStore:
         tokens_per_s: float | None = None,
         finish_reason: str | None = None,
         thoughts: Thoughts | None = None,
+        generation: Generation | None = None,
     ) -> None:
         changes: dict[str, object] = {
             "content": None if content is None else _storable(content),
@@ -187,6 +191,7 @@ class SqliteStore:
             "reasoning": None if thoughts is None else _storable(thoughts.text),
             "reasoning_tokens": None if thoughts is None else thoughts.tokens,
             "reasoning_s": None if thoughts is None else thoughts.seconds,
+            "generation": None if generation is None else generation.to_json(),
         }
         changes = {column: value for column, value in changes.items() if value is not None}
         with self._change():
@@ -398,12 +403,13 @@ def _row_id(cursor: sqlite3.Cursor) -> int:
 
 
 def _conversation(row: tuple[Any, ...]) -> Conversation:
-    return dataclasses.replace(Conversation(*row), archived=bool(row[-1]))
+    values: list[Any] = [*row[:7], bool(row[7]), bool(row[8]), *row[9:]]
+    return Conversation(*values)
 
 
 def _record(row: tuple[Any, ...]) -> MessageRecord:
-    *values, reasoning, tokens, seconds = row
-    return dataclasses.replace(MessageRecord(*values), thoughts=Thoughts(reasoning, tokens, seconds))
+    values: list[Any] = [*row[:13], Thoughts(*row[13:16]), generation_from(row[16])]
+    return MessageRecord(*values)
 
 
 # --- writers ------------------------------------------------------------------------------------------------------

@@ -11,10 +11,12 @@ from typing import Any
 
 from app.files import name_aside
 
-_CONVERSATION = ("id", "title", "system", "model", "created", "updated", "archived", "leaf", "deleted")
+_CONVERSATION = (
+    "id", "title", "system", "model", "created", "updated", "archived", "leaf", "deleted", "pinned", "origin",
+)  # fmt: skip
 _MESSAGE = (
     "id", "conversation", "parent", "role", "content", "state", "created", "model", "tokens", "tokens_per_s",
-    "finish_reason", "reasoning", "reasoning_tokens", "reasoning_s", "deleted",
+    "finish_reason", "reasoning", "reasoning_tokens", "reasoning_s", "deleted", "generation",
 )  # fmt: skip
 _MISSES_IN_A_ROW = 10_000
 Row = dict[str, Any]
@@ -137,15 +139,24 @@ def _mend(conversations: list[Row], messages: list[Row]) -> None:
         row["state"] = row.get("state") if row.get("state") in ("complete", "stopped", "failed") else "stopped"
         _typed(
             row,
-            text=("model", "finish_reason", "reasoning", "deleted"),
+            text=("model", "finish_reason", "reasoning", "deleted", "generation"),
             number=("created", "tokens_per_s", "reasoning_s"),
             whole=("tokens", "reasoning_tokens"),
         )
         seen.add(row["id"])
         last_of[owner] = row["id"]
+    origins: set[str] = set()
     for row in conversations:
-        _typed(row, text=("title", "system", "model", "deleted"), number=("created", "updated"), whole=("archived",))
-        row["archived"] = 1 if row["archived"] else 0
+        _typed(
+            row,
+            text=("title", "system", "model", "deleted", "origin"),
+            number=("created", "updated"),
+            whole=("archived", "pinned"),
+        )
+        row["archived"], row["pinned"] = int(bool(row["archived"])), int(bool(row["pinned"]))
+        # Only the first may have an origin: the others would not be inserted.
+        row["origin"] = "" if row["origin"] in origins else row["origin"]
+        origins.add(row["origin"])
         if row.get("leaf") not in seen:
             row["leaf"] = last_of.get(row["id"])
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+from app.conversations.generation import UNKNOWN, Generation
+
 Role = Literal["user", "assistant"]
 State = Literal["complete", "writing", "stopped", "failed"]
 """A message's state. ``writing`` found at start-up means that its program died: the message becomes ``stopped``."""
@@ -27,6 +29,9 @@ class Conversation:
     updated: float
     leaf: int | None
     archived: bool = False
+    pinned: bool = False
+    origin: str = ""
+    """Name of the conversation on every machine: the program it comes from and its id there."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,7 @@ class MessageRecord:
     """Number of messages, this one included, with its parent and role: alternatives to choose from."""
     sibling_index: int = 0
     thoughts: Thoughts = NO_THOUGHTS
+    generation: Generation = UNKNOWN
 
 
 @dataclass(frozen=True)
@@ -110,7 +116,7 @@ class ConversationStore(Protocol):
 
     def change(
         self, conversation: int, *, title: str | None = None, system: str | None = None, model: str | None = None,
-        archived: bool | None = None,
+        archived: bool | None = None, pinned: bool | None = None,
     ) -> Conversation: ...  # fmt: skip
 
     def delete(self, conversation: int) -> Deletion:
@@ -142,6 +148,7 @@ class ConversationStore(Protocol):
     def update(
         self, message: int, *, content: str | None = None, state: State | None = None, tokens: int | None = None,
         tokens_per_s: float | None = None, finish_reason: str | None = None, thoughts: Thoughts | None = None,
+        generation: Generation | None = None,
     ) -> None: ...  # fmt: skip
 
     def path_to(self, message: int) -> list[MessageRecord]:

@@ -46,6 +46,20 @@ class SamplingRule:
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def used(self) -> Sampling:
+        """The values that matter: a greedy rule has no filters and draws nothing."""
+        if self.greedy:
+            return Sampling(temperature=0.0, repetition_penalty=self.repetition_penalty)
+        return Sampling(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            seed=self.seed,
+        )
+
 
 def _in_range(name: str, value: float, low: float, high: float, advice: str) -> float:
     if not math.isfinite(value) or not low <= value <= high:

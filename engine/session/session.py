@@ -24,6 +24,7 @@ from engine.ipc.messages import (
     Generate,
     ModelFacts,
     RingChanged,
+    Sampling,
 )
 from engine.models.reasoning_formats import template_variables
 from engine.moe.popularity_file import ProfileModel
@@ -145,6 +146,7 @@ class Session:
         stops = StopStrings(request.stop)
         most = self._most_tokens(request, len(prompt))
         turn = Turn(request, self._model.recorder, emit, control, self._clock, len(prompt))
+        turn.sampling = Sampling(repetition_penalty=rule.repetition_penalty) if request.beams > 1 else rule.used
         try:
             with self._consistent_cache():
                 try:

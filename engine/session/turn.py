@@ -9,7 +9,17 @@ from typing import Protocol
 
 from engine.generation.reasoning import ReasoningParser, Separated
 from engine.generation.text import IncrementalDecoder, StopStrings
-from engine.ipc.messages import AnyEvent, Beam, BeamProgress, Finished, FinishReason, Generate, Notice, Piece
+from engine.ipc.messages import (
+    AnyEvent,
+    Beam,
+    BeamProgress,
+    Finished,
+    FinishReason,
+    Generate,
+    Notice,
+    Piece,
+    Sampling,
+)
 from engine.ipc.progress import ProgressCallback, Reports
 from engine.moe.timing import Recorder
 from engine.runtimes.protocol import Interrupted
@@ -68,6 +78,8 @@ class Turn:
         """Reports the progress of work that delays the answer. Raises Cancelled."""
         self.prefilled = 0
         self.first_pass_s: float | None = None
+        self.sampling: Sampling | None = None
+        """The values that the tokens are chosen by."""
         self._always = request.with_timing
         self._control = control
         self._recorder = recorder
@@ -177,6 +189,7 @@ class Turn:
             reasoning_tokens=0 if stream is None else stream.thought_tokens,
             reasoning_s=0.0 if stream is None else stream.thought_s,
             timing=self._recorder.frame(self.id) if self._measured else None,
+            sampling=self.sampling,
         )
 
     def _emit_notices(self) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from app.conversations.database import SqliteStore
 from app.conversations.deleting import title_from
+from app.conversations.generation import UNKNOWN, Generation, generation_from
 from app.conversations.opening import open_store
 from app.conversations.searching import HIT_END, HIT_START
 from app.conversations.store import ConversationStore, MessageRecord, StoreError
@@ -265,3 +266,28 @@ def test_open_store_gives_the_protocol(tmp_path: Path) -> None:
     store: ConversationStore = open_store(tmp_path / "c.sqlite")
     assert store.notices == [] and store.path == tmp_path / "c.sqlite"
     store.close()
+
+
+def test_pins_and_origins(store: SqliteStore) -> None:
+    first, second = store.create(model="m", title="one"), store.create(model="m", title="two")
+    assert first.origin.startswith("privatellm:")
+    assert first.origin != second.origin
+    assert store.change(first.id, pinned=True).pinned
+    assert [found.pinned for found in store.conversations()] == [False, True]
+    assert not store.change(first.id, pinned=False).pinned
+
+
+def test_how_an_answer_was_generated_is_kept(store: SqliteStore) -> None:
+    conversation = store.create(model="m")
+    question = store.add(conversation.id, "user", "hello", parent=None)
+    answer = store.add(conversation.id, "assistant", "hi", parent=question.id)
+    made = Generation(temperature=0.5, top_k=20, seed=7, prompt_tokens=12, ttft_s=0.25)
+    store.update(answer.id, generation=made)
+    assert [message.generation for message in store.shown(conversation.id)] == [UNKNOWN, made]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[", "[]", '{"seed": true, "top_p": "x", "ttft_s": NaN, "top_k": 1.5}', "[" * 9999]
+)
+def test_a_generation_that_cannot_be_read_is_unknown(text: str) -> None:
+    assert generation_from(text) == UNKNOWN

@@ -295,6 +295,15 @@ def test_seeds_repeat(ask: Ask) -> None:
     assert draw(1) == draw(1) != draw(2)
 
 
+def test_an_answer_says_by_which_values_its_tokens_were_chosen(ask: Ask) -> None:
+    ask.session._defaults = {"do_sample": True, "top_k": 20, "repetition_penalty": 1.1}
+    drawn = ask(PROMPT, max_tokens=2, sampling=Sampling(temperature=0.7, seed=3)).sampling
+    assert drawn == Sampling(temperature=0.7, top_p=1.0, top_k=20, min_p=0.0, repetition_penalty=1.1, seed=3)
+    greedy = ask(PROMPT, max_tokens=2, sampling=Sampling(temperature=0.0)).sampling
+    assert greedy == Sampling(temperature=0.0, repetition_penalty=1.1)
+    assert ask(PROMPT, max_tokens=2, beams=2).sampling == Sampling(repetition_penalty=1.1)
+
+
 # --- beams ------------------------------------------------------------------------------------------------------------
 
 

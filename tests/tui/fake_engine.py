@@ -310,7 +310,7 @@ class FakeEngine:
         reason = "cancelled" if request.id in self.cancelled else "stop"
         return Finished(
             id=request.id, text=text, token_ids=[], finish_reason=reason, prompt_tokens=20, prefilled_tokens=20,
-            completion_tokens=12, ttft_s=0.1, tokens_per_s=self.speed, beams=beams,
+            completion_tokens=12, ttft_s=0.1, tokens_per_s=self.speed, beams=beams, sampling=request.sampling,
         )  # fmt: skip
 
     async def _beams(self, request: Generate) -> AsyncIterator[AnyEvent]:

@@ -47,6 +47,21 @@ async def test_the_question_is_on_disk_before_the_engine_hears_of_it(
     assert seen == ["first", ""]
 
 
+async def test_how_an_answer_was_generated_is_saved(engine: FakeEngine, store: ConversationStore) -> None:
+    engine.beam_steps = [[Beam("best", [1], -0.1)]]
+    async with running(Chat(engine, store, Settings(temperature=0.5, seed=7))) as chat:
+        chat.controller.submit("one")
+        await chat.answered()
+        chat.controller.change_settings({"beams": 2, "temperature": None, "seed": None})
+        chat.controller.submit("two")
+        await chat.answered()
+        found = [record.generation.known for record in on_disk(store, chat)]
+    assert found == [
+        {}, {"temperature": 0.5, "seed": 7, "prompt_tokens": 20, "ttft_s": 0.1},
+        {}, {"beams": 2, "length_penalty": 1.0, "prompt_tokens": 20, "ttft_s": 0.1},
+    ]  # fmt: skip
+
+
 async def test_an_early_question_waits_for_the_model(engine: FakeEngine, store: ConversationStore) -> None:
     engine.load_gate = asyncio.Event()
     async with running(Chat(engine, store)) as chat:

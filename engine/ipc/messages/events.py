@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from engine.errors import ErrorKind
-from engine.ipc.messages.parts import Beam, ExpertMovement, FinishReason, ModelFacts, PhaseTimes
+from engine.ipc.messages.parts import Beam, ExpertMovement, FinishReason, ModelFacts, PhaseTimes, Sampling
 from engine.ipc.messages.ring import LendingFacts, NodeId, PeerFacts, RingFacts
 
 
@@ -122,6 +122,9 @@ class Finished(Event, frozen=True, kw_only=True, tag="finished"):
     probe_s: float | None = None
     """Seconds of the first pass if this was the first answer after more than ten seconds of idling, else None. It shows
     the cost of weights that were unwired or dropped meanwhile."""
+    sampling: Sampling | None = None
+    """The values that the tokens were chosen by, the model's own defaults included. ``seed`` only if one was asked
+    for: without one, the numbers that were drawn cannot be had again."""
 
 
 class BeamEstimate(msgspec.Struct, frozen=True):
