@@ -7,12 +7,13 @@ from typing import ClassVar
 from textual import events
 from textual.binding import Binding, BindingType
 from textual.message import Message
-from textual.widgets import TextArea
 
+from app.chat.folding import Folds
+from app.tui.chat.folding_area import FoldingArea
 from app.tui.keymap import bound, either
 
 
-class Prompt(TextArea):
+class Prompt(FoldingArea):
     """A field for several lines. Enter sends them; enter with a modifier breaks the line.
 
     Not every terminal tells a modified enter from enter: ctrl+j works in all of them.
@@ -20,11 +21,13 @@ class Prompt(TextArea):
 
     HELP = (
         "Type a question and press `enter` to send it. `ctrl+j`, `shift+enter` and `alt+enter` start a new line; "
-        "`ctrl+j` works in every terminal. Pasted text keeps its lines. `up` in an empty prompt recalls earlier "
-        f"questions. {either('messages')} goes to the messages. `/help` lists the commands."
+        "`ctrl+j` works in every terminal. Pasted text keeps its lines; a long paste is folded to a label and sent "
+        "whole, and `tab` beside the label shows it. `up` in an empty prompt recalls earlier questions. "
+        f"{either('messages')} goes to the messages. `/help` lists the commands."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter", "send", "Send", show=False, id="prompt.send"),
+        Binding("tab", "unfold", "Show the paste", show=False, id="prompt.unfold"),
         Binding(bound("newline"), "break_line", "New line", show=False, id="prompt.newline"),
         Binding(bound("messages"), "leave_up", "Messages", show=False, id="prompt.messages"),
     ]
@@ -46,7 +49,9 @@ class Prompt(TextArea):
 
     def __init__(self, id: str) -> None:
         super().__init__(id=id, soft_wrap=True, compact=True, highlight_cursor_line=False, tab_behavior="focus")
+        self.folds = Folds()
         self._earlier: list[str] = []
+        self._folded: dict[str, str] = {}
         self._position: int | None = None
 
     def remember(self, texts: list[str]) -> None:
@@ -77,11 +82,13 @@ class Prompt(TextArea):
         await super()._on_key(event)
 
     def action_send(self) -> None:
-        text = self.text
+        text = self.whole_text.strip("\n")
         if not text.strip():
             return
         self._position = None
-        self.post_message(self.Sent(text.strip("\n")))
+        if text != self.text:
+            self._folded[text] = self.text
+        self.post_message(self.Sent(text))
 
     def sent(self, text: str) -> None:
         """``text`` was accepted: empty the field and remember the text."""
@@ -91,6 +98,11 @@ class Prompt(TextArea):
 
     def action_break_line(self) -> None:
         self._replace_via_keyboard("\n", *self.selection)
+
+    def action_unfold(self) -> None:
+        """Show the folded paste at the cursor; without one, go to the next widget."""
+        if not self.unfold():
+            self.screen.focus_next()
 
     def action_leave_up(self) -> None:
         self.post_message(self.LeftUpwards())
@@ -113,7 +125,11 @@ class Prompt(TextArea):
 
     def _recalls(self) -> bool:
         """May the text be replaced? Only if it is empty or an earlier question, unchanged."""
-        return not self.text or (self._position is not None and self.text == self._earlier[self._position])
+        return not self.text or (self._position is not None and self.text == self._recallable(self._position))
+
+    def _recallable(self, position: int) -> str:
+        text = self._earlier[position]
+        return self._folded.get(text, text)
 
     def _recall(self, offset: int) -> bool:
         if not self._earlier:
@@ -127,5 +143,5 @@ class Prompt(TextArea):
             self.clear()
             return True
         self._position = position
-        self.fill(self._earlier[position])
+        self.fill(self._recallable(position))
         return True

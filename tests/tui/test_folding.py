@@ -1,0 +1,154 @@
+"""Large pastes in the prompt: folded to a label, sent whole, deleted and recalled as one."""
+
+from __future__ import annotations
+
+from fake_engine import FakeEngine
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from screen_helpers import MakeApp, controller, ready, wait_until
+from textual.app import App, ComposeResult
+from textual.events import Paste
+
+from app.chat.folding import CHARACTERS, LINES, Folds
+from app.tui.chat.prompt import Prompt
+from engine.ipc.messages import Generate
+
+LONG = "\n".join(f"line {number}" for number in range(214))
+
+
+def test_only_what_would_not_fit_is_folded() -> None:
+    folds = Folds()
+    short = "x\n" * LINES
+    assert folds.fold(short) == short
+    assert folds.fold(LONG) == "[Pasted 214 lines]"
+    assert folds.fold("x" * (CHARACTERS + 1)) == "[Pasted 2,001 characters]"
+    assert folds.fold(LONG + "!") == "[Pasted 214 lines, 2]"
+    assert folds.fold(LONG) == "[Pasted 214 lines]"
+    assert Folds().fold(LONG, "I typed [Pasted 214 lines]") == "[Pasted 214 lines, 2]"
+
+
+def test_a_paste_that_contains_a_label_is_not_expanded_again() -> None:
+    folds = Folds()
+    inner = folds.fold(LONG)
+    outer = folds.fold(f"{inner}\n" * 20)
+    assert folds.expand(outer) == f"{inner}\n" * 20
+    assert set(folds.used(outer)) == {outer}
+    kept = Folds(folds.used(outer))
+    assert kept.expand(outer) == folds.expand(outer)
+
+
+class OnePrompt(App[None]):
+    def compose(self) -> ComposeResult:
+        yield Prompt(id="prompt")
+
+
+_PASTES = ["first\n" * 11, "second\n" * 11, "third\n" * 12, "short"]
+_steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("type"), st.sampled_from(["a", "é", "\n", "["])),
+        st.tuples(st.just("paste"), st.sampled_from(_PASTES)),
+        st.tuples(st.just("move"), st.integers(-30, 30)),
+        st.tuples(st.sampled_from(["delete_left", "delete_right", "undo", "redo"]), st.none()),
+        st.tuples(st.just("unfold"), st.none()),
+    ),
+    max_size=25,
+)
+
+
+async def test_what_is_sent_is_what_was_typed_and_pasted_whatever_is_edited() -> None:
+    """The model is a list whose items are single characters and whole pastes: an edit never splits a paste."""
+    app = OnePrompt()
+    async with app.run_test():
+        prompt = app.query_one(Prompt)
+
+        def items() -> list[str]:
+            """The text as the characters and labels that stand in it."""
+            found: list[str] = []
+            position = 0
+            spans = dict(prompt.folds.spans(prompt.text))
+            while position < len(prompt.text):
+                end = spans.get(position, position + 1)
+                found.append(prompt.text[position:end])
+                position = end
+            return found
+
+        def offset() -> int:
+            row, column = prompt.cursor_location
+            return sum(len(line) + 1 for line in prompt.text.split("\n")[:row]) + column
+
+        def place() -> int:
+            """Index of the item at which an insertion comes."""
+            count = position = 0
+            for item in items():
+                if position >= offset():
+                    break
+                position += len(item)
+                count += 1
+            return count
+
+        @settings(max_examples=60, deadline=None)
+        @given(_steps)
+        def edited(steps: list[tuple[str, object]]) -> None:
+            prompt.folds = Folds()
+            prompt.text = ""
+            prompt.history.clear()
+            done: list[list[str]] = [[]]
+            for what, value in steps:
+                before, at = items(), place()
+                inside = prompt.folds.around(prompt.document.get_line(prompt.cursor_location[0]), offset_in_line())
+                match what:
+                    case "type":
+                        prompt.insert(str(value))
+                        done.append([*before[:at], str(value), *before[at:]])
+                    case "paste":
+                        prompt.paste(str(value))
+                        label = prompt.folds.fold(str(value))
+                        new = list(label) if label == value else [label]
+                        done.append([*before[:at], *new, *before[at:]])
+                    case "move":
+                        for _ in range(abs(int(str(value)))):
+                            prompt.action_cursor_left() if int(str(value)) < 0 else prompt.action_cursor_right()
+                    case "delete_left" | "delete_right":
+                        getattr(prompt, f"action_{what}")()
+                        gone = at if what == "delete_right" and inside is None else at - 1
+                        done.append([item for index, item in enumerate(before) if index != gone or gone < 0])
+                    case "unfold":
+                        whole = prompt.whole_text
+                        prompt.unfold()
+                        assert prompt.whole_text == whole
+                        done.append(items())
+                    case _:
+                        getattr(prompt, f"action_{what}")()
+                        assert set(items()) <= {item for state in done for item in state}
+                        done.append(items())
+                assert items() == done[-1] if what != "move" else items() == before
+                pasted = prompt.folds.used(prompt.text)
+                assert prompt.whole_text == "".join(pasted.get(item, item) for item in items())
+
+        def offset_in_line() -> int:
+            return prompt.cursor_location[1]
+
+        edited()
+
+
+async def test_a_long_paste_is_folded_sent_whole_and_recalled(make_app: MakeApp, engine: FakeEngine) -> None:
+    app = make_app()
+    async with app.run_test() as pilot:
+        await ready(pilot, app)
+        assert app.chat is not None
+        prompt = app.chat.prompt
+        await pilot.press("a")
+        prompt.post_message(Paste(LONG))
+        await wait_until(pilot, lambda: prompt.text == "a[Pasted 214 lines]")
+        await pilot.press("backspace")
+        assert prompt.text == "a"
+        await pilot.press("ctrl+z")
+        assert prompt.text == "a[Pasted 214 lines]"
+        await pilot.press("b", "enter")
+        await wait_until(pilot, lambda: engine.sent(Generate) and not controller(app).busy)
+        assert controller(app).thread.path[0].content == f"a{LONG}b"
+        await pilot.press("up")
+        assert prompt.text == "a[Pasted 214 lines]b"
+        await pilot.press("left", "tab")
+        assert prompt.text == f"a{LONG}b"
+        assert app.focused is prompt
