@@ -30,6 +30,7 @@ from app.chat.thread import Thread, prompt_messages
 from app.conversations.generation import Generation
 from app.conversations.store import NO_THOUGHTS, ConversationStore, State, StoreError, Thoughts
 from app.engine_client import Engine, EngineDied
+from app.settings.layers import effective
 from app.settings.schema import Settings
 from app.text_safety import Sanitizer, sanitize
 from engine.ipc.messages import (
@@ -121,7 +122,10 @@ def failed(answer: Entry, event: Failed) -> tuple[State, str]:
 
 
 def generate_request(request_id: int, turn: ChatTurn, options: Settings) -> Generate:
-    """The request to the engine. A beam search takes the likeliest continuations, so it gets no sampling."""
+    """The request to the engine, with the values of ``options``.
+
+    A beam search takes the likeliest continuations, so it gets no sampling.
+    """
     return Generate(
         id=request_id,
         messages=prompt_messages(turn.thread.system, turn.path),
@@ -305,7 +309,7 @@ class AnswerLoop:
                 self._emit(StatusChanged())
 
     async def _generate(self, turn: ChatTurn) -> None:
-        request = generate_request(self._engine.new_id(), turn, self._options())
+        request = generate_request(self._engine.new_id(), turn, effective(self._options(), turn.thread.values))
         turn.request = request.id
         turn.answer.note = ""
         if turn.beams > 1:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from app.chat.answering import AnswerLoop, ChatTurn
 from app.chat.engine_link import EngineLink, ModelFetcher
 from app.chat.saving import Saver, rename
+from app.chat.setup import ChatSetup
 from app.chat.state import (
     Entry,
     EntryAdded,
@@ -77,13 +78,22 @@ class ChatController:
             autosave_s=autosave_s,
             watch_engine_s=watch_engine_s,
         )
+        self.setup = ChatSetup(
+            store,
+            lambda: self.thread,
+            lambda: self.options,
+            use_model=self.use_model,
+            run=self.answers.run_in_background,
+            changed=self._setup_changed,
+            emit=emit,
+        )
         engine.on_notice = self._engine_notice
 
     # --- what the screen asks -------------------------------------------------------------------------------------
 
     @property
     def options(self) -> Settings:
-        """The settings in effect."""
+        """The settings in effect. Those of the shown chat's answers are ``setup.options``."""
         return self._settings.settings
 
     @property
@@ -167,7 +177,7 @@ class ChatController:
             return False
         if self.thread.conversation != conversation:
             self.stop_soon()
-        self.thread = Thread(found.id, found.title, found.system, found.model)
+        self.thread = Thread.of(found)
         self._conversation_changed()
         self._show(records, focus=message)
         return True
@@ -197,18 +207,40 @@ class ChatController:
         """
         before = self.options
         problem = self._save_settings(changes)
+        self._settings_changed(before, changes)
+        return problem
+
+    def use_model(self, model: str) -> str:
+        """Load ``model`` and use it until another is chosen or the program ends; the settings file stays as it is.
+
+        Returns what went wrong, or an empty text.
+        """
+        before = self.options
+        try:
+            self._settings.use("model", model)
+        except SettingError as error:
+            return str(error)
+        self._settings_changed(before, ["model"])
+        return ""
+
+    def is_saved(self, key: str) -> bool:
+        """Is the value of the setting in effect also that of the next start?"""
+        return key not in self._settings.unsaved
+
+    def _settings_changed(self, before: Settings, keys: Iterable[str]) -> None:
         options = self.options
-        reload = not options.loads_like(before)
-        self.status.beams = options.beams
+        self._setup_changed()
         if not self.thread.path:
-            self.thread.system, self.thread.model = options.system_prompt, options.model
-        if reload:
+            self.thread.model = options.model
+            # A system prompt that the person gave to the empty chat stays.
+            if self.thread.system == before.system_prompt:
+                self.thread.system = options.system_prompt
+        if not options.loads_like(before):
             self.stop_soon()
             self.answers.run_in_background(self.link.abandon_loading())
             self.answers.wake()
-        self._emit(SettingsChanged(frozenset(changes)))
+        self._emit(SettingsChanged(frozenset(keys)))
         self._status_changed()
-        return problem
 
     def load_again(self) -> None:
         """Load the model again after the current answer: it could not be loaded, or its files changed."""
@@ -245,7 +277,7 @@ class ChatController:
 
     @property
     def context_to_come(self) -> int:
-        return context_to_come(self.status, self.thread.path, self.options.max_tokens)
+        return context_to_come(self.status, self.thread.path, self.setup.options.max_tokens)
 
     async def run(self) -> None:
         """Load the model, then answer questions until cancelled. Partial answers are saved at the end."""
@@ -255,7 +287,7 @@ class ChatController:
 
     def _ask(self, path: list[Entry], update: Update) -> None:
         answer = Entry("assistant", "", state="writing", model=self.options.model)
-        turn = ChatTurn(self.thread, path, answer, self.options.beams)
+        turn = ChatTurn(self.thread, path, answer, self.setup.options.beams)
         self.thread.path = [*path, answer]
         self.answers.save(self.thread, self.thread.path)
         self.answers.add(turn)
@@ -297,13 +329,21 @@ class ChatController:
 
     def _conversation_changed(self) -> None:
         self.status.context_used, self.status.tokens_per_s = None, 0.0
+        self._setup_changed()
         self.answers.clear_beams()
         self._status_changed()
+
+    def _setup_changed(self) -> None:
+        self.status.beams = self.setup.options.beams
 
     def _fall_back(self, problem: str, worked: Settings) -> None:
         self._notify(f"{self.options.model} cannot be loaded: {problem} {worked.model} stays in use.", "error")
         options = self.options.loading_as(worked)
         keys = [setting.key for setting in RELOADING if options.value(setting.key) != self.options.value(setting.key)]
+        if "model" in keys and not self.is_saved("model"):
+            # What could not be loaded was not saved, so what replaces it need not be.
+            keys.remove("model")
+            self._settings.use("model", worked.model)
         problem = self._save_settings({key: options.value(key) for key in keys})
         if problem:
             self._emit(UserNotice(problem, "error", beside=True))

@@ -44,6 +44,13 @@ async def rename(store: ConversationStore, thread: Thread, title: str) -> None:
     thread.title = title
 
 
+async def save_setup(store: ConversationStore, thread: Thread) -> None:
+    """Write the system prompt and the own values of ``thread`` if its conversation is saved. Raises StoreError."""
+    conversation = thread.conversation
+    if conversation is not None:
+        await unlocked(lambda: store.change(conversation, system=thread.system, own_values=thread.values.stored))
+
+
 class Saver:
     """Writes entries to the store. What could not be written is kept for another attempt.
 
@@ -120,7 +127,9 @@ class Saver:
 
     def _write(self, thread: Thread, path: tuple[Entry, ...]) -> None:
         if thread.conversation is None:
-            created = self.store.create(model=thread.model, system=thread.system, title=thread.title)
+            created = self.store.create(
+                model=thread.model, system=thread.system, title=thread.title, own_values=thread.values.stored
+            )
             thread.conversation = created.id
         parent: int | None = None
         added = False

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from app.chat.state import TOO_LONG, Entry
 from app.conversations.exporting import export_form, quoted, write_export
-from app.conversations.store import ConversationStore, MessageRecord
+from app.conversations.store import Conversation, ConversationStore, MessageRecord
+from app.settings.layers import ChatValues
 from engine.ipc.messages import Message
 
 
@@ -23,6 +24,13 @@ class Thread:
     system: str = ""
     model: str = ""
     path: list[Entry] = field(default_factory=list)
+    values: ChatValues = field(default_factory=ChatValues)
+
+    @staticmethod
+    def of(conversation: Conversation) -> Thread:
+        """The thread of a stored conversation, without its messages."""
+        values = ChatValues.restored(conversation.own_values)
+        return Thread(conversation.id, conversation.title, conversation.system, conversation.model, values=values)
 
 
 def prompt_messages(system: str, path: list[Entry]) -> list[Message]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import sqlite3
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -31,7 +32,7 @@ from app.conversations.store import (
     explained,
 )
 
-_CONVERSATION = "id, title, system, model, created, updated, leaf, archived, pinned, origin"
+_CONVERSATION = "id, title, system, model, created, updated, leaf, archived, pinned, origin, own_values"
 _SIBLING = "s.conversation = m.conversation AND s.parent IS m.parent AND s.role = m.role AND s.deleted = ''"
 _MESSAGE = (
     "m.id, m.conversation, m.parent, m.role, m.content, m.state, m.created, m.model, m.tokens, m.tokens_per_s,"
@@ -75,13 +76,15 @@ class SqliteStore:
 
     # --- conversations ---
 
-    def create(self, *, model: str, system: str = "", title: str = "") -> Conversation:
+    def create(
+        self, *, model: str, system: str = "", title: str = "", own_values: Mapping[str, Any] | None = None
+    ) -> Conversation:
         now = self._clock()
         with self._change():
             cursor = self._connection.execute(
-                "INSERT INTO conversation (title, system, model, created, updated, origin)"
-                " VALUES (?, ?, ?, ?, ?, 'privatellm:' || lower(hex(randomblob(16))))",
-                (_storable(title), _storable(system), _storable(model), now, now),
+                "INSERT INTO conversation (title, system, model, created, updated, own_values, origin)"
+                " VALUES (?, ?, ?, ?, ?, ?, 'privatellm:' || lower(hex(randomblob(16))))",
+                (_storable(title), _storable(system), _storable(model), now, now, _as_column(own_values or {})),
             )
             return self._conversation(_row_id(cursor))
 
@@ -107,10 +110,12 @@ class SqliteStore:
         model: str | None = None,
         archived: bool | None = None,
         pinned: bool | None = None,
+        own_values: Mapping[str, Any] | None = None,
     ) -> Conversation:
+        own = None if own_values is None else _as_column(own_values)
         with self._change():
             self._conversation(conversation)
-            for column, value in (("title", title), ("system", system), ("model", model)):
+            for column, value in (("title", title), ("system", system), ("model", model), ("own_values", own)):
                 if value is not None:
                     self._connection.execute(
                         f"UPDATE conversation SET {column} = ? WHERE id = ?", (_storable(value), conversation)
@@ -403,8 +408,21 @@ def _row_id(cursor: sqlite3.Cursor) -> int:
 
 
 def _conversation(row: tuple[Any, ...]) -> Conversation:
-    values: list[Any] = [*row[:7], bool(row[7]), bool(row[8]), *row[9:]]
+    values: list[Any] = [*row[:7], bool(row[7]), bool(row[8]), *row[9:-1], _from_column(row[-1])]
     return Conversation(*values)
+
+
+def _as_column(values: Mapping[str, Any]) -> str:
+    return json.dumps(values) if values else ""
+
+
+def _from_column(text: str) -> dict[str, Any]:
+    """The values; none if the text is not a JSON object."""
+    try:
+        content = json.loads(text) if text else {}
+    except (ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def _record(row: tuple[Any, ...]) -> MessageRecord:

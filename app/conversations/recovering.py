@@ -13,6 +13,7 @@ from app.files import name_aside
 
 _CONVERSATION = (
     "id", "title", "system", "model", "created", "updated", "archived", "leaf", "deleted", "pinned", "origin",
+    "own_values",
 )  # fmt: skip
 _MESSAGE = (
     "id", "conversation", "parent", "role", "content", "state", "created", "model", "tokens", "tokens_per_s",
@@ -149,7 +150,7 @@ def _mend(conversations: list[Row], messages: list[Row]) -> None:
     for row in conversations:
         _typed(
             row,
-            text=("title", "system", "model", "deleted", "origin"),
+            text=("title", "system", "model", "deleted", "origin", "own_values"),
             number=("created", "updated"),
             whole=("archived", "pinned"),
         )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import shutil
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from app.conversations.generation import UNKNOWN, Generation
 
@@ -32,6 +32,10 @@ class Conversation:
     pinned: bool = False
     origin: str = ""
     """Name of the conversation on every machine: the program it comes from and its id there."""
+    own_values: Mapping[str, Any] = field(default_factory=dict)
+    """The persona and the values that it sets differently from the settings, as :mod:`app.settings.layers` has them.
+
+    The store does not check them."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,9 @@ class ConversationStore(Protocol):
     notices: list[str]
     """Notices of opening: a damaged database was kept aside, partial answers were recovered."""
 
-    def create(self, *, model: str, system: str = "", title: str = "") -> Conversation: ...
+    def create(
+        self, *, model: str, system: str = "", title: str = "", own_values: Mapping[str, Any] | None = None
+    ) -> Conversation: ...
 
     def conversations(self, *, archived: bool = False, limit: int = 500) -> list[Conversation]:
         """Newest first."""
@@ -116,7 +122,7 @@ class ConversationStore(Protocol):
 
     def change(
         self, conversation: int, *, title: str | None = None, system: str | None = None, model: str | None = None,
-        archived: bool | None = None, pinned: bool | None = None,
+        archived: bool | None = None, pinned: bool | None = None, own_values: Mapping[str, Any] | None = None,
     ) -> Conversation: ...  # fmt: skip
 
     def delete(self, conversation: int) -> Deletion:

@@ -27,6 +27,8 @@ class SettingsFile:
         self.notices: list[str] = []
         self.refused: set[str] = set()
         """Keys of settings that may have a value in the file which is not used."""
+        self.unsaved: set[str] = set()
+        """Keys of settings whose value is in effect until the program ends and is not in the file."""
         self.settings = Settings()
         self._read()
 
@@ -39,6 +41,7 @@ class SettingsFile:
         changed = self.settings.with_value(key, value)
         self.settings = changed
         self.refused.discard(key)
+        self.unsaved.discard(key)
         self.notices = []
         try:
             document = self._document()
@@ -49,6 +52,13 @@ class SettingsFile:
                 f"the setting {key} is in effect but could not be saved to {self.path}: {error.strerror or error}"
             ) from error
         return changed
+
+    def use(self, key: str, value: object) -> Settings:
+        """Set one setting until the program ends; the file stays as it is. Raises SettingError."""
+        self.settings = self.settings.with_value(key, value)
+        self.refused.discard(key)
+        self.unsaved.add(key)
+        return self.settings
 
     def _read(self) -> None:
         try:

@@ -94,6 +94,19 @@ def test_changing_one_thing_leaves_the_others(store: SqliteStore) -> None:
     assert (changed.title, changed.system, changed.model) == ("", "", "other")
 
 
+def test_a_conversation_keeps_values_of_its_own(store: SqliteStore) -> None:
+    values = {"persona": "Po\udce9t", "own": {"temperature": 0.2, "seed": None}}
+    assert store.create(model="m").own_values == {}
+    found = store.create(model="m", own_values=values)
+    assert store.conversation(found.id).own_values == values
+    assert store.change(found.id, title="t").own_values == values
+    assert json.loads(store.export(found.id, "json"))["conversation"]["own_values"] == values
+    assert store.change(found.id, own_values={}).own_values == {}
+    for damaged in ("{", "[1]", "null", "[" * 100_000):
+        store._connection.execute("UPDATE conversation SET own_values = ? WHERE id = ?", (damaged, found.id))
+        assert store.conversation(found.id).own_values == {}
+
+
 def test_branches(store: SqliteStore) -> None:
     conversation = store.create(model="m").id
     question = store.add(conversation, "user", "q1", parent=None)
