@@ -32,7 +32,9 @@ def _run(asking: bool) -> int:
 
     keep_to_owner()
     if len(sys.argv) == 1:
-        return _chat()
+        from app.commands.chat import chat
+
+        return chat()
     if not asking:
         from app.commands.root import run
 
@@ -47,24 +49,6 @@ def _run(asking: bool) -> int:
         return run(sys.argv[1:])
     finally:
         engine_process.end_begun()
-
-
-def _chat() -> int:
-    streams = (sys.stdin, sys.stdout)
-    if not all(stream is not None and not stream.closed and stream.isatty() for stream in streams):
-        print(  # noqa: T201
-            'privatellm: the chat needs a terminal; in a script use: privatellm ask "..."', file=sys.stderr
-        )
-        return 2
-    from app.interrupts import leave_on_interrupt, raise_on_interrupt
-    from app.tui.application import run_chat
-
-    # From here on the screen owns the terminal and must be able to restore it.
-    raise_on_interrupt()
-    try:
-        return run_chat() or 0
-    finally:
-        leave_on_interrupt()
 
 
 def _flush() -> None:

@@ -47,6 +47,7 @@ def loaded_after_importing(modules: list[str], watched: tuple[str, ...]) -> list
     [
         (("app",), HEAVY),
         (("app.conversations", "app.settings.schema", "app.engine_client"), (*HEAVY, "textual", "app.tui")),
+        (("app.plain", "app.chat"), (*HEAVY, "textual", "rich")),
         (("engine.ipc.messages", "engine.errors", "engine.moe.timing"), (*HEAVY, "numpy", "textual", "app")),
         (("engine.models",), (*HEAVY, "textual", "app")),
         (("engine.planning",), (*HEAVY, "textual", "app", "subprocess", "socket")),
@@ -93,6 +94,7 @@ INTRUDERS = (
     ("engine/models/intruder.py", "import app.engine_client", "Arrows go down only"),
     ("app/intruder.py", "import engine.session.session", "app -> engine"),
     ("app/chat/intruder.py", "import app.tui.keymap", "app: the command line"),
+    ("app/plain/intruder.py", "import app.tui.render.formatting", "The chat in lines"),
     ("app/tui/render/intruder.py", "import app.tui.screens.dialogues", "app.tui: applications"),
     ("app/machine_intruder.py", "from transformers import AutoConfig", "app imports no torch"),
     ("engine/planning/intruder.py", "import time", "engine.planning is pure"),

@@ -116,13 +116,22 @@ class _InOrder(click.Group):
         return list(self.commands)
 
 
-@click.group(cls=_InOrder, context_settings=_HELP)
+@click.group(cls=_InOrder, invoke_without_command=True, context_settings=_HELP)
 @click.option(
     "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Show the version."
 )
-def privatellm() -> None:
+@click.option("--plain", is_flag=True, help="Chat in plain lines: for screen readers, dumb terminals and scripts.")
+@click.pass_context
+def privatellm(context: click.Context, plain: bool) -> int:
     """Chat privately with a Mixture-of-Experts language model on your own machines. Without a command the chat
     opens."""
+    if context.invoked_subcommand is None:
+        from app.commands.chat import chat
+
+        return chat(plain=plain)
+    if plain:
+        raise click.BadParameter("it is for the chat, which takes no command", param_hint="--plain")
+    return 0
 
 
 @privatellm.command()

@@ -51,6 +51,7 @@ class Terminal:
         ignore_hangup: bool = False,
         script: str = "scripted_engine.py",
         patience_s: float = PATIENCE_S,
+        term: str = "xterm-256color",
     ) -> None:
         self.master, self.slave = os.openpty()
         ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
@@ -61,7 +62,7 @@ class Terminal:
             [sys.executable, "-P", "-c", program, *arguments],
             stdin=self.slave, stdout=self.slave, stderr=self.slave, cwd=ROOT, start_new_session=True,
             env={**os.environ, "PRIVATELLM_HOME": str(home), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT),
-                 "TERM": "xterm-256color",
+                 "TERM": term,
                  "TEXTUAL_ANIMATIONS": "none"},
         )  # fmt: skip
         self.drawn = b""

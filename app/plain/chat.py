@@ -1,0 +1,252 @@
+"""The chat in lines: it asks for a line, runs it as a question or a command, and writes what comes of it."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+from app.chat.controller import ChatController
+from app.chat.state import Entry, EntryChanged, Phase, StatusChanged, Update, UserNotice
+from app.conversations.opening import open_store
+from app.conversations.store import ConversationStore, StoreError
+from app.engine_client import Engine, EngineClient
+from app.interrupts import INTERRUPTED, leave_on_interrupt, raise_on_interrupt
+from app.plain.background import BackgroundLoop
+from app.plain.commands import run_command
+from app.plain.console import Console, ReaderGone, standard_console
+from app.plain.speaking import Speaker
+from app.settings.file import SettingsFile, open_settings
+from app.tui.keymap import UnknownCommand
+
+PROMPT = "You: "
+_PATIENCE_S = 10.0
+"""Seconds for an orderly end: saving through another program's lock, leaving a ring."""
+_GREETING = "privatellm in plain lines. /help lists the commands. ctrl+c stops an answer, ctrl+d leaves."
+
+
+class Leaving(Exception):
+    """The person leaves, or a signal ends the program."""
+
+    def __init__(self, status: int = 0) -> None:
+        super().__init__(status)
+        self.status = status
+
+
+class _Interrupt:
+    """ctrl+c was pressed."""
+
+
+class PlainChat:
+    """One chat over ``console``. ``is_missing``: whether a model is to be fetched before it is loaded."""
+
+    def __init__(
+        self,
+        console: Console,
+        engine: Engine,
+        store: ConversationStore,
+        settings: SettingsFile,
+        is_missing: Callable[[str], bool] = lambda model: False,
+    ) -> None:
+        self.console = console
+        self.speaker = Speaker(console)
+        self.background = BackgroundLoop()
+        self._updates: queue.SimpleQueue[Update | _Interrupt] = queue.SimpleQueue()
+        self._engine = engine
+        self.controller = ChatController(engine, store, settings, self._updates.put, is_missing=is_missing)
+        self._told_model = ""
+        self._told_problem = ""
+
+    def run(self, notices: Sequence[str] = ()) -> int:
+        """Chat until the person leaves, stdin ends or a signal arrives; the exit status. Everything is saved."""
+        end = self.background.begin(self.controller.run())
+        status = 0
+        try:
+            self.console.write_line(_GREETING)
+            for line in notices:
+                self.speaker.say(line, "Warning")
+            while True:
+                with suppress(KeyboardInterrupt):
+                    self._one_line()
+        except Leaving as leaving:
+            status = leaving.status
+        except (EOFError, ReaderGone):
+            pass
+        finally:
+            before = signal.getsignal(signal.SIGINT)
+            leave_on_interrupt()
+            with suppress(TimeoutError):
+                self.background.run(end(), _PATIENCE_S)
+                self.background.run(self._engine.close(), _PATIENCE_S)
+            self.background.close()
+            signal.signal(signal.SIGINT, before)
+        with suppress(ReaderGone):
+            self._tell_news()
+            self.console.end_line()
+        return status
+
+    def _one_line(self) -> None:
+        self._tell_news()
+        try:
+            text = self.console.read_text(PROMPT)
+        except KeyboardInterrupt:
+            self.console.write("\n")
+            self.speaker.say("ctrl+d or /quit leaves.")
+            return
+        if not text.strip():
+            return
+        self._tell_news()
+        try:
+            if not run_command(self, text):
+                self.ask(text[1:] if text.startswith("//") else text)
+        except UnknownCommand as unknown:
+            self.speaker.say(str(unknown), "Warning")
+        except KeyboardInterrupt:
+            self.console.write("\n")
+            self.speaker.say("Cancelled.")
+
+    def ask(self, text: str) -> None:
+        """Ask a new question and write its answer."""
+        self.call(self.controller.submit, text)
+        self.follow()
+
+    def call(self, function: Callable[..., object], *arguments: object) -> object:
+        """Call a function of the controller in the loop that it belongs to."""
+        return self.background.call(function, *arguments)
+
+    def follow(self) -> None:
+        """Write the answer at the end of the conversation until it has ended. ctrl+c stops it, and its text stays."""
+        answer = self.controller.thread.path[-1]
+        streams = self.controller.options.beams == 1
+        self.speaker.begin(answer)
+        self.speaker.doing(self.controller.status)
+        with self._interrupts_queued():
+            self._write_until_ended(answer, streams)
+        self.speaker.end(answer)
+        if not streams and len(self.controller.beams) > 1:
+            self.speaker.say(f"{len(self.controller.beams)} candidates. /beams lists them.")
+
+    def _write_until_ended(self, answer: Entry, streams: bool) -> None:
+        interrupts = 0
+        while True:
+            match self._updates.get():
+                case EntryChanged(entry, live) if entry is answer and not live and entry.state != "writing":
+                    return
+                case EntryChanged(entry):
+                    self.speaker.grow(entry, streams=streams)
+                case StatusChanged():
+                    self.speaker.doing(self.controller.status)
+                case UserNotice() as notice:
+                    self.speaker.notice(notice)
+                case _Interrupt():
+                    interrupts += 1
+                    if interrupts > 2:
+                        raise Leaving(INTERRUPTED)
+                    if interrupts > 1:
+                        self.speaker.say("Stopping. Press ctrl+c again to leave.")
+                    self.background.call(self.controller.stop_soon)
+                case _:
+                    pass
+
+    @contextmanager
+    def _interrupts_queued(self) -> Iterator[None]:
+        """Inside, ctrl+c is an item of the queue, so that it never cuts a line that is being written."""
+
+        def interrupt(number: int, frame: FrameType | None) -> None:
+            self._updates.put(_Interrupt())
+
+        before = signal.signal(signal.SIGINT, interrupt)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def show_conversation(self) -> None:
+        """Write the whole conversation."""
+        for entry in self.controller.thread.path:
+            self.speaker.message(entry)
+
+    def _tell_news(self) -> None:
+        """Say what happened while nothing was being answered."""
+        while not self._updates.empty():
+            update = self._updates.get()
+            if isinstance(update, UserNotice):
+                self.speaker.notice(update)
+        status = self.controller.status
+        if status.phase is Phase.UNAVAILABLE and status.problem != self._told_problem:
+            self.speaker.say(f"No model is loaded: {status.problem} /model chooses another one.", "Error")
+        self._told_problem = status.problem
+        facts = status.facts
+        if facts is not None and facts.name != self._told_model:
+            self._told_model = facts.name
+            self.speaker.say(f"The model {facts.name} is loaded.")
+            for line in facts.notices:
+                self.speaker.say(line)
+
+
+def run_plain() -> int:
+    """Chat in lines on stdin and stdout until the person leaves or stdin ends; the exit status."""
+    from engine.models.locations import ensure
+
+    if any(stream is None or stream.closed for stream in (sys.stdin, sys.stdout)):
+        return 2
+    try:
+        store = open_store(ensure("data") / "conversations.sqlite")
+    except (StoreError, OSError) as error:
+        print(f"privatellm: {error}", file=sys.stderr)  # noqa: T201
+        return 1
+    with contextlib.closing(store), _signals():
+        settings = open_settings()
+        console = standard_console()
+        try:
+            fetches = _may_fetch(console, settings)
+        except (EOFError, KeyboardInterrupt, ReaderGone):
+            return 0
+        except Leaving as leaving:
+            return leaving.status
+        chat = PlainChat(console, EngineClient(), store, settings, lambda model: fetches and _is_missing(model))
+        return chat.run([*settings.notices, *store.notices])
+
+
+def _may_fetch(console: Console, settings: SettingsFile) -> bool:
+    """Ask whether the starter may be downloaded, where it is wanted and not on this machine. A script is not asked."""
+    model = settings.settings.model
+    if "model" in settings.refused or not _is_missing(model):
+        return False
+    if not console.interactive:
+        return False
+    console.write_line("The starter, a small model for first tests, is not on this machine yet (about 93 MB).")
+    return console.read_line("Download it now? y or n: ").strip().lower() in ("y", "yes")
+
+
+def _is_missing(model: str) -> bool:
+    """Is ``model`` the starter, and not on this machine?"""
+    from engine.models.catalogue import STARTER
+    from engine.models.store import resolve
+
+    return model.strip().casefold() == STARTER and resolve(STARTER).folder is None
+
+
+@contextmanager
+def _signals() -> Iterator[None]:
+    """Inside, ctrl+c raises KeyboardInterrupt; SIGTERM and a closed terminal raise Leaving. A second one ends the
+    program at once."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        for known in wanted:
+            signal.signal(known, signal.SIG_DFL)
+        raise Leaving(128 + number)
+
+    wanted = (signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, leave) for number in wanted}
+    raise_on_interrupt()
+    try:
+        yield
+    finally:
+        leave_on_interrupt()
+        for number, handler in before.items():
+            signal.signal(number, handler)

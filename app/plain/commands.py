@@ -1,0 +1,259 @@
+"""The commands of the chat in lines: those of :data:`app.tui.keymap.COMMANDS` that need no screen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from app.chat.model_choices import model_options
+from app.chat.thread import export_thread
+from app.conversations.exporting import export_problem, suggested_path
+from app.conversations.store import Conversation, StoreError
+from app.plain.speaking import thoughts_mark
+from app.ring_words import machine_name, state_words
+from app.settings.fields import SettingError
+from app.settings.schema import SCHEMA, setting_named
+from app.text_safety import one_line
+from app.tui.keymap import COMMANDS, UnknownCommand, parse
+from engine.errors import ModelError
+
+if TYPE_CHECKING:
+    from app.plain.chat import PlainChat
+
+_MOST_LISTED = 20
+"""Number of conversations in a list to pick from."""
+_BY_HAND = 'Several lines: begin and end with """, or end each line but the last with \\.'
+
+
+def run_command(chat: PlainChat, text: str) -> bool:
+    """Run ``text`` if it is a command. Returns False if it is a question. Raises UnknownCommand, EOFError."""
+    call = parse(text)
+    if call is None:
+        return False
+    act = _ACTIONS.get(call.command.name)
+    if act is None:
+        raise UnknownCommand(f"/{call.command.name} needs the full screen: start privatellm without --plain.")
+    act(chat, call.argument)
+    return True
+
+
+def _help(chat: PlainChat, _: str) -> None:
+    for command in COMMANDS:
+        if command.name in _ACTIONS:
+            name = " ".join(filter(None, [f"/{command.name}", command.argument]))
+            chat.console.write_line(f"{name}: {command.title}. {command.help}.")
+    chat.console.write_line(_BY_HAND)
+    chat.console.write_line("ctrl+c stops an answer and keeps its text. ctrl+d leaves.")
+
+
+def _new(chat: PlainChat, _: str) -> None:
+    chat.call(chat.controller.new_conversation)
+    chat.speaker.say("New chat.")
+
+
+def _chats(chat: PlainChat, words: str) -> None:
+    store = chat.controller.store
+    try:
+        if words:
+            found = list({hit.conversation.id: hit.conversation for hit in store.search(words)}.values())
+        else:
+            found = store.conversations()
+    except StoreError as error:
+        chat.speaker.say(str(error), "Error")
+        return
+    if not found:
+        chat.speaker.say("No chat was found." if words else "There are no chats yet.")
+        return
+    picked = _pick(chat, [_chat_line(known) for known in found[:_MOST_LISTED]], "Number, or words to search for")
+    if isinstance(picked, str):
+        _chats(chat, picked)
+    elif picked is not None and chat.call(chat.controller.open_conversation, found[picked].id):
+        chat.speaker.say(one_line(found[picked].title), "Chat")
+        chat.show_conversation()
+
+
+def _chat_line(conversation: Conversation) -> str:
+    day = datetime.fromtimestamp(conversation.updated).strftime("%Y-%m-%d %H:%M")
+    return f"{one_line(conversation.title) or 'Untitled'}, {day}"
+
+
+def _model(chat: PlainChat, name: str) -> None:
+    if not name:
+        try:
+            options = model_options()
+        except (ModelError, OSError) as error:
+            chat.speaker.say(one_line(str(error)), "Error")
+            return
+        here = [option for option in options if option.here]
+        current = chat.controller.options.model
+        lines = [f"{one_line(known.name)}, {known.figures}{', in use' * (known.name == current)}" for known in here]
+        chat.speaker.say("Models on this machine. `privatellm models pull` downloads others.")
+        picked = _pick(chat, lines, "Number, or the name of another model")
+        if picked is None:
+            return
+        name = picked if isinstance(picked, str) else here[picked].name
+    if name == chat.controller.options.model:
+        chat.call(chat.controller.load_again)
+    else:
+        _tell_problem(chat, chat.call(chat.controller.change_settings, {"model": name}))
+    chat.speaker.say(f"The next question is answered by {one_line(chat.controller.options.model)}.")
+
+
+def _beams(chat: PlainChat, width: str) -> None:
+    controller = chat.controller
+    if width:
+        number = int(width) if width.isascii() and width.isdecimal() else 0
+        if not 1 <= number <= 16:
+            chat.speaker.say(f"The beam width must be a number from 1 to 16, not {one_line(width)}.", "Warning")
+            return
+        _tell_problem(chat, chat.call(controller.change_settings, {"beams": number}))
+        chat.speaker.say(f"The next question uses {number} beam{'' if number == 1 else 's'}.")
+        return
+    candidates = controller.beams
+    chat.speaker.say(f"The beam width is {controller.options.beams}. /beams WIDTH changes it, from 1 to 16.")
+    if not candidates:
+        return
+    lines = [f"score {beam.score:.3f}: {one_line(beam.text) or '(empty)'}" for beam in candidates]
+    picked = _pick(chat, lines, "Number of the candidate to use")
+    if isinstance(picked, int):
+        chat.call(controller.pick_beam, picked)
+        chat.speaker.message(controller.thread.path[-1])
+    elif picked:
+        chat.speaker.say("There is no such candidate.", "Warning")
+
+
+def _thoughts(chat: PlainChat, _: str) -> None:
+    answers = [entry for entry in chat.controller.thread.path if entry.thoughts.text]
+    if answers:
+        chat.speaker.say(answers[-1].thoughts.text, thoughts_mark(answers[-1]))
+    else:
+        chat.speaker.say("No answer here has thoughts.")
+
+
+def _machines(chat: PlainChat, _: str) -> None:
+    problem = chat.background.run(chat.controller.link.list_machines())
+    if problem:
+        chat.speaker.say(problem, "Error")
+        return
+    state = chat.controller.link.network.state
+    peers = state.peers if state is not None else []
+    for peer in peers:
+        chat.console.write_line(f"{machine_name(peer)}: {state_words(peer)}.")
+    if not peers:
+        chat.speaker.say("No machine is paired.")
+    chat.speaker.say("`privatellm peers pair` pairs a machine, /settings partitioning ring uses them.")
+
+
+def _settings(chat: PlainChat, _: str) -> None:
+    options = chat.controller.options
+    changed = [known for known in SCHEMA if options.value(known.key) != known.default]
+    for known in changed:
+        chat.console.write_line(f"{known.key} {_shown(options.value(known.key))}: {known.label}.")
+    if not changed:
+        chat.speaker.say("All settings have their defaults.")
+    line = chat.console.read_line(
+        "A setting and its value, such as temperature 0.7; ? lists all; empty: back. "
+    ).strip()
+    if line == "?":
+        for known in SCHEMA:
+            value = _shown(options.value(known.key))
+            chat.console.write_line(f"{known.key} {value}: {known.label}. {known.help} {known.allowed.capitalize()}.")
+        return
+    key, _, value = line.partition(" ")
+    if not key:
+        return
+    try:
+        wanted = setting_named(key).parse(value)
+    except SettingError as error:
+        chat.speaker.say(f"{one_line(str(error))}.", "Warning")
+        return
+    _tell_problem(chat, chat.call(chat.controller.change_settings, {key: wanted}))
+    chat.speaker.say(f"{key} is now {_shown(chat.controller.options.value(key))}.")
+
+
+def _shown(value: object) -> str:
+    if value is None or value == "":
+        return "(empty)"
+    return one_line(str(value).lower() if isinstance(value, bool) else str(value))
+
+
+def _again(chat: PlainChat, _: str) -> None:
+    if not chat.controller.thread.path:
+        chat.speaker.say("There is no answer to regenerate yet.", "Warning")
+        return
+    chat.call(chat.controller.regenerate)
+    chat.follow()
+
+
+def _edit(chat: PlainChat, _: str) -> None:
+    questions = [entry for entry in chat.controller.thread.path if entry.role == "user"]
+    if not questions:
+        chat.speaker.say("There is no question to edit yet.", "Warning")
+        return
+    chat.speaker.say(questions[-1].content, "The last question")
+    text = chat.console.read_text("In its place; empty: back. ")
+    if text.strip():
+        chat.call(chat.controller.edit, questions[-1], text)
+        chat.follow()
+
+
+def _rename(chat: PlainChat, title: str) -> None:
+    title = title or chat.console.read_line("Title of the chat; empty: back. ").strip()
+    if title:
+        chat.call(chat.controller.rename, title)
+
+
+def _export(chat: PlainChat, argument: str) -> None:
+    thread = chat.controller.thread
+    if thread.conversation is None and not thread.path:
+        chat.speaker.say("There is nothing to export yet.", "Warning")
+        return
+    flag, _, rest = argument.partition(" ")
+    thoughts = flag == "--thoughts"
+    name = rest.strip() if thoughts else argument
+    file = Path(name).expanduser() if name else suggested_path(thread.title)
+    try:
+        written = export_thread(chat.controller.store, thread, file, thoughts=thoughts)
+    except (OSError, StoreError) as error:
+        chat.speaker.say(export_problem(file, error), "Error")
+    else:
+        chat.speaker.say(f"Exported to {written}.")
+
+
+def _quit(chat: PlainChat, _: str) -> None:
+    raise EOFError
+
+
+_ACTIONS: dict[str, Callable[[PlainChat, str], None]] = {
+    "help": _help,
+    "new": _new,
+    "chats": _chats,
+    "model": _model,
+    "beams": _beams,
+    "thoughts": _thoughts,
+    "machines": _machines,
+    "settings": _settings,
+    "again": _again,
+    "edit": _edit,
+    "rename": _rename,
+    "export": _export,
+    "quit": _quit,
+}
+"""The commands by their names. The others need the full screen."""
+
+
+def _pick(chat: PlainChat, lines: Sequence[str], what: str) -> int | str | None:
+    """Write ``lines`` with numbers from 1 and read one. Returns its index, other words as typed, None for nothing."""
+    for number, line in enumerate(lines, start=1):
+        chat.console.write_line(f"{number}. {line}")
+    word = chat.console.read_line(f"{what}; empty: back. ").strip()
+    if word.isascii() and word.isdecimal() and 1 <= int(word) <= len(lines):
+        return int(word) - 1
+    return word or None
+
+
+def _tell_problem(chat: PlainChat, problem: object) -> None:
+    if problem:
+        chat.speaker.say(str(problem), "Error")
