@@ -84,7 +84,7 @@ class ChatTurn:
         """Write ``text`` to disk unless the turn has ended. Called in a thread. Raises StoreError."""
         with self._writing:
             if not self.ended:
-                store.update(record, content=text, thoughts=thoughts)
+                self.thread.store_in(store).update(record, content=text, thoughts=thoughts)
 
 
 def completed(answer: Entry, event: Finished) -> tuple[State, str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 
 from app.chat.answering import AnswerLoop, ChatTurn
+from app.chat.deletions import Deletions
 from app.chat.engine_link import EngineLink, ModelFetcher
 from app.chat.saving import Saver, rename
 from app.chat.setup import ChatSetup
@@ -25,6 +27,7 @@ from app.chat.state import (
     context_to_come,
 )
 from app.chat.thread import Thread, alternative, answer_place, stored_alternative
+from app.conversations.opening import open_temporary
 from app.conversations.store import ConversationStore, MessageRecord, StoreError, Thoughts
 from app.engine_client import Engine
 from app.settings.fields import SettingError
@@ -87,6 +90,7 @@ class ChatController:
             changed=self._setup_changed,
             emit=emit,
         )
+        self.deletions = Deletions(self)
         engine.on_notice = self._engine_notice
 
     # --- what the screen asks -------------------------------------------------------------------------------------
@@ -133,7 +137,7 @@ class ChatController:
         """Ask for another answer in place of ``entry`` (default: the last). The old one stays as an alternative."""
         path = self.thread.path
         if not path:
-            self._notify("There is no answer to regenerate yet.", "warning")
+            self.notify("There is no answer to regenerate yet.", "warning")
             return
         index = path.index(entry) if entry in path else len(path) - 1
         last = index if path[index].role == "user" else index - 1
@@ -153,33 +157,45 @@ class ChatController:
     def switch(self, entry: Entry, offset: int) -> None:
         """Show the alternative ``offset`` places after ``entry``, wrapping around, and what follows it."""
         if entry.record is None or entry.siblings < 2:
-            self._notify("This message has no alternatives.", "information")
+            self.notify("This message has no alternatives.", "information")
             return
         try:
-            chosen = alternative(self.store, entry.record, offset)
-            self._show(self.store.select(chosen), focus=chosen)
+            store = self.thread.store_in(self.store)
+            chosen = alternative(store, entry.record, offset)
+            self.show(store.select(chosen), focus=chosen)
         except StoreError as error:
-            self._notify(str(error), "error")
+            self.notify(str(error), "error")
 
-    def new_conversation(self) -> None:
+    def new_conversation(self, *, temporary: bool = False) -> None:
+        """Show an empty conversation. ``temporary``: nothing of it is written to disk, and it ends when it is left."""
         self.stop_soon()
-        self.thread = Thread(system=self.options.system_prompt, model=self.options.model)
-        self._conversation_changed()
+        memory = open_temporary() if temporary else None
+        self._show_thread(Thread(system=self.options.system_prompt, model=self.options.model, memory=memory))
         self._emit(PathChanged())
 
-    def open_conversation(self, conversation: int, message: int | None = None) -> bool:
-        """Show a conversation of the store, at ``message`` and its branch if given. False if it cannot be read."""
+    def empty(self) -> None:
+        """Show an empty conversation of the same kind as the shown one."""
+        self._show_thread(dataclasses.replace(self.thread, conversation=None, title="", path=[]))
+        self._emit(PathChanged())
+
+    def open_conversation(
+        self, conversation: int, message: int | None = None, memory: ConversationStore | None = None
+    ) -> bool:
+        """Show a conversation, at ``message`` and its branch if given. False if it cannot be read.
+
+        ``memory``: the store of a temporary one.
+        """
+        store = memory or self.store
         try:
-            found = self.store.conversation(conversation)
-            records = self.store.shown(conversation) if message is None else self.store.select(message)
+            found = store.conversation(conversation)
+            records = store.shown(conversation) if message is None else store.select(message)
         except StoreError as error:
-            self._notify(str(error), "error")
+            self.notify(str(error), "error")
             return False
         if self.thread.conversation != conversation:
             self.stop_soon()
-        self.thread = Thread.of(found)
-        self._conversation_changed()
-        self._show(records, focus=message)
+        self._show_thread(Thread.of(found, memory))
+        self.show(records, focus=message)
         return True
 
     def forget_conversation(self, conversation: int) -> None:
@@ -195,7 +211,7 @@ class ChatController:
         try:
             await rename(self.store, thread, title)
         except StoreError as error:
-            self._notify(str(error), "error")
+            self.notify(str(error), "error")
         self._status_changed()
         done()
 
@@ -263,7 +279,7 @@ class ChatController:
         """Make candidate ``index`` the answer. A search that still runs is stopped first."""
         turn = self.answers.beam_turn
         if turn is None or not 0 <= index < len(self.beams):
-            self._notify("There are no candidates to choose from.", "warning")
+            self.notify("There are no candidates to choose from.", "warning")
             return
         picked = self.beams[index]
         if not turn.ended:
@@ -302,32 +318,38 @@ class ChatController:
         path = self.thread.path if turn.thread is self.thread else []
         index = answer_place(path, turn.path[-1])
         if index is None:
-            self._notify("That question is no longer on the screen.", "warning")
+            self.notify("That question is no longer on the screen.", "warning")
             return
         shown = path[index] if index < len(path) else None
         thoughts = Thoughts(sanitize(picked.reasoning))
         if shown is not None and (shown.content, shown.thoughts.text) == (text, thoughts.text):
             return
         try:
-            same = stored_alternative(self.store, shown, text, thoughts.text)
+            store = turn.thread.store_in(self.store)
+            same = stored_alternative(store, shown, text, thoughts.text)
             if same is not None:
-                self._show(self.store.select(same.id), focus=same.id)
+                self.show(store.select(same.id), focus=same.id)
                 return
         except StoreError as error:
-            self._notify(str(error), "error")
+            self.notify(str(error), "error")
         answer = Entry("assistant", text, model=turn.answer.model, finish_reason="stop", note="")
         answer.thoughts = thoughts
         self.thread.path = [*path[:index], answer]
         self.answers.save(self.thread, self.thread.path)
         self._emit(PathChanged(answer))
 
-    def _show(self, records: Sequence[MessageRecord], focus: int | None = None) -> None:
+    def show(self, records: Sequence[MessageRecord], focus: int | None = None) -> None:
+        """Show another path of the conversation, at the message ``focus`` if given."""
         running = {turn.answer.record: turn.answer for turn in self.answers.unfinished}
         entries = [running.get(record.id) or Entry.of(record) for record in records]
         self.thread.path = entries
         self._emit(PathChanged(next((entry for entry in entries if entry.record == focus), None)))
 
-    def _conversation_changed(self) -> None:
+    def _show_thread(self, thread: Thread) -> None:
+        left = self.thread.memory
+        if left is not None and left is not thread.memory:
+            self.deletions.forget(left)
+        self.thread = thread
         self.status.context_used, self.status.tokens_per_s = None, 0.0
         self._setup_changed()
         self.answers.clear_beams()
@@ -337,7 +359,7 @@ class ChatController:
         self.status.beams = self.setup.options.beams
 
     def _fall_back(self, problem: str, worked: Settings) -> None:
-        self._notify(f"{self.options.model} cannot be loaded: {problem} {worked.model} stays in use.", "error")
+        self.notify(f"{self.options.model} cannot be loaded: {problem} {worked.model} stays in use.", "error")
         options = self.options.loading_as(worked)
         keys = [setting.key for setting in RELOADING if options.value(setting.key) != self.options.value(setting.key)]
         if "model" in keys and not self.is_saved("model"):
@@ -362,9 +384,9 @@ class ChatController:
         recovered = bool(self.status.unsaved) and not problem
         self.status.unsaved = problem
         if problem:
-            self._notify(f"Not saved: {problem}", "error")
+            self.notify(f"Not saved: {problem}", "error")
         elif recovered:
-            self._notify("All messages are saved again.")
+            self.notify("All messages are saved again.")
         self._status_changed()
 
     def _saved_late(self) -> None:
@@ -385,5 +407,9 @@ class ChatController:
     def _status_changed(self) -> None:
         self._emit(StatusChanged())
 
-    def _notify(self, text: str, severity: Severity = "information") -> None:
+    def run_in_background(self, work: Coroutine[None, None, None]) -> None:
+        """Do ``work`` beside the answers."""
+        self.answers.run_in_background(work)
+
+    def notify(self, text: str, severity: Severity = "information") -> None:
         self._emit(UserNotice(text, severity))

@@ -40,7 +40,8 @@ async def rename(store: ConversationStore, thread: Thread, title: str) -> None:
     """Give the conversation of ``thread`` a title, also on disk if it is saved. Raises StoreError."""
     conversation = thread.conversation
     if conversation is not None:
-        title = (await unlocked(lambda: store.change(conversation, title=title))).title
+        kept = thread.store_in(store)
+        title = (await unlocked(lambda: kept.change(conversation, title=title))).title
     thread.title = title
 
 
@@ -48,7 +49,8 @@ async def save_setup(store: ConversationStore, thread: Thread) -> None:
     """Write the system prompt and the own values of ``thread`` if its conversation is saved. Raises StoreError."""
     conversation = thread.conversation
     if conversation is not None:
-        await unlocked(lambda: store.change(conversation, system=thread.system, own_values=thread.values.stored))
+        kept = thread.store_in(store)
+        await unlocked(lambda: kept.change(conversation, system=thread.system, own_values=thread.values.stored))
 
 
 class Saver:
@@ -126,8 +128,9 @@ class Saver:
             self._pending.append((thread, path))
 
     def _write(self, thread: Thread, path: tuple[Entry, ...]) -> None:
+        store = thread.store_in(self.store)
         if thread.conversation is None:
-            created = self.store.create(
+            created = store.create(
                 model=thread.model, system=thread.system, title=thread.title, own_values=thread.values.stored
             )
             thread.conversation = created.id
@@ -135,27 +138,25 @@ class Saver:
         added = False
         for entry in path:
             if entry.record is None:
-                self._add(thread.conversation, entry, parent)
+                self._add(store, thread.conversation, entry, parent)
                 added = True
             elif entry.dirty:
-                self._update(entry)
+                self._update(store, entry)
             parent = entry.record
         if added and not thread.title:
-            thread.title = self.store.conversation(thread.conversation).title
+            thread.title = store.conversation(thread.conversation).title
 
-    def _add(self, conversation: int, entry: Entry, parent: int | None) -> None:
-        record = self.store.add(
-            conversation, entry.role, entry.content, parent=parent, state=entry.state, model=entry.model
-        )
+    def _add(self, store: ConversationStore, conversation: int, entry: Entry, parent: int | None) -> None:
+        record = store.add(conversation, entry.role, entry.content, parent=parent, state=entry.state, model=entry.model)
         entry.record = record.id
         entry.siblings, entry.sibling_index = record.siblings, record.sibling_index
-        if entry.tokens or entry.finish_reason or entry.thoughts.text:
-            self._update(entry)
+        if entry.tokens or entry.finish_reason or entry.thoughts.text or entry.generation.known:
+            self._update(store, entry)
         entry.dirty = False
 
-    def _update(self, entry: Entry) -> None:
+    def _update(self, store: ConversationStore, entry: Entry) -> None:
         assert entry.record is not None
-        self.store.update(
+        store.update(
             entry.record,
             content=entry.content,
             state=entry.state,

@@ -17,7 +17,7 @@ from engine.ipc.messages import Message
 
 @dataclass(eq=False)
 class Thread:
-    """A conversation on the screen. ``conversation``: its id in the store, None until its first question is saved."""
+    """A conversation on the screen. ``conversation``: its id in its store, None until its first question is kept."""
 
     conversation: int | None = None
     title: str = ""
@@ -25,12 +25,20 @@ class Thread:
     model: str = ""
     path: list[Entry] = field(default_factory=list)
     values: ChatValues = field(default_factory=ChatValues)
+    memory: ConversationStore | None = None
+    """The store in memory of a temporary conversation, of which nothing may be written to disk; None: it is saved."""
+
+    def store_in(self, disk: ConversationStore) -> ConversationStore:
+        """Where the conversation is kept: in memory, or in the store ``disk``."""
+        return self.memory or disk
 
     @staticmethod
-    def of(conversation: Conversation) -> Thread:
-        """The thread of a stored conversation, without its messages."""
+    def of(conversation: Conversation, memory: ConversationStore | None = None) -> Thread:
+        """The thread of a stored conversation, without its messages. ``memory``: its store if it is temporary."""
         values = ChatValues.restored(conversation.own_values)
-        return Thread(conversation.id, conversation.title, conversation.system, conversation.model, values=values)
+        return Thread(
+            conversation.id, conversation.title, conversation.system, conversation.model, values=values, memory=memory
+        )
 
 
 def prompt_messages(system: str, path: list[Entry]) -> list[Message]:

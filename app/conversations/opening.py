@@ -19,6 +19,8 @@ _LOCK_WAIT_S = 2.0
 _CALL_WAIT_S = 0.1
 """Seconds that a call on the open database waits for another program's write. The call may block the screen, so its
 caller tries again instead."""
+_TEMPORARY_IDS = 1 << 40
+"""Number that the ids of a store in memory begin after."""
 _ALWAYS_CHECKED_BYTES = 32 * 1024 * 1024
 """Largest size in bytes of a database that is checked at each start; a larger one is checked if it was not closed."""
 
@@ -49,6 +51,18 @@ def open_store(
         if error.reason != "damaged":
             raise
         return _start_again(path, steps, clock, str(error.__cause__ or error))
+
+
+def open_temporary(clock: Callable[[], float] = time.time) -> SqliteStore:
+    """A store in memory, of which nothing is written to disk. Its ids are those of no store on disk."""
+    connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+    connection.execute("PRAGMA foreign_keys = ON")
+    # Large sorts would be written to temporary files.
+    connection.execute("PRAGMA temp_store = MEMORY")
+    migrate(connection, known_migrations(), "memory")
+    for table in ("conversation", "message"):
+        connection.execute("INSERT INTO sqlite_sequence (name, seq) VALUES (?, ?)", (table, _TEMPORARY_IDS))
+    return SqliteStore(connection, Path(":memory:"), [], clock)
 
 
 def _opened(connection: sqlite3.Connection, path: Path, notices: list[str], clock: Callable[[], float]) -> SqliteStore:

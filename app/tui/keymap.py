@@ -86,6 +86,7 @@ class ChatCommand:
 COMMANDS: tuple[ChatCommand, ...] = (
     ChatCommand("help", "Help", "Keys and commands", "app.help", key("help")),
     ChatCommand("new", "New chat", "Start an empty chat", "new", "ctrl+n"),
+    ChatCommand("temporary", "Temporary chat", "Start a chat of which nothing is saved", "temporary"),
     ChatCommand("chats", "Chats", "Open, search, rename, export or delete chats", "chats", key("chats")),
     ChatCommand("model", "Model", "Choose, download or load a model", "model", key("model"), "[name]"),
     ChatCommand("beams", "Beams", "Set the beam width; see the candidates", "beams", key("beams"), "[width]"),
@@ -96,6 +97,8 @@ COMMANDS: tuple[ChatCommand, ...] = (
     ChatCommand("machines", "Machines", "Find, pair and forget machines; form a ring", "machines", key("machines")),
     ChatCommand("settings", "Settings", "Change the settings", "settings", "ctrl+s"),
     ChatCommand("again", "Regenerate", "Answer the last question again; the old answer stays", "again", "ctrl+r"),
+    ChatCommand("delete", "Delete the last message", "With x any message; it can be brought back", "delete_last"),
+    ChatCommand("undo", "Undo a deletion", "Bring back what was deleted last, here or in the chats", "undo"),
     ChatCommand("edit", "Edit the last question", "The old question stays as an alternative", "edit_last"),
     ChatCommand("copy", "Copy the last answer", "As Markdown, to the clipboard", "copy_last"),
     ChatCommand("code", "Copy the last code block", "To the clipboard", "copy_code"),

@@ -35,8 +35,9 @@ class MessageView(Written, can_focus=True):
         "A message of the conversation. `up` and `down` go to the previous and the next message; `u` and `d` "
         "scroll. `c` copies the message, `b` its next code block. `t` opens and folds what the model thought before "
         "its answer; while it is open, `c` copies it too. `e` edits a question; the old question stays as an "
-        "alternative. `r` regenerates the answer. `left` and `right` switch between alternatives. `esc` returns to "
-        "the prompt."
+        "alternative. `r` regenerates the answer. `left` and `right` switch between alternatives. `x` deletes the "
+        "message and what follows it, `X` its alternatives too; `z` or `ctrl+z` brings back what was deleted. `esc` "
+        "returns to the prompt."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up,k", "neighbour(-1)", "Up", show=False, id="message.up"),
@@ -52,6 +53,9 @@ class MessageView(Written, can_focus=True):
         Binding("t", "thoughts", "Thoughts", id="message.thoughts"),
         Binding("e", "act('edit')", "Edit", id="message.edit"),
         Binding("r", "act('again')", "Regenerate", id="message.again"),
+        Binding("x,delete", "act('delete')", "Delete", key_display="x", id="message.delete"),
+        Binding("X", "act('delete_all')", "Delete all versions", show=False, id="message.delete_all"),
+        Binding("z,ctrl+z", "act('undo')", "Undo deletion", show=False, id="message.undo"),
         Binding("escape,i", "act('leave')", "Type", show=False, id="message.leave"),
     ]
 

@@ -47,6 +47,9 @@ from app.tui.terminal.application import CopyRequested
 SETTLED_S = 0.15
 """Seconds after which the end of an answer has been laid out."""
 
+TEMPORARY = "◌ Temporary chat: nothing is saved"
+"""Title of a conversation that is kept in memory only, before the title made from its first question."""
+
 
 class Updated(Message):
     """The controller changed something."""
@@ -223,7 +226,11 @@ class ChatScreen(Screen[None]):
         self.transcript.display = conversation
 
     def _show_title(self) -> None:
-        title = one_line(self.controller.thread.title) if self.controller.thread.path else ""
+        thread = self.controller.thread
+        title = one_line(thread.title) if thread.path else ""
+        if thread.memory is not None:
+            title = f"{TEMPORARY} · {title}" if title else TEMPORARY
+        self._show_placeholder()
         # Updating a line lays out the whole screen.
         if title != self._title:
             self._title = title
@@ -232,7 +239,14 @@ class ChatScreen(Screen[None]):
             line.display = bool(title)
 
     def _show_placeholder(self) -> None:
-        self.prompt.placeholder = "Edit the question. Esc cancels." if self._editing else "Ask something"
+        temporary = self.controller.thread.memory is not None
+        self.prompt.set_class(temporary, "-temporary")
+        if self._editing is not None:
+            self.prompt.border_title = "Editing an earlier question"
+            self.prompt.placeholder = "Edit the question. Esc cancels."
+        else:
+            self.prompt.border_title = "◌ temporary" if temporary else ""
+            self.prompt.placeholder = "Ask something"
 
     # --- typing ---------------------------------------------------------------------------------------------------
 
@@ -326,6 +340,37 @@ class ChatScreen(Screen[None]):
         else:
             self.show_notice("There is no question to edit yet.", "warning")
 
+    def action_delete_last(self) -> None:
+        path = self.controller.thread.path
+        if path:
+            self._delete(path[-1])
+        else:
+            self.show_notice("There is no message to delete.", "warning")
+
+    def _delete(self, entry: Entry, *, alternatives: bool = False) -> None:
+        path = self.controller.thread.path
+        place = path.index(entry) if entry in path else len(path)
+        focused = isinstance(self.focused, MessageView)
+        self.controller.deletions.message(
+            entry, alternatives=alternatives, done=lambda: self.call_later(self._focus_place, place, focused)
+        )
+
+    def action_undo(self) -> None:
+        """Bring back what was deleted last."""
+        self.controller.deletions.undo()
+
+    def _focus_place(self, place: int, message: bool) -> None:
+        """Focus the message at ``place`` of the path or the last before it, if a ``message`` had the focus before."""
+        path = self.controller.thread.path
+        view = self.transcript.view_of(path[min(place, len(path) - 1)]) if path and message else None
+        (view or self.prompt).focus()
+
+    def action_temporary(self) -> None:
+        """Begin a conversation that is kept in memory only."""
+        self.notice.hide()
+        self.controller.new_conversation(temporary=True)
+        self.prompt.focus()
+
     def action_copy_last(self) -> None:
         answers = [entry for entry in self.controller.thread.path if entry.role == "assistant" and entry.content]
         if answers:
@@ -359,6 +404,10 @@ class ChatScreen(Screen[None]):
             case "again":
                 self.controller.regenerate(entry)
                 self.prompt.focus()
+            case "delete" | "delete_all":
+                self._delete(entry, alternatives=event.what == "delete_all")
+            case "undo":
+                self.action_undo()
             case "previous" | "next":
                 self.controller.switch(entry, -1 if event.what == "previous" else 1)
                 self.call_after_refresh(self._focus_like, entry)
@@ -377,12 +426,10 @@ class ChatScreen(Screen[None]):
         self._editing = entry
         self.prompt.fill(entry.content)
         self._show_placeholder()
-        self.prompt.border_title = "Editing an earlier question"
         self.prompt.focus()
 
     def _leave_editing(self) -> None:
         self._editing = None
-        self.prompt.border_title = ""
         self._show_placeholder()
 
     def _copy_next_code(self, entry: Entry) -> None:
@@ -523,7 +570,7 @@ class ChatScreen(Screen[None]):
 
         thread, file = self.controller.thread, Path(path).expanduser()
         try:
-            written = export_thread(self.controller.store, thread, file, thoughts=thoughts)
+            written = export_thread(thread.store_in(self.controller.store), thread, file, thoughts=thoughts)
         except (OSError, StoreError) as error:
             self.show_notice(export_problem(Path(path), error), "error")
         else:
