@@ -110,6 +110,7 @@ async def test_a_temporary_conversation_leaves_nothing_on_disk(engine: FakeEngin
         chat.controller.regenerate()
         await chat.answered()
         chat.controller.switch(chat.path[-1], -1)
+        chat.controller.setup.set_system("Speak as Quetzalcoatlus would.")
         chat.controller.deletions.message(chat.path[2])
         await chat.until(lambda: len(chat.path) == 2)
         chat.controller.deletions.undo()
