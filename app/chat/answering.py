@@ -161,7 +161,8 @@ class AnswerLoop:
     """Answers questions one after the other: has the model loaded, follows the engine's events, saves the text.
 
     ``options`` gives the settings for the next answer. ``emit`` is called with each change. ``on_picked`` is called
-    with a turn and the candidate that was picked while its beam search ran.
+    with a turn and the candidate that was picked while its beam search ran, ``on_free`` with the last turn when none
+    waits.
     """
 
     def __init__(
@@ -172,6 +173,7 @@ class AnswerLoop:
         options: Callable[[], Settings],
         emit: Callable[[Update], None],
         on_picked: Callable[[ChatTurn, Beam], None],
+        on_free: Callable[[ChatTurn], None],
         *,
         autosave_s: float,
         watch_engine_s: float,
@@ -188,6 +190,7 @@ class AnswerLoop:
         self._options = options
         self._emit = emit
         self._on_picked = on_picked
+        self._on_free = on_free
         self._autosave_s = autosave_s
         self._watch_engine_s = watch_engine_s
         self._waiting: deque[ChatTurn] = deque()
@@ -204,6 +207,10 @@ class AnswerLoop:
     def unfinished(self) -> list[ChatTurn]:
         """The turn being answered and those that wait."""
         return [turn for turn in (self._current, *self._waiting) if turn is not None]
+
+    def answers(self, thread: Thread) -> bool:
+        """Is a question of ``thread`` being answered, or waiting?"""
+        return any(turn.thread is thread and not turn.ended for turn in self.unfinished)
 
     def add(self, turn: ChatTurn) -> None:
         """Answer ``turn`` after those that wait."""
@@ -258,6 +265,8 @@ class AnswerLoop:
                     self._count_waiting()
                     await self._answer(turn)
                     self._current = None
+                    if not self._waiting:
+                        self._on_free(turn)
                 if not self._status.problem and not self._link.has(self._options()):
                     await self._link.bring_up(self._options)
                     continue

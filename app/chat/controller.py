@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from app.chat.answering import AnswerLoop, ChatTurn
 from app.chat.deletions import Deletions
 from app.chat.engine_link import EngineLink, ModelFetcher
+from app.chat.queue import NewQuestion, QuestionQueue
 from app.chat.saving import Saver, rename
 from app.chat.setup import ChatSetup
 from app.chat.state import (
@@ -18,6 +19,8 @@ from app.chat.state import (
     NetworkChanged,
     PathChanged,
     Phase,
+    QuestionsReturned,
+    QueueChanged,
     SettingsChanged,
     Severity,
     Status,
@@ -78,6 +81,7 @@ class ChatController:
             lambda: self.options,
             emit,
             self._take_candidate,
+            self._next_question,
             autosave_s=autosave_s,
             watch_engine_s=watch_engine_s,
         )
@@ -91,6 +95,7 @@ class ChatController:
             emit=emit,
         )
         self.deletions = Deletions(self)
+        self.queue = QuestionQueue(self._queue_changed)
         engine.on_notice = self._engine_notice
 
     # --- what the screen asks -------------------------------------------------------------------------------------
@@ -113,7 +118,7 @@ class ChatController:
     @property
     def busy(self) -> bool:
         """Is a question being answered, or waiting?"""
-        return self.answers.busy
+        return self.answers.busy or bool(self.queue.items)
 
     @property
     def beam_search_runs(self) -> bool:
@@ -126,12 +131,15 @@ class ChatController:
         return self._saver.unsaved
 
     def submit(self, text: str) -> None:
-        """Ask a new question at the end of the conversation.
+        """Ask a new question at the end of the conversation, after the answer in progress and the questions queued.
 
         It is on disk before the engine gets it; if it cannot be saved, a notice says why.
         """
-        question = Entry("user", sanitize(text))
-        self._ask([*self.thread.path, question], EntryAdded(question))
+        question = NewQuestion(sanitize(text))
+        if self.queue.items or self.answers.answers(self.thread):
+            self.queue.add(question)
+        else:
+            self._submit(question)
 
     def regenerate(self, entry: Entry | None = None) -> None:
         """Ask for another answer in place of ``entry`` (default: the last). The old one stays as an alternative."""
@@ -168,7 +176,7 @@ class ChatController:
 
     def new_conversation(self, *, temporary: bool = False) -> None:
         """Show an empty conversation. ``temporary``: nothing of it is written to disk, and it ends when it is left."""
-        self.stop_soon()
+        self.stop()
         memory = open_temporary() if temporary else None
         self._show_thread(Thread(system=self.options.system_prompt, model=self.options.model, memory=memory))
         self._emit(PathChanged())
@@ -193,7 +201,7 @@ class ChatController:
             self.notify(str(error), "error")
             return False
         if self.thread.conversation != conversation:
-            self.stop_soon()
+            self.stop()
         self._show_thread(Thread.of(found, memory))
         self.show(records, focus=message)
         return True
@@ -252,7 +260,7 @@ class ChatController:
             if self.thread.system == before.system_prompt:
                 self.thread.system = options.system_prompt
         if not options.loads_like(before):
-            self.stop_soon()
+            self.stop()
             self.answers.run_in_background(self.link.abandon_loading())
             self.answers.wake()
         self._emit(SettingsChanged(frozenset(keys)))
@@ -264,8 +272,15 @@ class ChatController:
         self.status.problem = ""
         self.answers.wake()
 
+    def stop(self) -> bool:
+        """As :meth:`stop_soon`, and the questions in the queue go back to the prompt."""
+        questions = self.queue.take_all()
+        if questions:
+            self._emit(QuestionsReturned(questions))
+        return self.stop_soon() or bool(questions)
+
     def stop_soon(self) -> bool:
-        """Stop the current answer and those that wait; their text stays. Without any, stop the download of the model.
+        """Stop the current answer; its text stays. Without one, stop the download of the model.
 
         The next question continues a stopped download. Returns False if there was nothing to stop.
         """
@@ -300,6 +315,26 @@ class ChatController:
         await self.answers.run()
 
     # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _submit(self, question: NewQuestion) -> None:
+        entry = Entry("user", question.text)
+        self._ask([*self.thread.path, entry], EntryAdded(entry))
+
+    def _next_question(self, last: ChatTurn) -> None:
+        """Ask the first question of the queue after ``last`` has ended; return all of them if it failed."""
+        if last.answer.state == "failed":
+            questions = self.queue.take_all()
+            if questions:
+                self._emit(QuestionsReturned(questions))
+            return
+        question = self.queue.take()
+        if question is not None:
+            self._submit(question)
+
+    def _queue_changed(self) -> None:
+        self.status.queued = len(self.queue.items)
+        self._emit(QueueChanged())
+        self._status_changed()
 
     def _ask(self, path: list[Entry], update: Update) -> None:
         answer = Entry("assistant", "", state="writing", model=self.options.model)

@@ -33,7 +33,7 @@ class OpenChat(Protocol):
     @property
     def store(self) -> ConversationStore: ...
 
-    def stop_soon(self) -> bool: ...
+    def stop(self) -> bool: ...
 
     def empty(self) -> None:
         """Show an empty conversation of the same kind as the shown one."""
@@ -77,7 +77,7 @@ class Deletions:
         """
         if entry not in self._chat.thread.path:
             return
-        self._chat.stop_soon()
+        self._chat.stop()
         if entry.record is None:
             self._chat.notify("This message is not saved yet, so it cannot be deleted.", "warning")
             return
@@ -120,7 +120,7 @@ class Deletions:
         store = self._chat.store
         shown = self._chat.thread.conversation in numbers
         if shown:
-            self._chat.stop_soon()
+            self._chat.stop()
             self._chat.empty()
         parts: list[Deletion] = []
         try:

@@ -8,6 +8,7 @@ from enum import Enum
 from itertools import count
 from typing import Literal
 
+from app.chat.queue import NewQuestion
 from app.conversations.generation import UNKNOWN, Generation
 from app.conversations.store import NO_THOUGHTS, MessageRecord, Role, State, Thoughts
 from engine.ipc.messages import Beam, ModelFacts, Prefill, Progress, Timing, WarmUp
@@ -91,7 +92,9 @@ class Status:
     context_used: int | None = None
     tokens_per_s: float = 0.0
     waiting: int = 0
-    """Number of questions that wait for an answer."""
+    """Number of questions of the conversation that wait for an answer."""
+    queued: int = 0
+    """Number of questions that wait to become part of the conversation."""
     unsaved: str = ""
     """Why some messages are not saved; empty if all are."""
     problem: str = ""
@@ -128,6 +131,18 @@ class EntryChanged:
 
     entry: Entry
     live: bool = False
+
+
+@dataclass(frozen=True)
+class QueueChanged:
+    """Another question waits, or one does no longer."""
+
+
+@dataclass(frozen=True)
+class QuestionsReturned:
+    """The answer before them was stopped or failed: these questions, oldest first, belong in the prompt again."""
+
+    questions: tuple[NewQuestion, ...]
 
 
 @dataclass(frozen=True)
@@ -182,8 +197,8 @@ class UserNotice:
 
 
 Update = (
-    PathChanged | EntryAdded | EntryChanged | StatusChanged | SettingsChanged | FellBack | DownloadsChanged
-    | BeamsChanged | TimingArrived | NetworkChanged | UserNotice
+    PathChanged | EntryAdded | EntryChanged | QueueChanged | QuestionsReturned | StatusChanged | SettingsChanged
+    | FellBack | DownloadsChanged | BeamsChanged | TimingArrived | NetworkChanged | UserNotice
 )  # fmt: skip
 
 

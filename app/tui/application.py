@@ -143,7 +143,7 @@ class ChatApp(TerminalApp):
 
     def action_interrupt(self) -> None:
         """ctrl+c: stop the answer. If there is nothing to stop, show how to leave."""
-        if self.chat is None or not self.chat.controller.stop_soon():
+        if self.chat is None or not self.chat.controller.stop():
             self.notify("Press ctrl+q to quit.", markup=False)
 
     def action_help(self) -> None:

@@ -9,7 +9,8 @@ import pytest
 from chat_helpers import Chat, on_disk, running
 from fake_engine import FakeEngine
 
-from app.chat.state import Entry, FellBack, Phase
+from app.chat.queue import NewQuestion
+from app.chat.state import Entry, FellBack, Phase, QuestionsReturned
 from app.chat.thread import prompt_messages
 from app.conversations.opening import open_store
 from app.conversations.store import ConversationStore, StoreError
@@ -92,7 +93,7 @@ async def test_questions_asked_meanwhile_are_answered_in_order(engine: FakeEngin
         chat.controller.submit("one")
         await chat.until(lambda: chat.path[1].content)
         chat.controller.submit("two")
-        assert chat.controller.status.waiting == 1
+        assert chat.controller.status.queued == 1 and len(chat.path) == 2
         engine.gate.set()
         await chat.answered()
         assert [entry.content for entry in chat.path] == ["one", "to one.", "two", "to two."]
@@ -254,16 +255,52 @@ async def test_a_question_that_did_not_fit_is_not_sent_again_with_the_next(
         assert [message.content for message in prompt_messages("", again)] == ["short", "Paris is the capital."]
 
 
-async def test_a_question_behind_another_says_what_it_waits_for(engine: FakeEngine, store: ConversationStore) -> None:
+async def test_stopping_hands_the_queue_back(engine: FakeEngine, store: ConversationStore) -> None:
     engine.gate = asyncio.Event()
     async with running(Chat(engine, store)) as chat:
+        for text in ("one", "two", "three", "four"):
+            chat.controller.submit(text)
+        await chat.until(lambda: chat.path[1].content)
+        assert chat.controller.queue.take(2) == NewQuestion("four")
+        assert chat.controller.queue.take(2) is None
+        assert chat.controller.stop()
+        await chat.answered()
+        assert [entry.content for entry in chat.path] == ["one", "Paris"]
+        assert len(engine.sent(Generate)) == 1 and not chat.controller.queue.items
+        assert QuestionsReturned((NewQuestion("two"), NewQuestion("three"))) in chat.updates
+
+
+async def test_a_failed_answer_hands_the_queue_back(engine: FakeEngine, store: ConversationStore) -> None:
+    engine.gate = asyncio.Event()
+    async with running(Chat(engine, store)) as chat:
+        engine.dies_at = 2
         chat.controller.submit("one")
         await chat.until(lambda: chat.path[1].content)
         chat.controller.submit("two")
-        assert chat.path[-1].note == "Waiting for the previous answer."
         engine.gate.set()
         await chat.answered()
-        assert chat.path[-1].note == ""
+        assert [entry.content for entry in chat.path] == ["one", "Paris"]
+        assert QuestionsReturned((NewQuestion("two"),)) in chat.updates
+
+
+async def test_leaving_the_conversation_or_another_model_hands_the_queue_back(
+    engine: FakeEngine, store: ConversationStore
+) -> None:
+    engine.load_gate = asyncio.Event()
+    async with running(Chat(engine, store)) as chat:
+        chat.controller.submit("one")
+        chat.controller.submit("two")
+        chat.controller.new_conversation()
+        assert QuestionsReturned((NewQuestion("two"),)) in chat.updates
+        # What is asked in the new conversation belongs to it at once, although the other's question is in progress.
+        chat.controller.submit("three")
+        chat.controller.submit("four")
+        assert [entry.content for entry in chat.path] == ["three", ""]
+        chat.controller.change_settings({"model": "other"})
+        assert QuestionsReturned((NewQuestion("four"),)) in chat.updates
+        engine.load_gate.set()
+        await chat.until(lambda: chat.controller.status.phase is Phase.READY)
+        assert not chat.controller.busy and not engine.sent(Generate)
 
 
 async def test_answering_again_keeps_the_old_answer(engine: FakeEngine, store: ConversationStore) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from textual import events
@@ -53,11 +54,19 @@ class Prompt(FoldingArea):
         self._earlier: list[str] = []
         self._folded: dict[str, str] = {}
         self._position: int | None = None
+        self.leave_upwards_first: Callable[[], bool] = lambda: False
+        """Called for ``up`` in an empty field, before an earlier question is recalled. Returns True if it went
+        somewhere else."""
 
     def remember(self, texts: list[str]) -> None:
         """Set the earlier questions that can be recalled, oldest first."""
         self._earlier = [text for text in texts if text.strip()]
         self._position = None
+
+    def put_before(self, texts: Sequence[str]) -> None:
+        """Put ``texts`` before what is in the field, as paragraphs."""
+        parts = [*(self._folded.get(text, text) for text in texts), self.text]
+        self.fill("\n\n".join(part for part in parts if part.strip()))
 
     def fill(self, text: str) -> None:
         """Put ``text`` into the field, with the cursor after it."""
@@ -108,6 +117,8 @@ class Prompt(FoldingArea):
         self.post_message(self.LeftUpwards())
 
     def action_cursor_up(self, select: bool = False) -> None:
+        if not select and not self.text and self.leave_upwards_first():
+            return
         if not select and self._recalls() and self._recall(-1):
             return
         super().action_cursor_up(select)

@@ -91,8 +91,9 @@ def _activity(status: Status) -> Content:
     if status.phase is Phase.READING and prefill is not None and prefill.total:
         share = f" {prefill.done}/{prefill.total}"
         return Content.assemble(text, " ", bar(prefill.done, prefill.total, 10), share)
-    if status.waiting:
-        return Content.assemble(text, (f" · {status.waiting} waiting", "$text-warning"))
+    waiting = status.waiting + status.queued
+    if waiting:
+        return Content.assemble(text, (f" · {waiting} waiting", "$text-warning"))
     return text
 
 

@@ -23,6 +23,8 @@ from app.chat.state import (
     EntryAdded,
     EntryChanged,
     PathChanged,
+    QuestionsReturned,
+    QueueChanged,
     Severity,
     StatusChanged,
     Update,
@@ -37,6 +39,7 @@ from app.text_safety import one_line
 from app.tui.chat.message import MessageView
 from app.tui.chat.notice import NoticeLine
 from app.tui.chat.prompt import Prompt
+from app.tui.chat.queue_view import QueueView
 from app.tui.chat.status import StatusLine, Welcome
 from app.tui.chat.transcript import Transcript
 from app.tui.keymap import ChatCommand, UnknownCommand, bound, key, parse
@@ -116,6 +119,7 @@ class ChatScreen(Screen[None]):
                 yield Welcome(id="welcome")
                 yield Transcript(self._highlighter, id="transcript")
                 yield NoticeLine(id="notice")
+                yield QueueView(id="queue")
                 yield Prompt(id="prompt")
             yield Container(id="side")
         yield StatusLine(self.controller.status, id="status")
@@ -125,6 +129,7 @@ class ChatScreen(Screen[None]):
         self.query_one("#transcript").display = self.query_one("#title").display = False
         self.query_one("#side").display = False
         self.prompt.focus()
+        self.prompt.leave_upwards_first = self.query_one(QueueView).enter_from_below
         self._show_placeholder()
         self._runner = self.run_worker(self.controller.run, name="controller", group="controller", exit_on_error=True)
         if self.controller.options.show_timing:
@@ -184,6 +189,11 @@ class ChatScreen(Screen[None]):
                 await self.transcript.show_path(path, focus)
                 self.prompt.remember([entry.content for entry in path if entry.role == "user"])
                 self._show_title()
+            case QueueChanged():
+                self.query_one(QueueView).show(self.controller.queue.items)
+            case QuestionsReturned(questions):
+                self._leave_editing()
+                self.prompt.put_before([question.text for question in questions])
             case UserNotice(text, severity, beside):
                 self.show_notice(text, severity, beside=beside)
         if self.panels.panel is not None:
@@ -287,6 +297,14 @@ class ChatScreen(Screen[None]):
         else:
             self.transcript.scroll_page_down(animate=False)
 
+    @on(QueueView.Taken)
+    def _take_from_queue(self, event: QueueView.Taken) -> None:
+        question = self.controller.queue.take(event.index)
+        if question is not None and event.edit:
+            self.prompt.put_before([question.text])
+            self.prompt.focus()
+
+    @on(QueueView.Leave)
     @on(Transcript.Leave)
     def _to_prompt(self) -> None:
         self.prompt.focus()
@@ -313,7 +331,7 @@ class ChatScreen(Screen[None]):
         if self._editing is not None:
             self._leave_editing()
             self.prompt.clear()
-        elif not self.controller.stop_soon():
+        elif not self.controller.stop():
             self.notice.hide()
         self.prompt.focus()
 

@@ -1,0 +1,42 @@
+"""How the prompt and what belongs to it look. `pytest --snapshot-update` takes what is drawn now as right."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from fake_engine import FakeEngine
+from screen_helpers import MakeApp, controller, ready, wait_until
+from textual.pilot import Pilot
+
+from app.tui.application import ChatApp
+from app.tui.chat.queue_view import QueueView
+
+Compare = Callable[..., bool]
+NARROW, USUAL = (40, 20), (80, 24)
+
+
+def app_of(pilot: Pilot[int]) -> ChatApp:
+    assert isinstance(pilot.app, ChatApp)
+    return pilot.app
+
+
+def test_queued_questions_and_a_folded_paste(snap_compare: Compare, make_app: MakeApp, engine: FakeEngine) -> None:
+    engine.gate = asyncio.Event()
+
+    async def before(pilot: Pilot[int]) -> None:
+        app = app_of(pilot)
+        await ready(pilot, app)
+        assert app.chat is not None
+        chat = app.chat
+        chat.controller.submit("Why is the sky blue?")
+        await wait_until(pilot, lambda: chat.transcript.views and controller(app).thread.path[-1].content)
+        chat.controller.submit(
+            "And why is it red in the evening, when the sun is low and its light comes from the west?"
+        )
+        chat.controller.submit("And on Mars?")
+        chat.prompt.fill("Explain this: ")
+        chat.prompt.paste("a line\n" * 214)
+        await wait_until(pilot, lambda: chat.query_one(QueueView).option_count == 2)
+
+    assert snap_compare(make_app(), terminal_size=USUAL, run_before=before)
