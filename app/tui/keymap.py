@@ -119,6 +119,12 @@ _ALIASES = {
     "exit": "quit", "resume": "chats", "retry": "again", "regenerate": "again", "peers": "machines", "?": "help",
 }  # fmt: skip
 
+
+def aliases(command: ChatCommand) -> list[str]:
+    """Other names of ``command``."""
+    return [alias for alias, name in _ALIASES.items() if name == command.name]
+
+
 _BY_NAME = {command.name: command for command in COMMANDS} | {
     alias: command for alias, name in _ALIASES.items() for command in COMMANDS if command.name == name
 }

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-from textual import events
+from textual import events, on
 from textual.binding import Binding, BindingType
 from textual.message import Message
+from textual.widgets import TextArea
 
 from app.chat.folding import Folds
+from app.tui.chat.completion import Completer, Completion, CompletionPopup
 from app.tui.chat.folding_area import FoldingArea
 from app.tui.keymap import bound, either
 
@@ -28,9 +30,11 @@ class Prompt(FoldingArea):
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter", "send", "Send", show=False, id="prompt.send"),
+        Binding("tab", "complete", "Complete", id="prompt.complete"),
         Binding("tab", "unfold", "Show the paste", show=False, id="prompt.unfold"),
         Binding(bound("newline"), "break_line", "New line", show=False, id="prompt.newline"),
         Binding(bound("messages"), "leave_up", "Messages", show=False, id="prompt.messages"),
+        Binding("escape", "close_completions", "Close", id="prompt.close_completions"),
     ]
 
     class Sent(Message):
@@ -57,6 +61,9 @@ class Prompt(FoldingArea):
         self.leave_upwards_first: Callable[[], bool] = lambda: False
         """Called for ``up`` in an empty field, before an earlier question is recalled. Returns True if it went
         somewhere else."""
+        self.completer = Completer()
+        self.popup: CompletionPopup | None = None
+        """Where candidates are shown. Without one nothing is completed."""
 
     def remember(self, texts: list[str]) -> None:
         """Set the earlier questions that can be recalled, oldest first."""
@@ -90,7 +97,80 @@ class Prompt(FoldingArea):
             return
         await super()._on_key(event)
 
+    # --- completion -----------------------------------------------------------------------------------------------
+
+    @property
+    def completion(self) -> Completion | None:
+        """What can be completed at the cursor."""
+        if self.popup is None or not self.selection.is_empty:
+            return None
+        start, cursor, end = self.document.start, self.cursor_location, self.document.end
+        return self.completer.at(self.get_text_range(start, cursor), self.get_text_range(cursor, end))
+
+    def show_completions(self) -> None:
+        """Bring the popup up to date."""
+        if self.popup is None:
+            return
+        completion = self.completion if self.has_focus else None
+        opened = completion is not None
+        if opened != self.popup.display:
+            self.call_next(self.refresh_bindings)
+        self.popup.show(completion, self.completer.marked)
+
+    @on(TextArea.Changed)
+    @on(TextArea.SelectionChanged)
+    def _text_or_cursor_moved(self) -> None:
+        self.show_completions()
+
+    def on_blur(self) -> None:
+        self.show_completions()
+
+    def on_focus(self) -> None:
+        self.show_completions()
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        if action in ("complete", "close_completions"):
+            return self.completion is not None
+        return super().check_action(action, parameters)
+
+    def action_complete(self) -> None:
+        """Put the marked candidate into the text."""
+        self._take(self.completer.marked or 0)
+
+    def action_close_completions(self) -> None:
+        self.completer.close()
+        self.show_completions()
+
+    def pick(self, index: int) -> None:
+        """Do with the candidate ``index`` what enter does."""
+        self.completer.mark(index)
+        self.action_send()
+
+    def _take(self, index: int) -> bool:
+        """Put the candidate ``index`` into the text. Does enter send it?"""
+        completion = self.completion
+        if completion is None:
+            return False
+        candidate = completion.candidates[index]
+        lines = self.text[: completion.start].split("\n")
+        start = (len(lines) - 1, len(lines[-1]))
+        self._replace_via_keyboard(candidate.replacement, start, self.cursor_location)
+        return candidate.sends
+
+    def _move_mark(self, offset: int) -> bool:
+        if self.completion is None:
+            return False
+        self.completer.move(offset)
+        self.show_completions()
+        return True
+
+    # --- sending --------------------------------------------------------------------------------------------------
+
     def action_send(self) -> None:
+        if self.completion is not None and self.completer.marked is not None:
+            if not self._take(self.completer.marked):
+                return
+            self.text = self.text.rstrip()
         text = self.whole_text.strip("\n")
         if not text.strip():
             return
@@ -119,12 +199,12 @@ class Prompt(FoldingArea):
     def action_cursor_up(self, select: bool = False) -> None:
         if not select and not self.text and self.leave_upwards_first():
             return
-        if not select and self._recalls() and self._recall(-1):
+        if not select and (self._move_mark(-1) or (self._recalls() and self._recall(-1))):
             return
         super().action_cursor_up(select)
 
     def action_cursor_down(self, select: bool = False) -> None:
-        if not select and self._position is not None and self._recalls() and self._recall(1):
+        if not select and (self._move_mark(1) or (self._position is not None and self._recalls() and self._recall(1))):
             return
         super().action_cursor_down(select)
 

@@ -36,6 +36,7 @@ from app.engine_client import Engine
 from app.machine import Machine
 from app.settings.file import SettingsFile
 from app.text_safety import one_line
+from app.tui.chat.completion import CompletionPopup
 from app.tui.chat.message import MessageView
 from app.tui.chat.notice import NoticeLine
 from app.tui.chat.prompt import Prompt
@@ -45,6 +46,7 @@ from app.tui.chat.transcript import Transcript
 from app.tui.keymap import ChatCommand, UnknownCommand, bound, key, parse
 from app.tui.panels.panel import Panel, PanelSlot
 from app.tui.render.highlighting import Highlighter
+from app.tui.screens.arguments import slash_commands
 from app.tui.terminal.application import CopyRequested
 
 SETTLED_S = 0.15
@@ -120,6 +122,7 @@ class ChatScreen(Screen[None]):
                 yield Transcript(self._highlighter, id="transcript")
                 yield NoticeLine(id="notice")
                 yield QueueView(id="queue")
+                yield CompletionPopup(id="completions")
                 yield Prompt(id="prompt")
             yield Container(id="side")
         yield StatusLine(self.controller.status, id="status")
@@ -128,6 +131,8 @@ class ChatScreen(Screen[None]):
     def on_mount(self) -> None:
         self.query_one("#transcript").display = self.query_one("#title").display = False
         self.query_one("#side").display = False
+        self.prompt.popup = self.query_one(CompletionPopup)
+        self.prompt.completer.sources.append(slash_commands(self.prompt))
         self.prompt.focus()
         self.prompt.leave_upwards_first = self.query_one(QueueView).enter_from_below
         self._show_placeholder()
@@ -280,6 +285,11 @@ class ChatScreen(Screen[None]):
             self._leave_editing()
         else:
             self.controller.submit(text)
+
+    @on(CompletionPopup.Picked)
+    def _candidate_clicked(self, event: CompletionPopup.Picked) -> None:
+        event.stop()
+        self.prompt.pick(event.index)
 
     @on(Prompt.LeftUpwards)
     def _to_messages(self) -> None:

@@ -1,0 +1,181 @@
+"""Completion: what sources offer, and the popup of the prompt."""
+
+from __future__ import annotations
+
+import pytest
+from fake_engine import FakeEngine
+from hypothesis import given
+from hypothesis import strategies as st
+from screen_helpers import MakeApp, controller, ready, wait_until
+from textual import on
+from textual.app import App, ComposeResult
+
+from app.tui.chat.completion import Candidate, Completer, Completion, CompletionPopup
+from app.tui.chat.prompt import Prompt
+from app.tui.chat.slash import SlashCommands, matching
+from app.tui.keymap import COMMANDS, parse
+from app.tui.screens.dialogues import HelpScreen
+
+
+def names(typed: str) -> list[str]:
+    return [command.name for command in matching(typed)]
+
+
+def test_commands_are_found_by_name_alias_title_and_key() -> None:
+    assert names("") == [command.name for command in COMMANDS]
+    assert names("mod") == ["model"]
+    assert names("regen")[0] == "again" and names("resume") == ["chats"]
+    assert names("block") == ["code"]
+    assert "settings" in names("ctrl+s")
+    assert names("xyzzy") == []
+    assert names("quit")[0] == "quit"
+
+
+@given(st.text(max_size=12), st.text(max_size=6))
+def test_what_is_offered_is_a_command(typed: str, after: str) -> None:
+    found = SlashCommands({"model": lambda: [("one", ""), ("/two", "")]}).complete(f"/{typed}", after)
+    for candidate in found.candidates if found is not None else ():
+        assert parse(candidate.replacement.rstrip()) is not None
+        assert not after.strip()
+
+
+def test_arguments_are_offered_the_exact_one_first_and_taken_only_if_chosen() -> None:
+    source = SlashCommands({"beams": lambda: [(str(width), "") for width in (12, 2, 1)]})
+    found = source.complete("/beams 1", "")
+    assert found is not None and not found.preselected
+    assert [candidate.replacement for candidate in found.candidates] == ["/beams 1", "/beams 12"]
+    assert source.complete("/rename a", "") is None
+    assert source.complete("/usr/bin", "") is None
+    assert source.complete("what /b", "") is None
+    assert source.complete("/b", " and more") is None
+
+
+class Words:
+    """Offers three words after a hash, where the last one began."""
+
+    def complete(self, before: str, after: str) -> Completion | None:
+        start = before.rfind("#")
+        if start < 0 or " " in before[start:]:
+            return None
+        return Completion(start, tuple(Candidate(word, "", word) for word in ("one", "two", "three")))
+
+
+def test_a_closed_popup_stays_closed_for_the_word() -> None:
+    completer = Completer([Words()])
+    assert completer.at("a #", "") is not None
+    completer.close()
+    assert completer.at("a #o", "") is None
+    assert completer.at("a #o b #", "") is not None
+    completer.close()
+    assert completer.at("a ", "") is None
+    assert completer.at("a #", "") is not None
+
+
+def test_marks_go_round_and_begin_again_with_each_text() -> None:
+    completer = Completer([Words()])
+    completer.at("#", "")
+    completer.move(-1)
+    assert completer.marked == 2
+    completer.move(1)
+    assert completer.marked == 0
+    completer.move(1)
+    completer.at("#t", "")
+    assert completer.marked == 0
+    completer.at("none", "")
+    assert completer.marked is None
+
+
+async def test_typing_a_slash_offers_commands_and_the_keys_choose(make_app: MakeApp, engine: FakeEngine) -> None:
+    app = make_app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await ready(pilot, app)
+        assert app.chat is not None
+        prompt, popup = app.chat.prompt, app.chat.query_one(CompletionPopup)
+        await pilot.press("slash")
+        await wait_until(pilot, lambda: popup.display)
+        assert popup.region.bottom == prompt.region.y and popup.option_count == len(COMMANDS)
+        await pilot.press("b", "tab")
+        assert prompt.text == "/beams "
+        await wait_until(pilot, lambda: popup.display and popup.option_count == 16)
+        await pilot.press("down", "down", "enter")
+        await wait_until(pilot, lambda: controller(app).options.beams == 2)
+        assert prompt.text == "" and not popup.display
+        # esc closes the popup, and nothing else: the text stays, and arrows move in it again.
+        await pilot.press("slash", "escape", "h")
+        assert prompt.text == "/h" and not popup.display
+        prompt.clear()
+        await pilot.press("slash", "h", "e", "enter")
+        await wait_until(pilot, lambda: isinstance(app.screen, HelpScreen))
+        assert prompt.text == ""
+        await pilot.press("escape")
+        await wait_until(pilot, lambda: not isinstance(app.screen, HelpScreen))
+        prompt.focus()
+        await pilot.press(*"/quit")
+        await wait_until(pilot, lambda: popup.display)
+        await pilot.press("up", "down", "space", "x")
+        assert prompt.text == "/quit x" and not popup.display
+
+
+class FieldApp(App[None]):
+    """A prompt with its popup, and what was sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[str] = []
+
+    def compose(self) -> ComposeResult:
+        yield CompletionPopup("completions")
+        yield Prompt("prompt")
+
+    def on_mount(self) -> None:
+        prompt = self.query_one(Prompt)
+        prompt.popup = self.query_one(CompletionPopup)
+        prompt.completer.sources += [SlashCommands({"model": lambda: [("one/model", ""), ("two", "")]}), Words()]
+        prompt.focus()
+
+    @on(Prompt.Sent)
+    def _keep(self, event: Prompt.Sent) -> None:
+        self.sent.append(event.text)
+        self.query_one(Prompt).clear()
+
+
+@pytest.mark.parametrize("typed", ["/rename A title", "/model one", "/model nobody/knows-this", "what is /b", "//b"])
+async def test_what_is_typed_is_sent_as_it_stands(typed: str) -> None:
+    app = FieldApp()
+    async with app.run_test() as pilot:
+        await pilot.press(*typed, "enter")
+        assert app.sent == [typed]
+
+
+async def test_a_candidate_can_be_put_in_amid_the_text_and_in_later_lines() -> None:
+    app = FieldApp()
+    async with app.run_test() as pilot:
+        await pilot.press(*"see", "ctrl+j", *"the # one", *["left"] * 4, "down", "enter")
+        assert app.query_one(Prompt).text == "see\nthe two one" and not app.sent
+        await pilot.press("ctrl+z", "enter")
+        assert app.query_one(Prompt).text == "see\nthe one one"
+
+
+async def test_model_names_come_when_they_are_known(make_app: MakeApp) -> None:
+    app = make_app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await ready(pilot, app)
+        assert app.chat is not None
+        popup = app.chat.query_one(CompletionPopup)
+        await pilot.press(*"/model start")
+        await wait_until(pilot, lambda: popup.display)
+        await pilot.press("tab")
+        assert app.chat.prompt.text == "/model starter"
+
+
+async def test_a_click_does_what_enter_does(make_app: MakeApp) -> None:
+    app = make_app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await ready(pilot, app)
+        assert app.chat is not None
+        popup = app.chat.query_one(CompletionPopup)
+        await pilot.press("slash")
+        await wait_until(pilot, lambda: popup.display)
+        await pilot.click(popup, offset=(6, 1))
+        await wait_until(pilot, lambda: isinstance(app.screen, HelpScreen))
+        assert app.chat.prompt.text == ""
