@@ -200,16 +200,11 @@ class ChatController:
         except StoreError as error:
             self.notify(str(error), "error")
             return False
-        if self.thread.conversation != conversation:
+        if (self.thread.conversation, self.thread.memory) != (conversation, memory):
             self.stop()
         self._show_thread(Thread.of(found, memory))
         self.show(records, focus=message)
         return True
-
-    def forget_conversation(self, conversation: int) -> None:
-        """``conversation`` was deleted. If it is the shown one, an empty one takes its place."""
-        if self.thread.conversation == conversation:
-            self.new_conversation()
 
     def rename(self, title: str, done: Callable[[], None] = lambda: None) -> None:
         """Give the shown conversation a title. ``done`` is called when it is on disk or saving it failed."""

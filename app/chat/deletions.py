@@ -118,7 +118,8 @@ class Deletions:
 
     async def _conversations(self, numbers: Sequence[int], what: str, done: Callable[[], object]) -> None:
         store = self._chat.store
-        shown = self._chat.thread.conversation in numbers
+        thread = self._chat.thread
+        shown = thread.memory is None and thread.conversation in numbers
         if shown:
             self._chat.stop()
             self._chat.empty()

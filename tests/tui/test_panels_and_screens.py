@@ -22,7 +22,6 @@ from app.settings.schema import THEMES
 from app.tui.application import ChatApp
 from app.tui.panels.beam_panel import Candidates, Widths
 from app.tui.panels.panel import PanelScreen
-from app.tui.screens.conversations import ConversationsScreen
 from app.tui.screens.models import ModelsScreen
 from app.tui.screens.settings import Prediction, SettingRow, SettingsScreen
 from engine.ipc.messages import Beam, ExpertMovement, Failed, Generate, LayerTimes, Load, PhaseTimes, Plan, Timing
@@ -30,50 +29,6 @@ from engine.ipc.messages import Beam, ExpertMovement, Failed, Generate, LayerTim
 pytestmark = pytest.mark.usefixtures("few_settings")
 
 BEAMS = [Beam("first", [1], -0.1), Beam("second", [2], -0.2), Beam("third", [3], -0.3)]
-
-
-async def test_conversations_are_found_and_resumed(make_app: MakeApp) -> None:
-    app = make_app()
-    async with app.run_test() as pilot:
-        await ready(pilot, app)
-        await ask(pilot, app, "about zebras")
-        await pilot.press("ctrl+n")
-        await ask(pilot, app, "about lions")
-        await pilot.press("f2")
-        await wait_until(pilot, lambda: isinstance(app.screen, ConversationsScreen))
-        assert app.screen.query_one(OptionList).option_count == 2
-        app.screen.query_one("#search", Input).focus()
-        await pilot.press(*"zebras")
-        await wait_until(pilot, lambda: app.screen.query_one(OptionList).option_count == 1)
-        await pilot.press("enter")
-        await wait_until(pilot, lambda: app.screen is app.chat)
-        await wait_until(pilot, lambda: controller(app).thread.path[0].content == "about zebras")
-        assert "about zebras" in shown(app)[0]
-
-
-async def test_conversations_are_renamed_archived_and_deleted(make_app: MakeApp, store: ConversationStore) -> None:
-    app = make_app()
-    async with app.run_test() as pilot:
-        await ready(pilot, app)
-        await ask(pilot, app, "old name")
-        await pilot.press("f2")
-        await wait_until(pilot, lambda: isinstance(app.screen, ConversationsScreen))
-        await pilot.press("r")
-        await wait_until(pilot, lambda: app.screen.query("Input"))
-        app.screen.query_one(Input).value = "new name"
-        await pilot.press("enter")
-        await wait_until(pilot, lambda: store.conversations()[0].title == "new name")
-        assert controller(app).thread.title == "new name"
-        await pilot.press("a")
-        await wait_until(pilot, lambda: not store.conversations())
-        await pilot.press("v", "a")
-        await wait_until(pilot, lambda: len(store.conversations()) == 1)
-        await pilot.press("v", "d", "n")
-        await wait_until(pilot, lambda: isinstance(app.screen, ConversationsScreen))
-        assert len(store.conversations()) == 1
-        await pilot.press("d", "y")
-        await wait_until(pilot, lambda: not store.conversations())
-        assert controller(app).thread.path == []
 
 
 async def test_a_width_of_beams_is_chosen_and_a_candidate_picked(make_app: MakeApp, engine: FakeEngine) -> None:

@@ -291,20 +291,6 @@ def test_settings_that_do_not_fit(
 
 
 @sizes
-def test_conversations(snap_compare: Compare, make_app: MakeApp, size: tuple[int, int]) -> None:
-    async def before(pilot: Pilot[int]) -> None:
-        await ready(pilot)
-        for text in ("Why is the sky blue?", "What are stacks and queues?"):
-            await pilot.press("ctrl+n")
-            await ask(pilot, text)
-        await pilot.press("f2")
-        await wait_until(pilot, lambda: pilot.app.screen.query("#conversations"))
-        await pilot.pause()
-
-    assert snap_compare(make_app(), terminal_size=size, run_before=before)
-
-
-@sizes
 def test_models(
     snap_compare: Compare,
     make_app: MakeApp,

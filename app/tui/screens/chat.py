@@ -518,7 +518,8 @@ class ChatScreen(Screen[None]):
     # --- screens --------------------------------------------------------------------------------------------------
 
     def action_chats(self) -> None:
-        from app.tui.screens.conversations import ConversationChosen, ConversationsScreen
+        from app.tui.screens.chat_browser import ConversationChosen
+        from app.tui.screens.conversations import ConversationsScreen
 
         def chosen(result: ConversationChosen | None) -> None:
             if result is not None:

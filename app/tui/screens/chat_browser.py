@@ -1,0 +1,303 @@
+"""Conversations to search, open, pin, rename, archive, delete and export. A screen, or a panel beside the chat."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from textual import events, on, work
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Vertical
+from textual.content import Content
+from textual.message import Message
+from textual.widgets import Input, Static
+
+from app.chat.controller import ChatController
+from app.chat.deletions import chat_named
+from app.chat.saving import unlocked
+from app.conversations.groups import grouped
+from app.conversations.store import Conversation, StoreError
+from app.text_safety import one_line
+from app.tui.screens.chat_rows import ChatRow, ChatRows, Group
+
+_MOST = 10_000
+"""Largest number of conversations that are listed; a search looks through all of them."""
+
+
+@dataclass(frozen=True)
+class ConversationChosen:
+    """The conversation to show, and the message in it that the search found, if any."""
+
+    conversation: int
+    message: int | None = None
+
+
+class _SearchField(Input, inherit_bindings=False):
+    """A field without the keys that act on the list. Were they shadowed only, they would stand first in the footer."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        *(binding for binding in Input.BINDINGS if isinstance(binding, Binding) and "ctrl+d" not in binding.key),
+        Binding("delete", "delete_right", "Delete character right", show=False),
+    ]
+
+
+class ChatBrowser(Vertical):
+    """The list of conversations below a field in which typing searches. The field always has the focus.
+
+    ``dense``: for a place of few columns.
+    """
+
+    HELP = (
+        "Type to search titles and messages; `up` and `down` choose a chat and `enter` opens it. `ctrl+t` pins a chat "
+        "to the top, `ctrl+r` renames it, `ctrl+y` archives or restores it, `ctrl+d` deletes it, and `ctrl+z` brings "
+        "back what was deleted last. `ctrl+s` exports a chat, `ctrl+l` shows the archived chats. `●` is the open chat."
+    )
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "leave", "Close", key_display="esc", priority=True, id="chats.close"),
+        Binding("enter", "open", "Open", show=False, priority=True, id="chats.open"),
+        Binding("up", "move(-1)", "Up", show=False, priority=True, id="chats.up"),
+        Binding("down", "move(1)", "Down", show=False, priority=True, id="chats.down"),
+        Binding("pageup,ctrl+b", "turn(-1)", "Page up", show=False, priority=True, id="chats.page_up"),
+        Binding("pagedown,ctrl+f", "turn(1)", "Page down", show=False, priority=True, id="chats.page_down"),
+        Binding("ctrl+t", "pin", "Pin", priority=True, id="chats.pin"),
+        Binding("ctrl+r", "rename", "Rename", priority=True, id="chats.rename"),
+        Binding("ctrl+y", "archive", "Archive", priority=True, id="chats.archive"),
+        Binding("ctrl+d", "delete", "Delete", priority=True, id="chats.delete"),
+        Binding("ctrl+z", "undo", "Undo", show=False, priority=True, id="chats.undo"),
+        Binding("ctrl+s", "export", "Export", priority=True, id="chats.export"),
+        Binding("ctrl+l", "archived", "Archived", priority=True, id="chats.archived"),
+    ]
+
+    class Chosen(Message):
+        """A conversation is to be shown."""
+
+        def __init__(self, chosen: ConversationChosen) -> None:
+            super().__init__()
+            self.chosen = chosen
+
+    class Left(Message):
+        """The person has finished with the list."""
+
+    class ArchivedShown(Message):
+        """The list shows the archived conversations, or no longer."""
+
+        def __init__(self, archived: bool) -> None:
+            super().__init__()
+            self.archived = archived
+
+    def __init__(self, controller: ChatController, *, dense: bool = False) -> None:
+        super().__init__(classes="chat-browser")
+        self._controller = controller
+        self._store = controller.store
+        self._dense = dense
+        self._archived = False
+        self._found: list[Conversation] | None = None
+
+    def compose(self) -> ComposeResult:
+        yield _SearchField(
+            placeholder="search chats" if self._dense else "search titles and messages", classes="chat-search"
+        )
+        yield ChatRows(dense=self._dense)
+        yield Static("", classes="chats-problem", markup=False)
+
+    def on_mount(self) -> None:
+        self.fill()
+
+    @property
+    def rows(self) -> ChatRows:
+        return self.query_one(ChatRows)
+
+    @property
+    def search_field(self) -> Input:
+        return self.query_one(Input)
+
+    def focus_search(self) -> None:
+        self.search_field.focus()
+
+    # --- the list -------------------------------------------------------------------------------------------------
+
+    @on(Input.Changed)
+    def _search(self, event: Input.Changed) -> None:
+        event.stop()
+        self._found = None
+        self.fill(marked=0)
+
+    def fill(self, marked: int | None = None) -> None:
+        """Show what there is now. ``marked``: the row to mark (default: the same conversation as before)."""
+        words = self.search_field.value.strip()
+        try:
+            groups = self._hits(words) if words else self._listed()
+        except StoreError as error:
+            groups = []
+            self._show_problem(str(error))
+        else:
+            empty = "There are no archived chats." if self._archived else "There are no chats yet."
+            self._show_problem("" if groups else "No chat matches." if words else empty)
+        self.show_current()
+        if groups is not None:
+            place = self._place_of_marked(groups) if marked is None else marked
+            self.rows.show(groups, time.time(), place)
+
+    def show_current(self) -> None:
+        """Mark the conversation that is shown in the chat. Costs nothing if it is marked already."""
+        self.rows.show_current(self._shown, answering=self._controller.busy)
+
+    @property
+    def _shown(self) -> int | None:
+        """The conversation that is shown in the chat, unless it is a temporary one, which no list has."""
+        thread = self._controller.thread
+        return thread.conversation if thread.memory is None else None
+
+    def look_again(self) -> None:
+        """Show what has changed on disk. The screen is only touched if something has."""
+        self.show_current()
+        if self.search_field.value.strip():
+            return
+        try:
+            found = self._store.conversations(archived=self._archived, limit=_MOST)
+        except StoreError:
+            return  # the next change looks again
+        if found != self._found:
+            self.fill()
+
+    def _listed(self) -> list[Group]:
+        self._found = self._store.conversations(archived=self._archived, limit=_MOST)
+        return [(title, [ChatRow(chat) for chat in chats]) for title, chats in grouped(self._found, time.time())]
+
+    def _hits(self, words: str) -> list[Group]:
+        hits = self._store.search(words)
+        return [("", [ChatRow(hit.conversation, hit.message, hit.snippet) for hit in hits])] if hits else []
+
+    def _place_of_marked(self, groups: list[Group]) -> int:
+        before, rows = self.marked_chat, [row for _, found in groups for row in found]
+        wanted = before.id if before is not None else self._shown
+        there = next((place for place, row in enumerate(rows) if row.conversation.id == wanted), None)
+        return self.rows.marked if there is None else there
+
+    @property
+    def marked_chat(self) -> Conversation | None:
+        """The conversation that the keys act on."""
+        rows = self.rows
+        return rows.rows[rows.marked].conversation if rows.marked < len(rows.rows) else None
+
+    def _show_problem(self, text: str) -> None:
+        line = self.query_one(".chats-problem", Static)
+        line.update(Content(one_line(text)))
+        line.display = bool(text)
+
+    # --- keys and mouse -------------------------------------------------------------------------------------------
+
+    def on_click(self, event: events.Click) -> None:
+        event.stop()
+        self.focus_search()
+
+    @on(ChatRows.Picked)
+    def _picked(self, event: ChatRows.Picked) -> None:
+        event.stop()
+        self.action_open()
+
+    def action_open(self) -> None:
+        rows = self.rows
+        if rows.marked < len(rows.rows):
+            row = rows.rows[rows.marked]
+            self.post_message(self.Chosen(ConversationChosen(row.conversation.id, row.message)))
+
+    def action_leave(self) -> None:
+        if self.search_field.value:
+            self.search_field.value = ""
+        elif self._archived:
+            self.action_archived()
+        else:
+            self.post_message(self.Left())
+
+    def action_move(self, rows: int) -> None:
+        self.rows.move(rows)
+
+    def action_turn(self, pages: int) -> None:
+        self.rows.move(pages * self.rows.page)
+
+    # --- what can be done -----------------------------------------------------------------------------------------
+
+    def action_archived(self) -> None:
+        self._archived = not self._archived
+        self.post_message(self.ArchivedShown(self._archived))
+        self.fill(marked=0)
+
+    def action_pin(self) -> None:
+        found = self.marked_chat
+        if found is not None:
+            self._try(lambda: self._store.change(found.id, pinned=not found.pinned))
+
+    def action_archive(self) -> None:
+        found = self.marked_chat
+        if found is None:
+            return
+        title = one_line(found.title) or "the chat without a title"
+        said = f"Restored {title}." if found.archived else f"Archived {title}. ctrl+l shows the archived chats."
+        self._try(lambda: self._store.change(found.id, archived=not found.archived), said)
+
+    def action_delete(self) -> None:
+        found = self.marked_chat
+        if found is not None:
+            self._controller.deletions.conversations([found.id], chat_named(found.title), self._filled_again)
+
+    def action_undo(self) -> None:
+        self._controller.deletions.undo(self._filled_again)
+
+    def action_rename(self) -> None:
+        from app.tui.screens.dialogues import AskText
+
+        found = self.marked_chat
+        if found is None:
+            return
+
+        def renamed(title: str | None) -> None:
+            if not title:
+                return
+            if found.id == self._shown:
+                self._controller.rename(title, self._filled_again)
+            else:
+                self._try(lambda: self._store.change(found.id, title=title))
+
+        self.app.push_screen(AskText("Title of the chat", found.title), renamed)
+
+    def action_export(self) -> None:
+        from app.conversations.exporting import export_form, export_problem, suggested_path, write_export
+        from app.tui.screens.dialogues import AskText
+
+        found = self.marked_chat
+        if found is None:
+            return
+
+        def named(path: str | None) -> None:
+            if not path:
+                return
+            target = Path(path).expanduser()
+            try:
+                written = write_export(target, self._store.export(found.id, export_form(target)))
+            except (OSError, StoreError) as error:
+                self._show_problem(export_problem(Path(path), error))
+            else:
+                self.notify(f"Exported to {written}.", markup=False)
+
+        self.app.push_screen(AskText("Export to file (.md or .json)", str(suggested_path(found.title))), named)
+
+    def _filled_again(self) -> None:
+        if self.is_mounted:
+            self.fill()
+
+    @work(group="changes")
+    async def _try(self, change: Callable[[], object], said: str = "") -> None:
+        """Do ``change``, show what there is then, and say ``said``."""
+        try:
+            await unlocked(change)
+        except StoreError as error:
+            self._show_problem(str(error))
+            return
+        self.fill()
+        if said:
+            self.notify(said, markup=False)

@@ -1,0 +1,156 @@
+"""The list of conversations under the keys and the mouse of a person."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fake_engine import FakeEngine
+from screen_helpers import MakeApp, ask, controller, ready, shown, wait_until
+from textual.pilot import Pilot
+from textual.widgets import Input
+
+from app.conversations.store import ConversationStore
+from app.tui.application import ChatApp
+from app.tui.screens.chat_browser import ChatBrowser
+from app.tui.screens.chat_rows import ChatRows
+from app.tui.screens.conversations import ConversationsScreen
+
+
+async def opened(pilot: Pilot[int], app: ChatApp) -> ChatBrowser:
+    await pilot.press("f2")
+    await wait_until(pilot, lambda: isinstance(app.screen, ConversationsScreen))
+    return app.screen.query_one(ChatBrowser)
+
+
+def titles(app: ChatApp) -> list[str]:
+    return [row.conversation.title for row in app.screen.query_one(ChatRows).rows]
+
+
+def saved(store: ConversationStore, *names: str) -> list[int]:
+    """Conversations of these titles, each with a question of its title, the last one the newest."""
+    numbers = []
+    for name in names:
+        numbers.append(store.create(model="starter").id)
+        store.add(numbers[-1], "user", name, parent=None)
+    return numbers
+
+
+async def test_typing_searches_wherever_one_is_and_enter_opens(make_app: MakeApp) -> None:
+    app = make_app()
+    async with app.run_test() as pilot:
+        await ready(pilot, app)
+        await ask(pilot, app, "about zebras")
+        await pilot.press("ctrl+n")
+        await ask(pilot, app, "about lions, read daily")
+        browser = await opened(pilot, app)
+        assert titles(app) == ["about lions, read daily", "about zebras"]
+        # Letters that once renamed, archived, deleted, exported.
+        await pilot.press("down", *"read d")
+        assert browser.search_field.value == "read d"
+        assert titles(app) == ["about lions, read daily"]
+        await pilot.press("y", "v")
+        assert browser.search_field.value == "read dyv" and titles(app) == []
+        await pilot.press("escape")
+        assert browser.search_field.value == "" and len(titles(app)) == 2
+        await pilot.click(ChatRows, offset=(10, 12))
+        await pilot.press(*"zebras")
+        await wait_until(pilot, lambda: titles(app) == ["about zebras"])
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: app.screen is app.chat)
+        await wait_until(pilot, lambda: controller(app).thread.path[0].content == "about zebras")
+        assert "about zebras" in shown(app)[0]
+        await opened(pilot, app)
+        # The rows are below the title of their group.
+        await pilot.click(ChatRows, offset=(10, 1))
+        await wait_until(pilot, lambda: app.screen is app.chat)
+        await wait_until(pilot, lambda: controller(app).thread.path[0].content == "about lions, read daily")
+
+
+async def test_chats_are_pinned_renamed_archived_deleted_and_brought_back(
+    make_app: MakeApp, store: ConversationStore
+) -> None:
+    saved(store, "one", "two", "three")
+    app = make_app()
+    async with app.run_test() as pilot:
+        await ready(pilot, app)
+        await opened(pilot, app)
+        assert titles(app) == ["three", "two", "one"]
+        await pilot.press("down", "down", "ctrl+t")
+        assert titles(app) == ["one", "three", "two"]
+        await pilot.press("ctrl+r")
+        await wait_until(pilot, lambda: not isinstance(app.screen, ConversationsScreen))
+        app.screen.query_one(Input).value = "new name"
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: isinstance(app.screen, ConversationsScreen))
+        await wait_until(pilot, lambda: titles(app) == ["new name", "three", "two"])
+        await pilot.press("ctrl+t")
+        await wait_until(pilot, lambda: titles(app) == ["three", "two", "new name"])
+        await pilot.press("ctrl+y")
+        await wait_until(pilot, lambda: titles(app) == ["three", "two"])
+        await pilot.press("ctrl+l")
+        await wait_until(pilot, lambda: titles(app) == ["new name"])
+        await pilot.press("ctrl+y", "ctrl+l")
+        await wait_until(pilot, lambda: len(titles(app)) == 3)
+        await pilot.press("up", "up", "up", "ctrl+d")
+        await wait_until(pilot, lambda: titles(app) == ["two", "new name"])
+        await pilot.press("ctrl+d")
+        await wait_until(pilot, lambda: titles(app) == ["new name"])
+        assert [found.title for found in store.conversations()] == ["new name"]
+        await pilot.press("ctrl+z")
+        await wait_until(pilot, lambda: titles(app) == ["two", "new name"])
+        await pilot.press("ctrl+z")
+        await wait_until(pilot, lambda: titles(app) == ["three", "two", "new name"])
+        await pilot.press("ctrl+z")
+        assert len(store.conversations()) == 3
+
+
+async def test_the_chat_that_is_being_answered_is_deleted_and_brought_back(
+    make_app: MakeApp, store: ConversationStore, engine: FakeEngine
+) -> None:
+    engine.gate = asyncio.Event()
+    engine.answer = lambda request: ["half", " whole"]
+    app = make_app()
+    async with app.run_test() as pilot:
+        await ready(pilot, app)
+        controller(app).submit("a question")
+        await wait_until(pilot, lambda: controller(app).thread.path and controller(app).thread.path[-1].content)
+        await opened(pilot, app)
+        await pilot.press("ctrl+d")
+        await wait_until(pilot, lambda: not titles(app))
+        engine.gate.set()
+        await wait_until(pilot, lambda: not controller(app).busy)
+        assert controller(app).status.unsaved == ""
+        assert controller(app).thread.path == []
+        await pilot.press("ctrl+z")
+        await wait_until(pilot, lambda: titles(app) == ["a question"])
+        assert store.shown(store.conversations()[0].id)[0].content == "a question"
+
+
+async def test_a_temporary_chat_is_no_chat_of_the_list(make_app: MakeApp, store: ConversationStore) -> None:
+    saved(store, "kept")
+    app = make_app()
+    async with app.run_test() as pilot:
+        await ready(pilot, app)
+        assert app.chat is not None
+        app.chat.action_temporary()
+        await ask(pilot, app, "fleeting")
+        browser = await opened(pilot, app)
+        assert titles(app) == ["kept"] and browser.rows.current is None
+        await pilot.press("ctrl+d")
+        await wait_until(pilot, lambda: not titles(app))
+        assert controller(app).thread.path[0].content == "fleeting"
+
+
+async def test_a_long_list_is_turned_by_pages(make_app: MakeApp, store: ConversationStore) -> None:
+    saved(store, *(f"chat {number}" for number in range(40)))
+    app = make_app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await ready(pilot, app)
+        await opened(pilot, app)
+        rows = app.screen.query_one(ChatRows)
+        await pilot.press("pagedown")
+        assert rows.marked == rows.page > 3
+        await pilot.press(*["ctrl+f"] * 8, "down")
+        assert rows.marked == 39 and rows.scroll_offset.y > 20
+        await pilot.press(*["ctrl+b"] * 8, "up")
+        assert rows.marked == 0 and rows.scroll_offset.y == 0
