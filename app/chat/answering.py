@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from app.chat.continuing import NOTHING, Begun
 from app.chat.engine_link import EngineLink
 from app.chat.saving import RETRY_SAVE_S, Saver
 from app.chat.state import (
@@ -28,7 +29,7 @@ from app.chat.state import (
 )
 from app.chat.thread import Thread, prompt_messages
 from app.conversations.generation import Generation
-from app.conversations.store import NO_THOUGHTS, ConversationStore, State, StoreError, Thoughts
+from app.conversations.store import ConversationStore, State, StoreError, Thoughts
 from app.engine_client import Engine, EngineDied
 from app.settings.layers import effective
 from app.settings.schema import Settings
@@ -57,6 +58,12 @@ class ChatTurn:
     path: list[Entry]
     answer: Entry
     beams: int
+    begun: Begun = NOTHING
+    """The part of the answer that was there before, and is gone on with."""
+    text: str = ""
+    """What the turn has added to the answer."""
+    thought: str = ""
+    """What the turn has added to the thoughts."""
     request: int | None = None
     stopping: bool = False
     prompt_tokens: int = 0
@@ -87,17 +94,19 @@ class ChatTurn:
                 self.thread.store_in(store).update(record, content=text, thoughts=thoughts)
 
 
-def completed(answer: Entry, event: Finished) -> tuple[State, str]:
-    """Complete ``answer`` from ``event``. Returns its state and a note about how it ended."""
-    answer.content = sanitize(event.text)
-    answer.thoughts = Thoughts(sanitize(event.reasoning), event.reasoning_tokens, event.reasoning_s)
-    answer.tokens, answer.tokens_per_s = event.completion_tokens, event.tokens_per_s
+def completed(turn: ChatTurn, event: Finished) -> tuple[State, str]:
+    """Complete the answer of ``turn`` from ``event``. Returns its state and a note about how it ended."""
+    answer, begun = turn.answer, turn.begun
+    answer.content = begun.text + sanitize(event.text)
+    thoughts = Thoughts(sanitize(event.reasoning), event.reasoning_tokens, event.reasoning_s)
+    answer.thoughts = begun.with_thoughts(thoughts)
+    answer.tokens, answer.tokens_per_s = begun.tokens + event.completion_tokens, event.tokens_per_s
     answer.finish_reason = event.finish_reason
     answer.generation = generated(answer.generation, event)
     if event.finish_reason == "cancelled":
         return "stopped", "Stopped."
     if event.finish_reason != "length":
-        return "complete", ""
+        return "complete", "The model had nothing to add." if answer.content == begun.text and begun.text else ""
     if answer.thoughts.text and not answer.content:
         return "complete", "The length limit was reached before the answer began. Raise it, or turn thinking off."
     return "complete", "The answer reached the length limit."
@@ -114,10 +123,12 @@ def generated(begun: Generation, event: Finished) -> Generation:
     )
 
 
-def failed(answer: Entry, event: Failed) -> tuple[State, str]:
+def failed(turn: ChatTurn, event: Failed) -> tuple[State, str]:
     """As :func:`completed`, for an answer that failed."""
+    if turn.begun.text:
+        return "failed", event.error
     too_long = event.kind == "context"
-    answer.finish_reason = TOO_LONG if too_long else ""
+    turn.answer.finish_reason = TOO_LONG if too_long else ""
     return "failed", event.error + (" Use /edit to shorten it; later questions leave it out." if too_long else "")
 
 
@@ -128,7 +139,8 @@ def generate_request(request_id: int, turn: ChatTurn, options: Settings) -> Gene
     """
     return Generate(
         id=request_id,
-        messages=prompt_messages(turn.thread.system, turn.path),
+        messages=[*prompt_messages(turn.thread.system, turn.path), *turn.begun.messages],
+        continue_last=bool(turn.begun.text),
         sampling=options.sampling if turn.beams == 1 else Sampling(),
         max_tokens=options.max_tokens,
         beams=turn.beams,
@@ -322,7 +334,9 @@ class AnswerLoop:
         turn.request = request.id
         turn.answer.note = ""
         if turn.beams > 1:
-            turn.answer.generation = Generation(beams=turn.beams, length_penalty=request.length_penalty)
+            turn.answer.generation = dataclasses.replace(
+                turn.answer.generation, beams=turn.beams, length_penalty=request.length_penalty
+            )
         if self._status.facts is not None:
             turn.answer.model = self._status.facts.name
         self._status.phase, self._status.prefill, self._status.tokens_per_s = Phase.READING, None, 0.0
@@ -350,7 +364,7 @@ class AnswerLoop:
             case BeamProgress():
                 self.beams = tuple(event.beams)
                 best = event.beams[0] if event.beams else Beam("", [], 0.0)
-                turn.answer.thoughts = Thoughts(sanitize(best.reasoning))
+                turn.answer.thoughts = turn.begun.with_thoughts(Thoughts(sanitize(best.reasoning)))
                 self._grow(turn, sanitize(best.text), event.step, event.tokens_per_s)
                 self._emit(BeamsChanged(self.beams, event.step, True, event.tokens_per_s))
             case Timing():
@@ -359,25 +373,27 @@ class AnswerLoop:
             case Finished():
                 self._finished(turn, event)
             case Failed():
-                self._end(turn, *failed(turn.answer, event))
+                self._end(turn, *failed(turn, event))
 
     def _grow_by(self, turn: ChatTurn, event: Piece) -> None:
-        answer, thoughts = turn.answer, turn.answer.thoughts
         if event.withdrawn:
-            answer.content, thoughts = "", NO_THOUGHTS
+            turn.text = turn.thought = ""
             turn.safe, turn.safe_thoughts = Sanitizer(), Sanitizer()
         if event.reasoning or event.reasoning_tokens:
-            text = thoughts.text + turn.safe_thoughts.feed(event.reasoning)
-            answer.thoughts = Thoughts(text, event.reasoning_tokens, event.reasoning_s)
-        self._grow(turn, answer.content + turn.safe.feed(event.text), event.tokens, event.tokens_per_s)
+            turn.thought += turn.safe_thoughts.feed(event.reasoning)
+            new = Thoughts(turn.thought, event.reasoning_tokens, event.reasoning_s)
+            turn.answer.thoughts = turn.begun.with_thoughts(new)
+        turn.text += turn.safe.feed(event.text)
+        self._grow(turn, turn.text, event.tokens, event.tokens_per_s)
 
     def _grow(self, turn: ChatTurn, text: str, tokens: int, tokens_per_s: float) -> None:
-        turn.answer.content, turn.answer.dirty = text, True
-        turn.answer.tokens, turn.answer.tokens_per_s = tokens, tokens_per_s
+        """The turn has written ``text`` so far, in ``tokens`` tokens."""
+        turn.answer.content, turn.answer.dirty = turn.begun.text + text, True
+        turn.answer.tokens, turn.answer.tokens_per_s = turn.begun.tokens + tokens, tokens_per_s
         status = self._status
         before = status.phase
         if not turn.stopping:
-            status.phase = Phase.THINKING if turn.answer.thoughts.text and not text else Phase.ANSWERING
+            status.phase = Phase.THINKING if turn.answer.thoughts.text and not turn.answer.content else Phase.ANSWERING
         status.prefill, status.tokens_per_s = None, tokens_per_s
         status.context_used = turn.prompt_tokens + tokens
         self._emit(EntryChanged(turn.answer, live=True))
@@ -387,7 +403,7 @@ class AnswerLoop:
     def _finished(self, turn: ChatTurn, event: Finished) -> None:
         self._status.tokens_per_s = event.tokens_per_s
         self._status.context_used = event.prompt_tokens + event.completion_tokens
-        self._end(turn, *completed(turn.answer, event))
+        self._end(turn, *completed(turn, event))
         if event.probe_s is not None:
             self._status.probe_s = event.probe_s
         if event.timing is not None:
@@ -403,6 +419,9 @@ class AnswerLoop:
         if not turn.end():
             return
         answer = turn.answer
+        if turn.begun.text and answer.content == turn.begun.text and state != "complete":
+            # Nothing was added, so it is as complete as it was.
+            state = turn.begun.state
         answer.state, answer.note, answer.dirty = state, note, True
         self._status.prefill = None
         self.save(turn.thread, turn.whole)

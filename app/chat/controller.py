@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 
 from app.chat.answering import AnswerLoop, ChatTurn
+from app.chat.continuing import Begun, why_not
 from app.chat.deletions import Deletions
 from app.chat.engine_link import EngineLink, ModelFetcher
 from app.chat.queue import NewQuestion, QuestionQueue
@@ -28,8 +29,10 @@ from app.chat.state import (
     Update,
     UserNotice,
     context_to_come,
+    new_key,
 )
 from app.chat.thread import Thread, alternative, answer_place, stored_alternative
+from app.conversations.generation import EDITED
 from app.conversations.opening import open_temporary
 from app.conversations.store import ConversationStore, MessageRecord, StoreError, Thoughts
 from app.engine_client import Engine
@@ -155,12 +158,41 @@ class ChatController:
         self._ask(path[: last + 1], PathChanged())
 
     def edit(self, entry: Entry, text: str) -> None:
-        """Ask the question ``entry`` with another ``text``, on a new branch. The old one stays as an alternative."""
-        path = self.thread.path
-        if entry not in path or entry.role != "user":
+        """Put a message with another ``text`` in place of ``entry``, which stays as an alternative.
+
+        A question is answered again. An answer is marked as edited, and nothing is asked.
+        """
+        path, text = self.thread.path, sanitize(text)
+        if entry not in path:
             return
         self.stop_soon()
-        self._ask([*path[: path.index(entry)], Entry("user", sanitize(text))], PathChanged())
+        before = path[: path.index(entry)]
+        if entry.role == "user":
+            self._ask([*before, Entry("user", text)], PathChanged())
+        elif text != entry.content:
+            edited = Entry("assistant", text, model=entry.model, thoughts=entry.thoughts, generation=EDITED)
+            self._replace_path([*before, edited], edited)
+
+    def continue_answer(self, entry: Entry | None = None) -> None:
+        """Let the model go on writing from the end of the answer ``entry`` (default: the last message).
+
+        If messages follow it, it is gone on with in an alternative, so that they keep the answer that they followed.
+        """
+        path = self.thread.path
+        answer = entry if entry in path else path[-1] if path and entry is None else None
+        problem = why_not(answer)
+        if problem or answer is None:
+            self.notify(problem, "warning")
+            return
+        self.stop_soon()
+        before = path[: path.index(answer)]
+        update: Update = EntryChanged(answer, live=True)
+        if answer is not path[-1]:
+            answer = dataclasses.replace(answer, record=None, siblings=1, sibling_index=0, key=new_key())
+            update = PathChanged()
+        turn = ChatTurn(self.thread, before, answer, self.setup.options.beams, Begun.of(answer))
+        answer.state, answer.note, answer.dirty = "writing", "", True
+        self._start(turn, update)
 
     def switch(self, entry: Entry, offset: int) -> None:
         """Show the alternative ``offset`` places after ``entry``, wrapping around, and what follows it."""
@@ -333,25 +365,33 @@ class ChatController:
 
     def _ask(self, path: list[Entry], update: Update) -> None:
         answer = Entry("assistant", "", state="writing", model=self.options.model)
-        turn = ChatTurn(self.thread, path, answer, self.setup.options.beams)
-        self.thread.path = [*path, answer]
+        self._start(ChatTurn(self.thread, path, answer, self.setup.options.beams), update)
+        if isinstance(update, EntryAdded):
+            self._emit(EntryAdded(answer))
+
+    def _start(self, turn: ChatTurn, update: Update) -> None:
+        """Show and save the path of ``turn``, and have its answer written after those that wait."""
+        self.thread.path = turn.whole
         self.answers.save(self.thread, self.thread.path)
         self.answers.add(turn)
         self._emit(update)
-        if isinstance(update, EntryAdded):
-            self._emit(EntryAdded(answer))
         self.answers.wake()
+
+    def _replace_path(self, path: list[Entry], focus: Entry) -> None:
+        self.thread.path = path
+        self.answers.save(self.thread, path)
+        self._emit(PathChanged(focus))
 
     def _take_candidate(self, turn: ChatTurn, picked: Beam) -> None:
         """Make ``picked`` the answer of ``turn``. The others stay as alternatives."""
-        text = sanitize(picked.text)
+        text = turn.begun.text + sanitize(picked.text)
         path = self.thread.path if turn.thread is self.thread else []
         index = answer_place(path, turn.path[-1])
         if index is None:
             self.notify("That question is no longer on the screen.", "warning")
             return
         shown = path[index] if index < len(path) else None
-        thoughts = Thoughts(sanitize(picked.reasoning))
+        thoughts = turn.begun.with_thoughts(Thoughts(sanitize(picked.reasoning)))
         if shown is not None and (shown.content, shown.thoughts.text) == (text, thoughts.text):
             return
         try:
@@ -364,9 +404,7 @@ class ChatController:
             self.notify(str(error), "error")
         answer = Entry("assistant", text, model=turn.answer.model, finish_reason="stop", note="")
         answer.thoughts = thoughts
-        self.thread.path = [*path[:index], answer]
-        self.answers.save(self.thread, self.thread.path)
-        self._emit(PathChanged(answer))
+        self._replace_path([*path[:index], answer], answer)
 
     def show(self, records: Sequence[MessageRecord], focus: int | None = None) -> None:
         """Show another path of the conversation, at the message ``focus`` if given."""

@@ -16,6 +16,11 @@ from engine.ipc.messages import Beam, ModelFacts, Prefill, Progress, Timing, War
 _keys = count(1)
 
 
+def new_key() -> int:
+    """A key that no other entry has."""
+    return next(_keys)
+
+
 TOO_LONG = "context"
 """``finish_reason`` of an answer that never began because the prompt did not fit in the context."""
 
@@ -42,7 +47,7 @@ class Entry:
     generation: Generation = UNKNOWN
     dirty: bool = False
     """True if the store does not have the text on the screen."""
-    key: int = field(default_factory=lambda: next(_keys))
+    key: int = field(default_factory=new_key)
 
     @staticmethod
     def of(record: MessageRecord) -> Entry:

@@ -26,6 +26,8 @@ class Generation:
     prompt_tokens: int | None = None
     ttft_s: float | None = None
     """Seconds to the first token."""
+    edited: bool | None = None
+    """True if a person changed the text."""
 
     @property
     def known(self) -> dict[str, float | int]:
@@ -40,6 +42,8 @@ class Generation:
 
 UNKNOWN = Generation()
 """The generation of a message that was typed, or of which nothing is known."""
+EDITED = Generation(edited=True)
+"""The generation of an answer that a person changed."""
 
 _WHOLE = frozenset({"top_k", "seed", "beams", "prompt_tokens"})
 _LARGEST = 2**64
@@ -62,7 +66,9 @@ def generation_of(found: object) -> Generation:
     for field in dataclasses.fields(Generation):
         value: Any = found.get(field.name)
         whole = field.name in _WHOLE
-        if _is_number(value, whole=whole):
+        if field.name == "edited":
+            values[field.name] = True if value is True else None
+        elif _is_number(value, whole=whole):
             values[field.name] = value if whole else float(value)
     return Generation(**values)
 

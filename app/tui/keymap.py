@@ -97,6 +97,9 @@ COMMANDS: tuple[ChatCommand, ...] = (
     ChatCommand("machines", "Machines", "Find, pair and forget machines; form a ring", "machines", key("machines")),
     ChatCommand("settings", "Settings", "Change the settings", "settings", "ctrl+s"),
     ChatCommand("again", "Regenerate", "Answer the last question again; the old answer stays", "again", "ctrl+r"),
+    ChatCommand(
+        "continue", "Continue the answer", "Let the model go on from its end; with m any answer", "continue_last"
+    ),
     ChatCommand("delete", "Delete the last message", "With x any message; it can be brought back", "delete_last"),
     ChatCommand("undo", "Undo a deletion", "Bring back what was deleted last, here or in the chats", "undo"),
     ChatCommand("edit", "Edit the last question", "The old question stays as an alternative", "edit_last"),

@@ -5,15 +5,30 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from templates import TEMPLATES, conversations
+from test_tokenizer import write_tokenizer_folder
 
 from engine.errors import Cancelled, ModelError
+from engine.ipc.messages import Message
 from engine.models.template_process import TemplateProcess
 from engine.models.template_sandbox import ChatTemplate
 
+MARKS = ("<|im_start|>", "<|im_end|>", "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<think>", "</think>")
+"""Control tokens of some of the templates; the others' are text like any other."""
+PLAIN = [
+    [{"role": "user", "content": "Grüße, 你好 🎉"}],
+    [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi!"},
+        {"role": "assistant", "content": "Hello.\n\n- one"},
+        {"role": "user", "content": "  And now?\n"},
+    ],
+]
+"""Conversations without control tokens, which transformers takes from a message and we do not."""
 NAMED = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 
@@ -167,3 +182,26 @@ def test_the_process_ends_with_what_it_was_made_for() -> None:
 def test_ordinary_operations_are_as_in_transformers(template: str) -> None:
     chat = [{"role": "user", "content": "Hi"}]
     assert ChatTemplate(template).render(chat, {}, continue_last=False) == transformers_text(template, chat)
+
+
+@pytest.mark.parametrize("thoughts", ["", "Two and two, then."])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_an_answer_that_goes_on_has_transformers_tokens(tmp_path: Path, name: str, thoughts: str) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    from engine.models.tokenizer import load_tokenizer
+
+    folder = write_tokenizer_folder(tmp_path, TEMPLATES[name], special=("<|endoftext|>", *MARKS))
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), eos_token="<|endoftext|>", chat_template=TEMPLATES[name]
+    )
+    ours = load_tokenizer(folder)
+    assert ours is not None
+    for chat in PLAIN:
+        messages = [Message(said["role"], said["content"]) for said in chat]  # type: ignore[arg-type]
+        begun = [*messages, Message("assistant", "Well, I ", thoughts)]
+        last = {"role": "assistant", "content": "Well, I "}
+        if thoughts:
+            last |= {"reasoning_content": thoughts, "thinking": thoughts}
+        ids = theirs.apply_chat_template([*chat, last], continue_final_message=True, return_dict=False)
+        assert ours.encode_chat(begun, continue_last=True) == ids

@@ -8,6 +8,7 @@ from textual.binding import Binding, BindingType
 from textual.content import Content
 from textual.message import Message
 
+from app.chat.continuing import why_not
 from app.chat.state import Entry
 from app.tui.keymap import bound
 from app.tui.render.formatting import footing, heading, thoughts_line
@@ -34,10 +35,10 @@ class MessageView(Written, can_focus=True):
     HELP = (
         "A message of the conversation. `up` and `down` go to the previous and the next message; `u` and `d` "
         "scroll. `c` copies the message, `b` its next code block. `t` opens and folds what the model thought before "
-        "its answer; while it is open, `c` copies it too. `e` edits a question; the old question stays as an "
-        "alternative. `r` regenerates the answer. `left` and `right` switch between alternatives. `x` deletes the "
-        "message and what follows it, `X` its alternatives too; `z` or `ctrl+z` brings back what was deleted. `esc` "
-        "returns to the prompt."
+        "its answer; while it is open, `c` copies it too. `e` edits it; the old text stays as an alternative. `r` "
+        "regenerates the answer, and `m` lets the model go on from its end. `left` and `right` switch between "
+        "alternatives. `x` deletes the message and what follows it, `X` its alternatives too; `z` or `ctrl+z` brings "
+        "back what was deleted. `esc` returns to the prompt."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up,k", "neighbour(-1)", "Up", show=False, id="message.up"),
@@ -53,6 +54,7 @@ class MessageView(Written, can_focus=True):
         Binding("t", "thoughts", "Thoughts", id="message.thoughts"),
         Binding("e", "act('edit')", "Edit", id="message.edit"),
         Binding("r", "act('again')", "Regenerate", id="message.again"),
+        Binding("m", "act('continue')", "Continue", id="message.continue"),
         Binding("x,delete", "act('delete')", "Delete", key_display="x", id="message.delete"),
         Binding("X", "act('delete_all')", "Delete all versions", show=False, id="message.delete_all"),
         Binding("z,ctrl+z", "act('undo')", "Undo deletion", show=False, id="message.undo"),
@@ -131,8 +133,8 @@ class MessageView(Written, can_focus=True):
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         if action == "act" and parameters:
             match parameters[0]:
-                case "edit":
-                    return self.entry.role == "user"
+                case "continue":
+                    return not why_not(self.entry)
                 case "code":
                     return "```" in self.entry.content or "~~~" in self.entry.content
                 case "previous" | "next":

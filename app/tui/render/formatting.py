@@ -176,6 +176,8 @@ def thoughts_line(thoughts: Thoughts, is_open: bool, live: bool = False) -> Cont
 def footing(entry: Entry) -> Content | None:
     """The line below a message; None if there is none."""
     parts: list[Content] = []
+    if entry.generation.edited:
+        parts.append(Content.styled("edited by you", f"italic {_MUTED}"))
     if entry.note:
         style = "$text-error" if entry.state == "failed" else "$text-warning" if entry.state == "stopped" else _MUTED
         parts.append(Content.styled(entry.note, style))

@@ -257,8 +257,9 @@ class ChatScreen(Screen[None]):
         temporary = self.controller.thread.memory is not None
         self.prompt.set_class(temporary, "-temporary")
         if self._editing is not None:
-            self.prompt.border_title = "Editing an earlier question"
-            self.prompt.placeholder = "Edit the question. Esc cancels."
+            question = self._editing.role == "user"
+            self.prompt.border_title = f"Editing {'an earlier question' if question else 'an answer'}"
+            self.prompt.placeholder = f"Edit the {'question' if question else 'answer'}. Esc cancels."
         else:
             self.prompt.border_title = "◌ temporary" if temporary else ""
             self.prompt.placeholder = "Ask something"
@@ -278,13 +279,21 @@ class ChatScreen(Screen[None]):
             self.prompt.clear()
             self.run_command(call.command, call.argument)
             return
+        if self._editing is not None:
+            self._edited(self._editing, event.text)
+            return
         text = event.text[1:] if event.text.startswith("//") else event.text
         self.prompt.sent(text)
-        if self._editing is not None:
-            self.controller.edit(self._editing, text)
-            self._leave_editing()
+        self.controller.submit(text)
+
+    def _edited(self, entry: Entry, text: str) -> None:
+        """The person has changed ``entry`` to ``text``."""
+        if entry.role == "user":
+            self.prompt.sent(text)
         else:
-            self.controller.submit(text)
+            self.prompt.clear()
+        self._leave_editing()
+        self.controller.edit(entry, text)
 
     @on(CompletionPopup.Picked)
     def _candidate_clicked(self, event: CompletionPopup.Picked) -> None:
@@ -368,6 +377,15 @@ class ChatScreen(Screen[None]):
         else:
             self.show_notice("There is no question to edit yet.", "warning")
 
+    def action_continue_last(self) -> None:
+        self._continue(None)
+
+    def _continue(self, entry: Entry | None) -> None:
+        self.notice.hide()
+        self.controller.continue_answer(entry)
+        self.transcript.follow()
+        self.prompt.focus()
+
     def action_delete_last(self) -> None:
         path = self.controller.thread.path
         if path:
@@ -432,6 +450,8 @@ class ChatScreen(Screen[None]):
             case "again":
                 self.controller.regenerate(entry)
                 self.prompt.focus()
+            case "continue":
+                self._continue(entry)
             case "delete" | "delete_all":
                 self._delete(entry, alternatives=event.what == "delete_all")
             case "undo":
