@@ -115,6 +115,11 @@ class ChatApp(TerminalApp):
     def get_key_display(self, binding: Binding) -> str:
         return readable(super().get_key_display(binding))
 
+    @property
+    def may_write_copies(self) -> bool:
+        # A temporary chat leaves nothing on the disk.
+        return self.chat is None or self.chat.controller.thread.memory is None
+
     async def action_quit_chat(self) -> None:
         """Leave. If messages are not saved, warn the first time and stay."""
         chat = self.chat

@@ -21,7 +21,7 @@ from app.tui.chat.message import MessageView
 from app.tui.keymap import TERMINAL_APP, either, key, keys
 from app.tui.screens.dialogues import HelpScreen
 from app.tui.screens.settings import SettingsScreen
-from app.tui.terminal import application
+from app.tui.terminal import clipboard
 from app.tui.terminal.keys import KeyParser
 
 
@@ -109,17 +109,19 @@ async def test_the_keys_of_a_mac_work(make_app: MakeApp, engine: FakeEngine) -> 
 
 
 async def test_what_is_selected_goes_to_the_machine_s_clipboard_too(
-    make_app: MakeApp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_app: MakeApp, engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tool, target = tmp_path / "pbcopy", tmp_path / "copied"
-    tool.write_text(f"#!/bin/sh\n(printf '%s|' \"$LC_CTYPE\" \"$LC_ALL\"; cat) > '{target}'\n")
+    tool, target = tmp_path / "wl-copy", tmp_path / "copied"
+    tool.write_text(f"#!/bin/sh\ncat > '{target}'\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setenv("LC_ALL", "C")
-    monkeypatch.delenv("SSH_CONNECTION", raising=False)
-    monkeypatch.setattr(application, "clipboard_tools", lambda: [["pbcopy"]])
+    monkeypatch.setenv("WAYLAND_DISPLAY", "wayland-0")
+    for name in ("SSH_CONNECTION", "SSH_CLIENT", "SSH_TTY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(clipboard.sys, "platform", "linux")
+    engine.answer = lambda request: ["Roses are red"]
     app = make_app()
-    async with app.run_test() as pilot:
+    async with app.run_test(size=(80, 24)) as pilot:
         await ready(pilot, app)
         assert app.chat is not None
         app.chat.prompt.fill("größer")
@@ -127,5 +129,16 @@ async def test_what_is_selected_goes_to_the_machine_s_clipboard_too(
         await pilot.press("ctrl+c")
         await wait_until(pilot, lambda: app._notifications)
         assert [notice.message for notice in app._notifications] == ["The selection was copied."]
-        assert target.read_text("utf-8") == "UTF-8||größer"
-        assert app.clipboard == "größer"
+        assert target.read_text("utf-8") == app.clipboard == "größer"
+        # With the mouse, over a message.
+        app.clear_notifications()
+        await ask(pilot, app, "A poem")
+        answer = app.chat.transcript.views[-1]
+        start = (answer.content_region.x - answer.region.x, answer.content_region.y - answer.region.y)
+        await pilot.mouse_down(answer, offset=start)
+        await pilot.hover(answer, offset=(start[0] + 4, start[1]))
+        await pilot.mouse_up(answer, offset=(start[0] + 4, start[1]))
+        await pilot.press("ctrl+c")
+        await wait_until(pilot, lambda: app._notifications)
+        copied = target.read_text("utf-8")
+        assert copied == answer.render().plain[: len(copied)] and len(copied) >= 4

@@ -1,13 +1,11 @@
-"""The base class of both applications: it ends with its terminal, and copies to the machine's clipboard."""
+"""The base class of both applications: it ends with its terminal, and copies to the person's clipboard."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import shutil
-import sys
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import ClassVar
 
 from textual import on, work
@@ -17,6 +15,8 @@ from textual.filter import LineFilter
 from textual.message import Message
 
 from app.engine_client import Engine
+from app.text_safety import one_line
+from app.tui.terminal.clipboard import Clipboard
 from app.tui.terminal.driver import PATIENCE_S, TerminalDriver, end_at_last, ended_by_signals
 from app.tui.terminal.output import with_safe_lines
 
@@ -90,70 +90,27 @@ class TerminalApp(App[int]):
         self._copy(event.text, event.what)
 
     def _copy(self, text: str, what: str) -> None:
-        """Copy ``text`` and notify that ``what`` was copied, or how to copy it by hand."""
+        """Copy ``text`` and say what happened, or how to copy it by hand."""
         self._clipboard = text
         self._copy_in_background(text, what)
 
     @work(group="copy", exclusive=True)
     async def _copy_in_background(self, text: str, what: str) -> None:
-        self.notify(await copy_text(text, what, super().copy_to_clipboard), markup=False, timeout=4)
+        clipboard = Clipboard(self._write_sequences, self.copies_file if self.may_write_copies else None)
+        self.notify(one_line(await clipboard.copy(text, what)), markup=False, timeout=6)
 
+    @property
+    def may_write_copies(self) -> bool:
+        """May a copied text be written to a file if there is no clipboard?"""
+        return True
 
-_WAIT_S = 3.0
+    def copies_file(self) -> Path:
+        """Where a copied text is written if there is no clipboard. Raises OSError."""
+        from engine.models.locations import ensure
 
+        return ensure("data") / "clipboard.txt"
 
-def clipboard_tools(environment: Mapping[str, str] = os.environ, system: str = sys.platform) -> list[list[str]]:
-    """Commands that take the text on their standard input, best first, whether installed or not."""
-    if system == "darwin":
-        return [["pbcopy"]]
-    found: list[list[str]] = []
-    if environment.get("WAYLAND_DISPLAY"):
-        found.append(["wl-copy"])
-    if environment.get("DISPLAY"):
-        found += [["xclip", "-selection", "clipboard"], ["xsel", "--clipboard", "--input"]]
-    if environment.get("WSL_DISTRO_NAME"):
-        found.append(["clip.exe"])
-    return found
-
-
-async def copy_text(text: str, what: str, through_terminal: Callable[[str], None]) -> str:
-    """Copy ``text``; returns the sentence to show.
-
-    The machine's own tool is tried first. Over SSH only the terminal can reach the person's clipboard.
-    """
-    remote = bool(os.environ.get("SSH_CONNECTION"))
-    if not remote:
-        for command in clipboard_tools():
-            if shutil.which(command[0]) and await _run(command, text):
-                return f"{what} was copied."
-    through_terminal(text)
-    return "Sent to the terminal's clipboard. If pasting fails, select text with shift and the mouse."
-
-
-def tool_environment(tool: str, environment: Mapping[str, str] = os.environ) -> dict[str, str] | None:
-    """The environment of ``tool``; None: that of this program. pbcopy decodes its input by the locale."""
-    if tool != "pbcopy":
-        return None
-    return {key: value for key, value in environment.items() if key != "LC_ALL"} | {"LC_CTYPE": "UTF-8"}
-
-
-async def _run(command: list[str], text: str) -> bool:
-    """Did ``command`` take the text? A tool that keeps running to serve the clipboard does not block this."""
-    try:
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.DEVNULL,
-            env=tool_environment(command[0]),
-            start_new_session=True,
-        )
-    except OSError:
-        return False
-    try:
-        await asyncio.wait_for(process.communicate(text.encode("utf-8", "replace")), _WAIT_S)
-    except TimeoutError:
-        process.kill()
-        await process.wait()
-        return False
-    return process.returncode == 0
+    def _write_sequences(self, sequences: str) -> None:
+        if self._driver is not None:
+            self._driver.write(sequences)
+            self._driver.flush()

@@ -1,0 +1,79 @@
+"""Keys and copying in a real terminal: tmux."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.eventually import eventually
+
+PROGRAM = Path(__file__).parent / "field_program.py"
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
+
+
+class Tmux:
+    """A terminal of 80 by 24 cells in a tmux of its own, with the program of :data:`PROGRAM` in it."""
+
+    def __init__(self, folder: Path, path: str) -> None:
+        self.socket, self.copies = folder / "tmux", folder / "copies.txt"
+        environment = {"PATH": path, "HOME": str(folder), "PYTHONPATH": str(ROOT), "LANG": "C.UTF-8", "TERM": "xterm"}
+        environment["PRIVATELLM_HOME"] = str(folder)
+        self("-f", "/dev/null", "new-session", "-d", "-x", "80", "-y", "24",
+             sys.executable, str(PROGRAM), str(self.copies), environment=environment)  # fmt: skip
+
+    def __call__(self, *words: str, environment: dict[str, str] | None = None) -> str:
+        tmux = shutil.which("tmux")
+        assert tmux is not None
+        done = subprocess.run(
+            [tmux, "-S", str(self.socket), *words], capture_output=True, text=True, env=environment, check=False
+        )
+        return done.stdout
+
+    @property
+    def screen(self) -> str:
+        return self("capture-pane", "-p")
+
+
+@pytest.fixture
+def tmux(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Tmux]:
+    # The path to a socket is short.
+    folder = Path(os.environ.get("TMPDIR", "/tmp")) / f"pt-{os.getpid()}"
+    folder.mkdir(mode=0o700)
+    running = Tmux(folder, getattr(request, "param", os.environ["PATH"]))
+    try:
+        yield running
+    finally:
+        running("kill-server")
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_keys_arrive_and_what_is_copied_is_in_tmux_s_buffer(tmux: Tmux) -> None:
+    tmux("set-option", "-g", "set-clipboard", "on")
+    eventually(lambda: "Type here" in tmux.screen)
+    # alt+enter is ESC and enter: in one piece, and as two keys that follow each other at once.
+    tmux("send-keys", "a", "M-Enter", "b", "Escape", "Enter", "c", "C-j", "d")
+    eventually(lambda: "d" in tmux.screen)
+    tmux("send-keys", "C-y")
+    eventually(lambda: "Also in tmux's buffer" in " ".join(tmux.screen.split()))
+    assert tmux("show-buffer") == "a\nb\nc\nd"
+    assert not tmux.copies.exists()
+
+
+@pytest.mark.parametrize("tmux", ["/nonexistent"], indirect=True)
+def test_tmux_accepts_the_program_s_own_sequence(tmux: Tmux) -> None:
+    """Where the program cannot run tmux itself, as on another machine."""
+    tmux("set-option", "-g", "set-clipboard", "on")
+    eventually(lambda: "Type here" in tmux.screen)
+    tmux("send-keys", "f", "a", "r")
+    eventually(lambda: "far" in tmux.screen)
+    tmux("send-keys", "C-y")
+    eventually(lambda: "Shift-drag" in " ".join(tmux.screen.split()))
+    eventually(lambda: tmux("show-buffer") == "far")
