@@ -53,8 +53,8 @@ class OpenChat(Protocol):
 class Deletions:
     """Deletes, and undoes deletions, the latest first.
 
-    What is deleted stays in the store until the program ends. The methods return at once; they notify of what happened
-    and call ``done`` afterwards.
+    What is deleted stays in the store until the program ends. The methods return at once and notify of what happened;
+    ``done`` is called afterwards.
     """
 
     def __init__(self, chat: OpenChat) -> None:
@@ -70,7 +70,7 @@ class Deletions:
         """The temporary conversation of ``memory`` was left: nothing of it can be undone."""
         self._steps = [step for step in self._steps if step.memory is not memory]
 
-    def message(self, entry: Entry, *, alternatives: bool = False, done: Callable[[], object] = lambda: None) -> None:
+    def message(self, entry: Entry, *, alternatives: bool = False) -> None:
         """Delete ``entry`` and what follows it. ``alternatives``: also its alternatives and what follows them.
 
         An answer in progress is stopped first. Another alternative takes its place, if one is left.
@@ -81,7 +81,7 @@ class Deletions:
         if entry.record is None:
             self._chat.notify("This message is not saved yet, so it cannot be deleted.", "warning")
             return
-        self._chat.run_in_background(self._message(self._chat.thread, entry, entry.record, alternatives, done))
+        self._chat.run_in_background(self._message(self._chat.thread, entry, entry.record, alternatives))
 
     def conversations(self, numbers: Sequence[int], what: str, done: Callable[[], object] = lambda: None) -> None:
         """Delete the conversations ``numbers`` as one step, which notices call ``what``."""
@@ -94,9 +94,7 @@ class Deletions:
             return
         self._chat.run_in_background(self._undo(self._steps.pop(), done))
 
-    async def _message(
-        self, thread: Thread, entry: Entry, record: int, alternatives: bool, done: Callable[[], object]
-    ) -> None:
+    async def _message(self, thread: Thread, entry: Entry, record: int, alternatives: bool) -> None:
         store = thread.store_in(self._chat.store)
         try:
             deletion = await unlocked(lambda: store.delete_message(record, alternatives=alternatives))
@@ -114,7 +112,6 @@ class Deletions:
                 thread.title = title
                 self._chat.show(left, focus=_nearest(thread, entry, left))
         self._tell(what)
-        done()
 
     async def _conversations(self, numbers: Sequence[int], what: str, done: Callable[[], object]) -> None:
         store = self._chat.store

@@ -138,6 +138,8 @@ async def test_the_keys_of_deleting_and_undoing(make_app: MakeApp, engine: FakeE
         await wait_until(pilot, lambda: isinstance(app.focused, MessageView))
         await pilot.press("ctrl+z")
         await wait_until(pilot, lambda: len(shown(app)) == 4)
+        brought_back = app.chat.transcript.views[2]
+        await wait_until(pilot, lambda: app.focused is brought_back)
         await pilot.press("escape", *"/temporary", "enter")
         await wait_until(pilot, lambda: controller(app).thread.memory is not None and not shown(app))
         assert app.chat._title.startswith("◌ Temporary chat")

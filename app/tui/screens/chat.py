@@ -190,8 +190,12 @@ class ChatScreen(Screen[None]):
             case PathChanged(focus):
                 self._leave_editing()
                 path = self.controller.thread.path
+                among_messages = isinstance(self.focused, MessageView)
                 self._reveal(bool(path))
                 await self.transcript.show_path(path, focus)
+                if among_messages:
+                    view = self.transcript.view_of(focus) if focus is not None else None
+                    (view or self.prompt).focus()
                 self.prompt.remember([entry.content for entry in path if entry.role == "user"])
                 self._show_title()
             case QueueChanged():
@@ -389,27 +393,13 @@ class ChatScreen(Screen[None]):
     def action_delete_last(self) -> None:
         path = self.controller.thread.path
         if path:
-            self._delete(path[-1])
+            self.controller.deletions.message(path[-1])
         else:
             self.show_notice("There is no message to delete.", "warning")
-
-    def _delete(self, entry: Entry, *, alternatives: bool = False) -> None:
-        path = self.controller.thread.path
-        place = path.index(entry) if entry in path else len(path)
-        focused = isinstance(self.focused, MessageView)
-        self.controller.deletions.message(
-            entry, alternatives=alternatives, done=lambda: self.call_later(self._focus_place, place, focused)
-        )
 
     def action_undo(self) -> None:
         """Bring back what was deleted last."""
         self.controller.deletions.undo()
-
-    def _focus_place(self, place: int, message: bool) -> None:
-        """Focus the message at ``place`` of the path or the last before it, if a ``message`` had the focus before."""
-        path = self.controller.thread.path
-        view = self.transcript.view_of(path[min(place, len(path) - 1)]) if path and message else None
-        (view or self.prompt).focus()
 
     def action_temporary(self) -> None:
         """Begin a conversation that is kept in memory only."""
@@ -453,22 +443,13 @@ class ChatScreen(Screen[None]):
             case "continue":
                 self._continue(entry)
             case "delete" | "delete_all":
-                self._delete(entry, alternatives=event.what == "delete_all")
+                self.controller.deletions.message(entry, alternatives=event.what == "delete_all")
             case "undo":
                 self.action_undo()
             case "previous" | "next":
                 self.controller.switch(entry, -1 if event.what == "previous" else 1)
-                self.call_after_refresh(self._focus_like, entry)
             case _:
                 self.prompt.focus()
-
-    def _focus_like(self, entry: Entry) -> None:
-        """Focus the message at the same place of the path, after a switch of branches."""
-        views = self.transcript.views
-        index = next((i for i, view in enumerate(views) if view.entry.role == entry.role and view.entry.siblings > 1
-                      and view.entry.siblings == entry.siblings), None)  # fmt: skip
-        if index is not None:
-            views[index].focus()
 
     def _edit(self, entry: Entry) -> None:
         self._editing = entry
