@@ -231,14 +231,38 @@ async def test_a_long_history_is_windowed(make_app: MakeApp, store: Conversation
         assert "message 99" in shown(app)[-1]
         assert app.chat is not None
         transcript = app.chat.transcript
-        transcript.scroll_home(animate=False)
-        await wait_until(pilot, lambda: not transcript.following)
-        await transcript.show_more(True)
-        await wait_until(pilot, lambda: len(shown(app)) == 50 and transcript.scroll_y > 0)
-        assert "message 50" in shown(app)[0]
-        assert not transcript.following
-        await pilot.press("ctrl+end")
-        await wait_until(pilot, lambda: app.chat and app.chat.transcript.following)
+
+        def top() -> str:
+            return next(
+                view.entry.content for view in transcript.views if view.virtual_region.bottom > transcript.scroll_y
+            )
+
+        for number in range(60):
+            before, there = transcript.scroll_y, top()
+            counted = len(shown(app))
+            transcript.scroll_to(y=before - 3, animate=False, immediate=True)
+            await pilot.pause()
+            if transcript.scroll_y > before:
+                assert len(shown(app)) > counted or transcript.window.newer, "older messages were loaded"
+            assert int(there.split()[1]) - int(top().split()[1]) in (0, 1), f"step {number}: the reader was moved"
+            assert not transcript.following
+        await pilot.press("shift+tab", "g")
+        await wait_until(pilot, lambda: "message 0" in shown(app)[0] and app.focused is transcript.views[0])
+        assert transcript.scroll_y <= 1 and len(shown(app)) <= 90
+        await pilot.press("G")
+        await wait_until(pilot, lambda: app.focused is transcript.views[-1] and "message 99" in shown(app)[-1])
+        await pilot.press("g")
+        await wait_until(pilot, lambda: app.focused is transcript.views[0])
+        for number in range(70):
+            there = int(top().split()[1])
+            transcript.scroll_to(y=transcript.scroll_y + 5, animate=False, immediate=True)
+            await pilot.pause()
+            assert int(top().split()[1]) - there in (0, 1, 2), f"step {number}: the reader was moved"
+        await wait_until(pilot, lambda: "message 99" in shown(app)[-1] and len(shown(app)) <= 90)
+        await pilot.press("g")
+        await wait_until(pilot, lambda: "message 0" in shown(app)[0] and app.focused is transcript.views[0])
+        await pilot.press("escape", "ctrl+end")
+        await wait_until(pilot, lambda: transcript.following and "message 99" in shown(app)[-1])
 
 
 async def test_the_reader_is_left_alone_while_text_arrives(make_app: MakeApp, engine: FakeEngine) -> None:

@@ -33,16 +33,18 @@ class MessageView(Written, can_focus=True):
     """A message: its speaker, its text, its state. Of a message in progress, the finished blocks."""
 
     HELP = (
-        "A message of the conversation. `up` and `down` go to the previous and the next message; `u` and `d` "
-        "scroll. `c` copies the message, `b` its next code block. `t` opens and folds what the model thought before "
-        "its answer; while it is open, `c` copies it too. `e` edits it; the old text stays as an alternative. `r` "
-        "regenerates the answer, and `m` lets the model go on from its end. `left` and `right` switch between "
-        "alternatives. `x` deletes the message and what follows it, `X` its alternatives too; `z` or `ctrl+z` brings "
-        "back what was deleted. `esc` returns to the prompt."
+        "A message of the conversation. `up` and `down` go to the previous and the next message, `g` and `G` to the "
+        "first and the last; `u` and `d` scroll. `c` copies the message, `b` its next code block. `t` opens and folds "
+        "what the model thought before its answer; while it is open, `c` copies it too. `e` edits it; the old text "
+        "stays as an alternative. `r` regenerates the answer, and `m` lets the model go on from its end. `left` and "
+        "`right` switch between alternatives. `x` deletes the message and what follows it, `X` its alternatives too; "
+        "`z` or `ctrl+z` brings back what was deleted. `esc` returns to the prompt."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up,k", "neighbour(-1)", "Up", show=False, id="message.up"),
         Binding("down,j", "neighbour(1)", "Down", show=False, id="message.down"),
+        Binding("g,home", "edge(False)", "First", show=False, id="message.first"),
+        Binding("G,end", "edge(True)", "Last", show=False, id="message.last"),
         Binding(bound("page_up"), "screen.scroll(-1)", "Page up", show=False, id="message.page_up"),
         Binding(bound("page_down"), "screen.scroll(1)", "Page down", show=False, id="message.page_down"),
         Binding(
@@ -68,6 +70,13 @@ class MessageView(Written, can_focus=True):
             super().__init__()
             self.entry = entry
             self.what = what
+
+    class Edge(Message):
+        """The person goes to the ``last`` message of the conversation, or to the first."""
+
+        def __init__(self, last: bool) -> None:
+            super().__init__()
+            self.last = last
 
     class Neighbour(Message):
         def __init__(self, view: MessageView, offset: int) -> None:
@@ -143,6 +152,9 @@ class MessageView(Written, can_focus=True):
 
     def action_neighbour(self, offset: int) -> None:
         self.post_message(self.Neighbour(self, offset))
+
+    def action_edge(self, last: bool) -> None:
+        self.post_message(self.Edge(last))
 
     def action_thoughts(self) -> None:
         self.open_thoughts(not self._thoughts_open)

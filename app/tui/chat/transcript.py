@@ -136,6 +136,7 @@ class Transcript(VerticalScroll, can_focus=False):
         self._pace = Pace(UPDATE_S, SLOWEST_S)
         self._timer: Timer | None = None
         self._following = True
+        self._reaching = False
         self._thoughts_open = False
 
     def compose(self) -> Iterable[Static | LiveTail]:
@@ -237,8 +238,16 @@ class Transcript(VerticalScroll, can_focus=False):
 
     def follow(self) -> None:
         """Go to the end and stay there."""
+        if self.window.newer:
+            self.call_later(self._show_newest)
+            return
         self._set_following(True)
         self.call_after_refresh(self._keep_end)
+
+    async def _show_newest(self) -> None:
+        self.window = Window.newest(len(self.path))
+        await self._mount_window()
+        self.follow()
 
     def _keep_end(self) -> None:
         """Scroll to the end if the reader follows it."""
@@ -252,6 +261,8 @@ class Transcript(VerticalScroll, can_focus=False):
             self.scroll_end(animate=False, immediate=True)
         else:
             self.scroll_to(y=0, animate=False, immediate=True, force=True, release_anchor=False)
+            if self.window.older:
+                self.call_later(self._reach)
 
     # --- the tail -------------------------------------------------------------------------------------------------
 
@@ -299,30 +310,62 @@ class Transcript(VerticalScroll, can_focus=False):
         await self.show_more(event.older)
 
     async def show_more(self, older: bool) -> None:
-        """Mount more messages at one end. What the reader looks at stays in place."""
+        """Mount more messages at one end. What the reader looks at stays in its place on the screen."""
         before = self.window
         self.window = before.with_older() if older else before.with_newer()
         if self.window == before:
             return
+        following = self._following and not self.window.newer
         self.anchor(False)
-        self._set_following(False)
-        height = self.virtual_size.height
-        views = {view.entry.key: view for view in self.views}
         wanted = self.path[self.window.start : self.window.end]
         keys = {entry.key for entry in wanted}
+        views = {view.entry.key: view for view in self.views}
+        held = self._first_in_sight([view for key, view in views.items() if key in keys])
+        place = held.virtual_region.y - self.scroll_y if held is not None else 0
+        fresh = [self._made(entry) for entry in wanted if entry.key not in views]
+        gone = [view for key, view in views.items() if key not in keys]
+        if held is not None and self.screen.focused in gone:
+            held.focus(scroll_visible=False)
+        # Nothing is drawn before the new messages have their heights and the old ones are back in their places.
         with self.app.batch_update():
-            await self.remove_children([view for key, view in views.items() if key not in keys])
-            fresh = [self._made(entry) for entry in wanted if entry.key not in views]
-            if older:
-                first = next((view for view in self.views), None)
-                await self.mount_all(fresh, before=first or self._newer)
-            else:
-                await self.mount_all(fresh, before=self._newer)
-        self._show_counts()
-        if older:
-            self.call_after_refresh(
-                lambda: self.scroll_to(y=self.scroll_y + self.virtual_size.height - height, animate=False)
-            )
+            await self.remove_children(gone)
+            first = next(iter(self.views), None)
+            await self.mount_all(fresh, before=first if older and first is not None else self._newer)
+            self._show_counts()
+            if held is not None:
+                self.screen._refresh_layout()
+                self.scroll_to(y=held.virtual_region.y - place, animate=False, immediate=True, force=True)
+                self.screen._refresh_layout(scroll=True)
+        self._set_following(following)
+
+    def _first_in_sight(self, views: Sequence[MessageView]) -> MessageView | None:
+        """The first of ``views`` that is on the screen, at least with its end."""
+        return next((view for view in views if view.virtual_region.bottom > self.scroll_y), None)
+
+    async def go_to(self, entry: Entry) -> MessageView | None:
+        """Have ``entry`` mounted, and what is around it. Returns its view; None if it is not in the path."""
+        if entry not in self.path:
+            return None
+        index = self.path.index(entry)
+        if index not in self.window:
+            self.window = Window.around(index, len(self.path))
+            await self._mount_window()
+        self.anchor(False)
+        self._set_following(False)
+        return self.view_of(entry)
+
+    async def _reach(self) -> None:
+        """Mount more messages if the reader comes near the end of those that are mounted."""
+        if self._reaching:
+            return
+        self._reaching = True
+        try:
+            if self.window.older and self.scroll_y < self.container_size.height:
+                await self.show_more(True)
+            elif self.window.newer and self.max_scroll_y - self.scroll_y < self.container_size.height:
+                await self.show_more(False)
+        finally:
+            self._reaching = False
 
     def _show_counts(self) -> None:
         self._older.show_count(self.window.older)
@@ -336,6 +379,8 @@ class Transcript(VerticalScroll, can_focus=False):
         self._set_following(at_end)
         if at_end and not self.is_anchored:
             self.call_after_refresh(self._keep_end)
+        if self.window.older or self.window.newer:
+            self.call_later(self._reach)
 
     def on_resize(self, event: events.Resize) -> None:
         self.call_after_refresh(self._keep_end)
@@ -347,6 +392,14 @@ class Transcript(VerticalScroll, can_focus=False):
         if following and self._pending is not None:
             self._draw_live()
         self.post_message(self.FollowingChanged(following))
+
+    @on(MessageView.Edge)
+    async def _focus_edge(self, event: MessageView.Edge) -> None:
+        event.stop()
+        view = await self.go_to(self.path[-1 if event.last else 0])
+        if view is not None:
+            view.focus(scroll_visible=False)
+            self.call_after_refresh(lambda: view.scroll_visible(animate=False, top=True, immediate=True))
 
     @on(MessageView.Neighbour)
     async def _move_focus(self, event: MessageView.Neighbour) -> None:
