@@ -16,7 +16,8 @@ TERMINAL_APP = frozenset(
         *string.digits,
         *(f"ctrl+{letter}" for letter in string.ascii_lowercase if letter not in "him"),
         *("enter", "escape", "tab", "shift+tab", "backspace", "space", "up", "down", "left", "right"),
-        *("ctrl+underscore", "ctrl+right_square_bracket", "question_mark", "left_square_bracket"),
+        *("ctrl+underscore", "ctrl+right_square_bracket", "ctrl+backslash"),
+        *("question_mark", "left_square_bracket"),
         "right_square_bracket",
     ]
 )  # fmt: skip
@@ -33,6 +34,7 @@ _KEYS: dict[str, tuple[str, ...]] = {
     "timing": ("f5", "ctrl+t"),
     "machines": ("f8", "ctrl+l"),
     "thoughts": ("f9", "ctrl+right_square_bracket"),
+    "sampling": ("f7", "ctrl+backslash"),
     "undo": ("f6", "ctrl+r"),
     "group": ("f7", "ctrl+n"),
     "newest": ("ctrl+end", "ctrl+f"),
@@ -65,7 +67,9 @@ def either(function: str, system: str = sys.platform) -> str:
 
 def readable(name: str) -> str:
     """A key's name as printed on the keyboard."""
-    return name.replace("underscore", "_").replace("question_mark", "?").replace("right_square_bracket", "]")
+    for word, sign in (("underscore", "_"), ("question_mark", "?"), ("right_square_bracket", "]"), ("backslash", "\\")):
+        name = name.replace(word, sign)
+    return name
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,12 @@ COMMANDS: tuple[ChatCommand, ...] = (
     ChatCommand("chats", "Chats", "Open, search, rename, export or delete chats", "chats", key("chats")),
     ChatCommand("model", "Model", "Choose, download or load a model", "model", key("model"), "[name]"),
     ChatCommand("beams", "Beams", "Set the beam width; see the candidates", "beams", key("beams"), "[width]"),
+    ChatCommand("persona", "Persona", "Choose, save or edit personas; /persona none", "persona", "", "[name]"),
+    ChatCommand("system", "System prompt", "See and change this chat's system prompt", "system", "", "[text]"),
+    ChatCommand("sampling", "Sampling", "See and change this chat's sampling; presets", "sampling", key("sampling")),
+    ChatCommand(
+        "set", "Set a value", "Set a value for this chat, as in /set temperature 0.2", "set_value", "", "[name [value]]"
+    ),
     ChatCommand("timing", "Timing", "See where each token's time goes", "timing", key("timing")),
     ChatCommand(
         "thoughts", "Thoughts", "Show or fold what the model thought before its answers", "thoughts", key("thoughts")

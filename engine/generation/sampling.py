@@ -100,6 +100,21 @@ def sampling_rule(asked: Sampling, defaults: Mapping[str, Any]) -> SamplingRule:
     return SamplingRule(temperature, top_k, top_p, min_p, asked.seed, penalty)
 
 
+def own_sampling(defaults: Mapping[str, Any]) -> Sampling | None:
+    """How a model with these ``defaults`` samples if nothing is asked for; None if they are impossible."""
+    try:
+        rule = sampling_rule(Sampling(), defaults)
+    except (ModelError, TypeError, ValueError):
+        return None
+    return Sampling(
+        temperature=rule.temperature,
+        top_p=rule.top_p,
+        top_k=rule.top_k,
+        min_p=rule.min_p,
+        repetition_penalty=rule.repetition_penalty,
+    )
+
+
 def stated_penalty(defaults: Mapping[str, Any]) -> float | None:
     """The repetition penalty of a ``generation_config.json``; None if it states none that can be used."""
     value = defaults.get("repetition_penalty")

@@ -43,7 +43,7 @@ async def test_a_width_of_beams_is_chosen_and_a_candidate_picked(make_app: MakeA
         assert "Needs 570 MB of 2.4 GB free memory" in str(app.focused.render() if app.focused else "")
         assert "81 % of the speed of one beam" in str(app.focused.render() if app.focused else "")
         await pilot.press("enter")
-        assert app.settings.beams == 3
+        assert (controller(app).setup.options.beams, app.settings.beams) == (3, 1)
         await ask(pilot, app, "q")
         assert "first" in shown(app)[1]
         app.screen.query_one(Candidates).focus()

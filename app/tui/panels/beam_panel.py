@@ -34,12 +34,12 @@ class BeamPanel(Panel):
     )
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "screen.close_panel", "Close", id="panel.close")]
 
-    def __init__(self, controller: ChatController, apply: Callable[[int], str]) -> None:
+    def __init__(self, controller: ChatController, apply: Callable[[int], None]) -> None:
         super().__init__()
         self.can_focus = False
         self._controller = controller
         self._facts = controller.status.facts
-        self._widths = Widths(controller.options.beams, apply)
+        self._widths = Widths(controller.setup.options.beams, apply)
         self._candidates = Candidates(controller.pick_beam)
 
     def compose(self) -> Iterable[Static | Rendered]:
@@ -55,7 +55,7 @@ class BeamPanel(Panel):
 
     def handle_update(self, update: Update) -> None:
         if isinstance(update, StatusChanged):
-            self._widths.use(self._controller.options.beams)
+            self._widths.use(self._controller.setup.options.beams)
             if self._controller.status.facts is not self._facts:
                 # Another model: its costs are different.
                 self._facts = self._controller.status.facts
@@ -80,7 +80,7 @@ class Widths(Rendered, can_focus=True):
         Binding("enter", "apply", "Apply", id="beams.apply"),
     ]
 
-    def __init__(self, width: int, apply: Callable[[int], str]) -> None:
+    def __init__(self, width: int, apply: Callable[[int], None]) -> None:
         super().__init__(classes="widths")
         self.applied = width
         self.marked = width
@@ -108,10 +108,8 @@ class Widths(Rendered, can_focus=True):
         if estimate is not None and not estimate.fits:
             self.app.notify(self._too_much(estimate), severity="warning", markup=False)
             return
-        problem = self._apply(self.marked)
+        self._apply(self.marked)
         self.applied = self.marked
-        if problem:
-            self.app.notify(problem, severity="error", markup=False)
         self.remake()
 
     def make(self, width: int) -> Content:
@@ -149,7 +147,7 @@ class Widths(Rendered, can_focus=True):
         if not estimate.fits:
             lines.append(Content.styled(self._too_much(estimate), "$text-error"))
         elif self.marked != self.applied:
-            lines.append(Content.styled("enter uses it from the next question on", "$text-accent"))
+            lines.append(Content.styled("enter uses it in this chat from the next question on", "$text-accent"))
         return lines
 
     def _too_much(self, estimate: BeamEstimate) -> str:

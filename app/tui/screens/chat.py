@@ -18,6 +18,7 @@ from textual.widgets import Footer, Static
 from textual.worker import Worker, WorkerCancelled, WorkerState
 
 from app.chat.controller import ChatController
+from app.chat.setup import setup_line
 from app.chat.state import (
     Entry,
     EntryAdded,
@@ -47,6 +48,7 @@ from app.tui.keymap import ChatCommand, UnknownCommand, bound, key, parse
 from app.tui.panels.panel import Panel, PanelSlot
 from app.tui.render.highlighting import Highlighter
 from app.tui.screens.arguments import slash_commands
+from app.tui.screens.chat_setup import SetupCommands
 from app.tui.terminal.application import CopyRequested
 
 SETTLED_S = 0.15
@@ -85,6 +87,7 @@ class ChatScreen(Screen[None]):
         Binding(bound("timing"), "timing", "Timing", id="chat.timing", priority=True),
         Binding(bound("machines"), "machines", "Machines", id="chat.machines", priority=True),
         Binding(bound("thoughts"), "thoughts", "Thoughts", show=False, id="chat.thoughts", priority=True),
+        Binding(bound("sampling"), "sampling", "Sampling", show=False, id="chat.sampling", priority=True),
         Binding("ctrl+s", "settings", "Settings", id="chat.settings", priority=True),
         Binding("ctrl+n", "new", "New", show=False, id="chat.new", priority=True),
         Binding("ctrl+r", "again", "Regenerate", show=False, id="chat.again", priority=True),
@@ -104,20 +107,23 @@ class ChatScreen(Screen[None]):
         super().__init__()
         self.controller = ChatController(engine, store, settings, self._post_update, is_missing=is_missing)
         self.panels = PanelSlot(self, self._make_panel, self.focus_prompt)
+        self.setup = SetupCommands(self)
         self.warned_unsaved = False
         self._highlighter = highlighter
         self._machine = machine
         self._runner: Worker[None] | None = None
         self._editing: Entry | None = None
         self._code_copied: dict[int, int] = {}
-        self._title = ""
+        self._title = "", ""
 
     # --- layout ---------------------------------------------------------------------------------------------------
 
     def compose(self) -> ComposeResult:
         with Horizontal(id="main"):
             with Vertical(id="chat"):
-                yield Static(id="title", markup=False)
+                with Horizontal(id="heading"):
+                    yield Static(id="title", markup=False)
+                    yield Static(id="setup", markup=False)
                 yield Welcome(id="welcome")
                 yield Transcript(self._highlighter, id="transcript")
                 yield NoticeLine(id="notice")
@@ -129,7 +135,7 @@ class ChatScreen(Screen[None]):
         yield Footer(compact=True, show_command_palette=False)
 
     def on_mount(self) -> None:
-        self.query_one("#transcript").display = self.query_one("#title").display = False
+        self.query_one("#transcript").display = self.query_one("#heading").display = False
         self.query_one("#side").display = False
         self.prompt.popup = self.query_one(CompletionPopup)
         self.prompt.completer.sources.append(slash_commands(self.prompt))
@@ -250,12 +256,15 @@ class ChatScreen(Screen[None]):
         if thread.memory is not None:
             title = f"{TEMPORARY} · {title}" if title else TEMPORARY
         self._show_placeholder()
+        shown = title, one_line(setup_line(thread, self.controller.options))
         # Updating a line lays out the whole screen.
-        if title != self._title:
-            self._title = title
-            line = self.query_one("#title", Static)
-            line.update(Content(title))
-            line.display = bool(title)
+        if shown != self._title:
+            self._title = shown
+            for name, text in zip(("#title", "#setup"), shown, strict=True):
+                line = self.query_one(name, Static)
+                line.update(Content(text))
+                line.display = bool(text)
+            self.query_one("#heading").display = any(shown)
 
     def _show_placeholder(self) -> None:
         temporary = self.controller.thread.memory is not None
@@ -489,9 +498,7 @@ class ChatScreen(Screen[None]):
         if not 1 <= number <= 16:
             self.show_notice(f"The beam width must be a number from 1 to 16, not {one_line(width)}.", "warning")
             return
-        problem = self._apply_beams(number)
-        if problem:
-            self.show_notice(problem, "error")
+        self._apply_beams(number)
 
     def action_close_panel(self) -> None:
         self.panels.close()
@@ -505,16 +512,28 @@ class ChatScreen(Screen[None]):
 
         return BeamPanel(self.controller, self._apply_beams)
 
-    def _apply_beams(self, width: int) -> str:
-        """Use beams of this ``width`` and go back to typing. Returns what went wrong, or an empty text."""
-        problem = self.controller.change_settings({"beams": width})
+    def _apply_beams(self, width: int) -> None:
+        """Use beams of this ``width`` in the shown chat and go back to typing."""
+        self.controller.setup.change({"beams": width})
         if self.panels.covers:
             self.panels.close()
         else:
             self.focus_prompt()
-        if not problem:
-            self.show_notice(f"The next question uses {width} beam{'' if width == 1 else 's'}.")
-        return problem
+        self.show_notice(f"This chat's next question uses {width} beam{'' if width == 1 else 's'}.")
+
+    # --- this chat's setup ----------------------------------------------------------------------------------------
+
+    def action_system(self, text: str = "") -> None:
+        self.setup.system(text)
+
+    def action_set_value(self, argument: str = "") -> None:
+        self.setup.set_value(argument)
+
+    def action_sampling(self) -> None:
+        self.setup.sampling()
+
+    def action_persona(self, name: str = "") -> None:
+        self.setup.persona(name)
 
     # --- screens --------------------------------------------------------------------------------------------------
 
@@ -543,7 +562,7 @@ class ChatScreen(Screen[None]):
         self.app.push_screen(ModelsScreen(self.controller), chosen)
 
     def _use_model(self, model: str) -> None:
-        if model == self.controller.options.model:
+        if model == self.controller.options.model and self.controller.is_saved("model"):
             self.controller.load_again()
             return
         problem = self.controller.change_settings({"model": model})

@@ -34,6 +34,7 @@ KEYS = f"""
 | {either("beams")} | beams |
 | {either("timing")} | timing |
 | {either("machines")} | machines: find, pair, form a ring |
+| {either("sampling")} | sampling of this chat |
 | ctrl+s | settings |
 | ctrl+p | menu of all commands |
 | ctrl+q | quit; all chats are saved |

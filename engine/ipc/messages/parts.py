@@ -157,6 +157,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the model has a tokenizer. Without one it takes and gives token ids only."""
     reasoning: ReasoningFacts | None = None
     """How the model thinks; None if it does not mark thoughts."""
+    sampling: Sampling | None = None
+    """How the model samples if nothing is asked for; None if that is unknown."""
 
 
 class DoctorFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,145 @@
+"""How the shown chat's answers are sampled: each value, where it comes from, presets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.content import Content
+from textual.screen import Screen
+from textual.widgets import Footer, Static
+
+from app.chat.controller import ChatController
+from app.chat.state import StatusChanged, Update
+from app.settings.fields import Setting, Value
+from app.settings.layers import ADJUSTABLE, PRESETS, Source, preset_in
+from app.settings.schema import Settings
+from app.text_safety import one_line
+from app.tui.keymap import bound, key
+from app.tui.screens.value_editor import ValueEditor, ValueRow
+from engine.ipc.messages import ModelFacts, Sampling
+
+_SAMPLED = frozenset(Sampling.__struct_fields__)
+
+
+def value_in_effect(setting: Setting, options: Settings, facts: ModelFacts | None) -> Value:
+    """The value of ``setting``; the loaded model's own default where nothing else is set, None if it is unknown."""
+    value = options.value(setting.key)
+    own = facts.sampling if facts is not None else None
+    if value is not None or own is None or setting.key not in _SAMPLED:
+        return value
+    filtered = any(limit is not None for limit in (options.top_p, options.top_k, options.min_p))
+    if setting.key == "temperature" and own.temperature == 0 and filtered:
+        return 1.0  # the engine samples if a limit is asked for, also where the model by itself does not
+    found: Value = getattr(own, setting.key)
+    return found
+
+
+class ChatValueList:
+    """The shown chat's values for a ValueEditor."""
+
+    def __init__(self, controller: ChatController) -> None:
+        self._controller = controller
+
+    def rows(self) -> Sequence[ValueRow]:
+        setup, settings = self._controller.setup, self._controller.options
+        options, facts = setup.options, self._controller.status.facts
+        found = []
+        for setting in ADJUSTABLE:
+            source = setup.values.source(setting.key, settings)
+            idle = setting.key in _SAMPLED and options.beams > 1
+            idle |= setting.key == "length_penalty" and options.beams == 1
+            words = _words(source, setting, setup.values.persona)
+            value = value_in_effect(setting, options, facts)
+            found.append(ValueRow(setting, value, words, source in ("chat", "persona"), idle))
+        return found
+
+    def change(self, key: str, value: Value) -> None:
+        self._controller.setup.change({key: value})
+
+    def reset(self, key: str) -> None:
+        self._controller.setup.reset([key])
+
+
+def _words(source: Source, setting: Setting, persona: str) -> str:
+    match source:
+        case "chat":
+            return "● chat"
+        case "persona":
+            return f"◆ {persona}"
+        case "settings":
+            return "  settings"
+        case _:
+            return "  model" if setting.optional or setting.default == "auto" else "  default"
+
+
+class SamplingScreen(Screen[None]):
+    """The values of the shown chat. Each change holds from the next question on."""
+
+    HELP = (
+        "These values hold for this chat only, from the next question on. A new chat begins with the settings'. "
+        "`●` marks a value of this chat, `◆` one of its persona. `enter` changes the marked value, or just type a "
+        "number; `backspace` gives up the chat's own value. `e`, `b` and `c` set the presets: exact, balanced, "
+        "creative. `/set temperature 0.2` does the same from the prompt."
+    )
+    BINDINGS: ClassVar[list[BindingType]] = [
+        *[
+            Binding(preset.name[0], f"preset({index})", preset.name.title(), id=f"sampling.{preset.name}")
+            for index, preset in enumerate(PRESETS)
+        ],
+        Binding("escape," + bound("sampling"), "leave", "Close", key_display="esc", id="sampling.close"),
+        Binding(bound("help"), "app.help", "Help", id="sampling.help"),
+    ]
+
+    def __init__(self, controller: ChatController) -> None:
+        super().__init__()
+        self._controller = controller
+
+    def compose(self) -> ComposeResult:
+        yield Static("Sampling of this chat", classes="screen-title", markup=False)
+        yield Static("", id="presets", markup=False)
+        yield ValueEditor(ChatValueList(self._controller))
+        yield Static("", id="sampling-note", markup=False)
+        yield Footer(compact=True, show_command_palette=False)
+
+    def on_mount(self) -> None:
+        self.query_one(ValueEditor).focus_list()
+        self._draw()
+
+    def handle_update(self, update: Update) -> None:
+        """The controller changed something."""
+        if isinstance(update, StatusChanged):
+            self.query_one(ValueEditor).draw()
+            self._draw()
+
+    def _draw(self) -> None:
+        options = self._controller.setup.options
+        active = preset_in(options)
+        words = [
+            Content.assemble(
+                ("● " if preset is active else "  ", "$text-accent"),
+                (preset.name[0], "bold underline"),
+                (preset.name[1:], "bold" if preset is active else ""),
+                "  ",
+            )
+            for preset in PRESETS
+        ]
+        about = one_line(active.about) if active is not None else ""
+        self.query_one("#presets", Static).update(Content.assemble(*words, (about, "$foreground-muted")))
+        note = self.query_one("#sampling-note", Static)
+        note.display = options.beams > 1
+        note.update(
+            f"With {options.beams} beams nothing is sampled: temperature, limits and seed have no effect. "
+            f"{key('beams')} in the chat shows what beams cost."
+        )
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        return not self.query_one(ValueEditor).is_typing or action not in ("preset", "leave")
+
+    def action_preset(self, index: int) -> None:
+        self._controller.setup.use_preset(PRESETS[index])
+
+    def action_leave(self) -> None:
+        self.dismiss(None)
