@@ -1,0 +1,134 @@
+"""The files below a folder, as references name them, and which of them fit what was typed. No Textual."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+MOST_LISTED = 20_000
+"""Maximum number of files that are listed below a folder."""
+_DEPTH = 12
+"""Maximum depth of folders that are looked into."""
+_PATIENCE_S = 3.0
+"""Seconds after which the listing ends with what was found."""
+_SKIPPED = frozenset({"node_modules", "__pycache__", "venv", "target", "build", "dist"})
+"""Folders of made files. They are skipped, like hidden ones, where no ``.gitignore`` says so."""
+
+
+def files_below(folder: Path) -> list[str]:
+    """Paths of the files below ``folder``, relative to it, sorted. It may take some seconds.
+
+    In a repository these are the files that git tracks, or would with ``git add``. Elsewhere hidden folders and those
+    of made files are left out.
+    """
+    tracked = _by_git(folder)
+    return sorted(_by_walking(folder) if tracked is None else tracked)[:MOST_LISTED]
+
+
+def entries_of(folder: Path) -> list[str]:
+    """Names of what is in ``folder``, those of folders with a slash at the end; empty if it cannot be read."""
+    names = []
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                names.append(entry.name + ("/" if entry.is_dir() else ""))
+                if len(names) >= MOST_LISTED:
+                    break
+    except (OSError, ValueError):
+        return []
+    return sorted(names)
+
+
+def folders_of(files: Iterable[str]) -> list[str]:
+    """The folders that ``files`` are in, each with a slash at the end."""
+    found: dict[str, None] = {}
+    for file in files:
+        end = file.rfind("/")
+        while end > 0 and file[: end + 1] not in found:
+            found[file[: end + 1]] = None
+            end = file.rfind("/", 0, end)
+    return sorted(found)
+
+
+def fitting(typed: str, names: Sequence[str], limit: int) -> list[str]:
+    """Those of ``names`` that have the letters of ``typed`` in their order, best first, at most ``limit``.
+
+    A name whose last part begins with or contains the text comes before one whose letters are scattered; then the
+    shorter one.
+    """
+    wanted = typed.casefold()
+    scored = []
+    for name in names:
+        score = _score(wanted, name.casefold())
+        if score is not None:
+            scored.append((score, len(name), name))
+    return [name for _, _, name in sorted(scored)[:limit]]
+
+
+def _score(wanted: str, name: str) -> int | None:
+    """How badly ``name`` fits; None if it does not fit at all."""
+    last = name.rstrip("/").rpartition("/")[2]
+    if last.startswith(wanted):
+        return 0
+    if name.startswith(wanted):
+        return 1
+    if wanted in last:
+        return 2
+    if wanted in name:
+        return 3
+    position = first = -1
+    for letter in wanted:
+        position = name.find(letter, position + 1)
+        if position < 0:
+            return None
+        first = position if first < 0 else first
+    return 4 + (position - first) - len(wanted)
+
+
+def _by_git(folder: Path) -> list[str] | None:
+    """What git lists; None if there is no git, or no repository."""
+    git = shutil.which("git")
+    if git is None:
+        return None
+    # A repository's own configuration may name programs to run; listing needs none of them.
+    command = [git, "-c", "core.fsmonitor=false", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    try:
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_PATIENCE_S,
+            check=False,
+        )
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+    if done.returncode != 0:
+        return None
+    return [os.fsdecode(name) for name in done.stdout.split(b"\0")[:MOST_LISTED] if name]
+
+
+def _by_walking(folder: Path) -> list[str]:
+    found: list[str] = []
+    end = time.monotonic() + _PATIENCE_S
+    waiting = [("", 0)]
+    while waiting and len(found) < MOST_LISTED and time.monotonic() < end:
+        below, depth = waiting.pop()
+        try:
+            with os.scandir(folder / below) as entries:
+                for entry in entries:
+                    name = below + entry.name
+                    if entry.is_dir(follow_symlinks=False):
+                        if depth < _DEPTH and entry.name not in _SKIPPED and not entry.name.startswith("."):
+                            waiting.append((name + "/", depth + 1))
+                    elif entry.is_file():
+                        found.append(name)
+        except (OSError, ValueError):
+            continue
+    return found

@@ -1,0 +1,153 @@
+"""``@file`` in a question: what is a reference, which files it names, and how files are listed and found."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.attachments.attachment import Attachment
+from app.attachments.listing import entries_of, files_below, fitting, folders_of
+from app.attachments.references import MOST_FILES, pattern, reference_to, references, resolve
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    for name in ("a.py", "src/b.py", "src/deep/c.py", "src/notes.md", "two words.txt", "build/made.o", ".hidden/x"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"text of {name}\n")
+    (tmp_path / "src/data.bin").write_bytes(b"\0\1")
+    return tmp_path
+
+
+def names(text: str, folder: Path) -> list[str]:
+    return [attachment.name for attachment in resolve(text, folder).attachments]
+
+
+@pytest.mark.parametrize(
+    ("text", "paths"),
+    [
+        ("@a.py", ["a.py"]),
+        ("see (@a.py) and @src/b.py.", ["a.py)", "src/b.py."]),
+        ('@"two words.txt" and @~/x', ["two words.txt", "~/x"]),
+        ("me@example.com a@b @ x @@y", []),
+        ("first\n@second", ["second"]),
+    ],
+)
+def test_a_reference_stands_at_the_beginning_of_a_word(text: str, paths: list[str]) -> None:
+    assert [reference.path for reference in references(text)] == paths
+
+
+@given(st.text(st.characters(exclude_characters='"@\n'), min_size=1, max_size=30))
+def test_what_is_inserted_for_a_path_refers_to_it(path: str) -> None:
+    text = f"see {reference_to(path)} there"
+    assert [reference.path for reference in references(text)] == [path]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Explain @a.py.", ["a.py"]),
+        ("@a.py again @a.py", ["a.py"]),
+        ("(@src/b.py, @a.py)?", ["src/b.py", "a.py"]),
+        ('@"two words.txt"', ["two words.txt"]),
+        ("@src/*.py", ["src/b.py"]),
+        ("@src/**/*.py", ["src/b.py", "src/deep/c.py"]),
+        ("@src/deep/", ["src/deep/c.py"]),
+        ("@src", []),
+        ("@property and @types/node and @nothing/*.py", []),
+        ("@[ab].py", ["a.py"]),
+    ],
+)
+def test_what_references_name(project: Path, text: str, expected: list[str]) -> None:
+    resolved = resolve(text, project)
+    assert [attachment.name for attachment in resolved.attachments] == expected
+    assert all(attachment.text == f"text of {attachment.name}\n" for attachment in resolved.attachments)
+    assert not resolved.problems
+
+
+def test_absolute_paths_and_the_home_folder(project: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(project / "src"))
+    other = tmp_path.parent
+    assert names(f"@{project}/a.py @~/b.py @~/deep/ @{project}/src/*.md", other) == [
+        f"{project}/a.py", "~/b.py", "~/deep/c.py", f"{project}/src/notes.md",
+    ]  # fmt: skip
+
+
+def test_what_cannot_be_attached_is_a_problem_only_if_it_was_named_itself(project: Path) -> None:
+    resolved = resolve("@src/data.bin", project)
+    assert resolved.problems == ("src/data.bin is a binary file, so it cannot be attached.",)
+    resolved = resolve("@src/", project)
+    assert [attachment.name for attachment in resolved.attachments] == ["src/b.py", "src/deep/c.py", "src/notes.md"]
+    assert resolved.left_out == ("src/data.bin is a binary file, so it cannot be attached.",) and not resolved.problems
+
+
+def test_too_many_files_are_a_problem(tmp_path: Path) -> None:
+    for number in range(MOST_FILES + 1):
+        (tmp_path / f"{number}.txt").write_text("x")
+    assert resolve("@*.txt", tmp_path).problems == (
+        f"@*.txt names {MOST_FILES + 1} files; at most {MOST_FILES} can be attached to a question.",
+    )
+
+
+def test_an_edited_question_keeps_what_was_attached(project: Path) -> None:
+    kept = [Attachment("a.py", "old text"), Attachment("src/gone.py", "gone"), Attachment("other", "no longer named")]
+    resolved = resolve("Look at @a.py, @src/ and @src/deep/c.py", project, kept)
+    assert [(attachment.name, attachment.text) for attachment in resolved.attachments] == [
+        ("a.py", "old text"), ("src/gone.py", "gone"), ("src/deep/c.py", "text of src/deep/c.py\n"),
+    ]  # fmt: skip
+
+
+@given(st.text("abc*?[]!^-/.\\&~", max_size=12))
+def test_any_pattern_can_be_used(glob: str) -> None:
+    in_one_folder = "/" not in glob and "**" not in glob
+    assert not (in_one_folder and pattern(glob).fullmatch("a/b"))
+
+
+def test_sets_of_letters() -> None:
+    assert pattern("[!ab]x").fullmatch("cx") and not pattern("[!ab]x").fullmatch("ax")
+    assert pattern("[]a-c]x").fullmatch("]x") and pattern("[]a-c]x").fullmatch("bx")
+    assert pattern("[^^]").fullmatch("a") and not pattern("[^^]").fullmatch("^")
+    assert pattern("[z-a]").fullmatch("[z-a]")
+
+
+# --- listing ---
+
+
+def test_outside_a_repository_hidden_folders_and_made_files_are_left_out(project: Path) -> None:
+    assert files_below(project) == [
+        "a.py",
+        "src/b.py",
+        "src/data.bin",
+        "src/deep/c.py",
+        "src/notes.md",
+        "two words.txt",
+    ]
+
+
+def test_in_a_repository_its_ignore_file_is_respected(project: Path) -> None:
+    subprocess.run(["git", "init", "-q", "."], cwd=project, check=True)
+    (project / ".gitignore").write_text("*.md\n*.bin\n")
+    assert files_below(project) == [
+        ".gitignore", ".hidden/x", "a.py", "build/made.o", "src/b.py", "src/deep/c.py", "two words.txt",
+    ]  # fmt: skip
+    assert files_below(project / "src") == ["b.py", "deep/c.py"]
+
+
+def test_folders_and_entries(project: Path) -> None:
+    assert folders_of(["a", "src/b", "src/deep/c"]) == ["src/", "src/deep/"]
+    assert entries_of(project / "src") == ["b.py", "data.bin", "deep/", "notes.md"]
+    assert entries_of(project / "nothing") == []
+
+
+def test_the_best_names_come_first() -> None:
+    files = ["tests/test_prompt.py", "app/prompt.py", "app/tui/chat/prompt.py", "docs/apt.md", "pr/o/m/p/t", "other"]
+    assert fitting("prompt", files, 4) == [
+        "app/prompt.py", "app/tui/chat/prompt.py", "tests/test_prompt.py", "pr/o/m/p/t",
+    ]  # fmt: skip
+    assert fitting("chatprompt", files, 4) == ["app/tui/chat/prompt.py"]
+    assert fitting("", ["b", "a"], 5) == ["a", "b"]
