@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 
+from app.attachments.attachment import Attachment
 from app.chat.answering import AnswerLoop, ChatTurn
 from app.chat.continuing import Begun, why_not
 from app.chat.deletions import Deletions
@@ -133,12 +134,12 @@ class ChatController:
         """Number of messages that are not on disk."""
         return self._saver.unsaved
 
-    def submit(self, text: str) -> None:
+    def submit(self, text: str, attachments: Sequence[Attachment] = ()) -> None:
         """Ask a new question at the end of the conversation, after the answer in progress and the questions queued.
 
         It is on disk before the engine gets it; if it cannot be saved, a notice says why.
         """
-        question = NewQuestion(sanitize(text))
+        question = NewQuestion(sanitize(text), tuple(attachments))
         if self.queue.items or self.answers.answers(self.thread):
             self.queue.add(question)
         else:
@@ -157,8 +158,8 @@ class ChatController:
         self.stop_soon()
         self._ask(path[: last + 1], PathChanged())
 
-    def edit(self, entry: Entry, text: str) -> None:
-        """Put a message with another ``text`` in place of ``entry``, which stays as an alternative.
+    def edit(self, entry: Entry, text: str, attachments: Sequence[Attachment] = ()) -> None:
+        """Put a message with another ``text`` and ``attachments`` in place of ``entry``, which stays as an alternative.
 
         A question is answered again. An answer is marked as edited, and nothing is asked.
         """
@@ -168,7 +169,7 @@ class ChatController:
         self.stop_soon()
         before = path[: path.index(entry)]
         if entry.role == "user":
-            self._ask([*before, Entry("user", text)], PathChanged())
+            self._ask([*before, Entry("user", text, attachments=tuple(attachments))], PathChanged())
         elif text != entry.content:
             edited = Entry("assistant", text, model=entry.model, thoughts=entry.thoughts, generation=EDITED)
             self._replace_path([*before, edited], edited)
@@ -344,7 +345,7 @@ class ChatController:
     # --- inside ---------------------------------------------------------------------------------------------------
 
     def _submit(self, question: NewQuestion) -> None:
-        entry = Entry("user", question.text)
+        entry = Entry("user", question.text, attachments=question.attachments)
         self._ask([*self.thread.path, entry], EntryAdded(entry))
 
     def _next_question(self, last: ChatTurn) -> None:

@@ -7,12 +7,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from app.attachments.attachment import Attachment
+
 
 @dataclass(frozen=True)
 class NewQuestion:
-    """A question that was sent: its text as the person typed it."""
+    """A question that was sent: its text as the person typed it, and the files that were attached then."""
 
     text: str
+    attachments: tuple[Attachment, ...] = ()
 
 
 class QuestionQueue:

@@ -147,7 +147,15 @@ class Saver:
             thread.title = store.conversation(thread.conversation).title
 
     def _add(self, store: ConversationStore, conversation: int, entry: Entry, parent: int | None) -> None:
-        record = store.add(conversation, entry.role, entry.content, parent=parent, state=entry.state, model=entry.model)
+        record = store.add(
+            conversation,
+            entry.role,
+            entry.content,
+            parent=parent,
+            state=entry.state,
+            model=entry.model,
+            attachments=entry.attachments,
+        )
         entry.record = record.id
         entry.siblings, entry.sibling_index = record.siblings, record.sibling_index
         if entry.tokens or entry.finish_reason or entry.thoughts.text or entry.generation.known:

@@ -8,6 +8,7 @@ from enum import Enum
 from itertools import count
 from typing import Literal
 
+from app.attachments.attachment import CHARACTERS_PER_TOKEN, Attachment
 from app.chat.queue import NewQuestion
 from app.conversations.generation import UNKNOWN, Generation
 from app.conversations.store import NO_THOUGHTS, MessageRecord, Role, State, Thoughts
@@ -45,6 +46,7 @@ class Entry:
     note: str = ""
     thoughts: Thoughts = NO_THOUGHTS
     generation: Generation = UNKNOWN
+    attachments: tuple[Attachment, ...] = ()
     dirty: bool = False
     """True if the store does not have the text on the screen."""
     key: int = field(default_factory=new_key)
@@ -63,6 +65,7 @@ class Entry:
             siblings=record.siblings,
             sibling_index=record.sibling_index,
             thoughts=record.thoughts,
+            attachments=record.attachments,
             generation=record.generation,
         )
 
@@ -95,6 +98,8 @@ class Status:
     progress: Progress | None = None
     prefill: Prefill | None = None
     context_used: int | None = None
+    draft_tokens: int = 0
+    """Estimated tokens of what is typed and attached and not sent yet."""
     tokens_per_s: float = 0.0
     waiting: int = 0
     """Number of questions of the conversation that wait for an answer."""
@@ -209,15 +214,17 @@ Update = (
 
 USUAL_ANSWER = 500
 """Tokens assumed for the next answer if there is no limit."""
-CHARACTERS_PER_TOKEN = 4
-"""Characters of text assumed for a token."""
 
 
 def context_to_come(status: Status, path: Sequence[Entry], max_tokens: int | None) -> int:
     """Estimate of the context, in tokens, at the end of the next answer. The cost of beams depends on it."""
     used = status.context_used
     if used is None:
-        used = sum(len(entry.content) for entry in path) // CHARACTERS_PER_TOKEN
+        used = sum(map(_characters, path)) // CHARACTERS_PER_TOKEN
     limit = status.facts.context_limit if status.facts is not None else 0
     wanted = used + (max_tokens or USUAL_ANSWER)
     return min(wanted, limit) if limit else wanted
+
+
+def _characters(entry: Entry) -> int:
+    return len(entry.content) + sum(len(attachment.text) for attachment in entry.attachments)

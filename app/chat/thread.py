@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 
+from app.attachments.attachment import with_attachments
 from app.chat.state import TOO_LONG, Entry
 from app.conversations.exporting import export_form, quoted, write_export
 from app.conversations.store import Conversation, ConversationStore, MessageRecord
@@ -51,11 +52,11 @@ def prompt_messages(system: str, path: list[Entry]) -> list[Message]:
     for entry, answer in zip_longest(path, path[1:]):
         if not entry.content.strip() or (answer is not None and answer.finish_reason == TOO_LONG):
             continue
-        last = messages[-1] if messages else None
+        last, content = messages[-1] if messages else None, with_attachments(entry.content, entry.attachments)
         if last is not None and last.role == entry.role:
-            messages[-1] = Message(entry.role, f"{last.content}\n\n{entry.content}")
+            messages[-1] = Message(entry.role, f"{last.content}\n\n{content}")
         else:
-            messages.append(Message(entry.role, entry.content))
+            messages.append(Message(entry.role, content))
     return messages
 
 
@@ -107,15 +108,19 @@ def export_thread(store: ConversationStore, thread: Thread, path: Path, *, thoug
 
 def _from_screen(thread: Thread, form: str, thoughts: bool) -> str:
     if form == "json":
-        messages = [
-            {"role": entry.role, "content": entry.content, **({"thoughts": asdict(entry.thoughts)} if thoughts else {})}
-            for entry in thread.path
-        ]
+        messages = []
+        for entry in thread.path:
+            message: dict[str, object] = {"role": entry.role, "content": entry.content}
+            if thoughts:
+                message["thoughts"] = asdict(entry.thoughts)
+            if entry.attachments:
+                message["attachments"] = [asdict(attachment) for attachment in entry.attachments]
+            messages.append(message)
         return json.dumps({"title": thread.title, "system": thread.system, "messages": messages}, indent=2) + "\n"
     parts = [f"# {thread.title or 'Conversation'}"]
     for entry in thread.path:
         parts.append(f"## {'You' if entry.role == 'user' else entry.model or 'Model'}")
         if thoughts and entry.thoughts.text:
             parts.append(quoted(entry.thoughts.text))
-        parts.append(entry.content)
+        parts.append(with_attachments(entry.content, entry.attachments))
     return "\n\n".join(parts) + "\n"

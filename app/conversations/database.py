@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -9,13 +10,16 @@ import sqlite3
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from app.attachments.attachment import Attachment
+from app.conversations.attached import AttachedFiles
 from app.conversations.deleting import Deleting, title_from
+from app.conversations.drafts import Draft, Drafts
 from app.conversations.exporting import as_json, as_markdown
 from app.conversations.generation import Generation, generation_from
 from app.conversations.searching import SearchIndex, contains_folded, snippet_around
@@ -61,6 +65,8 @@ class SqliteStore:
             self._index = SearchIndex(connection)
         if not self._index.available:
             self.notices.append("This Python's SQLite has no FTS5: searching works, but slowly in a large history.")
+        self._attached = AttachedFiles(connection)
+        self._drafts = Drafts(connection)
         self._deleting = Deleting(connection, self._index, self._writer.token)
         with self._reading():
             over = self._deleting.left_over(is_alive)
@@ -151,6 +157,7 @@ class SqliteStore:
         parent: int | None,
         state: State = "complete",
         model: str = "",
+        attachments: Sequence[Attachment] = (),
     ) -> MessageRecord:
         now = self._clock()
         with self._change():
@@ -164,6 +171,7 @@ class SqliteStore:
                 (conversation, parent, role, _storable(content), state, now, _storable(model), writer),
             )
             message = _row_id(cursor)
+            self._attached.put(message, attachments)
             if state != "writing":
                 self._index.put(message, _storable(content))
             if not title and role == "user":
@@ -172,7 +180,7 @@ class SqliteStore:
                 "UPDATE conversation SET leaf = ?, updated = ?, title = ? WHERE id = ?",
                 (message, now, title, conversation),
             )
-            return self._message(message)
+            return dataclasses.replace(self._message(message), attachments=tuple(attachments))
 
     def update(
         self,
@@ -231,7 +239,7 @@ class SqliteStore:
                 " WHERE chosen.id = ? ORDER BY m.id",
                 (message,),
             ).fetchall()
-        return [_record(row) for row in rows]
+        return self._records(rows)
 
     def select(self, message: int) -> list[MessageRecord]:
         with self._change():
@@ -253,7 +261,21 @@ class SqliteStore:
                 f"SELECT {_MESSAGE} FROM message m WHERE m.conversation = ? AND m.deleted = '' ORDER BY m.id",
                 (conversation,),
             ).fetchall()
-        return [_record(row) for row in rows]
+        return self._records(rows)
+
+    # --- what was typed ---
+
+    def draft(self, conversation: int) -> Draft | None:
+        with self._reading():
+            return self._drafts.of(conversation)
+
+    def keep_draft(self, conversation: int, draft: Draft | None) -> None:
+        with self._change():
+            self._drafts.keep(conversation, draft)
+
+    def questions(self, beginning: str = "", limit: int = 100) -> list[str]:
+        with self._reading():
+            return self._drafts.questions(_storable(beginning), limit)
 
     # --- finding and taking out ---
 
@@ -373,6 +395,13 @@ class SqliteStore:
         row = self._connection.execute("SELECT deleted FROM message WHERE id = ?", (message,)).fetchone()
         return bool(row and row[0])
 
+    def _records(self, rows: Sequence[tuple[Any, ...]]) -> list[MessageRecord]:
+        attached = self._attached.of(row[0] for row in rows)
+        records = [_record(row) for row in rows]
+        if not attached:
+            return records
+        return [dataclasses.replace(record, attachments=attached.get(record.id, ())) for record in records]
+
     def _path_to(self, message: int) -> list[MessageRecord]:
         rows = self._connection.execute(
             "WITH RECURSIVE above (id, parent) AS (SELECT id, parent FROM message WHERE id = ? UNION ALL"
@@ -380,7 +409,7 @@ class SqliteStore:
             f" SELECT {_MESSAGE} FROM above JOIN message m ON m.id = above.id ORDER BY m.id",
             (message,),
         ).fetchall()
-        return [_record(row) for row in rows]
+        return self._records(rows)
 
     def _owners(self, messages: list[int]) -> dict[int, int]:
         owners: dict[int, int] = {}

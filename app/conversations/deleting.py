@@ -5,6 +5,8 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Callable
 
+from app.conversations.attached import AttachedFiles
+from app.conversations.drafts import Drafts
 from app.conversations.searching import SearchIndex
 from app.conversations.store import Deletion, StoreError
 
@@ -94,6 +96,9 @@ class Deleting:
         for token in tokens:
             self._connection.execute("DELETE FROM message WHERE deleted = ?", (token,))
             self._connection.execute("DELETE FROM conversation WHERE deleted = ?", (token,))
+        if tokens:
+            AttachedFiles(self._connection).drop_unlinked()
+            Drafts(self._connection).drop_orphans()
         self._index.forget_for_good()
 
     # --- inside ---

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
 
+from app.attachments.attachment import with_attachments
 from app.conversations.store import Conversation, MessageRecord
 
 _HEADINGS = {"user": "You", "assistant": "Model"}
@@ -35,7 +36,7 @@ def as_markdown(conversation: Conversation, shown: Sequence[MessageRecord], *, t
         parts.append(f"## {heading}")
         if thoughts and message.thoughts.text:
             parts.append(quoted(message.thoughts.text))
-        parts.append(message.content)
+        parts.append(with_attachments(message.content, message.attachments))
     return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
 
 

@@ -21,6 +21,9 @@ _CALL_WAIT_S = 0.1
 caller tries again instead."""
 _TEMPORARY_IDS = 1 << 40
 """Number that the ids of a store in memory begin after."""
+PAGE_BYTES = 8192
+"""Size in bytes of a page of a new database. The whole schema fits in the first one, so that no other lost page costs
+more than its own rows."""
 _ALWAYS_CHECKED_BYTES = 32 * 1024 * 1024
 """Largest size in bytes of a database that is checked at each start; a larger one is checked if it was not closed."""
 
@@ -82,6 +85,7 @@ def _connect(path: Path, migrations: Sequence[Migration]) -> sqlite3.Connection:
     _make_private(path)
     connection = sqlite3.connect(path, timeout=_LOCK_WAIT_S, isolation_level=None, check_same_thread=False)
     try:
+        connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
         connection.execute("PRAGMA journal_mode = WAL").fetchone()
         # FULL: a question survives a power failure once add() returned. It costs one fsync per commit, and there are
         # one or two commits a second at most.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from app.attachments.attachment import Attachment
 from app.files import name_aside
 
 _CONVERSATION = (
@@ -19,6 +20,9 @@ _MESSAGE = (
     "id", "conversation", "parent", "role", "content", "state", "created", "model", "tokens", "tokens_per_s",
     "finish_reason", "reasoning", "reasoning_tokens", "reasoning_s", "deleted", "generation",
 )  # fmt: skip
+_TEXT = ("id", "digest", "text")
+_ATTACHMENT = ("id", "message", "position", "name", "text")
+_DRAFT = ("conversation", "text", "pastes")
 _MISSES_IN_A_ROW = 10_000
 Row = dict[str, Any]
 
@@ -43,10 +47,15 @@ def recover_into(connection: sqlite3.Connection, damaged: Path) -> Recovered:
     """Copy every row that can still be read. A message whose parent is lost follows the one before it."""
     conversations, messages = _read(damaged)
     _mend(conversations, messages)
+    texts, attachments = _read_attachments(damaged, {row["id"] for row in messages})
+    drafts = _read_drafts(damaged, {row["id"] for row in conversations})
     connection.execute("BEGIN IMMEDIATE")
     try:
         _insert(connection, "conversation", conversations)
         _insert(connection, "message", messages)
+        _insert(connection, "attached_text", texts)
+        _insert(connection, "attachment", attachments)
+        _insert(connection, "draft", drafts)
         connection.execute("COMMIT")
     except BaseException:
         if connection.in_transaction:
@@ -55,11 +64,17 @@ def recover_into(connection: sqlite3.Connection, damaged: Path) -> Recovered:
     return Recovered(len(conversations), len(messages))
 
 
+@contextmanager
+def _opened(damaged: Path) -> Iterator[sqlite3.Connection]:
+    with closing(sqlite3.connect(damaged, isolation_level=None)) as source:
+        source.execute("PRAGMA cell_size_check = ON")
+        source.text_factory = lambda data: data.decode("utf-8", "replace")
+        yield source
+
+
 def _read(damaged: Path) -> tuple[list[Row], list[Row]]:
     try:
-        with closing(sqlite3.connect(damaged, isolation_level=None)) as source:
-            source.execute("PRAGMA cell_size_check = ON")
-            source.text_factory = lambda data: data.decode("utf-8", "replace")
+        with _opened(damaged) as source:
             conversations = list(_rows(source, "conversation", _CONVERSATION))
             messages = {row["id"]: row for row in _rows(source, "message", _MESSAGE)}
             for row in _rows_from_indexes(source):
@@ -67,6 +82,45 @@ def _read(damaged: Path) -> tuple[list[Row], list[Row]]:
             return conversations, [messages[number] for number in sorted(messages)]
     except sqlite3.Error:
         return [], []
+
+
+def _read_attachments(damaged: Path, messages: set[int]) -> tuple[list[Row], list[Row]]:
+    """The texts of attached files, and which of ``messages`` have them."""
+    texts: dict[int, Row] = {}
+    attachments: list[Row] = []
+    try:
+        with _opened(damaged) as source:
+            for row in _rows(source, "attached_text", _TEXT):
+                if isinstance(row.get("text"), str):
+                    # A text that changed has another digest.
+                    texts[row["id"]] = {**row, "digest": Attachment("", row["text"]).digest}
+            attachments = [
+                row
+                for row in _rows(source, "attachment", _ATTACHMENT)
+                if row.get("message") in messages and row.get("text") in texts and isinstance(row.get("name"), str)
+            ]
+    except sqlite3.Error:
+        return [], []
+    for position, row in enumerate(attachments):
+        row["position"] = position
+    return list(texts.values()), attachments
+
+
+def _read_drafts(damaged: Path, conversations: set[int]) -> list[Row]:
+    try:
+        with _opened(damaged) as source:
+            rows = [
+                dict(zip(_DRAFT, row, strict=True)) for row in _scan(source, f"SELECT {', '.join(_DRAFT)} FROM draft")
+            ]
+    except sqlite3.Error:
+        return []
+    return [
+        row
+        for row in rows
+        if row["conversation"] in conversations | {0}
+        and isinstance(row["text"], str)
+        and isinstance(row["pastes"], str)
+    ]
 
 
 def _rows(source: sqlite3.Connection, table: str, columns: tuple[str, ...]) -> Iterator[Row]:

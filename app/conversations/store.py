@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shutil
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from app.attachments.attachment import Attachment
+from app.conversations.drafts import Draft
 from app.conversations.generation import UNKNOWN, Generation
 
 Role = Literal["user", "assistant"]
@@ -71,6 +73,7 @@ class MessageRecord:
     sibling_index: int = 0
     thoughts: Thoughts = NO_THOUGHTS
     generation: Generation = UNKNOWN
+    attachments: tuple[Attachment, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -146,7 +149,7 @@ class ConversationStore(Protocol):
 
     def add(
         self, conversation: int, role: Role, content: str, *, parent: int | None, state: State = "complete",
-        model: str = "",
+        model: str = "", attachments: Sequence[Attachment] = (),
     ) -> MessageRecord:  # fmt: skip
         """Add a message, make it the conversation's leaf, commit. The first question becomes a missing title."""
         ...
@@ -171,6 +174,18 @@ class ConversationStore(Protocol):
 
     def select(self, message: int) -> list[MessageRecord]:
         """Show the branch of ``message``: its newest descendant becomes the leaf. Returns the new path."""
+        ...
+
+    def draft(self, conversation: int) -> Draft | None:
+        """The text that was typed in ``conversation`` and not sent; 0 is a conversation that has not begun."""
+        ...
+
+    def keep_draft(self, conversation: int, draft: Draft | None) -> None:
+        """Replace the draft of ``conversation``; None removes it."""
+        ...
+
+    def questions(self, beginning: str = "", limit: int = 100) -> list[str]:
+        """Questions of all conversations that begin with ``beginning``, newest first, each once."""
         ...
 
     def search(self, text: str, limit: int = 50) -> list[SearchHit]:

@@ -17,7 +17,7 @@ import pytest
 
 from app.conversations import opening
 from app.conversations.database import is_alive
-from app.conversations.opening import Migration, known_migrations, open_store
+from app.conversations.opening import PAGE_BYTES, Migration, known_migrations, open_store
 from app.conversations.searching import SearchIndex
 from app.conversations.store import StoreError, explain
 
@@ -193,7 +193,7 @@ def test_a_file_that_is_no_database_is_put_aside(path: Path) -> None:
 def test_what_is_readable_of_a_damaged_database_is_recovered(path: Path, page: int) -> None:
     _filled(path, conversations=4, turns=30, size=700)
     data = bytearray(path.read_bytes())
-    data[(page - 1) * 4096 : page * 4096] = b"\xde\xad\xbe\xef" * 1024
+    data[(page - 1) * PAGE_BYTES : page * PAGE_BYTES] = b"\xde\xad\xbe\xef" * (PAGE_BYTES // 4)
     path.write_bytes(data)
     store = open_store(path)
     (aside,) = path.parent.glob("conversations.damaged-*.sqlite")
@@ -219,7 +219,7 @@ def test_a_lost_page_of_messages_is_filled_from_the_indexes(path: Path) -> None:
         except sqlite3.OperationalError:
             pytest.skip("this SQLite has no dbstat")
     data = bytearray(path.read_bytes())
-    data[(pages[4] - 1) * 4096 : pages[4] * 4096] = bytes(4096)
+    data[(pages[4] - 1) * PAGE_BYTES : pages[4] * PAGE_BYTES] = bytes(PAGE_BYTES)
     path.write_bytes(data)
     store = open_store(path)
     texts = {message.content.split()[1] for item in store.conversations() for message in store.messages(item.id)}
@@ -234,8 +234,8 @@ def test_damage_found_while_running_is_said(path: Path) -> None:
     conversation = store.conversations()[0].id
     with path.open("r+b") as file:
         for page in range(2, 30):
-            file.seek(page * 4096)
-            file.write(b"\xff" * 4096)
+            file.seek(page * PAGE_BYTES)
+            file.write(b"\xff" * PAGE_BYTES)
     store._connection.execute("PRAGMA cache_size = 0")
     store._connection.execute("PRAGMA shrink_memory")
     with pytest.raises(StoreError, match="damaged") as caught:

@@ -11,6 +11,7 @@ from textual.message import Message
 from app.chat.continuing import why_not
 from app.chat.state import Entry
 from app.tui.keymap import bound
+from app.tui.render.attachments import attached
 from app.tui.render.formatting import footing, heading, thoughts_line
 from app.tui.render.highlighting import Highlighter
 from app.tui.render.markdown import render_plain
@@ -35,10 +36,11 @@ class MessageView(Written, can_focus=True):
     HELP = (
         "A message of the conversation. `up` and `down` go to the previous and the next message, `g` and `G` to the "
         "first and the last; `u` and `d` scroll. `c` copies the message, `b` its next code block. `t` opens and folds "
-        "what the model thought before its answer; while it is open, `c` copies it too. `e` edits it; the old text "
-        "stays as an alternative. `r` regenerates the answer, and `m` lets the model go on from its end. `left` and "
-        "`right` switch between alternatives. `x` deletes the message and what follows it, `X` its alternatives too; "
-        "`z` or `ctrl+z` brings back what was deleted. `esc` returns to the prompt."
+        "what the model thought before its answer (while it is open, `c` copies it too), or the files attached to a "
+        "question. `e` edits the message; the old text stays as an alternative. `r` regenerates the answer, and `m` "
+        "lets the model go on from its end. `left` and `right` switch between alternatives. `x` deletes the message "
+        "and what follows it, `X` its alternatives too; `z` or `ctrl+z` brings back what was deleted. `esc` returns "
+        "to the prompt."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up,k", "neighbour(-1)", "Up", show=False, id="message.up"),
@@ -89,6 +91,7 @@ class MessageView(Written, can_focus=True):
         self.entry = entry
         self._blocks: list[str] | None = None
         self._thoughts_open = thoughts_open
+        self._files_open = False
 
     @property
     def thoughts_open(self) -> bool:
@@ -109,6 +112,7 @@ class MessageView(Written, can_focus=True):
         if self.entry.content:
             text = self.entry.content
             parts.append(render_plain(text) if self.entry.role == "user" else self.markdown(text, width))
+        parts += attached(self.entry.attachments, self._files_open)
         foot = footing(self.entry)
         if foot is not None:
             parts.append(foot)
@@ -148,7 +152,7 @@ class MessageView(Written, can_focus=True):
                     return "```" in self.entry.content or "~~~" in self.entry.content
                 case "previous" | "next":
                     return self.entry.siblings > 1
-        return bool(self.entry.thoughts.text) if action == "thoughts" else True
+        return bool(self.entry.thoughts.text or self.entry.attachments) if action == "thoughts" else True
 
     def action_neighbour(self, offset: int) -> None:
         self.post_message(self.Neighbour(self, offset))
@@ -157,7 +161,12 @@ class MessageView(Written, can_focus=True):
         self.post_message(self.Edge(last))
 
     def action_thoughts(self) -> None:
-        self.open_thoughts(not self._thoughts_open)
+        """Open what is folded, or fold it: the model's thoughts, or the files attached to a question."""
+        if self.entry.attachments:
+            self._files_open = not self._files_open
+            self.remake()
+        else:
+            self.open_thoughts(not self._thoughts_open)
 
     def action_act(self, what: str) -> None:
         self.post_message(self.Asked(self.entry, what))

@@ -38,9 +38,12 @@ class Prompt(FoldingArea):
     ]
 
     class Sent(Message):
-        def __init__(self, text: str) -> None:
+        """The person sends ``text``. ``draft`` is the same with its large pastes folded."""
+
+        def __init__(self, text: str, draft: str) -> None:
             super().__init__()
             self.text = text
+            self.draft = draft
 
     class LeftUpwards(Message):
         """The person goes to the messages above."""
@@ -177,7 +180,7 @@ class Prompt(FoldingArea):
         self._position = None
         if text != self.text:
             self._folded[text] = self.text
-        self.post_message(self.Sent(text))
+        self.post_message(self.Sent(text, self.text))
 
     def sent(self, text: str) -> None:
         """``text`` was accepted: empty the field and remember the text."""

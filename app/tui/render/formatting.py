@@ -126,6 +126,8 @@ def _figures(status: Status) -> list[_Figure]:
     elif status.probe_s is not None:
         idle = latency(status.probe_s)
         figures.append(_Figure(f"first token {idle}", f"first {idle}", _MUTED, spare=True))
+    if status.draft_tokens:
+        figures.append(_Figure(f"draft ~{status.draft_tokens:,}", f"~{_thousands(status.draft_tokens)}", spare=True))
     if status.facts is not None and status.facts.context_limit:
         figures.append(_context(status.context_used, status.facts.context_limit))
     speed = rate(status.tokens_per_s)

@@ -17,6 +17,7 @@ from textual.screen import Screen
 from textual.widgets import Footer, Static
 from textual.worker import Worker, WorkerCancelled, WorkerState
 
+from app.attachments.attachment import Attachment
 from app.chat.controller import ChatController
 from app.chat.setup import setup_line
 from app.chat.state import (
@@ -37,6 +38,7 @@ from app.engine_client import Engine
 from app.machine import Machine
 from app.settings.file import SettingsFile
 from app.text_safety import one_line
+from app.tui.chat.attaching import Attacher, AttachmentLine
 from app.tui.chat.completion import CompletionPopup
 from app.tui.chat.message import MessageView
 from app.tui.chat.notice import NoticeLine
@@ -113,6 +115,7 @@ class ChatScreen(Screen[None]):
         self._machine = machine
         self._runner: Worker[None] | None = None
         self._editing: Entry | None = None
+        self._attacher = Attacher(self._not_attached)
         self._code_copied: dict[int, int] = {}
         self._title = "", ""
 
@@ -128,6 +131,7 @@ class ChatScreen(Screen[None]):
                 yield Transcript(self._highlighter, id="transcript")
                 yield NoticeLine(id="notice")
                 yield QueueView(id="queue")
+                yield AttachmentLine("attachments", self._room, self._draft_counted)
                 yield CompletionPopup(id="completions")
                 yield Prompt(id="prompt")
             yield Container(id="side")
@@ -292,21 +296,51 @@ class ChatScreen(Screen[None]):
             self.prompt.clear()
             self.run_command(call.command, call.argument)
             return
-        if self._editing is not None:
-            self._edited(self._editing, event.text)
-            return
-        text = event.text[1:] if event.text.startswith("//") else event.text
-        self.prompt.sent(text)
-        self.controller.submit(text)
-
-    def _edited(self, entry: Entry, text: str) -> None:
-        """The person has changed ``entry`` to ``text``."""
-        if entry.role == "user":
-            self.prompt.sent(text)
-        else:
+        entry, text = self._editing, event.text
+        if entry is not None and entry.role == "assistant":
             self.prompt.clear()
+            self._leave_editing()
+            self.controller.edit(entry, text)
+            return
+        if entry is None and text.startswith("//"):
+            text = text[1:]
+        self.prompt.sent(text)
         self._leave_editing()
-        self.controller.edit(entry, text)
+        self._ask(text, event.draft, entry)
+
+    def _ask(self, text: str, draft: str, entry: Entry | None) -> None:
+        """Send a question with the files that its ``draft`` names. ``entry``: the question that it was edited from."""
+
+        def send(question: str, attachments: tuple[Attachment, ...]) -> None:
+            if entry is None:
+                self.controller.submit(question, attachments)
+            else:
+                self.controller.edit(entry, question, attachments)
+
+        if self._attacher.at_once(draft):
+            send(text, ())
+        else:
+            kept = entry.attachments if entry is not None else ()
+            self.run_worker(self._attacher.send(text, draft, kept, send), group="attaching", exit_on_error=True)
+
+    def _not_attached(self, text: str, problems: tuple[str, ...]) -> None:
+        self.prompt.put_before([text])
+        self.show_notice(" ".join(problems[:3]), "warning")
+
+    @on(Prompt.Changed)
+    def _draft_changed(self) -> None:
+        kept = self._editing.attachments if self._editing is not None else ()
+        self.query_one(AttachmentLine).draft_changed(self.prompt.text, len(self.prompt.whole_text), kept)
+
+    def _draft_counted(self, tokens: int) -> None:
+        if self.controller.status.draft_tokens != tokens:
+            self.controller.status.draft_tokens = tokens
+            self.query_one(StatusLine).update()
+
+    def _room(self) -> int | None:
+        status = self.controller.status
+        limit = status.facts.context_limit if status.facts is not None else 0
+        return limit - (status.context_used or 0) if limit else None
 
     @on(CompletionPopup.Picked)
     def _candidate_clicked(self, event: CompletionPopup.Picked) -> None:

@@ -1,0 +1,117 @@
+"""Files attached in the chat: shown before sending, sent to the model, kept by their content, opened by a key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from chat_helpers import Chat, on_disk, running
+from fake_engine import FakeEngine
+from screen_helpers import MakeApp, controller, notice, ready, shown, wait_until
+
+from app.attachments.attachment import Attachment
+from app.attachments.references import Resolved
+from app.chat.queue import NewQuestion
+from app.chat.state import Entry
+from app.chat.thread import export_thread, prompt_messages
+from app.conversations.store import ConversationStore
+from app.tui.chat.attaching import AttachmentLine
+from app.tui.chat.message import MessageView
+from app.tui.render.attachments import SHOWN_LINES, attached, to_be_attached
+from engine.ipc.messages import Generate, Message
+
+ASKED = "explain @a.py\n\nFile `a.py`:\n```\nprint(1)\n```"
+
+
+@pytest.fixture(autouse=True)
+def folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = home / "work"
+    path.mkdir()
+    (path / "a.py").write_text("print(1)\n")
+    (path / "data.bin").write_bytes(b"\0")
+    monkeypatch.chdir(path)
+    return path
+
+
+async def test_attachments_are_kept_by_content_and_asked_again(
+    engine: FakeEngine, store: ConversationStore, home: Path
+) -> None:
+    file = Attachment("a.py", "print(1)\n")
+    async with running(Chat(engine, store)) as chat:
+        chat.controller.submit("explain @a.py", [file])
+        await chat.answered()
+        assert on_disk(store, chat)[0].attachments == (file,)
+        chat.controller.regenerate()
+        await chat.answered()
+        asked = [request for request in engine.sent(Generate) if isinstance(request, Generate)]
+        assert [request.messages for request in asked] == [[Message("user", ASKED)]] * 2
+        again = [Entry.of(record) for record in on_disk(store, chat)]
+        assert prompt_messages("", again)[0].content == ASKED
+        for name, text in (("out.md", ASKED), ("out.json", '"attachments": [')):
+            assert text in export_thread(store, chat.controller.thread, home / name).read_text()
+        assert chat.controller.context_to_come > len(ASKED) // 4
+
+
+async def test_a_queued_question_keeps_its_files(engine: FakeEngine, store: ConversationStore) -> None:
+    file = Attachment("a.py", "print(1)\n")
+    async with running(Chat(engine, store)) as chat:
+        chat.controller.submit("first")
+        chat.controller.submit("explain @a.py", [file])
+        assert chat.controller.queue.items == (NewQuestion("explain @a.py", (file,)),)
+        await chat.answered()
+        assert chat.path[2].attachments == (file,)
+
+
+async def test_a_file_is_announced_sent_folded_and_opened(make_app: MakeApp, engine: FakeEngine, folder: Path) -> None:
+    app = make_app()
+    async with app.run_test() as pilot:
+        await ready(pilot, app)
+        assert app.chat is not None
+        line = app.chat.query_one(AttachmentLine)
+        await pilot.press(*"explain @a.py")
+        await wait_until(pilot, lambda: line.display)
+        assert str(line.visual) == "+ a.py 9 B ~3 tokens   2,048 tokens of context are left"
+        assert controller(app).status.draft_tokens == 4 + 3
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: engine.sent(Generate) and not controller(app).busy)
+        request = engine.sent(Generate)[0]
+        assert isinstance(request, Generate) and request.messages == [Message("user", ASKED)]
+        assert not line.display and controller(app).status.draft_tokens == 0
+        assert "▸ a.py · 9 B · ~3 tokens" in shown(app)[0] and "print(1)" not in shown(app)[0]
+        await pilot.press("shift+up", "up", "t")
+        assert isinstance(app.focused, MessageView) and "▾ a.py" in shown(app)[0] and "print(1)" in shown(app)[0]
+        # The file is gone: the edited question keeps what was attached.
+        (folder / "a.py").unlink()
+        await pilot.press("e", "!", "enter")
+        await wait_until(pilot, lambda: len(engine.sent(Generate)) == 2 and not controller(app).busy)
+        assert controller(app).thread.path[0].attachments == (Attachment("a.py", "print(1)\n"),)
+
+
+async def test_what_cannot_be_attached_is_said_and_the_question_stays(make_app: MakeApp, engine: FakeEngine) -> None:
+    app = make_app()
+    async with app.run_test() as pilot:
+        await ready(pilot, app)
+        assert app.chat is not None
+        prompt = app.chat.prompt
+        await pilot.press(*"see @data.bin", "enter")
+        await wait_until(pilot, lambda: "data.bin is a binary file" in notice(app))
+        assert prompt.text == "see @data.bin" and not controller(app).thread.path
+        prompt.fill("what is @property?")
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: engine.sent(Generate))
+        assert controller(app).thread.path[0].attachments == ()
+
+
+def test_the_line_of_many_files_is_short_and_says_when_they_are_too_much() -> None:
+    files = tuple(Attachment(f"{number}.txt", "x" * 4000) for number in range(9))
+    line = to_be_attached(Resolved(files, left_out=("x.bin is a binary file.",)), 2000).plain
+    assert line.splitlines() == [
+        "+ 9 files 36 kB ~9,000 tokens   only 2,000 tokens of context are left", "! x.bin is a binary file.",
+    ]  # fmt: skip
+    assert to_be_attached(Resolved(), 2000).plain == ""
+
+
+def test_an_open_file_is_shown_safely_and_not_without_end() -> None:
+    closed, opened = attached([Attachment("a\x1b[2J", "\x1b[31mred\n" + "line\n" * 1000)], is_open=True)
+    assert "\x1b" not in closed.plain + opened.plain and opened.plain.startswith("red\nline")
+    assert len(opened.plain.splitlines()) == SHOWN_LINES + 1 and opened.plain.endswith("more")
