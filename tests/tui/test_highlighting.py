@@ -120,7 +120,7 @@ async def test_code_is_coloured(highlighter: Highlighter) -> None:
     spans = await coloured(highlighter, code, "Py")
     styled = {code[span.start : span.end]: str(span.style) for span in spans}
     assert styled["pop"] != styled["def"] != styled["'é'"]
-    assert styled["# the last"] == "$text 60%"
+    assert styled["# the last"] == "italic $foreground-muted"
 
 
 async def test_a_block_that_grows_keeps_its_colours(highlighter: Highlighter) -> None:

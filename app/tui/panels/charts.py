@@ -11,6 +11,7 @@ from textual.content import Content
 from app.chat.words import rate, size
 from app.text_safety import one_line
 from app.tui.render.formatting import flowing
+from app.tui.terminal.colours import HEATS
 from engine.ipc.messages import ExpertMovement, LayerTimes, NodeTimes, PhaseTimes, Timing
 
 PARTS: tuple[tuple[str, str, str], ...] = (
@@ -221,8 +222,9 @@ def heat_cell(share: float, width: int, resident: bool = False) -> Content:
     if width >= 4:
         figure = ("1.0" if resident else "1.00") if share >= 0.995 else f"{share:.2f}"[1:]
         text = f"{figure}{_RESIDENT}" if resident else figure
-        weight = "auto bold" if resident else "auto"
-        return Content.styled(f"{text:^{width}}", f"{weight} on $accent {round(5 + 85 * share)}%")
+        step = min(HEATS - 1, int(HEATS * share))
+        weight = "bold " if resident else ""
+        return Content.styled(f"{text:^{width}}", f"{weight}$heat-text-{step} on $heat-{step}")
     if resident:
         return Content.styled(f"{min(9, int(10 * share)):^{width}}", "bold $text-accent")
     step = round(min(1.0, share) * (len(_SHADES) - 1))

@@ -269,4 +269,6 @@ def _style(kind: str) -> str:
     parts = tuple(kind.split("."))
     while parts and parts not in HighlightTheme.STYLES:
         parts = parts[:-1]
-    return HighlightTheme.STYLES.get(parts, "")
+    # Its see-through colours would not stand out from the background, nor its own background from text.
+    style = re.sub(r" on \S+|(?<=[a-z]) \d+%", "", HighlightTheme.STYLES.get(parts, ""))
+    return "italic $foreground-muted" if style == "$text" else style

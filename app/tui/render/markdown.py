@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 HEADINGS = ("bold $text-primary underline", "bold $text-primary", "bold $text-secondary")
-CODE_BACKGROUND = "on $surface-lighten-1"
+CODE_BACKGROUND = "on $code-background"
 INLINE_CODE = "$text-accent"
 MUTED = "$foreground-muted"
 LINK = "underline $text-accent"

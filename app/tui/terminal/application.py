@@ -17,6 +17,7 @@ from textual.message import Message
 from app.engine_client import Engine
 from app.text_safety import one_line
 from app.tui.terminal.clipboard import Clipboard
+from app.tui.terminal.colours import legible
 from app.tui.terminal.driver import PATIENCE_S, TerminalDriver, end_at_last, ended_by_signals
 from app.tui.terminal.output import with_safe_lines
 
@@ -43,6 +44,10 @@ class TerminalApp(App[int]):
 
     def get_driver_class(self) -> type[Driver]:
         return TerminalDriver
+
+    def get_css_variables(self) -> dict[str, str]:
+        self.theme_variables = legible(super().get_css_variables(), dark=self.current_theme.dark)
+        return self.theme_variables
 
     def get_line_filters(self) -> Sequence[LineFilter]:
         return with_safe_lines(super().get_line_filters())

@@ -1,0 +1,116 @@
+"""Text that can be read in every theme: its colours are moved until they stand out from what they are drawn on. Pure.
+
+The measure is the contrast of the Web Content Accessibility Guidelines. A theme gives the hues; how light or dark text
+is follows from the measure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from textual.color import Color
+
+LEAST_CONTRAST = 4.5
+"""Ratio of luminances between a text and its background, at least (WCAG 2.1, level AA)."""
+TEXTS = (
+    "foreground", "foreground-muted", "foreground-disabled", "text-muted", "text-disabled", "text-primary",
+    "text-secondary", "text-accent", "text-success", "text-warning", "text-error",
+)  # fmt: skip
+"""Variables with the colours of texts, each of which may be drawn on each of :data:`FIELDS`."""
+FIELDS = ("background", "surface", "line-marked", "code-background")
+"""Variables with backgrounds. ``line-marked`` is the marked line of a list, ``code-background`` that of code."""
+PAIRS = (
+    ("footer-foreground", "footer-background"),
+    ("footer-key-foreground", "footer-background"),
+    ("footer-description-foreground", "footer-background"),
+    ("block-cursor-foreground", "block-cursor-background"),
+    ("block-cursor-blurred-foreground", "block-cursor-blurred-background"),
+    ("input-cursor-foreground", "input-cursor-background"),
+    ("input-selection-foreground", "input-selection-background"),
+)
+"""Further variables of texts, each with the one background that it is drawn on."""
+HEATS = 10
+"""Number of steps of the map of expert use: ``heat-0`` to ``heat-9``, with the texts ``heat-text-0`` and so on."""
+
+_WHITE, _BLACK = Color(255, 255, 255), Color(0, 0, 0)
+_MARKED, _CODE = 0.10, 0.06
+"""How far the two fields are moved from the surface towards white or black."""
+_ANSI_COMMON = {
+    "foreground-muted": "ansi_default", "foreground-disabled": "ansi_default", "text-muted": "ansi_default",
+    "text-disabled": "ansi_default", "line-marked": "ansi_default", "code-background": "ansi_default",
+    "input-selection-background": "ansi_cyan", "input-selection-foreground": "ansi_black",
+    "screen-selection-background": "ansi_cyan", "screen-selection-foreground": "ansi_black",
+    **{f"heat-{step}": "ansi_default" for step in range(HEATS)},
+    **{f"heat-text-{step}": "ansi_default" for step in range(HEATS)},
+}  # fmt: skip
+_ANSI_DARK = {
+    "text-primary": "ansi_cyan", "text-error": "ansi_bright_red", "footer-key-foreground": "ansi_cyan",
+}  # fmt: skip
+_ANSI_LIGHT = {
+    "text-secondary": "ansi_blue", "text-warning": "ansi_red", "text-success": "ansi_blue",
+}  # fmt: skip
+"""Of a terminal's own sixteen colours, those that stand out in the palette that most terminals begin with."""
+
+
+def contrast(one: Color, other: Color) -> float:
+    """The ratio of the luminances of two opaque colours, from 1 to 21."""
+    darker, lighter = sorted((_luminance(one), _luminance(other)))
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+def _luminance(color: Color) -> float:
+    red, green, blue = (
+        value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in color.normalized
+    )
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def legible(variables: Mapping[str, str], *, dark: bool) -> dict[str, str]:
+    """A theme's variables with legible texts, and with those of :data:`FIELDS` and :data:`HEATS` that are our own.
+
+    ``dark`` counts for themes of the terminal's own colours, whose values are not known.
+    """
+    if variables["background"].startswith("ansi"):
+        return {**variables, **_ANSI_COMMON, **(_ANSI_DARK if dark else _ANSI_LIGHT)}
+    found = dict(variables)
+    background = Color.parse(found["background"])
+    surface = background + Color.parse(found["surface"])
+    away = better(background)
+    found["line-marked"] = surface.blend(away, _MARKED).hex
+    found["code-background"] = surface.blend(away, _CODE).hex
+    found["screen-selection-background"] = found["block-cursor-blurred-background"] = found["line-marked"]
+    fields = [background + Color.parse(found[name]) for name in FIELDS]
+    for name in TEXTS:
+        found[name] = _moved(seen(found[name], background), fields).hex
+    for text, field in PAIRS:
+        on = seen(found[field], surface)
+        found[field], found[text] = on.hex, _moved(seen(found[text], on), [on]).hex
+    accent = Color.parse(found["accent"])
+    for step in range(HEATS):
+        heat = background.blend(accent, (step + 0.5) / HEATS)
+        found[f"heat-{step}"], found[f"heat-text-{step}"] = heat.hex, better(heat).hex
+    return found
+
+
+def better(field: Color) -> Color:
+    """Black or white, whichever stands out more from ``field``."""
+    return max(_WHITE, _BLACK, key=lambda color: contrast(color, field))
+
+
+def seen(value: str, field: Color) -> Color:
+    """The opaque colour of a variable's ``value`` on ``field``: ``#RRGGBBAA``, ``#RRGGBB 30%``, ``auto 60%``."""
+    name, _, share = value.partition(" ")
+    alpha = float(share.rstrip("%")) / 100 if share else 1.0
+    color = field.get_contrast_text(1.0) if name == "auto" else Color.parse(name)
+    return field + color.multiply_alpha(alpha)
+
+
+def _moved(text: Color, fields: Iterable[Color]) -> Color:
+    """``text``, moved towards black or white as far as it takes to stand out from all ``fields``."""
+    fields = list(fields)
+    away = better(fields[-1])
+    for step in range(101):
+        color = text.blend(away, step / 100)
+        if all(contrast(color, field) >= LEAST_CONTRAST for field in fields):
+            return color
+    return away
