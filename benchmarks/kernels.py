@@ -21,9 +21,11 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.models.number_formats import BLOCK_SIDE, GROUPED, scales_shape
 from engine.moe.kernels.bindings import (
     ACTIVATIONS,
-    PACKED_FORMATS,
+    FORMATS,
+    GROUPED_FORMATS,
     SETS,
     WEIGHT_DTYPES,
     CActivation,
@@ -40,12 +42,16 @@ ROWS = (1, 2, 4, 8, 12, 16, 64, 256)
 BLOCKS = {
     "BF16": (1, 2), "F16": (1, 2), "F32": (1, 4), "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22),
     "Q5_1": (32, 24), "Q8_0": (32, 34), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210),
-    "IQ4_NL": (32, 18), "IQ4_XS": (256, 136), "MXFP4": (32, 17),
+    "IQ4_NL": (32, 18), "IQ4_XS": (256, 136), "MXFP4": (32, 17), **GROUPED,
 }  # fmt: skip
-"""Values and bytes of a block of each format."""
+"""Values and bytes of a block of each format, of grouped ones without scales and biases."""
 
 SCALES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 """Where the float16 scales of a block are, in bytes; in the other packed formats at its beginning."""
+
+
+_AFFINE = (0x3A80, 0xBC00)
+"""A scale and a bias, 2**-10 and -2**-7, as words of bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -98,9 +104,11 @@ def stored(generator: np.random.Generator, rows: int, columns: int, dtype: str) 
         words16 = weights.view(np.uint16)
         words16[:] = words16 & np.uint16(0x8000 | (1 << mantissa) - 1)
         words16 |= np.uint16((exponent if dtype == "BF16" else exponent - 112) << mantissa)
+    elif dtype == "BLOCK_FP8":
+        weights &= np.uint8(0xBF)  # below 2, and none that is no number
     elif dtype == "MXFP4":
         weights.reshape(-1, nbytes)[:, 0] = exponent
-    else:
+    elif dtype not in GROUPED:
         scale = np.array([2.0**-12], np.float16).view(np.uint8)
         for at in SCALES.get(dtype, (0,)):
             weights.reshape(-1, nbytes)[:, at : at + 2] = scale
@@ -112,13 +120,16 @@ class RandomLayer:
 
     def __init__(self, shape: Shape, dtype: str, kernels: str) -> None:
         generator = np.random.default_rng(0)
-        number = (WEIGHT_DTYPES | PACKED_FORMATS)[dtype]
+        number = FORMATS[dtype]
         self._kept: list[NDArray[np.uint8]] = []
         self._experts = (Expert * shape.experts)()
 
         def matrix(rows: int, columns: int) -> Matrix:
             self._kept.append(stored(generator, rows, columns, dtype))
-            return Matrix(self._kept[-1].ctypes.data, rows, columns, columns, number, 0)
+            found = Matrix(self._kept[-1].ctypes.data, rows, columns, columns, number, 0)
+            if dtype in GROUPED_FORMATS:
+                self._add_scales(found, dtype)
+            return found
 
         for expert in self._experts:
             expert.gate, expert.up = (matrix(shape.ffn, shape.hidden) for _ in range(2))
@@ -133,6 +144,23 @@ class RandomLayer:
             dtype=number,
         )
         self.expert_bytes = sum(weights.nbytes for weights in self._kept) // shape.experts
+
+    def _add_scales(self, matrix: Matrix, dtype: str) -> None:
+        """As files usually have them: exponents for 32 values, two bytes for 64, or four for a block of FP8."""
+        matrix.group = {"OCP_MXFP4": 32, "BLOCK_FP8": BLOCK_SIDE}.get(dtype, 64)
+        shape = (matrix.rows, matrix.columns // matrix.group)
+        if dtype == "OCP_MXFP4":
+            matrix.scales = self._keep(np.full(shape, 121, np.uint8))
+        elif dtype == "BLOCK_FP8":
+            size = np.full(scales_shape((matrix.rows, matrix.columns)), 2.0**-6, np.float32)
+            matrix.scales, matrix.scale_dtype = self._keep(size.view(np.uint8)), WEIGHT_DTYPES["F32"]
+        else:
+            matrix.scales, matrix.biases = (self._keep(np.full(shape, word, "<u2").view(np.uint8)) for word in _AFFINE)
+            matrix.scale_dtype = WEIGHT_DTYPES["BF16"]
+
+    def _keep(self, scales: NDArray[np.uint8]) -> int:
+        self._kept.append(scales)
+        return int(scales.ctypes.data)
 
     def run(self, pool: Pool, hidden: int, indices: int, weights: int, tokens: int, k: int, sum_to: int) -> None:
         """The arguments from ``hidden`` on are addresses and sizes, as of LayerExperts."""

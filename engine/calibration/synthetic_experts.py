@@ -18,7 +18,15 @@ from engine.calibration.expert_cost import curve_of, measure
 from engine.calibration.memory_rate import memory_rate
 from engine.errors import ModelError
 from engine.models.files import ExpertWeights, StoredTensor
-from engine.models.number_formats import BLOCKS, is_grouped, is_packed, stored_bytes, words_dtype, words_shape
+from engine.models.number_formats import (
+    BLOCKS,
+    is_grouped,
+    is_packed,
+    scales_shape,
+    stored_bytes,
+    words_dtype,
+    words_shape,
+)
 from engine.moe.kernels.bindings import FORMATS, choose
 from engine.moe.kernels.layers import Gate, LayerExperts
 from engine.moe.kernels.pool import Pool, physical_cores, shared_pool
@@ -68,6 +76,8 @@ def _formats(shape: ExpertShape) -> tuple[str, str] | None:
         return None
     if not is_packed(shape.dtype):
         return shape.dtype, shape.dtype
+    if shape.dtype == "BLOCK_FP8":
+        return shape.dtype, shape.dtype
     if is_grouped(shape.dtype):
         return (shape.dtype, shape.dtype) if _group(shape) else None
     if shape.hidden % BLOCKS[shape.dtype][0]:
@@ -99,6 +109,8 @@ def _measured_bytes(shape: ExpertShape) -> int:
     if formats is None:
         return 0
     first, last = formats
+    if first == "BLOCK_FP8":
+        return _codes_bytes(shape) + 3 * stored_bytes("F32", scales_shape((shape.ffn, shape.hidden)))
     if is_grouped(first):
         scales = shape.weights // (_group(shape) or 1)
         return _codes_bytes(shape) + scales * (1 if first == "OCP_MXFP4" else 4)
@@ -219,6 +231,10 @@ def _like(shape: ExpertShape) -> ExpertWeights:
     first, last = formats
 
     def stored(name: str, rows: int, columns: int) -> StoredTensor:
+        if name == "BLOCK_FP8":
+            codes = np.full((rows, columns), _FILLING, dtype=np.uint8)
+            scales = np.full(scales_shape((rows, columns)), _SMALL["F32"], dtype=np.uint32)
+            return StoredTensor(name, codes, StoredTensor("F32", scales))
         if is_grouped(name):
             codes = np.full(words_shape(name, (rows, columns)), _FILLING, dtype=np.uint8)
             groups = (rows, columns // (_group(shape) or 1))

@@ -28,8 +28,8 @@ class StoredTensor:
     ``dtype`` is a name of :mod:`engine.models.number_formats` (``BF16``, ``F32``, ``Q4_K``, ...). ``words`` of a plain
     format has the tensor's shape and may be strided; its numpy dtype is the unsigned integer of the same width (so BF16
     is uint16). Of a packed format it holds the bytes of the blocks, row by row; of a grouped one those of the codes,
-    with ``scales`` [..., rows, groups] and, if the format has them, ``biases``. It is a copy-on-write view of a file
-    mapping: reading it costs file-backed pages only.
+    with ``scales`` [..., rows, groups] (of ``BLOCK_FP8`` [row blocks, column blocks]) and, if the format has them,
+    ``biases``. It is a copy-on-write view of a file mapping: reading it costs file-backed pages only.
     """
 
     dtype: str

@@ -1,7 +1,7 @@
 """Weights whose codes, scales and biases are tensors of their own, gathered into one tensor of a grouped number format.
 
 mlx-lm saves a quantised ``x.weight`` as uint32 words with ``x.scales`` and ``x.biases``. gpt-oss is published with
-``x_blocks`` and ``x_scales``.
+``x_blocks`` and ``x_scales``, and models in FP8 with ``x`` and ``x_scale_inv``.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 from engine.errors import ModelError
 from engine.models.byte_map import MatrixPlace
 from engine.models.families import ExpertLayers, ExpertTensor, part_shape
-from engine.models.number_formats import WIDTHS, stored_bytes
-from engine.models.quantisation import Groups, groups_of
+from engine.models.number_formats import BLOCK_SIDE, WIDTHS, scales_shape, stored_bytes
+from engine.models.quantisation import Groups, groups_of, has_fp8_blocks
 from engine.models.safetensors_files import TensorEntry
 
 _SCALES = ("BF16", "F16", "F32")
@@ -34,8 +34,10 @@ def gathered(headers: Headers, config: Mapping[str, Any]) -> Headers:
     for file, header in headers.items():
         found[file] = {}
         for name, entry in header.items():
-            grouped = _mlx(headers, where, file, name, entry, config, taken) or _published(
-                headers, where, file, name, taken
+            grouped = (
+                _mlx(headers, where, file, name, entry, config, taken)
+                or _published(headers, where, file, name, taken)
+                or _fp8(headers, where, file, name, config, taken)
             )
             found[file][name] = entry if grouped is None else grouped
     return {
@@ -78,6 +80,26 @@ def _published(headers: Headers, where: Mapping[str, str], file: str, name: str,
     return _checked(file, name, entry, shape, Groups(4, 32, "mxfp4"), [(where[own], headers[where[own]][own])])
 
 
+def _fp8(
+    headers: Headers, where: Mapping[str, str], file: str, name: str, config: Mapping[str, Any], taken: set[str]
+) -> TensorEntry | None:
+    entry, own = headers[file][name], name + "_scale_inv"
+    if entry.dtype != "F8_E4M3" or not has_fp8_blocks(config):
+        return None
+    if own not in where:
+        raise ModelError(f"{file}: tensor {name} is quantised, but {own} is missing; fetch the model again.")
+    taken.add(own)
+    scales = headers[where[own]][own]
+    shape = entry.shape
+    whole = len(shape) == 2 or (len(shape) > 2 and shape[-2] % BLOCK_SIDE == 0)
+    if not whole or min(shape) < 1 or scales.shape != scales_shape(shape) or scales.dtype not in _SCALES:
+        raise ModelError(
+            f"{file}: tensor {name} of shape {list(shape)} in blocks of {BLOCK_SIDE} by {BLOCK_SIDE} does not fit to "
+            f"its scales ({scales.dtype} {list(scales.shape)}); fetch the model again."
+        )
+    return TensorEntry("BLOCK_FP8", shape, entry.start, entry.stop, ((where[own], scales),))
+
+
 def _checked(
     file: str,
     name: str,
@@ -103,7 +125,9 @@ def _checked(
 
 def grouped_places(tensor: ExpertTensor, entry: TensorEntry, span: int, shape: ExpertLayers) -> dict[str, MatrixPlace]:
     """The matrices of one expert, with codes in ``span``, and scales and biases in the spans after it. The parts of
-    ``tensor`` lie one below the other or alternate by row."""
+    ``tensor`` lie one below the other or alternate by row. Raises ModelError if a block has rows of two parts."""
+    if entry.dtype == "BLOCK_FP8":
+        return _block_places(tensor, entry, span, shape)
     places: dict[str, MatrixPlace] = {}
     for number, part in enumerate(tensor.parts):
         rows, columns = part_shape(part, shape)
@@ -118,6 +142,25 @@ def grouped_places(tensor: ExpertTensor, entry: TensorEntry, span: int, shape: E
         places[part] = MatrixPlace(
             codes.format, codes.span, codes.offset, codes.nbytes, codes.shape, codes.stride, *others
         )
+    return places
+
+
+def _block_places(tensor: ExpertTensor, entry: TensorEntry, span: int, shape: ExpertLayers) -> dict[str, MatrixPlace]:
+    places: dict[str, MatrixPlace] = {}
+    for number, part in enumerate(tensor.parts):
+        rows, columns = part_shape(part, shape)
+        first = number * rows
+        if tensor.interleaved or tensor.transposed or first % BLOCK_SIDE:
+            raise ModelError(
+                f"Experts of {rows} rows that share a tensor do not begin with a block of {BLOCK_SIDE} rows; take "
+                "another copy of the model."
+            )
+        ((_, scales),) = entry.groups
+        blocks = scales_shape((rows, columns))
+        places[part] = MatrixPlace(
+            entry.dtype, span, first * columns, rows * columns, (rows, columns), (columns, 1),
+            _rows_place(scales.dtype, span + 1, first // BLOCK_SIDE, blocks[0], blocks[1], 1),
+        )  # fmt: skip
     return places
 
 

@@ -28,10 +28,16 @@ BLOCKS: Mapping[str, tuple[int, int]] = {
 }  # fmt: skip
 """Numbers and bytes per block of the packed formats. A block never goes beyond its row."""
 
-GROUPED: Mapping[str, tuple[int, int]] = {"AFFINE4": (32, 16), "AFFINE8": (32, 32), "OCP_MXFP4": (32, 16)}
+GROUPED: Mapping[str, tuple[int, int]] = {
+    "AFFINE4": (32, 16), "AFFINE8": (32, 32), "OCP_MXFP4": (32, 16), "BLOCK_FP8": (1, 1),
+}  # fmt: skip
 """Numbers and bytes of codes of the smallest group of the grouped formats. ``AFFINE4`` and ``AFFINE8`` are mlx's: a
 number is scale * code + bias. ``OCP_MXFP4`` is MXFP4 as its authors publish it: groups of 32 numbers of four bits with
-an exponent of two (E8M0). Codes of four bits begin in the low half of a byte."""
+an exponent of two (E8M0). Codes of four bits begin in the low half of a byte. ``BLOCK_FP8`` is DeepSeek's: numbers of
+eight bits (E4M3, without infinities) times the scale of their block of rows and columns."""
+
+BLOCK_SIDE = 128
+"""Rows, and columns, of a block of ``BLOCK_FP8``; the last ones of a matrix may have fewer."""
 
 _PACKED = {**BLOCKS, **GROUPED}
 
@@ -46,6 +52,11 @@ def is_packed(number_format: str) -> bool:
 def is_grouped(number_format: str) -> bool:
     """Whether scales lie in tensors of their own."""
     return number_format in GROUPED
+
+
+def scales_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the scales of ``BLOCK_FP8`` numbers of ``shape`` [..., rows, columns]."""
+    return (*shape[:-2], *(-(-size // BLOCK_SIDE) for size in shape[-2:]))
 
 
 def words_dtype(number_format: str) -> np.dtype[Any]:

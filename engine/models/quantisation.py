@@ -1,7 +1,8 @@
 """Quantised safetensors: what ``config.json``, the files beside it and the tensors' names say of the method, and the
 refusal of those that do not run.
 
-Those run that mlx-lm quantised in four or eight bits, and gpt-oss in MXFP4 as it is published.
+Those run that mlx-lm quantised in four or eight bits, gpt-oss in MXFP4 as it is published, and FP8 with a scale for
+each block of 128 by 128 numbers, as DeepSeek publishes it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 from engine.errors import ModelError
 from engine.models.json_files import SMALL_FILE, read_object
+from engine.models.number_formats import BLOCK_SIDE
 from engine.models.wording import shown
 
 SETTINGS: Mapping[str, str] = {
@@ -105,15 +107,27 @@ def refuse_quantized(config: Mapping[str, Any]) -> None:
     method = method_of(config)
     if method is None or (method == _METHODS["mxfp4"] and config.get("model_type") == "gpt_oss"):
         return
+    if has_fp8_blocks(config):
+        return
     settings = _of_mlx(config)
     if settings is None:
-        raise _refused(method)
+        raise _refused(_described_fp8(config) if method == _METHODS["fp8"] else method)
     for each in (settings, *(own for own in settings.values() if isinstance(own, Mapping))):
         if _groups(each) is None:
             raise _refused(_described(each))
     family = config.get("model_type")
     if family not in FAMILIES_OF_MLX:
         raise _refused(f"{method} as mlx-lm stores the family {shown(family)}")
+
+
+def has_fp8_blocks(config: Mapping[str, Any]) -> bool:
+    """Whether the weights of ``config`` are FP8 numbers (E4M3) with a scale for each block of 128 by 128 of them, and
+    their inputs are not rounded by fixed scales."""
+    settings = config.get("quantization_config")
+    if not isinstance(settings, Mapping) or settings.get("quant_method") != "fp8":
+        return False
+    usual = settings.get("fmt", "e4m3") == "e4m3" and settings.get("activation_scheme", "dynamic") == "dynamic"
+    return usual and settings.get("weight_block_size") == [BLOCK_SIDE, BLOCK_SIDE]
 
 
 def readable_quantised(config: Mapping[str, Any]) -> bool:
@@ -147,6 +161,17 @@ def _groups(settings: Mapping[str, Any]) -> Groups | None:
 def _described(settings: Mapping[str, Any]) -> str:
     bits, size = shown(settings.get("bits")), shown(settings.get("group_size"))
     return f"mlx's method {shown(settings.get('mode', 'affine'))} in {bits} bits and groups of {size}"
+
+
+def _described_fp8(config: Mapping[str, Any]) -> str:
+    settings = config.get("quantization_config")
+    if not isinstance(settings, Mapping):
+        return _METHODS["fp8"]
+    block, scheme = settings.get("weight_block_size"), settings.get("activation_scheme", "dynamic")
+    of = "a scale for a whole tensor" if block is None else f"blocks of {shown(block)}"
+    if settings.get("fmt", "e4m3") != "e4m3":
+        of = f"numbers of the kind {shown(settings['fmt'])}"
+    return f"{_METHODS['fp8']} with {of}" + ("" if scheme == "dynamic" else f" and {shown(scheme)} scales of inputs")
 
 
 def refuse_settings(folder: Path, config: Mapping[str, Any]) -> None:

@@ -198,7 +198,8 @@ def _library_layout(
     for number, (file_name, tensors) in enumerate(entries.items()):
         for name, entry in tensors.items():
             found = _LIBRARY_EXPERT.fullmatch(name)
-            if found is None or int(found[1]) not in with_experts:
+            ahead = name.startswith(family.unused)
+            if found is None or ahead or int(found[1]) not in with_experts:
                 trunk.append((name, number, entry))
                 continue
             layer = int(found[1])

@@ -270,7 +270,7 @@ def test_remote_code_is_refused(tiny_model: TinyModel, tmp_path: Path):
     ("setting", "name"),
     [
         ({"quantization_config": {"quant_method": "mxfp4"}}, "MXFP4"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "FP8"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "FP8 with a scale for a whole tensor"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "GPTQ"),
         ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "AWQ"),
         ({"quantization_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),

@@ -13,7 +13,7 @@ from engine.calibration import synthetic_experts
 from engine.calibration.calibration_file import load_calibration, save_calibration
 from engine.calibration.synthetic_experts import SyntheticCpuSide, check_shape, expert_curve
 from engine.models.files import ExpertWeights
-from engine.models.number_formats import BLOCKS, is_grouped, is_packed, stored_bytes
+from engine.models.number_formats import BLOCKS, is_grouped, is_packed, scales_shape, stored_bytes
 from engine.moe.kernels.bindings import FORMATS, choose
 from engine.moe.kernels.layers import LayerExperts
 from engine.planning.calibration import ExpertShape, Processor, estimated, guessed
@@ -26,7 +26,9 @@ needs_kernels = pytest.mark.skipif(not choose("bfloat16").native, reason="the na
 
 def shape_with(gate: str, down: str) -> ExpertShape:
     nbytes = 2 * stored_bytes(gate, (FFN, HIDDEN)) + stored_bytes(down, (HIDDEN, FFN))
-    if is_grouped(gate):  # a byte for 32 weights, or a scale and a bias of two bytes each for 64
+    if gate == "BLOCK_FP8":
+        nbytes += 3 * stored_bytes("F32", scales_shape((FFN, HIDDEN)))
+    elif is_grouped(gate):  # a byte for 32 weights, or a scale and a bias of two bytes each for 64
         nbytes += 3 * HIDDEN * FFN // 32 if gate == "OCP_MXFP4" else 3 * HIDDEN * FFN // 16
     return ExpertShape(hidden=HIDDEN, ffn=FFN, dtype=gate, expert_bytes=nbytes)
 

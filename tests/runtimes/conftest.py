@@ -12,7 +12,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "cluster"))
 
-from subjects import GROUPED_MODELS, PACKED_MODELS, PUBLISHED, StoredModel, Subject, no_progress
+from subjects import FP8, GROUPED_MODELS, PACKED_MODELS, PUBLISHED, StoredModel, Subject, no_progress
+from tiny_fp8 import write_fp8
 from tiny_gguf import ARCHITECTURES, whole_blocks, write_tiny_gguf
 from tiny_grouped import write_grouped
 from tiny_models import write_tiny_model
@@ -39,7 +40,7 @@ def stored_model(
     ) -> Path:
         if stored in PACKED_MODELS:
             return packed(family, stored)
-        if stored in GROUPED_MODELS or stored == PUBLISHED:
+        if stored in GROUPED_MODELS or stored in (PUBLISHED, FP8):
             return grouped(family, stored)[0]
         if stored != "4-bit":
             saved = tiny_model(family, dtype=stored, **(subject.unlike.get(family, {}) | options))
@@ -75,8 +76,8 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Pat
 
 @pytest.fixture(scope="session")
 def grouped(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tuple[Path, Path]]:
-    """``grouped(family, name)``: the folder of a model in the form that GROUPED_MODELS has under ``name``, and that of
-    what its weights stand for, written once a session. Not to be changed."""
+    """``grouped(family, name)``: the folder of a model in the form that GROUPED_MODELS has under ``name``, as
+    published, or in FP8, and that of what its weights stand for, written once a session. Not to be changed."""
     root = tmp_path_factory.mktemp("grouped")
 
     @functools.cache
@@ -85,10 +86,22 @@ def grouped(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tu
 
     @functools.cache
     def folder_of(family: str, name: str) -> tuple[Path, Path]:
+        if name == FP8:
+            return _in_fp8(root / f"{family}-fp8", family)
         options = {"form": "published"} if name == PUBLISHED else GROUPED_MODELS[name]
         return write_grouped(root / f"{family}-{name.replace(' ', '-')}", source(family), **options)
 
     return folder_of
+
+
+def _in_fp8(folder: Path, family: str) -> tuple[Path, Path]:
+    """A tiny model of several blocks in rows and columns, the last ones smaller, in two files. The attention of one
+    layer stays bfloat16."""
+    sizes: dict[str, Any] = {"hidden_size": 328, "intermediate_size": 200}
+    if "moe_intermediate_size" in whole_blocks(family):
+        sizes["moe_intermediate_size"] = 200
+    source = write_tiny_model(folder.with_name(folder.name + "-source"), family, **(whole_blocks(family) | sizes))
+    return write_fp8(folder, source, kept=lambda module: "layers.1.self_attn" in module, files=2)
 
 
 @pytest.fixture(scope="session")

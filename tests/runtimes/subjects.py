@@ -118,6 +118,8 @@ GROUPED_MODELS: dict[str, dict[str, Any]] = {
 """Forms of safetensors models as mlx-lm quantises them, by a name."""
 PUBLISHED = "as published"
 """The form in which gpt-oss is published."""
+FP8 = "FP8"
+"""The form of safetensors models in FP8 with a scale for each block of 128 by 128 numbers."""
 
 each_runtime = pytest.mark.parametrize("subject", [pytest.param(one, marks=one.marks, id=one.name) for one in SUBJECTS])
 """A test of all three runtimes, as its ``subject``."""

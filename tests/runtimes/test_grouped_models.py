@@ -1,5 +1,5 @@
-"""Safetensors models as mlx-lm and gpt-oss's authors quantise them, in the native and the torch runtime: transformers'
-logits on what the weights stand for."""
+"""Safetensors models as mlx-lm and gpt-oss's authors quantise them, and in FP8, in the native and the torch runtime:
+transformers' logits on what the weights stand for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from native_oracle import FAMILIES, after_alike_branches, load_native, needs_kernels
 from pairwise import pairwise
-from subjects import GROUPED_MODELS, PUBLISHED, needs_mlx, prompt_of
+from subjects import FP8, GROUPED_MODELS, PUBLISHED, needs_mlx, prompt_of
 from tiny_gguf import whole_blocks
 from tiny_grouped import write_grouped
 from tiny_models import write_tiny_model
@@ -62,8 +62,14 @@ QUANTISABLE = tuple(family for family in FAMILIES if not family.startswith("qwen
 FORMS = [*pairwise(QUANTISABLE, tuple(GROUPED_MODELS), ("native", "torch")), ("gpt_oss", PUBLISHED, "native")]
 
 
+IN_FP8 = [
+    ("qwen3_moe", FP8, "native"), ("qwen3_moe", FP8, "torch"), ("qwen3", FP8, "native"), ("qwen2_moe", FP8, "native"),
+    ("mixtral", FP8, "torch"), ("qwen3_5_moe_text", FP8, "native"),
+]  # fmt: skip
+
+
 @needs_kernels
-@pytest.mark.parametrize(("family", "stored", "runtime"), [*FORMS, ("gpt_oss", PUBLISHED, "torch")])
+@pytest.mark.parametrize(("family", "stored", "runtime"), [*FORMS, ("gpt_oss", PUBLISHED, "torch"), *IN_FP8])
 def test_quantised_models_give_the_logits_of_what_they_stand_for(
     grouped: Grouped, family: str, stored: str, runtime: str
 ) -> None:
@@ -75,7 +81,14 @@ def test_quantised_models_give_the_logits_of_what_they_stand_for(
 
 
 @pytest.mark.parametrize(
-    ("family", "stored"), [*pairwise(QUANTISABLE, tuple(GROUPED_MODELS))[::3], ("gpt_oss", PUBLISHED)]
+    ("family", "stored"),
+    [
+        *pairwise(QUANTISABLE, tuple(GROUPED_MODELS))[::3],
+        ("gpt_oss", PUBLISHED),
+        ("qwen3_moe", FP8),
+        ("deepseek_v3", FP8),
+        ("llama", FP8),
+    ],
 )
 def test_unpacked_weights_give_the_librarys_logits(
     grouped: Grouped, monkeypatch: pytest.MonkeyPatch, family: str, stored: str
@@ -85,6 +98,15 @@ def test_unpacked_weights_give_the_librarys_logits(
     model, tokens = load(folder, dtype="float32"), prompt_of(40)
     answer, theirs = library_run(truth, tokens, chunks=1)
     assert worst(our_run(model, tokens, 2, answer), theirs) < EXACT
+
+
+@needs_kernels
+def test_fp8_is_exact_in_float32(grouped: Grouped) -> None:
+    """Its inputs are not rounded."""
+    folder, truth = grouped("qwen3_moe", FP8)
+    tokens = prompt_of(40)
+    answer, theirs = library_run(truth, tokens, chunks=1)
+    assert worst(our_run(load_native(folder, dtype="float32"), tokens, 2, answer), theirs) < EXACT
 
 
 @needs_kernels
@@ -104,9 +126,9 @@ def test_mxfp4_as_mlx_lm_writes_it(tmp_path: Path, runtime: str) -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("stored", ["mlx-4-bit", PUBLISHED])
-def test_branches_are_alike_and_long_prompts_run_in_panels(grouped: Grouped, stored: str) -> None:
-    folder, truth = grouped("gpt_oss", stored)
+@pytest.mark.parametrize(("family", "stored"), [("gpt_oss", "mlx-4-bit"), ("gpt_oss", PUBLISHED), ("qwen3_moe", FP8)])
+def test_branches_are_alike_and_long_prompts_run_in_panels(grouped: Grouped, family: str, stored: str) -> None:
+    folder, truth = grouped(family, stored)
     model, tokens = load_native(folder), prompt_of(300)
     answer, theirs = library_run(truth, tokens, chunks=1)
     assert typical([after_alike_branches(model, tokens, answer[:3])], theirs[3:4]) < ROUNDED
@@ -114,7 +136,8 @@ def test_branches_are_alike_and_long_prompts_run_in_panels(grouped: Grouped, sto
 
 @needs_kernels
 @pytest.mark.parametrize(
-    ("family", "stored"), [("qwen2_moe", "mlx-4-bit"), ("gpt_oss", PUBLISHED), ("llama", "mlx-8-bit")]
+    ("family", "stored"),
+    [("qwen2_moe", "mlx-4-bit"), ("gpt_oss", PUBLISHED), ("llama", "mlx-8-bit"), ("qwen3_moe", FP8), ("qwen3", FP8)],
 )
 def test_predicted_memory_is_what_the_runtimes_take(grouped: Grouped, family: str, stored: str) -> None:
     folder, _ = grouped(family, stored)
@@ -140,6 +163,8 @@ def test_predicted_memory_is_what_the_runtimes_take(grouped: Grouped, family: st
         ],
         ("gpt_oss", PUBLISHED, "balanced"),
         ("gpt_oss", PUBLISHED, "monde"),
+        ("qwen3_moe", FP8, "lru-offload"),
+        ("mixtral", FP8, "balanced"),
     ],
 )
 def test_a_device_shares_quantised_experts(

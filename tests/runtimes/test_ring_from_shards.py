@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from ring_places import placed
-from subjects import PUBLISHED
+from subjects import FP8, PUBLISHED
 
 from engine.cluster.expert_runners import load_experts
 from engine.cluster.weights.shard_store import ShardStore
@@ -82,7 +82,8 @@ def test_an_expert_that_is_not_here_is_named(tiny_model: Callable[..., Path]) ->
 
 
 @pytest.mark.parametrize(
-    ("family", "stored"), [("gpt_oss", PUBLISHED), ("qwen2_moe", "mlx-4-bit"), ("mixtral", "mlx-8-bit")]
+    ("family", "stored"),
+    [("gpt_oss", PUBLISHED), ("qwen2_moe", "mlx-4-bit"), ("mixtral", "mlx-8-bit"), ("qwen3_moe", FP8)],
 )
 def test_a_share_of_quantised_weights_has_codes_scales_and_biases(
     family: str, stored: str, grouped: Callable[[str, str], tuple[Path, Path]], tmp_path: Path

@@ -21,6 +21,7 @@ from ring_conversation import all_conversations, assert_same, conversation
 from ring_places import PLACEMENTS, placed, places
 from safetensors.numpy import load_file, save_file
 from subjects import (
+    FP8,
     MLX,
     NATIVE,
     PACKED_FAMILIES,
@@ -88,9 +89,10 @@ FEW = ((2, "unequal"), (3, "overlapping"))
 MORE = (*FEW, (4, "even"))
 PACKED = (("qwen2_moe", "Q4_K_M"), ("mixtral", "MXFP4"), ("granitemoe", "Q8_0"))
 GROUPED = (
-    ("qwen3_moe", "mlx-4-bit"), ("mixtral", "mlx-8-bit"), ("gpt_oss", "mlx-mixed"), ("gpt_oss", PUBLISHED)
+    ("qwen3_moe", "mlx-4-bit"), ("mixtral", "mlx-8-bit"), ("gpt_oss", "mlx-mixed"), ("gpt_oss", PUBLISHED),
+    ("qwen3_moe", FP8),
 )  # fmt: skip
-RINGS = ((2, "unequal"), (3, "even"), (4, "overlapping"), (3, "overlapping"))
+RINGS = ((2, "unequal"), (3, "even"), (4, "overlapping"), (3, "overlapping"), (3, "unequal"))
 SAMPLED = [
     *(case(NATIVE, *row) for row in pairwise(NATIVE.moe_families, NATIVE.stored, (1, 2, 3, 4), PLACEMENTS)),
     *(

@@ -20,7 +20,7 @@ from engine.errors import ModelError
 Dtype = Literal["bfloat16", "float32"]
 """What a model computes with; ``float32`` keeps activations in float32 whatever the weights are stored as."""
 
-VERSION = 9
+VERSION = 10
 """PLLM_VERSION of native/privatellm_kernels.h; a library of another version is not used."""
 
 VARIABLE = "PRIVATELLM_KERNELS"
@@ -36,7 +36,7 @@ PACKED_FORMATS = {
 }  # fmt: skip
 """Formats of blocks (by ggml's names) that the kernels multiply where they lie, and their numbers in the library."""
 
-GROUPED_FORMATS = {"AFFINE4": 15, "AFFINE8": 16, "OCP_MXFP4": 17}
+GROUPED_FORMATS = {"AFFINE4": 15, "AFFINE8": 16, "OCP_MXFP4": 17, "BLOCK_FP8": 18}
 """Formats with scales in arrays of their own that the kernels multiply where they lie, and their numbers in the
 library."""
 
@@ -89,7 +89,7 @@ class Matrix(ctypes.Structure):
         ("scales", ctypes.c_void_p),
         ("biases", ctypes.c_void_p),
         ("scale_dtype", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
+        ("skipped_rows", ctypes.c_int32),
     )
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from engine.errors import ModelError
 from engine.models.files import Experts, ExpertWeights, StoredTensor
-from engine.models.number_formats import GROUPED, is_grouped, is_packed
+from engine.models.number_formats import BLOCK_SIDE, GROUPED, is_grouped, is_packed, scales_shape
 from engine.moe.kernels.bindings import (
     ACTIVATIONS,
     FORMATS,
@@ -69,16 +69,21 @@ def _grouped_matrix(stored: StoredTensor) -> Matrix:
         columns=columns,
         row_stride=stored.words.strides[0] // nbytes * numbers,
         dtype=FORMATS[stored.dtype],
-        group=columns // scales.words.shape[1],
+        group=BLOCK_SIDE if stored.dtype == "BLOCK_FP8" else columns // scales.words.shape[1],
         scales=scales.words.ctypes.data,
         biases=None if biases is None else biases.words.ctypes.data,
-        scale_dtype=0 if biases is None else WEIGHT_DTYPES[scales.dtype],
+        scale_dtype=WEIGHT_DTYPES.get(scales.dtype, 0),
     )
 
 
 def _grouped_unreadable(stored: StoredTensor) -> str | None:
     """That the codes, scales and biases of a matrix do not lie as the kernels read them."""
     rows, columns = stored.shape
+    if stored.dtype == "BLOCK_FP8":
+        scales = stored.scales
+        right = scales is not None and scales.dtype in WEIGHT_DTYPES and scales.shape == scales_shape(stored.shape)
+        right = right and scales is not None and scales.words.flags.c_contiguous and stored.words.flags.c_contiguous
+        return None if right else "their scales do not lie like their blocks"
     _, nbytes = GROUPED[stored.dtype]
     step = stored.words.strides[0] if rows > 1 else stored.words.shape[1]
     groups = [part for part in (stored.scales, stored.biases) if part is not None]
@@ -144,6 +149,8 @@ def _unreadable_biases(gate: StoredTensor | None, up: StoredTensor | None) -> st
 
 def kernel_kind(number_format: str) -> str:
     """What is equal for number formats of which the same kernels take the same input."""
+    if number_format == "BLOCK_FP8":
+        return number_format
     if is_grouped(number_format):
         return "grouped"
     return "packed" if is_packed(number_format) else number_format

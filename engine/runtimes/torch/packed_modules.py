@@ -15,7 +15,7 @@ from torch import nn
 
 from engine.models.files import Change, StoredTensor
 from engine.models.number_formats import is_packed
-from engine.moe.kernels.bindings import KernelChoice, choose, load
+from engine.moe.kernels.bindings import FORMATS, KernelChoice, choose, load
 from engine.moe.kernels.layers import matrix, product_error
 from engine.moe.kernels.pool import shared_pool
 from engine.runtimes.torch.offload.torch_tensors import unpacked, view
@@ -106,14 +106,15 @@ def packed_module(
     old: nn.Module, stored: StoredTensor, change: Change | None, choice: KernelChoice, dtype: torch.dtype
 ) -> nn.Module | None:
     """The module that takes the place of ``old``, whose weight is ``stored``; None if there is none for its kind."""
-    if not is_packed(stored.dtype):
+    if not is_packed(stored.dtype) or stored.dtype not in FORMATS:
         return None
     if type(old) is nn.Linear:
         # The bias is filled by its own name, before or after this.
         return PackedLinear(stored, old.bias, change, choice)
     # gemma4's embedding is one of its own class.
     scale = getattr(old, "scalar_embed_scale", None)
-    if change is None and (type(old) is nn.Embedding or scale is not None):
+    # Rows of FP8 share their scales, so that single ones cannot be taken.
+    if change is None and stored.dtype != "BLOCK_FP8" and (type(old) is nn.Embedding or scale is not None):
         return PackedEmbedding(stored, dtype, scale)
     return None
 

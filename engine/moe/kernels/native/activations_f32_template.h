@@ -7,6 +7,9 @@
 #define FACTOR_WEIGHT(from, dtype) SET(weight)(from, dtype)
 #define FACTOR_WEIGHT_SOME(from, count, dtype) SET(weight_some)(from, count, dtype)
 #define FACTOR_ADD(weight, token, sum) V_FMA(weight, token, sum)
+#define FACTOR_FP8(from, to) V_LOAD_FP8(from, to)
+#define FACTOR_LIFT FP8_LIFT
+#define STORE_OPENED(to, k, count, v) SET(store_opened)((float *)(to) + (k), count, v)
 
 ALWAYS_INLINE V SET(weight)(const void *from, int dtype) {
     return dtype == PLLM_BF16  ? V_LOAD_BF16((const uint16_t *)from)
@@ -26,6 +29,16 @@ ALWAYS_INLINE V SET(weight_some)(const void *from, int64_t count, int dtype) {
             memcpy(&values[i], (const char *)from + 4 * i, 4);
     }
     return V_LOAD(values);
+}
+
+ALWAYS_INLINE void SET(store_opened)(float *to, int64_t count, V v) {
+    if (count == W) {
+        V_STORE(to, v);
+        return;
+    }
+    float values[W];
+    V_STORE(values, v);
+    memcpy(to, values, (size_t)count * sizeof(float));
 }
 
 static void SET(convert)(void *row, int64_t first, const float *from, float scale, int64_t count) {

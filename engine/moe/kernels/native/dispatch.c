@@ -31,7 +31,8 @@ uint32_t pllm_available(void) {
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("f16c")) {
         sets |= 1U << PLLM_AVX512F;
-        if (__builtin_cpu_supports("avx512bf16") && has_byte_products()) sets |= 1U << PLLM_AVX512_BF16;
+        if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi") && has_byte_products())
+            sets |= 1U << PLLM_AVX512_BF16;
     }
 #endif
 #if defined(__aarch64__)
@@ -48,28 +49,33 @@ int pllm_has(int set) {
 
 /* A set the CPU lacks is never run, whoever asks: plain C answers instead, and the calls that can fail say so. */
 const kernel_set *pllm_kernels(int set, int dtype) {
-    const int packed = is_packed(dtype), grouped = is_grouped(dtype);
+    const int packed = is_packed(dtype), grouped = is_grouped(dtype), fp8 = dtype == PLLM_BLOCK_FP8;
     if (!pllm_has(set)) set = PLLM_SCALAR;
     switch (set) {
 #if defined(__x86_64__)
     case PLLM_AVX2:
+        if (fp8) return &pllm_set_avx2_fp8;
         return packed ? &pllm_set_avx2_packed : grouped ? &pllm_set_avx2_grouped : &pllm_set_avx2;
     case PLLM_AVX512F:
+        if (fp8) return &pllm_set_avx512f_fp8;
         if (grouped) return has_byte_products() ? &pllm_set_avx512_vnni_grouped : &pllm_set_avx512f_grouped;
         if (packed) return has_byte_products() ? &pllm_set_avx512_vnni_packed : &pllm_set_avx512f_packed;
         return &pllm_set_avx512f;
     case PLLM_AVX512_BF16:
+        if (fp8) return &pllm_set_avx512_bf16_fp8;
         if (packed) return &pllm_set_avx512_bf16_packed;
         if (grouped) return &pllm_set_avx512_bf16_grouped;
         return dtype == PLLM_BF16 ? &pllm_set_avx512_bf16 : &pllm_set_avx512f;
 #endif
 #if defined(__aarch64__)
     case PLLM_NEON:
+        if (fp8) return &pllm_set_neon_fp8;
         if (grouped) return &pllm_set_neon_grouped;
         if (packed) return has_byte_products() ? &pllm_set_neon_dot_packed : &pllm_set_neon_packed;
         return &pllm_set_neon;
 #endif
     default:
+        if (fp8) return &pllm_set_scalar_fp8;
         return packed ? &pllm_set_scalar_packed : grouped ? &pllm_set_scalar_grouped : &pllm_set_scalar;
     }
 }
@@ -106,10 +112,13 @@ void pllm_add_bias(float *y, int64_t y_stride, int64_t tokens, const void *bias,
 /* Whether what grouped weights have besides their codes can be read. */
 static int is_sound(const pllm_matrix *w) {
     if (!is_grouped(w->dtype)) return 1;
+    const int plain = w->scale_dtype == PLLM_BF16 || w->scale_dtype == PLLM_F16 || w->scale_dtype == PLLM_F32;
+    if (w->dtype == PLLM_BLOCK_FP8)
+        return plain && w->scales && w->group == FP8_SIDE && w->row_stride == w->columns && w->skipped_rows == 0;
     const int fits = w->group == 32 || w->group == 64 || w->group == 128;
     if (!fits || !w->scales || w->columns % w->group || w->row_stride % w->group) return 0;
     if (w->dtype == PLLM_OCP_MXFP4) return w->group == 32;
-    return w->biases && (w->scale_dtype == PLLM_BF16 || w->scale_dtype == PLLM_F16 || w->scale_dtype == PLLM_F32);
+    return w->biases && plain;
 }
 
 size_t pllm_input_bytes(int64_t rows, int64_t columns) {

@@ -32,6 +32,14 @@ void pllm_grouped_scalar_open(const pllm_matrix *matrix, int64_t row, int64_t fi
 }
 
 void pllm_open_row(const pllm_matrix *matrix, int64_t row, float *to) {
+    if (matrix->dtype == PLLM_BLOCK_FP8) {
+        const uint8_t *codes = (const uint8_t *)matrix->data + row * matrix->row_stride;
+        for (int64_t i = 0; i < matrix->columns; i++) {
+            const uint16_t half = fp8_as_half(codes[i]);
+            to[i] = half_to_float(&half) * FP8_LIFT * fp8_scale(matrix, fp8_scales(matrix, row), i / FP8_SIDE);
+        }
+        return;
+    }
     if (is_grouped(matrix->dtype)) {
         pllm_grouped_scalar_open(matrix, row, 0, matrix->columns, to);
         return;

@@ -29,6 +29,14 @@
 /* Fewest elements from one input row to the next: a unit of grouped weights' input needs so many. */
 #define FEWEST_STRIDE 160
 
+/* Rows, and columns, of a block of PLLM_BLOCK_FP8. */
+#define FP8_SIDE 128
+
+static inline int64_t divided_up(int64_t value, int64_t by) { return (value + by - 1) / by; }
+
+/* Bytes of a scale that is a plain number. */
+static inline int64_t scale_width(const pllm_matrix *matrix) { return matrix->scale_dtype == PLLM_F32 ? 4 : 2; }
+
 /* What an instruction set brings. W is `rows` rows of `columns` elements of `dtype`, `stride` elements apart. */
 typedef struct kernel_set {
     int element;     /* bytes of an activation in a tile: 2 (bfloat16) or 4 (float32) */
@@ -55,16 +63,18 @@ typedef struct kernel_set {
     void (*add_scaled)(float *to, const float *from, float scale, int64_t count);
 } kernel_set;
 
-/* Each has others for packed and for grouped weights. */
-extern const kernel_set pllm_set_scalar, pllm_set_scalar_packed, pllm_set_scalar_grouped;
+/* Each has others for packed, for grouped and for FP8 weights. */
+extern const kernel_set pllm_set_scalar, pllm_set_scalar_packed, pllm_set_scalar_grouped, pllm_set_scalar_fp8;
 #if defined(__x86_64__)
-extern const kernel_set pllm_set_avx2, pllm_set_avx2_packed, pllm_set_avx2_grouped;
+extern const kernel_set pllm_set_avx2, pllm_set_avx2_packed, pllm_set_avx2_grouped, pllm_set_avx2_fp8;
 extern const kernel_set pllm_set_avx512f, pllm_set_avx512f_packed, pllm_set_avx512_vnni_packed;
 extern const kernel_set pllm_set_avx512f_grouped, pllm_set_avx512_vnni_grouped, pllm_set_avx512_bf16_grouped;
-extern const kernel_set pllm_set_avx512_bf16, pllm_set_avx512_bf16_packed;
+extern const kernel_set pllm_set_avx512_bf16, pllm_set_avx512_bf16_packed, pllm_set_avx512_bf16_fp8;
+extern const kernel_set pllm_set_avx512f_fp8;
 #endif
 #if defined(__aarch64__)
 extern const kernel_set pllm_set_neon, pllm_set_neon_packed, pllm_set_neon_dot_packed, pllm_set_neon_grouped;
+extern const kernel_set pllm_set_neon_fp8;
 #endif
 
 /* The kernels that `set` uses for weights of `dtype`; never NULL for an available set. */
@@ -86,6 +96,14 @@ int pllm_pool_reserve_locked(pllm_pool *pool, size_t bytes_per_thread, size_t sh
 static inline const void *rows_from(const pllm_matrix *matrix, int64_t first, pllm_matrix *part) {
     const char *codes = (const char *)matrix->data + first * bytes_of_values(matrix->dtype, matrix->row_stride);
     if (!is_grouped(matrix->dtype)) return codes;
+    if (matrix->dtype == PLLM_BLOCK_FP8) {
+        const int64_t skipped = matrix->skipped_rows + first, blocks = divided_up(matrix->columns, FP8_SIDE);
+        *part = *matrix;
+        part->data = codes;
+        part->scales = (const char *)matrix->scales + skipped / FP8_SIDE * blocks * scale_width(matrix);
+        part->skipped_rows = (int32_t)(skipped % FP8_SIDE);
+        return part;
+    }
     const int width = matrix->dtype == PLLM_OCP_MXFP4 ? 1 : matrix->scale_dtype == PLLM_F32 ? 4 : 2;
     const int64_t scales = first * (matrix->row_stride / matrix->group) * width;
     *part = *matrix;
@@ -95,10 +113,27 @@ static inline const void *rows_from(const pllm_matrix *matrix, int64_t first, pl
     return part;
 }
 
+/* The scales of a row of PLLM_BLOCK_FP8 weights. */
+static inline const char *fp8_scales(const pllm_matrix *w, int64_t row) {
+    const int64_t at = (w->skipped_rows + row) / FP8_SIDE * divided_up(w->columns, FP8_SIDE);
+    return (const char *)w->scales + at * scale_width(w);
+}
+
+/* That of a block of its columns. */
+static inline float fp8_scale(const pllm_matrix *w, const char *scales, int64_t block) {
+    const char *from = scales + block * scale_width(w);
+    uint32_t word = 0;
+    float value;
+    if (w->scale_dtype == PLLM_F16) return half_to_float(from);
+    memcpy(&word, from, (size_t)scale_width(w));
+    if (w->scale_dtype == PLLM_BF16) word <<= 16;
+    memcpy(&value, &word, 4);
+    return value;
+}
+
 static inline int64_t padded(int64_t columns) { return (columns + PADDING - 1) / PADDING * PADDING; }
 /* Elements from one input row to the next. The odd number keeps rows of 2^n bytes out of each other's cache sets. */
 static inline int64_t row_stride(int64_t columns) { return MAX(padded(columns) + PADDING, FEWEST_STRIDE); }
 static inline size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
-static inline int64_t divided_up(int64_t value, int64_t by) { return (value + by - 1) / by; }
 
 #endif

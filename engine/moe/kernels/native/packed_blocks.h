@@ -24,7 +24,8 @@ static inline int64_t block_values(int dtype) {
     switch (dtype) {
     case PLLM_BF16:
     case PLLM_F16:
-    case PLLM_F32: return 1;
+    case PLLM_F32:
+    case PLLM_BLOCK_FP8: return 1;
     case PLLM_Q4_K:
     case PLLM_Q5_K:
     case PLLM_Q6_K:
@@ -38,6 +39,7 @@ static inline int64_t block_bytes(int dtype) {
     case PLLM_BF16:
     case PLLM_F16: return 2;
     case PLLM_F32: return 4;
+    case PLLM_BLOCK_FP8: return 1;
     case PLLM_Q4_0:
     case PLLM_IQ4_NL: return 18;
     case PLLM_Q4_1: return 20;
@@ -90,6 +92,14 @@ static inline float half_to_float(const void *from) {
     word |= sign;
     memcpy(&value, &word, 4);
     return value;
+}
+
+#define FP8_LIFT 256.0F
+
+/* An FP8 number (E4M3) as half precision: a FP8_LIFT-th of it, which loses nothing. */
+static inline uint16_t fp8_as_half(uint8_t code) {
+    if ((code & 0x7f) == 0x7f) return 0x7fff;
+    return (uint16_t)((code & 0x80) << 8 | (code & 0x7f) << 7);
 }
 
 /* Half of two to the power of (exponent - 127). */

@@ -71,9 +71,11 @@ _Static_assert(sizeof(packed_input) <= FEWEST_STRIDE * PACKED_ROW_ELEMENT, "a un
 #define PACKED_VNNI_SET                                                                                            \
     PACKED_FEW_SET(avx512_vnni, avx512_vnni), .few_tokens = 8, .element = BYTE_TILE_ELEMENT,                       \
     .tile_tokens = BYTE_TILE_TOKENS, .many = pllm_packed_avx512_vnni_many, .tile = pllm_packed_avx512_vnni_tile
-#define PLAIN_SET                                                                                                  \
+#define PLAIN_SET PLAIN_SET_OF(few)
+#define FP8_SET PLAIN_SET_OF(few_fp8)
+#define PLAIN_SET_OF(FEW)                                                                                          \
     .element = 4 / PER_WORD, .row_element = 4 / PER_WORD, .task_rows = 16, .tile_tokens = TILE_TOKENS,             \
-    .few_tokens = FEW_LIMIT, .few = SET(few), .many = SET(many), .convert = SET(convert), .pad = SET(pad),         \
+    .few_tokens = FEW_LIMIT, .few = SET(FEW), .many = SET(many), .convert = SET(convert), .pad = SET(pad),         \
     .tile = SET(tile), .gate = SET(gate), .exp_sum = SET(exp_sum), .add_scaled = SET(add_scaled)
 
 #endif

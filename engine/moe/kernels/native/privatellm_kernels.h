@@ -19,7 +19,7 @@
 #endif
 
 /* Raised whenever a structure or a function of this file changes: the Python side refuses another number. */
-#define PLLM_VERSION 9
+#define PLLM_VERSION 10
 
 enum { PLLM_OK = 0, PLLM_E_SET = -1, PLLM_E_MEMORY = -2, PLLM_E_ARGUMENT = -3 };
 
@@ -60,22 +60,26 @@ PLLM_API void *pllm_pool_shared(pllm_pool *pool);
 /* From PLLM_Q4_0 to PLLM_MXFP4 they are packed: blocks of 32 or 256 values, as GGUF files hold them. PLLM_F16 is IEEE's
    half precision. From PLLM_AFFINE4 on they are grouped: codes of four or eight bits, and in arrays of their own the
    scales and biases of groups of 32, 64 or 128 values, as mlx saves them; PLLM_OCP_MXFP4 has groups of 32 with exponents
-   of two (E8M0) for scales, and no biases. */
+   of two (E8M0) for scales, and no biases. PLLM_BLOCK_FP8 has numbers of eight bits (E4M3 without infinities) for codes
+   and scales for blocks of 128 rows and 128 columns; its kernels take the input that plain weights do. */
 enum {
     PLLM_BF16 = 1, PLLM_F32 = 2, PLLM_Q4_0 = 3, PLLM_Q4_1 = 4, PLLM_Q5_0 = 5, PLLM_Q5_1 = 6, PLLM_Q8_0 = 7,
     PLLM_Q4_K = 8, PLLM_Q5_K = 9, PLLM_Q6_K = 10, PLLM_IQ4_NL = 11, PLLM_IQ4_XS = 12, PLLM_MXFP4 = 13,
-    PLLM_F16 = 14, PLLM_AFFINE4 = 15, PLLM_AFFINE8 = 16, PLLM_OCP_MXFP4 = 17, PLLM_DTYPES = 18
+    PLLM_F16 = 14, PLLM_AFFINE4 = 15, PLLM_AFFINE8 = 16, PLLM_OCP_MXFP4 = 17,
+    PLLM_BLOCK_FP8 = 18, PLLM_DTYPES = 19
 };
 
 typedef struct pllm_matrix {
     const void *data;
     int64_t rows, columns;
-    int64_t row_stride; /* in elements; whole blocks where they are packed, whole groups where they are grouped */
+    int64_t row_stride; /* in elements; whole blocks where they are packed, whole groups where they are grouped, and
+                           `columns` with PLLM_BLOCK_FP8 */
     int32_t dtype;
     int32_t group;               /* values of a group, of grouped weights only; so are the following three */
-    const void *scales, *biases; /* [rows, columns / group], row_stride / group apart from row to row */
+    const void *scales, *biases; /* [rows, columns / group], row_stride / group apart from row to row; of
+                                    PLLM_BLOCK_FP8 [blocks of rows, blocks of columns], and no biases */
     int32_t scale_dtype;         /* of both: PLLM_BF16, PLLM_F16 or PLLM_F32 */
-    int32_t reserved;
+    int32_t skipped_rows;        /* of the first block of rows; PLLM_BLOCK_FP8 only, and 0 in a caller's matrices */
 } pllm_matrix;
 
 /* Packed weights or PLLM_F16 as float32, to the bit what ggml gives; `values` are whole blocks. */
@@ -86,7 +90,7 @@ PLLM_API void pllm_open_row(const pllm_matrix *matrix, int64_t row, float *to);
 
 /* Input rows in the form the kernels of `set` read for weights of `dtype`: padded, rounded to bfloat16 for
    PLLM_AVX512_BF16 with PLLM_BF16 weights, to eight bits and a scale for 32 values with packed weights (all packed
-   formats alike, and all grouped ones), and in tiles when there are many of them. `few` says which: up to 16, or up to 8
+   formats alike, and all grouped ones but PLLM_BLOCK_FP8, whose input is rounded as for PLLM_BF16 weights), and in tiles when there are many of them. `few` says which: up to 16, or up to 8
    with packed weights and AVX-512 VNNI. Tiles for packed weights hold the same eight bits with AVX-512 VNNI and else
    float32, those for grouped ones bfloat16 with PLLM_AVX512_BF16 and else float32.
    What a row gives is the same to the bit whatever other rows are beside it, as long as `few` is the same, and whatever

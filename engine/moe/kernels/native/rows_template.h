@@ -16,6 +16,8 @@
    OPEN_GROUPED(matrix, row, first, count, to)   grouped weights as OPENED_GROUPED, PLLM_F32 or PLLM_BF16
    SET(name)                   the name of this set's copy of a function
 
+   V_LOAD_FP8, FACTOR_FP8, FACTOR_LIFT, STORE_OPENED   see fp8_rows_template.h
+
    and what is multiplied: words of 32 bits, each one float32 value or (bfloat16 activations) a pair of values:
 
    PER_WORD                    values of a word, 1 or 2
@@ -219,6 +221,10 @@ static void SET(few)(const void *weights, int dtype, int64_t stride, int64_t row
     }
 }
 
+/* ---- FP8 weights ---------------------------------------------------------------------------------------------- */
+
+#include "fp8_rows_template.h"
+
 /* ---- Many tokens: panels of weights, transposed once, times tiles of tokens ------------------------------------ */
 
 /* panel[k / PER_WORD][PANEL_ROWS] of words from `rows` <= PANEL_ROWS rows and `columns` <= PANEL_COLUMNS columns. */
@@ -356,8 +362,13 @@ static void SET(many)(const void *weights, int dtype, int64_t stride, int64_t ro
             if (grouped) {
                 const int64_t size = SET(bytes_of)(OPENED_GROUPED);
                 char *opened = (char *)(part + TILE_LIMIT * PANEL_ROWS);
-                for (int64_t r = 0; r < count; r++)
-                    OPEN_GROUPED(grouped, n + r, k, depth, opened + r * PANEL_COLUMNS * size);
+                for (int64_t r = 0; r < count; r++) {
+                    char *to = opened + r * PANEL_COLUMNS * size;
+                    if (dtype == PLLM_BLOCK_FP8)
+                        SET(open_fp8)(grouped, n + r, k, depth, to);
+                    else
+                        OPEN_GROUPED(grouped, n + r, k, depth, to);
+                }
                 SET(pack)(panel, opened, OPENED_GROUPED, PANEL_COLUMNS * size, count, depth);
             } else
 #ifdef OPEN_ROW

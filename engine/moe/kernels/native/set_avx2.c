@@ -24,6 +24,7 @@
 #include "vector_math_template.h"
 
 const kernel_set pllm_set_avx2 = {PLAIN_SET};
+const kernel_set pllm_set_avx2_fp8 = {FP8_SET};
 const kernel_set pllm_set_avx2_packed = {PACKED_SET(avx2, scalar)};
 const kernel_set pllm_set_avx2_grouped = {GROUPED_SET(avx2, scalar)};
 

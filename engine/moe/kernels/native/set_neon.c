@@ -17,6 +17,7 @@
 #include "vector_math_template.h"
 
 const kernel_set pllm_set_neon = {PLAIN_SET};
+const kernel_set pllm_set_neon_fp8 = {FP8_SET};
 const kernel_set pllm_set_neon_packed = {PACKED_SET(scalar, scalar)};
 const kernel_set pllm_set_neon_dot_packed = {PACKED_SET(neon, scalar)};
 const kernel_set pllm_set_neon_grouped = {GROUPED_SET(scalar, scalar)};

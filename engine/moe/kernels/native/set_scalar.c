@@ -12,5 +12,6 @@
 #include "vector_math_template.h"
 
 const kernel_set pllm_set_scalar = {PLAIN_SET};
+const kernel_set pllm_set_scalar_fp8 = {FP8_SET};
 const kernel_set pllm_set_scalar_packed = {PACKED_SET(scalar, scalar)};
 const kernel_set pllm_set_scalar_grouped = {GROUPED_SET(scalar, scalar)};

@@ -246,6 +246,7 @@ static void keep_last(walk *w) {
 }
 
 static int read_alike(const pllm_matrix *a, const pllm_matrix *b) {
+    if (a->dtype == PLLM_BLOCK_FP8 || b->dtype == PLLM_BLOCK_FP8) return a->dtype == b->dtype;
     if (is_grouped(a->dtype)) return is_grouped(b->dtype);
     return is_packed(a->dtype) ? is_packed(b->dtype) : a->dtype == b->dtype;
 }

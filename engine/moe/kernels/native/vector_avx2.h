@@ -21,6 +21,17 @@ ALWAYS_INLINE __m256 avx2_load_bf16(const uint16_t *from) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
 }
 
+/* As fp8_as_half. */
+ALWAYS_INLINE void avx2_load_fp8(const uint8_t *from, __m256 to[2]) {
+    const __m256i codes = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(const void *)from));
+    const __m256i size = _mm256_set1_epi16(0x7f);
+    const __m256i none = _mm256_cmpeq_epi16(_mm256_and_si256(codes, size), size);
+    const __m256i sized = _mm256_and_si256(_mm256_slli_epi16(codes, 7), _mm256_set1_epi16((short)0xbf80));
+    const __m256i halves = _mm256_or_si256(sized, _mm256_srli_epi16(none, 1));
+    to[0] = _mm256_cvtph_ps(_mm256_castsi256_si128(halves));
+    to[1] = _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1));
+}
+
 /* The lower 16 bits of each lane, packed side by side and widened. */
 ALWAYS_INLINE __m256 avx2_low_f16(__m256i words) {
     const __m256i low = _mm256_and_si256(words, _mm256_set1_epi32(0xffff));
@@ -70,6 +81,7 @@ ALWAYS_INLINE void avx2_transpose(__m256 r[8]) {
 #define V_LOW(v) _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(v), 16))
 #define V_HIGH(v) _mm256_castsi256_ps(_mm256_and_si256(_mm256_castps_si256(v), _mm256_set1_epi32((int)0xffff0000U)))
 #define V_LOAD_F16(from) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)(from)))
+#define V_LOAD_FP8(from, to) avx2_load_fp8(from, to)
 #define V_LOW_F16(v) avx2_low_f16(_mm256_castps_si256(v))
 #define V_HIGH_F16(v) avx2_low_f16(_mm256_srli_epi32(_mm256_castps_si256(v), 16))
 #define V_TRANSPOSE(rows) avx2_transpose(rows)

@@ -22,6 +22,17 @@ ALWAYS_INLINE __m512 avx512f_load_bf16(const uint16_t *from) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
 }
 
+/* As fp8_as_half. */
+ALWAYS_INLINE void avx512f_load_fp8(const uint8_t *from, __m512 to[2]) {
+    const __m512i codes = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(const void *)from));
+    const __m512i size = _mm512_set1_epi16(0x7f);
+    const __mmask32 none = _mm512_cmpeq_epi16_mask(_mm512_and_si512(codes, size), size);
+    const __m512i sized = _mm512_and_si512(_mm512_slli_epi16(codes, 7), _mm512_set1_epi16((short)0xbf80));
+    const __m512i halves = _mm512_mask_mov_epi16(sized, none, _mm512_set1_epi16(0x7fff));
+    to[0] = _mm512_cvtph_ps(_mm512_castsi512_si256(halves));
+    to[1] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
+}
+
 ALWAYS_INLINE __m512 avx512f_low_f16(__m512i words) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(words)); }
 
 ALWAYS_INLINE __m512 avx512f_pow2(__m512 v) {
@@ -73,6 +84,7 @@ ALWAYS_INLINE void avx512f_transpose(__m512 r[16]) {
 #define V_HIGH(v) \
     _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(v), _mm512_set1_epi32((int)0xffff0000U)))
 #define V_LOAD_F16(from) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)(from)))
+#define V_LOAD_FP8(from, to) avx512f_load_fp8(from, to)
 #define V_LOW_F16(v) avx512f_low_f16(_mm512_castps_si512(v))
 #define V_HIGH_F16(v) avx512f_low_f16(_mm512_srli_epi32(_mm512_castps_si512(v), 16))
 #define V_TRANSPOSE(rows) avx512f_transpose(rows)

@@ -9,6 +9,17 @@ ALWAYS_INLINE float32x4_t neon_load_bf16(const uint16_t *from) {
     return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(from), 16));
 }
 
+/* As fp8_as_half. */
+ALWAYS_INLINE void neon_load_fp8(const uint8_t *from, float32x4_t to[2]) {
+    const int8x8_t codes = vreinterpret_s8_u8(vld1_u8(from));
+    const uint16x8_t wide = vreinterpretq_u16_s16(vmovl_s8(codes)), size = vdupq_n_u16(0x7f);
+    const uint16x8_t none = vshrq_n_u16(vceqq_u16(vandq_u16(wide, size), size), 1);
+    const uint16x8_t sized = vandq_u16(vshlq_n_u16(wide, 7), vdupq_n_u16(0xbf80));
+    const float16x8_t halves = vreinterpretq_f16_u16(vorrq_u16(sized, none));
+    to[0] = vcvt_f32_f16(vget_low_f16(halves));
+    to[1] = vcvt_high_f32_f16(halves);
+}
+
 ALWAYS_INLINE float32x4_t neon_pow2(float32x4_t v) {
     return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtnq_s32_f32(v), vdupq_n_s32(127)), 23));
 }
@@ -45,6 +56,7 @@ ALWAYS_INLINE void neon_transpose(float32x4_t r[4]) {
 #define V_LOW(v) vreinterpretq_f32_u32(vshlq_n_u32(vreinterpretq_u32_f32(v), 16))
 #define V_HIGH(v) vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(v), vdupq_n_u32(0xffff0000U)))
 #define V_LOAD_F16(from) vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from)))
+#define V_LOAD_FP8(from, to) neon_load_fp8(from, to)
 #define V_LOW_F16(v) vcvt_f32_f16(vreinterpret_f16_u16(vmovn_u32(vreinterpretq_u32_f32(v))))
 #define V_HIGH_F16(v) vcvt_f32_f16(vreinterpret_f16_u16(vshrn_n_u32(vreinterpretq_u32_f32(v), 16)))
 #define V_TRANSPOSE(rows) neon_transpose(rows)

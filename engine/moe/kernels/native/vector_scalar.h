@@ -28,6 +28,13 @@ ALWAYS_INLINE V scalar_load_f16(const uint16_t *from) {
     return (V){half_to_float(from), half_to_float(from + 1), half_to_float(from + 2), half_to_float(from + 3)};
 }
 
+ALWAYS_INLINE void scalar_load_fp8(const uint8_t *from, V to[2]) {
+    uint16_t halves[2 * W];
+    for (int i = 0; i < 2 * W; i++) halves[i] = fp8_as_half(from[i]);
+    to[0] = scalar_load_f16(halves);
+    to[1] = scalar_load_f16(halves + W);
+}
+
 ALWAYS_INLINE V scalar_low_f16(scalar_words words) {
     const uint16_t halves[W] = {(uint16_t)words[0], (uint16_t)words[1], (uint16_t)words[2], (uint16_t)words[3]};
     return scalar_load_f16(halves);
@@ -78,6 +85,7 @@ ALWAYS_INLINE void scalar_transpose(V rows[W]) {
 #define V_LOW(v) ((V)((scalar_words)(v) << 16))
 #define V_HIGH(v) ((V)((scalar_words)(v) & 0xffff0000U))
 #define V_LOAD_F16(from) scalar_load_f16(from)
+#define V_LOAD_FP8(from, to) scalar_load_fp8(from, to)
 #define V_LOW_F16(v) scalar_low_f16((scalar_words)(v))
 #define V_HIGH_F16(v) scalar_low_f16((scalar_words)(v) >> 16)
 #define V_TRANSPOSE(rows) scalar_transpose(rows)

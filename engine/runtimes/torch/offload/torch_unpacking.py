@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from engine.models.number_formats import BLOCKS, GROUPED
+from engine.models.number_formats import BLOCK_SIDE, BLOCKS, GROUPED
 
 _ON_CPU = 1 << 18
 _ON_DEVICE = 1 << 22
@@ -52,13 +52,20 @@ def unpack_groups(
     device: torch.device | None = None,
 ) -> torch.Tensor:
     """The numbers of a grouped format: ``codes`` uint8 [rows, bytes], ``scales`` and ``biases`` [rows, groups] give
-    [rows, numbers] of ``dtype`` on ``device`` (None: the same one).
+    [rows, numbers] of ``dtype`` on ``device`` (None: the same one). The scales of ``BLOCK_FP8`` are [row blocks, column
+    blocks].
 
     The memory taken beside the result does not depend on the number of rows.
     """
     numbers, nbytes = GROUPED[number_format]
     rows, columns = codes.shape[0], codes.shape[1] // nbytes * numbers
     out = torch.empty(rows, columns, dtype=dtype, device=codes.device if device is None else device)
+    if number_format == "BLOCK_FP8":
+        for start in range(0, rows, BLOCK_SIDE):
+            numbers_of = codes[start : start + BLOCK_SIDE].to(out.device).view(torch.float8_e4m3fn).float()
+            across = scales[start // BLOCK_SIDE].to(out.device).float().repeat_interleave(BLOCK_SIDE)[:columns]
+            out[start : start + BLOCK_SIDE] = numbers_of * across
+        return out
     step = max(1, (_ON_CPU if out.device.type == "cpu" else _ON_DEVICE) // max(1, columns))
     for start in range(0, rows, step):
         part = slice(start, start + step)

@@ -1,0 +1,87 @@
+"""Tiny models in FP8 with a scale for each block of 128 by 128 numbers, as DeepSeek and Qwen publish theirs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.models.families import check_supported, expert_shape, match_tensor
+
+LARGEST = 448.0
+"""Largest number of E4M3."""
+KEPT = ("lm_head", "model.embed_tokens", ".mlp.gate", "shared_expert_gate", "router")
+"""Ends of the names of modules whose weights stay as they are."""
+
+
+def in_blocks(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Numbers, scales in ``dtype``, and what they stand for, float32, of ``values`` [..., rows, columns]."""
+    rows, columns = values.shape[-2:]
+    across = [-(-size // 128) for size in (rows, columns)]
+    padded = torch.zeros(*values.shape[:-2], across[0] * 128, across[1] * 128)
+    padded[..., :rows, :columns] = values
+    blocks = padded.reshape(*values.shape[:-2], across[0], 128, across[1], 128)
+    scales = (blocks.abs().amax((-3, -1)) / LARGEST + 1e-12).to(dtype)
+    spread = scales.float().repeat_interleave(128, -2)[..., :rows, :].repeat_interleave(128, -1)[..., :columns]
+    numbers = (values / spread).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    return numbers, scales, numbers.float() * spread
+
+
+def write_fp8(
+    folder: Path,
+    source: Path,
+    *,
+    scales: torch.dtype = torch.float32,
+    kept: Callable[[str], bool] = lambda module: False,
+    files: int = 1,
+) -> tuple[Path, Path]:
+    """The model in ``source`` in FP8, in ``folder``, and the folder of what its weights stand for, in float32.
+
+    Modules that ``kept`` names stay bfloat16, as norms, routers, embedding and head do. With ``files`` the tensors are
+    spread over several, so that scales may lie in another than their numbers.
+    """
+    config: dict[str, Any] = json.loads((source / "config.json").read_text())
+    family = check_supported(config)
+    assert expert_shape(config, family) is not None or family.is_dense
+    tensors = load_file(source / "model.safetensors")
+    stored: dict[str, torch.Tensor] = {}
+    converted: set[str] = set()
+    for name, tensor in tensors.items():
+        module = name.removesuffix(".weight")
+        routed = match_tensor(family, name) is not None
+        linear = tensor.dim() >= 2 and (routed or (module != name and tensor.dim() == 2 and not module.endswith(KEPT)))
+        if not linear or kept(module):
+            stored[name] = tensor.bfloat16()
+            tensor.copy_(stored[name])
+            continue
+        converted.add(module)
+        numbers, own, values = in_blocks(tensor.float(), scales)
+        tensor.copy_(values)
+        stored |= {name: numbers, f"{name}_scale_inv": own}
+    folder.mkdir(parents=True)
+    truth = folder.with_name(folder.name + "-truth")
+    truth.mkdir()
+    save_file(tensors, truth / "model.safetensors", metadata={"format": "pt"})
+    (truth / "config.json").write_text(json.dumps(config))
+    settings = {
+        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+        "modules_to_not_convert": sorted({name.removesuffix(".weight") for name in tensors} - converted),
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    _save(folder, stored, files)
+    return folder, truth
+
+
+def _save(folder: Path, tensors: dict[str, torch.Tensor], files: int) -> None:
+    if files == 1:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return
+    names = [f"model-{number:05}-of-{files:05}.safetensors" for number in range(1, files + 1)]
+    where = {name: names[number % files] for number, name in enumerate(sorted(tensors))}
+    for file in names:
+        save_file({name: tensors[name] for name in tensors if where[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
