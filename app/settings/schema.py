@@ -176,6 +176,9 @@ class Settings(RingSettings):
     show_timing: bool = _showing(
         "flag", "Timing panel", False, "Open the timing panel at the start. Measuring costs a little speed.",
     )  # fmt: skip
+    show_chats: bool = _showing(
+        "flag", "List of chats", False, "Show the chats beside the conversation, from 120 columns on.",
+    )  # fmt: skip
 
     def value(self, key: str) -> Value:
         """The value of ``key``. Raises SettingError if there is no such setting."""

@@ -161,6 +161,7 @@ class ChatApp(TerminalApp):
     def on_resize(self, event: events.Resize) -> None:
         if self.chat is not None:
             self.chat.panels.fit(event.size.width)
+            self.chat.chats.fit(event.size.width)
 
 
 def database_path() -> Path:

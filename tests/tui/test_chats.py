@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from fake_engine import FakeEngine
 from screen_helpers import MakeApp, ask, controller, ready, shown, wait_until
 from textual.pilot import Pilot
@@ -154,3 +155,81 @@ async def test_a_long_list_is_turned_by_pages(make_app: MakeApp, store: Conversa
         assert rows.marked == 39 and rows.scroll_offset.y > 20
         await pilot.press(*["ctrl+b"] * 8, "up")
         assert rows.marked == 0 and rows.scroll_offset.y == 0
+
+
+# --- beside the chat ------------------------------------------------------------------------------------------------
+
+
+def beside(app: ChatApp) -> bool:
+    assert app.chat is not None
+    return app.chat.query_one("#chats-side").display
+
+
+async def test_the_list_stands_beside_the_chat_where_there_is_room(
+    make_app: MakeApp, store: ConversationStore, engine: FakeEngine
+) -> None:
+    saved(store, "one", "two")
+    app = make_app()
+    async with app.run_test(size=(120, 30)) as pilot:
+        await ready(pilot, app)
+        assert app.chat is not None and not beside(app)
+        await pilot.press("ctrl+o")
+        await wait_until(pilot, lambda: app.chat and app.chat.chats.focused)
+        assert app.screen is app.chat and app.settings.show_chats and titles(app) == ["two", "one"]
+        # Keys of the list come before those of the chat, and only while it has the focus.
+        await pilot.press("down", "ctrl+t")
+        await wait_until(pilot, lambda: titles(app) == ["one", "two"])
+        await pilot.press(*"on", "enter")
+        await wait_until(pilot, lambda: controller(app).thread.title == "one")
+        assert app.focused is app.chat.prompt and app.chat.chats.browser is not None
+        assert app.chat.chats.browser.rows.current == store.conversations()[-1].id
+        await pilot.press("ctrl+o", "escape", "escape")
+        assert app.focused is app.chat.prompt and titles(app) == ["one", "two"]
+        await pilot.press("ctrl+n")
+        await ask(pilot, app, "three")
+        await wait_until(pilot, lambda: titles(app) == ["one", "three", "two"])
+        controller(app).rename("3")
+        await wait_until(pilot, lambda: titles(app) == ["one", "3", "two"])
+        await pilot.click(ChatRows, offset=(8, 5))
+        await wait_until(pilot, lambda: controller(app).thread.title == "two")
+        # It gives way to another panel, and where the terminal is narrow; then the same key opens a screen.
+        await pilot.press("ctrl+b")
+        await wait_until(pilot, lambda: not beside(app))
+        await pilot.press("ctrl+b")
+        await wait_until(pilot, lambda: beside(app))
+        await pilot.resize_terminal(119, 30)
+        await wait_until(pilot, lambda: not beside(app))
+        await opened(pilot, app)
+        await pilot.press("escape")
+        await pilot.resize_terminal(160, 30)
+        await wait_until(pilot, lambda: beside(app))
+        await pilot.press("ctrl+b")
+        await wait_until(pilot, lambda: app.chat and app.chat.panels.beside)
+        assert beside(app)
+        await pilot.press("ctrl+b", "ctrl+o", "ctrl+o")
+        assert not beside(app) and not app.settings.show_chats and app.focused is app.chat.prompt
+
+
+async def test_the_list_beside_the_chat_is_there_at_the_next_start_and_left_alone_by_streaming(
+    make_app: MakeApp, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.gate = asyncio.Event()
+    engine.answer = lambda request: ["word "] * 50
+    looks = []
+    show = ChatRows.show
+    monkeypatch.setattr(ChatRows, "show", lambda *arguments: (looks.append(1), show(*arguments)))
+    app = make_app(show_chats=True)
+    async with app.run_test(size=(120, 30)) as pilot:
+        await ready(pilot, app)
+        await wait_until(pilot, lambda: beside(app) and looks)
+        assert app.chat is not None and app.focused is app.chat.prompt
+        controller(app).submit("a question")
+        await wait_until(pilot, lambda: titles(app) == ["a question"])
+        rows = app.chat.query_one(ChatRows)
+        await wait_until(pilot, lambda: rows.answering)
+        before = len(looks)
+        engine.gate.set()
+        await wait_until(pilot, lambda: not controller(app).busy)
+        await wait_until(pilot, lambda: not rows.answering)
+        # Once for the end of the answer.
+        assert len(looks) <= before + 1

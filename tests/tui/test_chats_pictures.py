@@ -75,3 +75,20 @@ def test_the_chats_screen(snap_compare: Compare, past_app: ChatApp, size: tuple[
         await pilot.pause()
 
     assert snap_compare(past_app, terminal_size=size, run_before=before)
+
+
+@pytest.mark.parametrize("focused", [False, True], ids=["beside", "focused"])
+def test_the_chats_beside_the_conversation(snap_compare: Compare, past_app: ChatApp, focused: bool) -> None:
+    async def before(pilot: Pilot[int]) -> None:
+        app = await ready(pilot)
+        assert app.chat is not None
+        chat = app.chat
+        chat.prompt.cursor_blink = False
+        chat.controller.open_conversation(app.store.conversations()[0].id)
+        await pilot.press("f2")
+        await wait_until(pilot, lambda: chat.chats.focused and chat.query_one(ChatBrowser).rows.rows)
+        await pilot.press(*(["down"] if focused else ["escape"]))
+        await wait_until(pilot, lambda: not app.highlighter.busy)
+        await pilot.pause()
+
+    assert snap_compare(past_app, terminal_size=(120, 30), run_before=before)

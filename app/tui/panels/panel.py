@@ -80,6 +80,8 @@ class PanelSlot:
 
     def __init__(self, screen: Screen[Any], make: Callable[[str], Panel], on_left: Callable[[], None]) -> None:
         self.panel: Panel | None = None
+        self.on_moved: Callable[[], None] = lambda: None
+        """Called when a panel was opened or closed beside the conversation."""
         self._screen = screen
         self._make = make
         self._on_left = on_left
@@ -89,6 +91,11 @@ class PanelSlot:
     def covers(self) -> bool:
         """Does the panel fill the screen?"""
         return self._cover is not None
+
+    @property
+    def beside(self) -> bool:
+        """Is a panel open beside the conversation?"""
+        return self.panel is not None and not self.covers
 
     def toggle(self, kind: str) -> None:
         """Open the panel. An open one gets the focus; with the focus it is closed."""
@@ -115,6 +122,7 @@ class PanelSlot:
         side = self._screen.query_one("#side")
         side.remove_children()
         side.display = False
+        self.on_moved()
         self._on_left()
 
     def fit(self, columns: int) -> None:
@@ -133,6 +141,7 @@ class PanelSlot:
             side = self._screen.query_one("#side")
             side.display = True
             side.mount(panel, Static(panel.HINT, classes="panel-hint", markup=False))
+            self.on_moved()
             self._screen.call_after_refresh(self._opened, panel)
             return
         self._cover = PanelScreen(panel)

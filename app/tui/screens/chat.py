@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 from textual import on
 from textual.app import ComposeResult
@@ -51,7 +51,11 @@ from app.tui.panels.panel import Panel, PanelSlot
 from app.tui.render.highlighting import Highlighter
 from app.tui.screens.arguments import slash_commands
 from app.tui.screens.chat_setup import SetupCommands
+from app.tui.screens.chats_side import ChatsSide
 from app.tui.terminal.application import CopyRequested
+
+if TYPE_CHECKING:
+    from app.tui.screens.chat_browser import ChatBrowser
 
 SETTLED_S = 0.15
 """Seconds after which the end of an answer has been laid out."""
@@ -110,6 +114,10 @@ class ChatScreen(Screen[None]):
         self.controller = ChatController(engine, store, settings, self._post_update, is_missing=is_missing)
         self.panels = PanelSlot(self, self._make_panel, self.focus_prompt)
         self.setup = SetupCommands(self)
+        self.chats = ChatsSide(
+            self, self.controller, lambda: self.panels.beside, self._open_chats_screen, self.focus_prompt
+        )
+        self.panels.on_moved = self.chats.fit
         self.warned_unsaved = False
         self._highlighter = highlighter
         self._machine = machine
@@ -123,6 +131,7 @@ class ChatScreen(Screen[None]):
 
     def compose(self) -> ComposeResult:
         with Horizontal(id="main"):
+            yield Container(id="chats-side")
             with Vertical(id="chat"):
                 with Horizontal(id="heading"):
                     yield Static(id="title", markup=False)
@@ -140,7 +149,7 @@ class ChatScreen(Screen[None]):
 
     def on_mount(self) -> None:
         self.query_one("#transcript").display = self.query_one("#heading").display = False
-        self.query_one("#side").display = False
+        self.query_one("#side").display = self.query_one("#chats-side").display = False
         self.prompt.popup = self.query_one(CompletionPopup)
         self.prompt.completer.sources.append(slash_commands(self.prompt))
         self.prompt.focus()
@@ -149,6 +158,8 @@ class ChatScreen(Screen[None]):
         self._runner = self.run_worker(self.controller.run, name="controller", group="controller", exit_on_error=True)
         if self.controller.options.show_timing:
             self.call_after_refresh(self.action_timing)
+        if self.controller.options.show_chats:
+            self.call_after_refresh(self.chats.fit)
 
     def focus_prompt(self) -> None:
         self.prompt.focus()
@@ -217,6 +228,7 @@ class ChatScreen(Screen[None]):
                 self.show_notice(text, severity, beside=beside)
         if self.panels.panel is not None:
             self.panels.panel.handle_update(event.update)
+        self.chats.handle_update(event.update)
         for screen in self.app.screen_stack:
             if isinstance(screen, UpdatedScreen) and screen.is_mounted:
                 screen.handle_update(event.update)
@@ -571,7 +583,21 @@ class ChatScreen(Screen[None]):
 
     # --- screens --------------------------------------------------------------------------------------------------
 
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Leaves the keys of the list of chats to it while it has the focus."""
+        return not (self.chats.focused and action in self.chats.claimed)
+
     def action_chats(self) -> None:
+        self.chats.toggle()
+
+    def on_chat_browser_chosen(self, event: ChatBrowser.Chosen) -> None:
+        self.controller.open_conversation(event.chosen.conversation, event.chosen.message)
+        self.focus_prompt()
+
+    def on_chat_browser_left(self) -> None:
+        self.focus_prompt()
+
+    def _open_chats_screen(self) -> None:
         from app.tui.screens.chat_browser import ConversationChosen
         from app.tui.screens.conversations import ConversationsScreen
 

@@ -22,6 +22,7 @@ from app.chat.saving import unlocked
 from app.conversations.groups import grouped
 from app.conversations.store import Conversation, StoreError
 from app.text_safety import one_line
+from app.tui.keymap import key
 from app.tui.screens.chat_rows import ChatRow, ChatRows, Group
 
 _MOST = 10_000
@@ -93,30 +94,35 @@ class ChatBrowser(Vertical):
         super().__init__(classes="chat-browser")
         self._controller = controller
         self._store = controller.store
-        self._dense = dense
         self._archived = False
         self._found: list[Conversation] | None = None
+        self._focus_first = False
+        hint = f"search chats ({key('chats')})" if dense else "search titles and messages"
+        self.search_field = _SearchField(placeholder=hint, classes="chat-search")
+        self.rows = ChatRows(dense=dense)
+        self._problem = Static("", classes="chats-problem", markup=False)
 
     def compose(self) -> ComposeResult:
-        yield _SearchField(
-            placeholder="search chats" if self._dense else "search titles and messages", classes="chat-search"
-        )
-        yield ChatRows(dense=self._dense)
-        yield Static("", classes="chats-problem", markup=False)
+        yield self.search_field
+        yield self.rows
+        yield self._problem
 
     def on_mount(self) -> None:
         self.fill()
+        if self._focus_first:
+            self.search_field.focus()
 
-    @property
-    def rows(self) -> ChatRows:
-        return self.query_one(ChatRows)
+    def on_descendant_focus(self) -> None:
+        self.rows.add_class("-active")
 
-    @property
-    def search_field(self) -> Input:
-        return self.query_one(Input)
+    def on_descendant_blur(self) -> None:
+        self.rows.remove_class("-active")
 
     def focus_search(self) -> None:
-        self.search_field.focus()
+        """Give the field the focus, now or when it is on the screen."""
+        self._focus_first = True
+        if self.search_field.is_mounted:
+            self.search_field.focus()
 
     # --- the list -------------------------------------------------------------------------------------------------
 
@@ -185,9 +191,8 @@ class ChatBrowser(Vertical):
         return rows.rows[rows.marked].conversation if rows.marked < len(rows.rows) else None
 
     def _show_problem(self, text: str) -> None:
-        line = self.query_one(".chats-problem", Static)
-        line.update(Content(one_line(text)))
-        line.display = bool(text)
+        self._problem.update(Content(one_line(text)))
+        self._problem.display = bool(text)
 
     # --- keys and mouse -------------------------------------------------------------------------------------------
 

@@ -176,8 +176,10 @@ class ChatRows(ScrollView, can_focus=False):
         if isinstance(line, str):
             style = self.get_visual_style("chat-rows--group")
             return self._strip(Content(f" {line}"), width, style)
-        kind = "marked" if row == self.marked else "hover" if row == self._hovered else "row"
-        content = self._content(self.rows[row], line, width, on_bar=row == self.marked)
+        kind = (
+            "marked" if row == self.marked and self.has_class("-active") else "hover" if row == self._hovered else "row"
+        )
+        content = self._content(self.rows[row], line, width, on_bar=kind == "marked")
         strip = self._strip(content, width, self.get_visual_style("chat-rows--row", f"chat-rows--{kind}"))
         return strip.apply_meta({_ROW: row})
 
