@@ -11,58 +11,67 @@ from app.conversations.store import ConversationStore, StoreError
 
 KEEP_S = 0.5
 """Seconds between a change of the draft and its write. A crash may cost one second; half is left for a slow disk."""
+NO_DRAFT = Draft("")
 
 
 class DraftKeeper:
     """Keeps the draft of one conversation after the other in ``store``; that of a temporary one in its memory.
 
-    A draft that cannot be written is written with the next change: no answer depends on it.
+    A draft that cannot be written is tried again. Nobody is told: no answer depends on it, and what cannot be saved of
+    the conversation itself is said.
     """
 
-    def __init__(self, store: ConversationStore) -> None:
+    def __init__(self, store: ConversationStore, keep_s: float | None = None) -> None:
+        self.thread: Thread | None = None
+        """The conversation whose draft is kept."""
         self._store = store
-        self._thread: Thread | None = None
-        self._draft: Draft | None = None
-        self._dirty = False
+        self._keep_s = KEEP_S if keep_s is None else keep_s
+        self._draft = self._kept = NO_DRAFT
         self._key = 0
         self._task: asyncio.Task[None] | None = None
 
-    def note(self, thread: Thread, draft: Draft) -> None:
-        """``draft`` is what is now typed in the conversation of ``thread``. It is written soon."""
-        new = draft if draft.text.strip() else None
-        if thread is self._thread and new == self._draft and thread.conversation == (self._key or None):
-            return
-        if thread is not self._thread:
-            self.write()
-            self._thread, self._key = thread, thread.conversation or 0
-        self._draft, self._dirty = new, True
-        if self._task is None or self._task.done():
-            self._task = asyncio.get_running_loop().create_task(self._write_soon(), name="draft")
-
-    def open(self, thread: Thread) -> Draft | None:
-        """Write what is to be written, and return the draft of ``thread``."""
+    def open(self, thread: Thread) -> Draft:
+        """Write what is still to be written, and return the draft of ``thread``."""
         self.write()
-        self._thread, self._key, self._draft, self._dirty = thread, thread.conversation or 0, None, False
+        self.thread, self._key = thread, thread.conversation or 0
+        found = None
         with suppress(StoreError):
-            self._draft = thread.store_in(self._store).draft(self._key)
+            found = thread.store_in(self._store).draft(self._key)
+        self._draft = self._kept = found or NO_DRAFT
         return self._draft
+
+    def note(self, draft: Draft) -> None:
+        """``draft`` is what is typed now. It is written soon."""
+        self._draft = draft if draft.text.strip() else NO_DRAFT
+        if self._is_behind() and (self._task is None or self._task.done()):
+            self._task = asyncio.get_running_loop().create_task(self._write_soon(), name="draft")
 
     def write(self) -> None:
         """Write the draft now if it changed."""
-        if not self._dirty or self._thread is None:
-            return
-        store, key, draft = self._thread.store_in(self._store), self._thread.conversation or 0, self._draft
-        with suppress(StoreError):
-            if key != self._key:
-                # The conversation has begun: what was typed before is no longer the draft of a new one.
-                store.keep_draft(self._key, None)
-            store.keep_draft(key, draft)
-            self._key, self._dirty = key, False
+        if self.thread is not None and self._is_behind():
+            with suppress(StoreError):
+                self._written(self._write(self.thread, self._key, self._draft))
+
+    def _is_behind(self) -> bool:
+        return self._draft != self._kept or (self.thread is not None and (self.thread.conversation or 0) != self._key)
 
     async def _write_soon(self) -> None:
-        while self._dirty:
-            await asyncio.sleep(KEEP_S)
-            await asyncio.to_thread(self.write)
-            if self._dirty:
-                # Another program writes, or there is no space left.
-                await asyncio.sleep(KEEP_S)
+        while self._is_behind() and self.thread is not None:
+            await asyncio.sleep(self._keep_s)
+            thread = self.thread
+            with suppress(StoreError):
+                written = await asyncio.to_thread(self._write, thread, self._key, self._draft)
+                if thread is self.thread:
+                    self._written(written)
+
+    def _write(self, thread: Thread, key: int, draft: Draft) -> tuple[int, Draft]:
+        """Write ``draft``, which was kept as that of conversation ``key``. Returns what is on disk now."""
+        store, conversation = thread.store_in(self._store), thread.conversation or 0
+        if key != conversation:
+            # The conversation has begun: this is no longer the draft of a new one.
+            store.keep_draft(key, None)
+        store.keep_draft(conversation, draft if draft.text else None)
+        return conversation, draft
+
+    def _written(self, written: tuple[int, Draft]) -> None:
+        self._key, self._kept = written

@@ -9,13 +9,11 @@ MOST_RECALLED = 100
 
 
 class QuestionHistory:
-    """Goes through earlier questions.
+    """Goes through earlier questions: those sent with this prompt and those of a ``source``."""
 
-    ``source`` gives at most so many questions of the store that begin with a text, newest first.
-    """
-
-    def __init__(self, source: Callable[[str, int], list[str]] = lambda beginning, limit: []) -> None:
-        self._source = source
+    def __init__(self) -> None:
+        self.source: Callable[[str, int], list[str]] = lambda beginning, limit: []
+        """Called with a text and a limit. Returns at most so many questions that begin with the text, newest first."""
         self._sent: list[str] = []
         self._found: list[str] = []
         self._typed = ""
@@ -43,7 +41,7 @@ class QuestionHistory:
         if self._position < 0:
             self._typed = typed
             own = [question for question in self._sent if question.startswith(typed)]
-            found = dict.fromkeys([*own, *self._source(typed, MOST_RECALLED)])
+            found = dict.fromkeys([*own, *self.source(typed, MOST_RECALLED)])
             self._found = [question for question in found if question.strip() and question != typed]
         if self._position + 1 >= len(self._found):
             return None

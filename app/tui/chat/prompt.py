@@ -11,6 +11,8 @@ from textual.message import Message
 from textual.widgets import TextArea
 
 from app.chat.folding import Folds
+from app.chat.history import QuestionHistory
+from app.conversations.drafts import Draft
 from app.tui.chat.completion import Completer, Completion, CompletionPopup
 from app.tui.chat.folding_area import FoldingArea
 from app.tui.keymap import bound, either
@@ -25,7 +27,7 @@ class Prompt(FoldingArea):
     HELP = (
         "Type a question and press `enter` to send it. `ctrl+j`, `shift+enter` and `alt+enter` start a new line; "
         "`ctrl+j` works in every terminal. Pasted text keeps its lines; a long paste is folded to a label and sent "
-        "whole, and `tab` beside the label shows it. `up` in an empty prompt recalls earlier questions. "
+        "whole, and `tab` beside the label shows it. `up` recalls earlier questions that begin with what is typed. "
         f"{either('messages')} goes to the messages. `/help` lists the commands."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -58,9 +60,8 @@ class Prompt(FoldingArea):
     def __init__(self, id: str) -> None:
         super().__init__(id=id, soft_wrap=True, compact=True, highlight_cursor_line=False, tab_behavior="focus")
         self.folds = Folds()
-        self._earlier: list[str] = []
+        self.earlier = QuestionHistory()
         self._folded: dict[str, str] = {}
-        self._position: int | None = None
         self.leave_upwards_first: Callable[[], bool] = lambda: False
         """Called for ``up`` in an empty field, before an earlier question is recalled. Returns True if it went
         somewhere else."""
@@ -68,15 +69,26 @@ class Prompt(FoldingArea):
         self.popup: CompletionPopup | None = None
         """Where candidates are shown. Without one nothing is completed."""
 
-    def remember(self, texts: list[str]) -> None:
-        """Set the earlier questions that can be recalled, oldest first."""
-        self._earlier = [text for text in texts if text.strip()]
-        self._position = None
+    @property
+    def draft(self) -> Draft:
+        """What is in the field, with its folded pastes."""
+        return Draft(self.text, self.folds.used(self.text))
+
+    def restore(self, draft: Draft) -> None:
+        """Put ``draft`` into the field in place of what is there."""
+        self.folds.restore(draft.pastes)
+        self.earlier.leave()
+        self.fill(draft.text)
 
     def put_before(self, texts: Sequence[str]) -> None:
         """Put ``texts`` before what is in the field, as paragraphs."""
-        parts = [*(self._folded.get(text, text) for text in texts), self.text]
-        self.fill("\n\n".join(part for part in parts if part.strip()))
+        self.fill(self.joined(texts, self.text).text)
+
+    def joined(self, texts: Sequence[str], draft: str) -> Draft:
+        """``texts``, with their large pastes folded again, and ``draft``, as paragraphs of one draft."""
+        parts = [*(self._folded.get(text, text) for text in texts), draft]
+        text = "\n\n".join(part for part in parts if part.strip())
+        return Draft(text, self.folds.used(text))
 
     def fill(self, text: str) -> None:
         """Put ``text`` into the field, with the cursor after it."""
@@ -177,15 +189,13 @@ class Prompt(FoldingArea):
         text = self.whole_text.strip("\n")
         if not text.strip():
             return
-        self._position = None
         if text != self.text:
             self._folded[text] = self.text
         self.post_message(self.Sent(text, self.text))
 
     def sent(self, text: str) -> None:
         """``text`` was accepted: empty the field and remember the text."""
-        if not self._earlier or self._earlier[-1] != text:
-            self._earlier.append(text)
+        self.earlier.sent(text)
         self.clear()
 
     def action_break_line(self) -> None:
@@ -202,12 +212,12 @@ class Prompt(FoldingArea):
     def action_cursor_up(self, select: bool = False) -> None:
         if not select and not self.text and self.leave_upwards_first():
             return
-        if not select and (self._move_mark(-1) or (self._recalls() and self._recall(-1))):
+        if not select and (self._move_mark(-1) or self._recall_earlier()):
             return
         super().action_cursor_up(select)
 
     def action_cursor_down(self, select: bool = False) -> None:
-        if not select and (self._move_mark(1) or (self._position is not None and self._recalls() and self._recall(1))):
+        if not select and (self._move_mark(1) or self._recall_later()):
             return
         super().action_cursor_down(select)
 
@@ -217,25 +227,32 @@ class Prompt(FoldingArea):
     def action_cursor_page_down(self) -> None:
         self.post_message(self.Scrolled(1))
 
-    def _recalls(self) -> bool:
-        """May the text be replaced? Only if it is empty or an earlier question, unchanged."""
-        return not self.text or (self._position is not None and self.text == self._recallable(self._position))
+    def _recalled(self) -> bool:
+        """Is an earlier question in the field, unchanged?"""
+        recalled = self.earlier.recalled
+        return recalled is not None and self.text == self._folded.get(recalled, recalled)
 
-    def _recallable(self, position: int) -> str:
-        text = self._earlier[position]
-        return self._folded.get(text, text)
+    def _recall_earlier(self) -> bool:
+        """Replace what is typed by an earlier question that begins with it. Returns False if the cursor is to move.
 
-    def _recall(self, offset: int) -> bool:
-        if not self._earlier:
+        What is typed must be on one line with the cursor at its end, because up moves the cursor otherwise.
+        """
+        if self.cursor_location != self.document.end:
             return False
-        start = len(self._earlier) if self._position is None else self._position
-        position = start + offset
-        if position < 0:
-            return True
-        if position >= len(self._earlier):
-            self._position = None
-            self.clear()
-            return True
-        self._position = position
-        self.fill(self._recallable(position))
+        if not self._recalled():
+            if self.wrapped_document.height > 1:
+                return False
+            self.earlier.leave()
+        question = self.earlier.back(self.text)
+        if question is None:
+            # At the oldest question the cursor stays.
+            return self.earlier.recalled is not None or not self.text
+        self.fill(self._folded.get(question, question))
+        return True
+
+    def _recall_later(self) -> bool:
+        if not self._recalled() or self.cursor_location != self.document.end:
+            return False
+        question = self.earlier.forward()
+        self.fill(self._folded.get(question, question))
         return True

@@ -40,6 +40,7 @@ from app.settings.file import SettingsFile
 from app.text_safety import one_line
 from app.tui.chat.attaching import Attacher, AttachmentLine
 from app.tui.chat.completion import CompletionPopup
+from app.tui.chat.drafting import Drafting
 from app.tui.chat.message import MessageView
 from app.tui.chat.notice import NoticeLine
 from app.tui.chat.prompt import Prompt
@@ -112,6 +113,8 @@ class ChatScreen(Screen[None]):
     ) -> None:
         super().__init__()
         self.controller = ChatController(engine, store, settings, self._post_update, is_missing=is_missing)
+        self.prompt = Prompt(id="prompt")
+        self.drafting = Drafting(self.prompt, self.controller)
         self.panels = PanelSlot(self, self._make_panel, self.focus_prompt)
         self.setup = SetupCommands(self)
         self.chats = ChatsSide(
@@ -142,7 +145,7 @@ class ChatScreen(Screen[None]):
                 yield QueueView(id="queue")
                 yield AttachmentLine("attachments", self._room, self._draft_counted)
                 yield CompletionPopup(id="completions")
-                yield Prompt(id="prompt")
+                yield self.prompt
             yield Container(id="side")
         yield StatusLine(self.controller.status, id="status")
         yield Footer(compact=True, show_command_palette=False)
@@ -153,6 +156,7 @@ class ChatScreen(Screen[None]):
         self.prompt.popup = self.query_one(CompletionPopup)
         self.prompt.completer.sources.append(slash_commands(self.prompt))
         self.prompt.focus()
+        self.drafting.shown()
         self.prompt.leave_upwards_first = self.query_one(QueueView).enter_from_below
         self._show_placeholder()
         self._runner = self.run_worker(self.controller.run, name="controller", group="controller", exit_on_error=True)
@@ -165,10 +169,6 @@ class ChatScreen(Screen[None]):
         self.prompt.focus()
 
     @property
-    def prompt(self) -> Prompt:
-        return self.query_one("#prompt", Prompt)
-
-    @property
     def notice(self) -> NoticeLine:
         return self.query_one("#notice", NoticeLine)
 
@@ -177,7 +177,8 @@ class ChatScreen(Screen[None]):
         return self.query_one("#transcript", Transcript)
 
     async def close(self) -> None:
-        """Stop the controller. A partial answer is saved."""
+        """Stop the controller. A partial answer is saved, and so is what is typed."""
+        self.drafting.write()
         if self._runner is not None and self._runner.state in (WorkerState.RUNNING, WorkerState.PENDING):
             self._runner.cancel()
             with suppress(WorkerCancelled):
@@ -217,13 +218,13 @@ class ChatScreen(Screen[None]):
                 if among_messages:
                     view = self.transcript.view_of(focus) if focus is not None else None
                     (view or self.prompt).focus()
-                self.prompt.remember([entry.content for entry in path if entry.role == "user"])
+                self.drafting.shown()
                 self._show_title()
             case QueueChanged():
                 self.query_one(QueueView).show(self.controller.queue.items)
+                self.drafting.changed()
             case QuestionsReturned(questions):
-                self._leave_editing()
-                self.prompt.put_before([question.text for question in questions])
+                self.drafting.bring_back(questions)
             case UserNotice(text, severity, beside):
                 self.show_notice(text, severity, beside=beside)
         if self.panels.panel is not None:
@@ -342,6 +343,7 @@ class ChatScreen(Screen[None]):
     @on(Prompt.Changed)
     def _draft_changed(self) -> None:
         kept = self._editing.attachments if self._editing is not None else ()
+        self.drafting.changed()
         self.query_one(AttachmentLine).draft_changed(self.prompt.text, len(self.prompt.whole_text), kept)
 
     def _draft_counted(self, tokens: int) -> None:
@@ -379,7 +381,7 @@ class ChatScreen(Screen[None]):
     def _take_from_queue(self, event: QueueView.Taken) -> None:
         question = self.controller.queue.take(event.index)
         if question is not None and event.edit:
-            self.prompt.put_before([question.text])
+            self.drafting.bring_back([question])
             self.prompt.focus()
 
     @on(QueueView.Leave)
@@ -408,7 +410,6 @@ class ChatScreen(Screen[None]):
     def action_stop(self) -> None:
         if self._editing is not None:
             self._leave_editing()
-            self.prompt.clear()
         elif not self.controller.stop():
             self.notice.hide()
         self.prompt.focus()
@@ -508,12 +509,13 @@ class ChatScreen(Screen[None]):
 
     def _edit(self, entry: Entry) -> None:
         self._editing = entry
-        self.prompt.fill(entry.content)
+        self.drafting.begin_editing(entry.content)
         self._show_placeholder()
         self.prompt.focus()
 
     def _leave_editing(self) -> None:
         self._editing = None
+        self.drafting.end_editing()
         self._show_placeholder()
 
     def _copy_next_code(self, entry: Entry) -> None:

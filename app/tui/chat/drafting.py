@@ -1,0 +1,77 @@
+"""What is in the prompt while conversations change and earlier messages are edited: no unsent text is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from app.chat.controller import ChatController
+from app.chat.drafts import DraftKeeper
+from app.chat.queue import NewQuestion
+from app.conversations.drafts import Draft
+from app.conversations.store import StoreError
+from app.tui.chat.prompt import Prompt
+
+
+class Drafting:
+    """Fills the prompt with the draft of the conversation that is shown, and keeps what is typed in it.
+
+    The questions that wait in the queue are kept as the beginning of the draft, so that no crash loses them.
+    """
+
+    def __init__(self, prompt: Prompt, controller: ChatController) -> None:
+        self._prompt = prompt
+        self._controller = controller
+        self._keeper = DraftKeeper(controller.store)
+        self._set_aside: Draft | None = None
+        prompt.earlier.source = self._questions
+
+    def shown(self) -> None:
+        """A conversation is shown, perhaps another than before."""
+        if self._controller.thread is self._keeper.thread:
+            return
+        if self._keeper.thread is not None:
+            self._keeper.note(self._typed())
+        self._set_aside = None
+        self._prompt.restore(self._keeper.open(self._controller.thread))
+
+    def changed(self) -> None:
+        """What is typed changed, or the queue did."""
+        if self._controller.thread is self._keeper.thread:
+            self._keeper.note(self._typed())
+
+    def write(self) -> None:
+        """Write what is typed to disk."""
+        if self._keeper.thread is not None:
+            self._keeper.note(self._typed())
+            self._keeper.write()
+
+    def begin_editing(self, text: str) -> None:
+        """Put an earlier message into the prompt. What was typed is set aside."""
+        if self._set_aside is None:
+            self._set_aside = self._prompt.draft
+        self._prompt.fill(text)
+
+    def end_editing(self) -> None:
+        """Put back what was typed before the editing."""
+        if self._set_aside is not None:
+            draft, self._set_aside = self._set_aside, None
+            self._prompt.restore(draft)
+
+    def bring_back(self, questions: Sequence[NewQuestion]) -> None:
+        """Put ``questions`` that were not asked before what is typed."""
+        texts = [question.text for question in questions]
+        if self._set_aside is None:
+            self._prompt.put_before(texts)
+        else:
+            self._set_aside = self._prompt.joined(texts, self._set_aside.text)
+
+    def _typed(self) -> Draft:
+        draft = self._prompt.draft if self._set_aside is None else self._set_aside
+        queued = self._controller.queue.items if self._controller.thread is self._keeper.thread else ()
+        return self._prompt.joined([question.text for question in queued], draft.text) if queued else draft
+
+    def _questions(self, beginning: str, limit: int) -> list[str]:
+        try:
+            return self._controller.store.questions(beginning, limit)
+        except StoreError:
+            return []

@@ -1,0 +1,177 @@
+"""Unsent text and earlier questions in the prompt."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fake_engine import FakeEngine
+from screen_helpers import MakeApp, ask, controller, ready, wait_until
+
+from app.chat import drafts
+from app.chat.drafts import NO_DRAFT, DraftKeeper
+from app.chat.history import QuestionHistory
+from app.chat.thread import Thread
+from app.conversations.drafts import Draft
+from app.conversations.opening import open_store
+from app.conversations.store import ConversationStore, StoreError
+
+LONG = "\n".join(f"line {number}" for number in range(214))
+
+
+async def until(predicate: Callable[[], bool]) -> None:
+    for _ in range(10_000):
+        if predicate():
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("it never came about")
+
+
+# --- keeping ---
+
+
+async def test_a_draft_is_written_soon_and_moves_with_a_conversation_that_begins(store: ConversationStore) -> None:
+    keeper, thread = DraftKeeper(store, keep_s=0.0), Thread()
+    assert keeper.open(thread) == NO_DRAFT
+    keeper.note(Draft("typed"))
+    await until(lambda: store.draft(0) is not None)
+    thread.conversation = store.create(model="m").id
+    keeper.note(Draft("more"))
+    keeper.write()
+    assert store.draft(0) is None and store.draft(thread.conversation) == Draft("more")
+    other = Thread(conversation=store.create(model="m").id)
+    keeper.note(Draft("and more"))
+    assert keeper.open(other) == NO_DRAFT
+    assert keeper.open(thread) == Draft("and more")
+    keeper.note(Draft("  \n"))
+    keeper.write()
+    assert store.draft(thread.conversation) is None
+
+
+async def test_a_draft_that_cannot_be_written_is_tried_again(
+    store: ConversationStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries = 0
+    keep = store.keep_draft
+
+    def refuse_first(conversation: int, draft: Draft | None) -> None:
+        nonlocal tries
+        tries += 1
+        if tries == 1:
+            raise StoreError("locked", "locked")
+        keep(conversation, draft)
+
+    monkeypatch.setattr(store, "keep_draft", refuse_first)
+    keeper = DraftKeeper(store, keep_s=0.0)
+    keeper.open(Thread())
+    keeper.note(Draft("typed"))
+    await until(lambda: store.draft(0) is not None)
+    assert tries == 2
+
+
+# --- the screen ---
+
+
+async def test_drafts_survive_leaving_and_the_end_of_the_program(
+    make_app: MakeApp, store: ConversationStore, home: Path
+) -> None:
+    app = make_app()
+    async with app.run_test() as pilot:
+        await ready(pilot, app)
+        assert app.chat is not None
+        prompt = app.chat.prompt
+        await ask(pilot, app, "first question")
+        conversation = controller(app).thread.conversation
+        assert conversation is not None
+        await pilot.press(*"look: ")
+        prompt.paste(LONG)
+        controller(app).new_conversation()
+        await wait_until(pilot, lambda: prompt.text == "")
+        await pilot.press(*"new")
+        controller(app).open_conversation(conversation)
+        await wait_until(pilot, lambda: prompt.text == "look: [Pasted 214 lines]")
+        assert prompt.whole_text == f"look: {LONG}"
+        await pilot.press("ctrl+q")
+        await pilot.pause()
+    store.close()
+    again = open_store(home / "conversations.sqlite")
+    assert again.draft(conversation) == Draft("look: [Pasted 214 lines]", {"[Pasted 214 lines]": LONG})
+    assert again.draft(0) == Draft("new")
+    again.close()
+
+
+async def test_a_crash_costs_no_draft_and_no_queued_question(
+    make_app: MakeApp, engine: FakeEngine, store: ConversationStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drafts, "KEEP_S", 0.0)
+    engine.gate = asyncio.Event()
+    app = make_app()
+    async with app.run_test() as pilot:
+        await ready(pilot, app)
+        await pilot.press(*"go", "enter")
+        await wait_until(pilot, lambda: controller(app).thread.path and controller(app).thread.path[-1].content)
+        await pilot.press(*"queued", "enter", *"typed")
+        conversation = controller(app).thread.conversation
+        assert conversation is not None
+        await wait_until(pilot, lambda: store.draft(conversation) == Draft("queued\n\ntyped"))
+    second = make_app()
+    async with second.run_test() as pilot:
+        await ready(pilot, second)
+        controller(second).open_conversation(conversation)
+        await wait_until(pilot, lambda: second.chat and second.chat.prompt.text == "queued\n\ntyped")
+
+
+async def test_editing_an_earlier_question_sets_the_draft_aside(make_app: MakeApp, engine: FakeEngine) -> None:
+    app = make_app()
+    async with app.run_test() as pilot:
+        await ready(pilot, app)
+        assert app.chat is not None
+        prompt = app.chat.prompt
+        await ask(pilot, app, "a")
+        await pilot.press(*"draft", "shift+up", "up", "e")
+        assert prompt.text == "a"
+        await pilot.press("escape")
+        assert prompt.text == "draft"
+        await pilot.press("shift+up", "up", "e", "b", "enter")
+        await wait_until(pilot, lambda: controller(app).thread.path[0].content == "ab")
+        await wait_until(pilot, lambda: prompt.text == "draft")
+
+
+async def test_up_goes_through_the_questions_of_all_conversations_that_begin_with_what_is_typed(
+    make_app: MakeApp, store: ConversationStore
+) -> None:
+    for text in ("where am I?", "why?", "two\nlines", "where to?"):
+        store.add(store.create(model="m").id, "user", text, parent=None)
+    app = make_app()
+    async with app.run_test() as pilot:
+        await ready(pilot, app)
+        assert app.chat is not None
+        prompt = app.chat.prompt
+        await pilot.press(*"wh")
+        seen = []
+        for key in ("up", "up", "up", "up", "down", "down", "down", "down"):
+            await pilot.press(key)
+            seen.append(prompt.text)
+        assert seen == ["where to?", "why?", "where am I?", "where am I?", "why?", "where to?", "wh", "wh"]
+        # Edited, a recalled question is the beginning that is looked for.
+        await pilot.press("up", "up", "up", "backspace", "up")
+        assert prompt.text == "where am I?"
+        prompt.clear()
+        await pilot.press("up", "up")
+        assert prompt.text == "two\nlines"
+        # The cursor moves in text of several lines that was changed.
+        await pilot.press("!", "up")
+        assert prompt.text == "two\nlines!" and prompt.cursor_location[0] == 0
+
+
+def test_the_history_has_each_question_once_and_those_not_saved() -> None:
+    history = QuestionHistory()
+    history.source = lambda beginning, limit: ["b", "a", "sent"]
+    history.sent("unsaved")
+    history.sent("sent")
+    assert [history.back("") for _ in range(5)] == ["sent", "unsaved", "b", "a", None]
+    assert history.recalled == "a"
+    assert [history.forward() for _ in range(4)] == ["b", "unsaved", "sent", ""]
+    assert history.recalled is None
