@@ -15,7 +15,6 @@ spelled out in a file are encoded as text.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import stat
@@ -59,6 +58,9 @@ class Attachment:
     @property
     def digest(self) -> str:
         """SHA-256 of the text, in hexadecimal digits."""
+        # Asking one question on the command line needs none, and importing it costs milliseconds.
+        import hashlib
+
         return hashlib.sha256(self.data).hexdigest()
 
 
