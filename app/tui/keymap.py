@@ -17,7 +17,7 @@ TERMINAL_APP = frozenset(
         *(f"ctrl+{letter}" for letter in string.ascii_lowercase if letter not in "him"),
         *("enter", "escape", "tab", "shift+tab", "backspace", "space", "up", "down", "left", "right"),
         *("ctrl+underscore", "ctrl+right_square_bracket", "ctrl+backslash"),
-        *("question_mark", "left_square_bracket"),
+        *("question_mark", "slash", "left_square_bracket"),
         "right_square_bracket",
     ]
 )  # fmt: skip
@@ -113,6 +113,7 @@ COMMANDS: tuple[ChatCommand, ...] = (
     ChatCommand("delete", "Delete the last message", "With x any message; it can be brought back", "delete_last"),
     ChatCommand("undo", "Undo a deletion", "Bring back what was deleted last, here or in the chats", "undo"),
     ChatCommand("edit", "Edit the last question", "The old question stays as an alternative", "edit_last"),
+    ChatCommand("find", "Find in the chat", "In the messages also with /", "find", "", "[text]"),
     ChatCommand("copy", "Copy the last answer", "As Markdown, to the clipboard", "copy_last"),
     ChatCommand("code", "Copy the last code block", "To the clipboard", "copy_code"),
     ChatCommand("rename", "Rename the chat", "Give the chat a title", "rename", "", "[title]"),

@@ -55,7 +55,7 @@ SENT = {
     "enter": "\r", "escape": "\x1b", "tab": "\t", "shift+tab": "\x1b[Z", "backspace": "\x7f", "space": " ",
     "up": "\x1b[A", "down": "\x1b[B", "right": "\x1b[C", "left": "\x1b[D", "ctrl+underscore": "\x1f",
     "ctrl+right_square_bracket": "\x1d", "ctrl+backslash": "\x1c",
-    "question_mark": "?", "left_square_bracket": "[", "right_square_bracket": "]",
+    "question_mark": "?", "slash": "/", "left_square_bracket": "[", "right_square_bracket": "]",
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar
 
 from textual.binding import Binding, BindingType
@@ -26,6 +27,9 @@ STEP = 6
 """Lines that the tail of a fast answer grows by. Those not yet written are empty."""
 
 
+HIT = "underline $text-warning on $warning-muted"
+CURRENT_HIT = "bold reverse $text-warning"
+"""Style of the hit that is looked at. It differs from the others by its shape, too."""
 LIVE_THOUGHTS = 4_000
 """Maximum characters of thoughts that are shown while the model is thinking, as each piece draws all of them."""
 
@@ -39,8 +43,8 @@ class MessageView(Written, can_focus=True):
         "what the model thought before its answer (while it is open, `c` copies it too), or the files attached to a "
         "question. `e` edits the message; the old text stays as an alternative. `r` regenerates the answer, and `m` "
         "lets the model go on from its end. `left` and `right` switch between alternatives. `x` deletes the message "
-        "and what follows it, `X` its alternatives too; `z` or `ctrl+z` brings back what was deleted. `esc` returns "
-        "to the prompt."
+        "and what follows it, `X` its alternatives too; `z` or `ctrl+z` brings back what was deleted. `/` finds a "
+        "text in the chat. `esc` returns to the prompt."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up,k", "neighbour(-1)", "Up", show=False, id="message.up"),
@@ -62,6 +66,7 @@ class MessageView(Written, can_focus=True):
         Binding("x,delete", "act('delete')", "Delete", key_display="x", id="message.delete"),
         Binding("X", "act('delete_all')", "Delete all versions", show=False, id="message.delete_all"),
         Binding("z,ctrl+z", "act('undo')", "Undo deletion", show=False, id="message.undo"),
+        Binding("slash", "act('find')", "Find", key_display="/", show=False, id="message.find"),
         Binding("escape,i", "act('leave')", "Type", show=False, id="message.leave"),
     ]
 
@@ -92,6 +97,10 @@ class MessageView(Written, can_focus=True):
         self._blocks: list[str] | None = None
         self._thoughts_open = thoughts_open
         self._files_open = False
+        self._unmarked = Content()
+        self._body = 0, 0
+        """The part of the content that is the message's text."""
+        self._marks: tuple[re.Pattern[str] | None, int | None] = None, None
 
     @property
     def thoughts_open(self) -> bool:
@@ -104,19 +113,61 @@ class MessageView(Written, can_focus=True):
             self._thoughts_open = wanted
             self.remake()
 
+    def make(self, width: int) -> Content:
+        self._unmarked = super().make(width)
+        return self._with_marks(self._unmarked)
+
     def written(self, width: int) -> Content:
         parts = [heading(self.entry), *self._thoughts()]
+        self._body = 0, 0
         if self._blocks is not None:
             blocks = [self.markdown(block, width) for block in self._blocks]
             return Content("\n").join([*parts, Content("\n\n").join(blocks)] if blocks else parts)
         if self.entry.content:
             text = self.entry.content
-            parts.append(render_plain(text) if self.entry.role == "user" else self.markdown(text, width))
+            body = render_plain(text) if self.entry.role == "user" else self.markdown(text, width)
+            start = sum(len(part) + 1 for part in parts)
+            self._body = start, start + len(body)
+            parts.append(body)
         parts += attached(self.entry.attachments, self._files_open)
         foot = footing(self.entry)
         if foot is not None:
             parts.append(foot)
         return Content("\n").join(parts)
+
+    # --- what is found in it --------------------------------------------------------------------------------------
+
+    def mark(self, pattern: re.Pattern[str] | None, current: int | None = None) -> None:
+        """Highlight what ``pattern`` finds, the hit ``current`` more than the others."""
+        if (pattern, current) == self._marks:
+            return
+        self._marks = pattern, current
+        if self._made is not None:
+            self._made = self._made[0], self._with_marks(self._unmarked)
+            self.refresh()
+
+    def count(self, pattern: re.Pattern[str]) -> int:
+        """The number of hits in the text as it is drawn."""
+        self._content(self.size.width)
+        return len(self._found(pattern))
+
+    def line_of(self, hit: int) -> int:
+        """The line of the message, from 0, in which the hit of :meth:`mark` with this index ends."""
+        content = self._content(self.size.width)
+        found = self._found(self._marks[0]) if self._marks[0] is not None else []
+        if hit >= len(found):
+            return 0
+        return content[: found[hit][1]].get_height({}, self.size.width) - 1
+
+    def _found(self, pattern: re.Pattern[str]) -> list[tuple[int, int]]:
+        start, end = self._body
+        return [match.span() for match in pattern.finditer(self._unmarked.plain, start, end)]
+
+    def _with_marks(self, content: Content) -> Content:
+        pattern, current = self._marks
+        for index, (start, end) in enumerate(self._found(pattern) if pattern is not None else []):
+            content = content.stylize(CURRENT_HIT if index == current else HIT, start, end)
+        return content
 
     def _thoughts(self) -> list[Content]:
         thoughts, live = self.entry.thoughts, self._blocks is not None and not self.entry.content

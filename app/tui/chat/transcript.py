@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -84,6 +86,15 @@ class Window:
         return Window(max(self.start, total - MOST_MESSAGES), total, total)
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where the reader is: at the end, or ``offset`` lines below the top of ``entry``."""
+
+    following: bool
+    entry: Entry | None
+    offset: float
+
+
 class Elsewhere(Static, can_focus=True):
     """Shows how many messages are not mounted. Enter or a click mounts some of them."""
 
@@ -137,6 +148,9 @@ class Transcript(VerticalScroll, can_focus=False):
         self._timer: Timer | None = None
         self._following = True
         self._reaching = False
+        self._mounting = asyncio.Lock()
+        """Held while messages are mounted and unmounted, which takes several steps."""
+        self._pattern: re.Pattern[str] | None = None
         self._thoughts_open = False
 
     def compose(self) -> Iterable[Static | LiveTail]:
@@ -168,20 +182,64 @@ class Transcript(VerticalScroll, can_focus=False):
         return any(entry.thoughts.text for entry in self.path)
 
     def _made(self, entry: Entry) -> MessageView:
-        return MessageView(entry, self._highlighter, self._thoughts_open)
+        view = MessageView(entry, self._highlighter, self._thoughts_open)
+        view.mark(self._pattern)
+        return view
+
+    # --- finding --------------------------------------------------------------------------------------------------
+
+    @property
+    def place(self) -> Place:
+        """Where the reader is now."""
+        view = self._first_in_sight(self.views)
+        if self._following or view is None:
+            return Place(True, None, 0)
+        return Place(False, view.entry, self.scroll_y - view.virtual_region.y)
+
+    async def return_to(self, place: Place) -> None:
+        """Go to where the reader was."""
+        view = await self.go_to(place.entry) if place.entry is not None else None
+        if view is None:
+            self.follow()
+        else:
+            self.scroll_to(y=view.virtual_region.y + place.offset, animate=False, immediate=True, force=True)
+
+    @property
+    def in_sight(self) -> tuple[int, int]:
+        """Indices in the path of the first and the last message on the screen."""
+        bottom = self.scroll_y + self.container_size.height
+        seen = [
+            index
+            for index, view in enumerate(self.views, self.window.start)
+            if view.virtual_region.bottom > self.scroll_y and view.virtual_region.y < bottom
+        ]
+        return (seen[0], seen[-1]) if seen else (self.window.start, max(self.window.start, self.window.end - 1))
+
+    def mark(self, pattern: re.Pattern[str] | None, current: MessageView | None, hit: int) -> None:
+        """Highlight what ``pattern`` finds in all messages, and more than others ``hit`` of the message ``current``."""
+        self._pattern = pattern
+        for view in self.views:
+            view.mark(pattern, hit if view is current else None)
+
+    def show_hit(self, view: MessageView, hit: int) -> None:
+        """Bring a hit of :meth:`mark` into sight, with some of what is around it."""
+        line, height = view.virtual_region.y + view.line_of(hit), self.container_size.height
+        if not self.scroll_y + 1 <= line < self.scroll_y + height - 1:
+            self.scroll_to(y=line - height // 2, animate=False, immediate=True, force=True)
 
     # --- updates ---------------------------------------------------------------------------------
 
     async def show_path(self, path: Sequence[Entry], focus: Entry | None = None) -> None:
         """Show another path. ``focus`` is brought into view, otherwise the end."""
-        self.path = list(path)
-        self._forget_live()
-        total = len(self.path)
-        index = self.path.index(focus) if focus in self.path else None
-        self.window = Window.newest(total)
-        if index is not None and index not in self.window:
-            self.window = Window.around(index, total)
-        await self._mount_window()
+        async with self._mounting:
+            self.path = list(path)
+            self._forget_live()
+            total = len(self.path)
+            index = self.path.index(focus) if focus in self.path else None
+            self.window = Window.newest(total)
+            if index is not None and index not in self.window:
+                self.window = Window.around(index, total)
+            await self._mount_window()
         live = next((entry for entry in self.path if entry.state == "writing" and entry.content), None)
         waiting = next((entry for entry in self.path if entry.state == "writing"), None)
         if live or waiting:
@@ -198,12 +256,13 @@ class Transcript(VerticalScroll, can_focus=False):
         """Add a new message at the end."""
         self.path.append(entry)
         self.window = self.window.appended()
-        if len(self.path) - 1 in self.window:
-            view = self._made(entry)
-            await self.mount(view, before=self._newer)
-            views = self.views
-            if len(views) > len(range(self.window.start, self.window.end)):
-                await views[0].remove()
+        async with self._mounting:
+            if len(self.path) - 1 in self.window:
+                view = self._made(entry)
+                await self.mount(view, before=self._newer)
+                views = self.views
+                if len(views) > len(range(self.window.start, self.window.end)):
+                    await views[0].remove()
         self._show_counts()
         if entry.role == "user":
             self.follow()
@@ -245,8 +304,9 @@ class Transcript(VerticalScroll, can_focus=False):
         self.call_after_refresh(self._keep_end)
 
     async def _show_newest(self) -> None:
-        self.window = Window.newest(len(self.path))
-        await self._mount_window()
+        async with self._mounting:
+            self.window = Window.newest(len(self.path))
+            await self._mount_window()
         self.follow()
 
     def _keep_end(self) -> None:
@@ -311,6 +371,10 @@ class Transcript(VerticalScroll, can_focus=False):
 
     async def show_more(self, older: bool) -> None:
         """Mount more messages at one end. What the reader looks at stays in its place on the screen."""
+        async with self._mounting:
+            await self._mount_more(older)
+
+    async def _mount_more(self, older: bool) -> None:
         before = self.window
         self.window = before.with_older() if older else before.with_newer()
         if self.window == before:
@@ -346,10 +410,14 @@ class Transcript(VerticalScroll, can_focus=False):
         """Have ``entry`` mounted, and what is around it. Returns its view; None if it is not in the path."""
         if entry not in self.path:
             return None
-        index = self.path.index(entry)
-        if index not in self.window:
-            self.window = Window.around(index, len(self.path))
-            await self._mount_window()
+        async with self._mounting:
+            index = self.path.index(entry)
+            if index not in self.window:
+                self.window = Window.around(index, len(self.path))
+                with self.app.batch_update():
+                    await self._mount_window()
+                    # The new messages get their sizes now, so that the caller can scroll to a line of one.
+                    self.screen._refresh_layout()
         self.anchor(False)
         self._set_following(False)
         return self.view_of(entry)

@@ -41,6 +41,7 @@ from app.text_safety import one_line
 from app.tui.chat.attaching import Attacher, AttachmentLine
 from app.tui.chat.completion import CompletionPopup
 from app.tui.chat.drafting import Drafting
+from app.tui.chat.find_line import FindLine
 from app.tui.chat.message import MessageView
 from app.tui.chat.notice import NoticeLine
 from app.tui.chat.prompt import Prompt
@@ -140,11 +141,13 @@ class ChatScreen(Screen[None]):
                     yield Static(id="title", markup=False)
                     yield Static(id="setup", markup=False)
                 yield Welcome(id="welcome")
-                yield Transcript(self._highlighter, id="transcript")
+                transcript = Transcript(self._highlighter, id="transcript")
+                yield transcript
                 yield NoticeLine(id="notice")
                 yield QueueView(id="queue")
                 yield AttachmentLine("attachments", self._room, self._draft_counted)
                 yield CompletionPopup(id="completions")
+                yield FindLine(transcript, id="find")
                 yield self.prompt
             yield Container(id="side")
         yield StatusLine(self.controller.status, id="status")
@@ -167,6 +170,10 @@ class ChatScreen(Screen[None]):
 
     def focus_prompt(self) -> None:
         self.prompt.focus()
+
+    @property
+    def find_line(self) -> FindLine:
+        return self.query_one(FindLine)
 
     @property
     def notice(self) -> NoticeLine:
@@ -206,12 +213,15 @@ class ChatScreen(Screen[None]):
                     self.query_one(StatusLine).grow()
                 else:
                     self.set_timer(SETTLED_S, self._draw_again)
+                    self.find_line.look_again()
             case EntryAdded(entry):
                 self._reveal(True)
                 await self.transcript.add(entry)
+                self.find_line.look_again()
             case PathChanged(focus):
                 self._leave_editing()
                 path = self.controller.thread.path
+                self.find_line.close()
                 among_messages = isinstance(self.focused, MessageView)
                 self._reveal(bool(path))
                 await self.transcript.show_path(path, focus)
@@ -437,6 +447,19 @@ class ChatScreen(Screen[None]):
         else:
             self.show_notice("There is no question to edit yet.", "warning")
 
+    def action_find(self, text: str = "") -> None:
+        """Find ``text`` in the conversation, or what is typed then."""
+        if not self.controller.thread.path:
+            self.show_notice("There is nothing to find in yet.", "warning")
+            return
+        self.prompt.display = False
+        self.find_line.open(text)
+
+    @on(FindLine.Closed)
+    def _found(self, event: FindLine.Closed) -> None:
+        self.prompt.display = True
+        (event.view or self.prompt).focus()
+
     def action_continue_last(self) -> None:
         self._continue(None)
 
@@ -496,6 +519,8 @@ class ChatScreen(Screen[None]):
             case "again":
                 self.controller.regenerate(entry)
                 self.prompt.focus()
+            case "find":
+                self.action_find()
             case "continue":
                 self._continue(entry)
             case "delete" | "delete_all":
