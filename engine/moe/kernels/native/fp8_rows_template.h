@@ -5,7 +5,7 @@
    V_LOAD_FP8(p, to)    2 W values to to[0] and to[1], as FP8_LIFT-ths
    FACTOR_FP8(p, to)    the same with W words each, as FACTOR_LIFT-ths
    FACTOR_LIFT          1, or FP8_LIFT
-   STORE_OPENED(to, k, count, v)   `count` values of v as OPENED_GROUPED, to place k */
+   STORE_OPENED(to, k, count, v)   `count` values of v as OPENED, to place k */
 
 /* sums[R][M] += the scaled sums of `columns` columns from `first` on, a multiple of FP8_SIDE, of R rows from `row` on.
    R and M are constants of the compiler. `ahead`: bytes from these weights to those wanted next. */

@@ -92,6 +92,48 @@ void pllm_grouped_avx512f_pad(void *row, int64_t columns) {
     }
 }
 
+/* ---- Rows opened for panels ---------------------------------------------------------------------------------- */
+
+/* Codes i .. i + 15 of a row, as what they stand for without scale and bias. */
+ALWAYS_INLINE __m512 sixteen_values(const uint8_t *codes, const int64_t i, const int dtype) {
+    if (dtype == PLLM_AFFINE8)
+        return _mm512_cvtepi32_ps(
+            _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)(codes + i))));
+    /* Each byte in 16 bits, the second half of it moved up to the next eight. */
+    const __m128i wide = _mm_cvtepu8_epi16(four_words(codes + i / 2));
+    const __m128i bytes = _mm_and_si128(_mm_or_si128(wide, _mm_slli_epi16(wide, 4)), _mm_set1_epi8(15));
+    const __m512i code = _mm512_cvtepu8_epi32(bytes);
+    if (dtype == PLLM_AFFINE4) return _mm512_cvtepi32_ps(code);
+    static const float fp4[16] = {MXFP4_TABLE};
+    return _mm512_permutexvar_ps(code, _mm512_loadu_ps(fp4));
+}
+
+ALWAYS_INLINE void open_row(const pllm_matrix *matrix, int64_t row, int64_t first, int64_t count, float *to,
+                            const int dtype) {
+    const group_reader reader = reader_of(matrix);
+    const uint8_t *codes = (const uint8_t *)matrix->data + row * reader.code_bytes;
+    const uint8_t *scales = (const uint8_t *)matrix->scales + row * reader.scale_bytes;
+    const uint8_t *biases = biases_of(matrix) + row * reader.scale_bytes;
+    for (int64_t group = 0; group < count; group += GROUP_VALUES) {
+        const int64_t at = (first + group) / matrix->group * reader.width;
+        const __m512 scale = _mm512_set1_ps(group_number(scales + at, reader.kind));
+        const __m512 bias = _mm512_set1_ps(dtype == PLLM_OCP_MXFP4 ? 0 : group_number(biases + at, reader.kind));
+        UNROLL for (int part = 0; part < GROUP_VALUES / 16; part++) {
+            const int64_t i = group + 16 * part;
+            const __m512 values = _mm512_fmadd_ps(sixteen_values(codes, first + i, dtype), scale, bias);
+            _mm512_storeu_ps(to + i, values);
+        }
+    }
+}
+
+void pllm_grouped_avx512f_open(const pllm_matrix *matrix, int64_t row, int64_t first, int64_t count, float *to) {
+    switch (matrix->dtype) {
+    case PLLM_AFFINE4: open_row(matrix, row, first, count, to, PLLM_AFFINE4); break;
+    case PLLM_AFFINE8: open_row(matrix, row, first, count, to, PLLM_AFFINE8); break;
+    default: open_row(matrix, row, first, count, to, PLLM_OCP_MXFP4); break;
+    }
+}
+
 #if defined(__clang__)
 #pragma clang attribute pop
 #else

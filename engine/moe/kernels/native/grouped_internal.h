@@ -6,7 +6,7 @@
 #ifndef PRIVATELLM_GROUPED_INTERNAL_H
 #define PRIVATELLM_GROUPED_INTERNAL_H
 
-#include "kernels_internal.h"
+#include "packed_internal.h"
 
 /* Values of the smallest group, and of the smallest part of a row that is converted by itself. */
 #define GROUP_VALUES 32
@@ -61,15 +61,10 @@ static inline float group_number(const uint8_t *from, int kind) {
 }
 
 /* kernel_set.few, .convert and .pad, and rows opened for panels: `count` values of `row` from column `first` on, a
-   multiple of UNIT. */
+   multiple of UNIT; or a panel of bytes of them, for `rows` rows. */
 #define GROUPED_FEW(SET)                                                                                           \
     void pllm_grouped_##SET##_few(const void *w, int dtype, int64_t stride, int64_t rows, int64_t columns,         \
                                   const void *const *x, int64_t tokens, float *y, int64_t y_stride, int add);
-#define GROUPED_ROWS(SET)                                                                                          \
-    void pllm_grouped_##SET##_open(const pllm_matrix *matrix, int64_t row, int64_t first, int64_t count,           \
-                                   float *to);                                                                     \
-    void pllm_grouped_##SET##_open_bf16(const pllm_matrix *matrix, int64_t row, int64_t first, int64_t count,      \
-                                        uint16_t *to);
 GROUPED_FEW(scalar)
 void pllm_grouped_scalar_open(const pllm_matrix *matrix, int64_t row, int64_t first, int64_t count, float *to);
 void pllm_grouped_scalar_convert(void *row, int64_t first, const float *from, float scale, int64_t count);
@@ -77,9 +72,10 @@ void pllm_grouped_scalar_pad(void *row, int64_t columns);
 #if defined(__x86_64__)
 GROUPED_FEW(avx2)
 GROUPED_FEW(avx512f)
-GROUPED_ROWS(avx512f)
 GROUPED_FEW(avx512_vnni)
-GROUPED_ROWS(avx512_vnni)
+void pllm_grouped_avx512f_open(const pllm_matrix *matrix, int64_t row, int64_t first, int64_t count, float *to);
+void pllm_grouped_avx512_vnni_open_panel(struct panel_block *to, const pllm_matrix *matrix, int64_t row, int64_t rows,
+                                         int64_t first, int64_t count);
 void pllm_grouped_avx512f_convert(void *row, int64_t first, const float *from, float scale, int64_t count);
 void pllm_grouped_avx512f_pad(void *row, int64_t columns);
 #endif
@@ -87,11 +83,13 @@ void pllm_grouped_avx512f_pad(void *row, int64_t columns);
 _Static_assert(sizeof(grouped_input) <= FEWEST_STRIDE * 4, "a unit fits into the shortest row");
 
 /* The kernels for grouped weights of a set whose other kernels were defined above it. */
+#define GROUPED_FEW_SET(FEW, CONVERT)                                                                              \
+    .row_element = 4, .task_rows = GROUP_VALUES, .few = pllm_grouped_##FEW##_few,                                  \
+    .convert = pllm_grouped_##CONVERT##_convert, .pad = pllm_grouped_##CONVERT##_pad, .gate = SET(gate),           \
+    .exp_sum = SET(exp_sum), .add_scaled = SET(add_scaled)
 #define GROUPED_SET(FEW, CONVERT)                                                                                  \
-    .element = 4 / PER_WORD, .row_element = 4, .task_rows = GROUP_VALUES, .tile_tokens = TILE_TOKENS,              \
-    .few_tokens = FEW_LIMIT, .few = pllm_grouped_##FEW##_few, .many = SET(many),                                   \
-    .convert = pllm_grouped_##CONVERT##_convert, .pad = pllm_grouped_##CONVERT##_pad,                              \
-    .tile = SET(tile), .gate = SET(gate), .exp_sum = SET(exp_sum),                 \
-    .add_scaled = SET(add_scaled)
+    GROUPED_FEW_SET(FEW, CONVERT), .few_tokens = FEW_LIMIT, .element = 4 / PER_WORD, .tile_tokens = TILE_TOKENS,   \
+    .many = SET(many), .tile = SET(tile)
+#define GROUPED_VNNI_SET GROUPED_FEW_SET(avx512_vnni, avx512f), BYTE_PANELS
 
 #endif

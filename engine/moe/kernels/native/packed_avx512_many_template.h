@@ -15,12 +15,6 @@ typedef struct tile_block {
 
 _Static_assert(sizeof(tile_block) == BYTE_TILE_TOKENS * INPUT_BLOCK * BYTE_TILE_ELEMENT, "tiles lie where they are looked for");
 
-/* Codes as packed_avx512_template.h raises them. Only Q6_K has a scale for each half. */
-typedef struct panel_block {
-    uint8_t codes[8][PANEL_ROWS * 4];
-    float scales[2][PANEL_ROWS], minimums[PANEL_ROWS];
-} panel_block;
-
 #define BLOCKS_AHEAD 6 /* that many blocks of a tile are fetched before they are wanted */
 #define PANEL_BLOCKS (PANEL_COLUMNS / INPUT_BLOCK)
 #define FETCHES (PANEL_ROWS * (PANEL_COLUMNS / 32 * 34 / 64 + 1)) /* lines of the largest panel in the file */
@@ -190,7 +184,7 @@ static const open_function open_table[PLLM_DTYPES] = {
 enum { LOWERED = 0, RAISED = 1, HALVED = 2 };
 
 ALWAYS_INLINE int kind_of(const int dtype) {
-    return dtype == PLLM_Q6_K ? HALVED : has_minimums(dtype) ? LOWERED : RAISED;
+    return dtype == PLLM_Q6_K ? HALVED : has_minimums(dtype) || is_grouped(dtype) ? LOWERED : RAISED;
 }
 
 /* What a matrix's products have in common. */
@@ -291,6 +285,8 @@ static int64_t lines_of(uint32_t *fetches, const int64_t row_bytes, const int64_
 void SET(many)(const void *weights, int dtype, int64_t stride, int64_t rows, int64_t columns, const void *tiles,
                int64_t tokens, float *y, int64_t y_stride, int add, void *scratch) {
     byte_panel *panel = scratch;
+    const pllm_matrix *grouped = is_grouped(dtype) ? weights : NULL;
+    const char *data = grouped ? grouped->data : weights;
     const int64_t row_bytes = bytes_of_values(dtype, stride), count = divided_up(tokens, BYTE_TILE_TOKENS);
     const int64_t tile_blocks = padded(columns) / INPUT_BLOCK;
     const int less = raised_by(dtype) == 16 ? 3 : raised_by(dtype) == 8 ? 4 : 0;
@@ -299,10 +295,13 @@ void SET(many)(const void *weights, int dtype, int64_t stride, int64_t rows, int
         const int64_t here = MIN(PANEL_ROWS, rows - n);
         for (int64_t k = 0; k < columns; k += PANEL_COLUMNS) {
             const int64_t depth = MIN(PANEL_COLUMNS, columns - k), blocks = depth / INPUT_BLOCK;
-            const char *from = (const char *)weights + n * row_bytes + bytes_of_values(dtype, k);
+            const char *from = data + n * row_bytes + bytes_of_values(dtype, k);
             const char *next = from + (k + depth < columns ? bytes_of_values(dtype, depth)
                                                            : PANEL_ROWS * row_bytes - bytes_of_values(dtype, k));
-            open_table[dtype](panel->blocks, (const uint8_t *)from, row_bytes, here, depth);
+            if (grouped)
+                pllm_grouped_avx512_vnni_open_panel(panel->blocks, grouped, n, here, k, depth);
+            else
+                open_table[dtype](panel->blocks, (const uint8_t *)from, row_bytes, here, depth);
             panel_task task = {.panel = panel->blocks, .blocks = blocks, .y_stride = y_stride, .less = less,
                                .more = add || k > 0, .fetched = divided_up(lines, count * blocks)};
             for (int v = 0; v < PANEL_VECTORS; v++)

@@ -1,5 +1,5 @@
 /* Products with packed weights for AVX-512 with VNNI. */
-#include "packed_internal.h"
+#include "grouped_internal.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>

@@ -57,6 +57,14 @@ void pllm_packed_scalar_pad(void *row, int64_t columns);
 /* Tiles of bytes: six tokens have as many sums of whole numbers and of products as there are registers. */
 #define BYTE_TILE_TOKENS 6
 #define BYTE_TILE_ELEMENT 2
+
+/* INPUT_BLOCK columns of a panel of bytes. Codes as packed_avx512_template.h raises them. Only Q6_K has a scale for each
+   half. */
+typedef struct panel_block {
+    uint8_t codes[8][PANEL_ROWS * 4];
+    float scales[2][PANEL_ROWS], minimums[PANEL_ROWS];
+} panel_block;
+
 _Static_assert(sizeof(packed_input) <= FEWEST_STRIDE * PACKED_ROW_ELEMENT, "a unit fits into the shortest row");
 /* The kernels for packed weights of a set whose other kernels were defined above it. */
 #define PACKED_FEW_SET(FEW, CONVERT)                                                                               \
@@ -68,9 +76,10 @@ _Static_assert(sizeof(packed_input) <= FEWEST_STRIDE * PACKED_ROW_ELEMENT, "a un
     PACKED_FEW_SET(FEW, CONVERT), .few_tokens = FEW_LIMIT, .element = 4 / PER_WORD, .tile_tokens = TILE_TOKENS,    \
     .many = SET(many), .tile = SET(tile)
 /* Panels of bytes, which are faster as soon as `few` would have to open its weights twice. */
-#define PACKED_VNNI_SET                                                                                            \
-    PACKED_FEW_SET(avx512_vnni, avx512_vnni), .few_tokens = 8, .element = BYTE_TILE_ELEMENT,                       \
-    .tile_tokens = BYTE_TILE_TOKENS, .many = pllm_packed_avx512_vnni_many, .tile = pllm_packed_avx512_vnni_tile
+#define BYTE_PANELS                                                                                                \
+    .few_tokens = 8, .element = BYTE_TILE_ELEMENT, .tile_tokens = BYTE_TILE_TOKENS,                                \
+    .many = pllm_packed_avx512_vnni_many, .tile = pllm_packed_avx512_vnni_tile
+#define PACKED_VNNI_SET PACKED_FEW_SET(avx512_vnni, avx512_vnni), BYTE_PANELS
 #define PLAIN_SET PLAIN_SET_OF(few)
 #define FP8_SET PLAIN_SET_OF(few_fp8)
 #define PLAIN_SET_OF(FEW)                                                                                          \

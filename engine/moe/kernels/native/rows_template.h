@@ -13,7 +13,8 @@
    FEW_TOKENS                  tokens whose accumulators fit beside four rows of weights
    TILE_TOKENS                 tokens whose accumulators fit beside PANEL_ROWS rows
    OPEN_ROW(dtype, from, to, count)    packed weights as float32, unless others multiply them
-   OPEN_GROUPED(matrix, row, first, count, to)   grouped weights as OPENED_GROUPED, PLLM_F32 or PLLM_BF16
+   OPEN_GROUPED(matrix, row, first, count, to)   grouped weights as float32, unless others multiply them
+   OPENED                      what FP8 weights are opened as for panels, PLLM_F32 or PLLM_BF16
    SET(name)                   the name of this set's copy of a function
 
    V_LOAD_FP8, FACTOR_FP8, FACTOR_LIFT, STORE_OPENED   see fp8_rows_template.h
@@ -347,8 +348,8 @@ static void SET(narrow)(const float *panel, const float *tile, int64_t words, in
 
 static void SET(many)(const void *weights, int dtype, int64_t stride, int64_t rows, int64_t columns, const void *tiles,
                       int64_t tokens, float *y, int64_t y_stride, int add, void *scratch) {
-    const pllm_matrix *grouped = is_grouped(dtype) ? weights : NULL;
-    const char *codes = grouped ? grouped->data : weights;
+    const pllm_matrix *scaled = is_grouped(dtype) ? weights : NULL;
+    const char *codes = scaled ? scaled->data : weights;
     const int64_t row_bytes = bytes_of_values(dtype, stride), tile_words = TILE_TOKENS * padded(columns) / PER_WORD;
     float *panel = scratch, *part = panel + PANEL_WORDS;
     for (int64_t n = 0; n < rows; n += PANEL_ROWS) {
@@ -359,24 +360,22 @@ static void SET(many)(const void *weights, int dtype, int64_t stride, int64_t ro
             const char *from = codes + n * row_bytes + bytes_of_values(dtype, k);
             const char *next = from + (k + depth < columns ? bytes_of_values(dtype, depth)
                                                            : PANEL_ROWS * row_bytes - bytes_of_values(dtype, k));
-            if (grouped) {
-                const int64_t size = SET(bytes_of)(OPENED_GROUPED);
-                char *opened = (char *)(part + TILE_LIMIT * PANEL_ROWS);
-                for (int64_t r = 0; r < count; r++) {
-                    char *to = opened + r * PANEL_COLUMNS * size;
-                    if (dtype == PLLM_BLOCK_FP8)
-                        SET(open_fp8)(grouped, n + r, k, depth, to);
-                    else
-                        OPEN_GROUPED(grouped, n + r, k, depth, to);
-                }
-                SET(pack)(panel, opened, OPENED_GROUPED, PANEL_COLUMNS * size, count, depth);
+            char *opened = (char *)(part + TILE_LIMIT * PANEL_ROWS);
+            if (dtype == PLLM_BLOCK_FP8) {
+                const int64_t size = SET(bytes_of)(OPENED);
+                for (int64_t r = 0; r < count; r++)
+                    SET(open_fp8)(scaled, n + r, k, depth, opened + r * PANEL_COLUMNS * size);
+                SET(pack)(panel, opened, OPENED, PANEL_COLUMNS * size, count, depth);
             } else
 #ifdef OPEN_ROW
-            if (is_packed(dtype)) {
-                float *opened = part + TILE_LIMIT * PANEL_ROWS;
+            if (is_grouped(dtype)) {
                 for (int64_t r = 0; r < count; r++)
-                    OPEN_ROW(dtype, from + r * row_bytes, opened + r * PANEL_COLUMNS, depth);
-                SET(pack)(panel, (const char *)opened, PLLM_F32, PANEL_COLUMNS * 4, count, depth);
+                    OPEN_GROUPED(scaled, n + r, k, depth, (float *)(void *)opened + r * PANEL_COLUMNS);
+                SET(pack)(panel, opened, PLLM_F32, PANEL_COLUMNS * 4, count, depth);
+            } else if (is_packed(dtype)) {
+                for (int64_t r = 0; r < count; r++)
+                    OPEN_ROW(dtype, from + r * row_bytes, (float *)(void *)opened + r * PANEL_COLUMNS, depth);
+                SET(pack)(panel, opened, PLLM_F32, PANEL_COLUMNS * 4, count, depth);
             } else
 #endif
                 SET(pack)(panel, from, dtype, row_bytes, count, depth);

@@ -20,9 +20,7 @@
 
 #undef SET
 #define SET(name) avx512_bf16_##name
-#define OPEN_GROUPED(matrix, row, first, count, to) \
-    pllm_grouped_avx512_vnni_open_bf16(matrix, row, first, count, (uint16_t *)(void *)(to))
-#define OPENED_GROUPED PLLM_BF16
+#define OPENED PLLM_BF16
 #include "activations_bf16_template.h"
 #include "rows_template.h"
 #include "vector_math_template.h"
@@ -30,7 +28,7 @@
 const kernel_set pllm_set_avx512_bf16 = {PLAIN_SET};
 const kernel_set pllm_set_avx512_bf16_fp8 = {FP8_SET};
 const kernel_set pllm_set_avx512_bf16_packed = {PACKED_VNNI_SET};
-const kernel_set pllm_set_avx512_bf16_grouped = {GROUPED_SET(avx512_vnni, avx512f)};
+const kernel_set pllm_set_avx512_bf16_grouped = {GROUPED_VNNI_SET};
 
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -17,8 +17,8 @@
 
 #define OPEN_ROW(dtype, from, to, count) pllm_packed_avx512f_open_row(dtype, from, to, count)
 #define OPEN_GROUPED(matrix, row, first, count, to) \
-    pllm_grouped_avx512f_open(matrix, row, first, count, (float *)(void *)(to))
-#define OPENED_GROUPED PLLM_F32
+    pllm_grouped_avx512f_open(matrix, row, first, count, to)
+#define OPENED PLLM_F32
 #include "activations_f32_template.h"
 #include "rows_template.h"
 #include "vector_math_template.h"
@@ -28,7 +28,7 @@ const kernel_set pllm_set_avx512f_fp8 = {FP8_SET};
 const kernel_set pllm_set_avx512f_packed = {PACKED_SET(avx512f, avx512f)};
 const kernel_set pllm_set_avx512_vnni_packed = {PACKED_VNNI_SET};
 const kernel_set pllm_set_avx512f_grouped = {GROUPED_SET(avx512f, avx512f)};
-const kernel_set pllm_set_avx512_vnni_grouped = {GROUPED_SET(avx512_vnni, avx512f)};
+const kernel_set pllm_set_avx512_vnni_grouped = {GROUPED_VNNI_SET};
 
 #if defined(__clang__)
 #pragma clang attribute pop

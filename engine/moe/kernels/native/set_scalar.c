@@ -5,8 +5,8 @@
 
 #define OPEN_ROW(dtype, from, to, count) pllm_unpack_row(dtype, from, to, count)
 #define OPEN_GROUPED(matrix, row, first, count, to) \
-    pllm_grouped_scalar_open(matrix, row, first, count, (float *)(void *)(to))
-#define OPENED_GROUPED PLLM_F32
+    pllm_grouped_scalar_open(matrix, row, first, count, to)
+#define OPENED PLLM_F32
 #include "activations_f32_template.h"
 #include "rows_template.h"
 #include "vector_math_template.h"
