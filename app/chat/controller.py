@@ -9,7 +9,8 @@ from app.attachments.attachment import Attachment
 from app.chat.answering import AnswerLoop, ChatTurn
 from app.chat.continuing import Begun, why_not
 from app.chat.deletions import Deletions
-from app.chat.engine_link import EngineLink, ModelFetcher
+from app.chat.downloads import ModelFetcher
+from app.chat.engine_link import EngineLink
 from app.chat.queue import NewQuestion, QuestionQueue
 from app.chat.saving import Saver, rename
 from app.chat.setup import ChatSetup
@@ -281,6 +282,7 @@ class ChatController:
 
     def _settings_changed(self, before: Settings, keys: Iterable[str]) -> None:
         options = self.options
+        self.link.may_fetch |= "model" in keys
         self._setup_changed()
         if not self.thread.path:
             self.thread.model = options.model
@@ -289,14 +291,20 @@ class ChatController:
                 self.thread.system = options.system_prompt
         if not options.loads_like(before):
             self.stop()
+            # What kept another model from being loaded says nothing about this one.
+            self.status.problem = ""
             self.answers.run_in_background(self.link.abandon_loading())
             self.answers.wake()
         self._emit(SettingsChanged(frozenset(keys)))
         self._status_changed()
 
-    def load_again(self) -> None:
-        """Load the model again after the current answer: it could not be loaded, or its files changed."""
+    def load_again(self, *, fetch: bool = False) -> None:
+        """Load the model again after the current answer: it could not be loaded, or its files changed.
+
+        ``fetch``: the person asked for it by name, so that it is fetched if it is missing.
+        """
         self.link.forget()
+        self.link.may_fetch |= fetch
         self.status.problem = ""
         self.answers.wake()
 

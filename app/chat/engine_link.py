@@ -1,23 +1,20 @@
-"""The engine as the chat needs it: running, with the wanted model loaded, started again when it died; and models that
-are fetched meanwhile. No Textual."""
+"""The engine as the chat needs it: running, with the wanted model loaded, started again when it died. No Textual."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
 import msgspec
 
-from app.chat.state import DownloadsChanged, Phase, Severity, Status, Update, UserNotice
+from app.chat.state import Phase, Status
 from app.engine_client import Engine, EngineDied
 from app.network import NetworkClient, NetworkProblem
 from app.ring_words import away, away_lines
 from app.settings.fields import SettingError
 from app.settings.ring import open_network, ring_choice
 from app.settings.schema import Settings
-from app.text_safety import one_line
 from engine.ipc.messages import (
     AnyEvent,
     BeamEstimates,
@@ -27,6 +24,8 @@ from engine.ipc.messages import (
     Failed,
     Load,
     Loaded,
+    MachineMeasured,
+    MeasureMachine,
     Plan,
     Planned,
     Progress,
@@ -45,7 +44,7 @@ _ATTEMPTS = 2
 class EngineLink:
     """Brings the engine up and keeps ``status`` current; ``on_status`` is called when it changed.
 
-    ``is_missing``: must a model be fetched or built before it is loaded, and may it be? ``on_fallback`` is called when
+    ``is_missing``: must a model be fetched or built before it is loaded? ``on_fallback`` is called when
     a model cannot be loaded, with the reason and the options that worked before, which are loaded next. ``on_network``
     is called when the network changed.
     """
@@ -63,6 +62,8 @@ class EngineLink:
         self.network = NetworkClient(engine, on_network)
         self.looking = False
         """True if the person asked to look for machines, whatever the partitioning."""
+        self.may_fetch = True
+        """Whether the person asked for the model, so that it is fetched if it is missing."""
         self.status = status
         self.watching = False
         self._on_status = on_status
@@ -153,6 +154,19 @@ class EngineLink:
         except (NetworkProblem, SettingError) as problem:
             return _sentence(problem)
         return "The engine gave no prediction."
+
+    async def measure_machine(self) -> MachineMeasured | None:
+        """This machine's memory and how fast it is read; None if the engine does not say."""
+        try:
+            await self._start()
+            async for event in self.engine.stream(MeasureMachine(id=self.engine.new_id())):
+                if isinstance(event, MachineMeasured):
+                    return event
+                if isinstance(event, Failed):
+                    return None
+        except EngineDied:
+            return None
+        return None
 
     async def list_machines(self) -> str:
         """Ask which machines are paired, and reachable if the network is open. Returns what went wrong."""
@@ -252,6 +266,8 @@ class EngineLink:
         self.status.model, self.status.problem = wanted.model, ""
         self._loaded = self.status.facts = None
         if self._is_missing(wanted.model):
+            if not self.may_fetch:
+                return f"{wanted.model} is not on this machine yet."
             self._set(Phase.FETCHING)
             if wanted.partitioning == "ring":
                 with suppress(NetworkProblem):
@@ -346,54 +362,3 @@ class EngineLink:
 def _sentence(problem: Exception) -> str:
     text = str(problem)
     return f"{text[:1].upper()}{text[1:]}{'' if text.endswith('.') else '.'}"
-
-
-class ModelFetcher:
-    """Downloads models while the chat goes on. ``emit`` is called with each change and with how a download ended."""
-
-    def __init__(self, link: EngineLink, emit: Callable[[Update], None]) -> None:
-        self.active: dict[str, Progress] = {}
-        """The latest progress of each download."""
-        self._link = link
-        self._emit = emit
-        self._requests: dict[str, int] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def start(self, model: str) -> None:
-        """Download ``model``. Does nothing if it is being downloaded already."""
-        if model in self.active:
-            return
-        self.active[model] = Progress(stage="Connecting…")
-        task = asyncio.get_running_loop().create_task(self._pull(model))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        self._emit(DownloadsChanged())
-
-    async def cancel(self, model: str) -> None:
-        """Stop downloading ``model``. The downloaded part is kept, and the next attempt continues it."""
-        request = self._requests.get(model)
-        if request is not None:
-            engine = self._link.engine
-            with suppress(EngineDied):
-                await engine.send(Cancel(id=engine.new_id(), target=request))
-
-    async def _pull(self, model: str) -> None:
-        try:
-            async for event in self._link.pull(model, lambda request: self._requests.update({model: request})):
-                match event:
-                    case Progress():
-                        self.active[model] = event
-                        self._emit(DownloadsChanged())
-                    case Done():
-                        self._notify(f"{one_line(model)} is downloaded. Use /model to load it.", "information")
-                    case Failed():
-                        self._notify(event.error, "error")
-        except EngineDied as died:
-            self._notify(f"The download of {one_line(model)} ended: {died}", "error")
-        finally:
-            self.active.pop(model, None)
-            self._requests.pop(model, None)
-            self._emit(DownloadsChanged())
-
-    def _notify(self, text: str, severity: Severity) -> None:
-        self._emit(UserNotice(text, severity))

@@ -29,7 +29,7 @@ from app.tui.terminal.application import TerminalApp
 
 
 def starter_is_missing(model: str) -> bool:
-    """Is ``model`` the starter, and not yet on this machine? It is built without asking then."""
+    """Is ``model`` the starter, and not yet on this machine?"""
     from engine.models.catalogue import STARTER
     from engine.models.store import resolve
 

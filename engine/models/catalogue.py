@@ -44,6 +44,8 @@ class CatalogueEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     experts_per_token: int
     runtime: Literal["any", "native", "mlx"] = "any"
     """``native``, ``mlx``: the weights are packed, and no other runtime reads them."""
+    suggested: bool = False
+    """Whether a first start may suggest it: of its size, one of those with the best answers."""
     licence: str
     """SPDX identifier."""
     description: str

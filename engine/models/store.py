@@ -226,6 +226,13 @@ def partial_downloads() -> list[tuple[str, int]]:
     return list(found.items())
 
 
+def begun_bytes(model: ResolvedModel) -> int:
+    """Bytes on disk of an unfinished download of ``model``; 0 if none was begun."""
+    plain = model.plain_folder
+    begun = (plain.with_name(plain.name + PARTIAL), download_cache(plain))
+    return sum(_disk_bytes(folder) for folder in begun if folder.is_dir())
+
+
 def shards() -> list[tuple[str, int]]:
     """``(folder name, bytes on disk)`` of this machine's shards. They are not models, but can be removed."""
     root = locate("models")

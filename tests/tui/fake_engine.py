@@ -29,6 +29,8 @@ from engine.ipc.messages import (
     ListPeers,
     Load,
     Loaded,
+    MachineMeasured,
+    MeasureMachine,
     ModelFacts,
     NetworkState,
     NodeId,
@@ -174,6 +176,8 @@ class FakeEngine:
         self.start_gate: asyncio.Event | None = None
         self.pull_gate: asyncio.Event | None = None
         self.speed = 8.1
+        self.pull_error: str | None = None
+        self.machine = MachineMeasured(memory_bytes=25_000_000_000, memory_read=24e9)
         self._ids = itertools.count(1)
         self._running = False
 
@@ -227,6 +231,9 @@ class FakeEngine:
                 events = self._beams(request) if request.beams > 1 else self._generate(request)
             case EstimateBeams():
                 events = self._estimate(request)
+            case MeasureMachine():
+                yield msgspec.structs.replace(self.machine, id=request.id)
+                return
             case Pull():
                 events = self._pull(request)
             case Resize() if self.resize_error is not None:
@@ -339,5 +346,7 @@ class FakeEngine:
             await self.pull_gate.wait()
         if request.id in self.cancelled:
             yield Failed(id=request.id, error="The download was stopped; it resumes where it was.", kind="network")
+        elif self.pull_error is not None:
+            yield Failed(id=request.id, error=self.pull_error, kind="network")
         else:
             yield Done(id=request.id, path="/models/x")

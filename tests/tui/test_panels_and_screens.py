@@ -24,7 +24,7 @@ from app.tui.panels.beam_panel import Candidates, Widths
 from app.tui.panels.panel import PanelScreen
 from app.tui.screens.models import ModelsScreen
 from app.tui.screens.settings import Prediction, SettingRow, SettingsScreen
-from engine.ipc.messages import Beam, ExpertMovement, Failed, Generate, LayerTimes, Load, PhaseTimes, Plan, Timing
+from engine.ipc.messages import Beam, ExpertMovement, Failed, Generate, LayerTimes, Load, PhaseTimes, Plan, Pull, Timing
 
 pytestmark = pytest.mark.usefixtures("few_settings")
 
@@ -349,9 +349,12 @@ async def test_a_model_is_fetched_and_can_be_stopped(make_app: MakeApp, engine: 
         models.highlighted = 1
         await pilot.press("enter")
         await wait_until(pilot, lambda: "downloading 420 MB of 1.0 GB" in str(models.get_option_at_index(1).prompt))
-        await pilot.press("x")
-        await wait_until(pilot, lambda: not controller(app).pulling.active)
-        assert "resumes" in notice(app)
+        await pilot.press("p")
+        await wait_until(pilot, lambda: "420 MB of 1.0 GB are kept" in str(models.get_option_at_index(1).prompt))
+        engine.pull_gate.clear()
+        await pilot.press("p")
+        await wait_until(pilot, lambda: controller(app).pulling.active)
+        assert len(engine.sent(Pull)) == 2
 
 
 async def test_models_of_other_programs_can_be_chosen(

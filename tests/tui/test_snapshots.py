@@ -303,10 +303,22 @@ def test_models(
 
     rows = [
         ModelOption("starter", "754 MB · mixtral · prepared", "Small, for trying things out.", True),
-        ModelOption("some-moe", "2.7 GB · 1.3 B parameters, 0.4 B active · Apache-2.0", "Fits any laptop.", False),
-        ModelOption("large-moe", "93.4 GB · 46.7 B parameters, 12.9 B active · Apache-2.0", "Eight large ones.", False),
+        ModelOption(
+            "some-moe",
+            "2.7 GB",
+            "Fits any laptop. 1.3 B parameters, 0.4 B active · Apache-2.0",
+            False,
+            "about 22 tokens/s",
+        ),
+        ModelOption(
+            "large-moe",
+            "about 93.4 GB",
+            "Eight large ones. 46.7 B parameters, 12.9 B active · Apache-2.0",
+            False,
+            "too large for this machine",
+        ),
     ]
-    monkeypatch.setattr(models, "model_options", lambda: rows)
+    monkeypatch.setattr(models, "model_options", lambda machine: rows)
     engine.pull_gate = asyncio.Event()
 
     async def before(pilot: Pilot[int]) -> None:

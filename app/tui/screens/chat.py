@@ -57,6 +57,7 @@ from app.tui.screens.chats_side import ChatsSide
 from app.tui.terminal.application import CopyRequested
 
 if TYPE_CHECKING:
+    from app.chat.first_run import FirstRun
     from app.tui.screens.chat_browser import ChatBrowser
 
 SETTLED_S = 0.15
@@ -116,6 +117,8 @@ class ChatScreen(Screen[None]):
         self.controller = ChatController(engine, store, settings, self._post_update, is_missing=is_missing)
         self.prompt = Prompt(id="prompt")
         self.drafting = Drafting(self.prompt, self.controller)
+        self.first_run: FirstRun | None = None
+        """Set if there was no model at the start."""
         self.panels = PanelSlot(self, self._make_panel, self.focus_prompt)
         self.setup = SetupCommands(self)
         self.chats = ChatsSide(
@@ -123,6 +126,7 @@ class ChatScreen(Screen[None]):
         )
         self.panels.on_moved = self.chats.fit
         self.warned_unsaved = False
+        self._is_missing = is_missing
         self._highlighter = highlighter
         self._machine = machine
         self._runner: Worker[None] | None = None
@@ -162,6 +166,8 @@ class ChatScreen(Screen[None]):
         self.drafting.shown()
         self.prompt.leave_upwards_first = self.query_one(QueueView).enter_from_below
         self._show_placeholder()
+        if self._is_missing(self.controller.options.model):
+            self._offer_models()
         self._runner = self.run_worker(self.controller.run, name="controller", group="controller", exit_on_error=True)
         if self.controller.options.show_timing:
             self.call_after_refresh(self.action_timing)
@@ -237,6 +243,8 @@ class ChatScreen(Screen[None]):
                 self.drafting.bring_back(questions)
             case UserNotice(text, severity, beside):
                 self.show_notice(text, severity, beside=beside)
+        if self.first_run is not None:
+            self.first_run.handle_update(event.update)
         if self.panels.panel is not None:
             self.panels.panel.handle_update(event.update)
         self.chats.handle_update(event.update)
@@ -648,9 +656,24 @@ class ChatScreen(Screen[None]):
 
         self.app.push_screen(ModelsScreen(self.controller), chosen)
 
+    def _offer_models(self) -> None:
+        """Nothing is downloaded unasked: show what can be chosen."""
+        from app.chat.first_run import FirstRun
+        from app.tui.screens.first_run import FirstRunScreen
+
+        self.controller.link.may_fetch = False
+        self.first_run = FirstRun(self.controller)
+
+        def left(all_models: bool | None) -> None:
+            if all_models:
+                self.action_model()
+            self.focus_prompt()
+
+        self.app.push_screen(FirstRunScreen(self.first_run, self._machine), left)
+
     def _use_model(self, model: str) -> None:
         if model == self.controller.options.model and self.controller.is_saved("model"):
-            self.controller.load_again()
+            self.controller.load_again(fetch=True)
             return
         problem = self.controller.change_settings({"model": model})
         if problem:

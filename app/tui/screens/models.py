@@ -13,29 +13,39 @@ from textual.widgets import Footer, Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 from app.chat.controller import ChatController
+from app.chat.first_run import machine_figures
 from app.chat.model_choices import ModelOption, model_options
+from app.chat.offers import MachineFigures
 from app.chat.state import DownloadsChanged, Update
-from app.chat.words import progress_text
 from app.text_safety import one_line
 from app.tui.keymap import bound
-from app.tui.render.formatting import bar
+from app.tui.render.downloads import download_lines
 from engine.errors import ModelError
 
 _MUTED = "$foreground-muted"
+_AROUND = 8
+"""Cells at both sides of the list: margins, padding and scrollbar."""
+_WIDE = 68
+"""Width of the list, in cells, from which names, sizes and speeds stand in columns."""
+_LONGEST_NAME = 28
+"""Longest name, in cells, that the columns make room for."""
+_FIGURES = 14
+"""Width of the column of sizes, in cells."""
 
 
 class ModelsScreen(Screen[str | None]):
     """Its result is the name of the chosen model."""
 
     HELP = (
-        "`enter` loads a model that is on this machine. It downloads any other model while you go on chatting. `x` "
-        "stops a download; the next one continues it. To use a model that is not listed, type its Hugging Face "
+        "`enter` loads a model that is on this machine. It downloads any other model while you go on chatting. `p` "
+        "pauses a download and continues it, also after a new start. Speeds are predicted from a model's size and this "
+        "machine's memory. To use a model that is not listed, type its Hugging Face "
         "repository id (with `:Q4_K_M` for one GGUF file of it), its folder or its GGUF file into the field. Models "
         "that ollama, LM Studio, llama.cpp or the Hugging Face cache hold are used where they lie."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape," + bound("model"), "leave", "Close", key_display="esc", id="models.close"),
-        Binding("x", "stop", "Stop download", id="models.stop"),
+        Binding("p", "pause", "Pause/continue", id="models.pause"),
         Binding(bound("help"), "app.help", "Help", id="models.help"),
     ]
 
@@ -43,6 +53,7 @@ class ModelsScreen(Screen[str | None]):
         super().__init__()
         self._controller = controller
         self._rows: list[ModelOption] = []
+        self._machine: MachineFigures | None = None
 
     def compose(self) -> ComposeResult:
         yield Static("Model", classes="screen-title", markup=False)
@@ -54,12 +65,26 @@ class ModelsScreen(Screen[str | None]):
 
     def on_mount(self) -> None:
         self.query_one(OptionList).focus()
+        self._controller.pulling.quiet = True
+        self._look()
+        if self._machine is None:
+            self.run_worker(self._measure(), group="measure", exclusive=True)
+
+    def on_unmount(self) -> None:
+        self._controller.pulling.quiet = False
+
+    def on_resize(self) -> None:
+        self._draw()
+
+    async def _measure(self) -> None:
+        """Find how fast this machine is, which waits for an answer that is being written."""
+        self._machine = await machine_figures(self._controller.link)
         self._look()
 
     @work(thread=True, group="look", exclusive=True)
     def _look(self) -> None:
         try:
-            found, problem = model_options(), ""
+            found, problem = model_options(self._machine), ""
         except (ModelError, OSError) as error:
             found, problem = [], str(error)
         self.app.call_from_thread(self._found, found, problem)
@@ -89,14 +114,25 @@ class ModelsScreen(Screen[str | None]):
 
     def _prompt(self, row: ModelOption, current: str) -> Content:
         dot = ("● ", "$text-success") if row.name == current else ("  ", "") if row.here else ("↓ ", "$text-warning")
-        title = Content.assemble(dot, (row.name, "bold"), (f"  {row.figures}", _MUTED))
-        lines = [title]
-        progress = self._controller.pulling.active.get(row.name)
-        if progress is not None:
-            lines.append(Content.assemble("  ", bar(progress.done, progress.total, 20), f" {progress_text(progress)}"))
-        if row.about:
-            lines.append(Content.styled(f"  {row.about}", _MUTED))
-        return Content("\n").join(lines)
+        name = Content.assemble(dot, (row.name, "bold"))
+        width = self.size.width - _AROUND
+        longest = min(_LONGEST_NAME, max((len(other.name) for other in self._rows), default=0))
+        speed = Content.styled(row.speed, "$text-warning" if row.speed.startswith("too") else "")
+        wide = width >= _WIDE and row.speed and len(row.name) <= longest and len(row.figures) <= _FIGURES
+        if wide:
+            room = " " * (longest + 4 - name.cell_length)
+            lines = [Content.assemble(name, room, (f"{row.figures:<{_FIGURES}}  ", _MUTED), speed)]
+        else:
+            lines = [name]
+            for part in (Content.styled(row.figures, _MUTED), speed):
+                if lines[-1].cell_length + 2 + part.cell_length <= width:
+                    lines[-1] = Content.assemble(lines[-1], "  ", part)
+                else:
+                    lines.append(Content.assemble("  ", part))
+        below = [*download_lines(self._controller.pulling, row.name, "p"), Content.styled(row.about, _MUTED)]
+        for line in below:
+            lines += [Content.assemble("  ", part) for part in line.wrap(max(20, width - 2))]
+        return Content("\n").join(line for line in lines if line.plain.strip())
 
     @on(OptionList.OptionSelected)
     def _chosen(self, event: OptionList.OptionSelected) -> None:
@@ -128,10 +164,16 @@ class ModelsScreen(Screen[str | None]):
         else:
             self.dismiss(name)
 
-    async def action_stop(self) -> None:
+    async def action_pause(self) -> None:
+        """Pause the marked download, or continue it."""
         marked = self.query_one(OptionList).highlighted
-        if marked is not None and marked < len(self._rows):
-            await self._controller.pulling.cancel(self._rows[marked].name)
+        if marked is None or marked >= len(self._rows):
+            return
+        name, pulling = self._rows[marked].name, self._controller.pulling
+        if name in pulling.active:
+            await pulling.cancel(name)
+        elif name in pulling.stopped:
+            pulling.start(name)
 
     def action_leave(self) -> None:
         self.dismiss(None)

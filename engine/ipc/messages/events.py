@@ -141,6 +141,15 @@ class BeamEstimates(Event, frozen=True, kw_only=True, tag="beam_estimates"):
     available_bytes: int
 
 
+class MachineMeasured(Event, frozen=True, kw_only=True, tag="machine_measured"):
+    """What decides which models this machine can run, and how fast."""
+
+    memory_bytes: int
+    """Memory of the machine, as far as this process may use it."""
+    memory_read: float
+    """Bytes per second at which the processor streams memory; 0.0 if it could not be measured."""
+
+
 class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     """The planned contents of one device's memory, in bytes. ``total`` 0: unknown."""
 
@@ -259,6 +268,7 @@ AnyEvent = (
     | Timing
     | Finished
     | BeamEstimates
+    | MachineMeasured
     | Planned
     | BenchResult
     | Done
@@ -269,5 +279,5 @@ AnyEvent = (
     | RingChanged
 )
 
-TERMINAL_EVENTS = (Loaded, Finished, BeamEstimates, Planned, BenchResult, Done, Failed)
+TERMINAL_EVENTS = (Loaded, Finished, BeamEstimates, MachineMeasured, Planned, BenchResult, Done, Failed)
 """Events that end a request. No other event of the request follows."""

@@ -160,6 +160,11 @@ class EstimateBeams(Request, frozen=True, kw_only=True, tag="estimate_beams"):
     context_tokens: int
 
 
+class MeasureMachine(Request, frozen=True, kw_only=True, tag="measure_machine"):
+    """Look at this machine's memory and measure how fast it is read, which takes less than a second. Event:
+    MachineMeasured or Failed."""
+
+
 class Pull(Request, frozen=True, kw_only=True, tag="pull"):
     """Copy a model from a lent machine that has it, if the network is open; otherwise download it, or build the
     starter.
@@ -246,6 +251,7 @@ AnyRequest = (
     | Cancel
     | Watch
     | EstimateBeams
+    | MeasureMachine
     | Pull
     | Prepare
     | Shutdown
