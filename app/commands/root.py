@@ -17,7 +17,7 @@ _HELP = {"help_option_names": ["-h", "--help"]}
 _BENCHES = "decode, prefill, beams, experts, exchange, ring or residency."
 _MOST_NODES = 16
 
-LocationKind = Literal["config", "data", "models", "logs"]
+LocationKind = Literal["config", "data", "models", "logs", "keymap"]
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -401,11 +401,14 @@ def doctor(in_json: bool, network: bool, peer: str | None) -> int:
 
 
 @privatellm.command()
-@click.argument("what", metavar="WHAT", type=_one_of(LocationKind), help="config, data, models or logs.")
+@click.argument("what", metavar="WHAT", type=_one_of(LocationKind), help="config, data, models, logs or keymap.")
 def locate(what: LocationKind) -> None:
-    """Print the folder of the configuration, data, models or logs."""
+    """Print the folder of the configuration, data, models or logs, or the file that changes keys."""
     from engine.models.locations import locate as folder_for
 
+    if what == "keymap":
+        answer(f"{folder_for('config') / 'keymap.toml'}\n")
+        return
     answer(f"{folder_for(what)}\n")
 
 

@@ -22,7 +22,7 @@ from app.engine_client import Engine, EngineClient
 from app.machine import Machine
 from app.settings.file import SettingsFile, open_settings
 from app.settings.schema import THEMES, Settings
-from app.tui.keymap import COMMANDS, readable
+from app.tui.keymap import COMMANDS, KEYMAP_FILE, key, readable, use
 from app.tui.render.highlighting import Highlighter
 from app.tui.screens.chat import ChatScreen, Updated
 from app.tui.terminal.application import TerminalApp
@@ -66,6 +66,20 @@ class ChatApp(TerminalApp):
         # If the model of the settings file cannot be used, the default model must not be fetched in its place.
         self._is_missing = lambda model: "model" not in settings.refused and is_missing(model)
         self.chat: ChatScreen | None = None
+        self._keymap_problems = self._use_keymap(settings.path.with_name(KEYMAP_FILE))
+
+    def _use_keymap(self, file: Path) -> tuple[str, ...]:
+        """Use the person's keys; returns what is wrong with them. Without the file no screen need be imported."""
+        use({})
+        if not file.exists():
+            return ()
+        from app.tui.actions import all_actions
+        from app.tui.keymap_file import read, resolve
+
+        keymap = resolve(read(file), all_actions())
+        use(keymap.keys)
+        self.set_keymap({id: ",".join(keys) for id, keys in keymap.keys.items()})
+        return keymap.problems
 
     @property
     def settings(self) -> Settings:
@@ -78,7 +92,7 @@ class ChatApp(TerminalApp):
             self.engine, self.store, self.settings_file, self._is_missing, self.highlighter, self.machine
         )
         self.push_screen(self.chat)
-        notices = [*self.settings_file.notices, *self.store.notices]
+        notices = [*self.settings_file.notices, *self._keymap_problems, *self.store.notices]
         if notices:
             self.chat.show_notice(" ".join(notices), "warning")
         # What imports allocated stays until the end, so the collector need not examine it again and again.
@@ -142,14 +156,14 @@ class ChatApp(TerminalApp):
         count = chat.controller.unsaved
         some = "1 message is" if count == 1 else f"{count} messages are"
         chat.show_notice(
-            f"{some} not saved. Press ctrl+q again to quit, or use /export FILE to keep the text.", "error"
+            f"{some} not saved. Press {key('quit')} again to quit, or use /export FILE to keep the text.", "error"
         )
         return False
 
     def action_interrupt(self) -> None:
         """ctrl+c: stop the answer. If there is nothing to stop, show how to leave."""
         if self.chat is None or not self.chat.controller.stop():
-            self.notify("Press ctrl+q to quit.", markup=False)
+            self.notify(f"Press {key('quit')} to quit.", markup=False)
 
     def action_help(self) -> None:
         """Show help about the focused widget."""

@@ -1,4 +1,4 @@
-"""The keys of functions that have more than one, and the table of commands. No Textual.
+"""The keys of functions that are named in hints, and the table of commands. No Textual.
 
 Slash commands, the command palette and the help are made from the one table. Each function has a key that every
 terminal sends.
@@ -6,9 +6,14 @@ terminal sends.
 
 from __future__ import annotations
 
+import re
 import string
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+KEYMAP_FILE = "keymap.toml"
+"""Name of the file with the person's keys, beside the settings."""
 
 TERMINAL_APP = frozenset(
     [
@@ -28,6 +33,7 @@ page down, home and end scroll its own window. ctrl+h, ctrl+i and ctrl+m are the
 
 _KEYS: dict[str, tuple[str, ...]] = {
     "help": ("f1", "ctrl+underscore"),
+    "menu": ("ctrl+p",),
     "chats": ("f2", "ctrl+o"),
     "model": ("f3", "ctrl+g"),
     "beams": ("f4", "ctrl+b"),
@@ -35,28 +41,57 @@ _KEYS: dict[str, tuple[str, ...]] = {
     "machines": ("f8", "ctrl+l"),
     "thoughts": ("f9", "ctrl+right_square_bracket"),
     "sampling": ("f7", "ctrl+backslash"),
+    "settings": ("ctrl+s",),
+    "new": ("ctrl+n",),
+    "again": ("ctrl+r",),
+    "stop": ("escape",),
+    "quit": ("ctrl+q",),
     "undo": ("f6", "ctrl+r"),
     "group": ("f7", "ctrl+n"),
     "newest": ("ctrl+end", "ctrl+f"),
     "messages": ("shift+up", "shift+tab", "ctrl+up"),
+    "send": ("enter",),
     "newline": ("ctrl+j", "shift+enter", "alt+enter", "ctrl+enter"),
     "page_up": ("pageup", "u"),
     "page_down": ("pagedown", "d"),
 }
 
+HOMES = {
+    "help": "chat.help", "menu": "chat.menu", "chats": "chat.conversations", "model": "chat.model",
+    "beams": "chat.beams", "sampling": "chat.sampling", "timing": "chat.timing", "machines": "chat.machines",
+    "thoughts": "chat.thoughts", "settings": "chat.settings", "new": "chat.new", "again": "chat.again",
+    "stop": "chat.stop", "quit": "app.quit", "undo": "settings.undo", "group": "settings.group",
+    "newest": "chat.end", "messages": "prompt.messages", "send": "prompt.send", "newline": "prompt.newline",
+    "page_up": "message.page_up", "page_down": "message.page_down",
+}  # fmt: skip
+"""The id of the binding that names a function's keys: if the person changes its keys, hints name the new ones."""
 
-def keys(function: str, system: str = sys.platform) -> tuple[str, ...]:
-    """The keys of ``function`` by Textual's names. On a Mac those that need no ``fn`` come first."""
+_changed: dict[str, tuple[str, ...]] = {}
+
+
+def use(changed: Mapping[str, tuple[str, ...]]) -> None:
+    """Use the person's keys from now on, by the ids of their bindings. All others are as they were at first."""
+    _changed.clear()
+    _changed.update(changed)
+
+
+def defaults(function: str, system: str = sys.platform) -> tuple[str, ...]:
+    """The keys of ``function`` that the program comes with. On a Mac those that need no ``fn`` come first."""
     return tuple(sorted(_KEYS[function], key=lambda key: system == "darwin" and key not in TERMINAL_APP))
 
 
+def keys(function: str, system: str = sys.platform) -> tuple[str, ...]:
+    """The keys of ``function`` by Textual's names, as the person wants them."""
+    return _changed.get(HOMES[function]) or defaults(function, system)
+
+
 def bound(*functions: str) -> str:
-    """The keys of all ``functions``, in the form that a Binding takes."""
-    return ",".join(key for function in functions for key in keys(function))
+    """The keys of all ``functions`` that the program comes with, in the form that a Binding takes."""
+    return ",".join(key for function in functions for key in defaults(function))
 
 
 def key(function: str, system: str = sys.platform) -> str:
-    """The first key of ``function``, for a hint."""
+    """The first key of ``function``, for a hint. Hints are made when they are shown, as keys can be changed."""
     return readable(keys(function, system)[0])
 
 
@@ -65,48 +100,67 @@ def either(function: str, system: str = sys.platform) -> str:
     return " or ".join(map(readable, keys(function, system)[:2]))
 
 
+_PLACE = re.compile(r"\{(\w+)\}")
+
+
+def with_keys(text: str) -> str:
+    """``text`` with the keys of a function in the place of its name in braces: ``{chats}``."""
+    return _PLACE.sub(lambda found: either(found[1]) if found[1] in _KEYS else found[0], text)
+
+
+_PRINTED = {
+    "underscore": "_", "question_mark": "?", "left_square_bracket": "[", "right_square_bracket": "]", "slash": "/",
+    "backslash": "\\", "full_stop": ".", "comma": ",", "escape": "esc", "minus": "-", "at": "@",
+}  # fmt: skip
+
+
 def readable(name: str) -> str:
     """A key's name as printed on the keyboard."""
-    for word, sign in (("underscore", "_"), ("question_mark", "?"), ("right_square_bracket", "]"), ("backslash", "\\")):
-        name = name.replace(word, sign)
-    return name
+    modifiers, plus, base = name.rpartition("^" if name.startswith("^") else "+")
+    return f"{modifiers}{plus}{_PRINTED.get(base, base)}"
 
 
 @dataclass(frozen=True)
 class ChatCommand:
     """A command of the chat. ``action`` is an action of the chat screen, or of the application (``app.quit_chat``).
 
-    ``argument`` is the argument's name in the help; a command without one takes no argument.
+    ``function`` is the one whose keys call it too. ``argument`` is the argument's name in the help; a command without
+    one takes no argument.
     """
 
     name: str
     title: str
     help: str
     action: str
-    key: str = ""
+    function: str = ""
     argument: str = ""
+
+    @property
+    def key(self) -> str:
+        """Its first key, for a hint; empty if it has none."""
+        return key(self.function) if self.function else ""
 
 
 COMMANDS: tuple[ChatCommand, ...] = (
-    ChatCommand("help", "Help", "Keys and commands", "app.help", key("help")),
-    ChatCommand("new", "New chat", "Start an empty chat", "new", "ctrl+n"),
+    ChatCommand("help", "Help", "Keys and commands", "app.help", "help"),
+    ChatCommand("new", "New chat", "Start an empty chat", "new", "new"),
     ChatCommand("temporary", "Temporary chat", "Start a chat of which nothing is saved", "temporary"),
-    ChatCommand("chats", "Chats", "Open, search, rename, export or delete chats", "chats", key("chats")),
-    ChatCommand("model", "Model", "Choose, download or load a model", "model", key("model"), "[name]"),
-    ChatCommand("beams", "Beams", "Set the beam width; see the candidates", "beams", key("beams"), "[width]"),
+    ChatCommand("chats", "Chats", "Open, search, rename, export or delete chats", "chats", "chats"),
+    ChatCommand("model", "Model", "Choose, download or load a model", "model", "model", "[name]"),
+    ChatCommand("beams", "Beams", "Set the beam width; see the candidates", "beams", "beams", "[width]"),
     ChatCommand("persona", "Persona", "Choose, save or edit personas; /persona none", "persona", "", "[name]"),
     ChatCommand("system", "System prompt", "See and change this chat's system prompt", "system", "", "[text]"),
-    ChatCommand("sampling", "Sampling", "See and change this chat's sampling; presets", "sampling", key("sampling")),
+    ChatCommand("sampling", "Sampling", "See and change this chat's sampling; presets", "sampling", "sampling"),
     ChatCommand(
         "set", "Set a value", "Set a value for this chat, as in /set temperature 0.2", "set_value", "", "[name [value]]"
     ),
-    ChatCommand("timing", "Timing", "See where each token's time goes", "timing", key("timing")),
+    ChatCommand("timing", "Timing", "See where each token's time goes", "timing", "timing"),
     ChatCommand(
-        "thoughts", "Thoughts", "Show or fold what the model thought before its answers", "thoughts", key("thoughts")
+        "thoughts", "Thoughts", "Show or fold what the model thought before its answers", "thoughts", "thoughts"
     ),
-    ChatCommand("machines", "Machines", "Find, pair and forget machines; form a ring", "machines", key("machines")),
-    ChatCommand("settings", "Settings", "Change the settings", "settings", "ctrl+s"),
-    ChatCommand("again", "Regenerate", "Answer the last question again; the old answer stays", "again", "ctrl+r"),
+    ChatCommand("machines", "Machines", "Find, pair and forget machines; form a ring", "machines", "machines"),
+    ChatCommand("settings", "Settings", "Change the settings", "settings", "settings"),
+    ChatCommand("again", "Regenerate", "Answer the last question again; the old answer stays", "again", "again"),
     ChatCommand(
         "continue", "Continue the answer", "Let the model go on from its end; with m any answer", "continue_last"
     ),
@@ -125,8 +179,8 @@ COMMANDS: tuple[ChatCommand, ...] = (
         "",
         "[--thoughts] [file]",
     ),
-    ChatCommand("stop", "Stop the answer", "Keep the text so far", "stop", "escape"),
-    ChatCommand("quit", "Quit", "All chats are saved", "app.quit_chat", "ctrl+q"),
+    ChatCommand("stop", "Stop the answer", "Keep the text so far", "stop", "stop"),
+    ChatCommand("quit", "Quit", "All chats are saved", "app.quit_chat", "quit"),
 )
 
 _ALIASES = {

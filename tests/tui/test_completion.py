@@ -6,7 +6,7 @@ import pytest
 from fake_engine import FakeEngine
 from hypothesis import given
 from hypothesis import strategies as st
-from screen_helpers import MakeApp, controller, ready, wait_until
+from screen_helpers import MakeApp, ready, wait_until
 from textual import on
 from textual.app import App, ComposeResult
 
@@ -98,7 +98,7 @@ async def test_typing_a_slash_offers_commands_and_the_keys_choose(make_app: Make
         assert prompt.text == "/beams "
         await wait_until(pilot, lambda: popup.display and popup.option_count == 16)
         await pilot.press("down", "down", "enter")
-        await wait_until(pilot, lambda: controller(app).options.beams == 2)
+        await wait_until(pilot, lambda: any("uses 2 beams" in said.message for said in app._notifications))
         assert prompt.text == "" and not popup.display
         # esc closes the popup, and nothing else: the text stays, and arrows move in it again.
         await pilot.press("slash", "escape", "h")
@@ -179,3 +179,15 @@ async def test_a_click_does_what_enter_does(make_app: MakeApp) -> None:
         await pilot.click(popup, offset=(6, 1))
         await wait_until(pilot, lambda: isinstance(app.screen, HelpScreen))
         assert app.chat.prompt.text == ""
+
+
+async def test_personas_are_offered_by_name(make_app: MakeApp) -> None:
+    app = make_app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await ready(pilot, app)
+        assert app.chat is not None
+        popup = app.chat.query_one(CompletionPopup)
+        await pilot.press(*"/persona no")
+        await wait_until(pilot, lambda: popup.display)
+        await pilot.press("tab")
+        assert app.chat.prompt.text == "/persona none"

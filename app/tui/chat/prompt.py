@@ -15,7 +15,7 @@ from app.chat.history import QuestionHistory
 from app.conversations.drafts import Draft
 from app.tui.chat.completion import Completer, Completion, CompletionPopup
 from app.tui.chat.folding_area import FoldingArea
-from app.tui.keymap import bound, either
+from app.tui.keymap import bound
 
 
 class Prompt(FoldingArea):
@@ -25,10 +25,9 @@ class Prompt(FoldingArea):
     """
 
     HELP = (
-        "Type a question and press `enter` to send it. `ctrl+j`, `shift+enter` and `alt+enter` start a new line; "
-        "`ctrl+j` works in every terminal. Pasted text keeps its lines; a long paste is folded to a label and sent "
-        "whole, and `tab` beside the label shows it. `up` recalls earlier questions that begin with what is typed. "
-        f"{either('messages')} goes to the messages. `/help` lists the commands."
+        "Type a question and press {send} to send it. {newline} starts a new line. Pasted text keeps its lines; "
+        "a long paste is folded to a label and sent whole, and `tab` beside the label shows it. `up` recalls "
+        "earlier questions that begin with what is typed. {messages} goes to the messages. `/help` lists the commands."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter", "send", "Send", show=False, id="prompt.send"),
@@ -96,14 +95,9 @@ class Prompt(FoldingArea):
         self.move_cursor(self.document.end)
 
     async def _on_key(self, event: events.Key) -> None:
-        # TextArea takes enter as a character before it looks at bindings.
-        if event.key == "enter":
-            event.stop()
-            event.prevent_default()
-            self.action_send()
-            return
-        # Other bindings would take effect only after the characters that were typed just behind them: the library
-        # offers a key to all widgets around the field first.
+        # TextArea takes enter as a character before it looks at bindings, and other bindings would take effect
+        # only after the characters that were typed just behind them: the library offers a key to all widgets around
+        # the field first.
         bound_here = None if event.is_printable else self.screen.active_bindings.get(event.key)
         if bound_here is not None and bound_here.node is self and bound_here.enabled:
             event.stop()

@@ -44,11 +44,11 @@ def _welcome(status: Status) -> Content:
         *[
             Content.assemble((f"{keys:>9}", "bold"), (f"  {text}", "$foreground-muted"))
             for keys, text in (
-                ("enter", "send     "),
-                ("ctrl+j", "new line "),
-                ("esc", "stop     "),
+                (key("send"), "send     "),
+                (key("newline"), "new line "),
+                (key("stop"), "stop     "),
                 (key("help"), "help     "),
-                ("ctrl+q", "quit     "),
+                (key("quit"), "quit     "),
             )
         ],
     ]

@@ -14,7 +14,6 @@ from app.chat.controller import ChatController
 from app.chat.state import BeamsChanged, StatusChanged, Update
 from app.chat.words import rate, size
 from app.text_safety import one_line
-from app.tui.keymap import key
 from app.tui.panels.panel import Panel
 from app.tui.render.rendered import Rendered
 from engine.ipc.messages import Beam, BeamEstimate, BeamEstimates
@@ -26,7 +25,6 @@ _MUTED = "$foreground-muted"
 class BeamPanel(Panel):
     PANEL = "beams"
     TITLE = "Beams"
-    HINT = f"{key('beams')} focuses the panel, {key('beams')} again closes it"
     HELP = (
         "A beam search keeps several candidates and returns the likeliest complete answer. `left` and `right` "
         "choose the beam width and show its cost; `enter` uses it from the next question on. `tab` goes to the "

@@ -12,7 +12,7 @@ from textual.screen import Screen
 from textual.widgets import Footer, Static
 
 from app.chat.state import Update
-from app.tui.keymap import bound
+from app.tui.keymap import bound, key
 
 WIDE = 104
 """Columns of a terminal from which on a panel fits beside the conversation."""
@@ -22,10 +22,8 @@ class Panel(VerticalScroll):
     """A part of the chat screen that is opened and closed by a key."""
 
     PANEL: ClassVar[str] = ""
-    """Name of the panel."""
+    """Name of the panel, which is also that of the function whose keys open it."""
     TITLE: ClassVar[str] = ""
-    HINT: ClassVar[str] = ""
-    """Line below a panel at the side: the keys that lead here from the prompt."""
 
     def __init__(self) -> None:
         super().__init__(classes="panel")
@@ -140,7 +138,9 @@ class PanelSlot:
         if columns >= WIDE:
             side = self._screen.query_one("#side")
             side.display = True
-            side.mount(panel, Static(panel.HINT, classes="panel-hint", markup=False))
+            opener = key(panel.PANEL)
+            hint = f"{opener} focuses the panel, {opener} again closes it"
+            side.mount(panel, Static(hint, classes="panel-hint", markup=False))
             self.on_moved()
             self._screen.call_after_refresh(self._opened, panel)
             return

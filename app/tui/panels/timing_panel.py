@@ -12,7 +12,6 @@ from textual.timer import Timer
 from app.chat.controller import ChatController
 from app.chat.state import TimingArrived, Update
 from app.text_safety import one_line
-from app.tui.keymap import key
 from app.tui.panels.charts import (
     heat_legend,
     heat_map,
@@ -36,7 +35,6 @@ SLOWEST_S = 1.0
 class TimingPanel(Panel):
     PANEL = "timing"
     TITLE = "Timing"
-    HINT = f"{key('timing')} focuses the panel, {key('timing')} again closes it"
     HELP = (
         "Shows where the time of each token goes. Each bar is a layer, divided into attention, router, experts, "
         "exchange between machines, waiting, and the rest. `p` switches between decoding and prefill. The map "

@@ -6,17 +6,28 @@ from collections.abc import Iterable
 
 from textual.worker import get_current_worker
 
+from app.settings.layers import ADJUSTABLE
 from app.text_safety import one_line
 from app.tui.chat.prompt import Prompt
 from app.tui.chat.slash import SlashCommands
 
 MOST_BEAMS = 16
 """Largest beam width."""
+_MOST_SHOWN = 80
+"""Number of characters of a system prompt that are shown beside the persona's name."""
 
 
 def slash_commands(prompt: Prompt) -> SlashCommands:
     """The source of slash commands for ``prompt``."""
-    return SlashCommands({"model": ModelNames(prompt), "beams": beam_widths, "export": export_flags})
+    return SlashCommands(
+        {
+            "model": ModelNames(prompt),
+            "beams": beam_widths,
+            "persona": persona_names,
+            "set": value_names,
+            "export": export_flags,
+        }
+    )
 
 
 def beam_widths() -> Iterable[tuple[str, str]]:
@@ -25,6 +36,18 @@ def beam_widths() -> Iterable[tuple[str, str]]:
 
 def export_flags() -> Iterable[tuple[str, str]]:
     return [("--thoughts", "with the model's thoughts")]
+
+
+def persona_names() -> Iterable[tuple[str, str]]:
+    from app.settings.personas import open_personas
+    from app.tui.screens.chat_setup import NO_PERSONA
+
+    personas = [(persona.name, one_line(persona.system)[:_MOST_SHOWN]) for persona in open_personas().read()]
+    return [*personas, (NO_PERSONA, "the setup of a new chat")]
+
+
+def value_names() -> Iterable[tuple[str, str]]:
+    return [(setting.key, one_line(setting.help)) for setting in ADJUSTABLE]
 
 
 class ModelNames:

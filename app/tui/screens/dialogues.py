@@ -13,32 +13,32 @@ from textual.screen import ModalScreen
 from textual.widget import Widget
 from textual.widgets import Footer, Input, Static
 
-from app.tui.keymap import COMMANDS, bound, either, keys
+from app.tui.keymap import COMMANDS, bound, with_keys
 from app.tui.render.markdown import render_markdown
 from app.tui.render.rendered import Rendered
 
-KEYS = f"""
+KEYS = """
 | Key | Action |
 |---|---|
-| enter | send |
-| {", ".join(keys("newline")[:3])} | start a new line |
-| esc | stop the answer and keep its text |
+| {send} | send |
+| {newline} | start a new line |
+| {stop} | stop the answer and keep its text |
 | up | recall earlier questions (in an empty prompt) |
-| {either("messages")} | go to the messages: copy, edit, regenerate, see alternatives |
-| pageup, pagedown (in the messages also u, d) | scroll |
-| {either("newest")} | go to the newest text |
-| ctrl+r | regenerate the answer |
-| ctrl+n | new chat |
-| {either("chats")} | chats |
-| {either("model")} | model |
-| {either("beams")} | beams |
-| {either("timing")} | timing |
-| {either("machines")} | machines: find, pair, form a ring |
-| {either("sampling")} | sampling of this chat |
-| ctrl+s | settings |
-| ctrl+p | menu of all commands |
-| ctrl+q | quit; all chats are saved |
-| {either("help")} | this help, beginning with the focused part |
+| {messages} | go to the messages: copy, edit, regenerate |
+| {page_up}, {page_down} | scroll (letters in the messages only) |
+| {newest} | go to the newest text |
+| {again} | regenerate the answer |
+| {new} | new chat |
+| {chats} | chats |
+| {model} | model |
+| {beams} | beams |
+| {timing} | timing |
+| {machines} | machines: find, pair, form a ring |
+| {sampling} | sampling of this chat |
+| {settings} | settings |
+| {menu} | menu of all commands |
+| {quit} | quit; all chats are saved |
+| {help} | this help, beginning with the focused part |
 """
 
 
@@ -52,7 +52,7 @@ def help_text(focused: Widget | None) -> str:
     )
     parts = ["# Here", own] if own else []
     parts += ["# Keys", KEYS, "# Commands", f"| Command | Action |\n|---|---|\n{commands}"]
-    return "\n\n".join(parts)
+    return with_keys("\n\n".join(parts))
 
 
 class _HelpText(Rendered):

@@ -42,7 +42,7 @@ class PersonasScreen(Screen[Chosen | None]):
         "A persona is a system prompt with a model and sampling values under a name. `enter` gives the chat the marked "
         "one; the chat keeps its values when the persona is changed later. Type to search. `ctrl+s` saves this chat's "
         "system prompt, model and values as a persona, `ctrl+n` begins an empty one, `ctrl+e` edits or renames the "
-        f"marked one. `ctrl+d` deletes it, and {key('undo')} brings it back. They are kept in `personas.toml` beside "
+        "marked one. `ctrl+d` deletes it, and {undo} brings it back. They are kept in `personas.toml` beside "
         "the settings, which can be edited by hand."
     )
     BINDINGS: ClassVar[list[BindingType]] = [

@@ -22,7 +22,7 @@ from app.machine import Machine
 from app.settings.fields import GROUPS, Setting, SettingError, Value
 from app.settings.schema import SCHEMA
 from app.text_safety import one_line
-from app.tui.keymap import bound, either, key
+from app.tui.keymap import bound, key
 from app.tui.render.formatting import bar, flowing
 from app.tui.render.rendered import Rendered
 from app.tui.render.ring_view import ring_lines
@@ -186,8 +186,8 @@ class SettingsScreen(Screen[str]):
     HELP = (
         "A setting is saved and used as soon as you change it, a field when you leave it or press `enter`. "
         "Settings marked ↻ load the model again, so they wait until you close this screen. Until then the bottom "
-        f"of the screen shows the expected memory and speed, and {either('undo')} discards the changes. "
-        f"{either('group')} goes to the next group. A choice that is not available on this machine is grey, with "
+        "of the screen shows the expected memory and speed, and {undo} discards the changes. "
+        "{group} goes to the next group. A choice that is not available on this machine is grey, with "
         "the reason beside it. An empty field means the default."
     )
     BINDINGS: ClassVar[list[BindingType]] = [

@@ -1,0 +1,72 @@
+"""All actions of the screens that have keys, for the keymap file and the screen of keys."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from textual.app import App
+from textual.binding import Binding
+from textual.dom import DOMNode
+from textual.screen import Screen
+
+
+@dataclass(frozen=True)
+class Action:
+    """One binding, with all its keys by Textual's names.
+
+    ``place``: the class that has it. ``module``: the module of that class. ``priority``: its keys act before the
+    focused field sees them. ``screen``: the class is a screen or an application.
+    """
+
+    id: str
+    keys: tuple[str, ...]
+    title: str
+    place: str
+    module: str
+    priority: bool = False
+    screen: bool = False
+
+
+@functools.cache
+def all_actions() -> tuple[Action, ...]:
+    """The actions of all screens and widgets, in the order of their ids. Imports all screens."""
+    import app.tui
+
+    for module in pkgutil.walk_packages(app.tui.__path__, "app.tui."):
+        importlib.import_module(module.name)
+    return tuple(sorted(_declared(DOMNode), key=lambda action: (action.id, action.place)))
+
+
+def _declared(base: type[DOMNode]) -> set[Action]:
+    found: set[Action] = set()
+    left, seen = [base], set[type[DOMNode]]()
+    while left:
+        kind = left.pop()
+        if kind in seen:
+            continue
+        seen.add(kind)
+        left += kind.__subclasses__()
+        if kind.__module__.startswith("app.") and "BINDINGS" in vars(kind):
+            found |= {
+                Action(
+                    binding.id,
+                    tuple(key.key for key in Binding.make_bindings([binding])),
+                    binding.description,
+                    kind.__name__,
+                    kind.__module__,
+                    binding.priority,
+                    issubclass(kind, (Screen, App)),
+                )
+                for binding in kind.BINDINGS
+                if isinstance(binding, Binding) and binding.id is not None
+            }
+    return found
+
+
+def titles() -> Mapping[str, str]:
+    """What each action does, by its id."""
+    return {action.id: action.title for action in all_actions()}
