@@ -126,7 +126,7 @@ async def test_a_temporary_conversation_leaves_nothing_on_disk(engine: FakeEngin
     assert b"kept" in written and b"uetzalcoatl" not in written.lower()
 
 
-async def test_the_keys_of_deleting_and_undoing(make_app: MakeApp, engine: FakeEngine) -> None:
+async def test_the_keys_of_deleting_and_undoing(make_app: MakeApp, home: Path) -> None:
     app = make_app()
     async with app.run_test(size=(80, 24)) as pilot:
         await ready(pilot, app)
@@ -142,12 +142,17 @@ async def test_the_keys_of_deleting_and_undoing(make_app: MakeApp, engine: FakeE
         await wait_until(pilot, lambda: app.focused is brought_back)
         await pilot.press("escape", *"/temporary", "enter")
         await wait_until(pilot, lambda: controller(app).thread.memory is not None and not shown(app))
-        assert app.chat._title.startswith("◌ Temporary chat")
-        await ask(pilot, app, "three")
+        assert app.chat._title[0].startswith("◌ Temporary chat")
+        await ask(pilot, app, "Quetzalcoatlus three")
         await pilot.press(*"/delete", "enter")
         await wait_until(pilot, lambda: len(shown(app)) == 1)
         await pilot.press(*"/undo", "enter")
         await wait_until(pilot, lambda: len(shown(app)) == 2)
-        await pilot.press("ctrl+n")
+        await pilot.press(*"Quetzalcoatlus draft", "ctrl+n")
         await wait_until(pilot, lambda: controller(app).thread.memory is None)
-        assert app.chat._title == ""
+        assert app.chat._title[0] == ""
+        await wait_until(pilot, lambda: app.chat and app.chat.prompt.text == "")
+        await pilot.press(*"typed later")
+        app.chat.drafting.write()
+    written = _written(home)
+    assert b"typed later" in written and b"Quetzalcoatlus" not in written
