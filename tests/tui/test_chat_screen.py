@@ -217,6 +217,17 @@ async def test_slash_commands(make_app: MakeApp, home: Path) -> None:
         assert "from 1 to 16" in notice(app)
 
 
+async def test_a_question_asked_just_after_a_change_of_chats_is_shown_once(make_app: MakeApp) -> None:
+    app = make_app()
+    async with app.run_test() as pilot:
+        await ready(pilot, app)
+        controller(app).new_conversation()
+        controller(app).submit("What is the capital?")
+        await wait_until(pilot, lambda: not controller(app).busy and shown(app))
+        await pilot.pause()
+        assert len(shown(app)) == 2
+
+
 async def test_a_long_history_is_windowed(make_app: MakeApp, store: ConversationStore) -> None:
     conversation = store.create(model="starter")
     parent: int | None = None

@@ -14,7 +14,6 @@ from app.chat.words import engine_name, progress_text, size
 from app.tui import keymap
 from app.tui.chat.transcript import MOST_MESSAGES, Window
 from app.tui.panels import charts
-from app.tui.panels.beam_panel import common_beginning
 from app.tui.render.formatting import status_line
 from app.tui.render.markdown import code_blocks, column_widths, render_markdown
 from app.tui.render.streaming import LONGEST_TAIL, GrowingText
@@ -367,13 +366,6 @@ def test_a_legend_is_never_broken_between_a_fill_and_its_name() -> None:
         phase = PhaseTimes(tokens=320, layers=layers, per_token=13)
         for line in charts.phase_summary("Prefill", phase, width).wrap(width):
             assert line.plain.strip() not in [fill for _, fill, _ in charts.PARTS]
-
-
-def test_a_long_common_beginning_is_found() -> None:
-    start = "The capital of France has been, for a very long time, "
-    assert common_beginning([start + "Paris", start + "Lyon"]) == len(start)
-    assert common_beginning(["a b", "a c"]) == 0
-    assert common_beginning(["only one"]) == 0
 
 
 def test_commands_are_told_from_questions() -> None:

@@ -12,7 +12,7 @@ import pytest
 from fake_engine import PLANNED, FakeEngine
 from screen_helpers import MACHINE, MakeApp, wait_until
 from textual.pilot import Pilot
-from textual.widgets import OptionList, RadioSet, TextArea
+from textual.widgets import Input, OptionList, RadioSet, Static, TextArea
 
 from app.chat.state import Phase
 from app.tui.application import ChatApp
@@ -63,9 +63,10 @@ TIMING = Timing(
     expert_use=[[(expert * 31 + layer * 17) % 97 + 3 for expert in range(8)] for layer in range(8)],
 )
 _SAME = "The city you ask about is, as most people would tell you, the city of "
+_PARIS = _SAME + "Paris, in the north of the country, with two million people and a great many museums, of which "
 BEAMS = [
-    Beam(_SAME + "Paris, which lies on the Seine.", [1], -0.312, True),
-    Beam(_SAME + "Paris, in the north of the country, with two million people and a great many museums.", [2], -0.498),
+    Beam(_PARIS + "the Louvre is the largest.", [1], -0.312, True),
+    Beam(_PARIS + "several are free on the first Sunday of each month.", [2], -0.498),
     Beam(_SAME + "Lyon.", [3], -1.274, True),
     Beam(_SAME + "Marseille, by the sea.", [4], -1.51),
 ]
@@ -171,7 +172,7 @@ def test_a_message_with_the_focus(
     assert snap_compare(make_app(), terminal_size=size, run_before=before)
 
 
-@sizes
+@all_sizes
 def test_beams(snap_compare: Compare, make_app: MakeApp, engine: FakeEngine, size: tuple[int, int]) -> None:
     engine.beam_steps = [BEAMS]
 
@@ -188,6 +189,37 @@ def test_beams(snap_compare: Compare, make_app: MakeApp, engine: FakeEngine, siz
         await pilot.pause()
 
     assert snap_compare(make_app(beams=4), terminal_size=size, run_before=before)
+
+
+@sizes
+def test_a_temporary_chat(snap_compare: Compare, make_app: MakeApp, size: tuple[int, int]) -> None:
+    async def before(pilot: Pilot[int]) -> None:
+        await ready(pilot)
+        chat = app_of(pilot).chat
+        assert chat is not None
+        chat.action_temporary()
+        await ask(pilot, "What is the capital?")
+
+    assert snap_compare(make_app(), terminal_size=size, run_before=before)
+
+
+@sizes
+def test_finding(snap_compare: Compare, make_app: MakeApp, engine: FakeEngine, size: tuple[int, int]) -> None:
+    engine.answer = lambda request: [ANSWER]
+
+    async def before(pilot: Pilot[int]) -> None:
+        await ready(pilot)
+        await ask(pilot, "What are stacks and queues?")
+        chat = app_of(pilot).chat
+        assert chat is not None
+        chat.action_find("last")
+        await wait_until(pilot, lambda: "of 3" in str(pilot.app.screen.query_one("#find-count", Static).visual))
+        await pilot.press("down")
+        await wait_until(pilot, lambda: "2 of 3" in str(pilot.app.screen.query_one("#find-count", Static).visual))
+        pilot.app.screen.query_one(Input).cursor_blink = False
+        await pilot.pause()
+
+    assert snap_compare(make_app(), terminal_size=size, run_before=before)
 
 
 @sizes

@@ -27,10 +27,10 @@ class FindLine(Horizontal):
         "stays at the message of the hit. `esc` returns to where you were."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("enter,down", "step(1)", "Next", key_display="enter", id="find.next"),
-        Binding("up", "step(-1)", "Previous", key_display="↑", id="find.previous"),
-        Binding("tab", "stay", "Stay here", id="find.stay"),
-        Binding("escape", "leave", "Back", key_display="esc", id="find.leave"),
+        Binding("enter,down", "step(1)", "Next", show=False, id="find.next"),
+        Binding("up", "step(-1)", "Previous", show=False, id="find.previous"),
+        Binding("tab", "stay", "Stay here", show=False, id="find.stay"),
+        Binding("escape", "leave", "Back", show=False, id="find.leave"),
     ]
 
     class Closed(Message):
@@ -44,6 +44,7 @@ class FindLine(Horizontal):
         super().__init__(id=id)
         self.display = False
         self.border_title = "Find in this chat"
+        self.border_subtitle = "enter next · ↑ previous · esc back · tab stay"
         self._transcript = transcript
         self._hits = Hits()
         self._begun_at: Place | None = None

@@ -254,6 +254,8 @@ class Transcript(VerticalScroll, can_focus=False):
 
     async def add(self, entry: Entry) -> None:
         """Add a new message at the end."""
+        if entry in self.path:
+            return  # the path that was shown since then already had it
         self.path.append(entry)
         self.window = self.window.appended()
         async with self._mounting:

@@ -11,6 +11,7 @@ from textual.content import Content
 from textual.widgets import Static
 
 from app.chat.controller import ChatController
+from app.chat.partings import partings, stretches
 from app.chat.state import BeamsChanged, StatusChanged, Update
 from app.chat.words import rate, size
 from app.text_safety import one_line
@@ -19,6 +20,9 @@ from app.tui.render.rendered import Rendered
 from engine.ipc.messages import Beam, BeamEstimate, BeamEstimates
 
 WIDEST = 16
+PARTING = "┃"
+"""The mark before the first word in which candidates differ."""
+_PARTED = "bold $text-warning"
 _MUTED = "$foreground-muted"
 
 
@@ -212,24 +216,28 @@ class Candidates(Rendered, can_focus=True):
             return Content.assemble(head, "\n", (hint, _MUTED))
         state = f"step {self._step}" if self._running else "ended"
         lines = [Content.assemble(head, (f"  {' · '.join(filter(None, [state, rate(self._rate)]))}", _MUTED))]
-        shared = common_beginning([_text_of(beam) for beam in self._beams])
-        if shared:
-            lines.append(Content.styled("“…” stands for the common beginning.", _MUTED))
-            self._rows.append(-1)
+        texts = [one_line(_text_of(beam)) for beam in self._beams]
+        places = partings(texts)
+        if len(texts) > 1:
+            legend = Content.assemble((PARTING, _PARTED), (" candidates part here; … the same in several", _MUTED))
+            rows = legend.wrap(max(8, width))
+            lines += rows
+            self._rows += [-1] * len(rows)
         for index, beam in enumerate(self._beams):
-            rows = self._candidate(index, beam, shared, width)
+            rows = self._candidate(index, beam, texts[index], places[index], width)
             lines += rows
             self._rows += [index] * len(rows)
         return Content("\n").join(lines)
 
-    def _candidate(self, index: int, beam: Beam, shared: int, width: int) -> list[Content]:
+    def _candidate(self, index: int, beam: Beam, text: str, places: Sequence[int], width: int) -> list[Content]:
         marked = index == self._marked
         pointer = "▸" if marked else " "
         ended = " ■" if beam.finished else ""
         style = ("bold $text-accent reverse" if self.has_focus else "bold $text-accent") if marked else "bold"
         title = Content.assemble((f"{pointer}{index + 1:>2} {beam.score:8.3f}{ended}", style))
-        text = one_line(("…" if shared else "") + _text_of(beam)[shared:]) or "(empty)"
-        body = Content(text).wrap(max(8, width - 4))
+        inner = max(8, width - 4)
+        # Wrapping at words leaves a part of each line empty.
+        body = _shown(text, places, self.LINES * inner * 4 // 5).wrap(inner)
         if len(body) > self.LINES:
             body = [*body[: self.LINES - 1], body[self.LINES - 1].rstrip().truncate(max(7, width - 6)) + " …"]
         return [title, *[Content.assemble("    ", line.rstrip()) for line in body]]
@@ -239,17 +247,26 @@ class Candidates(Rendered, can_focus=True):
         self.remake()
 
 
+def _shown(text: str, places: Sequence[int], room: int) -> Content:
+    """What of a candidate shows its partings, each marked before the first word that differs, which stands out."""
+    if not text:
+        return Content("(empty)")
+    parts: list[Content | str | tuple[str, str]] = []
+    reached = 0
+    for stretch in stretches(text, places, room):
+        if stretch.start > reached:
+            parts.append(("… " if parts else "…", _MUTED))
+        reached = stretch.start
+        for place in stretch.partings:
+            word = next((end for end in range(place, stretch.end) if text[end] == " " and end > place), stretch.end)
+            word = min(word, *[other for other in stretch.partings if other > place], stretch.end)
+            parts += [text[reached:place], (PARTING, _PARTED), (text[place:word], "bold $text-accent")]
+            reached = word
+        parts.append(text[reached : stretch.end])
+        reached = stretch.end
+    return Content.assemble(*parts)
+
+
 def _text_of(beam: Beam) -> str:
     """The candidate's answer; its thoughts while it has none."""
     return beam.text or (f"(thinking) {beam.reasoning}" if beam.reasoning else "")
-
-
-def common_beginning(texts: Sequence[str], least: int = 40) -> int:
-    """Number of characters at the beginning of all ``texts`` that are the same, cut at a word; 0 if fewer than
-    ``least``."""
-    if len(texts) < 2:
-        return 0
-    low, high = min(texts), max(texts)
-    shared = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))
-    shared = low.rfind(" ", 0, shared) + 1 if shared < len(low) or shared < len(high) else shared
-    return shared if shared >= least else 0
