@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -140,10 +141,10 @@ def compare_logits(
 
 @dataclass(frozen=True)
 class ReadBytes:
-    """Weight bytes of each part of a bfloat16 model with routed experts in every layer. Norms and biases are left out.
+    """Weight bytes of each part of a model. Norms and biases are left out.
 
-    ``attention``, ``router`` and ``expert`` (one of them) are of one layer; ``head`` includes the embedding's one row,
-    and all of a tied embedding.
+    ``attention``, ``router``, ``expert`` (one of them) and ``dense`` (a feed-forward network without experts) are of
+    one layer; ``head`` includes the embedding's one row, and all of a tied embedding.
     """
 
     attention: int
@@ -153,58 +154,70 @@ class ReadBytes:
     layers: int
     experts: int
     per_token: int
+    dense: int = 0
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ReadBytes:
-        """From a ``config.json``. Raises KeyError for a family without routed experts."""
+        """From the ``config.json`` of a bfloat16 model that has routed experts in every layer, or none."""
         hidden, vocabulary = config["hidden_size"], config["vocab_size"]
         heads = config["num_attention_heads"]
         head = config.get("head_dim") or hidden // heads
         query, key_value = heads * head, config["num_key_value_heads"] * head
-        experts = config["num_experts"] if "num_experts" in config else config["num_local_experts"]
+        experts = config.get("num_experts") or config.get("num_local_experts") or 0
         ffn = config["moe_intermediate_size"] if "moe_intermediate_size" in config else config["intermediate_size"]
         embedding = 0 if config.get("tie_word_embeddings") else hidden
         return cls(
             attention=2 * (2 * hidden * query + 2 * hidden * key_value),
             router=2 * hidden * experts,
-            expert=2 * 3 * hidden * ffn,
+            expert=2 * 3 * hidden * ffn if experts else 0,
             head=2 * (vocabulary * hidden + embedding),
             layers=config["num_hidden_layers"],
             experts=experts,
-            per_token=config["num_experts_per_tok"],
+            per_token=config["num_experts_per_tok"] if experts else 0,
+            dense=0 if experts else 2 * 3 * hidden * ffn,
         )
 
     @classmethod
     def packed(cls, tensors: Iterable[PackedTensor], config: Mapping[str, Any]) -> ReadBytes:
         """From the tensors of a packed file: the mean of its layers, as they are stored."""
+        return cls._of_tensors(((tensor.name, tensor.nbytes) for tensor in tensors), config)
+
+    @classmethod
+    def widened(cls, tensors: Iterable[PackedTensor], config: Mapping[str, Any]) -> ReadBytes:
+        """What :meth:`packed` would give if the weights were bfloat16."""
+        return cls._of_tensors(((tensor.name, 2 * math.prod(tensor.shape)) for tensor in tensors), config)
+
+    @classmethod
+    def _of_tensors(cls, tensors: Iterable[tuple[str, int]], config: Mapping[str, Any]) -> ReadBytes:
         attention = router = expert = dense = vocabulary = 0
         experts = config.get("num_experts") or config.get("num_local_experts") or 1
         layers = config["num_hidden_layers"]
-        for tensor in tensors:
-            if ".attn_" in tensor.name or ".ssm_" in tensor.name or "_shexp" in tensor.name:
-                attention += tensor.nbytes
-            elif "ffn_gate_inp" in tensor.name:
-                router += tensor.nbytes
-            elif "_exps" in tensor.name:
-                expert += tensor.nbytes // experts
-            elif ".ffn_" in tensor.name:
-                dense += tensor.nbytes
-            elif tensor.name == ("token_embd.weight" if config["tie_word_embeddings"] else "output.weight"):
-                vocabulary += tensor.nbytes
+        for name, nbytes in tensors:
+            if ".attn_" in name or ".ssm_" in name or "_shexp" in name:
+                attention += nbytes
+            elif "ffn_gate_inp" in name:
+                router += nbytes
+            elif "_exps" in name:
+                expert += nbytes // experts
+            elif ".ffn_" in name:
+                dense += nbytes
+            elif name == ("token_embd.weight" if config["tie_word_embeddings"] else "output.weight"):
+                vocabulary += nbytes
         return cls(
-            attention=(attention + dense) // layers,
+            attention=attention // layers,
             router=router // layers,
             expert=expert // layers,
             head=vocabulary,
             layers=layers,
             experts=experts,
             per_token=config.get("num_experts_per_tok", 1),
+            dense=dense // layers,
         )
 
     def step(self, distinct: float | None = None) -> float:
         """Bytes of a step in which each layer uses ``distinct`` experts (those of one token unless given)."""
         used = self.per_token if distinct is None else distinct
-        return self.head + self.layers * (self.attention + self.router + used * self.expert)
+        return self.head + self.layers * (self.attention + self.router + self.dense + used * self.expert)
 
 
 @dataclass(frozen=True)

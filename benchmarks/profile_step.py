@@ -16,11 +16,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.compare import READ_BYTES, machine
+from benchmarks.compare import READ_BYTES, bytes_read, machine
 from benchmarks.engines import KINDS
 from benchmarks.measuring import ReadBytes, table
+from benchmarks.packed_export import packed_tensors
 from benchmarks.processes import Worker, WorkerFailed
-from benchmarks.subjects import Subject, add_arguments, check_arguments, say, subject_named, work_folder
+from benchmarks.subjects import PACKED, Subject, add_arguments, check_arguments, say, subject_named, work_folder
 
 TITLES = {
     "attention": "attention", "router": "router", "experts": "experts", "exchange": "exchange", "wait": "wait",
@@ -31,7 +32,8 @@ TITLES = {
 @dataclass(frozen=True)
 class PartProfile:
     """One part of a forward pass, summed over the layers: median seconds, weight bytes read once, multiplications
-    and additions done with them (of attention only those with weights)."""
+    and additions done with them (of attention only those with weights). Feed-forward networks without experts are in
+    ``other``."""
 
     part: str
     seconds: float
@@ -39,25 +41,31 @@ class PartProfile:
     operations: float
 
 
-def profile(passes: Sequence[Mapping[str, Any]], reads: ReadBytes, tokens: int, wanted: int) -> list[PartProfile]:
+def profile(
+    passes: Sequence[Mapping[str, Any]], reads: ReadBytes, tokens: int, wanted: int, widened: ReadBytes | None = None
+) -> list[PartProfile]:
     """The parts of forward passes over ``tokens`` tokens each, of which ``wanted`` give logits.
 
-    ``passes`` are those of ``benchmarks.worker.watched``. Parts that took no time are left out.
+    ``passes`` are those of ``benchmarks.worker.watched``. Parts that took no time are left out. ``widened`` are the
+    bytes of the same weights in bfloat16; None if they are.
     """
+    wide = reads if widened is None else widened
     distinct = statistics.mean(each["distinct"] for each in passes)
     routes = statistics.mean(each["routes"] for each in passes)
     nbytes = {
         "attention": reads.layers * reads.attention,
         "router": reads.layers * reads.router,
         "experts": reads.layers * distinct * reads.expert,
+        "other": reads.layers * reads.dense,
         "outside": reads.head,
     }
     # A bfloat16 weight has two bytes, and costs a multiplication and an addition per token.
     operations = {
-        "attention": tokens * reads.layers * reads.attention,
-        "router": tokens * reads.layers * reads.router,
-        "experts": routes * reads.expert,
-        "outside": wanted * reads.head,
+        "attention": tokens * wide.layers * wide.attention,
+        "router": tokens * wide.layers * wide.router,
+        "experts": routes * wide.expert,
+        "other": tokens * wide.layers * wide.dense,
+        "outside": wanted * wide.head,
     }
     found = []
     for part in TITLES:
@@ -112,17 +120,23 @@ def measure(subject: Subject, arguments: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def report(model: Mapping[str, Any], reads: ReadBytes) -> str:
-    """One table per number of rows or length of prompt."""
+def report(model: Mapping[str, Any], reads: ReadBytes, widened: ReadBytes | None = None) -> str:
+    """One table per number of rows or length of prompt; ``widened`` as for :func:`profile`."""
     lines = [f"### {model['title']}", "", f"{model['version']}; streaming read {model['rate'] / 1e9:.1f} GB/s"]
     for measured in model["passes"]:
         rows, tokens = measured["rows"], measured["tokens"]
         what = f"a step of {rows} row{'s' * (rows > 1)}" if rows else f"a prompt of {tokens} tokens"
         distinct = statistics.mean(each["distinct"] for each in measured["passes"])
-        parts = profile(measured["passes"], reads, rows or tokens, rows or 1)
+        parts = profile(measured["passes"], reads, rows or tokens, rows or 1, widened)
         lines += ["", f"**{what}**, {distinct:.1f} distinct experts per layer", ""]
         lines.append(profile_table(parts, model["rate"]))
     return "\n".join(lines)
+
+
+def _widened(subject: Subject) -> ReadBytes | None:
+    if not subject.packed:
+        return None
+    return ReadBytes.widened(packed_tensors(subject.config, PACKED[subject.kind][2]), subject.config)
 
 
 def main(values: Sequence[str] | None = None) -> int:
@@ -144,7 +158,7 @@ def main(values: Sequence[str] | None = None) -> int:
         for name in arguments.models:
             subject = subject_named(name, arguments)
             result["models"].append(measure(subject, arguments))
-            print(report(result["models"][-1], ReadBytes.of(subject.config)), end="\n\n", flush=True)
+            print(report(result["models"][-1], bytes_read(subject), _widened(subject)), end="\n\n", flush=True)
     except WorkerFailed as error:
         say(str(error))
         return 1

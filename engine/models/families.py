@@ -83,6 +83,8 @@ class Family:
     full_attention_interval: int = 0
     """Default of the setting of this name: every so many layers one has full attention, the others have delta-nets.
     0: all have full attention."""
+    alternating: bool = False
+    """Whether every second layer, from the second one on, has linear attention if ``layer_types`` does not say."""
 
     @property
     def is_dense(self) -> bool:
@@ -312,7 +314,7 @@ _TABLE: tuple[Family, ...] = (
         ffn_key="moe_intermediate_size",
         extra_layers=True,
     ),
-    Family("minimax", layouts=_MIXTRAL),
+    Family("minimax", layouts=_MIXTRAL, alternating=True),
     Family(
         "dbrx",
         layers_prefix="transformer.blocks.",
@@ -402,6 +404,8 @@ def layer_kinds(config: Mapping[str, Any]) -> list[str]:
         )
     layers = _integer(config, _first_present(config, "num_hidden_layers", "n_layers"), maximum=MOST_LAYERS)
     family = FAMILIES.get(str(config.get("model_type")))
+    if family is not None and family.alternating:
+        return ["linear_attention" if layer % 2 else "full_attention" for layer in range(layers)]
     if family is None or not family.full_attention_interval:
         return ["full_attention"] * layers
     interval = _integer(config, "full_attention_interval", family.full_attention_interval)

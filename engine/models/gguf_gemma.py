@@ -85,8 +85,14 @@ def _rotated_part(gguf: GgufFile, width: int) -> float:
 
 
 def layer_shapes(gguf: GgufFile, config: Mapping[str, Any], here: str, there: str) -> Shapes:
-    """The tensors of a layer but for its experts, its router and the norms that layers of all kinds have."""
+    """The tensors of a layer but for its experts, its router and the norms that layers of all kinds have. Raises
+    ModelError if queries, keys and values are one tensor."""
     layer = int(here.split(".")[1])
+    if here + "attn_qkv.weight" in gguf.tensors:
+        raise ModelError(
+            f"{gguf.path} stores queries, keys and values of Gemma 4 as one tensor (attn_qkv), which is not read; "
+            "use another file."
+        )
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     kind = "" if config["layer_types"][layer] == "sliding_attention" else "global_"
     size, groups = config[f"{kind}head_dim"], config[f"num_{kind}key_value_heads"]

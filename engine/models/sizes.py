@@ -28,6 +28,8 @@ _SHARED = frozenset(("shared_expert", "shared_experts", "shared_expert_gate"))
 """Parts of the names of shared experts, which a ring computes during the exchange."""
 WITHOUT_KEYS = frozenset(("linear_attention", "conv"))
 """Types of layers that keep a state of fixed size instead of keys and values."""
+STATE_COLUMNS = 32
+"""Columns of a delta-net's state that lie together in the native runtime (PLLM_STATE_COLUMNS)."""
 _FEW = 2
 """Default experts per token if ``config.json`` gives none, as in the commonest family."""
 
@@ -67,6 +69,8 @@ class Sizes:
     key_value_bytes_per_token: int
     state_bytes: int = 0
     """Bytes of what a row keeps besides, whatever its length: the states of delta-nets."""
+    padded_state_bytes: int = 0
+    """As ``state_bytes``, in native's blocks of columns."""
     head_width: int = 0
     """Numbers of a key or value of one head; 0: they cannot be kept in 8 bits."""
     shared_bytes: int = 0
@@ -92,7 +96,7 @@ class Sizes:
         return _WIDTHS.get(self.dtype, 2)
 
     def for_runtime(self, runtime: str, on_gpu: bool = False, key_values: str = "auto") -> Sizes:
-        """These sizes with trunk, keys and values as ``runtime`` keeps them. ``key_values`` as in
+        """These sizes with trunk, states, keys and values as ``runtime`` keeps them. ``key_values`` as in
         :class:`engine.ipc.messages.LoadOptions`: only native keeps them in 8 bits.
 
         The trunk: native reads it where it is stored, and computes in
@@ -106,8 +110,9 @@ class Sizes:
         if self.trunk_numbers is None or runtime not in ("native", "torch"):
             return self
         trunk, width, packed, dtype = self.trunk_numbers, self.width, TrunkSize(), self.dtype
+        states = self.state_bytes
         if runtime == "native":
-            trunk, width = self.trunk_stored, 1
+            trunk, width, states = self.trunk_stored, 1, self.padded_state_bytes
             dtype = "bfloat16" if dtype == "float16" else dtype
         elif dtype == "bfloat16" and not on_gpu:
             trunk, packed = self.trunk_plain, self.trunk_packed
@@ -117,6 +122,7 @@ class Sizes:
             trunk_bytes=packed.total + trunk.total * width,
             embedding_bytes=packed.embedding + trunk.embedding * width,
             shared_bytes=packed.shared + trunk.shared * width,
+            state_bytes=states,
         )
 
     def for_planning(self, name: str = "", bytes_per_weight: int | None = None) -> ModelSizes:
@@ -244,6 +250,7 @@ def _sizes(whole: Mapping[str, Any], trunk: _Trunk, experts: _Routed | None, dty
         expert_weights=_expert_weights(experts, hidden, 0 if shape is None else shape.ffn),
         key_value_bytes_per_token=key_value_numbers(config) * _WIDTHS.get(chosen, 2),
         state_bytes=state_bytes(config),
+        padded_state_bytes=state_bytes(config, STATE_COLUMNS),
         head_width=_head_width(config),
         experts_are_packed=experts is not None and is_packed(experts.dtype),
         largest_expert_bytes=0 if experts is None else experts.largest,
@@ -310,9 +317,10 @@ def _of_layer(config: Mapping[str, Any], layer: int, kind: str) -> Mapping[str, 
     }
 
 
-def state_bytes(config: Mapping[str, Any]) -> int:
+def state_bytes(config: Mapping[str, Any], columns: int = 1) -> int:
     """Bytes of the states that layers keep for a row, in float32: delta-nets one of each value head, and, as short
-    convolutions do, the last inputs of their convolution. 0 for a model with neither."""
+    convolutions do, the last inputs of their convolution. 0 for a model with neither. ``columns``: the columns of a
+    head's state take memory for a multiple of so many."""
     taps = config.get("conv_L_cache")
     if isinstance(taps, int) and (convolutions := layer_kinds(config).count("conv")):
         return 4 * convolutions * taps * _number(config, "hidden_size")
@@ -323,7 +331,8 @@ def state_bytes(config: Mapping[str, Any]) -> int:
     key_heads, key_width, value_heads, value_width, taps = (int(size or 0) for size in sizes)
     values = value_heads * value_width
     layers = layer_kinds(config).count("linear_attention")
-    return 4 * layers * (values * key_width + (taps - 1) * (2 * key_heads * key_width + values))
+    padded = value_heads * -(-value_width // columns) * columns
+    return 4 * layers * (padded * key_width + (taps - 1) * (2 * key_heads * key_width + values))
 
 
 def _trunk(tensors: Iterable[tuple[str, _Stored]], config: Mapping[str, Any]) -> _Trunk:

@@ -22,6 +22,19 @@ def test_parts_are_given_what_they_read_and_compute() -> None:
     assert found["experts"].seconds == pytest.approx(2e-6)
 
 
+def test_packed_weights_cost_the_operations_of_wide_ones() -> None:
+    """And a dense model's feed-forward network is among what else its layers do."""
+    parts = {"attention": 1e-6, "router": 0.0, "experts": 0.0, "outside": 1e-6, **NOTHING, "other": 2e-6}
+    passes = [{"parts": parts, "distinct": 0.0, "routes": 0}]
+    packed = ReadBytes(attention=300, router=0, expert=0, head=1500, layers=2, experts=1, per_token=1, dense=700)
+    wide = ReadBytes(attention=1000, router=0, expert=0, head=5000, layers=2, experts=1, per_token=1, dense=2000)
+    found = {part.part: part for part in profile(passes, packed, tokens=3, wanted=1, widened=wide)}
+    assert set(found) == {"attention", "other", "outside"}
+    assert found["other"].nbytes == 1400 and found["other"].operations == 3 * 4000
+    assert found["attention"].nbytes == 600 and found["attention"].operations == 3 * 2000
+    assert found["outside"].nbytes == 1500 and found["outside"].operations == 5000
+
+
 def test_of_a_prompt_the_head_runs_one_row() -> None:
     parts = {"attention": 1e-6, "router": 1e-7, "experts": 2e-6, "outside": 1e-6, **NOTHING}
     passes = [{"parts": parts, "distinct": 8.0, "routes": 256}]

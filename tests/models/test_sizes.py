@@ -80,6 +80,20 @@ def test_delta_nets_keep_states() -> None:
     assert state_bytes({**config, "linear_num_key_heads": None}) == 0
 
 
+def test_every_second_layer_of_minimax_keeps_a_state_if_none_is_named() -> None:
+    from transformers import MiniMaxConfig
+
+    config: dict[str, object] = {"num_hidden_layers": 5, "num_attention_heads": 4, "hidden_size": 32}
+    named = {**config, "model_type": "minimax", "layer_types": MiniMaxConfig(num_hidden_layers=5).layer_types}
+    assert key_value_numbers({**config, "model_type": "minimax"}) == key_value_numbers(named) == 3 * 2 * 4 * 8
+
+
+def test_native_keeps_states_in_blocks_of_columns(tiny_model: Callable[..., Path]) -> None:
+    sizes = sizes_of(open_model(tiny_model("qwen3_5_text")))  # heads of 20 columns
+    assert sizes.for_runtime("torch").for_planning().state_bytes == sizes.state_bytes
+    assert sizes.for_runtime("native").for_planning().state_bytes > sizes.state_bytes > 0
+
+
 @pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"])
 @pytest.mark.parametrize("setting", [{}, {"full_attention_interval": 2}])
 def test_the_kinds_of_layers_need_not_be_named(family: str, setting: dict[str, int]) -> None:

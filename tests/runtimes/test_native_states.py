@@ -14,7 +14,7 @@ from native_oracle import load_native, needs_kernels
 from subjects import assert_close, fresh, prompt_of
 
 from engine.errors import ModelError
-from engine.models.sizes import state_bytes
+from engine.models.sizes import sizes_of, state_bytes
 from engine.runtimes.native import model as native_model
 from engine.runtimes.native.model import NativeModel
 from engine.runtimes.native.states import States
@@ -108,6 +108,7 @@ def test_a_state_takes_what_is_told_of_it_if_its_columns_are_padded(tiny_model: 
     rows.step([5])
     assert rows._cache.states is not None
     assert rows._cache.states.nbytes == model.facts.state_bytes > state_bytes(model._files.config)  # type: ignore[union-attr]
+    assert sizes_of(model._files).for_runtime("native").state_bytes == model.facts.state_bytes
 
 
 @needs_kernels

@@ -11,9 +11,6 @@ from engine.moe.timing import Part
 KEY_BLOCK = 16
 """Positions per block of keys, which are stored transposed (PLLM_KEY_BLOCK)."""
 
-STATE_COLUMNS = 32
-"""Columns of a delta-net's state that lie together (PLLM_STATE_COLUMNS)."""
-
 MOST_TAPS = 16
 """Maximum tokens of a delta-net's convolution (PLLM_MOST_TAPS)."""
 

@@ -14,10 +14,11 @@ from typing import Any, Literal
 
 from engine.errors import ModelError
 from engine.models.families import layer_kinds
+from engine.models.sizes import STATE_COLUMNS
 from engine.models.wording import shown
 from engine.moe.kernels.layers import Gate
 from engine.runtimes.native import rotary
-from engine.runtimes.native.bindings import MOST_TAPS, STATE_COLUMNS
+from engine.runtimes.native.bindings import MOST_TAPS
 
 HeadNorm = Literal["none", "per-head", "whole"]
 """Norms of queries and keys: none; each head by itself (qwen3); the whole projection (olmoe)."""
