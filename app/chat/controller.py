@@ -298,6 +298,10 @@ class ChatController:
         self._emit(SettingsChanged(frozenset(keys)))
         self._status_changed()
 
+    def tell(self, notice: UserNotice) -> None:
+        """Show ``notice`` to the person."""
+        self._emit(notice)
+
     def load_again(self, *, fetch: bool = False) -> None:
         """Load the model again after the current answer: it could not be loaded, or its files changed.
 

@@ -65,19 +65,19 @@ class ChatSetup:
         self._set(self.values.having(changes))
 
     def change_typed(self, name: str, text: str) -> str:
-        """As :meth:`change`, of the value that a person calls ``name``, typed as ``text``; ``default`` is the model's.
+        """As :meth:`change`, of the value that a person calls ``name``, typed as ``text``.
 
-        Without a text the chat has no value of its own any more. Returns the value in effect as a line. Raises
-        SettingError.
+        ``default`` is the model's own value, and ``reset`` gives up the chat's own. Without a text nothing changes.
+        Returns the value in effect as a line. Raises SettingError.
         """
-        setting = adjustable(name)
-        if not text.strip():
+        setting, word = adjustable(name), text.strip()
+        if word.casefold() == "reset":
             self.reset([setting.key])
-        else:
-            plain = setting.optional and text.strip().casefold() == "default"
-            self.change({setting.key: None if plain else setting.parse(text)})
-        value = self.options.value(setting.key)
-        return f"{setting.label} of this chat: {shown(setting, value)}."
+        elif word:
+            plain = setting.optional and word.casefold() == "default"
+            self.change({setting.key: None if plain else setting.parse(word)})
+        line = f"{setting.label} of this chat: {shown(setting, self.options.value(setting.key))}."
+        return line if word else f"{line} It can be {setting.allowed}; reset gives up the chat's own."
 
     def reset(self, keys: Sequence[str]) -> None:
         """Give up the chat's own values of ``keys``: the persona's or the settings' apply."""
@@ -93,7 +93,7 @@ class ChatSetup:
         """
         thread = self._thread()
         thread.system = persona.system
-        thread.values = ChatValues(persona.name, persona.values)
+        thread.values = ChatValues(persona.name, persona.values_over(self._settings()))
         self._save()
         if persona.model and persona.model != self._settings().model:
             return self._use_model(persona.model)

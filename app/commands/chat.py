@@ -4,16 +4,33 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import TYPE_CHECKING
 
 from app.interrupts import leave_on_interrupt, raise_on_interrupt
 
+if TYPE_CHECKING:
+    from app.chat.starting import Start
 
-def chat(*, plain: bool = False) -> int:
+
+def start_from(*, latest: bool, model: str | None, persona: str | None) -> Start | None:
+    """How the chat begins by its flags; None without any. Raises WorkFailed for what is unknown or not here."""
+    if not latest and model is None and persona is None:
+        return None
+    from app.chat.starting import Start
+    from app.commands.options import check_model, persona_named
+
+    start = Start(latest, model or "", None if persona is None else persona_named(persona))
+    if model is not None:
+        check_model(model)
+    return start
+
+
+def chat(start: Start | None = None, *, plain: bool = False) -> int:
     """Chat until the person leaves; the exit status. A dumb terminal has no screen to draw on: it gets lines."""
     if plain or (_on_terminal() and os.environ.get("TERM") == "dumb"):
         from app.plain.chat import run_plain
 
-        return run_plain()
+        return run_plain(start)
     if not _on_terminal():
         print(  # noqa: T201
             'privatellm: the chat needs a terminal; in a script use: privatellm ask "...", or privatellm --plain',
@@ -25,7 +42,7 @@ def chat(*, plain: bool = False) -> int:
     # From here on the screen owns the terminal and must be able to restore it.
     raise_on_interrupt()
     try:
-        return run_chat() or 0
+        return run_chat(start) or 0
     finally:
         leave_on_interrupt()
 

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from app.commands.output import WorkFailed, notify
-from app.settings.fields import ItemError, Value, check_item
+from app.settings.fields import ItemError, SettingError, Value, check_item
 from app.settings.file import open_settings
+from app.settings.personas import Persona, open_personas
+from app.settings.ring import may_be_copied
 from app.settings.schema import Settings
 from engine.errors import ModelError
 from engine.ipc.messages import Load
@@ -36,13 +38,24 @@ class Loading:
         return self.settings.load
 
 
-def settings_with(flags: Mapping[str, Value]) -> Settings:
-    """The person's settings, overridden by ``flags``. Problems of the settings file are printed."""
+def settings_with(flags: Mapping[str, Value], persona: Persona | None = None) -> Settings:
+    """The person's settings, overridden by ``persona`` and then by ``flags``. Problems of the file are printed."""
     file = open_settings()
     for notice in file.notices:
         notify(f"note: {notice}")
-    given: dict[str, Any] = dict(flags)
-    return dataclasses.replace(file.settings, **given)
+    said: dict[str, Any] = {**persona.said, **persona.values_over(file.settings)} if persona is not None else {}
+    return dataclasses.replace(file.settings, **{**said, **flags})
+
+
+def persona_named(name: str) -> Persona:
+    """The persona that a flag names. Raises WorkFailed (status 2) with the names that there are."""
+    file = open_personas()
+    for notice in file.notices:
+        notify(f"note: {notice}")
+    try:
+        return file.find(name)
+    except SettingError as error:
+        raise WorkFailed(str(error).removesuffix("."), status=2) from error
 
 
 def load_from(flags: LoadFlags, *, needs_model: bool = True) -> Loading:
@@ -60,6 +73,16 @@ def load_from(flags: LoadFlags, *, needs_model: bool = True) -> Loading:
     except ModelError as error:
         raise WorkFailed(str(error)) from error
     return Loading(settings, peers)
+
+
+def check_model(name: str) -> None:
+    """Raises WorkFailed for a model that is unknown, or that must be downloaded first."""
+    try:
+        model = resolve(name)
+        if model.kind == "hub" and not may_be_copied(name, open_settings(look_only=True).settings.partitioning):
+            model.require_folder()
+    except ModelError as error:
+        raise WorkFailed(str(error)) from error
 
 
 def check_peers(peers: list[str], *, ring: bool) -> tuple[str, ...]:

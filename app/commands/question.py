@@ -14,7 +14,7 @@ from typing import Any, cast
 import msgspec
 
 from app.attachments.attachment import AttachmentError, read_file, with_attachments
-from app.commands.options import check_peers, settings_with
+from app.commands.options import check_peers, persona_named, settings_with
 from app.commands.output import WorkFailed, notify
 from app.settings.fields import Value
 from app.settings.schema import Settings
@@ -35,8 +35,10 @@ class Flags:
     """Paths of text files that are attached to the question."""
     prompt_ids: str | None = None
     system: str | None = None
+    persona: str | None = None
+    """Name of the persona whose system prompt, model and values override the person's settings."""
     settings: Mapping[str, Value] = field(default_factory=dict)
-    """Values that override the person's settings, by their keys."""
+    """Values that override the persona and the person's settings, by their keys."""
     stop: list[str] = field(default_factory=list)
     peers: list[str] = field(default_factory=list)
     as_json: bool = False
@@ -67,7 +69,7 @@ def question_from(flags: Flags) -> Question:
         raise WorkFailed("--file cannot be used with --prompt-ids, which are no text", status=2)
     if "" in flags.stop:
         raise WorkFailed("--stop cannot be empty", status=2)
-    settings = settings_with(flags.settings)
+    settings = settings_with(flags.settings, None if flags.persona is None else persona_named(flags.persona))
     generate = _generate(flags, settings)
     if flags.prompt_ids is not None:
         generate = msgspec.structs.replace(generate, prompt_ids=parse_ids(flags.prompt_ids))

@@ -120,17 +120,22 @@ class _InOrder(click.Group):
 @click.option(
     "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Show the version."
 )
+@click.option("--continue", "latest", is_flag=True, help="Go on with the latest chat.")
+@click.option("--model", help="Model to chat with. The one of your settings stays the default.")
+@click.option("--persona", metavar="P", help="Persona to chat with.")
 @click.option("--plain", is_flag=True, help="Chat in plain lines: for screen readers, dumb terminals and scripts.")
 @click.pass_context
-def privatellm(context: click.Context, plain: bool) -> int:
+def privatellm(context: click.Context, *, latest: bool, model: str | None, persona: str | None, plain: bool) -> int:
     """Chat privately with a Mixture-of-Experts language model on your own machines. Without a command the chat
     opens."""
     if context.invoked_subcommand is None:
-        from app.commands.chat import chat
+        from app.commands.chat import chat, start_from
 
-        return chat(plain=plain)
-    if plain:
-        raise click.BadParameter("it is for the chat, which takes no command", param_hint="--plain")
+        _given({"model": model})
+        return chat(start_from(latest=latest, model=model, persona=persona), plain=plain)
+    given = {"--continue": latest, "--model": model is not None, "--persona": persona is not None, "--plain": plain}
+    for flag in (name for name, is_given in given.items() if is_given):
+        raise click.BadParameter("before a command it is for the chat, which takes no command", param_hint=flag)
     return 0
 
 
@@ -144,6 +149,7 @@ def privatellm(context: click.Context, plain: bool) -> int:
 )
 @click.option("--file", "files", metavar="F", multiple=True, help="Attach this text file; may be repeated.")
 @click.option("--model", help="Model to ask.")
+@click.option("--persona", metavar="P", help="Persona to ask: its system prompt, model and values.")
 @click.option("--system", help="System prompt. Default: that of your settings or the model.")
 @click.option("--beams", metavar="W", type=int, help="Width of the beam search, 1 to 16.")
 @click.option("--length-penalty", metavar="P", type=float, help="Divide beam scores by length**P.")
@@ -165,6 +171,7 @@ def ask(
     prompt: str | None,
     stdin: bool | None,
     files: tuple[str, ...],
+    persona: str | None,
     system: str | None,
     stop: tuple[str, ...],
     peers: tuple[str, ...],
@@ -173,7 +180,7 @@ def ask(
     **settings: Value,
 ) -> int:
     """Print the answer to one question. Text on stdin is appended to the prompt: `cat notes | privatellm ask
-    "summarise"`. Flags override your settings, and your settings override the model's defaults."""
+    "summarise"`. Flags override the persona, which overrides your settings, which override the model's defaults."""
     from app.commands.question import Flags, question_from
 
     flags = Flags(
@@ -181,6 +188,7 @@ def ask(
         stdin=stdin,
         files=list(files),
         prompt_ids=prompt_ids,
+        persona=persona,
         system=system,
         settings=_given(settings),
         stop=list(stop),

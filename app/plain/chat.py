@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 from app.chat.controller import ChatController
+from app.chat.starting import Start
 from app.chat.state import Entry, EntryChanged, Phase, StatusChanged, Update, UserNotice
 from app.conversations.opening import open_store
 from app.conversations.store import ConversationStore, StoreError
@@ -61,7 +62,7 @@ class PlainChat:
         self._told_model = ""
         self._told_problem = ""
 
-    def run(self, notices: Sequence[str] = ()) -> int:
+    def run(self, notices: Sequence[str] = (), start: Start | None = None) -> int:
         """Chat until the person leaves, stdin ends or a signal arrives; the exit status. Everything is saved."""
         end = self.background.begin(self.controller.run())
         status = 0
@@ -69,6 +70,9 @@ class PlainChat:
             self.console.write_line(_GREETING)
             for line in notices:
                 self.speaker.say(line, "Warning")
+            if start is not None:
+                self.call(start.begin, self.controller)
+                self.show_conversation()
             while True:
                 with suppress(KeyboardInterrupt):
                     self._one_line()
@@ -121,7 +125,7 @@ class PlainChat:
     def follow(self) -> None:
         """Write the answer at the end of the conversation until it has ended. ctrl+c stops it, and its text stays."""
         answer = self.controller.thread.path[-1]
-        streams = self.controller.options.beams == 1
+        streams = self.controller.setup.options.beams == 1
         self.speaker.begin(answer)
         self.speaker.doing(self.controller.status)
         with self._interrupts_queued():
@@ -188,8 +192,8 @@ class PlainChat:
                 self.speaker.say(line)
 
 
-def run_plain() -> int:
-    """Chat in lines on stdin and stdout until the person leaves or stdin ends; the exit status."""
+def run_plain(start: Start | None = None) -> int:
+    """Chat in lines on stdin and stdout until the person leaves or stdin ends; the exit status. Raises SettingError."""
     from engine.models.locations import ensure
 
     if any(stream is None or stream.closed for stream in (sys.stdin, sys.stdout)):
@@ -201,6 +205,8 @@ def run_plain() -> int:
         return 1
     with contextlib.closing(store), _signals():
         settings = open_settings()
+        if start is not None:
+            start.choose_model(settings)
         console = standard_console()
         try:
             fetches = _may_fetch(console, settings)
@@ -209,7 +215,7 @@ def run_plain() -> int:
         except Leaving as leaving:
             return leaving.status
         chat = PlainChat(console, EngineClient(), store, settings, lambda model: fetches and _is_missing(model))
-        return chat.run([*settings.notices, *store.notices])
+        return chat.run([*settings.notices, *store.notices], start)
 
 
 def _may_fetch(console: Console, settings: SettingsFile) -> bool:

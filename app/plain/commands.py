@@ -11,6 +11,7 @@ from app.chat.model_choices import model_options
 from app.chat.thread import export_thread
 from app.conversations.exporting import export_problem, suggested_path
 from app.conversations.store import Conversation, StoreError
+from app.plain import setup_commands
 from app.plain.speaking import thoughts_mark
 from app.ring_words import machine_name, state_words
 from app.settings.fields import SettingError
@@ -108,11 +109,11 @@ def _beams(chat: PlainChat, width: str) -> None:
         if not 1 <= number <= 16:
             chat.speaker.say(f"The beam width must be a number from 1 to 16, not {one_line(width)}.", "Warning")
             return
-        _tell_problem(chat, chat.call(controller.change_settings, {"beams": number}))
-        chat.speaker.say(f"The next question uses {number} beam{'' if number == 1 else 's'}.")
+        chat.call(controller.setup.change, {"beams": number})
+        chat.speaker.say(f"This chat's next question uses {number} beam{'' if number == 1 else 's'}.")
         return
     candidates = controller.beams
-    chat.speaker.say(f"The beam width is {controller.options.beams}. /beams WIDTH changes it, from 1 to 16.")
+    chat.speaker.say(f"The beam width is {controller.setup.options.beams}. /beams WIDTH changes it, from 1 to 16.")
     if not candidates:
         return
     lines = [f"score {beam.score:.3f}: {one_line(beam.text) or '(empty)'}" for beam in candidates]
@@ -232,6 +233,10 @@ _ACTIONS: dict[str, Callable[[PlainChat, str], None]] = {
     "chats": _chats,
     "model": _model,
     "beams": _beams,
+    "persona": lambda chat, name: setup_commands.persona(chat, name, _pick),
+    "system": setup_commands.system,
+    "sampling": setup_commands.sampling,
+    "set": setup_commands.set_value,
     "thoughts": _thoughts,
     "machines": _machines,
     "settings": _settings,

@@ -142,6 +142,15 @@ PRESETS: tuple[Preset, ...] = (
 """The presets. Each sets everything that samples but the seed, and one beam, as a beam search does not sample."""
 
 
+def preset_named(name: str) -> Preset:
+    """Raises SettingError if there is none."""
+    try:
+        return next(preset for preset in PRESETS if preset.name == name.strip().casefold())
+    except StopIteration:
+        names = ", ".join(preset.name for preset in PRESETS)
+        raise SettingError(f"There is no preset {name!r}; there are {names}.") from None
+
+
 def preset_in(options: Settings) -> Preset | None:
     """The preset whose values are those of ``options``; None if there is none."""
     return next((p for p in PRESETS if all(options.value(key) == value for key, value in p.values.items())), None)

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from app.files import name_aside, write_whole
 from app.settings.fields import Setting, SettingError, Value
 from app.settings.layers import ADJUSTABLE
-from app.settings.schema import setting_named
+from app.settings.schema import Settings, setting_named
+from engine.ipc.messages import Sampling
 from engine.models.locations import locate
 
 if TYPE_CHECKING:
@@ -48,10 +49,16 @@ class Persona:
     values: Mapping[str, Value] = field(default_factory=dict)
 
     @property
-    def settings(self) -> dict[str, Value]:
-        """What the persona says, as values of settings by their keys."""
+    def said(self) -> dict[str, Value]:
+        """All that the persona says, by the keys of settings."""
         own = {key: value for key, value in ((_MODEL, self.model), (_SYSTEM, self.system)) if value}
         return {**own, **self.values}
+
+    def values_over(self, settings: Settings) -> dict[str, Value]:
+        """The values by which answers are asked for. A persona that samples is not asked with beams of ``settings``."""
+        samples = any(key in self.values for key in Sampling.__struct_fields__)
+        alone = samples and settings.beams > 1 and "beams" not in self.values
+        return {**self.values, "beams": 1} if alone else dict(self.values)
 
     def checked(self) -> Persona:
         """This persona with its name and values in their usual form. Raises SettingError if they are not allowed."""
@@ -226,7 +233,7 @@ def _put(document: TOMLDocument, persona: Persona, old: str) -> None:
 
     before = document.get(old)
     table = before if isinstance(before, dict) else tomlkit.table()
-    wanted = {key: "" if value is None else value for key, value in persona.settings.items()}
+    wanted = {key: "" if value is None else value for key, value in persona.said.items()}
     for key in _KNOWN:
         value = wanted.get(key)
         if value is None:

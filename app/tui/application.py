@@ -15,6 +15,7 @@ from textual.binding import Binding, BindingType
 from textual.screen import Screen
 from textual.theme import Theme
 
+from app.chat.starting import Start
 from app.chat.state import SettingsChanged
 from app.conversations.opening import open_store
 from app.conversations.store import ConversationStore
@@ -56,6 +57,7 @@ class ChatApp(TerminalApp):
         *,
         machine: Machine | None = None,
         is_missing: Callable[[str], bool] = starter_is_missing,
+        start: Start | None = None,
     ) -> None:
         super().__init__()
         self.engine = engine
@@ -66,6 +68,7 @@ class ChatApp(TerminalApp):
         # If the model of the settings file cannot be used, the default model must not be fetched in its place.
         self._is_missing = lambda model: "model" not in settings.refused and is_missing(model)
         self.chat: ChatScreen | None = None
+        self._start = start
         self._keymap_problems = self._use_keymap(settings.path.with_name(KEYMAP_FILE))
 
     def _use_keymap(self, file: Path) -> tuple[str, ...]:
@@ -92,6 +95,8 @@ class ChatApp(TerminalApp):
             self.engine, self.store, self.settings_file, self._is_missing, self.highlighter, self.machine
         )
         self.push_screen(self.chat)
+        if self._start is not None:
+            self._start.begin(self.chat.controller)
         notices = [*self.settings_file.notices, *self._keymap_problems, *self.store.notices]
         if notices:
             self.chat.show_notice(" ".join(notices), "warning")
@@ -184,8 +189,8 @@ def database_path() -> Path:
     return ensure("data") / "conversations.sqlite"
 
 
-def run_chat() -> int:
-    """Open the chat on this terminal until the person leaves; the exit status."""
+def run_chat(start: Start | None = None) -> int:
+    """Open the chat on this terminal until the person leaves; the exit status. Raises SettingError."""
     from app.conversations.store import StoreError
     from app.tui.terminal.output import guarded_output
 
@@ -198,12 +203,14 @@ def run_chat() -> int:
         return 1
     try:
         settings = open_settings()
+        if start is not None:
+            start.choose_model(settings)
         with guarded_output():
-            return asyncio.run(_run(store, settings))
+            return asyncio.run(_run(store, settings, start))
     finally:
         store.close()
 
 
-async def _run(store: ConversationStore, settings: SettingsFile) -> int:
+async def _run(store: ConversationStore, settings: SettingsFile, start: Start | None) -> int:
     engine = EngineClient()
-    return await ChatApp(engine, store, settings).run_to_end(engine)
+    return await ChatApp(engine, store, settings, start=start).run_to_end(engine)

@@ -150,9 +150,14 @@ COMMANDS: tuple[ChatCommand, ...] = (
     ChatCommand("beams", "Beams", "Set the beam width; see the candidates", "beams", "beams", "[width]"),
     ChatCommand("persona", "Persona", "Choose, save or edit personas; /persona none", "persona", "", "[name]"),
     ChatCommand("system", "System prompt", "See and change this chat's system prompt", "system", "", "[text]"),
-    ChatCommand("sampling", "Sampling", "See and change this chat's sampling; presets", "sampling", "sampling"),
+    ChatCommand("sampling", "Sampling", "See and change this chat's sampling", "sampling", "sampling", "[preset]"),
     ChatCommand(
-        "set", "Set a value", "Set a value for this chat, as in /set temperature 0.2", "set_value", "", "[name [value]]"
+        "set",
+        "Set a value",
+        "Set a value of this chat: /set temperature 0.2, /set seed reset",
+        "set_value",
+        "",
+        "[name [value]]",
     ),
     ChatCommand("timing", "Timing", "See where each token's time goes", "timing", "timing"),
     ChatCommand(

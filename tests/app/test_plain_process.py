@@ -18,6 +18,7 @@ from terminals import ROOT, WAIT_S, Terminal
 
 from app.conversations.opening import open_store
 from app.conversations.store import MessageRecord
+from app.settings.personas import Persona, open_personas
 
 Open = Callable[..., Terminal]
 _PIPED = f"""
@@ -131,3 +132,31 @@ def test_plain_is_no_flag_of_a_command(tmp_path: Path) -> None:
     )  # fmt: skip
     assert result.returncode == 2
     assert "--plain" in result.stderr
+
+
+def test_a_chat_has_its_own_setup(tmp_path: Path) -> None:
+    install(tmp_path)
+    open_personas(tmp_path / "config" / "personas.toml").put(Persona("Poet", "Rhyme.", "", {"temperature": 1.2}))
+    lines = ["/persona nobody", "/persona", "1", "/set seed 7", "/set volume 3", "/sampling", "echo:"]
+    lines += [
+        "/system Be brief.",
+        "/sampling loud",
+        "/sampling exact",
+        "echo:",
+        "/persona none",
+        "/system",
+        "/beams 2",
+        "/beams",
+        "",
+    ]
+    result = piped(tmp_path, "\n".join(lines) + "\n")
+    assert result.returncode == 0, result.stderr
+    out = result.stdout
+    assert "There is no persona 'nobody'; there are Poet." in out and "1. Poet: Rhyme." in out
+    assert "Temperature: 1.2, of the persona" in out and "Seed: 7, of this chat" in out
+    assert "A chat has no value 'volume'" in out and "There is no preset 'loud'" in out
+    asked = out.replace(" ", "")
+    assert '"temperature":1.2' in asked and '"seed":7' in asked and '"Rhyme."' in asked
+    assert '"temperature":0.0' in asked and '"Bebrief."' in asked
+    assert "This chat has no persona now." in out and "This chat has no system prompt." in out
+    assert "The beam width is 2." in out

@@ -127,7 +127,8 @@ async def test_values_are_typed_by_name_and_label(engine: FakeEngine, store: Con
     assert setup.change_typed("Temperature", "0.2") == "Temperature of this chat: 0.2."
     assert setup.change_typed("top-p", "default") == "Top-p of this chat: default."
     assert setup.values.own == {"temperature": 0.2, "top_p": None}
-    assert setup.change_typed("temperature", "") == "Temperature of this chat: 0.9."
+    assert setup.change_typed("temperature", " ").startswith("Temperature of this chat: 0.2. It can be a number from 0")
+    assert setup.change_typed("temperature", "Reset") == "Temperature of this chat: 0.9."
     for name, text, problem in (("temperature", "hot", "'hot'"), ("theme", "nord", "no value 'theme'")):
         with pytest.raises(SettingError, match=problem):
             setup.change_typed(name, text)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from textual.worker import get_current_worker
 
-from app.settings.layers import ADJUSTABLE
+from app.settings.layers import ADJUSTABLE, PRESETS
 from app.text_safety import one_line
 from app.tui.chat.prompt import Prompt
 from app.tui.chat.slash import SlashCommands
@@ -24,6 +24,7 @@ def slash_commands(prompt: Prompt) -> SlashCommands:
             "model": ModelNames(prompt),
             "beams": beam_widths,
             "persona": persona_names,
+            "sampling": preset_names,
             "set": value_names,
             "export": export_flags,
         }
@@ -48,6 +49,10 @@ def persona_names() -> Iterable[tuple[str, str]]:
 
 def value_names() -> Iterable[tuple[str, str]]:
     return [(setting.key, one_line(setting.help)) for setting in ADJUSTABLE]
+
+
+def preset_names() -> Iterable[tuple[str, str]]:
+    return [(preset.name, preset.about) for preset in PRESETS]
 
 
 class ModelNames:

@@ -610,8 +610,8 @@ class ChatScreen(Screen[None]):
     def action_set_value(self, argument: str = "") -> None:
         self.setup.set_value(argument)
 
-    def action_sampling(self) -> None:
-        self.setup.sampling()
+    def action_sampling(self, preset: str = "") -> None:
+        self.setup.sampling(preset)
 
     def action_persona(self, name: str = "") -> None:
         self.setup.persona(name)

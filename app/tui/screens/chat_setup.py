@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from app.settings.fields import SettingError
+from app.settings.layers import preset_named
 from app.settings.personas import Persona, open_personas
 from app.text_safety import one_line
 
@@ -39,7 +40,7 @@ class SetupCommands:
         self._screen.app.push_screen(EditText("System prompt", self._setup.system, hint), edited)
 
     def set_value(self, argument: str = "") -> None:
-        """``NAME VALUE``, ``NAME`` to reset it, or nothing to see all values."""
+        """``NAME VALUE``, ``NAME`` to see one value, or nothing to see all."""
         name, _, text = argument.partition(" ")
         if not name:
             self.sampling()
@@ -49,7 +50,16 @@ class SetupCommands:
         except SettingError as error:
             self._screen.show_notice(_sentence(str(error)), "warning")
 
-    def sampling(self) -> None:
+    def sampling(self, preset: str = "") -> None:
+        """Use the preset of that name; without one, show all values."""
+        if preset:
+            try:
+                self._setup.use_preset(preset_named(preset))
+            except SettingError as error:
+                self._screen.show_notice(str(error), "warning")
+            else:
+                self._screen.show_notice(f"The sampling of this chat is {preset_named(preset).name}.")
+            return
         from app.tui.screens.sampling import SamplingScreen
 
         self._screen.app.push_screen(

@@ -67,20 +67,20 @@ class PersonasScreen(Screen[Chosen | None]):
 
     def compose(self) -> ComposeResult:
         yield Static("Personas", classes="screen-title", markup=False)
-        yield Input(placeholder="Type to search", id="search")
+        yield Input(placeholder="Type to search", id="persona-search")
         yield OptionList(id="personas")
         yield Static("", id="personas-problem", classes="problem", markup=False)
         yield Footer(compact=True, show_command_palette=False)
 
     def on_mount(self) -> None:
         self.query_one("#personas").can_focus = False
-        self.query_one("#search").focus()
+        self.query_one("#persona-search").focus()
         self._tell(" ".join(self._file.notices))
         self._draw(self._controller.setup.values.persona)
 
     def _draw(self, marked: str = "", place: int = 0) -> None:
         """Show the personas that are searched for. The one called ``marked`` is highlighted, else that at ``place``."""
-        wanted = self.query_one("#search", Input).value.casefold().split()
+        wanted = self.query_one("#persona-search", Input).value.casefold().split()
         found = [
             persona
             for persona in self._file.personas
