@@ -14,6 +14,7 @@ from app.chat.folding import Folds
 from app.chat.history import QuestionHistory
 from app.conversations.drafts import Draft
 from app.tui.chat.completion import Completer, Completion, CompletionPopup
+from app.tui.chat.file_completion import FileReferences
 from app.tui.chat.folding_area import FoldingArea
 from app.tui.keymap import bound
 
@@ -26,8 +27,9 @@ class Prompt(FoldingArea):
 
     HELP = (
         "Type a question and press {send} to send it. {newline} starts a new line. Pasted text keeps its lines; "
-        "a long paste is folded to a label and sent whole, and `tab` beside the label shows it. `up` recalls "
-        "earlier questions that begin with what is typed. {messages} goes to the messages. `/help` lists the commands."
+        "a long paste is folded to a label and sent whole, and `tab` beside the label shows it. `@` and a file, a "
+        "folder or a pattern attaches text files. `up` recalls earlier questions that begin with what is typed. "
+        "{messages} goes to the messages. `/help` lists the commands."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter", "send", "Send", show=False, id="prompt.send"),
@@ -125,6 +127,15 @@ class Prompt(FoldingArea):
         if opened != self.popup.display:
             self.call_next(self.refresh_bindings)
         self.popup.show(completion, self.completer.marked)
+
+    def file_references(self) -> FileReferences:
+        """The source of completions for ``@file``."""
+
+        def listed() -> None:
+            self.completer.forget()
+            self.show_completions()
+
+        return FileReferences(lambda work: self.run_worker(work, group="files", exit_on_error=True), listed)
 
     @on(TextArea.Changed)
     @on(TextArea.SelectionChanged)

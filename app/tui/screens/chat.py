@@ -161,7 +161,7 @@ class ChatScreen(Screen[None]):
         self.query_one("#transcript").display = self.query_one("#heading").display = False
         self.query_one("#side").display = self.query_one("#chats-side").display = False
         self.prompt.popup = self.query_one(CompletionPopup)
-        self.prompt.completer.sources.append(slash_commands(self.prompt))
+        self.prompt.completer.sources += [slash_commands(self.prompt), self.prompt.file_references()]
         self.prompt.focus()
         self.drafting.shown()
         self.prompt.leave_upwards_first = self.query_one(QueueView).enter_from_below
