@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from fake_engine import FakeEngine
 from screen_helpers import MakeApp, ask, controller, ready, wait_until
+from textual.events import Paste
 
 from app.chat import drafts
 from app.chat.drafts import NO_DRAFT, DraftKeeper
@@ -175,3 +176,18 @@ def test_the_history_has_each_question_once_and_those_not_saved() -> None:
     assert history.recalled == "a"
     assert [history.forward() for _ in range(4)] == ["b", "unsaved", "sent", ""]
     assert history.recalled is None
+
+
+async def test_typing_where_a_panel_fills_the_screen_is_not_lost_silently(make_app: MakeApp) -> None:
+    app = make_app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await ready(pilot, app)
+        assert app.chat is not None
+        prompt = app.chat.prompt
+        await pilot.press(*"draft ", "f5")
+        await wait_until(pilot, lambda: app.screen is not app.chat)
+        await pilot.press(*"xyz")
+        assert [said.message for said in app._notifications] == ["Press esc to close the panel; then you can type."]
+        app.screen.post_message(Paste("pasted"))
+        await wait_until(pilot, lambda: app.screen is app.chat)
+        assert prompt.text == "draft pasted" and app.focused is prompt

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
@@ -44,16 +45,22 @@ class Panel(VerticalScroll):
 
 
 class PanelScreen(Screen[None]):
-    """A panel that fills the screen, where it would not fit beside the conversation."""
+    """A panel that fills the screen, where it would not fit beside the conversation.
+
+    There is nothing to type into: what is typed is ignored, and the person told. ``on_paste`` is called with pasted
+    text when the panel has been closed for it.
+    """
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape," + bound("beams", "timing"), "close_panel", "Close", show=False, id="panel.back"),
         Binding(bound("help"), "app.help", "Help", id="panel.help"),
     ]
 
-    def __init__(self, panel: Panel) -> None:
+    def __init__(self, panel: Panel, on_paste: Callable[[str], None]) -> None:
         super().__init__()
         self._panel = panel
+        self._on_paste_there = on_paste
+        self._told = False
         panel.covers = True
 
     def compose(self) -> ComposeResult:
@@ -65,6 +72,16 @@ class PanelScreen(Screen[None]):
         self._panel.focus_first()
         self._panel.opened()
 
+    def on_key(self, event: events.Key) -> None:
+        if event.is_printable and event.key not in self.active_bindings and not self._told:
+            self._told = True
+            self.notify("Press esc to close the panel; then you can type.", markup=False, timeout=4)
+
+    def on_paste(self, event: events.Paste) -> None:
+        event.stop()
+        self.action_close_panel()
+        self._on_paste_there(event.text)
+
     def action_close_panel(self) -> None:
         self._panel.closed()
         self.dismiss(None)
@@ -73,16 +90,24 @@ class PanelScreen(Screen[None]):
 class PanelSlot:
     """The place of the open panel: the side of a wide terminal, a screen of its own on a narrow one.
 
-    ``make`` builds the panel of a name. ``on_left`` is called when no panel is open any more.
+    ``make`` builds the panel of a name. ``on_left`` is called when no panel is open any more, ``on_paste`` with text
+    that was pasted where the panel fills the screen.
     """
 
-    def __init__(self, screen: Screen[Any], make: Callable[[str], Panel], on_left: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        screen: Screen[Any],
+        make: Callable[[str], Panel],
+        on_left: Callable[[], None],
+        on_paste: Callable[[str], None],
+    ) -> None:
         self.panel: Panel | None = None
         self.on_moved: Callable[[], None] = lambda: None
         """Called when a panel was opened or closed beside the conversation."""
         self._screen = screen
         self._make = make
         self._on_left = on_left
+        self._on_paste = on_paste
         self._cover: PanelScreen | None = None
 
     @property
@@ -144,7 +169,7 @@ class PanelSlot:
             self.on_moved()
             self._screen.call_after_refresh(self._opened, panel)
             return
-        self._cover = PanelScreen(panel)
+        self._cover = PanelScreen(panel, self._on_paste)
         self._screen.app.push_screen(self._cover, self._left)
 
     def _opened(self, panel: Panel) -> None:

@@ -119,7 +119,7 @@ class ChatScreen(Screen[None]):
         self.drafting = Drafting(self.prompt, self.controller)
         self.first_run: FirstRun | None = None
         """Set if there was no model at the start."""
-        self.panels = PanelSlot(self, self._make_panel, self.focus_prompt)
+        self.panels = PanelSlot(self, self._make_panel, self.focus_prompt, self.prompt.paste)
         self.setup = SetupCommands(self)
         self.chats = ChatsSide(
             self, self.controller, lambda: self.panels.beside, self._open_chats_screen, self.focus_prompt
