@@ -51,6 +51,7 @@ _KEYS: dict[str, tuple[str, ...]] = {
     "newest": ("ctrl+end", "ctrl+f"),
     "messages": ("shift+up", "shift+tab", "ctrl+up"),
     "send": ("enter",),
+    "editor": ("ctrl+x",),
     "newline": ("ctrl+j", "shift+enter", "alt+enter", "ctrl+enter"),
     "page_up": ("pageup", "u"),
     "page_down": ("pagedown", "d"),
@@ -62,6 +63,7 @@ HOMES = {
     "thoughts": "chat.thoughts", "settings": "chat.settings", "new": "chat.new", "again": "chat.again",
     "stop": "chat.stop", "quit": "app.quit", "undo": "settings.undo", "group": "settings.group",
     "newest": "chat.end", "messages": "prompt.messages", "send": "prompt.send", "newline": "prompt.newline",
+    "editor": "prompt.editor",
     "page_up": "message.page_up", "page_down": "message.page_down",
 }  # fmt: skip
 """The id of the binding that names a function's keys: if the person changes its keys, hints name the new ones."""
@@ -172,6 +174,7 @@ COMMANDS: tuple[ChatCommand, ...] = (
     ChatCommand("delete", "Delete the last message", "With x any message; it can be brought back", "delete_last"),
     ChatCommand("undo", "Undo a deletion", "Bring back what was deleted last, here or in the chats", "undo"),
     ChatCommand("edit", "Edit the last question", "The old question stays as an alternative", "edit_last"),
+    ChatCommand("editor", "Editor", "Write the draft in your own editor: VISUAL or EDITOR", "editor", "editor"),
     ChatCommand("find", "Find in the chat", "In the messages also with /", "find", "", "[text]"),
     ChatCommand("copy", "Copy the last answer", "As Markdown, to the clipboard", "copy_last"),
     ChatCommand("code", "Copy the last code block", "To the clipboard", "copy_code"),

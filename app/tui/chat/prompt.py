@@ -29,6 +29,7 @@ class Prompt(FoldingArea):
         "Type a question and press {send} to send it. {newline} starts a new line. Pasted text keeps its lines; "
         "a long paste is folded to a label and sent whole, and `tab` beside the label shows it. `@` and a file, a "
         "folder or a pattern attaches text files. `up` recalls earlier questions that begin with what is typed. "
+        "{editor} opens the draft in your own editor. "
         "{messages} goes to the messages. `/help` lists the commands."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -36,6 +37,7 @@ class Prompt(FoldingArea):
         Binding("tab", "complete", "Complete", id="prompt.complete"),
         Binding("tab", "unfold", "Show the paste", show=False, id="prompt.unfold"),
         Binding(bound("newline"), "break_line", "New line", show=False, id="prompt.newline"),
+        Binding(bound("editor"), "cut_or_edit", "Editor", show=False, id="prompt.editor"),
         Binding(bound("messages"), "leave_up", "Messages", show=False, id="prompt.messages"),
         Binding("escape", "close_completions", "Close", id="prompt.close_completions"),
     ]
@@ -50,6 +52,9 @@ class Prompt(FoldingArea):
 
     class LeftUpwards(Message):
         """The person goes to the messages above."""
+
+    class EditorWanted(Message):
+        """The person wants to write the draft in their own editor."""
 
     class Scrolled(Message):
         """The person scrolls the transcript by ``pages``."""
@@ -210,6 +215,19 @@ class Prompt(FoldingArea):
         """Show the folded paste at the cursor; without one, go to the next widget."""
         if not self.unfold():
             self.screen.focus_next()
+
+    def action_cut_or_edit(self) -> None:
+        """Cut what is selected; with nothing selected, open the editor."""
+        if self.selection.is_empty:
+            self.post_message(self.EditorWanted())
+        else:
+            self.action_cut()
+
+    def put_edited(self, text: str) -> None:
+        """Replace what is in the field by ``text``. Large pastes that were not changed are folded again."""
+        for label, paste in self.folds.used(self.text).items():
+            text = text.replace(paste, label, 1)
+        self.fill(text)
 
     def action_leave_up(self) -> None:
         self.post_message(self.LeftUpwards())

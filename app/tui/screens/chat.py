@@ -448,6 +448,19 @@ class ChatScreen(Screen[None]):
         self.notice.hide()
         self.controller.regenerate()
 
+    @on(Prompt.EditorWanted)
+    def action_editor(self) -> None:
+        """Open the draft in the person's editor. An answer in progress waits until it is closed."""
+        from app.tui.terminal.editor import EditorProblem, edited
+
+        try:
+            text = edited(self.prompt.whole_text, self.app.suspend)
+        except EditorProblem as problem:
+            self.show_notice(str(problem), "warning")
+        else:
+            self.prompt.put_edited(text)
+        self.prompt.focus()
+
     def action_edit_last(self) -> None:
         questions = [entry for entry in self.controller.thread.path if entry.role == "user"]
         if questions:

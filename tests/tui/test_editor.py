@@ -1,0 +1,110 @@
+"""The draft in the person's own editor."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import pytest
+from screen_helpers import MakeApp, notice, ready, wait_until
+
+from app.tui.terminal import editor
+from app.tui.terminal.editor import EditorProblem, edited, editor_command
+
+LONG = "line\n" * 20
+UseEditor = Callable[[str], Path]
+
+
+@pytest.fixture
+def use_editor(home: Path, monkeypatch: pytest.MonkeyPatch) -> UseEditor:
+    """Makes a Python script, in which ``path`` is the file, the editor. Returns where its notes are."""
+
+    def use(script: str) -> Path:
+        notes, program = home / "notes", home / "an editor.py"
+        beginning = f"import os, pathlib, sys\npath, notes = pathlib.Path(sys.argv[-1]), pathlib.Path({str(notes)!r})\n"
+        program.write_text(beginning + script)
+        monkeypatch.setenv("VISUAL", f"{sys.executable} '{program}' --wait")
+        return notes
+
+    # Under pytest standard output has no descriptor that a program could write to.
+    monkeypatch.setattr(editor.sys, "__stdout__", None)
+    return use
+
+
+def test_the_text_is_edited_in_a_private_file_that_is_removed(use_editor: UseEditor) -> None:
+    notes = use_editor(
+        "notes.write_text(f'{path}\\n{path.stat().st_mode}\\n{path.parent.stat().st_mode}\\n{path.read_text()}')\n"
+        "path.with_name('backup~').write_text('kept')\n"
+        "path.write_text(path.read_text().upper() + '\\x1b[31mred\\r\\n\\n')\n"
+    )
+    assert edited("grüße\nline", nullcontext) == "GRÜSSE\nLINE\nred"
+    path, file_mode, folder_mode, text = notes.read_text().split("\n", 3)
+    assert text == "grüße\nline\n"
+    assert stat.S_IMODE(int(file_mode)) == 0o600 and stat.S_IMODE(int(folder_mode)) == 0o700
+    assert not Path(path).parent.exists()
+
+
+@pytest.mark.parametrize(
+    ("script", "sentence"),
+    [
+        ("sys.exit(3)", "ended with status 3"),
+        ("path.write_bytes(b'\\xff')", "no UTF-8 text"),
+        ("path.unlink()", "could not be used: No such file"),
+    ],
+)
+def test_what_goes_wrong_is_one_sentence_and_the_terminal_is_taken_back(
+    use_editor: UseEditor, script: str, sentence: str
+) -> None:
+    use_editor(script)
+    taken_back = []
+
+    @contextmanager
+    def suspend() -> Iterator[None]:
+        # As Textual's: it does not come to this line if an exception passes.
+        yield
+        taken_back.append(True)
+
+    with pytest.raises(EditorProblem, match=sentence):
+        edited("text", suspend)
+    assert taken_back
+
+
+def test_without_an_editor_it_is_said_which_variable_to_set() -> None:
+    with pytest.raises(EditorProblem, match="set VISUAL or EDITOR"):
+        editor_command({"EDITOR": " "})
+    with pytest.raises(EditorProblem, match="no-such-editor was not found"):
+        editor_command({"EDITOR": "no-such-editor -w"})
+    with pytest.raises(EditorProblem, match="cannot be understood"):
+        editor_command({"VISUAL": "vi '"})
+    assert editor_command({"VISUAL": "sh -c", "EDITOR": "other"}) == ["sh", "-c"]
+
+
+async def test_a_key_opens_the_draft_and_pastes_stay_folded(
+    make_app: MakeApp, use_editor: UseEditor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes = use_editor("notes.write_text(path.read_text()); path.write_text('now: ' + path.read_text() + 'more')")
+    app = make_app()
+    async with app.run_test() as pilot:
+        await ready(pilot, app)
+        assert app.chat is not None
+        prompt = app.chat.prompt
+        await pilot.press("a", "ctrl+x")
+        await wait_until(pilot, lambda: "cannot be opened on this terminal" in notice(app))
+        monkeypatch.setattr(app, "suspend", nullcontext)
+        prompt.paste(LONG)
+        await pilot.press("ctrl+x")
+        await wait_until(pilot, lambda: prompt.text == "now: a[Pasted 20 lines]\nmore")
+        assert notes.read_text() == f"a{LONG}\n" and prompt.whole_text == f"now: a{LONG}\nmore"
+        # With a selection the key cuts, as in other fields.
+        await pilot.press("shift+left", "shift+left", "ctrl+x")
+        assert prompt.text == "now: a[Pasted 20 lines]\nmo" and app.clipboard == "re"
+        monkeypatch.delenv("VISUAL")
+        monkeypatch.delenv("EDITOR", raising=False)
+        prompt.fill("/editor")
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: "No editor is set" in notice(app))
+    assert "VISUAL" not in os.environ
