@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from app.settings.fields import SettingError
-from app.settings.layers import ADJUSTABLE, PRESETS, preset_named, shown
+from app.settings.layers import ADJUSTABLE, PRESETS, preset_named, shown, value_in_effect
 from app.settings.personas import Persona, open_personas
 from app.text_safety import one_line
 
@@ -49,9 +49,11 @@ def sampling(chat: PlainChat, preset: str) -> None:
         except SettingError as error:
             chat.speaker.say(str(error), "Warning")
             return
+    facts = chat.controller.status.facts
     for setting in ADJUSTABLE:
         source = _SOURCES[setup.values.source(setting.key, chat.controller.options)]
-        chat.console.write_line(f"{setting.label}: {shown(setting, setup.options.value(setting.key))}{source}")
+        value = value_in_effect(setting.key, setup.options, facts.sampling if facts is not None else None)
+        chat.console.write_line(f"{setting.label}: {shown(setting, value)}{source}")
     names = ", ".join(known.name for known in PRESETS)
     chat.speaker.say(f"/set NAME VALUE changes one for this chat. /sampling sets several by a preset: {names}.")
 

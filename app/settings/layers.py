@@ -17,6 +17,9 @@ ADJUSTABLE: tuple[Setting, ...] = tuple(
 """The settings that a chat can have its own value of: the group ``answer`` but for the system prompt, which is text."""
 ADJUSTABLE_KEYS = frozenset(setting.key for setting in ADJUSTABLE)
 
+SAMPLED = frozenset(Sampling.__struct_fields__)
+"""Keys of the values that a beam search does not use."""
+
 Source = Literal["chat", "persona", "settings", "default"]
 """Where a value comes from. ``default``: the model's own default, or the program's where a model has none."""
 
@@ -94,6 +97,25 @@ def effective(settings: Settings, chat: ChatValues) -> Settings:
     """The settings with which a chat's answers are asked for."""
     changes: dict[str, Any] = chat.values
     return dataclasses.replace(settings, **changes) if changes else settings
+
+
+def value_in_effect(key: str, options: Settings, own: Sampling | None) -> Value:
+    """The value of ``key`` by which an answer is asked for with ``options`` from a model that samples by ``own``.
+
+    None if it is the model's and unknown.
+    """
+    value = options.value(key)
+    if value is not None or own is None or key not in SAMPLED:
+        return value
+    if key == "temperature" and own.temperature == 0 and _filters(options):
+        return 1.0
+    found: Value = getattr(own, key)
+    return found
+
+
+def _filters(options: Settings) -> bool:
+    """Are tokens left out? The engine then samples with a model that by itself always takes the likeliest one."""
+    return any(value is not None for value in (options.top_p, options.top_k, options.min_p))
 
 
 def adjustable(name: str) -> Setting:

@@ -18,6 +18,7 @@ import pytest
 from app.conversations import opening
 from app.conversations.database import is_alive
 from app.conversations.opening import PAGE_BYTES, Migration, known_migrations, open_store
+from app.conversations.recovering import recover_into
 from app.conversations.searching import SearchIndex
 from app.conversations.store import StoreError, explain
 
@@ -225,6 +226,19 @@ def test_a_lost_page_of_messages_is_filled_from_the_indexes(path: Path) -> None:
     texts = {message.content.split()[1] for item in store.conversations() for message in store.messages(item.id)}
     assert len(texts) == 120
     assert sum(len(store.shown(item.id)) for item in store.conversations()) == len(texts)
+    store.close()
+
+
+def test_values_of_a_conversation_are_recovered(path: Path, tmp_path: Path) -> None:
+    damaged = open_store(path)
+    kept = damaged.create(model="m", own_values={"own": {"seed": 4}})
+    lost = damaged.create(model="m")
+    damaged._connection.execute("UPDATE conversation SET own_values = 'no JSON' WHERE id = ?", (lost.id,))
+    damaged.close()
+    store = open_store(tmp_path / "new.sqlite")
+    recover_into(store._connection, path)
+    assert store.conversation(kept.id).own_values == {"own": {"seed": 4}}
+    assert store.conversation(lost.id).own_values == {}
     store.close()
 
 

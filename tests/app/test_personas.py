@@ -12,9 +12,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from app.settings.fields import SettingError, Value
-from app.settings.layers import ADJUSTABLE, PRESETS, ChatValues, adjustable, allowed, effective, preset_in
+from app.settings.layers import (
+    ADJUSTABLE,
+    PRESETS,
+    ChatValues,
+    adjustable,
+    allowed,
+    effective,
+    preset_in,
+    value_in_effect,
+)
 from app.settings.personas import LONGEST_NAME, Persona, PersonasFile, open_personas
 from app.settings.schema import Settings
+from engine.generation.sampling import own_sampling, sampling_rule
 
 
 @pytest.fixture
@@ -180,6 +190,34 @@ def test_what_a_conversation_kept_is_believed_only_as_far_as_it_is_allowed(conte
     assert chat.persona.isprintable()
     assert effective(Settings(), chat).with_value("beams", 1)
     assert ChatValues.restored(chat.stored) == chat
+
+
+_fractions = st.none() | st.floats(0.01, 1.0)
+
+
+@given(
+    st.builds(
+        Settings, temperature=_fractions, top_p=_fractions, top_k=st.none() | st.integers(0, 9), min_p=_fractions
+    ),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "do_sample": st.booleans(), "temperature": st.floats(0.0, 2.0), "top_p": st.floats(0.01, 1.0),
+            "top_k": st.integers(0, 100), "repetition_penalty": st.floats(0.5, 2.0),
+        },
+    ),
+)  # fmt: skip
+def test_what_is_shown_as_in_effect_is_what_the_engine_uses(options: Settings, defaults: dict[str, Any]) -> None:
+    rule, own = sampling_rule(options.sampling, defaults), own_sampling(defaults)
+    assert own is not None
+    for key in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed"):
+        assert value_in_effect(key, options, own) == getattr(rule, key)
+
+
+def test_impossible_defaults_of_a_model_are_unknown() -> None:
+    assert own_sampling({"do_sample": True, "temperature": -1.0}) is None
+    assert own_sampling({"do_sample": True, "top_p": "high"}) is None
+    assert value_in_effect("top_p", Settings(), None) is None
 
 
 def test_values_survive_being_kept() -> None:

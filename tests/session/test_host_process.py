@@ -110,6 +110,7 @@ def test_loading_tells_its_progress_and_facts(home: Path, model: Path) -> None:
         assert facts.runtime == ("native" if choose("float32").native else "torch")
         assert (facts.experts, facts.experts_per_token, facts.context_limit) == (8, 2, 77)
         assert facts.load_s > 0
+        assert facts.sampling is not None and facts.sampling.temperature is not None
 
 
 def test_cancelling_an_answer(engine: EngineProcess) -> None:

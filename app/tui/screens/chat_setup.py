@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from app.settings.fields import SettingError
 from app.settings.layers import preset_named
 from app.settings.personas import Persona, open_personas
-from app.text_safety import one_line
 
 if TYPE_CHECKING:
     from app.tui.screens.chat import ChatScreen
@@ -106,10 +105,8 @@ class SetupCommands:
 
     def _use_system(self, text: str) -> None:
         self._setup.set_system(text)
-        if not self._setup.system:
-            self._screen.show_notice("This chat has no system prompt now.")
-        else:
-            self._screen.show_notice(f"System prompt of this chat: {one_line(self._setup.system)}")
+        has = "its own system prompt" if self._setup.system else "no system prompt"
+        self._screen.show_notice(f"This chat has {has} now.")
 
 
 def _sentence(text: str) -> str:

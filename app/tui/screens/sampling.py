@@ -14,27 +14,10 @@ from textual.widgets import Footer, Static
 from app.chat.controller import ChatController
 from app.chat.state import StatusChanged, Update
 from app.settings.fields import Setting, Value
-from app.settings.layers import ADJUSTABLE, PRESETS, Source, preset_in
-from app.settings.schema import Settings
+from app.settings.layers import ADJUSTABLE, PRESETS, SAMPLED, Source, preset_in, value_in_effect
 from app.text_safety import one_line
 from app.tui.keymap import bound, key
 from app.tui.screens.value_editor import ValueEditor, ValueRow
-from engine.ipc.messages import ModelFacts, Sampling
-
-_SAMPLED = frozenset(Sampling.__struct_fields__)
-
-
-def value_in_effect(setting: Setting, options: Settings, facts: ModelFacts | None) -> Value:
-    """The value of ``setting``; the loaded model's own default where nothing else is set, None if it is unknown."""
-    value = options.value(setting.key)
-    own = facts.sampling if facts is not None else None
-    if value is not None or own is None or setting.key not in _SAMPLED:
-        return value
-    filtered = any(limit is not None for limit in (options.top_p, options.top_k, options.min_p))
-    if setting.key == "temperature" and own.temperature == 0 and filtered:
-        return 1.0  # the engine samples if a limit is asked for, also where the model by itself does not
-    found: Value = getattr(own, setting.key)
-    return found
 
 
 class ChatValueList:
@@ -46,13 +29,14 @@ class ChatValueList:
     def rows(self) -> Sequence[ValueRow]:
         setup, settings = self._controller.setup, self._controller.options
         options, facts = setup.options, self._controller.status.facts
+        own = facts.sampling if facts is not None else None
         found = []
         for setting in ADJUSTABLE:
             source = setup.values.source(setting.key, settings)
-            idle = setting.key in _SAMPLED and options.beams > 1
+            idle = setting.key in SAMPLED and options.beams > 1
             idle |= setting.key == "length_penalty" and options.beams == 1
             words = _words(source, setting, setup.values.persona)
-            value = value_in_effect(setting, options, facts)
+            value = value_in_effect(setting.key, options, own)
             found.append(ValueRow(setting, value, words, source in ("chat", "persona"), idle))
         return found
 
