@@ -61,6 +61,7 @@ from engine.models.privacy import keep_to_owner
 from engine.moe.kernels.cpu_threads import within_this_machine
 from engine.moe.kernels.pool import physical_cores
 from engine.system.awake import AWAKE
+from engine.system.own_memory import memory_in_use
 from engine.system.temporary_folders import is_remover
 
 if TYPE_CHECKING:
@@ -239,7 +240,7 @@ class Host:
         self._make_resident(request)
         for text in self._session.model.recorder.take_notices():
             self.send(Notice(text=text))
-        return Loaded(id=request.id, facts=self._session.facts)
+        return Loaded(id=request.id, facts=self._session.facts, memory=memory_in_use())
 
     def _pull(self, task: Task, request: Pull) -> AnyEvent:
         from engine.models import store
@@ -296,7 +297,7 @@ class Host:
         facts = session.resize(request.gpu_expert_bytes)
         for text in session.model.recorder.take_notices():
             self.send(Notice(text=text))
-        return Loaded(id=request.id, facts=facts)
+        return Loaded(id=request.id, facts=facts, memory=memory_in_use())
 
     def _plan(self, request: Plan) -> AnyEvent:
         from engine.session.plan_model import plan_model

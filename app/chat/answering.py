@@ -28,6 +28,7 @@ from app.chat.state import (
     UserNotice,
 )
 from app.chat.thread import Thread, prompt_messages
+from app.chat.timing_words import slowest_words
 from app.conversations.generation import Generation
 from app.conversations.store import ConversationStore, State, StoreError, Thoughts
 from app.engine_client import Engine, EngineDied
@@ -368,8 +369,7 @@ class AnswerLoop:
                 self._grow(turn, sanitize(best.text), event.step, event.tokens_per_s)
                 self._emit(BeamsChanged(self.beams, event.step, True, event.tokens_per_s))
             case Timing():
-                self.timing = event
-                self._emit(TimingArrived(event))
+                self._measured(event)
             case Finished():
                 self._finished(turn, event)
             case Failed():
@@ -403,17 +403,23 @@ class AnswerLoop:
     def _finished(self, turn: ChatTurn, event: Finished) -> None:
         self._status.tokens_per_s = event.tokens_per_s
         self._status.context_used = event.prompt_tokens + event.completion_tokens
+        self._status.ttft_s = event.ttft_s or None
+        self._status.memory = event.memory or self._status.memory
         self._end(turn, *completed(turn, event))
         if event.probe_s is not None:
             self._status.probe_s = event.probe_s
         if event.timing is not None:
-            self.timing = event.timing
-            self._emit(TimingArrived(event.timing))
+            self._measured(event.timing)
         if turn.beams > 1:
             self.beams = tuple(event.beams) or self.beams
             self._emit(BeamsChanged(self.beams, event.completion_tokens, False, event.tokens_per_s))
             if turn.picked is not None:
                 self._on_picked(turn, turn.picked)
+
+    def _measured(self, timing: Timing) -> None:
+        self.timing = timing
+        self._status.slowest = slowest_words(timing) if self._link.watching else ""
+        self._emit(TimingArrived(timing))
 
     def _end(self, turn: ChatTurn, state: State, note: str) -> None:
         if not turn.end():

@@ -118,6 +118,9 @@ class EngineLink:
     async def watch(self, timing: bool) -> None:
         """Turn the engine's measuring of times on or off. It stays so after a restart."""
         self.watching = timing
+        if not timing:
+            self.status.slowest = ""
+            self._on_status()
         if self.engine.running:
             with suppress(EngineDied):
                 await self.engine.send(Watch(id=self.engine.new_id(), timing=timing))
@@ -246,6 +249,7 @@ class EngineLink:
         self._loaded = None
         self.network.lost()
         self.status.facts = self.status.progress = self.status.prefill = self.status.warm_up = None
+        self.status.memory = self.status.ttft_s = None
         self._set(Phase.RESTARTING)
 
     async def _start(self) -> None:
@@ -303,7 +307,7 @@ class EngineLink:
                 return event.error
             if isinstance(event, Loaded):
                 self._loaded = self._worked = wanted
-                self.status.facts = event.facts
+                self.status.facts, self.status.memory = event.facts, event.memory
                 return ""
         return "The engine did not say whether it changed the GPU memory for experts."
 
@@ -327,7 +331,7 @@ class EngineLink:
                 self._on_status()
             case Loaded():
                 self._loaded = self._worked = wanted
-                self.status.facts = event.facts
+                self.status.facts, self.status.memory, self.status.ttft_s = event.facts, event.memory, None
                 self.status.context_used, self.status.warm_up = None, None
                 self.status.away = away(event.facts.ring, self.network.state)
                 return ""

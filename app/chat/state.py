@@ -12,7 +12,7 @@ from app.attachments.attachment import CHARACTERS_PER_TOKEN, Attachment
 from app.chat.queue import NewQuestion
 from app.conversations.generation import UNKNOWN, Generation
 from app.conversations.store import NO_THOUGHTS, MessageRecord, Role, State, Thoughts
-from engine.ipc.messages import Beam, ModelFacts, Prefill, Progress, Timing, WarmUp
+from engine.ipc.messages import Beam, MemoryUse, ModelFacts, Prefill, Progress, Timing, WarmUp
 
 _keys = count(1)
 
@@ -114,6 +114,12 @@ class Status:
     """Progress of bringing the weights into memory; None if it is not going on."""
     away: tuple[str, ...] = ()
     """Names of the machines of the ring that are gone. Another ring is formed with the next question."""
+    ttft_s: float | None = None
+    """Seconds from the question to the first token of its answer, of the last answer."""
+    memory: MemoryUse | None = None
+    """The engine's memory after loading or after the last answer."""
+    slowest: str = ""
+    """What a decoding step waits for longest, in words; empty while nothing is measured."""
     probe_s: float | None = None
     """Seconds to the first token of the last answer after an idle time."""
 

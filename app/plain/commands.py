@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING
 
 from app.chat.model_choices import model_options
 from app.chat.thread import export_thread
+from app.chat.timing_words import timing_words
+from app.chat.words import status_words
 from app.conversations.exporting import export_problem, suggested_path
 from app.conversations.store import Conversation, StoreError
+from app.log_tail import LOGS, log_path, read_tail
 from app.plain import setup_commands
 from app.plain.speaking import thoughts_mark
 from app.ring_words import machine_name, state_words
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
 
 _MOST_LISTED = 20
 """Number of conversations in a list to pick from."""
+_LOG_LINES = 20
+"""Number of lines of each log that are printed."""
 _BY_HAND = 'Several lines: begin and end with """, or end each line but the last with \\.'
 
 
@@ -133,6 +138,30 @@ def _thoughts(chat: PlainChat, _: str) -> None:
         chat.speaker.say("No answer here has thoughts.")
 
 
+def _status(chat: PlainChat, _: str) -> None:
+    for line in status_words(chat.controller.status):
+        chat.console.write_line(line)
+
+
+def _timing(chat: PlainChat, _: str) -> None:
+    timing = chat.controller.timing
+    if not chat.controller.link.watching:
+        chat.background.run(chat.controller.link.watch(True))
+        chat.speaker.say("Times are measured from the next answer on. /timing prints them.")
+    elif timing is None:
+        chat.speaker.say("Nothing has been measured yet.")
+    for line in timing_words(timing) if timing is not None else []:
+        chat.console.write_line(line)
+
+
+def _log(chat: PlainChat, _: str) -> None:
+    for log in LOGS:
+        lines = read_tail(log_path(log)).splitlines()[-_LOG_LINES:]
+        chat.speaker.say(str(log_path(log)), f"Log of the {log}")
+        for line in lines:
+            chat.console.write_line(line)
+
+
 def _machines(chat: PlainChat, _: str) -> None:
     problem = chat.background.run(chat.controller.link.list_machines())
     if problem:
@@ -239,6 +268,9 @@ _ACTIONS: dict[str, Callable[[PlainChat, str], None]] = {
     "set": setup_commands.set_value,
     "thoughts": _thoughts,
     "machines": _machines,
+    "status": _status,
+    "timing": _timing,
+    "log": _log,
     "settings": _settings,
     "again": _again,
     "edit": _edit,

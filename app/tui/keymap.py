@@ -165,6 +165,8 @@ COMMANDS: tuple[ChatCommand, ...] = (
     ChatCommand(
         "thoughts", "Thoughts", "Show or fold what the model thought before its answers", "thoughts", "thoughts"
     ),
+    ChatCommand("status", "Status", "Model, engine, context, memory and speed in words", "status"),
+    ChatCommand("log", "Log", "See what the engine and the screen have logged", "log"),
     ChatCommand("machines", "Machines", "Find, pair and forget machines; form a ring", "machines", "machines"),
     ChatCommand("settings", "Settings", "Change the settings", "settings", "settings"),
     ChatCommand("again", "Regenerate", "Answer the last question again; the old answer stays", "again", "again"),

@@ -23,6 +23,7 @@ from engine.ipc.messages import (
 from engine.ipc.progress import ProgressCallback, Reports
 from engine.moe.timing import Recorder
 from engine.runtimes.protocol import Interrupted
+from engine.system.own_memory import memory_in_use
 
 PIECE_INTERVAL_S = 1 / 15
 """Shortest time between two pieces of an answer, in seconds."""
@@ -190,6 +191,7 @@ class Turn:
             reasoning_s=0.0 if stream is None else stream.thought_s,
             timing=self._recorder.frame(self.id) if self._measured else None,
             sampling=self.sampling,
+            memory=memory_in_use(),
         )
 
     def _emit_notices(self) -> None:

@@ -13,12 +13,13 @@ from textual.pilot import Pilot
 from textual.widgets import Input, OptionList, RadioSet, Static
 
 from app.chat.state import Phase, Status
+from app.chat.timing_words import slowest_by_layer
 from app.ring_words import to_send
 from app.tui.application import ChatApp
-from app.tui.panels.charts import node_line, overview, slowest_by_layer
+from app.tui.panels.charts import node_line, overview
 from app.tui.panels.timing_panel import TimingPanel, TimingView
-from app.tui.render.formatting import status_line
 from app.tui.render.ring_view import peer_lines, ring_lines
+from app.tui.render.status_line import status_line
 from app.tui.screens.dialogues import AskText, Confirm
 from app.tui.screens.machines import Here, MachinesScreen
 from app.tui.screens.settings import Prediction, SettingRow, SettingsScreen, prediction

@@ -16,8 +16,8 @@ from app.commands.plan import ring_lines as plan_lines
 from app.ring_words import other_link, peer_address, speed_words, state_words
 from app.tui.application import ChatApp
 from app.tui.lending import lending_view
-from app.tui.render.formatting import status_line
 from app.tui.render.ring_view import peer_lines, ring_lines
+from app.tui.render.status_line import status_line
 from app.tui.screens.dialogues import AskText
 from app.tui.screens.machines import MachinesScreen
 from app.tui.screens.settings import SettingRow, SettingsScreen

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 import pytest
 from fake_engine import FACTS, PLANNED
@@ -10,15 +12,25 @@ from hypothesis import strategies as st
 from textual.content import Content
 
 from app.chat.state import Phase, Status
+from app.chat.timing_words import slowest_layer_words, slowest_layers
 from app.chat.words import engine_name, progress_text, size
 from app.tui import keymap
 from app.tui.chat.transcript import MOST_MESSAGES, Window
 from app.tui.panels import charts
-from app.tui.render.formatting import status_line
 from app.tui.render.markdown import code_blocks, column_widths, render_markdown
+from app.tui.render.status_line import status_line
 from app.tui.render.streaming import LONGEST_TAIL, GrowingText
 from app.tui.screens.settings import prediction
-from engine.ipc.messages import DeviceMemory, ExpertMovement, LayerTimes, PhaseTimes, Prefill, Progress, Timing
+from engine.ipc.messages import (
+    DeviceMemory,
+    ExpertMovement,
+    LayerTimes,
+    MemoryUse,
+    PhaseTimes,
+    Prefill,
+    Progress,
+    Timing,
+)
 
 # --- windows ---
 
@@ -222,6 +234,42 @@ def test_the_status_line_leaves_out_what_matters_least() -> None:
     assert "unsaved" in narrow
 
 
+_FULL = Status(
+    phase=Phase.READY, model="some-moe",
+    facts=msgspec.structs.replace(FACTS, name="some-moe", weights="Q4_K_M", context_limit=32_768),
+    context_used=12_345, tokens_per_s=12.3, ttft_s=0.21, memory=MemoryUse(own=1_200_000_000, mapped=4_000_000_000),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("width", "line"),
+    [
+        (40, "● ready  some-moe  12.3k/32.8k  12.3 t/s"),
+        (60, "● ready  some-moe  Q4_K_M  12.3k/32.8k  12.3 tok/s"),
+        (80, "● ready  some-moe  Q4_K_M  first 210 ms  context 12,345/32,768 (38%)  12.3 tok/s"),
+        (
+            120,
+            "● ready  some-moe  Q4_K_M  memory 1.2 GB + 4.0 GB mapped  first token 210 ms  "
+            "context 12,345/32,768 (38%)  12.3 tok/s",
+        ),
+        (
+            200,
+            "● ready  some-moe  Q4_K_M  torch · local (torch, cpu)  memory 1.2 GB + 4.0 GB mapped  first token 210 ms  "
+            "context 12,345/32,768 (38%)  12.3 tok/s",
+        ),
+    ],
+)
+def test_what_the_status_line_shows_at_each_width(width: int, line: str) -> None:
+    drawn = status_line(_FULL, width).plain
+    assert len(drawn) <= width
+    assert re.sub(" {2,}", "  ", drawn) == line
+
+
+def test_a_name_that_tells_the_number_format_is_enough() -> None:
+    facts = msgspec.structs.replace(FACTS, name="owner/some:Q4_K_M", weights="Q4_K_M")
+    assert status_line(Status(phase=Phase.READY, facts=facts), 120).plain.count("Q4_K_M") == 1
+
+
 # --- charts ---
 
 
@@ -234,8 +282,10 @@ def test_cells_add_up(values: list[float], width: int) -> None:
 
 def test_the_slowest_layers_are_named() -> None:
     layers = [LayerTimes(1, 0, 2), LayerTimes(5, 0, 1), LayerTimes(0, 0, 4)]
-    assert charts.slowest(layers, 2) == [(1, 6.0, "attention"), (2, 4.0, "experts")]
-    assert "layer 1 (6.00 ms, mostly attention)" in charts.slowest_line(layers).plain
+    assert slowest_layers(layers, 2) == [(1, 6.0, "attention"), (2, 4.0, "experts")]
+    assert slowest_layer_words(layers).startswith("Layer 1 takes longest: attention ")
+    assert slowest_layer_words(layers).endswith(" of 6.0 ms")
+    assert slowest_layer_words([LayerTimes()]) == slowest_layer_words([]) == ""
 
 
 def test_bars_can_be_told_apart_without_colour() -> None:

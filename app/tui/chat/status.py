@@ -8,9 +8,9 @@ from textual.widget import Widget
 from textual.widgets import Static
 
 from app.chat.state import Phase, Status
-from app.chat.words import engine_name, progress_text
+from app.chat.words import engine_name, parameters, progress_text
 from app.tui.keymap import key
-from app.tui.render.formatting import status_line
+from app.tui.render.status_line import status_line
 from app.tui.render.streaming import Pace
 
 FIGURES_S, SLOWEST_FIGURES_S = 1.0, 2.0
@@ -65,7 +65,7 @@ def _about_model(status: Status) -> list[Content]:
     if facts is not None:
         experts = f"{facts.experts} experts, {facts.experts_per_token} active per token" if facts.experts else "dense"
         lines = [
-            Content.assemble((facts.name, "bold"), (f" · {_parameters(facts.parameters)} · {experts}", "")),
+            Content.assemble((facts.name, "bold"), (f" · {parameters(facts.parameters)} · {experts}", "")),
             Content.styled(engine_name(facts), "$foreground-muted"),
         ]
         if facts.name == "starter":
@@ -76,10 +76,6 @@ def _about_model(status: Status) -> list[Content]:
         Content.assemble((status.model, "bold"), (f" · {what}", "$foreground-muted")),
         Content.styled("You can type now. Your question waits for the model.", "$foreground-muted"),
     ]
-
-
-def _parameters(count: int) -> str:
-    return f"{count / 1e9:.1f} B parameters" if count >= 1e9 else f"{count / 1e6:.0f} M parameters"
 
 
 class StatusLine(Widget):

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from textual.content import Content
 
+from app.chat.timing_words import WAITING, Slowest, node_name, slowest_by_layer, slowest_layers, total, work_of
 from app.chat.words import rate, size
-from app.text_safety import one_line
 from app.tui.render.formatting import flowing
 from app.tui.terminal.colours import HEATS
 from engine.ipc.messages import ExpertMovement, LayerTimes, NodeTimes, PhaseTimes, Timing
@@ -30,7 +30,6 @@ _RESIDENT = "▪"
 """Mark after the figure of an expert that is in GPU memory. Where there is no room for figures, such an expert shows a
 digit instead of a shade."""
 
-_WAITING = ("exchange", "wait")
 _LONGEST_NAME = 12
 _NARROW = 48
 """Width in cells below which a layer shows its slowest node's number without the name."""
@@ -39,10 +38,6 @@ _NARROW = 48
 def parts_of(times: LayerTimes) -> list[float]:
     """The parts of one layer in the order of :data:`PARTS`, in milliseconds."""
     return [float(getattr(times, name)) for name, _, _ in PARTS]
-
-
-def total(times: LayerTimes) -> float:
-    return sum(parts_of(times))
 
 
 def cells(values: Sequence[float], width: int) -> list[int]:
@@ -56,16 +51,6 @@ def cells(values: Sequence[float], width: int) -> list[int]:
     for index in by_rest[: width - sum(shares)]:
         shares[index] += 1
     return shares
-
-
-def slowest(layers: Sequence[LayerTimes], count: int = 3) -> list[tuple[int, float, str]]:
-    """The ``count`` slowest layers: index, milliseconds per token, and the part that took longest."""
-    order = sorted(range(len(layers)), key=lambda index: total(layers[index]), reverse=True)
-    return [
-        (index, total(layers[index]), max(PARTS, key=lambda part: float(getattr(layers[index], part[0])))[0])
-        for index in order[:count]
-        if total(layers[index]) > 0
-    ]
 
 
 def phase_summary(name: str, phase: PhaseTimes, width: int) -> Content:
@@ -105,7 +90,7 @@ def layer_bars(layers: Sequence[LayerTimes], width: int) -> Content:
         return Content.styled("Nothing has been measured yet.", _MUTED)
     digits = len(str(len(layers) - 1))
     room = max(4, width - digits - 9)
-    named = {index for index, _, _ in slowest(layers)}
+    named = {index for index, _, _ in slowest_layers(layers)}
     lines = []
     for index, layer in enumerate(layers):
         length = round(room * total(layer) / longest)
@@ -114,14 +99,6 @@ def layer_bars(layers: Sequence[LayerTimes], width: int) -> Content:
         figure = (f" {total(layer):7.2f}", style)
         lines.append(Content.assemble((f"{index:>{digits}} ", style or _MUTED), bar, " " * (room - length), figure))
     return Content("\n").join(lines)
-
-
-def slowest_line(layers: Sequence[LayerTimes]) -> Content:
-    found = slowest(layers)
-    if not found:
-        return Content()
-    words = ", ".join(f"layer {index} ({time:.2f} ms, mostly {part})" for index, time, part in found)
-    return Content.assemble(("Slowest: ", "bold"), words)
 
 
 # --- sharing experts between GPU and CPU --------------------------------------------------------------------------
@@ -253,33 +230,6 @@ def _map_header(columns: int, group: int, cell: int, digits: int) -> Content:
 # --- the nodes of a ring ------------------------------------------------------------------------------------------
 
 
-def work_of(times: LayerTimes) -> float:
-    """Milliseconds in which the node itself worked. The other nodes wait for the longest."""
-    return sum(float(getattr(times, name)) for name, _, _ in PARTS if name not in _WAITING)
-
-
-@dataclass(frozen=True)
-class Slowest:
-    """The slowest node of one layer, its times, and how much longer than the fastest it worked."""
-
-    node: int
-    times: LayerTimes
-    gap: float
-    """Milliseconds a token."""
-
-
-def slowest_by_layer(nodes: Sequence[Sequence[LayerTimes]]) -> list[Slowest]:
-    """The slowest node of each layer that all nodes measured; of equals the first. ``nodes``: each node's layers."""
-    if not nodes:
-        return []
-    found = []
-    for layer in range(min(map(len, nodes))):
-        work = [work_of(node[layer]) for node in nodes]
-        slowest = max(range(len(work)), key=work.__getitem__)
-        found.append(Slowest(slowest, nodes[slowest][layer], work[slowest] - min(work)))
-    return found
-
-
 def node_line(nodes: Sequence[NodeTimes], shown: int | None, width: int) -> Content:
     """All nodes, the shown one marked. ``shown`` None: the overview."""
     items = [Content.assemble(("n ", "bold"), ("node", _MUTED))]
@@ -335,7 +285,7 @@ def _bars(nodes: Sequence[NodeTimes], slowest: Sequence[Slowest], width: int) ->
     lines = [Content.styled(f"{'':{digits + names + room + 3}} {'ms':>7} {'gap':>6}", _MUTED)]
     for index, (layer, label) in enumerate(zip(slowest, labels, strict=True)):
         work = work_of(layer.times)
-        values = [0.0 if name in _WAITING else float(getattr(layer.times, name)) for name, _, _ in PARTS]
+        values = [0.0 if name in WAITING else float(getattr(layer.times, name)) for name, _, _ in PARTS]
         length = round(room * work / longest) if longest else 0
         lines.append(
             Content.assemble(
@@ -356,5 +306,5 @@ def _number(node: NodeTimes) -> str:
 
 
 def _name(node: NodeTimes) -> str:
-    name = one_line(node.name) or f"node {_number(node)}"
+    name = node_name(node)
     return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"

@@ -11,6 +11,7 @@ from textual.timer import Timer
 
 from app.chat.controller import ChatController
 from app.chat.state import TimingArrived, Update
+from app.chat.timing_words import slowest_layer_words
 from app.text_safety import one_line
 from app.tui.panels.charts import (
     heat_legend,
@@ -20,7 +21,6 @@ from app.tui.panels.charts import (
     node_line,
     overview,
     phase_summary,
-    slowest_line,
 )
 from app.tui.panels.panel import Panel
 from app.tui.render.rendered import Rendered
@@ -176,14 +176,15 @@ class TimingView(Rendered):
         """One machine: both phases, then the layers of one of them."""
         phase = decode if self._phase == "decode" else prefill
         name = "Decoding" if self._phase == "decode" else "Prefill"
+        slowest = slowest_layer_words(phase.layers)
         parts = [
+            *([Content.styled(f"{slowest}.", "$text-warning"), Content()] if slowest else []),
             phase_summary("Decode", decode, width),
             Content(),
             phase_summary("Prefill", prefill, width),
             Content(),
             *([movement(moved, width), Content()] if moved is not None else []),
             Content.assemble((f"{name} by layer", "bold"), ("  ms per token", "$foreground-muted")),
-            slowest_line(phase.layers),
             layer_bars(phase.layers, width),
         ]
         if phase.outside_layers:

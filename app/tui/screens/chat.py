@@ -702,6 +702,17 @@ class ChatScreen(Screen[None]):
 
         self.app.push_screen(SettingsScreen(self.controller, self._machine), left)
 
+    def action_status(self) -> None:
+        from app.chat.words import status_words
+        from app.tui.screens.dialogues import Tell
+
+        self.app.push_screen(Tell("Status", "\n".join(status_words(self.controller.status))))
+
+    def action_log(self) -> None:
+        from app.tui.screens.log import LogScreen
+
+        self.app.push_screen(LogScreen(), lambda result: self.focus_prompt())
+
     def action_machines(self) -> None:
         from app.tui.screens.machines import MachinesScreen
 

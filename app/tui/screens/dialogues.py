@@ -101,6 +101,24 @@ class AskText(ModalScreen[str | None]):
         self.dismiss(event.value.strip() or None)
 
 
+class Tell(ModalScreen[None]):
+    """Tells something that is read and closed."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,enter,q", "dismiss(None)", "Close", key_display="esc", id="telling.close")
+    ]
+
+    def __init__(self, title: str, text: str) -> None:
+        super().__init__()
+        self._told = title, text
+
+    def compose(self) -> ComposeResult:
+        with VerticalScroll(classes="dialogue telling"):
+            yield Static(self._told[0], markup=False, classes="dialogue-title")
+            yield Static(self._told[1], markup=False)
+        yield Footer(compact=True, show_command_palette=False)
+
+
 class Confirm(ModalScreen[bool]):
     """Asks before something that cannot be undone."""
 

@@ -55,6 +55,7 @@ from engine.ipc.messages.parts import (
     ExpertPolicy as ExpertPolicy,
     FinishReason as FinishReason,
     LayerTimes as LayerTimes,
+    MemoryUse as MemoryUse,
     Message as Message,
     ModelFacts as ModelFacts,
     Partitioning as Partitioning,

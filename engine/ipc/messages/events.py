@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from engine.errors import ErrorKind
-from engine.ipc.messages.parts import Beam, ExpertMovement, FinishReason, ModelFacts, PhaseTimes, Sampling
+from engine.ipc.messages.parts import Beam, ExpertMovement, FinishReason, MemoryUse, ModelFacts, PhaseTimes, Sampling
 from engine.ipc.messages.ring import LendingFacts, NodeId, PeerFacts, RingFacts
 
 
@@ -35,6 +35,7 @@ class Progress(Event, frozen=True, kw_only=True, tag="progress"):
 
 class Loaded(Event, frozen=True, kw_only=True, tag="loaded"):
     facts: ModelFacts
+    memory: MemoryUse | None = None
 
 
 class Prefill(Event, frozen=True, kw_only=True, tag="prefill"):
@@ -125,6 +126,8 @@ class Finished(Event, frozen=True, kw_only=True, tag="finished"):
     sampling: Sampling | None = None
     """The values that the tokens were chosen by, the model's own defaults included. ``seed`` only if one was asked
     for: without one, the numbers that were drawn cannot be had again."""
+    memory: MemoryUse | None = None
+    """The memory that the engine took at the end of the answer."""
 
 
 class BeamEstimate(msgspec.Struct, frozen=True):

@@ -117,6 +117,15 @@ class ExpertMovement(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of all MoE layers, from routes to weighted sum."""
 
 
+class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
+    """The memory that the engine takes, in bytes."""
+
+    own: int
+    """Memory of its own: caches, buffers, weights that were converted."""
+    mapped: int = 0
+    """Pages of mapped files, which the system drops when it needs room; 0 where the system does not tell them apart."""
+
+
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Properties of a loaded model."""
 
@@ -142,6 +151,9 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     state_bytes: int = 0
     """Bytes that a row keeps besides keys and values, whatever its length: the states of delta-nets."""
     load_s: float = 0.0
+    weights: str = ""
+    """Number format of most of the stored weights as people call it: ``Q4_K_M``, ``MXFP4``, ``bf16``; empty if it is
+    not known."""
     trunk: str = ""
     """The trunk's implementation, e.g. ``native (avx512_bf16, 2 threads)`` or ``transformers (torch, cpu)``."""
     policy: ExpertPolicy | None = None

@@ -245,12 +245,21 @@ def _assemble(plan: _Plan, request: Load, loaded: weights.Assembled, dtype: str,
         expert_bytes=sum(map(_bytes, loaded.experts.values())),
         key_value_bytes_per_token=0,
         parameters=int(parameters),
+        weights=_weights_name(plan.quantised, dtype),
         notices=notices,
     )
     attention = "norm_attn_norm" if "norm_attn_norm" in loaded.layers[0] else "self_attn"
     ring = executor if isinstance(executor, RingPass) else None
     logits = place is None or place.logits
     return MlxModel(loaded.model, plan.family.backbone, attention, windows, spans, facts, ring, loaded.experts, logits)
+
+
+def _weights_name(quantised: dict[str, Any] | None, dtype: str) -> str:
+    """As people call it; empty if it is not known."""
+    if quantised is None:
+        return {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}.get(dtype, "")
+    mode = str(quantised.get("mode", "affine"))
+    return mode.upper() if mode.startswith("mxfp") else f"{quantised.get('bits', 4)}-bit"
 
 
 def _executor(

@@ -7,6 +7,7 @@ import math
 from engine.ipc.messages import Load, ModelFacts
 from engine.models.files import Experts, ModelFiles, whole_weights
 from engine.models.number_formats import stored_bytes
+from engine.models.weights_name import weights_name
 from engine.moe.held import held_by
 from engine.moe.kernels.bindings import KernelChoice
 from engine.moe.rank_context import RankContext
@@ -52,6 +53,7 @@ def describe(
         state_bytes=0 if shape.delta is None else 4 * shape.delta.state_numbers,
         parameters=numbers,
         load_s=load_s,
+        weights=weights_name(files),
         trunk=f"native ({choice.name}, {threads} {'thread' if threads == 1 else 'threads'})",
         notices=["No GPU was found, so everything runs on the CPU."] if request.partitioning == "hybrid" else [],
     )

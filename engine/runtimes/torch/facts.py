@@ -10,6 +10,7 @@ from torch import nn
 from engine.ipc.messages import Load, ModelFacts
 from engine.models.files import Experts, ModelFiles, whole_weights
 from engine.models.sizes import WITHOUT_KEYS, state_bytes
+from engine.models.weights_name import weights_name
 from engine.moe.executor import Executor
 from engine.runtimes.torch.gpu_memory_plan import SharedRoom
 from engine.runtimes.torch.offload.torch_tensors import NAMES
@@ -55,6 +56,7 @@ def describe(
         state_bytes=state_bytes(files.config),
         parameters=sum(p.numel() for p in module.parameters()) + numbers_kept_packed(module) + expert_parameters,
         load_s=load_s,
+        weights=weights_name(files),
         trunk=f"transformers (torch, {device.type})",
         policy=request.policy if shared is not None else None,
         gpu_expert_bytes=shared.backend.gpu_expert_bytes if shared is not None else 0,
