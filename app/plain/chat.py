@@ -8,8 +8,11 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 
+from app.attachments.attachment import Attachment
+from app.attachments.references import resolve
 from app.chat.controller import ChatController
 from app.chat.starting import Start
 from app.chat.state import Entry, EntryChanged, Phase, StatusChanged, Update, UserNotice
@@ -114,9 +117,25 @@ class PlainChat:
             self.speaker.say("Cancelled.")
 
     def ask(self, text: str) -> None:
-        """Ask a new question and write its answer."""
-        self.call(self.controller.submit, text)
-        self.follow()
+        """Ask a new question, with the files that it names, and write its answer."""
+        attachments = self.attached(text)
+        if attachments is not None:
+            self.call(self.controller.submit, text, attachments)
+            self.follow()
+
+    def attached(self, text: str, kept: Sequence[Attachment] = ()) -> Sequence[Attachment] | None:
+        """Read and name the files that ``text`` refers to; None if one cannot be attached, which is said.
+
+        ``kept``: those of the question that was edited.
+        """
+        resolved = resolve(text, Path.cwd(), kept)
+        for problem in (*resolved.problems, *resolved.left_out):
+            self.speaker.say(problem, "Warning")
+        if resolved.problems:
+            self.speaker.say("Nothing was sent.")
+            return None
+        self.speaker.files(resolved.attachments)
+        return resolved.attachments
 
     def call(self, function: Callable[..., object], *arguments: object) -> object:
         """Call a function of the controller in the loop that it belongs to."""

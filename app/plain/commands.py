@@ -224,8 +224,9 @@ def _edit(chat: PlainChat, _: str) -> None:
         return
     chat.speaker.say(questions[-1].content, "The last question")
     text = chat.console.read_text("In its place; empty: back. ")
-    if text.strip():
-        chat.call(chat.controller.edit, questions[-1], text)
+    attachments = chat.attached(text, questions[-1].attachments) if text.strip() else None
+    if attachments is not None:
+        chat.call(chat.controller.edit, questions[-1], text, attachments)
         chat.follow()
 
 

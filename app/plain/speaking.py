@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
+from app.attachments.attachment import Attachment, estimated_tokens
 from app.chat.state import TOO_LONG, Entry, Phase, Status, UserNotice
 from app.chat.words import size, thought_figures
 from app.plain.console import Console
@@ -49,7 +51,13 @@ class Speaker:
     def message(self, entry: Entry) -> None:
         """Write a whole message of the past."""
         self._console.write_line(f"{speaker(entry)}: {entry.content}")
+        self.files(entry.attachments)
         self._say_ending(entry)
+
+    def files(self, attachments: Sequence[Attachment]) -> None:
+        """Name the files that are attached to a question."""
+        for file in attachments:
+            self.say(f"{file.name}, {size(file.size)}, about {estimated_tokens(len(file.text)):,} tokens", "Attached")
 
     def begin(self, answer: Entry) -> None:
         """The next :meth:`grow` is of ``answer``."""

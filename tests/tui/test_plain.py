@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from fake_engine import FakeEngine
 
+from app.attachments.attachment import Attachment
 from app.chat.state import Entry, Phase, Status
 from app.conversations.store import ConversationStore, Thoughts
 from app.plain.chat import PlainChat
@@ -97,7 +98,7 @@ def test_thoughts_are_told_and_printed_on_request(run: Run, engine: FakeEngine) 
 def test_candidates_are_listed_and_picked_by_number(run: Run, engine: FakeEngine, store: ConversationStore) -> None:
     engine.beam_steps = [[Beam("Paris.", [1], -0.3, True), Beam("Lyon.", [2], -0.9, True)]]
     lines = run("/beams 2", "Which city?", "/beams", "2")
-    assert "Notice: The next question uses 2 beams." in lines
+    assert "Notice: This chat's next question uses 2 beams." in lines
     assert lines[-5:] == [
         "Notice: The beam width is 2. /beams WIDTH changes it, from 1 to 16.", "1. score -0.300: Paris.",
         "2. score -0.900: Lyon.", "Number of the candidate to use; empty: back. 2", "Model: Lyon.",
@@ -119,6 +120,21 @@ def test_answers_are_regenerated_and_questions_edited(run: Run, store: Conversat
     assert lines[-2:] == ["The last question: Second", "In its place; empty: back. "]
     (conversation,) = store.conversations()
     assert store.shown(conversation.id)[0].content == "Second"
+
+
+def test_files_are_attached_named_and_kept(
+    run: Run, store: ConversationStore, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(home)
+    (home / "a.py").write_text("print(1)")
+    (home / "b.bin").write_bytes(b"\0")
+    lines = run("Explain @a.py", "And @b.bin", "/edit", "Explain @a.py again")
+    assert "Attached: a.py, 8 B, about 2 tokens" in lines
+    assert (
+        "Warning: b.bin is a binary file, so it cannot be attached." in lines and "Notice: Nothing was sent." in lines
+    )
+    first, _ = store.shown(store.conversations()[0].id)
+    assert (first.content, first.attachments) == ("Explain @a.py again", (Attachment("a.py", "print(1)"),))
 
 
 def test_settings_are_changed_by_name(run: Run) -> None:
