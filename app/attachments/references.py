@@ -14,9 +14,12 @@ from pathlib import Path
 
 from app.attachments.attachment import Attachment, AttachmentError, read_file
 from app.attachments.listing import files_below
+from engine.planning.units import byte_size
 
 MOST_FILES = 50
 """Maximum number of files that one question may have attached."""
+MOST_BYTES = 8_000_000
+"""Maximum bytes of all files that one question may have attached. No model has context for as much text."""
 
 _REFERENCE = re.compile(r"""(?<![^\s([{"',;:])@(?:"([^"\n]+)"|([^\s"@][^\s"]*))""")
 _TRAILING = ".,;:!?)]}'"
@@ -85,6 +88,9 @@ def resolve(text: str, folder: Path, kept: Sequence[Attachment] = ()) -> Resolve
                 (left_out if _names_many(spelling) else problems).append(str(error))
     if len(found) > MOST_FILES:
         problems.append(f"{len(found)} files are named; at most {MOST_FILES} can be attached to a question.")
+    total = sum(attachment.size for attachment in found.values())
+    if total > MOST_BYTES:
+        problems.append(f"The files are {byte_size(total)} together; at most {byte_size(MOST_BYTES)} can be attached.")
     return Resolved(tuple(found.values()), tuple(problems), tuple(left_out))
 
 

@@ -94,6 +94,12 @@ def test_too_many_files_are_a_problem(tmp_path: Path) -> None:
     )
 
 
+def test_too_much_text_is_a_problem(tmp_path: Path) -> None:
+    for number in range(5):
+        (tmp_path / f"{number}.txt").write_text("x" * 1_900_000)
+    assert resolve("@*.txt", tmp_path).problems == ("The files are 10 MB together; at most 8 MB can be attached.",)
+
+
 def test_an_edited_question_keeps_what_was_attached(project: Path) -> None:
     kept = [Attachment("a.py", "old text"), Attachment("src/gone.py", "gone"), Attachment("other", "no longer named")]
     resolved = resolve("Look at @a.py, @src/ and @src/deep/c.py", project, kept)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from app.chat.queue import NewQuestion
 from app.chat.state import Entry
 from app.chat.thread import export_thread, prompt_messages
 from app.conversations.store import ConversationStore
+from app.tui.chat import attaching
 from app.tui.chat.attaching import AttachmentLine
 from app.tui.chat.message import MessageView
 from app.tui.render.attachments import SHOWN_LINES, attached, to_be_attached
@@ -115,3 +117,25 @@ def test_an_open_file_is_shown_safely_and_not_without_end() -> None:
     closed, opened = attached([Attachment("a\x1b[2J", "\x1b[31mred\n" + "line\n" * 1000)], is_open=True)
     assert "\x1b" not in closed.plain + opened.plain and opened.plain.startswith("red\nline")
     assert len(opened.plain.splitlines()) == SHOWN_LINES + 1 and opened.plain.endswith("more")
+
+
+async def test_a_question_whose_files_are_read_too_late_is_not_asked_in_another_chat(
+    make_app: MakeApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = threading.Event()
+
+    def slow(*arguments: object) -> Resolved:
+        assert read.wait(60)
+        return Resolved()
+
+    monkeypatch.setattr(attaching, "resolve", slow)
+    app = make_app()
+    async with app.run_test() as pilot:
+        await ready(pilot, app)
+        assert app.chat is not None
+        app.chat.prompt.fill("explain @a.py")
+        await pilot.press("enter")
+        controller(app).new_conversation()
+        read.set()
+        await wait_until(pilot, lambda: "was not sent" in notice(app))
+        assert app.chat.prompt.text == "explain @a.py" and not controller(app).thread.path

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 
 from textual.timer import Timer
@@ -11,23 +11,27 @@ from textual.widgets import Static
 
 from app.attachments.attachment import Attachment, estimated_tokens
 from app.attachments.references import Resolved, references, resolve
+from app.chat.controller import ChatController
+from app.chat.state import Entry, Status
 from app.tui.render.attachments import to_be_attached
 
 LOOK_S = 0.25
 """Seconds without a key after which the draft is looked at."""
+_MOST_SAID = 3
+"""Maximum number of files of which is said why they cannot be attached."""
 
 
 class AttachmentLine(Static):
     """What the draft will have attached. Not displayed if that is nothing.
 
-    ``room`` gives the tokens of context that are left, None if that is not known. ``on_counted`` is called with the
-    estimated tokens of the draft and its files, 0 for an empty draft.
+    ``draft_tokens`` of ``status`` becomes the estimate for the draft and its files. ``on_counted`` is called when it
+    changed.
     """
 
-    def __init__(self, id: str, room: Callable[[], int | None], on_counted: Callable[[int], None]) -> None:
+    def __init__(self, id: str, status: Status, on_counted: Callable[[], None]) -> None:
         super().__init__(id=id, markup=False)
         self.display = False
-        self._room = room
+        self._status = status
         self._on_counted = on_counted
         self._timer: Timer | None = None
         self._draft: tuple[str, int] = "", 0
@@ -61,39 +65,65 @@ class AttachmentLine(Static):
 
     def _show(self, resolved: Resolved) -> None:
         self._resolved = resolved
-        content = to_be_attached(resolved, self._room())
+        content = to_be_attached(resolved, self._room)
         if content.plain:
             self.update(content)
         self.display = bool(content.plain)
         self._count()
 
+    @property
+    def _room(self) -> int | None:
+        """Tokens of context that are left for the next question; None if that is not known."""
+        facts = self._status.facts
+        return facts.context_limit - (self._status.context_used or 0) if facts and facts.context_limit else None
+
     def _count(self) -> None:
         files = sum(estimated_tokens(len(file.text)) for file in self._resolved.attachments)
-        self._on_counted(estimated_tokens(self._draft[1]) + files)
+        tokens = estimated_tokens(self._draft[1]) + files
+        if tokens != self._status.draft_tokens:
+            self._status.draft_tokens = tokens
+            self._on_counted()
 
 
-Send = Callable[[str, tuple[Attachment, ...]], None]
+class Asking:
+    """Sends questions, with the files that they name read in threads, in the order in which they came.
 
-
-class Attacher:
-    """Reads the files of questions in threads, and sends the questions in the order in which they came.
-
-    ``refuse`` is called with a question whose files cannot be read, and with what is wrong with them.
+    ``run`` runs a coroutine in the background. ``give_back`` is called with a question that was not sent, and why.
     """
 
-    def __init__(self, refuse: Callable[[str, tuple[str, ...]], None]) -> None:
-        self._refuse = refuse
+    def __init__(
+        self,
+        controller: ChatController,
+        run: Callable[[Coroutine[None, None, None]], object],
+        give_back: Callable[[str, str], None],
+    ) -> None:
+        self._controller = controller
+        self._run = run
+        self._give_back = give_back
         self._turn = asyncio.Lock()
 
-    def at_once(self, draft: str) -> bool:
-        """Can a question with this draft be sent without reading a file, and without overtaking another?"""
-        return not self._turn.locked() and next(references(draft), None) is None
+    def ask(self, text: str, draft: str, edited: Entry | None = None) -> None:
+        """Ask ``text``. ``draft`` is the same with its large pastes folded, and ``edited`` the question that it was
+        made of."""
+        if not self._turn.locked() and next(references(draft), None) is None:
+            self._send(text, (), edited)
+        else:
+            self._run(self._read_and_send(text, draft, edited))
 
-    async def send(self, text: str, draft: str, kept: Sequence[Attachment], send: Send) -> None:
-        """Call ``send`` with ``text`` and the files that ``draft`` names. ``kept`` is as in ``resolve``."""
+    async def _read_and_send(self, text: str, draft: str, edited: Entry | None) -> None:
+        thread = self._controller.thread
         async with self._turn:
+            kept = edited.attachments if edited is not None else ()
             resolved = await asyncio.to_thread(resolve, draft, Path.cwd(), kept)
             if resolved.problems:
-                self._refuse(text, resolved.problems)
+                self._give_back(text, " ".join(resolved.problems[:_MOST_SAID]))
+            elif thread is not self._controller.thread:
+                self._give_back(text, "The question was not sent, because another chat was opened.")
             else:
-                send(text, resolved.attachments)
+                self._send(text, resolved.attachments, edited)
+
+    def _send(self, text: str, attachments: tuple[Attachment, ...], edited: Entry | None) -> None:
+        if edited is None:
+            self._controller.submit(text, attachments)
+        else:
+            self._controller.edit(edited, text, attachments)

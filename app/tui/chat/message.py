@@ -60,6 +60,7 @@ class MessageView(Written, can_focus=True):
         Binding("c", "act('copy')", "Copy", id="message.copy"),
         Binding("b", "act('code')", "Copy code", id="message.copy_code"),
         Binding("t", "thoughts", "Thoughts", id="message.thoughts"),
+        Binding("t", "files", "Files", id="message.files"),
         Binding("e", "act('edit')", "Edit", id="message.edit"),
         Binding("r", "act('again')", "Regenerate", id="message.again"),
         Binding("m", "act('continue')", "Continue", id="message.continue"),
@@ -203,7 +204,9 @@ class MessageView(Written, can_focus=True):
                     return "```" in self.entry.content or "~~~" in self.entry.content
                 case "previous" | "next":
                     return self.entry.siblings > 1
-        return bool(self.entry.thoughts.text or self.entry.attachments) if action == "thoughts" else True
+        if action == "files":
+            return bool(self.entry.attachments)
+        return bool(self.entry.thoughts.text) if action == "thoughts" else True
 
     def action_neighbour(self, offset: int) -> None:
         self.post_message(self.Neighbour(self, offset))
@@ -212,12 +215,12 @@ class MessageView(Written, can_focus=True):
         self.post_message(self.Edge(last))
 
     def action_thoughts(self) -> None:
-        """Open what is folded, or fold it: the model's thoughts, or the files attached to a question."""
-        if self.entry.attachments:
-            self._files_open = not self._files_open
-            self.remake()
-        else:
-            self.open_thoughts(not self._thoughts_open)
+        self.open_thoughts(not self._thoughts_open)
+
+    def action_files(self) -> None:
+        """Show the texts of the attached files, or fold them."""
+        self._files_open = not self._files_open
+        self.remake()
 
     def action_act(self, what: str) -> None:
         self.post_message(self.Asked(self.entry, what))

@@ -17,8 +17,8 @@ from textual.screen import Screen
 from textual.widgets import Footer, Static
 from textual.worker import Worker, WorkerCancelled, WorkerState
 
-from app.attachments.attachment import Attachment
 from app.chat.controller import ChatController
+from app.chat.queue import NewQuestion
 from app.chat.setup import setup_line
 from app.chat.state import (
     Entry,
@@ -38,7 +38,7 @@ from app.engine_client import Engine
 from app.machine import Machine
 from app.settings.file import SettingsFile
 from app.text_safety import one_line
-from app.tui.chat.attaching import Attacher, AttachmentLine
+from app.tui.chat.attaching import Asking, AttachmentLine
 from app.tui.chat.completion import CompletionPopup
 from app.tui.chat.drafting import Drafting
 from app.tui.chat.find_line import FindLine
@@ -131,7 +131,9 @@ class ChatScreen(Screen[None]):
         self._machine = machine
         self._runner: Worker[None] | None = None
         self._editing: Entry | None = None
-        self._attacher = Attacher(self._not_attached)
+        self._asking = Asking(
+            self.controller, lambda work: self.run_worker(work, group="asking", exit_on_error=True), self._give_back
+        )
         self._code_copied: dict[int, int] = {}
         self._title = "", ""
 
@@ -149,7 +151,7 @@ class ChatScreen(Screen[None]):
                 yield transcript
                 yield NoticeLine(id="notice")
                 yield QueueView(id="queue")
-                yield AttachmentLine("attachments", self._room, self._draft_counted)
+                yield AttachmentLine("attachments", self.controller.status, self._show_figures)
                 yield CompletionPopup(id="completions")
                 yield FindLine(transcript, id="find")
                 yield self.prompt
@@ -337,42 +339,20 @@ class ChatScreen(Screen[None]):
             text = text[1:]
         self.prompt.sent(text)
         self._leave_editing()
-        self._ask(text, event.draft, entry)
+        self._asking.ask(text, event.draft, entry)
 
-    def _ask(self, text: str, draft: str, entry: Entry | None) -> None:
-        """Send a question with the files that its ``draft`` names. ``entry``: the question that it was edited from."""
+    def _show_figures(self) -> None:
+        self.query_one(StatusLine).update()
 
-        def send(question: str, attachments: tuple[Attachment, ...]) -> None:
-            if entry is None:
-                self.controller.submit(question, attachments)
-            else:
-                self.controller.edit(entry, question, attachments)
-
-        if self._attacher.at_once(draft):
-            send(text, ())
-        else:
-            kept = entry.attachments if entry is not None else ()
-            self.run_worker(self._attacher.send(text, draft, kept, send), group="attaching", exit_on_error=True)
-
-    def _not_attached(self, text: str, problems: tuple[str, ...]) -> None:
-        self.prompt.put_before([text])
-        self.show_notice(" ".join(problems[:3]), "warning")
+    def _give_back(self, text: str, problem: str) -> None:
+        self.drafting.bring_back([NewQuestion(text)])
+        self.show_notice(problem, "warning")
 
     @on(Prompt.Changed)
     def _draft_changed(self) -> None:
         kept = self._editing.attachments if self._editing is not None else ()
         self.drafting.changed()
         self.query_one(AttachmentLine).draft_changed(self.prompt.text, len(self.prompt.whole_text), kept)
-
-    def _draft_counted(self, tokens: int) -> None:
-        if self.controller.status.draft_tokens != tokens:
-            self.controller.status.draft_tokens = tokens
-            self.query_one(StatusLine).update()
-
-    def _room(self) -> int | None:
-        status = self.controller.status
-        limit = status.facts.context_limit if status.facts is not None else 0
-        return limit - (status.context_used or 0) if limit else None
 
     @on(CompletionPopup.Picked)
     def _candidate_clicked(self, event: CompletionPopup.Picked) -> None:
