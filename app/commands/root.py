@@ -253,6 +253,51 @@ def models_remove(model: str, yes: bool) -> int:
     return remove(model, ask_first=not yes)
 
 
+@privatellm.group(cls=_InOrder, invoke_without_command=True)
+@click.option("--json", "in_json", is_flag=True, help="Print the list as JSON.")
+@click.pass_context
+def chats(context: click.Context, in_json: bool) -> int:
+    """List, export and import the saved chats."""
+    if context.invoked_subcommand is None:
+        from app.commands.chats import show_chats
+
+        return show_chats(in_json=in_json)
+    if in_json:
+        raise click.BadParameter("put it after `list`", param_hint="--json")
+    return 0
+
+
+@chats.command("list")
+@_json_option
+def chats_list(in_json: bool) -> int:
+    """List the chats, the newest first, with their numbers."""
+    from app.commands.chats import show_chats
+
+    return show_chats(in_json=in_json)
+
+
+@chats.command("export")
+@click.argument("number", metavar="ID", type=int, help="Number of the chat in the list.")
+@click.option("--format", "form", type=click.Choice(["markdown", "json"]), help="Default: as the file's name says.")
+@click.option("--output", "-o", "file", metavar="FILE", help="File to write. Default: standard output.")
+@click.option("--thoughts", is_flag=True, help="With what the model thought.")
+def chats_export(number: int, form: Literal["markdown", "json"] | None, file: str | None, thoughts: bool) -> int:
+    """Print a chat as Markdown with front matter, or as JSON with all its branches, which can be imported again."""
+    from app.commands.chats import export
+
+    return export(number, form, file, thoughts=thoughts)
+
+
+@chats.command("import")
+@click.argument("file", metavar="FILE", help="JSON, ZIP archive or SQLite database.")
+def chats_import(file: str) -> int:
+    """Import chats from an export of privatellm, ChatGPT, Claude or Open WebUI, or from llm's logs.db. What is here
+    already is left out."""
+    from app.commands.chats import take_in
+
+    return take_in(file)
+
+
 @privatellm.command()
 @_model_argument
 @click.option("--context", "context_limit", metavar="N", type=int, help="Maximum number of tokens in the conversation.")

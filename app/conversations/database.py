@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from app.attachments.attachment import Attachment
 from app.conversations.attached import AttachedFiles
@@ -35,6 +35,10 @@ from app.conversations.store import (
     explain,
     explained,
 )
+
+if TYPE_CHECKING:
+    from app.conversations.importing.adding import Added
+    from app.conversations.importing.parts import ImportedConversation
 
 _CONVERSATION = "id, title, system, model, created, updated, leaf, archived, pinned, origin, own_values"
 _SIBLING = "s.conversation = m.conversation AND s.parent IS m.parent AND s.role = m.role AND s.deleted = ''"
@@ -314,6 +318,12 @@ class SqliteStore:
             if form == "json":
                 return as_json(facts, self.messages(conversation), thoughts=thoughts)
         raise StoreError(f"a conversation cannot be exported as {form!r}; there are markdown and json")
+
+    def take_in(self, conversations: Sequence[ImportedConversation]) -> Added:
+        from app.conversations.importing.adding import Adding
+
+        with self._change():
+            return Adding(self._connection, self._index, self._attached).add(conversations, self._clock())
 
     def close(self) -> None:
         with self._turn:

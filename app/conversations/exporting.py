@@ -6,10 +6,10 @@ import dataclasses
 import json
 import re
 from collections.abc import Iterable, Sequence
-from datetime import datetime
 from pathlib import Path
 
 from app.attachments.attachment import with_attachments
+from app.conversations.front_matter import front_matter
 from app.conversations.store import Conversation, MessageRecord
 
 _HEADINGS = {"user": "You", "assistant": "Model"}
@@ -17,14 +17,10 @@ _ENDINGS = {"stopped": "stopped", "failed": "failed", "writing": "still being wr
 
 
 def as_markdown(conversation: Conversation, shown: Sequence[MessageRecord], *, thoughts: bool = False) -> str:
-    """The shown branch as Markdown. The texts of messages are not changed. ``thoughts``: with the model's thoughts,
-    each as a quotation before its answer."""
+    """The shown branch as Markdown with front matter. The texts of messages are not changed. ``thoughts``: with the
+    model's thoughts, each as a quotation before its answer."""
     title = " ".join(conversation.title.split()) or "Conversation"
-    parts = [f"# {title}"]
-    facts = [f"- started {_moment(conversation.created)}"]
-    if conversation.model:
-        facts.append(f"- model {conversation.model}")
-    parts.append("\n".join(facts))
+    parts = [front_matter(conversation, shown), f"# {title}"]
     if conversation.system:
         parts += ["## System prompt", conversation.system]
     for message in shown:
@@ -54,10 +50,6 @@ def as_json(conversation: Conversation, messages: Iterable[MessageRecord], *, th
     ]
     content = {"format": 1, "conversation": dataclasses.asdict(conversation), "messages": records}
     return json.dumps(content, ensure_ascii=False, indent=2) + "\n"
-
-
-def _moment(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M %z")
 
 
 def suggested_path(title: str) -> Path:

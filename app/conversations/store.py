@@ -8,11 +8,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from app.attachments.attachment import Attachment
 from app.conversations.drafts import Draft
 from app.conversations.generation import UNKNOWN, Generation
+
+if TYPE_CHECKING:
+    from app.conversations.importing.adding import Added
+    from app.conversations.importing.parts import ImportedConversation
 
 Role = Literal["user", "assistant"]
 State = Literal["complete", "writing", "stopped", "failed"]
@@ -194,6 +198,10 @@ class ConversationStore(Protocol):
 
     def export(self, conversation: int, form: str, *, thoughts: bool = False) -> str:
         """``form`` is ``markdown`` or ``json``. ``thoughts``: with what the model thought."""
+        ...
+
+    def take_in(self, conversations: Sequence[ImportedConversation]) -> Added:
+        """Add conversations of other programs, all of them or, on an error, none. Those that are here are left out."""
         ...
 
     def messages(self, conversation: int) -> Iterable[MessageRecord]:

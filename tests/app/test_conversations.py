@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -247,11 +248,27 @@ def test_export(store: SqliteStore) -> None:
     store.add(conversation, "assistant", "first", parent=question.id, model="starter")
     store.add(conversation, "assistant", "```py\nx = 1\n```", parent=question.id, state="stopped", model="starter")
     markdown = store.export(conversation, "markdown")
-    assert markdown.startswith("# Q?\n") and "Be brief." in markdown
+    assert "---\n\n# Q?\n" in markdown and "Be brief." in markdown
     assert "## starter (stopped)\n\n```py\nx = 1\n```\n" in markdown and "first" not in markdown
     content = json.loads(store.export(conversation, "json"))
     assert [message["content"] for message in content["messages"]] == ["Q?", "first", "```py\nx = 1\n```"]
     assert content["messages"][2]["parent"] == question.id and content["conversation"]["system"] == "Be brief."
+
+
+def test_front_matter_is_yaml_and_says_how_answers_were_made(store: SqliteStore) -> None:
+    title = 'A "title": #1\x85 – ü'
+    conversation = store.create(model="starter", title=title, own_values={"persona": "cook"}).id
+    question = store.add(conversation, "user", "Q?", parent=None)
+    answer = store.add(conversation, "assistant", "A.", parent=question.id, model="m: [1]")
+    made = Generation(temperature=0.7, top_k=20, seed=7, ttft_s=0.12345)
+    store.update(answer.id, tokens=5, tokens_per_s=9.555, finish_reason="stop", generation=made)
+    found = yaml.safe_load(store.export(conversation, "markdown").split("---\n")[1])
+    assert found.pop("created").timestamp() == int(store.conversation(conversation).created)
+    assert found == {
+        "title": title, "model": "starter", "persona": "cook",
+        "answers": [{"model": "m: [1]", "temperature": 0.7, "top_k": 20, "seed": 7, "ttft_s": 0.123, "tokens": 5,
+                     "tokens_per_s": 9.55, "finish_reason": "stop"}],
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

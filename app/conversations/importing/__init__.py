@@ -1,0 +1,1 @@
+"""Conversations of other programs. Their files are untrusted: every value is checked, and sizes are limited."""

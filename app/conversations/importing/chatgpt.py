@@ -1,0 +1,117 @@
+"""ChatGPT's export: ``conversations.json``, a list of conversations, each a tree of nodes by id (``mapping``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from app.conversations.importing.parts import (
+    ImportedConversation,
+    ImportedMessage,
+    Node,
+    moment,
+    name,
+    number,
+    rows,
+    table,
+    text,
+    tree,
+)
+from app.conversations.store import NO_THOUGHTS, Thoughts
+
+
+def is_conversation(found: Mapping[str, Any]) -> bool:
+    return isinstance(found.get("mapping"), dict)
+
+
+def conversation(found: Mapping[str, Any]) -> ImportedConversation:
+    """The conversation with all its branches."""
+    nodes = {key: _node(table(value)) for key, value in found["mapping"].items()}
+    messages, leaf = tree(nodes, name(found.get("current_node")))
+    models = [message.model for message in messages if message.model]
+    return ImportedConversation(
+        origin=f"chatgpt:{name(found.get('conversation_id')) or name(found.get('id'))}",
+        title=name(found.get("title")),
+        system=_system(found["mapping"]),
+        model=name(found.get("default_model_slug")) or (models[-1] if models else ""),
+        created=moment(found.get("create_time")),
+        updated=moment(found.get("update_time")),
+        messages=messages,
+        leaf=leaf,
+        archived=found.get("is_archived") is True,
+        pinned=found.get("is_starred") is True,
+    )
+
+
+def _node(found: Mapping[str, Any]) -> Node:
+    message = table(found.get("message"))
+    parent = found.get("parent") if isinstance(found.get("parent"), str) else None
+    content, metadata = table(message.get("content")), table(message.get("metadata"))
+    role = table(message.get("author")).get("role")
+    kind = content.get("content_type")
+    if role == "assistant" and kind in ("thoughts", "reasoning_recap"):
+        return Node(parent, None, _thoughts(content, metadata, kind))
+    # What is sent to a tool, and hidden instructions, are no part of what was said.
+    hidden = metadata.get("is_visually_hidden_from_conversation") is True
+    if role not in ("user", "assistant") or hidden or message.get("recipient") not in (None, "", "all"):
+        return Node(parent, None)
+    said = _said(content)
+    if not said.strip():
+        return Node(parent, None)
+    return Node(
+        parent,
+        ImportedMessage(
+            role,
+            said,
+            created=moment(message.get("create_time")),
+            model=name(metadata.get("model_slug")) if role == "assistant" else "",
+            state="stopped" if message.get("status") == "in_progress" else "complete",
+        ),
+    )
+
+
+def _said(content: Mapping[str, Any]) -> str:
+    kind = content.get("content_type")
+    if kind == "code":
+        code = text(content.get("text"))
+        language = name(content.get("language"))
+        return f"```{'' if language == 'unknown' else language}\n{code}\n```" if code else ""
+    if kind in ("text", "multimodal_text"):
+        return "\n\n".join(filter(None, map(_part, rows(content.get("parts")))))
+    return ""
+
+
+def _part(part: object) -> str:
+    if isinstance(part, str):
+        return text(part)
+    found = table(part)
+    if found.get("content_type") == "audio_transcription":
+        return text(found.get("text"))
+    kind = name(found.get("content_type")).removesuffix("_asset_pointer").replace("_", " ")
+    return f"[{kind}]" if kind else ""
+
+
+def _thoughts(content: Mapping[str, Any], metadata: Mapping[str, Any], kind: str) -> Thoughts:
+    seconds = number(metadata.get("finished_duration_sec"))
+    if kind == "reasoning_recap":
+        return Thoughts(seconds=seconds) if seconds else NO_THOUGHTS
+    steps = [table(step) for step in rows(content.get("thoughts"))]
+    parts = [part for step in steps for part in (text(step.get("summary")), text(step.get("content"))) if part]
+    return Thoughts("\n\n".join(parts))
+
+
+def _system(mapping: Mapping[str, Any]) -> str:
+    """The custom instructions, or the first system message that says something."""
+    for value in mapping.values():
+        message = table(table(value).get("message"))
+        content = table(message.get("content"))
+        role = table(message.get("author")).get("role")
+        if content.get("content_type") == "user_editable_context":
+            wanted = (text(content.get("user_profile")), text(content.get("user_instructions")))
+            if any(wanted):
+                return "\n\n".join(filter(None, wanted))
+        elif role == "system":
+            said = _said(content)
+            if said.strip():
+                return said
+    return ""

@@ -1,0 +1,121 @@
+"""Open WebUI's export: a list of chats, each with a tree of messages by id (``chat.history.messages``)."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from app.conversations.generation import Generation, generation_of
+from app.conversations.importing.parts import (
+    ImportedConversation,
+    ImportedMessage,
+    Node,
+    chain,
+    moment,
+    name,
+    number,
+    rows,
+    table,
+    text,
+    tree,
+    whole,
+)
+from app.conversations.store import NO_THOUGHTS, Thoughts
+
+_OPENING, _CLOSING = '<details type="reasoning"', "</details>"
+_DURATION = re.compile(r'duration="(\d{1,6})')
+
+
+def is_conversation(found: Mapping[str, Any]) -> bool:
+    chat = table(found.get("chat"))
+    return isinstance(chat.get("history"), dict) or isinstance(chat.get("messages"), list)
+
+
+def conversation(found: Mapping[str, Any]) -> ImportedConversation:
+    """The chat with all its branches."""
+    chat = table(found.get("chat"))
+    models = [name(model) for model in rows(chat.get("models"))]
+    model = models[0] if models else ""
+    history = table(chat.get("history"))
+    records = {key: table(value) for key, value in table(history.get("messages")).items()}
+    settings = table(chat.get("params"))
+    generation = generation_of(settings)
+    leaf = None
+    if records:
+        nodes = {key: Node(_parent(record), _message(record, model, generation)) for key, record in records.items()}
+        messages, leaf = tree(nodes, name(history.get("currentId")) or None)
+    else:
+        listed = [table(record) for record in rows(chat.get("messages"))]
+        made = [_message(record, model, generation) for record in listed]
+        messages = chain([message for message in made if message is not None])
+    return ImportedConversation(
+        origin=f"open-webui:{name(found.get('id')) or name(chat.get('id'))}",
+        title=name(found.get("title")) or name(chat.get("title")),
+        system=text(chat.get("system")) or text(settings.get("system")),
+        model=model,
+        created=moment(found.get("created_at")) or moment(chat.get("timestamp")),
+        updated=moment(found.get("updated_at")),
+        messages=messages,
+        leaf=leaf,
+        archived=found.get("archived") is True,
+        pinned=found.get("pinned") is True,
+    )
+
+
+def _parent(record: Mapping[str, Any]) -> str | None:
+    parent = record.get("parentId")
+    return parent if isinstance(parent, str) else None
+
+
+def _message(record: Mapping[str, Any], model: str, generation: Generation) -> ImportedMessage | None:
+    role = record.get("role")
+    if role not in ("user", "assistant"):
+        return None
+    content = text(record.get("content"))
+    if role == "user":
+        return ImportedMessage("user", content, created=moment(record.get("timestamp"))) if content.strip() else None
+    said, thoughts = without_thoughts(content)
+    failed = bool(record.get("error"))
+    if not said.strip() and not thoughts.text and not failed:
+        return None
+    usage = table(record.get("usage")) or table(record.get("info"))
+    return ImportedMessage(
+        "assistant",
+        said,
+        created=moment(record.get("timestamp")),
+        model=name(record.get("model")) or model,
+        state="failed" if failed else "stopped" if record.get("done") is False else "complete",
+        tokens=whole(usage.get("completion_tokens")) or whole(usage.get("eval_count")),
+        tokens_per_s=number(usage.get("response_token/s")),
+        thoughts=thoughts,
+        generation=generation,
+    )
+
+
+def without_thoughts(content: str) -> tuple[str, Thoughts]:
+    """An answer without the thoughts folded in it, and those thoughts."""
+    said: list[str] = []
+    thoughts: list[str] = []
+    seconds, place = 0.0, 0
+    while (start := content.find(_OPENING, place)) >= 0:
+        end = content.find(_CLOSING, start)
+        if end < 0:
+            break
+        said.append(content[place:start])
+        tag, _, inside = content[start:end].partition(">")
+        duration = _DURATION.search(tag)
+        seconds += float(duration.group(1)) if duration else 0.0
+        thoughts.append(_unfolded(inside))
+        place = end + len(_CLOSING)
+    if not thoughts:
+        return content, NO_THOUGHTS
+    said.append(content[place:])
+    return "".join(said).strip("\n"), Thoughts(text("\n\n".join(filter(None, thoughts))), seconds=seconds)
+
+
+def _unfolded(inside: str) -> str:
+    before, closing, after = inside.partition("</summary>")
+    lines = html.unescape(after if closing else before).strip("\n").split("\n")
+    return "\n".join(line.removeprefix("> ").removeprefix(">") for line in lines)

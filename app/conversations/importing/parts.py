@@ -1,0 +1,191 @@
+"""What is imported, and the checks that every value from a file goes through."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from app.attachments.attachment import Attachment
+from app.conversations.generation import UNKNOWN, Generation
+from app.conversations.store import NO_THOUGHTS, Role, State, Thoughts
+from app.text_safety import one_line, sanitize
+
+MOST_MESSAGES = 100_000
+"""Largest number of messages in a conversation that is imported."""
+_LATEST = 4_102_444_800.0
+"""Seconds since the epoch after which a time is taken for a mistake: the year 2100."""
+_LONGEST_NAME = 200
+"""Length in characters after which a title, a model's name or an id is cut."""
+
+
+class ImportProblem(Exception):
+    """A file cannot be imported. The text is one sentence for the person."""
+
+
+@dataclass
+class ImportedMessage:
+    """A message. ``parent``: the place of the message before it in the list of messages, which is a smaller one."""
+
+    role: Role
+    content: str
+    parent: int | None = None
+    created: float | None = None
+    model: str = ""
+    state: State = "complete"
+    tokens: int = 0
+    tokens_per_s: float = 0.0
+    finish_reason: str = ""
+    thoughts: Thoughts = NO_THOUGHTS
+    generation: Generation = UNKNOWN
+    attachments: tuple[Attachment, ...] = ()
+
+
+@dataclass
+class ImportedConversation:
+    """A conversation. ``origin`` names it: an import never adds another with the same origin.
+
+    ``leaf``: the place of the message whose branch is shown; None: the last.
+    """
+
+    origin: str
+    title: str = ""
+    system: str = ""
+    model: str = ""
+    created: float | None = None
+    updated: float | None = None
+    messages: list[ImportedMessage] = field(default_factory=list)
+    leaf: int | None = None
+    archived: bool = False
+    pinned: bool = False
+    own_values: Mapping[str, Any] = field(default_factory=dict)
+
+
+# --- checks ---------------------------------------------------------------------------------------------------------
+
+
+def table(value: object) -> Mapping[str, Any]:
+    """``value`` if it is a JSON object, else an empty one."""
+    return value if isinstance(value, dict) else {}
+
+
+def rows(value: object) -> Sequence[Any]:
+    """``value`` if it is a JSON array, else an empty one."""
+    return value if isinstance(value, list) else ()
+
+
+def text(value: object) -> str:
+    """``value`` as safe text; empty if it is none."""
+    return sanitize(value) if isinstance(value, str) else ""
+
+
+def name(value: object) -> str:
+    """``value`` as one short safe line; empty if it is no text."""
+    return one_line(value[: 4 * _LONGEST_NAME])[:_LONGEST_NAME] if isinstance(value, str) else ""
+
+
+def number(value: object) -> float:
+    """``value`` if it is a finite number that is not negative, else 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return 0.0
+    return float(value) if 0 <= value < 1e15 and math.isfinite(value) else 0.0
+
+
+def whole(value: object) -> int:
+    """As :func:`number`, a whole number."""
+    return int(number(value))
+
+
+def moment(value: object) -> float | None:
+    """Seconds since the epoch of a number or an ISO 8601 text; None if it is neither, or an impossible time."""
+    seconds: float | None = None
+    if isinstance(value, str) and len(value) < 64:
+        try:
+            parsed = datetime.fromisoformat(value.strip().replace(" UTC", "+00:00"))
+            seconds = (parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)).timestamp()
+        except (ValueError, OverflowError):
+            return None
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        seconds = float(value) if -1e18 < value < 1e18 else None
+        # Some programs count in milliseconds.
+        if seconds is not None and seconds > 1e11:
+            seconds /= 1000
+    return seconds if seconds is not None and 0 < seconds < _LATEST else None
+
+
+# --- trees ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Node:
+    """A node of a tree in a file. ``message`` None: it is left out, and what follows it follows its parent.
+
+    ``thoughts`` of a node that is left out belong to the next answer.
+    """
+
+    parent: str | None
+    message: ImportedMessage | None
+    thoughts: Thoughts = NO_THOUGHTS
+
+
+def tree(nodes: Mapping[str, Node], current: str | None) -> tuple[list[ImportedMessage], int | None]:
+    """The messages of ``nodes``, each after its parent and otherwise by time, and the place of the one at ``current``.
+
+    A parent that is missing, or that would close a circle, is taken for none.
+    """
+    children: dict[str | None, list[str]] = {}
+    order = {key: place for place, key in enumerate(nodes)}
+    for key, node in nodes.items():
+        children.setdefault(node.parent if node.parent in nodes and node.parent != key else None, []).append(key)
+    messages: list[ImportedMessage] = []
+    places: dict[str, int | None] = {}
+    thoughts: dict[str, Thoughts] = {}
+    ready: list[tuple[float, int, str, str | None]] = []
+
+    def push(key: str, above: str | None, earliest: float) -> None:
+        message = nodes[key].message
+        time = message.created if message is not None and message.created is not None else earliest
+        heapq.heappush(ready, (max(time, earliest), order[key], key, above))
+
+    left = iter(nodes)
+    for key in children.get(None, ()):
+        push(key, None, 0.0)
+    while len(places) < len(nodes):
+        if not ready:
+            # What is left is in circles: each is opened at the node that comes first in the file.
+            push(next(key for key in left if key not in places), None, 0.0)
+        time, _, key, above = heapq.heappop(ready)
+        if key in places:
+            continue
+        node = nodes[key]
+        place = None if above is None else places[above]
+        before = NO_THOUGHTS if above is None else thoughts.get(above, NO_THOUGHTS)
+        if node.message is None:
+            thoughts[key] = joined(before, node.thoughts)
+        else:
+            node.message.parent = place
+            if node.message.role == "assistant":
+                node.message.thoughts = joined(before, node.message.thoughts)
+            messages.append(node.message)
+            place = len(messages) - 1
+        places[key] = place
+        for child in children.get(key, ()):
+            if child not in places:
+                push(child, key, time)
+    return messages, places.get(current) if current is not None else None
+
+
+def joined(first: Thoughts, second: Thoughts) -> Thoughts:
+    """Both thoughts as one."""
+    parts = [part for part in (first.text, second.text) if part]
+    return Thoughts("\n\n".join(parts), first.tokens + second.tokens, first.seconds + second.seconds)
+
+
+def chain(messages: Sequence[ImportedMessage]) -> list[ImportedMessage]:
+    """``messages`` one after the other, without branches."""
+    for place, message in enumerate(messages):
+        message.parent = place - 1 if place else None
+    return list(messages)

@@ -1,0 +1,427 @@
+"""Conversations of other programs: what is read of each format, and what is done about files that are none."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import zipfile
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from app.attachments.attachment import Attachment
+from app.commands.root import run
+from app.conversations.database import SqliteStore
+from app.conversations.generation import Generation
+from app.conversations.importing import reading
+from app.conversations.importing.open_webui import without_thoughts
+from app.conversations.importing.parts import ImportedConversation, ImportProblem, Node, moment, tree
+from app.conversations.importing.reading import FORMATS, read_conversations
+from app.conversations.opening import open_store
+from app.conversations.store import Role, Thoughts
+
+CHATGPT = {
+    "title": "Bees", "create_time": 1700000000.5, "update_time": 1700000100.0, "conversation_id": "c-1",
+    "current_node": "a2", "default_model_slug": "gpt-5", "is_archived": False, "is_starred": True,
+    "mapping": {
+        "root": {"id": "root", "message": None, "parent": None, "children": ["sys"]},
+        "sys": {"message": {"author": {"role": "system"}, "content": {"content_type": "text", "parts": [""]}},
+                "parent": "root", "children": ["ctx"]},
+        "ctx": {"message": {"author": {"role": "user"}, "content": {
+                    "content_type": "user_editable_context", "user_profile": "", "user_instructions": "Be brief."},
+                    "metadata": {"is_visually_hidden_from_conversation": True}}, "parent": "sys", "children": ["q"]},
+        "q": {"message": {"author": {"role": "user"}, "create_time": 1700000001.0,
+                          "content": {"content_type": "multimodal_text", "parts": [
+                              {"content_type": "image_asset_pointer", "asset_pointer": "file-service://x"},
+                              "Why do bees dance?"]}}, "parent": "ctx", "children": ["a1", "t"]},
+        "a1": {"message": {"author": {"role": "assistant"}, "create_time": 1700000002.0,
+                           "status": "finished_successfully", "content": {"content_type": "text", "parts": ["First."]},
+                           "metadata": {"model_slug": "gpt-4"}}, "parent": "q", "children": []},
+        "t": {"message": {"author": {"role": "assistant"}, "create_time": 1700000003.0, "content": {
+                  "content_type": "thoughts", "thoughts": [{"summary": "Dance", "content": "They show the way."}]}},
+              "parent": "q", "children": ["r"]},
+        "r": {"message": {"author": {"role": "assistant"}, "content": {
+                  "content_type": "reasoning_recap", "content": "Thought for 7 seconds"},
+                  "metadata": {"finished_duration_sec": 7}}, "parent": "t", "children": ["tool"]},
+        "tool": {"message": {"author": {"role": "tool"}, "content": {"content_type": "execution_output", "text": "42"}},
+                 "parent": "r", "children": ["a2"]},
+        "a2": {"message": {"author": {"role": "assistant"}, "create_time": 1700000010.0,
+                           "content": {"content_type": "text", "parts": ["Second."]},
+                           "metadata": {"model_slug": "gpt-5"}}, "parent": "tool", "children": []},
+    },
+}  # fmt: skip
+CLAUDE = {
+    "uuid": "u-1", "name": "Rain", "created_at": "2025-03-01T10:00:00.000000Z", "updated_at": "2025-03-01T10:05:00Z",
+    "chat_messages": [
+        {"uuid": "m1", "sender": "human", "text": "Haiku?", "created_at": "2025-03-01T10:00:01Z",
+         "content": [{"type": "text", "text": "Haiku?"}],
+         "attachments": [{"file_name": "rules.txt", "extracted_content": "5-7-5"}], "files": []},
+        {"uuid": "m2", "sender": "assistant", "text": "old", "created_at": "2025-03-01T10:00:09Z", "content": [
+            {"type": "thinking", "thinking": "Count."}, {"type": "text", "text": "Rain on"},
+            {"type": "tool_use", "name": "artifacts"}, {"type": "text", "text": "the roof"}]},
+        {"uuid": "m3", "sender": "human", "text": "Thanks", "content": []},
+    ],
+}  # fmt: skip
+OPEN_WEBUI = {
+    "id": "w-1", "title": "Soup", "created_at": 1710000000, "updated_at": 1710000500, "archived": True, "pinned": False,
+    "chat": {
+        "models": ["qwen3"], "params": {"system": "You cook.", "temperature": 0.4, "seed": 11},
+        "history": {"currentId": "b", "messages": {
+            "q": {"id": "q", "parentId": None, "childrenIds": ["a", "b"], "role": "user", "content": "Soup?",
+                  "timestamp": 1710000001},
+            "a": {"id": "a", "parentId": "q", "role": "assistant", "content": "Lentils.", "model": "qwen3",
+                  "timestamp": 1710000002, "done": True},
+            "b": {"id": "b", "parentId": "q", "role": "assistant", "model": "llama", "timestamp": 1710000003,
+                  "content": '<details type="reasoning" done="true" duration="4">\n<summary>Thought for 4 seconds'
+                             "</summary>\n&gt; hot &amp; cheap\n</details>\nOnions.",
+                  "usage": {"completion_tokens": 9, "response_token/s": 30.5}},
+        }},
+    },
+}  # fmt: skip
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[SqliteStore]:
+    store = open_store(tmp_path / "conversations.sqlite")
+    yield store
+    store.close()
+
+
+def read(path: Path, content: object) -> list[ImportedConversation]:
+    path.write_text(json.dumps(content))
+    return list(read_conversations(path).conversations)
+
+
+def test_chatgpt_with_its_branches(tmp_path: Path) -> None:
+    (found,) = read(tmp_path / "conversations.json", [CHATGPT])
+    assert (found.origin, found.title, found.system, found.model) == ("chatgpt:c-1", "Bees", "Be brief.", "gpt-5")
+    assert (found.created, found.updated, found.pinned, found.archived) == (1700000000.5, 1700000100.0, True, False)
+    question, first, second = found.messages
+    assert (question.role, question.content) == ("user", "[image]\n\nWhy do bees dance?")
+    assert (first.content, first.parent, first.model, first.created) == ("First.", 0, "gpt-4", 1700000002.0)
+    assert (second.content, second.parent, second.model) == ("Second.", 0, "gpt-5")
+    assert second.thoughts == Thoughts("Dance\n\nThey show the way.", seconds=7.0)
+    assert found.leaf == 2
+
+
+def test_claude(tmp_path: Path) -> None:
+    (found,) = read(tmp_path / "conversations.json", [CLAUDE])
+    assert (found.origin, found.title, found.created) == ("claude:u-1", "Rain", 1740823200.0)
+    assert [(m.role, m.content, m.parent) for m in found.messages] == [
+        ("user", "Haiku?", None), ("assistant", "Rain on\n\nthe roof", 0), ("user", "Thanks", 1),
+    ]  # fmt: skip
+    assert found.messages[0].attachments == (Attachment("rules.txt", "5-7-5"),)
+    assert found.messages[1].thoughts.text == "Count."
+    branched = [{**message, "parent_message_uuid": "m1" if place else "none"}
+                for place, message in enumerate(CLAUDE["chat_messages"])]  # fmt: skip
+    (found,) = read(tmp_path / "c.json", [{**CLAUDE, "chat_messages": branched}])
+    assert [message.parent for message in found.messages] == [None, 0, 0]
+
+
+def test_open_webui(tmp_path: Path) -> None:
+    (found,) = read(tmp_path / "chat-export.json", [OPEN_WEBUI])
+    assert (found.origin, found.title, found.system, found.archived) == ("open-webui:w-1", "Soup", "You cook.", True)
+    first, second = found.messages[1:]
+    assert (first.content, first.parent, first.generation) == ("Lentils.", 0, Generation(temperature=0.4, seed=11))
+    assert (second.content, second.model, second.tokens, second.tokens_per_s) == ("Onions.", "llama", 9, 30.5)
+    assert second.thoughts == Thoughts("hot & cheap", seconds=4.0)
+    assert found.leaf == 2
+
+
+def old_log(path: Path) -> Path:
+    with closing(sqlite3.connect(path)) as log:
+        log.executescript(
+            "CREATE TABLE conversations (id TEXT, name TEXT, model TEXT);"
+            "CREATE TABLE responses (id TEXT, model TEXT, prompt TEXT, system TEXT, options_json TEXT, response TEXT,"
+            " conversation_id TEXT, duration_ms INT, datetime_utc TEXT, input_tokens INT, output_tokens INT);"
+        )
+        log.execute("INSERT INTO conversations VALUES ('k', 'Tea', 'mini')")
+        for number, asked in enumerate(("Tea?", "And milk?")):
+            log.execute(
+                "INSERT INTO responses VALUES"
+                " (?, 'mini', ?, 'Be kind.', '{\"temperature\": 0.5}', 'Yes.', 'k', 2000, ?, 7, 10)",
+                (f"r{number}", asked, f"2024-05-01T10:0{number}:00"),
+            )
+        log.commit()
+    return path
+
+
+def test_llm_up_to_0_31(tmp_path: Path) -> None:
+    found = read_conversations(old_log(tmp_path / "logs.db"))
+    (chat,) = found.conversations
+    assert found.program == "llm" and (chat.origin, chat.title, chat.system) == ("llm:k", "Tea", "Be kind.")
+    assert [m.content for m in chat.messages] == ["Tea?", "Yes.", "And milk?", "Yes."]
+    answer = chat.messages[1]
+    assert (answer.tokens, answer.tokens_per_s, answer.parent) == (10, 5.0, 0)
+    assert answer.generation == Generation(temperature=0.5, prompt_tokens=7)
+    assert chat.created == moment("2024-05-01T10:00:00+00:00")
+
+
+def test_llm_since_0_32(tmp_path: Path) -> None:
+    path = tmp_path / "logs.db"
+    with closing(sqlite3.connect(path)) as log:
+        log.executescript(
+            "CREATE TABLE messages (hash TEXT PRIMARY KEY, parent_hash TEXT, role TEXT);"
+            "CREATE TABLE parts (id INTEGER PRIMARY KEY, message_hash TEXT, position INTEGER, type TEXT, text TEXT);"
+            "CREATE TABLE fragments (id INTEGER PRIMARY KEY, content TEXT);"
+            'CREATE TABLE part_fragments (part_id INTEGER, fragment_id INTEGER, "order" INTEGER);'
+            "CREATE TABLE threads (id TEXT, name TEXT, tip_message_hash TEXT);"
+            "CREATE TABLE turns (id TEXT, thread_id TEXT, tip_message_hash TEXT, model TEXT, resolved_model TEXT,"
+            " options_json TEXT, input_tokens INTEGER, output_tokens INTEGER, duration_ms INTEGER, datetime_utc TEXT);"
+            "INSERT INTO messages VALUES ('s', NULL, 'system'), ('q', 's', 'user'), ('a', 'q', 'assistant'),"
+            " ('x', 'y', 'user'), ('y', 'x', 'assistant');"
+            "INSERT INTO parts VALUES (1, 's', 0, 'text', 'Be kind.'), (2, 'q', 0, 'text', NULL),"
+            " (3, 'a', 0, 'reasoning', 'Hm.'), (4, 'a', 1, 'text', 'Yes.'), (5, 'y', 0, 'text', 'round');"
+            "INSERT INTO fragments VALUES (1, 'Te'), (2, 'a?'); INSERT INTO part_fragments VALUES (2, 1, 0), (2, 2, 1);"
+            "INSERT INTO threads VALUES ('k', 'Tea', 'a'), ('circle', '', 'y');"
+            "INSERT INTO turns VALUES ('t', 'k', 'a', 'mini', '', '{}', 3, 4, 1000, '2026-08-04T10:00:00+00:00');"
+        )
+    chat, circle = read_conversations(path).conversations
+    assert (chat.origin, chat.system, chat.model) == ("llm:k", "Be kind.", "mini")
+    assert [(m.content, m.model) for m in chat.messages] == [("Tea?", ""), ("Yes.", "mini")]
+    assert chat.messages[1].thoughts.text == "Hm." and chat.messages[1].tokens == 4
+    assert [m.content for m in circle.messages] == ["round"]
+
+
+def test_an_archive_and_the_same_file_twice(tmp_path: Path, store: SqliteStore) -> None:
+    archive = tmp_path / "export.zip"
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("user.json", "{}")
+        file.writestr("conversations-000.json", json.dumps([CHATGPT]))
+        file.writestr("inside/conversations-001.json", json.dumps([{**CHATGPT, "conversation_id": "c-2"}, "odd"]))
+    found = read_conversations(archive)
+    assert (found.program, len(found.conversations), found.unread) == ("ChatGPT", 2, 1)
+    assert str(store.take_in(found.conversations)) == "2 new, 0 already here"
+    assert str(store.take_in(read_conversations(archive).conversations)) == "0 new, 2 already here"
+    chat = next(chat for chat in store.conversations() if chat.origin == "chatgpt:c-1")
+    shown = store.shown(chat.id)
+    assert [message.content for message in shown] == ["[image]\n\nWhy do bees dance?", "Second."]
+    assert (shown[1].siblings, shown[1].sibling_index) == (2, 1)
+    assert [hit.conversation.origin for hit in store.search("dance")]
+    # Who deletes it and imports it again has it again.
+    deletion = store.delete(chat.id)
+    assert str(store.take_in(read_conversations(archive).conversations)) == "1 new, 1 already here"
+    assert store.restore(deletion).origin == ""
+
+
+def test_an_error_imports_nothing(store: SqliteStore, tmp_path: Path) -> None:
+    (good,) = read(tmp_path / "a.json", CLAUDE)
+    (bad,) = read(tmp_path / "b.json", CHATGPT)
+    bad.messages[1].role = "tool"  # type: ignore[assignment]
+    with pytest.raises(Exception, match="CHECK"):
+        store.take_in([good, bad])
+    assert store.conversations() == []
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "no JSON"),
+        (b"{", "no JSON"),
+        (b"\xff\xfe\x00", "no JSON"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b"1" * 5000, "no JSON"),
+        (b"[]", "no conversations that are known"),
+        (b'"text"', "no conversations that are known"),
+        (b'[{"a": 1}, 3, null]', "no conversations that are known"),
+        (b"PK\3\4 no archive", "cannot be unpacked"),
+        (b"SQLite format 3\0 but damaged", "cannot be read as llm's log"),
+    ],
+)
+def test_what_is_no_export_is_refused_in_a_sentence(tmp_path: Path, content: bytes, said: str) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    with pytest.raises(ImportProblem, match=said) as raised:
+        read_conversations(path)
+    assert "\n" not in str(raised.value) and str(raised.value).endswith(".")
+
+
+def test_a_file_that_is_not_there_or_too_large_or_a_bomb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ImportProblem, match="cannot be read"):
+        read_conversations(tmp_path / "none")
+    with pytest.raises(ImportProblem, match="cannot be read"):
+        read_conversations(tmp_path)
+    bomb = tmp_path / "bomb.zip"
+    with zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as file:
+        for number in range(3):
+            file.writestr(f"conversations-{number}.json", "[" + " " * 1000 + "]")
+    monkeypatch.setattr(reading, "MOST_BYTES", 2500)
+    with pytest.raises(ImportProblem, match="has more than"):
+        read_conversations(bomb)
+    (tmp_path / "large.json").write_text(" " * 3000)
+    with pytest.raises(ImportProblem, match="has more than"):
+        read_conversations(tmp_path / "large.json")
+
+
+def test_circles_and_missing_parents_end(tmp_path: Path) -> None:
+    def node(parent: str | None, said: str) -> dict[str, Any]:
+        return {"parent": parent, "message": {"author": {"role": "user"}, "create_time": 5,
+                                              "content": {"content_type": "text", "parts": [said]}}}  # fmt: skip
+
+    mapping = {"a": node("c", "A"), "b": node("a", "B"), "c": node("b", "C"), "d": node("gone", "D"),
+               "e": node("e", "E")}  # fmt: skip
+    (found,) = read(tmp_path / "x.json", [{**CHATGPT, "mapping": mapping, "current_node": "c"}])
+    assert sorted(message.content for message in found.messages) == list("ABCDE")
+    assert all(message.parent is None or message.parent < place for place, message in enumerate(found.messages))
+    assert found.leaf is not None and found.messages[found.leaf].content == "C"
+
+
+@given(st.dictionaries(st.integers(0, 9).map(str), st.tuples(st.integers(0, 12).map(str), st.booleans()), max_size=10))
+def test_any_tree_has_each_message_once_and_after_its_parent(shape: dict[str, tuple[str, bool]]) -> None:
+    from app.conversations.importing.parts import ImportedMessage
+
+    nodes = {key: Node(parent, ImportedMessage("user", key) if kept else None) for key, (parent, kept) in shape.items()}
+    messages, leaf = tree(nodes, "0")
+    assert sorted(message.content for message in messages) == sorted(key for key, (_, kept) in shape.items() if kept)
+    assert all(message.parent is None or message.parent < place for place, message in enumerate(messages))
+    assert leaf is None or 0 <= leaf < len(messages)
+
+
+# Values of wrong types at every place of a real export, or none.
+ODD = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just([]) | st.just({})
+
+
+def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield (*path, key)
+        yield from _places(inner, (*path, key))
+
+
+def _with(value: Any, path: tuple[Any, ...], odd: Any) -> Any:
+    if not path:
+        return odd
+    copied = dict(value) if isinstance(value, dict) else list(value)
+    copied[path[0]] = _with(value[path[0]], path[1:], odd)
+    return copied
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from([CHATGPT, CLAUDE, OPEN_WEBUI]), st.data())
+def test_values_of_wrong_types_raise_nothing(export: Any, data: st.DataObject) -> None:
+    broken = _with(export, data.draw(st.sampled_from(sorted(_places(export), key=str))), data.draw(ODD))
+    for known in FORMATS:
+        if known.is_conversation(broken):
+            for message in known.conversation(broken).messages:
+                assert message.role in ("user", "assistant") and isinstance(message.content, str)
+
+
+JSON = st.recursive(ODD, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
+    st.sampled_from(["mapping", "chat_messages", "chat", "messages", "history", "message", "content", "role", "id"]),
+    inner, max_size=4), max_leaves=12)  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.dictionaries(st.sampled_from(["mapping", "chat_messages", "chat", "messages", "conversation"]), JSON))
+def test_any_json_is_read_or_left(found: dict[str, Any]) -> None:
+    for known in FORMATS:
+        if known.is_conversation(found):
+            assert isinstance(known.conversation(found), ImportedConversation)
+
+
+@pytest.mark.parametrize(
+    ("content", "said", "thoughts"),
+    [
+        ("plain", "plain", ""),
+        (
+            '<details type="reasoning" done="false">never closed',
+            '<details type="reasoning" done="false">never closed',
+            "",
+        ),
+        ('a<details type="reasoning"><summary>S</summary>\n> x\n> y\n</details>b', "ab", "x\ny"),
+        ('<details type="reasoning">bare</details>', "", "bare"),
+    ],
+)
+def test_thoughts_are_taken_out_of_answers(content: str, said: str, thoughts: str) -> None:
+    assert without_thoughts(content)[0] == said and without_thoughts(content)[1].text == thoughts
+
+
+# --- our own export --------------------------------------------------------------------------------------------------
+
+WORDS = st.text(st.characters(codec="utf-8", categories=("L", "N", "P", "S", "Zs")), max_size=20)
+MESSAGES = st.lists(
+    st.tuples(st.sampled_from(["user", "assistant"]), WORDS, st.integers(0, 20), WORDS, st.none() | st.integers(0, 9)),
+    min_size=1, max_size=8,
+)  # fmt: skip
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(MESSAGES, st.booleans())
+def test_our_own_export_comes_back_whole(
+    tmp_path_factory: pytest.TempPathFactory, made: list[tuple[Role, str, int, str, int | None]], pinned: bool
+) -> None:
+    folder = tmp_path_factory.mktemp("round")
+    there, back = open_store(folder / "a.sqlite"), open_store(folder / "b.sqlite")
+    try:
+        chat = there.create(model="m", system="Be brief.", title="A title", own_values={"own": {"seed": 3}}).id
+        numbers: list[int] = []
+        for role, said, above, thought, seed in made:
+            parent = numbers[above % len(numbers)] if numbers and above else None
+            files = [Attachment("notes.txt", said)] if seed == 1 else []
+            numbers.append(there.add(chat, role, said, parent=parent, model="m", attachments=files).id)
+            there.update(
+                numbers[-1], tokens=above, tokens_per_s=above / 3, finish_reason="stop", state="stopped",
+                thoughts=Thoughts(thought, 2, 1.5), generation=Generation(temperature=0.1, seed=seed, ttft_s=0.123),
+            )  # fmt: skip
+        there.change(chat, pinned=pinned)
+        path = folder / "export.json"
+        path.write_text(there.export(chat, "json", thoughts=True), encoding="utf-8")
+        assert str(back.take_in(read_conversations(path).conversations)) == "1 new, 0 already here"
+        assert str(there.take_in(read_conversations(path).conversations)) == "0 new, 1 already here"
+        again = json.loads(back.export(back.conversations()[0].id, "json", thoughts=True))
+        assert _unnumbered(again) == _unnumbered(json.loads(path.read_text(encoding="utf-8")))
+    finally:
+        there.close()
+        back.close()
+
+
+def _unnumbered(export: dict[str, Any]) -> dict[str, Any]:
+    """An export with places instead of the numbers that a store gives."""
+    places = {message["id"]: place for place, message in enumerate(export["messages"])}
+    for message in export["messages"]:
+        message["parent"] = places.get(message["parent"])
+        del message["id"], message["conversation"]
+    export["conversation"]["leaf"] = places[export["conversation"]["leaf"]]
+    del export["conversation"]["id"]
+    return export
+
+
+def test_a_chat_that_was_not_saved_comes_back(tmp_path: Path) -> None:
+    content = {"title": "T", "system": "S", "messages": [{"role": "user", "content": "a"},
+                                                         {"role": "assistant", "content": "b"}]}  # fmt: skip
+    (found,) = read(tmp_path / "x.json", content)
+    assert [(m.content, m.parent, m.state) for m in found.messages] == [("a", None, "complete"), ("b", 0, "complete")]
+    assert found.origin == read(tmp_path / "y.json", content)[0].origin != "privatellm:"
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_chats_are_listed_exported_and_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
+    assert run(["chats"]) == 0 and capsys.readouterr().out == ""
+    path = tmp_path / "conversations.json"
+    path.write_text(json.dumps([CHATGPT, CLAUDE]))
+    assert run(["chats", "import", str(path)]) == 0
+    assert capsys.readouterr().out == "ChatGPT: 2 new, 0 already here.\n"
+    assert run(["chats", "list", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["title"], row["pinned"]) for row in rows] == [("Rain", False), ("Bees", True)]
+    assert run(["chats", "export", str(rows[1]["id"]), "--thoughts"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith('---\ntitle: "Bees"\n') and "> They show the way." in out and out.endswith("Second.\n")
+    target = tmp_path / "bees.json"
+    assert run(["chats", "export", str(rows[1]["id"]), "-o", str(target)]) == 0
+    assert json.loads(target.read_text())["conversation"]["origin"] == "chatgpt:c-1"
+    assert run(["chats", "export", str(rows[1]["id"]), "-o", str(target)]) == 1
+    assert "already exists" in capsys.readouterr().err
+    assert run(["chats", "export", "99"]) == 1
+    assert run(["chats", "import", str(tmp_path / "home")]) == 1
+    assert "cannot be read" in capsys.readouterr().err
