@@ -7,6 +7,8 @@
    FACTOR_LIFT          1, or FP8_LIFT
    STORE_OPENED(to, k, count, v)   `count` values of v as OPENED, to place k */
 
+#define ALONE_BYTES 16384 /* of one token's input up to which its rows of weights are taken one by one */
+
 /* sums[R][M] += the scaled sums of `columns` columns from `first` on, a multiple of FP8_SIDE, of R rows from `row` on.
    R and M are constants of the compiler. `ahead`: bytes from these weights to those wanted next. */
 ALWAYS_INLINE void SET(fp8_dots)(const pllm_matrix *w, int64_t row, int64_t first, int64_t columns,
@@ -98,6 +100,8 @@ static void SET(few_fp8)(const void *weights, int dtype, int64_t stride, int64_t
     const int64_t parts = divided_up(tokens, FEW_TOKENS), bytes = parts == 1 ? WHOLE_BYTES : CHUNK_BYTES;
     const int64_t fitting = MAX(2 * FP8_SIDE, bytes / (tokens * ACTIVATION_BYTES) / FP8_SIDE * FP8_SIDE);
     const int64_t chunk = fitting * 5 / 4 < columns ? fitting : columns;
+    /* The processor fetches one stream of weights best; but long inputs are read again from the second level. */
+    const int alone = tokens == 1 && columns * ACTIVATION_BYTES <= ALONE_BYTES;
     (void)dtype;
     (void)stride;
     for (int64_t group = 0; group < rows; group += GROUP_ROWS) {
@@ -106,7 +110,7 @@ static void SET(few_fp8)(const void *weights, int dtype, int64_t stride, int64_t
             const int64_t count = MIN(chunk, columns - k);
             const int64_t turn = k + count < columns ? count : GROUP_ROWS * columns - k;
             for (int64_t row = group; row < end;) {
-                const int64_t together = end - row < ROWS_TOGETHER ? 1 : ROWS_TOGETHER;
+                const int64_t together = alone || end - row < ROWS_TOGETHER ? 1 : ROWS_TOGETHER;
                 const int64_t ahead = row + together < end ? together * columns : turn - (row - group) * columns;
                 for (int64_t part = 0; part < parts; part++) {
                     const int64_t m = tokens * part / parts, width = tokens * (part + 1) / parts - m;
