@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import heapq
 import os
 import shutil
 import subprocess
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
-MOST_LISTED = 20_000
-"""Maximum number of files that are listed below a folder."""
+MOST_LISTED = 10_000
+"""Maximum number of files that are listed below a folder. All of them are compared with what is typed, at each key."""
 _DEPTH = 12
 """Maximum depth of folders that are looked into."""
 _PATIENCE_S = 3.0
@@ -54,19 +55,24 @@ def folders_of(files: Iterable[str]) -> list[str]:
     return sorted(found)
 
 
-def fitting(typed: str, names: Sequence[str], limit: int) -> list[str]:
-    """Those of ``names`` that have the letters of ``typed`` in their order, best first, at most ``limit``.
+def fitting(typed: str, names: Iterable[str]) -> list[tuple[int, int, str]]:
+    """Those of ``names`` that have the letters of ``typed`` in their order, each with its rank, in any order.
 
-    A name whose last part begins with or contains the text comes before one whose letters are scattered; then the
+    A name whose last part begins with or contains the text ranks before one whose letters are scattered; then the
     shorter one.
     """
     wanted = typed.casefold()
-    scored = []
+    found = []
     for name in names:
         score = _score(wanted, name.casefold())
         if score is not None:
-            scored.append((score, len(name), name))
-    return [name for _, _, name in sorted(scored)[:limit]]
+            found.append((score, len(name), name))
+    return found
+
+
+def best(found: Iterable[tuple[int, int, str]], limit: int) -> list[str]:
+    """The names of the first ``limit`` by rank."""
+    return [name for _, _, name in heapq.nsmallest(limit, found)]
 
 
 def _score(wanted: str, name: str) -> int | None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.attachments.attachment import Attachment
-from app.attachments.listing import entries_of, files_below, fitting, folders_of
+from app.attachments.listing import best, entries_of, files_below, fitting, folders_of
 from app.attachments.references import MOST_FILES, pattern, reference_to, references, resolve
 
 
@@ -152,8 +152,8 @@ def test_folders_and_entries(project: Path) -> None:
 
 def test_the_best_names_come_first() -> None:
     files = ["tests/test_prompt.py", "app/prompt.py", "app/tui/chat/prompt.py", "docs/apt.md", "pr/o/m/p/t", "other"]
-    assert fitting("prompt", files, 4) == [
+    assert best(fitting("prompt", files), 4) == [
         "app/prompt.py", "app/tui/chat/prompt.py", "tests/test_prompt.py", "pr/o/m/p/t",
     ]  # fmt: skip
-    assert fitting("chatprompt", files, 4) == ["app/tui/chat/prompt.py"]
-    assert fitting("", ["b", "a"], 5) == ["a", "b"]
+    assert best(fitting("chatprompt", files), 4) == ["app/tui/chat/prompt.py"]
+    assert best(fitting("", ["b", "a"]), 5) == ["a", "b"]

@@ -48,6 +48,14 @@ def test_what_fits_is_offered() -> None:
     assert offered(source, "me@readme") == [] and offered(source, "@re", "st") == [] and offered(source, "none") == []
 
 
+def test_enter_takes_only_what_has_the_text_in_one_piece() -> None:
+    source = FileReferences(run, lambda: None)
+    for typed, taken in (("@prompt", True), ("@PROM", True), ("@spy", False)):
+        source.complete(typed, "")
+        found = source.complete(typed, "")
+        assert found is not None and found.preselected is taken, typed
+
+
 def test_paths_from_elsewhere_are_offered_folder_by_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(folder))
     source = FileReferences(run, lambda: None)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 
-from app.attachments.listing import entries_of, files_below, fitting, folders_of
+from app.attachments.listing import best, entries_of, files_below, fitting, folders_of
 from app.attachments.references import reference_to
 from app.tui.chat.completion import Candidate, Completion
 
@@ -48,16 +48,19 @@ class FileReferences:
         if not names or (names[0] == typed and not typed.endswith("/")):
             return None
         names = [name for name in names if name != typed]
-        return Completion(found.start(), tuple(map(_candidate, names)))
+        # Enter sends what only resembles a file: a name that is mentioned, or Python's ``@property``.
+        sure = bool(names) and typed.casefold() in names[0].casefold()
+        return Completion(found.start(), tuple(map(_candidate, names)), preselected=sure)
 
     def _fitting(self, folder: str, typed: str) -> list[str]:
         if folder:
             rest = typed[len(folder) :]
-            return [folder + name for name in _best(rest, self._names.get(folder, []))[:_MOST]]
+            return [folder + name for name in _best(rest, fitting(rest, self._names.get(folder, [])))]
         before, narrowed = self._narrowed
-        fit = _best(typed, narrowed if before and typed.startswith(before) else self._names.get("", []))
-        self._narrowed = typed, fit
-        return fit[:_MOST]
+        names = narrowed if before and typed.startswith(before) else self._names.get("", [])
+        found = fitting(typed, names)
+        self._narrowed = typed, [name for _, _, name in found]
+        return _best(typed, found)
 
     async def _list(self, folder: str) -> None:
         names = await asyncio.to_thread(_names_in, folder, Path.cwd())
@@ -84,9 +87,11 @@ def _names_in(folder: str, current: Path) -> list[str]:
     return entries_of(there)
 
 
-def _best(typed: str, names: list[str]) -> list[str]:
-    """Those of ``names`` that fit ``typed``, best first; without a text all that are not hidden."""
-    return fitting(typed, names, len(names)) if typed else [name for name in names if not name.startswith(".")]
+def _best(typed: str, found: list[tuple[int, int, str]]) -> list[str]:
+    """The first names of ``found`` by rank; without a text the first that are not hidden, in their order."""
+    if typed:
+        return best(found, _MOST)
+    return [name for _, _, name in found if not name.startswith(".")][:_MOST]
 
 
 def _candidate(name: str) -> Candidate:
