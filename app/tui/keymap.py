@@ -176,6 +176,7 @@ COMMANDS: tuple[ChatCommand, ...] = (
     ChatCommand("delete", "Delete the last message", "With x any message; it can be brought back", "delete_last"),
     ChatCommand("undo", "Undo a deletion", "Bring back what was deleted last, here or in the chats", "undo"),
     ChatCommand("edit", "Edit the last question", "The old question stays as an alternative", "edit_last"),
+    ChatCommand("history", "Earlier questions", "Find a question of any chat by its words", "history", "", "[words]"),
     ChatCommand("editor", "Editor", "Write the draft in your own editor: VISUAL or EDITOR", "editor", "editor"),
     ChatCommand("find", "Find in the chat", "In the messages also with /", "find", "", "[text]"),
     ChatCommand("copy", "Copy the last answer", "As Markdown, to the clipboard", "copy_last"),

@@ -23,7 +23,7 @@ class Drafting:
         self._controller = controller
         self._keeper = DraftKeeper(controller.store)
         self._set_aside: Draft | None = None
-        prompt.earlier.source = self._questions
+        prompt.earlier.source = self.questions
 
     def shown(self) -> None:
         """A conversation is shown, perhaps another than before."""
@@ -70,7 +70,8 @@ class Drafting:
         queued = self._controller.queue.items if self._controller.thread is self._keeper.thread else ()
         return self._prompt.joined([question.text for question in queued], draft.text) if queued else draft
 
-    def _questions(self, beginning: str, limit: int) -> list[str]:
+    def questions(self, beginning: str, limit: int) -> list[str]:
+        """At most ``limit`` earlier questions that begin with ``beginning``, newest first; none if reading fails."""
         try:
             return self._controller.store.questions(beginning, limit)
         except StoreError:

@@ -45,6 +45,7 @@ from app.tui.chat.find_line import FindLine
 from app.tui.chat.message import MessageView
 from app.tui.chat.notice import NoticeLine
 from app.tui.chat.prompt import Prompt
+from app.tui.chat.question_search import COMMAND, QuestionSearch
 from app.tui.chat.queue_view import QueueView
 from app.tui.chat.status import StatusLine, Welcome
 from app.tui.chat.transcript import Transcript
@@ -163,7 +164,11 @@ class ChatScreen(Screen[None]):
         self.query_one("#transcript").display = self.query_one("#heading").display = False
         self.query_one("#side").display = self.query_one("#chats-side").display = False
         self.prompt.popup = self.query_one(CompletionPopup)
-        self.prompt.completer.sources += [slash_commands(self.prompt), self.prompt.file_references()]
+        self.prompt.completer.sources += [
+            slash_commands(self.prompt),
+            QuestionSearch(self.drafting.questions),
+            self.prompt.file_references(),
+        ]
         self.prompt.focus()
         self.drafting.shown()
         self.prompt.leave_upwards_first = self.query_one(QueueView).enter_from_below
@@ -427,6 +432,14 @@ class ChatScreen(Screen[None]):
     def action_again(self) -> None:
         self.notice.hide()
         self.controller.regenerate()
+
+    def action_history(self, words: str = "") -> None:
+        """Offer earlier questions; with ``words`` none was found."""
+        if words:
+            self.show_notice(f"No earlier question has the words {words}.", "warning")
+        else:
+            self.prompt.fill(COMMAND)
+            self.prompt.focus()
 
     @on(Prompt.EditorWanted)
     def action_editor(self) -> None:
