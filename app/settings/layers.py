@@ -165,12 +165,13 @@ PRESETS: tuple[Preset, ...] = (
 
 
 def preset_named(name: str) -> Preset:
-    """Raises SettingError if there is none."""
-    try:
-        return next(preset for preset in PRESETS if preset.name == name.strip().casefold())
-    except StopIteration:
+    """The preset whose name begins with ``name``. Raises SettingError if there is none."""
+    word = name.strip().casefold()
+    found = [preset for preset in PRESETS if word and preset.name.startswith(word)]
+    if not found:
         names = ", ".join(preset.name for preset in PRESETS)
-        raise SettingError(f"There is no preset {name!r}; there are {names}.") from None
+        raise SettingError(f"There is no preset {name!r}; there are {names}.")
+    return found[0]
 
 
 def preset_in(options: Settings) -> Preset | None:

@@ -127,7 +127,7 @@ async def test_values_are_changed_in_place(make_app: MakeApp, engine: FakeEngine
         assert "'hot'" in notice(app)
         await command(pilot, app, "/set volume 3")
         assert "A chat has no value 'volume'" in notice(app)
-        await command(pilot, app, "/sampling creative")
+        await command(pilot, app, "/sampling c")
         assert controller(app).setup.options.min_p == 0.1
         await command(pilot, app, "/sampling loud")
         assert "There is no preset 'loud'; there are exact, balanced, creative." in notice(app)

@@ -76,6 +76,20 @@ def test_personas(snap_compare: Compare, make_app: MakeApp, size: tuple[int, int
     assert snap_compare(make_app(), terminal_size=size, run_before=before)
 
 
+@at_sizes((80, 24))
+def test_no_persona_yet(snap_compare: Compare, make_app: MakeApp, size: tuple[int, int]) -> None:
+    async def before(pilot: Pilot[int]) -> None:
+        await ready(pilot)
+        chat = app_of(pilot).chat
+        assert chat is not None
+        chat.setup.persona()
+        await wait_until(pilot, lambda: pilot.app.screen.query("#personas"))
+        still(pilot)
+        await pilot.pause()
+
+    assert snap_compare(make_app(), terminal_size=size, run_before=before)
+
+
 @SIZES
 def test_a_persona(snap_compare: Compare, make_app: MakeApp, size: tuple[int, int]) -> None:
     open_personas().put(EDITOR)

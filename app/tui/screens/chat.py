@@ -306,7 +306,9 @@ class ChatScreen(Screen[None]):
                 line = self.query_one(name, Static)
                 line.update(Content(text))
                 line.display = bool(text)
-            self.query_one("#heading").display = any(shown)
+            heading = self.query_one("#heading")
+            heading.display = any(shown)
+            heading.set_class(not shown[0], "-untitled")
 
     def _show_placeholder(self) -> None:
         temporary = self.controller.thread.memory is not None

@@ -48,6 +48,6 @@ class EditText(ModalScreen[str | None]):
         text = self.query_one(TextArea).text
         if text not in (self._text, self._warned):
             self._warned = text
-            self.notify("Not saved. Esc again discards the changes, ctrl+s saves them.", severity="warning")
+            self.notify("Not saved. Esc again discards the changes.", severity="warning")
             return
         self.dismiss(None)

@@ -26,6 +26,7 @@ from app.tui.screens.dialogues import AskText, Confirm
 from app.tui.screens.value_editor import ValueEditor, ValueRow
 
 _MUTED = "$foreground-muted"
+_NONE_YET = "There are no personas yet. Save this chat's system prompt and values as one, or begin an empty one."
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class PersonasScreen(Screen[Chosen | None]):
         yield Static("Personas", classes="screen-title", markup=False)
         yield Input(placeholder="Type to search", id="persona-search")
         yield OptionList(id="personas")
+        yield Static(_NONE_YET, id="personas-hint", markup=False)
         yield Static("", id="personas-problem", classes="problem", markup=False)
         yield Footer(compact=True, show_command_palette=False)
 
@@ -89,6 +91,7 @@ class PersonasScreen(Screen[Chosen | None]):
         self._rows = [*found, *([] if wanted else [None])]
         current = self._controller.setup.values.persona
         personas = self.query_one("#personas", OptionList)
+        self.query_one("#personas-hint").display = not self._file.personas
         personas.set_options([Option(_prompt(row, current)) for row in self._rows])
         at = (index for index, row in enumerate(self._rows) if row is not None and row.name == marked)
         if self._rows:
@@ -317,6 +320,6 @@ class PersonaEditor(Screen[str | None]):
         edited = self._edited
         if edited not in (self._persona, self._warned):
             self._warned = edited
-            self.notify("Not saved. Esc again discards the changes, ctrl+s saves them.", severity="warning")
+            self.notify("Not saved. Esc again discards the changes.", severity="warning")
             return
         self.dismiss(None)
