@@ -28,6 +28,8 @@ class DraftKeeper:
         self._keep_s = KEEP_S if keep_s is None else keep_s
         self._draft = self._kept = NO_DRAFT
         self._key = 0
+        self._refused: dict[int, Draft] = {}
+        """Drafts of conversations that were left while the store could not be written, by their conversations."""
         self._task: asyncio.Task[None] | None = None
 
     def open(self, thread: Thread) -> Draft:
@@ -38,6 +40,9 @@ class DraftKeeper:
         with suppress(StoreError):
             found = thread.store_in(self._store).draft(self._key)
         self._draft = self._kept = found or NO_DRAFT
+        refused = None if thread.memory is not None else self._refused.pop(self._key, None)
+        if refused is not None:
+            self.note(refused)
         return self._draft
 
     def note(self, draft: Draft) -> None:
@@ -47,10 +52,17 @@ class DraftKeeper:
             self._task = asyncio.get_running_loop().create_task(self._write_soon(), name="draft")
 
     def write(self) -> None:
-        """Write the draft now if it changed."""
+        """Write the draft now if it changed, and those that could not be written before."""
         if self.thread is not None and self._is_behind():
-            with suppress(StoreError):
+            try:
                 self._written(self._write(self.thread, self._key, self._draft))
+            except StoreError:
+                if self.thread.memory is None:
+                    self._refused[self.thread.conversation or 0] = self._draft
+        with suppress(StoreError):
+            for key, draft in list(self._refused.items()):
+                self._store.keep_draft(key, draft if draft.text else None)
+                del self._refused[key]
 
     def _is_behind(self) -> bool:
         return self._draft != self._kept or (self.thread is not None and (self.thread.conversation or 0) != self._key)

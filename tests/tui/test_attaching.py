@@ -15,6 +15,7 @@ from app.attachments.references import Resolved
 from app.chat.queue import NewQuestion
 from app.chat.state import Entry
 from app.chat.thread import export_thread, prompt_messages
+from app.conversations.drafts import Draft
 from app.conversations.store import ConversationStore
 from app.tui.chat import attaching
 from app.tui.chat.attaching import AttachmentLine
@@ -139,3 +140,19 @@ async def test_a_question_whose_files_are_read_too_late_is_not_asked_in_another_
         read.set()
         await wait_until(pilot, lambda: "was not sent" in notice(app))
         assert app.chat.prompt.text == "explain @a.py" and not controller(app).thread.path
+
+
+async def test_a_question_whose_files_are_being_read_is_kept_at_the_end(
+    make_app: MakeApp, store: ConversationStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = threading.Event()
+    monkeypatch.setattr(attaching, "resolve", lambda *arguments: Resolved() if read.wait(60) else None)
+    app = make_app()
+    async with app.run_test() as pilot:
+        await ready(pilot, app)
+        assert app.chat is not None
+        app.chat.prompt.fill("explain @a.py")
+        await pilot.press("enter", *"typed")
+        app.chat.drafting.write()
+        read.set()
+        assert store.draft(0) == Draft("explain @a.py\n\ntyped")

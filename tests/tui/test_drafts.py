@@ -72,6 +72,24 @@ async def test_a_draft_that_cannot_be_written_is_tried_again(
     assert tries == 2
 
 
+async def test_a_draft_that_is_left_while_nothing_can_be_written_is_not_lost(
+    store: ConversationStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(conversation: int, draft: Draft | None) -> None:
+        raise StoreError("locked", "locked")
+
+    keeper, thread, other = DraftKeeper(store, keep_s=60.0), Thread(), Thread(store.create(model="m").id)
+    keeper.open(thread)
+    keeper.note(Draft("typed"))
+    with monkeypatch.context() as locked:
+        locked.setattr(store, "keep_draft", refuse)
+        assert keeper.open(other) == NO_DRAFT
+        assert keeper.open(thread) == Draft("typed")
+        keeper.open(other)
+    keeper.write()
+    assert store.draft(0) == Draft("typed")
+
+
 # --- the screen ---
 
 

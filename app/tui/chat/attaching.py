@@ -101,6 +101,8 @@ class Asking:
         self._run = run
         self._give_back = give_back
         self._turn = asyncio.Lock()
+        self.being_read: list[str] = []
+        """The questions that are not sent yet, because their files are being read."""
 
     def ask(self, text: str, draft: str, edited: Entry | None = None) -> None:
         """Ask ``text``. ``draft`` is the same with its large pastes folded, and ``edited`` the question that it was
@@ -112,9 +114,11 @@ class Asking:
 
     async def _read_and_send(self, text: str, draft: str, edited: Entry | None) -> None:
         thread = self._controller.thread
+        self.being_read.append(text)
         async with self._turn:
             kept = edited.attachments if edited is not None else ()
             resolved = await asyncio.to_thread(resolve, draft, Path.cwd(), kept)
+            self.being_read.remove(text)
             if resolved.problems:
                 self._give_back(text, " ".join(resolved.problems[:_MOST_SAID]))
             elif thread is not self._controller.thread:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from app.chat.controller import ChatController
 from app.chat.drafts import DraftKeeper
@@ -23,6 +23,8 @@ class Drafting:
         self._controller = controller
         self._keeper = DraftKeeper(controller.store)
         self._set_aside: Draft | None = None
+        self.being_read: Callable[[], Sequence[str]] = lambda: ()
+        """Gives the questions that were sent and whose files are being read."""
         prompt.earlier.source = self.questions
 
     def shown(self) -> None:
@@ -40,9 +42,10 @@ class Drafting:
             self._keeper.note(self._typed())
 
     def write(self) -> None:
-        """Write what is typed to disk."""
+        """Write to disk what is typed, after what was sent and is still waiting for its files."""
         if self._keeper.thread is not None:
-            self._keeper.note(self._typed())
+            typed = self._typed()
+            self._keeper.note(self._prompt.joined(self.being_read(), typed.text) if self.being_read() else typed)
             self._keeper.write()
 
     def begin_editing(self, text: str) -> None:

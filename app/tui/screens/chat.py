@@ -135,6 +135,7 @@ class ChatScreen(Screen[None]):
         self._asking = Asking(
             self.controller, lambda work: self.run_worker(work, group="asking", exit_on_error=True), self._give_back
         )
+        self.drafting.being_read = lambda: self._asking.being_read
         self._code_copied: dict[int, int] = {}
         self._title = "", ""
 
