@@ -30,6 +30,7 @@ from engine.ipc.messages import (
     Bench,
     Cancel,
     CloseNetwork,
+    CountTokens,
     Done,
     EstimateBeams,
     Failed,
@@ -152,8 +153,8 @@ class Host:
             case Plan() | OpenNetwork() | CloseNetwork() | ShowCode() | Pair() | ForgetPeer() | ListPeers():
                 # The screen asks this while an answer is running.
                 self._finish_beside(self._accept(request))
-            case EstimateBeams() if self._session is not None:
-                # A panel asks this while an answer is running.
+            case EstimateBeams() | CountTokens() if self._session is not None:
+                # The screen asks this while an answer is running.
                 self._finish_beside(self._accept(request))
             case _:
                 self._answering.put(self._accept(request))
@@ -212,8 +213,8 @@ class Host:
                 return self._plan(request)
             case Bench():
                 return self._bench(task, request)
-            case EstimateBeams():
-                return self._loaded().estimate_beams(request)
+            case EstimateBeams() | CountTokens():
+                return self._told_by_model(request)
             case MeasureMachine():
                 return _measured(request)
             case Pull():
@@ -224,6 +225,12 @@ class Host:
                 return self._the_network().answer(request)
             case _:
                 raise ProtocolError(f"{type(request).__name__} is not answered")
+
+    def _told_by_model(self, request: EstimateBeams | CountTokens) -> AnyEvent:
+        session = self._loaded()
+        if isinstance(request, CountTokens):
+            return session.count_tokens(request)
+        return session.estimate_beams(request)
 
     def _load(self, task: Task, request: Load) -> AnyEvent:
         from engine.session.loading import load_session

@@ -19,6 +19,7 @@ from engine.ipc.messages import (
     AnyEvent,
     BeamEstimates,
     Cancel,
+    CountTokens,
     Done,
     EstimateBeams,
     Failed,
@@ -33,10 +34,13 @@ from engine.ipc.messages import (
     Resize,
     RingChanged,
     RingChoice,
+    TokensCounted,
     WarmUp,
     Watch,
 )
 
+_MOST_COUNTED = 10_000_000
+"""Maximum characters whose tokens are counted at once. They travel to the engine in one message."""
 _ATTEMPTS = 2
 """Maximum number of starts of an engine that dies while it loads."""
 
@@ -139,6 +143,16 @@ class EngineLink:
         except EngineDied as died:
             return str(died)
         return "The engine gave no estimate."
+
+    async def count_tokens(self, texts: Sequence[str]) -> list[int] | None:
+        """The tokens of each text by the loaded model's tokenizer; None if they cannot be counted now."""
+        if self._loaded is None or self.status.phase is not Phase.READY or sum(map(len, texts)) > _MOST_COUNTED:
+            return None
+        with suppress(EngineDied):
+            async for event in self.engine.stream(CountTokens(id=self.engine.new_id(), texts=list(texts))):
+                if isinstance(event, TokensCounted) and len(event.counts) == len(texts):
+                    return event.counts
+        return None
 
     async def plan(self, options: Settings) -> Planned | str | None:
         """Memory and speed that ``options`` would give, or why they are unknown; None if no engine is running yet."""

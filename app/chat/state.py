@@ -99,7 +99,9 @@ class Status:
     prefill: Prefill | None = None
     context_used: int | None = None
     draft_tokens: int = 0
-    """Estimated tokens of what is typed and attached and not sent yet."""
+    """Tokens of what is typed and attached and not sent yet."""
+    draft_counted: bool = False
+    """Whether the model's tokenizer has counted them; otherwise they are estimated."""
     tokens_per_s: float = 0.0
     waiting: int = 0
     """Number of questions of the conversation that wait for an answer."""

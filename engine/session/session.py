@@ -18,6 +18,7 @@ from engine.ipc.messages import (
     Beam,
     BeamEstimate,
     BeamEstimates,
+    CountTokens,
     EstimateBeams,
     Finished,
     FinishReason,
@@ -25,6 +26,7 @@ from engine.ipc.messages import (
     ModelFacts,
     RingChanged,
     Sampling,
+    TokensCounted,
 )
 from engine.models.reasoning_formats import template_variables
 from engine.moe.popularity_file import ProfileModel
@@ -201,6 +203,13 @@ class Session:
             estimates=[BeamEstimate(c.width, c.memory_bytes, c.fits, c.relative_step_time) for c in found],
             available_bytes=available,
         )
+
+    def count_tokens(self, request: CountTokens) -> TokensCounted:
+        """The tokens of each text. Raises ModelError (bad-input) if the model has no tokenizer."""
+        if self._tokenizer is None:
+            raise ModelError(f"{self.facts.name} has no tokenizer.", kind="bad-input")
+        counts = [len(self._tokenizer.encode_rendered(text, beginning=False)) for text in request.texts]
+        return TokensCounted(id=request.id, counts=counts)
 
     # --- before the first token -----------------------------------------------------------------------------------
 

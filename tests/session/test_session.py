@@ -15,6 +15,7 @@ from engine.errors import ModelError
 from engine.generation.reasoning import ReasoningParser, Separated, separate
 from engine.ipc.messages import (
     BeamProgress,
+    CountTokens,
     EstimateBeams,
     Load,
     Message,
@@ -498,6 +499,17 @@ def test_estimates(ask: Ask) -> None:
         ask.session.estimate_beams(EstimateBeams(id=3, widths=[0], context_tokens=4))
     with pytest.raises(ModelError, match="context of -1"):
         ask.session.estimate_beams(EstimateBeams(id=3, widths=[1], context_tokens=-1))
+
+
+def test_tokens_are_counted_without_a_template(ask: Ask) -> None:
+    tokenizer = LetterTokenizer()
+    ask.session._tokenizer = tokenizer
+    texts = ["some words", "", "more of them\n"]
+    found = ask.session.count_tokens(CountTokens(id=3, texts=texts))
+    assert found.id == 3 and found.counts == [len(tokenizer.encode_rendered(text, False)) for text in texts]
+    ask.session._tokenizer = None
+    with pytest.raises(ModelError, match="has no tokenizer"):
+        ask.session.count_tokens(CountTokens(id=3, texts=["x"]))
 
 
 def test_ends_come_from_the_models_files(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from engine.ipc.messages import (
     BeamProgress,
     Cancel,
     CloseNetwork,
+    CountTokens,
     DeviceMemory,
     Done,
     EstimateBeams,
@@ -49,6 +50,7 @@ from engine.ipc.messages import (
     RingChanged,
     ShowCode,
     Timing,
+    TokensCounted,
     WarmUp,
     Watch,
 )
@@ -172,6 +174,8 @@ class FakeEngine:
         self.beam_steps: list[list[Beam]] = []
         self.timing: Timing | None = None
         self.planned: Planned | Failed = PLANNED
+        self.counts: Callable[[str], int] | None = None
+        """Gives the tokens of a text; None: they cannot be counted. The requests for it are not kept."""
         self.starts = 0
         self.start_gate: asyncio.Event | None = None
         self.pull_gate: asyncio.Event | None = None
@@ -217,6 +221,10 @@ class FakeEngine:
     async def stream(self, request: AnyRequest) -> AsyncIterator[AnyEvent]:
         if not self._running:
             raise EngineDied("The engine is not running.")
+        if isinstance(request, CountTokens):
+            if self.counts is not None:
+                yield TokensCounted(id=request.id, counts=[self.counts(text) for text in request.texts])
+            return
         self.requests.append(request)
         answer = self.network.answer(request)
         if answer is not None:

@@ -156,3 +156,18 @@ async def test_a_question_whose_files_are_being_read_is_kept_at_the_end(
         app.chat.drafting.write()
         read.set()
         assert store.draft(0) == Draft("explain @a.py\n\ntyped")
+
+
+async def test_the_model_counts_the_tokens_when_the_typing_pauses(make_app: MakeApp, engine: FakeEngine) -> None:
+    engine.counts = lambda text: 1000 * len(text.split())
+    app = make_app()
+    async with app.run_test() as pilot:
+        await ready(pilot, app)
+        assert app.chat is not None
+        status = controller(app).status
+        await pilot.press(*"explain @a.py")
+        assert not status.draft_counted
+        await wait_until(pilot, lambda: status.draft_counted and status.draft_tokens == 3000)
+        assert "a.py 9 B 1,000 tokens" in str(app.chat.query_one(AttachmentLine).visual)
+        await pilot.press("!")
+        assert not status.draft_counted and status.draft_tokens == 4 + 3

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 
 from textual.timer import Timer
@@ -17,6 +17,7 @@ from app.tui.render.attachments import to_be_attached
 
 LOOK_S = 0.25
 """Seconds without a key after which the draft is looked at."""
+Count = Callable[[Sequence[str]], Awaitable[list[int] | None]]
 _MOST_SAID = 3
 """Maximum number of files of which is said why they cannot be attached."""
 
@@ -24,52 +25,57 @@ _MOST_SAID = 3
 class AttachmentLine(Static):
     """What the draft will have attached. Not displayed if that is nothing.
 
-    ``draft_tokens`` of ``status`` becomes the estimate for the draft and its files. ``on_counted`` is called when it
-    changed.
+    ``draft_tokens`` of ``status`` becomes the tokens of the draft and its files: an estimate at once, and what
+    ``count`` says of the texts when the typing pauses, unless that is None. ``on_counted`` is called when it changed.
     """
 
-    def __init__(self, id: str, status: Status, on_counted: Callable[[], None]) -> None:
+    def __init__(self, id: str, status: Status, count: Count, on_counted: Callable[[], None]) -> None:
         super().__init__(id=id, markup=False)
         self.display = False
         self._status = status
+        self._count = count
         self._on_counted = on_counted
         self._timer: Timer | None = None
-        self._draft: tuple[str, int] = "", 0
-        self._kept: Sequence[Attachment] = ()
+        self._draft = ""
         self._paths: tuple[str, ...] = ()
         self._resolved = Resolved()
 
-    def draft_changed(self, draft: str, characters: int, kept: Sequence[Attachment] = ()) -> None:
-        """Look at ``draft`` soon. With its folded pastes it has ``characters``; ``kept`` is as in ``resolve``."""
-        self._draft, self._kept = (draft, characters), kept
+    def draft_changed(self, draft: str, whole: str, kept: Sequence[Attachment] = ()) -> None:
+        """Look at ``draft`` soon. ``whole`` is the same with its folded pastes; ``kept`` is as in ``resolve``."""
+        self._draft = whole
         paths = tuple(reference.path for reference in references(draft))
         if self._timer is not None:
             self._timer.stop()
             self._timer = None
-        if not paths:
-            self._paths = ()
-            self._show(Resolved())
-            return
+        if not paths and self._paths:
+            self._paths, self._resolved = (), Resolved()
+            self._show(None)
+        self._estimate()
+        if whole.strip():
+            self._timer = self.set_timer(
+                LOOK_S, lambda: self.run_worker(self._look(draft, paths, kept), group="attachments", exclusive=True)
+            )
+
+    async def _look(self, draft: str, paths: tuple[str, ...], kept: Sequence[Attachment]) -> None:
+        """Read the files that the draft names, and have the tokens counted."""
+        whole = self._draft
         if paths != self._paths:
-            self._timer = self.set_timer(LOOK_S, lambda: self._look(draft, paths))
-        self._count()
+            resolved = await asyncio.to_thread(resolve, draft, Path.cwd(), kept)
+            if whole != self._draft:
+                return
+            self._paths, self._resolved = paths, resolved
+            self._show(None)
+            self._estimate()
+        counts = await self._count([whole, *(file.text for file in self._resolved.attachments)])
+        if counts is not None and whole == self._draft:
+            self._show(counts[1:])
+            self._tell(sum(counts), counted=True)
 
-    def _look(self, draft: str, paths: tuple[str, ...]) -> None:
-        self._paths = paths
-        self.run_worker(self._resolve(draft, paths), group="attachments", exclusive=True)
-
-    async def _resolve(self, draft: str, paths: tuple[str, ...]) -> None:
-        resolved = await asyncio.to_thread(resolve, draft, Path.cwd(), self._kept)
-        if paths == self._paths:
-            self._show(resolved)
-
-    def _show(self, resolved: Resolved) -> None:
-        self._resolved = resolved
-        content = to_be_attached(resolved, self._room)
+    def _show(self, counts: Sequence[int] | None) -> None:
+        content = to_be_attached(self._resolved, self._room, counts)
         if content.plain:
             self.update(content)
         self.display = bool(content.plain)
-        self._count()
 
     @property
     def _room(self) -> int | None:
@@ -77,11 +83,13 @@ class AttachmentLine(Static):
         facts = self._status.facts
         return facts.context_limit - (self._status.context_used or 0) if facts and facts.context_limit else None
 
-    def _count(self) -> None:
+    def _estimate(self) -> None:
         files = sum(estimated_tokens(len(file.text)) for file in self._resolved.attachments)
-        tokens = estimated_tokens(self._draft[1]) + files
-        if tokens != self._status.draft_tokens:
-            self._status.draft_tokens = tokens
+        self._tell(estimated_tokens(len(self._draft)) + files, counted=False)
+
+    def _tell(self, tokens: int, counted: bool) -> None:
+        if (tokens, counted) != (self._status.draft_tokens, self._status.draft_counted):
+            self._status.draft_tokens, self._status.draft_counted = tokens, counted
             self._on_counted()
 
 

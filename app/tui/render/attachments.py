@@ -23,36 +23,39 @@ def attached(attachments: Sequence[Attachment], is_open: bool) -> list[Content]:
     parts: list[Content] = []
     for attachment in attachments:
         mark = "▾" if is_open else "▸"
-        parts.append(Content.styled(f"{mark} {_facts(attachment, ' · ')}", f"italic {_MUTED}"))
+        tokens = f"~{estimated_tokens(len(attachment.text)):,} tokens"
+        line = " · ".join([f"{mark} {one_line(attachment.name)}", size(attachment.size), tokens])
+        parts.append(Content.styled(line, f"italic {_MUTED}"))
         if is_open and attachment.text:
             parts.append(Content.styled(_beginning(attachment.text), _MUTED))
     return parts
 
 
-def to_be_attached(resolved: Resolved, room: int | None) -> Content:
+def to_be_attached(resolved: Resolved, room: int | None, counts: Sequence[int] | None = None) -> Content:
     """What will be attached to the question, what cannot be, and the room that remains for it.
 
-    ``room``: tokens of context that are left for the next question; None: it is not known.
+    ``room``: tokens of context that are left for the next question; None: it is not known. ``counts``: the tokens of
+    each file; None: they are estimated.
     """
     lines: list[Content] = []
     files = resolved.attachments
     if files:
-        tokens = sum(estimated_tokens(len(file.text)) for file in files)
+        about = "~" if counts is None else ""
+        known = counts or [estimated_tokens(len(file.text)) for file in files]
+        tokens = sum(known)
         if len(files) <= _NAMED:
-            what = "   ".join(_facts(file, " ") for file in files)
+            shown = zip(files, known, strict=True)
+            what = "   ".join(
+                f"{one_line(file.name)} {size(file.size)} {about}{count:,} tokens" for file, count in shown
+            )
         else:
-            what = f"{len(files)} files {size(sum(file.size for file in files))} ~{tokens:,} tokens"
+            what = f"{len(files)} files {size(sum(file.size for file in files))} {about}{tokens:,} tokens"
         too_much = room is not None and tokens > room
         left = "" if room is None else f"   {'only ' if too_much else ''}{max(0, room):,} tokens of context are left"
         lines.append(Content.assemble(("+ ", "bold $text-accent"), what, (left, "$text-error" if too_much else _MUTED)))
     for problem in [*resolved.problems, *resolved.left_out][:_NAMED]:
         lines.append(Content.assemble(("! ", "bold $text-warning"), (one_line(problem), "$text-warning")))
     return Content("\n").join(lines)
-
-
-def _facts(attachment: Attachment, between: str) -> str:
-    tokens = f"~{estimated_tokens(len(attachment.text)):,} tokens"
-    return between.join([one_line(attachment.name), size(attachment.size), tokens])
 
 
 def _beginning(text: str) -> str:

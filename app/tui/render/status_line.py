@@ -130,7 +130,8 @@ def _figures(status: Status) -> list[Part]:
         took = latency(first)
         parts.append(_part(f"first token {took}", f"first {took}", shorten=(20, 30), style=_MUTED, right=True))
     if status.draft_tokens:
-        draft = (f"draft ~{status.draft_tokens:,}", f"~{_thousands(status.draft_tokens)}")
+        about = "" if status.draft_counted else "~"
+        draft = (f"draft {about}{status.draft_tokens:,}", f"{about}{_thousands(status.draft_tokens)}")
         parts.append(_part(*draft, shorten=(40, 55), right=True))
     if status.facts is not None and status.facts.context_limit:
         parts.append(_context(status.context_used, status.facts.context_limit))

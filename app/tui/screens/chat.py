@@ -153,7 +153,9 @@ class ChatScreen(Screen[None]):
                 yield transcript
                 yield NoticeLine(id="notice")
                 yield QueueView(id="queue")
-                yield AttachmentLine("attachments", self.controller.status, self._show_figures)
+                yield AttachmentLine(
+                    "attachments", self.controller.status, self.controller.link.count_tokens, self._show_figures
+                )
                 yield CompletionPopup(id="completions")
                 yield FindLine(transcript, id="find")
                 yield self.prompt
@@ -360,7 +362,7 @@ class ChatScreen(Screen[None]):
     def _draft_changed(self) -> None:
         kept = self._editing.attachments if self._editing is not None else ()
         self.drafting.changed()
-        self.query_one(AttachmentLine).draft_changed(self.prompt.text, len(self.prompt.whole_text), kept)
+        self.query_one(AttachmentLine).draft_changed(self.prompt.text, self.prompt.whole_text, kept)
 
     @on(CompletionPopup.Picked)
     def _candidate_clicked(self, event: CompletionPopup.Picked) -> None:

@@ -34,6 +34,7 @@ from engine.ipc.messages.events import (
     Progress as Progress,
     RingChanged as RingChanged,
     Timing as Timing,
+    TokensCounted as TokensCounted,
     WarmUp as WarmUp,
 )
 from engine.ipc.messages.framing import (
@@ -70,6 +71,7 @@ from engine.ipc.messages.requests import (
     Bench as Bench,
     Cancel as Cancel,
     CloseNetwork as CloseNetwork,
+    CountTokens as CountTokens,
     EstimateBeams as EstimateBeams,
     ForgetPeer as ForgetPeer,
     Generate as Generate,

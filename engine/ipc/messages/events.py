@@ -144,6 +144,12 @@ class BeamEstimates(Event, frozen=True, kw_only=True, tag="beam_estimates"):
     available_bytes: int
 
 
+class TokensCounted(Event, frozen=True, kw_only=True, tag="tokens_counted"):
+    """The number of tokens of each text, in their order."""
+
+    counts: list[int]
+
+
 class MachineMeasured(Event, frozen=True, kw_only=True, tag="machine_measured"):
     """What decides which models this machine can run, and how fast."""
 
@@ -271,6 +277,7 @@ AnyEvent = (
     | Timing
     | Finished
     | BeamEstimates
+    | TokensCounted
     | MachineMeasured
     | Planned
     | BenchResult
@@ -282,5 +289,5 @@ AnyEvent = (
     | RingChanged
 )
 
-TERMINAL_EVENTS = (Loaded, Finished, BeamEstimates, MachineMeasured, Planned, BenchResult, Done, Failed)
+TERMINAL_EVENTS = (Loaded, Finished, BeamEstimates, TokensCounted, MachineMeasured, Planned, BenchResult, Done, Failed)
 """Events that end a request. No other event of the request follows."""

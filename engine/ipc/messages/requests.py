@@ -160,6 +160,13 @@ class EstimateBeams(Request, frozen=True, kw_only=True, tag="estimate_beams"):
     context_tokens: int
 
 
+class CountTokens(Request, frozen=True, kw_only=True, tag="count_tokens"):
+    """Count the tokens of each of ``texts``, without a chat template. Needs a loaded model. Event: TokensCounted or
+    Failed."""
+
+    texts: list[str]
+
+
 class MeasureMachine(Request, frozen=True, kw_only=True, tag="measure_machine"):
     """Look at this machine's memory and measure how fast it is read, which takes less than a second. Event:
     MachineMeasured or Failed."""
@@ -251,6 +258,7 @@ AnyRequest = (
     | Cancel
     | Watch
     | EstimateBeams
+    | CountTokens
     | MeasureMachine
     | Pull
     | Prepare
