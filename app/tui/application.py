@@ -24,6 +24,7 @@ from app.machine import Machine
 from app.settings.file import SettingsFile, open_settings
 from app.settings.schema import THEMES, Settings
 from app.tui.keymap import COMMANDS, KEYMAP_FILE, key, readable, use
+from app.tui.palette import screen_commands
 from app.tui.render.highlighting import Highlighter
 from app.tui.screens.chat import ChatScreen, Updated
 from app.tui.terminal.application import TerminalApp
@@ -46,6 +47,8 @@ class ChatApp(TerminalApp):
     ENABLE_COMMAND_PALETTE = True
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("ctrl+q", "quit_chat", "Quit", show=False, priority=True, id="app.quit"),
+        Binding("ctrl+p", "command_palette", "Menu", show=False, priority=True, id="app.menu"),
+        Binding("ctrl+z", "suspend_process", "Suspend", show=False, id="app.suspend"),
         Binding("ctrl+c", "interrupt", "Interrupt", show=False, system=True, id="app.interrupt"),
     ]
 
@@ -125,11 +128,14 @@ class ChatApp(TerminalApp):
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         chat = self.chat
         if chat is None or screen is not chat:
+            yield from screen_commands(screen, ["suspend_process"])
+            yield from super().get_system_commands(screen)
             return
         for command in COMMANDS:
             keys = f" ({command.key})" if command.key else ""
             yield SystemCommand(command.title, command.help + keys, lambda c=command: chat.run_command(c))
         yield SystemCommand("Theme", "Choose the colours", self.action_change_theme)
+        yield from screen_commands(screen, [command.action.rpartition(".")[2] for command in COMMANDS])
 
     def get_key_display(self, binding: Binding) -> str:
         return readable(super().get_key_display(binding))

@@ -191,6 +191,7 @@ COMMANDS: tuple[ChatCommand, ...] = (
         "[--thoughts] [file]",
     ),
     ChatCommand("stop", "Stop the answer", "Keep the text so far", "stop", "stop"),
+    ChatCommand("suspend", "Suspend", "Go back to the shell; fg continues", "app.suspend_process"),
     ChatCommand("quit", "Quit", "All chats are saved", "app.quit_chat", "quit"),
 )
 

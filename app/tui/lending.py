@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import Iterable
 from importlib.resources import files
 from typing import ClassVar
 
 from textual import work
-from textual.app import ComposeResult
+from textual.app import ComposeResult, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.message import Message
+from textual.screen import Screen
 from textual.widgets import Footer, Static
 
 from app.chat.words import size
@@ -22,6 +24,7 @@ from app.lending import FIRST_WAIT_S, LendingService
 from app.network import NetworkProblem
 from app.ring_words import fingerprint, latency, link_words, other_link, place_words, short_id
 from app.text_safety import one_line
+from app.tui.palette import screen_commands
 from app.tui.render.formatting import bar, flowing
 from app.tui.render.rendered import Rendered
 from app.tui.render.ring_view import peer_lines
@@ -73,10 +76,13 @@ class LendingApp(TerminalApp):
 
     TITLE = "privatellm join"
     CSS_PATH: ClassVar[str] = str(files("assets") / "styles" / "lending.tcss")
-    ENABLE_COMMAND_PALETTE = False
+    ENABLE_COMMAND_PALETTE = True
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("q,ctrl+q", "leave", "Leave", key_display="q", priority=True, id="lending.leave"),
+        Binding("q", "leave", "Leave", id="lending.leave"),
+        Binding("ctrl+q", "leave", "Leave", show=False, priority=True, id="lending.quit"),
         Binding("c", "code", "New code", id="lending.code"),
+        Binding("ctrl+p", "command_palette", "Menu", priority=True, id="lending.menu"),
+        Binding("ctrl+z", "suspend_process", "Suspend", show=False, id="lending.suspend"),
         Binding("ctrl+c", "leave", "Leave", show=False, system=True, id="lending.interrupt"),
     ]
 
@@ -142,6 +148,10 @@ class LendingApp(TerminalApp):
                 return
         await self.keep()
         self.exit(0)
+
+    def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
+        yield from screen_commands(screen, ["suspend_process"])
+        yield from super().get_system_commands(screen)
 
     async def keep(self) -> None:
         """Leave the ring, so that its other machines know at once."""

@@ -1,4 +1,4 @@
-"""A prompt on a real terminal, for tests that run it in tmux. ctrl+y copies its text; ctrl+q ends it."""
+"""A prompt on a real terminal, for tests that run it in tmux. ctrl+y copies, ctrl+z suspends, ctrl+q ends."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ class FieldApp(TerminalApp):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("ctrl+y", "copy", priority=True),
         Binding("ctrl+q", "leave", priority=True),
+        Binding("ctrl+z", "suspend_process"),
     ]
 
     def compose(self) -> ComposeResult:

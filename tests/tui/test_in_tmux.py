@@ -20,14 +20,15 @@ pytestmark = pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is no
 
 
 class Tmux:
-    """A terminal of 80 by 24 cells in a tmux of its own, with the program of :data:`PROGRAM` in it."""
+    """A terminal of 80 by 24 cells in a tmux of its own, with the program of :data:`PROGRAM` in it, or ``begun``."""
 
-    def __init__(self, folder: Path, path: str) -> None:
+    def __init__(self, folder: Path, path: str, begun: str = "") -> None:
         self.socket, self.copies = folder / "tmux", folder / "copies.txt"
         environment = {"PATH": path, "HOME": str(folder), "PYTHONPATH": str(ROOT), "LANG": "C.UTF-8", "TERM": "xterm"}
         environment["PRIVATELLM_HOME"] = str(folder)
-        self("-f", "/dev/null", "new-session", "-d", "-x", "80", "-y", "24",
-             sys.executable, str(PROGRAM), str(self.copies), environment=environment)  # fmt: skip
+        self.command = f"{sys.executable} {PROGRAM} {self.copies}"
+        self("-f", "/dev/null", "new-session", "-d", "-x", "80", "-y", "24", begun or self.command,
+             environment=environment)  # fmt: skip
 
     def __call__(self, *words: str, environment: dict[str, str] | None = None) -> str:
         tmux = shutil.which("tmux")
@@ -47,7 +48,7 @@ def tmux(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Tmux]:
     # The path to a socket is short.
     folder = Path(os.environ.get("TMPDIR", "/tmp")) / f"pt-{os.getpid()}"
     folder.mkdir(mode=0o700)
-    running = Tmux(folder, getattr(request, "param", os.environ["PATH"]))
+    running = Tmux(folder, **{"path": os.environ["PATH"]} | getattr(request, "param", {}))
     try:
         yield running
     finally:
@@ -67,7 +68,7 @@ def test_keys_arrive_and_what_is_copied_is_in_tmux_s_buffer(tmux: Tmux) -> None:
     assert not tmux.copies.exists()
 
 
-@pytest.mark.parametrize("tmux", ["/nonexistent"], indirect=True)
+@pytest.mark.parametrize("tmux", [{"path": "/nonexistent"}], indirect=True)
 def test_tmux_accepts_the_program_s_own_sequence(tmux: Tmux) -> None:
     """Where the program cannot run tmux itself, as on another machine."""
     tmux("set-option", "-g", "set-clipboard", "on")
@@ -77,3 +78,27 @@ def test_tmux_accepts_the_program_s_own_sequence(tmux: Tmux) -> None:
     tmux("send-keys", "C-y")
     eventually(lambda: "Shift-drag" in " ".join(tmux.screen.split()))
     eventually(lambda: tmux("show-buffer") == "far")
+
+
+@pytest.mark.parametrize("tmux", [{"begun": "sh -i"}], indirect=True)
+def test_the_program_can_be_suspended_and_continued(tmux: Tmux) -> None:
+    """The program is not the shell's own child, as with make."""
+    tmux("send-keys", f"PS1='shell> '; sh -c '{tmux.command}; :'", "Enter")
+    eventually(lambda: "Type here" in tmux.screen)
+    tmux("send-keys", "C-z")
+    eventually(lambda: "shell>" in tmux.screen.splitlines()[-1:] or "Stopped" in tmux.screen)
+    # The terminal echoes again, and shows what was typed.
+    tmux("send-keys", "echo back-$((6*7))", "Enter")
+    eventually(lambda: "back-42" in tmux.screen)
+    tmux("send-keys", "fg", "Enter")
+    eventually(lambda: "Type here" in tmux.screen)
+    tmux("send-keys", "a", "M-Enter", "b")
+    eventually(lambda: [line.strip() for line in tmux.screen.splitlines()[:2]] == ["a", "b"])
+
+
+def test_a_program_without_a_shell_is_not_suspended(tmux: Tmux) -> None:
+    eventually(lambda: "Type here" in tmux.screen)
+    tmux("send-keys", "C-z")
+    eventually(lambda: "There is no shell" in " ".join(tmux.screen.split()))
+    tmux("send-keys", "a")
+    eventually(lambda: "a" in tmux.screen.splitlines()[0])

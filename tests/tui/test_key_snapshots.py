@@ -1,4 +1,4 @@
-"""How the popup of completions looks. `pytest --snapshot-update` takes what is drawn now as right."""
+"""How the popup of completions and the palette look. `pytest --snapshot-update` takes what is drawn now as right."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from collections.abc import Callable
 
 from screen_helpers import MakeApp, wait_until
 from test_snapshots import app_of, at_sizes, ready
+from textual.command import CommandPalette
 from textual.pilot import Pilot
+from textual.widgets import Input, OptionList
 
 from app.tui.chat.completion import CompletionPopup
+from app.tui.screens.machines import MachinesScreen
 
 Compare = Callable[..., bool]
 
@@ -23,3 +26,16 @@ def test_slash_completion(snap_compare: Compare, make_app: MakeApp, size: tuple[
         await pilot.press("down")
 
     assert snap_compare(make_app(), terminal_size=size, run_before=before)
+
+
+def test_palette_of_a_screen(snap_compare: Compare, make_app: MakeApp) -> None:
+    async def before(pilot: Pilot[int]) -> None:
+        await ready(pilot)
+        await pilot.press("f8")
+        await wait_until(pilot, lambda: isinstance(pilot.app.screen, MachinesScreen))
+        await pilot.press("ctrl+p")
+        await wait_until(pilot, lambda: isinstance(pilot.app.screen, CommandPalette))
+        pilot.app.screen.query_one(Input).cursor_blink = False
+        await wait_until(pilot, lambda: pilot.app.screen.query_one(OptionList).option_count)
+
+    assert snap_compare(make_app(), terminal_size=(80, 24), run_before=before)

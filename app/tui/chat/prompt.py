@@ -156,6 +156,9 @@ class Prompt(FoldingArea):
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         if action in ("complete", "close_completions"):
             return self.completion is not None
+        if action == "undo":
+            # In an empty field its key is left to the application, which suspends the program.
+            return bool(self.text or self.history.undo_stack)
         return super().check_action(action, parameters)
 
     def action_complete(self) -> None:
@@ -207,6 +210,7 @@ class Prompt(FoldingArea):
         """``text`` was accepted: empty the field and remember the text."""
         self.earlier.sent(text)
         self.clear()
+        self.history.clear()
 
     def action_break_line(self) -> None:
         self._replace_via_keyboard("\n", *self.selection)

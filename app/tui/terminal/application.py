@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from textual import on, work
-from textual.app import App
+from textual.app import App, SystemCommand
 from textual.driver import Driver
 from textual.filter import LineFilter
 from textual.message import Message
+from textual.screen import Screen
 
 from app.engine_client import Engine
 from app.text_safety import one_line
@@ -51,6 +53,20 @@ class TerminalApp(App[int]):
 
     def get_line_filters(self) -> Sequence[LineFilter]:
         return with_safe_lines(super().get_line_filters())
+
+    def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
+        yield SystemCommand("Theme", "Choose the colours", self.action_change_theme)
+        yield SystemCommand("Suspend", "Go back to the shell; fg continues", self.action_suspend_process)
+
+    def action_suspend_process(self) -> None:
+        """Stop this job, so that the shell is there again; its ``fg`` continues."""
+        if self._driver is None or not self._driver.can_suspend:
+            return
+        if os.getpgrp() == os.getsid(0):
+            # Nobody could continue it: no shell began this job, as in a terminal that was opened for this program.
+            self.notify("There is no shell to go back to.", severity="warning", markup=False)
+            return
+        super().action_suspend_process()
 
     @abstractmethod
     async def keep(self) -> None:

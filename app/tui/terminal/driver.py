@@ -79,6 +79,16 @@ class TerminalDriver(LinuxDriver):
                     for event in parser.feed(text):
                         self.process_message(event)
 
+    def _sigtstp_application(self, *_: object) -> None:
+        """Restore the terminal, then stop the whole job, as the shell waits for all of it: make may be between.
+
+        The others must not stop before: the shell would have the terminal while it is still set for this program.
+        """
+        if self._auto_restart:
+            self.suspend_application_mode()
+            self._must_signal_resume = True
+        os.killpg(os.getpgrp(), signal.SIGSTOP)
+
     def restore_now(self) -> None:
         """Restore the terminal from a process that is about to be ended. Blocks if the terminal accepts nothing."""
         with contextlib.suppress(termios.error, OSError):

@@ -1,0 +1,116 @@
+"""The command palette on every screen, and leaving for the shell."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from fake_engine import FakeEngine
+from screen_helpers import MakeApp, ask, ready, wait_until
+from textual.command import CommandPalette
+from textual.pilot import Pilot
+from textual.widgets import OptionList
+
+from app.tui.application import ChatApp
+from app.tui.keymap import COMMANDS
+from app.tui.lending import LendingApp
+from app.tui.screens.dialogues import AskText, Confirm, HelpScreen
+from app.tui.screens.machines import MachinesScreen
+from app.tui.screens.settings import SettingsScreen
+from engine.ipc.messages import OpenNetwork
+
+
+def offered(app: ChatApp | LendingApp) -> dict[str, str]:
+    return {command.title: command.help for command in app.get_system_commands(app.screen)}
+
+
+async def choose(pilot: Pilot[int], title: str) -> None:
+    """Open the palette by its key, type ``title`` and press enter."""
+    app = pilot.app
+    await pilot.press("ctrl+p")
+    await wait_until(pilot, lambda: isinstance(app.screen, CommandPalette))
+    await pilot.press(*title.replace(" ", "_").replace("_", " "))
+    await wait_until(pilot, lambda: app.screen.query_one(OptionList).option_count)
+    await wait_until(pilot, lambda: title in str(app.screen.query_one(OptionList).get_option_at_index(0).prompt))
+    await pilot.press("enter")
+    if isinstance(app.screen, CommandPalette):
+        await pilot.press("enter")
+    await wait_until(pilot, lambda: not isinstance(app.screen, CommandPalette))
+
+
+@pytest.mark.usefixtures("few_settings")
+async def test_each_screen_offers_its_own_actions_and_runs_them(make_app: MakeApp, engine: FakeEngine) -> None:
+    app = make_app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await ready(pilot, app)
+        await ask(pilot, app, "Hello")
+        in_chat = offered(app)
+        assert {command.title for command in COMMANDS} <= set(in_chat)
+        assert "Look" not in in_chat and in_chat["Theme"]
+        # A message has actions of its own while it has the focus.
+        await pilot.press("shift+tab")
+        assert offered(app)["Edit"].startswith("Here: ")
+        await choose(pilot, "Machines")
+        await wait_until(pilot, lambda: isinstance(app.screen, MachinesScreen))
+        machines = offered(app)
+        assert {"Look", "Help", "Close", "Quit", "Theme", "Suspend"} <= set(machines)
+        assert machines["Look"] == "Here: l"
+        assert "New chat" not in machines
+        await choose(pilot, "Close")
+        await wait_until(pilot, lambda: app.screen is app.chat)
+        await pilot.press("ctrl+s")
+        await wait_until(pilot, lambda: isinstance(app.screen, SettingsScreen))
+        assert {"Group", "Help"} <= set(offered(app))
+
+
+async def test_dialogues_have_it_too(make_app: MakeApp) -> None:
+    app = make_app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await ready(pilot, app)
+        for dialogue, expected in (
+            (Confirm("Sure?"), {"Yes", "No"}),
+            (AskText("Title"), {"Cancel"}),
+            (HelpScreen(None), {"Close"}),
+        ):
+            results: list[object] = []
+            app.push_screen(dialogue, results.append)
+            await wait_until(pilot, lambda dialogue=dialogue: app.screen is dialogue)
+            found = offered(app)
+            assert expected <= set(found) and {"Theme"} <= set(found)
+            await choose(pilot, min(expected))
+            await wait_until(pilot, lambda results=results: results)
+        assert app.screen is app.chat
+
+
+async def test_a_lent_machine_has_it_and_what_is_typed_there_does_not_end_it(engine: FakeEngine) -> None:
+    app = LendingApp(engine, OpenNetwork(id=1), first_wait_s=0.0)
+    async with app.run_test(size=(80, 24)) as pilot:
+        assert {"Leave", "New code", "Theme"} <= set(offered(app))
+        await pilot.press("ctrl+p")
+        await wait_until(pilot, lambda: isinstance(app.screen, CommandPalette))
+        await pilot.press("q", "c")
+        assert isinstance(app.screen, CommandPalette)
+
+
+async def test_ctrl_z_undoes_in_the_prompt_and_suspends_where_there_is_nothing_to_undo(
+    make_app: MakeApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = make_app()
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda process, number: sent.append((process, number)))
+    monkeypatch.setattr(os, "getsid", lambda process: -1)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await ready(pilot, app)
+        assert app.chat is not None and app._driver is not None
+        monkeypatch.setattr(type(app._driver), "can_suspend", True)
+        await pilot.press("a", "ctrl+z")
+        assert app.chat.prompt.text == "" and not sent
+        await ask(pilot, app, "Hello")
+        await pilot.press("ctrl+z")
+        assert app.chat.prompt.text == "" and sent == [(os.getpid(), signal.SIGTSTP)]
+        # A terminal that was opened for this program alone has no shell that could continue it.
+        monkeypatch.setattr(os, "getsid", lambda process: os.getpgrp())
+        await pilot.press("ctrl+z")
+        await wait_until(pilot, lambda: "There is no shell to go back to." in [n.message for n in app._notifications])
+        assert len(sent) == 1
