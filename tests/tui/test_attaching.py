@@ -120,13 +120,15 @@ def test_an_open_file_is_shown_safely_and_not_without_end() -> None:
     assert len(opened.plain.splitlines()) == SHOWN_LINES + 1 and opened.plain.endswith("more")
 
 
+@pytest.mark.parametrize("temporary", [False, True])
 async def test_a_question_whose_files_are_read_too_late_is_not_asked_in_another_chat(
-    make_app: MakeApp, monkeypatch: pytest.MonkeyPatch
+    make_app: MakeApp, monkeypatch: pytest.MonkeyPatch, temporary: bool
 ) -> None:
-    read = threading.Event()
+    read, done = threading.Event(), threading.Event()
 
     def slow(*arguments: object) -> Resolved:
         assert read.wait(60)
+        done.set()
         return Resolved()
 
     monkeypatch.setattr(attaching, "resolve", slow)
@@ -134,12 +136,16 @@ async def test_a_question_whose_files_are_read_too_late_is_not_asked_in_another_
     async with app.run_test() as pilot:
         await ready(pilot, app)
         assert app.chat is not None
+        controller(app).new_conversation(temporary=temporary)
+        await pilot.pause()
         app.chat.prompt.fill("explain @a.py")
         await pilot.press("enter")
         controller(app).new_conversation()
         read.set()
-        await wait_until(pilot, lambda: "was not sent" in notice(app))
-        assert app.chat.prompt.text == "explain @a.py" and not controller(app).thread.path
+        await wait_until(pilot, lambda: done.is_set() and (temporary or "was not sent" in notice(app)))
+        assert not controller(app).thread.path
+        # Nothing of a temporary chat goes on.
+        assert app.chat.prompt.text == ("" if temporary else "explain @a.py")
 
 
 async def test_a_question_whose_files_are_being_read_is_kept_at_the_end(

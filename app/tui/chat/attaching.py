@@ -122,15 +122,20 @@ class Asking:
 
     async def _read_and_send(self, text: str, draft: str, edited: Entry | None) -> None:
         thread = self._controller.thread
-        self.being_read.append(text)
+        # Nothing of a temporary chat may become the draft of another.
+        kept_if_left = thread.memory is None
+        if kept_if_left:
+            self.being_read.append(text)
         async with self._turn:
             kept = edited.attachments if edited is not None else ()
             resolved = await asyncio.to_thread(resolve, draft, Path.cwd(), kept)
-            self.being_read.remove(text)
-            if resolved.problems:
+            if kept_if_left:
+                self.being_read.remove(text)
+            if thread is not self._controller.thread:
+                if kept_if_left:
+                    self._give_back(text, "The question was not sent, because another chat was opened.")
+            elif resolved.problems:
                 self._give_back(text, " ".join(resolved.problems[:_MOST_SAID]))
-            elif thread is not self._controller.thread:
-                self._give_back(text, "The question was not sent, because another chat was opened.")
             else:
                 self._send(text, resolved.attachments, edited)
 
