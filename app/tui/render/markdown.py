@@ -72,7 +72,8 @@ def code_blocks(source: str) -> list[str]:
 @functools.cache
 def _parser() -> MarkdownIt:
     from markdown_it import MarkdownIt
-    from markdown_it.rules_block import StateBlock, reference
+    from markdown_it.rules_block import StateBlock, reference, table
+    from markdown_it.rules_block.table import escapedSplit
     from markdown_it.rules_inline import StateInline
 
     def formula(state: StateInline, silent: bool) -> bool:
@@ -88,14 +89,37 @@ def _parser() -> MarkdownIt:
         state.pos = end + 2
         return True
 
-    def reference_but_no_footnote(state: StateBlock, start: int, end: int, silent: bool) -> bool:
-        """Keep ``[^1]: a note`` as text: it is a footnote and not the target of a link."""
+    def shown_reference(state: StateBlock, start: int, end: int, silent: bool) -> bool:
+        """Know ``[1]: https://…`` as the target of links, and show it too: it may not be used, or by a text that was
+        parsed before it arrived. ``[^1]: a note`` is a footnote, and only text."""
         first = state.bMarks[start] + state.tShift[start]
-        return not state.src.startswith("[^", first) and reference(state, start, end, silent)
+        if state.src.startswith("[^", first) or not reference(state, start, end, silent):
+            return False
+        if not silent:
+            state.push("paragraph_open", "p", 1)
+            line = state.push("inline", "", 0)
+            line.content = "\\" + state.getLines(start, state.line, state.blkIndent, False).strip()
+            line.children = []
+            state.push("paragraph_close", "p", -1)
+        return True
+
+    def whole_table(state: StateBlock, start: int, end: int, silent: bool) -> bool:
+        """A table none of whose rows has more cells than its head: the parser would leave those out."""
+        tokens, line = len(state.tokens), state.line
+        if not table(state, start, end, silent):
+            return False
+        columns = sum(token.type == "th_open" for token in state.tokens[tokens:])
+        rows = [state.getLines(row, row + 1, 0, False).strip() for row in range(start + 2, state.line)]
+        if not silent and any(len(escapedSplit(row.removeprefix("|").removesuffix("|"))) > columns for row in rows):
+            del state.tokens[tokens:]
+            state.line = line
+            return False
+        return True
 
     parser = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
     parser.inline.ruler.before("escape", "formula", formula)
-    parser.block.ruler.at("reference", reference_but_no_footnote, {"alt": []})
+    parser.block.ruler.at("table", whole_table, {"alt": ["paragraph", "reference"]})
+    parser.block.ruler.at("reference", shown_reference, {"alt": []})
     return parser
 
 

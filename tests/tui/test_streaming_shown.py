@@ -1,0 +1,116 @@
+"""While an answer is written, what is on the screen is the text that has arrived, whatever its Markdown."""
+
+from __future__ import annotations
+
+import random
+import re
+from itertools import count
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from textual.app import App, ComposeResult
+
+from app.chat.state import Entry
+from app.tui.chat import transcript as transcript_module
+from app.tui.chat.message import LiveTail, MessageView
+from app.tui.chat.transcript import Transcript
+from app.tui.render.highlighting import Highlighter
+
+WORD = re.compile("q[a-pr-z]{3}")
+"""A word of the documents below. Each is there once, and no mark looks like one."""
+LETTERS = "abcdefghijklmnoprstuvwxyz"
+BLOCKS = (
+    "? ? ?.\n\n", "? **? ?** ? *?* `?` ~~?~~ [?](http://?.net) ?\n\n", "# ?\n", "## ? `?` ?\n\n", "?\n===\n\n",
+    "- ?\n- ? ?\n  - ?\n    ?\n\n", "* ?\n\n* ?\n\n", "1. ?\n2. ?\n   more ?\n\n", "- [ ] ?\n- [x] ?\n\n",
+    "> ? ?\n> ?\n\n",
+    "> - ?\n>   > ?\n\n", "```zz\n? = ?\n\n? ?\n```\n", "~~~\n?\n~~~\n", "```zz\n?\n  ?\n", "    ?\n    ?\n\n", "---\n",
+    "| ? | ? |\n|---|:-:|\n| ? | ? |\n| ? | `?` ? |\n\n", "<b>?</b> <!-- ? -->\n\n", "<div>\n?\n</div>\n\n",
+    "[?]: http://?.net\n\n",
+    "[^1]: ?\n\n", "![?](?.png)\n\n", "<http://?.net>\n\n", "$$\n?\n$$\n\n", "\\(?\\) $?$ ?\n",
+    "? \\*?\\* &amp; ?\n", "**?\n\n", "? `?\n",
+    "[?](?\n", "?  \n?\\\n?\n\n", "\n\n\n", "| ? |\n", "|-|\n",
+)  # fmt: skip
+
+
+def filled(blocks: list[str]) -> str:
+    """The blocks with a new word in the place of each question mark."""
+    numbers = count()
+
+    def word(match: re.Match[str]) -> str:
+        number, letters = next(numbers), ""
+        for _ in range(3):
+            number, letter = divmod(number, len(LETTERS))
+            letters = LETTERS[letter] + letters
+        return "q" + letters
+
+    return re.sub(r"\?", word, "".join(blocks))
+
+
+def growing(text: str, cuts: list[int]) -> list[str]:
+    """What has arrived after each of the pieces that end at ``cuts``."""
+    return [text[:cut] for cut in sorted({min(cut, len(text)) for cut in cuts} | {len(text)})]
+
+
+def check(shown: str, received: str, what: str) -> None:
+    """All words that have arrived are there and no others: in order, unless a table puts them beside each other."""
+    # Long lines of code are broken anywhere.
+    words, wanted = WORD.findall("".join(shown.split())), WORD.findall(received)
+    if "|" in received:
+        words, wanted = sorted(set(words)), sorted(wanted)
+    assert words == wanted, what
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.sampled_from(BLOCKS), min_size=1, max_size=12).map(filled),
+    st.lists(st.integers(0, 600), max_size=12),
+    st.sampled_from([24, 40, 76, 112]),
+)
+def test_everything_that_arrived_is_drawn_at_every_step(text: str, cuts: list[int], width: int) -> None:
+    highlighter = Highlighter()
+    entry = Entry("assistant", "", state="writing")
+    view, tail = MessageView(entry, highlighter), LiveTail(highlighter)
+    for received in growing(text, cuts):
+        tail.growing.update(received)
+        view._blocks = list(tail.growing.frozen)
+        check(f"{view.written(width).plain}\n{tail.written(width).plain}", received, received)
+    entry.content, entry.state, view._blocks = text, "complete", None
+    check(view.written(width).plain, text, f"finished: {text}")
+
+
+class Screen(App[int]):
+    """A transcript alone, on a screen that is higher than any of the answers."""
+
+    CSS = "Transcript { height: 1fr; layout: stream; } .message, .tail { height: auto; }"
+
+    def compose(self) -> ComposeResult:
+        yield Transcript(Highlighter(), id="transcript")
+
+
+@pytest.mark.parametrize("width", [40, 100])
+async def test_no_line_is_invisible_on_the_screen_at_any_step(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transcript_module, "UPDATE_S", 0.0)
+    monkeypatch.setattr(transcript_module, "SLOWEST_S", 0.0)
+    draw = random.Random(width)
+    app = Screen()
+    async with app.run_test(size=(width, 120)) as pilot:
+        transcript = app.query_one(Transcript)
+        for _ in range(12):
+            text = filled(draw.choices(BLOCKS, k=8))
+            entry = Entry("assistant", "", state="writing", tokens_per_s=draw.choice([3.0, 400.0]))
+            await transcript.show_path([Entry("user", "go"), entry])
+            for received in growing(text, [draw.randrange(len(text)) for _ in range(8)]):
+                entry.content = received
+                transcript.change(entry, live=True)
+                await pilot.pause()
+                check(_drawn(app), received, received)
+            entry.state = "complete"
+            transcript.change(entry, live=False)
+            await pilot.pause()
+            check(_drawn(app), text, f"finished: {text}")
+
+
+def _drawn(app: App[int]) -> str:
+    """The lines on the screen."""
+    return "\n".join("".join(segment.text for segment in strip) for strip in app.screen._compositor.render_strips())
