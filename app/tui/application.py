@@ -137,6 +137,9 @@ class ChatApp(TerminalApp):
         yield SystemCommand("Theme", "Choose the colours", self.action_change_theme)
         yield from screen_commands(screen, [command.action.rpartition(".")[2] for command in COMMANDS])
 
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        return not getattr(self.screen, "takes_all_keys", False) if self.screen_stack else True
+
     def get_key_display(self, binding: Binding) -> str:
         return readable(super().get_key_display(binding))
 

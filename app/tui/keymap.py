@@ -87,6 +87,26 @@ def keys(function: str, system: str = sys.platform) -> tuple[str, ...]:
     return _changed.get(HOMES[function]) or defaults(function, system)
 
 
+def keys_of(id: str, usual: tuple[str, ...]) -> tuple[str, ...]:
+    """The keys of the binding ``id``, which the program comes with the keys ``usual`` for."""
+    return _changed.get(id, usual)
+
+
+def is_unsent(key: str, environment: Mapping[str, str]) -> bool:
+    """Is it known of the terminal of ``environment`` that it does not send ``key``, by Textual's name?"""
+    if environment.get("TERM_PROGRAM") == "Apple_Terminal":
+        return key not in TERMINAL_APP and len(key) > 1
+    term = environment.get("TERM", "")
+    if not environment.get("TMUX") and any(name in term for name in ("kitty", "ghostty", "foot")):
+        return False
+    *modifiers, base = key.split("+")
+    if {"super", "hyper", "meta"} & set(modifiers):
+        return True
+    if base in ("enter", "tab", "backspace", "escape", "space"):
+        return bool(modifiers) and key not in ("alt+enter", "shift+tab", "alt+backspace")
+    return "ctrl" in modifiers and (base.isdigit() or (len(base) == 1 and "shift" in modifiers))
+
+
 def bound(*functions: str) -> str:
     """The keys of all ``functions`` that the program comes with, in the form that a Binding takes."""
     return ",".join(key for function in functions for key in defaults(function))
@@ -168,6 +188,7 @@ COMMANDS: tuple[ChatCommand, ...] = (
     ChatCommand("status", "Status", "Model, engine, context, memory and speed in words", "status"),
     ChatCommand("log", "Log", "See what the engine and the screen have logged", "log"),
     ChatCommand("machines", "Machines", "Find, pair and forget machines; form a ring", "machines", "machines"),
+    ChatCommand("keys", "Keys", "Try keys, and see all actions with their keys", "keys"),
     ChatCommand("settings", "Settings", "Change the settings", "settings", "settings"),
     ChatCommand("again", "Regenerate", "Answer the last question again; the old answer stays", "again", "again"),
     ChatCommand(

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 from screen_helpers import MakeApp, wait_until
 from test_snapshots import app_of, at_sizes, ready
 from textual.command import CommandPalette
 from textual.pilot import Pilot
 from textual.widgets import Input, OptionList
 
+from app.tui.actions import all_actions
 from app.tui.chat.completion import CompletionPopup
+from app.tui.screens import keys
 from app.tui.screens.machines import MachinesScreen
 
 Compare = Callable[..., bool]
@@ -39,3 +42,21 @@ def test_palette_of_a_screen(snap_compare: Compare, make_app: MakeApp) -> None:
         await wait_until(pilot, lambda: pilot.app.screen.query_one(OptionList).option_count)
 
     assert snap_compare(make_app(), terminal_size=(80, 24), run_before=before)
+
+
+@at_sizes((80, 24), (40, 20))
+def test_keys(snap_compare: Compare, make_app: MakeApp, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]) -> None:
+    # Other actions would change the picture whenever one is added.
+    shown = tuple(action for action in all_actions() if action.id.startswith("prompt.") or action.id == "chat.beams")
+    monkeypatch.setattr(keys, "all_actions", lambda: shown)
+    monkeypatch.setenv("TERM", "xterm")
+    for name in ("TERM_PROGRAM", "TMUX"):
+        monkeypatch.delenv(name, raising=False)
+
+    async def before(pilot: Pilot[int]) -> None:
+        await ready(pilot)
+        await pilot.press(*"/keys", "enter")
+        await wait_until(pilot, lambda: isinstance(pilot.app.screen, keys.KeysScreen))
+        await pilot.press("ctrl+b", "f20", "ctrl+j")
+
+    assert snap_compare(make_app(), terminal_size=size, run_before=before)

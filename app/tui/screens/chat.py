@@ -711,6 +711,11 @@ class ChatScreen(Screen[None]):
 
         self.app.push_screen(LogScreen(), lambda result: self.focus_prompt())
 
+    def action_keys(self) -> None:
+        from app.tui.screens.keys import KeysScreen
+
+        self.app.push_screen(KeysScreen(), lambda result: self.focus_prompt())
+
     def action_machines(self) -> None:
         from app.tui.screens.machines import MachinesScreen
 

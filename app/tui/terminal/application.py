@@ -68,6 +68,10 @@ class TerminalApp(App[int]):
             return
         super().action_suspend_process()
 
+    def sequence_of(self, key: str) -> str:
+        """What the terminal sent last for ``key``; empty if it is not known."""
+        return self._driver.sequences.get(key, "") if isinstance(self._driver, TerminalDriver) else ""
+
     @abstractmethod
     async def keep(self) -> None:
         """Save and close before the end what would be lost otherwise."""

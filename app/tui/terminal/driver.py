@@ -52,10 +52,12 @@ class TerminalDriver(LinuxDriver):
         super().__init__(app, debug=debug, mouse=mouse, size=size)
         assert self._file is not None
         self._file = cast(Any, _Output(self._file, self._gone))
+        self.sequences: dict[str, str] = {}
+        """What the terminal sent last for each key, by the key's name."""
 
     def run_input_thread(self) -> None:
         """Read until the application ends, or the terminal does."""
-        parser = KeyParser(self._debug)
+        parser = KeyParser(self._debug, self.sequences)
         decode = getincrementaldecoder("utf-8")("replace").decode
         with selectors.SelectSelector() as selector:
             selector.register(self.fileno, selectors.EVENT_READ)

@@ -28,10 +28,12 @@ class KeyParser(XTermParser):
     - ESC followed by enter is one key, ``alt+enter``.
     - Characters that Python does not call printable (joiners, wide spaces, new emoji) arrive as a paste, because
       widgets ignore them as keys.
+    - ``sequences`` gets what was sent last for each key, by the key's name.
     - A paste is one text. Escape sequences in it are removed and never act as keys.
     """
 
-    def __init__(self, debug: bool = False) -> None:
+    def __init__(self, debug: bool = False, sequences: dict[str, str] | None = None) -> None:
+        self._sequences = sequences if sequences is not None else {}
         self._after_escape = 0
         self._before = ""
         self._paste: list[str] | None = None
@@ -95,8 +97,12 @@ class KeyParser(XTermParser):
 
     def _sequence_to_key_events(self, sequence: str, alt: bool = False) -> Iterable[events.Key]:
         if sequence in _BREAKS:
-            return [events.Key("alt+enter", None)]
-        return super()._sequence_to_key_events(sequence, alt)
+            found = [events.Key("alt+enter", None)]
+        else:
+            found = list(super()._sequence_to_key_events(sequence, alt))
+        for event in found:
+            self._sequences[event.key] = f"\x1b{sequence}" if alt else sequence
+        return found
 
 
 def as_text(pasted: str) -> str:
