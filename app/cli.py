@@ -6,6 +6,8 @@ import os
 import sys
 
 _INTERRUPTED = 130
+_COMPLETING = "_PRIVATELLM_COMPLETE"
+"""Variable with which a shell asks for completions, without arguments."""
 
 
 def main() -> int:
@@ -31,7 +33,7 @@ def _run(asking: bool) -> int:
     from engine.models.privacy import keep_to_owner
 
     keep_to_owner()
-    if len(sys.argv) == 1:
+    if len(sys.argv) == 1 and _COMPLETING not in os.environ:
         from app.commands.chat import chat
 
         return chat()

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, Literal, TypeVar, get_args
 
 import click
+from click.shell_completion import CompletionItem
 
 from app.commands.output import ReaderGoneError, WorkFailed, answer, fail, forget_stdout
 from app.settings.fields import SettingError, Value
@@ -38,9 +39,22 @@ def _several(*options: Callable[[_Command], _Command]) -> Callable[[_Command], _
     return decorate
 
 
+def _model_names(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
+    from app.commands.completion import model_names
+
+    return model_names(context, parameter, begun)
+
+
+def _persona_names(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
+    from app.commands.completion import persona_names
+
+    return persona_names(context, parameter, begun)
+
+
 _model_argument = click.argument(
     "model",
     metavar="M",
+    shell_complete=_model_names,
     help="Catalogue name, Hugging Face repository id (OWNER/NAME:Q4_K_M for a GGUF file of it), folder, GGUF file, or "
     "a model of another program (ollama:qwen3:30b).",
 )
@@ -121,8 +135,10 @@ class _InOrder(click.Group):
     "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Show the version."
 )
 @click.option("--continue", "latest", is_flag=True, help="Go on with the latest chat.")
-@click.option("--model", help="Model to chat with. The one of your settings stays the default.")
-@click.option("--persona", metavar="P", help="Persona to chat with.")
+@click.option(
+    "--model", shell_complete=_model_names, help="Model to chat with. The one of your settings stays the default."
+)
+@click.option("--persona", metavar="P", shell_complete=_persona_names, help="Persona to chat with.")
 @click.option("--plain", is_flag=True, help="Chat in plain lines: for screen readers, dumb terminals and scripts.")
 @click.pass_context
 def privatellm(context: click.Context, *, latest: bool, model: str | None, persona: str | None, plain: bool) -> int:
@@ -148,8 +164,10 @@ def privatellm(context: click.Context, *, latest: bool, model: str | None, perso
     "nothing within 3 seconds is ignored. Use --no-stdin in a loop that reads lines.",
 )
 @click.option("--file", "files", metavar="F", multiple=True, help="Attach this text file; may be repeated.")
-@click.option("--model", help="Model to ask.")
-@click.option("--persona", metavar="P", help="Persona to ask: its system prompt, model and values.")
+@click.option("--model", shell_complete=_model_names, help="Model to ask.")
+@click.option(
+    "--persona", metavar="P", shell_complete=_persona_names, help="Persona to ask: its system prompt, model and values."
+)
 @click.option("--system", help="System prompt. Default: that of your settings or the model.")
 @click.option("--beams", metavar="W", type=int, help="Width of the beam search, 1 to 16.")
 @click.option("--length-penalty", metavar="P", type=float, help="Divide beam scores by length**P.")
@@ -463,6 +481,26 @@ def locate(what: LocationKind) -> None:
         answer(f"{folder_for('config') / 'keymap.toml'}\n")
         return
     answer(f"{folder_for(what)}\n")
+
+
+@privatellm.command()
+@click.argument("shell", metavar="SHELL", type=click.Choice(["bash", "zsh", "fish"]), help="bash, zsh or fish.")
+def completion(shell: str) -> None:
+    """Print a script that completes commands, options and names of models in SHELL. In the file that your shell reads
+    at its start: `source <(privatellm completion bash)`; fish: `privatellm completion fish | source`."""
+    from app.commands.completion import completion_script
+
+    answer(f"{completion_script(privatellm, shell)}\n")
+
+
+@privatellm.command()
+def man() -> None:
+    """Print the manual page: `privatellm man | man -l -`."""
+    import importlib.metadata
+
+    from app.commands.manual import manual
+
+    answer(manual(privatellm, importlib.metadata.version("privatellm")))
 
 
 def _given(settings: Mapping[str, Value]) -> dict[str, Value]:
