@@ -167,7 +167,7 @@ COMMANDS: tuple[ChatCommand, ...] = (
     ChatCommand("help", "Help", "Keys and commands", "app.help", "help"),
     ChatCommand("new", "New chat", "Start an empty chat", "new", "new"),
     ChatCommand("temporary", "Temporary chat", "Start a chat of which nothing is saved", "temporary"),
-    ChatCommand("chats", "Chats", "Open, search, rename, export or delete chats", "chats", "chats"),
+    ChatCommand("chats", "Chats", "Search, open, pin, rename, export or delete chats", "chats", "chats"),
     ChatCommand("model", "Model", "Choose, download or load a model", "model", "model", "[name]"),
     ChatCommand("beams", "Beams", "Set the beam width; see the candidates", "beams", "beams", "[width]"),
     ChatCommand("persona", "Persona", "Choose, save or edit personas; /persona none", "persona", "", "[name]"),
@@ -203,6 +203,11 @@ COMMANDS: tuple[ChatCommand, ...] = (
     ChatCommand("copy", "Copy the last answer", "As Markdown, to the clipboard", "copy_last"),
     ChatCommand("code", "Copy the last code block", "To the clipboard", "copy_code"),
     ChatCommand("rename", "Rename the chat", "Give the chat a title", "rename", "", "[title]"),
+    ChatCommand("pin", "Pin the chat", "Keep it at the top of the list, or no longer", "pin"),
+    ChatCommand("archive", "Archive the chat", "Put it away from the list, or back", "archive"),
+    ChatCommand(
+        "import", "Import chats", "From privatellm, ChatGPT, Claude, Open WebUI or llm", "import", "", "[file]"
+    ),
     ChatCommand(
         "export",
         "Export the chat",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from pathlib import Path
 
 import pytest
 from fake_engine import FakeEngine
-from screen_helpers import MakeApp, ask, controller, ready, shown, wait_until
+from screen_helpers import MakeApp, ask, controller, notice, ready, shown, wait_until
 from textual.pilot import Pilot
 from textual.widgets import Input
 
@@ -134,6 +136,7 @@ async def test_a_temporary_chat_is_no_chat_of_the_list(make_app: MakeApp, store:
         await ready(pilot, app)
         assert app.chat is not None
         app.chat.action_temporary()
+        await pilot.pause()
         await ask(pilot, app, "fleeting")
         browser = await opened(pilot, app)
         assert titles(app) == ["kept"] and browser.rows.current is None
@@ -155,6 +158,35 @@ async def test_a_long_list_is_turned_by_pages(make_app: MakeApp, store: Conversa
         assert rows.marked == 39 and rows.scroll_offset.y > 20
         await pilot.press(*["ctrl+b"] * 8, "up")
         assert rows.marked == 0 and rows.scroll_offset.y == 0
+
+
+async def test_chats_are_imported_pinned_and_archived_by_commands(
+    make_app: MakeApp, store: ConversationStore, home: Path
+) -> None:
+    file = home / "mine.json"
+    file.write_text(json.dumps({"title": "From elsewhere", "messages": [{"role": "user", "content": "hello"}]}))
+    app = make_app()
+    async with app.run_test() as pilot:
+        await ready(pilot, app)
+        assert app.chat is not None
+        app.chat.prompt.fill(f"/import {file}")
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: [chat.title for chat in store.conversations()] == ["From elsewhere"])
+        app.chat.prompt.fill(f"/import {home}")
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: "Nothing was imported" in notice(app))
+        await opened(pilot, app)
+        await pilot.press("ctrl+g")
+        await wait_until(pilot, lambda: not isinstance(app.screen, ConversationsScreen))
+        app.screen.query_one(Input).value = str(file)
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: any("0 new, 1 already here" in said.message for said in app._notifications))
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: controller(app).thread.title == "From elsewhere")
+        app.chat.action_pin()
+        await wait_until(pilot, lambda: store.conversations()[0].pinned)
+        app.chat.action_archive()
+        await wait_until(pilot, lambda: not store.conversations())
 
 
 # --- beside the chat ------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 from textual import on
@@ -33,7 +32,7 @@ from app.chat.state import (
     UserNotice,
 )
 from app.conversations.exporting import quoted
-from app.conversations.store import ConversationStore, StoreError
+from app.conversations.store import ConversationStore
 from app.engine_client import Engine
 from app.machine import Machine
 from app.settings.file import SettingsFile
@@ -55,6 +54,7 @@ from app.tui.render.highlighting import Highlighter
 from app.tui.screens.arguments import slash_commands
 from app.tui.screens.chat_setup import SetupCommands
 from app.tui.screens.chats_side import ChatsSide
+from app.tui.screens.conversation_commands import ConversationCommands
 from app.tui.terminal.application import CopyRequested
 
 if TYPE_CHECKING:
@@ -122,6 +122,7 @@ class ChatScreen(Screen[None]):
         """Set if there was no model at the start."""
         self.panels = PanelSlot(self, self._make_panel, self.focus_prompt, self.prompt.paste)
         self.setup = SetupCommands(self)
+        self.conversations = ConversationCommands(self)
         self.chats = ChatsSide(
             self, self.controller, lambda: self.panels.beside, self._open_chats_screen, self.focus_prompt
         )
@@ -722,42 +723,16 @@ class ChatScreen(Screen[None]):
         self.app.push_screen(MachinesScreen(self.controller), lambda result: self.focus_prompt())
 
     def action_rename(self, title: str = "") -> None:
-        if title:
-            self.controller.rename(title)
-            return
-        from app.tui.screens.dialogues import AskText
+        self.conversations.rename(title)
 
-        self.app.push_screen(
-            AskText("Title of the chat", self.controller.thread.title),
-            lambda text: self.controller.rename(text) if text else None,
-        )
+    def action_pin(self) -> None:
+        self.conversations.pin()
+
+    def action_archive(self) -> None:
+        self.conversations.archive()
 
     def action_export(self, argument: str = "") -> None:
-        flag, _, rest = argument.partition(" ")
-        thoughts = flag == "--thoughts"
-        path = rest.strip() if thoughts else argument
-        if self.controller.thread.conversation is None and not self.controller.thread.path:
-            self.show_notice("There is nothing to export yet.", "warning")
-            return
-        if path:
-            self._export(path, thoughts)
-            return
-        from app.conversations.exporting import suggested_path
-        from app.tui.screens.dialogues import AskText
+        self.conversations.export(argument)
 
-        self.app.push_screen(
-            AskText("Export to file (.md or .json)", str(suggested_path(self.controller.thread.title))),
-            lambda text: self._export(text, thoughts) if text else None,
-        )
-
-    def _export(self, path: str, thoughts: bool = False) -> None:
-        from app.chat.thread import export_thread
-        from app.conversations.exporting import export_problem
-
-        thread, file = self.controller.thread, Path(path).expanduser()
-        try:
-            written = export_thread(thread.store_in(self.controller.store), thread, file, thoughts=thoughts)
-        except (OSError, StoreError) as error:
-            self.show_notice(export_problem(Path(path), error), "error")
-        else:
-            self.show_notice(f"Exported to {written}.")
+    def action_import(self, file: str = "") -> None:
+        self.conversations.take_in(file)

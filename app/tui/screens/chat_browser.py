@@ -55,7 +55,8 @@ class ChatBrowser(Vertical):
     HELP = (
         "Type to search titles and messages; `up` and `down` choose a chat and `enter` opens it. `ctrl+t` pins a chat "
         "to the top, `ctrl+r` renames it, `ctrl+y` archives or restores it, `ctrl+d` deletes it, and `ctrl+z` brings "
-        "back what was deleted last. `ctrl+s` exports a chat, `ctrl+l` shows the archived chats. `●` is the open chat."
+        "back what was deleted last. `ctrl+s` exports a chat, `ctrl+l` shows the archived chats, and `ctrl+g` imports "
+        "chats of privatellm, ChatGPT, Claude, Open WebUI and llm. `●` is the open chat."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "leave", "Close", key_display="esc", priority=True, id="chats.close"),
@@ -70,6 +71,7 @@ class ChatBrowser(Vertical):
         Binding("ctrl+d", "delete", "Delete", priority=True, id="chats.delete"),
         Binding("ctrl+z", "undo", "Undo", show=False, priority=True, id="chats.undo"),
         Binding("ctrl+s", "export", "Export", priority=True, id="chats.export"),
+        Binding("ctrl+g", "import", "Import", show=False, priority=True, id="chats.import"),
         Binding("ctrl+l", "archived", "Archived", priority=True, id="chats.archived"),
     ]
 
@@ -290,6 +292,16 @@ class ChatBrowser(Vertical):
                 self.notify(f"Exported to {written}.", markup=False)
 
         self.app.push_screen(AskText("Export to file (.md or .json)", str(suggested_path(found.title))), named)
+
+    def action_import(self) -> None:
+        from app.chat.importing import import_file
+        from app.tui.screens.dialogues import AskText
+
+        def named(file: str | None) -> None:
+            if file:
+                self._controller.run_in_background(import_file(self._controller, file, self._filled_again))
+
+        self.app.push_screen(AskText("Import chats from file (JSON, ZIP, or logs.db of llm)"), named)
 
     def _filled_again(self) -> None:
         if self.is_mounted:

@@ -1,0 +1,105 @@
+"""The commands for conversations as a whole: rename, pin, archive, export, import."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from app.chat.saving import unlocked
+from app.conversations.store import StoreError
+
+if TYPE_CHECKING:
+    from app.tui.screens.chat import ChatScreen
+
+
+class ConversationCommands:
+    """What ``/rename``, ``/pin``, ``/archive``, ``/export`` and ``/import`` do on the chat screen."""
+
+    def __init__(self, screen: ChatScreen) -> None:
+        self._screen = screen
+        self._controller = screen.controller
+
+    def rename(self, title: str = "") -> None:
+        """Give the shown chat a title; without one, ask for it."""
+        if title:
+            self._controller.rename(title)
+            return
+        from app.tui.screens.dialogues import AskText
+
+        self._screen.app.push_screen(
+            AskText("Title of the chat", self._controller.thread.title),
+            lambda text: self._controller.rename(text) if text else None,
+        )
+
+    def pin(self) -> None:
+        """Keep the shown chat at the top of the list, or no longer."""
+        self._change("pinned", "Pinned the chat.", "Unpinned the chat.")
+
+    def archive(self) -> None:
+        """Put the shown chat away from the list, or back."""
+        self._change("archived", "Archived the chat.", "Restored the chat from the archive.")
+
+    def _change(self, flag: str, now_set: str, now_unset: str) -> None:
+        thread = self._controller.thread
+        if thread.conversation is None or thread.memory is not None:
+            self._screen.show_notice("This chat is not saved, so it is in no list.", "warning")
+            return
+        self._controller.run_in_background(self._toggle(thread.conversation, flag, now_set, now_unset))
+
+    async def _toggle(self, conversation: int, flag: str, now_set: str, now_unset: str) -> None:
+        store = self._controller.store
+        try:
+            value = not getattr(store.conversation(conversation), flag)
+            if flag == "pinned":
+                await unlocked(lambda: store.change(conversation, pinned=value))
+            else:
+                await unlocked(lambda: store.change(conversation, archived=value))
+        except StoreError as error:
+            self._controller.notify(str(error), "error")
+        else:
+            self._controller.notify(now_set if value else now_unset)
+
+    def export(self, argument: str = "") -> None:
+        """``[--thoughts] [file]``: write the shown chat to a file; without one, ask for its name."""
+        flag, _, rest = argument.partition(" ")
+        thoughts = flag == "--thoughts"
+        path = rest.strip() if thoughts else argument
+        if self._controller.thread.conversation is None and not self._controller.thread.path:
+            self._screen.show_notice("There is nothing to export yet.", "warning")
+            return
+        if path:
+            self._export(path, thoughts)
+            return
+        from app.conversations.exporting import suggested_path
+        from app.tui.screens.dialogues import AskText
+
+        self._screen.app.push_screen(
+            AskText("Export to file (.md or .json)", str(suggested_path(self._controller.thread.title))),
+            lambda text: self._export(text, thoughts) if text else None,
+        )
+
+    def _export(self, path: str, thoughts: bool = False) -> None:
+        from app.chat.thread import export_thread
+        from app.conversations.exporting import export_problem
+
+        thread, file = self._controller.thread, Path(path).expanduser()
+        try:
+            written = export_thread(thread.store_in(self._controller.store), thread, file, thoughts=thoughts)
+        except (OSError, StoreError) as error:
+            self._screen.show_notice(export_problem(Path(path), error), "error")
+        else:
+            self._screen.show_notice(f"Exported to {written}.")
+
+    def take_in(self, file: str = "") -> None:
+        """Import the chats in ``file``; without one, ask for its name."""
+        from app.chat.importing import import_file
+
+        if file:
+            self._controller.run_in_background(import_file(self._controller, file))
+            return
+        from app.tui.screens.dialogues import AskText
+
+        self._screen.app.push_screen(
+            AskText("Import chats from file (JSON, ZIP, or logs.db of llm)"),
+            lambda text: self.take_in(text) if text else None,
+        )
