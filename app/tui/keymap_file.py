@@ -134,7 +134,7 @@ def resolve(wanted: Assignments, actions: Sequence[Action]) -> Keymap:
     for id, words in wanted.keys.items():
         same = [action for action in actions if action.id == id]
         if not same:
-            near = get_close_matches(id, [action.id for action in actions], 1)
+            near = get_close_matches(id, [action.id for action in actions], 1, 0.75)
             hint = f" Did you mean {near[0]}?" if near else " /keys lists the actions."
             problems.append(f"{KEYMAP_FILE}: there is no action {one_line(id)!r}.{hint}")
             continue

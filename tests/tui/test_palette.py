@@ -106,11 +106,14 @@ async def test_ctrl_z_undoes_in_the_prompt_and_suspends_where_there_is_nothing_t
         monkeypatch.setattr(type(app._driver), "can_suspend", True)
         await pilot.press("a", "ctrl+z")
         assert app.chat.prompt.text == "" and not sent
+        # A command that was run is not undone either.
+        await pilot.press(*"/stop", "enter", "ctrl+z")
+        assert app.chat.prompt.text == "" and sent == [(os.getpid(), signal.SIGTSTP)]
         await ask(pilot, app, "Hello")
         await pilot.press("ctrl+z")
-        assert app.chat.prompt.text == "" and sent == [(os.getpid(), signal.SIGTSTP)]
+        assert app.chat.prompt.text == "" and len(sent) == 2
         # A terminal that was opened for this program alone has no shell that could continue it.
         monkeypatch.setattr(os, "getsid", lambda process: os.getpgrp())
         await pilot.press("ctrl+z")
         await wait_until(pilot, lambda: "There is no shell to go back to." in [n.message for n in app._notifications])
-        assert len(sent) == 1
+        assert len(sent) == 2

@@ -209,6 +209,10 @@ class Prompt(FoldingArea):
     def sent(self, text: str) -> None:
         """``text`` was accepted: empty the field and remember the text."""
         self.earlier.sent(text)
+        self.done()
+
+    def done(self) -> None:
+        """What was in the field was used: empty it, so that nothing is left to undo."""
         self.clear()
         self.history.clear()
 

@@ -337,12 +337,12 @@ class ChatScreen(Screen[None]):
             return
         self.notice.hide()
         if call is not None:
-            self.prompt.clear()
+            self.prompt.done()
             self.run_command(call.command, call.argument)
             return
         entry, text = self._editing, event.text
         if entry is not None and entry.role == "assistant":
-            self.prompt.clear()
+            self.prompt.done()
             self._leave_editing()
             self.controller.edit(entry, text)
             return
