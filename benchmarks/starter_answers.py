@@ -1,10 +1,13 @@
 """How well a small model answers 60 everyday questions, by its chat template and its sampling.
 
-    python -m benchmarks.starter_answers [--penalties 1.0 1.1] [--temperatures 0.0 0.2] [--templates own bare]
+    python -m benchmarks.starter_answers [--prompts short] [--temperatures 0.0] [--penalties 1.1] [--counts answer]
 
-An answer is right if it contains what the question's pattern asks for. It runs away if it reaches the limit of tokens
-or says the same line four times. ``own`` is the model's template as it is published, ``bare`` the same without the
-system prompt that it adds to conversations that have none.
+An answer is right if its first 30 words contain what the question's pattern asks for, so that rambling finds nothing by
+chance. It runs away if it reaches the limit of tokens or says the same line four times. Prompts are the system prompts
+that the template gives to conversations without one: ``own`` is the published one, ``bare`` none. The penalty counts
+the tokens of the prompt, too, as in transformers, or those of the answer alone.
+
+``--model`` may name the dense model of the starter's package, too (``--model PACKAGE.gguf``).
 """
 
 from __future__ import annotations
@@ -20,12 +23,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import psutil
 
 from benchmarks.measuring import table
+from engine.generation.sampling import PENALISES_PROMPT
 from engine.ipc.messages import AnyEvent, Generate, Load, Message, Sampling
-from engine.models.store import resolve
-from engine.session.loading import load_session
+from engine.models.starter_defaults import PUBLISHED_PROMPT, SYSTEM_PROMPT
+from engine.session.loading import find_folder, load_session
 from engine.session.session import Session
 
 QUESTIONS: tuple[tuple[str, str], ...] = (
@@ -96,6 +101,17 @@ MOST_TOKENS = 400
 """Limit of an answer, in tokens. No question needs a third of it."""
 REPEATED = 4
 """Times that a line may not be said."""
+FIRST_WORDS = 30
+"""Words of an answer in which what is right must stand: rambling would find it by chance."""
+NONE = "bare"
+PROMPTS = {
+    "own": PUBLISHED_PROMPT,
+    NONE: "",
+    "short": SYSTEM_PROMPT,
+    "brief": "You are a helpful assistant. Answer briefly.",
+    "helpful": "You are a helpful assistant.",
+}
+"""System prompts that the template adds to a conversation without one; the empty one: none."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +122,11 @@ class Score:
     runaway: int
     tokens: float
     """Mean tokens of an answer."""
+
+
+def is_right(text: str, pattern: str) -> bool:
+    """Whether the beginning of an answer contains what ``pattern`` asks for."""
+    return re.search(pattern, " ".join(text.split()[:FIRST_WORDS]).lower()) is not None
 
 
 def runs_away(text: str, finish_reason: str) -> bool:
@@ -139,31 +160,31 @@ def scored(session: Session, sampling: Sampling, seeds: int, verbose: bool) -> S
     rounds = seeds if sampling.temperature else 1
     for number, (question, pattern) in enumerate(QUESTIONS):
         for seed in range(rounds):
-            drawn = Sampling(
-                temperature=sampling.temperature, repetition_penalty=sampling.repetition_penalty, seed=seed
-            )
+            drawn = msgspec.structs.replace(sampling, seed=seed)
             text, reason, count = asked(session, drawn, number)
-            hit, loop = re.search(pattern, text.lower()) is not None, runs_away(text, reason)
+            hit, loop = is_right(text, pattern), runs_away(text, reason)
             right, runaway = right + hit, runaway + loop
             tokens.append(count)
-            if verbose and (loop or not hit):
-                print(f"{'runs away' if loop else 'wrong'}: {question} {text[:150]!r}", flush=True)
+            if verbose:
+                print(f"{'runs away' if loop else 'right' if hit else 'wrong'}: {question} {text[:150]!r}", flush=True)
     return Score(round(right / rounds), round(runaway / rounds), statistics.mean(tokens))
 
 
-def templates(folder: Path, wanted: list[str]) -> Iterator[tuple[str, Path]]:
-    """For each of ``own`` and ``bare`` a folder with the model and that template."""
-    for name in wanted:
-        with tempfile.TemporaryDirectory(prefix="starter-answers-") as place:
-            for path in folder.iterdir():
-                (Path(place) / path.name).symlink_to(path)
-            config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-            changed = Path(place) / "tokenizer_config.json"
-            changed.unlink()
-            template = default_template(config["chat_template"])
-            config["chat_template"] = bare(template) if name == "bare" else template
-            changed.write_text(json.dumps(config), encoding="utf-8")
-            yield name, Path(place)
+def variants(folder: Path, prompts: list[str], counts: list[str]) -> Iterator[tuple[str, str, Path]]:
+    """For each system prompt and each way to count a penalty: both, and a folder with the model that has them."""
+    settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    template = default_template(settings["chat_template"])
+    for prompt in prompts:
+        for counted in counts:
+            with tempfile.TemporaryDirectory(prefix="starter-answers-") as place:
+                for path in folder.iterdir():
+                    (Path(place) / path.name).symlink_to(path)
+                changed = settings | {"chat_template": with_prompt(template, PROMPTS[prompt])}
+                generation = {"do_sample": False, PENALISES_PROMPT: counted == "prompt"}
+                for name, value in (("tokenizer_config.json", changed), ("generation_config.json", generation)):
+                    (Path(place) / name).unlink()
+                    (Path(place) / name).write_text(json.dumps(value), encoding="utf-8")
+                yield prompt, counted, Path(place)
 
 
 def default_template(stored: str | list[dict[str, str]]) -> str:
@@ -171,36 +192,47 @@ def default_template(stored: str | list[dict[str, str]]) -> str:
     return stored if isinstance(stored, str) else next(each["template"] for each in stored if each["name"] == "default")
 
 
-def bare(template: str) -> str:
-    """``template`` without the system prompt that it adds by itself."""
+def with_prompt(template: str, prompt: str) -> str:
+    """``template`` with another system prompt for conversations that have none; the empty one: with none."""
     start = template.index("{% if loop.first and messages[0]['role'] != 'system' %}")
     end = template.index("{% endif %}", start) + len("{% endif %}")
-    return template[:start] + template[end:]
+    own = template[start:end]
+    for known in PROMPTS.values():
+        if known and known in own:
+            own = own.replace(known, prompt)
+            break
+    return template[:start] + (own if prompt else "") + template[end:]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="starter")
-    parser.add_argument("--templates", nargs="+", choices=["own", "bare"], default=["own", "bare"])
-    parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.2])
-    parser.add_argument("--penalties", nargs="+", type=float, default=[1.0, 1.1, 1.2])
+    parser.add_argument("--prompts", nargs="+", choices=list(PROMPTS), default=["own", NONE, "short"])
+    parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0])
+    parser.add_argument("--penalties", nargs="+", type=float, default=[1.0, 1.1])
+    parser.add_argument("--counts", nargs="+", choices=["prompt", "answer"], default=["prompt", "answer"])
+    parser.add_argument("--top-p", type=float, default=None)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=psutil.cpu_count(logical=False) or os.cpu_count() or 1)
-    parser.add_argument("--verbose", action="store_true", help="print every answer that is wrong or runs away")
+    parser.add_argument("--verbose", action="store_true", help="print every answer")
     arguments = parser.parse_args()
     rows = []
-    for template, folder in templates(resolve(arguments.model).require_folder(), arguments.templates):
-        request = Load(id=1, model=str(folder), cpu_threads=arguments.threads)
+    _, folder = find_folder(arguments.model, lambda stage, done, total, unit: None, None)
+    for prompt, counted, place in variants(folder, arguments.prompts, arguments.counts):
+        request = Load(id=1, model=str(place), cpu_threads=arguments.threads)
         session = load_session(request, lambda stage, done, total, unit: None)
         for temperature in arguments.temperatures:
             for penalty in arguments.penalties:
-                sampling = Sampling(temperature=temperature, repetition_penalty=penalty)
+                if penalty == 1.0 and counted != arguments.counts[0]:
+                    continue  # there is nothing to count
+                top_p = arguments.top_p if temperature else None
+                sampling = Sampling(temperature=temperature, top_p=top_p, repetition_penalty=penalty)
                 found = scored(session, sampling, arguments.seeds, arguments.verbose)
-                row = [template, f"{temperature}", f"{penalty}", str(found.right), str(found.runaway)]
+                row = [prompt, f"{temperature}", f"{penalty}", counted, str(found.right), str(found.runaway)]
                 rows.append([*row, f"{found.tokens:.0f}"])
                 print(" | ".join(rows[-1]), flush=True)
         session.close()
-    print("\n".join(table(["template", "temperature", "penalty", "right", "run away", "tokens"], rows)))
+    print("\n".join(table(["prompt", "temperature", "penalty", "counts", "right", "run away", "tokens"], rows)))
 
 
 if __name__ == "__main__":

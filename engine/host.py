@@ -59,6 +59,7 @@ from engine.ipc.pipes import EventWriter, Pipes, claim_standard_streams
 from engine.ipc.progress import Reports
 from engine.models.locations import locate
 from engine.models.privacy import keep_to_owner
+from engine.models.starter_defaults import renew_defaults
 from engine.moe.kernels.cpu_threads import within_this_machine
 from engine.moe.kernels.pool import physical_cores
 from engine.system.awake import AWAKE
@@ -536,6 +537,7 @@ def main(parts: EngineParts = THE_PRODUCT) -> NoReturn:
     pipes = claim_standard_streams(locate("logs") / "engine.log")
     faulthandler.enable(file=2)
     os.environ.update(environment(physical_cores()))
+    renew_defaults()
     serve(pipes, parts)
 
 

@@ -148,7 +148,7 @@ class Settings(RingSettings):
     )  # fmt: skip
     max_tokens: int | None = _answering(
         "integer", "Answer limit", None,
-        "Maximum number of tokens in an answer. Empty: until the model stops or the context is full.",
+        "Maximum number of tokens in an answer. Empty: the model's own limit, or until it stops or the context ends.",
         minimum=1, maximum=16_777_216, optional=True,
     )  # fmt: skip
     thinking: Literal["auto", "on", "off"] = _answering(

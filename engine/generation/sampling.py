@@ -25,6 +25,9 @@ _COLDEST = 1e-30
 float32."""
 PENALTIES = (0.1, 10.0)
 """Smallest and largest repetition penalty. Below 1 it favours repetition."""
+PENALISES_PROMPT = "repetition_penalty_counts_prompt"
+"""Key in a ``generation_config.json``, which only privatellm reads: false if the penalty is for the answer alone. A
+small model that may not repeat the words of a question answers another one."""
 _BLOCK = 512
 """Number of weights summed at once when a token is drawn. Running sums of a large vocabulary would take
 milliseconds."""
@@ -41,10 +44,16 @@ class SamplingRule:
     min_p: float = 0.0
     seed: int | None = None
     repetition_penalty: float = 1.0
+    penalises_prompt: bool = True
+    """Whether the penalty counts the tokens of the prompt, too, as transformers does."""
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    def penalised_of(self, prompt: Iterable[int]) -> frozenset[int]:
+        """The tokens of ``prompt`` that the penalty counts."""
+        return frozenset(prompt) if self.repetition_penalty != 1.0 and self.penalises_prompt else frozenset()
 
     @property
     def used(self) -> Sampling:
@@ -97,7 +106,9 @@ def sampling_rule(asked: Sampling, defaults: Mapping[str, Any]) -> SamplingRule:
     _in_range("Repetition penalty", penalty, *PENALTIES, "between {} and {}, where 1 is none".format(*PENALTIES))
     if asked.seed is not None and not 0 <= asked.seed < _SEED_LIMIT:
         raise ModelError(f"The seed is {asked.seed}, which is not between 0 and 2**64 - 1.", kind="bad-input")
-    return SamplingRule(temperature, top_k, top_p, min_p, asked.seed, penalty)
+    return SamplingRule(
+        temperature, top_k, top_p, min_p, asked.seed, penalty, defaults.get(PENALISES_PROMPT) is not False
+    )
 
 
 def own_sampling(defaults: Mapping[str, Any]) -> Sampling | None:
@@ -121,6 +132,12 @@ def stated_penalty(defaults: Mapping[str, Any]) -> float | None:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
     return float(value) if PENALTIES[0] <= value <= PENALTIES[1] else None
+
+
+def usual_limit(defaults: Mapping[str, Any]) -> int | None:
+    """The limit of an answer, in tokens, that a ``generation_config.json`` states; None if it states none."""
+    value = defaults.get("max_new_tokens")
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
 def penalised(scores: Logits, seen: Collection[int], penalty: float) -> Logits:
@@ -243,7 +260,7 @@ class Sampler:
     def __init__(self, rule: SamplingRule, before: Iterable[int] = ()) -> None:
         self.rule = rule
         self._random = np.random.default_rng(rule.seed)
-        self._seen = set(before) if rule.repetition_penalty != 1.0 else set()
+        self._seen = set(rule.penalised_of(before))
 
     def choose(self, logits: Logits) -> int:
         """The next token for ``logits`` [vocabulary]. Raises ModelError if they are not finite at the top."""

@@ -32,8 +32,9 @@ from engine.models.downloading import Download, disk_error
 from engine.models.gguf_architectures import config_of
 from engine.models.gguf_conversion import PlannedTensor, StopCheck, dense_plan, write_tensors
 from engine.models.gguf_file import GgufFile
-from engine.models.gguf_folder import fresh_partial, write_config, write_json
+from engine.models.gguf_folder import fresh_partial, write_config
 from engine.models.locations import ensure, locate
+from engine.models.starter_defaults import write_defaults
 from engine.models.wording import shown
 
 if TYPE_CHECKING:
@@ -281,7 +282,7 @@ def write_plain_starter(
     try:
         write_tensors(folder / "model.safetensors", gguf, plan, progress, should_stop)
         write_config(folder, gguf, config, should_stop)
-        write_json(folder / "generation_config.json", _generation_config(config))
+        write_defaults(folder, config)
     except OSError as error:
         raise disk_error(error, folder) from error
 
@@ -297,17 +298,6 @@ def moe_config(dense: dict[str, Any]) -> dict[str, Any]:
         "sliding_window": None,
         "router_aux_loss_coef": 0.0,
         "output_router_logits": False,
-    }
-
-
-def _generation_config(config: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "do_sample": True,
-        "temperature": 0.2,
-        "top_p": 0.9,
-        "bos_token_id": config["bos_token_id"],
-        "eos_token_id": [config["eos_token_id"]],
-        "pad_token_id": config["eos_token_id"],
     }
 
 

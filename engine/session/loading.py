@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from engine.errors import ModelError
-from engine.generation.sampling import own_sampling, stated_penalty
+from engine.generation.sampling import own_sampling, stated_penalty, usual_limit
 from engine.ipc.messages import Load
 from engine.ipc.progress import ProgressCallback
 from engine.models.config_values import check_config
@@ -81,6 +81,7 @@ def load_session(
         has_tokenizer=words is not None,
         reasoning=words.reasoning_facts if words is not None else None,
         sampling=own_sampling(defaults),
+        answer_limit=usual_limit(defaults),
         load_s=time.perf_counter() - started,
         notices=[*said, *model.facts.notices, *(words.notices if words else ()), *settings_not_applied(defaults)],
         context_limit=min(model.facts.context_limit, request.context_limit or model.facts.context_limit),

@@ -12,7 +12,7 @@ import msgspec
 from engine.errors import Cancelled, ModelError
 from engine.generation.beams import BeamRule, BeamState, Hypothesis, beam_run, check_beams
 from engine.generation.reasoning import ReasoningParser, Separated, separate
-from engine.generation.sampling import NotNumbersError, Sampler, sampling_rule
+from engine.generation.sampling import NotNumbersError, Sampler, SamplingRule, sampling_rule, usual_limit
 from engine.generation.text import IncrementalDecoder, StopStrings, first_stop
 from engine.ipc.messages import (
     Beam,
@@ -161,7 +161,7 @@ class Session:
                 if logits is None:
                     return turn.finished(Answer("", [], "cancelled"))
                 if request.beams > 1:
-                    answer = self._search(request, turn, logits, most, prompt, rule.repetition_penalty)
+                    answer = self._search(request, turn, logits, most, prompt, rule)
                 else:
                     answer = self._sample(turn, logits, Sampler(rule, prompt), stops, most)
             if self._history is not None and request.messages is not None:
@@ -258,7 +258,8 @@ class Session:
                 "start a new conversation, or load the model with a larger context limit.",
                 kind="context",
             )
-        most = room if request.max_tokens is None else min(room, request.max_tokens)
+        wanted = usual_limit(self._defaults) if request.max_tokens is None else request.max_tokens
+        most = room if wanted is None else min(room, wanted)
         if request.beams == 1:
             return most
         per_token, state = self.facts.key_value_bytes_per_token, self.facts.state_bytes
@@ -331,7 +332,7 @@ class Session:
         return None if logits is None else sampler.choose(logits)
 
     def _search(
-        self, request: Generate, turn: Turn, logits: Logits, most: int, prompt: Sequence[int], penalty: float
+        self, request: Generate, turn: Turn, logits: Logits, most: int, prompt: Sequence[int], sampling: SamplingRule
     ) -> Answer:
         assert self._cache.rows is not None
         rule = BeamRule(
@@ -341,8 +342,8 @@ class Session:
             early_stopping=request.early_stopping,
             ends=self._ends,
             hits_stop=self._stop_check(request.stop),
-            repetition_penalty=penalty,
-            prompt=frozenset(prompt) if penalty != 1.0 else frozenset(),
+            repetition_penalty=sampling.repetition_penalty,
+            prompt=sampling.penalised_of(prompt),
         )
         run = beam_run(self._cache.rows, rule, lambda lost: self._cache.rows_again(lost, turn), turn.check)
         cancelled = False

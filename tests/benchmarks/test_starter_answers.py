@@ -6,12 +6,13 @@ import re
 
 import pytest
 
-from benchmarks.starter_answers import QUESTIONS, bare, runs_away
+from benchmarks.starter_answers import PROMPTS, QUESTIONS, is_right, runs_away, with_prompt
 from engine.models.template_sandbox import ChatTemplate
 
 OWN = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
-    "{{ '<|im_start|>system\nYou are a helpful AI assistant<|im_end|>\n' }}{% endif %}"
+    "{{ '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
+    "<|im_end|>\n' }}{% endif %}"
     "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
@@ -36,9 +37,17 @@ def test_an_answer_that_runs_away(text: str, reason: str, expected: bool) -> Non
     assert runs_away(text, reason) == expected
 
 
-def test_the_bare_template_says_nothing_by_itself() -> None:
+def test_what_is_right_stands_at_the_beginning() -> None:
+    assert is_right("The capital of France is Paris.", r"\bparis\b")
+    assert not is_right("word " * 40 + "Paris", r"\bparis\b")
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_the_template_says_the_prompt_to_a_conversation_without_one(name: str) -> None:
     question = [{"role": "user", "content": "Hi"}]
-    rendered = ChatTemplate(bare(OWN)).render(question, {}, False)
-    assert rendered == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    template = with_prompt(OWN, PROMPTS[name])
+    said = f"<|im_start|>system\n{PROMPTS[name]}<|im_end|>\n" if PROMPTS[name] else ""
+    asked = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert ChatTemplate(template).render(question, {}, False) == said + asked
     system = [{"role": "system", "content": "Be brief."}, *question]
-    assert ChatTemplate(bare(OWN)).render(system, {}, False) == ChatTemplate(OWN).render(system, {}, False)
+    assert ChatTemplate(template).render(system, {}, False) == ChatTemplate(OWN).render(system, {}, False)

@@ -206,6 +206,11 @@ MODEL = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
         (Sampling(top_k=5), {}, SamplingRule(temperature=1.0, top_k=5)),
         (Sampling(min_p=0.1), {"do_sample": True, "min_p": None}, SamplingRule(temperature=1.0, min_p=0.1)),
         (Sampling(), {"repetition_penalty": 1.1}, SamplingRule(repetition_penalty=1.1)),
+        (
+            Sampling(),
+            {"repetition_penalty": 1.1, "repetition_penalty_counts_prompt": False},
+            SamplingRule(repetition_penalty=1.1, penalises_prompt=False),
+        ),
         (Sampling(repetition_penalty=1.0), {"repetition_penalty": 1.1}, SamplingRule()),
         (Sampling(), {"repetition_penalty": "much"}, SamplingRule()),
     ],

@@ -33,7 +33,7 @@ from engine.runtimes import runtime_named
 from engine.runtimes.choosing import choose_runtime
 from engine.runtimes.loading import load_model
 
-SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+SYSTEM = "<|im_start|>system\nYou are a knowledgeable assistant. Give short, correct answers.<|im_end|>\n"
 CAPITAL = [Message("user", "What is the capital of France?")]
 
 LAYERS = 3
@@ -157,9 +157,10 @@ def test_config_and_generation_settings(plain: Path) -> None:
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 100000.0
     assert config["tie_word_embeddings"] and config["max_position_embeddings"] == 8192
     assert json.loads((plain / "generation_config.json").read_text()) == {
-        "do_sample": True,
-        "temperature": 0.2,
-        "top_p": 0.9,
+        "do_sample": False,
+        "repetition_penalty": 1.1,
+        "repetition_penalty_counts_prompt": False,
+        "max_new_tokens": 512,
         "bos_token_id": 1,
         "eos_token_id": [2],
         "pad_token_id": 2,

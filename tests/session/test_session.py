@@ -277,6 +277,26 @@ def test_an_end_without_a_beginning_makes_thoughts_of_what_was_sent(ask: Ask) ->
     assert "".join(piece.text for piece in pieces[withdrawn:]) == found.text
 
 
+@pytest.mark.parametrize("beams", [1, 2])
+def test_a_penalty_for_the_answer_alone_leaves_the_prompt_out(ask: Ask, beams: int) -> None:
+    def first_token(**defaults: Any) -> int:
+        ask.session._defaults = defaults
+        return ask(PROMPT, max_tokens=1, beams=beams).token_ids[0]
+
+    # Below 1 the penalty favours what was said, so a token of the prompt comes first where the prompt counts.
+    assert first_token(repetition_penalty=0.1) in PROMPT
+    alone = first_token(repetition_penalty=0.1, repetition_penalty_counts_prompt=False)
+    assert alone == first_token() and alone not in PROMPT
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_the_models_own_limit_ends_an_answer_unless_another_was_asked_for(ask: Ask, beams: int) -> None:
+    ask.session._defaults = {"max_new_tokens": 3}
+    found = ask(PROMPT, beams=beams)
+    assert (found.completion_tokens, found.finish_reason) == (3, "length")
+    assert ask(PROMPT, beams=beams, max_tokens=5).completion_tokens == 5
+
+
 @pytest.mark.parametrize("beams", [1, 3])
 def test_the_models_repetition_penalty_equals_transformers(ask: Ask, reference: Any, beams: int) -> None:
     plain = ask(PROMPT, max_tokens=16, beams=beams).token_ids

@@ -171,6 +171,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """How the model thinks; None if it does not mark thoughts."""
     sampling: Sampling | None = None
     """How the model samples if nothing is asked for; None if that is unknown."""
+    answer_limit: int | None = None
+    """Maximum tokens of an answer if none is asked for; None: as many as fit."""
 
 
 class DoctorFacts(msgspec.Struct, frozen=True, kw_only=True):
