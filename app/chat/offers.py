@@ -69,10 +69,12 @@ def fits(entry: CatalogueEntry, machine: MachineFigures) -> bool:
 
 
 def speed_or_why_not(entry: CatalogueEntry, machine: MachineFigures) -> str:
-    """``about 22 tokens/s``, or that it does not fit. Empty if the machine's memory is not known."""
+    """``about 22 tokens/s``, or what it would need. Empty if the machine's memory is not known."""
     if not machine.memory_bytes:
         return ""
-    return speed_words(tokens_per_s(entry, machine)) if fits(entry, machine) else "too large for this machine"
+    if fits(entry, machine):
+        return speed_words(tokens_per_s(entry, machine))
+    return f"needs {entry.memory_gigabytes} GB of memory" if entry.memory_gigabytes else "needs several machines"
 
 
 def strength(entry: CatalogueEntry) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.chat.offers import MachineFigures, fits, offers, speed_words, strength, tokens_per_s
+from app.chat.offers import MachineFigures, fits, offers, speed_or_why_not, speed_words, strength, tokens_per_s
 from engine.models.catalogue import STARTER, catalogue, offered
 from engine.planning.rough_speed import ASSUMED_MEMORY_READ, DECODING_SHARE, rough_tokens_per_s
 
@@ -47,6 +47,10 @@ def test_memory_as_the_system_reports_it_is_a_little_less_than_it_was_sold_with(
     assert fits(entry, machine(15.4)) and not fits(entry, machine(12))
     nowhere = next(entry for entry in catalogue() if not entry.memory_gigabytes)
     assert not fits(nowhere, machine(10_000))
+    assert speed_or_why_not(entry, machine(16)) == "about 3.6 tokens/s"
+    assert speed_or_why_not(entry, machine(12)) == "needs 16 GB of memory"
+    assert speed_or_why_not(nowhere, machine(12)) == "needs several machines"
+    assert speed_or_why_not(entry, MachineFigures(0, 0.0, 0)) == ""
 
 
 def test_the_speed_is_that_of_streaming_what_a_token_uses() -> None:

@@ -347,7 +347,7 @@ def test_models(
             "about 93.4 GB",
             "Eight large ones. 46.7 B parameters, 12.9 B active · Apache-2.0",
             False,
-            "too large for this machine",
+            "needs 128 GB of memory",
         ),
     ]
     monkeypatch.setattr(models, "model_options", lambda machine: rows)

@@ -23,7 +23,7 @@ from app.tui.render.downloads import download_lines
 from engine.errors import ModelError
 
 _MUTED = "$foreground-muted"
-_AROUND = 8
+_AROUND = 10
 """Cells at both sides of the list: margins, padding and scrollbar."""
 _WIDE = 68
 """Width of the list, in cells, from which names, sizes and speeds stand in columns."""
@@ -113,11 +113,12 @@ class ModelsScreen(Screen[str | None]):
             models.highlighted = min(marked, len(self._rows) - 1)
 
     def _prompt(self, row: ModelOption, current: str) -> Content:
-        dot = ("● ", "$text-success") if row.name == current else ("  ", "") if row.here else ("↓ ", "$text-warning")
+        chosen = row.name == current
+        dot = ("↓ ", "$text-warning") if not row.here else ("● ", "$text-success") if chosen else ("  ", "")
         name = Content.assemble(dot, (row.name, "bold"))
         width = self.size.width - _AROUND
         longest = min(_LONGEST_NAME, max((len(other.name) for other in self._rows), default=0))
-        speed = Content.styled(row.speed, "$text-warning" if row.speed.startswith("too") else "")
+        speed = Content.styled(row.speed, "$text-warning" if row.speed.startswith("needs") else "")
         wide = width >= _WIDE and row.speed and len(row.name) <= longest and len(row.figures) <= _FIGURES
         if wide:
             room = " " * (longest + 4 - name.cell_length)
@@ -138,7 +139,7 @@ class ModelsScreen(Screen[str | None]):
     def _chosen(self, event: OptionList.OptionSelected) -> None:
         event.stop()
         row = self._rows[event.option_index]
-        if row.here or row.name == "starter":
+        if row.here:
             self.dismiss(row.name)
         else:
             self._controller.pulling.start(row.name)
