@@ -37,6 +37,8 @@ class ChatValueList:
             idle |= setting.key == "length_penalty" and options.beams == 1
             words = _words(source, setting, setup.values.persona)
             value = value_in_effect(setting.key, options, own)
+            if value is None and setting.key == "max_tokens" and facts is not None:
+                value = facts.answer_limit
             found.append(ValueRow(setting, value, words, source in ("chat", "persona"), idle))
         return found
 
