@@ -90,7 +90,7 @@ def _peers(folder: Path) -> list[Finding]:
                 "machines",
                 "none is paired",
                 "note",
-                "run privatellm join on another machine and press f8 in the chat here",
+                "run privatellm join on another machine and type /machines in the chat here",
             )
         ]
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""

@@ -81,7 +81,7 @@ def show_code() -> int:
     where = one_line(next(iter(shown.listening), "HOST:PORT"))
     notify(
         f"{one_line(shown.name)} accepts this code for {shown.seconds} s and {shown.tries} tries; type it on the other "
-        f"machine: press f8 in its chat, or run privatellm peers pair {where}"
+        f"machine: type /machines in its chat, or run privatellm peers pair {where}"
     )
     return 0
 

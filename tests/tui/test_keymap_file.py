@@ -10,7 +10,7 @@ import pytest
 from fake_engine import FakeEngine
 from hypothesis import given
 from hypothesis import strategies as st
-from screen_helpers import MakeApp, controller, notice, ready, wait_until
+from screen_helpers import MakeApp, ask, controller, notice, ready, wait_until
 from textual.binding import Binding
 from textual.widgets import Input
 
@@ -177,6 +177,20 @@ def test_hints_name_the_keys_of_the_person() -> None:
     finally:
         keymap.use({})
     assert key("beams", "linux") == "f4"
+
+
+async def test_the_help_of_a_screen_names_the_keys_of_the_person(make_app: MakeApp, home: Path) -> None:
+    (home / "keymap.toml").write_text('message.copy = "y"\n')
+    app = make_app()
+    try:
+        async with app.run_test(size=(80, 24)) as pilot:
+            await ready(pilot, app)
+            await ask(pilot, app, "Hello")
+            await pilot.press("shift+tab")
+            assert "`y`" in help_text(app.focused) and "`c`" not in help_text(app.focused)
+            assert "`x`" in help_text(app.focused)
+    finally:
+        keymap.use({})
 
 
 async def test_the_keys_of_the_file_work(make_app: MakeApp, engine: FakeEngine, home: Path) -> None:

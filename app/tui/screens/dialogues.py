@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar
 
 from textual import on
@@ -13,7 +14,7 @@ from textual.screen import ModalScreen
 from textual.widget import Widget
 from textual.widgets import Footer, Input, Static
 
-from app.tui.keymap import COMMANDS, bound, with_keys
+from app.tui.keymap import COMMANDS, bound, keys_of, readable, with_keys
 from app.tui.render.markdown import render_markdown
 from app.tui.render.rendered import Rendered
 
@@ -47,12 +48,25 @@ def help_text(focused: Widget | None) -> str:
     own = ""
     if focused is not None:
         own = next((node.HELP for node in focused.ancestors_with_self if getattr(node, "HELP", None)), "") or ""
+        own = _with_changed_keys(own, focused)
     commands = "\n".join(
         f"| {' '.join(filter(None, [f'/{command.name}', command.argument]))} | {command.help} |" for command in COMMANDS
     )
     parts = ["# Here", own] if own else []
     parts += ["# Keys", KEYS, "# Commands", f"| Command | Action |\n|---|---|\n{commands}"]
     return with_keys("\n\n".join(parts))
+
+
+def _with_changed_keys(text: str, focused: Widget) -> str:
+    """``text`` with the person's keys for those that the bindings around ``focused`` come with: `` `ctrl+s` ``."""
+    changed: dict[str, str] = {}
+    for node in focused.ancestors_with_self:
+        kinds = [kind for kind in type(node).__mro__ if "BINDINGS" in vars(kind)]
+        for binding in Binding.make_bindings([declared for kind in kinds for declared in vars(kind)["BINDINGS"]]):
+            keys = keys_of(binding.id or "", (binding.key,))
+            if binding.key not in keys:
+                changed.setdefault(readable(binding.key), readable(keys[0]))
+    return re.sub(r"`([^`]+)`", lambda found: f"`{changed.get(found[1], found[1])}`", text)
 
 
 class _HelpText(Rendered):
