@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -47,6 +48,8 @@ class Entry:
     thoughts: Thoughts = NO_THOUGHTS
     generation: Generation = UNKNOWN
     attachments: tuple[Attachment, ...] = ()
+    created: float = field(default_factory=time.time)
+    """When it was written, in seconds since the epoch."""
     dirty: bool = False
     """True if the store does not have the text on the screen."""
     key: int = field(default_factory=new_key)
@@ -67,6 +70,7 @@ class Entry:
             thoughts=record.thoughts,
             attachments=record.attachments,
             generation=record.generation,
+            created=record.created,
         )
 
 

@@ -173,6 +173,21 @@ class Settings(RingSettings):
         "choice", "Theme", "textual-dark", "Colours of the screen.",
         choices=tuple(Choice(name, name) for name in THEMES),
     )  # fmt: skip
+    terminal_title: bool = _showing(
+        "flag", "Window title", True, "Show the chat's title as the title of the terminal's window.",
+    )  # fmt: skip
+    reading_width: int = _showing(
+        "integer", "Reading width", 0,
+        "Maximum width of the conversation in columns, which is centred then. 0: all of the window.",
+        minimum=0, maximum=1000,
+    )  # fmt: skip
+    reduced_motion: bool = _showing(
+        "flag", "Reduced motion", False,
+        "Nothing blinks, slides or spins. The environment variable TEXTUAL_ANIMATIONS=none does the same.",
+    )  # fmt: skip
+    time_stamps: bool = _showing(
+        "flag", "Time stamps", False, "Show when each message was written, with a line where a new day begins.",
+    )  # fmt: skip
     show_timing: bool = _showing(
         "flag", "Timing panel", False, "Open the timing panel at the start. Measuring costs a little speed.",
     )  # fmt: skip

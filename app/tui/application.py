@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import ClassVar
 
-from textual import events, on
+from textual import constants, events, on
 from textual.app import SystemCommand
 from textual.binding import Binding, BindingType
 from textual.screen import Screen
@@ -93,6 +93,7 @@ class ChatApp(TerminalApp):
 
     def on_mount(self) -> None:
         self._show_theme()
+        self._show_looks()
         self.theme_changed_signal.subscribe(self, self._theme_chosen)
         self.chat = ChatScreen(
             self.engine, self.store, self.settings_file, self._is_missing, self.highlighter, self.machine
@@ -111,8 +112,16 @@ class ChatApp(TerminalApp):
 
     @on(Updated)
     def _settings_changed(self, event: Updated) -> None:
-        if isinstance(event.update, SettingsChanged) and "theme" in event.update.keys:
-            self._show_theme()
+        if isinstance(event.update, SettingsChanged):
+            if "theme" in event.update.keys:
+                self._show_theme()
+            self._show_looks()
+
+    def _show_looks(self) -> None:
+        """Follow the settings that say how things are shown."""
+        self.animation_level = "none" if self.settings.reduced_motion else constants.TEXTUAL_ANIMATIONS
+        if self.chat is not None and self.chat.is_mounted:
+            self.chat.show_looks()
 
     def _show_theme(self) -> None:
         if self.settings.theme in self.available_themes:

@@ -35,7 +35,7 @@ def test_a_chat_writes_for_its_owner_only(tmp_path: Path) -> None:
     (home / "config" / "settings.toml").chmod(0o600)
     terminal = Terminal(home, scripted=False)
     try:
-        terminal.until_drawn("Ask something")
+        terminal.until_drawn("sk something")
         terminal.until_quiet()
         terminal.type(b"hello\r")
         terminal.until((home / "data" / "conversations.sqlite").exists, "a conversation")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -38,7 +39,7 @@ def opened(tmp_path: Path) -> Iterator[Open]:
 
 def answering(terminal: Terminal) -> list[psutil.Process]:
     """Ask something whose answer does not end; the engines."""
-    terminal.until_drawn("Ask something")
+    terminal.until_drawn("sk something")
     terminal.type(b"wait:\r")
     terminal.until_drawn("waiting")
     return terminal.engines
@@ -92,7 +93,7 @@ def test_a_signal_while_answering_gives_the_terminal_back(
 @pytest.mark.parametrize("hang_up", [pytest.param(False, marks=pytest.mark.soak), True], ids=["SIGTERM", "closed"])
 def test_the_real_engine_goes_with_an_idle_chat(opened: Open, hang_up: bool) -> None:
     terminal = opened(scripted=False, ignore_hangup=True)
-    terminal.until_drawn("Ask something")
+    terminal.until_drawn("sk something")
     terminal.until(lambda: terminal.engines, "an engine")
     engines = terminal.engines
     if hang_up:
@@ -156,3 +157,28 @@ def test_what_is_typed_on_a_real_terminal_arrives(opened: Open, tmp_path: Path) 
     assert messages(tmp_path)[2].content == "می\u200cخواهم"
     terminal.process.send_signal(signal.SIGTERM)
     assert terminal.end() == 143
+
+
+def test_the_window_has_the_title_of_the_chat_until_the_end(opened: Open) -> None:
+    terminal = opened()
+    terminal.until_drawn("\x1b[22;2t\x1b]2;privatellm\x07")
+    answering(terminal)
+    terminal.until_drawn("\x1b]2;wait: – privatellm\x07")
+    before = len(terminal.drawn)
+    terminal.process.send_signal(signal.SIGTERM)
+    assert terminal.end() == 143
+    assert b"\x1b]2;\x07\x1b[23;2t" in terminal.drawn[before:]
+
+
+def test_without_colours_no_colour_is_sent(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    terminal = opened()
+    answering(terminal)
+    terminal.type(b"\x1b")
+    terminal.until_drawn("Stopped.")
+    terminal.type(b"\x13")
+    terminal.until_drawn("Settings")
+    terminal.process.send_signal(signal.SIGTERM)
+    assert terminal.end() == 143
+    sent = {part for code in re.findall(rb"\x1b\[([0-9;]*)m", terminal.drawn) for part in code.split(b";")}
+    assert sent <= {b"", b"0", b"1", b"2", b"3", b"4", b"5", b"7", b"9", b"39", b"49"}

@@ -17,6 +17,7 @@ from app.tui.render.formatting import footing, heading, thoughts_line
 from app.tui.render.highlighting import Highlighter
 from app.tui.render.markdown import render_plain
 from app.tui.render.rendered import Written
+from app.tui.render.stamps import Stamp
 from app.tui.render.streaming import GrowingText
 
 _CURSOR = "▍"
@@ -98,6 +99,7 @@ class MessageView(Written, can_focus=True):
         self._blocks: list[str] | None = None
         self._thoughts_open = thoughts_open
         self._files_open = False
+        self._stamp: Stamp | None = None
         self._unmarked = Content()
         self._body = 0, 0
         """The part of the content that is the message's text."""
@@ -114,12 +116,25 @@ class MessageView(Written, can_focus=True):
             self._thoughts_open = wanted
             self.remake()
 
+    def stamped(self, stamp: Stamp | None) -> None:
+        """Show when the message was written, or do not."""
+        if stamp != self._stamp:
+            self._stamp = stamp
+            self.remake()
+
+    def _day(self, width: int) -> list[Content]:
+        """The line where a new day begins."""
+        if self._stamp is None or not self._stamp.day:
+            return []
+        day = f"── {self._stamp.day} "
+        return [Content.styled(day.ljust(width, "─")[:width], "$foreground-muted")]
+
     def make(self, width: int) -> Content:
         self._unmarked = super().make(width)
         return self._with_marks(self._unmarked)
 
     def written(self, width: int) -> Content:
-        parts = [heading(self.entry), *self._thoughts()]
+        parts = [*self._day(width), heading(self.entry, self._stamp.time if self._stamp else ""), *self._thoughts()]
         self._body = 0, 0
         if self._blocks is not None:
             blocks = [self.markdown(block, width) for block in self._blocks]

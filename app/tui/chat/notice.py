@@ -11,6 +11,9 @@ from app.text_safety import one_line
 _MOST_LINES = 3
 """Maximum number of lines shown. The oldest leave first."""
 
+_MARKS: dict[Severity, str] = {"information": "·", "warning": "!", "error": "✗"}
+"""What begins a line, so that it is not told by its colour alone."""
+
 
 class NoticeLine(Static):
     """Warnings and errors, one a line. Not displayed while there is none."""
@@ -18,7 +21,7 @@ class NoticeLine(Static):
     def __init__(self, id: str) -> None:
         super().__init__(id=id, markup=False)
         self.display = False
-        self._lines: list[str] = []
+        self._lines: list[tuple[str, str]] = []
         self._until_saved = False
 
     def tell(self, text: str, severity: Severity, *, beside: bool = False, until_saved: bool = False) -> None:
@@ -27,9 +30,9 @@ class NoticeLine(Static):
         ``beside``: it is added to the lines there instead of replacing them. ``until_saved``: :meth:`saved` hides it.
         """
         text = one_line(text)
-        before = [line for line in self._lines if line != text] if beside and self.display else []
-        self._lines = [*before, text][-_MOST_LINES:]
-        self.update(Content("\n").join([Content.assemble(("▌ ", "bold"), line) for line in self._lines]))
+        before = [line for line in self._lines if line[1] != text] if beside and self.display else []
+        self._lines = [*before, (_MARKS[severity], text)][-_MOST_LINES:]
+        self.update(Content("\n").join([Content.assemble((f"{mark} ", "bold"), line) for mark, line in self._lines]))
         self.set_class(severity == "error", "error")
         self._until_saved = until_saved
         self.display = True

@@ -19,6 +19,7 @@ from textual.widgets import Static
 from app.chat.state import Entry
 from app.tui.chat.message import LiveTail, MessageView
 from app.tui.render.highlighting import Highlighter
+from app.tui.render.stamps import Stamp, stamp
 from app.tui.render.streaming import Pace
 
 UPDATE_S = 0.08
@@ -152,6 +153,7 @@ class Transcript(VerticalScroll, can_focus=False):
         """Held while messages are mounted and unmounted, which takes several steps."""
         self._pattern: re.Pattern[str] | None = None
         self._thoughts_open = False
+        self._stamps = False
 
     def compose(self) -> Iterable[Static | LiveTail]:
         yield self._older
@@ -184,7 +186,21 @@ class Transcript(VerticalScroll, can_focus=False):
     def _made(self, entry: Entry) -> MessageView:
         view = MessageView(entry, self._highlighter, self._thoughts_open)
         view.mark(self._pattern)
+        view.stamped(self._stamp(entry))
         return view
+
+    def show_stamps(self, wanted: bool) -> None:
+        """Show when each message was written, or do not."""
+        if wanted != self._stamps:
+            self._stamps = wanted
+            for view in self.views:
+                view.stamped(self._stamp(view.entry))
+
+    def _stamp(self, entry: Entry) -> Stamp | None:
+        if not self._stamps or entry not in self.path:
+            return None
+        index = self.path.index(entry)
+        return stamp(entry.created, self.path[index - 1].created if index else None)
 
     # --- finding --------------------------------------------------------------------------------------------------
 

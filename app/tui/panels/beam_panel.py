@@ -130,7 +130,7 @@ class Widths(Rendered, can_focus=True):
         elif number == self.applied:
             style = "bold underline"
         else:
-            style = "$text-error" if estimate is not None and not estimate.fits else _MUTED
+            style = "$text-error strike" if estimate is not None and not estimate.fits else _MUTED
         return Content.styled(text, style)
 
     def _cost_lines(self) -> list[Content]:

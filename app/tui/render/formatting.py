@@ -33,8 +33,8 @@ def flowing(items: Sequence[Content], width: int) -> Content:
 # --- around a message ---------------------------------------------------------------------------------------------
 
 
-def heading(entry: Entry) -> Content:
-    """The speaker, and which of the alternatives is shown."""
+def heading(entry: Entry, time: str = "") -> Content:
+    """The speaker, which of the alternatives is shown, and the ``time`` if it is given."""
     name = ("You", "bold $text-primary") if entry.role == "user" else (entry.model or "Model", "bold $text-secondary")
     parts: list[Content | tuple[str, str]] = [name]
     if entry.siblings > 1:
@@ -42,6 +42,8 @@ def heading(entry: Entry) -> Content:
     if entry.role == "assistant" and entry.state != "writing" and entry.tokens:
         figures = " · ".join(filter(None, [f"{entry.tokens:,} tokens", rate(entry.tokens_per_s)]))
         parts.append((f"  {figures}", _MUTED))
+    if time:
+        parts.append((f"  {time}", _MUTED))
     if entry.record is None:
         parts.append(("  not saved", "$text-error"))
     return Content.assemble(*parts)

@@ -55,12 +55,14 @@ from app.tui.screens.arguments import slash_commands
 from app.tui.screens.chat_setup import SetupCommands
 from app.tui.screens.chats_side import ChatsSide
 from app.tui.screens.conversation_commands import ConversationCommands
-from app.tui.terminal.application import CopyRequested
+from app.tui.terminal.application import CopyRequested, TerminalApp
 
 if TYPE_CHECKING:
     from app.chat.first_run import FirstRun
     from app.tui.screens.chat_browser import ChatBrowser
 
+_LONGEST_TITLE = 60
+"""Maximum characters of a chat's title in the title of the window."""
 SETTLED_S = 0.15
 """Seconds after which the end of an answer has been laid out."""
 
@@ -180,6 +182,7 @@ class ChatScreen(Screen[None]):
         if self._is_missing(self.controller.options.model):
             self._offer_models()
         self._runner = self.run_worker(self.controller.run, name="controller", group="controller", exit_on_error=True)
+        self.show_looks()
         if self.controller.options.show_timing:
             self.call_after_refresh(self.action_timing)
         if self.controller.options.show_chats:
@@ -218,7 +221,7 @@ class ChatScreen(Screen[None]):
         match event.update:
             case StatusChanged():
                 # A blinking cursor is drawn twice a second, and the engine's threads wait for what drawing takes.
-                self.prompt.cursor_blink = not self.controller.busy
+                self.prompt.cursor_blink = not (self.controller.busy or self._still)
                 self.query_one(StatusLine).update()
                 self.query_one(Welcome).show(self.controller.status)
                 if not self.controller.status.unsaved:
@@ -296,6 +299,28 @@ class ChatScreen(Screen[None]):
         welcome.show(self.controller.status)
         self.transcript.display = conversation
 
+    @property
+    def _still(self) -> bool:
+        """Is nothing to blink or move?"""
+        return isinstance(self.app, TerminalApp) and self.app.still
+
+    def show_looks(self) -> None:
+        """Follow the settings that say how the conversation is shown."""
+        options = self.controller.options
+        self.query_one("#chat").styles.max_width = options.reading_width or None
+        self.transcript.show_stamps(options.time_stamps)
+        self.prompt.cursor_blink = not (self.controller.busy or self._still)
+        self._show_title()
+        self._show_terminal_title()
+
+    def _show_terminal_title(self) -> None:
+        """The title of a temporary chat stays within it."""
+        thread = self.controller.thread
+        title = one_line(thread.title) if thread.path and thread.memory is None else ""
+        if isinstance(self.app, TerminalApp):
+            named = f"{title[:_LONGEST_TITLE]} – privatellm" if title else "privatellm"
+            self.app.show_terminal_title(named if self.controller.options.terminal_title else "")
+
     def _show_title(self) -> None:
         thread = self.controller.thread
         title = one_line(thread.title) if thread.path else ""
@@ -306,6 +331,7 @@ class ChatScreen(Screen[None]):
         # Updating a line lays out the whole screen.
         if shown != self._title:
             self._title = shown
+            self._show_terminal_title()
             for name, text in zip(("#title", "#setup"), shown, strict=True):
                 line = self.query_one(name, Static)
                 line.update(Content(text))

@@ -41,6 +41,15 @@ class Draft(dict[str, Value]):
     """Chosen values, not applied yet, of settings that load the model again."""
 
 
+class ChoiceButton(RadioButton):
+    """A radio button whose mark is another one when it is on: Textual's differs by its colour only."""
+
+    @property
+    def _button(self) -> Content:
+        self.BUTTON_INNER = "●" if self.value else "○"
+        return super()._button
+
+
 class SettingRow(Vertical):
     """One setting: its name, its control, and its help or what is wrong with its value.
 
@@ -98,7 +107,7 @@ class SettingRow(Vertical):
         muted = "$foreground-muted"
         text = Content.assemble((label, muted), (f"  – {reason}", f"italic {muted}")) if reason else Content(label)
         # A choice that was made where it was available is still shown as chosen.
-        return RadioButton(text, value=choice == value, disabled=bool(reason) and choice != value, name=choice)
+        return ChoiceButton(text, value=choice == value, disabled=bool(reason) and choice != value, name=choice)
 
     def take(self, value: object) -> bool:
         """Apply ``value``, as typed or chosen. Returns False, and shows why, if it is not allowed."""

@@ -9,12 +9,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from textual import on, work
+from textual import events, on, work
 from textual.app import App, SystemCommand
 from textual.driver import Driver
 from textual.filter import LineFilter
 from textual.message import Message
 from textual.screen import Screen
+from textual.widgets import Input, TextArea
 
 from app.engine_client import Engine
 from app.text_safety import one_line
@@ -40,9 +41,25 @@ class TerminalApp(App[int]):
     """Maximum seconds that an orderly end may take."""
 
     def __init__(self) -> None:
-        super().__init__()
+        # Without this, NO_COLOR would be shades of grey, which are colours to a terminal.
+        super().__init__(ansi_color=True if os.environ.get("NO_COLOR") else None)
         self._ending: asyncio.Task[None] | None = None
         self._limited = False
+
+    @property
+    def still(self) -> bool:
+        """Is nothing to blink, slide or spin?"""
+        return self.animation_level == "none"
+
+    @on(events.DescendantFocus)
+    def _hold_cursor(self, event: events.DescendantFocus) -> None:
+        if self.still and isinstance(event.widget, Input | TextArea):
+            event.widget.cursor_blink = False
+
+    def show_terminal_title(self, title: str) -> None:
+        """Give the terminal's window ``title``. An empty one restores the title that it had before."""
+        if isinstance(self._driver, TerminalDriver):
+            self._driver.set_title(title)
 
     def get_driver_class(self) -> type[Driver]:
         return TerminalDriver

@@ -18,6 +18,7 @@ from typing import IO, TYPE_CHECKING, Any, Protocol, cast
 
 from textual.drivers.linux_driver import LinuxDriver
 
+from app.text_safety import one_line
 from app.tui.terminal.keys import KeyParser
 
 if TYPE_CHECKING:
@@ -30,6 +31,11 @@ _READ_BYTES = 4096
 _GIVEN_BACK = "\x1b[?2004l\x1b[?7h\x1b[?1000l\x1b[?1003l\x1b[?1015l\x1b[?1006l\x1b[<u\x1b[?1049l\x1b[?25h\x1b[?1004l"
 """Sequences that restore the terminal: no bracketed paste, wrapping lines, no mouse reports, plain keys, the main
 screen, a visible cursor, no focus reports."""
+
+
+_KEEP_TITLE, _OLD_TITLE = "\x1b[22;2t", "\x1b]2;\x07\x1b[23;2t"
+"""Sequences that have the terminal remember the title of its window, and restore it. A terminal that remembers none
+shows its own after an empty one."""
 
 
 class EndsSoon(Protocol):
@@ -54,6 +60,8 @@ class TerminalDriver(LinuxDriver):
         self._file = cast(Any, _Output(self._file, self._gone))
         self.sequences: dict[str, str] = {}
         """What the terminal sent last for each key, by the key's name."""
+        self._title = ""
+        self._title_before_stop = ""
 
     def run_input_thread(self) -> None:
         """Read until the application ends, or the terminal does."""
@@ -91,12 +99,30 @@ class TerminalDriver(LinuxDriver):
             self._must_signal_resume = True
         os.killpg(os.getpgrp(), signal.SIGSTOP)
 
+    def set_title(self, title: str) -> None:
+        """Give the terminal's window ``title``. An empty one restores the title that it had before."""
+        if title:
+            self.write(f"{'' if self._title else _KEEP_TITLE}\x1b]2;{one_line(title)}\x07")
+        elif self._title:
+            self.write(_OLD_TITLE)
+        self._title = title
+
+    def start_application_mode(self) -> None:
+        super().start_application_mode()  # type: ignore[no-untyped-call]
+        self.set_title(self._title_before_stop)
+
+    def stop_application_mode(self) -> None:
+        self._title_before_stop = self._title
+        self.set_title("")
+        super().stop_application_mode()
+
     def restore_now(self) -> None:
         """Restore the terminal from a process that is about to be ended. Blocks if the terminal accepts nothing."""
         with contextlib.suppress(termios.error, OSError):
             if self.attrs_before is not None:
                 termios.tcsetattr(self.fileno, termios.TCSANOW, self.attrs_before)
-            os.write(cast(_Output, self._file).fileno(), _GIVEN_BACK.encode())
+            title = _OLD_TITLE if self._title else ""
+            os.write(cast(_Output, self._file).fileno(), (title + _GIVEN_BACK).encode())
 
     def _gone(self) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended by itself
