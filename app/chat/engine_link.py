@@ -357,6 +357,7 @@ class EngineLink:
 
     def _warm_up(self, progress: WarmUp) -> None:
         self.status.warm_up = progress if progress.done < progress.total else None
+        self.status.memory = progress.memory or self.status.memory
         self._on_status()
 
     def _ring_changed(self, news: RingChanged) -> None:

@@ -217,6 +217,29 @@ def _again(chat: PlainChat, _: str) -> None:
     chat.follow()
 
 
+def _continue(chat: PlainChat, _: str) -> None:
+    chat.call(chat.controller.continue_answer)
+    if chat.controller.busy:
+        chat.follow()
+
+
+def _temporary(chat: PlainChat, _: str) -> None:
+    chat.background.call(lambda: chat.controller.new_conversation(temporary=True))
+    chat.speaker.say("Temporary chat: nothing of it is saved.")
+
+
+def _delete(chat: PlainChat, _: str) -> None:
+    path = chat.controller.thread.path
+    if path:
+        chat.call(chat.controller.deletions.message, path[-1])
+    else:
+        chat.speaker.say("There is no message to delete.", "Warning")
+
+
+def _undo(chat: PlainChat, _: str) -> None:
+    chat.call(chat.controller.deletions.undo)
+
+
 def _edit(chat: PlainChat, _: str) -> None:
     questions = [entry for entry in chat.controller.thread.path if entry.role == "user"]
     if not questions:
@@ -274,6 +297,10 @@ _ACTIONS: dict[str, Callable[[PlainChat, str], None]] = {
     "log": _log,
     "settings": _settings,
     "again": _again,
+    "continue": _continue,
+    "temporary": _temporary,
+    "delete": _delete,
+    "undo": _undo,
     "edit": _edit,
     "rename": _rename,
     "export": _export,

@@ -18,6 +18,7 @@ from engine.residency.page_warmer import IdleProbe, PageWarmer
 from engine.runtimes.protocol import LoadedModel, LoadedWeights
 from engine.system.free_memory import available_bytes
 from engine.system.machine import on_battery
+from engine.system.own_memory import memory_in_use
 
 Held = Mapping[int, Sequence[int]]
 """The experts that this node runs, by decoder layer."""
@@ -176,7 +177,7 @@ class Residency:
 
     def _on_progress(self, done: int, total: int) -> None:
         self._warming = total if done < total else 0
-        self._send(WarmUp(done=done, total=total))
+        self._send(WarmUp(done=done, total=total, memory=None if self._warming else memory_in_use()))
 
 
 def held_in(context: RankContext) -> dict[int, Sequence[int]]:

@@ -280,3 +280,13 @@ def test_a_reader_that_went_away_ends_the_writing() -> None:
 
     with pytest.raises(ReaderGone):
         Console(io.StringIO(), Gone()).write("x")
+
+
+def test_answers_go_on_and_what_was_deleted_comes_back(run: Run, engine: FakeEngine, store: ConversationStore) -> None:
+    lines = run(
+        "Hi", "/continue", "/delete", "/undo", "/temporary", "Secret", "/delete", "/delete", "/delete", "/continue"
+    )
+    assert [line for line in lines if line.startswith("Model: Paris is the capital.")][1:]
+    assert "Notice: Temporary chat: nothing of it is saved." in lines
+    (conversation,) = store.conversations()
+    assert [message.role for message in store.shown(conversation.id)] == ["user", "assistant"]

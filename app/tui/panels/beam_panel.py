@@ -145,7 +145,9 @@ class Widths(Rendered, can_focus=True):
             f"at {self._tokens:,} tokens of context"
         )
         time = f"About {100 / estimate.relative_step_time:.0f} % of the speed of one beam"
-        lines = [Content(what), Content.styled(memory, _MUTED), Content.styled(time, _MUTED)]
+        lines = [Content(what), Content.styled(memory, _MUTED)]
+        if self.marked > 1:
+            lines.append(Content.styled(time, _MUTED))
         if not estimate.fits:
             lines.append(Content.styled(self._too_much(estimate), "$text-error"))
         elif self.marked != self.applied:

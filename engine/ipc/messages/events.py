@@ -247,6 +247,8 @@ class WarmUp(Event, frozen=True, kw_only=True, tag="warm_up"):
 
     done: int
     total: int
+    memory: MemoryUse | None = None
+    """The memory that the engine takes at the end, with the last event."""
 
 
 class RingChanged(Event, frozen=True, kw_only=True, tag="ring_changed"):
