@@ -75,14 +75,13 @@ class ChatApp(TerminalApp):
         self._keymap_problems = self._use_keymap(settings.path.with_name(KEYMAP_FILE))
 
     def _use_keymap(self, file: Path) -> tuple[str, ...]:
-        """Use the person's keys; returns what is wrong with them. Without the file no screen need be imported."""
+        """Use the person's keys; returns what is wrong with them."""
         use({})
         if not file.exists():
             return ()
-        from app.tui.actions import all_actions
-        from app.tui.keymap_file import read, resolve
+        from app.tui.keymap_file import keymap_of
 
-        keymap = resolve(read(file), all_actions())
+        keymap = keymap_of(file)
         use(keymap.keys)
         self.set_keymap({id: ",".join(keys) for id, keys in keymap.keys.items()})
         return keymap.problems

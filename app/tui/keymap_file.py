@@ -20,7 +20,7 @@ from typing import Any
 from textual.keys import _character_to_key, key_to_character
 
 from app.text_safety import one_line
-from app.tui.actions import Action
+from app.tui.actions import Action, all_actions
 from app.tui.keymap import HOMES, KEYMAP_FILE, defaults, readable
 
 _MODIFIERS = frozenset(["ctrl", "alt", "shift", "super", "hyper", "meta"])
@@ -147,6 +147,11 @@ def resolve(wanted: Assignments, actions: Sequence[Action]) -> Keymap:
     changed |= _followers(changed, actions)
     problems += _conflicts(changed, actions)
     return Keymap(_with_neighbours(changed, actions), tuple(problems))
+
+
+def keymap_of(file: Path) -> Keymap:
+    """The keys that ``file`` gives to the actions of all screens. Without it no screen is imported."""
+    return resolve(read(file), all_actions()) if file.exists() else Keymap()
 
 
 def _usable(words: Sequence[str], same: Sequence[Action]) -> tuple[tuple[str, ...], list[str]]:

@@ -24,6 +24,8 @@ from app.lending import FIRST_WAIT_S, LendingService
 from app.network import NetworkProblem
 from app.ring_words import fingerprint, latency, link_words, other_link, place_words, short_id
 from app.text_safety import one_line
+from app.tui.keymap import KEYMAP_FILE, use
+from app.tui.keymap_file import keymap_of
 from app.tui.palette import screen_commands
 from app.tui.render.formatting import bar, flowing
 from app.tui.render.rendered import Rendered
@@ -31,6 +33,7 @@ from app.tui.render.ring_view import peer_lines
 from app.tui.screens.dialogues import Confirm
 from app.tui.terminal.application import TerminalApp
 from engine.ipc.messages import LendingFacts, LinkFacts, NetworkState, OpenNetwork
+from engine.models.locations import locate
 
 _MESSAGES = 200
 """Maximum lines of events that are kept."""
@@ -102,6 +105,11 @@ class LendingApp(TerminalApp):
         yield Footer(compact=True, show_command_palette=False)
 
     def on_mount(self) -> None:
+        keymap = keymap_of(locate("config") / KEYMAP_FILE)
+        use(keymap.keys)
+        self.set_keymap({id: ",".join(keys) for id, keys in keymap.keys.items()})
+        for problem in keymap.problems:
+            self.query_one(Events).add(problem)
         self._lend()
 
     def _post_line(self, line: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from fake_engine import FakeEngine
@@ -13,8 +14,8 @@ from textual.pilot import Pilot
 from textual.widgets import OptionList
 
 from app.tui.application import ChatApp
-from app.tui.keymap import COMMANDS
-from app.tui.lending import LendingApp
+from app.tui.keymap import COMMANDS, use
+from app.tui.lending import Events, LendingApp
 from app.tui.screens.dialogues import AskText, Confirm, HelpScreen
 from app.tui.screens.machines import MachinesScreen
 from app.tui.screens.settings import SettingsScreen
@@ -91,6 +92,16 @@ async def test_a_lent_machine_has_it_and_what_is_typed_there_does_not_end_it(eng
         await wait_until(pilot, lambda: isinstance(app.screen, CommandPalette))
         await pilot.press("q", "c")
         assert isinstance(app.screen, CommandPalette)
+
+
+async def test_a_lent_machine_has_the_keys_of_the_person(engine: FakeEngine, home: Path) -> None:
+    (home / "config").mkdir()
+    (home / "config" / "keymap.toml").write_text('lending.code = "n"\nlending.cod = "x"\n')
+    app = LendingApp(engine, OpenNetwork(id=1), first_wait_s=0.0)
+    async with app.run_test(size=(80, 24)):
+        assert offered(app)["New code"] == "Here: n"
+        assert "Did you mean lending.code?" in app.query_one(Events).render().plain
+    use({})
 
 
 async def test_ctrl_z_undoes_in_the_prompt_and_suspends_where_there_is_nothing_to_undo(
