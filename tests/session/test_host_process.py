@@ -36,6 +36,8 @@ from engine.ipc.messages import (
     Generate,
     Load,
     Loaded,
+    MachineMeasured,
+    MeasureMachine,
     Message,
     Notice,
     OpenNetwork,
@@ -184,6 +186,9 @@ def test_questions_without_a_model(home: Path) -> None:
             end = process.ask(request)[-1]
             assert isinstance(end, Failed)
             assert (end.kind, "No model is loaded" in end.error) == ("bad-input", True)
+        measured = process.ask(MeasureMachine(id=3))[-1]
+        assert isinstance(measured, MachineMeasured)
+        assert measured.memory_bytes > 1e8 and measured.memory_read > 1e8
 
 
 def test_a_model_that_is_not_here_says_how_to_get_it(home: Path) -> None:
