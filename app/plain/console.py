@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import sys
+import unicodedata
 from collections.abc import Callable
 from typing import TextIO
 
@@ -29,6 +32,8 @@ class Console:
         """Whether a person types. What a script sends is written again, so that the output is the whole conversation.
         """
         self._within_line = False
+        self._wraps = writer.isatty()
+        self._column = 0
         for stream in (reader, writer):
             reconfigure = getattr(stream, "reconfigure", None)
             if reconfigure is not None:
@@ -45,7 +50,7 @@ class Console:
             except OSError as error:
                 raise EOFError from error
             finally:
-                self._within_line = False
+                self._within_line, self._column = False, 0
         line = self._reader.readline()
         if not line:
             raise EOFError
@@ -65,6 +70,8 @@ class Console:
         if not text:
             return
         text = sanitize(text)
+        if self._wraps:
+            text, self._column = wrapped(text, self._column, shutil.get_terminal_size().columns)
         try:
             self._writer.write(text)
             self._writer.flush()
@@ -81,6 +88,37 @@ class Console:
         """End the line that was begun, if one was. Raises ReaderGone."""
         if self._within_line:
             self.write("\n")
+
+
+def wrapped(text: str, column: int, width: int) -> tuple[str, int]:
+    """``text`` with line breaks between words where a terminal of ``width`` columns would break within them.
+
+    ``column`` is where it begins. Returns the text, and the column in which it ends. Nothing but spaces is replaced.
+    """
+    parts: list[str] = []
+    for piece in re.findall(r"\n|[^\S\n]+|\S+", text):
+        cells = _cells(piece)
+        if piece == "\n":
+            column = 0
+        elif column + cells <= width:
+            column += cells
+        elif piece.isspace():
+            parts.append("\n")
+            column = 0
+            continue
+        else:
+            if parts and parts[-1].isspace() and parts[-1] != "\n":
+                parts[-1] = "\n"
+            elif column:
+                parts.append("\n")
+            column = cells % width if width else 0
+        parts.append(piece)
+    return "".join(parts), column
+
+
+def _cells(text: str) -> int:
+    """Columns of ``text``, nearly: wide characters take two, combining ones none."""
+    return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
 
 
 def gather(read: Callable[[bool], str]) -> str:

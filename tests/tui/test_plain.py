@@ -15,7 +15,7 @@ from app.attachments.attachment import Attachment
 from app.chat.state import Entry, Phase, Status
 from app.conversations.store import ConversationStore, Thoughts
 from app.plain.chat import PlainChat
-from app.plain.console import Console, ReaderGone, gather
+from app.plain.console import Console, ReaderGone, gather, wrapped
 from app.plain.speaking import LONGEST_WAIT, Speaker, spoken_length
 from app.settings.file import open_settings
 from engine.ipc.messages import Beam, Progress
@@ -290,3 +290,21 @@ def test_answers_go_on_and_what_was_deleted_comes_back(run: Run, engine: FakeEng
     assert "Notice: Temporary chat: nothing of it is saved." in lines
     (conversation,) = store.conversations()
     assert [message.role for message in store.shown(conversation.id)] == ["user", "assistant"]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "lines"),
+    [
+        (["The story of rain"], ["The story", "of rain"]),
+        (["The ", "story ", "of ", "rain ", "is"], ["The story ", "of rain is"]),
+        (["abcdefghijklmno p"], ["abcdefghijklmno p"]),
+        (["one\ntwo three four"], ["one", "two three", "four"]),
+        (["日本語 日本語"], ["日本語", "日本語"]),
+    ],
+)
+def test_lines_are_broken_between_words(pieces: list[str], lines: list[str]) -> None:
+    column, written = 0, ""
+    for piece in pieces:
+        text, column = wrapped(piece, column, 10)
+        written += text
+    assert written.split("\n") == lines
