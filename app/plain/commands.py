@@ -15,7 +15,7 @@ from app.conversations.exporting import export_problem, suggested_path
 from app.conversations.store import Conversation, StoreError
 from app.log_tail import LOGS, log_path, read_tail
 from app.plain import setup_commands
-from app.plain.speaking import thoughts_mark
+from app.plain.speaking import speaker, thoughts_mark
 from app.ring_words import machine_name, state_words
 from app.settings.fields import SettingError
 from app.settings.schema import SCHEMA, setting_named
@@ -253,6 +253,21 @@ def _edit(chat: PlainChat, _: str) -> None:
         chat.follow()
 
 
+def _find(chat: PlainChat, words: str) -> None:
+    words = words or chat.console.read_line("Find; empty: back. ").strip()
+    if not words:
+        return
+    hits = [
+        f"{speaker(entry)}, message {number}: {line.strip()}"
+        for number, entry in enumerate(chat.controller.thread.path, start=1)
+        for line in entry.content.splitlines()
+        if words.casefold() in line.casefold()
+    ]
+    chat.speaker.say(f"{len(hits)} line{'' if len(hits) == 1 else 's'} found.")
+    for hit in hits:
+        chat.console.write_line(hit)
+
+
 def _rename(chat: PlainChat, title: str) -> None:
     title = title or chat.console.read_line("Title of the chat; empty: back. ").strip()
     if title:
@@ -302,6 +317,7 @@ _ACTIONS: dict[str, Callable[[PlainChat, str], None]] = {
     "delete": _delete,
     "undo": _undo,
     "edit": _edit,
+    "find": _find,
     "rename": _rename,
     "export": _export,
     "quit": _quit,

@@ -308,3 +308,14 @@ def test_lines_are_broken_between_words(pieces: list[str], lines: list[str]) -> 
         text, column = wrapped(piece, column, 10)
         written += text
     assert written.split("\n") == lines
+
+
+def test_lines_of_the_chat_are_found(run: Run) -> None:
+    lines = run("Where is the CAPITAL?", "/find capital", "/find nothing")
+    assert lines[3:] == [
+        "Notice: 2 lines found.",
+        "You, message 1: Where is the CAPITAL?",
+        "Model, message 2: Paris is the capital.",
+        "You: /find nothing",
+        "Notice: 0 lines found.",
+    ]
