@@ -124,6 +124,20 @@ async def palette(pilot: Pilot[int], app: ChatApp) -> None:
     await pilot.press("ctrl+p")
 
 
+async def sampling(pilot: Pilot[int], app: ChatApp) -> None:
+    assert app.chat is not None
+    app.chat.action_sampling()
+
+
+async def personas(pilot: Pilot[int], app: ChatApp) -> None:
+    assert app.chat is not None
+    app.chat.action_persona()
+
+
+async def completion(pilot: Pilot[int], app: ChatApp) -> None:
+    await pilot.press("/")
+
+
 HARDEST = ("textual-dark", "textual-light", "atom-one-dark", "catppuccin-latte")
 """Themes that were the least readable, dark and light ones."""
 
@@ -133,7 +147,7 @@ HARDEST = ("textual-dark", "textual-light", "atom-one-dark", "catppuccin-latte")
 )
 @pytest.mark.parametrize(
     "screen",
-    [chat, timing, beams, models, chats, settings, machines, shortcuts, palette],
+    [chat, timing, beams, models, chats, settings, machines, shortcuts, palette, sampling, personas, completion],
     ids=lambda open: open.__name__,
 )
 @pytest.mark.usefixtures("few_settings")
