@@ -15,7 +15,7 @@ from textual.widgets import Input
 
 from app.tui.chat.notice import NoticeLine
 from app.tui.render.stamps import Stamp, stamp
-from app.tui.screens.settings import ChoiceButton, SettingsScreen
+from app.tui.screens.settings import ChoiceButton, OnOff, SettingsScreen
 
 
 async def test_the_conversation_is_as_wide_as_it_is_set_and_centred(make_app: MakeApp) -> None:
@@ -113,3 +113,17 @@ def test_picture_of_time_stamps_in_a_narrow_column(
 
 
 STAMPS = (Stamp("12:00", "Monday, 3 May 2027"), Stamp("12:01"))
+
+
+@pytest.mark.usefixtures("few_settings")
+async def test_a_switch_says_its_state_in_a_word(make_app: MakeApp) -> None:
+    app = make_app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await ready(pilot, app)
+        await pilot.press("ctrl+s")
+        await wait_until(pilot, lambda: isinstance(app.screen, SettingsScreen) and app.screen.query(OnOff))
+        switch = app.screen.query(OnOff).first()
+        assert switch.render().plain == "○ off"
+        switch.toggle()
+        await pilot.pause()
+        assert switch.render().plain == "● on " and controller(app).options.show_timing

@@ -10,6 +10,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.content import Content
+from textual.geometry import Size
 from textual.screen import Screen
 from textual.timer import Timer
 from textual.widget import Widget
@@ -50,6 +51,16 @@ class ChoiceButton(RadioButton):
         return super()._button
 
 
+class OnOff(Switch):
+    """A switch that says its state in a word: Textual's is told by where its slider is, and by colours."""
+
+    def render(self) -> Content:
+        return Content("● on " if self.value else "○ off")
+
+    def get_content_width(self, container: Size, viewport: Size) -> int:
+        return 5
+
+
 class SettingRow(Vertical):
     """One setting: its name, its control, and its help or what is wrong with its value.
 
@@ -88,7 +99,7 @@ class SettingRow(Vertical):
         setting = self.setting
         match setting.kind:
             case "flag":
-                return Switch(bool(value))
+                return OnOff(bool(value), animate=False)
             case "choice" if len(setting.choices) <= _MOST_BUTTONS:
                 return RadioSet(*[self._button(choice.value, choice.label, value) for choice in setting.choices],
                                 compact=True)  # fmt: skip
