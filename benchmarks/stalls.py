@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import sys
 import time
 from collections.abc import Sequence
 
-from textual.app import App, ComposeResult
+from textual.app import ComposeResult
 
 from app.chat.state import Entry
 from app.tui.chat.transcript import UPDATE_S, Transcript
 from app.tui.render.highlighting import Highlighter
+from app.tui.terminal.application import TerminalApp
 from benchmarks.measuring import table
 
 MOST_MS = 50.0
@@ -40,14 +42,17 @@ KINDS = {
 BEGINNINGS = {"fence": "```python\ndef function():\n", "table": "| first | second | third |\n|---|---|--:|\n"}
 
 
-class TranscriptApp(App[int]):
-    """A transcript alone."""
+class TranscriptApp(TerminalApp):
+    """A transcript alone, in the colours of the chat."""
 
     CSS = "Transcript { height: 1fr; layout: stream; } .message, .tail { height: auto; }"
 
     def compose(self) -> ComposeResult:
         self.highlighter = Highlighter()
         yield Transcript(self.highlighter, id="transcript")
+
+    async def keep(self) -> None:
+        """There is nothing to save."""
 
 
 def tokens(kind: str) -> list[str]:
@@ -91,6 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows, result = [], {}
     for kind in KINDS:
         asyncio.run(measure(tokens(kind)[:20]))  # what is imported and compiled once
+        gc.freeze()  # as the chat does when it starts
         stalls = asyncio.run(measure(tokens(kind)))
         median, late = stalls[len(stalls) // 2], stalls[int(0.99 * len(stalls))]
         result[kind] = {"median_ms": median, "p99_ms": late, "longest_ms": stalls[-1]}

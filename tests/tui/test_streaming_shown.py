@@ -16,6 +16,7 @@ from app.tui.chat import transcript as transcript_module
 from app.tui.chat.message import LiveTail, MessageView
 from app.tui.chat.transcript import Transcript
 from app.tui.render.highlighting import Highlighter
+from app.tui.terminal.application import TerminalApp
 
 WORD = re.compile("q[a-pr-z]{3}")
 """A word of the documents below. Each is there once, and no mark looks like one."""
@@ -79,13 +80,16 @@ def test_everything_that_arrived_is_drawn_at_every_step(text: str, cuts: list[in
     check(view.written(width).plain, text, f"finished: {text}")
 
 
-class Screen(App[int]):
+class Screen(TerminalApp):
     """A transcript alone, on a screen that is higher than any of the answers."""
 
     CSS = "Transcript { height: 1fr; layout: stream; } .message, .tail { height: auto; }"
 
     def compose(self) -> ComposeResult:
         yield Transcript(Highlighter(), id="transcript")
+
+    async def keep(self) -> None:
+        """There is nothing to save."""
 
 
 @pytest.mark.parametrize("width", [40, 100])
