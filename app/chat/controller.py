@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any
 
 from app.attachments.attachment import Attachment
 from app.chat.answering import AnswerLoop, ChatTurn
@@ -259,7 +260,7 @@ class ChatController:
         an empty text.
         """
         before = self.options
-        problem = self._save_settings(changes)
+        problem = self._save(changes, self._settings.change)
         self._settings_changed(before, changes)
         return problem
 
@@ -447,16 +448,16 @@ class ChatController:
             # What could not be loaded was not saved, so what replaces it need not be.
             keys.remove("model")
             self._settings.use("model", worked.model)
-        problem = self._save_settings({key: options.value(key) for key in keys})
+        problem = self._save({key: options.value(key) for key in keys}, self._settings.go_back)
         if problem:
             self._emit(UserNotice(problem, "error", beside=True))
         self._emit(FellBack())
 
-    def _save_settings(self, changes: Mapping[str, object]) -> str:
+    def _save(self, changes: Mapping[str, object], save: Callable[[str, Any], object]) -> str:
         problems = []
         for key, value in changes.items():
             try:
-                self._settings.change(key, value)
+                save(key, value)
             except SettingError as error:
                 problems.append(str(error))
         return " ".join(problems)

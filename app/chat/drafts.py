@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from contextlib import suppress
 
 from app.chat.thread import Thread
@@ -31,6 +32,11 @@ class DraftKeeper:
         self._refused: dict[int, Draft] = {}
         """Drafts of conversations that were left while the store could not be written, by their conversations."""
         self._task: asyncio.Task[None] | None = None
+        self._writing = threading.Lock()
+        self._begun = 0
+        """Number of writes begun."""
+        self._last = 0
+        """The latest write that reached the store. A thread that comes later with an older one leaves it out."""
 
     def open(self, thread: Thread) -> Draft:
         """Write what is still to be written, and return the draft of ``thread``."""
@@ -55,7 +61,7 @@ class DraftKeeper:
         """Write the draft now if it changed, and those that could not be written before."""
         if self.thread is not None and self._is_behind():
             try:
-                self._written(self._write(self.thread, self._key, self._draft))
+                self._written(self._write(self._next(), self.thread, self._key, self._draft))
             except StoreError:
                 if self.thread.memory is None:
                     self._refused[self.thread.conversation or 0] = self._draft
@@ -72,18 +78,30 @@ class DraftKeeper:
             await asyncio.sleep(self._keep_s)
             thread = self.thread
             with suppress(StoreError):
-                written = await asyncio.to_thread(self._write, thread, self._key, self._draft)
+                written = await asyncio.to_thread(self._write, self._next(), thread, self._key, self._draft)
                 if thread is self.thread:
                     self._written(written)
 
-    def _write(self, thread: Thread, key: int, draft: Draft) -> tuple[int, Draft]:
-        """Write ``draft``, which was kept as that of conversation ``key``. Returns what is on disk now."""
+    def _next(self) -> int:
+        self._begun += 1
+        return self._begun
+
+    def _write(self, number: int, thread: Thread, key: int, draft: Draft) -> tuple[int, Draft] | None:
+        """Write ``draft``, which was kept as that of conversation ``key``, unless a later one is written already.
+
+        Returns what is on disk now; None if nothing was written.
+        """
         store, conversation = thread.store_in(self._store), thread.conversation or 0
-        if key != conversation:
-            # The conversation has begun: this is no longer the draft of a new one.
-            store.keep_draft(key, None)
-        store.keep_draft(conversation, draft if draft.text else None)
+        with self._writing:
+            if number < self._last:
+                return None
+            if key != conversation:
+                # The conversation has begun: this is no longer the draft of a new one.
+                store.keep_draft(key, None)
+            store.keep_draft(conversation, draft if draft.text else None)
+            self._last = number
         return conversation, draft
 
-    def _written(self, written: tuple[int, Draft]) -> None:
-        self._key, self._kept = written
+    def _written(self, written: tuple[int, Draft] | None) -> None:
+        if written is not None:
+            self._key, self._kept = written

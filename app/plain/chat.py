@@ -128,7 +128,7 @@ class PlainChat:
 
         ``kept``: those of the question that was edited.
         """
-        resolved = resolve(text, Path.cwd(), kept)
+        resolved = resolve(text, Path(), kept)
         for problem in (*resolved.problems, *resolved.left_out):
             self.speaker.say(problem, "Warning")
         if resolved.problems:

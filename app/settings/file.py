@@ -27,8 +27,10 @@ class SettingsFile:
         self.notices: list[str] = []
         self.refused: set[str] = set()
         """Keys of settings that may have a value in the file which is not used."""
-        self.unsaved: set[str] = set()
-        """Keys of settings whose value is in effect until the program ends and is not in the file."""
+        self.unsaved: dict[str, Value] = {}
+        """The saved values, by their keys, of settings that have another value until the program ends."""
+        self._used_over: dict[tuple[str, Value], Value] = {}
+        """The value that was saved while another, by its key and itself, was used until the program ends."""
         self.settings = Settings()
         self._read()
 
@@ -41,7 +43,8 @@ class SettingsFile:
         changed = self.settings.with_value(key, value)
         self.settings = changed
         self.refused.discard(key)
-        self.unsaved.discard(key)
+        self.unsaved.pop(key, None)
+        self._used_over.pop((key, changed.value(key)), None)
         self.notices = []
         try:
             document = self._document()
@@ -53,11 +56,27 @@ class SettingsFile:
             ) from error
         return changed
 
-    def use(self, key: str, value: object) -> Settings:
+    def go_back(self, key: str, value: Value) -> None:
+        """Set one setting to an earlier value. If that was not saved, it is not now: the file has what it had then.
+
+        Raises SettingError as :meth:`change` does.
+        """
+        if (key, value) not in self._used_over:
+            self.change(key, value)
+            return
+        saved = self._used_over[key, value]
+        try:
+            if key not in self.unsaved:
+                self.change(key, saved)
+        finally:
+            self.use(key, value)
+
+    def use(self, key: str, value: Value) -> Settings:
         """Set one setting until the program ends; the file stays as it is. Raises SettingError."""
-        self.settings = self.settings.with_value(key, value)
+        changed = self.settings.with_value(key, value)
+        self._used_over[key, changed.value(key)] = self.unsaved.setdefault(key, self.settings.value(key))
+        self.settings = changed
         self.refused.discard(key)
-        self.unsaved.add(key)
         return self.settings
 
     def _read(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from pathlib import Path
 
@@ -164,8 +165,29 @@ async def test_a_question_whose_files_are_being_read_is_kept_at_the_end(
         assert store.draft(0) == Draft("explain @a.py\n\ntyped")
 
 
+async def test_a_question_is_sent_from_a_folder_that_is_gone(
+    make_app: MakeApp, engine: FakeEngine, folder: Path
+) -> None:
+    engine.counts = len
+    app = make_app()
+    async with app.run_test() as pilot:
+        await ready(pilot, app)
+        shutil.rmtree(folder)
+        await pilot.press(*"explain @a.py")
+        await wait_until(pilot, lambda: controller(app).status.draft_counted)
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: controller(app).thread.path)
+        assert controller(app).thread.path[0].content == "explain @a.py"
+
+
 async def test_the_model_counts_the_tokens_when_the_typing_pauses(make_app: MakeApp, engine: FakeEngine) -> None:
-    engine.counts = lambda text: 1000 * len(text.split())
+    counted: list[str] = []
+
+    def count(text: str) -> int:
+        counted.append(text)
+        return 1000 * len(text.split())
+
+    engine.counts = count
     app = make_app()
     async with app.run_test() as pilot:
         await ready(pilot, app)
@@ -177,3 +199,7 @@ async def test_the_model_counts_the_tokens_when_the_typing_pauses(make_app: Make
         assert "a.py 9 B 1,000 tokens" in str(app.chat.query_one(AttachmentLine).visual)
         await pilot.press("!")
         assert not status.draft_counted and status.draft_tokens == 4 + 3
+        # The text of a file is not sent to the engine again with each change of the draft.
+        await wait_until(pilot, lambda: status.draft_counted)
+        assert counted[-3:] == ["explain @a.py", "print(1)\n", "explain @a.py!"]
+        assert status.draft_tokens == 3000

@@ -10,6 +10,7 @@ from app.chat.setup import setup_line
 from app.chat.state import Phase
 from app.conversations.store import ConversationStore, StoreError
 from app.settings.fields import SettingError
+from app.settings.file import SettingsFile
 from app.settings.layers import PRESETS
 from app.settings.personas import Persona
 from app.settings.schema import Settings
@@ -119,6 +120,22 @@ async def test_a_model_for_now_that_cannot_be_loaded_changes_no_settings(
         await chat.until(lambda: chat.controller.status.phase is Phase.READY)
         assert chat.controller.options.model == "starter"
         assert not chat.controller._settings.path.exists()
+
+
+async def test_a_choice_that_cannot_be_loaded_after_a_model_for_now_leaves_the_saved_one(
+    engine: FakeEngine, store: ConversationStore
+) -> None:
+    engine.load_errors = {"broken": "There is no such model."}
+    async with running(Chat(engine, store)) as chat:
+        loaded = chat.controller.change_settings({"model": "saved"})
+        assert not loaded
+        chat.controller.use_model("other")
+        await chat.until(lambda: chat.controller.status.phase is Phase.READY)
+        chat.controller.change_settings({"model": "broken"})
+        await chat.until(lambda: any("broken cannot be loaded" in line for line in chat.said))
+        await chat.until(lambda: chat.controller.status.phase is Phase.READY)
+        assert chat.controller.options.model == "other" and not chat.controller.is_saved("model")
+        assert SettingsFile(chat.controller._settings.path).settings.model == "saved"
 
 
 async def test_values_are_typed_by_name_and_label(engine: FakeEngine, store: ConversationStore) -> None:

@@ -90,6 +90,30 @@ async def test_a_draft_that_is_left_while_nothing_can_be_written_is_not_lost(
     assert store.draft(0) == Draft("typed")
 
 
+async def test_a_late_thread_does_not_replace_a_newer_draft(
+    store: ConversationStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, allowed = asyncio.Event(), asyncio.Event()
+
+    async def late(write: Callable[..., object], *arguments: object) -> object:
+        begun.set()
+        await allowed.wait()
+        return write(*arguments)
+
+    monkeypatch.setattr(asyncio, "to_thread", late)
+    keeper, thread, other = DraftKeeper(store, keep_s=0.0), Thread(), Thread(store.create(model="m").id)
+    keeper.open(thread)
+    keeper.note(Draft("old"))
+    await begun.wait()
+    keeper.note(Draft("new"))
+    assert keeper.open(other) == NO_DRAFT
+    allowed.set()
+    writing = keeper._task
+    assert writing is not None
+    await writing
+    assert keeper.open(thread) == Draft("new")
+
+
 # --- the screen ---
 
 

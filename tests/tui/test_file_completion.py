@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Coroutine
 from pathlib import Path
 
@@ -46,6 +47,14 @@ def test_what_fits_is_offered() -> None:
     assert offered(source, "@.h") == ["@.hidden "]
     assert offered(source, "@readme.md") == []
     assert offered(source, "me@readme") == [] and offered(source, "@re", "st") == [] and offered(source, "none") == []
+
+
+def test_names_that_act_on_a_terminal_are_not_offered(folder: Path) -> None:
+    for name in (b"bad\x1b[2J.txt", b"bad\xff.txt", b"bad\n.txt"):
+        Path(os.fsdecode(bytes(folder) + b"/" + name)).write_text("x")
+    (folder / "bad.txt").write_text("x")
+    assert offered(FileReferences(run, lambda: None), "see @bad") == ["@bad.txt "]
+    assert offered(FileReferences(run, lambda: None), "see @./bad") == ["@./bad.txt "]
 
 
 def test_enter_takes_only_what_has_the_text_in_one_piece() -> None:

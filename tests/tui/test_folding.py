@@ -10,6 +10,7 @@ from textual.app import App, ComposeResult
 from textual.events import Paste
 
 from app.chat.folding import CHARACTERS, LINES, Folds
+from app.conversations.drafts import Draft
 from app.tui.chat.prompt import Prompt
 from engine.ipc.messages import Generate
 
@@ -152,3 +153,19 @@ async def test_a_long_paste_is_folded_sent_whole_and_recalled(make_app: MakeApp,
         await pilot.press("left", "tab")
         assert prompt.text == f"a{LONG}b"
         assert app.focused is prompt
+
+
+async def test_a_recalled_paste_is_not_replaced_by_that_of_another_draft_with_the_same_label() -> None:
+    app = OnePrompt()
+    async with app.run_test() as pilot:
+        prompt = app.query_one(Prompt)
+        prompt.paste(LONG)
+        prompt.action_send()
+        prompt.sent(LONG)
+        other = LONG.upper()
+        prompt.restore(Draft("[Pasted 214 lines]", {"[Pasted 214 lines]": other}))
+        assert prompt.whole_text == other
+        assert prompt.joined([LONG], "") == Draft(LONG)
+        prompt.fill("")
+        await pilot.press("up")
+        assert prompt.whole_text == LONG

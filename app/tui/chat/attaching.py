@@ -39,6 +39,8 @@ class AttachmentLine(Static):
         self._draft = ""
         self._paths: tuple[str, ...] = ()
         self._resolved = Resolved()
+        self._counted: tuple[Resolved, str, list[int]] | None = None
+        """The tokens of each file, with the files and the model that counted them."""
 
     def draft_changed(self, draft: str, whole: str, kept: Sequence[Attachment] = ()) -> None:
         """Look at ``draft`` soon. ``whole`` is the same with its folded pastes; ``kept`` is as in ``resolve``."""
@@ -60,16 +62,21 @@ class AttachmentLine(Static):
         """Read the files that the draft names, and have the tokens counted."""
         whole = self._draft
         if paths != self._paths:
-            resolved = await asyncio.to_thread(resolve, draft, Path.cwd(), kept)
+            resolved = await asyncio.to_thread(resolve, draft, Path(), kept)
             if whole != self._draft:
                 return
             self._paths, self._resolved = paths, resolved
             self._show(None)
             self._estimate()
-        counts = await self._count([whole, *(file.text for file in self._resolved.attachments)])
+        resolved, model = self._resolved, self._status.model
+        known = self._counted[2] if self._counted is not None and self._counted[:2] == (resolved, model) else None
+        texts = [file.text for file in resolved.attachments] if known is None else []
+        counts = await self._count([whole, *texts])
         if counts is not None and whole == self._draft:
-            self._show(counts[1:])
-            self._tell(sum(counts), counted=True)
+            of_files = counts[1:] if known is None else known
+            self._counted = resolved, model, of_files
+            self._show(of_files)
+            self._tell(counts[0] + sum(of_files), counted=True)
 
     def _show(self, counts: Sequence[int] | None) -> None:
         content = to_be_attached(self._resolved, self._room, counts)
@@ -128,7 +135,7 @@ class Asking:
             self.being_read.append(text)
         async with self._turn:
             kept = edited.attachments if edited is not None else ()
-            resolved = await asyncio.to_thread(resolve, draft, Path.cwd(), kept)
+            resolved = await asyncio.to_thread(resolve, draft, Path(), kept)
             if kept_if_left:
                 self.being_read.remove(text)
             if thread is not self._controller.thread:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from app.attachments.listing import best, entries_of, files_below, fitting, folders_of
 from app.attachments.references import reference_to
+from app.text_safety import UNSAFE
 from app.tui.chat.completion import Candidate, Completion
 
 _MOST = 50
@@ -63,7 +64,7 @@ class FileReferences:
         return _best(typed, found)
 
     async def _list(self, folder: str) -> None:
-        names = await asyncio.to_thread(_names_in, folder, Path.cwd())
+        names = await asyncio.to_thread(_names_in, folder, Path())
         if folder in self._asked:
             self._names[folder] = names
             self._narrowed = "", []
@@ -77,6 +78,11 @@ class FileReferences:
 
 
 def _names_in(folder: str, current: Path) -> list[str]:
+    """What can be typed below ``folder``: a name with a character that acts on a terminal is not offered."""
+    return [name for name in _all_names_in(folder, current) if not UNSAFE.search(name) and "\n" not in name]
+
+
+def _all_names_in(folder: str, current: Path) -> list[str]:
     if not folder:
         files = files_below(current)
         return [*folders_of(files), *files]

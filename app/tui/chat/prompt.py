@@ -92,9 +92,14 @@ class Prompt(FoldingArea):
 
     def joined(self, texts: Sequence[str], draft: str) -> Draft:
         """``texts``, with their large pastes folded again, and ``draft``, as paragraphs of one draft."""
-        parts = [*(self._folded.get(text, text) for text in texts), draft]
+        parts = [*map(self._with_labels, texts), draft]
         text = "\n\n".join(part for part in parts if part.strip())
         return Draft(text, self.folds.used(text))
+
+    def _with_labels(self, text: str) -> str:
+        """``text`` with its large pastes folded as they were when it was sent, if the labels still stand for them."""
+        folded = self._folded.get(text, text)
+        return folded if self.folds.expand(folded).strip("\n") == text else text
 
     def fill(self, text: str) -> None:
         """Put ``text`` into the field, with the cursor after it."""
@@ -261,7 +266,7 @@ class Prompt(FoldingArea):
     def _recalled(self) -> bool:
         """Is an earlier question in the field, unchanged?"""
         recalled = self.earlier.recalled
-        return recalled is not None and self.text == self._folded.get(recalled, recalled)
+        return recalled is not None and self.text == self._with_labels(recalled)
 
     def _recall_earlier(self) -> bool:
         """Replace what is typed by an earlier question that begins with it. Returns False if the cursor is to move.
@@ -278,12 +283,12 @@ class Prompt(FoldingArea):
         if question is None:
             # At the oldest question the cursor stays.
             return self.earlier.recalled is not None or not self.text
-        self.fill(self._folded.get(question, question))
+        self.fill(self._with_labels(question))
         return True
 
     def _recall_later(self) -> bool:
         if not self._recalled() or self.cursor_location != self.document.end:
             return False
         question = self.earlier.forward()
-        self.fill(self._folded.get(question, question))
+        self.fill(self._with_labels(question))
         return True
