@@ -21,6 +21,9 @@ MOST_FILES = 50
 MOST_BYTES = 8_000_000
 """Maximum bytes of all files that one question may have attached. No model has context for as much text."""
 
+_MOST_STARS = 6
+"""Maximum number of asterisks in a pattern. The time of a comparison multiplies with each."""
+
 _REFERENCE = re.compile(r"""(?<![^\s([{"',;:])@(?:"([^"\n]+)"|([^\s"@][^\s"]*))""")
 _TRAILING = ".,;:!?)]}'"
 _GLOB = re.compile(r"[*?\[]")
@@ -145,7 +148,12 @@ def _many(path: str, folder: Path, below: dict[Path, list[str]]) -> list[tuple[s
 
 
 def pattern(glob: str) -> re.Pattern[str]:
-    """The expression for ``glob``: ``*`` and ``?`` stay in a folder, ``**/`` is any number of folders."""
+    """The expression for ``glob``: ``*`` and ``?`` stay in a folder, ``**/`` is any number of folders.
+
+    One with more asterisks than anybody needs is a name as it stands.
+    """
+    if glob.count("*") > _MOST_STARS:
+        return re.compile(re.escape(glob))
     parts: list[str] = []
     position = 0
     while position < len(glob):

@@ -15,6 +15,7 @@ from app.files import name_aside, write_whole
 from app.settings.fields import Setting, SettingError, Value
 from app.settings.layers import ADJUSTABLE
 from app.settings.schema import Settings, setting_named
+from app.text_safety import sanitize
 from engine.ipc.messages import Sampling
 from engine.models.locations import locate
 
@@ -64,7 +65,8 @@ class Persona:
         """This persona with its name and values in their usual form. Raises SettingError if they are not allowed."""
         model = str(setting_named(_MODEL).check(self.model)) if self.model.strip() else ""
         values = {key: setting_named(key).check(value) for key, value in self.values.items()}
-        return Persona(check_name(self.name), str(setting_named(_SYSTEM).check(self.system)), model, values)
+        system = sanitize(str(setting_named(_SYSTEM).check(self.system)))
+        return Persona(check_name(self.name), system, model, values)
 
 
 def check_name(name: str) -> str:
@@ -168,13 +170,15 @@ def personas_from(content: Mapping[str, Any]) -> tuple[tuple[Persona, ...], list
             continue
         try:
             word = check_name(name)
+            if word != name:
+                raise SettingError(f"A persona's name has no spaces around it, unlike {name[:80]!r}.")
         except SettingError as error:
             problems.append(f"{str(error).rstrip('.')}; it is kept and not used.")
             continue
         values, wrong = _values(table)
         problems += [f"{word}: {line}" for line in wrong]
         system, model = values.pop(_SYSTEM, ""), values.pop(_MODEL, "")
-        found.append(Persona(word, str(system), str(model), values))
+        found.append(Persona(word, sanitize(str(system)), str(model), values))
     return tuple(found), problems
 
 

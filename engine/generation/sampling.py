@@ -79,11 +79,12 @@ def _in_range(name: str, value: float, low: float, high: float, advice: str) -> 
 def sampling_rule(asked: Sampling, defaults: Mapping[str, Any]) -> SamplingRule:
     """The rule for the request ``asked`` and a model whose ``generation_config.json`` holds ``defaults``.
 
-    Values that were not requested come from the model. A model whose defaults do not sample is decoded greedily, unless
-    a filter was requested; the temperature is then 1. Raises ModelError (bad-input) for an impossible value.
+    Values that were not requested come from the model. A model whose defaults do not sample, or at temperature 0, is
+    decoded greedily, unless a filter was requested; the temperature is then 1. Raises ModelError (bad-input) for an
+    impossible value.
     """
     wants_filter = any(value is not None for value in (asked.top_p, asked.top_k, asked.min_p))
-    model_samples = bool(defaults.get("do_sample", False))
+    model_samples = bool(defaults.get("do_sample", False)) and defaults.get("temperature") != 0
 
     def default(name: str, otherwise: float) -> float:
         value = defaults.get(name) if model_samples else None

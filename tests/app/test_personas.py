@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from app.settings.fields import SettingError, Value
@@ -24,6 +24,7 @@ from app.settings.layers import (
 )
 from app.settings.personas import LONGEST_NAME, Persona, PersonasFile, open_personas
 from app.settings.schema import Settings
+from app.text_safety import sanitize
 from engine.generation.sampling import own_sampling, sampling_rule
 
 
@@ -99,6 +100,18 @@ def test_what_cannot_be_read_or_written_is_one_sentence(path: Path) -> None:
         file.put(POET)
 
 
+def test_what_acts_on_a_terminal_and_names_with_spaces_are_not_used(path: Path) -> None:
+    path.parent.mkdir(parents=True)
+    path.write_text('[" bob "]\nsystem_prompt = "kept"\n[Ann]\nsystem_prompt = "a\\u001b[2Jb\\u202e\\nc"\n')
+    file = PersonasFile(path)
+    assert file.personas == (Persona("Ann", "ab\nc"),)
+    assert file.notices == [
+        "personas.toml: A persona's name has no spaces around it, unlike ' bob '; it is kept and not used."
+    ]
+    file.put(Persona("bob", "new"))
+    assert [persona.name for persona in file.personas] == ["Ann", "bob"] and '[" bob "]' in path.read_text()
+
+
 def test_names_are_unique_whatever_their_case(path: Path) -> None:
     file = PersonasFile(path)
     with pytest.raises(SettingError, match=r"no persona 'Poet'; there are none yet"):
@@ -127,7 +140,7 @@ _NAMES = st.text(st.characters(exclude_categories=["C", "Z"]), min_size=1, max_s
 def test_any_name_and_text_is_kept(tmp_path: Path, found: list[tuple[str, str, str]]) -> None:
     path = tmp_path / "any.toml"
     path.unlink(missing_ok=True)
-    wanted = tuple(Persona(name, system, model) for name, system, model in found)
+    wanted = tuple(Persona(name, sanitize(system), model) for name, system, model in found)
     file = PersonasFile(path)
     for persona in wanted:
         file.put(persona)
@@ -207,6 +220,7 @@ _fractions = st.none() | st.floats(0.01, 1.0)
         },
     ),
 )  # fmt: skip
+@example(Settings(min_p=1.0), {"do_sample": True, "temperature": 0.0})
 def test_what_is_shown_as_in_effect_is_what_the_engine_uses(options: Settings, defaults: dict[str, Any]) -> None:
     rule, own = sampling_rule(options.sampling, defaults), own_sampling(defaults)
     assert own is not None

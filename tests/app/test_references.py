@@ -121,6 +121,11 @@ def test_sets_of_letters() -> None:
     assert pattern("[z-a]").fullmatch("[z-a]")
 
 
+def test_a_text_with_many_asterisks_is_compared_at_once() -> None:
+    assert pattern("*a" * 20 + "b").fullmatch("a" * 60) is None
+    assert pattern("**/x*_*.p*").fullmatch("a/b/xy_z.py")
+
+
 # --- listing ---
 
 
