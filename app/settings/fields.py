@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from app.machine import Machine, unavailable_reason
+from app.text_safety import sanitize
 
 Value = str | int | float | bool | None
 Kind = Literal["text", "lines", "items", "integer", "number", "flag", "choice"]
@@ -255,7 +256,7 @@ class Setting:
                     raise self._refuse(value) from None
             case "lines":
                 if not any("\ud800" <= character <= "\udfff" for character in value):
-                    return value
+                    return sanitize(value)
         raise self._refuse(value)
 
     def _in_range(self, value: float) -> bool:

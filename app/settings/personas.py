@@ -15,7 +15,6 @@ from app.files import name_aside, write_whole
 from app.settings.fields import Setting, SettingError, Value
 from app.settings.layers import ADJUSTABLE
 from app.settings.schema import Settings, setting_named
-from app.text_safety import sanitize
 from engine.ipc.messages import Sampling
 from engine.models.locations import locate
 
@@ -65,8 +64,7 @@ class Persona:
         """This persona with its name and values in their usual form. Raises SettingError if they are not allowed."""
         model = str(setting_named(_MODEL).check(self.model)) if self.model.strip() else ""
         values = {key: setting_named(key).check(value) for key, value in self.values.items()}
-        system = sanitize(str(setting_named(_SYSTEM).check(self.system)))
-        return Persona(check_name(self.name), system, model, values)
+        return Persona(check_name(self.name), str(setting_named(_SYSTEM).check(self.system)), model, values)
 
 
 def check_name(name: str) -> str:
@@ -178,7 +176,7 @@ def personas_from(content: Mapping[str, Any]) -> tuple[tuple[Persona, ...], list
         values, wrong = _values(table)
         problems += [f"{word}: {line}" for line in wrong]
         system, model = values.pop(_SYSTEM, ""), values.pop(_MODEL, "")
-        found.append(Persona(word, sanitize(str(system)), str(model), values))
+        found.append(Persona(word, str(system), str(model), values))
     return tuple(found), problems
 
 

@@ -88,7 +88,7 @@ def test_what_is_changed_is_read_back(tmp_path: Path, changes: list[tuple[str, A
     file = open_settings(path)
     expected = Settings()
     for key, value in changes:
-        expected = dataclasses.replace(expected, **{key: value})
+        expected = expected.with_value(key, value)
         assert file.change(key, value) == expected
     again = open_settings(path)
     assert (again.settings, again.notices) == (expected, [])
@@ -208,6 +208,7 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
         ("show_timing", "On", True),
         ("model", " org/name ", "org/name"),
         ("system_prompt", "Be brief.\nBe kind.", "Be brief.\nBe kind."),
+        ("system_prompt", "Be\x1b[2J brief.\u202e", "Be brief."),
     ],
 )
 def test_what_a_person_types(key: str, typed: str, value: object) -> None:
