@@ -484,5 +484,5 @@ def test_a_bad_argument_is_told_in_plain_words(capsys: pytest.CaptureFixture[str
     """Without the name of what the library checks with."""
     assert run(["locate", "db"]) == 2
     said = capsys.readouterr()
-    assert "Invalid value for 'WHAT': 'db' is not one of 'config', 'data', 'models', 'logs'." in said.err
+    assert "Invalid value for 'WHAT': 'db' is not one of 'config', 'data', 'models', 'logs', 'keymap'." in said.err
     assert said.out == ""

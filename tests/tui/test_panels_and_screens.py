@@ -72,7 +72,7 @@ async def test_the_costs_are_asked_when_a_model_is_loaded_while_the_panel_is_ope
         await wait_until(pilot, lambda: isinstance(app.focused, Widths))
         await wait_until(pilot, lambda: "once the model is loaded" in str(app.screen.query_one(Widths).render()))
         engine.load_gate.set()
-        await wait_until(pilot, lambda: "of the speed of one beam" in str(app.screen.query_one(Widths).render()))
+        await wait_until(pilot, lambda: "of 2.4 GB free memory" in str(app.screen.query_one(Widths).render()))
 
 
 async def test_a_width_that_does_not_fit_is_refused(make_app: MakeApp) -> None:
