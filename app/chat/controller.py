@@ -267,7 +267,8 @@ class ChatController:
     def use_model(self, model: str) -> str:
         """Load ``model`` and use it until another is chosen or the program ends; the settings file stays as it is.
 
-        Returns what went wrong, or an empty text.
+        One that is not on this machine is not fetched: a persona names it, not the person. Returns what went wrong, or
+        an empty text.
         """
         before = self.options
         try:
@@ -275,6 +276,7 @@ class ChatController:
         except SettingError as error:
             return str(error)
         self._settings_changed(before, ["model"])
+        self.link.may_fetch = False
         return ""
 
     def is_saved(self, key: str) -> bool:

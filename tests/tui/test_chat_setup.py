@@ -14,7 +14,7 @@ from app.settings.file import SettingsFile
 from app.settings.layers import PRESETS
 from app.settings.personas import Persona
 from app.settings.schema import Settings
-from engine.ipc.messages import Generate, Load
+from engine.ipc.messages import Generate, Load, Pull
 
 POET = Persona("Poet", "Answer in rhymes.", "other", {"temperature": 1.2, "seed": 7})
 
@@ -120,6 +120,15 @@ async def test_a_model_for_now_that_cannot_be_loaded_changes_no_settings(
         await chat.until(lambda: chat.controller.status.phase is Phase.READY)
         assert chat.controller.options.model == "starter"
         assert not chat.controller._settings.path.exists()
+
+
+async def test_the_model_of_a_persona_is_not_downloaded_unasked(engine: FakeEngine, store: ConversationStore) -> None:
+    async with running(Chat(engine, store)) as chat:
+        await chat.until(lambda: chat.controller.status.phase is Phase.READY)
+        chat.missing = True
+        chat.controller.setup.use_persona(POET)
+        await chat.until(lambda: any("other is not on this machine yet. starter stays" in line for line in chat.said))
+        assert not engine.sent(Pull)
 
 
 async def test_a_choice_that_cannot_be_loaded_after_a_model_for_now_leaves_the_saved_one(
