@@ -70,7 +70,7 @@ async def main() -> None:
             save(app, "chat.svg")
             await pilot.press("f4")
             app.chat.controller.change_settings({"beams": 4})
-            await ask(pilot, app, chat, "Name three fruits.")
+            await ask(pilot, app, chat, "Describe the sea in one sentence.")
             save(app, "beams.svg")
         await engine.close()
         store.close()

@@ -84,7 +84,7 @@ def terminal(tmp_path: Path) -> Iterator[Terminal]:
 
 
 def test_nothing_that_an_engine_says_reaches_a_terminal_as_it_is(terminal: Terminal) -> None:
-    terminal.until_drawn("Ask")
+    terminal.until_drawn("sk something")
     terminal.until_drawn("XY")
     pasted = "past\x9b31med \u202etext\r\x1b]0;PWNED\x07line \u0646\u200c\u0647"
     terminal.type(f"\x1b[200~{pasted}\x1b[201~".encode())

@@ -24,7 +24,7 @@ KEYS = """
 | {send} | send |
 | {newline} | start a new line |
 | {stop} | stop the answer and keep its text |
-| up | recall earlier questions (in an empty prompt) |
+| up | recall earlier questions that begin so |
 | {messages} | go to the messages: copy, edit, regenerate |
 | {page_up}, {page_down} | scroll (letters in the messages only) |
 | {newest} | go to the newest text |
