@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from app.chat.continuing import NOTHING, Begun
+from app.chat.continuing import NOTHING, BegunAnswer
 from app.chat.engine_link import EngineLink
 from app.chat.saving import RETRY_SAVE_S, Saver
 from app.chat.state import (
@@ -30,7 +30,8 @@ from app.chat.state import (
 from app.chat.thread import Thread, prompt_messages
 from app.chat.timing_words import slowest_words
 from app.conversations.generation import Generation
-from app.conversations.store import ConversationStore, State, StoreError, Thoughts
+from app.conversations.records import State, Thoughts
+from app.conversations.store import ConversationStore, StoreError
 from app.engine_client import Engine, EngineDied
 from app.settings.layers import effective
 from app.settings.schema import Settings
@@ -59,7 +60,7 @@ class ChatTurn:
     path: list[Entry]
     answer: Entry
     beams: int
-    begun: Begun = NOTHING
+    begun: BegunAnswer = NOTHING
     """The part of the answer that was there before, and is gone on with."""
     text: str = ""
     """What the turn has added to the answer."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from app.chat.state import Entry
-from app.conversations.store import NO_THOUGHTS, State, Thoughts
+from app.conversations.records import NO_THOUGHTS, State, Thoughts
 from engine.ipc.messages import Message
 
 
 @dataclass(frozen=True)
-class Begun:
+class BegunAnswer:
     """The part of an answer that was there before a turn. Empty for a new answer."""
 
     text: str = ""
@@ -19,8 +19,8 @@ class Begun:
     state: State = "complete"
 
     @staticmethod
-    def of(answer: Entry) -> Begun:
-        return Begun(answer.content, answer.thoughts, answer.tokens, answer.state)
+    def of(answer: Entry) -> BegunAnswer:
+        return BegunAnswer(answer.content, answer.thoughts, answer.tokens, answer.state)
 
     @property
     def messages(self) -> list[Message]:
@@ -34,7 +34,7 @@ class Begun:
         return Thoughts(text, old.tokens + new.tokens, old.seconds + new.seconds)
 
 
-NOTHING = Begun()
+NOTHING = BegunAnswer()
 """The beginning of a new answer."""
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from app.attachments.attachment import Attachment
 from app.chat.answering import AnswerLoop, ChatTurn
-from app.chat.continuing import Begun, why_not
+from app.chat.continuing import BegunAnswer, why_not
 from app.chat.deletions import Deletions
 from app.chat.downloads import ModelFetcher
 from app.chat.engine_link import EngineLink
@@ -37,7 +37,8 @@ from app.chat.state import (
 from app.chat.thread import Thread, alternative, answer_place, stored_alternative
 from app.conversations.generation import EDITED
 from app.conversations.opening import open_temporary
-from app.conversations.store import ConversationStore, MessageRecord, StoreError, Thoughts
+from app.conversations.records import MessageRecord, Thoughts
+from app.conversations.store import ConversationStore, StoreError
 from app.engine_client import Engine
 from app.settings.fields import SettingError
 from app.settings.file import SettingsFile
@@ -193,7 +194,7 @@ class ChatController:
         if answer is not path[-1]:
             answer = dataclasses.replace(answer, record=None, siblings=1, sibling_index=0, key=new_key())
             update = PathChanged()
-        turn = ChatTurn(self.thread, before, answer, self.setup.options.beams, Begun.of(answer))
+        turn = ChatTurn(self.thread, before, answer, self.setup.options.beams, BegunAnswer.of(answer))
         answer.state, answer.note, answer.dirty = "writing", "", True
         self._start(turn, update)
 

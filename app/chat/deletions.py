@@ -9,7 +9,8 @@ from typing import Protocol
 from app.chat.saving import unlocked
 from app.chat.state import Entry, Severity
 from app.chat.thread import Thread
-from app.conversations.store import ConversationStore, Deletion, MessageRecord, StoreError
+from app.conversations.records import Deletion, MessageRecord
+from app.conversations.store import ConversationStore, StoreError
 from app.text_safety import one_line
 
 

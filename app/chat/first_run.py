@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from app.chat.controller import ChatController
 from app.chat.engine_link import EngineLink
-from app.chat.offers import MachineFigures, Offer, offers
+from app.chat.offers import MachineFigures, ModelOffer, offers
 from app.chat.state import DownloadsChanged, Update
 from engine.errors import ModelError
 
@@ -23,7 +23,7 @@ class FirstRun:
         self.on_change = on_change
         self.machine: MachineFigures | None = None
         """None until this machine was looked at."""
-        self.offers: list[Offer] = []
+        self.offers: list[ModelOffer] = []
         self.arrived = ""
         """The model that arrived and is loaded now."""
 

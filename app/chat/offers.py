@@ -30,7 +30,7 @@ class MachineFigures:
 
 
 @dataclass(frozen=True)
-class Offer:
+class ModelOffer:
     """A model that can be chosen with one key."""
 
     name: str
@@ -83,7 +83,7 @@ def strength(entry: CatalogueEntry) -> float:
     return math.sqrt(entry.parameters_billion * entry.active_billion)
 
 
-def offers(entries: Sequence[CatalogueEntry], machine: MachineFigures) -> list[Offer]:
+def offers(entries: Sequence[CatalogueEntry], machine: MachineFigures) -> list[ModelOffer]:
     """The starter, then the model with the best answers that is not too slow here, then the fastest useful one.
 
     ``entries`` are those that this kind of machine can run; only suggested ones are offered. A model that does not fit
@@ -91,7 +91,7 @@ def offers(entries: Sequence[CatalogueEntry], machine: MachineFigures) -> list[O
     """
     starter = next(entry for entry in entries if entry.name == STARTER)
     found = [
-        Offer(
+        ModelOffer(
             STARTER,
             STARTER_DOWNLOAD_BYTES,
             tokens_per_s(starter, machine),
@@ -116,6 +116,6 @@ def offers(entries: Sequence[CatalogueEntry], machine: MachineFigures) -> list[O
     return found
 
 
-def _offer(entry: CatalogueEntry, machine: MachineFigures, about: str) -> Offer:
+def _offer(entry: CatalogueEntry, machine: MachineFigures, about: str) -> ModelOffer:
     nbytes = round(entry.gigabytes * 1e9)
-    return Offer(entry.name, nbytes, tokens_per_s(entry, machine), about, entry.about)
+    return ModelOffer(entry.name, nbytes, tokens_per_s(entry, machine), about, entry.about)

@@ -12,7 +12,7 @@ from typing import Literal
 from app.attachments.attachment import CHARACTERS_PER_TOKEN, Attachment
 from app.chat.queue import NewQuestion
 from app.conversations.generation import UNKNOWN, Generation
-from app.conversations.store import NO_THOUGHTS, MessageRecord, Role, State, Thoughts
+from app.conversations.records import NO_THOUGHTS, MessageRecord, Role, State, Thoughts
 from engine.ipc.messages import Beam, MemoryUse, ModelFacts, Prefill, Progress, Timing, WarmUp
 
 _keys = count(1)

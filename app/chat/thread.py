@@ -11,7 +11,8 @@ from pathlib import Path
 from app.attachments.attachment import with_attachments
 from app.chat.state import TOO_LONG, Entry
 from app.conversations.exporting import export_form, quoted, write_export
-from app.conversations.store import Conversation, ConversationStore, MessageRecord
+from app.conversations.records import Conversation, MessageRecord
+from app.conversations.store import ConversationStore
 from app.settings.layers import ChatValues
 from engine.ipc.messages import Message
 

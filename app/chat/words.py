@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from app.chat.state import Status
-from app.conversations.store import Thoughts
+from app.conversations.records import Thoughts
 from app.ring_words import latency, ring_name
 from app.text_safety import one_line
 from engine.ipc.messages import ModelFacts, Progress

@@ -28,7 +28,7 @@ def start_from(*, latest: bool, model: str | None, persona: str | None) -> Start
 def chat(start: Start | None = None, *, plain: bool = False) -> int:
     """Chat until the person leaves; the exit status. A dumb terminal has no screen to draw on: it gets lines."""
     if plain or (_on_terminal() and os.environ.get("TERM") == "dumb"):
-        from app.plain.chat import run_plain
+        from app.plain.starting import run_plain
 
         return run_plain(start)
     if not _on_terminal():

@@ -14,7 +14,8 @@ from app.conversations.exporting import export_form, export_problem, write_expor
 from app.conversations.importing.parts import ImportProblem
 from app.conversations.importing.reading import read_conversations
 from app.conversations.opening import open_store
-from app.conversations.store import Conversation, ConversationStore, StoreError
+from app.conversations.records import Conversation
+from app.conversations.store import ConversationStore, StoreError
 from app.text_safety import one_line
 from engine.models.locations import ensure
 
@@ -22,7 +23,7 @@ _MOST = 1_000_000
 
 
 @dataclass(frozen=True)
-class ChatRow:
+class ListedChat:
     """A conversation of the list. Times are seconds since the epoch."""
 
     id: int
@@ -91,13 +92,13 @@ def _store() -> Iterator[ConversationStore]:
         raise WorkFailed(str(error).rstrip(".")) from error
 
 
-def _row(chat: Conversation) -> ChatRow:
-    return ChatRow(
+def _row(chat: Conversation) -> ListedChat:
+    return ListedChat(
         chat.id, one_line(chat.title), one_line(chat.model), chat.created, chat.updated, chat.pinned, chat.archived
     )
 
 
-def _line(row: ChatRow) -> str:
+def _line(row: ListedChat) -> str:
     marks = ", ".join(mark for mark, there in (("pinned", row.pinned), ("archived", row.archived)) if there)
     moment = datetime.fromtimestamp(row.updated).strftime("%Y-%m-%d %H:%M")
     return f"{row.id:>5}  {moment}  {row.title or '(no title)'}" + (f"  ({marks})" if marks else "")

@@ -22,23 +22,12 @@ from app.conversations.deleting import Deleting, title_from
 from app.conversations.drafts import Draft, Drafts
 from app.conversations.exporting import as_json, as_markdown
 from app.conversations.generation import Generation, generation_from
+from app.conversations.records import Conversation, Deletion, MessageRecord, Role, SearchHit, State, Thoughts
 from app.conversations.searching import SearchIndex, contains_folded, snippet_around
-from app.conversations.store import (
-    Conversation,
-    Deletion,
-    MessageRecord,
-    Role,
-    SearchHit,
-    State,
-    StoreError,
-    Thoughts,
-    explain,
-    explained,
-)
+from app.conversations.store import StoreError, explain, explained
 
 if TYPE_CHECKING:
-    from app.conversations.importing.adding import Added
-    from app.conversations.importing.parts import ImportedConversation
+    from app.conversations.importing.parts import Added, ImportedConversation
 
 _CONVERSATION = "id, title, system, model, created, updated, leaf, archived, pinned, origin, own_values"
 _SIBLING = "s.conversation = m.conversation AND s.parent IS m.parent AND s.role = m.role AND s.deleted = ''"

@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 from app.conversations.attached import AttachedFiles
 from app.conversations.drafts import Drafts
+from app.conversations.records import Deletion
 from app.conversations.searching import SearchIndex
-from app.conversations.store import Deletion, StoreError
+from app.conversations.store import StoreError
 
 TITLE_LENGTH = 60
 """Length in characters that a title made from a question has at most."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from app.attachments.attachment import with_attachments
 from app.conversations.front_matter import front_matter
-from app.conversations.store import Conversation, MessageRecord
+from app.conversations.records import Conversation, MessageRecord
 
 _HEADINGS = {"user": "You", "assistant": "Model"}
 _ENDINGS = {"stopped": "stopped", "failed": "failed", "writing": "still being written"}

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 
-from app.conversations.store import Conversation, MessageRecord
+from app.conversations.records import Conversation, MessageRecord
 
 
 def front_matter(conversation: Conversation, shown: Sequence[MessageRecord]) -> str:

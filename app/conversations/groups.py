@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from datetime import date, datetime, tzinfo
 from itertools import groupby
 
-from app.conversations.store import Conversation
+from app.conversations.records import Conversation
 
 PINNED = "Pinned"
 TODAY = "Today"

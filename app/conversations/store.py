@@ -1,4 +1,4 @@
-"""What the conversation store keeps and can do, and the errors it raises."""
+"""What the conversation store can do, and the errors it raises."""
 
 from __future__ import annotations
 
@@ -6,97 +6,24 @@ import shutil
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from app.attachments.attachment import Attachment
 from app.conversations.drafts import Draft
-from app.conversations.generation import UNKNOWN, Generation
+from app.conversations.generation import Generation
+from app.conversations.records import (
+    Conversation,
+    Deletion,
+    MessageRecord,
+    Role,
+    SearchHit,
+    State,
+    Thoughts,
+)
 
 if TYPE_CHECKING:
-    from app.conversations.importing.adding import Added
-    from app.conversations.importing.parts import ImportedConversation
-
-Role = Literal["user", "assistant"]
-State = Literal["complete", "writing", "stopped", "failed"]
-"""A message's state. ``writing`` found at start-up means that its program died: the message becomes ``stopped``."""
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """One conversation. ``leaf``: the message whose path from the root is shown; other leaves are branches."""
-
-    id: int
-    title: str
-    system: str
-    model: str
-    created: float
-    updated: float
-    leaf: int | None
-    archived: bool = False
-    pinned: bool = False
-    origin: str = ""
-    """Name of the conversation on every machine: the program it comes from and its id there."""
-    own_values: Mapping[str, Any] = field(default_factory=dict)
-    """The persona and the values that it sets differently from the settings, as :mod:`app.settings.layers` has them.
-
-    The store does not check them."""
-
-
-@dataclass(frozen=True)
-class Thoughts:
-    """What a model thought before its answer. They are no part of the answer: no later question has them in it."""
-
-    text: str = ""
-    tokens: int = 0
-    seconds: float = 0.0
-
-
-NO_THOUGHTS = Thoughts()
-"""Thoughts of a model that had none."""
-
-
-@dataclass(frozen=True)
-class MessageRecord:
-    """One message of the tree. ``parent`` None: a first message. Times are seconds since the epoch."""
-
-    id: int
-    conversation: int
-    parent: int | None
-    role: Role
-    content: str
-    state: State
-    created: float
-    model: str = ""
-    tokens: int = 0
-    tokens_per_s: float = 0.0
-    finish_reason: str = ""
-    siblings: int = 1
-    """Number of messages, this one included, with its parent and role: alternatives to choose from."""
-    sibling_index: int = 0
-    thoughts: Thoughts = NO_THOUGHTS
-    generation: Generation = UNKNOWN
-    attachments: tuple[Attachment, ...] = ()
-
-
-@dataclass(frozen=True)
-class SearchHit:
-    conversation: Conversation
-    message: int
-    snippet: str
-    """Plain text around the hit, with U+E000 before and U+E001 after each matched word."""
-
-
-@dataclass(frozen=True)
-class Deletion:
-    """What one call deleted, for :meth:`ConversationStore.restore`. ``leaf``: the conversation's before the call."""
-
-    conversation: int
-    messages: tuple[int, ...]
-    leaf: int | None
-    whole: bool = False
-    """True if the conversation itself was deleted."""
+    from app.conversations.importing.parts import Added, ImportedConversation
 
 
 class StoreError(Exception):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import signal
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,15 +14,13 @@ from app.attachments.references import resolve
 from app.chat.controller import ChatController
 from app.chat.starting import Start
 from app.chat.state import Entry, EntryChanged, Phase, StatusChanged, Update, UserNotice
-from app.conversations.opening import open_store
-from app.conversations.store import ConversationStore, StoreError
-from app.engine_client import Engine, EngineClient
-from app.interrupts import INTERRUPTED, leave_on_interrupt, raise_on_interrupt
+from app.conversations.store import ConversationStore
+from app.engine_client import Engine
+from app.interrupts import INTERRUPTED, leave_on_interrupt
 from app.plain.background import BackgroundLoop
-from app.plain.commands import run_command
-from app.plain.console import Console, ReaderGone, standard_console
+from app.plain.console import Console, ReaderGone
 from app.plain.speaking import Speaker
-from app.settings.file import SettingsFile, open_settings
+from app.settings.file import SettingsFile
 from app.tui.keymap import UnknownCommand
 
 PROMPT = "You: "
@@ -46,7 +42,11 @@ class _Interrupt:
 
 
 class PlainChat:
-    """One chat over ``console``. ``is_missing``: whether a model is to be fetched before it is loaded."""
+    """One chat over ``console``.
+
+    ``run_command`` runs a text that is a command, and returns False if it is a question; it may raise UnknownCommand.
+    ``is_missing``: whether a model is to be fetched before it is loaded.
+    """
 
     def __init__(
         self,
@@ -54,9 +54,11 @@ class PlainChat:
         engine: Engine,
         store: ConversationStore,
         settings: SettingsFile,
+        run_command: Callable[[PlainChat, str], bool],
         is_missing: Callable[[str], bool] = lambda model: False,
     ) -> None:
         self.console = console
+        self._run_command = run_command
         self.speaker = Speaker(console)
         self.background = BackgroundLoop()
         self._updates: queue.SimpleQueue[Update | _Interrupt] = queue.SimpleQueue()
@@ -108,7 +110,7 @@ class PlainChat:
             return
         self._tell_news()
         try:
-            if not run_command(self, text):
+            if not self._run_command(self, text):
                 self.ask(text[1:] if text.startswith("//") else text)
         except UnknownCommand as unknown:
             self.speaker.say(str(unknown), "Warning")
@@ -209,69 +211,3 @@ class PlainChat:
             self.speaker.say(f"The model {facts.name} is loaded.")
             for line in facts.notices:
                 self.speaker.say(line)
-
-
-def run_plain(start: Start | None = None) -> int:
-    """Chat in lines on stdin and stdout until the person leaves or stdin ends; the exit status. Raises SettingError."""
-    from engine.models.locations import ensure
-
-    if any(stream is None or stream.closed for stream in (sys.stdin, sys.stdout)):
-        return 2
-    try:
-        store = open_store(ensure("data") / "conversations.sqlite")
-    except (StoreError, OSError) as error:
-        print(f"privatellm: {error}", file=sys.stderr)  # noqa: T201
-        return 1
-    with contextlib.closing(store), _signals():
-        settings = open_settings()
-        if start is not None:
-            start.choose_model(settings)
-        console = standard_console()
-        try:
-            fetches = _may_fetch(console, settings)
-        except (EOFError, KeyboardInterrupt, ReaderGone):
-            return 0
-        except Leaving as leaving:
-            return leaving.status
-        chat = PlainChat(console, EngineClient(), store, settings, lambda model: fetches and _is_missing(model))
-        return chat.run([*settings.notices, *store.notices], start)
-
-
-def _may_fetch(console: Console, settings: SettingsFile) -> bool:
-    """Ask whether the starter may be downloaded, where it is wanted and not on this machine. A script is not asked."""
-    model = settings.settings.model
-    if "model" in settings.refused or not _is_missing(model):
-        return False
-    if not console.interactive:
-        return False
-    console.write_line("The starter, a small model for first tests, is not on this machine yet (about 93 MB).")
-    return console.read_line("Download it now? y or n: ").strip().lower() in ("y", "yes")
-
-
-def _is_missing(model: str) -> bool:
-    """Is ``model`` the starter, and not on this machine?"""
-    from engine.models.catalogue import STARTER
-    from engine.models.store import resolve
-
-    return model.strip().casefold() == STARTER and resolve(STARTER).folder is None
-
-
-@contextmanager
-def _signals() -> Iterator[None]:
-    """Inside, ctrl+c raises KeyboardInterrupt; SIGTERM and a closed terminal raise Leaving. A second one ends the
-    program at once."""
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        for known in wanted:
-            signal.signal(known, signal.SIG_DFL)
-        raise Leaving(128 + number)
-
-    wanted = (signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, leave) for number in wanted}
-    raise_on_interrupt()
-    try:
-        yield
-    finally:
-        leave_on_interrupt()
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -12,7 +12,8 @@ from app.chat.thread import export_thread
 from app.chat.timing_words import timing_words
 from app.chat.words import status_words
 from app.conversations.exporting import export_problem, suggested_path
-from app.conversations.store import Conversation, StoreError
+from app.conversations.records import Conversation
+from app.conversations.store import StoreError
 from app.log_tail import LOGS, log_path, read_tail
 from app.plain import setup_commands
 from app.plain.speaking import speaker, thoughts_mark

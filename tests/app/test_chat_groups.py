@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.conversations.groups import PINNED, TODAY, UNDATED, WEEK, YESTERDAY, date_group, grouped
-from app.conversations.store import Conversation
+from app.conversations.records import Conversation
 
 BERLIN = ZoneInfo("Europe/Berlin")
 

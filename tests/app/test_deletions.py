@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from app.conversations.database import SqliteStore
 from app.conversations.opening import open_store
-from app.conversations.store import Deletion, MessageRecord, StoreError
+from app.conversations.records import Deletion, MessageRecord
+from app.conversations.store import StoreError
 
 
 @pytest.fixture

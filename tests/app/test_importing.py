@@ -20,10 +20,10 @@ from app.conversations.database import SqliteStore
 from app.conversations.generation import Generation
 from app.conversations.importing import reading
 from app.conversations.importing.open_webui import without_thoughts
-from app.conversations.importing.parts import ImportedConversation, ImportProblem, Node, moment, tree
+from app.conversations.importing.parts import ImportedConversation, ImportedNode, ImportProblem, moment, tree
 from app.conversations.importing.reading import FORMATS, read_conversations
 from app.conversations.opening import open_store
-from app.conversations.store import Role, Thoughts
+from app.conversations.records import Role, Thoughts
 
 CHATGPT = {
     "title": "Bees", "create_time": 1700000000.5, "update_time": 1700000100.0, "conversation_id": "c-1",
@@ -275,7 +275,10 @@ def test_circles_and_missing_parents_end(tmp_path: Path) -> None:
 def test_any_tree_has_each_message_once_and_after_its_parent(shape: dict[str, tuple[str, bool]]) -> None:
     from app.conversations.importing.parts import ImportedMessage
 
-    nodes = {key: Node(parent, ImportedMessage("user", key) if kept else None) for key, (parent, kept) in shape.items()}
+    nodes = {
+        key: ImportedNode(parent, ImportedMessage("user", key) if kept else None)
+        for key, (parent, kept) in shape.items()
+    }
     messages, leaf = tree(nodes, "0")
     assert sorted(message.content for message in messages) == sorted(key for key, (_, kept) in shape.items() if kept)
     assert all(message.parent is None or message.parent < place for place, message in enumerate(messages))

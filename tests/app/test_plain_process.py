@@ -17,7 +17,7 @@ from scripted import SCRIPT, install
 from terminals import ROOT, WAIT_S, Terminal
 
 from app.conversations.opening import open_store
-from app.conversations.store import MessageRecord
+from app.conversations.records import MessageRecord
 from app.settings.personas import Persona, open_personas
 
 Open = Callable[..., Terminal]

@@ -17,7 +17,7 @@ from scripted import install
 from terminals import ROOT, WAIT_S, Terminal
 
 from app.conversations.opening import open_store
-from app.conversations.store import MessageRecord
+from app.conversations.records import MessageRecord
 
 GIVEN_BACK = [b"\x1b[?1049l", b"\x1b[?1000l", b"\x1b[?1003l", b"\x1b[?2004l", b"\x1b[?25h"]
 Open = Callable[..., Terminal]

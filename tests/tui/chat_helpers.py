@@ -10,7 +10,8 @@ from fake_engine import FakeEngine
 
 from app.chat.controller import ChatController
 from app.chat.state import Entry, Update, UserNotice
-from app.conversations.store import ConversationStore, MessageRecord
+from app.conversations.records import MessageRecord
+from app.conversations.store import ConversationStore
 from app.settings.file import open_settings
 from app.settings.schema import Settings
 

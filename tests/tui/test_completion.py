@@ -10,7 +10,7 @@ from screen_helpers import MakeApp, ready, wait_until
 from textual import on
 from textual.app import App, ComposeResult
 
-from app.tui.chat.completion import Candidate, Completer, Completion, CompletionPopup
+from app.tui.chat.completion import Completer, Completion, CompletionPopup, Suggestion
 from app.tui.chat.prompt import Prompt
 from app.tui.chat.slash import SlashCommands, matching
 from app.tui.keymap import COMMANDS, parse
@@ -57,7 +57,7 @@ class Words:
         start = before.rfind("#")
         if start < 0 or " " in before[start:]:
             return None
-        return Completion(start, tuple(Candidate(word, "", word) for word in ("one", "two", "three")))
+        return Completion(start, tuple(Suggestion(word, "", word) for word in ("one", "two", "three")))
 
 
 def test_a_closed_popup_stays_closed_for_the_word() -> None:

@@ -13,8 +13,10 @@ from fake_engine import FakeEngine
 
 from app.attachments.attachment import Attachment
 from app.chat.state import Entry, Phase, Status
-from app.conversations.store import ConversationStore, Thoughts
+from app.conversations.records import Thoughts
+from app.conversations.store import ConversationStore
 from app.plain.chat import PlainChat
+from app.plain.commands import run_command
 from app.plain.console import Console, ReaderGone, gather, wrapped
 from app.plain.speaking import LONGEST_WAIT, Speaker, spoken_length
 from app.settings.file import open_settings
@@ -30,7 +32,7 @@ def run(engine: FakeEngine, store: ConversationStore, home: Path) -> Run:
     def run_lines(*lines: str) -> list[str]:
         written = io.StringIO()
         console = Console(io.StringIO("".join(f"{line}\n" for line in lines)), written)
-        assert PlainChat(console, engine, store, open_settings()).run() == 0
+        assert PlainChat(console, engine, store, open_settings(), run_command).run() == 0
         output = written.getvalue()
         assert output.endswith("\n") and "\x1b" not in output
         return [line for line in output.splitlines()[1:] if not line.endswith((" is loaded.", "engine.", "Loading."))]
@@ -201,7 +203,10 @@ def test_ctrl_c_stops_the_answer_and_keeps_it(engine: FakeEngine, store: Convers
     before = signal.getsignal(signal.SIGINT)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        assert PlainChat(Console(io.StringIO("Hi\nBye\n"), written), engine, store, open_settings()).run() == 0
+        assert (
+            PlainChat(Console(io.StringIO("Hi\nBye\n"), written), engine, store, open_settings(), run_command).run()
+            == 0
+        )
     finally:
         signal.signal(signal.SIGINT, before)
     assert "Notice: Stopped.\nYou: Bye\n" in written.getvalue()

@@ -15,7 +15,8 @@ from screen_helpers import MakeApp, ask, controller, notice, ready, shown, wait_
 from app.chat.state import Entry, Phase
 from app.chat.thread import export_thread
 from app.conversations.database import SqliteStore
-from app.conversations.store import ConversationStore, Thoughts
+from app.conversations.records import Thoughts
+from app.conversations.store import ConversationStore
 from app.settings.schema import Settings
 from app.tui.chat.message import LIVE_THOUGHTS, MessageView
 from app.tui.render.formatting import thoughts_line

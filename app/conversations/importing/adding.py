@@ -5,23 +5,11 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from app.conversations.attached import AttachedFiles
 from app.conversations.deleting import title_from
-from app.conversations.importing.parts import ImportedConversation
+from app.conversations.importing.parts import Added, ImportedConversation
 from app.conversations.searching import SearchIndex
-
-
-@dataclass(frozen=True)
-class Added:
-    """What an import added. ``known``: the number of conversations that were there already."""
-
-    new: int
-    known: int
-
-    def __str__(self) -> str:
-        return f"{self.new} new, {self.known} already here"
 
 
 class Adding:

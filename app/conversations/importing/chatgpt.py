@@ -8,7 +8,7 @@ from typing import Any
 from app.conversations.importing.parts import (
     ImportedConversation,
     ImportedMessage,
-    Node,
+    ImportedNode,
     moment,
     name,
     number,
@@ -17,7 +17,7 @@ from app.conversations.importing.parts import (
     text,
     tree,
 )
-from app.conversations.store import NO_THOUGHTS, Thoughts
+from app.conversations.records import NO_THOUGHTS, Thoughts
 
 
 def is_conversation(found: Mapping[str, Any]) -> bool:
@@ -43,22 +43,22 @@ def conversation(found: Mapping[str, Any]) -> ImportedConversation:
     )
 
 
-def _node(found: Mapping[str, Any]) -> Node:
+def _node(found: Mapping[str, Any]) -> ImportedNode:
     message = table(found.get("message"))
     parent = found.get("parent") if isinstance(found.get("parent"), str) else None
     content, metadata = table(message.get("content")), table(message.get("metadata"))
     role = table(message.get("author")).get("role")
     kind = content.get("content_type")
     if role == "assistant" and kind in ("thoughts", "reasoning_recap"):
-        return Node(parent, None, _thoughts(content, metadata, kind))
+        return ImportedNode(parent, None, _thoughts(content, metadata, kind))
     # What is sent to a tool, and hidden instructions, are no part of what was said.
     hidden = metadata.get("is_visually_hidden_from_conversation") is True
     if role not in ("user", "assistant") or hidden or message.get("recipient") not in (None, "", "all"):
-        return Node(parent, None)
+        return ImportedNode(parent, None)
     said = _said(content)
     if not said.strip():
-        return Node(parent, None)
-    return Node(
+        return ImportedNode(parent, None)
+    return ImportedNode(
         parent,
         ImportedMessage(
             role,

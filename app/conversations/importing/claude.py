@@ -9,7 +9,7 @@ from app.attachments.attachment import Attachment
 from app.conversations.importing.parts import (
     ImportedConversation,
     ImportedMessage,
-    Node,
+    ImportedNode,
     chain,
     moment,
     name,
@@ -18,7 +18,7 @@ from app.conversations.importing.parts import (
     text,
     tree,
 )
-from app.conversations.store import Thoughts
+from app.conversations.records import Thoughts
 
 
 def is_conversation(found: Mapping[str, Any]) -> bool:
@@ -29,11 +29,11 @@ def conversation(found: Mapping[str, Any]) -> ImportedConversation:
     """The conversation; with its branches where the messages name the ones before them."""
     records = [table(record) for record in rows(found.get("chat_messages"))]
     model = name(found.get("model"))
-    nodes: dict[str, Node] = {}
+    nodes: dict[str, ImportedNode] = {}
     for place, record in enumerate(records):
         parent = record.get("parent_message_uuid")
         key = name(record.get("uuid")) or f"message {place}"
-        nodes[key] = Node(parent if isinstance(parent, str) else None, _message(record, model))
+        nodes[key] = ImportedNode(parent if isinstance(parent, str) else None, _message(record, model))
     leaf = None
     if any(node.parent in nodes for node in nodes.values()):
         messages, leaf = tree(nodes, name(found.get("current_leaf_message_uuid")) or None)

@@ -23,7 +23,7 @@ from app.conversations.importing.parts import (
     text,
     whole,
 )
-from app.conversations.store import Thoughts
+from app.conversations.records import Thoughts
 
 HEADER = b"SQLite format 3\0"
 _STEPS = 10_000_000

@@ -11,7 +11,7 @@ from app.conversations.generation import Generation, generation_of
 from app.conversations.importing.parts import (
     ImportedConversation,
     ImportedMessage,
-    Node,
+    ImportedNode,
     chain,
     moment,
     name,
@@ -22,7 +22,7 @@ from app.conversations.importing.parts import (
     tree,
     whole,
 )
-from app.conversations.store import NO_THOUGHTS, Thoughts
+from app.conversations.records import NO_THOUGHTS, Thoughts
 
 _OPENING, _CLOSING = '<details type="reasoning"', "</details>"
 _DURATION = re.compile(r'duration="(\d{1,6})')
@@ -44,7 +44,9 @@ def conversation(found: Mapping[str, Any]) -> ImportedConversation:
     generation = generation_of(settings)
     leaf = None
     if records:
-        nodes = {key: Node(_parent(record), _message(record, model, generation)) for key, record in records.items()}
+        nodes = {
+            key: ImportedNode(_parent(record), _message(record, model, generation)) for key, record in records.items()
+        }
         messages, leaf = tree(nodes, name(history.get("currentId")) or None)
     else:
         listed = [table(record) for record in rows(chat.get("messages"))]

@@ -12,7 +12,7 @@ from app.conversations.generation import generation_of
 from app.conversations.importing.parts import (
     ImportedConversation,
     ImportedMessage,
-    Node,
+    ImportedNode,
     chain,
     moment,
     name,
@@ -23,7 +23,7 @@ from app.conversations.importing.parts import (
     tree,
     whole,
 )
-from app.conversations.store import State, Thoughts
+from app.conversations.records import State, Thoughts
 
 _KNOWN_ORIGINS = ("privatellm:", "chatgpt:", "claude:", "open-webui:", "llm:")
 
@@ -38,7 +38,9 @@ def conversation(found: Mapping[str, Any]) -> ImportedConversation:
     records = [table(record) for record in rows(found.get("messages"))]
     leaf: int | None = None
     if any("id" in record for record in records):
-        nodes = {_key(record.get("id")): Node(_key(record.get("parent")), _message(record)) for record in records}
+        nodes = {
+            _key(record.get("id")): ImportedNode(_key(record.get("parent")), _message(record)) for record in records
+        }
         messages, leaf = tree(nodes, _key(facts.get("leaf")))
     else:
         made = [_message(record) for record in records]

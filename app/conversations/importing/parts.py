@@ -11,7 +11,7 @@ from typing import Any
 
 from app.attachments.attachment import Attachment
 from app.conversations.generation import UNKNOWN, Generation
-from app.conversations.store import NO_THOUGHTS, Role, State, Thoughts
+from app.conversations.records import NO_THOUGHTS, Role, State, Thoughts
 from app.text_safety import one_line, sanitize
 
 MOST_MESSAGES = 100_000
@@ -24,6 +24,17 @@ _LONGEST_NAME = 200
 
 class ImportProblem(Exception):
     """A file cannot be imported. The text is one sentence for the person."""
+
+
+@dataclass(frozen=True)
+class Added:
+    """What an import added. ``known``: the number of conversations that were there already."""
+
+    new: int
+    known: int
+
+    def __str__(self) -> str:
+        return f"{self.new} new, {self.known} already here"
 
 
 @dataclass
@@ -120,7 +131,7 @@ def moment(value: object) -> float | None:
 
 
 @dataclass
-class Node:
+class ImportedNode:
     """A node of a tree in a file. ``message`` None: it is left out, and what follows it follows its parent.
 
     ``thoughts`` of a node that is left out belong to the next answer.
@@ -131,7 +142,7 @@ class Node:
     thoughts: Thoughts = NO_THOUGHTS
 
 
-def tree(nodes: Mapping[str, Node], current: str | None) -> tuple[list[ImportedMessage], int | None]:
+def tree(nodes: Mapping[str, ImportedNode], current: str | None) -> tuple[list[ImportedMessage], int | None]:
     """The messages of ``nodes``, each after its parent and otherwise by time, and the place of the one at ``current``.
 
     A parent that is missing, or that would close a circle, is taken for none.

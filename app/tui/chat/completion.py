@@ -25,7 +25,7 @@ _LABEL_CELLS = 20
 
 
 @dataclass(frozen=True)
-class Candidate:
+class Suggestion:
     """One line of the popup.
 
     ``replacement`` takes the place of the text from :attr:`Completion.start` to the cursor. ``sends``: enter sends the
@@ -47,11 +47,11 @@ class Completion:
     """
 
     start: int
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[Suggestion, ...]
     preselected: bool = True
 
 
-class Source(Protocol):
+class CompletionSource(Protocol):
     """Offers candidates."""
 
     def complete(self, before: str, after: str) -> Completion | None:
@@ -65,13 +65,13 @@ class Completer:
     The sources are asked in their order; the first that offers something is taken.
     """
 
-    def __init__(self, sources: Sequence[Source] = ()) -> None:
+    def __init__(self, sources: Sequence[CompletionSource] = ()) -> None:
         self.sources = list(sources)
         self._text: tuple[str, str] | None = None
         self._completion: Completion | None = None
-        self._source: Source | None = None
+        self._source: CompletionSource | None = None
         self._marked: int | None = None
-        self._closed: tuple[Source, int] | None = None
+        self._closed: tuple[CompletionSource, int] | None = None
 
     def at(self, before: str, after: str) -> Completion | None:
         """The completion for the cursor between ``before`` and ``after``; None if there is none or it was closed."""
@@ -151,7 +151,7 @@ class CompletionPopup(OptionList, can_focus=False):
         self.post_message(self.Picked(event.option_index))
 
 
-def popup_lines(candidates: Sequence[Candidate]) -> list[Content]:
+def popup_lines(candidates: Sequence[Suggestion]) -> list[Content]:
     """One line for each candidate: labels in a column, then the details."""
     labels = [Content(one_line(candidate.label)) for candidate in candidates]
     column = max((label.cell_length for label in labels if label.cell_length <= _LABEL_CELLS), default=0)

@@ -10,7 +10,7 @@ from pathlib import Path
 from app.attachments.listing import best, entries_of, files_below, fitting, folders_of
 from app.attachments.references import reference_to
 from app.text_safety import UNSAFE
-from app.tui.chat.completion import Candidate, Completion
+from app.tui.chat.completion import Completion, Suggestion
 
 _MOST = 50
 """Maximum number of candidates."""
@@ -100,8 +100,8 @@ def _best(typed: str, found: list[tuple[int, int, str]]) -> list[str]:
     return [name for _, _, name in found if not name.startswith(".")][:_MOST]
 
 
-def _candidate(name: str) -> Candidate:
+def _candidate(name: str) -> Suggestion:
     """Behind a file comes a space, so that it is a whole word; behind a folder its files are offered."""
     if name.endswith("/"):
-        return Candidate(name, "folder", reference_to(name))
-    return Candidate(name, "", f"{reference_to(name)} ")
+        return Suggestion(name, "folder", reference_to(name))
+    return Suggestion(name, "", f"{reference_to(name)} ")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from app.text_safety import one_line
-from app.tui.chat.completion import Candidate, Completion
+from app.tui.chat.completion import Completion, Suggestion
 
 COMMAND = "/history "
 _SEARCHED = 500
@@ -35,4 +35,4 @@ class QuestionSearch:
             self._known = [(question.casefold(), question) for question in self._questions("", _SEARCHED)]
         words = before[len(COMMAND) :].casefold().split()
         found = [question for text, question in self._known if all(word in text for word in words)]
-        return Completion(0, tuple(Candidate(one_line(text[:_LONGEST]), "", text) for text in found[:_MOST]))
+        return Completion(0, tuple(Suggestion(one_line(text[:_LONGEST]), "", text) for text in found[:_MOST]))

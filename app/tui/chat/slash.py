@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from app.tui.chat.completion import Candidate, Completion
+from app.tui.chat.completion import Completion, Suggestion
 from app.tui.keymap import COMMANDS, ChatCommand, aliases
 
 Values = Callable[[], Iterable[tuple[str, str]]]
@@ -31,7 +31,9 @@ class SlashCommands:
             (_rank(value.casefold(), typed), number, value, detail) for number, (value, detail) in enumerate(values())
         )
         lines = [
-            Candidate(value, detail, f"/{word} {value}", sends=True) for rank, _, value, detail in found if rank < _NONE
+            Suggestion(value, detail, f"/{word} {value}", sends=True)
+            for rank, _, value, detail in found
+            if rank < _NONE
         ]
         return Completion(0, tuple(lines), preselected=False)
 
@@ -64,10 +66,10 @@ def matching(typed: str) -> list[ChatCommand]:
     return [command for rank, _, command in sorted(ranked, key=lambda found: found[:2]) if rank < _NONE]
 
 
-def _line(command: ChatCommand) -> Candidate:
+def _line(command: ChatCommand) -> Suggestion:
     """Enter runs the command; tab leaves room for its argument."""
     name = f"/{command.name}"
     key = f" ({command.key})" if command.key else ""
-    return Candidate(
+    return Suggestion(
         f"{name} {command.argument}".rstrip(), command.help + key, f"{name} " if command.argument else name, sends=True
     )

@@ -8,7 +8,7 @@ from textual.content import Content
 
 from app.chat.state import TOO_LONG, Entry
 from app.chat.words import rate, thought_figures
-from app.conversations.store import Thoughts
+from app.conversations.records import Thoughts
 
 _MUTED = "$foreground-muted"
 

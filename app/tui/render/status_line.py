@@ -25,7 +25,7 @@ _GAP = 2
 
 
 @dataclass(frozen=True)
-class Part:
+class StatusPart:
     """A part of the line in one or more lengths, the longest first.
 
     ``shorten``: for each length, how important it is not to go to the next one; the last one is for leaving the part
@@ -48,7 +48,7 @@ def status_line(status: Status, width: int) -> Content:
     return Content.assemble(left, " " * (width - left.cell_length - right.cell_length), right)
 
 
-def fitted(parts: list[Part], width: int) -> list[tuple[Part, Content]]:
+def fitted(parts: list[StatusPart], width: int) -> list[tuple[StatusPart, Content]]:
     """The parts that fit into ``width`` cells with a gap between any two, each in the length that is left to it."""
     lengths = [0] * len(parts)
     steps = sorted(
@@ -64,8 +64,8 @@ def fitted(parts: list[Part], width: int) -> list[tuple[Part, Content]]:
         lengths[index] = max(lengths[index], length)
 
 
-def _part(*texts: str, shorten: tuple[int, ...], style: str = "", right: bool = False) -> Part:
-    return Part(tuple(Content.styled(text, style) for text in texts), shorten, right)
+def _part(*texts: str, shorten: tuple[int, ...], style: str = "", right: bool = False) -> StatusPart:
+    return StatusPart(tuple(Content.styled(text, style) for text in texts), shorten, right)
 
 
 def _activity(status: Status) -> Content:
@@ -98,7 +98,7 @@ def _done(progress: Progress) -> Content:
     return Content.assemble(" ", bar(progress.done, progress.total, 10), share, amount)
 
 
-def _details(status: Status) -> list[Part]:
+def _details(status: Status) -> list[StatusPart]:
     facts = status.facts
     name = facts.name if facts is not None else status.model
     parts = [_part(name, shorten=(70,), style=_MUTED)] if name else []
@@ -114,8 +114,8 @@ def _details(status: Status) -> list[Part]:
     return parts
 
 
-def _figures(status: Status) -> list[Part]:
-    parts: list[Part] = []
+def _figures(status: Status) -> list[StatusPart]:
+    parts: list[StatusPart] = []
     if status.slowest:
         parts.append(_part(f"{status.slowest} ({key('timing')})", shorten=(12,), style="$text-warning", right=True))
     if status.beams > 1:
@@ -144,7 +144,7 @@ def _figures(status: Status) -> list[Part]:
     return parts
 
 
-def _memory(memory: MemoryUse) -> Part:
+def _memory(memory: MemoryUse) -> StatusPart:
     """``1.2 GB + 4.0 GB mapped``: the engine's own memory, and pages of files that the system can drop."""
     own = size(memory.own)
     if not memory.mapped:
@@ -153,7 +153,7 @@ def _memory(memory: MemoryUse) -> Part:
     return _part(whole, size(memory.own + memory.mapped), shorten=(15, 25), style=_MUTED, right=True)
 
 
-def _context(used: int | None, limit: int) -> Part:
+def _context(used: int | None, limit: int) -> StatusPart:
     share = 0.0 if used is None else used / limit
     colour = "$text-error" if share > 0.95 else "$text-warning" if share > 0.8 else ""
     texts = (f"context {'–' if used is None else f'{used:,}'}/{limit:,}", f"{_thousands(used)}/{_thousands(limit)}")

@@ -20,7 +20,8 @@ from app.chat.controller import ChatController
 from app.chat.deletions import chat_named
 from app.chat.saving import unlocked
 from app.conversations.groups import grouped
-from app.conversations.store import Conversation, StoreError
+from app.conversations.records import Conversation
+from app.conversations.store import StoreError
 from app.text_safety import one_line
 from app.tui.keymap import key
 from app.tui.screens.chat_rows import ChatRow, ChatRows, Group

@@ -18,8 +18,8 @@ from textual.strip import Strip
 from textual.visual import Visual
 
 from app.conversations.groups import local_date
+from app.conversations.records import Conversation
 from app.conversations.searching import HIT_END, HIT_START
-from app.conversations.store import Conversation
 from app.text_safety import one_line
 
 _MUTED = "$foreground-muted"

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from app.settings.fields import SettingError
 from app.settings.layers import preset_named
 from app.settings.personas import Persona, open_personas
+from app.tui.screens.command_host import CommandHost
 
 if TYPE_CHECKING:
-    from app.tui.screens.chat import ChatScreen
     from app.tui.screens.personas import Chosen
 
 NO_PERSONA = "none"
@@ -19,7 +19,7 @@ NO_PERSONA = "none"
 class SetupCommands:
     """What ``/system``, ``/set``, ``/sampling`` and ``/persona`` do on the chat screen."""
 
-    def __init__(self, screen: ChatScreen) -> None:
+    def __init__(self, screen: CommandHost) -> None:
         self._screen = screen
         self._setup = screen.controller.setup
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from app.chat.saving import unlocked
 from app.conversations.store import StoreError
-
-if TYPE_CHECKING:
-    from app.tui.screens.chat import ChatScreen
+from app.tui.screens.command_host import CommandHost
 
 
 class ConversationCommands:
     """What ``/rename``, ``/pin``, ``/archive``, ``/export`` and ``/import`` do on the chat screen."""
 
-    def __init__(self, screen: ChatScreen) -> None:
+    def __init__(self, screen: CommandHost) -> None:
         self._screen = screen
         self._controller = screen.controller
 

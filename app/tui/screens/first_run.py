@@ -13,7 +13,7 @@ from textual.widgets import Footer, OptionList, Static
 from textual.widgets.option_list import Option
 
 from app.chat.first_run import FirstRun, begun
-from app.chat.offers import Offer
+from app.chat.offers import ModelOffer
 from app.chat.state import Update
 from app.chat.words import size
 from app.machine import Machine, this_machine
@@ -103,7 +103,7 @@ class FirstRunScreen(Screen[bool]):
         models.highlighted = min(marked, len(rows) - 1)
         self.query_one("#first-machine", Static).update(Content.styled(self._about_machine(), _MUTED))
 
-    def _prompt(self, number: int, offer: Offer) -> Content:
+    def _prompt(self, number: int, offer: ModelOffer) -> Content:
         width = max(20, self.size.width - _AROUND - _INDENT)
         name = Content.assemble((f"{number}  ", "bold $text-primary"), (offer.name, "bold"))
         figures = Content(f"  {offer.figures}")

@@ -38,7 +38,7 @@ NO_ENGINE_S = 0.5
 _AT_ONCE_S = 0.01
 
 
-class Draft(dict[str, Value]):
+class Pending(dict[str, Value]):
     """Chosen values, not applied yet, of settings that load the model again."""
 
 
@@ -67,7 +67,7 @@ class SettingRow(Vertical):
     A value that loads the model again goes into ``draft``. Others take effect at once.
     """
 
-    def __init__(self, setting: Setting, controller: ChatController, machine: Machine | None, draft: Draft) -> None:
+    def __init__(self, setting: Setting, controller: ChatController, machine: Machine | None, draft: Pending) -> None:
         super().__init__(classes=f"setting {setting.kind}")
         self.setting = setting
         self._controller = controller
@@ -224,7 +224,7 @@ class SettingsScreen(Screen[str]):
         super().__init__()
         self._controller = controller
         self._machine = machine
-        self._draft = Draft()
+        self._draft = Pending()
         self._timer: Timer | None = None
         self._warned = False
 
