@@ -69,6 +69,17 @@ async def test_keys_that_come_all_at_once_keep_their_order(make_app: MakeApp) ->
         assert app.chat is not None and app.chat.prompt.text == "a\nceb"
 
 
+async def test_what_is_typed_just_behind_enter_stays_out_of_the_question(make_app: MakeApp) -> None:
+    app = make_app()
+    async with app.run_test() as pilot:
+        await ready(pilot, app)
+        for character in "one\r/beams 2\rtwo\rrest":
+            app.post_message(Key("enter", None) if character == "\r" else Key(character, character))
+        await wait_until(pilot, lambda: app.chat and app.chat.prompt.text == "rest")
+        await wait_until(pilot, lambda: len(controller(app).thread.path) == 4)
+        assert [entry.content for entry in controller(app).thread.path[::2]] == ["one", "two"]
+
+
 @pytest.mark.parametrize("key", ["ctrl+j", "shift+enter", "alt+enter"])
 async def test_keys_that_break_the_line(make_app: MakeApp, engine: FakeEngine, key: str) -> None:
     app = make_app()

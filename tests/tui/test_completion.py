@@ -7,7 +7,6 @@ from fake_engine import FakeEngine
 from hypothesis import given
 from hypothesis import strategies as st
 from screen_helpers import MakeApp, ready, wait_until
-from textual import on
 from textual.app import App, ComposeResult
 
 from app.tui.chat.completion import Completer, Completion, CompletionPopup, Suggestion
@@ -131,11 +130,11 @@ class FieldApp(App[None]):
         prompt = self.query_one(Prompt)
         prompt.popup = self.query_one(CompletionPopup)
         prompt.completer.sources += [SlashCommands({"model": lambda: [("one/model", ""), ("two", "")]}), Words()]
+        prompt.send = self._keep
         prompt.focus()
 
-    @on(Prompt.Sent)
-    def _keep(self, event: Prompt.Sent) -> None:
-        self.sent.append(event.text)
+    def _keep(self, text: str, draft: str) -> None:
+        self.sent.append(text)
         self.query_one(Prompt).clear()
 
 

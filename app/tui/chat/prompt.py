@@ -42,14 +42,6 @@ class Prompt(FoldingArea):
         Binding("escape", "close_completions", "Close", id="prompt.close_completions"),
     ]
 
-    class Sent(Message):
-        """The person sends ``text``. ``draft`` is the same with its large pastes folded."""
-
-        def __init__(self, text: str, draft: str) -> None:
-            super().__init__()
-            self.text = text
-            self.draft = draft
-
     class LeftUpwards(Message):
         """The person goes to the messages above."""
 
@@ -71,6 +63,13 @@ class Prompt(FoldingArea):
         self.leave_upwards_first: Callable[[], bool] = lambda: False
         """Called for ``up`` in an empty field, before an earlier question is recalled. Returns True if it went
         somewhere else."""
+        self.send: Callable[[str, str], None] = lambda text, draft: None
+        """Called with what the person sends, and with the same with its large pastes folded. It empties the field, or
+        leaves the text there.
+
+        A message would reach the screen only after keys that were typed just behind enter, which would then stand
+        behind the text that is being sent.
+        """
         self.completer = Completer()
         self.popup: CompletionPopup | None = None
         """Where candidates are shown. Without one nothing is completed."""
@@ -209,7 +208,7 @@ class Prompt(FoldingArea):
             return
         if text != self.text:
             self._folded[text] = self.text
-        self.post_message(self.Sent(text, self.text))
+        self.send(text, self.text)
 
     def sent(self, text: str) -> None:
         """``text`` was accepted: empty the field and remember the text."""

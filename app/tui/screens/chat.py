@@ -177,6 +177,7 @@ class ChatScreen(Screen[None]):
         ]
         self.prompt.focus()
         self.drafting.shown()
+        self.prompt.send = self._send
         self.prompt.leave_upwards_first = self.query_one(QueueView).enter_from_below
         self._show_placeholder()
         if self._is_missing(self.controller.options.model):
@@ -353,11 +354,9 @@ class ChatScreen(Screen[None]):
 
     # --- typing ---------------------------------------------------------------------------------------------------
 
-    @on(Prompt.Sent)
-    def _send(self, event: Prompt.Sent) -> None:
-        event.stop()
+    def _send(self, text: str, draft: str) -> None:
         try:
-            call = parse(event.text) if self._editing is None else None
+            call = parse(text) if self._editing is None else None
         except UnknownCommand as unknown:
             self.show_notice(str(unknown), "warning")
             return
@@ -366,7 +365,7 @@ class ChatScreen(Screen[None]):
             self.prompt.done()
             self.run_command(call.command, call.argument)
             return
-        entry, text = self._editing, event.text
+        entry = self._editing
         if entry is not None and entry.role == "assistant":
             self.prompt.done()
             self._leave_editing()
@@ -376,7 +375,7 @@ class ChatScreen(Screen[None]):
             text = text[1:]
         self.prompt.sent(text)
         self._leave_editing()
-        self._asking.ask(text, event.draft, entry)
+        self._asking.ask(text, draft, entry)
 
     def _show_figures(self) -> None:
         self.query_one(StatusLine).update()
