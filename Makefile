@@ -3,6 +3,7 @@
 # make test-fast      the tests that start no engine and load no large model: for while something is being changed
 # make test-soak      many rounds of kills, and full products of what the other tests sample
 # make test-papers    the tests of the benchmarks, the papers' comparisons among them
+# make papers         the three papers, rerun: prints docs/papers.md (wants a quiet machine, under ten minutes)
 # make check          linters, type checker, import contracts
 # make bench          the starter and two synthetic models against transformers and llama.cpp (wants a quiet machine,
 #                     28 GB of disk)
@@ -18,7 +19,7 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?= --markdown
 export PYTHON TORCH_INDEX
 
-.PHONY: help chat install test test-fast test-soak test-papers check format bench clean
+.PHONY: help chat install test test-fast test-soak test-papers check format bench papers clean
 
 help:
 	@sed -n '/^#/!q;s/^# \{0,1\}//p' Makefile
@@ -82,6 +83,9 @@ format: $(VENV)/.installed-test
 
 bench: $(VENV)/.installed-bench
 	@$(BIN)/python -m benchmarks.compare $(BENCH_ARGS)
+
+papers: $(VENV)/.installed-test
+	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.papers --out docs/papers.md
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info engine/moe/kernels/_native*.so .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.planning.placement import Placement
+from engine.planning.placement_planner import ExpertGrid, NodeRoom, place
+
 RDMA_LATENCY_S = {"RoCEv2": 750e-9, "Infiniband": 600e-9}
 RDMA_BYTES_PER_S = {"RoCEv2": 25e9 / 8, "Infiniband": 200e9 / 8}
 """Rate of the network cards of section 5.5 in bytes per second."""
@@ -24,9 +27,6 @@ class ClusterModel:
     qkv_hidden: int = 8192
     ffn: int = 10752
     experts_per_token: int = 4
-    self_attention_bytes: float | None = None
-    """As stated; None: by footnote b's formula. For DBRX that gives 13.3e9 bytes where the table, and all that follows
-    from it, has 7e9: the formula without the precision, that is the number of weights, gives 6.6e9."""
 
     @property
     def exchanged_bytes(self) -> float:
@@ -35,14 +35,16 @@ class ClusterModel:
 
     @property
     def attention_bytes(self) -> float:
-        """Self-attention weights read per token (footnote b)."""
-        if self.self_attention_bytes is not None:
-            return self.self_attention_bytes
-        return (self.qkv_hidden * self.embed + self.ffn**2) * self.layers * self.precision
+        """Self-attention weights read per token: the projections to queries, keys and values, and the output's.
+
+        Footnote b prints the latter as D_ffn squared, a misprint of D_embed squared: DBRX's is 6144 x 6144, with which
+        the table's 7e9 follows (7.046e9), and with D_ffn squared 13.3e9.
+        """
+        return (self.qkv_hidden * self.embed + self.embed**2) * self.layers * self.precision
 
     @property
     def attention_operations(self) -> float:
-        """Per token (footnote c)."""
+        """Per token (footnote c), which counts two per byte where two per weight would be half; it decides nothing."""
         return 2 * self.attention_bytes
 
     @property
@@ -56,8 +58,8 @@ class ClusterModel:
         return 2 * self.embed * self.ffn * 3 * self.layers
 
 
-DBRX = ClusterModel(self_attention_bytes=7e9)
-"""The paper's model, with the self-attention bytes of its table."""
+DBRX = ClusterModel()
+"""The paper's model."""
 
 
 @dataclass(frozen=True)
@@ -100,3 +102,18 @@ def cluster_bound(model: ClusterModel, hardware: ClusterHardware, executed_exper
         latency_s=hardware.latency_s * model.layers,
         transfer_s=model.exchanged_bytes / hardware.network_bytes_per_s,
     )
+
+
+def replicated_halves(nodes: int, experts: int = 16) -> Placement:
+    """Where the paper's experts are, as its numbers of executed experts tell: two nodes hold one half each, and every
+    further node copies one half, in turn (section 5.3 says only that experts are loaded overlappingly)."""
+    holders = tuple(tuple(range(half, nodes, 2)) for half in (0, 1))
+    return Placement((0,), nodes, (tuple(holders[expert >= experts // 2] for expert in range(experts)),))
+
+
+def realised_placement(nodes: int, experts: int = 16, slots: int = 8) -> Placement:
+    """Where this repository's planner puts them, with room for ``slots`` of each layer's experts on every node."""
+    placed = place(ExpertGrid((0,), experts, 4, 1), [NodeRoom(slots)] * nodes)
+    if not isinstance(placed, Placement):
+        raise ValueError(f"{nodes} nodes of {slots} slots cannot hold {experts} experts")
+    return placed

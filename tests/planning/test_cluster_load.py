@@ -74,11 +74,10 @@ def test_the_paper_on_two_nodes() -> None:
     assert expected_experts(Placement((0,), 2, (in_turn(2, 16),)), 4) == pytest.approx(2.65, abs=0.005)
 
 
-@pytest.mark.parametrize(("nodes", "measured", "apart", "overlapping"), [(3, 2.32, 2.26, 2.01), (4, 1.57, 1.97, 1.16)])
-def test_the_paper_on_three_and_four_nodes(nodes: int, measured: float, apart: float, overlapping: float) -> None:
-    """Table 1 measured 2.32 and 1.57 with overlapping experts. With room for eight experts on each, as two nodes need,
-    this planner's placement and owners come out lower than that; without overlap four nodes come out higher, three
-    about as measured."""
+@pytest.mark.parametrize(("nodes", "paper", "apart", "overlapping"), [(3, 2.32, 2.26, 2.01), (4, 1.57, 1.97, 1.16)])
+def test_the_paper_on_three_and_four_nodes(nodes: int, paper: float, apart: float, overlapping: float) -> None:
+    """With room for eight experts on each node, as two nodes need, this planner's copies overlap less than the paper's
+    (2.32 and 1.57, table 1), so that fewer experts are executed."""
     grid = ExpertGrid((0,), 16, 4, 1)
     without = place(grid, [NodeRoom(8)] * nodes, overlap=False)
     with_copies = place(grid, [NodeRoom(8)] * nodes)
@@ -86,7 +85,7 @@ def test_the_paper_on_three_and_four_nodes(nodes: int, measured: float, apart: f
     assert isinstance(with_copies, Placement)
     assert expected_experts(without, 4) == pytest.approx(apart, abs=0.005)
     assert expected_experts(with_copies, 4) == pytest.approx(overlapping, abs=0.02)
-    assert expected_experts(with_copies, 4) < measured
+    assert expected_experts(with_copies, 4) < 0.9 * paper
 
 
 def test_drawing_comes_close_to_enumerating(monkeypatch: pytest.MonkeyPatch) -> None:

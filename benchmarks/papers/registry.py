@@ -1,0 +1,15 @@
+"""All groups of rows, in the order of the page."""
+
+from __future__ import annotations
+
+from benchmarks.papers.cluster_rows import cluster_rows
+from benchmarks.papers.findings import Group
+
+GROUPS: tuple[Group, ...] = (
+    Group(
+        "cluster-model",
+        "Private LLMs on Apple Silicon",
+        "Equation (1): tables 1, 2, 5 and 6, figure 8",
+        cluster_rows,
+    ),
+)
