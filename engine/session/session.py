@@ -130,6 +130,7 @@ class Session:
         When ``control`` cancels, the answer ends with the text so far, and the cache keeps what was computed. Raises
         ModelError (bad-input, context, memory, model); events emitted before it remain valid.
         """
+        _refuse_unknown(request)
         try:
             prompt = self._prompt(request, control.cancelled)
         except Cancelled:
@@ -429,6 +430,24 @@ class Session:
                     kind="memory",
                 ) from error
             raise
+
+
+def _refuse_unknown(request: Generate) -> None:
+    """Raises ModelError (bad-input) if ``request`` asks for what no runtime does yet."""
+    sampling, messages = request.sampling, request.messages or []
+    asked = {
+        "a prompt of plain text": request.prompt is not None,
+        "several samples": request.samples != 1,
+        "log-probabilities": request.logprobs is not None,
+        "a constraint": request.constraint is not None,
+        "tools": bool(request.tools or request.forced_tool or request.tool_choice == "required"),
+        "results of tools": any(message.role == "tool" or message.tool_calls for message in messages),
+        "presence and frequency penalties": bool(sampling.presence_penalty or sampling.frequency_penalty),
+        "a bias of logits": bool(sampling.logit_bias),
+    }
+    for what, wanted in asked.items():
+        if wanted:
+            raise ModelError(f"This version of the engine cannot answer with {what}; leave that out.", "bad-input")
 
 
 def cancelled_answer(request_id: int) -> Finished:

@@ -15,6 +15,7 @@ from engine.errors import ModelError
 from engine.generation.reasoning import ReasoningParser, Separated, separate
 from engine.ipc.messages import (
     BeamProgress,
+    Constraint,
     CountTokens,
     EstimateBeams,
     Load,
@@ -23,6 +24,7 @@ from engine.ipc.messages import (
     Prefill,
     Sampling,
     Timing,
+    Tool,
 )
 from engine.models.reasoning_formats import ReasoningFormat
 from engine.session.loading import load_session, read_settings, stop_ids
@@ -476,6 +478,9 @@ def test_other_errors_pass_and_the_cache_starts_over(ask: Ask, monkeypatch: pyte
         ("Beam width is 17", [1], {"beams": 17}),
         ("stop string is empty", [1], {"stop": [""]}),
         ("Temperature is -1", [1], {"sampling": Sampling(temperature=-1)}),
+        ("cannot answer with several samples", [1], {"samples": 2}),
+        ("cannot answer with a constraint", [1], {"constraint": Constraint(kind="json")}),
+        ("cannot answer with tools", [1], {"tools": [Tool(name="clock")]}),
     ],
 )
 def test_bad_input(ask: Ask, text: str, prompt: list[int] | None, options: dict[str, Any]) -> None:

@@ -9,6 +9,19 @@ The imports below are the table of public names: ``X as X`` exports X.
 
 from __future__ import annotations
 
+from engine.ipc.messages.answers import (
+    MOST_LOGPROBS as MOST_LOGPROBS,
+    MOST_SAMPLES as MOST_SAMPLES,
+    Constraint as Constraint,
+    FinishReason as FinishReason,
+    LikelyToken as LikelyToken,
+    Sample as Sample,
+    TokenLogprob as TokenLogprob,
+    Tool as Tool,
+    ToolCall as ToolCall,
+    ToolCallPiece as ToolCallPiece,
+    ToolChoice as ToolChoice,
+)
 from engine.ipc.messages.events import (
     TERMINAL_EVENTS as TERMINAL_EVENTS,
     AnyEvent as AnyEvent,
@@ -54,7 +67,6 @@ from engine.ipc.messages.parts import (
     KeyValuesName as KeyValuesName,
     ExpertMovement as ExpertMovement,
     ExpertPolicy as ExpertPolicy,
-    FinishReason as FinishReason,
     LayerTimes as LayerTimes,
     MemoryUse as MemoryUse,
     Message as Message,

@@ -7,7 +7,8 @@ from typing import Any, Literal
 import msgspec
 
 from engine.errors import ErrorKind
-from engine.ipc.messages.parts import Beam, ExpertMovement, FinishReason, MemoryUse, ModelFacts, PhaseTimes, Sampling
+from engine.ipc.messages.answers import FinishReason, Sample, TokenLogprob, ToolCall, ToolCallPiece
+from engine.ipc.messages.parts import Beam, ExpertMovement, MemoryUse, ModelFacts, PhaseTimes, Sampling
 from engine.ipc.messages.ring import LendingFacts, NodeId, PeerFacts, RingFacts
 
 
@@ -62,6 +63,12 @@ class Piece(Event, frozen=True, kw_only=True, tag="piece"):
     withdrawn: bool = False
     """Whether the answer up to this piece was thoughts, which ``reasoning`` repeats, because only their end was
     marked."""
+    sample: int = 0
+    """Which of several answers this belongs to, from 0. The pieces of one come before those of the next."""
+    tool_calls: list[ToolCallPiece] = []
+    """What was added to the answer's calls of tools."""
+    logprobs: list[TokenLogprob] = []
+    """The answer's tokens since the last piece, thoughts included, if log-probabilities were asked for."""
 
 
 class BeamProgress(Event, frozen=True, kw_only=True, tag="beam_progress"):
@@ -103,7 +110,8 @@ class Timing(Event, frozen=True, kw_only=True, tag="timing"):
 
 
 class Finished(Event, frozen=True, kw_only=True, tag="finished"):
-    """The answer is complete. ``text`` is all of it (for beams: of the best candidate)."""
+    """The answer is complete. ``text`` is all of it (for beams: of the best candidate; of several samples: of the
+    first one)."""
 
     text: str
     token_ids: list[int]
@@ -112,8 +120,17 @@ class Finished(Event, frozen=True, kw_only=True, tag="finished"):
     prefilled_tokens: int
     """Number of prompt tokens that were run; the others were in the cache."""
     completion_tokens: int
+    """Tokens of the answer, thoughts included; of all samples together."""
     ttft_s: float
     tokens_per_s: float
+    stop_string: str = ""
+    """The stop string that ended the answer; empty if none did."""
+    tool_calls: list[ToolCall] = []
+    """The answer's calls of tools, which are no part of ``text``."""
+    logprobs: list[TokenLogprob] = []
+    """The answer's tokens, thoughts included, if log-probabilities were asked for."""
+    samples: list[Sample] = []
+    """All answers, the first included, if several were asked for."""
     beams: list[Beam] = []
     timing: Timing | None = None
     reasoning: str = ""
@@ -128,6 +145,11 @@ class Finished(Event, frozen=True, kw_only=True, tag="finished"):
     for: without one, the numbers that were drawn cannot be had again."""
     memory: MemoryUse | None = None
     """The memory that the engine took at the end of the answer."""
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were in the cache and were not run."""
+        return self.prompt_tokens - self.prefilled_tokens
 
 
 class BeamEstimate(msgspec.Struct, frozen=True):

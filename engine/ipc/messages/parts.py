@@ -6,9 +6,9 @@ from typing import Literal
 
 import msgspec
 
+from engine.ipc.messages.answers import ToolCall
 from engine.ipc.messages.ring import RingFacts
 
-FinishReason = Literal["stop", "length", "cancelled"]
 RuntimeName = Literal["auto", "native", "torch", "mlx"]
 """``native``: the trunk of the commonest decoder shape in our own CPU kernels; ``torch``: transformers' trunk."""
 DtypeName = Literal["auto", "bfloat16", "float32"]
@@ -24,10 +24,15 @@ BenchKind = Literal["decode", "prefill", "beams", "experts", "exchange", "ring",
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     """One message of a conversation, in the form that chat templates take."""
 
-    role: Literal["system", "user", "assistant"]
+    role: Literal["system", "user", "assistant", "tool"]
     content: str
+    """The text; for a tool, its result."""
     reasoning: str = ""
     """The thoughts before an assistant's answer, for an answer that is continued."""
+    tool_calls: list[ToolCall] = []
+    """The assistant's calls of tools, after its text."""
+    tool_call_id: str = ""
+    """For a tool's result: the id of the call that it answers."""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +44,12 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     min_p: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of each token that the answer already contains, from -2 to 2."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit once for each time that the answer already contains it, from -2 to 2."""
+    logit_bias: dict[int, float] = {}
+    """Added to the logits of these token ids, from -100 to 100."""
 
 
 class LayerTimes(msgspec.Struct, frozen=True):

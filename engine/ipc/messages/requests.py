@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from engine.ipc.messages.answers import Constraint, Tool, ToolChoice
 from engine.ipc.messages.parts import (
     BenchKind,
     DtypeName,
@@ -116,19 +117,35 @@ class Bench(Request, frozen=True, kw_only=True, tag="bench"):
 
 
 class Generate(Request, frozen=True, kw_only=True, tag="generate"):
-    """Answer a question. Exactly one of ``messages`` and ``prompt_ids`` is given.
+    """Answer a question. Exactly one of ``messages``, ``prompt`` and ``prompt_ids`` is given.
 
     Events: Prefill*, (Piece | BeamProgress)*, Timing*, and Progress* while a ring is formed again, then Finished or
     Failed.
     """
 
     messages: list[Message] | None = None
+    prompt: str | None = None
+    """Text that goes on as it stands, without a chat template."""
     prompt_ids: list[int] | None = None
     continue_last: bool = False
     """Whether the last message is the beginning of the assistant's answer, which is continued."""
     sampling: Sampling = Sampling()
     max_tokens: int | None = None
     stop: list[str] = []
+    """Strings that end the answer and are no part of it. They mean nothing in thoughts and in calls of tools."""
+    samples: int = 1
+    """Number of answers, one after the other; only without beams. With a seed, sample i is drawn with seed + i."""
+    logprobs: int | None = None
+    """Number of likeliest tokens to report beside each token, from 0 to MOST_LOGPROBS; None: no log-probabilities. Not
+    with beams."""
+    constraint: Constraint | None = None
+    tools: list[Tool] = []
+    """Tools that the model may call. They are rendered by its chat template, so they need ``messages``."""
+    tool_choice: ToolChoice = "auto"
+    forced_tool: str = ""
+    """Name of the only tool that the model may call, and must; empty: as ``tool_choice`` says."""
+    parallel_tool_calls: bool = True
+    """Whether an answer may call several tools."""
     beams: int = 1
     length_penalty: float = 1.0
     early_stopping: bool = False
