@@ -370,6 +370,52 @@ def bench(
 
 
 @privatellm.command()
+@click.option(
+    "--listen", metavar="HOST:PORT", default="127.0.0.1:8777", show_default=True, help="Address to be asked at."
+)
+@click.option("--model", shell_complete=_model_names, help="Model to serve. Default: the model of your settings.")
+@click.option(
+    "--alias",
+    "aliases",
+    metavar="NAME",
+    multiple=True,
+    help="A further name under which clients may ask for the model; may be repeated.",
+)
+@click.option("--context", "context_limit", metavar="N", type=int, help="Maximum number of tokens in a conversation.")
+@_load_options
+@click.option(
+    "--allow-host",
+    "hosts",
+    metavar="NAME",
+    multiple=True,
+    help="A further name of this machine, such as a proxy's; may be repeated.",
+)
+@click.option(
+    "--allow-origin",
+    "origins",
+    metavar="ORIGIN",
+    multiple=True,
+    help="Origin of a web page or desktop app that may ask, such as app://obsidian.md; may be repeated.",
+)
+def serve(
+    *,
+    listen: str,
+    aliases: tuple[str, ...],
+    peers: tuple[str, ...],
+    hosts: tuple[str, ...],
+    origins: tuple[str, ...],
+    **settings: Value,
+) -> int:
+    """Answer other programs over HTTP, in the protocol of OpenAI: editors, scripts, coding agents. Only programs of
+    this machine reach it."""
+    from app.commands.options import LoadFlags
+    from app.commands.serve import ServeFlags
+    from app.commands.serve import serve as run_serve
+
+    return run_serve(ServeFlags(LoadFlags(_given(settings), peers), listen, aliases, hosts, origins))
+
+
+@privatellm.command()
 @click.option("--name", metavar="N", help="Name of this machine on other machines; it is saved.")
 @click.option("--listen", metavar="HOST:PORT", help="Default: all interfaces, port 47820 or the next free one.")
 @_peer_option

@@ -1,0 +1,158 @@
+"""The paths of the server, and what each does."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Awaitable, Callable
+from pathlib import PurePath
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from app.serve.asking import Defaults
+from app.serve.bodies import body_of
+from app.serve.gate import Gate, Rules
+from app.serve.model_service import ModelService
+from app.serve.openai_chat import ChatAnswers, ChatRequest, failure
+from app.serve.refusals import Refused, protocol_of
+from app.serve.replies import EventStream, WholeAnswer, json_response, refusal_response
+
+Endpoint = Callable[[Request], Awaitable[ASGIApp]]
+
+
+class Application:
+    """The server's paths over one model. ``note`` is told of mistakes of our own, without anything of the request."""
+
+    def __init__(self, service: ModelService, defaults: Defaults, note: Callable[[str], None]) -> None:
+        self._service = service
+        self._defaults = defaults
+        self._note = note
+        self._paths: dict[str, tuple[str, Endpoint]] = {
+            "/health": ("GET", self._health),
+            "/metrics": ("GET", self._metrics),
+            "/v1/models": ("GET", self._models),
+            "/v1/models/{name:path}": ("GET", self._model),
+            "/v1/chat/completions": ("POST", self._chat),
+            "/v1/embeddings": ("POST", self._embeddings),
+        }
+
+    def asgi(self, rules: Rules) -> ASGIApp:
+        """The application behind its gate."""
+        routes = [Route(path, self._guarded(act), methods=[method]) for path, (method, act) in self._paths.items()]
+        inner = Starlette(routes=routes, exception_handlers={HTTPException: _not_here})
+        app: ASGIApp = Gate(self._counted(inner), rules)
+        if rules.origins:
+            app = CORSMiddleware(
+                app, allow_origins=list(rules.origins), allow_methods=["GET", "POST"], allow_headers=["*"]
+            )
+        return app
+
+    # --- the paths --------------------------------------------------------------------------------------------------
+
+    async def _health(self, request: Request) -> ASGIApp:
+        ready = self._service.ready
+        return json_response(msgspec.json.encode({"status": "ok" if ready else "loading"}), 200 if ready else 503)
+
+    async def _metrics(self, request: Request) -> ASGIApp:
+        service = self._service
+        queue = service.queue
+        text = service.metrics.text(waiting=queue.waiting, running=queue.running, loaded=service.ready)
+        return Response(text, media_type="text/plain; version=0.0.4")
+
+    async def _models(self, request: Request) -> ASGIApp:
+        models = [self._model_object(name) for name in self._service.names]
+        return json_response(msgspec.json.encode({"object": "list", "data": models}))
+
+    async def _model(self, request: Request) -> ASGIApp:
+        name = self._service.check_name(request.path_params["name"])
+        return json_response(msgspec.json.encode(self._model_object(name)))
+
+    def _model_object(self, name: str) -> dict[str, object]:
+        facts = self._service.facts
+        known = {} if facts is None else {"context_length": facts.context_limit, "max_model_len": facts.context_limit}
+        return {"id": name, "object": "model", "created": self._service.started, "owned_by": "privatellm", **known}
+
+    async def _chat(self, request: Request) -> ASGIApp:
+        body = await body_of(request, ChatRequest)
+        answers = ChatAnswers(self._service, body, self._defaults, client_of(request, body.user))
+        if body.stream:
+            return EventStream(answers.chunks(), "openai", failure)
+        return self._whole(answers.whole, request)
+
+    async def _embeddings(self, request: Request) -> ASGIApp:
+        raise Refused("This server has a model that writes, and none that makes embeddings.", 404)
+
+    # --- around them ------------------------------------------------------------------------------------------------
+
+    def _whole(self, work: Callable[[], Awaitable[bytes]], request: Request) -> ASGIApp:
+        async def answer() -> Response:
+            try:
+                return json_response(await work())
+            except Refused as refused:
+                return refusal_response(refused, protocol_of(request.url.path))
+
+        return WholeAnswer(answer)
+
+    def _guarded(self, act: Endpoint) -> Callable[[Request], Awaitable[Response]]:
+        """``act``, whose refusals and mistakes become errors of the protocol."""
+
+        async def guarded(request: Request) -> Response:
+            try:
+                return await act(request)  # type: ignore[return-value]  # any ASGI application will do
+            except Refused as refused:
+                return refusal_response(refused, protocol_of(request.url.path))
+            except ClientDisconnect:
+                return Response(status_code=499)
+            except Exception as error:
+                self._note(f"a request failed: {_place(error)}")
+                return refusal_response(
+                    Refused("The server failed at this request; its own output says where.", 500),
+                    protocol_of(request.url.path),
+                )
+
+        return guarded
+
+    def _counted(self, app: ASGIApp) -> ASGIApp:
+        """``app``, whose answers are counted by path and status. Unknown paths count together."""
+
+        async def counted(scope: Scope, receive: Receive, send: Send) -> None:
+            path = scope.get("path", "")
+
+            async def noting(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    self._service.metrics.requested(path if path in self._paths else "other", message["status"])
+                await send(message)
+
+            try:
+                await app(scope, receive, noting)
+            except Exception as error:
+                self._note(f"a request failed: {_place(error)}")
+                raise
+
+        return counted
+
+
+def client_of(request: Request, user: str | None = None) -> str:
+    """Whom a request comes from, as far as it shows: requests of one client do not delay another's by more than one."""
+    address = request.client.host if request.client is not None else ""
+    return "\0".join([address, request.headers.get("user-agent", "")[:200], (user or "")[:200]])
+
+
+async def _not_here(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    path = request.url.path
+    text = f"There is no {request.method} {path[:200]} here: docs/serve.md lists the paths."
+    return refusal_response(Refused(text, error.status_code), protocol_of(path))
+
+
+def _place(error: Exception) -> str:
+    """Kind and place of an error, without its text: that may hold some of a request."""
+    places = traceback.extract_tb(error.__traceback__)
+    where = f" at {PurePath(places[-1].filename).name}:{places[-1].lineno}" if places else ""
+    return f"{type(error).__name__}{where}"

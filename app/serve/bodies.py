@@ -1,0 +1,74 @@
+"""Bodies of requests: read with limits on size and time, and decoded into typed structs."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+
+from app.serve.refusals import Refused
+from engine.planning.units import byte_size
+
+LARGEST = 16 * 1024 * 1024
+"""Maximum bytes of a body. A context of a million tokens takes about 5 MB."""
+SECONDS = 30.0
+"""Seconds within which a body must be complete."""
+_DRAINED = 16
+"""Multiple of :data:`LARGEST` that is read and dropped, so that a client that sends too much can read the refusal."""
+_WHERE = re.compile(r" - at `\$\.?([^`]*)`$")
+
+T = TypeVar("T")
+
+
+async def body_of(request: Request, kind: type[T], *, largest: int = LARGEST, seconds: float = SECONDS) -> T:
+    """The body of ``request`` as a ``kind``. Fields that ``kind`` does not have are ignored.
+
+    Raises Refused for a body that is too large, too slow, no JSON, or of wrong types; ClientDisconnect.
+    """
+    media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media != "application/json":
+        raise Refused(f"The body must be JSON: send it with Content-Type: application/json, not {media[:100]!r}.", 415)
+    try:
+        async with asyncio.timeout(seconds):
+            body = await _read(request, largest)
+    except TimeoutError:
+        raise Refused(f"The body did not arrive within {seconds:.0f} seconds.", 408) from None
+    return decoded(body, kind)
+
+
+def decoded(body: bytes, kind: type[T]) -> T:
+    """Raises Refused, with the field that is wrong."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        found = _WHERE.search(text)
+        where = found.group(1) if found else ""
+        what = text[: found.start()] if found else text
+        raise Refused(
+            f"{where or 'The body'}: {what.replace('`', '')}.", parameter=where.split("[")[0] or None
+        ) from None
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise Refused(f"The body is not JSON: {error}.") from None
+
+
+async def _read(request: Request, largest: int) -> bytes:
+    body = bytearray()
+    dropped = 0
+    async for chunk in request.stream():
+        if not dropped and len(body) + len(chunk) <= largest:
+            body += chunk
+            continue
+        dropped += len(body) + len(chunk)
+        body.clear()
+        if dropped > _DRAINED * largest:
+            break
+    if dropped:
+        raise Refused(f"The body is larger than {byte_size(largest)}, the limit here.", 413)
+    return bytes(body)
+
+
+__all__ = ["LARGEST", "SECONDS", "ClientDisconnect", "body_of", "decoded"]

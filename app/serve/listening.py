@@ -1,0 +1,79 @@
+"""The address of the server, and its socket."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+from dataclasses import dataclass
+
+USUAL_PORT = 8777
+"""Port where none is given."""
+_BACKLOG = 128
+_SEND_MS = 60_000
+"""Milliseconds after which a connection ends whose other side does not take what is sent."""
+
+
+class ListenProblem(Exception):
+    """The address cannot be used. The text is one sentence."""
+
+
+@dataclass(frozen=True)
+class Address:
+    host: str
+    port: int
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only programs of this machine reach it."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    def url(self, *, tls: bool) -> str:
+        """What clients are given as the base URL; of all interfaces, this machine's own name."""
+        host = self.host
+        if host in ("0.0.0.0", "::", ""):
+            host = socket.gethostname()
+        host = f"[{host}]" if ":" in host else host
+        return f"http{'s' if tls else ''}://{host}:{self.port}/v1"
+
+
+def parse_address(text: str) -> Address:
+    """``HOST:PORT``, ``HOST``, ``:PORT`` or ``PORT``. Raises ListenProblem."""
+    host, colon, port = text.rpartition(":")
+    if text.startswith("[") and text.endswith("]"):
+        host, port = text, ""
+    elif not colon:
+        host, port = ("", text) if text.isdecimal() else (text, "")
+    host = host.removeprefix("[").removesuffix("]") or "127.0.0.1"
+    if port and not (port.isascii() and port.isdecimal() and int(port) < 65536):
+        raise ListenProblem(f"--listen takes HOST:PORT with a port below 65536, not {text[:100]!r}.")
+    return Address(host, int(port) if port else USUAL_PORT)
+
+
+def listen(address: Address) -> socket.socket:
+    """A listening socket. Raises ListenProblem."""
+    try:
+        family = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0][0]
+        sock = socket.create_server((address.host, address.port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        where = f"{address.host}:{address.port}"
+        if error.errno == errno.EADDRINUSE:
+            raise ListenProblem(
+                f"Port {address.port} is in use: choose another with --listen {address.host}:PORT, or see "
+                "`privatellm serve --status`."
+            ) from error
+        if error.errno == errno.EACCES:
+            raise ListenProblem(f"{where} may not be used: take a port above 1023.") from error
+        raise ListenProblem(
+            f"{where} cannot be listened on ({error.strerror or error}): give an address of this machine."
+        ) from error
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        # Connections inherit it: one whose client has vanished, or never reads, does not stay.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SEND_MS)
+    return sock

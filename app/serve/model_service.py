@@ -1,0 +1,181 @@
+"""The served model: loaded once, asked by one client after the other, loaded again if the engine dies."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing, suppress
+
+import msgspec
+
+from app.engine_client import Engine, EngineDied, ends
+from app.serve.fair_queue import FairQueue
+from app.serve.metrics import Metrics
+from app.serve.refusals import Refused, refused_by_engine
+from engine.ipc.messages import AnyEvent, Failed, Finished, Generate, Load, Loaded, ModelFacts, Notice, Progress
+
+
+class LoadFailed(Exception):
+    """The model could not be loaded. The text is one sentence."""
+
+
+class ModelService:
+    """Answers for many clients by one engine.
+
+    ``load`` is what the engine is asked to load. ``names`` are further names under which clients may ask for the
+    model. ``show`` is told how loading goes on, ``note`` what a person should know.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        load: Load,
+        *,
+        names: Sequence[str] = (),
+        show: Callable[[Progress | None], None] = lambda progress: None,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.facts: ModelFacts | None = None
+        self.started = int(time.time())
+        self.queue = FairQueue()
+        self.metrics = Metrics()
+        self._engine = engine
+        self._load = load
+        self._names = tuple(names)
+        self._show = show
+        self._note = note
+        self._loading = asyncio.Lock()
+        self._stopping = False
+        self._pumps: set[asyncio.Task[None]] = set()
+
+    # --- the model --------------------------------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        return self.facts is not None and self._engine.running
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names under which the model answers, the usual one first."""
+        usual = self.facts.name if self.facts is not None else self._load.model
+        return tuple(dict.fromkeys([usual, self._load.model, *self._names]))
+
+    def check_name(self, name: str) -> str:
+        """``name`` if the model has it; its usual one for an empty name. Raises Refused."""
+        if not name:
+            return self.names[0]
+        if name in self.names:
+            return name
+        raise Refused(
+            f"The model {name[:200]} is not served here: use {self.names[0]}, or start `privatellm serve` with "
+            f"--model or --alias {name[:200]}.",
+            404,
+            code="model_not_found",
+            parameter="model",
+        )
+
+    async def loaded(self) -> ModelFacts:
+        """The facts of the loaded model, which is loaded now if it is not. Raises LoadFailed."""
+        async with self._loading:
+            if self.facts is not None and self._engine.running:
+                return self.facts
+            self.facts = None
+            try:
+                await self._engine.start()
+                self.facts = await self._load_now()
+            except EngineDied as error:
+                raise LoadFailed(str(error)) from error
+            finally:
+                self._show(None)
+            for notice in self.facts.notices:
+                self._note(notice)
+            return self.facts
+
+    async def _load_now(self) -> ModelFacts:
+        request = msgspec.structs.replace(self._load, id=self._engine.new_id())
+        async for event in self._engine.stream(request):
+            match event:
+                case Progress():
+                    self._show(event)
+                case Notice():
+                    self._note(event.text)
+                case Failed():
+                    raise LoadFailed(event.error)
+                case Loaded():
+                    return event.facts
+                case _:
+                    continue
+        raise LoadFailed("The engine ended the loading without a result.")
+
+    # --- answers ----------------------------------------------------------------------------------------------------
+
+    async def answer(self, request: Generate, client: str) -> AsyncGenerator[AnyEvent, None]:
+        """The events of ``request`` (whatever its id), Finished last. Closing it early cancels the answer.
+
+        A slow reader does not keep the engine from others. Raises Refused.
+        """
+        arrived: asyncio.Queue[AnyEvent | Refused] = asyncio.Queue()
+        pump = asyncio.create_task(self._pump(request, client, arrived), name="answer")
+        self._pumps.add(pump)
+        try:
+            while True:
+                event = await arrived.get()
+                if isinstance(event, Refused):
+                    raise event
+                yield event
+                if isinstance(event, Finished):
+                    return
+        finally:
+            self._pumps.discard(pump)
+            pump.cancel()
+            with suppress(asyncio.CancelledError):
+                await pump
+
+    async def finished(self, request: Generate, client: str) -> Finished:
+        """The end of :meth:`answer`, which holds all of it. Raises Refused."""
+        async with aclosing(self.answer(request, client)) as events:
+            async for event in events:
+                if isinstance(event, Finished):
+                    return event
+        raise Refused("The engine ended the answer without a result.", 500)
+
+    async def _pump(self, request: Generate, client: str, arrived: asyncio.Queue[AnyEvent | Refused]) -> None:
+        began = time.monotonic()
+        try:
+            if self._stopping:
+                raise Refused("The server is being stopped.", 503)
+            async with self.queue.turn(client):
+                self.metrics.waited(time.monotonic() - began)
+                await self.loaded()
+                request = msgspec.structs.replace(request, id=self._engine.new_id())
+                async with aclosing(self._events(request)) as events:
+                    async for event in events:
+                        if isinstance(event, Failed):
+                            raise refused_by_engine(event)
+                        if isinstance(event, Finished):
+                            self.metrics.answered(event)
+                        arrived.put_nowait(event)
+        except Refused as refused:
+            arrived.put_nowait(refused)
+        except (EngineDied, LoadFailed) as error:
+            arrived.put_nowait(Refused(str(error), 503))
+        except asyncio.CancelledError:
+            self.metrics.cancelled()
+            arrived.put_nowait(Refused("The server is being stopped.", 503))
+            raise
+
+    async def _events(self, request: Generate) -> AsyncGenerator[AnyEvent, None]:
+        stream = self._engine.stream(request)
+        assert isinstance(stream, AsyncGenerator)
+        async with aclosing(stream):
+            async for event in stream:
+                yield event
+                if ends(event):
+                    return
+
+    def stop(self) -> None:
+        """Cancel what is being answered, and refuse what comes."""
+        self._stopping = True
+        for pump in self._pumps:
+            pump.cancel()

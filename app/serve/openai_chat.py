@@ -1,0 +1,346 @@
+"""OpenAI's ``/v1/chat/completions``."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Annotated, Any
+
+import msgspec
+
+from app.serve.asking import (
+    AnswerFormat,
+    Chosen,
+    Content,
+    Count,
+    Defaults,
+    Function,
+    Natural,
+    Seed,
+    Share,
+    Temperature,
+    answers_of,
+    chosen,
+    merged,
+    sampling_of,
+    stops_of,
+    text_of,
+    thinking_of,
+)
+from app.serve.model_service import ModelService
+from app.serve.refusals import Refused, error_json
+from engine.ipc.messages import (
+    MOST_LOGPROBS,
+    MOST_SAMPLES,
+    Finished,
+    Generate,
+    Message,
+    Piece,
+    Sample,
+    TokenLogprob,
+    Tool,
+    ToolCall,
+    ToolCallPiece,
+)
+
+DONE = b"data: [DONE]\n\n"
+_ROLES = {"developer": "system"}
+_KNOWN_ROLES = ("system", "user", "assistant", "tool")
+Choices = Annotated[int, msgspec.Meta(ge=1, le=MOST_SAMPLES)]
+Penalty = Annotated[float, msgspec.Meta(ge=-2.0, le=2.0)]
+Bias = Annotated[float, msgspec.Meta(ge=-100.0, le=100.0)]
+
+
+class CalledFunction(msgspec.Struct):
+    name: str
+    arguments: str = ""
+
+
+class CalledTool(msgspec.Struct):
+    """A call in the conversation so far."""
+
+    id: str
+    function: CalledFunction
+
+
+class ChatMessage(msgspec.Struct):
+    role: str
+    content: Content = None
+    tool_calls: list[CalledTool] | None = None
+    tool_call_id: str | None = None
+
+    def message(self, where: str) -> Message:
+        """Raises Refused."""
+        role = _ROLES.get(self.role, self.role)
+        if role not in _KNOWN_ROLES:
+            raise Refused(
+                f"The role {self.role[:50]!r} is unknown: use system, user, assistant or tool.",
+                parameter=f"{where}.role",
+            )
+        calls = [
+            ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
+            for call in self.tool_calls or ()
+        ]
+        return Message(
+            role,  # type: ignore[arg-type]
+            text_of(self.content, f"{where}.content"),
+            tool_calls=calls,
+            tool_call_id=self.tool_call_id or "",
+        )
+
+
+class OfferedTool(msgspec.Struct):
+    type: str = "function"
+    function: Function | None = None
+
+
+class ToolByName(msgspec.Struct):
+    name: str
+
+
+class NamedTool(msgspec.Struct):
+    """A ``tool_choice`` that names its tool."""
+
+    function: ToolByName
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+class TemplateArguments(msgspec.Struct):
+    """Variables of chat templates, as other servers take them."""
+
+    enable_thinking: bool | None = None
+    thinking: bool | None = None
+
+
+class ChatRequest(msgspec.Struct, kw_only=True):
+    """The body. The fields after ``user`` are not OpenAI's, but what other servers have."""
+
+    messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1)]
+    model: str = ""
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    stop: str | list[str] | None = None
+    seed: Seed | None = None
+    n: Choices | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MOST_LOGPROBS)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    logit_bias: dict[int, Bias] | None = None
+    response_format: AnswerFormat | None = None
+    tools: list[OfferedTool] | None = None
+    tool_choice: str | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    functions: list[Any] | None = None
+    audio: Any = None
+    reasoning_effort: str | None = None
+    user: str | None = None
+    top_k: Natural | None = None
+    min_p: Share | None = None
+    repetition_penalty: float | None = None
+    beams: Count | None = None
+    length_penalty: float | None = None
+    chat_template_kwargs: TemplateArguments | None = None
+
+    def generate(self, defaults: Defaults) -> Generate:
+        """What the engine is asked. Raises Refused for what is not offered."""
+        if self.functions:
+            raise Refused("Functions are called as tools here: use tools.", parameter="functions")
+        if self.audio is not None:
+            raise Refused("This model writes text only: leave audio out.", parameter="audio")
+        arguments = self.chat_template_kwargs or TemplateArguments()
+        switch = arguments.enable_thinking if arguments.enable_thinking is not None else arguments.thinking
+        thinking, effort = thinking_of(self.reasoning_effort, defaults, switch)
+        beams, choices = self.beams or 1, self.n or 1
+        if beams > 1 and choices > beams:
+            raise Refused(f"{beams} beams give {beams} answers at most, not {choices}.", parameter="n")
+        tools, choice = self._tools()
+        given = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "seed": self.seed,
+            "frequency_penalty": self.frequency_penalty,
+            "presence_penalty": self.presence_penalty,
+            "logit_bias": self.logit_bias,
+        }
+        messages = [message.message(f"messages[{number}]") for number, message in enumerate(self.messages)]
+        return Generate(
+            id=0,
+            messages=merged(messages),
+            sampling=sampling_of(defaults if beams == 1 else Defaults(), given),
+            max_tokens=self.max_completion_tokens or self.max_tokens or defaults.max_tokens,
+            stop=stops_of(self.stop),
+            samples=choices if beams == 1 else 1,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            constraint=self.response_format.constraint("response_format") if self.response_format else None,
+            tools=tools,
+            tool_choice=choice.tool_choice,
+            forced_tool=choice.forced_tool,
+            parallel_tool_calls=self.parallel_tool_calls is not False,
+            beams=beams,
+            length_penalty=1.0 if self.length_penalty is None else self.length_penalty,
+            thinking=thinking,
+            effort=effort,
+        )
+
+    def _tools(self) -> tuple[list[Tool], Chosen]:
+        tools = []
+        for number, tool in enumerate(self.tools or ()):
+            if tool.type != "function" or tool.function is None:
+                raise Refused(f"Tools are functions here, not {tool.type[:50]!r}.", parameter=f"tools[{number}].type")
+            tools.append(tool.function.tool())
+        if isinstance(self.tool_choice, NamedTool):
+            return tools, chosen(None, self.tool_choice.function.name, tools)
+        return tools, chosen(self.tool_choice, "", tools)
+
+
+class ChatAnswers:
+    """The answers to one request, as a whole or as chunks."""
+
+    def __init__(self, service: ModelService, request: ChatRequest, defaults: Defaults, client: str) -> None:
+        self._model = service.check_name(request.model)
+        self._service = service
+        self._client = client
+        self._generate = request.generate(defaults)
+        self._choices = request.n or 1
+        self._with_usage = bool(request.stream_options and request.stream_options.include_usage)
+        self._id = f"chatcmpl-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+
+    async def whole(self) -> bytes:
+        """The completion. Raises Refused."""
+        finished = await self._service.finished(self._generate, self._client)
+        choices = [self._choice(number, one) for number, one in enumerate(answers_of(finished, self._choices))]
+        return msgspec.json.encode({**self._head("chat.completion"), "choices": choices, "usage": usage(finished)})
+
+    def _choice(self, number: int, answer: Sample) -> dict[str, object]:
+        message: dict[str, object] = {"role": "assistant", "content": answer.text, "refusal": None}
+        if answer.reasoning:
+            message["reasoning_content"] = answer.reasoning
+        if answer.tool_calls:
+            message["content"] = answer.text or None
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in answer.tool_calls
+            ]
+        logprobs = None if self._generate.logprobs is None else logprobs_object(answer.logprobs)
+        reason = finish_reason(answer)
+        return {"index": number, "message": message, "logprobs": logprobs, "finish_reason": reason}
+
+    async def chunks(self) -> AsyncGenerator[bytes, None]:
+        """Server-sent events. Raises Refused."""
+        finished: Finished | None = None
+        begun: set[int] = set()
+        async with aclosing(self._service.answer(self._generate, self._client)) as events:
+            async for event in events:
+                if isinstance(event, Finished):
+                    finished = event
+                    break
+                number = event.sample if isinstance(event, Piece) else 0
+                if number not in begun:
+                    begun.add(number)
+                    yield self._chunk(number, {"role": "assistant", "content": ""})
+                if isinstance(event, Piece) and self._generate.beams == 1:
+                    delta = delta_of(event)
+                    if delta or event.logprobs:
+                        yield self._chunk(number, delta, logprobs=event.logprobs)
+        assert finished is not None
+        for number, answer in enumerate(answers_of(finished, self._choices)):
+            if self._generate.beams > 1:
+                thoughts = {"reasoning_content": answer.reasoning} if answer.reasoning else {}
+                yield self._chunk(number, {"role": "assistant", **thoughts, "content": answer.text})
+            yield self._chunk(number, {}, finish_reason(answer))
+        if self._with_usage:
+            yield frame({**self._head("chat.completion.chunk"), "choices": [], "usage": usage(finished)})
+        yield DONE
+
+    def _chunk(
+        self,
+        number: int,
+        delta: dict[str, object],
+        reason: str | None = None,
+        logprobs: list[TokenLogprob] | None = None,
+    ) -> bytes:
+        choice = {
+            "index": number,
+            "delta": delta,
+            "logprobs": logprobs_object(logprobs) if logprobs else None,
+            "finish_reason": reason,
+        }
+        usage_yet: dict[str, object] = {"usage": None} if self._with_usage else {}
+        return frame({**self._head("chat.completion.chunk"), "choices": [choice], **usage_yet})
+
+    def _head(self, kind: str) -> dict[str, object]:
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
+
+
+def delta_of(piece: Piece) -> dict[str, object]:
+    """What a piece adds. Text that turned out to be thoughts cannot be taken back, and is not repeated."""
+    delta: dict[str, object] = {}
+    if piece.reasoning and not piece.withdrawn:
+        delta["reasoning_content"] = piece.reasoning
+    if piece.text:
+        delta["content"] = piece.text
+    if piece.tool_calls:
+        delta["tool_calls"] = [_call_delta(call) for call in piece.tool_calls]
+    return delta
+
+
+def _call_delta(call: ToolCallPiece) -> dict[str, object]:
+    if not call.id:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": call.id, "type": "function", "function": function}
+
+
+def finish_reason(answer: Sample) -> str:
+    return "stop" if answer.finish_reason == "cancelled" else answer.finish_reason
+
+
+def logprobs_object(logprobs: list[TokenLogprob]) -> dict[str, object]:
+    content = [
+        {
+            "token": one.text,
+            "logprob": one.logprob,
+            "bytes": list(one.data),
+            "top_logprobs": [
+                {"token": other.text, "logprob": other.logprob, "bytes": list(other.data)} for other in one.top
+            ],
+        }
+        for one in logprobs
+    ]
+    return {"content": content, "refusal": None}
+
+
+def usage(finished: Finished) -> dict[str, object]:
+    """The tokens of all answers; the prompt counts once."""
+    thoughts = sum(one.reasoning_tokens for one in finished.samples) or finished.reasoning_tokens
+    return {
+        "prompt_tokens": finished.prompt_tokens,
+        "completion_tokens": finished.completion_tokens,
+        "total_tokens": finished.prompt_tokens + finished.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": finished.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": thoughts},
+    }
+
+
+def frame(value: object) -> bytes:
+    """One server-sent event."""
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+def failure(refused: Refused) -> bytes:
+    """An error in the middle of a stream, which OpenAI's clients raise."""
+    return b"data: " + error_json(refused, "openai") + b"\n\n"

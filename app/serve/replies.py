@@ -1,0 +1,136 @@
+"""Answers over HTTP that end as soon as their client has left: whole ones, and streams of server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing, suppress
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from app.serve.refusals import Protocol, Refused, error_json
+
+PING_S = 10.0
+"""Seconds of silence after which a stream gets a comment. Before its first event it also fixes the status."""
+_PING = b": the answer is being worked on\n\n"
+_EVENT_STREAM = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+def json_response(body: bytes, status: int = 200) -> Response:
+    headers = {"cache-control": "no-store"}
+    if status in (408, 413):
+        # What is still on its way is not read.
+        headers["connection"] = "close"
+    if status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return Response(body, status, headers, media_type="application/json")
+
+
+def refusal_response(refused: Refused, protocol: Protocol) -> Response:
+    return json_response(error_json(refused, protocol), refused.status)
+
+
+class WholeAnswer:
+    """The response that ``work`` makes; cancelled if the client leaves before."""
+
+    def __init__(self, work: Callable[[], Awaitable[Response]]) -> None:
+        self._work = work
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def answer() -> None:
+            response = await self._work()
+            await response(scope, receive, send)
+
+        await _unless_gone(answer(), receive)
+
+
+class EventStream:
+    """``frames`` as server-sent events. What is refused before the first frame gets its own status.
+
+    ``ping`` is sent in silence. ``failure`` makes the frame of an error in the middle of a stream.
+    """
+
+    def __init__(
+        self,
+        frames: AsyncGenerator[bytes, None],
+        protocol: Protocol,
+        failure: Callable[[Refused], bytes],
+        *,
+        ping: bytes = _PING,
+        ping_s: float = PING_S,
+    ) -> None:
+        self._frames = frames
+        self._protocol = protocol
+        self._failure = failure
+        self._ping = ping
+        self._ping_s = ping_s
+        self._begun = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def answer() -> None:
+            try:
+                async with aclosing(self._frames):
+                    await self._send_frames(send)
+            except Refused as refused:
+                if not self._begun:
+                    await refusal_response(refused, self._protocol)(scope, receive, send)
+                    return
+                await self._send(send, self._failure(refused))
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+        await _unless_gone(answer(), receive)
+
+    async def _send_frames(self, send: Send) -> None:
+        following: asyncio.Task[bytes] | None = None
+        try:
+            while True:
+                following = following or asyncio.create_task(self._next())
+                done, _ = await asyncio.wait({following}, timeout=self._ping_s)
+                if not done:
+                    await self._send(send, self._ping)
+                    continue
+                frame, following = following.result(), None
+                if not frame:
+                    return
+                await self._send(send, frame)
+        finally:
+            if following is not None:
+                following.cancel()
+                with suppress(asyncio.CancelledError, Refused):
+                    await following
+
+    async def _next(self) -> bytes:
+        """The next frame; empty at the end."""
+        return await anext(self._frames, b"")
+
+    async def _send(self, send: Send, frame: bytes) -> None:
+        if not self._begun:
+            self._begun = True
+            await send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM})
+        await send({"type": "http.response.body", "body": frame, "more_body": True})
+
+
+async def _unless_gone(work: Awaitable[None], receive: Receive) -> None:
+    """Do ``work`` until the client leaves."""
+    working = asyncio.ensure_future(work)
+    watching = asyncio.create_task(_gone(receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            await working
+    finally:
+        for task in (working, watching):
+            if not task.done():
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

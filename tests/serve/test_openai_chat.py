@@ -1,0 +1,147 @@
+"""``/v1/chat/completions`` as OpenAI's own client uses it."""
+
+from __future__ import annotations
+
+import json
+import threading
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from eventually import eventually
+from served import Served, served, write_speaking_model
+
+from app.serve.asking import Defaults
+from engine.ipc.messages import Sampling
+
+MODEL = "speaking"
+QUESTION: Any = [{"role": "user", "content": "ab"}]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("served")
+    model = write_speaking_model(folder / MODEL)
+    with served(model, folder / "home", defaults=Defaults(Sampling(temperature=0.0)), names=["other"]) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Served) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def test_a_completion_and_its_stream_say_the_same(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=8)
+    chunks = list(
+        client.chat.completions.create(
+            model=MODEL, messages=QUESTION, max_completion_tokens=8, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    assert whole.usage is not None and chunks[-1].usage is not None
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == whole.choices[0].finish_reason
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens <= 8
+    assert whole.usage.prompt_tokens == 3 + len("user\nabassistant\n")
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+def test_a_seed_gives_the_same_answer_again(client: openai.OpenAI) -> None:
+    def said(seed: int) -> str | None:
+        answer = client.chat.completions.create(
+            model="other", messages=QUESTION, max_tokens=8, temperature=2.0, seed=seed
+        )
+        return answer.choices[0].message.content
+
+    assert said(1) == said(1) != said(2)
+
+
+def test_beams_give_several_answers(client: openai.OpenAI) -> None:
+    asked: Any = {"model": MODEL, "messages": QUESTION, "max_tokens": 4, "n": 2, "extra_body": {"beams": 3}}
+    whole = client.chat.completions.create(**asked)
+    texts = [choice.message.content for choice in whole.choices]
+    assert len(set(texts)) == 2
+    streamed = ["", ""]
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        streamed[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert streamed == texts
+
+
+@pytest.mark.parametrize(
+    ("wrong", "status", "parameter", "said"),
+    [
+        ({"model": "nobody"}, 404, "model", "--alias nobody"),
+        ({"max_tokens": "many"}, 400, "max_tokens", "int"),
+        ({"temperature": 3}, 400, "temperature", "2.0"),
+        ({"messages": []}, 400, "messages", "length"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, 400, "messages[0].role", "wizard"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages[0].content", "text only"),
+        ({"messages": [{"role": "user", "content": "x" * 600}]}, 400, "messages", "context"),
+        ({"stop": ""}, 400, "stop", "empty"),
+        ({"n": 3, "beams": 2}, 400, "n", "2 beams"),
+        ({"response_format": {"type": "poem"}}, 400, "response_format", "poem"),
+        ({"tool_choice": "required"}, 400, "tool_choice", "no tools"),
+        ({"reasoning_effort": "endless"}, 400, "reasoning_effort", "endless"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_cannot_be_answered_is_said_in_the_form_of_the_protocol(
+    client: openai.OpenAI, wrong: dict[str, Any], status: int, parameter: str, said: str, stream: bool
+) -> None:
+    body = {"model": MODEL, "messages": QUESTION, "stream": stream, **wrong}
+    with pytest.raises(openai.APIStatusError) as caught:
+        client.post("/chat/completions", body=body, cast_to=object)
+    assert caught.value.status_code == status and said in str(caught.value)
+    assert isinstance(caught.value.body, dict) and caught.value.body["param"] == parameter
+    assert str(caught.value.body["message"]).endswith(".")
+
+
+def test_fields_that_nobody_knows_are_ignored(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL, messages=QUESTION, max_tokens=1, store=False, service_tier="auto", extra_body={"x": {"y": [None]}}
+    )
+    assert answer.choices[0].finish_reason in ("length", "stop")
+
+
+def test_a_client_that_leaves_ends_its_answer(client: openai.OpenAI, server: Served) -> None:
+    before = server.service.metrics.answers.get("cancelled", 0)
+    stream = client.chat.completions.create(
+        model=MODEL, messages=QUESTION, max_tokens=450, stream=True, stop=["\x00\x00\x00\x00"]
+    )
+    next(iter(stream))
+    stream.close()
+    eventually(lambda: server.service.metrics.answers.get("cancelled", 0) == before + 1)
+    eventually(lambda: server.service.queue.running == 0)
+
+
+def test_ten_at_once_are_answered(client: openai.OpenAI, server: Served) -> None:
+    said: list[str | None] = []
+
+    def ask(number: int) -> None:
+        answer = client.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=6, user=f"user {number % 3}")
+        said.append(answer.choices[0].message.content)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(10)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(said) == 10 and len(set(said)) == 1
+    assert server.service.queue.waiting == server.service.queue.running == 0
+
+
+def test_models_health_and_metrics(client: openai.OpenAI, server: Served) -> None:
+    assert MODEL in [model.id for model in client.models.list()] and client.models.retrieve("other").id == "other"
+    with urllib.request.urlopen(f"{server.url}/health") as answer:
+        assert json.load(answer) == {"status": "ok"}
+    with urllib.request.urlopen(f"{server.url}/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    assert "privatellm_model_loaded 1" in lines
+    assert any(line.startswith('privatellm_requests_total{path="/v1/chat/completions",status="200"}') for line in lines)
+    assert "ab" not in lines
+    with pytest.raises(openai.NotFoundError, match="embeddings"):
+        client.embeddings.create(model=MODEL, input="x")
