@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from benchmarks.papers.cluster_rows import cluster_rows
 from benchmarks.papers.findings import Group
+from benchmarks.papers.timed_rows import timed_rows
 
 GROUPS: tuple[Group, ...] = (
     Group(
@@ -11,5 +12,12 @@ GROUPS: tuple[Group, ...] = (
         "Private LLMs on Apple Silicon",
         "Equation (1): tables 1, 2, 5 and 6, figure 8",
         cluster_rows,
+    ),
+    Group(
+        "timed-ring",
+        "Private LLMs on Apple Silicon",
+        "The ring, timed: tables 3 and 4, footnotes 3 and 4, the other figures",
+        timed_rows,
+        quiet=True,
     ),
 )
