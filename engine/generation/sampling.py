@@ -1,5 +1,5 @@
 """Choosing the next token from logits: greedy, or drawn after temperature, top-k, top-p and min-p, in that order. A
-repetition penalty comes before all of them.
+bias, a repetition penalty, and penalties for presence and frequency come before all of them, in that order.
 
 The order and the rule of each filter equal those of transformers' logits processors, so the same tokens survive. The
 draw uses numpy's generator and is reproducible from a seed.
@@ -8,10 +8,12 @@ draw uses numpy's generator and is reproducible from a seed.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -28,6 +30,12 @@ PENALTIES = (0.1, 10.0)
 PENALISES_PROMPT = "repetition_penalty_counts_prompt"
 """Key in a ``generation_config.json``, which only privatellm reads: false if the penalty is for the answer alone. A
 small model that may not repeat the words of a question answers another one."""
+ANSWER_PENALTY = 2.0
+"""Largest penalty for presence or frequency, and as a negative number the smallest."""
+LARGEST_BIAS = 100.0
+"""Largest bias of a logit, and as a negative number the smallest."""
+MOST_BIASES = 4096
+"""Maximum tokens with a bias."""
 _BLOCK = 512
 """Number of weights summed at once when a token is drawn. Running sums of a large vocabulary would take
 milliseconds."""
@@ -36,7 +44,7 @@ milliseconds."""
 @dataclass(frozen=True)
 class SamplingRule:
     """A complete rule. ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 filter nothing, and a
-    ``repetition_penalty`` of 1 changes nothing."""
+    ``repetition_penalty`` of 1, other penalties of 0 and no ``bias`` change nothing."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -45,11 +53,26 @@ class SamplingRule:
     seed: int | None = None
     repetition_penalty: float = 1.0
     penalises_prompt: bool = True
-    """Whether the penalty counts the tokens of the prompt, too, as transformers does."""
+    """Whether the repetition penalty counts the tokens of the prompt, too, as transformers does."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of each token that the answer contains."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit once for each time that the answer contains it."""
+    bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logits of these tokens."""
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def as_computed(self) -> bool:
+        """Whether tokens are chosen by the logits as the model computes them."""
+        return self.repetition_penalty == 1.0 and not (self.presence_penalty or self.frequency_penalty or self.bias)
+
+    def of_sample(self, index: int) -> SamplingRule:
+        """The rule for sample ``index`` of several: another seed for each, if one was asked for."""
+        return self if self.seed is None else replace(self, seed=(self.seed + index) % _SEED_LIMIT)
 
     def penalised_of(self, prompt: Iterable[int]) -> frozenset[int]:
         """The tokens of ``prompt`` that the penalty counts."""
@@ -58,14 +81,20 @@ class SamplingRule:
     @property
     def used(self) -> Sampling:
         """The values that matter: a greedy rule has no filters and draws nothing."""
+        changes = Sampling(
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=dict(self.bias),
+        )
         if self.greedy:
-            return Sampling(temperature=0.0, repetition_penalty=self.repetition_penalty)
-        return Sampling(
+            return msgspec.structs.replace(changes, temperature=0.0)
+        return msgspec.structs.replace(
+            changes,
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
             min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
             seed=self.seed,
         )
 
@@ -107,8 +136,27 @@ def sampling_rule(asked: Sampling, defaults: Mapping[str, Any]) -> SamplingRule:
     _in_range("Repetition penalty", penalty, *PENALTIES, "between {} and {}, where 1 is none".format(*PENALTIES))
     if asked.seed is not None and not 0 <= asked.seed < _SEED_LIMIT:
         raise ModelError(f"The seed is {asked.seed}, which is not between 0 and 2**64 - 1.", kind="bad-input")
+    allowed = f"between {-ANSWER_PENALTY:g} and {ANSWER_PENALTY:g}"
+    for name, value in (("Presence", asked.presence_penalty), ("Frequency", asked.frequency_penalty)):
+        _in_range(f"{name} penalty", value, -ANSWER_PENALTY, ANSWER_PENALTY, allowed)
+    if len(asked.logit_bias) > MOST_BIASES:
+        raise ModelError(f"{len(asked.logit_bias)} tokens have a bias, and at most {MOST_BIASES} may.", "bad-input")
+    for token, value in asked.logit_bias.items():
+        if token < 0:
+            raise ModelError(f"Token id {token} has a bias, and no token has such an id.", "bad-input")
+        allowed = f"between {-LARGEST_BIAS:g} and {LARGEST_BIAS:g}"
+        _in_range(f"The bias of token {token}", value, -LARGEST_BIAS, LARGEST_BIAS, allowed)
     return SamplingRule(
-        temperature, top_k, top_p, min_p, asked.seed, penalty, defaults.get(PENALISES_PROMPT) is not False
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        asked.seed,
+        penalty,
+        defaults.get(PENALISES_PROMPT) is not False,
+        asked.presence_penalty,
+        asked.frequency_penalty,
+        asked.logit_bias,
     )
 
 
@@ -262,16 +310,32 @@ class Sampler:
         self.rule = rule
         self._random = np.random.default_rng(rule.seed)
         self._seen = set(rule.penalised_of(before))
+        self._counts: Counter[int] = Counter()
 
     def choose(self, logits: Logits) -> int:
         """The next token for ``logits`` [vocabulary]. Raises ModelError if they are not finite at the top."""
         best = greedy_token(logits)
-        if self.rule.repetition_penalty == 1.0:
+        if self.rule.as_computed:
             return best if self.rule.greedy else self._draw(logits)
-        logits = penalised(logits, self._seen, self.rule.repetition_penalty)
+        logits = self._changed(logits)
         token = int(np.argmax(logits)) if self.rule.greedy else self._draw(logits)
         self._seen.add(token)
+        self._counts[token] += 1
         return token
+
+    def _changed(self, logits: Logits) -> Logits:
+        """A copy of ``logits`` with the rule's bias and penalties."""
+        rule = self.rule
+        logits = logits.copy()
+        for token, value in rule.bias.items():
+            if token < len(logits):
+                logits[token] += np.float32(value)
+        if rule.repetition_penalty != 1.0:
+            logits = penalised(logits, self._seen, rule.repetition_penalty)
+        if rule.presence_penalty or rule.frequency_penalty:
+            for token, count in self._counts.items():
+                logits[token] -= np.float32(rule.presence_penalty + count * rule.frequency_penalty)
+        return logits
 
     def _draw(self, logits: Logits) -> int:
         tokens, weights = weighed(logits, self.rule)

@@ -74,6 +74,8 @@ class StopStrings:
         self._stops = tuple(dict.fromkeys(stops))
         self._held = ""
         self.stopped = False
+        self.found = ""
+        """The stop string that was found; empty before."""
 
     def push(self, piece: str) -> str:
         """The text that certainly belongs to no stop string. Always empty after a stop string."""
@@ -85,6 +87,7 @@ class StopStrings:
         cut = first_stop(text, self._stops)
         if cut is not None:
             self.stopped = True
+            self.found = max((stop for stop in self._stops if text.startswith(stop, cut)), key=len)
             self._held = ""
             return text[:cut]
         keep = max(overlap(text, stop) for stop in self._stops)

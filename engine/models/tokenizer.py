@@ -6,6 +6,7 @@ template (:mod:`engine.models.template_process`). Neither runs Python code of th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from engine.models.control_tokens import ControlTokens
 from engine.models.json_files import SMALL_FILE, read_object
 from engine.models.reasoning_formats import ReasoningFormat, format_of, has_effort, has_switch
 from engine.models.template_process import StopCheck, TemplateProcess
+from engine.models.token_bytes import TokenBytes
 from engine.models.tokenizer_files import TokenizerFiles, read_template, read_tokenizer
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "vocab.txt")
@@ -46,6 +48,7 @@ class Tokenizer:
     ) -> None:
         """``source`` is the chat template, by which the format of the model's thoughts is known."""
         self._library = files.library
+        self._added = files.added
         self.reasoning = format_of(source, {token.content for token in files.added.values()})
         """How the model marks its thoughts; None if it does not."""
         self._switch, self._effort = has_switch(source), has_effort(source)
@@ -74,6 +77,11 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``, with the tokens that the model puts before every text, often a beginning-of-text."""
         return list(self._library.encode(text).ids)
+
+    @functools.cached_property
+    def token_bytes(self) -> TokenBytes:
+        """The bytes of single tokens."""
+        return TokenBytes(self._library, self._added)
 
     @property
     def reasoning_facts(self) -> ReasoningFacts | None:

@@ -11,9 +11,10 @@ import msgspec
 
 from engine.errors import Cancelled, ModelError
 from engine.generation.beams import BeamRule, BeamState, Hypothesis, beam_run, check_beams
+from engine.generation.logprobs import Logprobs
 from engine.generation.reasoning import ReasoningParser, Separated, separate
-from engine.generation.sampling import NotNumbersError, Sampler, SamplingRule, sampling_rule, usual_limit
-from engine.generation.text import IncrementalDecoder, StopStrings, first_stop
+from engine.generation.sampling import NotNumbersError, SamplingRule, sampling_rule, usual_limit
+from engine.generation.text import StopStrings, first_stop
 from engine.ipc.messages import (
     Beam,
     BeamEstimate,
@@ -33,12 +34,13 @@ from engine.moe.popularity_file import ProfileModel
 from engine.planning.memory import ModelCosts, estimate_beams, extra_beam_memory, longest_answer
 from engine.planning.units import byte_size
 from engine.runtimes.protocol import (
-    Draw,
     Interrupted,
     LoadedModel,
     Logits,
 )
 from engine.session.prefix_cache import PrefixCache
+from engine.session.refusals import check_samples, refuse_beside_beams, refuse_unknown
+from engine.session.sampled_answers import SampleRun
 from engine.session.token_history import ChatTokenizer, TokenHistory
 from engine.session.turn import Answer, Emit, Turn, TurnControl
 from engine.system.free_memory import available_bytes, ran_out_of_memory
@@ -130,23 +132,27 @@ class Session:
         When ``control`` cancels, the answer ends with the text so far, and the cache keeps what was computed. Raises
         ModelError (bad-input, context, memory, model); events emitted before it remain valid.
         """
-        _refuse_unknown(request)
+        refuse_unknown(request)
         try:
             prompt = self._prompt(request, control.cancelled)
         except Cancelled:
             return cancelled_answer(request.id)
         self._parser = self._parsing(request)
         # Text that continues the prompt's is decoded together with it: a word's space may be part of its first token.
-        self._context = prompt[-CONTEXT_TOKENS:] if request.continue_last else []
+        self._context = prompt[-CONTEXT_TOKENS:] if request.continue_last or request.prompt is not None else []
         check_beams(request.beams, request.length_penalty)
-        if request.beams > 1 and (request.sampling.temperature or 0.0) > 0.0:
+        if request.beams > 1:
+            refuse_beside_beams(request)
+        check_samples(request.samples)
+        rule = sampling_rule(request.sampling, self._defaults)
+        wrong = next((token for token in rule.bias if token >= self.facts.vocabulary), None)
+        if wrong is not None:
             raise ModelError(
-                f"Beam search does not sample, but the temperature is {request.sampling.temperature}; "
-                "use 1 beam, or leave the temperature out.",
+                f"Token id {wrong} has a bias, and the model's vocabulary has {self.facts.vocabulary} tokens.",
                 kind="bad-input",
             )
-        rule = sampling_rule(request.sampling, self._defaults)
-        stops = StopStrings(request.stop)
+        logprobs = None if request.logprobs is None else Logprobs(request.logprobs, self._bytes_of)
+        StopStrings(request.stop)
         most = self._most_tokens(request, len(prompt))
         turn = Turn(request, self._model.recorder, emit, control, self._clock, len(prompt))
         turn.sampling = Sampling(repetition_penalty=rule.repetition_penalty) if request.beams > 1 else rule.used
@@ -162,13 +168,17 @@ class Session:
                 if logits is None:
                     return turn.finished(Answer("", [], "cancelled"))
                 if request.beams > 1:
-                    answer = self._search(request, turn, logits, most, prompt, rule)
+                    answers = [self._search(request, turn, logits, most, prompt, rule)]
                 else:
-                    answer = self._sample(turn, logits, Sampler(rule, prompt), stops, most)
+                    run = SampleRun(
+                        turn, self._model, self._cache, self._tokenizer, self._ends, self._context, self._parser
+                    )
+                    answers = run.answers(request, logits, prompt, rule, logprobs, most)
+            answer = answers[0]
             if self._history is not None and request.messages is not None:
                 ended = bool(answer.tokens) and answer.tokens[-1] in self._ends
                 self._history.answered(answer.text, answer.tokens[:-1] if ended else answer.tokens)
-            return turn.finished(answer)
+            return turn.finished(*answers)
         finally:
             self._cache.turn_over()
             turn.close()
@@ -215,8 +225,9 @@ class Session:
     # --- before the first token -----------------------------------------------------------------------------------
 
     def _prompt(self, request: Generate, cancelled: Callable[[], bool]) -> list[int]:
-        if (request.messages is None) == (request.prompt_ids is None):
-            raise ModelError("A question is either messages or token ids, exactly one of them.", kind="bad-input")
+        given = [each for each in (request.messages, request.prompt, request.prompt_ids) if each is not None]
+        if len(given) != 1:
+            raise ModelError("A question is messages, text or token ids, exactly one of them.", kind="bad-input")
         if request.max_tokens is not None and request.max_tokens < 1:
             raise ModelError(f"Max tokens is {request.max_tokens}; an answer takes at least 1.", kind="bad-input")
         if request.prompt_ids is not None:
@@ -226,12 +237,14 @@ class Session:
                 raise ModelError(
                     f"Token id {wrong} is not in the model's vocabulary of {self.facts.vocabulary}.", kind="bad-input"
                 )
-        elif self._history is None:
+        elif self._history is None or self._tokenizer is None:
             raise ModelError(
                 f"{self.facts.name} has no tokenizer, so it takes token ids only (--prompt-ids); "
                 "add its tokenizer.json to the folder to ask in words.",
                 kind="bad-input",
             )
+        elif request.prompt is not None:
+            prompt = self._tokenizer.encode(request.prompt)
         elif not request.messages:
             raise ModelError("There is no message to answer.", kind="bad-input")
         else:
@@ -282,55 +295,6 @@ class Session:
         )
 
     # --- the answer -----------------------------------------------------------------------------------------------
-
-    def _sample(self, turn: Turn, logits: Logits, sampler: Sampler, stops: StopStrings, most: int) -> Answer:
-        decoder = IncrementalDecoder(self._tokenizer.decode, self._context) if self._tokenizer else None
-        stream = turn.stream(decoder, stops, self._parser and self._parser())
-        rule = sampler.rule
-        # With a seed the host draws, from the same numbers on every runtime.
-        draw = Draw(rule.temperature, rule.top_k, rule.top_p, rule.min_p, sampler.choose)
-        device_draws = (rule.greedy or rule.seed is None) and rule.repetition_penalty == 1.0
-        tokens: list[int] = []
-        reason: FinishReason | None = None
-        following: int | None = sampler.choose(logits)
-        try:
-            while reason is None:
-                if following is None:
-                    reason = "cancelled"
-                    break
-                token = following
-                tokens.append(token)
-                turn.count_token()
-                if token in self._ends:
-                    reason = "stop"
-                else:
-                    stream.push(token)
-                    if stops.stopped:
-                        reason = "stop"
-                    elif len(tokens) >= most:
-                        reason = "length"
-                    elif turn.cancelled():
-                        reason = "cancelled"
-                if reason is None:
-                    turn.watch()
-                    following = self._following(token, turn, sampler, draw if device_draws else None)
-                    turn.show_timing()
-        finally:
-            self._cache.settle()
-        text = stream.finish()
-        return Answer(text, tokens, reason, thoughts=stream.thoughts)
-
-    def _following(self, token: int, turn: Turn, sampler: Sampler, draw: Draw | None) -> int | None:
-        """The token after ``token``; None if cancelled.
-
-        With ``draw`` the rows may choose it themselves, except in a measured step, which nothing else may disturb.
-        """
-        if draw is not None and not self._model.recorder.enabled:
-            chosen = self._cache.step_choosing(token, draw)
-            if chosen is not None:
-                return chosen
-        logits = self._cache.step(token, turn)
-        return None if logits is None else sampler.choose(logits)
 
     def _search(
         self, request: Generate, turn: Turn, logits: Logits, most: int, prompt: Sequence[int], sampling: SamplingRule
@@ -400,6 +364,9 @@ class Session:
             return ""
         return self._decode(tokens[:-1] if tokens and tokens[-1] in self._ends else tokens)
 
+    def _bytes_of(self, token: int) -> bytes:
+        return b"" if self._tokenizer is None else self._tokenizer.token_bytes.of(token)
+
     def _decode(self, tokens: Sequence[int]) -> str:
         assert self._tokenizer is not None
         before = len(self._tokenizer.decode(self._context)) if self._context else 0
@@ -430,24 +397,6 @@ class Session:
                     kind="memory",
                 ) from error
             raise
-
-
-def _refuse_unknown(request: Generate) -> None:
-    """Raises ModelError (bad-input) if ``request`` asks for what no runtime does yet."""
-    sampling, messages = request.sampling, request.messages or []
-    asked = {
-        "a prompt of plain text": request.prompt is not None,
-        "several samples": request.samples != 1,
-        "log-probabilities": request.logprobs is not None,
-        "a constraint": request.constraint is not None,
-        "tools": bool(request.tools or request.forced_tool or request.tool_choice == "required"),
-        "results of tools": any(message.role == "tool" or message.tool_calls for message in messages),
-        "presence and frequency penalties": bool(sampling.presence_penalty or sampling.frequency_penalty),
-        "a bias of logits": bool(sampling.logit_bias),
-    }
-    for what, wanted in asked.items():
-        if wanted:
-            raise ModelError(f"This version of the engine cannot answer with {what}; leave that out.", "bad-input")
 
 
 def cancelled_answer(request_id: int) -> Finished:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from engine.ipc.messages import Message
 from engine.models.reasoning_formats import ReasoningFormat
+from engine.models.token_bytes import TokenBytes
 
 TRIES = 4
 """Number of boundaries tried, the latest first, before the whole prompt is tokenized from its text."""
@@ -28,6 +29,9 @@ class ChatTokenizer(Protocol):
 
     reasoning: ReasoningFormat | None
 
+    @property
+    def token_bytes(self) -> TokenBytes: ...
+
     def render_chat(
         self,
         messages: Sequence[Message],
@@ -35,6 +39,8 @@ class ChatTokenizer(Protocol):
         should_stop: Callable[[], bool] = ...,
         variables: Mapping[str, Any] | None = None,
     ) -> str: ...
+
+    def encode(self, text: str) -> list[int]: ...
 
     def encode_rendered(self, text: str, beginning: bool = True) -> list[int]: ...
 
@@ -75,7 +81,10 @@ class TokenHistory:
         They are the recorded tokens as far as the text is the same, and the tokenizer's for the rest. Raises ModelError
         if the template refuses the messages, and Cancelled as soon as ``should_stop()`` returns True.
         """
-        text = self._tokenizer.render_chat(messages, continue_last, should_stop, variables)
+        return self.prompt_of_text(self._tokenizer.render_chat(messages, continue_last, should_stop, variables))
+
+    def prompt_of_text(self, text: str) -> list[int]:
+        """The token ids of a rendered ``text``, as of :meth:`prompt`."""
         same = [boundary for boundary in self._boundaries if text.startswith(self._text[: boundary.characters])]
         key = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
         if key in self._asked:

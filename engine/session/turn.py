@@ -18,7 +18,10 @@ from engine.ipc.messages import (
     Generate,
     Notice,
     Piece,
+    Sample,
     Sampling,
+    TokenLogprob,
+    ToolCall,
 )
 from engine.ipc.progress import ProgressCallback, Reports
 from engine.moe.timing import Recorder
@@ -55,6 +58,26 @@ class Answer:
     reason: FinishReason
     beams: list[Beam] = field(default_factory=list)
     thoughts: str = ""
+    thought_tokens: int = 0
+    thought_s: float = 0.0
+    """Seconds from the first token to the end of the thoughts."""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    stop_string: str = ""
+    """The stop string that ended it; empty if none did."""
+
+    @property
+    def sample(self) -> Sample:
+        return Sample(
+            text=self.text,
+            token_ids=self.tokens,
+            finish_reason=self.reason,
+            reasoning=self.thoughts,
+            reasoning_tokens=self.thought_tokens,
+            tool_calls=self.tool_calls,
+            logprobs=self.logprobs,
+            stop_string=self.stop_string,
+        )
 
 
 class Turn:
@@ -89,6 +112,10 @@ class Turn:
         self._start = clock()
         self._first = self._last = 0.0
         self._count = 0
+        self._earlier = 0
+        """Tokens of the samples before the current one."""
+        self.sample = 0
+        """Which of several answers is being made."""
         self._measured = False
         self._due: dict[str, float] = {}
         self._stream: TextStream | None = None
@@ -121,7 +148,13 @@ class Turn:
 
     @property
     def tokens(self) -> int:
-        return self._count
+        """Tokens of the current sample so far."""
+        return self._count - self._earlier
+
+    def next_sample(self) -> None:
+        """Begin another answer to the same question."""
+        self.sample += 1
+        self._earlier = self._count
 
     @property
     def answering_s(self) -> float:
@@ -171,24 +204,28 @@ class Turn:
         if self.due("beams", BEAM_INTERVAL_S):
             self.emit(BeamProgress(id=self.id, step=step, beams=beams(), tokens_per_s=self.tokens_per_s()))
 
-    def finished(self, answer: Answer) -> Finished:
-        """The turn's last event; pieces still held are sent before it."""
+    def finished(self, answer: Answer, *others: Answer) -> Finished:
+        """The turn's last event; pieces still held are sent before it. ``others`` are further samples."""
         self.close()
-        stream = self._stream
+        samples = [answer, *others]
         return Finished(
             id=self.id,
             text=answer.text,
             token_ids=answer.tokens,
             finish_reason=answer.reason,
             prompt_tokens=self._prompt_tokens,
-            prefilled_tokens=self.prefilled,
-            completion_tokens=len(answer.tokens),
+            prefilled_tokens=min(self.prefilled, self._prompt_tokens),
+            completion_tokens=sum(len(sample.tokens) for sample in samples),
             ttft_s=self._first - self._start if self._count else 0.0,
             tokens_per_s=self.tokens_per_s(),
+            stop_string=answer.stop_string,
+            tool_calls=answer.tool_calls,
+            logprobs=answer.logprobs,
+            samples=[sample.sample for sample in samples] if others else [],
             beams=answer.beams,
             reasoning=answer.thoughts,
-            reasoning_tokens=0 if stream is None else stream.thought_tokens,
-            reasoning_s=0.0 if stream is None else stream.thought_s,
+            reasoning_tokens=answer.thought_tokens,
+            reasoning_s=answer.thought_s,
             timing=self._recorder.frame(self.id) if self._measured else None,
             sampling=self.sampling,
             memory=memory_in_use(),
@@ -220,6 +257,8 @@ class TextStream:
         self._sent: list[str] = []
         self._thoughts: list[str] = []
         self._waiting = Separated()
+        self._logprobs: list[TokenLogprob] = []
+        """Those that were not sent yet."""
         self._counted = 0
         self.thought_tokens = 0
         """Tokens up to the end of the thoughts."""
@@ -231,7 +270,9 @@ class TextStream:
         """The thoughts that were sent."""
         return "".join(self._thoughts)
 
-    def push(self, token: int) -> None:
+    def push(self, token: int, logprob: TokenLogprob | None = None) -> None:
+        if logprob is not None:
+            self._logprobs.append(logprob)
         if self._decoder is not None:
             self._add(self._decoder.push(token))
         if self._turn.due("piece", PIECE_INTERVAL_S):
@@ -244,7 +285,7 @@ class TextStream:
             if self._parser is not None:
                 self._wait(self._parser.flush())
             self._wait(Separated(answer=self._stops.flush()), stops=False)
-        self.send()
+        self.send(last=True)
         return "".join(self._sent)
 
     def _add(self, text: str) -> None:
@@ -265,13 +306,15 @@ class TextStream:
         answer = self._stops.push(found.answer) if stops else found.answer
         self._waiting = Separated(before.thoughts + found.thoughts, before.answer + answer, before.withdrawn)
 
-    def send(self) -> None:
-        """Send the pending piece, if any."""
+    def send(self, last: bool = False) -> None:
+        """Send the pending piece, if any. Log-probabilities wait for the text of their tokens, except for the
+        ``last``."""
         new, turn = self._waiting, self._turn
-        empty = not new.answer and not new.thoughts
+        empty = not new.answer and not new.thoughts and not (last and self._logprobs)
         if empty and (self._decoder is not None or self._counted == turn.tokens):
             return
         self._waiting = Separated()
+        logprobs, self._logprobs = self._logprobs, []
         self._counted = turn.tokens
         if new.withdrawn:
             self._sent.clear()
@@ -287,5 +330,7 @@ class TextStream:
                 reasoning_tokens=self.thought_tokens,
                 reasoning_s=self.thought_s,
                 withdrawn=new.withdrawn,
+                sample=turn.sample,
+                logprobs=logprobs,
             )
         )

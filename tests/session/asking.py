@@ -10,6 +10,19 @@ from engine.models.reasoning_formats import ReasoningFormat
 from engine.session.session import Session
 
 
+class LetterBytes:
+    """The bytes of a LetterTokenizer's tokens."""
+
+    exact = True
+    special: frozenset[int] = frozenset()
+
+    def of(self, token: int) -> bytes:
+        return chr(33 + token % 90).encode()
+
+    def all(self, count: int) -> list[bytes]:
+        return [self.of(token) for token in range(count)]
+
+
 class LetterTokenizer:
     """Token i of 160 is one letter, the same one for i and i + 90; a message is its letters between role marks."""
 
@@ -28,6 +41,13 @@ class LetterTokenizer:
     ) -> str:
         text = "".join(f"{chr(1000 + len(message.role) % 7)}{message.content}\u0400" for message in messages)
         return text[:-1] if continue_last else f"{text}\u03ea"
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_rendered(text)
+
+    @property
+    def token_bytes(self) -> LetterBytes:
+        return LetterBytes()
 
     def encode_rendered(self, text: str, beginning: bool = True) -> list[int]:
         marks = {"\u0400": 159, **{chr(1000 + kind): 150 + kind for kind in range(7)}}

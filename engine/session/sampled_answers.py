@@ -1,0 +1,124 @@
+"""Answers whose tokens are chosen one by one, as many as were asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from engine.generation.logprobs import Logprobs
+from engine.generation.reasoning import ReasoningParser
+from engine.generation.sampling import Sampler, SamplingRule
+from engine.generation.text import IncrementalDecoder, StopStrings
+from engine.ipc.messages import FinishReason, Generate, TokenLogprob
+from engine.runtimes.protocol import Draw, LoadedModel, Logits
+from engine.session.prefix_cache import PrefixCache
+from engine.session.token_history import ChatTokenizer
+from engine.session.turn import Answer, Turn
+
+
+@dataclass(frozen=True)
+class SampleRun:
+    """The answers to one question. The cache holds its prompt.
+
+    ``context`` are the tokens before the answer, if its text goes on from theirs. ``parser`` makes what separates an
+    answer from its thoughts; None if they are not marked.
+    """
+
+    turn: Turn
+    model: LoadedModel
+    cache: PrefixCache
+    tokenizer: ChatTokenizer | None
+    ends: Collection[int]
+    context: Sequence[int]
+    parser: Callable[[], ReasoningParser] | None
+
+    def answers(
+        self,
+        request: Generate,
+        logits: Logits,
+        prompt: list[int],
+        rule: SamplingRule,
+        logprobs: Logprobs | None,
+        most: int,
+    ) -> list[Answer]:
+        """The answers, one after the other, from the ``logits`` [vocabulary] after the prompt; fewer if cancelled.
+
+        All of them go on from the same keys and values of the prompt. Each has at most ``most`` tokens.
+        """
+        answers: list[Answer] = []
+        following: Logits | None = logits
+        while following is not None:
+            sampler = Sampler(rule.of_sample(len(answers)), prompt)
+            answers.append(self._answer(following, sampler, StopStrings(request.stop), logprobs, most))
+            if len(answers) == request.samples or self.turn.cancelled():
+                break
+            self.turn.next_sample()
+            following = self.cache.prefill(prompt, self.turn, repeatable=rule.greedy or rule.seed is not None)
+        return answers
+
+    def _answer(
+        self, logits: Logits, sampler: Sampler, stops: StopStrings, logprobs: Logprobs | None, most: int
+    ) -> Answer:
+        turn, rule = self.turn, sampler.rule
+        decoder = IncrementalDecoder(self.tokenizer.decode, self.context) if self.tokenizer else None
+        stream = turn.stream(decoder, stops, self.parser and self.parser())
+        found: list[TokenLogprob] = []
+
+        def choose(logits: Logits) -> int:
+            token = sampler.choose(logits)
+            if logprobs is not None:
+                found.append(logprobs.of(logits, token))
+            return token
+
+        # With a seed the host draws, from the same numbers on every runtime.
+        draw = Draw(rule.temperature, rule.top_k, rule.top_p, rule.min_p, choose)
+        device_draws = (rule.greedy or rule.seed is None) and rule.as_computed and logprobs is None
+        tokens: list[int] = []
+        reason: FinishReason | None = None
+        following: int | None = choose(logits)
+        try:
+            while reason is None:
+                if following is None:
+                    reason = "cancelled"
+                    break
+                token = following
+                tokens.append(token)
+                turn.count_token()
+                if token in self.ends:
+                    reason = "stop"
+                else:
+                    stream.push(token, found[-1] if found else None)
+                    if stops.stopped:
+                        reason = "stop"
+                    elif len(tokens) >= most:
+                        reason = "length"
+                    elif turn.cancelled():
+                        reason = "cancelled"
+                if reason is None:
+                    turn.watch()
+                    following = self._following(token, choose, draw if device_draws else None)
+                    turn.show_timing()
+        finally:
+            self.cache.settle()
+        return Answer(
+            stream.finish(),
+            tokens,
+            reason,
+            thoughts=stream.thoughts,
+            thought_tokens=stream.thought_tokens,
+            thought_s=stream.thought_s,
+            logprobs=found[:-1] if tokens and tokens[-1] in self.ends else found,
+            stop_string=stops.found,
+        )
+
+    def _following(self, token: int, choose: Callable[[Logits], int], draw: Draw | None) -> int | None:
+        """The token after ``token``; None if cancelled.
+
+        With ``draw`` the rows may choose it themselves, except in a measured step, which nothing else may disturb.
+        """
+        if draw is not None and not self.model.recorder.enabled:
+            chosen = self.cache.step_choosing(token, draw)
+            if chosen is not None:
+                return chosen
+        logits = self.cache.step(token, self.turn)
+        return None if logits is None else choose(logits)

@@ -1,0 +1,109 @@
+"""What other programs ask of an answer: several samples, log-probabilities, penalties, stop strings by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from asking import Ask, LetterTokenizer
+from tiny_models import write_tiny_model
+
+from engine.generation.logprobs import Logprobs
+from engine.ipc.messages import Generate, Load, Piece, Prefill, Sampling
+from engine.session.loading import load_session
+from engine.session.token_history import TokenHistory
+
+PROMPT = [5, 17, 101, 42, 9, 77, 30]
+
+
+@pytest.fixture(scope="module")
+def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
+    folder = write_tiny_model(tmp_path_factory.mktemp("models") / "mixtral", "mixtral")
+    session = load_session(Load(id=1, model=str(folder), runtime="torch", prefill_chunk=3), lambda *_: None)
+    session._ends = frozenset()
+    session._tokenizer = LetterTokenizer()
+    session._history = TokenHistory(session._tokenizer)
+    yield Ask(session)
+    session.close()
+
+
+def drawn(seed: int | None, **options: float) -> Sampling:
+    return Sampling(temperature=1.5, seed=seed, **options)
+
+
+def test_samples_are_the_answers_of_following_seeds(ask: Ask) -> None:
+    alone = [ask(PROMPT, max_tokens=6, sampling=drawn(seed)).token_ids for seed in (3, 4, 5)]
+    found = ask(PROMPT, max_tokens=6, sampling=drawn(3), samples=3)
+    assert [sample.token_ids for sample in found.samples] == alone
+    assert found.token_ids == alone[0] and found.text == found.samples[0].text
+    assert (found.completion_tokens, found.prompt_tokens, found.prefilled_tokens) == (18, 7, 0)
+    for place, sample in enumerate(found.samples):
+        pieces = [piece for piece in ask.of(Piece) if piece.sample == place]
+        assert "".join(piece.text for piece in pieces) == sample.text
+        assert pieces[-1].tokens == 6
+
+
+def test_a_cancelled_sample_is_the_last_one(ask: Ask) -> None:
+    ask.cancel_when = lambda events: sum(isinstance(event, Prefill) for event in events) == 2
+    try:
+        found = ask(PROMPT, max_tokens=6, sampling=drawn(3), samples=4)
+    finally:
+        ask.cancel_when = lambda events: False
+    assert [sample.finish_reason for sample in found.samples] == ["length", "cancelled"]
+
+
+def test_log_probabilities_are_the_models_own(ask: Ask) -> None:
+    plain = ask(PROMPT, max_tokens=5, sampling=drawn(8, top_k=3, frequency_penalty=0.5))
+    found = ask(PROMPT, max_tokens=5, sampling=drawn(8, top_k=3, frequency_penalty=0.5), logprobs=4)
+    assert found.token_ids == plain.token_ids and not plain.logprobs
+    assert [entry.token for entry in found.logprobs] == found.token_ids
+    sent = [entry for piece in ask.of(Piece) for entry in piece.logprobs]
+    assert sent == found.logprobs
+    model = ask.session.model
+    expected = _teacher_forced(model, [*PROMPT, *found.token_ids])
+    for entry, reference in zip(found.logprobs, expected, strict=True):
+        assert entry.logprob == pytest.approx(reference[entry.token], abs=1e-5)
+        order = np.argsort(-reference, kind="stable")[:4]
+        assert [likely.token for likely in entry.top] == order.tolist()
+        assert entry.top[0].logprob == pytest.approx(reference[order[0]], abs=1e-5)
+        assert entry.data == entry.text.encode() == chr(33 + entry.token % 90).encode()
+
+
+def _teacher_forced(model: object, tokens: list[int]) -> list[np.ndarray]:
+    rows = model.start()  # type: ignore[attr-defined]
+    logits = [rows.extend(tokens[: len(PROMPT)])]
+    logits += [rows.step([token])[0] for token in tokens[len(PROMPT) : -1]]
+    return [torch.log_softmax(torch.tensor(row).double(), -1).numpy() for row in logits]
+
+
+def test_a_reported_token_need_not_be_a_whole_character() -> None:
+    report = Logprobs(2, lambda token: bytes([0xF0, token])).of(np.log(np.array([0.25, 0.5, 0.25], np.float32)), 2)
+    assert (report.text, report.data) == ("\ufffd\x02", b"\xf0\x02")
+    assert [entry.token for entry in report.top] == [1, 0]
+    assert report.logprob == pytest.approx(np.log(0.25))
+
+
+def test_penalties_and_bias_change_what_is_chosen(ask: Ask) -> None:
+    greedy = ask(PROMPT, max_tokens=12).token_ids
+    often = ask(PROMPT, max_tokens=12, sampling=Sampling(frequency_penalty=2.0)).token_ids
+    assert len(set(often)) > len(set(greedy))
+    held = ask(PROMPT, max_tokens=4, sampling=Sampling(logit_bias={7: 100.0})).token_ids
+    assert held == [7, 7, 7, 7]
+    never = ask(PROMPT, max_tokens=12, sampling=Sampling(logit_bias={greedy[0]: -100.0})).token_ids
+    assert greedy[0] not in never
+
+
+def test_the_stop_string_that_ended_an_answer_is_said(ask: Ask) -> None:
+    whole = ask(PROMPT, max_tokens=8)
+    found = ask(PROMPT, max_tokens=8, stop=["\u0416", whole.text[3:5], whole.text[3:4]])
+    assert (found.text, found.stop_string) == (whole.text[:3], whole.text[3:4])
+    assert whole.stop_string == ""
+
+
+def test_a_prompt_of_text_has_no_template(ask: Ask) -> None:
+    letters = "".join(chr(33 + token) for token in PROMPT if token < 90)
+    text = ask.session.generate(Generate(id=7, prompt=letters, max_tokens=4), ask.events.append, ask)
+    assert text.token_ids == ask([ord(letter) - 33 for letter in letters], max_tokens=4).token_ids
+    assert text.prompt_tokens == len(letters)
