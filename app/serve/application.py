@@ -15,14 +15,20 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from app.serve import anthropic_messages, openai_responses
+from app.serve.anthropic_messages import CountRequest, MessageAnswer, MessagesRequest
 from app.serve.asking import Defaults
 from app.serve.bodies import body_of
 from app.serve.gate import Gate, Rules
 from app.serve.model_service import ModelService
-from app.serve.openai_chat import ChatAnswers, ChatRequest, failure
+from app.serve.openai_chat import ChatAnswers, ChatRequest
+from app.serve.openai_completions import CompletionRequest, Completions
+from app.serve.openai_fields import failure
+from app.serve.openai_responses import ResponseAnswer, ResponsesRequest
 from app.serve.refusals import Refused, protocol_of
 from app.serve.replies import EventStream, WholeAnswer, json_response, refusal_response
 
+_MOST_NOTES = 20
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 
 
@@ -33,12 +39,17 @@ class Application:
         self._service = service
         self._defaults = defaults
         self._note = note
+        self._left_out: set[str] = set()
         self._paths: dict[str, tuple[str, Endpoint]] = {
             "/health": ("GET", self._health),
             "/metrics": ("GET", self._metrics),
             "/v1/models": ("GET", self._models),
             "/v1/models/{name:path}": ("GET", self._model),
             "/v1/chat/completions": ("POST", self._chat),
+            "/v1/completions": ("POST", self._completions),
+            "/v1/responses": ("POST", self._responses),
+            "/v1/messages": ("POST", self._messages),
+            "/v1/messages/count_tokens": ("POST", self._count_tokens),
             "/v1/embeddings": ("POST", self._embeddings),
         }
 
@@ -84,6 +95,48 @@ class Application:
         if body.stream:
             return EventStream(answers.chunks(), "openai", failure)
         return self._whole(answers.whole, request)
+
+    async def _completions(self, request: Request) -> ASGIApp:
+        body = await body_of(request, CompletionRequest)
+        completions = Completions(self._service, body, self._defaults, client_of(request, body.user))
+        if body.stream:
+            return EventStream(completions.chunks(), "openai", failure)
+        return self._whole(completions.whole, request)
+
+    async def _responses(self, request: Request) -> ASGIApp:
+        body = await body_of(request, ResponsesRequest)
+        self._leave_out(body.foreign_tools)
+        client = client_of(request, body.user or body.prompt_cache_key)
+        answer = ResponseAnswer(self._service, body, self._defaults, client)
+        if body.stream:
+            return EventStream(answer.events(), "openai", openai_responses.failure)
+        return self._whole(answer.whole, request)
+
+    async def _messages(self, request: Request) -> ASGIApp:
+        body = await body_of(request, MessagesRequest)
+        self._leave_out(body.foreign_tools)
+        client = client_of(request, body.metadata.user_id if body.metadata else None)
+        answer = MessageAnswer(self._service, body, self._defaults, client)
+        if body.stream:
+            return EventStream(answer.events(), "anthropic", anthropic_messages.failure, ping=anthropic_messages.PING)
+        return self._whole(answer.whole, request)
+
+    async def _count_tokens(self, request: Request) -> ASGIApp:
+        body = await body_of(request, CountRequest)
+        client = client_of(request, body.metadata.user_id if body.metadata else None)
+        return self._whole(
+            lambda: anthropic_messages.count_tokens(self._service, body, self._defaults, client), request
+        )
+
+    def _leave_out(self, kinds: list[str]) -> None:
+        """Tell the person once of each kind of tool that the model is not told of."""
+        for kind in kinds:
+            if kind not in self._left_out and len(self._left_out) < _MOST_NOTES:
+                self._left_out.add(kind)
+                self._note(
+                    f"a client offers the tool {kind[:50]}, which only its maker's own servers run: the model is not "
+                    "told of it"
+                )
 
     async def _embeddings(self, request: Request) -> ASGIApp:
         raise Refused("This server has a model that writes, and none that makes embeddings.", 404)

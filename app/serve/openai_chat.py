@@ -17,23 +17,18 @@ from app.serve.asking import (
     Count,
     Defaults,
     Function,
-    Natural,
-    Seed,
-    Share,
-    Temperature,
     answers_of,
     chosen,
     merged,
-    sampling_of,
     stops_of,
     text_of,
     thinking_of,
 )
 from app.serve.model_service import ModelService
-from app.serve.refusals import Refused, error_json
+from app.serve.openai_fields import DONE, SampledRequest, finish_reason, frame, usage
+from app.serve.refusals import Refused
 from engine.ipc.messages import (
     MOST_LOGPROBS,
-    MOST_SAMPLES,
     Finished,
     Generate,
     Message,
@@ -45,12 +40,8 @@ from engine.ipc.messages import (
     ToolCallPiece,
 )
 
-DONE = b"data: [DONE]\n\n"
 _ROLES = {"developer": "system"}
 _KNOWN_ROLES = ("system", "user", "assistant", "tool")
-Choices = Annotated[int, msgspec.Meta(ge=1, le=MOST_SAMPLES)]
-Penalty = Annotated[float, msgspec.Meta(ge=-2.0, le=2.0)]
-Bias = Annotated[float, msgspec.Meta(ge=-100.0, le=100.0)]
 
 
 class CalledFunction(msgspec.Struct):
@@ -106,10 +97,6 @@ class NamedTool(msgspec.Struct):
     function: ToolByName
 
 
-class StreamOptions(msgspec.Struct):
-    include_usage: bool | None = None
-
-
 class TemplateArguments(msgspec.Struct):
     """Variables of chat templates, as other servers take them."""
 
@@ -117,25 +104,13 @@ class TemplateArguments(msgspec.Struct):
     thinking: bool | None = None
 
 
-class ChatRequest(msgspec.Struct, kw_only=True):
-    """The body. The fields after ``user`` are not OpenAI's, but what other servers have."""
+class ChatRequest(SampledRequest, kw_only=True):
+    """The body. ``chat_template_kwargs`` is not OpenAI's, but what other servers have."""
 
     messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1)]
-    model: str = ""
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    temperature: Temperature | None = None
-    top_p: Share | None = None
-    max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
-    stop: str | list[str] | None = None
-    seed: Seed | None = None
-    n: Choices | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MOST_LOGPROBS)] | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
-    logit_bias: dict[int, Bias] | None = None
     response_format: AnswerFormat | None = None
     tools: list[OfferedTool] | None = None
     tool_choice: str | NamedTool | None = None
@@ -143,12 +118,6 @@ class ChatRequest(msgspec.Struct, kw_only=True):
     functions: list[Any] | None = None
     audio: Any = None
     reasoning_effort: str | None = None
-    user: str | None = None
-    top_k: Natural | None = None
-    min_p: Share | None = None
-    repetition_penalty: float | None = None
-    beams: Count | None = None
-    length_penalty: float | None = None
     chat_template_kwargs: TemplateArguments | None = None
 
     def generate(self, defaults: Defaults) -> Generate:
@@ -160,29 +129,16 @@ class ChatRequest(msgspec.Struct, kw_only=True):
         arguments = self.chat_template_kwargs or TemplateArguments()
         switch = arguments.enable_thinking if arguments.enable_thinking is not None else arguments.thinking
         thinking, effort = thinking_of(self.reasoning_effort, defaults, switch)
-        beams, choices = self.beams or 1, self.n or 1
-        if beams > 1 and choices > beams:
-            raise Refused(f"{beams} beams give {beams} answers at most, not {choices}.", parameter="n")
+        beams, samples = self.widths()
         tools, choice = self._tools()
-        given = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "min_p": self.min_p,
-            "repetition_penalty": self.repetition_penalty,
-            "seed": self.seed,
-            "frequency_penalty": self.frequency_penalty,
-            "presence_penalty": self.presence_penalty,
-            "logit_bias": self.logit_bias,
-        }
         messages = [message.message(f"messages[{number}]") for number, message in enumerate(self.messages)]
         return Generate(
             id=0,
             messages=merged(messages),
-            sampling=sampling_of(defaults if beams == 1 else Defaults(), given),
+            sampling=self.sampling(defaults),
             max_tokens=self.max_completion_tokens or self.max_tokens or defaults.max_tokens,
             stop=stops_of(self.stop),
-            samples=choices if beams == 1 else 1,
+            samples=samples,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             constraint=self.response_format.constraint("response_format") if self.response_format else None,
             tools=tools,
@@ -215,7 +171,7 @@ class ChatAnswers:
         self._client = client
         self._generate = request.generate(defaults)
         self._choices = request.n or 1
-        self._with_usage = bool(request.stream_options and request.stream_options.include_usage)
+        self._with_usage = request.wants_usage
         self._id = f"chatcmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
 
@@ -305,10 +261,6 @@ def _call_delta(call: ToolCallPiece) -> dict[str, object]:
     return {"index": call.index, "id": call.id, "type": "function", "function": function}
 
 
-def finish_reason(answer: Sample) -> str:
-    return "stop" if answer.finish_reason == "cancelled" else answer.finish_reason
-
-
 def logprobs_object(logprobs: list[TokenLogprob]) -> dict[str, object]:
     content = [
         {
@@ -322,25 +274,3 @@ def logprobs_object(logprobs: list[TokenLogprob]) -> dict[str, object]:
         for one in logprobs
     ]
     return {"content": content, "refusal": None}
-
-
-def usage(finished: Finished) -> dict[str, object]:
-    """The tokens of all answers; the prompt counts once."""
-    thoughts = sum(one.reasoning_tokens for one in finished.samples) or finished.reasoning_tokens
-    return {
-        "prompt_tokens": finished.prompt_tokens,
-        "completion_tokens": finished.completion_tokens,
-        "total_tokens": finished.prompt_tokens + finished.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": finished.cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": thoughts},
-    }
-
-
-def frame(value: object) -> bytes:
-    """One server-sent event."""
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"
-
-
-def failure(refused: Refused) -> bytes:
-    """An error in the middle of a stream, which OpenAI's clients raise."""
-    return b"data: " + error_json(refused, "openai") + b"\n\n"

@@ -27,6 +27,7 @@ from app.serve.model_service import ModelService
 from app.serve.server import HttpServer
 from engine.ipc.messages import Load
 
+MODEL = "speaking"
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

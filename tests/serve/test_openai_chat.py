@@ -5,33 +5,14 @@ from __future__ import annotations
 import json
 import threading
 import urllib.request
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 from eventually import eventually
-from served import Served, served, write_speaking_model
+from served import MODEL, Served
 
-from app.serve.asking import Defaults
-from engine.ipc.messages import Sampling
-
-MODEL = "speaking"
 QUESTION: Any = [{"role": "user", "content": "ab"}]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("served")
-    model = write_speaking_model(folder / MODEL)
-    with served(model, folder / "home", defaults=Defaults(Sampling(temperature=0.0)), names=["other"]) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(server: Served) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
-        yield made
 
 
 def test_a_completion_and_its_stream_say_the_same(client: openai.OpenAI) -> None:

@@ -1,0 +1,345 @@
+"""Anthropic's ``/v1/messages`` and the count of a prompt's tokens."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from typing import Annotated, Any
+
+import msgspec
+
+from app.serve.asking import (
+    AnswerFormat,
+    Chosen,
+    Count,
+    Defaults,
+    Natural,
+    Share,
+    Temperature,
+    answers_of,
+    as_text,
+    chosen,
+    merged,
+    sampling_of,
+    stops_of,
+    thinking_of,
+)
+from app.serve.bodies import decoded
+from app.serve.model_service import ModelService
+from app.serve.refusals import Refused, error_json
+from app.serve.segments import Change, Segment, Segments, segments_of
+from engine.ipc.messages import Constraint, Finished, Generate, Message, Piece, Prefill, Sample, Tool, ToolCall
+
+PING = b'event: ping\ndata: {"type":"ping"}\n\n'
+_BILLING = "x-anthropic-billing-header:"
+"""Beginning of a text that Claude Code puts before its system prompt, different with every request. It is for
+Anthropic's own servers, and would make every prompt a new one for the prefix cache."""
+_ANY_OBJECT = msgspec.Raw(b"{}")
+
+
+class Block(msgspec.Struct):
+    """A block of content; its ``type`` says which fields count."""
+
+    type: str
+    text: str = ""
+    id: str = ""
+    name: str = ""
+    input: msgspec.Raw = _ANY_OBJECT
+    tool_use_id: str = ""
+    content: str | list[Any] | None = None
+
+
+Blocks = str | list[Block]
+
+
+class TurnMessage(msgspec.Struct):
+    role: str
+    content: Blocks
+
+
+class MessagesTool(msgspec.Struct):
+    """``type`` is given for tools that Anthropic's own servers run."""
+
+    name: str = ""
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    type: str | None = None
+
+
+class MessagesToolChoice(msgspec.Struct):
+    type: str
+    name: str = ""
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(msgspec.Struct):
+    type: str
+
+
+class UserData(msgspec.Struct):
+    user_id: str | None = None
+
+
+class OutputConfig(msgspec.Struct):
+    effort: str | None = None
+    format: AnswerFormat | None = None
+
+
+class CountRequest(msgspec.Struct, kw_only=True):
+    """The fields that make a prompt."""
+
+    messages: Annotated[list[TurnMessage], msgspec.Meta(min_length=1)]
+    model: str = ""
+    system: Blocks | None = None
+    tools: list[MessagesTool] | None = None
+    tool_choice: MessagesToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: AnswerFormat | None = None
+    metadata: UserData | None = None
+
+    def generate(self, defaults: Defaults) -> Generate:
+        """What the engine is asked. Raises Refused."""
+        found = [Message("system", _system_text(self.system))] if self.system else []
+        for number, message in enumerate(self.messages):
+            found += _messages(message, f"messages[{number}]")
+        found = merged([message for message in found if message.role != "system" or message.content])
+        config = self.output_config or OutputConfig()
+        thinks = self.thinking.type != "disabled" if self.thinking is not None else defaults.thinking or False
+        _, effort = thinking_of("high" if config.effort == "max" else config.effort, defaults)
+        tools, choice = self._tools()
+        return Generate(
+            id=0,
+            messages=found,
+            continue_last=found[-1].role == "assistant" and not found[-1].tool_calls,
+            sampling=defaults.sampling,
+            max_tokens=1,
+            constraint=self._constraint(config),
+            tools=tools,
+            tool_choice=choice.tool_choice,
+            forced_tool=choice.forced_tool,
+            parallel_tool_calls=not (self.tool_choice and self.tool_choice.disable_parallel_tool_use),
+            thinking=thinks,
+            effort=effort,
+        )
+
+    def _constraint(self, config: OutputConfig) -> Constraint | None:
+        form = config.format or self.output_format
+        return form.constraint("output_config.format") if form is not None else None
+
+    def _tools(self) -> tuple[list[Tool], Chosen]:
+        tools = [
+            Tool(
+                name=tool.name,
+                description=tool.description or "",
+                parameters="" if tool.input_schema is None else as_text(tool.input_schema),
+            )
+            for tool in self.tools or ()
+            if tool.type in (None, "custom")
+        ]
+        if self.tool_choice is None:
+            return tools, Chosen()
+        word = {"any": "required", "tool": None}.get(self.tool_choice.type, self.tool_choice.type)
+        return tools, chosen(word, self.tool_choice.name, tools)
+
+    @property
+    def foreign_tools(self) -> list[str]:
+        """Kinds of tools that only Anthropic's own servers run. The model is not told of them."""
+        return [tool.type for tool in self.tools or () if tool.type not in (None, "custom")]
+
+
+class MessagesRequest(CountRequest, kw_only=True):
+    max_tokens: Count
+    stream: bool | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    top_k: Natural | None = None
+    stop_sequences: list[str] | None = None
+
+    def generate(self, defaults: Defaults) -> Generate:
+        given = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        return msgspec.structs.replace(
+            super().generate(defaults),
+            sampling=sampling_of(defaults, given),
+            max_tokens=self.max_tokens,
+            stop=stops_of(self.stop_sequences, "stop_sequences"),
+        )
+
+
+# --- the conversation -----------------------------------------------------------------------------------------------
+
+
+def _system_text(system: Blocks | None) -> str:
+    if system is None or isinstance(system, str):
+        return system or ""
+    return "\n\n".join(block.text for block in system if not block.text.startswith(_BILLING))
+
+
+def _messages(message: TurnMessage, where: str) -> Iterator[Message]:
+    """What one message is for the engine: results of tools are messages of their own. Raises Refused."""
+    if message.role not in ("user", "assistant", "system"):
+        raise Refused(f"The role {message.role[:50]!r} is unknown: use user or assistant.", parameter=f"{where}.role")
+    if isinstance(message.content, str):
+        yield Message(message.role, message.content)  # type: ignore[arg-type]
+        return
+    texts: list[str] = []
+    calls: list[ToolCall] = []
+    for number, block in enumerate(message.content):
+        match block.type:
+            case "text":
+                texts.append(block.text)
+            case "tool_use":
+                calls.append(ToolCall(id=block.id, name=block.name, arguments=bytes(block.input).decode()))
+            case "tool_result":
+                yield Message("tool", _result_text(block, f"{where}.content[{number}]"), tool_call_id=block.tool_use_id)
+            case "thinking" | "redacted_thinking":
+                continue  # templates leave out the thoughts of earlier answers
+            case _:
+                raise Refused(
+                    f"This model reads text only, not {block.type[:50]!r}: leave that block out.",
+                    parameter=f"{where}.content[{number}]",
+                )
+    if texts or calls:
+        yield Message(message.role, "\n".join(texts), tool_calls=calls)  # type: ignore[arg-type]
+
+
+def _result_text(block: Block, where: str) -> str:
+    if block.content is None or isinstance(block.content, str):
+        return block.content or ""
+    inner = decoded(msgspec.json.encode(block.content), list[Block])
+    for part in inner:
+        if part.type != "text":
+            raise Refused(f"This model reads text only, not {part.type[:50]!r}.", parameter=where)
+    return "\n".join(part.text for part in inner)
+
+
+# --- the answer -----------------------------------------------------------------------------------------------------
+
+
+async def count_tokens(service: ModelService, request: CountRequest, defaults: Defaults, client: str) -> bytes:
+    """The number of tokens of the prompt. The engine is stopped before it runs them. Raises Refused."""
+    service.check_name(request.model)
+    tokens = 0
+    async with aclosing(service.answer(request.generate(defaults), client)) as events:
+        async for event in events:
+            if isinstance(event, Prefill):
+                tokens = event.total
+                break
+            if isinstance(event, Finished):
+                tokens = event.prompt_tokens
+    return msgspec.json.encode({"input_tokens": tokens})
+
+
+class MessageAnswer:
+    """The answer to one request, as a whole or as events."""
+
+    def __init__(self, service: ModelService, request: MessagesRequest, defaults: Defaults, client: str) -> None:
+        self._model = service.check_name(request.model)
+        self._service = service
+        self._client = client
+        self._generate = request.generate(defaults)
+        self._id = f"msg_{uuid.uuid4().hex}"
+
+    async def whole(self) -> bytes:
+        """The message. Raises Refused."""
+        finished = await self._service.finished(self._generate, self._client)
+        answer = answers_of(finished)[0]
+        content = [_block(segment) for segment in segments_of(answer)]
+        ended = _ended(answer)
+        return msgspec.json.encode({**self._message(content), **ended, "usage": _usage(finished)})
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Server-sent events. Raises Refused."""
+        segments = Segments()
+        begun = False
+        async with aclosing(self._service.answer(self._generate, self._client)) as events:
+            async for event in events:
+                if not begun:
+                    begun = True
+                    prompt = event if isinstance(event, Prefill) else Prefill(done=0, total=0)
+                    yield self._start(prompt)
+                if isinstance(event, Piece):
+                    for change in segments.take(event):
+                        yield _changed(change)
+                elif isinstance(event, Finished):
+                    for change in segments.end():
+                        yield _changed(change)
+                    delta = _ended(answers_of(event)[0])
+                    yield _event("message_delta", delta=delta, usage=_usage(event))
+                    yield _event("message_stop")
+
+    def _start(self, prompt: Prefill) -> bytes:
+        counts = {
+            "input_tokens": prompt.total - prompt.reused,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": prompt.reused,
+            "output_tokens": 0,
+        }
+        message = {**self._message([]), "stop_reason": None, "stop_sequence": None, "usage": counts}
+        return _event("message_start", message=message)
+
+    def _message(self, content: list[dict[str, object]]) -> dict[str, object]:
+        return {"id": self._id, "type": "message", "role": "assistant", "model": self._model, "content": content}
+
+
+def _changed(change: Change) -> bytes:
+    segment = change.segment
+    match change.what:
+        case "began":
+            block = _block(segment)
+            if segment.kind == "call":
+                block["input"] = {}
+            return _event("content_block_start", index=segment.number, content_block=block)
+        case "added":
+            kind, name = {
+                "thoughts": ("thinking_delta", "thinking"),
+                "text": ("text_delta", "text"),
+                "call": ("input_json_delta", "partial_json"),
+            }[segment.kind]
+            return _event("content_block_delta", index=segment.number, delta={"type": kind, name: change.added})
+        case _:
+            return _event("content_block_stop", index=segment.number)
+
+
+def _block(segment: Segment) -> dict[str, object]:
+    match segment.kind:
+        case "thoughts":
+            return {"type": "thinking", "thinking": segment.text, "signature": ""}
+        case "text":
+            return {"type": "text", "text": segment.text}
+        case _:
+            return {"type": "tool_use", "id": segment.id, "name": segment.name, "input": _arguments(segment.text)}
+
+
+def _arguments(text: str) -> object:
+    """The arguments of a call; none of them where the answer's limit cut them off."""
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return {}
+
+
+def _ended(answer: Sample) -> dict[str, object]:
+    reason = {"length": "max_tokens", "tool_calls": "tool_use"}.get(answer.finish_reason, "end_turn")
+    if answer.stop_string:
+        reason = "stop_sequence"
+    return {"stop_reason": reason, "stop_sequence": answer.stop_string or None}
+
+
+def _usage(finished: Finished) -> dict[str, object]:
+    return {
+        "input_tokens": finished.prefilled_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": finished.cached_tokens,
+        "output_tokens": finished.completion_tokens,
+    }
+
+
+def _event(kind: str, **fields: object) -> bytes:
+    return f"event: {kind}\n".encode() + b"data: " + msgspec.json.encode({"type": kind, **fields}) + b"\n\n"
+
+
+def failure(refused: Refused) -> bytes:
+    """An error in the middle of a stream."""
+    return b"event: error\ndata: " + error_json(refused, "anthropic") + b"\n\n"

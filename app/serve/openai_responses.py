@@ -1,0 +1,324 @@
+"""OpenAI's ``/v1/responses``, as far as coding clients need it: nothing is kept between requests."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+
+from app.serve.asking import (
+    AnswerFormat,
+    Chosen,
+    Content,
+    Count,
+    Defaults,
+    Share,
+    Temperature,
+    answers_of,
+    as_text,
+    chosen,
+    merged,
+    sampling_of,
+    text_of,
+    thinking_of,
+)
+from app.serve.model_service import ModelService
+from app.serve.openai_fields import reasoning_tokens
+from app.serve.refusals import Refused, error_object
+from app.serve.segments import Change, Segment, Segments, segments_of
+from engine.ipc.messages import Finished, Generate, Message, Piece, Tool, ToolCall
+
+_ROLES = {"developer": "system"}
+_KNOWN_ROLES = ("system", "user", "assistant")
+
+
+class InputItem(msgspec.Struct):
+    """One item of the conversation; its ``type`` says which fields count."""
+
+    type: str = "message"
+    role: str = "user"
+    content: Content = None
+    call_id: str = ""
+    name: str = ""
+    arguments: str = ""
+    output: Content = None
+
+
+class ResponseTool(msgspec.Struct):
+    type: str
+    name: str = ""
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class ResponseToolChoice(msgspec.Struct):
+    type: str = ""
+    name: str = ""
+
+
+class ResponseText(msgspec.Struct):
+    format: AnswerFormat | None = None
+
+
+class ResponseReasoning(msgspec.Struct):
+    effort: str | None = None
+
+
+class ResponsesRequest(msgspec.Struct, kw_only=True):
+    input: str | list[InputItem]
+    model: str = ""
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    stream: bool | None = None
+    text: ResponseText | None = None
+    reasoning: ResponseReasoning | None = None
+    tools: list[ResponseTool] | None = None
+    tool_choice: str | ResponseToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    previous_response_id: str | None = None
+    conversation: Any = None
+    background: bool | None = None
+    user: str | None = None
+    prompt_cache_key: str | None = None
+
+    def generate(self, defaults: Defaults) -> Generate:
+        """What the engine is asked. Raises Refused for what is not offered."""
+        for name in ("previous_response_id", "conversation", "background"):
+            if getattr(self, name):
+                raise Refused(
+                    f"Nothing is kept between requests here: leave {name} out, and send the whole conversation as "
+                    "input.",
+                    parameter=name,
+                )
+        thinking, effort = thinking_of(self.reasoning.effort if self.reasoning else None, defaults)
+        tools, choice = self._tools()
+        form = self.text.format if self.text else None
+        return Generate(
+            id=0,
+            messages=self._messages(),
+            sampling=sampling_of(defaults, {"temperature": self.temperature, "top_p": self.top_p}),
+            max_tokens=self.max_output_tokens or defaults.max_tokens,
+            constraint=form.constraint("text.format") if form else None,
+            tools=tools,
+            tool_choice=choice.tool_choice,
+            forced_tool=choice.forced_tool,
+            parallel_tool_calls=self.parallel_tool_calls is not False,
+            thinking=thinking,
+            effort=effort,
+        )
+
+    def _tools(self) -> tuple[list[Tool], Chosen]:
+        tools = [
+            Tool(
+                name=tool.name,
+                description=tool.description or "",
+                parameters="" if tool.parameters is None else as_text(tool.parameters),
+            )
+            for tool in self.tools or ()
+            if tool.type == "function"
+        ]
+        if isinstance(self.tool_choice, ResponseToolChoice):
+            return tools, chosen(None, self.tool_choice.name, tools)
+        return tools, chosen(self.tool_choice, "", tools)
+
+    @property
+    def foreign_tools(self) -> list[str]:
+        """Kinds of tools that only OpenAI's own servers run. The model is not told of them."""
+        return [tool.type for tool in self.tools or () if tool.type != "function"]
+
+    def _messages(self) -> list[Message]:
+        found = [Message("system", self.instructions)] if self.instructions else []
+        if isinstance(self.input, str):
+            return [*found, Message("user", self.input)]
+        for number, item in enumerate(self.input):
+            found = _with_item(found, item, f"input[{number}]")
+        if not any(message.role != "system" for message in found):
+            raise Refused("The input holds no message to answer.", parameter="input")
+        return merged(found)
+
+
+def _with_item(messages: list[Message], item: InputItem, where: str) -> list[Message]:
+    """Raises Refused for an item of an unknown kind."""
+    match item.type:
+        case "message":
+            role = _ROLES.get(item.role, item.role)
+            if role not in _KNOWN_ROLES:
+                raise Refused(f"The role {item.role[:50]!r} is unknown.", parameter=f"{where}.role")
+            message = Message(role, text_of(item.content, f"{where}.content"))  # type: ignore[arg-type]
+            return [*messages, message]
+        case "function_call":
+            call = ToolCall(id=item.call_id, name=item.name, arguments=item.arguments)
+            if messages and messages[-1].role == "assistant":
+                last = messages[-1]
+                return [*messages[:-1], msgspec.structs.replace(last, tool_calls=[*last.tool_calls, call])]
+            return [*messages, Message("assistant", "", tool_calls=[call])]
+        case "function_call_output":
+            result = text_of(item.output, f"{where}.output")
+            return [*messages, Message("tool", result, tool_call_id=item.call_id)]
+        case "reasoning":
+            # Templates leave out the thoughts of earlier answers.
+            return messages
+        case _:
+            raise Refused(f"Items of the kind {item.type[:50]!r} are not read here.", parameter=f"{where}.type")
+
+
+class ResponseAnswer:
+    """The answer to one request, as a whole or as events."""
+
+    def __init__(self, service: ModelService, request: ResponsesRequest, defaults: Defaults, client: str) -> None:
+        self._model = service.check_name(request.model)
+        self._service = service
+        self._request = request
+        self._client = client
+        self._generate = request.generate(defaults)
+        self._id = f"resp_{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._items: dict[int, str] = {}
+        self._number = -1
+
+    async def whole(self) -> bytes:
+        """The response. Raises Refused."""
+        finished = await self._service.finished(self._generate, self._client)
+        segments = segments_of(answers_of(finished)[0])
+        return msgspec.json.encode(self._response(segments, finished))
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Server-sent events. Raises Refused before the first one only."""
+        segments = Segments()
+        begun = False
+        try:
+            async with aclosing(self._service.answer(self._generate, self._client)) as events:
+                async for event in events:
+                    if not begun:
+                        begun = True
+                        for kind in ("response.created", "response.in_progress"):
+                            yield self._event(kind, response=self._response([], None))
+                    if isinstance(event, Piece):
+                        for change in segments.take(event):
+                            for made in self._changed(change):
+                                yield made
+                    elif isinstance(event, Finished):
+                        for change in segments.end():
+                            for made in self._changed(change):
+                                yield made
+                        response = self._response(segments.done, event)
+                        yield self._event(f"response.{response['status']}", response=response)
+        except Refused as refused:
+            if not begun:
+                raise
+            failed = self._response(segments.done, None)
+            failed |= {"status": "failed", "error": {"code": "server_error", "message": str(refused)}}
+            yield self._event("response.failed", response=failed)
+
+    # --- events -------------------------------------------------------------------------------------------------------
+
+    def _changed(self, change: Change) -> Iterator[bytes]:
+        segment = change.segment
+        place = {"output_index": segment.number, "item_id": self._item_id(segment)}
+        part = {**place, "content_index": 0}
+        match change.what, segment.kind:
+            case "began", kind:
+                item = {**self._item(segment), "status": "in_progress"}
+                if kind != "call":
+                    item["content"] = []
+                yield self._event("response.output_item.added", output_index=segment.number, item=item)
+                if kind != "call":
+                    yield self._event("response.content_part.added", **part, part=self._part(segment))
+            case "added", "text":
+                yield self._event("response.output_text.delta", **part, delta=change.added, logprobs=[])
+            case "added", "thoughts":
+                yield self._event("response.reasoning_text.delta", **part, delta=change.added)
+            case "added", _:
+                yield self._event("response.function_call_arguments.delta", **place, delta=change.added)
+            case _, "call":
+                yield self._event(
+                    "response.function_call_arguments.done", **place, arguments=segment.text, name=segment.name
+                )
+                yield self._event("response.output_item.done", output_index=segment.number, item=self._item(segment))
+            case _:
+                if segment.kind == "text":
+                    yield self._event("response.output_text.done", **part, text=segment.text, logprobs=[])
+                else:
+                    yield self._event("response.reasoning_text.done", **part, text=segment.text)
+                yield self._event("response.content_part.done", **part, part=self._part(segment))
+                yield self._event("response.output_item.done", output_index=segment.number, item=self._item(segment))
+
+    def _event(self, kind: str, **fields: object) -> bytes:
+        self._number += 1
+        value = {"type": kind, "sequence_number": self._number, **fields}
+        return f"event: {kind}\n".encode() + b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+    # --- objects ------------------------------------------------------------------------------------------------------
+
+    def _item_id(self, segment: Segment) -> str:
+        kind = {"thoughts": "rs", "text": "msg", "call": "fc"}[segment.kind]
+        return self._items.setdefault(segment.number, f"{kind}_{uuid.uuid4().hex}")
+
+    def _part(self, segment: Segment) -> dict[str, object]:
+        if segment.kind == "thoughts":
+            return {"type": "reasoning_text", "text": segment.text}
+        return {"type": "output_text", "text": segment.text, "annotations": [], "logprobs": []}
+
+    def _item(self, segment: Segment) -> dict[str, object]:
+        head: dict[str, object] = {"id": self._item_id(segment), "status": "completed"}
+        match segment.kind:
+            case "thoughts":
+                return {**head, "type": "reasoning", "summary": [], "content": [self._part(segment)]}
+            case "text":
+                return {**head, "type": "message", "role": "assistant", "content": [self._part(segment)]}
+            case _:
+                call = {"call_id": segment.id, "name": segment.name, "arguments": segment.text}
+                return {**head, "type": "function_call", **call}
+
+    def _response(self, segments: list[Segment], finished: Finished | None) -> dict[str, object]:
+        """The response object; without ``finished`` as it is in progress."""
+        request = self._request
+        cut = finished is not None and finished.finish_reason == "length"
+        effort = request.reasoning.effort if request.reasoning else None
+        form = request.text.format if request.text and request.text.format else AnswerFormat()
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": "in_progress" if finished is None else "incomplete" if cut else "completed",
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "model": self._model,
+            "output": [self._item(segment) for segment in segments],
+            "parallel_tool_calls": self._generate.parallel_tool_calls,
+            "previous_response_id": None,
+            "reasoning": {"effort": effort, "summary": None},
+            "store": False,
+            "temperature": request.temperature,
+            "text": {"format": {"type": form.type}},
+            "tool_choice": self._generate.tool_choice,
+            "tools": [],
+            "top_p": request.top_p,
+            "truncation": "disabled",
+            "usage": None if finished is None else _usage(finished),
+            "metadata": {},
+        }
+
+
+def failure(refused: Refused) -> bytes:
+    """An error in the middle of a stream."""
+    value = {"type": "error", **error_object(refused, "openai")}
+    return b"event: error\ndata: " + msgspec.json.encode(value) + b"\n\n"
+
+
+def _usage(finished: Finished) -> dict[str, object]:
+    return {
+        "input_tokens": finished.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": finished.cached_tokens},
+        "output_tokens": finished.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": reasoning_tokens(finished)},
+        "total_tokens": finished.prompt_tokens + finished.completion_tokens,
+    }

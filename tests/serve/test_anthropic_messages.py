@@ -1,0 +1,106 @@
+"""``/v1/messages`` as Anthropic's own client uses it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anthropic
+import pytest
+from served import MODEL
+
+from app.serve.anthropic_messages import MessagesRequest
+from app.serve.asking import Defaults
+from app.serve.bodies import decoded
+from app.serve.segments import Segments, segments_of
+from engine.ipc.messages import Message, Piece, Sample, Tool, ToolCall, ToolCallPiece
+
+QUESTION: Any = [{"role": "user", "content": "ab"}]
+
+
+def test_a_message_and_its_events_say_the_same(claude: anthropic.Anthropic) -> None:
+    asked: Any = {"model": MODEL, "messages": QUESTION, "max_tokens": 8, "system": [{"type": "text", "text": "x"}]}
+    whole = claude.messages.create(**asked)
+    with claude.messages.stream(**asked) as stream:
+        text = "".join(stream.text_stream)
+        final = stream.get_final_message()
+    assert whole.content[0].type == final.content[0].type == "text"
+    assert whole.content[0].text == final.content[0].text == text != ""
+    assert whole.stop_reason == final.stop_reason == "max_tokens"
+    assert whole.usage.output_tokens == final.usage.output_tokens == 8
+    prompt = whole.usage.input_tokens + (whole.usage.cache_read_input_tokens or 0)
+    counted = claude.messages.count_tokens(model=MODEL, messages=QUESTION, system="x")
+    assert counted.input_tokens == prompt == 5 + len("system\nxuser\nabassistant\n")
+
+
+def test_the_events_in_their_order(claude: anthropic.Anthropic) -> None:
+    events = list(claude.messages.create(model=MODEL, messages=QUESTION, max_tokens=2, stream=True))
+    kinds = [event.type for event in events]
+    assert kinds[:2] == ["message_start", "content_block_start"] and set(kinds[2:-3]) == {"content_block_delta"}
+    assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "said"),
+    [
+        ({"model": "nobody"}, anthropic.NotFoundError, "nobody"),
+        ({"max_tokens": 0}, anthropic.BadRequestError, "max_tokens"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, anthropic.BadRequestError, "text only"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, anthropic.BadRequestError, "wizard"),
+        ({"tool_choice": {"type": "tool", "name": "x"}}, anthropic.BadRequestError, "no tool"),
+    ],
+)
+def test_what_cannot_be_answered_is_said_in_the_form_of_the_protocol(
+    claude: anthropic.Anthropic, wrong: dict[str, Any], error: type[anthropic.APIStatusError], said: str
+) -> None:
+    body = {"model": MODEL, "messages": QUESTION, "max_tokens": 4, **wrong}
+    with pytest.raises(error, match=said) as caught:
+        claude.post("/v1/messages", body=body, cast_to=object)
+    assert isinstance(caught.value.body, dict) and caught.value.body["type"] == "error"
+
+
+def test_a_conversation_with_tools() -> None:
+    body = b"""{"max_tokens": 9, "system": [{"type": "text", "text": "x-anthropic-billing-header: 1"},
+        {"type": "text", "text": "be brief"}], "messages": [
+        {"role": "user", "content": "look"},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm", "signature": ""},
+            {"type": "text", "text": "I look."}, {"type": "tool_use", "id": "c1", "name": "ls", "input": {"a": 1}}]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "x"}]},
+            {"type": "text", "text": "and?"}]},
+        {"role": "assistant", "content": "So"}],
+        "tools": [{"name": "ls", "input_schema": {"type": "object"}}, {"type": "web_search_20250305", "name": "w"}],
+        "tool_choice": {"type": "any", "disable_parallel_tool_use": true}, "thinking": {"type": "enabled"}}"""
+    request = decoded(body, MessagesRequest)
+    asked = request.generate(Defaults())
+    assert asked.messages == [
+        Message("system", "be brief"),
+        Message("user", "look"),
+        Message("assistant", "I look.", tool_calls=[ToolCall(id="c1", name="ls", arguments='{"a": 1}')]),
+        Message("tool", "x", tool_call_id="c1"),
+        Message("user", "and?"),
+        Message("assistant", "So"),
+    ]
+    assert asked.continue_last and asked.thinking and asked.max_tokens == 9
+    assert asked.tools == [Tool(name="ls", parameters='{"type":"object"}')]
+    assert (asked.tool_choice, asked.parallel_tool_calls) == ("required", False)
+    assert request.foreign_tools == ["web_search_20250305"]
+
+
+def test_pieces_become_the_segments_of_the_whole_answer() -> None:
+    pieces = [
+        Piece(text="", tokens=1, reasoning="H"),
+        Piece(text="A", tokens=2, reasoning="m."),
+        Piece(text="B", tokens=3, tool_calls=[ToolCallPiece(index=0, id="c1", name="ls", arguments="{")]),
+        Piece(text="", tokens=4, tool_calls=[ToolCallPiece(index=0, arguments="}"),
+                                             ToolCallPiece(index=1, id="c2", name="rm")]),
+        Piece(text="", tokens=5, tool_calls=[ToolCallPiece(index=1, arguments="[]")]),
+    ]  # fmt: skip
+    segments = Segments()
+    changes = [change for piece in pieces for change in segments.take(piece)]
+    changes += segments.end()
+    calls = [ToolCall(id="c1", name="ls", arguments="{}"), ToolCall(id="c2", name="rm", arguments="[]")]
+    whole = Sample(text="AB", token_ids=[], finish_reason="tool_calls", reasoning="Hm.", tool_calls=calls)
+    assert segments.done == segments_of(whole)
+    for number in range(4):
+        own = [change.what for change in changes if change.segment.number == number]
+        assert own[0] == "began" and own[-1] == "ended" and own.count("ended") == 1
