@@ -16,7 +16,7 @@ from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.message import Message
 from textual.screen import Screen
-from textual.widgets import Footer, Static
+from textual.widgets import Static
 
 from app.chat.words import size
 from app.engine_client import Engine, EngineClient, EngineDied
@@ -28,6 +28,7 @@ from app.tui.keymap import KEYMAP_FILE, use
 from app.tui.keymap_file import keymap_of
 from app.tui.palette import screen_commands
 from app.tui.render.formatting import bar, flowing
+from app.tui.render.key_footer import KeyFooter
 from app.tui.render.rendered import Rendered
 from app.tui.render.ring_view import peer_lines
 from app.tui.screens.dialogues import Confirm
@@ -102,7 +103,7 @@ class LendingApp(TerminalApp):
             yield LendingDetails()
         with VerticalScroll(id="log", can_focus=True):
             yield Events()
-        yield Footer(compact=True, show_command_palette=False)
+        yield KeyFooter()
 
     def on_mount(self) -> None:
         keymap = keymap_of(locate("config") / KEYMAP_FILE)

@@ -10,10 +10,11 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.screen import Screen
-from textual.widgets import Footer, Static
+from textual.widgets import Static
 
 from app.chat.state import Update
 from app.tui.keymap import bound, key
+from app.tui.render.key_footer import KeyFooter
 
 WIDE = 104
 """Columns of a terminal from which on a panel fits beside the conversation."""
@@ -66,7 +67,7 @@ class PanelScreen(Screen[None]):
     def compose(self) -> ComposeResult:
         yield Static(self._panel.TITLE, classes="screen-title", markup=False)
         yield self._panel
-        yield Footer(compact=True, show_command_palette=False)
+        yield KeyFooter()
 
     def on_mount(self) -> None:
         self._panel.focus_first()

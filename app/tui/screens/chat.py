@@ -13,7 +13,7 @@ from textual.containers import Container, Horizontal, Vertical
 from textual.content import Content
 from textual.message import Message
 from textual.screen import Screen
-from textual.widgets import Footer, Static
+from textual.widgets import Static
 from textual.worker import Worker, WorkerCancelled, WorkerState
 
 from app.chat.controller import ChatController
@@ -51,6 +51,7 @@ from app.tui.chat.transcript import Transcript
 from app.tui.keymap import ChatCommand, UnknownCommand, bound, key, parse
 from app.tui.panels.panel import Panel, PanelSlot
 from app.tui.render.highlighting import Highlighter
+from app.tui.render.key_footer import KeyFooter
 from app.tui.screens.arguments import slash_commands
 from app.tui.screens.chat_setup import SetupCommands
 from app.tui.screens.chats_side import ChatsSide
@@ -164,7 +165,7 @@ class ChatScreen(Screen[None]):
                 yield self.prompt
             yield Container(id="side")
         yield StatusLine(self.controller.status, id="status")
-        yield Footer(compact=True, show_command_palette=False)
+        yield KeyFooter()
 
     def on_mount(self) -> None:
         self.query_one("#transcript").display = self.query_one("#heading").display = False

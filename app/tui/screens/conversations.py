@@ -9,10 +9,11 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.content import Content
 from textual.screen import Screen
-from textual.widgets import Footer, Static
+from textual.widgets import Static
 
 from app.chat.controller import ChatController
 from app.tui.keymap import bound
+from app.tui.render.key_footer import KeyFooter
 from app.tui.screens.chat_browser import ChatBrowser, ConversationChosen
 
 
@@ -31,7 +32,7 @@ class ConversationsScreen(Screen[ConversationChosen | None]):
     def compose(self) -> ComposeResult:
         yield Static("Chats", classes="screen-title", markup=False)
         yield ChatBrowser(self._controller)
-        yield Footer(compact=True, show_command_palette=False)
+        yield KeyFooter()
 
     def on_mount(self) -> None:
         self.query_one(ChatBrowser).focus_search()

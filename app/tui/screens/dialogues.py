@@ -12,9 +12,10 @@ from textual.containers import Vertical, VerticalScroll
 from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widget import Widget
-from textual.widgets import Footer, Input, Static
+from textual.widgets import Input, Static
 
 from app.tui.keymap import COMMANDS, bound, keys_of, readable, with_keys
+from app.tui.render.key_footer import KeyFooter
 from app.tui.render.markdown import render_markdown
 from app.tui.render.rendered import Rendered
 
@@ -90,7 +91,7 @@ class HelpScreen(ModalScreen[None]):
     def compose(self) -> ComposeResult:
         with VerticalScroll(classes="help"):
             yield _HelpText(self._text)
-        yield Footer(compact=True, show_command_palette=False)
+        yield KeyFooter()
 
 
 class AskText(ModalScreen[str | None]):
@@ -107,7 +108,7 @@ class AskText(ModalScreen[str | None]):
         with Vertical(classes="dialogue"):
             yield Static(self._label, markup=False, classes="dialogue-title")
             yield Input(self._text, select_on_focus=True)
-        yield Footer(compact=True, show_command_palette=False)
+        yield KeyFooter()
 
     @on(Input.Submitted)
     def _done(self, event: Input.Submitted) -> None:
@@ -130,7 +131,7 @@ class Tell(ModalScreen[None]):
         with VerticalScroll(classes="dialogue telling"):
             yield Static(self._told[0], markup=False, classes="dialogue-title")
             yield Static(self._told[1], markup=False)
-        yield Footer(compact=True, show_command_palette=False)
+        yield KeyFooter()
 
 
 class Confirm(ModalScreen[bool]):
@@ -151,4 +152,4 @@ class Confirm(ModalScreen[bool]):
             yield Static(self._question, markup=False, classes="dialogue-title")
             if self._detail:
                 yield Static(self._detail, markup=False)
-        yield Footer(compact=True, show_command_palette=False)
+        yield KeyFooter()

@@ -8,7 +8,9 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.screen import ModalScreen
-from textual.widgets import Footer, Static, TextArea
+from textual.widgets import Static, TextArea
+
+from app.tui.render.key_footer import KeyFooter
 
 
 class EditText(ModalScreen[str | None]):
@@ -34,7 +36,7 @@ class EditText(ModalScreen[str | None]):
             yield Static(self._title, markup=False, classes="dialogue-title")
             yield Static(self._hint, markup=False, classes="dialogue-hint")
             yield TextArea(self._text, compact=True, highlight_cursor_line=False, tab_behavior="focus")
-        yield Footer(compact=True, show_command_palette=False)
+        yield KeyFooter()
 
     def on_mount(self) -> None:
         area = self.query_one(TextArea)

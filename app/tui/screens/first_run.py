@@ -9,7 +9,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.content import Content
 from textual.screen import Screen
-from textual.widgets import Footer, OptionList, Static
+from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
 from app.chat.first_run import FirstRun, begun
@@ -19,6 +19,7 @@ from app.chat.words import size
 from app.machine import Machine, this_machine
 from app.tui.keymap import bound
 from app.tui.render.downloads import download_lines
+from app.tui.render.key_footer import KeyFooter
 
 _MUTED = "$foreground-muted"
 OTHER = "Choose another…"
@@ -62,7 +63,7 @@ class FirstRunScreen(Screen[bool]):
         )
         yield OptionList(id="first-models")
         yield Static("", id="first-machine", markup=False)
-        yield Footer(compact=True, show_command_palette=False)
+        yield KeyFooter()
 
     def on_mount(self) -> None:
         self._first_run.on_change = self._draw

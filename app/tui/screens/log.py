@@ -9,10 +9,11 @@ from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.screen import Screen
-from textual.widgets import Footer, Static
+from textual.widgets import Static
 
 from app.log_tail import LOGS, log_path, read_tail, version
 from app.tui.keymap import bound
+from app.tui.render.key_footer import KeyFooter
 from app.tui.terminal.application import CopyRequested
 
 LOOK_S = 0.5
@@ -46,7 +47,7 @@ class LogScreen(Screen[None]):
         yield Static(id="log-path", markup=False)
         with VerticalScroll(id="log"):
             yield Static(id="log-lines", markup=False)
-        yield Footer(compact=True, show_command_palette=False)
+        yield KeyFooter()
 
     def on_mount(self) -> None:
         self.query_one("#log").focus()

@@ -11,7 +11,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.screen import Screen
-from textual.widgets import Footer, OptionList, Static
+from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
 from app.chat.controller import ChatController
@@ -23,6 +23,7 @@ from app.settings.fields import ItemError, check_item
 from app.text_safety import one_line
 from app.tui.keymap import bound
 from app.tui.render.formatting import flowing
+from app.tui.render.key_footer import KeyFooter
 from app.tui.render.rendered import Rendered
 from app.tui.render.ring_view import peer_lines, ring_lines
 from app.tui.screens.dialogues import AskText, Confirm
@@ -68,7 +69,7 @@ class MachinesScreen(Screen[None]):
             yield Here(self._controller)
         yield OptionList(id="machines")
         yield Static("", id="machines-problem", markup=False)
-        yield Footer(compact=True, show_command_palette=False)
+        yield KeyFooter()
 
     def on_mount(self) -> None:
         self.query_one(OptionList).focus()

@@ -9,7 +9,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.content import Content
 from textual.screen import Screen
-from textual.widgets import Footer, Input, OptionList, Static
+from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 from app.chat.controller import ChatController
@@ -20,6 +20,7 @@ from app.chat.state import DownloadsChanged, Update
 from app.text_safety import one_line
 from app.tui.keymap import bound
 from app.tui.render.downloads import download_lines
+from app.tui.render.key_footer import KeyFooter
 from engine.errors import ModelError
 
 _MUTED = "$foreground-muted"
@@ -61,7 +62,7 @@ class ModelsScreen(Screen[str | None]):
         yield Static(Content.assemble(("↓", "$text-warning"), " Not downloaded. Enter downloads it."), id="models-hint")
         yield Static("", id="model-problem", classes="problem", markup=False)
         yield Input(placeholder="another model: owner/name, owner/name:Q4_K_M, a folder, or a .gguf file", id="other")
-        yield Footer(compact=True, show_command_palette=False)
+        yield KeyFooter()
 
     def on_mount(self) -> None:
         self.query_one(OptionList).focus()

@@ -12,7 +12,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.screen import Screen
-from textual.widgets import Footer, Input, OptionList, Static, TextArea
+from textual.widgets import Input, OptionList, Static, TextArea
 from textual.widgets.option_list import Option
 
 from app.chat.controller import ChatController
@@ -22,6 +22,7 @@ from app.settings.personas import Persona, PersonasFile
 from app.settings.schema import setting_named
 from app.text_safety import one_line
 from app.tui.keymap import bound, key
+from app.tui.render.key_footer import KeyFooter
 from app.tui.screens.dialogues import AskText, Confirm
 from app.tui.screens.value_editor import ValueEditor, ValueRow
 
@@ -72,7 +73,7 @@ class PersonasScreen(Screen[Chosen | None]):
         yield OptionList(id="personas")
         yield Static(_NONE_YET, id="personas-hint", markup=False)
         yield Static("", id="personas-problem", classes="problem", markup=False)
-        yield Footer(compact=True, show_command_palette=False)
+        yield KeyFooter()
 
     def on_mount(self) -> None:
         self.query_one("#personas").can_focus = False
@@ -290,7 +291,7 @@ class PersonaEditor(Screen[str | None]):
             yield system
             yield ValueEditor(self._values)
         yield Static("", id="personas-problem", classes="problem", markup=False)
-        yield Footer(compact=True, show_command_palette=False)
+        yield KeyFooter()
 
     def on_mount(self) -> None:
         self.query_one("#personas-problem").display = False

@@ -9,7 +9,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.content import Content
 from textual.screen import Screen
-from textual.widgets import Footer, Static
+from textual.widgets import Static
 
 from app.chat.controller import ChatController
 from app.chat.state import StatusChanged, Update
@@ -17,6 +17,7 @@ from app.settings.fields import Setting, Value
 from app.settings.layers import ADJUSTABLE, PRESETS, SAMPLED, Source, preset_in, value_in_effect
 from app.text_safety import one_line
 from app.tui.keymap import bound, key
+from app.tui.render.key_footer import KeyFooter
 from app.tui.screens.value_editor import ValueEditor, ValueRow
 
 
@@ -88,7 +89,7 @@ class SamplingScreen(Screen[None]):
         yield Static("", id="presets", markup=False)
         yield ValueEditor(ChatValueList(self._controller))
         yield Static("", id="sampling-note", markup=False)
-        yield Footer(compact=True, show_command_palette=False)
+        yield KeyFooter()
 
     def on_mount(self) -> None:
         self.query_one(ValueEditor).focus_list()

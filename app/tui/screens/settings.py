@@ -14,7 +14,7 @@ from textual.geometry import Size
 from textual.screen import Screen
 from textual.timer import Timer
 from textual.widget import Widget
-from textual.widgets import Footer, Input, RadioButton, RadioSet, Select, Static, Switch, TextArea
+from textual.widgets import Input, RadioButton, RadioSet, Select, Static, Switch, TextArea
 
 from app.chat.controller import ChatController
 from app.chat.state import FellBack, Update
@@ -25,6 +25,7 @@ from app.settings.schema import SCHEMA
 from app.text_safety import one_line
 from app.tui.keymap import bound, key
 from app.tui.render.formatting import bar, flowing
+from app.tui.render.key_footer import KeyFooter
 from app.tui.render.rendered import Rendered
 from app.tui.render.ring_view import ring_lines
 from engine.ipc.messages import DeviceMemory, Planned
@@ -238,7 +239,7 @@ class SettingsScreen(Screen[str]):
                         yield SettingRow(setting, self._controller, self._machine, self._draft)
         with VerticalScroll(id="prediction"):
             yield Prediction()
-        yield Footer(compact=True, show_command_palette=False)
+        yield KeyFooter()
         self.call_after_refresh(self._predict_soon, _AT_ONCE_S)
 
     def handle_update(self, update: Update) -> None:
