@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import textual.pilot
 from fake_engine import FakeEngine
 from screen_helpers import MACHINE, MakeApp
 from textual._context import active_app
+from textual.css.model import RuleSet
+from textual.css.stylesheet import Stylesheet
 from textual.widgets import Input, TextArea
 
 from app.conversations.opening import open_store
@@ -56,6 +59,23 @@ def no_waiting_for_idleness(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(textual.app, "wait_for_idle", settled)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def stylesheets_parsed_once() -> Iterator[None]:
+    """Each application parses the stylesheets of all its widgets: a tenth of the time of a test of one."""
+    parse = Stylesheet._parse_rules
+    parsed: dict[tuple[object, ...], list[RuleSet]] = {}
+
+    def parse_once(sheet: Stylesheet, css: str, **options: object) -> list[RuleSet]:
+        key = (css, *options.items(), *sheet._variables.items())
+        if key not in parsed:
+            parsed[key] = parse(sheet, css, **options)  # type: ignore[arg-type]
+        return parsed[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stylesheet, "_parse_rules", parse_once)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def steady_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cursor that blinks is there in some pictures and not in others."""
@@ -80,9 +100,17 @@ def engine() -> FakeEngine:
     return FakeEngine()
 
 
+@pytest.fixture(scope="session")
+def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database without conversations: each migration costs time, and waits for the disk."""
+    path = tmp_path_factory.mktemp("empty") / "conversations.sqlite"
+    open_store(path).close()
+    return path
+
+
 @pytest.fixture
-def store(home: Path) -> Iterator[ConversationStore]:
-    opened = open_store(home / "conversations.sqlite")
+def store(home: Path, empty_store: Path) -> Iterator[ConversationStore]:
+    opened = open_store(Path(shutil.copy(empty_store, home)))
     yield opened
     opened.close()
 

@@ -23,6 +23,7 @@ async def wait_until(pilot: Pilot[int], predicate: Callable[[], object], steps: 
         if predicate():
             await pilot.pause()
             return
+        assert pilot.app._exception is None, "the application failed"
         await asyncio.sleep(0.005)
     raise AssertionError("it never came about")
 
