@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+from engine.models.engine_sockets import reachable_engines
 from engine.models.locations import ensure
 
 _REAP_WAIT_S = 2.0
@@ -61,6 +62,16 @@ def reap(process: subprocess.Popen[bytes]) -> None:
         process.wait(_REAP_WAIT_S)
 
 
+_left: list[subprocess.Popen[bytes]] = []
+"""Processes that other programs use, and that this program no longer does."""
+
+
+def leave(process: subprocess.Popen[bytes]) -> None:
+    """Let ``process`` go on without this program; it is waited for when it has ended."""
+    _left[:] = [other for other in _left if other.poll() is None]
+    _left.append(process)
+
+
 def end(process: subprocess.Popen[bytes]) -> None:
     """:func:`reap`, and close the pipes to it."""
     reap(process)
@@ -75,7 +86,10 @@ _begun: list[tuple[tuple[str, ...], subprocess.Popen[bytes]]] = []
 
 
 def begin() -> None:
-    """Start an engine for the first caller of :func:`take`. Errors are left to that caller's own attempt."""
+    """Start an engine for the first caller of :func:`take`, unless there may be one to share. Errors are left to that
+    caller's own attempt."""
+    if reachable_engines():
+        return
     command = host_command()
     with suppress(OSError):
         _begun.append((command, start(command)))

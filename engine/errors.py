@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-ErrorKind = Literal["bad-input", "model", "memory", "disk", "network", "context", "internal"]
+ErrorKind = Literal["bad-input", "model", "memory", "disk", "network", "context", "in-use", "internal"]
 
 
 class ModelError(Exception):

@@ -1,8 +1,9 @@
 """The engine process: ``python -m engine.host`` reads requests from its stdin and writes events to its stdout.
 
-The main thread only reads, so that cancelling and the end of the screen are noticed whatever the model does; one
-thread loads and generates, in order; another one fetches and prepares models, so that a chat goes on meanwhile. The
-process ends with its stdin.
+Other programs may attach by a Unix socket (:mod:`engine.ipc.connections`). The main thread only reads, so that
+cancelling and the end of a program are noticed whatever the model does; one thread loads and generates, everybody in
+turn; another one fetches and prepares models, so that a chat goes on meanwhile. The process ends with the last program
+that uses it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
-import queue
 import signal
 import sys
 import threading
@@ -23,8 +23,10 @@ import msgspec
 from engine.cluster.parts import THE_PRODUCT, EngineParts
 from engine.cluster.transport.grpc_environment import ONLY_TLS_1_3
 from engine.errors import ErrorKind, ModelError
+from engine.ipc.connections import Connections
+from engine.ipc.event_writer import EventWriter
+from engine.ipc.fair_queue import FairQueue
 from engine.ipc.messages import (
-    PROTOCOL_VERSION,
     AnyEvent,
     AnyRequest,
     Bench,
@@ -36,27 +38,31 @@ from engine.ipc.messages import (
     Failed,
     ForgetPeer,
     Generate,
-    Hello,
     ListPeers,
     Load,
     Loaded,
     MachineMeasured,
     MeasureMachine,
+    ModelFacts,
+    NetworkState,
     Notice,
     OpenNetwork,
     Pair,
     Plan,
     Prepare,
+    Progress,
     ProtocolError,
     Pull,
     Resize,
+    RingChanged,
+    Sharing,
     ShowCode,
     Shutdown,
     Watch,
-    request_reader,
 )
-from engine.ipc.pipes import EventWriter, Pipes, claim_standard_streams
+from engine.ipc.pipes import Pipes, claim_standard_streams
 from engine.ipc.progress import Reports
+from engine.models.engine_sockets import engine_key
 from engine.models.locations import locate
 from engine.models.privacy import keep_to_owner
 from engine.models.starter_defaults import renew_defaults
@@ -74,8 +80,6 @@ if TYPE_CHECKING:
     from engine.residency.resident_model import Residency
     from engine.session.session import Session
 
-READ_BYTES = 1 << 16
-
 SPINS = 2000
 """Spin iterations of an idle OpenMP thread before it sleeps (libgomp only; elsewhere the wait policy alone counts)."""
 KERNELS_KEPT = 128
@@ -90,14 +94,34 @@ EXIT_THREAD_FAILED = 4
 """Exit status after an uncaught exception in one of our threads."""
 
 
+class Client:
+    """A program that uses the engine. ``send`` writes to it from any thread."""
+
+    def __init__(self, send: Callable[[AnyEvent], None]) -> None:
+        self.send = send
+        self.watching = False
+        """Whether its timing panel is open."""
+        self.uses_model = False
+        """Whether it was told that the model is loaded."""
+        self.knows_network = False
+        """Whether it asked for anything about the network, and hears of changes."""
+
+
 class Task:
     """A request in progress, and whether it was cancelled."""
 
-    def __init__(self, request: AnyRequest, host: Host) -> None:
+    def __init__(self, request: AnyRequest, client: Client) -> None:
         self.request = request
-        self._host = host
+        self.client = client
+        self.only_shared = False
+        """Whether a Load is answered with what others have loaded, or refused."""
         self._stop = threading.Event()
-        self.report = Reports(request.id, host.send, self.cancelled)
+        self.report = Reports(request.id, client.send, self.cancelled)
+
+    @property
+    def owner(self) -> tuple[Client, str]:
+        """Whose turn it takes in the queue."""
+        return self.client, self.request.client if isinstance(self.request, Generate) else ""
 
     def cancel(self) -> None:
         self._stop.set()
@@ -106,70 +130,143 @@ class Task:
         return self._stop.is_set()
 
     def watching(self) -> bool:
-        return self._host.watching
+        return self.client.watching
 
 
 class Host:
-    """Takes requests and emits events. ``send`` must be callable from any thread."""
+    """Takes requests and emits events.
+
+    ``send`` belongs to a first client, whose requests are those that name no other; None for none.
+    """
 
     def __init__(
         self,
-        send: Callable[[AnyEvent], None],
+        send: Callable[[AnyEvent], None] | None = None,
         between_tasks: Callable[[], None] = lambda: None,
         parts: EngineParts = THE_PRODUCT,
     ) -> None:
-        self.send = send
         self._parts = parts
-        self.watching = False
+        self._clients: list[Client] = []
         self._between_tasks = between_tasks
         self._session: Session | None = None
         self._popularity_writer: PopularityWriter | None = None
         self._residency: Residency | None = None
         self._network: ClusterNetwork | None = None
         self._networking = threading.Lock()
-        self._tasks: dict[int, Task] = {}
+        self._tasks: dict[tuple[Client, int], Task] = {}
         self._lock = threading.Lock()
-        self._answering: queue.SimpleQueue[Task] = queue.SimpleQueue()
-        self._fetching: queue.SimpleQueue[Task] = queue.SimpleQueue()
+        self._loaded_as: Load | None = None
+        """The request whose model is loaded, without what belongs to its client."""
+        self._running: Task | None = None
+        self._answering: FairQueue[tuple[Client, str], Task] = FairQueue()
+        self._fetching: FairQueue[tuple[Client, str], Task] = FairQueue()
+        if send is not None:
+            self.attach(send)
 
     def start(self) -> None:
         """Start the two working threads."""
         for name, tasks in (("answering", self._answering), ("fetching", self._fetching)):
             threading.Thread(target=self._work, args=(tasks,), name=name, daemon=True).start()
 
-    def take(self, request: AnyRequest) -> bool:
-        """Accept a request, from the reading thread; false if it asks to end the process."""
+    # --- clients --------------------------------------------------------------------------------------------------
+
+    def attach(self, send: Callable[[AnyEvent], None]) -> Client:
+        """A new client, to which ``send`` writes from any thread."""
+        client = Client(send)
+        with self._lock:
+            self._clients.append(client)
+            alone = len(self._clients) == 1
+        if not alone:
+            self._tell_of_sharing()
+        return client
+
+    def detach(self, client: Client) -> None:
+        """Forget a client that is gone, and cancel what it asked for. From any thread."""
+        with self._lock:
+            if client in self._clients:
+                self._clients.remove(client)
+            tasks = [task for (owner, _), task in self._tasks.items() if owner is client]
+        for task in tasks:
+            self._cancel(task)
+        self._tell_of_sharing()
+
+    def send(self, event: AnyEvent) -> None:
+        """Send ``event`` to all clients, those of the network only to who asked for that. From any thread."""
+        with self._lock:
+            clients = list(self._clients)
+        for client in clients:
+            if client.knows_network or not isinstance(event, NetworkState):
+                client.send(event)
+
+    def _tell_of_sharing(self) -> None:
+        with self._lock:
+            clients = len(self._clients)
+        self.send(Sharing(clients=clients))
+
+    def _others_use_model(self, client: Client) -> bool:
+        return any(other.uses_model for other in list(self._clients) if other is not client)
+
+    # --- requests -------------------------------------------------------------------------------------------------
+
+    def take(self, request: AnyRequest, client: Client | None = None) -> None:
+        """Accept a request, from the reading thread."""
+        client = client or self._clients[0]
         match request:
             case Shutdown():
-                return False
+                return  # The end of a client is its connection's affair.
             case Watch(timing=timing):
-                self.watching = timing
+                client.watching = timing
             case Cancel(target=target):
                 with self._lock:
-                    task = self._tasks.get(target)
+                    task = self._tasks.get((client, target))
                 if task is not None:
-                    task.cancel()
+                    self._cancel(task)
             case Pull() | Prepare():
-                self._fetching.put(self._accept(request))
-            case Plan() | OpenNetwork() | CloseNetwork() | ShowCode() | Pair() | ForgetPeer() | ListPeers():
+                self._queue(self._fetching, self._accept(request, client))
+            case OpenNetwork() | CloseNetwork() | ShowCode() | Pair() | ForgetPeer() | ListPeers():
+                client.knows_network = True
+                self._finish_beside(self._accept(request, client))
+            case Plan():
                 # The screen asks this while an answer is running.
-                self._finish_beside(self._accept(request))
+                self._finish_beside(self._accept(request, client))
             case EstimateBeams() | CountTokens() if self._session is not None:
                 # The screen asks this while an answer is running.
-                self._finish_beside(self._accept(request))
+                self._finish_beside(self._accept(request, client))
+            case Load() if self._loaded_as is not None and self._others_use_model(client):
+                # Answered with what is loaded, or refused, without waiting for somebody's answer.
+                task = self._accept(request, client)
+                task.only_shared = True
+                self._finish_beside(task)
             case _:
-                self._answering.put(self._accept(request))
-        return True
+                self._queue(self._answering, self._accept(request, client))
 
-    def _accept(self, request: AnyRequest) -> Task:
-        task = Task(request, self)
+    def _accept(self, request: AnyRequest, client: Client) -> Task:
+        task = Task(request, client)
         with self._lock:
-            self._tasks[request.id] = task
+            self._tasks[client, request.id] = task
         return task
 
-    def _work(self, tasks: queue.SimpleQueue[Task]) -> None:
+    def _queue(self, tasks: FairQueue[tuple[Client, str], Task], task: Task) -> None:
+        running = self._running
+        if isinstance(task.request, Generate) and running is not None and running.owner != task.owner:
+            task.client.send(Progress(id=task.request.id, stage="waiting for the answers to others"))
+        tasks.put(task.owner, task)
+
+    def _cancel(self, task: Task) -> None:
+        """Cancel ``task``. A question that waits for its turn ends at once."""
+        task.cancel()
+        if isinstance(task.request, Generate) and self._answering.remove(task.owner, task):
+            self._finish_beside(task)
+
+    def _work(self, tasks: FairQueue[tuple[Client, str], Task]) -> None:
         while True:
-            self._finish(tasks.get())
+            task = tasks.take()
+            if tasks is self._answering:
+                self._running = task
+            self._finish(task)
+            if tasks is self._answering:
+                self._running = None
+            del task
             self._between_tasks()
 
     def _finish_beside(self, task: Task) -> None:
@@ -181,13 +278,14 @@ class Host:
 
     def _finish(self, task: Task) -> None:
         event = self._answer(task)
+        key = (task.client, task.request.id)
         with self._lock:
-            if self._tasks.get(task.request.id) is task:
-                del self._tasks[task.request.id]
+            if self._tasks.get(key) is task:
+                del self._tasks[key]
         try:
-            self.send(event)
+            task.client.send(event)
         except ProtocolError as error:
-            self.send(Failed(id=task.request.id, error=f"The answer could not be sent: {error}."))
+            task.client.send(Failed(id=task.request.id, error=f"The answer could not be sent: {error}."))
 
     def _answer(self, task: Task) -> AnyEvent:
         """Run a request to its last event; whatever goes wrong becomes one."""
@@ -234,21 +332,61 @@ class Host:
         return session.estimate_beams(request)
 
     def _load(self, task: Task, request: Load) -> AnyEvent:
+        wanted, client = loaded_options(request), task.client
+        if task.only_shared:
+            return self._shared_model(task, wanted)
+        with self._lock:
+            before, used = self._loaded_as, client.uses_model
+            if not self._others_use_model(client):
+                # From here on nobody can be told that the former model is loaded.
+                self._loaded_as, client.uses_model = None, True
+        if self._loaded_as is not None:
+            return self._shared_model(task, wanted)
+        former = self._session
+        try:
+            facts = self._load_session(task, request)
+        except BaseException:
+            with self._lock:
+                client.uses_model = used
+                if former is not None and self._session is former:
+                    self._loaded_as = before
+            raise
+        self._loaded_as, client.uses_model = wanted, True
+        return Loaded(id=request.id, facts=facts, memory=memory_in_use())
+
+    def _load_session(self, task: Task, request: Load) -> ModelFacts:
         from engine.session.loading import load_session
 
         task.report("loading", 0, 0, "")
         request, said = within_this_machine(request)
         if said:
-            self.send(Notice(text=said))
-        network = self._the_network() if request.partitioning == "ring" else None
+            task.client.send(Notice(text=said))
+        in_ring = request.partitioning == "ring"
+        task.client.knows_network = task.client.knows_network or in_ring
+        network = self._the_network() if in_ring else None
         self._session = load_session(request, task.report, task.cancelled, self._release, network)
         self._popularity_writer = popularity_writer_for(
             self._session, request.model, lambda text: self.send(Notice(text=text))
         )
         self._make_resident(request)
         for text in self._session.model.recorder.take_notices():
-            self.send(Notice(text=text))
-        return Loaded(id=request.id, facts=self._session.facts, memory=memory_in_use())
+            task.client.send(Notice(text=text))
+        return self._session.facts
+
+    def _shared_model(self, task: Task, wanted: Load) -> Loaded:
+        """The model that others use, for one more client. Raises ModelError (in-use) if another one is ``wanted``."""
+        with self._lock:
+            session = self._session
+            same = session is not None and wanted == self._loaded_as
+            task.client.uses_model = task.client.uses_model or same
+        if session is None or not same:
+            raise ModelError(
+                f"Other programs use this engine and its model, so it cannot load {wanted.model} instead.",
+                kind="in-use",
+            )
+        # It took this client no time.
+        facts = msgspec.structs.replace(session.facts, load_s=0.0)
+        return Loaded(id=task.request.id, facts=facts, memory=memory_in_use())
 
     def _pull(self, task: Task, request: Pull) -> AnyEvent:
         from engine.models import store
@@ -303,6 +441,8 @@ class Host:
     def _resize(self, request: Resize) -> AnyEvent:
         session = self._loaded()
         facts = session.resize(request.gpu_expert_bytes)
+        if self._loaded_as is not None:
+            self._loaded_as = msgspec.structs.replace(self._loaded_as, gpu_expert_bytes=request.gpu_expert_bytes)
         for text in session.model.recorder.take_notices():
             self.send(Notice(text=text))
         return Loaded(id=request.id, facts=facts, memory=memory_in_use())
@@ -319,6 +459,8 @@ class Host:
         from engine.session.loading import find_folder
 
         check_bench(request)
+        if self._others_use_model(task.client):
+            raise ModelError("Other programs use this engine, which would disturb what is measured.", kind="in-use")
         if request.kind == "residency":
             from engine.bench.residency import bench_residency
 
@@ -349,6 +491,7 @@ class Host:
         """Free the loaded model, so that two never have to fit at once."""
         self.keep_popularity()
         self._popularity_writer = None
+        self._loaded_as = None
         if self._residency is not None:
             self._residency.release()
         session, self._session = self._session, None
@@ -369,11 +512,15 @@ class Host:
             return cancelled_answer(request.id)
         try:
             with self._undisturbed():
-                finished = session.generate(request, self.send, task)
+                finished = session.generate(request, lambda event: self._emit(event, task.client), task)
                 return finished if self._residency is None else self._residency.probed(finished, session.first_pass_s)
         finally:
             if self._popularity_writer is not None:
                 self._popularity_writer.save_if_due()
+
+    def _emit(self, event: AnyEvent, client: Client) -> None:
+        """Send an event of an answer to who asked, but what has changed for everybody to all."""
+        (self.send if isinstance(event, RingChanged) else client.send)(event)
 
     def _undisturbed(self) -> contextlib.AbstractContextManager[None]:
         """Ensure that only the model touches the weights until the end of the context."""
@@ -383,6 +530,11 @@ class Host:
         if self._session is None:
             raise ModelError("No model is loaded; choose one first.", kind="bad-input")
         return self._session
+
+
+def loaded_options(request: Load) -> Load:
+    """``request`` without what belongs to who sent it."""
+    return msgspec.structs.replace(request, id=0, share=False)
 
 
 def popularity_writer_for(session: Session, model: str, notice: Callable[[str], None]) -> PopularityWriter | None:
@@ -495,28 +647,33 @@ def end_with_thread(failure: threading.ExceptHookArgs, notice: Callable[[str], N
     end_process(EXIT_THREAD_FAILED)
 
 
-def serve(pipes: Pipes, parts: EngineParts) -> NoReturn:
-    """Answer requests until the stream of them ends."""
-    writer = EventWriter(pipes.events, on_closed=lambda: end_process(0))
-    threading.excepthook = lambda failure: end_with_thread(failure, lambda text: writer.send(Notice(text=text)))
-    host = Host(writer.send, pipes.log.roll_if_large, parts)
-    reader = request_reader()
-    writer.send(Hello(protocol=PROTOCOL_VERSION, pid=os.getpid()))
+def serve(pipes: Pipes, parts: EngineParts, key: str) -> NoReturn:
+    """Answer requests until nobody is left who could send one."""
+    host = Host(None, pipes.log.roll_if_large, parts)
+
+    def left() -> None:
+        connections.forget_socket()
+        leave(host)
+
+    def end_with_notice(writer: EventWriter, problem: str) -> None:
+        writer.send(Notice(text=f"The engine got something that is no request and ends: {problem}."))
+        writer.drain(LAST_SAVE_S)
+        connections.forget_socket()
+        end_process(EXIT_BAD_FRAME)
+
+    connections = Connections(host, key, left, end_with_notice)
+    writer = connections.add_pipes(pipes.requests, pipes.events)
+
+    def notify(text: str) -> None:
+        host.send(Notice(text=text))
+        writer.drain(LAST_SAVE_S)
+
+    threading.excepthook = lambda failure: end_with_thread(failure, notify)
     if pipes.log.problem is not None:
         writer.send(Notice(text=pipes.log.problem))
     host.start()
     parts.observe("serving")
-    while data := os.read(pipes.requests, READ_BYTES):
-        try:
-            requests = reader.feed(data)
-        except ProtocolError as error:
-            # What follows a bad frame cannot be trusted to begin where a frame begins.
-            writer.send(Notice(text=f"The engine got something that is no request and ends: {error}."))
-            end_process(EXIT_BAD_FRAME)
-        for request in requests:
-            if not host.take(request):
-                leave(host)
-    leave(host)
+    connections.run()
 
 
 def leave(host: Host) -> NoReturn:
@@ -534,11 +691,12 @@ def main(parts: EngineParts = THE_PRODUCT) -> NoReturn:
     # Ctrl-c belongs to the screen, which decides what to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     keep_to_owner()
+    key = engine_key()
     pipes = claim_standard_streams(locate("logs") / "engine.log")
     faulthandler.enable(file=2)
     os.environ.update(environment(physical_cores()))
     renew_defaults()
-    serve(pipes, parts)
+    serve(pipes, parts, key)
 
 
 if __name__ == "__main__":

@@ -9,13 +9,9 @@ import contextlib
 import io
 import os
 import sys
-import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
-
-from engine.ipc.messages import Event, pack
 
 LOG_LIMIT = 4 * 1024 * 1024
 """Size in bytes at which the log is renamed to ``engine.log.1``; at most two such files are on disk."""
@@ -87,22 +83,3 @@ class _Forgiving(io.FileIO):
 def _printing_to(descriptor: int) -> TextIO:
     raw = io.BufferedWriter(_Forgiving(descriptor, "w", closefd=False))
     return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", line_buffering=True)
-
-
-class EventWriter:
-    """Writes events as frames. Thread-safe."""
-
-    def __init__(self, descriptor: int, on_closed: Callable[[], None]) -> None:
-        self._descriptor = descriptor
-        self._on_closed = on_closed
-        self._lock = threading.Lock()
-
-    def send(self, event: Event) -> None:
-        """Write ``event``. Calls ``on_closed`` if the reader is gone."""
-        frame = memoryview(pack(event))
-        try:
-            with self._lock:
-                while frame:
-                    frame = frame[os.write(self._descriptor, frame) :]
-        except OSError:
-            self._on_closed()

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from scripted import SCRIPT
 
-from app import engine_client
+from app import engine_links
 from app.engine_client import Engine, EngineClient, EngineDied, how_it_ended
 from engine.ipc.messages import Cancel, Done, Failed, Finished, Generate, Message, Notice, Piece, Pull
 
@@ -105,7 +105,7 @@ async def test_cancel(client: EngineClient) -> None:
 async def test_leaving_a_stream_cancels_its_request(client: EngineClient) -> None:
     request = generate(client, "wait:")
     sent: list[object] = []
-    child = client._running_child()
+    child = client._running_link()
     original = child.write_soon
     child.write_soon = lambda message: (sent.append(message), original(message))  # type: ignore[method-assign]
     async with aclosing(client.stream(request)) as events:
@@ -172,7 +172,7 @@ async def test_garbage_on_the_pipe_ends_the_engine(client: EngineClient) -> None
 async def test_an_engine_that_closes_its_pipe_is_not_said_to_lack_memory(
     client: EngineClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_client, "_END_WAIT_S", 0.1)
+    monkeypatch.setattr(engine_links, "_END_WAIT_S", 0.1)
     with pytest.raises(EngineDied, match="closed its output") as raised:
         await heard(client, "mute:")
     assert "memory" not in str(raised.value)
@@ -221,7 +221,7 @@ def test_closing_that_is_cancelled_leaves_nothing_behind(
 async def test_death_is_seen_though_something_still_holds_the_pipe(
     client: EngineClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_client, "_END_WAIT_S", 0.1)
+    monkeypatch.setattr(engine_links, "_END_WAIT_S", 0.1)
     events = client.stream(generate(client, "orphan:"))
     piece = await anext(events)
     assert isinstance(piece, Piece)
@@ -246,8 +246,8 @@ async def test_an_engine_that_does_not_come_up(
 
 async def test_an_engine_that_never_says_hello(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path))
-    monkeypatch.setattr(engine_client, "_HELLO_WAIT_S", 0.05)
-    monkeypatch.setattr(engine_client, "_END_WAIT_S", 0.05)
+    monkeypatch.setattr(engine_links, "_HELLO_WAIT_S", 0.05)
+    monkeypatch.setattr(engine_links, "_END_WAIT_S", 0.05)
     client = EngineClient(["sleep", "60"])
     with pytest.raises(EngineDied, match="did not answer"):
         await client.start()
@@ -284,7 +284,7 @@ async def test_close_ends_the_process_and_what_was_asked(client: EngineClient) -
 
 async def test_an_engine_that_does_not_listen_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path))
-    monkeypatch.setattr(engine_client, "_END_WAIT_S", 0.05)
+    monkeypatch.setattr(engine_links, "_END_WAIT_S", 0.05)
     client = EngineClient(command("deaf"))
     await client.start()
     pid = client.pid

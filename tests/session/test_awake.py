@@ -11,7 +11,7 @@ import pytest
 from engine import host
 from engine.cluster import network
 from engine.cluster.network import ClusterNetwork
-from engine.host import Host, Task
+from engine.host import Client, Host, Task
 from engine.ipc.messages import AnyEvent, CloseNetwork, Done, Load, OpenNetwork, Pull
 from engine.system import awake
 from engine.system.awake import Awake, holding_command
@@ -86,7 +86,7 @@ def test_downloads_and_answers_hold_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(made, "_run", run)
     for request in (Pull(id=1, model="m"), Load(id=2, model="m")):
-        made._answer(Task(request, made))
+        made._answer(Task(request, Client(lambda event: None)))
     assert seen == [1, 1] and noted.holders == 0
 
 

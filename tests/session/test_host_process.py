@@ -130,10 +130,12 @@ def test_cancelling_an_answer(engine: EngineProcess) -> None:
 def test_cancelling_what_waits_and_what_is_unknown(engine: EngineProcess) -> None:
     engine.send(Cancel(id=9, target=12345))
     engine.send(Generate(id=7, prompt_ids=PROMPT), Generate(id=8, prompt_ids=PROMPT), Cancel(id=9, target=8))
+    waiting = finished(list(engine.events(8)))
+    assert (waiting.finish_reason, waiting.completion_tokens) == ("cancelled", 0), (
+        "before the answer that it waited for"
+    )
     engine.send(Cancel(id=10, target=7))
     assert finished(list(engine.events(7))).finish_reason == "cancelled"
-    waiting = finished(list(engine.events(8)))
-    assert (waiting.finish_reason, waiting.completion_tokens) == ("cancelled", 0)
 
 
 def test_cancelling_a_load(home: Path, model: Path) -> None:
@@ -368,7 +370,7 @@ def test_a_system_that_starts_no_more_threads_still_answers(monkeypatch: pytest.
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    assert host.take(Plan(id=1, load=Load(id=1, model="nowhere/at-all")))
+    host.take(Plan(id=1, load=Load(id=1, model="nowhere/at-all")))
     assert isinstance(sent[-1], Failed)
 
 

@@ -20,7 +20,6 @@ from engine.ipc.messages import (
     Load,
     Loaded,
     Notice,
-    Shutdown,
     WarmUp,
 )
 from engine.residency import page_warmer as keeper
@@ -72,7 +71,6 @@ def host(events: Events) -> Iterator[Host]:
     made.start()
     yield made
     made._release()
-    made.take(Shutdown(id=99))
     assert not [thread for thread in threading.enumerate() if thread.name == "residency"]
 
 

@@ -46,6 +46,7 @@ from engine.ipc.messages.events import (
     Prefill as Prefill,
     Progress as Progress,
     RingChanged as RingChanged,
+    Sharing as Sharing,
     Timing as Timing,
     TokensCounted as TokensCounted,
     WarmUp as WarmUp,

@@ -285,6 +285,12 @@ class RingChanged(Event, frozen=True, kw_only=True, tag="ring_changed"):
     """As in ModelFacts."""
 
 
+class Sharing(Event, frozen=True, kw_only=True, tag="sharing"):
+    """The number of programs that are attached to this engine, whenever it has changed. Belongs to no request."""
+
+    clients: int
+
+
 class Notice(Event, frozen=True, kw_only=True, tag="notice"):
     """One line for the person, such as a fallback that was taken or a file that was put aside."""
 
@@ -311,6 +317,7 @@ AnyEvent = (
     | NetworkState
     | WarmUp
     | RingChanged
+    | Sharing
 )
 
 TERMINAL_EVENTS = (Loaded, Finished, BeamEstimates, TokensCounted, MachineMeasured, Planned, BenchResult, Done, Failed)

@@ -75,10 +75,16 @@ class LoadOptions(MachineOptions, frozen=True, kw_only=True):
 
 
 class Load(LoadOptions, frozen=True, kw_only=True, tag_field="type", tag="load"):
-    """Make ``model`` the loaded model. Events: Progress*, then Loaded or Failed."""
+    """Make ``model`` the loaded model. Events: Progress*, then Loaded or Failed.
+
+    If other clients use the loaded model, it stays: the same options are answered with its facts, others with
+    Failed (in-use).
+    """
 
     id: int
     """As in :class:`Request`."""
+    share: bool = False
+    """Whether other programs of the same person may attach to this engine."""
 
 
 class Resize(Request, frozen=True, kw_only=True, tag="resize"):
@@ -153,6 +159,8 @@ class Generate(Request, frozen=True, kw_only=True, tag="generate"):
     """Whether the model thinks before it answers, if its template can be told; None: as the template does by itself."""
     effort: str = ""
     """How long it thinks (``low``, ``medium``, ``high``), if its template can be told; empty: as the template says."""
+    client: str = ""
+    """Whose question this is, where one program asks for several clients. Each of them gets a turn in the queue."""
     with_timing: bool = False
     """Whether to measure from the first token on, even if the timing panel is closed."""
 
