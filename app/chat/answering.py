@@ -116,10 +116,11 @@ def completed(turn: ChatTurn, event: Finished) -> tuple[State, str]:
 
 def generated(begun: Generation, event: Finished) -> Generation:
     """``begun`` with what ``event`` says of how the answer was generated."""
-    used = event.sampling or Sampling()
+    used = msgspec.structs.asdict(event.sampling or Sampling())
+    kept = {field.name for field in dataclasses.fields(Generation)}  # the penalties that only programs ask for are not
     return dataclasses.replace(
         begun,
-        **msgspec.structs.asdict(used),
+        **{name: value for name, value in used.items() if name in kept},
         prompt_tokens=event.prompt_tokens,
         ttft_s=event.ttft_s or None,
     )
