@@ -88,13 +88,13 @@ def _context(protocol: int, identity: Identity, peers: Sequence[Peer]) -> ssl.SS
     context.options |= ssl.OP_NO_TICKET | ssl.OP_NO_COMPRESSION | ssl.OP_NO_RENEGOTIATION
     if peers:
         context.load_verify_locations(cadata="\n".join(peer.certificate_pem for peer in peers))
-    with _readable_once(identity.certificate_pem + identity.key_pem) as path:
+    with readable_once(identity.certificate_pem + identity.key_pem) as path:
         context.load_cert_chain(path)
     return context
 
 
 @contextlib.contextmanager
-def _readable_once(content: bytes) -> Iterator[str]:
+def readable_once(content: bytes) -> Iterator[str]:
     """A path at which only this process can read ``content``, and only now. The ssl module takes paths only."""
     if hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd"):  # noqa: PTH112
         descriptor = os.memfd_create("privatellm", os.MFD_CLOEXEC)

@@ -397,6 +397,14 @@ def bench(
     multiple=True,
     help="Origin of a web page or desktop app that may ask, such as app://obsidian.md; may be repeated.",
 )
+@click.option("--require-key", is_flag=True, help="Require the key from programs of this machine too.")
+@click.option(
+    "--tls/--no-tls",
+    default=None,
+    help="Encrypt by this machine's own certificate, or leave that to a proxy. Default: for other machines.",
+)
+@click.option("--new-key", is_flag=True, help="Make the key that other machines need, print it once, and end.")
+@click.option("--status", is_flag=True, help="Show what is served here now, and end.")
 def serve(
     *,
     listen: str,
@@ -404,15 +412,25 @@ def serve(
     peers: tuple[str, ...],
     hosts: tuple[str, ...],
     origins: tuple[str, ...],
+    require_key: bool,
+    tls: bool | None,
+    new_key: bool,
+    status: bool,
     **settings: Value,
 ) -> int:
-    """Answer other programs over HTTP, in the protocol of OpenAI: editors, scripts, coding agents. Only programs of
-    this machine reach it."""
+    """Answer other programs over HTTP, in the protocols of OpenAI and Anthropic: editors, scripts, coding agents. Only
+    programs of this machine reach it, unless --listen says otherwise."""
+    from app.commands import serve as command
     from app.commands.options import LoadFlags
-    from app.commands.serve import ServeFlags
-    from app.commands.serve import serve as run_serve
 
-    return run_serve(ServeFlags(LoadFlags(_given(settings), peers), listen, aliases, hosts, origins))
+    if new_key:
+        return command.make_key()
+    if status:
+        return command.show_status()
+    flags = command.ServeFlags(
+        LoadFlags(_given(settings), peers), listen, aliases, hosts, origins, require_key=require_key, tls=tls
+    )
+    return command.serve(flags)
 
 
 @privatellm.command()

@@ -3,51 +3,93 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import ssl
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.commands.engine_work import Interruption, run_with_engine, with_ring
-from app.commands.options import LoadFlags, load_from
-from app.commands.output import ProgressLine, WorkFailed, notify
+from app.commands.options import LoadFlags, Loading, load_from
+from app.commands.output import ProgressLine, WorkFailed, answer, notify
 from app.engine_client import EngineClient
 from app.settings.schema import Settings
+from app.text_safety import one_line
 from engine.ipc.messages import Progress
+from engine.models.locations import ensure, locate
 
 if TYPE_CHECKING:
     from app.serve.asking import Defaults
+    from app.serve.gate import Rules
+    from app.serve.listening import ListenAddress
 
 
 @dataclass(frozen=True)
 class ServeFlags:
-    """The command line as given."""
+    """The command line as given. ``tls``: None if neither flag was."""
 
     load: LoadFlags
     listen: str = ""
     aliases: Sequence[str] = ()
     hosts: Sequence[str] = ()
     origins: Sequence[str] = ()
+    require_key: bool = False
+    tls: bool | None = None
+
+
+@dataclass(frozen=True)
+class _Access:
+    """How clients reach the server."""
+
+    address: ListenAddress
+    rules: Rules
+    token: str
+    context: ssl.SSLContext | None
+
+    @property
+    def url(self) -> str:
+        return self.address.url(tls=self.context is not None)
 
 
 def serve(flags: ServeFlags) -> int:
     """Serve until the person ends it; the exit status. Raises WorkFailed."""
-    from app.serve.listening import ListenProblem, listen, parse_address
+    from app.serve.listening import ListenProblem, listen
 
+    access = _access(flags)
+    loading = load_from(flags.load)
     try:
-        address = parse_address(flags.listen)
-        if not address.is_loopback:
-            raise WorkFailed("other addresses than this machine's own are not offered yet: use 127.0.0.1", status=2)
-        loading = load_from(flags.load)
-        listener = listen(address)
+        listener = listen(access.address)
     except ListenProblem as problem:
         raise WorkFailed(str(problem).removesuffix(".")) from problem
+    # Port 0 stands for a free one.
+    access = replace(access, address=replace(access.address, port=listener.getsockname()[1]))
+    with listener:
+        return run_with_engine(
+            lambda engine, interruption: _serve(engine, interruption, flags, loading, access, listener)
+        )
+
+
+async def _serve(
+    engine: EngineClient,
+    interruption: Interruption,
+    flags: ServeFlags,
+    loading: Loading,
+    access: _Access,
+    listener: socket.socket,
+) -> int:
     from app.serve.application import Application
-    from app.serve.gate import Rules
     from app.serve.model_service import LoadFailed, ModelService
+    from app.serve.running import RunningServer, announced
     from app.serve.server import HttpServer
 
-    line = ProgressLine()
+    line = ProgressLine(quiet_elsewhere=True)
 
     def show(progress: Progress | None) -> None:
         if progress is None:
@@ -55,38 +97,186 @@ def serve(flags: ServeFlags) -> int:
         else:
             line.show(progress)
 
-    async def work(engine: EngineClient, interruption: Interruption) -> int:
-        load = await with_ring(engine, loading.load, loading.settings, loading.peers)
-        service = ModelService(engine, load, names=flags.aliases, show=show, note=lambda text: notify(f"note: {text}"))
-        application = Application(service, defaults_of(loading.settings), lambda text: notify(f"note: {text}"))
-        server = HttpServer(application.asgi(Rules(hosts=flags.hosts, origins=flags.origins)))
+    def note(text: str) -> None:
+        line.clear()
+        notify(f"note: {text}")
 
-        def leave() -> None:
-            service.stop()
-            server.leave()
+    load = await with_ring(engine, loading.load, loading.settings, loading.peers)
+    service = ModelService(engine, load, names=flags.aliases, show=show, note=note)
+    application = Application(service, defaults_of(loading.settings), note)
+    server = HttpServer(application.asgi(access.rules), access.context)
 
-        interruption.ask_first(leave)
+    def leave() -> None:
+        service.stop()
+        server.leave()
+
+    here = RunningServer(
+        pid=os.getpid(), url=access.url, host=access.address.host, port=access.address.port, model=load.model,
+        since=time.time(), tls=access.context is not None, key=bool(access.rules.key_hash), token=access.token,
+    )  # fmt: skip
+    interruption.ask_first(leave)
+    with _on_signals(leave), announced(locate("data"), here):
         serving = asyncio.create_task(server.run_on(listener), name="http")
-        notify(f"Serving {loading.load.model} at {address.url(tls=False)} (ctrl-c ends it).")
+        notify(f"Serving {load.model} at {access.url} (ctrl-c ends it).")
         try:
             facts = await service.loaded()
             notify(f"{facts.name} is loaded.")
             await serving
         except LoadFailed as failed:
-            raise WorkFailed(str(failed)) from failed
+            if not server.should_exit:
+                raise WorkFailed(str(failed).removesuffix(".")) from failed
         finally:
             leave()
             with suppress(asyncio.CancelledError):
                 await serving
-        return 0
+    notify("Nothing is served any more.")
+    return 0
 
+
+@contextlib.contextmanager
+def _on_signals(leave: Callable[[], None]) -> Iterator[None]:
+    """Inside, SIGTERM (which ends a service) and a closed terminal call ``leave`` in the event loop."""
+    loop = asyncio.get_running_loop()
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    wanted = [number for number, handler in before.items() if handler != signal.SIG_IGN]  # nohup
+    for number in wanted:
+        loop.add_signal_handler(number, leave)
     try:
-        return run_with_engine(work)
+        yield
     finally:
-        listener.close()
+        for number in wanted:
+            loop.remove_signal_handler(number)
+            signal.signal(number, before[number])
 
 
 def defaults_of(settings: Settings) -> Defaults:
+    """The person's settings that hold where a request says nothing. A system prompt is the client's business."""
     from app.serve.asking import Defaults
 
     return Defaults(settings.sampling, settings.max_tokens, settings.thinks, settings.thinking_effort)
+
+
+# --- who may ask ----------------------------------------------------------------------------------------------------
+
+
+def _network_folder() -> Path:
+    return ensure("config") / "network"
+
+
+def _access(flags: ServeFlags) -> _Access:
+    """Raises WorkFailed."""
+    from app.serve.gate import Rules, hash_of
+    from app.serve.keys import KeyProblem, kept_hash
+    from app.serve.listening import ListenProblem, parse_address
+
+    try:
+        address = parse_address(flags.listen)
+    except ListenProblem as problem:
+        raise WorkFailed(str(problem).removesuffix("."), status=2) from problem
+    key_hash = ""
+    if flags.require_key or not address.is_loopback:
+        try:
+            key_hash = kept_hash(_network_folder())
+        except KeyProblem as problem:
+            raise WorkFailed(str(problem).removesuffix(".")) from problem
+        if not key_hash:
+            why = "--require-key" if flags.require_key else f"{one_line(address.host)}, which other machines reach,"
+            raise WorkFailed(f"{why} needs a key: run `privatellm serve --new-key` first")
+    tls = not address.is_loopback if flags.tls is None else flags.tls
+    token = secrets.token_urlsafe()
+    rules = Rules(flags.hosts, flags.origins, key_hash, hash_of(token))
+    return _Access(address, rules, token, _context(address, flags.hosts) if tls else None)
+
+
+def _context(address: ListenAddress, hosts: Sequence[str]) -> ssl.SSLContext:
+    """TLS by the certificate of this machine. Raises WorkFailed."""
+    from app.serve.gate import own_names
+    from discovery.errors import DiscoveryError
+    from discovery.identity import load_identity
+    from discovery.server_certificate import SERVER_CERTIFICATE, server_certificate, server_context
+
+    folder = _network_folder()
+    names = {*own_names(), *hosts, "127.0.0.1", "::1"}
+    if address.host not in ("0.0.0.0", "::"):
+        names.add(address.host)
+    try:
+        identity = load_identity(folder)
+        certificate, is_new = server_certificate(folder, identity, names)
+    except DiscoveryError as error:
+        raise WorkFailed(str(error).removesuffix(".")) from error
+    if is_new:
+        notify(f"Clients need a copy of the certificate {folder / SERVER_CERTIFICATE}.")
+    return server_context(identity, certificate)
+
+
+def make_key() -> int:
+    """Make a key and print it, this once; the exit status. Raises WorkFailed."""
+    from app.serve.keys import KeyProblem, new_key
+
+    try:
+        key, where = new_key(_network_folder())
+    except KeyProblem as problem:
+        raise WorkFailed(str(problem).removesuffix(".")) from problem
+    answer(f"{key}\n")
+    notify(f"This key is shown once: give it to your clients as the API key. Its hash is kept in {where}.")
+    notify("A server that runs already keeps the former key until it is started again.")
+    return 0
+
+
+# --- what runs ------------------------------------------------------------------------------------------------------
+
+
+def show_status() -> int:
+    """Print the servers that run here; the exit status is 1 if there is none."""
+    from app.serve.running import running_servers
+
+    servers = running_servers(locate("data"))
+    if not servers:
+        raise WorkFailed("no `privatellm serve` is running here")
+    for server in servers:
+        since = time.strftime("%Y-%m-%d %H:%M", time.localtime(server.since))
+        answer(f"{one_line(server.model)} at {one_line(server.url)} since {since} (process {server.pid})\n")
+        guarded = ", ".join(word for word, given in (("key", server.key), ("TLS", server.tls)) if given)
+        answer(f"  access: {guarded or 'no key, this machine only'}\n")
+        figures = _figures(server.host, server.port, server.token, tls=server.tls)
+        if figures is None:
+            answer("  it does not answer\n")
+            continue
+        count = {name: round(value) for name, value in figures.items()}
+        answer(f"  {'loaded' if count.get('model_loaded') else 'loading'}; ")
+        answer(f"{count.get('requests_running', 0)} answered now, {count.get('requests_waiting', 0)} waiting\n")
+        answer(
+            f"  so far: {count.get('answers_total', 0)} answers, {count.get('completion_tokens_total', 0)} tokens "
+            f"written, {count.get('prompt_tokens_total', 0)} read, "
+            f"{count.get('prompt_tokens_cached_total', 0)} of them from the cache\n"
+        )
+    return 0
+
+
+def _figures(host: str, port: int, token: str, *, tls: bool) -> dict[str, float] | None:
+    """The server's metrics without their labels; None if it does not answer."""
+    import http.client
+
+    target = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    if tls:
+        # It is a port of this machine, which was told to us by a file that is this person's alone.
+        connection: http.client.HTTPConnection = http.client.HTTPSConnection(
+            target, port, timeout=5, context=ssl._create_unverified_context()
+        )
+    else:
+        connection = http.client.HTTPConnection(target, port, timeout=5)
+    try:
+        connection.request("GET", "/metrics", headers={"Authorization": f"Bearer {token}"})
+        text = connection.getresponse().read().decode()
+    except (OSError, http.client.HTTPException, UnicodeError):
+        return None
+    finally:
+        connection.close()
+    found: dict[str, float] = {}
+    for line in text.splitlines():
+        name, _, value = line.rpartition(" ")
+        if name.startswith("privatellm_"):
+            name = name.removeprefix("privatellm_").partition("{")[0]
+            with suppress(ValueError):
+                found[name] = found.get(name, 0.0) + float(value)
+    return found

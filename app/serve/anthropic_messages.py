@@ -11,7 +11,7 @@ import msgspec
 
 from app.serve.asking import (
     AnswerFormat,
-    Chosen,
+    ChosenTools,
     Count,
     Defaults,
     Natural,
@@ -28,7 +28,7 @@ from app.serve.asking import (
 from app.serve.bodies import decoded
 from app.serve.model_service import ModelService
 from app.serve.refusals import Refused, error_json
-from app.serve.segments import Change, Segment, Segments, segments_of
+from app.serve.segments import AnswerSegment, AnswerSegments, SegmentChange, segments_of
 from engine.ipc.messages import Constraint, Finished, Generate, Message, Piece, Prefill, Sample, Tool, ToolCall
 
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
@@ -128,7 +128,7 @@ class CountRequest(msgspec.Struct, kw_only=True):
         form = config.format or self.output_format
         return form.constraint("output_config.format") if form is not None else None
 
-    def _tools(self) -> tuple[list[Tool], Chosen]:
+    def _tools(self) -> tuple[list[Tool], ChosenTools]:
         tools = [
             Tool(
                 name=tool.name,
@@ -139,7 +139,7 @@ class CountRequest(msgspec.Struct, kw_only=True):
             if tool.type in (None, "custom")
         ]
         if self.tool_choice is None:
-            return tools, Chosen()
+            return tools, ChosenTools()
         word = {"any": "required", "tool": None}.get(self.tool_choice.type, self.tool_choice.type)
         return tools, chosen(word, self.tool_choice.name, tools)
 
@@ -251,7 +251,7 @@ class MessageAnswer:
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Server-sent events. Raises Refused."""
-        segments = Segments()
+        segments = AnswerSegments()
         begun = False
         async with aclosing(self._service.answer(self._generate, self._client)) as events:
             async for event in events:
@@ -283,7 +283,7 @@ class MessageAnswer:
         return {"id": self._id, "type": "message", "role": "assistant", "model": self._model, "content": content}
 
 
-def _changed(change: Change) -> bytes:
+def _changed(change: SegmentChange) -> bytes:
     segment = change.segment
     match change.what:
         case "began":
@@ -302,7 +302,7 @@ def _changed(change: Change) -> bytes:
             return _event("content_block_stop", index=segment.number)
 
 
-def _block(segment: Segment) -> dict[str, object]:
+def _block(segment: AnswerSegment) -> dict[str, object]:
     match segment.kind:
         case "thoughts":
             return {"type": "thinking", "thinking": segment.text, "signature": ""}

@@ -19,7 +19,7 @@ from app.serve import anthropic_messages, openai_responses
 from app.serve.anthropic_messages import CountRequest, MessageAnswer, MessagesRequest
 from app.serve.asking import Defaults
 from app.serve.bodies import body_of
-from app.serve.gate import Gate, Rules
+from app.serve.gate import RequestGate, Rules
 from app.serve.model_service import ModelService
 from app.serve.openai_chat import ChatAnswers, ChatRequest
 from app.serve.openai_completions import CompletionRequest, Completions
@@ -57,7 +57,7 @@ class Application:
         """The application behind its gate."""
         routes = [Route(path, self._guarded(act), methods=[method]) for path, (method, act) in self._paths.items()]
         inner = Starlette(routes=routes, exception_handlers={HTTPException: _not_here})
-        app: ASGIApp = Gate(self._counted(inner), rules)
+        app: ASGIApp = RequestGate(self._counted(inner), rules)
         if rules.origins:
             app = CORSMiddleware(
                 app, allow_origins=list(rules.origins), allow_methods=["GET", "POST"], allow_headers=["*"]

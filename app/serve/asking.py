@@ -164,27 +164,27 @@ class Function(msgspec.Struct):
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ChosenTools:
     """Which tools may be called: the fields of that meaning of ``Generate``."""
 
     tool_choice: ToolChoice = "auto"
     forced_tool: str = ""
 
 
-def chosen(word: str | None, name: str, tools: list[Tool]) -> Chosen:
+def chosen(word: str | None, name: str, tools: list[Tool]) -> ChosenTools:
     """What ``word`` (auto, none, required) or the ``name`` of a tool says. Raises Refused."""
     if name:
         if name not in (tool.name for tool in tools):
             raise Refused(f"There is no tool {name[:100]!r} among the tools.", parameter="tool_choice")
-        return Chosen("required", name)
+        return ChosenTools("required", name)
     if word is None:
-        return Chosen()
+        return ChosenTools()
     if word not in get_args(ToolChoice):
         raise Refused(f"The tool choice {word[:50]!r} is unknown: use auto, none or required.", parameter="tool_choice")
     if word == "required" and not tools:
         raise Refused("A tool must be called, but there are no tools.", parameter="tool_choice")
     choice: Literal["auto", "none", "required"] = word  # type: ignore[assignment]
-    return Chosen(choice)
+    return ChosenTools(choice)
 
 
 def as_text(value: object) -> str:

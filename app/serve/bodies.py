@@ -7,7 +7,7 @@ import re
 from typing import TypeVar
 
 import msgspec
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from app.serve.refusals import Refused
 from engine.planning.units import byte_size
@@ -23,19 +23,20 @@ _WHERE = re.compile(r" - at `\$\.?([^`]*)`$")
 T = TypeVar("T")
 
 
-async def body_of(request: Request, kind: type[T], *, largest: int = LARGEST, seconds: float = SECONDS) -> T:
+async def body_of(request: Request, kind: type[T]) -> T:
     """The body of ``request`` as a ``kind``. Fields that ``kind`` does not have are ignored.
 
-    Raises Refused for a body that is too large, too slow, no JSON, or of wrong types; ClientDisconnect.
+    Raises Refused for a body that is too large, too slow, no JSON, or of wrong types; ClientDisconnect if its sender
+    leaves.
     """
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media != "application/json":
         raise Refused(f"The body must be JSON: send it with Content-Type: application/json, not {media[:100]!r}.", 415)
     try:
-        async with asyncio.timeout(seconds):
-            body = await _read(request, largest)
+        async with asyncio.timeout(SECONDS):
+            body = await _read(request, LARGEST)
     except TimeoutError:
-        raise Refused(f"The body did not arrive within {seconds:.0f} seconds.", 408) from None
+        raise Refused(f"The body did not arrive within {SECONDS:.0f} seconds.", 408) from None
     return decoded(body, kind)
 
 
@@ -69,6 +70,3 @@ async def _read(request: Request, largest: int) -> bytes:
     if dropped:
         raise Refused(f"The body is larger than {byte_size(largest)}, the limit here.", 413)
     return bytes(body)
-
-
-__all__ = ["LARGEST", "SECONDS", "ClientDisconnect", "body_of", "decoded"]

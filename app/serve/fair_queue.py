@@ -20,6 +20,7 @@ class FairQueue:
         self._longest = longest
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
         self._busy = False
+        self._latest = ""
 
     @property
     def waiting(self) -> int:
@@ -35,6 +36,7 @@ class FairQueue:
         if self._busy:
             await self._wait(client)
         self._busy = True
+        self._latest = client
         try:
             yield
         finally:
@@ -63,7 +65,9 @@ class FairQueue:
                 del self._waiting[client]
 
     def _wake_next(self) -> bool:
-        """Give the turn to the client that has waited longest since its last one; False if nobody waits."""
+        """Give the turn to the client whose last one is longest ago; False if nobody waits."""
+        if self._latest in self._waiting:
+            self._waiting[self._latest] = self._waiting.pop(self._latest)  # to the end
         while self._waiting:
             client = next(iter(self._waiting))
             line = self._waiting.pop(client)

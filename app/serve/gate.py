@@ -19,18 +19,22 @@ from app.serve.replies import refusal_response
 KEYLESS = "/health"
 """The only path that needs no key: it says no more than that something is served."""
 
+FIGURES = "/metrics"
+
 
 @dataclass(frozen=True)
 class Rules:
     """``hosts``: names besides this machine's by which clients may reach it. ``origins``: web pages that may ask.
-    ``key_hash``: SHA-256 of the key in hexadecimal digits; empty: none is needed."""
+    ``key_hash``: SHA-256 of the key in hexadecimal digits; empty: none is needed. ``token_hash``: that of what lets
+    `serve --status` read the figures."""
 
     hosts: Collection[str] = ()
     origins: Collection[str] = ()
     key_hash: str = ""
+    token_hash: str = ""
 
 
-class Gate:
+class RequestGate:
     """Asks ``app`` only what the rules allow. A browser names the page in ``Origin``, and the name that led here in
     ``Host``: a page elsewhere whose own name was made to point here (DNS rebinding) shows in the latter."""
 
@@ -68,7 +72,7 @@ class Gate:
         if origin is None and headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
             raise Refused("Web pages may not ask here.", 403)
         if self._rules.key_hash and path != KEYLESS:
-            self._check_key(headers)
+            self._check_key(headers, path)
 
     def _is_ours(self, host: str) -> bool:
         name = host_name(host)
@@ -78,12 +82,15 @@ class Gate:
             return name in self._names
         return True  # an address was not looked up, so no name can have been made to point here
 
-    def _check_key(self, headers: Headers) -> None:
+    def _check_key(self, headers: Headers, path: str) -> None:
         kind, _, key = headers.get("authorization", "").partition(" ")
         given = key.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")
         if not given:
             raise Refused("This server needs its key as the API key.", 401, code="invalid_api_key")
-        if not hmac.compare_digest(hash_of(given), self._rules.key_hash):
+        given_hash = hash_of(given)
+        if path == FIGURES and hmac.compare_digest(given_hash, self._rules.token_hash):
+            return
+        if not hmac.compare_digest(given_hash, self._rules.key_hash):
             raise Refused("The API key is wrong.", 401, code="invalid_api_key")
 
 

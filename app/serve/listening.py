@@ -19,7 +19,7 @@ class ListenProblem(Exception):
 
 
 @dataclass(frozen=True)
-class Address:
+class ListenAddress:
     host: str
     port: int
 
@@ -42,7 +42,7 @@ class Address:
         return f"http{'s' if tls else ''}://{host}:{self.port}/v1"
 
 
-def parse_address(text: str) -> Address:
+def parse_address(text: str) -> ListenAddress:
     """``HOST:PORT``, ``HOST``, ``:PORT`` or ``PORT``. Raises ListenProblem."""
     host, colon, port = text.rpartition(":")
     if text.startswith("[") and text.endswith("]"):
@@ -52,10 +52,10 @@ def parse_address(text: str) -> Address:
     host = host.removeprefix("[").removesuffix("]") or "127.0.0.1"
     if port and not (port.isascii() and port.isdecimal() and int(port) < 65536):
         raise ListenProblem(f"--listen takes HOST:PORT with a port below 65536, not {text[:100]!r}.")
-    return Address(host, int(port) if port else USUAL_PORT)
+    return ListenAddress(host, int(port) if port else USUAL_PORT)
 
 
-def listen(address: Address) -> socket.socket:
+def listen(address: ListenAddress) -> socket.socket:
     """A listening socket. Raises ListenProblem."""
     try:
         family = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0][0]

@@ -12,7 +12,7 @@ import msgspec
 
 from app.serve.asking import (
     AnswerFormat,
-    Chosen,
+    ChosenTools,
     Content,
     Count,
     Defaults,
@@ -151,7 +151,7 @@ class ChatRequest(SampledRequest, kw_only=True):
             effort=effort,
         )
 
-    def _tools(self) -> tuple[list[Tool], Chosen]:
+    def _tools(self) -> tuple[list[Tool], ChosenTools]:
         tools = []
         for number, tool in enumerate(self.tools or ()):
             if tool.type != "function" or tool.function is None:

@@ -12,7 +12,7 @@ import msgspec
 
 from app.serve.asking import (
     AnswerFormat,
-    Chosen,
+    ChosenTools,
     Content,
     Count,
     Defaults,
@@ -29,7 +29,7 @@ from app.serve.asking import (
 from app.serve.model_service import ModelService
 from app.serve.openai_fields import reasoning_tokens
 from app.serve.refusals import Refused, error_object
-from app.serve.segments import Change, Segment, Segments, segments_of
+from app.serve.segments import AnswerSegment, AnswerSegments, SegmentChange, segments_of
 from engine.ipc.messages import Finished, Generate, Message, Piece, Tool, ToolCall
 
 _ROLES = {"developer": "system"}
@@ -113,7 +113,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
             effort=effort,
         )
 
-    def _tools(self) -> tuple[list[Tool], Chosen]:
+    def _tools(self) -> tuple[list[Tool], ChosenTools]:
         tools = [
             Tool(
                 name=tool.name,
@@ -190,7 +190,7 @@ class ResponseAnswer:
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Server-sent events. Raises Refused before the first one only."""
-        segments = Segments()
+        segments = AnswerSegments()
         begun = False
         try:
             async with aclosing(self._service.answer(self._generate, self._client)) as events:
@@ -218,7 +218,7 @@ class ResponseAnswer:
 
     # --- events -------------------------------------------------------------------------------------------------------
 
-    def _changed(self, change: Change) -> Iterator[bytes]:
+    def _changed(self, change: SegmentChange) -> Iterator[bytes]:
         segment = change.segment
         place = {"output_index": segment.number, "item_id": self._item_id(segment)}
         part = {**place, "content_index": 0}
@@ -256,16 +256,16 @@ class ResponseAnswer:
 
     # --- objects ------------------------------------------------------------------------------------------------------
 
-    def _item_id(self, segment: Segment) -> str:
+    def _item_id(self, segment: AnswerSegment) -> str:
         kind = {"thoughts": "rs", "text": "msg", "call": "fc"}[segment.kind]
         return self._items.setdefault(segment.number, f"{kind}_{uuid.uuid4().hex}")
 
-    def _part(self, segment: Segment) -> dict[str, object]:
+    def _part(self, segment: AnswerSegment) -> dict[str, object]:
         if segment.kind == "thoughts":
             return {"type": "reasoning_text", "text": segment.text}
         return {"type": "output_text", "text": segment.text, "annotations": [], "logprobs": []}
 
-    def _item(self, segment: Segment) -> dict[str, object]:
+    def _item(self, segment: AnswerSegment) -> dict[str, object]:
         head: dict[str, object] = {"id": self._item_id(segment), "status": "completed"}
         match segment.kind:
             case "thoughts":
@@ -276,7 +276,7 @@ class ResponseAnswer:
                 call = {"call_id": segment.id, "name": segment.name, "arguments": segment.text}
                 return {**head, "type": "function_call", **call}
 
-    def _response(self, segments: list[Segment], finished: Finished | None) -> dict[str, object]:
+    def _response(self, segments: list[AnswerSegment], finished: Finished | None) -> dict[str, object]:
         """The response object; without ``finished`` as it is in progress."""
         request = self._request
         cut = finished is not None and finished.finish_reason == "length"

@@ -12,7 +12,7 @@ Kind = Literal["thoughts", "text", "call"]
 
 
 @dataclass(frozen=True)
-class Segment:
+class AnswerSegment:
     """``text``: all of it so far; for a call, its arguments as JSON text. ``id`` and ``name`` are those of a call."""
 
     number: int
@@ -23,23 +23,23 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Change:
+class SegmentChange:
     """What happened to a segment: it ``began``, got ``added`` text, or ``ended``. One at a time is open."""
 
     what: Literal["began", "added", "ended"]
-    segment: Segment
+    segment: AnswerSegment
     added: str = ""
 
 
-class Segments:
+class AnswerSegments:
     """Cuts the pieces of one answer into segments. ``done`` are those that have ended."""
 
     def __init__(self) -> None:
-        self.done: list[Segment] = []
-        self._open: Segment | None = None
+        self.done: list[AnswerSegment] = []
+        self._open: AnswerSegment | None = None
         self._call: int = -1
 
-    def take(self, piece: Piece) -> Iterator[Change]:
+    def take(self, piece: Piece) -> Iterator[SegmentChange]:
         """The changes by ``piece``. Text that turned out to be thoughts cannot be taken back, and is not repeated."""
         if piece.reasoning and not piece.withdrawn:
             yield from self._add("thoughts", piece.reasoning)
@@ -48,40 +48,40 @@ class Segments:
         for call in piece.tool_calls:
             yield from self._add_call(call)
 
-    def end(self) -> Iterator[Change]:
+    def end(self) -> Iterator[SegmentChange]:
         """The end of the open segment, if there is one."""
         if self._open is not None:
             ended, self._open = self._open, None
             self.done.append(ended)
-            yield Change("ended", ended)
+            yield SegmentChange("ended", ended)
 
-    def _add(self, kind: Kind, text: str) -> Iterator[Change]:
+    def _add(self, kind: Kind, text: str) -> Iterator[SegmentChange]:
         if self._open is None or self._open.kind != kind:
-            yield from self._begin(Segment(len(self.done), kind))
+            yield from self._begin(AnswerSegment(len(self.done), kind))
         yield from self._grow(text)
 
-    def _add_call(self, call: ToolCallPiece) -> Iterator[Change]:
+    def _add_call(self, call: ToolCallPiece) -> Iterator[SegmentChange]:
         if self._open is None or self._open.kind != "call" or self._call != call.index:
             self._call = call.index
-            yield from self._begin(Segment(len(self.done), "call", id=call.id, name=call.name))
+            yield from self._begin(AnswerSegment(len(self.done), "call", id=call.id, name=call.name))
         if call.arguments:
             yield from self._grow(call.arguments)
 
-    def _begin(self, segment: Segment) -> Iterator[Change]:
+    def _begin(self, segment: AnswerSegment) -> Iterator[SegmentChange]:
         yield from self.end()
         self._open = replace(segment, number=len(self.done))
-        yield Change("began", self._open)
+        yield SegmentChange("began", self._open)
 
-    def _grow(self, text: str) -> Iterator[Change]:
+    def _grow(self, text: str) -> Iterator[SegmentChange]:
         assert self._open is not None
         self._open = replace(self._open, text=self._open.text + text)
-        yield Change("added", self._open, text)
+        yield SegmentChange("added", self._open, text)
 
 
-def segments_of(answer: Sample) -> list[Segment]:
+def segments_of(answer: Sample) -> list[AnswerSegment]:
     """The segments of a whole answer."""
-    found = [Segment(0, "thoughts", answer.reasoning)] if answer.reasoning else []
+    found = [AnswerSegment(0, "thoughts", answer.reasoning)] if answer.reasoning else []
     if answer.text:
-        found.append(Segment(0, "text", answer.text))
-    found += [Segment(0, "call", call.arguments, call.id, call.name) for call in answer.tool_calls]
+        found.append(AnswerSegment(0, "text", answer.text))
+    found += [AnswerSegment(0, "call", call.arguments, call.id, call.name) for call in answer.tool_calls]
     return [replace(segment, number=number) for number, segment in enumerate(found)]

@@ -22,7 +22,7 @@ from app.engine_client import EngineClient
 from app.serve.application import Application
 from app.serve.asking import Defaults
 from app.serve.gate import Rules
-from app.serve.listening import Address, listen
+from app.serve.listening import ListenAddress, listen
 from app.serve.model_service import ModelService
 from app.serve.server import HttpServer
 from engine.ipc.messages import Load
@@ -72,7 +72,7 @@ def served(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PRIVATELLM_HOME", str(home))
         patch.setattr(engine_process, "start", lambda command: forked(("-m", "engine.host"), os.environ))
-        listener = listen(Address("127.0.0.1", 0))
+        listener = listen(ListenAddress("127.0.0.1", 0))
         port = listener.getsockname()[1]
         notes: list[str] = []
         begun: list[tuple[ModelService, asyncio.AbstractEventLoop, Callable[[], None]]] = []

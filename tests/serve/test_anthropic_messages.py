@@ -11,7 +11,7 @@ from served import MODEL
 from app.serve.anthropic_messages import MessagesRequest
 from app.serve.asking import Defaults
 from app.serve.bodies import decoded
-from app.serve.segments import Segments, segments_of
+from app.serve.segments import AnswerSegments, segments_of
 from engine.ipc.messages import Message, Piece, Sample, Tool, ToolCall, ToolCallPiece
 
 QUESTION: Any = [{"role": "user", "content": "ab"}]
@@ -95,7 +95,7 @@ def test_pieces_become_the_segments_of_the_whole_answer() -> None:
                                              ToolCallPiece(index=1, id="c2", name="rm")]),
         Piece(text="", tokens=5, tool_calls=[ToolCallPiece(index=1, arguments="[]")]),
     ]  # fmt: skip
-    segments = Segments()
+    segments = AnswerSegments()
     changes = [change for piece in pieces for change in segments.take(piece)]
     changes += segments.end()
     calls = [ToolCall(id="c1", name="ls", arguments="{}"), ToolCall(id="c2", name="rm", arguments="[]")]

@@ -1,0 +1,157 @@
+"""Clients that break the rules: the server says so, or closes, and goes on."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from served import MODEL, Served, raw
+
+from app.serve import bodies
+from app.serve import server as http_server
+from app.serve.anthropic_messages import MessagesRequest
+from app.serve.asking import Defaults
+from app.serve.bodies import decoded
+from app.serve.openai_chat import ChatRequest
+from app.serve.openai_completions import CompletionRequest
+from app.serve.openai_responses import ResponsesRequest
+from app.serve.refusals import Refused
+
+KINDS = (ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest)
+QUESTION = {"messages": [{"role": "user", "content": "my secret"}], "max_tokens": 1}
+
+
+def post(server: Served, body: bytes, *more: str, length: int | None = None) -> bytes:
+    lines = [
+        "POST /v1/chat/completions HTTP/1.1",
+        "Host: localhost",
+        "Content-Type: application/json",
+        f"Content-Length: {len(body) if length is None else length}",
+        "Connection: close",
+        *more,
+    ]
+    return raw(server.port, "\r\n".join(lines).encode() + b"\r\n\r\n" + body)
+
+
+def status(said: bytes) -> int:
+    return int(said.split(b" ", 2)[1])
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(["user", "auto"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+fields = st.sampled_from(sorted({name for kind in KINDS for name in kind.__struct_fields__}))
+bodies_of_all_kinds = st.dictionaries(fields, json_values, max_size=5)
+
+
+@given(bodies_of_all_kinds, st.sampled_from(KINDS))
+@settings(max_examples=60)
+def test_any_json_is_taken_or_refused(fuzzed: dict[str, Any], kind: Any) -> None:
+    base: dict[str, Any] = {**QUESTION, "input": "x", "prompt": "x"}
+    try:
+        request = decoded(json.dumps({**base, **fuzzed}).encode(), kind)
+        if isinstance(request, CompletionRequest):
+            request.generates(Defaults())
+        else:
+            request.generate(Defaults())
+    except Refused as refused:
+        assert refused.status == 400 and str(refused).endswith(".")
+
+
+@given(st.binary(max_size=60), st.sampled_from(KINDS))
+@settings(max_examples=50)
+def test_any_bytes_are_taken_or_refused(body: bytes, kind: Any) -> None:
+    with pytest.raises(Refused):
+        decoded(body, kind)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"\xff\xfe",
+        b"[" * 200_000,
+        b'{"messages":' * 50_000,
+        b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+    ],
+    ids=["nothing", "no text", "deep", "deeper", "half a pair"],
+)
+def test_bodies_that_are_no_json(server: Served, body: bytes) -> None:
+    said = post(server, body)
+    assert status(said) == 400 and b"invalid_request_error" in said
+
+
+def test_a_body_that_is_too_large_is_not_kept(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "LARGEST", 100_000)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    connection.request("POST", "/v1/chat/completions", b"x" * 1_000_000, {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    assert answer.status == 413 and b"larger than" in answer.read()
+    # One without end is cut off.
+    endless = post(server, b"x" * 2_000_000, length=10**12)
+    assert endless == b"" or status(endless) == 413
+
+
+def test_a_body_that_never_ends_is_refused(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "SECONDS", 0.05)
+    assert status(post(server, b"{", length=100)) == 408
+
+
+@pytest.mark.parametrize("begun", [b"", b"GET /health HTTP/1.1\r\nHost: lo"], ids=["silent", "slow"])
+def test_a_connection_that_asks_nothing_is_closed(
+    server: Served, monkeypatch: pytest.MonkeyPatch, begun: bytes
+) -> None:
+    monkeypatch.setattr(http_server, "HEAD_S", 0.05)
+    assert raw(server.port, begun) == b""
+
+
+def test_requests_that_are_no_http(server: Served) -> None:
+    assert status(raw(server.port, b"\x16\x03\x01\x02\x00\x01\r\n\r\n")) == 400  # TLS, to a port without it
+    assert status(raw(server.port, b"GET /health HTTP/1.1\r\nx: " + b"y" * 200_000 + b"\r\n\r\n")) in (400, 431)
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        (["Origin: http://evil.example"], 403),
+        (["Sec-Fetch-Site: cross-site"], 403),
+        (["Content-Type: text/plain"], 415),
+        (["Origin: null", "Content-Type: text/plain"], 403),
+    ],
+)
+def test_what_a_web_page_can_send_is_refused(server: Served, more: list[str], expected: int) -> None:
+    body = msgspec.json.encode({**QUESTION, "model": MODEL})
+    lines = ["POST /v1/chat/completions HTTP/1.1", "Host: 127.0.0.1", *more, f"Content-Length: {len(body)}"]
+    if not any(line.startswith("Content-Type") for line in more):
+        lines.append("Content-Type: application/json")
+    said = raw(server.port, "\r\n".join([*lines, "Connection: close", "", ""]).encode() + body)
+    assert status(said) == expected and b"access-control" not in said.lower()
+
+
+def test_unknown_paths_and_methods_are_refused_in_the_form_of_the_protocol(server: Served) -> None:
+    for line, expected, kind in (
+        ("GET /", 404, b'{"error":{'),
+        ("GET /v1/chat/completions", 405, b'{"error":{'),
+        ("GET /v1/messages/x/y", 404, b'{"type":"error"'),
+        ("GET /v1/../../etc/passwd", 404, b'{"error":{'),
+    ):
+        said = raw(server.port, f"{line} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+        assert status(said) == expected and kind in said
+
+
+def test_a_client_that_vanishes_in_the_middle_of_its_body_leaves_nothing(server: Served) -> None:
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(
+            b"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            b"Content-Length: 100\r\n\r\n{"
+        )
+    assert status(post(server, msgspec.json.encode({**QUESTION, "model": MODEL}))) == 200
+    assert not any("secret" in note for note in server.notes) and server.notes == []
