@@ -15,9 +15,11 @@ def block_of(name: str) -> tuple[int, int]:
 
 
 def unpacked(name: str, words: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """What gguf makes of ``words`` [rows, bytes]: [rows, columns]."""
+    """What gguf makes of ``words`` [..., bytes]: [..., columns]."""
+    # As one long row: gguf takes a few rows at a time, which costs more than unpacking them.
     with np.errstate(all="ignore"):
-        return np.asarray(dequantize(words, GGMLQuantizationType[name]), np.float32)
+        values = dequantize(words.reshape(1, -1), GGMLQuantizationType[name])
+    return np.asarray(values, np.float32).reshape(*words.shape[:-1], -1)
 
 
 def random_blocks(name: str, rows: int, columns: int, seed: int = 0) -> NDArray[np.uint8]:

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_models
 from hypothesis import HealthCheck, settings
-from tiny_models import write_tiny_model
+from shared_folders import shared_root
 
 # Tests say nothing about time: on a busy machine an example may take as long as it likes.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -46,8 +47,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: the collections of garbage in tests and in rings that close need not look at it."""
-    gc.collect()
+    """What was imported stays: the collections of garbage in tests and in rings that close need not look at it, nor is
+    the little garbage among it looked for."""
     gc.freeze()
     gc.enable()
 
@@ -81,16 +82,20 @@ def starter_home(starter_wheel: Path, tmp_path_factory: pytest.TempPathFactory) 
     shutil.rmtree(home)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _tiny_models_are_kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Each of them is made once a run, for all workers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiny_models, "kept_in", shared_root(tmp_path_factory))
+        yield
+
+
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """``tiny_model(family, **options)``: the folder of that tiny model, written once a session. Not to be changed."""
-    root = tmp_path_factory.mktemp("tiny-models")
-    written: dict[str, Path] = {}
+def tiny_model() -> Callable[..., Path]:
+    """``tiny_model(family, **options)``: the folder of that tiny model. Not to be changed."""
 
     def folder_of(family: str, **options: Any) -> Path:
-        key = repr((family, sorted(options.items())))
-        if key not in written:
-            written[key] = write_tiny_model(root / f"{family}-{len(written)}", family, **options)
-        return written[key]
+        assert tiny_models.kept_in is not None
+        return tiny_models.tiny_model_kept(tiny_models.kept_in, family, **options)
 
     return folder_of

@@ -22,10 +22,11 @@ def pairwise(*parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
         for one, other in combinations(range(len(columns)), 2)
         for first, second in product(columns[one], columns[other])
     }
+    covered = {row: pairs_of(row) for row in product(*columns)}
     rows: list[tuple[Any, ...]] = []
     while missing:
-        best = max(product(*columns), key=lambda row: len(missing & pairs_of(row)))
-        missing -= pairs_of(best)
+        best = max(covered, key=lambda row: len(missing & covered[row]))
+        missing -= covered[best]
         rows.append(tuple(values[place] for values, place in zip(parameters, best, strict=True)))
     return rows
 

@@ -312,7 +312,8 @@ class _Packing:
             return values, kind, values
         flat = values.reshape(-1, values.shape[-1])
         try:
-            words = quantize(flat, kind)
+            # As one long row: gguf takes a few rows at a time, which costs more than packing them.
+            words = quantize(flat.reshape(1, -1), kind)
             back = dequantize(words, kind)
         except NotImplementedError:
             words, back = random_values(kind.name, *flat.shape, seed=zlib.crc32(name.encode()))

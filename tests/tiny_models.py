@@ -7,9 +7,12 @@ Routers and heads are scaled so that tokens go to different experts and the logi
 
 from __future__ import annotations
 
+import shutil
 import zlib
 from pathlib import Path
 from typing import Any
+
+from shared_folders import written_once
 
 TINY_MOE_FAMILIES: tuple[str, ...] = (
     "mixtral",
@@ -254,14 +257,35 @@ def tiny_config(family: str, **overrides: Any) -> Any:
     return AutoConfig.for_model(family, **values)
 
 
-def write_tiny_model(
-    folder: Path, family: str, *, dtype: str = "float32", seed: int = 0, shards: bool = False, **config_overrides: Any
-) -> Path:
+kept_in: Path | None = None
+"""Folder in which a run of the tests keeps every tiny model that it has made. None: each call makes one."""
+
+
+def write_tiny_model(folder: Path, family: str, **options: Any) -> Path:
     """Write a random model of ``family`` (one of TINY_FAMILIES) into ``folder`` and return ``folder``.
 
-    ``dtype`` is torch's name of the stored type; ``shards`` splits the weights over several files with an index.
-    The same arguments give the same weights. There is no tokenizer.
+    ``options``: ``dtype``, torch's name of the stored type; ``shards``, whether the weights are split over several
+    files with an index; ``seed``; and settings of the configuration. The same arguments give the same weights. There is
+    no tokenizer.
     """
+    if kept_in is None:
+        _make(folder, family, **options)
+    else:
+        shutil.copytree(
+            tiny_model_kept(kept_in, family, **options), folder, dirs_exist_ok=True, copy_function=shutil.copyfile
+        )
+    return folder
+
+
+def tiny_model_kept(root: Path, family: str, **options: Any) -> Path:
+    """The folder of that tiny model in ``root``, made by the process that needs it first. Not to be changed."""
+    key = zlib.crc32(repr(sorted(options.items())).encode())
+    return written_once(root / f"{family}-{key:08x}", lambda folder: _make(folder, family, **options))
+
+
+def _make(
+    folder: Path, family: str, *, dtype: str = "float32", seed: int = 0, shards: bool = False, **config_overrides: Any
+) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -279,7 +303,6 @@ def write_tiny_model(
     model.config.dtype = getattr(torch, dtype)
     total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     model.save_pretrained(folder, max_shard_size=max(1024, total // 4) if shards else "5GB")
-    return folder
 
 
 def _fill(name: str, parameter: Any, generator: Any, family: str, *, tied: bool) -> None:

@@ -55,41 +55,39 @@ def stored_model(
 
 
 @pytest.fixture(scope="session")
-def packed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+def packed(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path]) -> Callable[[str, str], Path]:
     """``packed(family, name)``: the folder of a GGUF file in the formats that PACKED_MODELS has under ``name``, written
     once a session. Not to be changed."""
     root = tmp_path_factory.mktemp("packed")
 
     @functools.cache
-    def source(family: str) -> Path:
-        return write_tiny_model(root / family, family, **whole_blocks(family))
-
-    @functools.cache
     def folder_of(family: str, name: str) -> Path:
         kind, parts = PACKED_MODELS[name]
         path = root / f"{family}-{name}.gguf"
-        path = write_tiny_gguf(path, source(family), ARCHITECTURES[family], quantised=kind, parts=parts)
+        path = write_tiny_gguf(
+            path, tiny_model(family, **whole_blocks(family)), ARCHITECTURES[family], quantised=kind, parts=parts
+        )
         return open_gguf(path, no_progress, folder=root / f"gguf--{family}-{name}")
 
     return folder_of
 
 
 @pytest.fixture(scope="session")
-def grouped(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tuple[Path, Path]]:
+def grouped(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path]
+) -> Callable[[str, str], tuple[Path, Path]]:
     """``grouped(family, name)``: the folder of a model in the form that GROUPED_MODELS has under ``name``, as
     published, or in FP8, and that of what its weights stand for, written once a session. Not to be changed."""
     root = tmp_path_factory.mktemp("grouped")
-
-    @functools.cache
-    def source(family: str) -> Path:
-        return write_tiny_model(root / family, family, **whole_blocks(family))
 
     @functools.cache
     def folder_of(family: str, name: str) -> tuple[Path, Path]:
         if name == FP8:
             return _in_fp8(root / f"{family}-fp8", family)
         options = {"form": "published"} if name == PUBLISHED else GROUPED_MODELS[name]
-        return write_grouped(root / f"{family}-{name.replace(' ', '-')}", source(family), **options)
+        return write_grouped(
+            root / f"{family}-{name.replace(' ', '-')}", tiny_model(family, **whole_blocks(family)), **options
+        )
 
     return folder_of
 

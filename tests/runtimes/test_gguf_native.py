@@ -1,22 +1,19 @@
-"""GGUF files in the native runtime: transformers' logits on what the packed weights stand for."""
+"""GGUF files in the native runtime: transformers' logits on their weights; test_gguf_packed.py has the packed ones."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from gguf import GGMLQuantizationType
 from native_oracle import FAMILIES, after_alike_branches, load_native, needs_kernels
-from pairwise import in_turn, pairwise
+from pairwise import in_turn
 from subjects import prompt_of
 from tiny_gguf import ARCHITECTURES, Layout, whole_blocks, write_tiny_gguf
-from tiny_models import write_tiny_model
 from torch_oracle import library_run, no_progress, our_run, typical, worst
 
 from engine.models.gguf_folder import open_gguf
-from engine.models.number_formats import BLOCKS
 
 pytestmark = needs_kernels
 
@@ -32,11 +29,10 @@ def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
 
 
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The tiny model of a family, written once."""
-    folder = tmp_path_factory.mktemp("sources")
-    return functools.cache(lambda family: write_tiny_model(folder / family, family, **whole_blocks(family)))
+@pytest.fixture
+def sources(tiny_model: Callable[..., Path]) -> Callable[[str], Path]:
+    """The tiny model of a family."""
+    return lambda family: tiny_model(family, **whole_blocks(family))
 
 
 @pytest.mark.parametrize(
@@ -53,26 +49,6 @@ def test_plain_weights_give_the_librarys_logits(
     model, tokens = load_native(open_gguf(path, no_progress), dtype="float32"), prompt_of(21)
     answer, theirs = library_run(source, tokens, chunks=1)
     assert worst(our_run(model, tokens, 2, answer), theirs) < EXACT
-
-
-@pytest.mark.parametrize(("family", "kind"), pairwise(FAMILIES, tuple(BLOCKS))[::6])
-def test_packed_weights_give_the_logits_of_what_they_stand_for(
-    tmp_path: Path, sources: Callable[[str], Path], family: str, kind: str
-) -> None:
-    extra = {"attention.sliding_window": 16} if family == "mistral" else {}
-    path = write_tiny_gguf(
-        tmp_path / "m.gguf",
-        sources(family),
-        ARCHITECTURES[family],
-        quantised=GGMLQuantizationType[kind],
-        extra=extra,
-        truth=tmp_path / "truth",
-    )
-    model = load_native(open_gguf(path, no_progress))
-    assert model.facts.dtype == "bfloat16"
-    tokens = prompt_of(40)
-    answer, theirs = library_run(tmp_path / "truth", tokens, chunks=1)
-    assert typical(our_run(model, tokens, 2, answer), theirs) < ROUNDED
 
 
 @pytest.mark.parametrize("attention", ["Q8_0", "F16", "BF16"])

@@ -1,9 +1,13 @@
-"""GGUF files in the torch runtime: transformers' logits on what the packed weights stand for."""
+"""Packed GGUF files in the torch and the native runtime: transformers' logits on what the weights stand for.
+
+Each file is written, and run by transformers, once for all of these tests.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,11 +15,10 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
-from native_oracle import needs_kernels
-from pairwise import in_turn
+from native_oracle import FAMILIES, load_native, needs_kernels
+from pairwise import in_turn, pairwise
 from subjects import prompt_of
 from tiny_gguf import ARCHITECTURES, whole_blocks, write_tiny_gguf
-from tiny_models import write_tiny_model
 from torch_oracle import library_model, library_run, load, no_progress, our_run, typical, worst
 
 from benchmarks.packed_blocks import random_blocks
@@ -37,7 +40,13 @@ EXACT = 1e-5
 ROUNDED = 0.05
 """Largest usual error where the native kernels round the experts' inputs to eight bits, as a share of the logits'
 spread: these models, of random weights, make small errors larger than real ones do."""
-MOE = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss", "glm4_moe_lite", "gemma4_text")
+KINDS = dict(in_turn(tuple(ARCHITECTURES), tuple(BLOCKS)))
+"""The format of each family, in which most of the tests have it: all families and all formats."""
+ON_A_DEVICE = (
+    *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss"),
+    *("glm4_moe_lite", "gemma4_text", "deepseek_v2", "deepseek_v3", "qwen3_5_moe_text"),
+)
+"""Families of which a device holds some experts: with Mixtral in another format, in all formats."""
 
 
 @pytest.fixture(autouse=True)
@@ -45,25 +54,31 @@ def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
 
 
+Packed = Callable[[str, str], tuple[Path, Path]]
+
+
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The tiny model of a family, written once."""
-    folder = tmp_path_factory.mktemp("sources")
-    return functools.cache(lambda family: write_tiny_model(folder / family, family, **whole_blocks(family)))
+def packed_model(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path]) -> Packed:
+    """``packed_model(family, kind)``: the model folder of ``family`` packed as ``kind``, and the folder of what its
+    weights stand for. Not to be changed."""
+    root = tmp_path_factory.mktemp("packed")
 
+    @functools.cache
+    def folders_of(family: str, kind: str) -> tuple[Path, Path]:
+        folder = root / f"{family}-{kind}"
+        folder.mkdir()
+        path = write_tiny_gguf(
+            folder / "m.gguf",
+            tiny_model(family, **whole_blocks(family)),
+            ARCHITECTURES[family],
+            quantised=GGMLQuantizationType[kind],
+            extra={"attention.sliding_window": 16} if family == "mistral" else {},
+            merged=kind in ("Q8_0", "Q6_K"),
+            truth=folder / "truth",
+        )
+        return open_gguf(path, no_progress, folder=folder / "opened"), folder / "truth"
 
-def packed_model(folder: Path, source: Path, family: str, kind: str) -> tuple[Path, Path]:
-    """The model folder of ``source`` packed as ``kind``, and the folder of what its weights stand for."""
-    path = write_tiny_gguf(
-        folder / "m.gguf",
-        source,
-        ARCHITECTURES[family],
-        quantised=GGMLQuantizationType[kind],
-        extra={"attention.sliding_window": 16} if family == "mistral" else {},
-        merged=kind in ("Q8_0", "Q6_K"),
-        truth=folder / "truth",
-    )
-    return open_gguf(path, no_progress), folder / "truth"
+    return folders_of
 
 
 def mostly(files: ModelFiles) -> str:
@@ -73,12 +88,12 @@ def mostly(files: ModelFiles) -> str:
     return dict(files.trunk())["model.embed_tokens.weight"].dtype
 
 
-@pytest.mark.parametrize(("family", "kind"), in_turn(tuple(ARCHITECTURES), tuple(BLOCKS)))
+@pytest.mark.parametrize(("family", "kind"), KINDS.items())
 def test_unpacked_weights_give_the_librarys_logits(
-    tmp_path: Path, sources: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, family: str, kind: str
+    packed_model: Packed, monkeypatch: pytest.MonkeyPatch, family: str, kind: str
 ) -> None:
     monkeypatch.setenv("PRIVATELLM_KERNELS", "off")
-    folder, truth = packed_model(tmp_path, sources(family), family, kind)
+    folder, truth = packed_model(family, kind)
     assert mostly(open_model(folder)) == kind
     model, tokens = load(folder, dtype="float32"), prompt_of(40)
     answer, theirs = library_run(truth, tokens, chunks=1)
@@ -88,11 +103,11 @@ def test_unpacked_weights_give_the_librarys_logits(
 
 
 @needs_kernels
-@pytest.mark.parametrize(("family", "kind"), [("mixtral", "Q4_K"), ("qwen2_moe", "MXFP4"), ("llama", "Q6_K")])
-def test_packed_experts_run_in_the_native_kernels(
-    tmp_path: Path, sources: Callable[[str], Path], family: str, kind: str
-) -> None:
-    folder, truth = packed_model(tmp_path, sources(family), family, kind)
+@pytest.mark.parametrize(
+    ("family", "kind"), [(family, KINDS[family]) for family in ("mixtral", "qwen3_moe", "olmoe", "llama")]
+)
+def test_packed_experts_run_in_the_native_kernels(packed_model: Packed, family: str, kind: str) -> None:
+    folder, truth = packed_model(family, kind)
     model, tokens = load(folder), prompt_of(40)
     assert model.facts.dtype == "bfloat16"
     assert ("native" in model.facts.executor) == (family != "llama")
@@ -104,22 +119,35 @@ def test_packed_experts_run_in_the_native_kernels(
 @pytest.mark.parametrize(
     ("family", "kind"),
     [
-        ("llama", "Q4_K"),
-        ("qwen2", "Q5_0"),
-        ("qwen3_5_text", "Q6_K"),
-        ("qwen3_5_moe_text", "Q4_K"),
-        ("deepseek_v2", "Q8_0"),
-        ("glm4_moe_lite", "Q4_K"),
-        ("glm4_moe", "Q4_K"),
-        ("qwen3_next", "Q5_K"),
-        ("lfm2_moe", "Q4_K"),
-        ("gemma4_text", "Q4_K"),
+        *((family, KINDS[family]) for family in FAMILIES),
+        *(
+            pytest.param(family, kind, marks=pytest.mark.soak)
+            for family, kind in pairwise(FAMILIES, tuple(BLOCKS))[::6]
+            if kind != KINDS[family]
+        ),
     ],
 )
-def test_a_packed_trunk_stays_where_it_lies(
-    tmp_path: Path, sources: Callable[[str], Path], family: str, kind: str
-) -> None:
-    folder, truth = packed_model(tmp_path, sources(family), family, kind)
+def test_the_native_runtime_gives_the_librarys_logits(packed_model: Packed, family: str, kind: str) -> None:
+    folder, truth = packed_model(family, kind)
+    model, tokens = load_native(folder), prompt_of(40)
+    assert model.facts.dtype == "bfloat16"
+    answer, theirs = library_run(truth, tokens, chunks=1)
+    assert typical(our_run(model, tokens, 2, answer), theirs) < ROUNDED
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        (family, KINDS[family])
+        for family in (
+            *("llama", "qwen2", "qwen3_5_text", "qwen3_5_moe_text", "deepseek_v2", "glm4_moe_lite"),
+            *("glm4_moe", "qwen3_next", "lfm2_moe", "gemma4_text"),
+        )
+    ],
+)
+def test_a_packed_trunk_stays_where_it_lies(packed_model: Packed, family: str, kind: str) -> None:
+    folder, truth = packed_model(family, kind)
     model, tokens = load(folder), prompt_of(40)
     answer, theirs = library_run(truth, tokens, chunks=1)
     assert typical(our_run(model, tokens, 2, answer), theirs) < ROUNDED
@@ -142,12 +170,12 @@ def test_memory_that_runs_out_in_a_product_is_said(monkeypatch: pytest.MonkeyPat
 
 
 @needs_kernels
-def test_a_packed_trunk_whose_file_changes_is_not_believed(tmp_path: Path, sources: Callable[[str], Path]) -> None:
-    folder, _ = packed_model(tmp_path, sources("llama"), "llama", "Q4_K")
-    model = load(folder)
+def test_a_packed_trunk_whose_file_changes_is_not_believed(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
+    source, file = tiny_model("llama", **whole_blocks("llama")), tmp_path / "m.gguf"
+    write_tiny_gguf(file, source, "llama", quantised=GGMLQuantizationType.Q8_0)
+    model = load(open_gguf(file, no_progress))
     rows = model.start()
     rows.extend(prompt_of(5))
-    file = tmp_path / "m.gguf"
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     with pytest.raises(ModelError, match=r"m\.gguf was changed while the model was open"):
         rows.step([7])
@@ -156,19 +184,21 @@ def test_a_packed_trunk_whose_file_changes_is_not_believed(tmp_path: Path, sourc
 
 
 @pytest.mark.parametrize(
-    ("kind", "family", "policy"),
-    in_turn(tuple(BLOCKS), MOE, ("balanced", "lru-offload", "stream", "layers", "twiddler", "monde")),
+    ("family", "kind", "policy"),
+    [
+        (*each, policy)
+        for each, policy in zip(
+            [("mixtral", "Q4_0"), *((family, KINDS[family]) for family in ON_A_DEVICE)],
+            cycle(("balanced", "lru-offload", "stream", "layers", "twiddler", "monde")),
+            strict=False,
+        )
+    ],
 )
 def test_a_device_shares_packed_experts(
-    tmp_path: Path,
-    sources: Callable[[str], Path],
-    monkeypatch: pytest.MonkeyPatch,
-    family: str,
-    kind: str,
-    policy: ExpertPolicy,
+    packed_model: Packed, monkeypatch: pytest.MonkeyPatch, family: str, kind: str, policy: ExpertPolicy
 ) -> None:
     monkeypatch.setenv("PRIVATELLM_KERNELS", "off")
-    folder, truth = packed_model(tmp_path, sources(family), family, kind)
+    folder, truth = packed_model(family, kind)
     experts = open_model(folder).experts
     assert experts is not None
     device = StandInDevice(2 * GPU_RUNTIME_BYTES)
