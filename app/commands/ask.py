@@ -92,6 +92,10 @@ async def _answer(engine: EngineClient, interruption: Interruption, question: Qu
                                 "note: the length limit was reached before the answer began; raise --max-tokens, or "
                                 "use --thinking off"
                             )
+                        elif request.constraint is not None and event.finish_reason == "length":
+                            notify(
+                                "note: the length limit was reached before the JSON was complete; raise --max-tokens"
+                            )
                         if question.as_json:
                             answer(as_json(result_object(event, facts)))
                         else:

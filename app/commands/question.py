@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import stat
@@ -18,10 +19,12 @@ from app.commands.options import check_peers, persona_named, settings_with
 from app.commands.output import WorkFailed, notify
 from app.settings.fields import Value
 from app.settings.schema import Settings
-from engine.ipc.messages import Generate, Load, Message, Sampling
+from engine.ipc.messages import Constraint, Generate, Load, Message, Sampling
 from engine.planning.units import byte_size
 
 _LARGEST_TOKEN_ID = 2**31 - 1
+_LARGEST_SCHEMA = 128 * 1024
+"""Maximum bytes of a JSON schema, as in the engine."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,8 @@ class Flags:
     settings: Mapping[str, Value] = field(default_factory=dict)
     """Values that override the persona and the person's settings, by their keys."""
     stop: list[str] = field(default_factory=list)
+    schema: str | None = None
+    """Path of a JSON schema that the answer must satisfy."""
     peers: list[str] = field(default_factory=list)
     as_json: bool = False
 
@@ -99,12 +104,37 @@ def _generate(flags: Flags, settings: Settings) -> Generate:
         sampling=settings.sampling if beams == 1 else Sampling(**cast(dict[str, Any], given)),
         max_tokens=settings.max_tokens,
         stop=[_as_typed(text) for text in flags.stop],
+        constraint=None if flags.schema is None else Constraint(kind="schema", text=_schema(Path(flags.schema))),
         beams=beams,
         length_penalty=settings.length_penalty,
         thinking=settings.thinks,
         effort=settings.thinking_effort,
         with_timing=flags.as_json,
     )
+
+
+def _schema(path: Path) -> str:
+    """The text of a file with a JSON schema. Raises WorkFailed (status 2) if it is none."""
+    try:
+        data = _read_bytes(path, _LARGEST_SCHEMA)
+    except OSError as error:
+        raise WorkFailed(f"--schema: {path} cannot be read: {error.strerror or error}", status=2) from error
+    if len(data) > _LARGEST_SCHEMA:
+        raise WorkFailed(f"--schema: {path} has more than {byte_size(_LARGEST_SCHEMA)}", status=2)
+    try:
+        text = data.decode()
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise WorkFailed(f"--schema: {path} is no JSON: {error}", status=2) from error
+    if not isinstance(found, dict):
+        raise WorkFailed(f"--schema: {path} is no JSON object, as a JSON schema must be", status=2)
+    return text
+
+
+def _read_bytes(path: Path, most: int) -> bytes:
+    """The bytes of ``path``, of a larger file only ``most`` + 1 of them."""
+    with path.open("rb") as file:
+        return file.read(most + 1)
 
 
 def _messages(flags: Flags, settings: Settings) -> list[Message]:

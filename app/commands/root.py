@@ -179,6 +179,7 @@ def privatellm(context: click.Context, *, latest: bool, model: str | None, perso
 @click.option("--seed", metavar="N", type=int, help="The same seed gives the same answer.")
 @click.option("--max-tokens", metavar="N", type=int, help="Maximum number of tokens in the answer.")
 @click.option("--stop", metavar="S", multiple=True, help="Stop before this text; may be repeated.")
+@click.option("--schema", metavar="FILE", help="Answer in JSON that satisfies the JSON schema in this file.")
 @click.option("--thinking", type=click.Choice(["auto", "on", "off"]), help="Whether the model thinks first.")
 @click.option("--effort", type=click.Choice(["auto", "low", "medium", "high"]), help="How long the model thinks.")
 @_load_options
@@ -192,6 +193,7 @@ def ask(
     persona: str | None,
     system: str | None,
     stop: tuple[str, ...],
+    schema: str | None,
     peers: tuple[str, ...],
     in_json: bool,
     prompt_ids: str | None,
@@ -210,6 +212,7 @@ def ask(
         system=system,
         settings=_given(settings),
         stop=list(stop),
+        schema=schema,
         peers=list(peers),
         as_json=in_json,
     )

@@ -8,12 +8,12 @@ cache is moved by :func:`beam_search`.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from engine.errors import ModelError, PeerLost
-from engine.generation.sampling import greedy_token, largest, penalised
+from engine.generation.sampling import TokenGuide, greedy_token, largest, penalised
 from engine.runtimes.protocol import Logits, TokenRows
 
 MAX_BEAMS = 16
@@ -46,6 +46,9 @@ class BeamRule:
     """As in sampling; applied to log-probabilities, as transformers does."""
     prompt: frozenset[int] = frozenset()
     """The tokens of the prompt, which a repetition penalty counts, too."""
+    guide: TokenGuide | None = None
+    """Says which tokens may come next, from the first one on. The others are left out of the log-probabilities, which
+    are not made to sum up to 1 again."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,8 @@ class Hypothesis:
     tokens: tuple[int, ...]
     score: float
     finished: bool
+    over: bool = False
+    """Whether the rule's guide ended it."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,8 @@ class _Running:
     tokens: tuple[int, ...]
     total: np.float32
     row: int
+    guide: TokenGuide | None = None
+    """Its own state, if a rule's guide leads the beams; None for one whose score is hopeless, too."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,11 @@ class _Candidate:
     parent: int
     token: int
     ends: bool
+    guide: TokenGuide | None = None
+
+    @property
+    def over(self) -> bool:
+        return self.guide is not None and self.guide.over
 
 
 @dataclass(frozen=True)
@@ -117,9 +129,12 @@ class BeamState:
 
     rule: BeamRule
     step: int = 0
-    running: list[_Running] = field(default_factory=lambda: [_Running((), np.float32(0.0), 0)])
+    running: list[_Running] = field(init=False)
     finished: list[Hypothesis] = field(default_factory=list)
     _done: bool = False
+
+    def __post_init__(self) -> None:
+        self.running = [_Running((), np.float32(0.0), 0, self.rule.guide)]
 
     @property
     def done(self) -> bool:
@@ -139,7 +154,7 @@ class BeamState:
         parents = [self.running[candidates[index].parent].row for index in chosen]
         rows = assign_rows(parents) if len(self.running) == width else list(range(len(chosen)))
         survivors = [
-            _Running(self._tokens(candidates[index]), totals[index], row)
+            _Running(self._tokens(candidates[index]), totals[index], row, candidates[index].guide)
             for index, row in zip(chosen, rows, strict=True)
         ]
         self._finish(candidates)
@@ -190,23 +205,37 @@ class BeamState:
             ends = last or token in rule.ends
             if not ends and rule.hits_stop is not None:
                 ends = rule.hits_stop((*self.running[parent].tokens, token))
-            found.append(_Candidate(totals[place], parent, token, ends))
+            found.append(self._guided(_Candidate(totals[place], parent, token, ends)))
         return found
+
+    def _guided(self, candidate: _Candidate) -> _Candidate:
+        """``candidate`` with a guide of its own, if there is one. A token that the guide does not take is hopeless."""
+        before = self.running[candidate.parent].guide
+        if self.rule.guide is None or before is None or candidate.total <= _HOPELESS:
+            return candidate
+        guide = before.copy()
+        if not guide.take(candidate.token):
+            return replace(candidate, total=IMPOSSIBLE)
+        return replace(candidate, ends=candidate.ends or guide.over, guide=guide)
 
     def _continuations(self, row: Logits, beam: _Running, count: int) -> tuple[list[int], list[np.float32]]:
         rule = self.rule
-        if rule.repetition_penalty == 1.0:
+        if rule.repetition_penalty == 1.0 and rule.guide is None:
             return _continuations(row, count)
         top = row[greedy_token(row)]
         scores = row - top - np.log(np.exp(row - top).sum(dtype=np.float32))
-        return _best(penalised(scores, rule.prompt | set(beam.tokens), rule.repetition_penalty), count)
+        if rule.repetition_penalty != 1.0:
+            scores = penalised(scores, rule.prompt | set(beam.tokens), rule.repetition_penalty)
+        if rule.guide is not None:
+            scores = np.where(beam.guide.allowed(), scores, IMPOSSIBLE) if beam.guide else np.full_like(row, IMPOSSIBLE)
+        return _best(scores, count)
 
     def _finish(self, candidates: Sequence[_Candidate]) -> None:
         """Let the sequences that end here compete with those that finished before, if they are among the ``width``
         best candidates."""
         length = np.float32(float(self.step) ** self.rule.length_penalty)
         ended = [
-            Hypothesis(self._tokens(entry), float(entry.total / length), True)
+            Hypothesis(self._tokens(entry), float(entry.total / length), True, entry.over)
             for entry in candidates[: self.rule.width]
             if entry.ends and entry.total > _HOPELESS
         ]

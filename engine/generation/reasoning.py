@@ -55,6 +55,8 @@ class ReasoningParser:
         self._blank = not answering
         """Whether the part has no text yet."""
         self._header = ""
+        self._named = False
+        """Whether the text belongs to a part whose name was read."""
         self._thought = begun
         self._filled: set[_State] = set()
         self._opened = False
@@ -66,6 +68,37 @@ class ReasoningParser:
     def thinking(self) -> bool:
         """Whether the next text belongs to the thoughts."""
         return self._state is _State.THOUGHTS
+
+    @property
+    def answer_may_begin(self) -> bool:
+        """Whether the next text may be the answer's: it is no part of the thoughts, and a part's name was read where
+        parts have names."""
+        return self._state is _State.ANSWER and (self._named or not self._form.headers)
+
+    @property
+    def in_name(self) -> bool:
+        """Whether the next text belongs to the name of a part."""
+        return self._state is _State.HEADER
+
+    @property
+    def name_ends(self) -> tuple[str, ...]:
+        """The marks that end the name of a part."""
+        return (self._form.body,) if self._form.headers else ()
+
+    @property
+    def openers(self) -> tuple[str, ...]:
+        """The marks that may come next, before the answer has begun."""
+        form = self._form
+        if form.headers:
+            return () if self._named else form.headers
+        hidden = form.hidden[:1] if not self._opened else ()
+        thoughts = (form.begin,) if form.begin and not (self._settled or self._thought) else ()
+        return () if self._state is _State.THOUGHTS else (*thoughts, *hidden)
+
+    @property
+    def has_thought(self) -> bool:
+        """Whether there were thoughts, perhaps empty ones, after which an empty line may come."""
+        return self._thought
 
     def push(self, piece: str) -> Separated:
         """The text that certainly belongs to no mark."""
@@ -123,8 +156,9 @@ class ReasoningParser:
     def _marked(self, mark: str) -> Separated:
         form = self._form
         if mark in form.headers:
-            self._state, self._header = _State.HEADER, ""
+            self._state, self._header, self._named = _State.HEADER, "", False
         elif mark == form.body:
+            self._named = True
             name = (self._header.split() or [""])[0]
             self._begin(_State.THOUGHTS if name in form.thoughts else _State.ANSWER)
         elif mark == form.begin:
@@ -134,6 +168,7 @@ class ReasoningParser:
             if withdrawn:
                 self._filled = {_State.THOUGHTS}
             self._thought = self._thought or not form.headers
+            self._named = False
             self._begin(_State.ANSWER)
             return Separated(withdrawn, withdrawn=bool(withdrawn))
         else:

@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol, Self
 
 import msgspec
 import numpy as np
@@ -300,14 +300,29 @@ def _drawn(weights: Logits, point: float) -> int:
     return int(np.flatnonzero(weights[: starts[block] + _BLOCK])[-1])
 
 
+class TokenGuide(Protocol):
+    """What says which tokens may come next (:class:`engine.generation.answer_guide.AnswerGuide`)."""
+
+    @property
+    def over(self) -> bool: ...
+
+    def copy(self) -> Self: ...
+
+    def allowed(self) -> NDArray[np.bool_]: ...
+
+    def take(self, token: int) -> bool: ...
+
+
 class Sampler:
     """Draws tokens by one rule; the same seed gives the same tokens for the same logits.
 
-    ``before``: the tokens of the prompt, which a repetition penalty counts, too.
+    ``before``: the tokens of the prompt, which a repetition penalty counts, too. ``guide`` says which tokens may come
+    next, if the answer must have a form.
     """
 
-    def __init__(self, rule: SamplingRule, before: Iterable[int] = ()) -> None:
+    def __init__(self, rule: SamplingRule, before: Iterable[int] = (), guide: TokenGuide | None = None) -> None:
         self.rule = rule
+        self.guide = guide
         self._random = np.random.default_rng(rule.seed)
         self._seen = set(rule.penalised_of(before))
         self._counts: Counter[int] = Counter()
@@ -315,13 +330,32 @@ class Sampler:
     def choose(self, logits: Logits) -> int:
         """The next token for ``logits`` [vocabulary]. Raises ModelError if they are not finite at the top."""
         best = greedy_token(logits)
-        if self.rule.as_computed:
+        if self.rule.as_computed and self.guide is None:
             return best if self.rule.greedy else self._draw(logits)
         logits = self._changed(logits)
-        token = int(np.argmax(logits)) if self.rule.greedy else self._draw(logits)
+        token = self._chosen(logits) if self.guide is None else self._guided(logits, self.guide)
         self._seen.add(token)
         self._counts[token] += 1
         return token
+
+    @property
+    def over(self) -> bool:
+        """Whether the answer has its form, and nothing may be added to it."""
+        return self.guide is not None and self.guide.over
+
+    def _chosen(self, logits: Logits) -> int:
+        return int(np.argmax(logits)) if self.rule.greedy else self._draw(logits)
+
+    def _guided(self, logits: Logits, guide: TokenGuide) -> int:
+        """A token that ``guide`` takes. ``logits`` is changed."""
+        logits[~guide.allowed()] = -np.inf
+        while True:
+            token = self._chosen(logits)
+            if guide.take(token):
+                return token
+            logits[token] = -np.inf
+            if not np.isfinite(logits.max()):
+                raise ModelError("No token of the model goes on with the form that was asked for.", kind="bad-input")
 
     def _changed(self, logits: Logits) -> Logits:
         """A copy of ``logits`` with the rule's bias and penalties."""

@@ -38,7 +38,6 @@ def refuse_unknown(request: Generate) -> None:
     """Raises ModelError (bad-input) if ``request`` asks for what no runtime does yet."""
     messages = request.messages or []
     asked = {
-        "a constraint": request.constraint is not None,
         "tools": bool(request.tools or request.forced_tool or request.tool_choice == "required"),
         "results of tools": any(message.role == "tool" or message.tool_calls for message in messages),
     }

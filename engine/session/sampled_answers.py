@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from engine.generation.logprobs import Logprobs
 from engine.generation.reasoning import ReasoningParser
-from engine.generation.sampling import Sampler, SamplingRule
+from engine.generation.sampling import Sampler, SamplingRule, TokenGuide
 from engine.generation.text import IncrementalDecoder, StopStrings
 from engine.ipc.messages import FinishReason, Generate, TokenLogprob
 from engine.runtimes.protocol import Draw, LoadedModel, Logits
@@ -39,6 +39,7 @@ class SampleRun:
         prompt: list[int],
         rule: SamplingRule,
         logprobs: Logprobs | None,
+        guide: TokenGuide | None,
         most: int,
     ) -> list[Answer]:
         """The answers, one after the other, from the ``logits`` [vocabulary] after the prompt; fewer if cancelled.
@@ -48,7 +49,7 @@ class SampleRun:
         answers: list[Answer] = []
         following: Logits | None = logits
         while following is not None:
-            sampler = Sampler(rule.of_sample(len(answers)), prompt)
+            sampler = Sampler(rule.of_sample(len(answers)), prompt, guide and guide.copy())
             answers.append(self._answer(following, sampler, StopStrings(request.stop), logprobs, most))
             if len(answers) == request.samples or self.turn.cancelled():
                 break
@@ -72,7 +73,9 @@ class SampleRun:
 
         # With a seed the host draws, from the same numbers on every runtime.
         draw = Draw(rule.temperature, rule.top_k, rule.top_p, rule.min_p, choose)
-        device_draws = (rule.greedy or rule.seed is None) and rule.as_computed and logprobs is None
+        device_draws = (
+            (rule.greedy or rule.seed is None) and rule.as_computed and logprobs is None and sampler.guide is None
+        )
         tokens: list[int] = []
         reason: FinishReason | None = None
         following: int | None = choose(logits)
@@ -88,7 +91,7 @@ class SampleRun:
                     reason = "stop"
                 else:
                     stream.push(token, found[-1] if found else None)
-                    if stops.stopped:
+                    if stops.stopped or sampler.over:
                         reason = "stop"
                     elif len(tokens) >= most:
                         reason = "length"

@@ -13,7 +13,7 @@ from engine.errors import Cancelled, ModelError
 from engine.generation.beams import BeamRule, BeamState, Hypothesis, beam_run, check_beams
 from engine.generation.logprobs import Logprobs
 from engine.generation.reasoning import ReasoningParser, Separated, separate
-from engine.generation.sampling import NotNumbersError, SamplingRule, sampling_rule, usual_limit
+from engine.generation.sampling import NotNumbersError, SamplingRule, TokenGuide, sampling_rule, usual_limit
 from engine.generation.text import StopStrings, first_stop
 from engine.ipc.messages import (
     Beam,
@@ -38,6 +38,7 @@ from engine.runtimes.protocol import (
     LoadedModel,
     Logits,
 )
+from engine.session.constrained import Constraining
 from engine.session.prefix_cache import PrefixCache
 from engine.session.refusals import check_samples, refuse_beside_beams, refuse_unknown
 from engine.session.sampled_answers import SampleRun
@@ -90,6 +91,7 @@ class Session:
         self._clock = clock
         self._cache = PrefixCache(model, prefill_chunk)
         self._context: list[int] = []
+        self._constraining: Constraining | None = None
         self._parser: Callable[[], ReasoningParser] | None = None
         """Makes what separates the current question's answer from its thoughts; None if they are not marked."""
         self.first_pass_s: float | None = None
@@ -153,6 +155,7 @@ class Session:
             )
         logprobs = None if request.logprobs is None else Logprobs(request.logprobs, self._bytes_of)
         StopStrings(request.stop)
+        guide = self._guide(request)
         most = self._most_tokens(request, len(prompt))
         turn = Turn(request, self._model.recorder, emit, control, self._clock, len(prompt))
         turn.sampling = Sampling(repetition_penalty=rule.repetition_penalty) if request.beams > 1 else rule.used
@@ -168,12 +171,12 @@ class Session:
                 if logits is None:
                     return turn.finished(Answer("", [], "cancelled"))
                 if request.beams > 1:
-                    answers = [self._search(request, turn, logits, most, prompt, rule)]
+                    answers = [self._search(request, turn, logits, most, prompt, rule, guide)]
                 else:
                     run = SampleRun(
                         turn, self._model, self._cache, self._tokenizer, self._ends, self._context, self._parser
                     )
-                    answers = run.answers(request, logits, prompt, rule, logprobs, most)
+                    answers = run.answers(request, logits, prompt, rule, logprobs, guide, most)
             answer = answers[0]
             if self._history is not None and request.messages is not None:
                 ended = bool(answer.tokens) and answer.tokens[-1] in self._ends
@@ -262,6 +265,14 @@ class Session:
         rendered = self._history.text[-RENDERED_CHARACTERS:]
         return lambda: ReasoningParser(form, rendered, answering=request.continue_last)
 
+    def _guide(self, request: Generate) -> TokenGuide | None:
+        """What leads ``request``'s answer, if it must have a form."""
+        if request.constraint is None:
+            return None
+        if self._constraining is None:
+            self._constraining = Constraining(self._tokenizer, self.facts.vocabulary, self._ends)
+        return self._constraining.guide(request, request.constraint, self._parser)
+
     def _most_tokens(self, request: Generate, prompt_tokens: int) -> int:
         """Maximum tokens of the answer. Raises ModelError if there is no room for one."""
         limit = self.facts.context_limit
@@ -297,7 +308,14 @@ class Session:
     # --- the answer -----------------------------------------------------------------------------------------------
 
     def _search(
-        self, request: Generate, turn: Turn, logits: Logits, most: int, prompt: Sequence[int], sampling: SamplingRule
+        self,
+        request: Generate,
+        turn: Turn,
+        logits: Logits,
+        most: int,
+        prompt: Sequence[int],
+        sampling: SamplingRule,
+        guide: TokenGuide | None,
     ) -> Answer:
         assert self._cache.rows is not None
         rule = BeamRule(
@@ -309,6 +327,7 @@ class Session:
             hits_stop=self._stop_check(request.stop),
             repetition_penalty=sampling.repetition_penalty,
             prompt=sampling.penalised_of(prompt),
+            guide=guide,
         )
         run = beam_run(self._cache.rows, rule, lambda lost: self._cache.rows_again(lost, turn), turn.check)
         cancelled = False
@@ -344,7 +363,7 @@ class Session:
     def _ended(self, best: Hypothesis, stops: Sequence[str]) -> bool:
         """Whether a finished hypothesis ended by itself rather than at the maximum length."""
         check = self._stop_check(stops)
-        return best.tokens[-1] in self._ends or (check is not None and check(best.tokens))
+        return best.over or best.tokens[-1] in self._ends or (check is not None and check(best.tokens))
 
     def _stop_check(self, stops: Sequence[str]) -> Callable[[Sequence[int]], bool] | None:
         if not stops or self._tokenizer is None:

@@ -132,6 +132,24 @@ def test_flags_reach_the_engine(home: Path, capsys: pytest.CaptureFixture[str]) 
     assert (request["beams"], request["length_penalty"], request["with_timing"]) == (16, -0.5, False)
 
 
+def test_a_schema_reaches_the_engine(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    install(home)
+    path = tmp_path / "form.json"
+    path.write_text('{"type": "object"}')
+    assert run(["ask", "--schema", str(path), "echo:"]) == 0
+    assert json.loads(capsys.readouterr().out)["constraint"] == {"kind": "schema", "text": '{"type": "object"}'}
+    for content, said in ((b"{", "is no JSON"), (b"[]", "is no JSON object"), (b"\xff", "is no JSON"), (None, "read")):
+        if content is None:
+            path.unlink()
+        else:
+            path.write_bytes(content)
+        assert run(["ask", "--schema", str(path), "echo:"]) == 2
+        assert said in capsys.readouterr().err
+    path.write_bytes(b" " * (128 * 1024 + 1))
+    assert run(["ask", "--schema", str(path), "echo:"]) == 2
+    assert "has more than" in capsys.readouterr().err
+
+
 def test_how_to_think_reaches_the_engine(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     install(home)
     assert run(["ask", "--thinking", "off", "--effort", "high", "echo:"]) == 0

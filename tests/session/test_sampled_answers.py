@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from asking import Ask, LetterTokenizer
+from asking import Ask, LetterBytes, LetterTokenizer
 from tiny_models import write_tiny_model
 
+from engine.errors import ModelError
 from engine.generation.logprobs import Logprobs
-from engine.ipc.messages import Generate, Load, Piece, Prefill, Sampling
+from engine.ipc.messages import Constraint, Generate, Load, Message, Piece, Prefill, Sampling
 from engine.session.loading import load_session
 from engine.session.token_history import TokenHistory
 
@@ -107,3 +110,30 @@ def test_a_prompt_of_text_has_no_template(ask: Ask) -> None:
     text = ask.session.generate(Generate(id=7, prompt=letters, max_tokens=4), ask.events.append, ask)
     assert text.token_ids == ask([ord(letter) - 33 for letter in letters], max_tokens=4).token_ids
     assert text.prompt_tokens == len(letters)
+
+
+@pytest.mark.parametrize("options", [{}, {"sampling": drawn(4)}, {"sampling": drawn(4), "samples": 3}, {"beams": 3}])
+def test_an_answer_has_the_form_that_was_asked_for(ask: Ask, options: dict[str, Any]) -> None:
+    plain = ask(PROMPT, max_tokens=12, **options).token_ids
+    form = Constraint(kind="regex", text="[A-C]{2}-[0-9]{3}")
+    found = ask(PROMPT, max_tokens=12, constraint=form, logprobs=None if "beams" in options else 1, **options)
+    texts = [found.text, *(sample.text for sample in found.samples), *(beam.text for beam in found.beams)]
+    assert all(re.fullmatch("[A-C]{2}-[0-9]{3}", text) for text in texts)
+    assert found.finish_reason == "stop" and len(found.token_ids) == 6
+    short = ask(PROMPT, max_tokens=4, constraint=form, **options)
+    assert (len(short.text), short.finish_reason) == (4, "length")
+    assert ask(PROMPT, max_tokens=12, **options).token_ids == plain
+
+
+def test_a_form_needs_the_bytes_of_tokens(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(text: str, **options: Any) -> None:
+        with pytest.raises(ModelError, match=text):
+            ask.session.generate(Generate(id=7, max_tokens=3, **options), ask.events.append, ask)
+
+    form = Constraint(kind="json")
+    refused("cannot be used", prompt_ids=PROMPT, constraint=form)  # it has no letter {
+    messages = [Message("user", "ab"), Message("assistant", "c")]
+    refused("continued", messages=messages, continue_last=True, constraint=form)
+    monkeypatch.setattr(ask.session, "_constraining", None)
+    monkeypatch.setattr(LetterBytes, "exact", False)
+    refused("bytes of its tokens", prompt_ids=PROMPT, constraint=form)

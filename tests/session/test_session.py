@@ -15,7 +15,6 @@ from engine.errors import ModelError
 from engine.generation.reasoning import ReasoningParser, Separated, separate
 from engine.ipc.messages import (
     BeamProgress,
-    Constraint,
     CountTokens,
     EstimateBeams,
     Load,
@@ -487,7 +486,6 @@ def test_other_errors_pass_and_the_cache_starts_over(ask: Ask, monkeypatch: pyte
         ("Token id 160 has a bias", [1], {"sampling": Sampling(logit_bias={160: 1})}),
         ("cannot do several samples", [1], {"samples": 2, "beams": 2}),
         ("cannot do log-probabilities", [1], {"logprobs": 2, "beams": 2}),
-        ("cannot answer with a constraint", [1], {"constraint": Constraint(kind="json")}),
         ("cannot answer with tools", [1], {"tools": [Tool(name="clock")]}),
     ],
 )
