@@ -83,7 +83,6 @@ def test_the_chats_beside_the_conversation(snap_compare: Compare, past_app: Chat
         app = await ready(pilot)
         assert app.chat is not None
         chat = app.chat
-        chat.prompt.cursor_blink = False
         chat.controller.open_conversation(app.store.conversations()[0].id)
         await pilot.press("f2")
         await wait_until(pilot, lambda: chat.chats.focused and chat.query_one(ChatBrowser).rows.rows)

@@ -155,16 +155,17 @@ async def test_a_candidate_can_be_put_in_amid_the_text_and_in_later_lines() -> N
         assert app.query_one(Prompt).text == "see\nthe one one"
 
 
-async def test_model_names_come_when_they_are_known(make_app: MakeApp) -> None:
+@pytest.mark.parametrize(("typed", "completed"), [("/model start", "/model starter"), ("/persona no", "/persona none")])
+async def test_models_and_personas_are_offered_by_name(make_app: MakeApp, typed: str, completed: str) -> None:
     app = make_app()
     async with app.run_test(size=(80, 24)) as pilot:
         await ready(pilot, app)
         assert app.chat is not None
         popup = app.chat.query_one(CompletionPopup)
-        await pilot.press(*"/model start")
+        await pilot.press(*typed)
         await wait_until(pilot, lambda: popup.display)
         await pilot.press("tab")
-        assert app.chat.prompt.text == "/model starter"
+        assert app.chat.prompt.text == completed
 
 
 async def test_a_click_does_what_enter_does(make_app: MakeApp) -> None:
@@ -178,15 +179,3 @@ async def test_a_click_does_what_enter_does(make_app: MakeApp) -> None:
         await pilot.click(popup, offset=(6, 1))
         await wait_until(pilot, lambda: isinstance(app.screen, HelpScreen))
         assert app.chat.prompt.text == ""
-
-
-async def test_personas_are_offered_by_name(make_app: MakeApp) -> None:
-    app = make_app()
-    async with app.run_test(size=(80, 24)) as pilot:
-        await ready(pilot, app)
-        assert app.chat is not None
-        popup = app.chat.query_one(CompletionPopup)
-        await pilot.press(*"/persona no")
-        await wait_until(pilot, lambda: popup.display)
-        await pilot.press("tab")
-        assert app.chat.prompt.text == "/persona none"

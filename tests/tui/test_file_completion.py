@@ -16,7 +16,7 @@ from app.tui.chat.file_completion import FileReferences
 
 @pytest.fixture(autouse=True)
 def folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = home / "work"
+    path = home / "notes"
     for name in ("readme.md", "src/main.py", "src/deep/prompt.py", "two words.txt", ".hidden"):
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_text("x")
@@ -71,7 +71,7 @@ def test_paths_from_elsewhere_are_offered_folder_by_folder(folder: Path, monkeyp
     assert offered(source, f"@{folder}/s") == [f"@{folder}/src/", f'@"{folder}/two words.txt" ']
     assert offered(source, f"@{folder}/src/") == [f"@{folder}/src/deep/", f"@{folder}/src/main.py "]
     assert offered(source, "@~/src/m") == ["@~/src/main.py "]
-    assert offered(source, "@../work/re") == ["@../work/readme.md "]
+    assert offered(source, "@../notes/re") == ["@../notes/readme.md "]
     assert offered(source, "@~nobody-of-that-name/x") == [] and offered(source, "@/no/such/folder/x") == []
 
 

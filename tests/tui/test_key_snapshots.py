@@ -9,7 +9,7 @@ from screen_helpers import MakeApp, wait_until
 from test_snapshots import app_of, at_sizes, ready
 from textual.command import CommandPalette
 from textual.pilot import Pilot
-from textual.widgets import Input, OptionList
+from textual.widgets import OptionList
 
 from app.tui.actions import all_actions
 from app.tui.chat.completion import CompletionPopup
@@ -38,7 +38,6 @@ def test_palette_of_a_screen(snap_compare: Compare, make_app: MakeApp) -> None:
         await wait_until(pilot, lambda: isinstance(pilot.app.screen, MachinesScreen))
         await pilot.press("ctrl+p")
         await wait_until(pilot, lambda: isinstance(pilot.app.screen, CommandPalette))
-        pilot.app.screen.query_one(Input).cursor_blink = False
         await wait_until(pilot, lambda: pilot.app.screen.query_one(OptionList).option_count)
 
     assert snap_compare(make_app(), terminal_size=(80, 24), run_before=before)

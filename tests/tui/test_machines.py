@@ -484,7 +484,6 @@ def test_timing_by_node(snap_compare: Compare, make_app: MakeApp, engine: FakeEn
     async def before(pilot: Pilot[int]) -> None:
         await ready(pilot, app)
         assert app.chat is not None
-        app.chat.prompt.cursor_blink = False
         await pilot.press("f5")
         await wait_until(pilot, lambda: engine.watching)
         controller(app).submit("How long?")
@@ -507,6 +506,5 @@ def test_a_ring_in_the_settings(snap_compare: Compare, make_app: MakeApp, engine
         await wait_until(pilot, lambda: "Ring of 2" in app.screen.query_one(Prediction).render().plain)
         row(app, "ring_shares").focus_control()
         await wait_until(pilot, lambda: app.screen.query("Input:focus"))
-        app.screen.query_one("Input:focus", Input).cursor_blink = False
 
     assert snap_compare(app, terminal_size=(80, 24), run_before=before)

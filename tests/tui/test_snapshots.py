@@ -12,7 +12,7 @@ import pytest
 from fake_engine import PLANNED, FakeEngine
 from screen_helpers import MACHINE, MakeApp, wait_until
 from textual.pilot import Pilot
-from textual.widgets import Input, OptionList, RadioSet, Static, TextArea
+from textual.widgets import OptionList, RadioSet, Static
 
 from app.chat.state import Phase
 from app.tui.application import ChatApp
@@ -82,7 +82,6 @@ async def ready(pilot: Pilot[int]) -> None:
     await wait_until(pilot, lambda: app.chat is not None and app.chat.is_mounted)
     assert app.chat is not None
     chat = app.chat
-    app.screen.query_one(TextArea).cursor_blink = False
     await wait_until(pilot, lambda: chat.controller.status.phase is Phase.READY)
 
 
@@ -111,7 +110,6 @@ def test_loading_with_a_question_that_waits(
         chat = app_of(pilot).chat
         assert chat is not None
         await wait_until(pilot, lambda: chat.controller.status.progress is not None)
-        chat.prompt.cursor_blink = False
         chat.controller.submit("Are you there?")
         await wait_until(pilot, lambda: chat.transcript.query_one(".tail").display)
 
@@ -216,7 +214,6 @@ def test_finding(snap_compare: Compare, make_app: MakeApp, engine: FakeEngine, s
         await wait_until(pilot, lambda: "of 3" in str(pilot.app.screen.query_one("#find-count", Static).visual))
         await pilot.press("down")
         await wait_until(pilot, lambda: "2 of 3" in str(pilot.app.screen.query_one("#find-count", Static).visual))
-        pilot.app.screen.query_one(Input).cursor_blink = False
         await pilot.pause()
 
     assert snap_compare(make_app(), terminal_size=size, run_before=before)
@@ -390,7 +387,6 @@ def test_no_model(snap_compare: Compare, make_app: MakeApp, engine: FakeEngine, 
         await wait_until(pilot, lambda: app.chat is not None and app.chat.is_mounted)
         assert app.chat is not None
         chat = app.chat
-        chat.prompt.cursor_blink = False
         await wait_until(pilot, lambda: chat.controller.status.phase is Phase.UNAVAILABLE)
 
     assert snap_compare(make_app(model="nosuch"), terminal_size=size, run_before=before)

@@ -7,9 +7,9 @@ from fake_engine import FACTS, FakeEngine
 from screen_helpers import MakeApp, wait_until
 from test_snapshots import Compare, app_of, ask, at_sizes, ready
 from textual.pilot import Pilot
-from textual.widgets import Input, TextArea
 
 from app.settings.personas import Persona, open_personas
+from app.tui.screens.chat import ChatScreen
 from engine.ipc.messages import Sampling
 
 SIZES = at_sizes((80, 24), (40, 20))
@@ -19,12 +19,23 @@ EDITOR = Persona(
 )
 
 
-def still(pilot: Pilot[int]) -> None:
-    """No cursor blinks."""
-    for area in pilot.app.screen.query(TextArea):
-        area.cursor_blink = False
-    for field in pilot.app.screen.query(Input):
-        field.cursor_blink = False
+async def chat_of(pilot: Pilot[int]) -> ChatScreen:
+    """The chat, whose model is loaded."""
+    await ready(pilot)
+    chat = app_of(pilot).chat
+    assert chat is not None
+    return chat
+
+
+async def shown(pilot: Pilot[int], what: str) -> None:
+    await wait_until(pilot, lambda: pilot.app.screen.query(what))
+
+
+async def personas(pilot: Pilot[int]) -> None:
+    """Open the screen of the personas."""
+    chat = await chat_of(pilot)
+    chat.setup.persona()
+    await shown(pilot, "#personas")
 
 
 @SIZES
@@ -33,9 +44,7 @@ def test_sampling(snap_compare: Compare, make_app: MakeApp, engine: FakeEngine, 
     engine.facts = msgspec.structs.replace(FACTS, sampling=own)
 
     async def before(pilot: Pilot[int]) -> None:
-        await ready(pilot)
-        chat = app_of(pilot).chat
-        assert chat is not None
+        chat = await chat_of(pilot)
         chat.controller.setup.use_persona(POET)
         chat.controller.setup.change({"top_k": 50})
         await pilot.press("ctrl+backslash", "down", "down")
@@ -47,12 +56,9 @@ def test_sampling(snap_compare: Compare, make_app: MakeApp, engine: FakeEngine, 
 @at_sizes((80, 24))
 def test_a_value_that_is_not_allowed(snap_compare: Compare, make_app: MakeApp, size: tuple[int, int]) -> None:
     async def before(pilot: Pilot[int]) -> None:
-        await ready(pilot)
-        chat = app_of(pilot).chat
-        assert chat is not None
+        chat = await chat_of(pilot)
         chat.controller.setup.change({"beams": 4})
         await pilot.press("ctrl+backslash", *"-1", "enter")
-        still(pilot)
         await pilot.pause()
 
     assert snap_compare(make_app(), terminal_size=size, run_before=before)
@@ -64,30 +70,16 @@ def test_personas(snap_compare: Compare, make_app: MakeApp, size: tuple[int, int
     open_personas().put(EDITOR)
 
     async def before(pilot: Pilot[int]) -> None:
-        await ready(pilot)
-        chat = app_of(pilot).chat
-        assert chat is not None
+        chat = await chat_of(pilot)
         chat.controller.setup.use_persona(POET)
-        chat.setup.persona()
-        await wait_until(pilot, lambda: pilot.app.screen.query("#personas"))
-        still(pilot)
-        await pilot.pause()
+        await personas(pilot)
 
     assert snap_compare(make_app(), terminal_size=size, run_before=before)
 
 
 @at_sizes((80, 24))
 def test_no_persona_yet(snap_compare: Compare, make_app: MakeApp, size: tuple[int, int]) -> None:
-    async def before(pilot: Pilot[int]) -> None:
-        await ready(pilot)
-        chat = app_of(pilot).chat
-        assert chat is not None
-        chat.setup.persona()
-        await wait_until(pilot, lambda: pilot.app.screen.query("#personas"))
-        still(pilot)
-        await pilot.pause()
-
-    assert snap_compare(make_app(), terminal_size=size, run_before=before)
+    assert snap_compare(make_app(), terminal_size=size, run_before=personas)
 
 
 @SIZES
@@ -95,15 +87,9 @@ def test_a_persona(snap_compare: Compare, make_app: MakeApp, size: tuple[int, in
     open_personas().put(EDITOR)
 
     async def before(pilot: Pilot[int]) -> None:
-        await ready(pilot)
-        chat = app_of(pilot).chat
-        assert chat is not None
-        chat.setup.persona()
-        await wait_until(pilot, lambda: pilot.app.screen.query("#personas"))
+        await personas(pilot)
         await pilot.press("ctrl+e")
-        await wait_until(pilot, lambda: pilot.app.screen.query("#persona-name"))
-        still(pilot)
-        await pilot.pause()
+        await shown(pilot, "#persona-name")
 
     assert snap_compare(make_app(), terminal_size=size, run_before=before)
 
@@ -111,13 +97,9 @@ def test_a_persona(snap_compare: Compare, make_app: MakeApp, size: tuple[int, in
 @at_sizes((80, 24))
 def test_a_system_prompt(snap_compare: Compare, make_app: MakeApp, size: tuple[int, int]) -> None:
     async def before(pilot: Pilot[int]) -> None:
-        await ready(pilot)
-        chat = app_of(pilot).chat
-        assert chat is not None
+        chat = await chat_of(pilot)
         chat.setup.system()
-        await wait_until(pilot, lambda: pilot.app.screen.query(".text-dialogue"))
-        still(pilot)
-        await pilot.pause()
+        await shown(pilot, ".text-dialogue")
 
     assert snap_compare(make_app(system_prompt="Be brief.\nNo lists."), terminal_size=size, run_before=before)
 
@@ -125,9 +107,7 @@ def test_a_system_prompt(snap_compare: Compare, make_app: MakeApp, size: tuple[i
 @SIZES
 def test_the_heading_tells_the_setup(snap_compare: Compare, make_app: MakeApp, size: tuple[int, int]) -> None:
     async def before(pilot: Pilot[int]) -> None:
-        await ready(pilot)
-        chat = app_of(pilot).chat
-        assert chat is not None
+        chat = await chat_of(pilot)
         chat.controller.setup.use_persona(POET)
         chat.controller.setup.change({"seed": 7})
         await ask(pilot, "What is the capital of France, and why is it not Lyon?")
