@@ -17,7 +17,7 @@ ADJUSTABLE: tuple[Setting, ...] = tuple(
 """The settings that a chat can have its own value of: the group ``answer`` but for the system prompt, which is text."""
 ADJUSTABLE_KEYS = frozenset(setting.key for setting in ADJUSTABLE)
 
-SAMPLED = frozenset(Sampling.__struct_fields__)
+SAMPLED = tuple(name for name in Sampling.__struct_fields__ if name in ADJUSTABLE_KEYS)
 """Keys of the values that a beam search does not use."""
 
 Source = Literal["chat", "persona", "settings", "default"]
@@ -149,7 +149,7 @@ class Preset:
     values: Mapping[str, Value]
 
 
-_NO_SAMPLING: dict[str, Value] = dict.fromkeys(name for name in Sampling.__struct_fields__ if name != "seed")
+_NO_SAMPLING: dict[str, Value] = dict.fromkeys(name for name in SAMPLED if name != "seed")
 
 PRESETS: tuple[Preset, ...] = (
     Preset("exact", "always the likeliest token", {**_NO_SAMPLING, "temperature": 0.0, "beams": 1}),

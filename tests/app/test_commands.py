@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import psutil
 import pytest
 from scripted import install, make_home, play
@@ -19,7 +20,7 @@ from app.commands.output import ProgressLine, as_json, describe
 from app.commands.root import run
 from app.settings.file import open_settings
 from app.settings.schema import documentation
-from engine.ipc.messages import Progress
+from engine.ipc.messages import Progress, Sampling
 
 
 @pytest.fixture
@@ -125,6 +126,7 @@ def test_flags_reach_the_engine(home: Path, capsys: pytest.CaptureFixture[str]) 
     assert request["messages"] == [{"role": "system", "content": "S"}, {"role": "user", "content": "echo:"}]
     assert request["sampling"] == {
         "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.1, "seed": 3,
+        "presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": {},
     }  # fmt: skip
     assert (request["max_tokens"], request["stop"], request["beams"]) == (11, ["A", "B"], 1)
     assert run(["ask", "--beams", "16", "--length-penalty", "-0.5", "echo:"]) == 0
@@ -165,7 +167,7 @@ def test_without_flags_nothing_is_added(home: Path, capsys: pytest.CaptureFixtur
     assert run(["ask", "echo:"]) == 0
     request = json.loads(capsys.readouterr().out)
     assert request["messages"] == [{"role": "user", "content": "echo:"}]
-    assert set(request["sampling"].values()) == {None} and request["max_tokens"] is None
+    assert request["sampling"] == msgspec.structs.asdict(Sampling()) and request["max_tokens"] is None
 
 
 def test_settings_come_after_flags_and_before_the_model(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -452,7 +454,7 @@ def test_doctor_tells_of_a_place_that_is_no_folder(
 
 
 def test_a_command_without_its_arguments_or_unknown_is_refused(home: Path) -> None:
-    for name in ("plan", "bench", "serve"):
+    for name in ("plan", "bench", "nothing-like-it"):
         assert run([name]) == 2
 
 
