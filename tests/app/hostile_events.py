@@ -14,6 +14,7 @@ from engine.ipc.messages import (
     PROTOCOL_VERSION,
     AnyEvent,
     Done,
+    EstimateBeams,
     Failed,
     Finished,
     Generate,
@@ -74,13 +75,14 @@ def emit(kind: type[msgspec.Struct], id: int = 0) -> None:
 
 
 def main() -> None:
-    """Loading works, so that all of the chat is shown; after each answer, everything that comes unasked."""
+    """Loading works, so that all of the chat is shown; with the answers, everything that comes unasked."""
     os.write(1, pack(Hello(protocol=PROTOCOL_VERSION, pid=os.getpid())))
     reader = request_reader()
     while data := os.read(0, 65536):
         for request in reader.feed(data):
-            for kind in (Notice, NetworkState, RingChanged):
-                emit(kind)
+            if not isinstance(request, EstimateBeams):  # asked anew after each change of a ring, so without end
+                for kind in (Notice, NetworkState, RingChanged):
+                    emit(kind)
             if isinstance(request, Shutdown):
                 return
             emit(Progress, request.id)

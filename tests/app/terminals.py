@@ -88,6 +88,12 @@ class Terminal:
     def type(self, keys: bytes) -> None:
         os.write(self.master, keys)
 
+    def press(self, keys: bytes, text: str) -> None:
+        """Type ``keys``, whereupon ``text`` is drawn."""
+        before = len(self.drawn)
+        self.type(keys)
+        self.until(lambda: text.encode() in self.drawn[before:], f"{text} after {keys!r}")
+
     @property
     def engines(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children()
