@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("app", "engine", "discovery", "assets", "packaging", "benchmarks", "tests", "docs")
-OF_PEOPLE = {"settings.toml", "personas.toml", "keymap.toml"}
+OF_PEOPLE = {"settings.toml", "personas.toml", "keymap.toml", "config.toml"}
 """Files on a person's machine."""
 
 

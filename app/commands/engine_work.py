@@ -60,13 +60,16 @@ Result = Loaded | Done | Planned | BenchResult
 Work = Callable[[EngineClient, Interruption], Awaitable[int]]
 
 
-def run_with_engine(work: Work) -> int:
-    """Start an engine, do ``work``, end the engine; the exit status. Raises WorkFailed."""
-    return asyncio.run(_run(work))
+def run_with_engine(work: Work, *, share: bool = False) -> int:
+    """Start an engine, do ``work``, end the engine; the exit status. Raises WorkFailed.
+
+    ``share``: use the engine of another program that has the model, and let others use this one.
+    """
+    return asyncio.run(_run(work, share))
 
 
-async def _run(work: Work) -> int:
-    engine = EngineClient()
+async def _run(work: Work, share: bool) -> int:
+    engine = EngineClient(share=share)
     engine.on_notice = lambda notice: notify(f"note: {notice.text}")
     task = asyncio.current_task()
     assert task is not None

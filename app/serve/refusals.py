@@ -38,16 +38,26 @@ class Refused(Exception):
 Protocol = Literal["openai", "anthropic"]
 
 
+TOO_LONG = "context_length_exceeded"
+_TOO_LONG_SAID: dict[Protocol, str] = {
+    "openai": "This model's maximum context length is exceeded: ",
+    "anthropic": "prompt is too long: ",
+}
+"""Beginnings by which clients know that they must shorten the conversation."""
+
+
 def error_object(refused: Refused, protocol: Protocol) -> dict[str, object]:
     """The error's JSON in ``protocol``."""
+    said = _TOO_LONG_SAID[protocol] if refused.code == TOO_LONG else ""
+    message = f"{said}{refused}"
     if protocol == "anthropic":
         usual = "api_error" if refused.status >= 500 else "invalid_request_error"
         kind = _ANTHROPIC_KINDS.get(refused.status, usual)
-        return {"type": "error", "error": {"type": kind, "message": str(refused)}}
+        return {"type": "error", "error": {"type": kind, "message": message}}
     kind = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}.get(
         refused.status, "server_error" if refused.status >= 500 else "invalid_request_error"
     )
-    error = {"message": str(refused), "type": kind, "param": refused.parameter, "code": refused.code}
+    error = {"message": message, "type": kind, "param": refused.parameter, "code": refused.code}
     return {"error": error}
 
 
@@ -64,7 +74,7 @@ def refused_by_engine(failed: Failed) -> Refused:
     """The engine's own sentence, with the status that its kind of failure has."""
     match failed.kind:
         case "context":
-            return Refused(failed.error, 400, code="context_length_exceeded", parameter="messages")
+            return Refused(failed.error, 400, code=TOO_LONG, parameter="messages")
         case "bad-input" | "model":
             return Refused(failed.error, 400)
         case "memory":

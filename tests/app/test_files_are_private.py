@@ -58,8 +58,11 @@ def test_a_folder_of_an_earlier_version_is_closed(tmp_path: Path, monkeypatch: p
     assert stat.S_IMODE(ensure("data").stat().st_mode) == 0o700
 
 
-def test_the_units_say_so_too() -> None:
-    unit = (ROOT / "packaging" / "systemd" / "privatellm-join.service").read_text().splitlines()
+@pytest.mark.parametrize("command", ["join", "serve"])
+def test_the_units_say_so_too(command: str) -> None:
+    unit = (ROOT / "packaging" / "systemd" / f"privatellm-{command}.service").read_text().splitlines()
     assert "LimitCORE=0" in unit and "UMask=0077" in unit
-    agent = plistlib.loads((ROOT / "packaging" / "launchd" / "privatellm.join.plist").read_bytes())
+    assert any(line.startswith(f"ExecStart=%h/.local/bin/privatellm {command}") for line in unit)
+    agent = plistlib.loads((ROOT / "packaging" / "launchd" / f"privatellm.{command}.plist").read_bytes())
     assert agent["Umask"] == 0o077 and agent["HardResourceLimits"] == {"Core": 0}
+    assert agent["Label"] == f"privatellm.{command}" and f'privatellm" {command} ' in agent["ProgramArguments"][2]

@@ -43,6 +43,7 @@ def test_the_events_in_their_order(claude: anthropic.Anthropic) -> None:
     ("wrong", "error", "said"),
     [
         ({"model": "nobody"}, anthropic.NotFoundError, "nobody"),
+        ({"messages": [{"role": "user", "content": "x" * 600}]}, anthropic.BadRequestError, "prompt is too long: The"),
         ({"max_tokens": 0}, anthropic.BadRequestError, "max_tokens"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, anthropic.BadRequestError, "text only"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, anthropic.BadRequestError, "wizard"),

@@ -61,7 +61,7 @@ def test_beams_give_several_answers(client: openai.OpenAI) -> None:
         ({"messages": []}, 400, "messages", "length"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, 400, "messages[0].role", "wizard"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages[0].content", "text only"),
-        ({"messages": [{"role": "user", "content": "x" * 600}]}, 400, "messages", "context"),
+        ({"messages": [{"role": "user", "content": "x" * 600}]}, 400, "messages", "maximum context length"),
         ({"stop": ""}, 400, "stop", "empty"),
         ({"n": 3, "beams": 2}, 400, "n", "2 beams"),
         ({"response_format": {"type": "poem"}}, 400, "response_format", "poem"),
