@@ -7,7 +7,7 @@ The Twiddler paper's setting is Mixtral-8x7B in 16 bits on two machines. Its tab
 256 experts the GPU holds; what CPU and GPU take for one expert is in a figure without numbers, so that is assumed here
 (``ENVIRONMENTS``) and every table says so. The routes are made up with the popularity of the paper's appendix C.
 The CPU comes in two kinds: ``linear``, as the paper models its own (n tokens take n times as long), and ``once``, whose
-kernels read a weight once for all tokens, as ours do. The MoNDE paper's setting is in benchmarks.near_data.
+kernels read a weight once for all tokens, as ours do.
 """
 
 from __future__ import annotations

@@ -50,7 +50,8 @@ POLICIES: dict[ExpertPolicy, str] = {
     "monde": "MoNDE: hot experts on the GPU",
     "layers": "Whole layers on the GPU (llama.cpp)",
     "lru-offload": "Recently used (Mixtral-offloading)",
-    "stream": "Copy when needed (ZeRO-Infinity)",
+    "stream": "Copy every layer (ZeRO-Infinity)",
+    "on-demand": "Copy when needed (MoNDE's GPU+PM)",
 }
 """Labels of the policies by which GPU and CPU share the experts, with the paper or program each comes from."""
 

@@ -167,6 +167,9 @@ class NearSystem:
     link: Link = Link()
     device: NearDevice = NearDevice()
     devices: int = 1
+    host_s: float = 0.0
+    """What the program on the host takes per active expert, whichever device runs it: a loop in Python that gathers the
+    expert's tokens, launches its kernels or commands, and scatters the results."""
     bytes_per_number: int = 2
     _near: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -187,7 +190,8 @@ class NearSystem:
         return self._near[tokens]
 
     def gpu_expert(self, tokens: int) -> float:
-        return self.gpu.expert(tokens, self.hidden, self.ffn)
+        """The host's time included."""
+        return self.host_s + self.gpu.expert(tokens, self.hidden, self.ffn)
 
     def activations(self, tokens: int) -> float:
         """One way, for all tokens of one expert."""

@@ -22,11 +22,11 @@ _TUNING_STEPS = 256
 
 @dataclass(frozen=True)
 class HostCpu:
-    """The host's CPU for CPU+AM: reads at ``memory_rate``, computes at ``operations_rate``, or waits ``fixed_s``."""
+    """The host's CPU for CPU+AM: reads at ``memory_rate``, computes at ``operations_rate``, and takes ``fixed_s``."""
 
     memory_rate: float = 187e9
     operations_rate: float = 1.0e12
-    fixed_s: float = 100e-6
+    fixed_s: float = 0.0
 
     def expert(self, tokens: int, hidden: int, ffn: int, bytes_per_number: int = 2) -> float:
         """One expert of two matrices."""
@@ -38,6 +38,12 @@ class HostCpu:
 def ideal(system: NearSystem, tokens: Tokens) -> float:
     """All experts on the GPU, their weights there."""
     return sum(map(system.gpu_expert, tokens))
+
+
+def several_gpus(system: NearSystem, tokens: Tokens, gpus: int) -> float:
+    """The experts' weights divided among ``gpus``, numbered experts in turn, each GPU with a host process of its own:
+    the later one counts (section 4.2, figure 10)."""
+    return max((sum(map(system.gpu_expert, tokens[gpu::gpus])) for gpu in range(gpus)), default=0.0)
 
 
 def parameter_movement(system: NearSystem, tokens: Tokens) -> float:
@@ -54,7 +60,8 @@ def activation_movement(
 ) -> float:
     """Activations to each device in turn, its experts one after another there, results back in turn.
 
-    Experts go to the devices round robin, those with the most tokens first. ``expert`` is the seconds of one expert by
+    Experts go to the devices round robin, those with the most tokens first; the host waits for each, so that its own
+    time comes on top, for all devices together. ``expert`` is the seconds of one expert by
     its tokens, the near-data device's if None.
     """
     one = expert if expert is not None else system.near_expert
@@ -69,15 +76,16 @@ def activation_movement(
     back = 0.0
     for finished, count in sorted(done):
         back = max(back, finished) + system.activations(count)
-    return back
+    return back + system.host_s * len(ranked)
 
 
 def load_balanced(system: NearSystem, tokens: Tokens, hot: int) -> float:
-    """The ``hot`` experts with the most tokens by parameter movement, the others by activation movement, at once."""
+    """The ``hot`` experts with the most tokens by parameter movement, the others by activation movement, at once. The
+    host's one loop goes over all of them."""
     ranked = sorted(tokens, reverse=True)
     hot = max(0, min(hot, len(ranked)))
     cold = activation_movement(system, ranked[hot:], devices=system.devices)
-    return max(parameter_movement(system, ranked[:hot]), cold)
+    return max(parameter_movement(system, ranked[:hot]), cold + system.host_s * hot)
 
 
 def hot_count(system: NearSystem, active: int, alpha: float) -> int:

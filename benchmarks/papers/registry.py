@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from benchmarks.papers.cluster_rows import cluster_rows
 from benchmarks.papers.findings import Group
+from benchmarks.papers.near_rows import near_rows
 from benchmarks.papers.timed_rows import timed_rows
 
 GROUPS: tuple[Group, ...] = (
@@ -20,4 +21,5 @@ GROUPS: tuple[Group, ...] = (
         timed_rows,
         quiet=True,
     ),
+    Group("near-data", "MoNDE", "The near-data device: all tables and figures, simulated", near_rows),
 )

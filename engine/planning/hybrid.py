@@ -294,6 +294,7 @@ _POLICY_REASONS: dict[ExpertPolicy, str] = {
     "layers": "whole layers are on the GPU, the others on the CPU",
     "lru-offload": "every expert runs on the GPU, the last used ones stay there",
     "stream": "every expert of a layer is copied to the GPU each time",
+    "on-demand": "every expert that a layer needs is copied to the GPU each time",
 }
 
 

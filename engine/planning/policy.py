@@ -11,6 +11,7 @@ business, by the policy's :class:`CacheRule`. Every policy gives the same logits
 ``layers``      llama.cpp's -ngl: the experts of some layers on the GPU, those of the others on the CPU
 ``lru-offload`` Mixtral-offloading: always the GPU, a least-recently-used cache per layer
 ``stream``      ZeRO-Infinity: always the GPU, a layer's experts copied every time, all of them
+``on-demand``   the MoNDE paper's GPU+PM: always the GPU, a layer's active experts copied every time
 ==============  ========================================================================================================
 """
 
@@ -35,6 +36,7 @@ __all__ = [
     "LeastRecentlyUsed",
     "Monde",
     "Observed",
+    "OnDemand",
     "Place",
     "Policy",
     "Stream",
@@ -291,26 +293,33 @@ class LeastRecentlyUsed(_Unchanging):
 
 @dataclass(frozen=True)
 class Stream(_Unchanging):
-    """Everything on the GPU, nothing kept. ``on_demand``: only active experts are copied (the MoNDE paper's GPU+PM).
+    """Everything on the GPU, nothing kept, a layer's inactive experts copied too.
 
-    ``experts`` is the number of the layer's experts: the inactive ones are copied too, and predicted if it is known.
+    ``experts`` is the number of the layer's experts: copies of the inactive ones are predicted if it is known.
     """
 
-    on_demand: bool = False
     experts: int = 0
     name: ExpertPolicy = "stream"
-
-    @property
-    def cache(self) -> CacheRule:
-        return CacheRule("none", admits_moved=False, scope="layer", copies_whole_layer=not self.on_demand)
+    cache: CacheRule = CacheRule("none", admits_moved=False, scope="layer", copies_whole_layer=True)
 
     def decide(self, layer: int, active: Sequence[ActiveExpert], calibration: Calibration) -> Decision:
         decision = _decided(active, ["gpu" if each.resident else "pmove" for each in active], calibration)
-        unused = 0 if self.on_demand else max(0, self.experts - len(active))
+        unused = max(0, self.experts - len(active))
         if not unused:
             return decision
         gpu = decision.gpu_s + unused * calibration.weight_copy
         return Decision(decision.places, decision.cpu_s, gpu, decision.active, calibration)
+
+
+@dataclass(frozen=True)
+class OnDemand(_Unchanging):
+    """Everything on the GPU, nothing kept, only active experts copied: GPU+PM, the baseline of the MoNDE paper."""
+
+    name: ExpertPolicy = "on-demand"
+    cache: CacheRule = CacheRule("none", admits_moved=False, scope="layer")
+
+    def decide(self, layer: int, active: Sequence[ActiveExpert], calibration: Calibration) -> Decision:
+        return _decided(active, ["gpu" if each.resident else "pmove" for each in active], calibration)
 
 
 def policy_named(name: ExpertPolicy, experts_per_layer: int = 0) -> Policy:
@@ -322,5 +331,6 @@ def policy_named(name: ExpertPolicy, experts_per_layer: int = 0) -> Policy:
         "layers": Layers(),
         "lru-offload": LeastRecentlyUsed(),
         "stream": Stream(experts=experts_per_layer),
+        "on-demand": OnDemand(),
     }
     return policies[name]

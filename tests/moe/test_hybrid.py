@@ -19,7 +19,7 @@ from engine.models.opening import open_model
 from engine.models.prepare import prepare
 from engine.moe.popularity_file import seed_order
 from engine.moe.timing import Recorder
-from engine.planning.policy import Policy, Stream, policy_named
+from engine.planning.policy import Policy, policy_named
 from engine.runtimes.torch.offload.gates import family_gate
 from engine.runtimes.torch.offload.host_memory import HostExperts
 from engine.runtimes.torch.offload.hybrid import HybridBackend
@@ -176,7 +176,7 @@ def routed_to(experts: Experts, chosen: list[list[int]]) -> tuple[torch.Tensor, 
 def test_copies_overlap_computing(folder: Path) -> None:
     # Four experts, nothing there: the second is copied while the first computes, into the other of two slots.
     device = StandInDevice(speeds=Speeds(copy_s=1.0, gpu_s=0.6))
-    executor, _ = hybrid_on(folder, device, Stream(on_demand=True), 0)
+    executor, _ = hybrid_on(folder, device, "on-demand", 0)
     device.trace.clear()
     executor.run(0, *routed_to(experts_of(folder), [[0, 1], [2, 3]]))
     copies = [op for op in device.trace if op.kind == "copy"]
@@ -187,7 +187,7 @@ def test_copies_overlap_computing(folder: Path) -> None:
     assert [op.start - begun for op in runs] == pytest.approx([1.0, 2.0, 3.0, 4.0])
     # Where computing takes longer, a copy waits until its slot is read.
     slow = StandInDevice(speeds=Speeds(copy_s=1.0, gpu_s=5.0))
-    executor, _ = hybrid_on(folder, slow, Stream(on_demand=True), 0)
+    executor, _ = hybrid_on(folder, slow, "on-demand", 0)
     slow.trace.clear()
     executor.run(0, *routed_to(experts_of(folder), [[0, 1], [2, 3]]))
     copies = [op for op in slow.trace if op.kind == "copy"]

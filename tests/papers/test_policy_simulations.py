@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from benchmarks import near_data, policies
+from benchmarks import policies
 from benchmarks.routes import mixtral_popularity, popular_order, skewed_layers, steps
 from engine.planning.calibration import Processor, estimated
 
@@ -79,18 +79,3 @@ def test_a_measured_calibration_takes_the_place_of_the_papers_machines(
     path.write_bytes(msgspec.json.encode(msgspec.structs.replace(made, gpu=None)))
     with pytest.raises(SystemExit, match="no GPU"):
         policies.main(["--calibration", str(path)])
-
-
-def test_near_data_simulation_prints_the_papers_figures_beside_its_own(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(near_data, "BATCHES", (1,))
-    monkeypatch.setattr(near_data, "DECODED", 2)
-    near_data.main(["--json", str(tmp_path / "result.json")])
-    printed = capsys.readouterr().out
-    for claim in near_data.CLAIMS.values():
-        assert f"{claim}\n" in printed
-    for point in json.loads((tmp_path / "result.json").read_text()):
-        seconds = point["seconds"]
-        assert 0 < seconds["MD+LB"] <= 1.01 * min(seconds["GPU+PM"], seconds["MD+AM"])
-        assert seconds["Ideal"] <= seconds["GPU+PM"]

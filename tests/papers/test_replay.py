@@ -48,7 +48,7 @@ def test_counters_agree_with_the_routes(name: ExpertPolicy) -> None:
     assert done.weight_bytes == copied * SHAPE.expert_bytes
     assert done.activation_bytes <= sent * 2 * 4 * SHAPE.hidden
     assert len(done.seconds) == 4
-    assert max(done.cpu_s, done.gpu_s) <= done.total_s <= done.cpu_s + done.gpu_s
+    assert max(done.cpu_s, done.gpu_s) <= done.total_s * (1 + 1e-9) <= (done.cpu_s + done.gpu_s) * (1 + 1e-8)
     assert done.hit_rate == pytest.approx(done.hits / active)
 
 

@@ -63,7 +63,7 @@ def test_a_plan_for_mixtral_on_a_gpu_of_24_gb(name: ExpertPolicy) -> None:
     assert found.fits
     assert found.on_gpu
     assert found.memory[0].experts == found.slabs * SLAB
-    expected = {"monde": 0, "stream": 0, "layers": 48, "lru-offload": 32}
+    expected = {"monde": 0, "stream": 0, "on-demand": 0, "layers": 48, "lru-offload": 32}
     assert found.slabs == expected.get(name, 50)
     assert found.tokens_per_s is not None
     assert found.tokens_per_s > 0

@@ -18,7 +18,6 @@ from engine.planning.policy import (
     Balanced,
     Monde,
     Policy,
-    Stream,
     Twiddler,
     hot_experts,
     policy_named,
@@ -126,16 +125,17 @@ def test_the_baselines_never_change_sides() -> None:
     experts = active(1, 400, 1, resident=(2,))
     assert policy_named("layers").decide(0, experts, MEASURED).places == ("amove", "amove", "gpu")
     assert policy_named("lru-offload").decide(0, experts, MEASURED).places == ("pmove", "pmove", "gpu")
-    assert policy_named("stream").decide(0, experts, MEASURED).places == ("pmove", "pmove", "gpu")
+    for name in ("stream", "on-demand"):
+        assert policy_named(name).decide(0, experts, MEASURED).places == ("pmove", "pmove", "gpu")
 
 
 def test_streaming_copies_what_is_not_active_too() -> None:
     experts = active(1, 1)
     whole = policy_named("stream", experts_per_layer=8).decide(0, experts, MEASURED)
-    on_demand = Stream(on_demand=True, experts=8).decide(0, experts, MEASURED)
+    on_demand = policy_named("on-demand", experts_per_layer=8).decide(0, experts, MEASURED)
     assert whole.gpu_s == pytest.approx(on_demand.gpu_s + 6 * MEASURED.weight_copy)
     assert policy_named("stream").cache.copies_whole_layer
-    assert not Stream(on_demand=True).cache.copies_whole_layer
+    assert not policy_named("on-demand").cache.copies_whole_layer
 
 
 def test_what_the_gpu_keeps() -> None:
@@ -147,5 +147,6 @@ def test_what_the_gpu_keeps() -> None:
         "layers": "layers",
         "lru-offload": "lru",
         "stream": "none",
+        "on-demand": "none",
     }
     assert {name for name, rule in kept.items() if rule.admits_moved} == {"balanced", "lru-offload"}

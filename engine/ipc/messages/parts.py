@@ -15,7 +15,7 @@ DtypeName = Literal["auto", "bfloat16", "float32"]
 KeyValuesName = Literal["auto", "q8_0"]
 """How keys and values are kept: in what the model computes in, or in 8 bits where the runtime can."""
 Partitioning = Literal["auto", "cpu", "hybrid", "ring"]
-ExpertPolicy = Literal["balanced", "twiddler", "monde", "layers", "lru-offload", "stream"]
+ExpertPolicy = Literal["balanced", "twiddler", "monde", "layers", "lru-offload", "stream", "on-demand"]
 """Policy by which GPU and CPU share the experts: ours, the papers', and the papers' baselines (see
 engine.planning.policy)."""
 BenchKind = Literal["decode", "prefill", "beams", "experts", "exchange", "ring", "residency"]
