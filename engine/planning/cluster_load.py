@@ -8,6 +8,7 @@ are too many, they are drawn, the same ones every time. (Paper of private LLMs o
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,8 @@ DRAWN = 4000
 """Outcomes drawn at random over all layers where there are more."""
 WORK = 24_000
 """Maximum outcomes looked at in all; of a model with many layers as many layers as that allows, evenly spread."""
+KEPT_CHOICES = 4096
+"""Maximum sums over choices of experts that are kept for the next placement."""
 _CERTAIN = 0.995
 """Largest expected share of tokens that use an expert; more popular experts count as this."""
 
@@ -102,14 +105,23 @@ def odds_of(popularity: Sequence[float], experts: int, per_token: int) -> list[f
 
 def kinds_of(holders: Sequence[Counts], odds: Sequence[float], per_token: int) -> LayerKinds:
     """The experts of a layer with these ``holders`` and ``odds``, of which a token goes to ``per_token``."""
-    sums: dict[Counts, list[float]] = {}
+    alike: dict[Counts, list[float]] = {}
     for ranks, chance in zip(holders, odds, strict=True):
-        row = sums.setdefault(ranks, [1.0])
-        if len(row) <= per_token:
+        alike.setdefault(ranks, []).append(chance)
+    return tuple((ranks, _choices(tuple(chances), per_token)) for ranks, chances in sorted(alike.items()))
+
+
+@functools.lru_cache(maxsize=KEPT_CHOICES)
+def _choices(odds: tuple[float, ...], most: int) -> tuple[float, ...]:
+    """Entry [n]: the sum over all choices of n of the experts with these ``odds``, up to ``most``. A search changes the
+    experts of two or three kinds at a time, so that most of what it asks for was computed before."""
+    row = [1.0]
+    for chance in odds:
+        if len(row) <= most:
             row.append(0.0)
         for n in range(len(row) - 1, 0, -1):
             row[n] += row[n - 1] * chance
-    return tuple((ranks, tuple(row)) for ranks, row in sorted(sums.items()))
+    return tuple(row)
 
 
 def _rest(kinds: LayerKinds, per_token: int) -> list[list[float]]:

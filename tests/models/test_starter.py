@@ -286,8 +286,16 @@ def test_a_killed_build_leaves_nothing_that_opens_and_the_next_one_works(
 ) -> None:
     kill_a_build(stage, tiny_wheel)
     build(tiny_wheel)
-    assert open_model(store.resolve("starter").require_folder()).prepared
+    folder = store.resolve("starter").require_folder()
+    assert folder == home / "models" / "starter"
+    assert open_model(folder).prepared
+    (model,) = store.installed()
+    assert (model.name, model.family, model.prepared) == ("starter", "mixtral", True)
+    assert [path.name for path in folder.parent.iterdir() if not path.name.endswith(".lock")] == ["starter"]
+    assert pull("starter", silent) == folder, "what is there is not built again"
     assert store.partial_downloads() == []
+    assert store.remove("starter") > 0
+    assert store.resolve("starter").folder is None
 
 
 def test_a_damaged_model_is_built_again(home: Path, tiny_wheel: Path) -> None:
@@ -302,7 +310,7 @@ def test_a_damaged_model_is_built_again(home: Path, tiny_wheel: Path) -> None:
     assert open_model(folder).prepared and slabs.read_bytes() == whole
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_starter_is_built_in_little_memory_and_answers_in_english(
     home: Path, starter_wheel: Path, gguf: GgufFile, plain: Path
 ) -> None:
