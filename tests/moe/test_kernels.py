@@ -247,6 +247,16 @@ def test_more_tokens_than_one_chunk(name: str, pool: Pool) -> None:
     Case(8, 32, 32, "BF16", GATES[0], tokens=1100, experts=4, absent=0.2).check(pool, name)
 
 
+@pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 3, 2), (1, 34, 33), (5, 40, 20)])
+def test_rows_that_are_read_in_one_piece(pool: Pool, tokens: int, experts: int, k: int) -> None:
+    """How many neighbouring rows that is depends on the threads and on the routes; the result does not."""
+    case = Case(9, 96 if k > 2 else 1100, 1100, "F32", GATES[0], tokens=tokens, experts=experts, k=k)
+    case.check(pool, SETS[0])
+    alone = Pool(1)
+    assert (case.run(pool, SETS[0])[0] == case.run(alone, SETS[0])[0]).all()
+    alone.close()
+
+
 def test_the_sum_is_made_in_the_order_of_k(pool: Pool) -> None:
     """float32 addition in route order, to the bit, whatever the experts' own order."""
     case = Case(5, 64, 64, "F32", GATES[0], tokens=6, experts=8, k=8)

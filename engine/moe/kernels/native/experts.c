@@ -2,13 +2,17 @@
 
    The work is one list of tasks, (expert, block of rows of gate and up), taken by whichever thread is free; then,
    after a barrier, a second list of blocks of the output's columns, each for all experts, so that the sum over a
-   token's routes is made by one thread in the order of k, without another barrier. */
+   token's routes is made by one thread in the order of k, without another barrier. Few tokens are bound by reading:
+   neighbouring tasks are taken together and their rows read in one piece, because the memory is slow at first wherever
+   reading begins anew. */
 #include <string.h>
 
 #include "kernels_internal.h"
 
 #define CHUNK_TOKENS 1024
 #define MOST_ROWS 64       /* rows of a task, when there are plenty */
+#define LONGEST_RUN 512    /* rows that are multiplied in one piece at most, and, of so many routes that the results */
+#define RUN_RESULTS 16384  /* would be more than these, fewer: they stay in a cache */
 #define TASKS_PER_THREAD 8 /* so that the thread that ends last does not end much later */
 #define OWN_ELEMENTS 65536 /* input values up to which each thread converts its own copy instead of meeting the others */
 
@@ -22,6 +26,7 @@ typedef struct plan {
     int64_t alone_count;              /* those of them that have none */
     int64_t input_stride, act_stride; /* of a row, in elements */
     int64_t ffn_rows, hidden_rows;    /* of a task */
+    int64_t run_rows;                 /* most rows multiplied in one piece, whole tasks: the stride of `part` */
     int64_t tasks;
     int any_many, any_few, own_input;
     int32_t *first;      /* [count + 1]: where each expert's routes begin in `sorted` */
@@ -33,7 +38,7 @@ typedef struct plan {
     char *input, *input_own; /* rows of tokens (of sorted routes, if the input is scaled); shared, or this thread's */
     char *tiles;             /* shared: inputs of experts of many routes */
     char *act;               /* shared: what goes into the down projections */
-    float *part, *other;     /* this thread's: [routes][rows of a task] */
+    float *part, *other;     /* this thread's: [routes][run_rows] */
     void *panel;
 } plan;
 
@@ -64,8 +69,8 @@ static void lay_out(plan *p, const pllm_layer *layer, int64_t tokens, int64_t k,
     p->alone = take(own, (size_t)extra * 4);
     p->row_offset = take(own, (size_t)layer->count * 8);
     p->panel = take(own, PANEL_BYTES);
-    p->part = take(own, (size_t)(routes * MOST_ROWS) * 4);
-    p->other = take(own, (size_t)(routes * MOST_ROWS) * 4);
+    p->part = take(own, (size_t)MAX(routes * MOST_ROWS, RUN_RESULTS) * 4);
+    p->other = take(own, (size_t)MAX(routes * MOST_ROWS, RUN_RESULTS) * 4);
     p->input_own = take(own, (size_t)OWN_ELEMENTS * 4);
     p->input = take(shared, (size_t)(MAX(routes, tokens) * p->input_stride) * 4);
     p->tiles = take(shared, (size_t)(rows * padded(layer->hidden)) * 4);
@@ -132,6 +137,8 @@ static void make_plan(plan *p, int threads) {
     if (p->own_input) p->input = p->input_own;
     p->ffn_rows = rows_of_a_task(p->active, p->layer->ffn, p->kernels->task_rows, p->any_many, threads);
     p->hidden_rows = rows_of_a_task(1, p->layer->hidden, p->kernels->task_rows, p->any_many, threads);
+    const int64_t routes = MAX(p->first[p->layer->count], 1), run = MIN(LONGEST_RUN, RUN_RESULTS / routes);
+    p->run_rows = p->any_many ? PANEL_ROWS : MAX(run / MOST_ROWS * MOST_ROWS, MOST_ROWS);
     p->tasks = p->active * divided_up(p->layer->ffn, p->ffn_rows);
 }
 
@@ -196,7 +203,7 @@ static void store_act(const plan *p, int64_t i, int64_t count, int64_t first, in
     char *act = p->act + p->row_offset[i] * bytes;
     if (count <= p->kernels->few_tokens) {
         for (int64_t m = 0; m < count; m++) {
-            p->kernels->convert(act + m * bytes, first, p->part + m * p->ffn_rows, 1.0F, number);
+            p->kernels->convert(act + m * bytes, first, p->part + m * p->run_rows, 1.0F, number);
             if (first + number == ffn) p->kernels->pad(act + m * bytes, ffn);
         }
         return;
@@ -204,15 +211,14 @@ static void store_act(const plan *p, int64_t i, int64_t count, int64_t first, in
     for (int64_t m = 0; m < count; m += tile) {
         const float *rows[TILE_LIMIT];
         const int64_t width = MIN(tile, count - m);
-        for (int64_t j = 0; j < width; j++) rows[j] = p->part + (m + j) * p->ffn_rows;
+        for (int64_t j = 0; j < width; j++) rows[j] = p->part + (m + j) * p->run_rows;
         p->kernels->tile(act + m * padded(ffn) * p->kernels->element, rows, NULL, width, first, number);
     }
 }
 
-static void gate_task(const plan *p, int64_t task) {
-    const int64_t blocks = divided_up(p->layer->ffn, p->ffn_rows), i = task / blocks, e = p->list[i];
-    const int64_t first = task % blocks * p->ffn_rows, number = MIN(p->ffn_rows, p->layer->ffn - first);
-    const int64_t count = routes_of(p, e), element = p->kernels->element;
+/* Rows [first, first + number) of the gate and up projections of expert i of the list. */
+static void gate_rows(const plan *p, int64_t i, int64_t first, int64_t number) {
+    const int64_t e = p->list[i], count = routes_of(p, e), element = p->kernels->element, stride = p->run_rows;
     const pllm_expert *expert = &p->layer->experts[e];
     const void *rows[FEW_LIMIT];
     for (int64_t m = 0; m < MIN(count, FEW_LIMIT); m++) {
@@ -222,18 +228,27 @@ static void gate_task(const plan *p, int64_t task) {
     }
     const char *tiles = p->tiles + p->row_offset[i] * padded(p->layer->hidden) * element;
     const int64_t apart = MAX(p->layer->bias_stride, 1);
-    multiply(p, &expert->gate, expert->gate_bias, apart, rows, tiles, count, first, number, p->part, p->ffn_rows);
-    multiply(p, &expert->up, expert->up_bias, apart, rows, tiles, count, first, number, p->other, p->ffn_rows);
+    multiply(p, &expert->gate, expert->gate_bias, apart, rows, tiles, count, first, number, p->part, stride);
+    multiply(p, &expert->up, expert->up_bias, apart, rows, tiles, count, first, number, p->other, stride);
     for (int64_t m = 0; m < count; m++)
-        p->kernels->gate(&p->layer->activation, p->part + m * p->ffn_rows, p->other + m * p->ffn_rows, number);
+        p->kernels->gate(&p->layer->activation, p->part + m * stride, p->other + m * stride, number);
     store_act(p, i, count, first, number);
+}
+
+static void gate_tasks(const plan *p, int64_t task, int64_t count) {
+    const int64_t blocks = divided_up(p->layer->ffn, p->ffn_rows), most = p->run_rows / p->ffn_rows;
+    for (int64_t some; count > 0; task += some, count -= some) {
+        const int64_t block = task % blocks, first = block * p->ffn_rows;
+        some = MIN(MIN(count, most), blocks - block);
+        gate_rows(p, task / blocks, first, MIN(some * p->ffn_rows, p->layer->ffn - first));
+    }
 }
 
 /* ---- Down, and the sum ---------------------------------------------------------------------------------------- */
 
 static void hand_out(const plan *p, int64_t first, int64_t number) {
     const pllm_routes *r = p->routes;
-    const int64_t hidden = p->layer->hidden, rows = p->hidden_rows;
+    const int64_t hidden = p->layer->hidden;
     for (int64_t t = 0; t < r->tokens; t++) {
         float *sum = r->sum ? r->sum + t * hidden + first : NULL;
         if (sum) memset(sum, 0, (size_t)number * 4);
@@ -244,15 +259,15 @@ static void hand_out(const plan *p, int64_t first, int64_t number) {
                 if (output) memset(output, 0, (size_t)number * 4);
                 continue;
             }
-            const float *result = p->part + place * rows;
+            const float *result = p->part + place * p->run_rows;
             if (output) memcpy(output, result, (size_t)number * 4);
             if (sum) p->kernels->add_scaled(sum, result, r->scale_input ? 1.0F : r->weights[route], number);
         }
     }
 }
 
-static void down_task(const plan *p, int64_t task) {
-    const int64_t first = task * p->hidden_rows, number = MIN(p->hidden_rows, p->layer->hidden - first);
+/* Rows [first, first + number) of the down projections of all experts. */
+static void down_rows(const plan *p, int64_t first, int64_t number) {
     const int64_t bytes = p->act_stride * p->kernels->row_element;
     for (int64_t i = 0; i < p->active; i++) {
         const int64_t e = p->list[i], count = routes_of(p, e);
@@ -261,9 +276,18 @@ static void down_task(const plan *p, int64_t task) {
         const void *rows[FEW_LIMIT];
         for (int64_t m = 0; m < MIN(count, FEW_LIMIT); m++) rows[m] = act + m * bytes;
         multiply(p, &expert->down, expert->down_bias, 1, rows, act, count, first, number,
-                 p->part + p->first[e] * p->hidden_rows, p->hidden_rows);
+                 p->part + p->first[e] * p->run_rows, p->run_rows);
     }
     hand_out(p, first, number);
+}
+
+static void down_tasks(const plan *p, int64_t task, int64_t count) {
+    const int64_t most = p->run_rows / p->hidden_rows;
+    for (int64_t some; count > 0; task += some, count -= some) {
+        const int64_t first = task * p->hidden_rows;
+        some = MIN(count, most);
+        down_rows(p, first, MIN(some * p->hidden_rows, p->layer->hidden - first));
+    }
 }
 
 void pllm_experts_part(pllm_pool *pool, const pllm_layer *layer, const pllm_routes *routes, void *scratch,
@@ -279,10 +303,11 @@ void pllm_experts_part(pllm_pool *pool, const pllm_layer *layer, const pllm_rout
         if (p.any_many) fill_tiles(&p, thread, threads);
         pllm_pool_barrier(pool);
     }
-    for (int64_t task; (task = pllm_pool_next(pool)) < p.tasks;) gate_task(&p, task);
-    pllm_pool_barrier(pool);
     const int64_t blocks = divided_up(layer->hidden, p.hidden_rows);
-    for (int64_t task; (task = pllm_pool_next(pool)) < blocks;) down_task(&p, task);
+    int64_t task, count;
+    while ((count = pllm_pool_take(pool, p.tasks, p.any_many, &task))) gate_tasks(&p, task, count);
+    pllm_pool_barrier(pool);
+    while ((count = pllm_pool_take(pool, blocks, p.any_many, &task))) down_tasks(&p, task, count);
     if (thread > 0 || !routes->counts) return;
     for (int64_t i = 0; i < p.active; i++) routes->counts[p.list[i]] += routes_of(&p, p.list[i]);
     for (int64_t i = 0; i < p.alone_count; i++) routes->counts[p.alone[i]]--;

@@ -90,6 +90,10 @@ void pllm_add_bias(float *y, int64_t y_stride, int64_t tokens, const void *bias,
 void pllm_pool_lock(pllm_pool *pool);
 void pllm_pool_unlock(pllm_pool *pool);
 void pllm_pool_run_locked(pllm_pool *pool, pllm_region region, void *argument);
+/* As pllm_pool_next, of `total` tasks: a run of neighbours beginning at *first, or, `single`, one. Runs are long at first,
+   so that what neighbours share is used, and short in the end, so that threads end together. Returns how many, 0 where
+   none is left. Not mixed with pllm_pool_next between two barriers. */
+int64_t pllm_pool_take(pllm_pool *pool, int64_t total, int single, int64_t *first);
 int pllm_pool_reserve_locked(pllm_pool *pool, size_t bytes_per_thread, size_t shared_bytes);
 
 /* Rows of `matrix` from row `first` on, as kernel_set.few and .many take them; `part` is where they may lie. */

@@ -103,6 +103,20 @@ int64_t pllm_pool_next(pllm_pool *pool) {
     return atomic_fetch_add_explicit(&pool->next, 1, memory_order_relaxed);
 }
 
+int64_t pllm_pool_take(pllm_pool *pool, int64_t total, int single, int64_t *first) {
+    long long taken = atomic_load_explicit(&pool->next, memory_order_relaxed);
+    for (;;) {
+        const int64_t left = total - taken;
+        if (left <= 0) return 0;
+        const int64_t run = single ? 1 : pool->threads == 1 ? left : divided_up(left, 2 * (int64_t)pool->threads);
+        if (!atomic_compare_exchange_weak_explicit(&pool->next, &taken, taken + run, memory_order_relaxed,
+                                                   memory_order_relaxed))
+            continue;
+        *first = taken;
+        return run;
+    }
+}
+
 static void pin(int32_t cpu) {
 #if defined(__linux__)
     if (cpu < 0 || cpu >= CPU_SETSIZE) return;
