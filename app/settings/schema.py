@@ -99,6 +99,12 @@ class Settings(RingSettings):
         "How the conversation is kept in memory. 8 bits take half the memory; answers may differ slightly.",
         choices=choices(auto="As the model computes", q8_0="8 bits (q8_0)"),
     )  # fmt: skip
+    prefix_memory: float | None = _loading(
+        "number", "Kept conversations", None,
+        "Memory in GiB for what the model has read of other conversations than the last one, so that it need not read "
+        "them again. Empty: a part of what is free. 0: none.",
+        minimum=0.0, maximum=65_536.0, optional=True,
+    )  # fmt: skip
     cpu_threads: int | None = _loading(
         "integer", "CPU threads", None, "Number of CPU threads. Empty: one per physical core.",
         minimum=1, maximum=1024, optional=True,
@@ -211,7 +217,12 @@ class Settings(RingSettings):
         """What the engine is asked to load; its id is set when it is sent, and what is asked of a ring when that is
         known (:func:`app.settings.ring.ring_choice`). An option with a setting's name is that setting's value."""
         same = {name: getattr(self, name) for name in LoadOptions.__struct_fields__ if name in _BY_KEY}
-        return Load(id=0, gpu_expert_bytes=_bytes(self.gpu_expert_memory), **same)
+        return Load(
+            id=0,
+            gpu_expert_bytes=_bytes(self.gpu_expert_memory),
+            prefix_bytes=_bytes(self.prefix_memory),
+            **same,
+        )
 
     @property
     def terms(self) -> LendTerms:

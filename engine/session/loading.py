@@ -90,7 +90,14 @@ def load_session(
     here = (network.loaded_from if network is not None else None) or folder
     profile = None if model.popularity is None else read_headers(here, request).profile
     return Session(
-        model, words, ends=ends, defaults=defaults, facts=facts, profile=profile, prefill_chunk=request.prefill_chunk
+        model,
+        words,
+        ends=ends,
+        defaults=defaults,
+        facts=facts,
+        profile=profile,
+        prefill_chunk=request.prefill_chunk,
+        prefix_bytes=request.prefix_bytes,
     )
 
 

@@ -8,8 +8,7 @@ the cache are on other machines. When one is lost, the remaining machines form a
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 
 from engine.errors import Cancelled, ModelError, PeerLost
 from engine.ipc.messages import Notice, Prefill, RingChanged
@@ -19,6 +18,14 @@ from engine.runtimes.protocol import (
     LoadedModel,
     Logits,
     TokenRows,
+)
+from engine.session.kept_rows import (
+    FORK_TOKENS,
+    CachedRow,
+    Checkpoint,
+    best_row,
+    shared_length,
+    to_keep,
 )
 from engine.session.passes import PassSequence, RememberedPasses
 from engine.session.turn import Turn
@@ -30,6 +37,9 @@ LONG_CHUNK = 128
 MOST_FORMATIONS = 5
 """Maximum re-formations of the ring per turn; after that the answer ends with an error."""
 
+RING_TOKENS = 2048
+"""Tokens of the current prompt and other conversations that a ring keeps: half of what its plan has room for."""
+
 REPLAY_INTERVAL_S = 1 / 4
 """Time between two progress events while decoded tokens are run again, in seconds."""
 
@@ -39,48 +49,51 @@ CHECKPOINT_TAIL = 16
 writes before the answer, so that the next prompt, which has other words there, has everything before them in common."""
 
 
-@dataclass(frozen=True)
-class _Checkpoint:
-    """What the cache held after ``tokens``, made by ``passes``; ``rows`` is never run itself."""
-
-    tokens: list[int]
-    passes: PassSequence
-    rows: TokenRows
-
-    def begins(self, tokens: Sequence[int]) -> bool:
-        return tokens[: len(self.tokens)] == self.tokens
-
-
 class PrefixCache:
-    """The cache of one conversation. ``rows`` holds the keys and values of ``tokens``, or is None if it is empty.
+    """The cache of the current conversation, and those of others. ``rows`` holds the keys and values of ``tokens``, or
+    is None if it is empty.
 
-    ``chunk`` is the number of tokens of a prefill chunk. After an exception in a forward pass the caller must call
+    ``chunk`` is the number of tokens of a prefill chunk. ``budget`` gives the bytes of memory that other conversations
+    may take, of which they take those of its argument now. After an exception in a forward pass the caller must call
     :meth:`forget`, as the cache is then in an unknown state.
     """
 
-    def __init__(self, model: LoadedModel, chunk: int) -> None:
+    def __init__(self, model: LoadedModel, chunk: int, budget: Callable[[int], int] = lambda kept: 0) -> None:
         self._model = model
         self._chunk = chunk
-        self.rows: TokenRows | None = None
-        self.tokens: list[int] = []
-        self._passes = PassSequence()
-        """The passes that made ``tokens``."""
-        self._known: tuple[int, Logits] | None = None
-        """The last prompt's length in tokens and the logits after it, so that it can be answered again."""
+        self._budget = budget
+        self._now = CachedRow()
+        self._kept: list[CachedRow] = []
+        """Rows of other conversations, the latest first."""
+        self._turn: Turn | None = None
+        """The turn that has taken up its row."""
         self._remembered = RememberedPasses()
-        self._checkpoint: _Checkpoint | None = None
-        """Where the next prompt can go on if the cache cannot be cut back."""
-        self._lost: tuple[list[int], PassSequence] | None = None
-        """Tokens and passes that were in the cache when the ring was formed again between two questions."""
+        self._lost: list[tuple[list[int], PassSequence]] = []
+        """Tokens and passes that were in the cache when the ring was formed again."""
         self._repeatable = True
         self._formed_again = 0
 
+    @property
+    def rows(self) -> TokenRows | None:
+        return self._now.rows
+
+    @property
+    def tokens(self) -> list[int]:
+        return self._now.tokens
+
+    @property
+    def kept_tokens(self) -> list[int]:
+        """Number of tokens of each other conversation whose keys and values are kept, the latest first."""
+        return [len(row.tokens) for row in self._kept]
+
     def forget(self) -> None:
-        self.rows = None
-        self.tokens = []
-        self._passes = PassSequence()
-        self._known = None
-        self._checkpoint = None
+        """Empty the cache, of all conversations."""
+        self._now = CachedRow()
+        self._kept.clear()
+
+    def forget_others(self) -> None:
+        """Free the memory of other conversations than the current one."""
+        self._kept.clear()
 
     def take_back_peers(self, turn: Turn) -> None:
         """Form the ring again if its machines changed, which empties the cache. Called before each question.
@@ -95,11 +108,10 @@ class PrefixCache:
             void = self._model.between_turns(turn.report, lambda text: turn.emit(Notice(text=text)))
         finally:
             if void:
-                if self.rows is not None:
-                    self._lost = self.tokens, self._passes
-                self.forget()
+                self._lose()
 
     def turn_over(self) -> None:
+        self._turn = None
         self._model.turn(lambda: False)
 
     def prefill(self, prompt: list[int], turn: Turn, repeatable: bool) -> Logits | None:
@@ -109,14 +121,19 @@ class PrefixCache:
         the bit, which may take longer. Answers drawn without a seed do not need this.
         """
         self._repeatable = repeatable
-        passes = self._passes_for(prompt)
+        found = self._remembered.get(prompt) if repeatable else None
+        if turn is not self._turn:
+            self._turn = turn
+            self._take_up(prompt, found)
+        lost = self._lost_beginning(prompt)
+        passes = self._passes_for(prompt, lost) if found is None else found
         logits: Logits | None
         try:
             logits = self._run(prompt, passes, turn)
         except PeerLost as lost:
             logits = self._run_again(lost, prompt, passes, turn)
         if logits is not None:
-            self._known = len(prompt), logits
+            self._now.known = len(prompt), logits
             if repeatable:
                 self._remembered.put(prompt, passes)
         return logits
@@ -130,15 +147,15 @@ class PrefixCache:
         except Interrupted:
             return None
         except PeerLost as lost:
-            return self._run_again(lost, [*self.tokens, token], self._passes.decoded(), turn)
-        self._append([token], self._passes.decoded())
+            return self._run_again(lost, [*self.tokens, token], self._now.passes.decoded(), turn)
+        self._append([token], self._now.passes.decoded())
         return logits
 
     def step_choosing(self, token: int, draw: Draw) -> int | None:
         """The token after one more ``token`` if the rows choose it themselves, else None."""
         chosen = None if self.rows is None else self.rows.step_choosing(token, draw)
         if chosen is not None:
-            self._append([token], self._passes.decoded())
+            self._append([token], self._now.passes.decoded())
         return chosen
 
     def settle(self) -> None:
@@ -149,62 +166,103 @@ class PrefixCache:
     def rows_again(self, lost: PeerLost, turn: Turn) -> TokenRows:
         """Rows that hold what is in the cache, for a beam search whose ring was lost. Raises Interrupted if
         cancelled."""
-        if self._run_again(lost, self.tokens, self._passes, turn) is None:
+        if self._run_again(lost, self.tokens, self._now.passes, turn) is None:
             raise Interrupted
         assert self.rows is not None
         return self.rows
 
     # --- which passes ---------------------------------------------------------------------------------------------
 
-    def _passes_for(self, prompt: list[int]) -> PassSequence:
-        """The passes by which ``prompt`` is brought into the cache."""
-        lost, self._lost = self._lost, None
-        found = self._remembered.get(prompt) if self._repeatable else None
-        if found is not None:
-            return found
-        tokens, passes = lost if lost is not None and self._repeatable else (self.tokens, self._passes)
-        shared = _shared(tokens, prompt)
-        if shared == len(prompt) and not self._knows(shared):
+    def _passes_for(self, prompt: list[int], lost: tuple[list[int], PassSequence] | None) -> PassSequence:
+        """The passes by which ``prompt``, which was not asked before, is brought into the cache, or would be if what is
+        ``lost`` were there."""
+        tokens, passes = lost or (self.tokens, self._now.passes)
+        shared = shared_length(tokens, prompt)
+        if shared == len(prompt) and not self._now.knows(shared):
             shared -= 1
         kept = passes.cut(shared)
         if kept != passes and self.rows is not None and not self.rows.can_truncate:
-            saved = self._checkpoint
+            saved = self._now.checkpoint
             kept = saved.passes if saved is not None and saved.begins(prompt) else PassSequence()
         tail = len(prompt) - CHECKPOINT_TAIL
         if self._model.facts.state_bytes and kept.length < tail:
             kept = kept.up_to(tail, self._chunk)
         return kept.up_to(len(prompt), self._chunk)
 
-    def _knows(self, length: int) -> bool:
-        """Whether the logits after the first ``length`` tokens are known."""
-        return self._known is not None and self._known[0] == length
+    def _lost_beginning(self, prompt: Sequence[int]) -> tuple[list[int], PassSequence] | None:
+        """Of what was lost with the ring since the last prompt, the conversation that ``prompt`` goes on with."""
+        lost, self._lost = self._lost, []
+        if not self._repeatable or not lost:
+            return None
+        return max(lost, key=lambda each: each[1].cut(shared_length(each[0], prompt)).length)
+
+    def _lose(self) -> None:
+        """The rows are void. What they held is remembered until the next prompt, which may need the same passes."""
+        rows = [row for row in (self._now, *self._kept) if row.rows is not None]
+        if rows:
+            self._lost = [(row.tokens, row.passes) for row in rows]
+        self.forget()
+
+    # --- which row ------------------------------------------------------------------------------------------------
+
+    def _take_up(self, prompt: Sequence[int], passes: PassSequence | None) -> None:
+        """Make the row current that has most in common with ``prompt``, and put the others aside.
+
+        ``passes`` are those by which the prompt must be brought into the cache; None if that does not matter.
+        """
+        row, reusable = best_row([self._now, *self._kept], prompt, passes)
+        if row is not self._now or not reusable:
+            if self._now.rows is not None:
+                self._kept.insert(0, self._now)
+            self._now = row if reusable else CachedRow()
+        self._kept = [other for other in self._kept if other is not self._now]
+        self._free(prompt)
+        if self._now.rows is None or len(row.tokens) - reusable < FORK_TOKENS:
+            return
+        self._kept.insert(0, row)
+        self._free(prompt)
+        if row in self._kept:
+            self._now = row.copied()
+
+    def _free(self, prompt: Sequence[int]) -> None:
+        """Forget the rows that were not used for longest, as far as memory asks for it."""
+        if not self._kept:
+            return
+        facts = self._model.facts
+        if facts.ring is not None and len(facts.ring.nodes) > 1:
+            self._keep(to_keep(self.kept_tokens, RING_TOKENS - len(prompt)))
+        sizes = [row.nbytes(facts.key_value_bytes_per_token, facts.state_bytes) for row in self._kept]
+        self._keep(to_keep(sizes, self._budget(sum(sizes))))
+
+    def _keep(self, indices: Sequence[int]) -> None:
+        self._kept = [self._kept[index] for index in indices]
 
     def _begin(self, tokens: list[int], passes: PassSequence) -> TokenRows:
         """Cut the cache back to its common prefix with ``tokens`` under the same ``passes``.
 
         The prefix never contains all tokens unless the logits after them are known.
         """
-        kept = passes.shared(self._passes).cut(_shared(self.tokens, tokens))
-        if kept == passes and not self._knows(passes.length):
+        now = self._now
+        kept = passes.shared(now.passes).cut(shared_length(now.tokens, tokens))
+        if kept == passes and not now.knows(passes.length):
             kept = passes.cut(passes.length - 1)
-        rows = self.rows
-        if rows is None or (kept != self._passes and not (kept.length and rows.can_truncate)):
-            saved = self._checkpoint
+        rows = now.rows
+        if rows is None or (kept != now.passes and not (kept.length and rows.can_truncate)):
+            saved = now.checkpoint
             if saved is not None and saved.begins(tokens) and passes.shared(saved.passes) == saved.passes:
                 fresh = saved.rows.checkpoint() if saved.passes != passes else None
                 if fresh is not None:
-                    self.rows, self.tokens, self._passes = fresh, list(saved.tokens), saved.passes
-                    self._known = None
+                    self._now = CachedRow(fresh, list(saved.tokens), saved.passes, None, saved)
                     return fresh
-            self.forget()
-            self.rows = self._model.start()
-            return self.rows
-        if kept != self._passes:
+            rows = self._model.start()
+            self._now = CachedRow(rows)
+            return rows
+        if kept != now.passes:
             rows.truncate(kept.length)
-            del self.tokens[kept.length :]
-            self._passes = kept
-            if self._known is not None and self._known[0] > kept.length:
-                self._known = None
+            del now.tokens[kept.length :]
+            now.passes = kept
+            if now.known is not None and now.known[0] > kept.length:
+                now.known = None
         return rows
 
     # --- running them ---------------------------------------------------------------------------------------------
@@ -214,7 +272,8 @@ class PrefixCache:
         rows = self._begin(tokens, passes)
         reused = len(self.tokens)
         turn.emit(Prefill(id=turn.id, done=reused, total=len(tokens), reused=reused))
-        logits = self._known[1] if self._known is not None and reused == len(tokens) else None
+        known = self._now.known
+        logits = known[1] if known is not None and reused == len(tokens) else None
         for run in passes.after(reused):
             for count in [run] if run > 0 else [1] * -run:
                 if turn.cancelled():
@@ -228,7 +287,7 @@ class PrefixCache:
                             logits = rows.extend(part, want_logits=begun + count == len(tokens))
                     except Interrupted:
                         return None
-                    self._append(part, self._passes.prefilled(count))
+                    self._append(part, self._now.passes.prefilled(count))
                     if len(self.tokens) == len(tokens) - CHECKPOINT_TAIL and not rows.can_truncate:
                         self._save(rows)
                     if count >= LONG_CHUNK:
@@ -239,7 +298,7 @@ class PrefixCache:
                             logits = rows.step(part)[0]
                     except Interrupted:
                         return None
-                    self._append(part, self._passes.decoded())
+                    self._append(part, self._now.passes.decoded())
                 done = begun + count
                 turn.ran_of_prompt(begun, done)
                 if run > 0 or done == len(tokens) or turn.due("replay", REPLAY_INTERVAL_S):
@@ -249,11 +308,11 @@ class PrefixCache:
 
     def _save(self, rows: TokenRows) -> None:
         saved = rows.checkpoint()
-        self._checkpoint = None if saved is None else _Checkpoint(list(self.tokens), self._passes, saved)
+        self._now.checkpoint = None if saved is None else Checkpoint(list(self.tokens), self._now.passes, saved)
 
     def _append(self, tokens: Sequence[int], passes: PassSequence) -> None:
-        self.tokens += tokens
-        self._passes = passes
+        self._now.tokens += tokens
+        self._now.passes = passes
 
     def _run_again(self, lost: PeerLost, tokens: list[int], passes: PassSequence, turn: Turn) -> Logits | None:
         """Form the ring and run everything again after ``lost``, until it succeeds or the maximum is reached."""
@@ -269,7 +328,9 @@ class PrefixCache:
     def _form_again(self, lost: PeerLost, turn: Turn) -> bool:
         """Form the ring again with an empty cache. Returns False if cancelled. Raises ModelError if the remaining
         machines cannot go on."""
-        self.forget()
+        # The current conversation is run again at once.
+        self._now = CachedRow()
+        self._lose()
         if turn.cancelled():
             return False
         self._formed_again += 1
@@ -291,11 +352,3 @@ class PrefixCache:
             yield
         finally:
             self._model.between_layers = None
-
-
-def _shared(left: Sequence[int], right: Sequence[int]) -> int:
-    """Length of the longest common beginning."""
-    for index, (one, other) in enumerate(zip(left, right, strict=False)):
-        if one != other:
-            return index
-    return min(len(left), len(right))

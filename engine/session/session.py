@@ -49,6 +49,9 @@ from engine.system.free_memory import available_bytes, ran_out_of_memory
 SHORTEST_BEAM_ANSWER = 64
 """Tokens that must fit in memory for a beam search whose request sets no maximum."""
 
+CPU_SHARE, GPU_SHARE = 4, 8
+"""Divisors of free memory: the part that other conversations may take. On a GPU experts make use of the rest."""
+
 STOP_MARGIN = 8
 """Number of tokens decoded in addition to the length of the longest stop string, when a beam is checked for one."""
 
@@ -63,7 +66,8 @@ class Session:
     """See the module. Not thread-safe: one question at a time; :meth:`estimate_beams` alone may run beside one.
 
     ``ends`` are the token ids that end an answer, ``defaults`` the model's ``generation_config.json``.
-    ``memory`` gives the bytes that are free for keys and values.
+    ``memory`` gives the bytes that are free for keys and values. ``prefix_bytes`` are those that other conversations
+    than the current one may take; None: a part of what is free.
     """
 
     def __init__(
@@ -76,6 +80,7 @@ class Session:
         facts: ModelFacts | None = None,
         profile: ProfileModel | None = None,
         prefill_chunk: int = 512,
+        prefix_bytes: int | None = 0,
         memory: Callable[[], int] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -89,7 +94,8 @@ class Session:
         self._defaults = defaults
         self._memory = memory or self._free_memory
         self._clock = clock
-        self._cache = PrefixCache(model, prefill_chunk)
+        self._prefix_bytes = prefix_bytes
+        self._cache = PrefixCache(model, prefill_chunk, self._budget)
         self._context: list[int] = []
         self._constraining: Constraining | None = None
         self._parser: Callable[[], ReasoningParser] | None = None
@@ -101,6 +107,18 @@ class Session:
         """Bytes that keys and values may take."""
         shared = self._model.memory_for_rows()
         return available_bytes(self.facts.device) if shared is None else shared
+
+    def _budget(self, kept: int) -> int:
+        """Bytes that other conversations than the current one may take; ``kept`` are those that they take now."""
+        if self._prefix_bytes is not None:
+            return self._prefix_bytes
+        if self._model.memory_for_rows() is not None:
+            return (self._memory() + kept) // GPU_SHARE
+        ring = self.facts.ring
+        mapped = sum(file.size for file in self._model.mapped_files)
+        weights = mapped if ring is None else self.facts.trunk_bytes + ring.nodes[0].expert_bytes
+        # Mapped weights count as free memory, but to drop them would slow every answer.
+        return max(0, self._memory() + kept - weights) // CPU_SHARE
 
     @property
     def model(self) -> LoadedModel:
@@ -290,6 +308,10 @@ class Session:
         per_token, state = self.facts.key_value_bytes_per_token, self.facts.state_bytes
         available, cached = self._memory(), len(self._cache.tokens)
         fits = longest_answer(request.beams, prompt_tokens, available, per_token, cached, state)
+        if fits < most and self._cache.kept_tokens:
+            self._cache.forget_others()
+            available = self._memory()
+            fits = longest_answer(request.beams, prompt_tokens, available, per_token, cached, state)
         if fits >= most:
             return most
         if request.max_tokens is None and fits >= SHORTEST_BEAM_ANSWER:

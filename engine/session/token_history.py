@@ -10,7 +10,7 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from engine.ipc.messages import Message
@@ -19,6 +19,9 @@ from engine.models.token_bytes import TokenBytes
 
 TRIES = 4
 """Number of boundaries tried, the latest first, before the whole prompt is tokenized from its text."""
+
+MOST_LINES = 32
+"""Maximum number of conversations whose tokens are remembered as they were generated."""
 
 REMEMBERED_TOKENS = 2_000_000
 """Maximum tokens of remembered prompts; each token takes four bytes."""
@@ -57,14 +60,37 @@ class _Boundary:
     tokens: int
 
 
+@dataclass
+class _Line:
+    """The text of one conversation, up to its last prompt or answer, and its tokens."""
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    boundaries: list[_Boundary] = field(default_factory=list)
+
+    def same(self, text: str) -> list[_Boundary]:
+        """The boundaries up to which ``text`` is the same."""
+        found: list[_Boundary] = []
+        for boundary in self.boundaries:
+            if not text.startswith(self.text[: boundary.characters]):
+                break
+            found.append(boundary)
+        return found
+
+    def add_boundary(self) -> None:
+        boundary = _Boundary(len(self.text), len(self.tokens))
+        if boundary not in self.boundaries:
+            self.boundaries.append(boundary)
+
+
 class TokenHistory:
-    """The history up to the last answer. It changes only how a text is split into tokens, never the text."""
+    """The histories of the latest conversations, each up to its last answer. They change only how a text is split into
+    tokens, never the text."""
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._text = ""
-        self._tokens: list[int] = []
-        self._boundaries: list[_Boundary] = []
+        self._lines = [_Line()]
+        """The last one is the current conversation's."""
         self._asked: OrderedDict[bytes, array[int]] = OrderedDict()
         """The tokens of earlier prompts by a hash of their text, so that a repeated prompt gets the same tokens."""
         self._asked_tokens = 0
@@ -85,33 +111,38 @@ class TokenHistory:
 
     def prompt_of_text(self, text: str) -> list[int]:
         """The token ids of a rendered ``text``, as of :meth:`prompt`."""
-        same = [boundary for boundary in self._boundaries if text.startswith(self._text[: boundary.characters])]
+        found = [line.same(text) for line in self._lines]
+        best = max(range(len(found)), key=lambda index: (found[index][-1].characters if found[index] else 0, index))
+        line, same = self._lines[best], found[best]
         key = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
         if key in self._asked:
             self._asked.move_to_end(key)
             tokens = self._asked[key].tolist()
-            kept = [boundary for boundary in same if tokens[: boundary.tokens] == self._tokens[: boundary.tokens]]
+            kept = [boundary for boundary in same if tokens[: boundary.tokens] == line.tokens[: boundary.tokens]]
         else:
-            tokens, kept = self._tokenized(text, same)
+            tokens, kept = self._tokenized(text, line, same)
             self._remember(key, tokens)
-        self._text, self._tokens, self._boundaries = text, list(tokens), kept
-        self._add_boundary()
+        if text.startswith(line.text):
+            # It goes on; any other conversation stays as it was.
+            del self._lines[best]
+        self._lines = [*self._lines[1 - MOST_LINES :], _Line(text, list(tokens), kept)]
+        self._lines[-1].add_boundary()
         return tokens
 
     @property
     def text(self) -> str:
         """The last prompt as the template rendered it, and the answer to it if its tokens were recorded."""
-        return self._text
+        return self._lines[-1].text
 
-    def _tokenized(self, text: str, same: list[_Boundary]) -> tuple[list[int], list[_Boundary]]:
-        """The tokens of ``text``, and the boundaries of ``same`` up to which they are the recorded ones."""
+    def _tokenized(self, text: str, line: _Line, same: list[_Boundary]) -> tuple[list[int], list[_Boundary]]:
+        """The tokens of ``text``, and the boundaries of ``same`` up to which they are those of ``line``."""
         fresh = self._tokenizer.encode_rendered(text)
         for boundary in same[: -TRIES - 1 : -1]:
             rest = text[boundary.characters :]
             tail = self._tokenizer.encode_rendered(rest, beginning=False) if rest else []
             # A boundary is used only if the tokens after it do not depend on the text before it.
             if fresh[len(fresh) - len(tail) :] == tail:
-                return self._tokens[: boundary.tokens] + tail, same[: same.index(boundary) + 1]
+                return line.tokens[: boundary.tokens] + tail, same[: same.index(boundary) + 1]
         return fresh, []
 
     def _remember(self, key: bytes, tokens: Sequence[int]) -> None:
@@ -126,11 +157,7 @@ class TokenHistory:
         Nothing is recorded if the tokens do not decode to the text, because of a special token or a stop string.
         """
         if tokens and self._tokenizer.decode_exactly(tokens) == text:
-            self._text += text
-            self._tokens += tokens
-            self._add_boundary()
-
-    def _add_boundary(self) -> None:
-        boundary = _Boundary(len(self._text), len(self._tokens))
-        if boundary not in self._boundaries:
-            self._boundaries.append(boundary)
+            line = self._lines[-1]
+            line.text += text
+            line.tokens += tokens
+            line.add_boundary()

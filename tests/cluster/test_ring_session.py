@@ -68,6 +68,24 @@ def test_beams_are_those_of_one_machine(setting: Setting) -> None:
     assert {len(follower._rows) for follower in setting.formation.followers.values()} == {1}
 
 
+@both
+def test_two_conversations_are_kept_on_every_node(setting: Setting) -> None:
+    for chat in (setting.alone, setting.ring):
+        chat.session._prefix_bytes = 1 << 30
+    talks = [list(PROMPT), [token + 1 for token in PROMPT]]
+    for turn in range(3):
+        for talk in talks:
+            alone, ring = setting.alone(talk), setting.ring(talk)
+            assert (ring.token_ids, ring.prefilled_tokens) == (alone.token_ids, alone.prefilled_tokens)
+            assert ring.prefilled_tokens == (3 if turn else len(PROMPT))
+            talk += [*ring.token_ids, 11, 12]
+    in_step(setting)
+    assert {len(follower._rows) for follower in setting.formation.followers.values()} == {2}
+    setting.formation.kill(2)
+    for talk in talks:
+        assert setting.ring(talk).token_ids == setting.alone(talk).token_ids
+
+
 @pytest.mark.parametrize("rank", [1, 2])
 def test_a_lost_machine_does_not_change_the_answer(setting: Setting, rank: int) -> None:
     expected = setting.alone()

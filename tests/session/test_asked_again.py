@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 from asking import LetterTokenizer
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from watched_model import WatchedModel
 
 from engine.ipc.messages import Finished, Generate, Load, Message, Piece, Prefill, RuntimeName, Sampling
 from engine.moe.kernels.bindings import choose
 from engine.runtimes import runtime_named
+from engine.session import prefix_cache
 from engine.session.passes import PassSequence
 from engine.session.prefix_cache import CHECKPOINT_TAIL
 from engine.session.session import Session
@@ -29,11 +30,13 @@ if choose("bfloat16").native:
 class Person:
     """Somebody at a session who cancels after ``patience`` tokens, and the digests of the logits of an answer."""
 
-    def __init__(self, folder: Path, runtime: RuntimeName) -> None:
+    def __init__(self, folder: Path, runtime: RuntimeName, kept_tokens: int = 0) -> None:
         request = Load(id=1, model="tiny", runtime=runtime, dtype="bfloat16", cpu_threads=1)
         self.model = WatchedModel(runtime_named(runtime).load(folder, request, lambda *_: None))
         tokenizer = LetterTokenizer()
-        self.session = Session(self.model, tokenizer, ends={7}, defaults={}, prefill_chunk=24)
+        facts = self.model.facts
+        kept = kept_tokens * facts.key_value_bytes_per_token + (3 * facts.state_bytes if kept_tokens else 0)
+        self.session = Session(self.model, tokenizer, ends={7}, defaults={}, prefill_chunk=24, prefix_bytes=kept)
         self.session._history = TokenHistory(tokenizer)
         self.patience: int | None = None
         self.told: Prefill | None = None
@@ -67,6 +70,9 @@ class Question:
     messages: tuple[Message, ...]
     beams: int
     seed: int | None
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
 
     @property
     def options(self) -> dict[str, Any]:
@@ -128,6 +134,18 @@ def person(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> I
     made.session.close()
 
 
+@pytest.fixture(params=[case for case in CASES if case[1] in ("qwen3_moe", "qwen3_5_text")], ids="-".join)
+def keeper(
+    request: pytest.FixtureRequest, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Person]:
+    """A session that keeps some conversations, until others take their place."""
+    runtime, family = request.param
+    monkeypatch.setattr(prefix_cache, "FORK_TOKENS", 3)
+    made = Person(tiny_model(family, dtype="bfloat16"), runtime, kept_tokens=200)
+    yield made
+    made.session.close()
+
+
 def kind_of(number: int) -> tuple[int, int | None]:
     """Beams and seed: greedy, sampled with a seed, now and then a search."""
     return [(1, None), (1, 5), (1, 6), (1, 5), (3, None)][number % 5]
@@ -144,6 +162,57 @@ def test_every_question_has_one_answer(person: Person, steps: list[tuple[str, in
 @given(steps=STEPS)
 def test_every_question_has_one_answer_in_many_conversations(person: Person, steps: list[tuple[str, int]]) -> None:
     check_one_answer(person, steps)
+
+
+@settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=STEPS)
+def test_every_question_has_one_answer_whatever_else_is_kept(keeper: Person, steps: list[tuple[str, int]]) -> None:
+    check_one_answer(keeper, steps)
+
+
+@pytest.mark.soak
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=STEPS)
+def test_every_question_has_one_answer_whatever_many_keep(keeper: Person, steps: list[tuple[str, int]]) -> None:
+    check_one_answer(keeper, steps)
+
+
+def test_two_who_ask_in_turn_do_not_evict_one_another(keeper: Person) -> None:
+    """Each is answered as if it were alone, and only what it says is run."""
+    said: list[list[Message]] = [[], []]
+    for turn in range(3):
+        for number, words in enumerate(("what one says first and", "what the other begins with")):
+            said[number].append(Message("user", f"{words} {turn}"))
+            before = keeper.session._cache
+            found, _ = keeper(said[number], sampling=Sampling(temperature=0.0))
+            if turn:
+                assert found.prefilled_tokens < found.prompt_tokens / (turn + 1) + CHECKPOINT_TAIL, before.kept_tokens
+            said[number].append(Message("assistant", found.text))
+    kept = keeper.session._cache.kept_tokens
+    assert len(kept) == 1 and kept[0] > 40
+    keeper.session._cache.forget_others()
+    assert keeper.session._cache.kept_tokens == []
+
+
+def test_a_changed_question_leaves_the_old_branch_in_place(keeper: Person) -> None:
+    greedy = {"sampling": Sampling(temperature=0.0)}
+    begin = [Message("user", "the beginning that two branches have in common")]
+    first, _ = keeper(begin, **greedy)
+    branches = [[*begin, Message("assistant", first.text), Message("user", words)] for words in ("left", "right")]
+    answers = [keeper(branch, **greedy)[0] for branch in branches]
+    for branch, answer in zip(branches, answers, strict=True):
+        longer = [*branch, Message("assistant", answer.text), Message("user", "on")]
+        assert keeper(longer, **greedy)[0].prefilled_tokens <= 24
+
+
+def test_the_least_recently_used_is_forgotten_first(keeper: Person) -> None:
+    for letter in "abcdef":
+        keeper([Message("user", letter * 60)], sampling=Sampling(temperature=0.0))
+    kept = keeper.session._cache._kept
+    assert 0 < len(kept) < 5
+    tokenizer = LetterTokenizer()
+    words = [tokenizer.decode(row.tokens[2:4]).lower() for row in kept]
+    assert words == [2 * letter for letter in "edcba"[: len(kept)]]
 
 
 def check_one_answer(person: Person, steps: list[tuple[str, int]]) -> None:
@@ -215,6 +284,19 @@ def test_a_prompt_is_said_in_the_tokens_it_was_said_in() -> None:
     history.prompt(first)
     history.answered("$&", [93, 95])
     assert 93 in history.prompt([*after[:2], Message("user", "or")])
+
+
+def test_two_conversations_in_turn_keep_the_tokens_of_both() -> None:
+    history = TokenHistory(LetterTokenizer())
+    first, other = [Message("user", "hi")], [Message("user", "ho")]
+    history.prompt(first)
+    history.answered("$&", [93, 95])
+    history.prompt(other)
+    history.answered("$&", [3, 95])
+    for number in range(3):
+        assert 93 in history.prompt([*first, Message("assistant", "$&"), Message("user", f"so {number}")])
+        tokens = history.prompt([*other, Message("assistant", "$&"), Message("user", f"no {number}")])
+        assert 95 in tokens and 93 not in tokens
 
 
 # --- passes as values -------------------------------------------------------------------------------------------------

@@ -70,6 +70,9 @@ class LoadOptions(MachineOptions, frozen=True, kw_only=True):
     """Fraction of the GPU's memory that all of the model may take at most."""
     prefill_chunk: int = 512
     """Tokens per prefill chunk. Cancellation and progress happen between chunks."""
+    prefix_bytes: int | None = None
+    """Bytes of memory for the keys and values of other conversations than the current one; None: a part of what is
+    free; 0: none are kept."""
     ring: RingChoice = RingChoice()
     """Options for partitioning ``ring``."""
 

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+from itertools import combinations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.runtimes.protocol import TokenRows
+from engine.session.kept_rows import MOST_KEPT, CachedRow, Checkpoint, best_row, to_keep
+from engine.session.passes import PassSequence
+
+
+class Rows(TokenRows):
+    """Rows of which only is known whether they can be cut back."""
+
+    rows, length = 1, 0
+    can_truncate = True
+
+    def __init__(self, can_truncate: bool) -> None:
+        self.can_truncate = can_truncate
+
+    def extend(self, tokens, want_logits=True):
+        raise AssertionError
+
+    step = truncate = fan_out = reorder = extend
+
+
+TOKENS = st.lists(st.integers(0, 1), max_size=9)
+
+
+@st.composite
+def cached(draw: st.DrawFn) -> CachedRow:
+    tokens = draw(TOKENS)
+    passes = PassSequence()
+    while passes.length < len(tokens):
+        rest = len(tokens) - passes.length
+        count = draw(st.integers(1, rest))
+        passes = passes.prefilled(count) if draw(st.booleans()) else passes.decoded(count)
+    known = draw(st.sampled_from([None, len(tokens)]))
+    rows = Rows(draw(st.booleans()))
+    begin = passes.cut(draw(st.integers(0, len(tokens))))
+    saved = None if rows.can_truncate else Checkpoint(tokens[: begin.length], begin, rows)
+    return CachedRow(rows, tokens, passes, None if known is None else (known, None), saved)  # type: ignore[arg-type]
+
+
+def ends(passes: PassSequence) -> list[int]:
+    """The numbers of tokens after which a pass ended."""
+    found = [0]
+    for run in passes.runs:
+        found += [found[-1] + run] if run > 0 else [found[-1] + number for number in range(1, 1 - run)]
+    return found
+
+
+def by_hand(row: CachedRow, prompt: list[int], wanted: PassSequence | None) -> int:
+    """The longest beginning of ``prompt`` that the row holds, by the wanted passes, and where it can be cut."""
+
+    def fits(length: int, tokens: list[int], passes: PassSequence) -> bool:
+        same = tokens[:length] == prompt[:length] and length <= min(len(tokens), len(prompt))
+        ended = length in ends(passes)
+        made = wanted is None or (passes.cut(length) == wanted.cut(length) and length in ends(wanted))
+        return same and ended and made
+
+    at = [n for n in range(len(row.tokens) + 1) if fits(n, row.tokens, row.passes)]
+    at = [n for n in at if n < len(prompt) or row.knows(n)]
+    if (row.rows is not None and row.rows.can_truncate) or at[-1] == len(row.tokens):
+        return at[-1]
+    saved = row.checkpoint
+    assert saved is not None
+    return len(saved.tokens) if fits(len(saved.tokens), saved.tokens, saved.passes) else 0
+
+
+@given(st.lists(cached(), min_size=1, max_size=5), TOKENS.filter(bool), st.booleans(), st.data())
+def test_the_row_with_most_to_reuse_is_taken(
+    rows: list[CachedRow], prompt: list[int], repeated: bool, data: st.DataObject
+) -> None:
+    wanted = None
+    if repeated:
+        model = data.draw(cached().filter(lambda row: len(row.tokens) > 0))
+        wanted = model.passes
+        prompt = data.draw(st.sampled_from(rows)).tokens[: wanted.length]
+        prompt += [1] * (wanted.length - len(prompt))
+    row, reusable = best_row(rows, prompt, wanted)
+    expected = [by_hand(each, prompt, wanted) for each in rows]
+    assert reusable == max(expected)
+    assert row is rows[expected.index(reusable)]
+
+
+def test_nothing_is_reused_of_an_empty_row() -> None:
+    assert CachedRow().reusable([1, 2], None) == 0
+
+
+@given(st.lists(st.integers(0, 12), max_size=7), st.integers(0, 30))
+def test_what_is_kept_fits_and_the_latest_go_first(sizes: list[int], budget: int) -> None:
+    possible = [
+        list(chosen)
+        for count in range(len(sizes) + 1)
+        for chosen in combinations(range(len(sizes)), count)
+        if sum(sizes[index] for index in chosen) <= budget
+    ]
+    assert to_keep(sizes, budget) == max(possible, key=lambda chosen: [index in chosen for index in range(len(sizes))])
+
+
+def test_there_is_a_most() -> None:
+    assert to_keep([0] * 99, 0) == list(range(MOST_KEPT))
