@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import traceback
 from collections.abc import Awaitable, Callable
 from pathlib import PurePath
@@ -41,6 +42,7 @@ class Application:
         self._note = note
         self._left_out: set[str] = set()
         self._paths: dict[str, tuple[str, Endpoint]] = {
+            "/": ("GET", self._greeting),
             "/health": ("GET", self._health),
             "/metrics": ("GET", self._metrics),
             "/v1/models": ("GET", self._models),
@@ -66,28 +68,38 @@ class Application:
 
     # --- the paths --------------------------------------------------------------------------------------------------
 
+    async def _greeting(self, request: Request) -> ASGIApp:
+        return Response(f"privatellm serves {self._service.names[0]} at /v1\n", media_type="text/plain")
+
     async def _health(self, request: Request) -> ASGIApp:
         ready = self._service.ready
         return json_response(msgspec.json.encode({"status": "ok" if ready else "loading"}), 200 if ready else 503)
 
     async def _metrics(self, request: Request) -> ASGIApp:
         service = self._service
+        service.watch()
         queue = service.queue
         text = service.metrics.text(waiting=queue.waiting, running=queue.running, loaded=service.ready)
         return Response(text, media_type="text/plain; version=0.0.4")
 
     async def _models(self, request: Request) -> ASGIApp:
-        models = [self._model_object(name) for name in self._service.names]
-        return json_response(msgspec.json.encode({"object": "list", "data": models}))
+        names = self._service.names
+        ends = {"first_id": names[0], "last_id": names[-1], "has_more": False}
+        models = [self._model_object(name) for name in names]
+        return json_response(msgspec.json.encode({"object": "list", "data": models, **ends}))
 
     async def _model(self, request: Request) -> ASGIApp:
         name = self._service.check_name(request.path_params["name"])
         return json_response(msgspec.json.encode(self._model_object(name)))
 
     def _model_object(self, name: str) -> dict[str, object]:
+        """A model in both protocols, whose fields do not contradict each other."""
         facts = self._service.facts
         known = {} if facts is None else {"context_length": facts.context_limit, "max_model_len": facts.context_limit}
-        return {"id": name, "object": "model", "created": self._service.started, "owned_by": "privatellm", **known}
+        started = self._service.started
+        ours = {"object": "model", "created": started, "owned_by": "privatellm"}
+        when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started))
+        return {"id": name, **ours, "type": "model", "display_name": name, "created_at": when, **known}
 
     async def _chat(self, request: Request) -> ASGIApp:
         body = await body_of(request, ChatRequest)

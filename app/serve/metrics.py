@@ -22,6 +22,7 @@ class Metrics:
         self.expert_hits = 0
         self.expert_misses = 0
         self.exchange_s = 0.0
+        self.measured_tokens = 0
         self.answering_s = 0.0
 
     def requested(self, path: str, status: int) -> None:
@@ -49,6 +50,7 @@ class Metrics:
             self.expert_hits += timing.movement.hits
             self.expert_misses += timing.movement.misses
         for phase in (timing.prefill, timing.decode):
+            self.measured_tokens += phase.tokens
             self.exchange_s += sum(layer.exchange for layer in phase.layers) * phase.tokens / 1000
 
     def text(self, *, waiting: int, running: int, loaded: bool) -> str:
@@ -79,7 +81,8 @@ class Metrics:
             ("decoding_seconds_total", self.answering_s, "Seconds that the engine spent on tokens of answers."),
             ("expert_hits_total", self.expert_hits, "Active experts that were in GPU memory, where it is shared."),
             ("expert_misses_total", self.expert_misses, "Active experts that were not in GPU memory."),
-            ("exchange_seconds_total", self.exchange_s, "Seconds of exchanges in a ring, of the measured steps."),
+            ("measured_tokens_total", self.measured_tokens, "Tokens of the steps whose parts were measured."),
+            ("exchange_seconds_total", self.exchange_s, "Seconds of exchanges in a ring, for the measured tokens."),
         ):
             family(name, "counter", about, ("", value))
         return "\n".join(lines) + "\n"

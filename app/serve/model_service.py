@@ -10,10 +10,13 @@ from contextlib import aclosing, suppress
 import msgspec
 
 from app.engine_client import Engine, EngineDied, ends
-from app.serve.fair_queue import FairQueue
 from app.serve.metrics import Metrics
 from app.serve.refusals import Refused, refused_by_engine
-from engine.ipc.messages import AnyEvent, Failed, Finished, Generate, Load, Loaded, ModelFacts, Notice, Progress
+from app.serve.request_queue import RequestQueue
+from engine.ipc.messages import AnyEvent, Failed, Finished, Generate, Load, Loaded, ModelFacts, Notice, Progress, Watch
+
+WATCHED_S = 300.0
+"""Seconds for which steps are measured after the figures were read: nobody pays for what nobody reads."""
 
 
 class LoadFailed(Exception):
@@ -38,7 +41,7 @@ class ModelService:
     ) -> None:
         self.facts: ModelFacts | None = None
         self.started = int(time.time())
-        self.queue = FairQueue()
+        self.queue = RequestQueue()
         self.metrics = Metrics()
         self._engine = engine
         self._load = load
@@ -47,6 +50,8 @@ class ModelService:
         self._note = note
         self._loading = asyncio.Lock()
         self._stopping = False
+        self._watched_until = 0.0
+        self._watching = False
         self._pumps: set[asyncio.Task[None]] = set()
 
     # --- the model --------------------------------------------------------------------------------------------------
@@ -81,6 +86,7 @@ class ModelService:
             if self.facts is not None and self._engine.running:
                 return self.facts
             self.facts = None
+            self._watching = False
             try:
                 await self._engine.start()
                 self.facts = await self._load_now()
@@ -148,6 +154,7 @@ class ModelService:
             async with self.queue.turn(client):
                 self.metrics.waited(time.monotonic() - began)
                 await self.loaded()
+                await self._tell_whether_watched()
                 request = msgspec.structs.replace(request, id=self._engine.new_id())
                 async with aclosing(self._events(request)) as events:
                     async for event in events:
@@ -164,6 +171,16 @@ class ModelService:
             self.metrics.cancelled()
             arrived.put_nowait(Refused("The server is being stopped.", 503))
             raise
+
+    def watch(self) -> None:
+        """Measure where the time of answers goes, for as long as somebody reads the figures."""
+        self._watched_until = time.monotonic() + WATCHED_S
+
+    async def _tell_whether_watched(self) -> None:
+        wanted = time.monotonic() < self._watched_until
+        if wanted != self._watching:
+            await self._engine.send(Watch(id=self._engine.new_id(), timing=wanted))
+            self._watching = wanted
 
     async def _events(self, request: Generate) -> AsyncGenerator[AnyEvent, None]:
         stream = self._engine.stream(request)

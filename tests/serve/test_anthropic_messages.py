@@ -32,6 +32,10 @@ def test_a_message_and_its_events_say_the_same(claude: anthropic.Anthropic) -> N
     assert counted.input_tokens == prompt == 5 + len("system\nxuser\nabassistant\n")
 
 
+def test_the_models_are_known_to_this_client_too(claude: anthropic.Anthropic) -> None:
+    assert MODEL in [model.display_name for model in claude.models.list()]
+
+
 def test_the_events_in_their_order(claude: anthropic.Anthropic) -> None:
     events = list(claude.messages.create(model=MODEL, messages=QUESTION, max_tokens=2, stream=True))
     kinds = [event.type for event in events]

@@ -138,7 +138,7 @@ def test_what_a_web_page_can_send_is_refused(server: Served, more: list[str], ex
 
 def test_unknown_paths_and_methods_are_refused_in_the_form_of_the_protocol(server: Served) -> None:
     for line, expected, kind in (
-        ("GET /", 404, b'{"error":{'),
+        ("GET /x", 404, b'{"error":{'),
         ("GET /v1/chat/completions", 405, b'{"error":{'),
         ("GET /v1/messages/x/y", 404, b'{"type":"error"'),
         ("GET /v1/../../etc/passwd", 404, b'{"error":{'),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
 import urllib.request
 from typing import Any
@@ -11,6 +13,8 @@ import openai
 import pytest
 from eventually import eventually
 from served import MODEL, Served
+
+from app.engine_client import EngineClient
 
 QUESTION: Any = [{"role": "user", "content": "ab"}]
 
@@ -123,6 +127,17 @@ def test_models_health_and_metrics(client: openai.OpenAI, server: Served) -> Non
         lines = answer.read().decode().splitlines()
     assert "privatellm_model_loaded 1" in lines
     assert any(line.startswith('privatellm_requests_total{path="/v1/chat/completions",status="200"}') for line in lines)
-    assert "ab" not in lines
+    client.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=2)
+    assert server.service.metrics.measured_tokens > 0  # somebody has read the figures
     with pytest.raises(openai.NotFoundError, match="embeddings"):
         client.embeddings.create(model=MODEL, input="x")
+
+
+def test_an_engine_that_dies_is_started_again(client: openai.OpenAI, server: Served) -> None:
+    engine = server.service._engine
+    assert isinstance(engine, EngineClient) and engine.pid is not None
+    os.kill(engine.pid, signal.SIGKILL)
+    eventually(lambda: not engine.running)
+    with urllib.request.urlopen(f"{server.url}/") as answer:
+        assert answer.status == 200
+    assert client.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=2).choices[0].message.content

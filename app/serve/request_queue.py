@@ -13,7 +13,7 @@ LONGEST = 256
 """Number of requests that may wait."""
 
 
-class FairQueue:
+class RequestQueue:
     """One request runs at a time. A client that asks ten times does not delay another's first by more than one."""
 
     def __init__(self, longest: int = LONGEST) -> None:

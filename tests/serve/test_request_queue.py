@@ -6,18 +6,18 @@ import asyncio
 
 import pytest
 
-from app.serve.fair_queue import FairQueue
 from app.serve.refusals import Refused
+from app.serve.request_queue import RequestQueue
 
 
-async def ask(queue: FairQueue, client: str, order: list[str], go_on: asyncio.Event) -> None:
+async def ask(queue: RequestQueue, client: str, order: list[str], go_on: asyncio.Event) -> None:
     async with queue.turn(client):
         order.append(client)
         await go_on.wait()
 
 
 async def test_clients_take_turns() -> None:
-    queue, order, go_on = FairQueue(), list[str](), asyncio.Event()
+    queue, order, go_on = RequestQueue(), list[str](), asyncio.Event()
     tasks = []
     for client in "aaaabbc":
         tasks.append(asyncio.create_task(ask(queue, client, order, go_on)))
@@ -30,7 +30,7 @@ async def test_clients_take_turns() -> None:
 
 
 async def test_those_who_leave_are_passed_over() -> None:
-    queue, order, go_on = FairQueue(), list[str](), asyncio.Event()
+    queue, order, go_on = RequestQueue(), list[str](), asyncio.Event()
     tasks = []
     for client in "abcd":
         tasks.append(asyncio.create_task(ask(queue, client, order, go_on)))
@@ -46,7 +46,7 @@ async def test_those_who_leave_are_passed_over() -> None:
 
 
 async def test_a_full_queue_refuses() -> None:
-    queue, order, go_on = FairQueue(longest=1), list[str](), asyncio.Event()
+    queue, order, go_on = RequestQueue(longest=1), list[str](), asyncio.Event()
     tasks = [asyncio.create_task(ask(queue, client, order, go_on)) for client in "ab"]
     await asyncio.sleep(0)
     with pytest.raises(Refused) as refused:
