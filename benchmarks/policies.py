@@ -3,11 +3,10 @@
     python -m benchmarks.policies --markdown
     python -m benchmarks.policies --calibration FILE --slots 64 --json result.json
 
-The Twiddler paper's setting is Mixtral-8x7B in 16 bits on two machines. Its table 1 gives the links and how many of the
-256 experts the GPU holds; what CPU and GPU take for one expert is in a figure without numbers, so that is assumed here
-(``ENVIRONMENTS``) and every table says so. The routes are made up with the popularity of the paper's appendix C.
-The CPU comes in two kinds: ``linear``, as the paper models its own (n tokens take n times as long), and ``once``, whose
-kernels read a weight once for all tokens, as ours do.
+The setting is Mixtral-8x7B in 16 bits on the two machines of the Twiddler paper. What CPU and GPU take for one expert
+is assumed (``ENVIRONMENTS``): rates of PCIe as the paper's table 1 has them, and kernels that read a weight once for
+all tokens, as ours do. The routes are made up with the popularity of the paper's appendix C. What the papers themselves
+claim, with their baselines as they were, is in benchmarks.papers.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import numpy as np
 from benchmarks.papers.replay import Step, replay
 from benchmarks.routes import Floats, mixtral_popularity, popular_order, steps
 from engine.ipc.messages import ExpertPolicy
-from engine.planning.calibration import Calibration, Curve, ExpertShape, Processor, estimated
+from engine.planning.calibration import Calibration, ExpertShape, Processor, estimated
 from engine.planning.policy import Policy, policy_named
 from engine.planning.prediction import ModelSizes
 
@@ -73,13 +72,6 @@ ENVIRONMENTS = (
     ),
 )
 POLICIES: tuple[ExpertPolicy, ...] = ("balanced", "twiddler", "monde", "layers", "lru-offload", "stream")
-CLAIMS = {
-    ("one answer", "layers"): 1.26,
-    ("long prompt", "stream"): 1.07,
-    ("long prompt", "lru-offload"): 1.17,
-    ("beams", "layers"): 11.57,
-}
-"""The paper's own ratios, Twiddler to this baseline. Its abstract's 1.30 for long prompts is in none of its results."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +97,6 @@ class Result:
     """``ratio`` is the time of a policy over that of ``balanced``; over ``twiddler`` in ``to_twiddler``."""
 
     environment: str
-    cpu: str
     scenario: str
     variant: str
     policy: ExpertPolicy
@@ -116,12 +107,6 @@ class Result:
     to_twiddler: float = 0.0
 
 
-def linear(calibration: Calibration) -> Calibration:
-    """The same machine with a CPU that takes n times as long for n tokens."""
-    one = calibration.cpu.at(1)
-    return msgspec.structs.replace(calibration, cpu=Curve((1, 2), (one, 2 * one)))
-
-
 def trunk_seconds(rows: Sequence[int], gpu: Processor) -> float:
     """Everything but the experts, on the GPU."""
     operations = 2.0 * MIXTRAL.trunk_bytes / MIXTRAL.bytes_per_weight
@@ -129,7 +114,7 @@ def trunk_seconds(rows: Sequence[int], gpu: Processor) -> float:
 
 
 def compare(
-    name: str, cpu: str, calibration: Calibration, gpu: Processor, slots: dict[ExpertPolicy, int], seed: int
+    name: str, calibration: Calibration, gpu: Processor, slots: dict[ExpertPolicy, int], seed: int
 ) -> list[Result]:
     """All policies over all scenarios on one machine, on the same routes."""
     generator = np.random.default_rng(seed)
@@ -139,7 +124,7 @@ def compare(
         for variant, rows in scenario.variants:
             trace = steps(generator, popularity, rows, MIXTRAL.experts_per_token, REPEAT)
             row = [
-                _one(name, cpu, scenario.name, variant, policy, trace, calibration, slots[policy], popularity)
+                _one(name, scenario.name, variant, policy, trace, calibration, slots[policy], popularity)
                 for policy in POLICIES
             ]
             base = trunk_seconds(rows, gpu)
@@ -158,7 +143,6 @@ def compare(
 
 def _one(
     environment: str,
-    cpu: str,
     scenario: str,
     variant: str,
     name: ExpertPolicy,
@@ -169,51 +153,23 @@ def _one(
 ) -> Result:
     policy: Policy = policy_named(name, MIXTRAL.experts)
     done = replay(trace, policy, calibration, slots, MIXTRAL.experts, popular_order(popularity))
-    return Result(
-        environment, cpu, scenario, variant, name, done.total_s, done.hit_rate, round(done.weight_bytes / 1e9, 1)
-    )
+    return Result(environment, scenario, variant, name, done.total_s, done.hit_rate, round(done.weight_bytes / 1e9, 1))
 
 
 def summary(results: Sequence[Result]) -> list[list[str]]:
-    """Per machine, CPU and scenario: each policy's time relative to balanced."""
+    """Per machine and scenario: each policy's time relative to balanced."""
     rows = []
-    keys = list(dict.fromkeys((r.environment, r.cpu, r.scenario) for r in results))
-    for environment, cpu, scenario in keys:
-        here = [r for r in results if (r.environment, r.cpu, r.scenario) == (environment, cpu, scenario)]
-        cells = [environment.split(" (", maxsplit=1)[0], cpu, scenario]
+    keys = list(dict.fromkeys((r.environment, r.scenario) for r in results))
+    for environment, scenario in keys:
+        here = [r for r in results if (r.environment, r.scenario) == (environment, scenario)]
+        cells = [environment.split(" (", maxsplit=1)[0], scenario]
         for policy in POLICIES:
             cells.append(f"{statistics.mean(r.to_balanced for r in here if r.policy == policy):.2f}")
         rows.append(cells)
     return rows
 
 
-def claims(results: Sequence[Result]) -> list[list[str]]:
-    """The paper's ratios, means of both its machines, beside those simulated here for each kind of CPU."""
-    rows = []
-    for (scenario, baseline), ratio in CLAIMS.items():
-        cells = [scenario, baseline, f"{ratio}"]
-        for base in ("twiddler", "balanced"):
-            for cpu in ("linear", "once"):
-                found = [
-                    result.to_twiddler if base == "twiddler" else result.to_balanced
-                    for result in results
-                    if (result.scenario, result.policy, result.cpu) == (scenario, baseline, cpu)
-                ]
-                cells.append(f"{statistics.mean(found):.2f}" if found else "")
-        rows.append(cells)
-    return rows
-
-
-CLAIM_COLUMNS = [
-    "scenario",
-    "baseline",
-    "paper",
-    "over twiddler, CPU linear",
-    "over twiddler, CPU once",
-    "over balanced, CPU linear",
-    "over balanced, CPU once",
-]
-COLUMNS = ["machine", "CPU", "scenario", *POLICIES]
+COLUMNS = ["machine", "scenario", *POLICIES]
 
 
 def table(rows: Sequence[Sequence[str]], columns: Sequence[str], markdown: bool) -> str:
@@ -241,15 +197,17 @@ def run(arguments: argparse.Namespace) -> list[Result]:
             calibration.shape.expert_bytes * largest / calibration.gpu.at(largest),
         )
         slots: dict[ExpertPolicy, int] = dict.fromkeys(POLICIES, arguments.slots)
-        return compare(calibration.machine, "measured", calibration, gpu, slots, arguments.seed)
+        return compare(calibration.machine, calibration, gpu, slots, arguments.seed)
     found = []
     for environment in ENVIRONMENTS:
-        rate = environment.pcie_rate / (2 if arguments.one_way else 1)
-        once = estimated(
-            MIXTRAL_SHAPE, cpu=environment.cpu, gpu=environment.gpu, pcie_rate=rate, machine=environment.name
+        costs = estimated(
+            MIXTRAL_SHAPE,
+            cpu=environment.cpu,
+            gpu=environment.gpu,
+            pcie_rate=environment.pcie_rate,
+            machine=environment.name,
         )
-        for cpu, calibration in (("linear", linear(once)), ("once", once)):
-            found += compare(environment.name, cpu, calibration, environment.gpu, environment.slots, arguments.seed)
+        found += compare(environment.name, costs, environment.gpu, environment.slots, arguments.seed)
     return found
 
 
@@ -258,7 +216,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.policies", description=__doc__.splitlines()[0])
     parser.add_argument("--calibration", type=Path, help="a file of `privatellm bench experts`, instead of the paper's")
     parser.add_argument("--slots", type=int, default=64, help="experts on the GPU, of 256, with --calibration")
-    parser.add_argument("--one-way", action="store_true", help="halve the paper's PCIe rates, which count both ways")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--json", type=Path, help="write everything there")
@@ -268,9 +225,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         "Simulated, with assumed rates of CPU and GPU. Times relative to `balanced`, mean of the scenario's variants.\n"
     )
     print(table(summary(results), COLUMNS, arguments.markdown))
-    if arguments.calibration is None:
-        print("\nThe Twiddler paper's claims, and the same ratios here. (Its abstract says 1.30 for long prompts.)\n")
-        print(table(claims(results), CLAIM_COLUMNS, arguments.markdown))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from benchmarks.papers.beam_rows import beam_rows
 from benchmarks.papers.cluster_rows import cluster_rows
 from benchmarks.papers.findings import Group
 from benchmarks.papers.near_rows import near_rows
 from benchmarks.papers.timed_rows import timed_rows
+from benchmarks.papers.twiddler_rows import twiddler_rows
 
 GROUPS: tuple[Group, ...] = (
     Group(
@@ -22,4 +24,6 @@ GROUPS: tuple[Group, ...] = (
         quiet=True,
     ),
     Group("near-data", "MoNDE", "The near-data device: all tables and figures, simulated", near_rows),
+    Group("twiddler", "Twiddler", "Figures 4 to 8, simulated with the paper's constraints", twiddler_rows),
+    Group("beams", "Twiddler", "Beams: figure 6, executed", beam_rows, quiet=True),
 )

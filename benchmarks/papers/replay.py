@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from engine.planning.calibration import Calibration
+from engine.planning.layer_time import load_of
 from engine.planning.policy import CLEARLY, FEW_TOKENS, ActiveExpert, CacheRule, Policy
 
 HALF_LIFE_STEPS = 64
@@ -139,10 +140,12 @@ def replay(
     experts: int,
     order: Iterable[Key] = (),
     warm_up: int = 0,
+    overlap: bool = True,
 ) -> Replayed:
     """What ``policy`` takes for ``trace`` with ``slots`` experts on the GPU, seeded with the first of ``order``.
 
-    The first ``warm_up`` steps change the cache and the policy, and are not counted. ``experts`` is per layer.
+    The first ``warm_up`` steps change the cache and the policy, and are not counted. ``experts`` is per layer. Without
+    ``overlap`` a layer takes the sum of its experts and copies, as programs do that run one after the other.
     """
     layers = max((len(step.layers) for step in trace), default=0)
     per_token = round(
@@ -157,7 +160,7 @@ def replay(
         may_learn, few = policy.cache.learns and step.rows <= FEW_TOKENS, step.rows <= FEW_TOKENS
         for layer, routes in enumerate(step.layers):
             before = counted.moved
-            policy, missed = _layer(layer, routes, policy, calibration, cache, experts, counted, few)
+            policy, missed = _layer(layer, routes, policy, calibration, cache, experts, counted, few, overlap)
             idle = 0 if counted.moved > before else idle + 1
             hottest = cache.hottest(layer, missed) if may_learn and idle >= layers else None
             if hottest is not None and cache.admit(layer, hottest, [expert for expert, _ in routes], clearly=True):
@@ -200,6 +203,7 @@ def _layer(
     experts: int,
     counted: _Sums,
     few: bool,
+    overlap: bool,
 ) -> tuple[Policy, list[int]]:
     """The policy for the next layer, and the missing experts that the CPU ran."""
     active = [ActiveExpert(expert, tokens, (layer, expert) in cache) for expert, tokens in routes]
@@ -210,7 +214,13 @@ def _layer(
     for each in moved:
         cache.admit(layer, each.expert, needed, evict=few)
     hits = sum(each.resident for each in active)
-    counted.seconds[-1] += max(decision.cpu_s, decision.gpu_s)
+    if overlap:
+        counted.seconds[-1] += max(decision.cpu_s, decision.gpu_s)
+    else:
+        load = load_of(active, decision.places, calibration)
+        unused = experts - len(active) if policy.cache.copies_whole_layer else 0
+        copying = (load.copies + unused) * calibration.weight_copy
+        counted.seconds[-1] += load.cpu + load.resident + load.moved + copying
     counted.hits += hits
     counted.misses += len(active) - hits
     counted.moved += len(moved)
