@@ -72,7 +72,7 @@ def serve(flags: ServeFlags) -> int:
     access = replace(access, address=replace(access.address, port=listener.getsockname()[1]))
     with listener:
         return run_with_engine(
-            lambda engine, interruption: _serve(engine, interruption, flags, loading, access, listener)
+            lambda engine, interruption: _serve(engine, interruption, flags, loading, access, listener), share=True
         )
 
 
