@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from engine_forks import forked
 from gguf import GGMLQuantizationType
 from real_rings import PROMPT, Machine, RealRing
 from tiny_gguf import whole_blocks, write_tiny_gguf
@@ -97,7 +98,7 @@ def test_ask_answers_with_a_model_that_only_a_lent_machine_has(tmp_path: Path, m
         (home / "config" / "network").mkdir(parents=True)
     (homes[1] / "models" / PLAIN).symlink_to(made[PLAIN], target_is_directory=True)
     pair_homes(homes)
-    studio = LocalEngine(homes[1], {"OMP_NUM_THREADS": "1"})
+    studio = LocalEngine(homes[1], {"OMP_NUM_THREADS": "1"}, launch=forked)
     try:
         address = open_network(studio, "studio", lend=True)
         environment = {

@@ -35,14 +35,16 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def folder(tiny_model: Callable[..., Path]) -> Path:
     return tiny_model("mixtral")
 
 
-@pytest.fixture
-def expected(folder: Path) -> list[np.ndarray]:
-    return greedy(load(folder, StandInDevice(MEMORY)))
+@pytest.fixture(scope="module")
+def expected(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[np.ndarray]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PRIVATELLM_HOME", str(tmp_path_factory.mktemp("home")))
+        return greedy(load(folder, StandInDevice(MEMORY)))
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from torch_oracle import library_run, load, no_progress, our_run, typical
 from engine.models.gguf_folder import open_gguf
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is installed by `make bench`")
-pytestmark = needs_kernels
+pytestmark = [needs_kernels, pytest.mark.soak]
 
 ALIKE = 1.1
 """Largest error of ours as a multiple of llama.cpp's, the mean over the families."""
