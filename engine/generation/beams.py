@@ -43,7 +43,10 @@ class BeamRule:
     ends: Collection[int] = ()
     hits_stop: Callable[[Sequence[int]], bool] | None = None
     repetition_penalty: float = 1.0
-    """As in sampling; applied to log-probabilities, as transformers does."""
+    """As in sampling. 1 changes nothing."""
+    penalises_logits: bool = False
+    """Whether the penalty changes logits, as in sampling, or log-probabilities, as in transformers' beam search. The
+    log-probability of a token that is nearly certain is nearly 0, which no factor changes, so a loop goes on."""
     prompt: frozenset[int] = frozenset()
     """The tokens of the prompt, which a repetition penalty counts, too."""
     guide: TokenGuide | None = None
@@ -222,10 +225,14 @@ class BeamState:
         rule = self.rule
         if rule.repetition_penalty == 1.0 and rule.guide is None:
             return _continuations(row, count)
+        penalises = rule.repetition_penalty != 1.0
+        seen = rule.prompt | set(beam.tokens)
+        if penalises and rule.penalises_logits:
+            row = penalised(row, seen, rule.repetition_penalty)
         top = row[greedy_token(row)]
         scores = row - top - np.log(np.exp(row - top).sum(dtype=np.float32))
-        if rule.repetition_penalty != 1.0:
-            scores = penalised(scores, rule.prompt | set(beam.tokens), rule.repetition_penalty)
+        if penalises and not rule.penalises_logits:
+            scores = penalised(scores, seen, rule.repetition_penalty)
         if rule.guide is not None:
             scores = np.where(beam.guide.allowed(), scores, IMPOSSIBLE) if beam.guide else np.full_like(row, IMPOSSIBLE)
         return _best(scores, count)

@@ -29,7 +29,8 @@ PENALTIES = (0.1, 10.0)
 """Smallest and largest repetition penalty. Below 1 it favours repetition."""
 PENALISES_PROMPT = "repetition_penalty_counts_prompt"
 """Key in a ``generation_config.json``, which only privatellm reads: false if the penalty is for the answer alone. A
-small model that may not repeat the words of a question answers another one."""
+small model that may not repeat the words of a question answers another one. Such a penalty changes logits in a beam
+search, too."""
 ANSWER_PENALTY = 2.0
 """Largest penalty for presence or frequency, and as a negative number the smallest."""
 LARGEST_BIAS = 100.0

@@ -349,6 +349,8 @@ class Session:
             hits_stop=self._stop_check(request.stop),
             repetition_penalty=sampling.repetition_penalty,
             prompt=sampling.penalised_of(prompt),
+            # Only transformers' own kind of penalty must have the same effect as there.
+            penalises_logits=not sampling.penalises_prompt,
             guide=guide,
         )
         run = beam_run(self._cache.rows, rule, lambda lost: self._cache.rows_again(lost, turn), turn.check)

@@ -19,6 +19,7 @@ from tiny_models import write_tiny_model
 
 from engine.errors import ModelError
 from engine.generation.beams import BeamRule, BeamState, Hypothesis, assign_rows, beam_run, check_beams
+from engine.generation.sampling import Sampler, SamplingRule
 from engine.runtimes.protocol import Logits
 
 PROMPT = [5, 17, 101, 42, 9, 77, 30]
@@ -158,6 +159,30 @@ def test_a_repetition_penalty_equals_transformers(models: dict[str, Any], penalt
     ours, _ = search(model, rule)
     assert_equal(ours, reference(model, rule))
     assert [beam.tokens for beam in ours] != [beam.tokens for beam in search(model, plain)[0]]
+
+
+def searched(rule: BeamRule, logits: Logits) -> Hypothesis:
+    """The best sequence of a model that always has the same ``logits`` [vocabulary]."""
+    state = BeamState(rule)
+    while not state.done:
+        state.advance(np.stack([logits] * len(state.running)))
+    return state.hypotheses()[0]
+
+
+def test_a_penalty_of_logits_ends_a_loop_that_one_of_log_probabilities_does_not() -> None:
+    logits = np.array([0.0, 10.0, 8.0, 7.5, 7.0, 0.0, 0.0, 0.0], dtype=np.float32)
+    rule = BeamRule(2, 4, repetition_penalty=1.5)
+    assert searched(rule, logits).tokens == (1, 1, 1, 1)
+    assert searched(replace(rule, penalises_logits=True), logits).tokens == (1, 2, 3, 4)
+
+
+def test_one_beam_with_a_penalty_of_logits_is_the_greedy_answer() -> None:
+    steps = np.random.default_rng(0).normal(size=(12, 40)).astype(np.float32)
+    state = BeamState(BeamRule(1, 12, repetition_penalty=1.3, penalises_logits=True))
+    sampler = Sampler(SamplingRule(repetition_penalty=1.3, penalises_prompt=False), PROMPT)
+    for logits in steps:
+        state.advance(logits[None])
+    assert list(state.hypotheses()[0].tokens) == [sampler.choose(logits) for logits in steps]
 
 
 @pytest.mark.parametrize(

@@ -290,6 +290,12 @@ def test_a_penalty_for_the_answer_alone_leaves_the_prompt_out(ask: Ask, beams: i
     assert alone == first_token() and alone not in PROMPT
 
 
+def test_a_penalty_for_the_answer_alone_is_as_strong_in_a_beam_search(ask: Ask) -> None:
+    plain = ask(PROMPT, max_tokens=16, beams=2).token_ids
+    ask.session._defaults = {"repetition_penalty": 4.0, "repetition_penalty_counts_prompt": False}
+    assert len(set(ask(PROMPT, max_tokens=16, beams=2).token_ids)) == 16 > len(set(plain))
+
+
 @pytest.mark.parametrize("beams", [1, 2])
 def test_the_models_own_limit_ends_an_answer_unless_another_was_asked_for(ask: Ask, beams: int) -> None:
     ask.session._defaults = {"max_new_tokens": 3}
