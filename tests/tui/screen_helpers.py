@@ -17,15 +17,18 @@ MACHINE = Machine(system="linux", architecture="x86_64", nvidia=False, torch=Tru
 MakeApp = Callable[..., ChatApp]
 
 
-async def wait_until(pilot: Pilot[int], predicate: Callable[[], object], steps: int = 20_000) -> None:
-    """Let the application work until ``predicate`` holds; the number of steps is bounded, not the time."""
+async def wait_until(pilot: Pilot[int], predicate: Callable[[], object], what: str = "it", steps: int = 20_000) -> None:
+    """Let the application work until ``predicate`` holds; the number of steps is bounded, not the time.
+
+    ``what`` names it if it never does.
+    """
     for _ in range(steps):
         if predicate():
             await pilot.pause()
             return
         assert pilot.app._exception is None, "the application failed"
         await asyncio.sleep(0.005)
-    raise AssertionError("it never came about")
+    raise AssertionError(f"{what} never came about")
 
 
 def controller(app: ChatApp) -> ChatController:

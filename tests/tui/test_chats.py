@@ -242,6 +242,35 @@ async def test_the_list_stands_beside_the_chat_where_there_is_room(
         assert not beside(app) and not app.settings.show_chats and app.focused is app.chat.prompt
 
 
+async def test_a_terminal_may_become_narrow_beside_the_list(make_app: MakeApp) -> None:
+    app = make_app(show_chats=True)
+    async with app.run_test(size=(160, 40)) as pilot:
+        await ready(pilot, app)
+        await wait_until(pilot, lambda: beside(app))
+        await pilot.resize_terminal(39, 20)
+        await wait_until(pilot, lambda: not beside(app))
+        await pilot.resize_terminal(4, 20)
+        await wait_until(pilot, lambda: app.chat and app.chat.prompt.size.width == 6)
+
+
+async def test_the_list_beside_the_chat_takes_its_own_keys_only(make_app: MakeApp) -> None:
+    app = make_app(show_chats=True)
+    async with app.run_test(size=(160, 40)) as pilot:
+        await ready(pilot, app)
+        await ask(pilot, app, "One")
+        assert app.chat is not None
+        await wait_until(pilot, lambda: beside(app))
+        for key, screen in (("f3", "ModelsScreen"), ("f8", "MachinesScreen"), ("f7", "SamplingScreen")):
+            await pilot.press("f2", key)
+            await wait_until(pilot, lambda screen=screen: type(app.screen).__name__ == screen)  # type: ignore[misc]
+            await pilot.press("escape")
+            await wait_until(pilot, lambda: app.screen is app.chat)
+        await pilot.press("f2", "f5")
+        await wait_until(pilot, lambda: app.chat and app.chat.panels.panel is not None)
+        await pilot.press("ctrl+t")
+        await wait_until(pilot, lambda: app.chat and app.chat.controller.store.conversations()[0].pinned)
+
+
 async def test_the_list_beside_the_chat_is_there_at_the_next_start_and_left_alone_by_streaming(
     make_app: MakeApp, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

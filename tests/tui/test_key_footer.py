@@ -1,27 +1,72 @@
-"""The footer is mounted anew when its keys change, and only then."""
+"""The line of keys: what is shown of it fits at every width, and it is mounted anew when its keys change only."""
 
 from __future__ import annotations
 
-from screen_helpers import MakeApp, ask, ready
-from textual.pilot import Pilot
+from collections.abc import Sequence
+
+import pytest
+from every_screen import SCREENS, back, prepare
+from fake_engine import FakeEngine
+from screen_helpers import MakeApp, ask, ready, wait_until
 from textual.widgets._footer import FooterKey
 
+from app.tui.application import ChatApp
 from app.tui.render.key_footer import KeyFooter
 
+NO_HELP = {"system prompt", "status", "help", "rename", "confirm", "told"}
+"""What is modal and says all that can be done in it."""
 
-def keys(pilot: Pilot[int]) -> list[FooterKey]:
-    return list(pilot.app.screen.query_one(KeyFooter).query(FooterKey))
+
+def all_fit(app: ChatApp, width: int) -> bool:
+    return all(0 < key.region.width <= key.region.right <= width for key in shown_keys(app))
+
+
+def shown_keys(app: ChatApp) -> list[FooterKey]:
+    return [key for footer in app.screen.query(KeyFooter) for key in footer.query(FooterKey)]
+
+
+@pytest.mark.parametrize("widths", [(40,), pytest.param((200, 120, 80, 40), marks=pytest.mark.soak)], ids=str)
+@pytest.mark.usefixtures("few_settings")
+async def test_no_key_is_cut_on_any_screen(make_app: MakeApp, engine: FakeEngine, widths: Sequence[int]) -> None:
+    prepare(engine)
+    app = make_app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await ready(pilot, app)
+        await ask(pilot, app, "Explain stacks and queues, please.")
+        for name, open in SCREENS.items():
+            await open(pilot, app)
+            for width in widths:
+                await pilot.resize_terminal(width, 24)
+                if not app.screen.query(KeyFooter):
+                    break
+                where = f"{name} at {width} columns"
+                await wait_until(pilot, lambda width=width: all_fit(app, width), where, 2_000)  # type: ignore[misc]
+                shown = [key.description for key in shown_keys(app)]
+                assert name in NO_HELP or "Help" in shown, f"{where}: {shown}"
+                bindings = [active.binding for active in app.screen.active_bindings.values() if active.binding.show]
+                assert {binding.description for binding in bindings if binding.key == "escape"} <= set(shown), where
+            await back(pilot, app)
+
+
+async def test_keys_come_in_the_order_in_which_they_are_declared(make_app: MakeApp) -> None:
+    app = make_app()
+    async with app.run_test(size=(60, 24)) as pilot:
+        await ready(pilot, app)
+        assert app.chat is not None
+        app.chat.action_persona()
+        await pilot.pause()
+        assert [key.description for key in shown_keys(app)] == ["Use", "Save this chat as", "New", "Close", "Help"]
 
 
 async def test_keys_that_stay_are_not_mounted_again(make_app: MakeApp) -> None:
     app = make_app()
     async with app.run_test(size=(120, 40)) as pilot:
         await ready(pilot, app)
-        before = keys(pilot)
+        before = shown_keys(app)
         assert before and all(key.has_class("-compact") for key in before)
         app.screen.refresh_bindings()
         await pilot.pause()
-        assert [id(key) for key in keys(pilot)] == [id(key) for key in before]
+        assert [id(key) for key in shown_keys(app)] == [id(key) for key in before]
 
 
 async def test_other_keys_are_shown_where_the_focus_has_others(make_app: MakeApp) -> None:
@@ -29,21 +74,21 @@ async def test_other_keys_are_shown_where_the_focus_has_others(make_app: MakeApp
     async with app.run_test(size=(120, 40)) as pilot:
         await ready(pilot, app)
         await ask(pilot, app, "q")
-        before = [key.description for key in keys(pilot)]
+        before = [key.description for key in shown_keys(app)]
         await pilot.press("shift+up")
-        focused = [key.description for key in keys(pilot)]
+        focused = [key.description for key in shown_keys(app)]
         assert focused != before
         await pilot.press("escape")
-        assert [key.description for key in keys(pilot)] == before
+        assert [key.description for key in shown_keys(app)] == before
 
 
 async def test_an_action_on_another_key_is_shown_with_it(make_app: MakeApp) -> None:
     app = make_app()
     async with app.run_test(size=(120, 40)) as pilot:
         await ready(pilot, app)
-        (first, *_) = keys(pilot)
+        (first, *_) = shown_keys(app)
         app.set_keymap({binding.id: "f12" for _, binding, _, _ in app.screen.active_bindings.values()
                         if binding.id and binding.action == first.action})  # fmt: skip
         app.screen.refresh_bindings()
         await pilot.pause()
-        assert "f12" in [key.key_display for key in keys(pilot)]
+        assert "f12" in [key.key_display for key in shown_keys(app)]

@@ -44,7 +44,7 @@ class FindLine(Horizontal):
         super().__init__(id=id)
         self.display = False
         self.border_title = "Find in this chat"
-        self.border_subtitle = "enter next · ↑ previous · esc back · tab stay"
+        self.border_subtitle = "⏎ next · ↑ previous · esc back · tab stay"
         self._transcript = transcript
         self._hits = Hits()
         self._begun_at: Place | None = None

@@ -54,10 +54,8 @@ class MessageView(Written, can_focus=True):
         Binding("G,end", "edge(True)", "Last", show=False, id="message.last"),
         Binding(bound("page_up"), "screen.scroll(-1)", "Page up", show=False, id="message.page_up"),
         Binding(bound("page_down"), "screen.scroll(1)", "Page down", show=False, id="message.page_down"),
-        Binding(
-            "left,left_square_bracket", "act('previous')", "Previous version", key_display="←", id="message.previous"
-        ),
-        Binding("right,right_square_bracket", "act('next')", "Next version", key_display="→", id="message.next"),
+        Binding("left,left_square_bracket", "act('previous')", "Previous", key_display="←", id="message.previous"),
+        Binding("right,right_square_bracket", "act('next')", "Next", key_display="→", id="message.next"),
         Binding("c", "act('copy')", "Copy", id="message.copy"),
         Binding("b", "act('code')", "Copy code", id="message.copy_code"),
         Binding("t", "thoughts", "Thoughts", id="message.thoughts"),
@@ -69,7 +67,7 @@ class MessageView(Written, can_focus=True):
         Binding("X", "act('delete_all')", "Delete all versions", show=False, id="message.delete_all"),
         Binding("z,ctrl+z", "act('undo')", "Undo deletion", show=False, id="message.undo"),
         Binding("slash", "act('find')", "Find", key_display="/", show=False, id="message.find"),
-        Binding("escape,i", "act('leave')", "Type", show=False, id="message.leave"),
+        Binding("escape,i", "act('leave')", "Back", id="message.leave"),
     ]
 
     class Asked(Message):

@@ -30,7 +30,7 @@ class QueueView(OptionList):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("e,enter", "select", "Edit", id="queue.edit"),
         Binding("d,delete,backspace", "remove", "Remove", id="queue.remove"),
-        Binding("escape,i", "leave", "Type", show=False, id="queue.leave"),
+        Binding("escape,i", "leave", "Back", id="queue.leave"),
     ]
 
     class Taken(Message):

@@ -139,7 +139,7 @@ class Widths(Rendered, can_focus=True):
         estimate = self._estimate(self.marked)
         if estimate is None:
             return []
-        what = "1 beam: one sampled answer" if self.marked == 1 else f"{self.marked} beams: beam search"
+        what = "1 beam: no beam search" if self.marked == 1 else f"{self.marked} beams: beam search"
         memory = (
             f"Needs {size(estimate.memory_bytes)} of {size(self._costs.available_bytes)} free memory "
             f"at {self._tokens:,} tokens of context"

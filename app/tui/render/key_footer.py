@@ -1,36 +1,108 @@
-"""The footer: the keys that count at the moment."""
+"""The line of keys at the bottom of a screen: the keys that count at the moment, as many as fit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+from rich.cells import cell_len
+from textual import events
 from textual.app import ComposeResult
+from textual.binding import ActiveBinding
 from textual.widgets import Footer
+from textual.widgets._footer import FooterKey
+
+_HELP = "app.help"
+"""Action of the help's key, on every screen."""
+_GAP = 1
+"""Columns between two keys."""
+
+
+@dataclass(frozen=True)
+class _ShownKey:
+    """What is shown of a key."""
+
+    key: str
+    display: str
+    description: str
+    action: str
+    enabled: bool
+    tooltip: str
+
+    @property
+    def width(self) -> int:
+        """Columns that it takes."""
+        return cell_len(self.display) + (1 + cell_len(self.description) if self.description else 0)
+
+    @property
+    def always_shown(self) -> bool:
+        """Whether it is the way out or the help."""
+        return self.action == _HELP or self.key == "escape"
 
 
 class KeyFooter(Footer):
-    """Textual's footer, mounted anew only when its keys change.
+    """The keys that can be pressed now, of which none is cut: those that do not fit are left out.
 
-    Textual's own mounts all its keys whenever the focus moves or a screen is shown, and styles each key twice. That was
-    a quarter of the time of opening a screen.
+    The way out and the help are always there. The others come in the order in which their bindings are declared, those
+    of the focused widget first, so a screen declares the keys that matter most first.
+
+    Textual's own footer mounts all its keys whenever the focus moves or a screen is shown, and styles each key twice.
+    That was a quarter of the time of opening a screen, so this one mounts them only when they change.
     """
 
     def __init__(self) -> None:
         super().__init__(compact=True, show_command_palette=False)
-        self._mounted: list[tuple[object, ...]] = []
-
-    def _keys(self) -> Iterator[tuple[object, ...]]:
-        """What is shown of each key, in order."""
-        for _, binding, enabled, tooltip in self.screen.active_bindings.values():
-            if binding.show:
-                yield binding, self.app.get_key_display(binding), enabled, tooltip
+        self._mounted: list[_ShownKey] = []
 
     def compose(self) -> ComposeResult:
-        self._mounted = list(self._keys()) if self._bindings_ready else []
-        for key in super().compose():
-            key.add_class("-compact", update=False)  # else the binding to `compact` adds it, and styles the key again
-            yield key
+        self._mounted = self._keys() if self._bindings_ready else []
+        for key in self._mounted:
+            # With the class the binding to `compact` changes nothing, and the key is styled once.
+            yield FooterKey(
+                key.key, key.display, key.description, key.action, not key.enabled, key.tooltip, classes="-compact"
+            ).data_bind(compact=Footer.compact)
 
     async def recompose(self) -> None:
-        if not self.is_attached or self._mounted != list(self._keys()):
+        if not self.is_attached or self._mounted != self._keys():
             await super().recompose()
+
+    def on_resize(self, event: events.Resize) -> None:
+        if self._bindings_ready:
+            self.call_after_refresh(self.recompose)
+
+    def _keys(self) -> list[_ShownKey]:
+        """The keys that fit, in order."""
+        shown: dict[str, _ShownKey] = {}
+        for active in sorted(self.screen.active_bindings.values(), key=self._place):
+            binding = active.binding
+            if binding.show:
+                display, tooltip = self.app.get_key_display(binding), active.tooltip or binding.description
+                key = _ShownKey(binding.key, display, binding.description, binding.action, active.enabled, tooltip)
+                shown.setdefault(binding.action, key)
+        # A footer that has just been made has no size yet.
+        return _fitting(list(shown.values()), self.size.width or self.app.size.width)
+
+    def _place(self, active: ActiveBinding) -> tuple[int, int]:
+        """How far its widget is from the focused one, and which of that widget's bindings it is.
+
+        The order of the active bindings is another one: a screen's key that a field has, too, comes before the field's.
+        """
+        chain = (self.screen.focused or self.screen).ancestors_with_self
+        declared = [binding.id for kind in type(active.node).__mro__ for binding in vars(kind).get("BINDINGS", ())]
+        return (
+            chain.index(active.node) if active.node in chain else 0,
+            declared.index(active.binding.id) if active.binding.id in declared else len(declared),
+        )
+
+
+def _fitting(keys: Sequence[_ShownKey], room: int) -> list[_ShownKey]:
+    """Those of ``keys``, in the same order, that fit in ``room`` columns."""
+    kept: set[int] = set()
+    for place, key in sorted(enumerate(keys), key=lambda entry: (not entry[1].always_shown, entry[0])):
+        width = key.width + (_GAP if kept else 0)
+        if width <= room:
+            room -= width
+            kept.add(place)
+        elif not key.always_shown:
+            break
+    return [key for place, key in enumerate(keys) if place in kept]

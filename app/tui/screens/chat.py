@@ -656,10 +656,6 @@ class ChatScreen(Screen[None]):
 
     # --- screens --------------------------------------------------------------------------------------------------
 
-    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Leaves the keys of the list of chats to it while it has the focus."""
-        return not (self.chats.focused and action in self.chats.claimed)
-
     def action_chats(self) -> None:
         self.chats.toggle()
 

@@ -115,6 +115,10 @@ class ChatBrowser(Vertical):
         if self._focus_first:
             self.search_field.focus()
 
+    def check_consume_key(self, key: str, character: str | None) -> bool:
+        """Takes its keys from the screen and the application, whose bindings have priority, too."""
+        return key in self._bindings.key_to_bindings
+
     def on_descendant_focus(self) -> None:
         self.rows.add_class("-active")
 

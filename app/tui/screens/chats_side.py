@@ -41,22 +41,12 @@ class ChatsSide:
         self._open_screen = open_screen
         self._on_left = on_left
         self._seen: tuple[int | None, str] = (None, "")
-        self._claimed: frozenset[str] | None = None
 
     @property
     def focused(self) -> bool:
         """Has the list the focus?"""
         focused = self._screen.focused
         return focused is not None and self.browser is not None and self.browser in focused.ancestors_with_self
-
-    @property
-    def claimed(self) -> frozenset[str]:
-        """Actions of the screen whose keys belong to the list while it has the focus."""
-        if self._claimed is None:
-            own = self.browser._bindings.key_to_bindings if self.browser is not None else {}
-            bound = self._screen._bindings.key_to_bindings
-            self._claimed = frozenset(binding.action for key in own for binding in bound.get(key, ()))
-        return self._claimed
 
     def toggle(self) -> None:
         """Show the list. One that is shown gets the focus; with the focus it is closed."""
