@@ -18,7 +18,17 @@ from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
-from engine.ipc.messages import AnyEvent, Beam, Finished, Piece
+from engine.ipc.messages import (
+    AnyEvent,
+    Beam,
+    Finished,
+    LikelyToken,
+    Piece,
+    Sample,
+    TokenLogprob,
+    ToolCall,
+    ToolCallPiece,
+)
 
 # C0 except tab and newline, DEL, C1; line and paragraph separators; overrides and isolates of the writing direction;
 # half surrogate pairs, which no terminal's encoding can carry.
@@ -116,8 +126,13 @@ def one_line(text: str) -> str:
     return " ".join(sanitize(text).split())
 
 
-STREAMED = frozenset((kind, field) for kind in (Piece, Finished, Beam) for field in ("text", "reasoning"))
-"""The fields with text that a model streams."""
+STREAMED = frozenset((kind, field) for kind in (Piece, Finished, Beam, Sample) for field in ("text", "reasoning")) | {
+    (ToolCall, "arguments"),
+    (ToolCallPiece, "arguments"),
+    (TokenLogprob, "text"),
+    (LikelyToken, "text"),
+}
+"""The fields with text that a model wrote, which other programs get as it is."""
 
 
 def made_safe(event: AnyEvent) -> AnyEvent:

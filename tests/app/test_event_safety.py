@@ -15,7 +15,19 @@ from terminals import Terminal
 
 from app.commands.models import show_models
 from app.text_safety import STREAMED, UNSAFE, made_safe
-from engine.ipc.messages import AnyEvent, Beam, Finished, Notice, Piece, Timing
+from engine.ipc.messages import (
+    AnyEvent,
+    Beam,
+    Finished,
+    LikelyToken,
+    Notice,
+    Piece,
+    Sample,
+    Timing,
+    TokenLogprob,
+    ToolCall,
+    ToolCallPiece,
+)
 
 ACTS = [b"\x1b]0;", b"\x1b[777m", b"PWNED", b"\xc2\x9b", b"\xe2\x80\xae", b"\x1bPq"]
 """What of ``EVIL`` would act: none of it is anything that Textual writes."""
@@ -27,10 +39,16 @@ SCREENS = {
 HOSTILE_CONFIG = json.dumps({"model_type": EVIL})
 
 
-def streamed(event: object) -> list[str]:
-    """The texts of ``event`` that are a model's."""
-    found = [getattr(event, name) for kind, name in STREAMED if isinstance(event, kind)]
-    return found + [text for beam in getattr(event, "beams", []) for text in (beam.text, beam.reasoning)]
+def streamed(value: object) -> list[str]:
+    """The texts in ``value`` that a model wrote."""
+    if isinstance(value, list | tuple):
+        return [text for item in value for text in streamed(item)]
+    if isinstance(value, dict):
+        return streamed(list(value.values()))
+    if not isinstance(value, msgspec.Struct):
+        return []
+    own = [getattr(value, name) for kind, name in STREAMED if type(value) is kind]
+    return own + streamed([getattr(value, name) for name in value.__struct_fields__])
 
 
 @pytest.mark.parametrize("kind", EVENTS, ids=lambda kind: kind.__name__)
@@ -57,7 +75,9 @@ def test_what_is_safe_is_not_copied() -> None:
 def test_text_that_is_streamed_is_left_to_whoever_shows_it() -> None:
     finished = filled(Finished)
     assert made_safe(finished).text == EVIL  # type: ignore[union-attr]
-    assert {kind for kind, _ in STREAMED} == {Piece, Finished, Beam}
+    assert {kind for kind, _ in STREAMED} == {
+        Piece, Finished, Beam, Sample, ToolCall, ToolCallPiece, TokenLogprob, LikelyToken,
+    }  # fmt: skip
 
 
 class Later(msgspec.Struct, frozen=True):
