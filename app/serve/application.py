@@ -161,8 +161,16 @@ class Application:
                 return json_response(await work())
             except Refused as refused:
                 return refusal_response(refused, protocol_of(request.url.path))
+            except Exception as error:
+                return self._failed(error, request)
 
         return WholeAnswer(answer)
+
+    def _failed(self, error: Exception, request: Request) -> Response:
+        """The answer to a request that met a mistake of ours, which is told to the person."""
+        self._note(f"a request failed: {_place(error)}")
+        refused = Refused("The server failed at this request; its own output says where.", 500)
+        return refusal_response(refused, protocol_of(request.url.path))
 
     def _guarded(self, act: Endpoint) -> Callable[[Request], Awaitable[Response]]:
         """``act``, whose refusals and mistakes become errors of the protocol."""
@@ -175,11 +183,7 @@ class Application:
             except ClientDisconnect:
                 return Response(status_code=499)
             except Exception as error:
-                self._note(f"a request failed: {_place(error)}")
-                return refusal_response(
-                    Refused("The server failed at this request; its own output says where.", 500),
-                    protocol_of(request.url.path),
-                )
+                return self._failed(error, request)
 
         return guarded
 
