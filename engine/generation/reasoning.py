@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.generation.text import overlap
 from engine.models.reasoning_formats import ReasoningFormat
+
+RECIPIENT, MESSAGE = "<|recipient|>", "<|message|>"
+"""Marks around the name of a tool that a part of an answer is for."""
+_RECIPIENT = re.compile(r"\bto=(\S+)")
 
 
 class _State(enum.Enum):
@@ -37,11 +42,15 @@ class ReasoningParser:
     ``prompt`` is the rendered prompt: a template may itself begin the thoughts, or say that there are none. A mark
     within the answer is text unless the parts of the answer have names. A lone end at the beginning of a line marks
     what was before it as thoughts. White space around the thoughts is left out, and an empty line stands between two
-    parts of the same kind. ``answering``: an answer that had begun is continued.
+    parts of the same kind. ``answering``: an answer that had begun is continued. ``recipients``: a part for a tool
+    begins with the tool's name, between marks of :mod:`engine.generation.tool_calls`.
     """
 
-    def __init__(self, form: ReasoningFormat, prompt: str = "", answering: bool = False) -> None:
+    def __init__(
+        self, form: ReasoningFormat, prompt: str = "", answering: bool = False, recipients: bool = False
+    ) -> None:
         self._form = form
+        self._recipients = recipients
         end = prompt.rstrip()
         begun = bool(form.begin) and not answering and end.endswith(form.begin)
         self._state = _State.THOUGHTS if begun else _State.ANSWER
@@ -160,7 +169,10 @@ class ReasoningParser:
         elif mark == form.body:
             self._named = True
             name = (self._header.split() or [""])[0]
-            self._begin(_State.THOUGHTS if name in form.thoughts else _State.ANSWER)
+            recipient = _RECIPIENT.search(self._header) if self._recipients else None
+            self._begin(_State.ANSWER if recipient or name not in form.thoughts else _State.THOUGHTS)
+            if recipient is not None:
+                return Separated(answer=f"{RECIPIENT}{recipient[1]}{MESSAGE}")
         elif mark == form.begin:
             self._begin(_State.THOUGHTS)
         elif mark == form.end:

@@ -60,7 +60,7 @@ class TemplateProcess:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         variables: Mapping[str, Any],
         continue_last: bool = False,
         should_stop: StopCheck = lambda: False,
@@ -79,7 +79,7 @@ class TemplateProcess:
 
     def _ask(
         self,
-        messages: Sequence[Mapping[str, str]] | None,
+        messages: Sequence[Mapping[str, Any]] | None,
         variables: Mapping[str, Any],
         continue_last: bool,
         should_stop: StopCheck,

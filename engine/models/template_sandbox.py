@@ -259,9 +259,8 @@ class ChatTemplate:
             if "content" not in self._source:
                 raise ValueError("the template does not write what a message says, so none can be continued")
             messages[-1]["content"] = last + _TAG
-        text = self._template.render(
-            messages=messages, tools=None, documents=None, add_generation_prompt=not continue_last, **variables
-        )
+        names = {"tools": None, "documents": None, **variables}
+        text = self._template.render(messages=messages, add_generation_prompt=not continue_last, **names)
         if not continue_last:
             return text
         if last.strip() not in text or _TAG.strip() not in text:

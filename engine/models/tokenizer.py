@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ModelError
-from engine.ipc.messages import Message, ReasoningFacts
+from engine.ipc.messages import Message, ReasoningFacts, Tool
 from engine.models.control_tokens import ControlTokens
 from engine.models.json_files import SMALL_FILE, read_object
-from engine.models.reasoning_formats import ReasoningFormat, format_of, has_effort, has_switch
+from engine.models.reasoning_formats import format_of, has_effort, has_switch
 from engine.models.template_process import StopCheck, TemplateProcess
 from engine.models.token_bytes import TokenBytes
 from engine.models.tokenizer_files import TokenizerFiles, read_template, read_tokenizer
+from engine.models.tool_formats import rendered_calls, rendered_tools, tool_format_of
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "vocab.txt")
 """Files of a tokenizer. A folder without any of them can be run with token ids only."""
@@ -51,8 +52,13 @@ class Tokenizer:
         self._added = files.added
         self.reasoning = format_of(source, {token.content for token in files.added.values()})
         """How the model marks its thoughts; None if it does not."""
+        self.tool_format = tool_format_of(source, {token.content for token in files.added.values()})
+        """How the model writes calls of tools; None if its template takes no tools, or the format is not known."""
         self._switch, self._effort = has_switch(source), has_effort(source)
-        self._left_out = _left_out(files.added, self.reasoning)
+        marks = self.reasoning.marks if self.reasoning is not None else ()
+        self._left_out = _left_out(files.added, marks)
+        calls = self.tool_format.all_marks if self.tool_format is not None else ()
+        self._left_out_beside_calls = _left_out(files.added, (*marks, *calls))
         self._named = files.named
         self._end_of_turn_ids = end_of_turn_ids
         self._template = template
@@ -95,9 +101,16 @@ class Tokenizer:
 
         An incomplete character at the end becomes U+FFFD.
         """
-        if self._left_out is None:
+        return self._decode(ids, self._left_out)
+
+    def decode_with_calls(self, ids: Sequence[int]) -> str:
+        """As :meth:`decode`, with the special tokens that mark calls of tools, too."""
+        return self._decode(ids, self._left_out_beside_calls)
+
+    def _decode(self, ids: Sequence[int], left_out: frozenset[int] | None) -> str:
+        if left_out is None:
             return self._library.decode(list(ids), skip_special_tokens=True)
-        return self._library.decode([each for each in ids if each not in self._left_out], skip_special_tokens=False)
+        return self._library.decode([each for each in ids if each not in left_out], skip_special_tokens=False)
 
     def encode_chat(
         self, messages: Sequence[Message], continue_last: bool = False, should_stop: StopCheck = lambda: False
@@ -124,14 +137,16 @@ class Tokenizer:
         continue_last: bool = False,
         should_stop: StopCheck = lambda: False,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Tool] = (),
     ) -> str:
         """The conversation as the text that is tokenized: the model's own chat template, nothing added.
 
         Control tokens that a message spells out have a mark in them (:mod:`engine.models.control_tokens`).
         ``continue_last``: the last message is the beginning of the answer and stays open. Without a template the
         messages are written as ``role: content`` blocks with ``assistant:`` at the end. ``variables``: what the
-        template may name besides the messages.
-        Raises ModelError if there are no messages, or the template refuses them; Cancelled as soon as ``should_stop``.
+        template may name besides the messages. ``tools``: what the model may call.
+        Raises ModelError if there are no messages, or the template refuses them or takes no tools; Cancelled as soon
+        as ``should_stop``.
         """
         if not messages:
             raise ModelError("There is no message to answer; type one.", "bad-input")
@@ -145,21 +160,40 @@ class Tokenizer:
             if not messages:
                 raise ModelError("There is no message to answer; type one.", "bad-input")
         control = self._control_tokens(should_stop)
-        marked = [
-            Message(
-                message.role,
-                control.mark(message.content, own_words=self._holds_thoughts(message)),
-                control.mark(message.reasoning, own_words=False),
-            )
-            for message in messages
-        ]
+        if self._template is None or self.tool_format is None:
+            self._refuse_tools(messages, tools)
+        said = [self._said(message, messages, control) for message in messages]
         if self._template is None:
-            return plain_prompt(marked, continue_last)
-        said = [{"role": message.role, "content": message.content} for message in marked]
-        if continue_last and marked[-1].reasoning:
+            return plain_prompt(said, continue_last)
+        reasoning = control.mark(messages[-1].reasoning, own_words=False)
+        if continue_last and reasoning:
             # Templates know the thoughts by one name or the other.
-            said[-1] |= {"reasoning_content": marked[-1].reasoning, "thinking": marked[-1].reasoning}
-        return self._template.render(said, {**self._named, **(variables or {})}, continue_last, should_stop)
+            said[-1] |= {"reasoning_content": reasoning, "thinking": reasoning}
+        named = {**self._named, **(variables or {})}
+        if tools:
+            named["tools"] = _marked(rendered_tools(tools), control)
+        return self._template.render(said, named, continue_last, should_stop)
+
+    def _refuse_tools(self, messages: Sequence[Message], tools: Sequence[Tool]) -> None:
+        """Raises ModelError (bad-input) if there are tools, their calls or their results."""
+        if tools or any(message.role == "tool" or message.tool_calls for message in messages):
+            raise ModelError(
+                "This model's chat template takes no tools whose calls could be read; ask without tools, or load a "
+                "model that was trained to call them.",
+                "bad-input",
+            )
+
+    def _said(self, message: Message, messages: Sequence[Message], control: ControlTokens) -> dict[str, Any]:
+        """``message`` in the form that templates take, with marks in the control tokens that it spells out."""
+        content = control.mark(message.content, own_words=self._holds_thoughts(message))
+        said: dict[str, Any] = {"role": message.role, "content": content}
+        if message.tool_calls:
+            said["tool_calls"] = _marked(rendered_calls(message.tool_calls), control)
+        if message.role == "tool":
+            names = {call.id: call.name for earlier in messages for call in earlier.tool_calls}
+            name = names.get(message.tool_call_id, "")
+            said |= _marked({"tool_call_id": message.tool_call_id, "name": name}, control)
+        return said
 
     def _holds_thoughts(self, message: Message) -> bool:
         """Whether an answer begins with marked thoughts, as one does that was saved before they were kept apart. In any
@@ -185,16 +219,27 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
     return Tokenizer(files, template, _end_of_turn_ids(folder, files), source or "")
 
 
-def plain_prompt(messages: Sequence[Message], continue_last: bool = False) -> str:
+def plain_prompt(messages: Sequence[Mapping[str, Any]], continue_last: bool = False) -> str:
     """How a conversation is written for a model without a chat template."""
-    blocks = [f"{message.role}: {message.content}" for message in messages]
+    blocks = [f"{message['role']}: {message['content']}" for message in messages]
     return "\n\n".join(blocks if continue_last else [*blocks, "assistant:"])
 
 
-def _left_out(added: Mapping[int, Any], form: ReasoningFormat | None) -> frozenset[int] | None:
-    """The special tokens that are no part of a text, if some of them mark thoughts; None if the library knows best."""
+def _marked(value: Any, control: ControlTokens) -> Any:
+    """``value`` with marks in all control tokens that its texts spell out."""
+    if isinstance(value, str):
+        return control.mark(value)
+    if isinstance(value, list):
+        return [_marked(each, control) for each in value]
+    if isinstance(value, dict):
+        return {control.mark(str(key)): _marked(each, control) for key, each in value.items()}
+    return value
+
+
+def _left_out(added: Mapping[int, Any], marks: Sequence[str]) -> frozenset[int] | None:
+    """The special tokens that are no part of a text, if some of them are among ``marks``; None if the library knows
+    best."""
     special = {number: token.content for number, token in added.items() if token.special}
-    marks = form.marks if form is not None else ()
     if not any(content in mark for content in special.values() for mark in marks):
         return None
     # A special token may be only the beginning of a mark.

@@ -8,6 +8,7 @@ from engine.errors import ModelError
 from engine.generation.answer_guide import AnswerGuide, GuideVocabulary
 from engine.generation.constraints import ConstraintVocabulary
 from engine.generation.reasoning import ReasoningParser
+from engine.generation.tool_grammars import call_grammar
 from engine.ipc.messages import Constraint, Generate
 from engine.session.token_history import ChatTokenizer
 
@@ -42,6 +43,19 @@ class Constraining:
             )
         known, forms = self._vocabularies(self._tokenizer)
         return AnswerGuide(forms.begin(constraint), known, parser and parser())
+
+    def call_guide(self, request: Generate, parser: Callable[[], ReasoningParser] | None) -> AnswerGuide:
+        """The guide of an answer that must call one of ``request``'s tools. Raises ModelError as :meth:`guide`."""
+        assert self._tokenizer is not None and self._tokenizer.tool_format is not None
+        tools = [tool for tool in request.tools if request.forced_tool in ("", tool.name)]
+        tokenizer = self._tokenizer
+        grammar = call_grammar(
+            self._tokenizer.tool_format,
+            tools,
+            lambda mark: tokenizer.encode_rendered(mark, beginning=False),
+            tokenizer.token_bytes.special,
+        )
+        return self.guide(request, grammar, parser)
 
     def _vocabularies(self, tokenizer: ChatTokenizer) -> tuple[GuideVocabulary, ConstraintVocabulary]:
         if self._known is None or self._forms is None:

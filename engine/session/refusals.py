@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from engine.errors import ModelError
-from engine.ipc.messages import MOST_SAMPLES, Generate
+from engine.ipc.messages import MOST_SAMPLES, Generate, Tool
+from engine.models.tool_formats import check_tools
 
 
 def check_samples(samples: int) -> None:
@@ -34,13 +35,25 @@ def refuse_beside_beams(request: Generate) -> None:
             raise ModelError(f"Beam search cannot do {what}; use 1 beam, or leave that out.", kind="bad-input")
 
 
-def refuse_unknown(request: Generate) -> None:
-    """Raises ModelError (bad-input) if ``request`` asks for what no runtime does yet."""
-    messages = request.messages or []
+def usable_tools(request: Generate) -> list[Tool]:
+    """The tools that the answer to ``request`` may call.
+
+    Raises ModelError (bad-input) if they are malformed, or cannot be had together with what else is asked for.
+    """
+    if request.tool_choice == "none" and not request.forced_tool:
+        return []
+    check_tools(request.tools, request.forced_tool)
+    if not request.tools:
+        if request.tool_choice == "required":
+            raise ModelError("A tool must be called, but none is given.", "bad-input")
+        return []
     asked = {
-        "tools": bool(request.tools or request.forced_tool or request.tool_choice == "required"),
-        "results of tools": any(message.role == "tool" or message.tool_calls for message in messages),
+        "a question without messages": request.messages is None,
+        "an answer that is continued": request.continue_last,
+        "a constraint": request.constraint is not None,
+        "beams": request.beams > 1,
     }
     for what, wanted in asked.items():
         if wanted:
-            raise ModelError(f"This version of the engine cannot answer with {what}; leave that out.", "bad-input")
+            raise ModelError(f"Tools and {what} cannot be had together; leave one of them out.", "bad-input")
+    return request.tools

@@ -9,6 +9,7 @@ from engine.generation.logprobs import Logprobs
 from engine.generation.reasoning import ReasoningParser
 from engine.generation.sampling import Sampler, SamplingRule, TokenGuide
 from engine.generation.text import IncrementalDecoder, StopStrings
+from engine.generation.tool_calls import ToolCallParser
 from engine.ipc.messages import FinishReason, Generate, TokenLogprob
 from engine.runtimes.protocol import Draw, LoadedModel, Logits
 from engine.session.prefix_cache import PrefixCache
@@ -31,6 +32,8 @@ class SampleRun:
     ends: Collection[int]
     context: Sequence[int]
     parser: Callable[[], ReasoningParser] | None
+    calls: Callable[[], ToolCallParser] | None = None
+    """Makes what separates an answer from its calls of tools; None if it may call none."""
 
     def answers(
         self,
@@ -50,7 +53,9 @@ class SampleRun:
         following: Logits | None = logits
         while following is not None:
             sampler = Sampler(rule.of_sample(len(answers)), prompt, guide and guide.copy())
-            answers.append(self._answer(following, sampler, StopStrings(request.stop), logprobs, most))
+            answers.append(
+                self._answer(following, sampler, StopStrings(request.stop), logprobs, request.parallel_tool_calls, most)
+            )
             if len(answers) == request.samples or self.turn.cancelled():
                 break
             self.turn.next_sample()
@@ -58,11 +63,20 @@ class SampleRun:
         return answers
 
     def _answer(
-        self, logits: Logits, sampler: Sampler, stops: StopStrings, logprobs: Logprobs | None, most: int
+        self,
+        logits: Logits,
+        sampler: Sampler,
+        stops: StopStrings,
+        logprobs: Logprobs | None,
+        parallel: bool,
+        most: int,
     ) -> Answer:
         turn, rule = self.turn, sampler.rule
-        decoder = IncrementalDecoder(self.tokenizer.decode, self.context) if self.tokenizer else None
-        stream = turn.stream(decoder, stops, self.parser and self.parser())
+        decoder: IncrementalDecoder | None = None
+        if self.tokenizer is not None:
+            decode = self.tokenizer.decode if self.calls is None else self.tokenizer.decode_with_calls
+            decoder = IncrementalDecoder(decode, self.context)
+        stream = turn.stream(decoder, stops, self.parser and self.parser(), self.calls and self.calls())
         found: list[TokenLogprob] = []
 
         def choose(logits: Logits) -> int:
@@ -93,6 +107,8 @@ class SampleRun:
                     stream.push(token, found[-1] if found else None)
                     if stops.stopped or sampler.over:
                         reason = "stop"
+                    elif stream.calls and not parallel:
+                        reason = "tool_calls"
                     elif len(tokens) >= most:
                         reason = "length"
                     elif turn.cancelled():
@@ -103,13 +119,15 @@ class SampleRun:
                     turn.show_timing()
         finally:
             self.cache.settle()
+        text = stream.finish()
         return Answer(
-            stream.finish(),
+            text,
             tokens,
-            reason,
+            "tool_calls" if reason == "stop" and stream.calls else reason,
             thoughts=stream.thoughts,
             thought_tokens=stream.thought_tokens,
             thought_s=stream.thought_s,
+            tool_calls=stream.calls,
             logprobs=found[:-1] if tokens and tokens[-1] in self.ends else found,
             stop_string=stops.found,
         )

@@ -15,6 +15,7 @@ from engine.generation.logprobs import Logprobs
 from engine.generation.reasoning import ReasoningParser, Separated, separate
 from engine.generation.sampling import NotNumbersError, SamplingRule, TokenGuide, sampling_rule, usual_limit
 from engine.generation.text import StopStrings, first_stop
+from engine.generation.tool_calls import ToolCallParser
 from engine.ipc.messages import (
     Beam,
     BeamEstimate,
@@ -28,6 +29,7 @@ from engine.ipc.messages import (
     RingChanged,
     Sampling,
     TokensCounted,
+    Tool,
 )
 from engine.models.reasoning_formats import template_variables
 from engine.moe.popularity_file import ProfileModel
@@ -40,7 +42,7 @@ from engine.runtimes.protocol import (
 )
 from engine.session.constrained import Constraining
 from engine.session.prefix_cache import PrefixCache
-from engine.session.refusals import check_samples, refuse_beside_beams, refuse_unknown
+from engine.session.refusals import check_samples, refuse_beside_beams, usable_tools
 from engine.session.sampled_answers import SampleRun
 from engine.session.token_history import ChatTokenizer, TokenHistory
 from engine.session.turn import Answer, Emit, Turn, TurnControl
@@ -152,12 +154,12 @@ class Session:
         When ``control`` cancels, the answer ends with the text so far, and the cache keeps what was computed. Raises
         ModelError (bad-input, context, memory, model); events emitted before it remain valid.
         """
-        refuse_unknown(request)
+        tools = usable_tools(request)
         try:
-            prompt = self._prompt(request, control.cancelled)
+            prompt = self._prompt(request, tools, control.cancelled)
         except Cancelled:
             return cancelled_answer(request.id)
-        self._parser = self._parsing(request)
+        self._parser = self._parsing(request, bool(tools))
         # Text that continues the prompt's is decoded together with it: a word's space may be part of its first token.
         self._context = prompt[-CONTEXT_TOKENS:] if request.continue_last or request.prompt is not None else []
         check_beams(request.beams, request.length_penalty)
@@ -192,7 +194,14 @@ class Session:
                     answers = [self._search(request, turn, logits, most, prompt, rule, guide)]
                 else:
                     run = SampleRun(
-                        turn, self._model, self._cache, self._tokenizer, self._ends, self._context, self._parser
+                        turn,
+                        self._model,
+                        self._cache,
+                        self._tokenizer,
+                        self._ends,
+                        self._context,
+                        self._parser,
+                        self._calling(request, tools),
                     )
                     answers = run.answers(request, logits, prompt, rule, logprobs, guide, most)
             answer = answers[0]
@@ -245,7 +254,7 @@ class Session:
 
     # --- before the first token -----------------------------------------------------------------------------------
 
-    def _prompt(self, request: Generate, cancelled: Callable[[], bool]) -> list[int]:
+    def _prompt(self, request: Generate, tools: Sequence[Tool], cancelled: Callable[[], bool]) -> list[int]:
         given = [each for each in (request.messages, request.prompt, request.prompt_ids) if each is not None]
         if len(given) != 1:
             raise ModelError("A question is messages, text or token ids, exactly one of them.", kind="bad-input")
@@ -270,26 +279,36 @@ class Session:
             raise ModelError("There is no message to answer.", kind="bad-input")
         else:
             variables = template_variables(request.thinking, request.effort)
-            prompt = self._history.prompt(request.messages, request.continue_last, cancelled, variables)
+            prompt = self._history.prompt(request.messages, request.continue_last, cancelled, variables, tools)
         if not prompt:
             raise ModelError("The prompt is empty: the model needs at least one token to go on from.", kind="bad-input")
         return prompt
 
-    def _parsing(self, request: Generate) -> Callable[[], ReasoningParser] | None:
+    def _parsing(self, request: Generate, recipients: bool) -> Callable[[], ReasoningParser] | None:
         """What makes the parser of ``request``'s answer. Without a template, thoughts are text like any other."""
         form = self._tokenizer.reasoning if self._tokenizer is not None else None
         if form is None or self._history is None or request.messages is None:
             return None
         rendered = self._history.text[-RENDERED_CHARACTERS:]
-        return lambda: ReasoningParser(form, rendered, answering=request.continue_last)
+        return lambda: ReasoningParser(form, rendered, request.continue_last, recipients)
 
     def _guide(self, request: Generate) -> TokenGuide | None:
         """What leads ``request``'s answer, if it must have a form."""
-        if request.constraint is None:
+        forced = bool(request.forced_tool) or request.tool_choice == "required"
+        if request.constraint is None and not forced:
             return None
         if self._constraining is None:
             self._constraining = Constraining(self._tokenizer, self.facts.vocabulary, self._ends)
+        if request.constraint is None:
+            return self._constraining.call_guide(request, self._parser)
         return self._constraining.guide(request, request.constraint, self._parser)
+
+    def _calling(self, request: Generate, tools: Sequence[Tool]) -> Callable[[], ToolCallParser] | None:
+        """What makes the parser of the answer's calls of ``tools``; None without tools."""
+        form = self._tokenizer.tool_format if self._tokenizer is not None else None
+        if form is None or not tools:
+            return None
+        return lambda: ToolCallParser(form, tools, None if request.parallel_tool_calls else 1)
 
     def _most_tokens(self, request: Generate, prompt_tokens: int) -> int:
         """Maximum tokens of the answer. Raises ModelError if there is no room for one."""

@@ -13,9 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from engine.ipc.messages import Message
+from engine.ipc.messages import Message, Tool
 from engine.models.reasoning_formats import ReasoningFormat
 from engine.models.token_bytes import TokenBytes
+from engine.models.tool_formats import ToolFormat
 
 TRIES = 4
 """Number of boundaries tried, the latest first, before the whole prompt is tokenized from its text."""
@@ -31,6 +32,7 @@ class ChatTokenizer(Protocol):
     """The part of :class:`engine.models.tokenizer.Tokenizer` that a session uses."""
 
     reasoning: ReasoningFormat | None
+    tool_format: ToolFormat | None
 
     @property
     def token_bytes(self) -> TokenBytes: ...
@@ -41,6 +43,7 @@ class ChatTokenizer(Protocol):
         continue_last: bool = False,
         should_stop: Callable[[], bool] = ...,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Tool] = (),
     ) -> str: ...
 
     def encode(self, text: str) -> list[int]: ...
@@ -50,6 +53,8 @@ class ChatTokenizer(Protocol):
     def decode_exactly(self, ids: Sequence[int]) -> str: ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
+
+    def decode_with_calls(self, ids: Sequence[int]) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -101,13 +106,15 @@ class TokenHistory:
         continue_last: bool = False,
         should_stop: Callable[[], bool] = lambda: False,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Tool] = (),
     ) -> list[int]:
-        """The token ids of ``messages`` through the chat template, which may name ``variables``.
+        """The token ids of ``messages`` and ``tools`` through the chat template, which may name ``variables``.
 
         They are the recorded tokens as far as the text is the same, and the tokenizer's for the rest. Raises ModelError
         if the template refuses the messages, and Cancelled as soon as ``should_stop()`` returns True.
         """
-        return self.prompt_of_text(self._tokenizer.render_chat(messages, continue_last, should_stop, variables))
+        text = self._tokenizer.render_chat(messages, continue_last, should_stop, variables, tools)
+        return self.prompt_of_text(text)
 
     def prompt_of_text(self, text: str) -> list[int]:
         """The token ids of a rendered ``text``, as of :meth:`prompt`."""

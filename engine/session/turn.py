@@ -9,6 +9,7 @@ from typing import Protocol
 
 from engine.generation.reasoning import ReasoningParser, Separated
 from engine.generation.text import IncrementalDecoder, StopStrings
+from engine.generation.tool_calls import ToolCallParser
 from engine.ipc.messages import (
     AnyEvent,
     Beam,
@@ -22,6 +23,7 @@ from engine.ipc.messages import (
     Sampling,
     TokenLogprob,
     ToolCall,
+    ToolCallPiece,
 )
 from engine.ipc.progress import ProgressCallback, Reports
 from engine.moe.timing import Recorder
@@ -192,11 +194,15 @@ class Turn:
     # --- the answer -----------------------------------------------------------------------------------------------
 
     def stream(
-        self, decoder: IncrementalDecoder | None, stops: StopStrings, parser: ReasoningParser | None = None
+        self,
+        decoder: IncrementalDecoder | None,
+        stops: StopStrings,
+        parser: ReasoningParser | None = None,
+        calls: ToolCallParser | None = None,
     ) -> TextStream:
         """A stream for the answer's tokens. Without ``decoder`` only their number is emitted. ``parser`` separates the
-        thoughts, in which stop strings mean nothing."""
-        self._stream = TextStream(self, decoder, stops, parser)
+        thoughts, and ``calls`` the calls of tools, in which stop strings mean nothing."""
+        self._stream = TextStream(self, decoder, stops, parser, calls)
         return self._stream
 
     def show_beams(self, step: int, beams: Callable[[], list[Beam]]) -> None:
@@ -248,12 +254,19 @@ class TextStream:
     """Emits an answer's text in pieces, the first one at once and then at most fifteen per second."""
 
     def __init__(
-        self, turn: Turn, decoder: IncrementalDecoder | None, stops: StopStrings, parser: ReasoningParser | None
+        self,
+        turn: Turn,
+        decoder: IncrementalDecoder | None,
+        stops: StopStrings,
+        parser: ReasoningParser | None,
+        calls: ToolCallParser | None,
     ) -> None:
         self._turn = turn
         self._decoder = decoder
         self._stops = stops
         self._parser = parser
+        self._calls = calls
+        self._sent_calls = 0
         self._sent: list[str] = []
         self._thoughts: list[str] = []
         self._waiting = Separated()
@@ -270,6 +283,11 @@ class TextStream:
         """The thoughts that were sent."""
         return "".join(self._thoughts)
 
+    @property
+    def calls(self) -> list[ToolCall]:
+        """The calls of tools that are whole."""
+        return [] if self._calls is None else self._calls.calls
+
     def push(self, token: int, logprob: TokenLogprob | None = None) -> None:
         if logprob is not None:
             self._logprobs.append(logprob)
@@ -284,7 +302,9 @@ class TextStream:
             self._add(self._decoder.flush())
             if self._parser is not None:
                 self._wait(self._parser.flush())
-            self._wait(Separated(answer=self._stops.flush()), stops=False)
+            if self._calls is not None:
+                self._wait(Separated(answer=self._calls.flush().text), last_of_calls=True)
+            self._wait(Separated(answer=self._stops.flush()), stops=False, last_of_calls=True)
         self.send(last=True)
         return "".join(self._sent)
 
@@ -296,25 +316,33 @@ class TextStream:
         if self._parser.thinking:
             self.thought_tokens, self.thought_s = self._turn.tokens, self._turn.answering_s
 
-    def _wait(self, found: Separated, stops: bool = True) -> None:
-        """Add what was found to what is sent next."""
+    def _wait(self, found: Separated, stops: bool = True, last_of_calls: bool = False) -> None:
+        """Add what was found to what is sent next, through what separates calls (unless it is the ``last_of_calls``)
+        and cuts at ``stops``."""
         if found.withdrawn:
             self._stops.flush()
             self.thought_tokens, self.thought_s = self._turn.tokens, self._turn.answering_s
             self._waiting = Separated(withdrawn=True)
         before = self._waiting
-        answer = self._stops.push(found.answer) if stops else found.answer
+        answer = found.answer if self._calls is None or last_of_calls else self._calls.push(found.answer).text
+        answer = self._stops.push(answer) if stops else answer
         self._waiting = Separated(before.thoughts + found.thoughts, before.answer + answer, before.withdrawn)
 
     def send(self, last: bool = False) -> None:
         """Send the pending piece, if any. Log-probabilities wait for the text of their tokens, except for the
         ``last``."""
         new, turn = self._waiting, self._turn
-        empty = not new.answer and not new.thoughts and not (last and self._logprobs)
+        calls = self.calls[self._sent_calls :]
+        empty = not new.answer and not new.thoughts and not calls and not (last and self._logprobs)
         if empty and (self._decoder is not None or self._counted == turn.tokens):
             return
         self._waiting = Separated()
         logprobs, self._logprobs = self._logprobs, []
+        pieces = [
+            ToolCallPiece(index=index, id=call.id, name=call.name, arguments=call.arguments)
+            for index, call in enumerate(calls, self._sent_calls)
+        ]
+        self._sent_calls += len(calls)
         self._counted = turn.tokens
         if new.withdrawn:
             self._sent.clear()
@@ -331,6 +359,7 @@ class TextStream:
                 reasoning_s=self.thought_s,
                 withdrawn=new.withdrawn,
                 sample=turn.sample,
+                tool_calls=pieces,
                 logprobs=logprobs,
             )
         )

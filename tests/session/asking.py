@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from engine.ipc.messages import AnyEvent, Finished, Generate, Message
+from engine.ipc.messages import AnyEvent, Finished, Generate, Message, Tool
 from engine.models.reasoning_formats import ReasoningFormat
+from engine.models.tool_formats import ToolFormat
 from engine.session.session import Session
 
 
@@ -28,6 +29,7 @@ class LetterTokenizer:
 
     has_chat_template = True
     reasoning: ReasoningFormat | None = None
+    tool_format: ToolFormat | None = None
 
     def encode_chat(self, messages: Sequence[Message], continue_last: bool = False) -> list[int]:
         return self.encode_rendered(self.render_chat(messages, continue_last))
@@ -38,6 +40,7 @@ class LetterTokenizer:
         continue_last: bool = False,
         should_stop: Callable[[], bool] = lambda: False,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Tool] = (),
     ) -> str:
         text = "".join(f"{chr(1000 + len(message.role) % 7)}{message.content}\u0400" for message in messages)
         return text[:-1] if continue_last else f"{text}\u03ea"
@@ -55,6 +58,9 @@ class LetterTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(chr(33 + token % 90) for token in ids)
+
+    def decode_with_calls(self, ids: Sequence[int]) -> str:
+        return self.decode(ids)
 
     def decode_exactly(self, ids: Sequence[int]) -> str:
         return self.decode(ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +15,7 @@ from tiny_models import write_tiny_model
 
 from engine.errors import ModelError
 from engine.generation.logprobs import Logprobs
-from engine.ipc.messages import Constraint, Generate, Load, Message, Piece, Prefill, Sampling
+from engine.ipc.messages import Constraint, Generate, Load, Message, Piece, Prefill, Sampling, Tool
 from engine.session.loading import load_session
 from engine.session.token_history import TokenHistory
 
@@ -137,3 +138,52 @@ def test_a_form_needs_the_bytes_of_tokens(ask: Ask, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(ask.session, "_constraining", None)
     monkeypatch.setattr(LetterBytes, "exact", False)
     refused("bytes of its tokens", prompt_ids=PROMPT, constraint=form)
+
+
+@pytest.fixture(scope="module")
+def caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
+    """A model whose template takes tools, and whose tokenizer has a token for each byte."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    folder = write_tiny_model(tmp_path_factory.mktemp("models") / "caller", "mixtral", vocab_size=300)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    library = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens([AddedToken("<end>", special=True)])
+    library.add_tokens([AddedToken("<tool_call>", special=False), AddedToken("</tool_call>", special=False)])
+    library.save(str(folder / "tokenizer.json"))
+    template = "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    session = load_session(Load(id=1, model=str(folder), runtime="torch"), lambda *_: None)
+    yield Ask(session)
+    session.close()
+
+
+SCHEMA = json.dumps(
+    {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+)
+CLOCK = {"tools": [Tool(name="clock", parameters=SCHEMA), Tool(name="other")], "messages": [Message("user", "When?")]}
+
+
+def test_a_tool_that_must_be_called_is_called(caller: Ask) -> None:
+    found = caller(max_tokens=200, forced_tool="clock", sampling=drawn(1), stop=["clock"], **CLOCK)
+    assert (found.text, found.finish_reason, found.stop_string) == ("", "tool_calls", "")
+    (call,) = found.tool_calls
+    assert call.name == "clock" and json.loads(call.arguments)["n"] in (1, 2)
+    (piece,) = [piece for event in caller.of(Piece) for piece in event.tool_calls]
+    assert (piece.index, piece.id, piece.name, piece.arguments) == (0, call.id, "clock", call.arguments)
+
+
+def test_samples_have_calls_of_their_own(caller: Ask) -> None:
+    found = caller(max_tokens=200, forced_tool="clock", sampling=drawn(1), samples=3, **CLOCK)
+    assert len({sample.tool_calls[0].id for sample in found.samples}) == 3
+    sent = [(event.sample, piece.index) for event in caller.of(Piece) for piece in event.tool_calls]
+    assert sent == [(0, 0), (1, 0), (2, 0)]
+
+
+def test_tools_are_part_of_the_prompt_unless_none_may_be_called(caller: Ask) -> None:
+    with_tools = caller(max_tokens=2, **CLOCK).prompt_tokens
+    without = caller(max_tokens=2, tool_choice="none", **CLOCK).prompt_tokens
+    assert with_tools > without == len("When?")

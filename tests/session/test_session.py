@@ -15,6 +15,7 @@ from engine.errors import ModelError
 from engine.generation.reasoning import ReasoningParser, Separated, separate
 from engine.ipc.messages import (
     BeamProgress,
+    Constraint,
     CountTokens,
     EstimateBeams,
     Load,
@@ -31,6 +32,7 @@ from engine.session.session import Session
 from engine.session.token_history import TokenHistory
 
 PROMPT = [5, 17, 101, 42, 9, 77, 30]
+TOOLS: dict[str, Any] = {"tools": [Tool(name="clock")], "messages": [Message("user", "x")]}
 NO_END = {"eos_token_id": None}
 
 
@@ -492,7 +494,10 @@ def test_other_errors_pass_and_the_cache_starts_over(ask: Ask, monkeypatch: pyte
         ("Token id 160 has a bias", [1], {"sampling": Sampling(logit_bias={160: 1})}),
         ("cannot do several samples", [1], {"samples": 2, "beams": 2}),
         ("cannot do log-probabilities", [1], {"logprobs": 2, "beams": 2}),
-        ("cannot answer with tools", [1], {"tools": [Tool(name="clock")]}),
+        ("Tools and a question without messages", [1], {"tools": [Tool(name="clock")]}),
+        ("A tool must be called, but none is given", [1], {"tool_choice": "required"}),
+        ("Tools and a constraint", None, {**TOOLS, "constraint": Constraint(kind="json")}),
+        ("Tools and beams", None, {**TOOLS, "beams": 2}),
     ],
 )
 def test_bad_input(ask: Ask, text: str, prompt: list[int] | None, options: dict[str, Any]) -> None:

@@ -1,0 +1,234 @@
+"""Separates calls of tools from the text of an answer while it streams.
+
+A call is given out as soon as it is whole. What looks like a call but cannot be read stays text, so nothing is lost.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import string
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.generation.reasoning import MESSAGE, RECIPIENT
+from engine.generation.text import overlap
+from engine.ipc.messages import Tool, ToolCall
+from engine.models.tool_formats import ToolFormat
+
+_LETTERS = string.ascii_lowercase + string.digits
+ID_LETTERS = 9
+"""Letters of a call's id. Some templates take no other number."""
+
+
+@dataclass(frozen=True)
+class WithCalls:
+    """New text of the answer, and calls that became whole."""
+
+    text: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Called:
+    """A name and its arguments as JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCallParser:
+    """Reads calls of ``tools`` in ``form``. Marks may arrive in pieces. At most ``most`` calls are given out."""
+
+    def __init__(self, form: ToolFormat, tools: Sequence[Tool], most: int | None = None) -> None:
+        self._form = form
+        self._names = frozenset(tool.name for tool in tools)
+        self._texts = {tool.name: _text_keys(tool) for tool in tools} if form.shape == "tagged" else {}
+        self._most = most
+        self._begin = RECIPIENT if form.shape == "parts" else form.begin
+        self._held = ""
+        self._space = ""
+        """White space that is left out if a call follows."""
+        self._in_call = False
+        self._begun = False
+        """Whether there was text or a call."""
+        self.calls: list[ToolCall] = []
+        """The calls so far."""
+
+    def push(self, piece: str) -> WithCalls:
+        """The text that certainly belongs to no call, and the calls that are whole."""
+        self._held += piece
+        text, before = "", len(self.calls)
+        while True:
+            text += self._text_before_call()
+            if not self._in_call or not self._read_call(last=False):
+                break
+        return WithCalls(text, self.calls[before:])
+
+    def flush(self) -> WithCalls:
+        """What was held back. Must be called once, at the end."""
+        before, text = len(self.calls), ""
+        while self._in_call:
+            if not self._read_call(last=True):
+                # It is no call: all of it was text.
+                text, self._in_call = text + self._space + self._held, False
+                self._held = self._space = ""
+                break
+            text += self._text_before_call()
+        text += "" if self.calls and not self._held.strip() else self._space + self._held
+        self._held = self._space = ""
+        return WithCalls(text, self.calls[before:])
+
+    # --- text -----------------------------------------------------------------------------------------------------
+
+    def _text_before_call(self) -> str:
+        """The text that is ready. Afterwards ``_held`` begins with a call's mark, or holds what may become one."""
+        text = ""
+        while not self._in_call:
+            marks = [mark for mark in (self._begin, *self._form.hidden) if mark]
+            found = [(self._held.find(mark), mark) for mark in marks if mark in self._held]
+            if self._form.bare and not self._begun and self._held.lstrip()[:1] in ("{", "["):
+                found.append((len(self._held) - len(self._held.lstrip()), ""))
+            if not found:
+                keep = max((overlap(self._held, mark) for mark in marks), default=0)
+                ready, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+                return text + self._spaced(ready)
+            at, mark = min(found)
+            text += self._spaced(self._held[:at])
+            if mark in self._form.hidden:
+                self._held = self._held[at + len(mark) :]
+            else:
+                self._held, self._in_call = self._held[at:], True
+        return text
+
+    def _spaced(self, text: str) -> str:
+        """``text`` without white space at its end, which waits for more text; after a call all of it is left out."""
+        text = self._space + text
+        kept = text.rstrip()
+        self._space = text[len(kept) :]
+        if not kept:
+            return ""
+        if self.calls:
+            kept = kept.lstrip()
+        self._begun = True
+        return kept
+
+    # --- calls ----------------------------------------------------------------------------------------------------
+
+    def _read_call(self, last: bool) -> bool:
+        """Read the call at which ``_held`` begins. Returns False if it is not whole, or none.
+
+        The end mark may also be in an argument: then the call goes on. ``last``: no more text follows.
+        """
+        form, start = self._form, len(self._begin)
+        ends = [form.end] if form.end else [self._begin] if self._begin else []
+        for end in ends:
+            at = self._held.find(end, start)
+            while at >= 0:
+                if self._take(self._held[start:at]):
+                    self._held = self._held[at + (len(end) if form.end else 0) :]
+                    return True
+                at = self._held.find(end, at + 1)
+        if last and self._take(self._held[start:]):
+            self._held = ""
+            return True
+        return False
+
+    def _take(self, body: str) -> bool:
+        """Add the calls that ``body`` writes. Returns False if it writes none."""
+        for mark in self._form.hidden:
+            body = body.replace(mark, "")
+        found = _called(self._form, body.strip(), self._texts)
+        if not found or any(each.name not in self._names for each in found):
+            return False
+        self._in_call, self._begun, self._space = False, True, ""
+        for each in found:
+            if self._most is None or len(self.calls) < self._most:
+                self.calls.append(ToolCall(id=new_id(), name=each.name, arguments=each.arguments))
+        return True
+
+
+def new_id() -> str:
+    """A new id of a call."""
+    return "".join(secrets.choice(_LETTERS) for _ in range(ID_LETTERS))
+
+
+def _called(form: ToolFormat, body: str, texts: Mapping[str, Collection[str]]) -> list[_Called]:
+    """The calls that ``body`` writes; none if it is not in ``form``. ``texts``: see :func:`_text_keys`."""
+    if form.shape == "json":
+        return _objects(body)
+    if form.shape == "tagged":
+        return _tagged(form, body, texts)
+    for prefix in form.prefixes:
+        body = body.removeprefix(prefix)
+    name, found, arguments = body.partition(MESSAGE if form.shape == "parts" else form.separator)
+    if not found:
+        # Some write the name on a line of its own, and fence the arguments.
+        name, found, arguments = body.partition("\n")
+    arguments = arguments.strip().removeprefix("```json").removesuffix("```").strip()
+    # An index may follow the name: functions.clock:0
+    name, _, index = name.strip().partition(":")
+    if index and not index.isdecimal():
+        return []
+    return [_Called(name, arguments)] if isinstance(_json(arguments), dict) else []
+
+
+def _objects(body: str) -> list[_Called]:
+    found = _json(body)
+    if found is None:
+        # Several objects may follow each other, each on a line or after a semicolon.
+        parts = [_json(part) for part in body.replace(";", "\n").split("\n") if part.strip()]
+        found = None if any(part is None for part in parts) else parts
+    calls = []
+    for each in found if isinstance(found, list) else [found]:
+        if not isinstance(each, dict) or not isinstance(each.get("name"), str):
+            return []
+        arguments = each.get("arguments", each.get("parameters", {}))
+        if isinstance(arguments, str):
+            arguments = _json(arguments)
+        if not isinstance(arguments, dict):
+            return []
+        calls.append(_Called(each["name"], json.dumps(arguments, ensure_ascii=False)))
+    return calls
+
+
+def _tagged(form: ToolFormat, body: str, texts: Mapping[str, Collection[str]]) -> list[_Called]:
+    for prefix in form.prefixes:
+        body = body.removeprefix(prefix)
+    key_begin, key_end, value_begin, value_end = form.tags
+    head, *parts = body.split(key_begin)
+    name = head.strip().removesuffix("</function>").strip().rstrip('">')
+    arguments: dict[str, Any] = {}
+    for part in parts:
+        key, found, rest = part.partition(key_end)
+        value, closed, _ = rest.partition(value_end)
+        if not found or not closed:
+            return []
+        value = value.strip() if value_begin else value.removeprefix("\n").removesuffix("\n")
+        if value_begin:
+            value = value.removeprefix(value_begin)
+        arguments[key.strip()] = value if key.strip() in texts.get(name, ()) else _value(value)
+    return [_Called(name, json.dumps(arguments, ensure_ascii=False))]
+
+
+def _text_keys(tool: Tool) -> Collection[str]:
+    """The arguments of ``tool`` that are strings, whatever they look like."""
+    schema = _json(tool.parameters)
+    properties = schema.get("properties") if isinstance(schema, dict) else None
+    found = properties if isinstance(properties, dict) else {}
+    return [key for key, form in found.items() if isinstance(form, dict) and form.get("type") == "string"]
+
+
+def _value(text: str) -> Any:
+    """An argument that is written as JSON if it is no string."""
+    found = _json(text)
+    return text if found is None and text.strip() != "null" else found
+
+
+def _json(text: str) -> Any:
+    """The value that ``text`` writes; None if it writes none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None

@@ -1,0 +1,135 @@
+"""How a model writes calls of tools: ``assets/tool_calls.toml``, and which of its formats a template declares."""
+
+from __future__ import annotations
+
+import functools
+import importlib.resources
+import json
+import re
+import tomllib
+from collections.abc import Collection, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from engine.errors import ModelError
+from engine.ipc.messages import Tool, ToolCall
+from engine.models.wording import shown
+
+MOST_TOOLS = 256
+"""Maximum tools of a question."""
+LARGEST_PARAMETERS = 64 * 1024
+"""Maximum characters of a tool's JSON schema."""
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_TAKES_TOOLS = re.compile(r"\btools\b")
+
+
+class ToolFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One format of calls. Its marks are no part of any text that is shown."""
+
+    name: str
+    shape: Literal["json", "named", "tagged", "parts"]
+    """How name and arguments are written, as the file says."""
+    begin: str = ""
+    end: str = ""
+    """Mark after a call; empty: it goes on to the next one, or to the end of the answer."""
+    separator: str = ""
+    """Mark between name and arguments."""
+    prefixes: tuple[str, ...] = ()
+    """What may stand before a name."""
+    tags: tuple[str, ...] = ()
+    """What is before and after an argument's key, and before and after its value."""
+    name_end: str = ""
+    """What is written after a name, if a call with tags is forced."""
+    last: str = ""
+    """What is written after the last argument of such a call."""
+    hidden: tuple[str, ...] = ()
+    """Marks that mean nothing."""
+    bare: bool = False
+    """Whether a call is an answer that begins with a brace, without a mark."""
+    marks: tuple[str, ...] = ()
+    """Further marks by which the format is known."""
+
+    @property
+    def all_marks(self) -> tuple[str, ...]:
+        """The marks that a model's template or tokenizer has."""
+        found = (self.begin, self.end, self.separator, *self.tags, *self.hidden, *self.marks)
+        return tuple(dict.fromkeys(mark for mark in found if len(mark) > 2))
+
+
+def tool_format_of(template: str, tokens: Collection[str]) -> ToolFormat | None:
+    """The first format whose marks are all in the chat ``template``'s source or among the added ``tokens``; None if
+    there is none, or the template takes no tools."""
+    if _TAKES_TOOLS.search(template) is None:
+        return None
+    found = (each for each in tool_formats() if all(mark in template or mark in tokens for mark in each.all_marks))
+    return next(found, None)
+
+
+@functools.cache
+def tool_formats() -> tuple[ToolFormat, ...]:
+    """The formats of ``assets/tool_calls.toml``, in its order."""
+    text = importlib.resources.files("assets").joinpath("tool_calls.toml").read_text(encoding="utf-8")
+    found = msgspec.convert(tomllib.loads(text), dict[str, list[ToolFormat]])
+    return tuple(found["format"])
+
+
+def rendered_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """``tools`` in the form that chat templates take."""
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": tool.name,
+                "description": tool.description,
+                "parameters": json.loads(tool.parameters) if tool.parameters else {"type": "object", "properties": {}},
+            },
+        }
+        for tool in tools
+    ]
+
+
+def rendered_calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
+    """``calls`` in the form that chat templates take. Raises ModelError (bad-input) for arguments that are no JSON."""
+    found = []
+    for call in calls:
+        try:
+            arguments = json.loads(call.arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            raise ModelError(
+                f"The arguments of the call {shown(call.id)} are no JSON: {error}.", "bad-input"
+            ) from error
+        found.append({"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}})
+    return found
+
+
+def check_tools(tools: Sequence[Tool], forced: str) -> None:
+    """Raises ModelError (bad-input) for tools that are malformed or too many, or if ``forced`` is none of them."""
+    if len(tools) > MOST_TOOLS:
+        raise ModelError(f"{len(tools)} tools were given, and at most {MOST_TOOLS} can be.", "bad-input")
+    names = [tool.name for tool in tools]
+    for tool in tools:
+        if _NAME.fullmatch(tool.name) is None:
+            raise ModelError(
+                f"A tool's name is {shown(tool.name)}; it must be 1 to 64 letters, digits, dots, _ and -.", "bad-input"
+            )
+        if names.count(tool.name) > 1:
+            raise ModelError(f"Two tools are called {tool.name}; give each a name of its own.", "bad-input")
+        _check_parameters(tool)
+    if forced and forced not in names:
+        raise ModelError(f"The tool {shown(forced)} must be called, but is not among those given.", "bad-input")
+
+
+def _check_parameters(tool: Tool) -> None:
+    if len(tool.parameters) > LARGEST_PARAMETERS:
+        raise ModelError(
+            f"The parameters of the tool {tool.name} have {len(tool.parameters):,} characters, and at most "
+            f"{LARGEST_PARAMETERS:,} can be given.",
+            "bad-input",
+        )
+    try:
+        found = json.loads(tool.parameters or "{}")
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"The parameters of the tool {tool.name} are no JSON: {error}.", "bad-input") from error
+    if not isinstance(found, dict):
+        raise ModelError(f"The parameters of the tool {tool.name} are no JSON schema.", "bad-input")

@@ -1,0 +1,194 @@
+"""Calls of tools in the formats of the families in use, in pieces of any size."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_constraints import FORMS, VOCABULARY, drawn, encode, text_of
+
+from engine.errors import ModelError
+from engine.generation.answer_guide import AnswerGuide
+from engine.generation.reasoning import ReasoningParser
+from engine.generation.tool_calls import ID_LETTERS, ToolCallParser
+from engine.generation.tool_grammars import call_grammar
+from engine.ipc.messages import Tool
+from engine.models.reasoning_formats import formats
+from engine.models.tool_formats import ToolFormat, check_tools, rendered_calls, rendered_tools, tool_formats
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 4}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOLS = [Tool(name="weather", parameters=json.dumps(SCHEMA)), Tool(name="clock")]
+BY_NAME = {form.name: form for form in tool_formats()}
+ARGUMENTS = {"city": "12", "days": 3}
+BOTH = [("weather", ARGUMENTS), ("clock", {})]
+
+SAID = {
+    "hermes": '<tool_call>\n{"name": "weather", "arguments": {"city": "12", "days": 3}}\n</tool_call>\n'
+    '<tool_call>{"name": "clock", "arguments": {}}</tool_call>',
+    "qwen-coder": "<tool_call>\n<function=weather>\n<parameter=city>\n12\n</parameter>\n<parameter=days>\n3\n"
+    "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=clock>\n</function>\n</tool_call>",
+    "glm": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>12</arg_value>\n<arg_key>days</arg_key>"
+    "<arg_value>3</arg_value></tool_call><tool_call>clock\n</tool_call>",
+    "minimax": '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">12</parameter>\n'
+    '<parameter name="days">3</parameter>\n</invoke>\n<invoke name="clock">\n</invoke>\n</minimax:tool_call>',
+    "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
+    '{"city": "12", "days": 3}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>clock<｜tool▁sep｜>{}<｜tool▁call▁end｜>'
+    "<｜tool▁calls▁end｜>",
+    "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+    '{"city": "12", "days": 3}<|tool_call_end|><|tool_call_begin|>functions.clock:1<|tool_call_argument_begin|>{}'
+    "<|tool_call_end|><|tool_calls_section_end|>",
+    "mistral": '[TOOL_CALLS]weather[ARGS]{"city": "12", "days": 3}[TOOL_CALLS]clock[ARGS]{}',
+    "mistral-list": '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "12", "days": 3}}, '
+    '{"name": "clock", "arguments": {}}]',
+    "phi": '<|tool_call|>[{"name": "weather", "arguments": {"city": "12", "days": 3}}, {"name": "clock"}]'
+    "<|/tool_call|>",
+    "granite": '<|tool_call|>[{"name": "weather", "arguments": {"city": "12", "days": 3}}, {"name": "clock"}]',
+    "llama": '<|python_tag|>{"name": "weather", "parameters": {"city": "12", "days": 3}};'
+    '{"name": "clock", "parameters": {}}',
+    "gpt-oss": '<|recipient|>functions.weather<|message|>{"city": "12", "days": 3}<|recipient|>functions.clock'
+    "<|message|>{}",
+}
+
+
+def parsed(form: ToolFormat, pieces: list[str], most: int | None = None) -> tuple[str, list[tuple[str, Any]]]:
+    parser = ToolCallParser(form, TOOLS, most)
+    found = [*(parser.push(piece) for piece in pieces), parser.flush()]
+    calls = [call for part in found for call in part.calls]
+    assert calls == parser.calls
+    assert all(len(call.id) == ID_LETTERS and call.id.isalnum() for call in calls)
+    assert len({call.id for call in calls}) == len(calls)
+    return "".join(part.text for part in found), [(call.name, json.loads(call.arguments)) for call in calls]
+
+
+def split(text: str, seed: int) -> list[str]:
+    cuts = sorted(random.Random(seed).choices(range(len(text) + 1), k=seed % 40))
+    return [text[left:right] for left, right in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+
+def test_every_format_has_an_example() -> None:
+    assert set(SAID) == set(BY_NAME)
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_calls_are_read_whatever_the_pieces(name: str) -> None:
+    form, said = BY_NAME[name], SAID[name]
+    for seed in range(60):
+        assert parsed(form, split(said, seed)) == ("", BOTH)
+    assert parsed(form, list(said)) == ("", BOTH)
+    if not form.bare:
+        assert parsed(form, split(f"I look.\n\n{said}", 7)) == ("I look.", BOTH)
+    assert parsed(form, [said], most=1) == ("", BOTH[:1])
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from(sorted(BY_NAME)),
+    st.lists(st.sampled_from([*"a {\n<", *{m for f in tool_formats() for m in f.all_marks}]), max_size=8).map("".join),
+    st.integers(0, 10**6),
+)
+def test_what_is_no_call_stays_text(name: str, text: str, seed: int) -> None:
+    found, calls = parsed(BY_NAME[name], split(text, seed))
+    assert (found, calls) == parsed(BY_NAME[name], [text]) and calls == []
+    hidden = BY_NAME[name].hidden
+    if not any(mark in text for mark in hidden):
+        assert found == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>{"name": "weather", "arguments": {"city": </tool_call> and so on',
+        '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": ["weather"], "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "weather", "arguments": 3}</tool_call>',
+        "<tool_call>",
+        "<tool_call>" + "[" * 5000 + "</tool_call>",
+    ],
+)
+def test_a_malformed_call_is_shown(text: str) -> None:
+    assert parsed(BY_NAME["hermes"], split(text, 5)) == (text, [])
+
+
+def test_an_argument_may_hold_the_end_mark() -> None:
+    body = json.dumps({"name": "weather", "arguments": {"city": "a</tool_call>b"}})
+    said = f"<tool_call>{body}</tool_call>"
+    assert parsed(BY_NAME["hermes"], list(said)) == ("", [("weather", {"city": "a</tool_call>b"})])
+
+
+def test_an_answer_in_braces_that_is_no_call_is_text() -> None:
+    assert parsed(BY_NAME["llama"], ['{"name": ', '"Ada"}']) == ('{"name": "Ada"}', [])
+    assert parsed(BY_NAME["llama"], ['Here: {"name": "clock"}']) == ('Here: {"name": "clock"}', [])
+
+
+def test_a_part_for_a_tool_is_a_call() -> None:
+    form = next(each for each in formats() if each.headers)
+    said = (
+        "<|channel|>analysis<|message|>I need it.<|end|><|start|>assistant"
+        '<|channel|>commentary to=functions.weather json<|message|>{"city": "12", "days": 3}'
+    )
+    parser = ReasoningParser(form, recipients=True)
+    pieces = [*(parser.push(letter) for letter in said), parser.flush()]
+    assert "".join(piece.thoughts for piece in pieces) == "I need it."
+    assert parsed(BY_NAME["gpt-oss"], [piece.answer for piece in pieces]) == ("", BOTH[:1])
+
+
+@pytest.mark.parametrize("name", [name for name, form in BY_NAME.items() if form.shape != "parts"])
+def test_a_forced_call_is_one_that_is_read(name: str) -> None:
+    form = BY_NAME[name]
+    for seed, tools in ((1, TOOLS), (2, TOOLS[:1])):
+        grammar = call_grammar(form, tools, encode, ())
+        tokens, ended = drawn(AnswerGuide(FORMS.begin(grammar), VOCABULARY, None), seed, most=2000)
+        assert ended
+        rest, calls = parsed(form, [text_of(tokens)])
+        assert rest == "" and len(calls) == 1 and calls[0][0] in {tool.name for tool in tools}
+        if calls[0][0] == "weather":
+            # Values between tags are any text.
+            short = {"city": ""} if form.shape == "tagged" and "city" in calls[0][1] else {}
+            jsonschema.validate(calls[0][1] | short, SCHEMA)
+
+
+def test_calls_that_are_parts_are_not_forced() -> None:
+    with pytest.raises(ModelError, match="gpt-oss's format cannot be forced"):
+        call_grammar(BY_NAME["gpt-oss"], TOOLS, encode, ())
+
+
+@pytest.mark.parametrize(
+    ("tools", "forced", "said"),
+    [
+        ([Tool(name="a b")], "", "A tool's name is a b"),
+        ([Tool(name="")], "", "A tool's name is"),
+        ([Tool(name="a"), Tool(name="a")], "", "Two tools are called a"),
+        ([Tool(name="a", parameters="{")], "", "of the tool a are no JSON"),
+        ([Tool(name="a", parameters="[1]")], "", "no JSON schema"),
+        ([Tool(name="a", parameters=" " * 70_000)], "", "at most 65,536"),
+        ([Tool(name=f"t{number}") for number in range(257)], "", "at most 256"),
+        ([Tool(name="a")], "b", "The tool b must be called"),
+    ],
+)
+def test_malformed_tools_are_refused(tools: list[Tool], forced: str, said: str) -> None:
+    with pytest.raises(ModelError, match=said) as caught:
+        check_tools(tools, forced)
+    assert caught.value.kind == "bad-input"
+
+
+def test_templates_take_what_openai_takes() -> None:
+    assert rendered_tools(TOOLS[1:]) == [
+        {
+            "type": "function",
+            "function": {"name": "clock", "description": "", "parameters": {"type": "object", "properties": {}}},
+        }
+    ]
+    parser = ToolCallParser(BY_NAME["hermes"], TOOLS)
+    calls = parser.push(SAID["hermes"]).calls
+    found = rendered_calls(calls)
+    assert [each["function"] for each in found] == [{"name": name, "arguments": given} for name, given in BOTH]
