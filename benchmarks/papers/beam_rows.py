@@ -22,7 +22,7 @@ from engine.session.loading import find_folder
 WIDTHS = (4, 8, 12)
 PROMPT, NEW = 32, 64
 PAPER = "11.57"
-REPEATS = 2
+REPEATS = 1
 """Prompts per width."""
 
 
@@ -49,11 +49,11 @@ def absent(reason: str) -> Findings:
     return Findings(rows=[row])
 
 
-def prompts_of(folder: Path) -> list[list[int]]:
-    """The first PROMPT tokens of REPEATS of the calibration prompts, by the tokenizer of ``folder``."""
+def prompts_of(folder: Path, count: int = REPEATS) -> list[list[int]]:
+    """The first PROMPT tokens of ``count`` of the calibration prompts, by the tokenizer of ``folder``."""
     library = read_tokenizer(folder).library
     found = [library.encode(text, add_special_tokens=False).ids for text in calibration_prompts()]
-    return [tokens[:PROMPT] for tokens in found if len(tokens) >= PROMPT][:REPEATS]
+    return [tokens[:PROMPT] for tokens in found if len(tokens) >= PROMPT][:count]
 
 
 def searched(

@@ -87,5 +87,12 @@ def test_one_group_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     command.main(["--only", "second"])
     assert "### second" in (printed := capsys.readouterr().out)
     assert "### first" not in printed
+    loud = Group("third", "MoNDE", "third", lambda: pytest.fail("it was run"), quiet=True)
+    monkeypatch.setattr(command, "GROUPS", (*groups, loud))
+    command.main(["--untimed"])
+    assert "### third" in (printed := capsys.readouterr().out)
+    assert "### second" in printed
+    assert "Not run for this page" in printed
+    monkeypatch.setattr(command, "GROUPS", groups)
     command.main(["--out", str(tmp_path / "papers.md")])
     assert "### first" in (tmp_path / "papers.md").read_text()
