@@ -66,6 +66,7 @@ class Terminal:
                  "TEXTUAL_ANIMATIONS": "none"},
         )  # fmt: skip
         self.drawn = b""
+        self._idle_looks = 0
         self._closing = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -75,6 +76,9 @@ class Terminal:
             while not self._closing.is_set():
                 if select.select([self.master], [], [], 0.05)[0]:
                     self.drawn += os.read(self.master, 65536)
+                    self._idle_looks = 0
+                else:
+                    self._idle_looks += 1
 
     def until(self, holds: Callable[[], object], what: str) -> None:
         end = time.monotonic() + WAIT_S
@@ -115,10 +119,10 @@ class Terminal:
         return status
 
     def until_quiet(self) -> None:
-        before = b"-"
-        while before != self.drawn:
-            before = self.drawn
-            time.sleep(0.05)
+        """Nothing more is there to be read: the second look in a row began after this call."""
+        self._idle_looks = 0
+        while self._idle_looks < 2 and self._reader.is_alive():
+            time.sleep(0.02)
 
     def close(self) -> None:
         if self.process.poll() is None:

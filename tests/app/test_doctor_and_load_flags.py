@@ -8,6 +8,7 @@ from typing import cast
 
 import msgspec
 import pytest
+from scripted import fork_engines
 
 from app.commands import doctor
 from app.commands.ask import result_object
@@ -36,6 +37,7 @@ FACTS_OF_DOCTOR = DoctorFacts(
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
+    fork_engines(monkeypatch)
     return tmp_path
 
 

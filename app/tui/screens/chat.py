@@ -91,6 +91,7 @@ class UpdatedScreen(Protocol):
 class ChatScreen(Screen[None]):
     """The conversation and the prompt. Other screens are imported when they are first opened."""
 
+    AUTO_FOCUS = "#prompt"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding(bound("help"), "app.help", "Help", id="chat.help", priority=True),
         Binding("ctrl+p", "app.command_palette", "Menu", id="chat.menu", priority=True),
