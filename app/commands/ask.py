@@ -87,19 +87,12 @@ async def _answer(engine: EngineClient, interruption: Interruption, question: Qu
                         raise WorkFailed(event.error, status=2 if event.kind == "bad-input" else 1)
                     case Finished():
                         thinking.clear()
-                        if event.reasoning and not event.text and event.finish_reason == "length":
-                            notify(
-                                "note: the length limit was reached before the answer began; raise --max-tokens, or "
-                                "use --thinking off"
-                            )
-                        elif request.constraint is not None and event.finish_reason == "length":
-                            notify(
-                                "note: the length limit was reached before the JSON was complete; raise --max-tokens"
-                            )
                         if question.as_json:
                             answer(as_json(result_object(event, facts)))
                         else:
                             shown.finish(event.text if facts.has_tokenizer else as_ids(event.token_ids))
+                        if event.finish_reason == "length":
+                            _say_what_is_missing(event, constrained=request.constraint is not None)
                     case _:
                         continue
     except ReaderGoneError:
@@ -110,6 +103,14 @@ async def _answer(engine: EngineClient, interruption: Interruption, question: Qu
         raise
     interruption.ask_first(None)
     return 0
+
+
+def _say_what_is_missing(finished: Finished, constrained: bool) -> None:
+    """A note on an answer that its length limit ended too early to be of use."""
+    if finished.reasoning and not finished.text:
+        notify("note: the length limit was reached before the answer began; raise --max-tokens, or use --thinking off")
+    elif constrained:
+        notify("note: the length limit was reached before the JSON was complete; raise --max-tokens")
 
 
 async def _cancel(engine: EngineClient, target: int) -> None:
