@@ -107,7 +107,7 @@ def fill_trunk(
     kernels = kernels_for(device, dtype)
     keep_float32 = _keep_float32(model, dtype)
     filled: set[str] = set()
-    done = 0
+    done, total = 0, files.trunk_bytes
     for stored_name, name, tensor in _renamed(model, files, expected):
         if name in filled:
             raise ModelError(f"Tensor {stored_name} is in the model's files twice; fetch or prepare the model again.")
@@ -128,7 +128,7 @@ def fill_trunk(
             _replace(model, owner, packed)
         filled.add(name)
         done += tensor.nbytes
-        progress("reading the trunk", min(done, files.trunk_bytes), files.trunk_bytes, "bytes")
+        progress("reading the trunk", min(done, total), total, "bytes")
     _tie(model, expected.keys() - filled, kernels)
     _fill_buffers(model, device)
 
