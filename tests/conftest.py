@@ -29,7 +29,7 @@ for _name in ("OLLAMA_MODELS", "LLAMA_CACHE", "HF_HUB_CACHE"):
 # Importing makes hardly any garbage, and looking for it takes a tenth of the time of the imports.
 gc.disable()
 
-LONGEST = ("faults", "cluster", "packaging", "app", "session")
+LONGEST = ("faults", "cluster", "packaging", "app", "session", "runtimes", "tui", "planning")
 """Folders whose files take longest."""
 
 
