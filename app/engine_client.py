@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -30,6 +31,7 @@ from engine.ipc.messages import (
     WarmUp,
     pack,
 )
+from engine.models import catalogue
 
 __all__ = ["Engine", "EngineClient", "EngineDied", "ends", "how_it_ended"]
 
@@ -182,7 +184,8 @@ class EngineClient:
 
         A ring's engine is not shared.
         """
-        request = msgspec.structs.replace(request, share=request.partitioning != "ring")
+        model = _from_anywhere(request.model)
+        request = msgspec.structs.replace(request, model=model, share=request.partitioning != "ring")
         tried: set[int] = set()
         while True:
             if not request.share and isinstance(self._link, Attached):
@@ -233,3 +236,14 @@ class EngineClient:
                 self.on_ring(event)
             case Notice() if self.on_notice is not None:
                 self.on_notice(event)
+
+
+def _from_anywhere(model: str) -> str:
+    """``model``, with a path made absolute: the engine may have been started in another folder."""
+    path = Path(model)
+    if path.is_absolute() or catalogue.find(model) is not None:
+        return model
+    try:
+        return str(Path.cwd() / path) if path.exists() else model
+    except (OSError, ValueError):
+        return model

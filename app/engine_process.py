@@ -68,8 +68,12 @@ _left: list[subprocess.Popen[bytes]] = []
 
 def leave(process: subprocess.Popen[bytes]) -> None:
     """Let ``process`` go on without this program; it is waited for when it has ended."""
-    _left[:] = [other for other in _left if other.poll() is None]
+    _forget_ended()
     _left.append(process)
+
+
+def _forget_ended() -> None:
+    _left[:] = [other for other in _left if other.poll() is None]
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -97,6 +101,7 @@ def begin() -> None:
 
 def take(command: Sequence[str]) -> subprocess.Popen[bytes]:
     """The process that was begun with this ``command``, or a new one. Raises OSError."""
+    _forget_ended()
     while _begun:
         begun, process = _begun.pop()
         if begun == tuple(command):

@@ -25,7 +25,6 @@ from engine.cluster.transport.grpc_environment import ONLY_TLS_1_3
 from engine.errors import ErrorKind, ModelError
 from engine.ipc.connections import Connections
 from engine.ipc.event_writer import EventWriter
-from engine.ipc.fair_queue import FairQueue
 from engine.ipc.messages import (
     AnyEvent,
     AnyRequest,
@@ -62,6 +61,7 @@ from engine.ipc.messages import (
 )
 from engine.ipc.pipes import Pipes, claim_standard_streams
 from engine.ipc.progress import Reports
+from engine.ipc.turn_queue import TurnQueue
 from engine.models.engine_sockets import engine_key
 from engine.models.locations import locate
 from engine.models.privacy import keep_to_owner
@@ -158,8 +158,8 @@ class Host:
         self._loaded_as: Load | None = None
         """The request whose model is loaded, without what belongs to its client."""
         self._running: Task | None = None
-        self._answering: FairQueue[tuple[Client, str], Task] = FairQueue()
-        self._fetching: FairQueue[tuple[Client, str], Task] = FairQueue()
+        self._answering: TurnQueue[tuple[Client, str], Task] = TurnQueue()
+        self._fetching: TurnQueue[tuple[Client, str], Task] = TurnQueue()
         if send is not None:
             self.attach(send)
 
@@ -246,7 +246,7 @@ class Host:
             self._tasks[client, request.id] = task
         return task
 
-    def _queue(self, tasks: FairQueue[tuple[Client, str], Task], task: Task) -> None:
+    def _queue(self, tasks: TurnQueue[tuple[Client, str], Task], task: Task) -> None:
         running = self._running
         if isinstance(task.request, Generate) and running is not None and running.owner != task.owner:
             task.client.send(Progress(id=task.request.id, stage="waiting for the answers to others"))
@@ -258,7 +258,7 @@ class Host:
         if isinstance(task.request, Generate) and self._answering.remove(task.owner, task):
             self._finish_beside(task)
 
-    def _work(self, tasks: FairQueue[tuple[Client, str], Task]) -> None:
+    def _work(self, tasks: TurnQueue[tuple[Client, str], Task]) -> None:
         while True:
             task = tasks.take()
             if tasks is self._answering:

@@ -56,7 +56,7 @@ def ask(question: Question) -> int:
             notify(f"note: {notice}")
         return await _answer(engine, interruption, question, loaded.facts)
 
-    return run_with_engine(work)
+    return run_with_engine(work, share=True)
 
 
 async def _answer(engine: EngineClient, interruption: Interruption, question: Question, facts: ModelFacts) -> int:

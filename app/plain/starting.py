@@ -43,7 +43,12 @@ def run_plain(start: Start | None = None) -> int:
         except Leaving as leaving:
             return leaving.status
         chat = PlainChat(
-            console, EngineClient(), store, settings, run_command, lambda model: fetches and _is_missing(model)
+            console,
+            EngineClient(share=True),
+            store,
+            settings,
+            run_command,
+            lambda model: fetches and _is_missing(model),
         )
         return chat.run([*settings.notices, *store.notices], start)
 

@@ -229,5 +229,5 @@ def run_chat(start: Start | None = None) -> int:
 
 
 async def _run(store: ConversationStore, settings: SettingsFile, start: Start | None) -> int:
-    engine = EngineClient()
+    engine = EngineClient(share=True)
     return await ChatApp(engine, store, settings, start=start).run_to_end(engine)

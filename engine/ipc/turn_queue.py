@@ -11,7 +11,7 @@ Owner = TypeVar("Owner", bound=Hashable)
 Item = TypeVar("Item")
 
 
-class FairQueue(Generic[Owner, Item]):
+class TurnQueue(Generic[Owner, Item]):
     """While an owner's item waits, no other owner is served twice. Thread-safe."""
 
     def __init__(self) -> None:

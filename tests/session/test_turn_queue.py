@@ -5,7 +5,7 @@ import threading
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.ipc.fair_queue import FairQueue
+from engine.ipc.turn_queue import TurnQueue
 
 Operations = st.lists(
     st.one_of(
@@ -20,7 +20,7 @@ Operations = st.lists(
 @given(Operations)
 def test_everybody_gets_a_turn(operations: list[tuple[str, int]]) -> None:
     """Nobody is served twice while another waits, the items of one come in their order, and nothing is lost."""
-    queue: FairQueue[int, int] = FairQueue()
+    queue: TurnQueue[int, int] = TurnQueue()
     owners: list[int] = []
     waiting: list[int] = []
     served_since: dict[int, list[int]] = {}
@@ -53,7 +53,7 @@ def test_everybody_gets_a_turn(operations: list[tuple[str, int]]) -> None:
 
 
 def test_who_takes_waits_for_an_item() -> None:
-    queue: FairQueue[str, int] = FairQueue()
+    queue: TurnQueue[str, int] = TurnQueue()
     taken: list[int] = []
     taking = threading.Thread(target=lambda: taken.append(queue.take()))
     taking.start()
