@@ -53,7 +53,9 @@ def as_object(result: BenchResult) -> dict[str, Any]:
 
 
 def as_text(result: BenchResult) -> str:
-    """The title, the table with its columns under one another, and the notes."""
+    """The title, the table with its columns under one another, and the notes; without a table, these alone."""
+    if not result.columns:
+        return "\n".join([one_line(result.title), "", *map(one_line, result.notes)]) + "\n"
     rows = [[one_line(column) for column in result.columns], *([_cell(cell) for cell in row] for row in result.rows)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(result.columns))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

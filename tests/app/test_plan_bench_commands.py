@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 from hooked_engine import hooked, measures_little
@@ -145,6 +146,7 @@ def test_a_benchmark_that_fails_is_one_sentence(
 def test_nothing_in_a_table_acts_on_the_terminal() -> None:
     result = BenchResult(title="a\x1b[31m", columns=["b\n", "c"], rows=[["\x9b2J", 1.23456]], notes=["d\r\ne"])
     assert as_text(result) == "a\n\nb     c\n   1.23\n\nd e\n"
+    assert as_text(msgspec.structs.replace(result, columns=[], rows=[])) == "a\n\nd e\n"
 
 
 @pytest.mark.parametrize("kind", ["decode", pytest.param("prefill", marks=pytest.mark.soak)])

@@ -18,6 +18,7 @@ from engine.bench.residency import (
     WAITS_MS,
     Size,
     bench_residency,
+    idle_ms,
     measure,
     samples_for,
     size_for,
@@ -25,7 +26,6 @@ from engine.bench.residency import (
 )
 from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import Bench, Load
-from engine.moe.kernels.bindings import choose
 
 SMALL = Size(2, 256)
 
@@ -34,7 +34,7 @@ def quiet(stage: str, done: int, total: int, unit: str) -> None:
     """Nobody looks at the progress."""
 
 
-def request(runtime: Any = "native", rounds: int = 2) -> Bench:
+def request(runtime: Any, rounds: int = 2) -> Bench:
     load = Load(id=1, model="none is loaded", runtime=runtime, cpu_threads=1)
     return Bench(id=1, kind="residency", load=load, rounds=rounds)
 
@@ -45,49 +45,64 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
-RUNTIMES = [
-    pytest.param("native", marks=pytest.mark.skipif(not choose("bfloat16").native, reason="no native kernels here")),
-    pytest.param("mlx", marks=pytest.mark.skipif(importlib.util.find_spec("mlx") is None, reason="no mlx here")),
-]
+needs_mlx = pytest.mark.skipif(importlib.util.find_spec("mlx") is None, reason="no mlx here")
 
 
-@pytest.mark.parametrize("runtime", RUNTIMES)
-def test_a_table_of_waits_and_packings(runtime: str, home: Path):
+@needs_mlx
+def test_a_table_of_waits_and_packings(home: Path):
     stages: list[str] = []
     result = bench_residency(
-        request(runtime), lambda stage, *rest: stages.append(stage), lambda: False, SMALL, waits_ms=(0, 1, 2)
+        request("mlx"), lambda stage, *rest: stages.append(stage), lambda: False, SMALL, waits_ms=(0, 1, 2)
     )
-    assert result.columns == ["wait, ms", "unstacked, ms", "prestacked, ms", "samples"]
-    assert [(row[0], row[3]) for row in result.rows] == [(0, 2), (1, 2), (2, 2)]
+    assert result.columns == [
+        "wait, ms", "idle, ms", "unstacked, ms", "by layer, ms", "idle, ms", "prestacked, ms", "samples",
+    ]  # fmt: skip
+    assert [(row[0], row[1], row[4], row[6]) for row in result.rows] == [(0, 0, 0, 2), (1, 2, 1, 2), (2, 4, 2, 2)]
     assert (result.data["layers"], result.data["n"], result.data["bytes"]) == (2, 256, 2 * 3 * 256 * 256 * 2)
     for packing in PACKINGS:
         assert [len(samples) for samples in result.data["seconds"][packing]] == [2, 2, 2]
         assert all(sample > 0 for samples in result.data["seconds"][packing] for sample in samples)
-    assert "writing matrices" in stages and "prestacked, waiting 2 ms" in stages
-    assert runtime in result.data["runtime"]
+    assert "writing matrices" in stages and "by layer, waiting 2 ms" in stages
+    assert "mlx" in result.data["runtime"]
     assert list((home / "data").iterdir()) == []
 
 
-@pytest.mark.parametrize("runtime", RUNTIMES)
-def test_both_packings_multiply_by_the_same_matrices(runtime: str, tmp_path: Path):
+def test_where_nothing_is_wired_a_sentence_says_so(home: Path):
+    result = bench_residency(request("native"), quiet, lambda: False, SMALL, waits_ms=(0, 1, 2))
+    assert (result.rows, result.columns) == ([], [])
+    assert "for Macs with the runtime mlx" in result.notes[0]
+    assert result.data["kind"] == "residency"
+    assert not home.exists()
+
+
+@needs_mlx
+def test_all_packings_multiply_by_the_same_matrices(tmp_path: Path):
+    from engine.runtimes.mlx.packing import MlxMultiplier
+
     write_matrices(tmp_path, SMALL, quiet)
     rows = []
     for packing in PACKINGS:
-        multiplier: Any = residency._open(tmp_path, packing, SMALL, runtime == "mlx", threads=1)
+        multiplier: Any = MlxMultiplier(tmp_path, packing, SMALL.layers, MATRICES, SMALL.n)
         multiplier.layer(0)
         multiplier.layer(1)
-        rows.append(np.array(multiplier._row.astype("float32") if runtime == "native" else multiplier._row.tolist()))
+        rows.append(np.array(multiplier._row.tolist()))
         multiplier.close()
     np.testing.assert_array_equal(rows[0], rows[1])
+    np.testing.assert_array_equal(rows[0], rows[2])
     # safetensors' numpy reader has no bfloat16: the words are read by hand.
     data = (tmp_path / "stacked.safetensors").read_bytes()[-SMALL.nbytes :]
     words = np.frombuffer(data, dtype=np.uint16).astype(np.uint32) << 16
     matrices = words.view(np.float32).reshape(SMALL.layers * MATRICES, SMALL.n, SMALL.n)
     expected = np.ones((1, SMALL.n), dtype=np.float32)
     for matrix in matrices:
-        expected = expected @ (matrix if runtime == "mlx" else matrix.T)
+        expected = expected @ matrix
     np.testing.assert_allclose(rows[0], expected, rtol=0.2, atol=0.2)
     assert 0.1 < np.abs(expected).mean() < 10.0
+
+
+def test_an_array_of_one_layer_idles_for_the_waits_of_all():
+    assert [idle_ms(packing, 8, 40) for packing in PACKINGS] == [320, 320, 8]
+    assert residency.LAYERS == 40
 
 
 class Slow:
@@ -118,25 +133,25 @@ def test_waiting_is_not_counted_and_every_sample_begins_anew():
     assert slow.resets == 6
 
 
+@needs_mlx
 def test_it_can_be_stopped(home: Path):
-    if not choose("bfloat16").native:
-        pytest.skip("no native kernels here")
     asked = iter(range(100))
     with pytest.raises(Cancelled):
-        bench_residency(request(), quiet, lambda: next(asked) > 3, SMALL, waits_ms=(0, 1, 200))
+        bench_residency(request("mlx"), quiet, lambda: next(asked) > 3, SMALL, waits_ms=(0, 1, 200))
     assert list((home / "data").iterdir()) == []
 
 
+@needs_mlx
 def test_a_disk_that_is_too_small_is_named():
     with pytest.raises(ModelError, match="This benchmark needs") as caught:
-        bench_residency(request(), quiet, lambda: False, Size(10_000, 1 << 20))
+        bench_residency(request("mlx"), quiet, lambda: False, Size(10_000, 1 << 20))
     assert caught.value.kind == "disk"
 
 
 def test_the_papers_waits_in_bounded_time():
     assert WAITS_MS == (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
     waiting = sum(wait * residency.LAYERS * samples_for(wait, residency.LAYERS, 5) / 1000.0 for wait in WAITS_MS)
-    assert waiting < 100.0
+    assert waiting < 300.0  # for each packing
     assert samples_for(0, 8, 5) == 5 and samples_for(2048, 40, 5) == 1
 
 

@@ -137,14 +137,8 @@ def test_another_model_takes_the_place_of_the_first(tiny_model: TinyModel, host:
     assert len([thread for thread in threading.enumerate() if thread.name == "residency"]) == 1
 
 
-def test_bench_residency_loads_no_model(host: Host, events: Events, monkeypatch: pytest.MonkeyPatch):
-    from engine.bench import residency
-
-    if not residency.choose("bfloat16").native:
-        pytest.skip("no native kernels here")
-    monkeypatch.setattr(residency, "size_for", lambda memory: residency.Size(1, 256))
-    monkeypatch.setattr(residency, "WAITS_MS", (0, 1))
+def test_bench_residency_loads_no_model(host: Host, events: Events):
     host.take(Bench(id=1, kind="residency", load=Load(id=1, model="no such model", runtime="native"), rounds=1))
     result = events.answer(1)
     assert isinstance(result, BenchResult), result
-    assert result.title.startswith("Residency: 1 layers")
+    assert "nothing to measure on this system" in result.notes[0]
