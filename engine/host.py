@@ -249,7 +249,7 @@ class Host:
     def _queue(self, tasks: TurnQueue[tuple[Client, str], Task], task: Task) -> None:
         running = self._running
         if isinstance(task.request, Generate) and running is not None and running.owner != task.owner:
-            task.client.send(Progress(id=task.request.id, stage="waiting for the answers to others"))
+            task.client.send(Progress(id=task.request.id, stage="waiting for other answers"))
         tasks.put(task.owner, task)
 
     def _cancel(self, task: Task) -> None:

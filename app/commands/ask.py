@@ -25,6 +25,7 @@ from engine.ipc.messages import (
     Notice,
     PhaseTimes,
     Piece,
+    Prefill,
     Progress,
     Pull,
 )
@@ -70,11 +71,15 @@ async def _answer(engine: EngineClient, interruption: Interruption, question: Qu
     # Text that turns out to be thoughts can be taken back neither from a file nor from a pipe.
     stream = facts.reasoning is None or (sys.stdout is not None and sys.stdout.isatty())
     shown = _Shown(stream=stream and not question.as_json)
-    thinking = ProgressLine(quiet_elsewhere=True)
+    thinking = ProgressLine(quiet_elsewhere=True)  # also what the answer waits for
     try:
         async with aclosing(engine.stream(request)) as events:
             async for event in events:
                 match event:
+                    case Progress():
+                        thinking.show(event)
+                    case Prefill():
+                        thinking.clear()
                     case Piece():
                         if event.reasoning and not event.text and not event.withdrawn:
                             thinking.show(Progress(stage="thinking", done=event.reasoning_tokens, unit="tokens"))
