@@ -62,15 +62,17 @@ def serve(flags: ServeFlags) -> int:
     """Serve until the person ends it; the exit status. Raises WorkFailed."""
     from app.serve.listening import ListenProblem, listen
 
-    access = _access(flags)
+    address, rules, token = _access(flags)
     loading = load_from(flags.load)
     try:
-        listener = listen(access.address)
+        listener = listen(address)
     except ListenProblem as problem:
         raise WorkFailed(str(problem).removesuffix(".")) from problem
-    # Port 0 stands for a free one.
-    access = replace(access, address=replace(access.address, port=listener.getsockname()[1]))
     with listener:
+        tls = not address.is_loopback if flags.tls is None else flags.tls
+        context = _context(address, flags.hosts) if tls else None
+        address = replace(address, port=listener.getsockname()[1])  # port 0 stands for a free one
+        access = _Access(address, rules, token, context)
         return run_with_engine(
             lambda engine, interruption: _serve(engine, interruption, flags, loading, access, listener), share=True
         )
@@ -163,8 +165,8 @@ def _network_folder() -> Path:
     return ensure("config") / "network"
 
 
-def _access(flags: ServeFlags) -> _Access:
-    """Raises WorkFailed."""
+def _access(flags: ServeFlags) -> tuple[ListenAddress, Rules, str]:
+    """Where clients ask, what they need for it, and the token of `serve --status`. Raises WorkFailed."""
     from app.serve.gate import Rules, hash_of
     from app.serve.keys import KeyProblem, kept_hash
     from app.serve.listening import ListenProblem, parse_address
@@ -182,10 +184,8 @@ def _access(flags: ServeFlags) -> _Access:
         if not key_hash:
             why = "--require-key" if flags.require_key else f"{one_line(address.host)}, which other machines reach,"
             raise WorkFailed(f"{why} needs a key: run `privatellm serve --new-key` first")
-    tls = not address.is_loopback if flags.tls is None else flags.tls
     token = secrets.token_urlsafe()
-    rules = Rules(flags.hosts, flags.origins, key_hash, hash_of(token))
-    return _Access(address, rules, token, _context(address, flags.hosts) if tls else None)
+    return address, Rules(flags.hosts, flags.origins, key_hash, hash_of(token)), token
 
 
 def _context(address: ListenAddress, hosts: Sequence[str]) -> ssl.SSLContext:

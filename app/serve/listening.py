@@ -69,9 +69,8 @@ def listen(address: ListenAddress) -> socket.socket:
             ) from error
         if error.errno == errno.EACCES:
             raise ListenProblem(f"{where} may not be used: take a port above 1023.") from error
-        raise ListenProblem(
-            f"{where} cannot be listened on ({error.strerror or error}): give an address of this machine."
-        ) from error
+        why = (error.strerror or str(error)).partition(" (")[0]
+        raise ListenProblem(f"{where} cannot be listened on ({why}): give an address of this machine.") from error
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         # Connections inherit it: one whose client has vanished, or never reads, does not stay.
