@@ -83,7 +83,7 @@ def test_a_model_in_four_bits_is_measured_as_it_is_loaded(
     wanted = Load(id=1, model=str(quantised), runtime="mlx", keep_resident=False)
     request = Bench(id=1, kind=kind, load=wanted, rounds=1)  # type: ignore[arg-type]
     session = load_session(load_for(request), quiet)
-    result = run_bench(request, session, quantised, quiet, lambda: False)
+    result = run_bench(request, session, quantised, quiet, lambda: False, buffer_bytes=1)
     assert result.data["runtime"] == "mlx" and result.data["dtype"].startswith("4-bit")
     session.close()
 
