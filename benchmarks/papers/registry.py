@@ -8,6 +8,7 @@ from benchmarks.papers.cluster_rows import cluster_rows
 from benchmarks.papers.findings import Group
 from benchmarks.papers.near_executed import block_rows
 from benchmarks.papers.near_rows import near_rows
+from benchmarks.papers.sparsity_rows import sparsity_rows
 from benchmarks.papers.timed_rows import timed_rows
 from benchmarks.papers.twiddler_rows import twiddler_rows
 
@@ -28,6 +29,7 @@ GROUPS: tuple[Group, ...] = (
     Group("near-data", "MoNDE", "The near-data device: all tables and figures, simulated", near_rows),
     Group("near-executed", "MoNDE", "Its workflows on its models' blocks, executed", block_rows),
     Group("twiddler", "Twiddler", "Figures 4 to 8, simulated with the paper's constraints", twiddler_rows),
+    Group("sparsity", "Twiddler", "Appendix B: values near zero", sparsity_rows),
     Group("beams", "Twiddler", "Beams: figure 6, executed", beam_rows, quiet=True),
     Group("beyond", "Beyond the papers", "Beyond the papers, measured", beyond_rows, quiet=True),
 )

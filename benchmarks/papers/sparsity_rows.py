@@ -1,0 +1,141 @@
+"""Appendix B of the Twiddler paper: how many values after SiLU are near zero, on the starter beside Mixtral."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from benchmarks.papers.beam_rows import prompts_of
+from benchmarks.papers.findings import Findings, Input, Row
+from engine.errors import ModelError
+from engine.ipc.messages import Load
+from engine.models.catalogue import STARTER
+from engine.moe.kernels.bindings import VARIABLE
+from engine.runtimes import runtime_named
+from engine.runtimes.choosing import on_one_machine
+from engine.runtimes.loading import load_model
+from engine.runtimes.protocol import LoadedModel
+from engine.session.loading import find_folder
+
+THRESHOLDS = (0.001, 0.01, 0.1, 1.0)
+PAPER_MEANS = (0.31, 3.10, 27.85, 98.13)
+"""Percent of values below each threshold, means over the 32 layers of table 2."""
+PROMPTS = 8
+
+Shares = dict[int, list[float]]
+"""By layer, the percent of values below each threshold."""
+
+
+def sparsity_rows() -> Findings:
+    """Table 2's text, and the same on the starter if it is on this machine."""
+    try:
+        _, folder = find_folder(STARTER, lambda *_: None, None)
+    except ModelError as error:
+        absent = Row(where="table 2", what="values near zero", tag="not possible here", note=str(error))
+        return Findings(rows=[*counted_in_the_paper(), absent])
+    with without_kernels():
+        load = Load(id=0, model=STARTER, runtime="torch", keep_resident=False)
+        model = load_model(runtime_named("torch"), STARTER, folder, on_one_machine(load, "torch"), lambda *_: None)
+    try:
+        return Findings(
+            rows=[*counted_in_the_paper(), *means_of(shares_of(model, prompts_of(folder, PROMPTS)))],
+            inputs=INPUTS,
+            notes=NOTES,
+        )
+    finally:
+        model.close()
+
+
+def counted_in_the_paper() -> list[Row]:
+    """The text's counts of layers, taken from its own table."""
+    where = "appendix B"
+    return [
+        Row(where=where, what="layers with fewer than 1 % of values below 0.001", tag="exact", paper="30", ours=30),
+        Row(
+            where=where,
+            what="layers with fewer than 5 % below 0.01",
+            tag="exact",
+            paper="28",
+            ours=27,
+            note="the table has 5.00 in layer 5",
+        ),
+        Row(where=where, what="layers with fewer than 30 % below 0.1", tag="exact", paper="24", ours=24),
+    ]
+
+
+def means_of(shares: Shares) -> list[Row]:
+    """Means over layers, and in brackets the layers' least and most."""
+    rows = []
+    for place, (threshold, paper) in enumerate(zip(THRESHOLDS, PAPER_MEANS, strict=True)):
+        values = [each[place] for each in shares.values()]
+        rows.append(
+            Row(
+                where="table 2",
+                what=f"percent of values after SiLU below {threshold:g}, mean of layers",
+                tag="executed",
+                ours=sum(values) / len(values),
+                note=f"Mixtral-8x7B {paper:.2f}; here layers from {min(values):.2f} to {max(values):.2f}",
+            )
+        )
+    return rows
+
+
+@contextmanager
+def without_kernels() -> Iterator[None]:
+    """A model that is loaded within it computes its experts in torch, where their activations can be seen."""
+    before = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = "off"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[VARIABLE]
+        else:
+            os.environ[VARIABLE] = before
+
+
+def shares_of(model: LoadedModel, prompts: Sequence[Sequence[int]]) -> Shares:
+    """Run ``prompts`` and look at what every SiLU of the experts returns, by layer."""
+    below: dict[int, list[int]] = {}
+    total: dict[int, int] = {}
+    seen: list[torch.Tensor] = []
+    silu, recorder = functional.silu, model.recorder
+    add, before = recorder.add_routes, recorder.enabled
+
+    def watched(values: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+        found = silu(values, *rest, **options)
+        seen.append(found.detach().float().abs())
+        return found
+
+    def layer_done(layer: int, counts: Iterable[int]) -> None:
+        add(layer, counts)
+        counted = below.setdefault(layer, [0] * len(THRESHOLDS))
+        for values in seen:
+            for place, threshold in enumerate(THRESHOLDS):
+                counted[place] += int((values < threshold).sum())
+            total[layer] = total.get(layer, 0) + values.numel()
+        seen.clear()
+
+    functional.silu = watched  # type: ignore[assignment]
+    recorder.add_routes, recorder.enabled = layer_done, True  # type: ignore[method-assign]
+    try:
+        for prompt in prompts:
+            model.start().extend(prompt)
+    finally:
+        functional.silu = silu
+        recorder.add_routes, recorder.enabled = add, before  # type: ignore[method-assign]
+    return {
+        layer: [100.0 * each / total[layer] for each in counted] for layer, counted in below.items() if total.get(layer)
+    }
+
+
+INPUTS = (Input("prompts", f"{PROMPTS} of 32 tokens", "chosen", "the paper: 100 samples of ShareGPT"),)
+NOTES = (
+    """Most values are not near zero in either model. The starter, which is another and much smaller one, has a tenth of
+    its values below 0.001, which Mixtral has not; so its figures stand beside the paper's and are not compared.""",
+)
