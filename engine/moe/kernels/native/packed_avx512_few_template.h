@@ -24,6 +24,8 @@ _Static_assert(sizeof(wide_input) <= FEWEST_STRIDE * PACKED_ROW_ELEMENT, "a unit
 #define SPAN_BYTES 20480
 #define GROUP_ROWS 16
 #define LARGE_UNITS 36 /* of one token's input: half of a small first-level cache */
+#define ROWS_TOGETHER 8 /* that share a part of such an input */
+#define NEXT_BYTES 256
 #define FAR_BYTES 3072
 #define NEAR_BYTES 512
 #define MOST_TOKENS 8
@@ -293,6 +295,38 @@ ALWAYS_INLINE void add_unit(const uint8_t *w, const int64_t ahead, const int pas
     }
 }
 
+/* `units` whole units of ROWS_TOGETHER rows with those at x: a row's sum is what it is by itself. */
+ALWAYS_INLINE void add_together(const uint8_t *w, const int64_t row_bytes, const int64_t units, const wide_input *x,
+                                __m512 *all, const int dtype) {
+    const int64_t size = bytes_of_values(dtype, UNIT);
+    __m512 sums[ROWS_TOGETHER];
+    UNROLL for (int r = 0; r < ROWS_TOGETHER; r++) sums[r] = _mm512_setzero_ps();
+    if (dtype == PLLM_Q4_K || dtype == PLLM_Q5_K) {
+        for (int64_t unit = 0; unit < units; unit += 4) {
+            __m512 scales[ROWS_TOGETHER][4], minimums[ROWS_TOGETHER][4];
+            const int64_t some = MIN(4, units - unit), end = some - 1;
+            UNROLL for (int r = 0; r < ROWS_TOGETHER; r++) {
+                const uint8_t *at = w + r * row_bytes + unit * size;
+                const uint8_t *const four[4] = {at, at + MIN(1, end) * size, at + MIN(2, end) * size, at + end * size};
+                four_k_scales(four, scales[r], minimums[r], LARGE_CODES && dtype == PLLM_Q4_K);
+            }
+            for (int64_t i = 0; i < some; i++)
+                UNROLL for (int r = 0; r < ROWS_TOGETHER; r++)
+                    add_unit(w + r * row_bytes + (unit + i) * size, NEXT_BYTES, 0, scales[r][i], minimums[r][i], &x,
+                             unit + i, &sums[r], dtype, 1);
+        }
+    } else {
+        for (int64_t unit = 0; unit < units; unit++)
+            UNROLL for (int r = 0; r < ROWS_TOGETHER; r++) {
+                const uint8_t *at = w + r * row_bytes + unit * size;
+                __m512 minimums;
+                const __m512 scales = unit_scales(at, dtype, &minimums);
+                add_unit(at, NEXT_BYTES, 0, scales, minimums, &x, unit, &sums[r], dtype, 1);
+            }
+    }
+    UNROLL for (int r = 0; r < ROWS_TOGETHER; r++) _mm512_storeu_ps((float *)&all[r], sums[r]);
+}
+
 /* Units first..last) of `rows` rows, from `w` on, added to sums[rows][M], which are new if `fresh`. `values`: those of a
    whole row, whose last unit may be a part of one. */
 ALWAYS_INLINE void add_rows(const uint8_t *w, const int64_t row_bytes, const int64_t rows, const int64_t first,
@@ -302,13 +336,17 @@ ALWAYS_INLINE void add_rows(const uint8_t *w, const int64_t row_bytes, const int
     const int64_t size = bytes_of_values(dtype, UNIT), whole = MIN(last, values / UNIT);
     /* Of several tokens the same columns of the next group. One token's weights the processor fetches faster by itself,
        but for formats for which it falls behind: where it meets lines out of order, because the scales of four blocks are
-       read first, these are fetched in order a little before. MXFP4, and what would push an input out of the first-level
-       cache that nearly fills it, is fetched past the caches. */
-    const int past = dtype == PLLM_MXFP4 || last - first > LARGE_UNITS;
+       read first, these are fetched in order a little before, and MXFP4 past the caches. */
+    const int past = dtype == PLLM_MXFP4;
     const int64_t ahead = M > 1 ? GROUP_ROWS * row_bytes : past ? FAR_BYTES : k ? NEAR_BYTES : 0;
     const wide_input *in[MOST_TOKENS];
     UNROLL for (int m = 0; m < M; m++) in[m] = x[m];
-    for (int64_t row = 0; row < rows; row++, w += row_bytes, all += M) {
+    int64_t row = 0;
+    /* An input that nearly fills the first-level cache is pushed out of it by one row of weights. */
+    if (M == 1 && last - first > LARGE_UNITS && values % UNIT == 0)
+        for (; row + ROWS_TOGETHER <= rows; row += ROWS_TOGETHER, w += ROWS_TOGETHER * row_bytes, all += ROWS_TOGETHER)
+            add_together(w, row_bytes, last, in[0], all, dtype);
+    for (; row < rows; row++, w += row_bytes, all += M) {
         const uint8_t *at = w;
         __m512 sums[MOST_TOKENS];
         UNROLL for (int m = 0; m < M; m++) sums[m] = fresh ? _mm512_setzero_ps() : _mm512_loadu_ps((float *)&all[m]);
