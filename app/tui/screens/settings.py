@@ -30,7 +30,7 @@ from app.tui.render.rendered import Rendered
 from app.tui.render.ring_view import ring_lines
 from engine.ipc.messages import DeviceMemory, Planned
 
-_MOST_BUTTONS = 6
+_MOST_BUTTONS = 7
 """Maximum choices that are shown as buttons. More become a list that opens."""
 DEBOUNCE_S = 0.3
 """Seconds from the last change of a value to the request for a prediction."""
