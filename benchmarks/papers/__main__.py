@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if arguments.only and group.name not in arguments.only:
             continue
         if arguments.untimed and group.quiet:
-            done.append(Done(group, NOT_RUN, 0.0))
+            done.append(Done(group, NOT_RUN, 0.0, left_out=True))
             continue
         print(f"{group.name} ...", file=sys.stderr, flush=True)
         began = time.perf_counter()

@@ -37,6 +37,8 @@ class Done:
     group: Group
     findings: Findings
     seconds: float
+    left_out: bool = False
+    """Whether it was not run, and ``findings`` only says so."""
 
 
 def page(done: Sequence[Done], machine: str) -> str:
@@ -60,8 +62,9 @@ def page(done: Sequence[Done], machine: str) -> str:
             lines += ["", f"## {paper}"]
         for each in groups:
             lines += ["", *_group(each)]
-    seconds = sum(each.seconds for each in done)
-    lines += ["", f"All rows together took {seconds / 60:.1f} minutes. Timed and executed rows ran on: {machine}."]
+    if not any(each.left_out for each in done):
+        seconds = sum(each.seconds for each in done)
+        lines += ["", f"All rows together took {seconds / 60:.1f} minutes. Timed and executed rows ran on: {machine}."]
     return "\n".join(lines) + "\n"
 
 
@@ -89,7 +92,7 @@ def _tally(done: Sequence[Done]) -> list[str]:
 
 def _group(done: Done) -> list[str]:
     group, findings = done.group, done.findings
-    lines = [f"### {group.title}", "", f"`{group.script}` ({done.seconds:.0f} s)"]
+    lines = [f"### {group.title}", "", f"`{group.script}`"]
     if group.quiet:
         lines[-1] += ", which measures time: other programs disturb it."
     if findings.rows:

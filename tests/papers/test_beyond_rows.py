@@ -5,14 +5,17 @@ from __future__ import annotations
 import itertools
 import random
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from tiny_models import write_tiny_model
 
-from benchmarks.papers.beyond_rows import bound_table, placed_by, skewed_routes
+from benchmarks.papers.beyond_rows import bound_table, in_turns, placed_by, skewed_routes
 from benchmarks.papers.cache_bound import RULES, best_hit_rate, decoding, hit_rate, popular, recorded
 from benchmarks.papers.cluster_model import realised_placement
 from benchmarks.papers.replay import Step
+from benchmarks.papers.timed_ring import TimedResult
+from benchmarks.papers.timed_rows import dbrx_pace
 from engine.ipc.messages import Load
 from engine.planning.cluster_load import expected_experts
 from engine.runtimes import runtime_named
@@ -83,6 +86,19 @@ def test_routes_of_a_model_are_recorded_pass_by_pass(tmp_path: Path) -> None:
     per_token = model.facts.experts_per_token
     assert [sum(tokens for _, tokens in step.layers[0]) for step in trace] == [3 * per_token, per_token, per_token]
     assert len(decoding(trace, per_token)) >= 2
+
+
+def test_methods_take_turns_and_the_fastest_round_counts() -> None:
+    class Ring:
+        calls: ClassVar[list[str]] = []
+
+        def run(self, method: str, pace: object, passes: int) -> TimedResult:
+            self.calls.append(method)
+            return TimedResult(1.0 / len(self.calls), 0.0, 0.0, 1.0)
+
+    found = in_turns(Ring(), ("a", "b"), dbrx_pace())  # type: ignore[arg-type]
+    assert Ring.calls == ["a", "b", "a", "b"]
+    assert [result.seconds for result in found] == [pytest.approx(1 / 3), pytest.approx(1 / 4)]
 
 
 def test_a_placement_by_popularity_executes_fewer_experts_of_such_routes() -> None:

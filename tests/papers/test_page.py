@@ -59,7 +59,7 @@ def test_the_page_has_everything_that_was_found() -> None:
         notes=["Said."],
     )
     text = page([Done(Group("name", "Twiddler", "Title", Findings, quiet=True), findings, 61.0)], "a machine")
-    assert "## Twiddler\n\n### Title\n\n`python -m benchmarks.papers --only name` (61 s), which measures time" in text
+    assert "## Twiddler\n\n### Title\n\n`python -m benchmarks.papers --only name`, which measures time" in text
     assert "| table 9 | time, s | executed | 0.020 | 0.0204 | equal |  |" in text
     assert "| link | 22.6 GB/s | published | somewhere |" in text
     assert "A curve.\n\n| x | y|z |" in text
@@ -93,6 +93,7 @@ def test_one_group_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     assert "### third" in (printed := capsys.readouterr().out)
     assert "### second" in printed
     assert "Not run for this page" in printed
+    assert "All rows together took" not in printed
     monkeypatch.setattr(command, "GROUPS", groups)
     command.main(["--out", str(tmp_path / "papers.md")])
     assert "### first" in (tmp_path / "papers.md").read_text()
