@@ -189,6 +189,10 @@ class Tokenizer:
         said: dict[str, Any] = {"role": message.role, "content": content}
         if message.tool_calls:
             said["tool_calls"] = _marked(rendered_calls(message.tool_calls), control)
+            if message.reasoning:
+                # What a model thought before it called is what it goes on from.
+                thoughts = control.mark(message.reasoning)
+                said |= {"reasoning_content": thoughts, "thinking": thoughts}
         if message.role == "tool":
             names = {call.id: call.name for earlier in messages for call in earlier.tool_calls}
             name = names.get(message.tool_call_id, "")

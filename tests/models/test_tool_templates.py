@@ -66,6 +66,16 @@ def test_a_template_without_tools_says_so(tmp_path: Path, template: str | None) 
     assert "When?" in tokenizer.render_chat(SAID[:1])
 
 
+def test_thoughts_before_a_call_are_kept_for_the_template(tmp_path: Path) -> None:
+    tokenizer = open_tokenizer(
+        tmp_path, HERMES.replace("{{ m.content }}", "[{{ m.reasoning_content }}]{{ m.content }}")
+    )
+    call = ToolCall(id="c1", name="clock", arguments="{}")
+    said = [Message("assistant", "", "hm", tool_calls=[call]), Message("assistant", "", "no call, no thoughts")]
+    text = tokenizer.render_chat([*SAID[:1], *said])
+    assert "assistant\n[hm]<tool_call>" in text and "no call" not in text
+
+
 def test_arguments_that_are_no_json_are_refused(tmp_path: Path) -> None:
     tokenizer = open_tokenizer(tmp_path)
     call = ToolCall(id="c1", name="clock", arguments="{")

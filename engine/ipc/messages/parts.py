@@ -28,7 +28,7 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     content: str
     """The text; for a tool, its result."""
     reasoning: str = ""
-    """The thoughts before an assistant's answer, for an answer that is continued."""
+    """The thoughts before an assistant's answer, for an answer that is continued or that called tools."""
     tool_calls: list[ToolCall] = []
     """The assistant's calls of tools, after its text."""
     tool_call_id: str = ""
