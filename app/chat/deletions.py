@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from app.chat.saving import unlocked
@@ -71,6 +72,14 @@ class Deletions:
         """The temporary conversation of ``memory`` was left: nothing of it can be undone."""
         self._steps = [step for step in self._steps if step.memory is not memory]
 
+    def last_message(self) -> None:
+        """Delete the last message of the shown conversation."""
+        path = self._chat.thread.path
+        if path:
+            self.message(path[-1])
+        else:
+            self._chat.notify("There is no message to delete.", "warning")
+
     def message(self, entry: Entry, *, alternatives: bool = False) -> None:
         """Delete ``entry`` and what follows it. ``alternatives``: also its alternatives and what follows them.
 
@@ -136,7 +145,7 @@ class Deletions:
         store = step.memory or self._chat.store
         try:
             for part in reversed(step.parts):
-                await unlocked(lambda part=part: store.restore(part))  # type: ignore[misc]
+                await unlocked(partial(store.restore, part))
         except StoreError as error:
             self._chat.notify(f"Not undone: {error}.", "error")
             done()

@@ -26,7 +26,8 @@ from app.settings.schema import THEMES, Settings
 from app.tui.keymap import COMMANDS, KEYMAP_FILE, key, readable, use
 from app.tui.palette import screen_commands
 from app.tui.render.highlighting import Highlighter
-from app.tui.screens.chat import ChatScreen, Updated
+from app.tui.screens.chat import ChatScreen
+from app.tui.screens.updates import Updated
 from app.tui.terminal.application import TerminalApp
 
 

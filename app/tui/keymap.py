@@ -144,7 +144,8 @@ def readable(name: str) -> str:
 
 @dataclass(frozen=True)
 class ChatCommand:
-    """A command of the chat. ``action`` is an action of the chat screen, or of the application (``app.quit_chat``).
+    """A command of the chat. ``action`` is an action of the chat screen or of the application (``app.quit_chat``), or a
+    method of what the chat screen has for a concern (``setup.persona``).
 
     ``function`` is the one whose keys call it too. ``argument`` is the argument's name in the help; a command without
     one takes no argument.
@@ -170,14 +171,14 @@ COMMANDS: tuple[ChatCommand, ...] = (
     ChatCommand("chats", "Chats", "Search, open, pin, rename, export or delete chats", "chats", "chats"),
     ChatCommand("model", "Model", "Choose, download or load a model", "model", "model", "[name]"),
     ChatCommand("beams", "Beams", "Set the beam width; see the candidates", "beams", "beams", "[width]"),
-    ChatCommand("persona", "Persona", "Choose, save or edit personas; /persona none", "persona", "", "[name]"),
-    ChatCommand("system", "System prompt", "See and change this chat's system prompt", "system", "", "[text]"),
+    ChatCommand("persona", "Persona", "Choose, save or edit personas; /persona none", "setup.persona", "", "[name]"),
+    ChatCommand("system", "System prompt", "See and change this chat's system prompt", "setup.system", "", "[text]"),
     ChatCommand("sampling", "Sampling", "See and change this chat's sampling", "sampling", "sampling", "[preset]"),
     ChatCommand(
         "set",
         "Set a value",
         "Set a value of this chat: /set temperature 0.2, /set seed reset",
-        "set_value",
+        "setup.set_value",
         "",
         "[name [value]]",
     ),
@@ -185,10 +186,10 @@ COMMANDS: tuple[ChatCommand, ...] = (
     ChatCommand(
         "thoughts", "Thoughts", "Show or fold what the model thought before its answers", "thoughts", "thoughts"
     ),
-    ChatCommand("status", "Status", "Model, engine, context, memory and speed in words", "status"),
-    ChatCommand("log", "Log", "See what the engine and the screen have logged", "log"),
+    ChatCommand("status", "Status", "Model, engine, context, memory and speed in words", "opener.status"),
+    ChatCommand("log", "Log", "See what the engine and the screen have logged", "opener.log"),
     ChatCommand("machines", "Machines", "Find, pair and forget machines; form a ring", "machines", "machines"),
-    ChatCommand("keys", "Keys", "Try keys, and see all actions with their keys", "keys"),
+    ChatCommand("keys", "Keys", "Try keys, and see all actions with their keys", "opener.keys"),
     ChatCommand("settings", "Settings", "Change the settings", "settings", "settings"),
     ChatCommand("again", "Regenerate", "Answer the last question again; the old answer stays", "again", "again"),
     ChatCommand(
@@ -196,23 +197,30 @@ COMMANDS: tuple[ChatCommand, ...] = (
     ),
     ChatCommand("delete", "Delete the last message", "With x any message; it can be brought back", "delete_last"),
     ChatCommand("undo", "Undo a deletion", "Bring back what was deleted last, here or in the chats", "undo"),
-    ChatCommand("edit", "Edit the last question", "The old question stays as an alternative", "edit_last"),
-    ChatCommand("history", "Earlier questions", "Find a question of any chat by its words", "history", "", "[words]"),
+    ChatCommand("edit", "Edit the last question", "The old question stays as an alternative", "editing.last_question"),
+    ChatCommand(
+        "history", "Earlier questions", "Find a question of any chat by its words", "drafting.history", "", "[words]"
+    ),
     ChatCommand("editor", "Editor", "Write the draft in your own editor: VISUAL or EDITOR", "editor", "editor"),
     ChatCommand("find", "Find in the chat", "In the messages also with /", "find", "", "[text]"),
-    ChatCommand("copy", "Copy the last answer", "As Markdown, to the clipboard", "copy_last"),
-    ChatCommand("code", "Copy the last code block", "To the clipboard", "copy_code"),
-    ChatCommand("rename", "Rename the chat", "Give the chat a title", "rename", "", "[title]"),
-    ChatCommand("pin", "Pin the chat", "Keep it at the top of the list, or no longer", "pin"),
-    ChatCommand("archive", "Archive the chat", "Put it away from the list, or back", "archive"),
+    ChatCommand("copy", "Copy the last answer", "As Markdown, to the clipboard", "copying.last_answer"),
+    ChatCommand("code", "Copy the last code block", "To the clipboard", "copying.last_code"),
+    ChatCommand("rename", "Rename the chat", "Give the chat a title", "conversations.rename", "", "[title]"),
+    ChatCommand("pin", "Pin the chat", "Keep it at the top of the list, or no longer", "conversations.pin"),
+    ChatCommand("archive", "Archive the chat", "Put it away from the list, or back", "conversations.archive"),
     ChatCommand(
-        "import", "Import chats", "From privatellm, ChatGPT, Claude, Open WebUI or llm", "import", "", "[file]"
+        "import",
+        "Import chats",
+        "From privatellm, ChatGPT, Claude, Open WebUI or llm",
+        "conversations.take_in",
+        "",
+        "[file]",
     ),
     ChatCommand(
         "export",
         "Export the chat",
         "To a Markdown or JSON file; --thoughts: with the model's thoughts",
-        "export",
+        "conversations.export",
         "",
         "[--thoughts] [file]",
     ),

@@ -13,6 +13,7 @@ from textual.pilot import Pilot
 from app.chat.state import Phase
 from app.settings.personas import Persona, open_personas
 from app.tui.application import ChatApp
+from app.tui.keymap import COMMANDS
 from app.tui.screens.dialogues import AskText, Confirm, Tell
 
 Open = Callable[[Pilot[int], ChatApp], Awaitable[None]]
@@ -41,10 +42,11 @@ def _pressing(*keys: str) -> Open:
 
 
 def _command(name: str, argument: str = "") -> Open:
+    command = next(known for known in COMMANDS if known.name == name)
+
     async def open(pilot: Pilot[int], app: ChatApp) -> None:
         assert app.chat is not None
-        action = getattr(app.chat, f"action_{name}")
-        action(argument) if argument else action()
+        app.chat.run_command(command, argument)
         await pilot.pause()
 
     return open
@@ -106,7 +108,7 @@ SCREENS: dict[str, Open] = {
     "message": _message,
     "question": _question,
     "finding": _command("find", "stack"),
-    "editing": _command("edit_last"),
+    "editing": _command("edit"),
     "chats": _pressing("f2"),
     "no chats": _empty_list_of_chats,
     "models": _pressing("f3"),

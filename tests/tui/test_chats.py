@@ -183,9 +183,9 @@ async def test_chats_are_imported_pinned_and_archived_by_commands(
         await wait_until(pilot, lambda: any("0 new, 1 already here" in said.message for said in app._notifications))
         await pilot.press("enter")
         await wait_until(pilot, lambda: controller(app).thread.title == "From elsewhere")
-        app.chat.action_pin()
+        app.chat.conversations.pin()
         await wait_until(pilot, lambda: store.conversations()[0].pinned)
-        app.chat.action_archive()
+        app.chat.conversations.archive()
         await wait_until(pilot, lambda: not store.conversations())
 
 

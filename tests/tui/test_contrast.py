@@ -131,7 +131,7 @@ async def sampling(pilot: Pilot[int], app: ChatApp) -> None:
 
 async def personas(pilot: Pilot[int], app: ChatApp) -> None:
     assert app.chat is not None
-    app.chat.action_persona()
+    app.chat.setup.persona()
 
 
 async def completion(pilot: Pilot[int], app: ChatApp) -> None:

@@ -12,6 +12,7 @@ from screen_helpers import MakeApp, ask, controller, ready, shown, wait_until
 from app.chat.state import Entry
 from app.conversations.opening import open_store
 from app.conversations.store import ConversationStore
+from app.tui.chat.heading import Heading
 from app.tui.chat.message import MessageView
 
 
@@ -142,7 +143,7 @@ async def test_the_keys_of_deleting_and_undoing(make_app: MakeApp, home: Path) -
         await wait_until(pilot, lambda: app.focused is brought_back)
         await pilot.press("escape", *"/temporary", "enter")
         await wait_until(pilot, lambda: controller(app).thread.memory is not None and not shown(app))
-        assert app.chat._title[0].startswith("◌ Temporary chat")
+        assert app.chat.query_one(Heading).shown[0].startswith("◌ Temporary chat")
         await ask(pilot, app, "Quetzalcoatlus three")
         await pilot.press(*"/delete", "enter")
         await wait_until(pilot, lambda: len(shown(app)) == 1)
@@ -150,7 +151,7 @@ async def test_the_keys_of_deleting_and_undoing(make_app: MakeApp, home: Path) -
         await wait_until(pilot, lambda: len(shown(app)) == 2)
         await pilot.press(*"Quetzalcoatlus draft", "ctrl+n")
         await wait_until(pilot, lambda: controller(app).thread.memory is None)
-        assert app.chat._title[0] == ""
+        assert app.chat.query_one(Heading).shown[0] == ""
         await wait_until(pilot, lambda: app.chat and app.chat.prompt.text == "")
         await pilot.press(*"typed later")
         app.chat.drafting.write()

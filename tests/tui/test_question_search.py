@@ -34,7 +34,7 @@ async def test_a_question_is_found_and_taken(make_app: MakeApp, store: Conversat
         await ready(pilot, app)
         assert app.chat is not None
         prompt, popup = app.chat.prompt, app.chat.query_one(CompletionPopup)
-        app.chat.action_history()
+        app.chat.drafting.history()
         await pilot.press(*"sky")
         await wait_until(pilot, lambda: popup.display and popup.option_count == 2)
         await pilot.press("down", "enter")

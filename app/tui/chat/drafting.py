@@ -10,6 +10,7 @@ from app.chat.queue import NewQuestion
 from app.conversations.drafts import Draft
 from app.conversations.store import StoreError
 from app.tui.chat.prompt import Prompt
+from app.tui.chat.question_search import COMMAND
 
 
 class Drafting:
@@ -79,3 +80,23 @@ class Drafting:
             return self._controller.store.questions(beginning, limit)
         except StoreError:
             return []
+
+    def open_editor(self) -> None:
+        """Open the draft in the person's editor. The screen shows nothing new until it is closed."""
+        from app.tui.terminal.editor import EditorProblem, edited
+
+        try:
+            text = edited(self._prompt.whole_text, self._prompt.app.suspend)
+        except EditorProblem as problem:
+            self._controller.notify(str(problem), "warning")
+        else:
+            self._prompt.put_edited(text)
+        self._prompt.focus()
+
+    def history(self, words: str = "") -> None:
+        """Offer earlier questions; with ``words`` none was found."""
+        if words:
+            self._controller.notify(f"No earlier question has the words {words}.", "warning")
+        else:
+            self._prompt.fill(COMMAND)
+            self._prompt.focus()

@@ -149,6 +149,12 @@ class PanelSlot:
         self.on_moved()
         self._on_left()
 
+    def draw_again(self) -> None:
+        """Repaint the open panel without a layout."""
+        if self.panel is not None and self.panel.is_mounted:
+            for widget in self.panel.children:
+                widget.refresh()
+
     def fit(self, columns: int) -> None:
         """Move an open panel to where it fits, now that the terminal is ``columns`` wide."""
         panel = self.panel

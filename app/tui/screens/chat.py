@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar
 
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Container, Horizontal, Vertical
-from textual.content import Content
-from textual.message import Message
 from textual.screen import Screen
-from textual.widgets import Static
 from textual.worker import Worker, WorkerCancelled, WorkerState
 
 from app.chat.controller import ChatController
 from app.chat.queue import NewQuestion
-from app.chat.setup import setup_line
 from app.chat.state import (
     Entry,
     EntryAdded,
@@ -31,7 +27,6 @@ from app.chat.state import (
     Update,
     UserNotice,
 )
-from app.conversations.exporting import quoted
 from app.conversations.store import ConversationStore
 from app.engine_client import Engine
 from app.machine import Machine
@@ -39,53 +34,35 @@ from app.settings.file import SettingsFile
 from app.text_safety import one_line
 from app.tui.chat.attaching import Asking, AttachmentLine
 from app.tui.chat.completion import CompletionPopup
+from app.tui.chat.copying import Copying
 from app.tui.chat.drafting import Drafting
+from app.tui.chat.editing import Editing
 from app.tui.chat.find_line import FindLine
+from app.tui.chat.heading import Heading, terminal_title
 from app.tui.chat.message import MessageView
 from app.tui.chat.notice import NoticeLine
 from app.tui.chat.prompt import Prompt
-from app.tui.chat.question_search import COMMAND, QuestionSearch
+from app.tui.chat.question_search import QuestionSearch
 from app.tui.chat.queue_view import QueueView
 from app.tui.chat.status import StatusLine, Welcome
 from app.tui.chat.transcript import Transcript
 from app.tui.keymap import ChatCommand, UnknownCommand, bound, key, parse
-from app.tui.panels.panel import Panel, PanelSlot
+from app.tui.panels.chat_panels import ChatPanels
 from app.tui.render.highlighting import Highlighter
 from app.tui.render.key_footer import KeyFooter
 from app.tui.screens.arguments import slash_commands
 from app.tui.screens.chat_setup import SetupCommands
 from app.tui.screens.chats_side import ChatsSide
 from app.tui.screens.conversation_commands import ConversationCommands
+from app.tui.screens.opener import ScreenOpener
+from app.tui.screens.updates import Updated, UpdatedScreen
 from app.tui.terminal.application import CopyRequested, TerminalApp
 
 if TYPE_CHECKING:
-    from app.chat.first_run import FirstRun
     from app.tui.screens.chat_browser import ChatBrowser
 
-_LONGEST_TITLE = 60
-"""Maximum characters of a chat's title in the title of the window."""
 SETTLED_S = 0.15
 """Seconds after which the end of an answer has been laid out."""
-
-TEMPORARY = "◌ Temporary chat: nothing is saved"
-"""Title of a conversation that is kept in memory only, before the title made from its first question."""
-
-
-class Updated(Message):
-    """The controller changed something."""
-
-    def __init__(self, update: Update) -> None:
-        super().__init__()
-        self.update = update
-
-
-@runtime_checkable
-class UpdatedScreen(Protocol):
-    """A screen above the chat that shows some of its state."""
-
-    def handle_update(self, update: Update) -> None:
-        """The controller changed something."""
-        ...
 
 
 class ChatScreen(Screen[None]):
@@ -122,27 +99,26 @@ class ChatScreen(Screen[None]):
         self.controller = ChatController(engine, store, settings, self._post_update, is_missing=is_missing)
         self.prompt = Prompt(id="prompt")
         self.drafting = Drafting(self.prompt, self.controller)
-        self.first_run: FirstRun | None = None
-        """Set if there was no model at the start."""
-        self.panels = PanelSlot(self, self._make_panel, self.focus_prompt, self.prompt.paste)
+        self.panels = ChatPanels(self, self.controller, self.focus_prompt, self.prompt.paste)
+        self.opener = ScreenOpener(self, machine)
         self.setup = SetupCommands(self)
         self.conversations = ConversationCommands(self)
-        self.chats = ChatsSide(
-            self, self.controller, lambda: self.panels.beside, self._open_chats_screen, self.focus_prompt
-        )
+        self.chats = ChatsSide(self, self.controller, lambda: self.panels.beside, self.opener.chats, self.focus_prompt)
         self.panels.on_moved = self.chats.fit
         self.warned_unsaved = False
         self._is_missing = is_missing
         self._highlighter = highlighter
-        self._machine = machine
         self._runner: Worker[None] | None = None
-        self._editing: Entry | None = None
+        self.editing = Editing(self.prompt, self.drafting, self.controller)
         self._asking = Asking(
             self.controller, lambda work: self.run_worker(work, group="asking", exit_on_error=True), self._give_back
         )
         self.drafting.being_read = lambda: self._asking.being_read
-        self._code_copied: dict[int, int] = {}
-        self._title = "", ""
+        self.copying = Copying(
+            lambda: self.controller.thread,
+            lambda text, what: self.post_message(CopyRequested(text, what)),
+            lambda problem: self.show_notice(problem, "warning"),
+        )
 
     # --- layout ---------------------------------------------------------------------------------------------------
 
@@ -150,9 +126,7 @@ class ChatScreen(Screen[None]):
         with Horizontal(id="main"):
             yield Container(id="chats-side")
             with Vertical(id="chat"):
-                with Horizontal(id="heading"):
-                    yield Static(id="title", markup=False)
-                    yield Static(id="setup", markup=False)
+                yield Heading(id="heading")
                 yield Welcome(id="welcome")
                 transcript = Transcript(self._highlighter, id="transcript")
                 yield transcript
@@ -169,7 +143,7 @@ class ChatScreen(Screen[None]):
         yield KeyFooter()
 
     def on_mount(self) -> None:
-        self.query_one("#transcript").display = self.query_one("#heading").display = False
+        self.query_one("#transcript").display = False
         self.query_one("#side").display = self.query_one("#chats-side").display = False
         self.prompt.popup = self.query_one(CompletionPopup)
         self.prompt.completer.sources += [
@@ -181,9 +155,9 @@ class ChatScreen(Screen[None]):
         self.drafting.shown()
         self.prompt.send = self._send
         self.prompt.leave_upwards_first = self.query_one(QueueView).enter_from_below
-        self._show_placeholder()
+        self.editing.show()
         if self._is_missing(self.controller.options.model):
-            self._offer_models()
+            self.opener.offer_models()
         self._runner = self.run_worker(self.controller.run, name="controller", group="controller", exit_on_error=True)
         self.show_looks()
         if self.controller.options.show_timing:
@@ -242,7 +216,7 @@ class ChatScreen(Screen[None]):
                 await self.transcript.add(entry)
                 self.find_line.look_again()
             case PathChanged(focus):
-                self._leave_editing()
+                self.editing.end()
                 path = self.controller.thread.path
                 self.find_line.close()
                 among_messages = isinstance(self.focused, MessageView)
@@ -260,8 +234,8 @@ class ChatScreen(Screen[None]):
                 self.drafting.bring_back(questions)
             case UserNotice(text, severity, beside):
                 self.show_notice(text, severity, beside=beside)
-        if self.first_run is not None:
-            self.first_run.handle_update(event.update)
+        if self.opener.first_run is not None:
+            self.opener.first_run.handle_update(event.update)
         if self.panels.panel is not None:
             self.panels.panel.handle_update(event.update)
         self.chats.handle_update(event.update)
@@ -276,10 +250,7 @@ class ChatScreen(Screen[None]):
         answer the tail disappears, and a panel then kept showing its last step but one.
         """
         self.refresh()
-        panel = self.panels.panel
-        if panel is not None and panel.is_mounted:
-            for widget in panel.children:
-                widget.refresh()
+        self.panels.draw_again()
 
     def show_notice(self, text: str, severity: Severity = "information", *, beside: bool = False) -> None:
         """Show one line. A warning or error stays above the prompt until the next question; information passes.
@@ -317,48 +288,20 @@ class ChatScreen(Screen[None]):
         self._show_terminal_title()
 
     def _show_terminal_title(self) -> None:
-        """The title of a temporary chat stays within it."""
-        thread = self.controller.thread
-        title = one_line(thread.title) if thread.path and thread.memory is None else ""
         if isinstance(self.app, TerminalApp):
-            named = f"{title[:_LONGEST_TITLE]} – privatellm" if title else "privatellm"
-            self.app.show_terminal_title(named if self.controller.options.terminal_title else "")
+            wanted = self.controller.options.terminal_title
+            self.app.show_terminal_title(terminal_title(self.controller.thread) if wanted else "")
 
     def _show_title(self) -> None:
-        thread = self.controller.thread
-        title = one_line(thread.title) if thread.path else ""
-        if thread.memory is not None:
-            title = f"{TEMPORARY} · {title}" if title else TEMPORARY
-        self._show_placeholder()
-        shown = title, one_line(setup_line(thread, self.controller.options))
-        # Updating a line lays out the whole screen.
-        if shown != self._title:
-            self._title = shown
+        self.editing.show()
+        if self.query_one(Heading).show(self.controller.thread, self.controller.options):
             self._show_terminal_title()
-            for name, text in zip(("#title", "#setup"), shown, strict=True):
-                line = self.query_one(name, Static)
-                line.update(Content(text))
-                line.display = bool(text)
-            heading = self.query_one("#heading")
-            heading.display = any(shown)
-            heading.set_class(not shown[0], "-untitled")
-
-    def _show_placeholder(self) -> None:
-        temporary = self.controller.thread.memory is not None
-        self.prompt.set_class(temporary, "-temporary")
-        if self._editing is not None:
-            question = self._editing.role == "user"
-            self.prompt.border_title = f"Editing {'an earlier question' if question else 'an answer'}"
-            self.prompt.placeholder = f"Edit the {'question' if question else 'answer'}. Esc cancels."
-        else:
-            self.prompt.border_title = "◌ temporary" if temporary else ""
-            self.prompt.placeholder = "Ask something"
 
     # --- typing ---------------------------------------------------------------------------------------------------
 
     def _send(self, text: str, draft: str) -> None:
         try:
-            call = parse(text) if self._editing is None else None
+            call = parse(text) if self.editing.entry is None else None
         except UnknownCommand as unknown:
             self.show_notice(str(unknown), "warning")
             return
@@ -367,16 +310,16 @@ class ChatScreen(Screen[None]):
             self.prompt.done()
             self.run_command(call.command, call.argument)
             return
-        entry = self._editing
+        entry = self.editing.entry
         if entry is not None and entry.role == "assistant":
             self.prompt.done()
-            self._leave_editing()
+            self.editing.end()
             self.controller.edit(entry, text)
             return
         if entry is None and text.startswith("//"):
             text = text[1:]
         self.prompt.sent(text)
-        self._leave_editing()
+        self.editing.end()
         self._asking.ask(text, draft, entry)
 
     def _show_figures(self) -> None:
@@ -388,7 +331,7 @@ class ChatScreen(Screen[None]):
 
     @on(Prompt.Changed)
     def _draft_changed(self) -> None:
-        kept = self._editing.attachments if self._editing is not None else ()
+        kept = self.editing.entry.attachments if self.editing.entry is not None else ()
         self.drafting.changed()
         self.query_one(AttachmentLine).draft_changed(self.prompt.text, self.prompt.whole_text, kept)
 
@@ -437,15 +380,16 @@ class ChatScreen(Screen[None]):
         if command.action.startswith("app."):
             self.app.run_worker(self.app.run_action(command.action), exit_on_error=True)
             return
-        action = getattr(self, f"action_{command.action}")
+        owner, _, name = command.action.rpartition(".")
+        action = getattr(getattr(self, owner), name) if owner else getattr(self, f"action_{name}")
         if argument:
             action(argument)
         else:
             action()
 
     def action_stop(self) -> None:
-        if self._editing is not None:
-            self._leave_editing()
+        if self.editing.entry is not None:
+            self.editing.end()
         elif not self.controller.stop():
             self.notice.hide()
         self.prompt.focus()
@@ -466,33 +410,9 @@ class ChatScreen(Screen[None]):
         self.notice.hide()
         self.controller.regenerate()
 
-    def action_history(self, words: str = "") -> None:
-        """Offer earlier questions; with ``words`` none was found."""
-        if words:
-            self.show_notice(f"No earlier question has the words {words}.", "warning")
-        else:
-            self.prompt.fill(COMMAND)
-            self.prompt.focus()
-
     @on(Prompt.EditorWanted)
     def action_editor(self) -> None:
-        """Open the draft in the person's editor. An answer in progress waits until it is closed."""
-        from app.tui.terminal.editor import EditorProblem, edited
-
-        try:
-            text = edited(self.prompt.whole_text, self.app.suspend)
-        except EditorProblem as problem:
-            self.show_notice(str(problem), "warning")
-        else:
-            self.prompt.put_edited(text)
-        self.prompt.focus()
-
-    def action_edit_last(self) -> None:
-        questions = [entry for entry in self.controller.thread.path if entry.role == "user"]
-        if questions:
-            self._edit(questions[-1])
-        else:
-            self.show_notice("There is no question to edit yet.", "warning")
+        self.drafting.open_editor()
 
     def action_find(self, text: str = "") -> None:
         """Find ``text`` in the conversation, or what is typed then."""
@@ -517,11 +437,7 @@ class ChatScreen(Screen[None]):
         self.prompt.focus()
 
     def action_delete_last(self) -> None:
-        path = self.controller.thread.path
-        if path:
-            self.controller.deletions.message(path[-1])
-        else:
-            self.show_notice("There is no message to delete.", "warning")
+        self.controller.deletions.last_message()
 
     def action_undo(self) -> None:
         """Bring back what was deleted last."""
@@ -533,23 +449,6 @@ class ChatScreen(Screen[None]):
         self.controller.new_conversation(temporary=True)
         self.prompt.focus()
 
-    def action_copy_last(self) -> None:
-        answers = [entry for entry in self.controller.thread.path if entry.role == "assistant" and entry.content]
-        if answers:
-            self._copy(answers[-1].content, "The answer")
-        else:
-            self.show_notice("There is no answer to copy yet.", "warning")
-
-    def action_copy_code(self) -> None:
-        from app.tui.render.markdown import code_blocks
-
-        for entry in reversed(self.controller.thread.path):
-            blocks = code_blocks(entry.content)
-            if blocks:
-                self._copy(blocks[-1], "The code")
-                return
-        self.show_notice("There is no code block to copy.", "warning")
-
     @on(MessageView.Asked)
     def _on_asked(self, event: MessageView.Asked) -> None:
         event.stop()
@@ -557,12 +456,11 @@ class ChatScreen(Screen[None]):
         match event.what:
             case "copy":
                 view = self.transcript.view_of(entry)
-                thoughts = quoted(entry.thoughts.text) + "\n\n" if view is not None and view.thoughts_open else ""
-                self._copy(thoughts + entry.content, "The message")
+                self.copying.message(entry, with_thoughts=view is not None and view.thoughts_open)
             case "code":
-                self._copy_next_code(entry)
+                self.copying.next_code(entry)
             case "edit":
-                self._edit(entry)
+                self.editing.begin(entry)
             case "again":
                 self.controller.regenerate(entry)
                 self.prompt.focus()
@@ -579,81 +477,16 @@ class ChatScreen(Screen[None]):
             case _:
                 self.prompt.focus()
 
-    def _edit(self, entry: Entry) -> None:
-        self._editing = entry
-        self.drafting.begin_editing(entry.content)
-        self._show_placeholder()
-        self.prompt.focus()
-
-    def _leave_editing(self) -> None:
-        self._editing = None
-        self.drafting.end_editing()
-        self._show_placeholder()
-
-    def _copy_next_code(self, entry: Entry) -> None:
-        from app.tui.render.markdown import code_blocks
-
-        blocks = code_blocks(entry.content)
-        if not blocks:
-            self.show_notice("This message has no code block.", "warning")
-            return
-        index = self._code_copied.get(entry.key, -1) + 1
-        self._code_copied[entry.key] = index
-        number = f"Block {index % len(blocks) + 1} of {len(blocks)}" if len(blocks) > 1 else "The code"
-        self._copy(blocks[index % len(blocks)], number)
-
-    def _copy(self, text: str, what: str) -> None:
-        self.post_message(CopyRequested(text, what))
-
     # --- panels ---------------------------------------------------------------------------------------------------
 
     def action_timing(self) -> None:
         self.panels.toggle("timing")
 
     def action_beams(self, width: str = "") -> None:
-        if not width:
-            self.panels.toggle("beams")
-            return
-        number = int(width) if width.isdecimal() else 0
-        if not 1 <= number <= 16:
-            self.show_notice(f"The beam width must be a number from 1 to 16, not {one_line(width)}.", "warning")
-            return
-        self._apply_beams(number)
+        self.panels.beams(width)
 
     def action_close_panel(self) -> None:
         self.panels.close()
-
-    def _make_panel(self, kind: str) -> Panel:
-        if kind == "timing":
-            from app.tui.panels.timing_panel import TimingPanel
-
-            return TimingPanel(self.controller)
-        from app.tui.panels.beam_panel import BeamPanel
-
-        return BeamPanel(self.controller, self._apply_beams)
-
-    def _apply_beams(self, width: int) -> None:
-        """Use beams of this ``width`` in the shown chat and go back to typing."""
-        self.controller.setup.change({"beams": width})
-        if self.panels.covers:
-            self.panels.close()
-        else:
-            self.focus_prompt()
-        self.show_notice(f"This chat's next question uses {width} beam{'' if width == 1 else 's'}.")
-
-    # --- this chat's setup ----------------------------------------------------------------------------------------
-
-    def action_system(self, text: str = "") -> None:
-        self.setup.system(text)
-
-    def action_set_value(self, argument: str = "") -> None:
-        self.setup.set_value(argument)
-
-    def action_sampling(self, preset: str = "") -> None:
-        self.setup.sampling(preset)
-
-    def action_persona(self, name: str = "") -> None:
-        self.setup.persona(name)
 
     # --- screens --------------------------------------------------------------------------------------------------
 
@@ -667,95 +500,14 @@ class ChatScreen(Screen[None]):
     def on_chat_browser_left(self) -> None:
         self.focus_prompt()
 
-    def _open_chats_screen(self) -> None:
-        from app.tui.screens.chat_browser import ConversationChosen
-        from app.tui.screens.conversations import ConversationsScreen
-
-        def chosen(result: ConversationChosen | None) -> None:
-            if result is not None:
-                self.controller.open_conversation(result.conversation, result.message)
-            self.focus_prompt()
-
-        self.app.push_screen(ConversationsScreen(self.controller), chosen)
-
     def action_model(self, name: str = "") -> None:
-        def chosen(model: str | None) -> None:
-            if model is not None:
-                self._use_model(model)
-            self.focus_prompt()
-
-        if name:
-            chosen(name)
-            return
-        from app.tui.screens.models import ModelsScreen
-
-        self.app.push_screen(ModelsScreen(self.controller), chosen)
-
-    def _offer_models(self) -> None:
-        """Nothing is downloaded unasked: show what can be chosen."""
-        from app.chat.first_run import FirstRun
-        from app.tui.screens.first_run import FirstRunScreen
-
-        self.controller.link.may_fetch = False
-        self.first_run = FirstRun(self.controller)
-
-        def left(all_models: bool | None) -> None:
-            if all_models:
-                self.action_model()
-            self.focus_prompt()
-
-        self.app.push_screen(FirstRunScreen(self.first_run, self._machine), left)
-
-    def _use_model(self, model: str) -> None:
-        if model == self.controller.options.model and self.controller.is_saved("model"):
-            self.controller.load_again(fetch=True)
-            return
-        problem = self.controller.change_settings({"model": model})
-        if problem:
-            self.show_notice(problem, "error")
+        self.opener.model(name)
 
     def action_settings(self) -> None:
-        from app.tui.screens.settings import SettingsScreen
-
-        def left(problem: str | None) -> None:
-            if problem:
-                self.show_notice(problem, "error")
-            self.focus_prompt()
-
-        self.app.push_screen(SettingsScreen(self.controller, self._machine), left)
-
-    def action_status(self) -> None:
-        from app.chat.words import status_words
-        from app.tui.screens.dialogues import Tell
-
-        self.app.push_screen(Tell("Status", "\n".join(status_words(self.controller.status))))
-
-    def action_log(self) -> None:
-        from app.tui.screens.log import LogScreen
-
-        self.app.push_screen(LogScreen(), lambda result: self.focus_prompt())
-
-    def action_keys(self) -> None:
-        from app.tui.screens.keys import KeysScreen
-
-        self.app.push_screen(KeysScreen(), lambda result: self.focus_prompt())
+        self.opener.settings()
 
     def action_machines(self) -> None:
-        from app.tui.screens.machines import MachinesScreen
+        self.opener.machines()
 
-        self.app.push_screen(MachinesScreen(self.controller), lambda result: self.focus_prompt())
-
-    def action_rename(self, title: str = "") -> None:
-        self.conversations.rename(title)
-
-    def action_pin(self) -> None:
-        self.conversations.pin()
-
-    def action_archive(self) -> None:
-        self.conversations.archive()
-
-    def action_export(self, argument: str = "") -> None:
-        self.conversations.export(argument)
-
-    def action_import(self, file: str = "") -> None:
-        self.conversations.take_in(file)
+    def action_sampling(self, preset: str = "") -> None:
+        self.setup.sampling(preset)

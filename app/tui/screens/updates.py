@@ -1,0 +1,26 @@
+"""What the controller changed, on its way to the screens."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+from textual.message import Message
+
+from app.chat.state import Update
+
+
+class Updated(Message):
+    """The controller changed something."""
+
+    def __init__(self, update: Update) -> None:
+        super().__init__()
+        self.update = update
+
+
+@runtime_checkable
+class UpdatedScreen(Protocol):
+    """A screen above the chat that shows some of its state."""
+
+    def handle_update(self, update: Update) -> None:
+        """The controller changed something."""
+        ...
