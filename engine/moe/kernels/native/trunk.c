@@ -188,23 +188,42 @@ static void fill_input(walk *w, const float *x, const pllm_matrix *matrix) {
     if (!w->few) barrier(w);
 }
 
-static void project(walk *w, const pllm_matrix *matrix, float *y, int64_t y_stride) {
-    pllm_linear_part(&w->input, matrix, NULL, y, y_stride, 0, w->own.linear, w->thread, w->threads);
-}
-
-/* A thread's share of the rows of several matrices, taken as one. */
-static void project_all(walk *w, const pllm_matrix *const *matrices, float *const *y, int count, int64_t y_stride) {
-    int64_t blocks = 0, before = 0;
-    for (int i = 0; i < count; i++) blocks += divided_up(matrices[i]->rows, PANEL_ROWS);
-    const int64_t begin = blocks * w->thread / w->threads, end = blocks * (w->thread + 1) / w->threads;
-    for (int i = 0; i < count; i++) {
-        const int64_t own = divided_up(matrices[i]->rows, PANEL_ROWS);
+/* Blocks begin..end) of the rows of several matrices, counted as one. */
+static void project_blocks(walk *w, const pllm_matrix *const *matrices, float *const *y, int count, int64_t y_stride,
+                           int64_t begin, int64_t end) {
+    for (int64_t i = 0, before = 0, own; i < count; i++, before += own) {
+        own = divided_up(matrices[i]->rows, PANEL_ROWS);
         const int64_t first = MAX(begin - before, 0), last = MIN(end - before, own);
         if (first < last)
             pllm_linear_rows(&w->input, matrices[i], NULL, y[i], y_stride, 0, first * PANEL_ROWS,
                              MIN(last * PANEL_ROWS, matrices[i]->rows), w->own.linear);
-        before += own;
     }
+}
+
+static int64_t blocks_of(const pllm_matrix *const *matrices, int count) {
+    int64_t blocks = 0;
+    for (int i = 0; i < count; i++) blocks += divided_up(matrices[i]->rows, PANEL_ROWS);
+    return blocks;
+}
+
+/* A thread's share of the rows of several matrices, taken as one. */
+static void project_share(walk *w, const pllm_matrix *const *matrices, float *const *y, int count, int64_t y_stride) {
+    const int64_t blocks = blocks_of(matrices, count);
+    project_blocks(w, matrices, y, count, y_stride, blocks * w->thread / w->threads,
+                   blocks * (w->thread + 1) / w->threads);
+}
+
+/* The same directly after a barrier, before which nothing else is taken: of few tokens a thread that is held up, by
+   another program or by the memory, gets less. */
+static void project_all(walk *w, const pllm_matrix *const *matrices, float *const *y, int count, int64_t y_stride) {
+    if (!w->few) return project_share(w, matrices, y, count, y_stride);
+    const int64_t blocks = blocks_of(matrices, count);
+    for (int64_t first, run; (run = pllm_pool_take(w->job->pool, blocks, 0, &first));)
+        project_blocks(w, matrices, y, count, y_stride, first, first + run);
+}
+
+static void project(walk *w, const pllm_matrix *matrix, float *y, int64_t y_stride) {
+    project_all(w, &matrix, &y, 1, y_stride);
 }
 
 static void embed(walk *w) {
@@ -270,7 +289,7 @@ static int delta_layer(walk *w, int64_t index, int last) {
         }
         if (!count) continue;
         fill_input(w, w->normed, matrices[i]);
-        project_all(w, alike, y, count, job->projected);
+        project_share(w, alike, y, count, job->projected);
     }
     barrier(w);
     pllm_delta_heads(job, &w->own, index);
@@ -308,8 +327,10 @@ static int attend_layer(walk *w, int64_t index, int last) {
         qkv = job->qkv + (job->positions - 1) * job->projected;
         at += job->positions - 1;
         keep_last(w);
-        fill_input(w, normed, &layer->query);
-        project(w, &layer->query, (float *)qkv, job->projected);
+        float *const query = (float *)qkv;
+        const pllm_matrix *const matrix = &layer->query;
+        fill_input(w, normed, matrix);
+        project_share(w, &matrix, &query, 1, job->projected);
     }
     barrier(w);
     if (prompt || !wanted) {
