@@ -17,7 +17,9 @@ from engine.ipc.messages import Sampling
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("served")
     model = write_speaking_model(folder / MODEL)
-    with served(model, folder / "home", defaults=Defaults(Sampling(temperature=0.0)), names=["other"]) as running:
+    with served(
+        model, folder / "home", defaults=Defaults(Sampling(temperature=0.0, seed=1)), names=["other"]
+    ) as running:
         yield running
 
 

@@ -29,13 +29,14 @@ from engine.ipc.messages import Load
 
 MODEL = "speaking"
 TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}<tool_call></tool_call>{% endfor %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
 def write_speaking_model(folder: Path) -> Path:
-    """A tiny model with a token for each byte, and a chat template."""
+    """A tiny model with a token for each byte, and a chat template that takes tools."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     folder = write_tiny_model(folder, "mixtral", vocab_size=300)

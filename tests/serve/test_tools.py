@@ -1,0 +1,88 @@
+"""Calls of tools, as the clients of the three protocols read them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import anthropic
+import openai
+from served import MODEL
+
+SCHEMA: Any = {
+    "type": "object",
+    "properties": {"z": {"enum": ["UTC"]}},
+    "required": ["z"],
+    "additionalProperties": False,
+}
+ARGUMENTS = {"z": "UTC"}
+# At temperature 0 the untrained model would write spaces between the parts of the JSON to the end.
+QUESTION: Any = [{"role": "user", "content": "When?"}]
+FUNCTION: Any = {"type": "function", "function": {"name": "clock", "parameters": SCHEMA}}
+
+
+def test_a_chat_calls_a_tool_and_reads_its_result(client: openai.OpenAI) -> None:
+    asked: Any = {"model": MODEL, "tools": [FUNCTION], "max_tokens": 200, "temperature": 2.0}
+    forced: Any = {**asked, "messages": QUESTION, "tool_choice": "required"}
+    (choice,) = client.chat.completions.create(**forced).choices
+    assert choice.finish_reason == "tool_calls" and choice.message.tool_calls is not None
+    (call,) = choice.message.tool_calls
+    assert call.type == "function" and call.function.name == "clock" and call.id
+    assert json.loads(call.function.arguments) == ARGUMENTS
+    named: Any = {**forced, "tool_choice": {"type": "function", "function": {"name": "clock"}}}
+    with client.chat.completions.stream(**named) as stream:  # the client puts the call together from the pieces
+        final = stream.get_final_completion().choices[0]
+    assert final.finish_reason == "tool_calls" and final.message.tool_calls is not None
+    assert json.loads(final.message.tool_calls[0].function.arguments) == ARGUMENTS
+    result = {"role": "tool", "tool_call_id": call.id, "content": "noon"}
+    answer = client.chat.completions.create(
+        **{**asked, "max_tokens": 2}, messages=[*QUESTION, choice.message.model_dump(exclude_none=True), result]
+    )
+    assert answer.usage is not None and answer.usage.completion_tokens > 0
+
+
+def test_a_message_calls_a_tool(claude: anthropic.Anthropic) -> None:
+    asked: Any = {
+        "model": MODEL, "messages": QUESTION, "max_tokens": 200, "tool_choice": {"type": "tool", "name": "clock"},
+        "tools": [{"name": "clock", "input_schema": SCHEMA}], "extra_body": {"temperature": 2.0},
+    }  # fmt: skip
+    with claude.messages.stream(**asked) as stream:
+        streamed = stream.get_final_message()
+    for message in (claude.messages.create(**asked), streamed):
+        assert message.stop_reason == "tool_use"
+        (block,) = message.content
+        assert block.type == "tool_use" and (block.name, block.input) == ("clock", ARGUMENTS) and block.id
+
+
+def test_a_response_calls_a_tool(client: openai.OpenAI) -> None:
+    asked: Any = {
+        "model": MODEL, "input": "When?", "max_output_tokens": 200, "temperature": 2.0, "tool_choice": "required",
+        "tools": [{"type": "function", "name": "clock", "parameters": SCHEMA}],
+    }  # fmt: skip
+    with client.responses.stream(**asked) as stream:
+        kinds = [event.type for event in stream]
+        streamed = stream.get_final_response()
+    assert kinds.count("response.function_call_arguments.done") == 1
+    for response in (client.responses.create(**asked), streamed):
+        (item,) = response.output
+        assert item.type == "function_call" and item.name == "clock" and item.call_id
+        assert json.loads(item.arguments) == ARGUMENTS
+
+
+def test_an_answer_has_the_form_that_was_asked_for(client: openai.OpenAI) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
+    for count in (1, 2):
+        answer = client.chat.completions.create(
+            model=MODEL, messages=QUESTION, max_tokens=100, response_format=form, n=count, logprobs=True, top_logprobs=1
+        )
+        assert [json.loads(choice.message.content or "") for choice in answer.choices] == [ARGUMENTS] * count
+        assert all(choice.logprobs and choice.logprobs.content for choice in answer.choices)
+
+
+def test_text_is_continued_without_a_template(client: openai.OpenAI) -> None:
+    asked: Any = {"model": MODEL, "prompt": "abc", "max_tokens": 3, "logprobs": 1}
+    whole = client.completions.create(**asked)
+    assert whole.usage is not None and whole.usage.prompt_tokens == 3
+    assert whole.choices[0].logprobs is not None and len(whole.choices[0].logprobs.tokens or []) == 3
+    streamed = "".join(chunk.choices[0].text for chunk in client.completions.create(**asked, stream=True))
+    assert streamed == whole.choices[0].text
