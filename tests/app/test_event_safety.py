@@ -33,9 +33,9 @@ ACTS = [b"\x1b]0;", b"\x1b[777m", b"PWNED", b"\xc2\x9b", b"\xe2\x80\xae", b"\x1b
 """What of ``EVIL`` would act: none of it is anything that Textual writes."""
 SCREENS = {
     b"\x1bOQ": "Chats", b"\x1bOR": "Model", b"\x1bOS": "Beams", b"\x1b[15~": "Timing", b"\x1b[19~": "Machines",
-    b"\x13": "Settings", b"\x10": "Search",
+    b"\x13": "Settings", b"\x10": "earch",
 }  # fmt: skip
-"""What f2, f3, f4, f5, f8, ctrl+s and ctrl+p open."""
+"""What f2, f3, f4, f5, f8, ctrl+s and ctrl+p open. The cursor may stand on the first letter of a placeholder."""
 HOSTILE_CONFIG = json.dumps({"model_type": EVIL})
 
 
