@@ -180,7 +180,9 @@ async def test_a_question_is_sent_from_a_folder_that_is_gone(
         assert controller(app).thread.path[0].content == "explain @a.py"
 
 
-async def test_the_model_counts_the_tokens_when_the_typing_pauses(make_app: MakeApp, engine: FakeEngine) -> None:
+async def test_the_model_counts_the_tokens_when_the_typing_pauses(
+    make_app: MakeApp, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     counted: list[str] = []
 
     def count(text: str) -> int:
@@ -193,13 +195,20 @@ async def test_the_model_counts_the_tokens_when_the_typing_pauses(make_app: Make
         await ready(pilot, app)
         assert app.chat is not None
         status = controller(app).status
-        await pilot.press(*"explain @a.py")
+        pause = attaching.LOOK_S
+        monkeypatch.setattr(attaching, "LOOK_S", 3600.0)
+        await pilot.press(*"explain @a.p")
         assert not status.draft_counted
+        monkeypatch.setattr(attaching, "LOOK_S", pause)
+        await pilot.press("y")
         await wait_until(pilot, lambda: status.draft_counted and status.draft_tokens == 3000)
         assert "a.py 9 B 1,000 tokens" in str(app.chat.query_one(AttachmentLine).visual)
+        monkeypatch.setattr(attaching, "LOOK_S", 3600.0)
         await pilot.press("!")
         assert not status.draft_counted and status.draft_tokens == 4 + 3
+        monkeypatch.setattr(attaching, "LOOK_S", pause)
+        await pilot.press("!")
         # The text of a file is not sent to the engine again with each change of the draft.
         await wait_until(pilot, lambda: status.draft_counted)
-        assert counted[-3:] == ["explain @a.py", "print(1)\n", "explain @a.py!"]
+        assert counted[-3:] == ["explain @a.py", "print(1)\n", "explain @a.py!!"]
         assert status.draft_tokens == 3000
