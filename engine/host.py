@@ -1,6 +1,6 @@
 """The engine process: ``python -m engine.host`` reads requests from its stdin and writes events to its stdout.
 
-Other programs may attach by a Unix socket (:mod:`engine.ipc.connections`). The main thread only reads, so that
+Other programs may attach by a Unix socket (:mod:`engine.connections`). The main thread only reads, so that
 cancelling and the end of a program are noticed whatever the model does; one thread loads and generates, everybody in
 turn; another one fetches and prepares models, so that a chat goes on meanwhile. The process ends with the last program
 that uses it.
@@ -22,8 +22,8 @@ import msgspec
 
 from engine.cluster.parts import THE_PRODUCT, EngineParts
 from engine.cluster.transport.grpc_environment import ONLY_TLS_1_3
+from engine.connections import Connections
 from engine.errors import ErrorKind, ModelError
-from engine.ipc.connections import Connections
 from engine.ipc.event_writer import EventWriter
 from engine.ipc.messages import (
     AnyEvent,
