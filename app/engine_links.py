@@ -48,7 +48,7 @@ Unasked = Notice | NetworkState | WarmUp | RingChanged
 
 _READ_BYTES = 256 * 1024
 _HELLO_WAIT_S = 120.0
-_ATTACH_WAIT_S = 5.0
+_ATTACH_WAIT_S = 15.0
 _END_WAIT_S = 2.0
 _LOOK_S = 0.5
 

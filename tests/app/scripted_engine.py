@@ -115,7 +115,7 @@ def answer(request: Generate) -> None:
             os.close(1)
             time.sleep(60)
         case "wait":
-            emit(Piece(id=request.id, text="waiting", tokens=1))
+            emit(Piece(id=request.id, text="unended", tokens=1))
             if words == "wait:noted":
                 emit(Notice(text="the answer began"))
         case "notice":
@@ -238,7 +238,7 @@ def main(script: str) -> None:
                 case Cancel() if script == "stubborn":
                     continue
                 case Cancel():
-                    emit(finished(request.target, "waiting", "cancelled"))
+                    emit(finished(request.target, "unended", "cancelled"))
                 case Load() if script == "unloadable":
                     emit(Failed(id=request.id, error="The file is truncated.", kind="model"))
                 case Load():

@@ -318,10 +318,10 @@ def test_ctrl_c_keeps_the_answer_so_far(
     before = signal.getsignal(signal.SIGINT)
     _ctrl_c_at_the_first_piece(monkeypatch)
     assert run(["ask", "wait:"]) == 130
-    assert capsys.readouterr().out == "waiting\n"
+    assert capsys.readouterr().out == "unended\n"
     assert run(["ask", "--json", "wait:"]) == 130
     answer = json.loads(capsys.readouterr().out)
-    assert (answer["text"], answer["finish_reason"]) == ("waiting", "cancelled")
+    assert (answer["text"], answer["finish_reason"]) == ("unended", "cancelled")
     assert signal.getsignal(signal.SIGINT) is before
 
 
@@ -333,7 +333,7 @@ def test_ctrl_c_does_not_wait_for_ever(
     monkeypatch.setattr(engine_work, "_ORDERLY_END_WAIT_S", 0.05)
     _ctrl_c_at_the_first_piece(monkeypatch)
     assert run(["ask", "wait:"]) == 130
-    assert capsys.readouterr().out == "waiting\n"
+    assert capsys.readouterr().out == "unended\n"
     assert not psutil.Process().children()
 
 

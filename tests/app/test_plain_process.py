@@ -85,7 +85,7 @@ def test_on_a_terminal_nothing_is_drawn_over(opened: Open, tmp_path: Path, term:
     terminal.until_drawn("Model: hello there")
     terminal.type(b"wait:\n")
     terminal.until(
-        lambda: [message.content for message in messages(tmp_path)][3:] == ["waiting"], "the words of the answer"
+        lambda: [message.content for message in messages(tmp_path)][3:] == ["unended"], "the words of the answer"
     )
     terminal.type(b"\x03")
     terminal.until_drawn("Notice: Stopped.")
@@ -112,7 +112,7 @@ def test_it_ends_with_its_terminal_and_keeps_the_answer(opened: Open, tmp_path: 
     terminal.until_drawn("You: ")
     terminal.type(b"wait:\n")
     terminal.until(
-        lambda: [message.content for message in messages(tmp_path)][1:] == ["waiting"], "the words of the answer"
+        lambda: [message.content for message in messages(tmp_path)][1:] == ["unended"], "the words of the answer"
     )
     engines = terminal.engines
     if hang_up:
@@ -122,7 +122,7 @@ def test_it_ends_with_its_terminal_and_keeps_the_answer(opened: Open, tmp_path: 
     assert terminal.end() == (129 if hang_up else 143)
     _, alive = psutil.wait_procs(engines, timeout=WAIT_S)
     assert engines and all(engine.status() == psutil.STATUS_ZOMBIE for engine in alive)
-    assert (messages(tmp_path)[-1].state, messages(tmp_path)[-1].content) == ("stopped", "waiting")
+    assert (messages(tmp_path)[-1].state, messages(tmp_path)[-1].content) == ("stopped", "unended")
 
 
 def test_plain_is_no_flag_of_a_command(tmp_path: Path) -> None:

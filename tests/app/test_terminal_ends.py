@@ -41,7 +41,7 @@ def answering(terminal: Terminal) -> list[psutil.Process]:
     """Ask something whose answer does not end; the engines."""
     terminal.until_drawn("sk something")
     terminal.type(b"wait:\r")
-    terminal.until_drawn("waiting")
+    terminal.until_drawn("unended")
     return terminal.engines
 
 
@@ -68,7 +68,7 @@ def test_a_closed_terminal_ends_the_chat_and_keeps_the_answer(opened: Open, tmp_
     assert gone(engines)
     question, answer = messages(tmp_path)
     assert question.content == "wait:"
-    assert (answer.state, answer.content) == ("stopped", "waiting")
+    assert (answer.state, answer.content) == ("stopped", "unended")
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_a_signal_while_answering_gives_the_terminal_back(
     assert [code for code in GIVEN_BACK if code not in terminal.drawn[before:]] == []
     assert termios.tcgetattr(terminal.slave) == terminal.modes
     assert gone(engines)
-    assert (messages(tmp_path)[-1].state, messages(tmp_path)[-1].content) == ("stopped", "waiting")
+    assert (messages(tmp_path)[-1].state, messages(tmp_path)[-1].content) == ("stopped", "unended")
 
 
 @pytest.mark.parametrize("hang_up", [pytest.param(False, marks=pytest.mark.soak), True], ids=["SIGTERM", "closed"])
@@ -131,7 +131,7 @@ def test_a_terminal_that_takes_nothing_more_does_not_keep_the_process(opened: Op
     terminal.process.send_signal(signal.SIGTERM)
     assert terminal.end() == 143
     assert gone(engines)
-    assert messages(tmp_path)[-1].content == "waiting"
+    assert messages(tmp_path)[-1].content == "unended"
 
 
 def test_what_blocks_for_ever_is_ended_all_the_same() -> None:
