@@ -105,6 +105,8 @@ class CountRequest(msgspec.Struct, kw_only=True):
         for number, message in enumerate(self.messages):
             found += _messages(message, f"messages[{number}]")
         found = merged([message for message in found if message.role != "system" or message.content])
+        if not any(message.role != "system" for message in found):
+            raise Refused("The messages hold nothing to answer.", parameter="messages")
         config = self.output_config or OutputConfig()
         thinks = self.thinking.type != "disabled" if self.thinking is not None else defaults.thinking or False
         _, effort = thinking_of("high" if config.effort == "max" else config.effort, defaults)

@@ -78,8 +78,7 @@ class Application:
     async def _metrics(self, request: Request) -> ASGIApp:
         service = self._service
         service.watch()
-        queue = service.queue
-        text = service.metrics.text(waiting=queue.waiting, running=queue.running, loaded=service.ready)
+        text = service.metrics.text(waiting=service.waiting, running=service.running, loaded=service.ready)
         return Response(text, media_type="text/plain; version=0.0.4")
 
     async def _models(self, request: Request) -> ASGIApp:

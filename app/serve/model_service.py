@@ -1,4 +1,4 @@
-"""The served model: loaded once, asked by one client after the other, loaded again if the engine dies."""
+"""The served model: loaded once, asked for many clients, loaded again if the engine dies."""
 
 from __future__ import annotations
 
@@ -12,11 +12,27 @@ import msgspec
 from app.engine_client import Engine, EngineDied, ends
 from app.serve.metrics import Metrics
 from app.serve.refusals import Refused, refused_by_engine
-from app.serve.request_queue import RequestQueue
-from engine.ipc.messages import AnyEvent, Failed, Finished, Generate, Load, Loaded, ModelFacts, Notice, Progress, Watch
+from engine.ipc.messages import (
+    AnyEvent,
+    Failed,
+    Finished,
+    Generate,
+    Load,
+    Loaded,
+    ModelFacts,
+    Notice,
+    Piece,
+    Prefill,
+    Progress,
+    Watch,
+)
 
 WATCHED_S = 300.0
 """Seconds for which steps are measured after the figures were read: nobody pays for what nobody reads."""
+
+MOST_WAITING = 256
+"""Maximum number of requests that wait for the engine."""
+AnswerEvent = Prefill | Piece | Finished
 
 
 class LoadFailed(Exception):
@@ -24,7 +40,7 @@ class LoadFailed(Exception):
 
 
 class ModelService:
-    """Answers for many clients by one engine.
+    """Answers for many clients by one engine, in whose queue they take turns.
 
     ``load`` is what the engine is asked to load. ``names`` are further names under which clients may ask for the
     model. ``show`` is told how loading goes on, ``note`` what a person should know.
@@ -41,7 +57,10 @@ class ModelService:
     ) -> None:
         self.facts: ModelFacts | None = None
         self.started = int(time.time())
-        self.queue = RequestQueue()
+        self.waiting = 0
+        """Number of requests that the engine has not begun with."""
+        self.running = 0
+        """Number of requests that the engine answers."""
         self.metrics = Metrics()
         self._engine = engine
         self._load = load
@@ -116,13 +135,14 @@ class ModelService:
 
     # --- answers ----------------------------------------------------------------------------------------------------
 
-    async def answer(self, request: Generate, client: str) -> AsyncGenerator[AnyEvent, None]:
+    async def answer(self, request: Generate, client: str) -> AsyncGenerator[AnswerEvent, None]:
         """The events of ``request`` (whatever its id), Finished last. Closing it early cancels the answer.
 
         A slow reader does not keep the engine from others. Raises Refused.
         """
-        arrived: asyncio.Queue[AnyEvent | Refused] = asyncio.Queue()
-        pump = asyncio.create_task(self._pump(request, client, arrived), name="answer")
+        arrived: asyncio.Queue[AnswerEvent | Refused] = asyncio.Queue()
+        request = msgspec.structs.replace(request, client=client)
+        pump = asyncio.create_task(self._pump(request, arrived), name="answer")
         self._pumps.add(pump)
         try:
             while True:
@@ -146,23 +166,14 @@ class ModelService:
                     return event
         raise Refused("The engine ended the answer without a result.", 500)
 
-    async def _pump(self, request: Generate, client: str, arrived: asyncio.Queue[AnyEvent | Refused]) -> None:
-        began = time.monotonic()
+    async def _pump(self, request: Generate, arrived: asyncio.Queue[AnswerEvent | Refused]) -> None:
         try:
             if self._stopping:
                 raise Refused("The server is being stopped.", 503)
-            async with self.queue.turn(client):
-                self.metrics.waited(time.monotonic() - began)
-                await self.loaded()
-                await self._tell_whether_watched()
-                request = msgspec.structs.replace(request, id=self._engine.new_id())
-                async with aclosing(self._events(request)) as events:
-                    async for event in events:
-                        if isinstance(event, Failed):
-                            raise refused_by_engine(event)
-                        if isinstance(event, Finished):
-                            self.metrics.answered(event)
-                        arrived.put_nowait(event)
+            if self.waiting >= MOST_WAITING:
+                raise Refused(f"{MOST_WAITING} requests are waiting already: try again later.", 429, code="queue_full")
+            if not await self._ask(request, arrived):
+                await self._ask(request, arrived, again=True)
         except Refused as refused:
             arrived.put_nowait(refused)
         except (EngineDied, LoadFailed) as error:
@@ -171,6 +182,43 @@ class ModelService:
             self.metrics.cancelled()
             arrived.put_nowait(Refused("The server is being stopped.", 503))
             raise
+
+    async def _ask(
+        self, request: Generate, arrived: asyncio.Queue[AnswerEvent | Refused], *, again: bool = False
+    ) -> bool:
+        """Ask the engine. Returns False if it died while ``request`` waited: another request was the cause.
+
+        ``again``: whatever the cause, EngineDied is raised instead. Raises LoadFailed, Refused.
+        """
+        came, waits = time.monotonic(), True
+        self.waiting += 1
+        try:
+            await self.loaded()
+            await self._tell_whether_watched()
+            async with aclosing(self._events(request)) as events:
+                async for event in events:
+                    if isinstance(event, Failed):
+                        raise refused_by_engine(event)
+                    if not isinstance(event, AnswerEvent):
+                        continue
+                    if waits:
+                        waits = False
+                        self.waiting -= 1
+                        self.running += 1
+                        self.metrics.waited(time.monotonic() - came)
+                    if isinstance(event, Finished):
+                        self.metrics.answered(event)
+                    arrived.put_nowait(event)
+        except EngineDied:
+            if again or not waits:
+                raise
+            return False
+        finally:
+            if waits:
+                self.waiting -= 1
+            else:
+                self.running -= 1
+        return True
 
     def watch(self) -> None:
         """Measure where the time of answers goes, for as long as somebody reads the figures."""
@@ -183,7 +231,7 @@ class ModelService:
             self._watching = wanted
 
     async def _events(self, request: Generate) -> AsyncGenerator[AnyEvent, None]:
-        stream = self._engine.stream(request)
+        stream = self._engine.stream(msgspec.structs.replace(request, id=self._engine.new_id()))
         assert isinstance(stream, AsyncGenerator)
         async with aclosing(stream):
             async for event in stream:

@@ -12,10 +12,12 @@ Item = TypeVar("Item")
 
 
 class TurnQueue(Generic[Owner, Item]):
-    """While an owner's item waits, no other owner is served twice. Thread-safe."""
+    """While an owner's item waits, no other owner is served twice, what was just served included. Thread-safe."""
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[Owner, deque[Item]] = OrderedDict()
+        self._served: Owner | None = None
+        """The latest owner that was served."""
         self._changed = threading.Condition()
 
     def put(self, owner: Owner, item: Item) -> None:
@@ -28,12 +30,14 @@ class TurnQueue(Generic[Owner, Item]):
         """The next item. Waits for one."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting)
+            if self._served is not None and self._served in self._waiting:
+                # It asked again while it was served, perhaps before others came.
+                self._waiting.move_to_end(self._served)
             owner, items = next(iter(self._waiting.items()))
             item = items.popleft()
-            if items:
-                self._waiting.move_to_end(owner)
-            else:
+            if not items:
                 del self._waiting[owner]
+            self._served = owner
             return item
 
     def remove(self, owner: Owner, item: Item) -> bool:

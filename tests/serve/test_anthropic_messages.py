@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import anthropic
 import pytest
-from served import MODEL
+from eventually import eventually
+from served import MODEL, Served
 
 from app.serve.anthropic_messages import MessagesRequest
 from app.serve.asking import Defaults
@@ -109,3 +111,39 @@ def test_pieces_become_the_segments_of_the_whole_answer() -> None:
     for number in range(4):
         own = [change.what for change in changes if change.segment.number == number]
         assert own[0] == "began" and own[-1] == "ended" and own.count("ended") == 1
+
+
+def test_the_start_of_an_answer_that_had_to_wait_counts_its_prompt(claude: anthropic.Anthropic, server: Served) -> None:
+    counts: list[int] = []
+
+    def ask() -> None:
+        with claude.messages.stream(
+            model=MODEL, max_tokens=2, messages=[{"role": "user", "content": "ab"}], metadata={"user_id": "another"}
+        ) as stream:
+            for event in stream:
+                if event.type == "message_start":
+                    usage = event.message.usage
+                    counts.append(usage.input_tokens + (usage.cache_read_input_tokens or 0))
+
+    long = claude.messages.create(
+        model=MODEL,
+        max_tokens=450,
+        messages=[{"role": "user", "content": "ab"}],
+        stream=True,
+        stop_sequences=["\x00\x00\x00"],
+    )
+    next(iter(long))
+    waiting = threading.Thread(target=ask)
+    waiting.start()
+    eventually(lambda: server.service.waiting == 1 or bool(counts))
+    long.close()
+    waiting.join(60)
+    assert counts == [3 + len("user\nabassistant\n")]
+
+
+@pytest.mark.parametrize(
+    "content", [[], [{"type": "thinking", "thinking": "x", "signature": ""}]], ids=["no block", "thoughts only"]
+)
+def test_messages_without_text_are_refused(claude: anthropic.Anthropic, content: Any) -> None:
+    with pytest.raises(anthropic.BadRequestError, match="hold nothing to answer"):
+        claude.messages.create(model=MODEL, max_tokens=2, messages=[{"role": "user", "content": content}])

@@ -15,6 +15,7 @@ from eventually import eventually
 from served import MODEL, Served
 
 from app.engine_client import EngineClient
+from app.serve import model_service
 
 QUESTION: Any = [{"role": "user", "content": "ab"}]
 
@@ -100,7 +101,7 @@ def test_a_client_that_leaves_ends_its_answer(client: openai.OpenAI, server: Ser
     next(iter(stream))
     stream.close()
     eventually(lambda: server.service.metrics.answers.get("cancelled", 0) == before + 1)
-    eventually(lambda: server.service.queue.running == 0)
+    eventually(lambda: server.service.running == 0)
 
 
 def test_ten_at_once_are_answered(client: openai.OpenAI, server: Served) -> None:
@@ -116,7 +117,7 @@ def test_ten_at_once_are_answered(client: openai.OpenAI, server: Served) -> None
     for thread in threads:
         thread.join(60)
     assert len(said) == 10 and len(set(said)) == 1
-    assert server.service.queue.waiting == server.service.queue.running == 0
+    assert server.service.waiting == server.service.running == 0
 
 
 def test_models_health_and_metrics(client: openai.OpenAI, server: Served) -> None:
@@ -131,6 +132,39 @@ def test_models_health_and_metrics(client: openai.OpenAI, server: Served) -> Non
     assert server.service.metrics.measured_tokens > 0  # somebody has read the figures
     with pytest.raises(openai.NotFoundError, match="embeddings"):
         client.embeddings.create(model=MODEL, input="x")
+
+
+def test_too_many_that_wait_are_refused(client: openai.OpenAI, server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_service, "MOST_WAITING", 0)
+    with pytest.raises(openai.RateLimitError, match="waiting already"):
+        client.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=2)
+    assert server.service.waiting == 0
+
+
+def test_one_that_waits_outlives_the_engine(client: openai.OpenAI, server: Served) -> None:
+    engine = server.service._engine
+    assert isinstance(engine, EngineClient) and engine.pid is not None
+    stream = client.chat.completions.create(
+        model=MODEL, messages=QUESTION, max_tokens=450, stream=True, stop=["\x00\x00\x00\x00"]
+    )
+    next(iter(stream))
+    os.kill(engine.pid, signal.SIGSTOP)
+    assert server.service.running == 1
+    said: list[str | None] = []
+
+    def ask() -> None:
+        answer = client.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=2, user="another")
+        said.append(answer.choices[0].message.content)
+
+    waiting = threading.Thread(target=ask)
+    waiting.start()
+    eventually(lambda: server.service.waiting == 1)
+    os.kill(engine.pid, signal.SIGKILL)
+    with pytest.raises(openai.APIError, match="engine was killed"):
+        list(stream)
+    waiting.join(60)
+    assert len(said) == 1 and said[0]
+    assert server.service.waiting == server.service.running == 0
 
 
 def test_an_engine_that_dies_is_started_again(client: openai.OpenAI, server: Served) -> None:

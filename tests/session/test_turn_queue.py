@@ -52,6 +52,16 @@ def test_everybody_gets_a_turn(operations: list[tuple[str, int]]) -> None:
     assert sorted(queue.take() for _ in list(waiting)) == sorted(waiting)
 
 
+def test_one_that_asks_often_does_not_delay_anothers_first_question_by_two() -> None:
+    queue: TurnQueue[str, int] = TurnQueue()
+    queue.put("a", 0)
+    order = [queue.take()]
+    for item, owner in enumerate("aaabbc", 1):
+        queue.put(owner, item)
+    order += [queue.take() for _ in range(6)]
+    assert "".join("aaaabbc"[item] for item in order) == "abcabaa"
+
+
 def test_who_takes_waits_for_an_item() -> None:
     queue: TurnQueue[str, int] = TurnQueue()
     taken: list[int] = []
