@@ -296,9 +296,10 @@ class AnswerLoop:
             await self._saver.settle()
 
     async def _watch_engine(self) -> None:
-        """Notice an engine that dies between questions, and try again to save what could not be saved."""
+        """Notice an engine that dies between questions, and servers; try again to save what could not be saved."""
         waited = 0.0
         while True:
+            self._link.look_for_servers()
             await asyncio.sleep(self._watch_engine_s)
             idle = self._current is None and self._status.phase is Phase.READY
             if idle and not self._engine.running:

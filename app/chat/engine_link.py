@@ -12,9 +12,11 @@ from app.chat.state import Phase, Status
 from app.engine_client import Engine, EngineDied
 from app.network import NetworkClient, NetworkProblem
 from app.ring_words import away, away_lines
+from app.running_servers import running_servers, servers_folder
 from app.settings.fields import SettingError
 from app.settings.ring import open_network, ring_choice
 from app.settings.schema import Settings
+from app.text_safety import one_line
 from engine.ipc.messages import (
     AnyEvent,
     BeamEstimates,
@@ -354,6 +356,13 @@ class EngineLink:
             case Failed():
                 return event.error
         return None
+
+    def look_for_servers(self) -> None:
+        """Notice servers of other programs that began or ended: it takes some microseconds."""
+        found = tuple(one_line(server.url) for server in running_servers(servers_folder()))
+        if found != self.status.served_at:
+            self.status.served_at = found
+            self._on_status()
 
     def _warm_up(self, progress: WarmUp) -> None:
         self.status.warm_up = progress if progress.done < progress.total else None

@@ -126,6 +126,8 @@ class Status:
     """The engine's memory after loading or after the last answer."""
     slowest: str = ""
     """What a decoding step waits for longest, in words; empty while nothing is measured."""
+    served_at: tuple[str, ...] = ()
+    """Addresses at which `privatellm serve` answers other programs now, of whatever model."""
     probe_s: float | None = None
     """Seconds to the first token of the last answer after an idle time."""
 

@@ -86,6 +86,8 @@ def status_words(status: Status) -> list[str]:
         lines.append(f"Speed of the last answer: {rate(status.tokens_per_s)}{first}.")
     if status.beams > 1:
         lines.append(f"Beams: {status.beams}.")
+    if status.served_at:
+        lines.append(f"Other programs are answered at {', '.join(status.served_at)} (privatellm serve).")
     if status.waiting + status.queued:
         lines.append(f"Questions that wait: {status.waiting + status.queued}.")
     if status.unsaved:

@@ -20,10 +20,11 @@ from app.commands.engine_work import Interruption, run_with_engine, with_ring
 from app.commands.options import LoadFlags, Loading, load_from
 from app.commands.output import ProgressLine, WorkFailed, answer, notify
 from app.engine_client import EngineClient
+from app.running_servers import RunningServer, announced, running_servers, servers_folder
 from app.settings.schema import Settings
 from app.text_safety import one_line
 from engine.ipc.messages import Progress
-from engine.models.locations import ensure, locate
+from engine.models.locations import ensure
 
 if TYPE_CHECKING:
     from app.serve.asking import Defaults
@@ -88,7 +89,6 @@ async def _serve(
 ) -> int:
     from app.serve.application import Application
     from app.serve.model_service import LoadFailed, ModelService
-    from app.serve.running import RunningServer, announced
     from app.serve.server import HttpServer
 
     line = ProgressLine(quiet_elsewhere=True)
@@ -117,7 +117,7 @@ async def _serve(
         since=time.time(), tls=access.context is not None, key=bool(access.rules.key_hash), token=access.token,
     )  # fmt: skip
     interruption.ask_first(leave)
-    with _on_signals(leave), announced(locate("data"), here):
+    with _on_signals(leave), announced(servers_folder(), here):
         serving = asyncio.create_task(server.run_on(listener), name="http")
         notify(f"Serving {load.model} at {access.url} (ctrl-c ends it).")
         try:
@@ -228,9 +228,7 @@ def make_key() -> int:
 
 def show_status() -> int:
     """Print the servers that run here; the exit status is 1 if there is none."""
-    from app.serve.running import running_servers
-
-    servers = running_servers(locate("data"))
+    servers = running_servers(servers_folder())
     if not servers:
         raise WorkFailed("no `privatellm serve` is running here")
     for server in servers:

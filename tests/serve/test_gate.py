@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import socket
 
+import msgspec
 import pytest
 from starlette.datastructures import Headers
 
+from app.running_servers import RunningServer, announced, running_servers
 from app.serve.gate import FIGURES, KEYLESS, RequestGate, Rules, hash_of
 from app.serve.keys import kept_hash, new_key
 from app.serve.listening import ListenAddress, ListenProblem, listen, parse_address
 from app.serve.refusals import Refused
-from app.serve.running import RunningServer, announced, running_servers
 
 PATH = "/v1/models"
 
@@ -93,12 +94,16 @@ def test_addresses_that_cannot_be_used_are_said() -> None:
 
 
 def test_a_server_is_known_as_long_as_it_runs(tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.mktemp("data")
+    folder = tmp_path_factory.mktemp("data") / "servers"
+    assert running_servers(folder) == []
     here = RunningServer(
         pid=1, url="u", host="127.0.0.1", port=9, model="m", since=0.0, tls=False, key=False, token="t"
     )
-    (folder / "serve-8.json").write_bytes(b"{}")  # of one that was killed
-    with announced(folder, here):
-        assert running_servers(folder) == [here]
-        assert (folder / "serve-9.json").stat().st_mode & 0o077 == 0
-    assert running_servers(folder) == []
+    # Another address of this machine has a port 9 of its own.
+    there = msgspec.structs.replace(here, pid=2, host="192.0.2.1")
+    folder.mkdir()
+    (folder / "3-9.json").write_bytes(msgspec.json.encode(here))  # of one that was killed
+    with announced(folder, here), announced(folder, there):
+        assert running_servers(folder) == [here, there]
+        assert [file.stat().st_mode & 0o077 for file in folder.iterdir()] == [0, 0]
+    assert running_servers(folder) == [] == list(folder.iterdir())

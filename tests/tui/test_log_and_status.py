@@ -19,7 +19,9 @@ from app.chat.state import Phase, Status
 from app.chat.timing_words import slowest_layer_words, slowest_words, timing_words
 from app.chat.words import status_words
 from app.log_tail import log_path, read_tail
+from app.running_servers import RunningServer, announced, servers_folder
 from app.tui.application import ChatApp
+from app.tui.chat.status import StatusLine
 from app.tui.render.status_line import status_line
 from engine.ipc.messages import LayerTimes, MemoryUse, Timing
 
@@ -74,6 +76,25 @@ FULL = Status(
     phase=Phase.READY, facts=msgspec.structs.replace(FACTS, weights="Q4_K_M"), context_used=512, tokens_per_s=12.3,
     ttft_s=0.21, memory=MemoryUse(own=1_200_000_000, mapped=4_000_000_000), beams=4, unsaved="The disk is full.",
 )  # fmt: skip
+
+
+async def test_a_server_is_shown_while_it_runs(make_app: MakeApp) -> None:
+    app = make_app()
+    server = RunningServer(
+        pid=1, url="http://127.0.0.1:8777/v1", host="127.0.0.1", port=8777, model="m", since=0.0, tls=False, key=False,
+        token="t",
+    )  # fmt: skip
+
+    def line() -> str:
+        return status_line(controller(app).status, 120).plain
+
+    async with app.run_test(size=(120, 24)) as pilot:
+        await ready(pilot, app)
+        with announced(servers_folder(), server):
+            await wait_until(pilot, lambda: "serving :8777" in line())
+            assert "serving :8777" in app.screen.query_one(StatusLine).render().plain
+            assert "http://127.0.0.1:8777/v1" in " ".join(status_words(controller(app).status))
+        await wait_until(pilot, lambda: "serving" not in line())
 
 
 def test_the_status_is_told_in_sentences() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from textual.content import Content
 
@@ -129,6 +130,9 @@ def _figures(status: Status) -> list[StatusPart]:
     if first is not None and status.phase not in BUSY:
         took = latency(first)
         parts.append(_part(f"first token {took}", f"first {took}", shorten=(20, 30), style=_MUTED, right=True))
+    if status.served_at:
+        ports = ", ".join(dict.fromkeys(f":{urlsplit(url).port}" for url in status.served_at))
+        parts.append(_part(f"serving {ports}", "serving", shorten=(15, 32), style=_MUTED, right=True))
     if status.draft_tokens:
         about = "" if status.draft_counted else "~"
         draft = (f"draft {about}{status.draft_tokens:,}", f"{about}{_thousands(status.draft_tokens)}")
