@@ -146,7 +146,8 @@ class Connections(Generic[ClientT]):
         return connection
 
     def _accept(self) -> None:
-        assert self._listening is not None
+        if self._listening is None:
+            return  # a Load that was read just before ended the sharing
         try:
             peer, _ = self._listening[0].accept()
         except OSError:

@@ -167,7 +167,7 @@ def _network_folder() -> Path:
 
 def _access(flags: ServeFlags) -> tuple[ListenAddress, Rules, str]:
     """Where clients ask, what they need for it, and the token of `serve --status`. Raises WorkFailed."""
-    from app.serve.gate import Rules, hash_of
+    from app.serve.gate import Rules, hash_of, is_origin
     from app.serve.keys import KeyProblem, kept_hash
     from app.serve.listening import ListenProblem, parse_address
 
@@ -175,6 +175,12 @@ def _access(flags: ServeFlags) -> tuple[ListenAddress, Rules, str]:
         address = parse_address(flags.listen)
     except ListenProblem as problem:
         raise WorkFailed(str(problem).removesuffix("."), status=2) from problem
+    for origin in flags.origins:
+        if not is_origin(origin):
+            raise WorkFailed(
+                f"--allow-origin takes SCHEME://HOST or SCHEME://HOST:PORT in small letters, not {origin[:200]!r}",
+                status=2,
+            )
     key_hash = ""
     if flags.require_key or not address.is_loopback:
         try:
@@ -255,7 +261,7 @@ def _figures(host: str, port: int, token: str, *, tls: bool) -> dict[str, float]
     """The server's metrics without their labels; None if it does not answer."""
     import http.client
 
-    target = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    target = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     if tls:
         # It is a port of this machine, which was told to us by a file that is this person's alone.
         connection: http.client.HTTPConnection = http.client.HTTPSConnection(

@@ -315,11 +315,12 @@ def _block(segment: AnswerSegment) -> dict[str, object]:
 
 
 def _arguments(text: str) -> object:
-    """The arguments of a call; none of them where the answer's limit cut them off."""
+    """The arguments of a call as they were written; none of them where the answer's limit cut them off."""
     try:
-        return msgspec.json.decode(text)
+        msgspec.json.decode(text)
     except msgspec.DecodeError:
         return {}
+    return msgspec.Raw(text.encode())
 
 
 def _ended(answer: Sample) -> dict[str, object]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Annotated, Any, Literal, get_args
 
 import msgspec
@@ -17,6 +18,8 @@ Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Temperature = Annotated[float, msgspec.Meta(ge=0.0, le=2.0)]
 Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 
+MOST_STOPS = 64
+"""Maximum number of stop texts of one request."""
 _EFFORTS: Mapping[str, tuple[bool | None, str]] = {
     "none": (False, ""),
     "minimal": (None, "low"),
@@ -71,11 +74,11 @@ def text_of(content: Content, where: str) -> str:
 def merged(messages: list[Message]) -> list[Message]:
     """Neighbouring system messages as one: templates take one at the beginning."""
     found: list[Message] = []
-    for message in messages:
-        if found and found[-1].role == message.role == "system":
-            found[-1] = Message("system", f"{found[-1].content}\n\n{message.content}")
+    for role, group in groupby(messages, lambda message: message.role):
+        if role == "system":
+            found.append(Message("system", "\n\n".join(message.content for message in group)))
         else:
-            found.append(message)
+            found += group
     return found
 
 
@@ -89,8 +92,10 @@ def sampling_of(defaults: Defaults, given: Mapping[str, Any]) -> Sampling:
 
 
 def stops_of(stop: str | list[str] | None, where: str = "stop") -> list[str]:
-    """Raises Refused for an empty one."""
+    """Raises Refused for an empty one, and for more than each token of an answer can be compared with."""
     stops = [stop] if isinstance(stop, str) else list(stop or ())
+    if len(stops) > MOST_STOPS:
+        raise Refused(f"There are {len(stops):,} stop texts: give {MOST_STOPS} at most.", parameter=where)
     if "" in stops:
         raise Refused("A stop text cannot be empty: leave it out.", parameter=where)
     return stops

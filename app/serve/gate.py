@@ -64,11 +64,8 @@ class RequestGate:
             )
         origin = headers.get("origin")
         if origin is not None and origin not in self._rules.origins:
-            raise Refused(
-                f"Web pages may not ask here: start `privatellm serve` with --allow-origin {origin[:200]} if this "
-                "one may.",
-                403,
-            )
+            advice = f": start `privatellm serve` with --allow-origin {origin[:200]} if this one may"
+            raise Refused(f"Web pages may not ask here{advice if is_origin(origin) else ''}.", 403)
         if origin is None and headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
             raise Refused("Web pages may not ask here.", 403)
         if self._rules.key_hash and path != KEYLESS:
@@ -97,6 +94,20 @@ class RequestGate:
 def hash_of(key: str) -> str:
     """SHA-256 of ``key``. A key is random and long, so its hash cannot be reversed by trying."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def is_origin(text: str) -> bool:
+    """Whether ``text`` names one web page or desktop app as browsers do: ``SCHEME://HOST`` and perhaps a port.
+
+    ``null`` does not: it stands for any page in a sandbox.
+    """
+    try:
+        parts = urlsplit(text)
+    except ValueError:
+        return False
+    return (
+        bool(parts.scheme and parts.hostname) and text == f"{parts.scheme}://{parts.netloc}".lower() and "*" not in text
+    )
 
 
 def host_name(host: str) -> str:

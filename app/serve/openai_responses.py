@@ -137,13 +137,13 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
         if isinstance(self.input, str):
             return [*found, Message("user", self.input)]
         for number, item in enumerate(self.input):
-            found = _with_item(found, item, f"input[{number}]")
+            _add_item(found, item, f"input[{number}]")
         if not any(message.role != "system" for message in found):
             raise Refused("The input holds no message to answer.", parameter="input")
         return merged(found)
 
 
-def _with_item(messages: list[Message], item: InputItem, where: str) -> list[Message]:
+def _add_item(messages: list[Message], item: InputItem, where: str) -> None:
     """Raises Refused for an item of an unknown kind."""
     match item.type:
         case "message":
@@ -151,19 +151,17 @@ def _with_item(messages: list[Message], item: InputItem, where: str) -> list[Mes
             if role not in _KNOWN_ROLES:
                 raise Refused(f"The role {item.role[:50]!r} is unknown.", parameter=f"{where}.role")
             message = Message(role, text_of(item.content, f"{where}.content"))  # type: ignore[arg-type]
-            return [*messages, message]
+            messages.append(message)
         case "function_call":
             call = ToolCall(id=item.call_id, name=item.name, arguments=item.arguments)
-            if messages and messages[-1].role == "assistant":
-                last = messages[-1]
-                return [*messages[:-1], msgspec.structs.replace(last, tool_calls=[*last.tool_calls, call])]
-            return [*messages, Message("assistant", "", tool_calls=[call])]
+            if not messages or messages[-1].role != "assistant":
+                messages.append(Message("assistant", ""))
+            messages[-1].tool_calls.append(call)
         case "function_call_output":
             result = text_of(item.output, f"{where}.output")
-            return [*messages, Message("tool", result, tool_call_id=item.call_id)]
+            messages.append(Message("tool", result, tool_call_id=item.call_id))
         case "reasoning":
-            # Templates leave out the thoughts of earlier answers.
-            return messages
+            return  # templates leave out the thoughts of earlier answers
         case _:
             raise Refused(f"Items of the kind {item.type[:50]!r} are not read here.", parameter=f"{where}.type")
 

@@ -6,11 +6,12 @@ import threading
 from typing import Any
 
 import anthropic
+import msgspec
 import pytest
 from eventually import eventually
 from served import MODEL, Served
 
-from app.serve.anthropic_messages import MessagesRequest
+from app.serve.anthropic_messages import MessagesRequest, _block
 from app.serve.asking import Defaults
 from app.serve.bodies import decoded
 from app.serve.segments import AnswerSegments, segments_of
@@ -147,3 +148,16 @@ def test_the_start_of_an_answer_that_had_to_wait_counts_its_prompt(claude: anthr
 def test_messages_without_text_are_refused(claude: anthropic.Anthropic, content: Any) -> None:
     with pytest.raises(anthropic.BadRequestError, match="hold nothing to answer"):
         claude.messages.create(model=MODEL, max_tokens=2, messages=[{"role": "user", "content": content}])
+
+
+def test_a_call_keeps_its_numbers_as_they_were_written() -> None:
+    arguments = '{"id": 123456789012345678901234567890}'
+    (segment,) = segments_of(
+        Sample(
+            text="",
+            token_ids=[],
+            finish_reason="tool_calls",
+            tool_calls=[ToolCall(id="i", name="f", arguments=arguments)],
+        )
+    )
+    assert f'"input":{arguments}'.encode() in msgspec.json.encode(_block(segment))

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import socket
+from unittest.mock import AsyncMock
 
 import msgspec
 import pytest
 from starlette.datastructures import Headers
 
+from app.commands.options import LoadFlags
+from app.commands.output import WorkFailed
+from app.commands.serve import ServeFlags, serve
 from app.running_servers import RunningServer, announced, running_servers
-from app.serve.gate import FIGURES, KEYLESS, RequestGate, Rules, hash_of
+from app.serve.gate import FIGURES, KEYLESS, RequestGate, Rules, hash_of, is_origin
 from app.serve.keys import kept_hash, new_key
 from app.serve.listening import ListenAddress, ListenProblem, listen, parse_address
 from app.serve.refusals import Refused
@@ -51,6 +55,24 @@ def test_a_web_page_may_not_ask() -> None:
         assert refusal(rules, origin=origin) == 403
     for site, status in (("cross-site", 403), ("same-site", 403), ("none", 200), ("same-origin", 200)):
         assert refusal(rules, sec_fetch_site=site) == status
+
+
+@pytest.mark.parametrize(
+    ("origin", "one_page"),
+    [
+        ("https://notes.example", True), ("app://obsidian.md", True), ("http://localhost:3000", True),
+        ("http://[::1]:3000", True), ("null", False), ("*", False), ("https://*.example", False), ("file://", False),
+        ("https://notes.example/", False), ("https://Notes.example", False), ("http://[", False), ("", False),
+    ],
+)  # fmt: skip
+def test_an_origin_names_one_page(origin: str, one_page: bool) -> None:
+    assert is_origin(origin) is one_page
+    with pytest.raises(Refused) as refused:
+        RequestGate(AsyncMock(), Rules()).check(Headers({"host": "localhost", "origin": origin}), PATH)
+    assert ("--allow-origin" in str(refused.value)) is one_page
+    if not one_page:
+        with pytest.raises(WorkFailed, match="--allow-origin takes SCHEME"):
+            serve(ServeFlags(LoadFlags({}, ()), origins=[origin]))
 
 
 def test_the_key_is_needed_everywhere_but_for_health() -> None:

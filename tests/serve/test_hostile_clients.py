@@ -16,12 +16,13 @@ from served import MODEL, Served, raw
 from app.serve import bodies
 from app.serve import server as http_server
 from app.serve.anthropic_messages import MessagesRequest
-from app.serve.asking import Defaults
+from app.serve.asking import Defaults, merged
 from app.serve.bodies import decoded
 from app.serve.openai_chat import ChatRequest
 from app.serve.openai_completions import CompletionRequest
 from app.serve.openai_responses import ResponsesRequest
 from app.serve.refusals import Refused
+from engine.ipc.messages import Message
 
 KINDS = (ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest)
 QUESTION = {"messages": [{"role": "user", "content": "my secret"}], "max_tokens": 1}
@@ -155,3 +156,18 @@ def test_a_client_that_vanishes_in_the_middle_of_its_body_leaves_nothing(server:
         )
     assert status(post(server, msgspec.json.encode({**QUESTION, "model": MODEL}))) == 200
     assert not any("secret" in note for note in server.notes) and server.notes == []
+
+
+def test_more_stop_texts_than_can_be_compared_are_refused(server: Served) -> None:
+    said = post(server, json.dumps({**QUESTION, "stop": [str(number) for number in range(65)]}).encode())
+    assert status(said) == 400 and b"64 at most" in said
+
+
+def test_long_conversations_are_read_in_one_pass() -> None:
+    """Each of these took minutes when every item copied those before it."""
+    system = Message("system", "x" * 50)
+    assert len(merged([system] * 100_000)[0].content) == 100_000 * 52 - 2
+    call = b'{"type":"function_call","call_id":"1","name":"f","arguments":"{}"},'
+    body = b'{"input":[' + call * 100_000 + b'{"role":"user","content":"x"}]}'
+    messages = decoded(body, ResponsesRequest).generate(Defaults()).messages
+    assert messages is not None and [len(message.tool_calls) for message in messages] == [100_000, 0]

@@ -1,0 +1,71 @@
+"""Programs that come while the engine stops being shared."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from engine.connections import Connections
+from engine.ipc.event_writer import EventWriter
+from engine.ipc.messages import AnyEvent, AnyRequest, CountTokens, Load, pack
+from engine.models.engine_sockets import connect, engine_key, reachable_engines
+
+
+class Taking:
+    """Takes requests, and says when there is one more."""
+
+    def __init__(self) -> None:
+        self.taken: list[AnyRequest] = []
+        self.more = threading.Semaphore(0)
+
+    def attach(self, send: Callable[[AnyEvent], None]) -> int:
+        return 0
+
+    def detach(self, client: int) -> None:
+        """Nothing is kept of a client."""
+
+    def take(self, request: AnyRequest, client: int) -> None:
+        self.taken.append(request)
+        self.more.release()
+
+
+def test_who_comes_while_sharing_ends_disturbs_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path))
+
+    def end() -> None:
+        raise SystemExit
+
+    def on_bad_frame(writer: EventWriter, problem: str) -> None:
+        raise AssertionError(problem)
+
+    clients = Taking()
+    connections = Connections[int](clients, engine_key(), end, on_bad_frame)
+    (requests, asking), (reading, events) = os.pipe(), os.pipe()
+    connections.add_pipes(requests, events)
+    assert connections.share() == ""
+    # Both are seen at once: the request that ends the sharing, and a program that wants to attach.
+    unshared = Load(id=1, model="m", share=False)
+    os.write(asking, pack(unshared))
+    attaching = connect(reachable_engines()[0])
+    assert attaching is not None
+
+    def run() -> None:
+        with suppress(SystemExit):
+            connections.run()
+
+    running = threading.Thread(target=run)
+    running.start()
+    assert clients.more.acquire(timeout=60)
+    count = CountTokens(id=2, texts=["x"])
+    os.write(asking, pack(count))
+    assert clients.more.acquire(timeout=60), "the engine still reads"
+    assert clients.taken == [unshared, count] and reachable_engines() == []
+    os.close(asking)
+    running.join(60)
+    attaching.close()
+    os.close(reading)
