@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import stat
 import sys
@@ -9,11 +10,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+import psutil
 import pytest
-from screen_helpers import MakeApp, notice, ready, wait_until
+from fake_engine import FakeEngine
+from screen_helpers import MakeApp, controller, notice, ready, shown, wait_until
 
 from app.tui.terminal import editor
 from app.tui.terminal.editor import EditorProblem, edited, editor_command
+from tests.eventually import eventually
 
 LONG = "line\n" * 20
 UseEditor = Callable[[str], Path]
@@ -35,13 +39,13 @@ def use_editor(home: Path, monkeypatch: pytest.MonkeyPatch) -> UseEditor:
     return use
 
 
-def test_the_text_is_edited_in_a_private_file_that_is_removed(use_editor: UseEditor) -> None:
+async def test_the_text_is_edited_in_a_private_file_that_is_removed(use_editor: UseEditor) -> None:
     notes = use_editor(
         "notes.write_text(f'{path}\\n{path.stat().st_mode}\\n{path.parent.stat().st_mode}\\n{path.read_text()}')\n"
         "path.with_name('backup~').write_text('kept')\n"
         "path.write_text(path.read_text().upper() + '\\x1b[31mred\\r\\n\\n')\n"
     )
-    assert edited("grüße\nline", nullcontext) == "GRÜSSE\nLINE\nred"
+    assert await edited("grüße\nline", nullcontext) == "GRÜSSE\nLINE\nred"
     path, file_mode, folder_mode, text = notes.read_text().split("\n", 3)
     assert text == "grüße\nline\n"
     assert stat.S_IMODE(int(file_mode)) == 0o600 and stat.S_IMODE(int(folder_mode)) == 0o700
@@ -56,7 +60,7 @@ def test_the_text_is_edited_in_a_private_file_that_is_removed(use_editor: UseEdi
         ("path.unlink()", "could not be used: No such file"),
     ],
 )
-def test_what_goes_wrong_is_one_sentence_and_the_terminal_is_taken_back(
+async def test_what_goes_wrong_is_one_sentence_and_the_terminal_is_taken_back(
     use_editor: UseEditor, script: str, sentence: str
 ) -> None:
     use_editor(script)
@@ -69,7 +73,7 @@ def test_what_goes_wrong_is_one_sentence_and_the_terminal_is_taken_back(
         taken_back.append(True)
 
     with pytest.raises(EditorProblem, match=sentence):
-        edited("text", suspend)
+        await edited("text", suspend)
     assert taken_back
 
 
@@ -81,6 +85,55 @@ def test_without_an_editor_it_is_said_which_variable_to_set() -> None:
     with pytest.raises(EditorProblem, match="cannot be understood"):
         editor_command({"VISUAL": "vi '"})
     assert editor_command({"VISUAL": "sh -c", "EDITOR": "other"}) == ["sh", "-c"]
+
+
+async def test_answers_go_on_while_the_editor_is_open_and_no_question_is_lost(
+    make_app: MakeApp, engine: FakeEngine, use_editor: UseEditor, monkeypatch: pytest.MonkeyPatch, home: Path
+) -> None:
+    os.mkfifo(home / "close")
+    close = os.open(home / "close", os.O_RDWR)
+    notes = use_editor(
+        "import signal; signal.alarm(30); notes.write_text('open'); line = open(notes.with_name('close')).readline()\n"
+        "path.write_text(path.read_text() + line)\n"
+    )
+    engine.gate = asyncio.Event()
+    app = make_app()
+    async with app.run_test() as pilot:
+        await ready(pilot, app)
+        assert app.chat is not None
+        prompt = app.chat.prompt
+        monkeypatch.setattr(app, "suspend", nullcontext)
+        await pilot.press(*"go", "enter")
+        await wait_until(pilot, lambda: controller(app).thread.path and controller(app).thread.path[-1].content)
+        await pilot.press(*"queued", "enter", *"draft", "ctrl+x")
+        await wait_until(pilot, notes.exists)
+        engine.dies_at = 2
+        engine.gate.set()
+        await wait_until(pilot, lambda: not controller(app).busy)
+        assert prompt.text == "queued\n\ndraft"
+        engine.gate = None
+        controller(app).submit("again")
+        await wait_until(pilot, lambda: "Paris is the capital." in shown(app)[-1])
+        os.write(close, b"more\n")
+        await wait_until(pilot, lambda: prompt.text == "queued\n\ndraft\nmore")
+    os.close(close)
+
+
+async def test_an_editor_that_is_open_ends_with_the_application(use_editor: UseEditor) -> None:
+    notes = use_editor("import signal; notes.write_text(str(os.getpid())); signal.pause()")
+    taken_back = []
+
+    @contextmanager
+    def suspend() -> Iterator[None]:
+        yield
+        taken_back.append(True)
+
+    editing = asyncio.create_task(edited("text", suspend))
+    await asyncio.to_thread(eventually, lambda: notes.exists() and notes.read_text())
+    editing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await editing
+    assert not psutil.pid_exists(int(notes.read_text())) and not taken_back
 
 
 async def test_a_key_opens_the_draft_and_pastes_stay_folded(

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.eventually import eventually
@@ -102,3 +103,36 @@ def test_a_program_without_a_shell_is_not_suspended(tmux: Tmux) -> None:
     eventually(lambda: "There is no shell" in " ".join(tmux.screen.split()))
     tmux("send-keys", "a")
     eventually(lambda: "a" in tmux.screen.splitlines()[0])
+
+
+def test_nothing_is_drawn_over_the_editor_while_the_program_goes_on(tmux: Tmux, tmp_path: Path) -> None:
+    editor = tmp_path / "editor"
+    editor.write_text(
+        "#!/bin/sh\ntrap 'note=interrupted' INT\necho opened\n"
+        'until read line; do :; done\nprintf "$line $note" > $1\n'
+    )
+    editor.chmod(0o700)
+    tmux("respawn-pane", "-k", f"EDITOR={editor} {tmux.command}; echo status $?; read x")
+    eventually(lambda: "Type here" in tmux.screen)
+    tmux("send-keys", "a", "C-x")
+    eventually(lambda: "opened" in tmux.screen)
+
+    def drawn() -> int:
+        return int("0" + tmux.copies.read_text()) if tmux.copies.exists() else 0
+
+    before = drawn()
+    eventually(lambda: drawn() > before + 50)
+    assert "drawn" not in tmux.screen and "printed" not in tmux.screen
+    tmux("send-keys", "C-c")
+    eventually(lambda: "^C" in tmux.screen)
+    tmux("send-keys", "more", "Enter")
+    eventually(lambda: "drawn" in tmux.screen and "more interrupted" in tmux.screen)
+    assert "opened" not in tmux.screen
+    # A signal ends both.
+    tmux("send-keys", "C-x")
+    eventually(lambda: "opened" in tmux.screen)
+    [program] = psutil.Process(int(tmux("list-panes", "-F", "#{pane_pid}"))).children()
+    [editing] = program.children()
+    program.terminate()
+    eventually(lambda: "status 143" in tmux.screen)
+    assert not editing.is_running() and "Traceback" not in tmux.screen

@@ -26,6 +26,8 @@ class Drafting:
         self._set_aside: Draft | None = None
         self.being_read: Callable[[], Sequence[str]] = lambda: ()
         """Gives the questions that were sent and whose files are being read."""
+        self._brought: list[list[str]] | None = None
+        """What was put before the draft since the editor was opened; None: no editor is open."""
         prompt.earlier.source = self.questions
 
     def shown(self) -> None:
@@ -66,6 +68,8 @@ class Drafting:
         texts = [question.text for question in questions]
         if self._set_aside is None:
             self._prompt.put_before(texts)
+            if self._brought is not None:
+                self._brought.append(texts)
         else:
             self._set_aside = self._prompt.joined(texts, self._set_aside.text)
 
@@ -81,16 +85,23 @@ class Drafting:
         except StoreError:
             return []
 
-    def open_editor(self) -> None:
-        """Open the draft in the person's editor. The screen shows nothing new until it is closed."""
+    async def open_editor(self) -> None:
+        """Open the draft in the person's editor. Answers go on meanwhile, and are shown when it is closed."""
         from app.tui.terminal.editor import EditorProblem, edited
 
+        if self._brought is not None:
+            return
+        self._brought = []
         try:
-            text = edited(self._prompt.whole_text, self._prompt.app.suspend)
+            text = await edited(self._prompt.whole_text, self._prompt.app.suspend)
         except EditorProblem as problem:
             self._controller.notify(str(problem), "warning")
         else:
             self._prompt.put_edited(text)
+            for texts in self._brought:
+                self._prompt.put_before(texts)
+        finally:
+            self._brought = None
         self._prompt.focus()
 
     def history(self, words: str = "") -> None:

@@ -56,7 +56,7 @@ from app.tui.screens.chats_side import ChatsSide
 from app.tui.screens.conversation_commands import ConversationCommands
 from app.tui.screens.opener import ScreenOpener
 from app.tui.screens.updates import Updated, UpdatedScreen
-from app.tui.terminal.application import CopyRequested, TerminalApp
+from app.tui.terminal.application import EDITOR, CopyRequested, TerminalApp
 
 if TYPE_CHECKING:
     from app.tui.screens.chat_browser import ChatBrowser
@@ -412,7 +412,7 @@ class ChatScreen(Screen[None]):
 
     @on(Prompt.EditorWanted)
     def action_editor(self) -> None:
-        self.drafting.open_editor()
+        self.run_worker(self.drafting.open_editor(), group=EDITOR)
 
     def action_find(self, text: str = "") -> None:
         """Find ``text`` in the conversation, or what is typed then."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
 from textual import events, on, work
-from textual.app import App, SystemCommand
+from textual.app import App, SuspendNotSupported, SystemCommand
 from textual.driver import Driver
 from textual.filter import LineFilter
 from textual.message import Message
@@ -23,6 +24,9 @@ from app.tui.terminal.clipboard import Clipboard
 from app.tui.terminal.colours import legible
 from app.tui.terminal.driver import PATIENCE_S, TerminalDriver, end_at_last, ended_by_signals
 from app.tui.terminal.output import with_safe_lines
+
+EDITOR = "editor"
+"""Group of the workers that wait for an editor to which the terminal was given."""
 
 
 class CopyRequested(Message):
@@ -75,6 +79,24 @@ class TerminalApp(App[int]):
         yield SystemCommand("Theme", "Choose the colours", self.action_change_theme)
         yield SystemCommand("Suspend", "Go back to the shell; fg continues", self.action_suspend_process)
 
+    @contextmanager
+    def suspend(self) -> Iterator[None]:
+        """Inside, another program has the terminal, and nothing that this one draws or prints reaches it.
+
+        Raises SuspendNotSupported if there is no terminal to give away.
+        """
+        # Textual's would send to the terminal what is printed, and restores the streams in an order that holds only
+        # if the event loop does nothing else inside.
+        if self._driver is None or not self._driver.can_suspend:
+            raise SuspendNotSupported
+        self.app_suspend_signal.publish(self)
+        self._driver.suspend_application_mode()
+        with self._driver.no_automatic_restart():
+            yield
+        self._driver.resume_application_mode()
+        self.app_resume_signal.publish(self)
+        self.refresh(layout=True)
+
     def action_suspend_process(self) -> None:
         """Stop this job, so that the shell is there again; its ``fg`` continues."""
         if self._driver is None or not self._driver.can_suspend:
@@ -121,7 +143,15 @@ class TerminalApp(App[int]):
         try:
             await self.keep()
         finally:
+            await self._end_editor()
             self.exit(status)
+
+    async def _end_editor(self) -> None:
+        """End the editor that is open, so that it does not stay on the terminal without this program."""
+        open_ = [worker for worker in self.workers if worker.group == EDITOR]
+        for worker in open_:
+            worker.cancel()
+        await asyncio.gather(*(worker.wait() for worker in open_), return_exceptions=True)
 
     def copy_to_clipboard(self, text: str) -> None:
         """Copy what was selected with the mouse. Not all terminals pass text on to the clipboard by themselves."""

@@ -62,6 +62,7 @@ class TerminalDriver(LinuxDriver):
         """What the terminal sent last for each key, by the key's name."""
         self._title = ""
         self._title_before_stop = ""
+        self._given_away = False
 
     def run_input_thread(self) -> None:
         """Read until the application ends, or the terminal does."""
@@ -101,19 +102,34 @@ class TerminalDriver(LinuxDriver):
 
     def set_title(self, title: str) -> None:
         """Give the terminal's window ``title``. An empty one restores the title that it had before."""
+        if self._given_away:
+            self._title_before_stop = title
+            return
         if title:
             self.write(f"{'' if self._title else _KEEP_TITLE}\x1b]2;{one_line(title)}\x07")
         elif self._title:
             self.write(_OLD_TITLE)
         self._title = title
 
+    def write(self, data: str) -> None:
+        """Draw, unless another program has the terminal now."""
+        if not self._given_away:
+            super().write(data)
+
+    def suspend_application_mode(self) -> None:
+        """Give the terminal to another program. What is drawn from now on is dropped."""
+        super().suspend_application_mode()
+        self._given_away = True
+
     def start_application_mode(self) -> None:
+        self._given_away = False
         super().start_application_mode()  # type: ignore[no-untyped-call]
         self.set_title(self._title_before_stop)
 
     def stop_application_mode(self) -> None:
-        self._title_before_stop = self._title
-        self.set_title("")
+        if not self._given_away:
+            self._title_before_stop = self._title
+            self.set_title("")
         super().stop_application_mode()
 
     def restore_now(self) -> None:

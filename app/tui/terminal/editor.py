@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +20,8 @@ from textual.app import SuspendNotSupported
 from app.tui.terminal.keys import as_text
 
 _NAME = "draft.md"
+_PATIENCE_S = 2.0
+"""Seconds that the editor has to end by itself when the application ends."""
 
 
 class EditorProblem(Exception):
@@ -39,11 +42,12 @@ def editor_command(environment: Mapping[str, str] = os.environ) -> list[str]:
     return command
 
 
-def edited(text: str, suspend: Callable[[], AbstractContextManager[None]]) -> str:
-    """``text`` as the person leaves it in their editor. It blocks until the editor ends.
+async def edited(text: str, suspend: Callable[[], AbstractContextManager[None]]) -> str:
+    """``text`` as the person leaves it in their editor. The event loop runs on until the editor ends.
 
     ``suspend`` gives the terminal away and takes it back. The text is in a folder that only the person can read, which
-    is removed afterwards with all that the editor put there. Raises EditorProblem.
+    is removed afterwards with all that the editor put there. If this is cancelled, the editor is ended, and the
+    terminal is not taken back. Raises EditorProblem.
     """
     command = editor_command()
     try:
@@ -51,7 +55,7 @@ def edited(text: str, suspend: Callable[[], AbstractContextManager[None]]) -> st
             path = Path(folder) / _NAME
             path.touch(mode=0o600)
             path.write_text(text + "\n" if text else "", encoding="utf-8", errors="replace")
-            status = _run([*command, str(path)], suspend)
+            status = await _run([*command, str(path)], suspend)
             if status:
                 raise EditorProblem(f"The editor ended with status {status}, so the draft stays as it was.")
             return as_text(path.read_text(encoding="utf-8")).rstrip("\n")
@@ -63,19 +67,35 @@ def edited(text: str, suspend: Callable[[], AbstractContextManager[None]]) -> st
         raise EditorProblem(f"The editor could not be used: {error.strerror or error}.") from error
 
 
-def _run(command: list[str], suspend: Callable[[], AbstractContextManager[None]]) -> int:
+async def _run(command: list[str], suspend: Callable[[], AbstractContextManager[None]]) -> int:
     """Run ``command`` on the terminal; its exit status. Raises OSError, after the terminal was taken back."""
     problem: OSError | None = None
     status = 0
     with suspend(), _interrupts_ignored():
         try:
             screen = sys.__stdout__
-            status = subprocess.run(command, stdout=screen, stderr=screen, check=False).returncode
+            process = await asyncio.create_subprocess_exec(*command, stdout=screen, stderr=screen)
         except OSError as error:
             problem = error
+        else:
+            status = await _status(process)
     if problem is not None:
         raise problem
     return status
+
+
+async def _status(process: asyncio.subprocess.Process) -> int:
+    """The exit status of ``process``, which is ended if this is cancelled."""
+    try:
+        return await process.wait()
+    except asyncio.CancelledError:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+            try:
+                await asyncio.wait_for(process.wait(), _PATIENCE_S)
+            except TimeoutError:
+                process.kill()
+        raise
 
 
 @contextmanager
