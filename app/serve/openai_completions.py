@@ -92,6 +92,7 @@ class Completions:
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         """Server-sent events. Raises Refused."""
         found: list[Finished] = []
+        ends: dict[int, int] = {}
         for place, generate in enumerate(self._generates):
             first = place * self._choices
             async with aclosing(self._service.answer(generate, self._client)) as events:
@@ -101,9 +102,12 @@ class Completions:
                         for number, answer in enumerate(answers_of(event, self._choices), first):
                             text = answer.text if self._beams else ""
                             yield self._chunk(self._choice(number, text, [], finish_reason(answer)))
-                    elif isinstance(event, Piece) and not self._beams and (event.text or event.reasoning):
+                    elif isinstance(event, Piece) and not self._beams:
                         text = event.text if event.withdrawn else event.reasoning + event.text
-                        yield self._chunk(self._choice(first + event.sample, text, event.logprobs, None))
+                        number = first + event.sample
+                        if text or event.logprobs:
+                            yield self._chunk(self._choice(number, text, event.logprobs, None, ends.get(number, 0)))
+                        ends[number] = ends.get(number, 0) + sum(len(one.text) for one in event.logprobs)
         if self._with_usage:
             yield frame({**self._head(), "choices": [], "usage": summed(found)})
         yield DONE
@@ -112,8 +116,10 @@ class Completions:
         usage_yet: dict[str, object] = {"usage": None} if self._with_usage else {}
         return frame({**self._head(), "choices": [choice], **usage_yet})
 
-    def _choice(self, number: int, text: str, logprobs: list[TokenLogprob], reason: str | None) -> dict[str, object]:
-        found = logprobs_object(logprobs) if logprobs else None
+    def _choice(
+        self, number: int, text: str, logprobs: list[TokenLogprob], reason: str | None, begin: int = 0
+    ) -> dict[str, object]:
+        found = logprobs_object(logprobs, begin) if logprobs else None
         return {"text": text, "index": number, "logprobs": found, "finish_reason": reason}
 
     def _head(self) -> dict[str, object]:
@@ -125,8 +131,9 @@ def full_text(answer: Sample) -> str:
     return answer.reasoning + answer.text
 
 
-def logprobs_object(logprobs: list[TokenLogprob]) -> dict[str, object]:
-    offsets, end = [], 0
+def logprobs_object(logprobs: list[TokenLogprob], begin: int) -> dict[str, object]:
+    """``begin``: characters of the answer before the first of these tokens."""
+    offsets, end = [], begin
     for one in logprobs:
         offsets.append(end)
         end += len(one.text)

@@ -115,3 +115,27 @@ def test_completions_of_token_ids(client: openai.OpenAI) -> None:
     for wrong in ({"suffix": "x"}, {"echo": True}, {"best_of": 3}, {"prompt": [1, "x"]}, {"prompt": [999]}):
         with pytest.raises(openai.BadRequestError):
             client.completions.create(**{**asked, **wrong})
+
+
+def test_a_completion_and_its_stream_have_the_same_log_probabilities(client: openai.OpenAI) -> None:
+    asked: Any = {
+        "model": MODEL,
+        "prompt": ["abc", "x"],
+        "max_tokens": 24,
+        "logprobs": 1,
+        "n": 2,
+        "temperature": 1,
+        "seed": 5,
+    }
+    whole = client.completions.create(**asked)
+    tokens: dict[int, list[str]] = {}
+    offsets: dict[int, list[int]] = {}
+    for chunk in client.completions.create(**asked, stream=True):
+        for choice in chunk.choices:
+            found = choice.logprobs
+            tokens.setdefault(choice.index, []).extend((found and found.tokens) or [])
+            offsets.setdefault(choice.index, []).extend((found and found.text_offset) or [])
+    for choice in whole.choices:
+        assert choice.logprobs is not None
+        assert tokens[choice.index] == choice.logprobs.tokens and offsets[choice.index] == choice.logprobs.text_offset
+    assert len(tokens) == 4
