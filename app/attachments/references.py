@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from app.attachments.attachment import Attachment, AttachmentError, read_file
@@ -38,6 +38,10 @@ class Reference:
     path: str
 
 
+Stamp = tuple[int, int]
+"""A file's time of change in nanoseconds, and its size in bytes."""
+
+
 @dataclass(frozen=True)
 class Resolved:
     """What the references of a question name. ``problems``: a sentence for each file named that cannot be attached.
@@ -48,6 +52,12 @@ class Resolved:
     attachments: tuple[Attachment, ...] = ()
     problems: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
+    stamps: tuple[tuple[Path, Stamp | None], ...] = field(default=(), compare=False, repr=False)
+    """The files that were looked at, and what they were like."""
+
+    def is_current(self) -> bool:
+        """Are the files that were looked at as they were then? Files that a folder has got since do not count."""
+        return all(_stamp(path) == stamp for path, stamp in self.stamps)
 
 
 def references(text: str) -> Iterator[Reference]:
@@ -71,6 +81,7 @@ def resolve(text: str, folder: Path, kept: Sequence[Attachment] = ()) -> Resolve
     problems: list[str] = []
     left_out: list[str] = []
     below: dict[Path, list[str]] = {}
+    stamps: dict[Path, Stamp | None] = {}
     for reference in references(text):
         fitting = [old for old in kept if any(_fits(spelling, old.name) for spelling in _spellings(reference.path))]
         if fitting:
@@ -82,9 +93,12 @@ def resolve(text: str, folder: Path, kept: Sequence[Attachment] = ()) -> Resolve
                 f"@{spelling} names {len(paths):,} files; at most {MOST_FILES} can be attached to a question."
             )
             continue
+        if not paths:
+            stamps.update((folder / named, None) for named in _spellings(reference.path))
         for name, path in paths:
             if name in found:
                 continue
+            stamps[path] = _stamp(path)
             try:
                 found[name] = read_file(path, name)
             except AttachmentError as error:
@@ -94,7 +108,16 @@ def resolve(text: str, folder: Path, kept: Sequence[Attachment] = ()) -> Resolve
     total = sum(attachment.size for attachment in found.values())
     if total > MOST_BYTES:
         problems.append(f"The files are {byte_size(total)} together; at most {byte_size(MOST_BYTES)} can be attached.")
-    return Resolved(tuple(found.values()), tuple(problems), tuple(left_out))
+    return Resolved(tuple(found.values()), tuple(problems), tuple(left_out), tuple(stamps.items()))
+
+
+def _stamp(path: Path) -> Stamp | None:
+    """What the file at ``path`` is like now; None if there is none."""
+    try:
+        facts = path.expanduser().stat()
+    except (OSError, ValueError, RuntimeError):
+        return None
+    return facts.st_mtime_ns, facts.st_size
 
 
 def _names_many(path: str) -> bool:

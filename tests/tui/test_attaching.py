@@ -10,6 +10,7 @@ import pytest
 from chat_helpers import Chat, on_disk, running
 from fake_engine import FakeEngine
 from screen_helpers import MakeApp, controller, notice, ready, shown, wait_until
+from textual.events import AppBlur, AppFocus
 
 from app.attachments.attachment import Attachment
 from app.attachments.references import Resolved
@@ -89,6 +90,29 @@ async def test_a_file_is_announced_sent_folded_and_opened(make_app: MakeApp, eng
         await pilot.press("e", "!", "enter")
         await wait_until(pilot, lambda: len(engine.sent(Generate)) == 2 and not controller(app).busy)
         assert controller(app).thread.path[0].attachments == (Attachment("a.py", "print(1)\n"),)
+
+
+async def test_a_file_that_changes_before_it_is_sent_is_announced_as_it_is_now(
+    make_app: MakeApp, engine: FakeEngine, folder: Path
+) -> None:
+    engine.counts = len
+    app = make_app()
+    async with app.run_test() as pilot:
+        await ready(pilot, app)
+        assert app.chat is not None
+        line, prompt = app.chat.query_one(AttachmentLine), app.chat.prompt
+        await pilot.press(*"explain @a.py and @new.py")
+        await wait_until(pilot, lambda: "a.py 9 B 9 tokens" in str(line.visual))
+        (folder / "a.py").write_text("print(1, 2)\n")
+        # The terminal had not the focus.
+        app.post_message(AppBlur())
+        await wait_until(pilot, lambda: app.focused is None)
+        app.post_message(AppFocus())
+        await wait_until(pilot, lambda: "a.py 12 B 12 tokens" in str(line.visual))
+        (folder / "new.py").write_text("new\n")
+        await pilot.press("space")
+        await wait_until(pilot, lambda: "new.py 4 B 4 tokens" in str(line.visual))
+        assert controller(app).status.draft_tokens == len(prompt.text) + 12 + 4
 
 
 async def test_what_cannot_be_attached_is_said_and_the_question_stays(make_app: MakeApp, engine: FakeEngine) -> None:

@@ -38,6 +38,8 @@ class AttachmentLine(Static):
         self._timer: Timer | None = None
         self._draft = ""
         self._paths: tuple[str, ...] = ()
+        self._named: tuple[str, Sequence[Attachment]] = "", ()
+        """The draft with its pastes folded, and the files that are kept."""
         self._resolved = Resolved()
         self._counted: tuple[Resolved, str, list[int]] | None = None
         """The tokens of each file, with the files and the model that counted them."""
@@ -45,6 +47,7 @@ class AttachmentLine(Static):
     def draft_changed(self, draft: str, whole: str, kept: Sequence[Attachment] = ()) -> None:
         """Look at ``draft`` soon. ``whole`` is the same with its folded pastes; ``kept`` is as in ``resolve``."""
         self._draft = whole
+        self._named = draft, kept
         paths = tuple(reference.path for reference in references(draft))
         if self._timer is not None:
             self._timer.stop()
@@ -54,14 +57,21 @@ class AttachmentLine(Static):
             self._show(None)
         self._estimate()
         if whole.strip():
-            self._timer = self.set_timer(
-                LOOK_S, lambda: self.run_worker(self._look(draft, paths, kept), group="attachments", exclusive=True)
-            )
+            self._timer = self.set_timer(LOOK_S, self._look_in_background)
 
-    async def _look(self, draft: str, paths: tuple[str, ...], kept: Sequence[Attachment]) -> None:
-        """Read the files that the draft names, and have the tokens counted."""
+    def look_again(self) -> None:
+        """Look at the files of the draft now: another program may have changed them."""
+        if self._paths:
+            self._look_in_background()
+
+    def _look_in_background(self) -> None:
+        self.run_worker(self._look(*self._named), group="attachments", exclusive=True)
+
+    async def _look(self, draft: str, kept: Sequence[Attachment]) -> None:
+        """Read the files that the draft names if they are others than before, and have the tokens counted."""
         whole = self._draft
-        if paths != self._paths:
+        paths = tuple(reference.path for reference in references(draft))
+        if paths != self._paths or not await asyncio.to_thread(self._resolved.is_current):
             resolved = await asyncio.to_thread(resolve, draft, Path(), kept)
             if whole != self._draft:
                 return

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, ClassVar
 
-from textual import on
+from textual import events, on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Container, Horizontal, Vertical
@@ -335,6 +335,10 @@ class ChatScreen(Screen[None]):
         self.drafting.changed()
         self.query_one(AttachmentLine).draft_changed(self.prompt.text, self.prompt.whole_text, kept)
 
+    @on(events.DescendantFocus, "#prompt")
+    def _back_in_prompt(self) -> None:
+        self.query_one(AttachmentLine).look_again()
+
     @on(CompletionPopup.Picked)
     def _candidate_clicked(self, event: CompletionPopup.Picked) -> None:
         event.stop()
@@ -412,7 +416,11 @@ class ChatScreen(Screen[None]):
 
     @on(Prompt.EditorWanted)
     def action_editor(self) -> None:
-        self.run_worker(self.drafting.open_editor(), group=EDITOR)
+        self.run_worker(self._edit_draft(), group=EDITOR)
+
+    async def _edit_draft(self) -> None:
+        await self.drafting.open_editor()
+        self.query_one(AttachmentLine).look_again()
 
     def action_find(self, text: str = "") -> None:
         """Find ``text`` in the conversation, or what is typed then."""
