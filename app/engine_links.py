@@ -323,7 +323,6 @@ class Attached(Link):
     async def _attach(cls, found: socket.socket | None, on_unasked: Callable[[Unasked], None]) -> Attached | None:
         if found is None:
             return None
-        found.setblocking(False)
         try:
             events, requests = await asyncio.open_unix_connection(sock=found, limit=_READ_BYTES)
         except OSError:

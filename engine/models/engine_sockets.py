@@ -57,9 +57,11 @@ def reachable_engines() -> list[Path]:
 def connect(path: Path) -> socket.socket | None:
     """A connection with the engine at ``path``, or None if there is none any more; a socket that was left is removed.
 
-    An engine of another user is no engine.
+    An engine of another user is no engine, and neither is one that has stopped accepting programs.
     """
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    # Connecting would wait for an engine whose queue is full.
+    made.setblocking(False)
     try:
         with _address(path) as address:
             made.connect(address)

@@ -1,4 +1,4 @@
-"""Programs that come while the engine stops being shared."""
+"""Programs that attach to an engine that is not there for them: it stops being shared, or has stopped altogether."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from engine.connections import Connections
 from engine.ipc.event_writer import EventWriter
 from engine.ipc.messages import AnyEvent, AnyRequest, CountTokens, Load, pack
-from engine.models.engine_sockets import connect, engine_key, reachable_engines
+from engine.models.engine_sockets import connect, engine_key, listen, reachable_engines
 
 
 class Taking:
@@ -69,3 +69,14 @@ def test_who_comes_while_sharing_ends_disturbs_nobody(tmp_path: Path, monkeypatc
     running.join(60)
     attaching.close()
     os.close(reading)
+
+
+def test_an_engine_that_accepts_nobody_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path))
+    stopped, path = listen(engine_key())
+    stopped.listen(0)
+    attached = [connect(path) for _ in range(3)]
+    assert attached[0] is not None and attached[-1] is None and path.exists()
+    for each in (stopped, *attached):
+        if each is not None:
+            each.close()
