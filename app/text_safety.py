@@ -127,6 +127,8 @@ def one_line(text: str) -> str:
 
 
 STREAMED = frozenset((kind, field) for kind in (Piece, Finished, Beam, Sample) for field in ("text", "reasoning")) | {
+    (Finished, "stop_string"),
+    (Sample, "stop_string"),
     (ToolCall, "arguments"),
     (ToolCallPiece, "arguments"),
     (TokenLogprob, "text"),

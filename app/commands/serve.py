@@ -167,7 +167,7 @@ def _network_folder() -> Path:
 
 def _access(flags: ServeFlags) -> tuple[ListenAddress, Rules, str]:
     """Where clients ask, what they need for it, and the token of `serve --status`. Raises WorkFailed."""
-    from app.serve.gate import Rules, hash_of, is_origin
+    from app.serve.gate import Rules, hash_of, is_name, is_origin
     from app.serve.keys import KeyProblem, kept_hash
     from app.serve.listening import ListenProblem, parse_address
 
@@ -175,6 +175,12 @@ def _access(flags: ServeFlags) -> tuple[ListenAddress, Rules, str]:
         address = parse_address(flags.listen)
     except ListenProblem as problem:
         raise WorkFailed(str(problem).removesuffix("."), status=2) from problem
+    for name in flags.hosts:
+        if not is_name(name):
+            raise WorkFailed(
+                f"--allow-host takes a name of letters, digits, dots and hyphens, without a port, not {name[:200]!r}",
+                status=2,
+            )
     for origin in flags.origins:
         if not is_origin(origin):
             raise WorkFailed(
@@ -196,13 +202,13 @@ def _access(flags: ServeFlags) -> tuple[ListenAddress, Rules, str]:
 
 def _context(address: ListenAddress, hosts: Sequence[str]) -> ssl.SSLContext:
     """TLS by the certificate of this machine. Raises WorkFailed."""
-    from app.serve.gate import own_names
+    from app.serve.gate import is_name, own_names
     from discovery.errors import DiscoveryError
     from discovery.identity import load_identity
     from discovery.server_certificate import SERVER_CERTIFICATE, server_certificate, server_context
 
     folder = _network_folder()
-    names = {*own_names(), *hosts, "127.0.0.1", "::1"}
+    names = {*filter(is_name, own_names()), *hosts, "127.0.0.1", "::1"}
     if address.host not in ("0.0.0.0", "::"):
         names.add(address.host)
     try:

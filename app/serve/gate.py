@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
+import re
 import socket
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ KEYLESS = "/health"
 """The only path that needs no key: it says no more than that something is served."""
 
 FIGURES = "/metrics"
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,253}")
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,11 @@ def host_name(host: str) -> str:
         return (urlsplit(f"//{host}").hostname or "").rstrip(".")
     except ValueError:
         return ""
+
+
+def is_name(text: str) -> bool:
+    """Whether ``text`` can be the name of a machine in a request and a certificate."""
+    return _NAME.fullmatch(text) is not None
 
 
 def own_names() -> set[str]:

@@ -74,7 +74,8 @@ def test_what_is_safe_is_not_copied() -> None:
 
 def test_text_that_is_streamed_is_left_to_whoever_shows_it() -> None:
     finished = filled(Finished)
-    assert made_safe(finished).text == EVIL  # type: ignore[union-attr]
+    safe = made_safe(finished)
+    assert isinstance(safe, Finished) and safe.text == safe.stop_string == EVIL
     assert {kind for kind, _ in STREAMED} == {
         Piece, Finished, Beam, Sample, ToolCall, ToolCallPiece, TokenLogprob, LikelyToken,
     }  # fmt: skip

@@ -61,6 +61,8 @@ def test_it_serves_until_it_is_told_to_end(
         (["--listen", "0.0.0.0:0"], 1, "--new-key"),
         (["--require-key"], 1, "--new-key"),
         (["--listen", "x:99999"], 2, "65536"),
+        (["--tls", "--allow-host", "ä.example"], 2, "--allow-host takes"),
+        (["--allow-host", "proxy.example:443"], 2, "--allow-host takes"),
     ],
 )
 def test_what_cannot_be_served_is_said_in_one_sentence(
