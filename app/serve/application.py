@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from app.serve import anthropic_messages, openai_responses
 from app.serve.anthropic_messages import CountRequest, MessageAnswer, MessagesRequest
 from app.serve.asking import Defaults
-from app.serve.bodies import body_of
+from app.serve.bodies import HeldBodies, body_of
 from app.serve.gate import RequestGate, Rules
 from app.serve.model_service import ModelService
 from app.serve.openai_chat import ChatAnswers, ChatRequest
@@ -41,6 +41,7 @@ class Application:
         self._defaults = defaults
         self._note = note
         self._left_out: set[str] = set()
+        self.bodies = HeldBodies()
         self._paths: dict[str, tuple[str, Endpoint]] = {
             "/": ("GET", self._greeting),
             "/health": ("GET", self._health),
@@ -198,7 +199,8 @@ class Application:
                 await send(message)
 
             try:
-                await app(scope, receive, noting)
+                with self.bodies.request(scope):
+                    await app(scope, receive, noting)
             except Exception as error:
                 self._note(f"a request failed: {_place(error)}")
                 raise

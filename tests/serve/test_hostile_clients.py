@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from eventually import eventually
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from served import MODEL, Served, raw
@@ -99,6 +100,16 @@ def test_a_body_that_is_too_large_is_not_kept(server: Served, monkeypatch: pytes
     # One without end is cut off.
     endless = post(server, b"x" * 2_000_000, length=10**12)
     assert endless == b"" or status(endless) == 413
+
+
+def test_many_bodies_together_do_not_fill_the_memory(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    question = json.dumps(QUESTION).encode()
+    monkeypatch.setattr(bodies, "MOST_HELD", 2 * len(question))
+    with socket.create_connection(("127.0.0.1", server.port)) as slow:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {3 * len(question)}\r\n"
+        slow.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + b" " * (len(question) + 1))
+        eventually(lambda: status(post(server, question)) == 429)
+    eventually(lambda: status(post(server, question)) == 200)
 
 
 def test_a_body_that_never_ends_is_refused(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
