@@ -180,14 +180,19 @@ async def test_a_persona_is_saved_chosen_edited_deleted_and_brought_back(make_ap
         # A chat that has a persona keeps its values.
         assert controller(app).setup.options.temperature == 0.0
 
-        for _ in "rhym":
-            await pilot.press("backspace")
+        await pilot.press(*["backspace"] * 4, *"strict", "ctrl+e")
+        await wait_until(pilot, lambda: isinstance(app.screen, PersonaEditor))
+        app.screen.query_one("#persona-name", Input).value = "Reader"
+        await pilot.press("ctrl+s")
+        await wait_until(pilot, lambda: isinstance(app.screen, PersonasScreen))
+        assert controller(app).setup.values.persona == "Reader" and heading(app).startswith("Reader")
+        await pilot.press(*["backspace"] * 6)
         await pilot.press("d")
-        assert [persona.name for persona in open_personas().personas] == ["Bard", "Strict editor"]
+        assert [persona.name for persona in open_personas().personas] == ["Bard", "Reader"]
         await pilot.press("backspace", "ctrl+d")
-        assert [persona.name for persona in open_personas().personas] == ["Strict editor"]
+        assert [persona.name for persona in open_personas().personas] == ["Reader"]
         await pilot.press("ctrl+r")
-        assert {persona.name for persona in open_personas().personas} == {"Bard", "Strict editor"}
+        assert {persona.name for persona in open_personas().personas} == {"Bard", "Reader"}
         await pilot.press(*"bard", "enter")
         assert heading(app) == "Bard · system prompt"
         await command(pilot, app, "/persona none")

@@ -176,7 +176,15 @@ class PersonasScreen(Screen[Chosen | None]):
 
     def action_edit(self) -> None:
         if self._marked is not None:
-            self.app.push_screen(PersonaEditor(self._file, self._marked, self._marked.name), self._changed)
+            old = self._marked.name
+            self.app.push_screen(PersonaEditor(self._file, self._marked, old), lambda name: self._edited(old, name))
+
+    def _edited(self, old: str, name: str | None) -> None:
+        """The persona ``old`` is called ``name`` now; None: it was not changed."""
+        setup = self._controller.setup
+        if name is not None and setup.values.persona == old != name:
+            setup.call(name)
+        self._changed(name)
 
     def action_delete(self) -> None:
         persona, place = self._marked, self.query_one("#personas", OptionList).highlighted
