@@ -144,7 +144,9 @@ class ChatApp(TerminalApp):
             keys = f" ({command.key})" if command.key else ""
             yield SystemCommand(command.title, command.help + keys, lambda c=command: chat.run_command(c))
         yield SystemCommand("Theme", "Choose the colours", self.action_change_theme)
-        yield from screen_commands(screen, [command.action.rpartition(".")[2] for command in COMMANDS])
+        yield from screen_commands(
+            screen, ["cut_or_edit", *(command.action.rpartition(".")[2] for command in COMMANDS)]
+        )
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         return not getattr(self.screen, "takes_all_keys", False) if self.screen_stack else True

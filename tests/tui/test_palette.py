@@ -48,6 +48,8 @@ async def test_each_screen_offers_its_own_actions_and_runs_them(make_app: MakeAp
         await ask(pilot, app, "Hello")
         in_chat = offered(app)
         assert {command.title for command in COMMANDS} <= set(in_chat)
+        titles = [command.title for command in app.get_system_commands(app.screen)]
+        assert len(titles) == len(set(titles))
         assert "Look" not in in_chat and in_chat["Theme"]
         # A message has actions of its own while it has the focus.
         await pilot.press("shift+tab")
