@@ -53,6 +53,9 @@ async def test_typing_searches_wherever_one_is_and_enter_opens(make_app: MakeApp
         assert titles(app) == ["about lions, read daily"]
         await pilot.press("y", "v")
         assert browser.search_field.value == "read dyv" and titles(app) == []
+        await pilot.pause()
+        said = browser.query_one(".chats-problem")
+        assert said.display and said.region.y == browser.search_field.region.bottom
         await pilot.press("escape")
         assert browser.search_field.value == "" and len(titles(app)) == 2
         await pilot.click(ChatRows, offset=(10, 12))

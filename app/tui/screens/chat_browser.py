@@ -151,9 +151,10 @@ class ChatBrowser(Vertical):
             empty = "There are no archived chats." if self._archived else "There are no chats yet."
             self._show_problem("" if groups else "No chat matches." if words else empty)
         self.show_current()
-        if groups is not None:
-            place = self._place_of_marked(groups) if marked is None else marked
-            self.rows.show(groups, time.time(), place)
+        # Without rows the sentence that says so is right below the field.
+        self.rows.display = bool(groups)
+        place = self._place_of_marked(groups) if marked is None else marked
+        self.rows.show(groups, time.time(), place)
 
     def show_current(self) -> None:
         """Mark the conversation that is shown in the chat. Costs nothing if it is marked already."""
