@@ -89,6 +89,7 @@ class KeysScreen(Screen[None]):
 
     def _show(self) -> None:
         lines = [pressed_line(key, sent, all_actions()) for key, sent in self._pressed]
+        lines = lines or [Content.styled("No key was pressed yet.", _MUTED)]
         lines += [Content("")] * (_MOST_PRESSED - len(lines))
         typed = self.query_one(ActionList).typed
         lines.append(Content.assemble(("Search: ", _MUTED), (one_line(typed), "bold")) if typed else Content(""))
