@@ -371,7 +371,8 @@ def _shown(value: Value) -> str:
 
 
 def _placeholder(setting: Setting) -> str:
-    return "not set" if setting.optional else setting.allowed
+    # What is allowed for a list is longer than a field; the help below says it.
+    return "not set" if setting.optional or setting.kind == "items" else setting.allowed
 
 
 # --- drawing the prediction ----------------------------------------------------------------------------------------
