@@ -116,6 +116,15 @@ async def test_answers_go_on_while_the_editor_is_open_and_no_question_is_lost(
         await wait_until(pilot, lambda: "Paris is the capital." in shown(app)[-1])
         os.write(close, b"more\n")
         await wait_until(pilot, lambda: prompt.text == "queued\n\ndraft\nmore")
+        # A chat that is opened late has a draft of its own.
+        notes.unlink()
+        await pilot.press("ctrl+x")
+        await wait_until(pilot, notes.exists)
+        controller(app).new_conversation()
+        await wait_until(pilot, lambda: prompt.text == "")
+        prompt.fill("other")
+        os.write(close, b"end\n")
+        await wait_until(pilot, lambda: prompt.text == "queued\n\ndraft\nmore\nend\n\nother")
     os.close(close)
 
 

@@ -92,12 +92,18 @@ class Drafting:
         if self._brought is not None:
             return
         self._brought = []
+        thread, edits_message = self._controller.thread, self._set_aside is not None
         try:
             text = await edited(self._prompt.whole_text, self._prompt.app.suspend)
         except EditorProblem as problem:
             self._controller.notify(str(problem), "warning")
         else:
-            self._prompt.put_edited(text)
+            if thread is self._controller.thread and edits_message == (self._set_aside is not None):
+                self._prompt.put_edited(text)
+            else:
+                # Another draft is in the prompt than the one that was opened, such as that of a chat that took long
+                # to read.
+                self._prompt.put_before([text])
             for texts in self._brought:
                 self._prompt.put_before(texts)
         finally:
