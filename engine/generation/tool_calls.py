@@ -51,6 +51,8 @@ class ToolCallParser:
         self._space = ""
         """White space that is left out if a call follows."""
         self._in_call = False
+        self._tried = 0
+        """Characters of ``_held`` in which no end mark is the call's end."""
         self._begun = False
         """Whether there was text or a call."""
         self.calls: list[ToolCall] = []
@@ -99,7 +101,7 @@ class ToolCallParser:
             if mark in self._form.hidden:
                 self._held = self._held[at + len(mark) :]
             else:
-                self._held, self._in_call = self._held[at:], True
+                self._held, self._in_call, self._tried = self._held[at:], True, len(self._begin)
         return text
 
     def _spaced(self, text: str) -> str:
@@ -121,15 +123,14 @@ class ToolCallParser:
 
         The end mark may also be in an argument: then the call goes on. ``last``: no more text follows.
         """
-        form, start = self._form, len(self._begin)
-        ends = [form.end] if form.end else [self._begin] if self._begin else []
-        for end in ends:
-            at = self._held.find(end, start)
-            while at >= 0:
-                if self._take(self._held[start:at]):
-                    self._held = self._held[at + (len(end) if form.end else 0) :]
-                    return True
-                at = self._held.find(end, at + 1)
+        start, end = len(self._begin), self._form.end or self._begin
+        while end and (at := self._held.find(end, self._tried)) >= 0:
+            if self._take(self._held[start:at]):
+                self._held = self._held[at + len(self._form.end) :]
+                return True
+            # More text makes no call of what is none up to here. A model may repeat the mark for ever.
+            self._tried = at + 1
+        self._tried = max(self._tried, len(self._held) - len(end) + 1)
         if last and self._take(self._held[start:]):
             self._held = ""
             return True

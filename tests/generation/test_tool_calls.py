@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jsonschema
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from test_constraints import FORMS, VOCABULARY, drawn, encode, text_of
 
 from engine.errors import ModelError
+from engine.generation import tool_calls
 from engine.generation.answer_guide import AnswerGuide
 from engine.generation.reasoning import ReasoningParser
 from engine.generation.tool_calls import ID_LETTERS, ToolCallParser
@@ -192,3 +194,18 @@ def test_templates_take_what_openai_takes() -> None:
     calls = parser.push(SAID["hermes"]).calls
     found = rendered_calls(calls)
     assert [each["function"] for each in found] == [{"name": name, "arguments": given} for name, given in BOTH]
+
+
+def test_an_end_mark_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+
+    def counting(form: ToolFormat, body: str, texts: Mapping[str, Collection[str]]) -> list[object]:
+        tried.append(body)
+        return []
+
+    monkeypatch.setattr(tool_calls, "_called", counting)
+    form = next(each for each in tool_formats() if each.shape == "json" and each.begin and each.end)
+    parser = ToolCallParser(form, [Tool(name="f")])
+    written = form.begin + form.end * 50
+    said = "".join(parser.push(letter).text for letter in written) + parser.flush().text
+    assert len(tried) == 51 and said == written
