@@ -33,12 +33,15 @@ class IncrementalDecoder:
         self._window = list(context)
         self._settled = len(self._window)
         self._emitted = len(decode(self._window)) if context else 0
+        self._unfinished_for = 0
+        """Number of tokens since the text last ended with a whole character."""
 
     def push(self, token: int) -> str:
         """The whole characters that ``token`` completes, often none."""
         self._window.append(token)
         text = self._decode(self._window)
         if not text.endswith(REPLACEMENT):
+            self._unfinished_for = 0
             piece = text[self._emitted :]
             if piece:
                 # The tokens decoded here become the context of the next ones.
@@ -46,7 +49,8 @@ class IncrementalDecoder:
                 self._settled = len(self._window)
                 self._emitted = len(self._decode(self._window))
             return piece
-        if len(self._window) - self._settled < _PATIENCE:
+        self._unfinished_for += 1
+        if self._unfinished_for < _PATIENCE:
             return ""
         unfinished = min(_UNFINISHED, len(text) - len(text.rstrip(REPLACEMENT)))
         return self._take(text[: len(text) - unfinished])

@@ -93,6 +93,7 @@ WORDS = ["▁", "▁Hello", "▁world", "lo", "é", "▁the", *(f"<0x{byte:02X}>
 
 
 @given(st.lists(st.sampled_from(["▁", "▁Hello", "▁world", "lo", "é", "龘", "🙂", "ß", ""]), max_size=20))
+@example(["龘", "", "", "", "", "", "🙂"])
 @settings(deadline=None)
 def test_sentencepiece_with_byte_fallback(words: list[str]) -> None:
     tokens: list[int] = []
