@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 import zipfile
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from app.commands.root import run
 from app.conversations.database import SqliteStore
 from app.conversations.generation import Generation
 from app.conversations.importing import reading
-from app.conversations.importing.open_webui import without_thoughts
+from app.conversations.importing.open_webui import without_folded
 from app.conversations.importing.parts import ImportedConversation, ImportedNode, ImportProblem, moment, tree
 from app.conversations.importing.reading import FORMATS, read_conversations
 from app.conversations.opening import open_store
@@ -73,9 +74,13 @@ OPEN_WEBUI = {
         "models": ["qwen3"], "params": {"system": "You cook.", "temperature": 0.4, "seed": 11},
         "history": {"currentId": "b", "messages": {
             "q": {"id": "q", "parentId": None, "childrenIds": ["a", "b"], "role": "user", "content": "Soup?",
-                  "timestamp": 1710000001},
+                  "timestamp": 1710000001, "files": [
+                      {"type": "file", "name": "x", "file": {"filename": "pantry.txt", "data": {"content": "leeks"}}},
+                      {"type": "image", "url": "data:image/png;base64,"}]},
             "a": {"id": "a", "parentId": "q", "role": "assistant", "content": "Lentils.", "model": "qwen3",
-                  "timestamp": 1710000002, "done": True},
+                  "timestamp": 1710000002, "done": True, "output": [
+                      {"type": "reasoning", "duration": 2, "content": [{"type": "output_text", "text": "Cheap."}]},
+                      {"type": "message", "content": [{"type": "output_text", "text": "Lentils."}]}]},
             "b": {"id": "b", "parentId": "q", "role": "assistant", "model": "llama", "timestamp": 1710000003,
                   "content": '<details type="reasoning" done="true" duration="4">\n<summary>Thought for 4 seconds'
                              "</summary>\n&gt; hot &amp; cheap\n</details>\nOnions.",
@@ -109,6 +114,21 @@ def test_chatgpt_with_its_branches(tmp_path: Path) -> None:
     assert found.leaf == 2
 
 
+def test_chatgpts_marks_in_an_answer_become_what_it_shows(tmp_path: Path) -> None:
+    cited = "\ue200cite\ue202turn0search1\ue201"
+    answer = {
+        "author": {"role": "assistant"}, "content": {"content_type": "text", "parts": [
+            f"Rain {cited} in \ue200entity\ue202[\"place\",\"Paris\",\"city\"]\ue201,"
+            " \ue200url\ue202see\ue202https://e.org\ue201\ue200navlist\ue202x\ue201."]},
+        "metadata": {"content_references": [{"matched_text": cited, "alt": "([Site](https://s.org))"},
+                                            {"matched_text": " ", "alt": "never"}]},
+    }  # fmt: skip
+    thought = {**answer, "channel": "analysis"}
+    mapping = {"a": {"message": answer, "parent": None}, "b": {"message": thought, "parent": "a"}}
+    (found,) = read(tmp_path / "c.json", [{**CHATGPT, "mapping": mapping, "current_node": "a"}])
+    assert [m.content for m in found.messages] == ["Rain ([Site](https://s.org)) in Paris, [see](https://e.org)."]
+
+
 def test_claude(tmp_path: Path) -> None:
     (found,) = read(tmp_path / "conversations.json", [CLAUDE])
     assert (found.origin, found.title, found.created) == ("claude:u-1", "Rain", 1740823200.0)
@@ -126,8 +146,10 @@ def test_claude(tmp_path: Path) -> None:
 def test_open_webui(tmp_path: Path) -> None:
     (found,) = read(tmp_path / "chat-export.json", [OPEN_WEBUI])
     assert (found.origin, found.title, found.system, found.archived) == ("open-webui:w-1", "Soup", "You cook.", True)
-    first, second = found.messages[1:]
+    question, first, second = found.messages
+    assert question.attachments == (Attachment("pantry.txt", "leeks"),)
     assert (first.content, first.parent, first.generation) == ("Lentils.", 0, Generation(temperature=0.4, seed=11))
+    assert first.thoughts == Thoughts("Cheap.", seconds=2.0)
     assert (second.content, second.model, second.tokens, second.tokens_per_s) == ("Onions.", "llama", 9, 30.5)
     assert second.thoughts == Thoughts("hot & cheap", seconds=4.0)
     assert found.leaf == 2
@@ -162,28 +184,68 @@ def test_llm_up_to_0_31(tmp_path: Path) -> None:
     assert chat.created == moment("2024-05-01T10:00:00+00:00")
 
 
+def test_llm_puts_the_fragments_of_a_prompt_before_it(tmp_path: Path) -> None:
+    path = old_log(tmp_path / "logs.db")
+    with closing(sqlite3.connect(path)) as log:
+        log.executescript(
+            "CREATE TABLE fragments (id INTEGER PRIMARY KEY, content TEXT);"
+            'CREATE TABLE prompt_fragments (response_id TEXT, fragment_id INTEGER, "order" INTEGER);'
+            'CREATE TABLE system_fragments (response_id TEXT, fragment_id INTEGER, "order" INTEGER);'
+            "INSERT INTO fragments VALUES (1, 'one'), (2, 'two');"
+            "INSERT INTO prompt_fragments VALUES ('r0', 2, 0), ('r0', 1, 1);"
+            "INSERT INTO system_fragments VALUES ('r0', 1, 0);"
+        )
+    (chat,) = read_conversations(path).conversations
+    assert (chat.system, chat.messages[0].content) == ("one\n\nBe kind.", "two\none\nTea?")
+    assert chat.messages[2].content == "And milk?"
+
+
+def test_what_llm_logs_prints_as_json(tmp_path: Path) -> None:
+    def entry(number: int, chat: str | None, **values: Any) -> dict[str, Any]:
+        return {"id": f"r{number}", "model": "mini", "prompt": f"Q{number}", "system": "Be kind.", "response": "Yes.",
+                "options_json": {"seed": 3}, "reasoning": None, "conversation_id": chat, "conversation_name": "Tea",
+                "duration_ms": 500, "datetime_utc": f"2026-08-04T10:0{number}:00+00:00", "output_tokens": 5,
+                "prompt_fragments": [], **values}  # fmt: skip
+
+    path = tmp_path / "logs.json"
+    given = {"prompt_fragments": [{"content": "a file"}]}
+    entries = [entry(2, "k", **given, prompt="a file\nQ2"), entry(1, "k", **given), entry(3, None, reasoning="Hm.")]
+    path.write_text(json.dumps(entries))
+    found = read_conversations(path)
+    chat, alone = found.conversations
+    assert found.program == "llm" and (chat.origin, chat.title, chat.system) == ("llm:k", "Tea", "Be kind.")
+    # Older versions print the prompt without its fragments, newer ones with them.
+    assert [m.content for m in chat.messages] == ["a file\nQ1", "Yes.", "a file\nQ2", "Yes."]
+    answer = chat.messages[1]
+    assert (answer.generation.seed, answer.tokens, answer.tokens_per_s) == (3, 5, 10.0)
+    assert alone.origin == "llm:r3" and alone.messages[1].thoughts.text == "Hm."
+
+
 def test_llm_since_0_32(tmp_path: Path) -> None:
     path = tmp_path / "logs.db"
     with closing(sqlite3.connect(path)) as log:
         log.executescript(
             "CREATE TABLE messages (hash TEXT PRIMARY KEY, parent_hash TEXT, role TEXT);"
-            "CREATE TABLE parts (id INTEGER PRIMARY KEY, message_hash TEXT, position INTEGER, type TEXT, text TEXT);"
+            "CREATE TABLE parts (id INTEGER PRIMARY KEY, message_hash TEXT, position INTEGER, type TEXT, text TEXT,"
+            " payload TEXT);"
             "CREATE TABLE fragments (id INTEGER PRIMARY KEY, content TEXT);"
-            'CREATE TABLE part_fragments (part_id INTEGER, fragment_id INTEGER, "order" INTEGER);'
             "CREATE TABLE threads (id TEXT, name TEXT, tip_message_hash TEXT);"
             "CREATE TABLE turns (id TEXT, thread_id TEXT, tip_message_hash TEXT, model TEXT, resolved_model TEXT,"
             " options_json TEXT, input_tokens INTEGER, output_tokens INTEGER, duration_ms INTEGER, datetime_utc TEXT);"
             "INSERT INTO messages VALUES ('s', NULL, 'system'), ('q', 's', 'user'), ('a', 'q', 'assistant'),"
             " ('x', 'y', 'user'), ('y', 'x', 'assistant');"
-            "INSERT INTO parts VALUES (1, 's', 0, 'text', 'Be kind.'), (2, 'q', 0, 'text', NULL),"
-            " (3, 'a', 0, 'reasoning', 'Hm.'), (4, 'a', 1, 'text', 'Yes.'), (5, 'y', 0, 'text', 'round');"
-            "INSERT INTO fragments VALUES (1, 'Te'), (2, 'a?'); INSERT INTO part_fragments VALUES (2, 1, 0), (2, 2, 1);"
+            "INSERT INTO parts VALUES (1, 's', 0, 'text', 'Be kind.', NULL),"
+            " (2, 'q', 0, 'text', NULL,"
+            """ '{"text_ref": [{"fragment": 1}, {"literal": "\\nTea?"}, {"fragment": 9}]}'),"""
+            " (3, 'a', 0, 'reasoning', 'Hm.', NULL), (4, 'a', 1, 'text', 'Yes.', NULL),"
+            " (5, 'y', 0, 'text', 'round', NULL);"
+            "INSERT INTO fragments VALUES (1, 'a file');"
             "INSERT INTO threads VALUES ('k', 'Tea', 'a'), ('circle', '', 'y');"
             "INSERT INTO turns VALUES ('t', 'k', 'a', 'mini', '', '{}', 3, 4, 1000, '2026-08-04T10:00:00+00:00');"
         )
     chat, circle = read_conversations(path).conversations
     assert (chat.origin, chat.system, chat.model) == ("llm:k", "Be kind.", "mini")
-    assert [(m.content, m.model) for m in chat.messages] == [("Tea?", ""), ("Yes.", "mini")]
+    assert [(m.content, m.model) for m in chat.messages] == [("a file\nTea?", ""), ("Yes.", "mini")]
     assert chat.messages[1].thoughts.text == "Hm." and chat.messages[1].tokens == 4
     assert [m.content for m in circle.messages] == ["round"]
 
@@ -244,8 +306,12 @@ def test_what_is_no_export_is_refused_in_a_sentence(tmp_path: Path, content: byt
 def test_a_file_that_is_not_there_or_too_large_or_a_bomb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ImportProblem, match="cannot be read"):
         read_conversations(tmp_path / "none")
-    with pytest.raises(ImportProblem, match="cannot be read"):
+    with pytest.raises(ImportProblem, match="is no file"):
         read_conversations(tmp_path)
+    # Who opens it waits until somebody writes into it.
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ImportProblem, match="is no file"):
+        read_conversations(tmp_path / "pipe")
     bomb = tmp_path / "bomb.zip"
     with zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as file:
         for number in range(3):
@@ -338,10 +404,17 @@ def test_any_json_is_read_or_left(found: dict[str, Any]) -> None:
         ),
         ('a<details type="reasoning"><summary>S</summary>\n> x\n> y\n</details>b', "ab", "x\ny"),
         ('<details type="reasoning">bare</details>', "", "bare"),
+        (
+            '<details type="tool_calls" arguments="&quot;&quot;">\n<summary>Tool Executed</summary>\n</details>'
+            '\nIt rains.\n<details type="code_interpreter">x</details>\n<details>said</details>',
+            "It rains.\n\n<details>said</details>",
+            "",
+        ),
     ],
 )
 def test_thoughts_are_taken_out_of_answers(content: str, said: str, thoughts: str) -> None:
-    assert without_thoughts(content)[0] == said and without_thoughts(content)[1].text == thoughts
+    found, thought = without_folded(content)
+    assert (found, thought.text) == (said, thoughts)
 
 
 # --- our own export --------------------------------------------------------------------------------------------------
@@ -427,4 +500,4 @@ def test_chats_are_listed_exported_and_imported(
     assert "already exists" in capsys.readouterr().err
     assert run(["chats", "export", "99"]) == 1
     assert run(["chats", "import", str(tmp_path / "home")]) == 1
-    assert "cannot be read" in capsys.readouterr().err
+    assert "is no file" in capsys.readouterr().err

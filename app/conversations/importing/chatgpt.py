@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +20,10 @@ from app.conversations.importing.parts import (
     tree,
 )
 from app.conversations.records import NO_THOUGHTS, Thoughts
+
+_MARK = re.compile("\ue200([^\ue200\ue201]*)\ue201")
+"""Pattern of a mark in an answer: a kind and its values, which are parted by U+E202."""
+_LEFT = re.compile("[\ue200-\ue206]")
 
 
 def is_conversation(found: Mapping[str, Any]) -> bool:
@@ -52,10 +58,10 @@ def _node(found: Mapping[str, Any]) -> ImportedNode:
     if role == "assistant" and kind in ("thoughts", "reasoning_recap"):
         return ImportedNode(parent, None, _thoughts(content, metadata, kind))
     # What is sent to a tool, and hidden instructions, are no part of what was said.
-    hidden = metadata.get("is_visually_hidden_from_conversation") is True
+    hidden = metadata.get("is_visually_hidden_from_conversation") is True or message.get("channel") == "analysis"
     if role not in ("user", "assistant") or hidden or message.get("recipient") not in (None, "", "all"):
         return ImportedNode(parent, None)
-    said = _said(content)
+    said = _without_marks(_said(content), metadata)
     if not said.strip():
         return ImportedNode(parent, None)
     return ImportedNode(
@@ -78,6 +84,30 @@ def _said(content: Mapping[str, Any]) -> str:
         return f"```{'' if language == 'unknown' else language}\n{code}\n```" if code else ""
     if kind in ("text", "multimodal_text"):
         return "\n\n".join(filter(None, map(_part, rows(content.get("parts")))))
+    return ""
+
+
+def _without_marks(said: str, metadata: Mapping[str, Any]) -> str:
+    """``said`` with what the program shows in place of its marks: links of citations, names of people and places."""
+    if "\ue200" not in said:
+        return said
+    for reference in map(table, rows(metadata.get("content_references"))):
+        matched = text(reference.get("matched_text"))
+        if matched.startswith("\ue200"):
+            said = said.replace(matched, text(reference.get("alt")))
+    return _LEFT.sub("", _MARK.sub(_shown, said))
+
+
+def _shown(mark: re.Match[str]) -> str:
+    kind, *values = mark.group(1).split("\ue202")
+    if kind == "entity" and values:
+        try:
+            entity = rows(json.loads(values[0]))
+        except (ValueError, RecursionError):
+            return values[0]
+        return next((value for value in entity[1:2] if isinstance(value, str)), "")
+    if kind == "url" and len(values) > 1:
+        return f"[{values[0]}]({values[1]})"
     return ""
 
 

@@ -1,11 +1,11 @@
-"""The ``logs.db`` of the ``llm`` command: SQLite, with the tables of versions up to 0.31 (``responses``) and of later
-ones (``turns``)."""
+"""The log of the ``llm`` command: its ``logs.db``, with the tables of versions up to 0.31 (``responses``) and of later
+ones (``turns``), and what ``llm logs --json`` prints of it."""
 
 from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from app.conversations.importing.parts import (
     moment,
     name,
     number,
+    rows,
+    table,
     text,
     whole,
 )
@@ -69,20 +71,62 @@ def _guard(source: sqlite3.Connection) -> None:
 
 
 def _old(source: sqlite3.Connection) -> Iterator[tuple[str, ImportedConversation]]:
-    names = {str(row["id"]): row for row in source.execute("SELECT id, name, model FROM conversations")}
-    answers: dict[str, list[Row]] = {}
-    for row in source.execute("SELECT * FROM responses ORDER BY datetime_utc, id"):
-        facts = dict(row)
-        answers.setdefault(str(facts.get("conversation_id") or facts.get("id")), []).append(facts)
-    for key, rows in answers.items():
-        facts = dict(names[key]) if key in names else {}
-        messages = [message for row in rows[:MOST_MESSAGES] for message in _pair(row)]
-        yield key, _conversation(key, facts.get("name"), rows, messages, text(rows[0].get("system")))
+    names = {str(row["id"]): row["name"] for row in source.execute("SELECT id, name FROM conversations")}
+    answers: list[dict[str, Any]] = [
+        dict(row) for row in source.execute("SELECT * FROM responses ORDER BY datetime_utc, id")
+    ]
+    for kind in ("prompt_fragments", "system_fragments"):
+        given = _fragments(source, kind)
+        for row in answers:
+            row[kind] = given.get(row.get("id"), [])
+            row["conversation_name"] = names.get(str(row.get("conversation_id")))
+    return _by_conversation(answers)
+
+
+def _fragments(source: sqlite3.Connection, kind: str) -> dict[Any, list[Any]]:
+    """What ``-f`` or ``--sf`` gave to each response, in the form in which ``llm logs --json`` has it."""
+    found: dict[Any, list[Any]] = {}
+    if source.execute("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = ?", (kind,)).fetchone():
+        for response, content in source.execute(
+            f"SELECT p.response_id, f.content FROM {kind} p JOIN fragments f ON f.id = p.fragment_id"
+            ' ORDER BY p.response_id, p."order"'
+        ):
+            found.setdefault(response, []).append({"content": content})
+    return found
+
+
+def is_printed(entry: Mapping[str, Any]) -> bool:
+    """Whether ``entry`` is one of those that ``llm logs --json`` prints: a question with its answer."""
+    return {"prompt", "response", "conversation_id", "datetime_utc"} <= entry.keys()
+
+
+def printed_conversations(entries: Iterable[Row]) -> list[ImportedConversation]:
+    """The conversations of the entries that ``llm logs --json`` printed."""
+    ordered = sorted(entries, key=lambda entry: (text(entry.get("datetime_utc")), text(entry.get("id"))))
+    return [conversation for _, conversation in _by_conversation(ordered)]
+
+
+def _by_conversation(answers: Iterable[Row]) -> Iterator[tuple[str, ImportedConversation]]:
+    grouped: dict[str, list[Row]] = {}
+    for row in answers:
+        grouped.setdefault(str(row.get("conversation_id") or row.get("id") or ""), []).append(row)
+    for key, own in grouped.items():
+        messages = [message for row in own[:MOST_MESSAGES] for message in _pair(row)]
+        parts = (*_given(own[0], "system"), text(own[0].get("system")))
+        system = "\n\n".join(part.strip() for part in parts if part.strip())
+        yield key, _conversation(key, own[0].get("conversation_name"), own, messages, system)
+
+
+def _given(row: Row, kind: str) -> list[str]:
+    """The fragments of the prompt or the system prompt that are not already in it, as they are since 0.32."""
+    fragments = (text(table(fragment).get("content")) for fragment in rows(row.get(f"{kind}_fragments")))
+    return [fragment for fragment in fragments if fragment.strip() not in text(row.get(kind))]
 
 
 def _pair(row: Row) -> list[ImportedMessage]:
     asked = moment(row.get("datetime_utc"))
-    question = ImportedMessage("user", text(row.get("prompt")), created=asked)
+    said = "\n".join(filter(None, (*_given(row, "prompt"), text(row.get("prompt")))))
+    question = ImportedMessage("user", said, created=asked)
     answer = _answer(row, text(row.get("response")), Thoughts(text(row.get("reasoning"))))
     return [message for message in (question, answer) if message.content.strip() or message.thoughts.text]
 
@@ -102,22 +146,26 @@ def _answer(row: Row, said: str, thoughts: Thoughts) -> ImportedMessage:
 
 
 def _options(row: Row) -> Generation:
+    return generation_of({**_decoded(row.get("options_json")), "prompt_tokens": row.get("input_tokens")})
+
+
+def _decoded(value: object) -> Mapping[str, Any]:
+    """A JSON object, decoded or not; empty if ``value`` is neither."""
     try:
-        options = json.loads(row.get("options_json") or "{}")
-    except (ValueError, TypeError, RecursionError):
-        options = {}
-    return generation_of({**(options if isinstance(options, dict) else {}), "prompt_tokens": row.get("input_tokens")})
+        return table(json.loads(value) if isinstance(value, str) else value)
+    except (ValueError, RecursionError):
+        return {}
 
 
 def _conversation(
-    key: str, title: object, rows: list[Row], messages: list[ImportedMessage], system: str
+    key: str, title: object, own: list[Row], messages: list[ImportedMessage], system: str
 ) -> ImportedConversation:
-    times = [time for time in (moment(row.get("datetime_utc")) for row in rows) if time is not None]
+    times = [time for time in (moment(row.get("datetime_utc")) for row in own) if time is not None]
     return ImportedConversation(
         origin=f"llm:{name(key)}",
         title=name(title),
         system=system,
-        model=name(rows[-1].get("model")) if rows else "",
+        model=name(own[-1].get("model")) if own else "",
         created=min(times, default=None),
         updated=max(times, default=None),
         messages=chain(messages),
@@ -130,7 +178,7 @@ def _conversation(
 def _new(source: sqlite3.Connection) -> Iterator[tuple[str, ImportedConversation]]:
     records = {str(row["hash"]): dict(row) for row in source.execute("SELECT hash, parent_hash, role FROM messages")}
     parts: dict[str, list[Row]] = {}
-    for row in source.execute("SELECT id, message_hash, type, text FROM parts ORDER BY message_hash, position"):
+    for row in source.execute("SELECT message_hash, type, text, payload FROM parts ORDER BY message_hash, position"):
         parts.setdefault(str(row["message_hash"]), []).append(dict(row))
     turns: dict[str, list[Row]] = {}
     for row in source.execute("SELECT * FROM turns ORDER BY datetime_utc, id"):
@@ -168,21 +216,28 @@ def _path(records: Mapping[str, Row], tip: object) -> list[str]:
 
 
 def _texts(source: sqlite3.Connection, parts: list[Row]) -> tuple[str, str]:
-    """The text and the thoughts of a message. Text that was given as fragments is put together again."""
+    """The text and the thoughts of a message."""
     said, thought = [], []
     for part in parts:
         content = part.get("text")
-        if content is None and part.get("type") == "text":
-            content = "".join(
-                str(row[0])
-                for row in source.execute(
-                    "SELECT f.content FROM part_fragments p JOIN fragments f ON f.id = p.fragment_id"
-                    ' WHERE p.part_id = ? ORDER BY p."order"',
-                    (part.get("id"),),
-                )
-            )
+        if content is None:
+            content = _put_together(source, _decoded(part.get("payload")))
         if part.get("type") == "text":
             said.append(text(content))
         elif part.get("type") == "reasoning":
             thought.append(text(content))
     return "\n\n".join(filter(None, said)), "\n\n".join(filter(None, thought))
+
+
+def _put_together(source: sqlite3.Connection, payload: Mapping[str, Any]) -> str:
+    """The text of a part that is kept as a list of literal pieces and of fragments."""
+    pieces = []
+    for piece in map(table, rows(payload.get("text_ref"))):
+        if "literal" in piece:
+            pieces.append(text(piece["literal"]))
+        else:
+            found = source.execute(
+                "SELECT content FROM fragments WHERE id = ?", (whole(piece.get("fragment")),)
+            ).fetchone()
+            pieces.append(text(found[0]) if found else "")
+    return "".join(pieces)

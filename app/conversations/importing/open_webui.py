@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from app.attachments.attachment import Attachment
 from app.conversations.generation import Generation, generation_of
 from app.conversations.importing.parts import (
     ImportedConversation,
@@ -24,7 +25,7 @@ from app.conversations.importing.parts import (
 )
 from app.conversations.records import NO_THOUGHTS, Thoughts
 
-_OPENING, _CLOSING = '<details type="reasoning"', "</details>"
+_OPENING, _CLOSING = re.compile('<details type="(reasoning|tool_calls|code_interpreter)"'), "</details>"
 _DURATION = re.compile(r'duration="(\d{1,6})')
 
 
@@ -77,8 +78,13 @@ def _message(record: Mapping[str, Any], model: str, generation: Generation) -> I
         return None
     content = text(record.get("content"))
     if role == "user":
-        return ImportedMessage("user", content, created=moment(record.get("timestamp"))) if content.strip() else None
-    said, thoughts = without_thoughts(content)
+        files = _attached(record)
+        created = moment(record.get("timestamp"))
+        return (
+            ImportedMessage("user", content, created=created, attachments=files) if content.strip() or files else None
+        )
+    said, thoughts = without_folded(content)
+    thoughts = thoughts if thoughts.text else _thoughts_beside(record)
     failed = bool(record.get("error"))
     if not said.strip() and not thoughts.text and not failed:
         return None
@@ -96,25 +102,48 @@ def _message(record: Mapping[str, Any], model: str, generation: Generation) -> I
     )
 
 
-def without_thoughts(content: str) -> tuple[str, Thoughts]:
-    """An answer without the thoughts folded in it, and those thoughts."""
+def _attached(record: Mapping[str, Any]) -> tuple[Attachment, ...]:
+    """The files of a question whose text is in the export."""
+    made = []
+    for entry in map(table, rows(record.get("files"))):
+        file = table(entry.get("file"))
+        content = text(table(file.get("data")).get("content"))
+        if content:
+            made.append(Attachment(name(file.get("filename")) or name(entry.get("name")) or "attachment", content))
+    return tuple(made)
+
+
+def without_folded(content: str) -> tuple[str, Thoughts]:
+    """An answer without what is folded in it, the thoughts and the uses of tools, and those thoughts."""
     said: list[str] = []
     thoughts: list[str] = []
     seconds, place = 0.0, 0
-    while (start := content.find(_OPENING, place)) >= 0:
-        end = content.find(_CLOSING, start)
+    while (opening := _OPENING.search(content, place)) is not None:
+        end = content.find(_CLOSING, opening.end())
         if end < 0:
             break
-        said.append(content[place:start])
-        tag, _, inside = content[start:end].partition(">")
-        duration = _DURATION.search(tag)
-        seconds += float(duration.group(1)) if duration else 0.0
-        thoughts.append(_unfolded(inside))
+        said.append(content[place : opening.start()])
         place = end + len(_CLOSING)
-    if not thoughts:
+        if opening.group(1) == "reasoning":
+            tag, _, inside = content[opening.start() : end].partition(">")
+            duration = _DURATION.search(tag)
+            seconds += float(duration.group(1)) if duration else 0.0
+            thoughts.append(_unfolded(inside))
+    if not said:
         return content, NO_THOUGHTS
     said.append(content[place:])
     return "".join(said).strip("\n"), Thoughts(text("\n\n".join(filter(None, thoughts))), seconds=seconds)
+
+
+def _thoughts_beside(record: Mapping[str, Any]) -> Thoughts:
+    """The thoughts of an answer that is kept as a list of outputs beside its text."""
+    thoughts, seconds = [], 0.0
+    for output in map(table, rows(record.get("output"))):
+        if output.get("type") == "reasoning":
+            parts = (*rows(output.get("content")), *rows(output.get("summary")))
+            thoughts += [text(table(part).get("text")) for part in parts]
+            seconds += number(output.get("duration"))
+    return Thoughts("\n\n".join(filter(None, thoughts)), seconds=seconds)
 
 
 def _unfolded(inside: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import stat
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,6 +53,9 @@ class ReadFile:
 def read_conversations(path: Path) -> ReadFile:
     """The conversations in the file at ``path``. Raises ImportProblem."""
     try:
+        # A pipe or a device is not opened at all: that could wait for ever.
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise ImportProblem(f"{one_line(str(path))} is no file. Name the exported file itself.")
         with path.open("rb") as file:
             start = file.read(16)
     except OSError as error:
@@ -62,14 +66,21 @@ def read_conversations(path: Path) -> ReadFile:
     found: list[ImportedConversation] = []
     programs: list[str] = []
     unread = 0
+    printed: list[Mapping[str, Any]] = []
     for data in documents:
         for entry in _entries(path, data):
+            if llm_log.is_printed(entry):
+                printed.append(entry)
+                continue
             kind = next((known for known in FORMATS if known.is_conversation(entry)), None)
             if kind is None:
                 unread += 1
                 continue
             programs.append(kind.program)
             found.append(kind.conversation(entry))
+    if printed:
+        programs.append("llm")
+        found += llm_log.printed_conversations(printed)
     if not programs:
         raise ImportProblem(
             f"{one_line(str(path))} has no conversations that are known; there are exports of privatellm, ChatGPT, "
