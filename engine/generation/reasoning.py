@@ -101,7 +101,7 @@ class ReasoningParser:
         if form.headers:
             return () if self._named else form.headers
         hidden = form.hidden[:1] if not self._opened else ()
-        thoughts = (form.begin,) if form.begin and not (self._settled or self._thought) else ()
+        thoughts = (form.begin,) if form.begin and not self._without_thoughts else ()
         return () if self._state is _State.THOUGHTS else (*thoughts, *hidden)
 
     @property
@@ -124,7 +124,15 @@ class ReasoningParser:
     def flush(self) -> Separated:
         """The text that was held back. Must be called once, at the end."""
         held, self._held = self._held, ""
-        return self._text(held)
+        found = self._text(held)
+        if self._blank and self._state is _State.ANSWER and self._without_thoughts and not self._form.headers:
+            return Separated(answer=self._space)
+        return found
+
+    @property
+    def _without_thoughts(self) -> bool:
+        """Whether no thoughts may begin any more."""
+        return self._thought or self._settled
 
     def _expected(self) -> Sequence[str]:
         """The marks that mean something now, or at some place of the text that is held."""
@@ -135,7 +143,7 @@ class ReasoningParser:
             # A model may repeat the beginning that its template wrote.
             return (form.end, form.begin) if self._blank else (form.end,)
         hidden = form.hidden[1:] if self._opened else form.hidden[:1] if self._blank else ()
-        if self._settled or self._thought:
+        if self._without_thoughts:
             return hidden
         return (form.begin, form.end, *hidden)
 
@@ -185,6 +193,8 @@ class ReasoningParser:
             return Separated(withdrawn, withdrawn=bool(withdrawn))
         else:
             self._opened = not self._opened
+            if self._blank:
+                self._space = ""
         return Separated()
 
     def _begin(self, state: _State) -> None:
@@ -202,10 +212,11 @@ class ReasoningParser:
         if self._state is _State.THOUGHTS:
             return self._thoughts(text)
         if self._blank:
-            if self._thought or self._settled or self._opened:
+            mark_may_follow = not self._without_thoughts or (bool(self._form.hidden) and not self._opened)
+            if (self._without_thoughts or self._opened) and not (mark_may_follow and self._space):
                 text = text.lstrip("\n")
-            elif not text.strip():
-                # Thoughts may follow, and then this is not part of the answer.
+            if mark_may_follow and not text.strip():
+                # Before a mark it is not part of the answer.
                 self._space += text
                 return Separated()
         if not text:

@@ -87,6 +87,15 @@ def test_hidden_marks_are_those_around_the_answer(text: str, answer: str) -> Non
     assert separate(ReasoningParser(FORMATS["granite"]), text).answer == answer
 
 
+@pytest.mark.parametrize(
+    ("text", "prompt"),
+    [(" <response>Yes</response>", "</think>\n"), ("<response> <think>a</think>Yes", ""), (" Yes", "</think>\n")],
+)
+def test_spaces_before_a_mark_may_arrive_alone(text: str, prompt: str) -> None:
+    form = FORMATS["granite"]
+    assert streamed(form, list(text), prompt) == streamed(form, [text], prompt)
+
+
 def test_an_answer_that_is_continued_holds_no_thoughts() -> None:
     found = separate(ReasoningParser(THINK, "and <think>", answering=True), " is a tag, </think> another.")
     assert found == Separated("", " is a tag, </think> another.")
