@@ -119,6 +119,12 @@ class CSegment(ctypes.Structure):
     )
 
 
+Stop = ctypes.CFUNCTYPE(ctypes.c_int)
+"""``pllm_stop``."""
+STOPPED = -4
+"""``PLLM_E_STOPPED``."""
+
+
 class Pass(ctypes.Structure):
     """``pllm_pass``."""
 
@@ -132,6 +138,8 @@ class Pass(ctypes.Structure):
         ("states_after", ctypes.c_void_p),
         ("seconds", ctypes.c_void_p),
         ("workspace", ctypes.c_void_p),
+        ("stop", Stop),
+        ("stop_interval", ctypes.c_int64),
         ("segment_count", ctypes.c_int64),
         ("rows", ctypes.c_int64),
         ("tokens", ctypes.c_int64),

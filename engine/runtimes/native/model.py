@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from engine.moe.kernels.file_guard import FileGuard
 from engine.moe.kernels.pool import Pool
 from engine.moe.popularity import Popularity
 from engine.moe.timing import Phase, Recorder
-from engine.runtimes.native.bindings import MEANING, PARTS, Pass, native
+from engine.runtimes.native.bindings import MEANING, PARTS, STOPPED, Pass, Stop, native
 from engine.runtimes.native.cache import PageShape, Segments
 from engine.runtimes.native.ring import RingTrunk
 from engine.runtimes.native.rotary import Rotary
@@ -32,8 +33,24 @@ PIECE = 512
 KEPT_BYTES = 8 * 1024 * 1024
 """Maximum bytes of a workspace that is kept for the next pass."""
 
+STOP_INTERVAL_S = 0.005
+"""Shortest time between two looks, in seconds, whether a pass over a prompt is still wanted."""
+
 _ANGLES = 512
 """Number of positions whose cosines and sines are computed at a time."""
+
+
+def _stop_by(check: Callable[[], None], raised: list[BaseException]) -> Any:
+    """What C calls to ask whether to stop: when ``check`` raises. The exception is put into ``raised``."""
+
+    def stop() -> int:
+        try:
+            check()
+        except BaseException as error:
+            raised.append(error)
+        return len(raised)
+
+    return Stop(stop)
 
 
 class Angles:
@@ -227,11 +244,16 @@ class NativeModel(LoadedModel):
         if self._ring is not None:
             self._ring.run(self._pool.handle, weights.address, call, weights.shared_layers, check, begins)
             return
+        raised: list[BaseException] = []
+        if check is not None:
+            call.stop, call.stop_interval = _stop_by(check, raised), round(STOP_INTERVAL_S * 1e9)
         for layer in range(layers if check is not None else 1):
             if check is not None:
                 check()
                 call.first_layer, call.last_layer = layer, layer + 1
             code = library.pllm_trunk_run(self._pool.handle, weights.address, address)
+            if code == STOPPED:
+                raise raised[0]
             if code:
                 raise ModelError(f"The native trunk could not run: {MEANING.get(code, code)}.", kind="internal")
 

@@ -308,7 +308,7 @@ void pllm_experts_part(pllm_pool *pool, const pllm_layer *layer, const pllm_rout
     while ((count = pllm_pool_take(pool, p.tasks, p.any_many, &task))) gate_tasks(&p, task, count);
     pllm_pool_barrier(pool);
     while ((count = pllm_pool_take(pool, blocks, p.any_many, &task))) down_tasks(&p, task, count);
-    if (thread > 0 || !routes->counts) return;
+    if (thread > 0 || !routes->counts || pllm_pool_stopped(pool)) return;
     for (int64_t i = 0; i < p.active; i++) routes->counts[p.list[i]] += routes_of(&p, p.list[i]);
     for (int64_t i = 0; i < p.alone_count; i++) routes->counts[p.alone[i]]--;
 }

@@ -90,9 +90,14 @@ void pllm_add_bias(float *y, int64_t y_stride, int64_t tokens, const void *bias,
 void pllm_pool_lock(pllm_pool *pool);
 void pllm_pool_unlock(pllm_pool *pool);
 void pllm_pool_run_locked(pllm_pool *pool, pllm_region region, void *argument);
+/* Runs `region`, which `stop` may end early: it is asked between two tasks of the caller, every `interval` nanoseconds
+   at most. From then on nobody gets a task. Returns whether it was ended. */
+int pllm_pool_run_until(pllm_pool *pool, pllm_region region, void *argument, pllm_stop stop, int64_t interval);
+/* Inside a region: whether it was ended. Asks, if the time for it has come. */
+int pllm_pool_stopped(pllm_pool *pool);
 /* As pllm_pool_next, of `total` tasks: a run of neighbours beginning at *first, or, `single`, one. Runs are long at first,
    so that what neighbours share is used, and short in the end, so that threads end together. Returns how many, 0 where
-   none is left. Not mixed with pllm_pool_next between two barriers. */
+   none is left. Not mixed with pllm_pool_next between two barriers. Asks whether the region was ended. */
 int64_t pllm_pool_take(pllm_pool *pool, int64_t total, int single, int64_t *first);
 int pllm_pool_reserve_locked(pllm_pool *pool, size_t bytes_per_thread, size_t shared_bytes);
 

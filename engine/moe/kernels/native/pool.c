@@ -36,11 +36,15 @@ struct pllm_pool {
     pllm_region region;
     void *argument;
     int ending;
+    pllm_stop stop; /* NULL: nothing ends the region early */
+    pthread_t asking;
+    int64_t interval, asked;
     _Alignas(LINE) atomic_uint started; /* counts regions */
     _Alignas(LINE) atomic_uint passed;  /* counts barriers */
     _Alignas(LINE) atomic_int arrived;
     _Alignas(LINE) atomic_int sleepers;
     _Alignas(LINE) atomic_llong next;
+    _Alignas(LINE) atomic_int stopped;
 };
 
 static inline void pause_briefly(void) {
@@ -103,7 +107,23 @@ int64_t pllm_pool_next(pllm_pool *pool) {
     return atomic_fetch_add_explicit(&pool->next, 1, memory_order_relaxed);
 }
 
+int pllm_pool_stopped(pllm_pool *pool) {
+    if (!pool->stop) return 0;
+    const int stopped = atomic_load_explicit(&pool->stopped, memory_order_relaxed);
+    if (!stopped && pthread_equal(pthread_self(), pool->asking)) {
+        const int64_t now = nanoseconds();
+        if (now - pool->asked >= pool->interval) {
+            pool->asked = now;
+            if (!pool->stop()) return 0;
+            atomic_store(&pool->stopped, 1);
+            return 1;
+        }
+    }
+    return stopped;
+}
+
 int64_t pllm_pool_take(pllm_pool *pool, int64_t total, int single, int64_t *first) {
+    if (pllm_pool_stopped(pool)) return 0;
     long long taken = atomic_load_explicit(&pool->next, memory_order_relaxed);
     for (;;) {
         const int64_t left = total - taken;
@@ -226,6 +246,19 @@ void pllm_pool_run(pllm_pool *pool, pllm_region region, void *argument) {
     pllm_pool_lock(pool);
     pllm_pool_run_locked(pool, region, argument);
     pllm_pool_unlock(pool);
+}
+
+int pllm_pool_run_until(pllm_pool *pool, pllm_region region, void *argument, pllm_stop stop, int64_t interval) {
+    pllm_pool_lock(pool);
+    pool->asking = pthread_self();
+    pool->interval = interval;
+    pool->asked = nanoseconds();
+    pool->stop = stop;
+    pllm_pool_run_locked(pool, region, argument);
+    const int stopped = atomic_exchange(&pool->stopped, 0);
+    pool->stop = NULL;
+    pllm_pool_unlock(pool);
+    return stopped;
 }
 
 /* Grows *buffer; what was in it is not kept. */

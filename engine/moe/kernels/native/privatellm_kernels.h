@@ -19,9 +19,9 @@
 #endif
 
 /* Raised whenever a structure or a function of this file changes: the Python side refuses another number. */
-#define PLLM_VERSION 9
+#define PLLM_VERSION 10
 
-enum { PLLM_OK = 0, PLLM_E_SET = -1, PLLM_E_MEMORY = -2, PLLM_E_ARGUMENT = -3 };
+enum { PLLM_OK = 0, PLLM_E_SET = -1, PLLM_E_MEMORY = -2, PLLM_E_ARGUMENT = -3, PLLM_E_STOPPED = -4 };
 
 /* ---- Instruction sets ------------------------------------------------------------------------------------- */
 
@@ -35,6 +35,8 @@ PLLM_API uint32_t pllm_available(void);
 
 typedef struct pllm_pool pllm_pool;
 typedef void (*pllm_region)(int thread, int threads, void *argument);
+/* Whether work that was begun is not wanted any more. Called by the thread that asked for the work. */
+typedef int (*pllm_stop)(void);
 
 /* `threads` counts the caller, which is thread 0 of every region. `cpus` names the CPU each of the other threads is
    pinned to, cpus[1..threads-1], or is NULL. Returns NULL if the threads cannot be had. */

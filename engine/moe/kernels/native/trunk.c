@@ -552,8 +552,7 @@ static int run(pllm_pool *pool, const pllm_trunk *trunk, const pllm_pass *pass, 
     job.pool = pool;
     job.cut = cut;
     if (pass->first_layer == 0) memset(job.zeros, 0, (size_t)job.positions * 4);
-    pllm_pool_run(pool, region, &job);
-    return PLLM_OK;
+    return pllm_pool_run_until(pool, region, &job, pass->stop, pass->stop_interval) ? PLLM_E_STOPPED : PLLM_OK;
 }
 
 int pllm_trunk_run(pllm_pool *pool, const pllm_trunk *trunk, const pllm_pass *pass) {

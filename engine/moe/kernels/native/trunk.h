@@ -96,6 +96,8 @@ typedef struct pllm_pass {
     float *const *states_after;  /* [rows]: where they are put. A row's own place before, or one that no row has before */
     double *seconds;             /* [layer_count, PLLM_PARTS], added */
     void *workspace;             /* pllm_trunk_bytes() bytes, 64-byte aligned; kept between the calls of one pass */
+    pllm_stop stop;              /* ends pllm_trunk_run early; NULL: nothing does */
+    int64_t stop_interval;       /* nanoseconds between two calls of stop, at least */
     int64_t segment_count, rows, tokens, start, first_layer, last_layer;
 } pllm_pass;
 
@@ -113,7 +115,8 @@ typedef struct pllm_cut {
 PLLM_API size_t pllm_trunk_bytes(const pllm_trunk *trunk, const pllm_pass *pass, int threads);
 /* Layers first_layer..last_layer). `tokens` above 1 need rows = 1. Keys and values of the new positions are written
    into the segments, and states of layers that are run into states_after. With the last layer, the logits. In it, only the rows whose logits are wanted are computed
-   beyond keys and values. PLLM_E_ARGUMENT: numbers that do not fit together. */
+   beyond keys and values. PLLM_E_ARGUMENT: numbers that do not fit together. PLLM_E_STOPPED:
+   `stop` ended it; what it would have written means nothing, and the pass cannot go on. */
 PLLM_API int pllm_trunk_run(pllm_pool *pool, const pllm_trunk *trunk, const pllm_pass *pass);
 /* The same up to the routes of the first of these layers that has a router; `cut` says which. The pass goes on with
    first_layer = cut->layer + 1, once `sum` is filled and pllm_trunk_shared was called; with first_layer = last_layer =

@@ -232,7 +232,7 @@ static void attend_block(const trunk_job *job, const own_area *own, int64_t laye
 void pllm_attend_prompt(const trunk_job *job, const own_area *own, int64_t layer) {
     const int64_t heads = job->trunk->key_value_heads, blocks = divided_up(job->positions, job->block);
     /* Later blocks see more and take longer: they go first. */
-    for (int64_t task; (task = pllm_pool_next(job->pool)) < heads * blocks;) {
+    for (int64_t task; !pllm_pool_stopped(job->pool) && (task = pllm_pool_next(job->pool)) < heads * blocks;) {
         const int64_t block = blocks - 1 - task / heads, first = block * job->block;
         attend_block(job, own, layer, task % heads, first, MIN(first + job->block, job->positions));
     }
