@@ -16,6 +16,7 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.letters import add_letters
 from benchmarks.packed_blocks import block_of, random_values
 
 Mix = Literal["Q4_K_M", "Q8_0", "MXFP4"]
@@ -120,13 +121,17 @@ def _delta_net_vectors(config: dict[str, Any], here: str, channels: int) -> Iter
     yield PackedTensor(here + "ssm_dt.bias", (heads,), "F32")
 
 
-def write_packed(path: Path, config: dict[str, Any], mix: Mix, embedding: float = SCALE) -> Path:
+def write_packed(
+    path: Path, config: dict[str, Any], mix: Mix, embedding: float = SCALE, *, letters: bool = False
+) -> Path:
     """Write the model to ``path``, unless it is there and of the same description.
 
-    ``embedding``: standard deviation of the embedding's entries. Memory: a tile for each format and row length.
+    ``embedding``: standard deviation of the embedding's entries. ``letters``: whether it has a vocabulary
+    (:mod:`benchmarks.letters`); else prompts are token ids. Memory: a tile for each format and row length.
     """
     tensors = list(packed_tensors(config, mix))
-    described = json.dumps([config, embedding, [[each.name, each.shape, each.format] for each in tensors]])
+    description = [config, embedding, [[each.name, each.shape, each.format] for each in tensors]]
+    described = json.dumps([*description, "letters"] if letters else description)
     note = path.with_suffix(".json")
     if path.is_file() and note.is_file() and note.read_text(encoding="utf-8") == described:
         return path
@@ -134,6 +139,10 @@ def write_packed(path: Path, config: dict[str, Any], mix: Mix, embedding: float 
     unfinished = path.with_suffix(".unfinished")
     writer = gguf.GGUFWriter(unfinished, _ARCHITECTURES[config["model_type"]])
     describe(writer, config)
+    if letters:
+        add_letters(writer, config["vocab_size"])
+    else:
+        writer.add_tokenizer_model("no_vocab")
     for tensor in tensors:
         kind = gguf.GGMLQuantizationType[tensor.format]
         if tensor.format == "F32":
@@ -155,7 +164,7 @@ def write_packed(path: Path, config: dict[str, Any], mix: Mix, embedding: float 
 
 
 def describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    """The metadata of ``config``. Prompts are token ids: no vocabulary is written."""
+    """The metadata of ``config``, but for its tokenizer."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     width = config.get("head_dim") or hidden // heads
     experts = config.get("num_experts") or config.get("num_local_experts")
@@ -178,7 +187,6 @@ def describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     if config.get("moe_intermediate_size"):
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("no_vocab")
 
 
 def _describe_delta_net(writer: gguf.GGUFWriter, config: dict[str, Any], width: int) -> None:
