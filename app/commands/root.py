@@ -163,7 +163,9 @@ def privatellm(context: click.Context, *, latest: bool, model: str | None, perso
     help="Append stdin to the PROMPT, or ignore it. Default: a file or a pipe is appended, but a pipe that delivers "
     "nothing within 3 seconds is ignored. Use --no-stdin in a loop that reads lines.",
 )
-@click.option("--file", "files", metavar="F", multiple=True, help="Attach this text file; may be repeated.")
+@click.option(
+    "--file", "files", metavar="F", type=click.Path(), multiple=True, help="Attach this text file; may be repeated."
+)
 @click.option("--model", shell_complete=_model_names, help="Model to ask.")
 @click.option(
     "--persona", metavar="P", shell_complete=_persona_names, help="Persona to ask: its system prompt, model and values."
@@ -179,7 +181,9 @@ def privatellm(context: click.Context, *, latest: bool, model: str | None, perso
 @click.option("--seed", metavar="N", type=int, help="The same seed gives the same answer.")
 @click.option("--max-tokens", metavar="N", type=int, help="Maximum number of tokens in the answer.")
 @click.option("--stop", metavar="S", multiple=True, help="Stop before this text; may be repeated.")
-@click.option("--schema", metavar="FILE", help="Answer in JSON that satisfies the JSON schema in this file.")
+@click.option(
+    "--schema", metavar="FILE", type=click.Path(), help="Answer in JSON that satisfies the JSON schema in this file."
+)
 @click.option("--thinking", type=click.Choice(["auto", "on", "off"]), help="Whether the model thinks first.")
 @click.option("--effort", type=click.Choice(["auto", "low", "medium", "high"]), help="How long the model thinks.")
 @_load_options
@@ -300,7 +304,9 @@ def chats_list(in_json: bool) -> int:
 @chats.command("export")
 @click.argument("number", metavar="ID", type=int, help="Number of the chat in the list.")
 @click.option("--format", "form", type=click.Choice(["markdown", "json"]), help="Default: as the file's name says.")
-@click.option("--output", "-o", "file", metavar="FILE", help="File to write. Default: standard output.")
+@click.option(
+    "--output", "-o", "file", metavar="FILE", type=click.Path(), help="File to write. Default: standard output."
+)
 @click.option("--thoughts", is_flag=True, help="With what the model thought.")
 def chats_export(number: int, form: Literal["markdown", "json"] | None, file: str | None, thoughts: bool) -> int:
     """Print a chat as Markdown with front matter, or as JSON with all its branches, which can be imported again."""
@@ -310,7 +316,7 @@ def chats_export(number: int, form: Literal["markdown", "json"] | None, file: st
 
 
 @chats.command("import")
-@click.argument("file", metavar="FILE", help="JSON, ZIP archive or SQLite database.")
+@click.argument("file", metavar="FILE", type=click.Path(), help="JSON, ZIP archive or SQLite database.")
 def chats_import(file: str) -> int:
     """Import chats from an export of privatellm, ChatGPT, Claude or Open WebUI, or from llm's logs.db. What is here
     already is left out."""
@@ -334,7 +340,13 @@ def plan(*, peers: tuple[str, ...], in_json: bool, **settings: Value) -> int:
 
 @privatellm.command()
 @click.argument("kind", metavar="WHAT", type=_one_of(BenchKind), help=_BENCHES)
-@click.argument("model", metavar="[MODEL]", required=False, help="Default: the model of your settings.")
+@click.argument(
+    "model",
+    metavar="[MODEL]",
+    required=False,
+    shell_complete=_model_names,
+    help="Default: the model of your settings.",
+)
 @click.option(
     "--rounds",
     metavar="N",

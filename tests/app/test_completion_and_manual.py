@@ -50,9 +50,20 @@ def test_commands_options_models_and_choices_are_offered(
     assert offered(monkeypatch, capsys, "models", "pull", "start") == ["starter"]
     assert offered(monkeypatch, capsys, "ask", "--model", "start") == ["starter"]
     assert offered(monkeypatch, capsys, "locate", "k") == ["keymap"]
+    assert offered(monkeypatch, capsys, "bench", "decode", "start") == ["starter"]
     (home / "config").mkdir(exist_ok=True)
     (home / "config" / "personas.toml").write_text('[Editor]\nsystem = "You edit."\n')
     assert offered(monkeypatch, capsys, "ask", "--persona", "E") == ["Editor"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("ask", "--file"), ("ask", "--schema"), ("chats", "export", "1", "--output"), ("chats", "import")],
+)
+def test_the_shell_is_asked_for_names_of_files(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    assert offered(monkeypatch, capsys, *words, "no") == ["no"]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
