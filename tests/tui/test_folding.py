@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 from fake_engine import FakeEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from screen_helpers import MakeApp, controller, ready, wait_until
 from textual.app import App, ComposeResult
+from textual.binding import Binding
 from textual.events import Paste
+from textual.widgets import TextArea
 
 from app.chat.folding import CHARACTERS, LINES, Folds
 from app.conversations.drafts import Draft
@@ -130,6 +133,21 @@ async def test_what_is_sent_is_what_was_typed_and_pasted_whatever_is_edited() ->
             return prompt.cursor_location[1]
 
         edited()
+
+
+@pytest.mark.parametrize("draft", ["", "one\ntwo words\n", LONG], ids=["empty", "short", "folded"])
+async def test_no_action_on_a_draft_fails_wherever_the_cursor_is(draft: str) -> None:
+    actions = {binding.action for binding in TextArea.BINDINGS if isinstance(binding, Binding)}
+    app = OnePrompt()
+    async with app.run_test(size=(60, 12)):
+        prompt = app.query_one(Prompt)
+        for place in ("cursor_line_start", "cursor_line_end", "select_all"):
+            for action in sorted(actions):
+                prompt.text = ""
+                prompt.paste(draft)
+                await prompt.run_action(place)
+                await prompt.run_action(action)
+                assert set(prompt.whole_text) <= set(draft), (place, action)
 
 
 async def test_a_long_paste_is_folded_sent_whole_and_recalled(make_app: MakeApp, engine: FakeEngine) -> None:

@@ -27,8 +27,7 @@ class FoldingArea(TextArea):
     def edit(self, edit: Edit) -> EditResult:
         """Make ``edit``, which takes a label as a whole: it removes all of it, or comes after it."""
         (top_row, top), (bottom_row, bottom) = edit.top, edit.bottom
-        first = self.folds.around(self.document.get_line(top_row), top)
-        last = self.folds.around(self.document.get_line(bottom_row), bottom)
+        first, last = self._label_around(edit.top), self._label_around(edit.bottom)
         if first is not None and edit.top == edit.bottom:
             top = bottom = first[1]
         else:
@@ -94,6 +93,11 @@ class FoldingArea(TextArea):
         return self.get_text_range(self._outside(start, 0), self._outside(end, 1))
 
     def _outside(self, location: Location, side: int) -> Location:
+        span = self._label_around(location)
+        return (location[0], span[side]) if span is not None else location
+
+    def _label_around(self, location: Location) -> tuple[int, int] | None:
         row, column = location
-        span = self.folds.around(self.document.get_line(row), column)
-        return (row, span[side]) if span is not None else location
+        # Deleting the last line ends in the row after it, which does not exist.
+        line = self.document.get_line(row) if row < self.document.line_count else ""
+        return self.folds.around(line, column)
