@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 from every_screen import SCREENS, back, prepare
 from fake_engine import FakeEngine
-from screen_helpers import MakeApp, ask, ready, wait_until
+from screen_helpers import MACHINE, MakeApp, ask, ready, wait_until
+from textual.app import App
+from textual.content import Content
+from textual.widgets import Static
 from textual.widgets._footer import FooterKey
 
+from app.conversations.store import ConversationStore
+from app.settings.file import open_settings
 from app.tui.application import ChatApp
+from app.tui.lending import LendingApp
 from app.tui.render.key_footer import KeyFooter
+from engine.ipc.messages import OpenNetwork
 
 NO_HELP = {"system prompt", "status", "help", "rename", "confirm", "told"}
 """What is modal and says all that can be done in it."""
 
 
-def all_fit(app: ChatApp, width: int) -> bool:
-    return all(0 < key.region.width <= key.region.right <= width for key in shown_keys(app))
+def all_fit(app: App[Any], width: int) -> bool:
+    """Whether no key and no title of the shown screen is cut."""
+    titles = list(app.screen.query(".screen-title").results(Static))
+    whole = all(title.size.height >= len(Content(str(title.content)).wrap(title.size.width or 1)) for title in titles)
+    return whole and all(0 < key.region.width <= key.region.right <= width for key in shown_keys(app))
 
 
-def shown_keys(app: ChatApp) -> list[FooterKey]:
+def shown_keys(app: App[Any]) -> list[FooterKey]:
     return [key for footer in app.screen.query(KeyFooter) for key in footer.query(FooterKey)]
 
 
@@ -46,6 +58,20 @@ async def test_no_key_is_cut_on_any_screen(make_app: MakeApp, engine: FakeEngine
                 bindings = [active.binding for active in app.screen.active_bindings.values() if active.binding.show]
                 assert {binding.description for binding in bindings if binding.key == "escape"} <= set(shown), where
             await back(pilot, app)
+
+
+@pytest.mark.parametrize("widths", [(40,), pytest.param((200, 120, 80, 40), marks=pytest.mark.soak)], ids=str)
+async def test_no_key_is_cut_before_there_is_a_chat(
+    engine: FakeEngine, store: ConversationStore, home: Path, widths: Sequence[int]
+) -> None:
+    first = ChatApp(engine, store, open_settings(home / "s.toml"), machine=MACHINE, is_missing=lambda model: True)
+    for app in (first, LendingApp(engine, OpenNetwork(id=0, lend=True))):
+        async with app.run_test(size=(80, 24)) as pilot:
+            await wait_until(pilot, lambda app=app: shown_keys(app))  # type: ignore[misc]
+            for width in widths:
+                await pilot.resize_terminal(width, 24)
+                where = f"{app.screen} at {width} columns"
+                await wait_until(pilot, lambda app=app, width=width: all_fit(app, width), where, 2_000)  # type: ignore[misc]
 
 
 async def test_keys_come_in_the_order_in_which_they_are_declared(make_app: MakeApp) -> None:
