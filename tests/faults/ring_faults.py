@@ -316,8 +316,11 @@ class Ring:
             found = self.answer(tokens, prompt).token_ids
             if set(self.states().values()) == {"ring"}:
                 return found
-            assert time.monotonic() < asked_by, (self.states(), self.notices()[-5:])
+            assert time.monotonic() < asked_by, (self.states(), self.notices()[-9:], self._alive())
             time.sleep(0.1)
+
+    def _alive(self) -> list[bool]:
+        return [machine.engine.process.poll() is None for machine in self.machines]
 
     def finished(self, asked: int, seconds: float = PATIENCE_S) -> Finished:
         found = self.last(asked, seconds)

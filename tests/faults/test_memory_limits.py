@@ -83,7 +83,7 @@ def test_without_direct_reading_the_cache_is_dropped_first(tmp_path: Path, monke
     file = tmp_path / "weights"
     file.write_bytes(os.urandom(2**20))
     with file.open("rb") as written:
-        os.fsync(written.fileno())  # a page that is still to be written cannot be dropped
+        os.fdatasync(written.fileno())  # a page that is still to be written cannot be dropped
     monkeypatch.delattr(os, "O_DIRECT", raising=False)
     rate = read_rate(file)
     assert rate is not None and rate > 0
