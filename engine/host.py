@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
@@ -36,6 +37,7 @@ from engine.ipc.messages import (
     EstimateBeams,
     Failed,
     ForgetPeer,
+    ForgetPrefixes,
     Generate,
     ListPeers,
     Load,
@@ -84,6 +86,9 @@ SPINS = 2000
 """Spin iterations of an idle OpenMP thread before it sleeps (libgomp only; elsewhere the wait policy alone counts)."""
 KERNELS_KEPT = 128
 """Maximum compiled kernels that torch and oneDNN keep: enough for decoding and for the row counts of prompts."""
+
+LAST_WRITE_S = 5.0
+"""Maximum time for writing what was read to disk before the model makes place for another, in seconds."""
 
 LAST_SAVE_S = 1.0
 """Maximum time that the end of the process waits for a disk, in seconds."""
@@ -158,6 +163,8 @@ class Host:
         self._loaded_as: Load | None = None
         """The request whose model is loaded, without what belongs to its client."""
         self._running: Task | None = None
+        self._using = threading.Lock()
+        """Held by who runs the session."""
         self._answering: TurnQueue[tuple[Client, str], Task] = TurnQueue()
         self._fetching: TurnQueue[tuple[Client, str], Task] = TurnQueue()
         if send is not None:
@@ -216,6 +223,10 @@ class Host:
                 return  # The end of a client is its connection's affair.
             case Watch(timing=timing):
                 client.watching = timing
+            case ForgetPrefixes(conversations=conversations):
+                session = self._session
+                if session is not None:
+                    session.forget_prefixes(conversations)
             case Cancel(target=target):
                 with self._lock:
                     task = self._tasks.get((client, target))
@@ -262,12 +273,32 @@ class Host:
         while True:
             task = tasks.take()
             if tasks is self._answering:
-                self._running = task
-            self._finish(task)
-            if tasks is self._answering:
-                self._running = None
+                with self._using:
+                    self._running = task
+                    self._finish(task)
+                    self._running = None
+                    self._keep_prefixes(tasks.waiting)
+            else:
+                self._finish(task)
             del task
             self._between_tasks()
+
+    def _keep_prefixes(self, should_stop: Callable[[], object], *, last: bool = False) -> None:
+        """Write to disk what the session may keep there, until something is to be done. It never fails."""
+        session = self._session
+        if session is None:
+            return
+        try:
+            for text in session.keep_prefixes(lambda: bool(should_stop()), last=last):
+                self.send(Notice(text=text))
+        except Exception:
+            traceback.print_exc()
+
+    def keep_last_prefixes(self) -> None:
+        """Write to disk what the session may keep there, at the end of the process."""
+        end = time.monotonic() + LAST_SAVE_S
+        if self._using.acquire(timeout=LAST_SAVE_S):
+            self._keep_prefixes(lambda: time.monotonic() > end, last=True)
 
     def _finish_beside(self, task: Task) -> None:
         """Run in a thread of its own, or in this one if the system cannot start another."""
@@ -490,6 +521,8 @@ class Host:
     def _release(self) -> None:
         """Free the loaded model, so that two never have to fit at once."""
         self.keep_popularity()
+        end = time.monotonic() + LAST_WRITE_S
+        self._keep_prefixes(lambda: time.monotonic() > end, last=True)
         self._popularity_writer = None
         self._loaded_as = None
         if self._residency is not None:
@@ -677,8 +710,10 @@ def serve(pipes: Pipes, parts: EngineParts, key: str) -> NoReturn:
 
 
 def leave(host: Host) -> NoReturn:
-    """End the process. Popularity counts are stored if the disk is quick, and the other machines are notified."""
-    leaving = [threading.Thread(target=last, daemon=True) for last in (host.keep_popularity, host.close_network)]
+    """End the process. Popularity counts and prefixes are stored if the disk is quick, and the other machines are
+    notified."""
+    last = (host.keep_popularity, host.keep_last_prefixes, host.close_network)
+    leaving = [threading.Thread(target=each, daemon=True) for each in last]
     for thread in leaving:
         thread.start()
     for thread in leaving:

@@ -30,6 +30,7 @@ from app.chat.state import (
 from app.chat.thread import Thread, prompt_messages
 from app.chat.timing_words import slowest_words
 from app.conversations.generation import Generation
+from app.conversations.kept_prefixes import prefix_owner
 from app.conversations.records import State, Thoughts
 from app.conversations.store import ConversationStore, StoreError
 from app.engine_client import Engine, EngineDied
@@ -138,8 +139,10 @@ def failed(turn: ChatTurn, event: Failed) -> tuple[State, str]:
 def generate_request(request_id: int, turn: ChatTurn, options: Settings) -> Generate:
     """The request to the engine, with the values of ``options``.
 
-    A beam search takes the likeliest continuations, so it gets no sampling.
+    A beam search takes the likeliest continuations, so it gets no sampling. What is read of a temporary conversation is
+    never kept on disk.
     """
+    saved = turn.thread.conversation
     return Generate(
         id=request_id,
         messages=[*prompt_messages(turn.thread.system, turn.path), *turn.begun.messages],
@@ -150,6 +153,7 @@ def generate_request(request_id: int, turn: ChatTurn, options: Settings) -> Gene
         length_penalty=options.length_penalty,
         thinking=options.thinks,
         effort=options.thinking_effort,
+        conversation="" if saved is None or turn.thread.memory is not None else prefix_owner(saved),
     )
 
 

@@ -36,6 +36,7 @@ from app.chat.state import (
 )
 from app.chat.thread import Thread, alternative, answer_place, stored_alternative
 from app.conversations.generation import EDITED
+from app.conversations.kept_prefixes import remove_prefixes_of
 from app.conversations.opening import open_temporary
 from app.conversations.records import MessageRecord, Thoughts
 from app.conversations.store import ConversationStore, StoreError
@@ -221,6 +222,10 @@ class ChatController:
         """Show an empty conversation of the same kind as the shown one."""
         self._show_thread(dataclasses.replace(self.thread, conversation=None, title="", path=[]))
         self._emit(PathChanged())
+
+    def forget_prefixes(self, conversations: Sequence[int]) -> None:
+        """Remove what the engine keeps on disk of saved conversations."""
+        self.answers.run_in_background(self.link.forget_prefixes(remove_prefixes_of(conversations)))
 
     def open_conversation(
         self, conversation: int, message: int | None = None, memory: ConversationStore | None = None

@@ -47,6 +47,10 @@ class OpenChat(Protocol):
 
     def show(self, records: Sequence[MessageRecord], focus: int | None = None) -> None: ...
 
+    def forget_prefixes(self, conversations: Sequence[int]) -> None:
+        """Remove what the engine keeps on disk of saved conversations."""
+        ...
+
     def notify(self, text: str, severity: Severity = "information") -> None: ...
 
     def run_in_background(self, work: Coroutine[None, None, None]) -> None: ...
@@ -55,8 +59,9 @@ class OpenChat(Protocol):
 class Deletions:
     """Deletes, and undoes deletions, the latest first.
 
-    What is deleted stays in the store until the program ends. The methods return at once and notify of what happened;
-    ``done`` is called afterwards.
+    What is deleted stays in the store until the program ends. What the engine keeps on disk of the conversation is
+    removed at once, as it can be read again. The methods return at once and notify of what happened; ``done`` is called
+    afterwards.
     """
 
     def __init__(self, chat: OpenChat) -> None:
@@ -113,6 +118,8 @@ class Deletions:
         except StoreError as error:
             self._chat.notify(str(error), "error")
             return
+        if thread.memory is None:
+            self._chat.forget_prefixes([deletion.conversation])
         what = _messages(entry, len(deletion.messages))
         self._steps.append(Deleted(what, thread.memory, (deletion,), shown=True))
         if self._chat.thread is thread:
@@ -137,6 +144,7 @@ class Deletions:
         except StoreError as error:
             self._chat.notify(str(error), "error")
         if parts:
+            self._chat.forget_prefixes([part.conversation for part in parts])
             self._steps.append(Deleted(what, None, tuple(parts), shown))
             self._tell(what)
         done()

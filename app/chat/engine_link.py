@@ -25,6 +25,7 @@ from engine.ipc.messages import (
     Done,
     EstimateBeams,
     Failed,
+    ForgetPrefixes,
     Load,
     Loaded,
     MachineMeasured,
@@ -155,6 +156,12 @@ class EngineLink:
                 if isinstance(event, TokensCounted) and len(event.counts) == len(texts):
                     return event.counts
         return None
+
+    async def forget_prefixes(self, names: Sequence[str]) -> None:
+        """Tell the engine, if there is one, that nothing is kept on disk under ``names``."""
+        if self.engine.running:
+            with suppress(EngineDied):
+                await self.engine.send(ForgetPrefixes(id=self.engine.new_id(), conversations=list(names)))
 
     async def plan(self, options: Settings) -> Planned | str | None:
         """Memory and speed that ``options`` would give, or why they are unknown; None if no engine is running yet."""

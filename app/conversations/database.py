@@ -100,6 +100,12 @@ class SqliteStore:
         with self._reading():
             return self._conversation(conversation)
 
+    def has(self, conversation: int) -> bool:
+        """Whether there is such a conversation."""
+        with self._reading():
+            found = "SELECT 1 FROM conversation WHERE id = ? AND deleted = ''"
+            return self._connection.execute(found, (conversation,)).fetchone() is not None
+
     def change(
         self,
         conversation: int,

@@ -11,8 +11,10 @@ from importlib import resources
 from pathlib import Path
 
 from app.conversations.database import SqliteStore
+from app.conversations.kept_prefixes import remove_orphaned_prefixes
 from app.conversations.recovering import put_aside, recover_into
 from app.conversations.store import StoreError, explain, is_damage
+from engine.models.prefix_files import prefix_folder
 
 _LOCK_WAIT_S = 2.0
 """Seconds that opening waits for another program's write."""
@@ -35,7 +37,8 @@ def open_store(
 
     Messages that a program which died was still writing become ``stopped``. A damaged file is kept aside as
     ``conversations.damaged-<time>.sqlite``, and what can be read of it is copied into a new one; ``notices`` of the
-    store say so. ``clock`` gives seconds since the epoch; ``migrations`` defaults to those of this program.
+    store say so. What the engine keeps on disk of conversations that are gone is removed. ``clock`` gives seconds since
+    the epoch; ``migrations`` defaults to those of this program.
 
     Raises StoreError: another program has locked the file, the disk is full, or a later version has written it.
     """
@@ -76,6 +79,8 @@ def _opened(connection: sqlite3.Connection, path: Path, notices: list[str], cloc
         connection.close()
         raise
     connection.execute(f"PRAGMA busy_timeout = {1000 * min(_CALL_WAIT_S, _LOCK_WAIT_S):.0f}")
+    if path.parent == prefix_folder().parent:
+        remove_orphaned_prefixes(store.has)
     return store
 
 

@@ -26,6 +26,7 @@ from engine.ipc.messages import (
     Progress,
     Watch,
 )
+from engine.models.prefix_files import SERVED
 
 WATCHED_S = 300.0
 """Seconds for which steps are measured after the figures were read: nobody pays for what nobody reads."""
@@ -141,7 +142,7 @@ class ModelService:
         A slow reader does not keep the engine from others. Raises Refused.
         """
         arrived: asyncio.Queue[AnswerEvent | Refused] = asyncio.Queue()
-        request = msgspec.structs.replace(request, client=client)
+        request = msgspec.structs.replace(request, client=client, conversation=SERVED)
         pump = asyncio.create_task(self._pump(request, arrived), name="answer")
         self._pumps.add(pump)
         try:

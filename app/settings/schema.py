@@ -105,6 +105,12 @@ class Settings(RingSettings):
         "them again. Empty: a part of what is free. 0: none.",
         minimum=0.0, maximum=65_536.0, optional=True,
     )  # fmt: skip
+    prefix_disk: float = _loading(
+        "number", "Kept on disk", 0.0,
+        "Disk space in GiB for what the model has read, so that it need not read a chat again after a restart. It is "
+        "as private as the chats. 0: nothing is kept, and what was is deleted.",
+        minimum=0.0, maximum=65_536.0,
+    )  # fmt: skip
     cpu_threads: int | None = _loading(
         "integer", "CPU threads", None, "Number of CPU threads. Empty: one per physical core.",
         minimum=1, maximum=1024, optional=True,
@@ -221,6 +227,7 @@ class Settings(RingSettings):
             id=0,
             gpu_expert_bytes=_bytes(self.gpu_expert_memory),
             prefix_bytes=_bytes(self.prefix_memory),
+            prefix_disk_bytes=_bytes(self.prefix_disk),
             **same,
         )
 

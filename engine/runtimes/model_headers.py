@@ -54,7 +54,7 @@ def read_headers(folder: Path, load: Load) -> Headers:
     """Raises ModelError as opening the model does. From any thread."""
     kernels = os.environ.get(VARIABLE)
     choices = (load.runtime, load.dtype, load.partitioning, load.cpu_threads, load.context_limit, kernels)
-    key = (folder, *choices, *_fingerprint(folder))
+    key = (folder, *choices, *weight_stamps(folder))
     with _lock:
         if key in _headers:
             _headers.move_to_end(key)
@@ -124,8 +124,8 @@ def _largest(experts: Experts) -> Path | None:
     return max(mapped, key=lambda file: file.size).path if mapped else None
 
 
-def _fingerprint(folder: Path) -> _Key:
-    """Changes when a file of the model does."""
+def weight_stamps(folder: Path) -> tuple[object, ...]:
+    """Names, sizes and times of the files of a model: others when one of them was changed."""
     found: list[object] = []
     for path in sorted(path for pattern in _PATTERNS for path in folder.glob(pattern)):
         try:

@@ -23,6 +23,7 @@ from engine.moe.expert_parallel import LayerExchange
 from engine.moe.popularity import Popularity
 from engine.moe.rank_context import RankContext
 from engine.moe.timing import Recorder
+from engine.runtimes.row_contents import Fill, Part, RowContents
 
 Logits = NDArray[np.float32]
 
@@ -83,6 +84,13 @@ class TokenRows(ABC):
         """A row with what this single row holds, which goes on by itself; None if that would copy it.
 
         It is for rows that cannot be truncated.
+        """
+        return None
+
+    def contents(self, checkpoint: TokenRows | None = None) -> RowContents | None:
+        """What the only row holds, and what its ``checkpoint`` holds besides; None if the runtime cannot tell.
+
+        It is read before the next pass. :meth:`LoadedModel.restored` makes the row of it again.
         """
         return None
 
@@ -176,6 +184,21 @@ class LoadedModel(LoadedWeights):
         """The number of routes to each expert since the model was loaded; None if they are not counted, as for a dense
         model."""
         return None
+
+    @property
+    def keeps_contents(self) -> bool:
+        """Whether rows tell their contents, and :meth:`restored` takes them."""
+        return False
+
+    def restored(
+        self, length: int, begun: int, parts: Sequence[Part], fill: Fill
+    ) -> tuple[TokenRows, TokenRows | None]:
+        """A row of ``length`` tokens with the contents ``parts``, whose bytes ``fill`` gives in order, and its
+        checkpoint after ``begun`` tokens (0: none).
+
+        Raises ValueError, before memory is taken, if a row of this model has other parts, and what ``fill`` raises.
+        """
+        raise ValueError(f"{self.facts.runtime} cannot restore a row")
 
     def resize_experts(self, nbytes: int | None) -> ModelFacts:
         """Give the experts ``nbytes`` of GPU memory (None: all that is free). Returns the new facts.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from engine.runtimes.protocol import Logits, TokenRows
 from engine.session.passes import PassSequence
@@ -41,25 +42,36 @@ class CachedRow:
     """The last prompt's length in tokens and the logits after it, so that it can be answered again."""
     checkpoint: Checkpoint | None = None
     """Where the next prompt can go on if the row cannot be cut back."""
+    owner: str = ""
+    """Whose conversation it is, if it may be kept on disk; empty: it may not."""
+    path: Path | None = None
+    """The file in which it is kept."""
+    on_disk: int = 0
+    """Number of its first tokens that are in the file."""
 
     def knows(self, length: int) -> bool:
         """Whether the logits after the first ``length`` tokens are known."""
         return self.known is not None and self.known[0] == length
 
+    def belongs_to(self, owner: str) -> None:
+        """Make it ``owner``'s. A file of another owner stays as it is."""
+        if owner != self.owner:
+            self.owner, self.path, self.on_disk = owner, None, 0
+
     def reusable(self, prompt: Sequence[int], wanted: PassSequence | None) -> int:
         """Number of tokens of ``prompt`` that need not be run, by the passes ``wanted`` (None: by any)."""
         if self.rows is None:
             return 0
-        passes = self.passes if wanted is None else wanted.shared(self.passes)
-        kept = passes.cut(shared_length(self.tokens, prompt))
-        if kept.length == len(prompt) and not self.knows(len(prompt)):
-            kept = kept.cut(len(prompt) - 1)
-        if kept == self.passes or self.rows.can_truncate:
-            return kept.length
         saved = self.checkpoint
-        if saved is None or not saved.begins(prompt):
-            return 0
-        return len(saved.tokens) if wanted is None or wanted.shared(saved.passes) == saved.passes else 0
+        return reusable_length(
+            len(prompt),
+            shared_length(self.tokens, prompt),
+            self.passes,
+            wanted,
+            known=0 if self.known is None else self.known[0],
+            can_truncate=self.rows.can_truncate,
+            begun=PassSequence() if saved is None or not saved.begins(prompt) else saved.passes,
+        )
 
     def copied(self) -> CachedRow:
         """The same content, to go on elsewhere. This one is unchanged."""
@@ -72,6 +84,30 @@ class CachedRow:
         """Bytes of memory, at ``per_token`` for keys and values and ``state`` for a state."""
         states = state * (1 if self.checkpoint is None else 2)
         return len(self.tokens) * per_token + states
+
+
+def reusable_length(
+    prompt: int,
+    shared: int,
+    passes: PassSequence,
+    wanted: PassSequence | None,
+    *,
+    known: int,
+    can_truncate: bool,
+    begun: PassSequence,
+) -> int:
+    """Number of a ``prompt``'s tokens that need not be run, by the passes ``wanted`` (None: by any), if a row that
+    ``passes`` made has the first ``shared`` in common with it.
+
+    ``known`` is the number of tokens after which the logits are known, ``begun`` the passes up to the checkpoint.
+    """
+    kept = (passes if wanted is None else wanted.shared(passes)).cut(shared)
+    if kept.length == prompt and known != prompt:
+        kept = kept.cut(prompt - 1)
+    if kept == passes or can_truncate:
+        return kept.length
+    usable = begun.length <= shared and (wanted is None or wanted.shared(begun) == begun)
+    return begun.length if usable else 0
 
 
 def best_row(rows: Sequence[CachedRow], prompt: Sequence[int], wanted: PassSequence | None) -> tuple[CachedRow, int]:

@@ -40,11 +40,13 @@ def load_session(
     is kept if the new one is refused. Raises ModelError: unknown model (bad-input), not on this machine, damaged,
     unsupported, or too large (memory).
     """
+    from engine.models.prefix_files import remove_prefixes
     from engine.models.store import refuse_shard
     from engine.models.tokenizer import load_tokenizer
     from engine.runtimes import runtime_named
     from engine.runtimes.choosing import choose_runtime
     from engine.runtimes.model_headers import read_headers
+    from engine.session.prefix_identity import prefix_identity
     from engine.session.session import Session
 
     started = time.perf_counter()
@@ -74,6 +76,11 @@ def load_session(
     said = [f"Running on {runtime.name}: {choice.reason}."] if choice.is_fallback else []
     if request.key_values != "auto" and runtime.name != "native":
         said.append(f"Keys and values are not kept in 8 bits: the runtime {runtime.name} cannot do that, native can.")
+    if request.prefix_disk_bytes and not model.keeps_contents:
+        where = "in a ring" if network is not None else f"with the runtime {runtime.name}"
+        said.append(f"What the model reads is not kept on disk between runs {where}.")
+    if request.prefix_disk_bytes == 0:
+        remove_prefixes()
     facts = msgspec.structs.replace(
         model.facts,
         name=name,
@@ -98,6 +105,8 @@ def load_session(
         profile=profile,
         prefill_chunk=request.prefill_chunk,
         prefix_bytes=request.prefix_bytes,
+        prefix_disk_bytes=request.prefix_disk_bytes or 0,
+        identity=prefix_identity(folder, request, model.facts) if request.prefix_disk_bytes else "",
     )
 
 

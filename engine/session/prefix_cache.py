@@ -19,6 +19,7 @@ from engine.runtimes.protocol import (
     Logits,
     TokenRows,
 )
+from engine.session.disk_prefixes import DiskPrefixes
 from engine.session.kept_rows import (
     FORK_TOKENS,
     CachedRow,
@@ -54,12 +55,20 @@ class PrefixCache:
     is None if it is empty.
 
     ``chunk`` is the number of tokens of a prefill chunk. ``budget`` gives the bytes of memory that other conversations
-    may take, of which they take those of its argument now. After an exception in a forward pass the caller must call
-    :meth:`forget`, as the cache is then in an unknown state.
+    may take, of which they take those of its argument now. ``disk`` keeps conversations between runs; None: nothing
+    does. After an exception in a forward pass the caller must call :meth:`forget`, as the cache is then in an unknown
+    state.
     """
 
-    def __init__(self, model: LoadedModel, chunk: int, budget: Callable[[int], int] = lambda kept: 0) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        chunk: int,
+        budget: Callable[[int], int] = lambda kept: 0,
+        disk: DiskPrefixes | None = None,
+    ) -> None:
         self._model = model
+        self._disk = disk
         self._chunk = chunk
         self._budget = budget
         self._now = CachedRow()
@@ -67,6 +76,8 @@ class PrefixCache:
         """Rows of other conversations, the latest first."""
         self._turn: Turn | None = None
         """The turn that has taken up its row."""
+        self._from_disk: CachedRow | None = None
+        """The row that it has from disk."""
         self._remembered = RememberedPasses()
         self._lost: list[tuple[list[int], PassSequence]] = []
         """Tokens and passes that were in the cache when the ring was formed again."""
@@ -88,6 +99,8 @@ class PrefixCache:
 
     def forget(self) -> None:
         """Empty the cache, of all conversations."""
+        if self._turn is not None and self._from_disk is not None and self._disk is not None:
+            self._disk.discard(self._from_disk)
         self._now = CachedRow()
         self._kept.clear()
 
@@ -111,7 +124,7 @@ class PrefixCache:
                 self._lose()
 
     def turn_over(self) -> None:
-        self._turn = None
+        self._turn = self._from_disk = None
         self._model.turn(lambda: False)
 
     def prefill(self, prompt: list[int], turn: Turn, repeatable: bool) -> Logits | None:
@@ -124,9 +137,9 @@ class PrefixCache:
         found = self._remembered.get(prompt) if repeatable else None
         if turn is not self._turn:
             self._turn = turn
-            self._take_up(prompt, found)
+            found = self._take_up(prompt, found, turn)
         lost = self._lost_beginning(prompt)
-        passes = self._passes_for(prompt, lost) if found is None else found
+        passes = self._passes_for(self._now, prompt, lost) if found is None else found
         logits: Logits | None
         try:
             logits = self._run(prompt, passes, turn)
@@ -173,16 +186,18 @@ class PrefixCache:
 
     # --- which passes ---------------------------------------------------------------------------------------------
 
-    def _passes_for(self, prompt: list[int], lost: tuple[list[int], PassSequence] | None) -> PassSequence:
-        """The passes by which ``prompt``, which was not asked before, is brought into the cache, or would be if what is
-        ``lost`` were there."""
-        tokens, passes = lost or (self.tokens, self._now.passes)
+    def _passes_for(
+        self, row: CachedRow, prompt: Sequence[int], lost: tuple[list[int], PassSequence] | None = None
+    ) -> PassSequence:
+        """The passes by which ``prompt``, which was not asked before, is brought into the cache by ``row``, or would be
+        if what is ``lost`` were there."""
+        tokens, passes = lost or (row.tokens, row.passes)
         shared = shared_length(tokens, prompt)
-        if shared == len(prompt) and not self._now.knows(shared):
+        if shared == len(prompt) and not row.knows(shared):
             shared -= 1
         kept = passes.cut(shared)
-        if kept != passes and self.rows is not None and not self.rows.can_truncate:
-            saved = self._now.checkpoint
+        if kept != passes and row.rows is not None and not row.rows.can_truncate:
+            saved = row.checkpoint
             kept = saved.passes if saved is not None and saved.begins(prompt) else PassSequence()
         tail = len(prompt) - CHECKPOINT_TAIL
         if self._model.facts.state_bytes and kept.length < tail:
@@ -205,12 +220,28 @@ class PrefixCache:
 
     # --- which row ------------------------------------------------------------------------------------------------
 
-    def _take_up(self, prompt: Sequence[int], passes: PassSequence | None) -> None:
+    def _take_up(self, prompt: Sequence[int], passes: PassSequence | None, turn: Turn) -> PassSequence | None:
         """Make the row current that has most in common with ``prompt``, and put the others aside.
 
-        ``passes`` are those by which the prompt must be brought into the cache; None if that does not matter.
+        ``passes`` are those by which the prompt must be brought into the cache; None if that does not matter. Returns
+        them, those included that only a row from disk makes necessary.
         """
         row, reusable = best_row([self._now, *self._kept], prompt, passes)
+        if self._disk is not None:
+            self._take_forgotten()
+            wanted = passes
+            if wanted is None and self._repeatable:
+                # An answer that can be repeated does not depend on what the disk happens to hold.
+                wanted = self._passes_for(row if reusable else CachedRow(), prompt)
+            self._from_disk = self._disk.better(prompt, wanted, reusable, turn.cancelled)
+            if self._from_disk is not None:
+                row, passes = self._from_disk, wanted
+                reusable = row.reusable(prompt, wanted)
+        self._adopt(row, reusable, prompt)
+        return passes
+
+    def _adopt(self, row: CachedRow, reusable: int, prompt: Sequence[int]) -> None:
+        """Make ``row`` current, of which ``prompt`` reuses ``reusable`` tokens; or a copy, if it loses much by that."""
         if row is not self._now or not reusable:
             if self._now.rows is not None:
                 self._kept.insert(0, self._now)
@@ -223,6 +254,24 @@ class PrefixCache:
         self._free(prompt)
         if row in self._kept:
             self._now = row.copied()
+
+    def _take_forgotten(self) -> None:
+        if self._disk is not None:
+            self._disk.take_forgotten([self._now, *self._kept])
+
+    def write(self, should_stop: Callable[[], bool], *, last: bool = False) -> list[str]:
+        """Write to disk what may be kept there and has grown, until ``should_stop()``; ``last``: all of it.
+
+        Returns sentences for the person.
+        """
+        if self._disk is None:
+            return []
+        self._take_forgotten()
+        said = []
+        for row in (self._now, *self._kept):
+            if self._disk.due(row, last=last) and not should_stop():
+                said.append(self._disk.write(row, should_stop))
+        return [text for text in said if text]
 
     def _free(self, prompt: Sequence[int]) -> None:
         """Forget the rows that were not used for longest, as far as memory asks for it."""
@@ -261,6 +310,7 @@ class PrefixCache:
             rows.truncate(kept.length)
             del now.tokens[kept.length :]
             now.passes = kept
+            now.on_disk = min(now.on_disk, kept.length)
             if now.known is not None and now.known[0] > kept.length:
                 now.known = None
         return rows
@@ -270,6 +320,7 @@ class PrefixCache:
     def _run(self, tokens: list[int], passes: PassSequence, turn: Turn) -> Logits | None:
         """Bring ``tokens`` into the cache by ``passes``; the logits after them, or None if cancelled."""
         rows = self._begin(tokens, passes)
+        self._now.belongs_to(turn.owner)
         reused = len(self.tokens)
         turn.emit(Prefill(id=turn.id, done=reused, total=len(tokens), reused=reused))
         known = self._now.known

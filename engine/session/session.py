@@ -31,6 +31,7 @@ from engine.ipc.messages import (
     TokensCounted,
     Tool,
 )
+from engine.models.prefix_files import is_owner
 from engine.models.reasoning_formats import template_variables
 from engine.moe.popularity_file import ProfileModel
 from engine.planning.memory import ModelCosts, estimate_beams, extra_beam_memory, longest_answer
@@ -41,6 +42,7 @@ from engine.runtimes.protocol import (
     Logits,
 )
 from engine.session.constrained import Constraining
+from engine.session.disk_prefixes import DiskPrefixes
 from engine.session.prefix_cache import PrefixCache
 from engine.session.refusals import check_samples, refuse_beside_beams, usable_tools
 from engine.session.sampled_answers import SampleRun
@@ -69,7 +71,8 @@ class Session:
 
     ``ends`` are the token ids that end an answer, ``defaults`` the model's ``generation_config.json``.
     ``memory`` gives the bytes that are free for keys and values. ``prefix_bytes`` are those that other conversations
-    than the current one may take; None: a part of what is free.
+    than the current one may take; None: a part of what is free. ``prefix_disk_bytes`` are those on disk for what is
+    kept between runs under ``identity``, that of the model and all that its bits depend on; 0: nothing is kept.
     """
 
     def __init__(
@@ -83,6 +86,8 @@ class Session:
         profile: ProfileModel | None = None,
         prefill_chunk: int = 512,
         prefix_bytes: int | None = 0,
+        prefix_disk_bytes: int = 0,
+        identity: str = "",
         memory: Callable[[], int] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -97,7 +102,10 @@ class Session:
         self._memory = memory or self._free_memory
         self._clock = clock
         self._prefix_bytes = prefix_bytes
-        self._cache = PrefixCache(model, prefill_chunk, self._budget)
+        self._disk: DiskPrefixes | None = None
+        if prefix_disk_bytes and model.keeps_contents:
+            self._disk = DiskPrefixes(model, identity, prefix_disk_bytes, self._memory)
+        self._cache = PrefixCache(model, prefill_chunk, self._budget, self._disk)
         self._context: list[int] = []
         self._constraining: Constraining | None = None
         self._parser: Callable[[], ReasoningParser] | None = None
@@ -131,6 +139,16 @@ class Session:
     def cached_tokens(self) -> tuple[int, ...]:
         """The tokens whose keys and values are in the cache, which the next question can reuse."""
         return tuple(self._cache.tokens)
+
+    def keep_prefixes(self, should_stop: Callable[[], bool], *, last: bool = False) -> list[str]:
+        """Write to disk what may be kept there, between two questions, until ``should_stop()``. ``last``: also what has
+        grown little. Returns sentences for the person."""
+        return self._cache.write(should_stop, last=last)
+
+    def forget_prefixes(self, conversations: Sequence[str]) -> None:
+        """As :class:`ForgetPrefixes`. From any thread."""
+        if self._disk is not None:
+            self._disk.forget(conversations)
 
     def close(self) -> None:
         """Free the memory; the session cannot be used afterwards."""
@@ -166,6 +184,8 @@ class Session:
         if request.beams > 1:
             refuse_beside_beams(request)
         check_samples(request.samples)
+        if request.conversation and not is_owner(request.conversation):
+            raise ModelError(f"{request.conversation[:50]!r} is no name of a conversation.", kind="bad-input")
         rule = sampling_rule(request.sampling, self._defaults)
         wrong = next((token for token in rule.bias if token >= self.facts.vocabulary), None)
         if wrong is not None:

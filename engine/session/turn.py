@@ -104,6 +104,8 @@ class Turn:
         """Reports the progress of work that delays the answer. Raises Cancelled."""
         self.prefilled = 0
         self.first_pass_s: float | None = None
+        self.owner = request.conversation
+        """Under which name what is read may be kept on disk; empty: not at all."""
         self.sampling: Sampling | None = None
         """The values that the tokens are chosen by."""
         self._always = request.with_timing

@@ -87,6 +87,7 @@ from engine.ipc.messages.requests import (
     CountTokens as CountTokens,
     EstimateBeams as EstimateBeams,
     ForgetPeer as ForgetPeer,
+    ForgetPrefixes as ForgetPrefixes,
     Generate as Generate,
     LendTerms as LendTerms,
     ListPeers as ListPeers,

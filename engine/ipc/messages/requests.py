@@ -73,6 +73,9 @@ class LoadOptions(MachineOptions, frozen=True, kw_only=True):
     prefix_bytes: int | None = None
     """Bytes of memory for the keys and values of other conversations than the current one; None: a part of what is
     free; 0: none are kept."""
+    prefix_disk_bytes: int | None = None
+    """Bytes of disk for the keys and values of conversations between runs, those of all models together; 0: none are
+    kept, and those that were are removed; None: none are kept, and what is there stays."""
     ring: RingChoice = RingChoice()
     """Options for partitioning ``ring``."""
 
@@ -164,6 +167,9 @@ class Generate(Request, frozen=True, kw_only=True, tag="generate"):
     """How long it thinks (``low``, ``medium``, ``high``), if its template can be told; empty: as the template says."""
     client: str = ""
     """Whose question this is, where one program asks for several clients. Each of them gets a turn in the queue."""
+    conversation: str = ""
+    """Name under which what is read of this conversation may be kept on disk (:mod:`engine.models.prefix_files`);
+    empty: nothing of it is."""
     with_timing: bool = False
     """Whether to measure from the first token on, even if the timing panel is closed."""
 
@@ -178,6 +184,13 @@ class Watch(Request, frozen=True, kw_only=True, tag="watch"):
     """The timing panel was opened or closed. While it is open, Timing events are sent, at most four per second."""
 
     timing: bool
+
+
+class ForgetPrefixes(Request, frozen=True, kw_only=True, tag="forget_prefixes"):
+    """Remove what is kept on disk of ``conversations``, by their names in :class:`Generate`, and write no more of what
+    was read of them so far. No event."""
+
+    conversations: list[str]
 
 
 class EstimateBeams(Request, frozen=True, kw_only=True, tag="estimate_beams"):
@@ -285,6 +298,7 @@ AnyRequest = (
     | Generate
     | Cancel
     | Watch
+    | ForgetPrefixes
     | EstimateBeams
     | CountTokens
     | MeasureMachine

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from engine.models.number_formats import stored_bytes, words_dtype
 from engine.runtimes.native.bindings import KEY_BLOCK, CSegment
 from engine.runtimes.native.states import States
+from engine.runtimes.row_contents import Bytes, Fill, Part, RowContents, as_bytes
 
 SMALLEST_PAGE = 128
 """Minimum positions of a page. A page of a long row has an eighth of the row's length, so that pages stay few."""
@@ -42,6 +43,11 @@ class PageShape:
         """Bytes of one head's key, or of its value. With ``Q8_0`` the scales of a block's positions lie behind their
         numbers."""
         return stored_bytes(self.number_format, (self.width,))
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of KEY_BLOCK positions of one head's keys, or of its values."""
+        return KEY_BLOCK * self.vector_bytes
 
     @property
     def token_bytes(self) -> int:
@@ -70,10 +76,9 @@ class Page:
 
     def __init__(self, shape: PageShape, rows: int, capacity: int) -> None:
         self.shape = shape
-        capacity = -(-capacity // KEY_BLOCK) * KEY_BLOCK
+        capacity = _whole_blocks(capacity)
         word = words_dtype(shape.number_format)
-        block = KEY_BLOCK * shape.vector_bytes // word.itemsize
-        places = (rows, shape.layers, shape.heads, capacity // KEY_BLOCK, block)
+        places = (rows, shape.layers, shape.heads, capacity // KEY_BLOCK, shape.block_bytes // word.itemsize)
         self.keys = _untouched(places, word)
         self.values = _untouched(places, word)
         self.capacity = capacity
@@ -148,7 +153,7 @@ class Segments:
         while end < needed:
             last = self._segments[-1] if self._segments else None
             if last is None or last.full or not (last.grows or self.rows == 1):
-                page = Page(self.shape, self.rows, max(SMALLEST_PAGE, end // 8))
+                page = Page(self.shape, self.rows, _room_from(end))
                 last = Segment(page, 0, end, 0, True)
                 self._segments.append(last)
             elif not last.grows:
@@ -211,11 +216,105 @@ class Segments:
                 segment.page.values[row, :, :, blocks] = values
         return moved
 
+    def beginning(self, length: int, states: States) -> Segments:
+        """One row that sees the first ``length`` positions of this single row, and goes on from ``states``."""
+        begun = Segments(self.shape, 1, self._seen(), states)
+        begun.truncate(length)
+        return begun
+
+    def contents(self, checkpoint: Segments | None) -> RowContents:
+        """Of a single row: the filled blocks of each page, and the states of the row and of its ``checkpoint``."""
+        filled = [(each.page, min(each.count, self.length - each.start)) for each in self._segments]
+        pages = [(page, count) for page, count in filled if count > 0]
+        states = [each.states for each in (self, checkpoint) if each is not None and each.states is not None]
+
+        def read(index: int) -> Bytes:
+            if index >= 2 * len(pages):
+                return states[index - 2 * len(pages)].only_row()
+            page, filled = pages[index // 2]
+            stored = page.keys if index % 2 == 0 else page.values
+            blocks = stored[0, :, :, : -(-filled // KEY_BLOCK)].copy()
+            if filled % KEY_BLOCK:
+                _clear(blocks[:, :, -1], filled % KEY_BLOCK, self.shape, keys=index % 2 == 0)
+            return as_bytes(blocks)
+
+        return RowContents(_parts(self.shape, self.length, [each.numbers for each in states]), read)
+
+    @classmethod
+    def restored(
+        cls, shape: PageShape, length: int, begun: int, parts: Sequence[Part], fill: Fill, state_numbers: int | None
+    ) -> tuple[Segments, Segments | None]:
+        """As :meth:`engine.runtimes.protocol.LoadedModel.restored`; ``state_numbers`` are the floats of a row's states,
+        None without states."""
+        count = 0 if state_numbers is None else 2 if begun else 1
+        if begun > length or (begun and state_numbers is None):
+            raise ValueError(f"a row of {length} tokens has no checkpoint after {begun}")
+        if list(parts) != _parts(shape, length, [state_numbers or 0] * count):
+            raise ValueError("a row of this model has other parts")
+        row = cls(shape)
+        row._grow(length)
+        row.length = length
+        for segment in row._segments:
+            for stored in (segment.page.keys, segment.page.values):
+                blocks = stored[0, :, :, : -(-segment.count // KEY_BLOCK)]
+                content = np.empty_like(blocks, order="C")
+                fill(content.view(np.uint8).reshape(-1))
+                blocks[:] = content
+        if state_numbers is None:
+            return row, None
+        row.states = States.filled(state_numbers, fill)
+        return row, row.beginning(begun, States.filled(state_numbers, fill)) if begun else None
+
     @property
     def nbytes(self) -> int:
         """Bytes of the pages and states, those shared with others included."""
         states = 0 if self.states is None else self.states.nbytes
         return states + sum(segment.page.nbytes for segment in self._segments)
+
+
+def _whole_blocks(positions: int) -> int:
+    return -(-positions // KEY_BLOCK) * KEY_BLOCK
+
+
+def _room_from(position: int) -> int:
+    """Positions of the page that begins at ``position``."""
+    return max(SMALLEST_PAGE, position // 8)
+
+
+def _parts(shape: PageShape, length: int, states: Sequence[int]) -> list[Part]:
+    """What a single row of ``length`` positions consists of, and ``states`` with so many floats each."""
+    parts = []
+    start = 0
+    while start < length:
+        count = min(_whole_blocks(_room_from(start)), length - start)
+        size = (shape.layers, shape.heads, -(-count // KEY_BLOCK), shape.block_bytes)
+        parts += [Part(f"keys from {start}", "uint8", size), Part(f"values from {start}", "uint8", size)]
+        start += count
+    return parts + [Part(f"states {index}", "float32", (numbers,)) for index, numbers in enumerate(states)]
+
+
+def _clear(block: NDArray[Any], filled: int, shape: PageShape, *, keys: bool) -> None:
+    """Zero what follows the first ``filled`` positions of ``block`` [layers, heads, words], as trunk.h describes it:
+    what was cut off there is no part of the row."""
+    places, width = block.shape[:2], shape.width
+    if shape.number_format == "F32":
+        if keys:
+            block.reshape(*places, width, KEY_BLOCK)[..., filled:] = 0
+        else:
+            block.reshape(*places, KEY_BLOCK, width)[:, :, filled:] = 0
+        return
+    numbers = block
+    if shape.number_format == "Q8_0":
+        data = block.view(np.uint8)
+        numbers = data[..., : KEY_BLOCK * width]
+        data[..., KEY_BLOCK * width :].view(np.uint16).reshape(*places, -1, KEY_BLOCK)[..., filled:] = 0
+    if keys:
+        numbers.reshape(*places, width // 2, KEY_BLOCK, 2)[:, :, :, filled:] = 0
+    else:
+        pairs = numbers.reshape(*places, KEY_BLOCK // 2, width, 2)
+        pairs[:, :, -(-filled // 2) :] = 0
+        if filled % 2:
+            pairs[:, :, filled // 2, :, 1] = 0
 
 
 def _copied(segment: Segment) -> Segment:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from engine.runtimes.native.shape import Shape
 from engine.runtimes.native.states import States
 from engine.runtimes.native.weights import TrunkWeights
 from engine.runtimes.protocol import LoadedModel, Logits
+from engine.runtimes.row_contents import Fill, Part
 
 PIECE = 512
 """Maximum positions of one pass. A longer prefill is run in pieces, so that its buffers stay small."""
@@ -131,9 +132,26 @@ class NativeModel(LoadedModel):
         if self._files is None:
             raise self._closed()
         self._check_files()
-        delta = self._shape.delta
-        states = None if delta is None or not delta.layers else States.of_one_row(delta.state_numbers)
+        numbers = self._state_numbers
+        states = None if numbers is None else States.of_one_row(numbers)
         return NativeTokenRows(self, Segments(self._page_shape, states=states))
+
+    @property
+    def keeps_contents(self) -> bool:
+        """In a ring, the other machines hold parts of a row."""
+        return self._ring is None
+
+    def restored(
+        self, length: int, begun: int, parts: Sequence[Part], fill: Fill
+    ) -> tuple[NativeTokenRows, NativeTokenRows | None]:
+        row, saved = Segments.restored(self._page_shape, length, begun, parts, fill, self._state_numbers)
+        return NativeTokenRows(self, row), None if saved is None else NativeTokenRows(self, saved)
+
+    @property
+    def _state_numbers(self) -> int | None:
+        """Floats of the states of one row; None if no layer keeps one."""
+        delta = self._shape.delta
+        return None if delta is None or not delta.layers else delta.state_numbers
 
     def close(self) -> None:
         """Drop the weights and the mappings of the files. The model cannot run afterwards."""

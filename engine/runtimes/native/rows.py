@@ -12,6 +12,7 @@ from engine.ipc.messages import ModelFacts
 from engine.moe.timing import Phase
 from engine.runtimes.native.cache import Segments
 from engine.runtimes.protocol import Logits, TokenRows
+from engine.runtimes.row_contents import RowContents
 
 
 class NativePasses(Protocol):
@@ -85,6 +86,11 @@ class NativeTokenRows(TokenRows):
     def checkpoint(self) -> TokenRows | None:
         """As :meth:`fan_out` into one row, which copies neither pages nor states."""
         return None if self.can_truncate else self.fan_out(1)
+
+    def contents(self, checkpoint: TokenRows | None = None) -> RowContents | None:
+        """Of the only row, which has at least one token."""
+        assert checkpoint is None or isinstance(checkpoint, NativeTokenRows)
+        return self._cache.contents(None if checkpoint is None else checkpoint._cache)
 
     def reorder(self, parents: Sequence[int]) -> int:
         """Row i becomes a copy of row ``parents[i]``. Moves what the two do not have in common; returns the bytes."""

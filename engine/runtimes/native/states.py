@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from engine.errors import ModelError
 from engine.planning.units import byte_size
+from engine.runtimes.row_contents import Bytes, Fill, as_bytes
 
 
 class _Buffer:
@@ -54,6 +55,24 @@ class States:
     def of_one_row(cls, numbers: int) -> States:
         """Those of a row without tokens."""
         return cls(numbers, [None])
+
+    @classmethod
+    def filled(cls, numbers: int, fill: Fill) -> States:
+        """Those of one row, whose bytes ``fill`` gives."""
+        row = _Buffer(numbers)
+        fill(row.numbers.view(np.uint8))
+        return cls(numbers, [row])
+
+    @property
+    def numbers(self) -> int:
+        """Floats of each row."""
+        return self._numbers
+
+    def only_row(self) -> Bytes:
+        """The bytes of the single row, after its first pass."""
+        (row,) = self._rows
+        assert row is not None
+        return as_bytes(row.numbers)
 
     def begin(self, in_place: bool) -> tuple[Any, Any]:
         """Where a pass finds the states of each row and where it puts them, as C arrays of addresses.

@@ -93,7 +93,7 @@ def _with_room(buffer: torch.Tensor | None, states: torch.Tensor, length: int, n
     if buffer is not None and needed <= buffer.shape[2]:
         return buffer
     rows, heads, _, width = states.shape
-    grown = states.new_empty((rows, heads, _capacity(needed), width))
+    grown = states.new_empty((rows, heads, room_for(needed), width))
     if buffer is not None:
         grown[:, :, :length] = buffer[:, :, :length]
     return grown
@@ -101,13 +101,14 @@ def _with_room(buffer: torch.Tensor | None, states: torch.Tensor, length: int, n
 
 def _repeated(buffer: torch.Tensor, rows: int, length: int) -> torch.Tensor:
     _, heads, _, width = buffer.shape
-    repeated = buffer.new_empty((rows, heads, _capacity(length), width))
+    repeated = buffer.new_empty((rows, heads, room_for(length), width))
     repeated[:, :, :length] = buffer[:, :, :length]
     return repeated
 
 
-def _capacity(needed: int) -> int:
-    """A tenth more than needed, in whole blocks: growing copies each position some ten times, whatever the length."""
+def room_for(needed: int) -> int:
+    """Positions of a buffer for ``needed``: a tenth more, in whole blocks. Growing then copies each position some ten
+    times, whatever the length."""
     return -(-(needed + needed // 10) // BLOCK) * BLOCK
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
@@ -19,8 +19,10 @@ from engine.moe.executor import Executor
 from engine.moe.kernels.file_guard import FileGuard
 from engine.moe.popularity import Popularity
 from engine.moe.timing import Phase, Recorder
-from engine.runtimes.protocol import LoadedModel, Logits
+from engine.runtimes.protocol import LoadedModel, Logits, TokenRows
+from engine.runtimes.row_contents import Fill, Part
 from engine.runtimes.torch.cache import AnyCache, empty_cache
+from engine.runtimes.torch.cache_contents import fill_cache
 from engine.runtimes.torch.experts_module import RoutedExperts, ScaledInputBlock
 from engine.runtimes.torch.gpu_memory_plan import SharedRoom
 from engine.runtimes.torch.hooks import TimingHooks, layer_parts
@@ -107,6 +109,19 @@ class TorchModel(LoadedModel):
             raise ModelError(f"The model {self._facts.name} is closed; load it again.", kind="internal")
         self._check_files()
         return TorchTokenRows(self, empty_cache(self._config))
+
+    @property
+    def keeps_contents(self) -> bool:
+        return True
+
+    def restored(
+        self, length: int, begun: int, parts: Sequence[Part], fill: Fill
+    ) -> tuple[TorchTokenRows, TokenRows | None]:
+        if begun:
+            raise ValueError("rows of torch have no checkpoints")
+        cache = empty_cache(self._config)
+        fill_cache(cache, length, parts, fill, self.device)
+        return TorchTokenRows(self, cache), None
 
     def close(self) -> None:
         """Drop the weights and the mappings of the files. The model cannot run afterwards."""

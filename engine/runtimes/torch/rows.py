@@ -11,7 +11,9 @@ from engine.errors import ModelError
 from engine.ipc.messages import ModelFacts
 from engine.moe.timing import Phase
 from engine.runtimes.protocol import Logits, TokenRows
+from engine.runtimes.row_contents import RowContents
 from engine.runtimes.torch.cache import AnyCache
+from engine.runtimes.torch.cache_contents import contents_of
 
 Done = TypeVar("Done")
 
@@ -94,6 +96,11 @@ class TorchTokenRows(TokenRows):
         with torch.inference_mode():
             cache = self._model.with_room(lambda: self._cache.rows_copied(rows))
             return TorchTokenRows(self._model, cache, rows, shared=self.length)
+
+    def contents(self, checkpoint: TokenRows | None = None) -> RowContents | None:
+        """Of the only row, which has at least one token."""
+        assert checkpoint is None
+        return contents_of(self._cache)
 
     def reorder(self, parents: Sequence[int]) -> int:
         """Row i becomes a copy of row ``parents[i]``; returns the bytes moved (0 if every row keeps its place)."""

@@ -1,0 +1,259 @@
+"""A file with what a row of the cache holds: a header, the arrays, and a checksum of both.
+
+Nothing in it is code, and nothing is believed before the checksum was compared. Sizes are compared with the file's own
+before memory is taken for them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import itertools
+import os
+import stat
+import struct
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.models.prefix_files import part_of
+from engine.runtimes.protocol import LoadedModel, Logits
+from engine.runtimes.row_contents import Bytes, Part, as_bytes
+from engine.session.kept_rows import CachedRow, Checkpoint, reusable_length
+from engine.session.passes import PassSequence
+
+MAGIC = b"PLLMPFX1"
+"""Beginning of every file. Its last character is the version of the format."""
+
+HEADER_LIMIT = 64 * 1024 * 1024
+"""Maximum bytes of a header, which has some six for each token."""
+
+_BLOCK = 4 * 1024 * 1024
+"""Bytes that are read or written between two looks at whether to stop."""
+_DIGEST_BYTES = 32
+_LOGITS = "logits"
+_LENGTH = struct.Struct("<I")
+
+
+class WrongPrefixError(Exception):
+    """A file that cannot be used. The text says why, in a few words."""
+
+
+class StoppedError(Exception):
+    """Reading or writing was stopped before its end."""
+
+
+class _Fields(msgspec.Struct, frozen=True, kw_only=True):
+    """The header as it is stored. ``tokens`` are 32-bit numbers; runs are those of PassSequence."""
+
+    model: str
+    tokens: bytes
+    runs: list[int]
+    known: int
+    """Number of tokens after which the logits are known; 0: they are not."""
+    begun: list[int]
+    """Runs up to the checkpoint; empty: there is none."""
+    can_truncate: bool
+    parts: list[Part]
+
+
+class StoredPrefix:
+    """The header of a file, checked: what the file holds, if its checksum is right."""
+
+    def __init__(self, path: Path, fields: _Fields) -> None:
+        """Raises WrongPrefixError."""
+        self.path = path
+        self.tokens: NDArray[np.int32] = np.frombuffer(fields.tokens, np.dtype("<i4"))
+        self.passes, self.begun = _sequence(fields.runs), _sequence(fields.begun)
+        self.fields = fields
+        if not len(self.tokens) or self.passes.length != len(self.tokens):
+            raise WrongPrefixError("its passes are not those of its tokens")
+        if not 0 <= fields.known <= len(self.tokens) or self.begun.length > len(self.tokens):
+            raise WrongPrefixError("it knows more than it holds")
+        named = bool(fields.parts) and fields.parts[-1].name == _LOGITS
+        if named != bool(fields.known):
+            raise WrongPrefixError("its logits are of no prompt")
+
+    def shared(self, prompt: NDArray[np.int32]) -> int:
+        """Tokens of the longest beginning that the file and ``prompt`` have in common."""
+        length = min(len(prompt), len(self.tokens))
+        different = np.flatnonzero(self.tokens[:length] != prompt[:length])
+        return int(different[0]) if len(different) else length
+
+    def reusable(self, prompt: NDArray[np.int32], wanted: PassSequence | None) -> int:
+        """As :meth:`engine.session.kept_rows.CachedRow.reusable`."""
+        return reusable_length(
+            len(prompt),
+            self.shared(prompt),
+            self.passes,
+            wanted,
+            known=self.fields.known,
+            can_truncate=self.fields.can_truncate,
+            begun=self.begun,
+        )
+
+
+def open_prefix(path: Path, model: str, vocabulary: int) -> StoredPrefix:
+    """The header of the file at ``path``, of the model with this identity. Raises WrongPrefixError, OSError."""
+    with _opened(path) as file:
+        return _header(file, path, model, vocabulary, lambda data: None)
+
+
+def read_prefix(path: Path, identity: str, model: LoadedModel, should_stop: Callable[[], bool]) -> CachedRow:
+    """The row in the file at ``path``. Raises WrongPrefixError, OSError, StoppedError."""
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    vocabulary = model.facts.vocabulary
+    with _opened(path) as file:
+        found = _header(file, path, identity, vocabulary, digest.update)
+        fields = found.fields
+
+        def fill(place: Bytes) -> None:
+            for begin in range(0, len(place), _BLOCK):
+                if should_stop():
+                    raise StoppedError
+                block = place[begin : begin + _BLOCK]
+                if file.readinto(block.data) != len(block):
+                    raise WrongPrefixError("it is shorter than it says")
+                digest.update(block.data)
+
+        parts = fields.parts[:-1] if fields.known else fields.parts
+        try:
+            rows, saved = model.restored(len(found.tokens), found.begun.length, parts, fill)
+        except ValueError as error:
+            raise WrongPrefixError(str(error)) from error
+        known: tuple[int, Logits] | None = None
+        if fields.known:
+            if fields.parts[-1] != Part(_LOGITS, "float32", (vocabulary,)):
+                raise WrongPrefixError("its logits are not of this vocabulary")
+            logits = np.empty(vocabulary, np.float32)
+            fill(logits.view(np.uint8))
+            known = fields.known, logits
+        if file.read(_DIGEST_BYTES + 1) != digest.digest():
+            raise WrongPrefixError("its checksum is wrong")
+    tokens = found.tokens.tolist()
+    begun = None if saved is None else Checkpoint(tokens[: found.begun.length], found.begun, saved)
+    return CachedRow(rows, tokens, found.passes, known, begun)
+
+
+def stored_bytes(row: CachedRow) -> int:
+    """About how many bytes a file with ``row`` has; 0 if its runtime cannot tell what it holds."""
+    contents = _contents(row)
+    return 0 if contents is None else sum(part.nbytes for part, _ in contents) + 8 * len(row.tokens) + 4096
+
+
+def write_prefix(path: Path, identity: str, row: CachedRow, should_stop: Callable[[], bool]) -> Path:
+    """Write what ``row`` holds to a file beside ``path``, which becomes that one when it is renamed. Returns its path.
+
+    Raises OSError, StoppedError; nothing is left then.
+    """
+    contents = _contents(row)
+    assert contents is not None and row.rows is not None
+    saved = row.checkpoint if not row.rows.can_truncate else None
+    header = msgspec.msgpack.encode(
+        _Fields(
+            model=identity,
+            tokens=np.array(row.tokens, "<i4").tobytes(),
+            runs=list(row.passes.runs),
+            known=0 if row.known is None else row.known[0],
+            begun=[] if saved is None else list(saved.passes.runs),
+            can_truncate=row.rows.can_truncate,
+            parts=[part for part, _ in contents],
+        )
+    )
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    part = part_of(path)
+    try:
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "wb", buffering=0) as file:
+
+            def write(data: memoryview) -> None:
+                for begin in range(0, len(data), _BLOCK):
+                    if should_stop():
+                        raise StoppedError
+                    block = data[begin : begin + _BLOCK]
+                    digest.update(block)
+                    _write_all(file, block)
+
+            write(memoryview(MAGIC + _LENGTH.pack(len(header)) + header))
+            for _, read in contents:
+                write(read().data)
+            _write_all(file, memoryview(digest.digest()))
+    except BaseException:
+        with suppress(OSError):
+            part.unlink()
+        raise
+    return part
+
+
+def _contents(row: CachedRow) -> list[tuple[Part, Callable[[], Bytes]]] | None:
+    """The arrays of a file with ``row``."""
+    assert row.rows is not None
+    saved = row.checkpoint if not row.rows.can_truncate else None
+    contents = row.rows.contents(None if saved is None else saved.rows)
+    if contents is None:
+        return None
+    found: list[tuple[Part, Callable[[], Bytes]]] = [
+        (part, partial(contents.read, index)) for index, part in enumerate(contents.parts)
+    ]
+    if row.known is not None:
+        logits = row.known[1]
+        found.append((Part(_LOGITS, "float32", logits.shape), lambda: as_bytes(logits)))
+    return found
+
+
+def _write_all(file: io.FileIO, data: memoryview) -> None:
+    while len(data):
+        data = data[file.write(data) :]
+
+
+def _opened(path: Path) -> io.BufferedReader:
+    """The file at ``path``, if it is one that this program wrote for this person. Raises WrongPrefixError, OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    about = os.fstat(descriptor)
+    if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o077:
+        os.close(descriptor)
+        raise WrongPrefixError("it is no file that only its owner can read")
+    return os.fdopen(descriptor, "rb")
+
+
+def _header(
+    file: io.BufferedReader, path: Path, identity: str, vocabulary: int, seen: Callable[[bytes], None]
+) -> StoredPrefix:
+    """The header at the beginning of ``file``, whose bytes ``seen`` gets. Raises WrongPrefixError, OSError."""
+    size = os.fstat(file.fileno()).st_size
+    begin = file.read(len(MAGIC) + _LENGTH.size)
+    if len(begin) != len(MAGIC) + _LENGTH.size or not begin.startswith(MAGIC):
+        raise WrongPrefixError("it is of another kind or version")
+    (length,) = _LENGTH.unpack(begin[len(MAGIC) :])
+    if length > min(HEADER_LIMIT, size):
+        raise WrongPrefixError(f"its header has {length} bytes")
+    header = file.read(length)
+    seen(begin + header)
+    try:
+        fields = msgspec.msgpack.decode(header, type=_Fields)
+        payload = sum(part.nbytes for part in fields.parts)
+        if len(fields.tokens) % 4:
+            raise ValueError("its tokens are cut off")
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise WrongPrefixError(f"its header is damaged: {str(error)[:100]}") from error
+    if fields.model != identity:
+        raise WrongPrefixError("it is of another model")
+    if len(begin) + length + payload + _DIGEST_BYTES != size:
+        raise WrongPrefixError("its size is not what it says")
+    found = StoredPrefix(path, fields)
+    if found.tokens.min() < 0 or found.tokens.max() >= vocabulary:
+        raise WrongPrefixError("its tokens are not of this vocabulary")
+    return found
+
+
+def _sequence(runs: Sequence[int]) -> PassSequence:
+    """Raises WrongPrefixError."""
+    follow = any(left < 0 and right < 0 for left, right in itertools.pairwise(runs))
+    if follow or not all(0 < abs(run) < 2**31 for run in runs):
+        raise WrongPrefixError("its passes are impossible")
+    return PassSequence(runs)
