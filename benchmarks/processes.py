@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,12 +21,14 @@ class WorkerFailed(Exception):
 
 
 class Worker:
-    """One ``benchmarks.worker`` process. Use as a context manager: leaving it ends the process."""
+    """One ``benchmarks.worker`` process. Use as a context manager: leaving it ends the process.
 
-    def __init__(self, engine: str, model: Path | None, threads: int, log: Path) -> None:
+    ``prefix`` is the beginning of its command line: a program that runs another, perhaps within a limit."""
+
+    def __init__(self, engine: str, model: Path | None, threads: int, log: Path, prefix: Sequence[str] = ()) -> None:
         self.engine = engine
         self._log = log
-        command = [sys.executable, "-m", "benchmarks.worker", "--engine", engine, "--threads", str(threads)]
+        command = [*prefix, sys.executable, "-m", "benchmarks.worker", "--engine", engine, "--threads", str(threads)]
         if model is not None:
             command += ["--model", str(model)]
         # Ours runs as it does under the chat; the others as their users find them.

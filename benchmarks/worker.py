@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
 import re
 import statistics
@@ -20,9 +21,19 @@ from typing import Any
 import numpy as np
 
 from benchmarks.engines import KINDS, Engine, PrivatellmEngine
+from engine.models.locations import profile_paths
+from engine.models.opening import open_model
+from engine.models.store import profile_key
+from engine.moe.popularity_file import model_of, save_profile
 from engine.moe.timing import PARTS
 from engine.residency.mapped import MappedWeights
 
+LEARNED_STEPS = 48
+"""Steps of 16 rows from which the popularity of experts is learned."""
+PLAIN_READ = 2 << 20
+"""Bytes of one plain read of a file."""
+PLAIN_SECONDS = 0.3
+"""Seconds of plain reads between two blocks of steps."""
 BLOCK = 8
 """Steps between two changes: hooks are put in and taken out once per block, as when the panel opens and closes."""
 
@@ -89,6 +100,67 @@ def anonymous() -> float:
     found = re.search(r"^Anonymous:\s+(\d+) kB", text, re.MULTILINE)
     assert found is not None
     return 1024.0 * int(found[1])
+
+
+def read_from_disk() -> int:
+    """Bytes that this process has had read from a disk so far, by page faults too."""
+    found = re.search(r"^read_bytes: (\d+)", Path("/proc/self/io").read_text(encoding="ascii"), re.MULTILINE)
+    assert found is not None
+    return int(found[1])
+
+
+def plain_rate(path: Path, seed: int) -> float:
+    """Bytes per second at which PLAIN_READ bytes at a time come from places of ``path`` that no memory holds."""
+    places = np.random.default_rng(seed).permutation(path.stat().st_size // PLAIN_READ)
+    done, begun = 0, time.perf_counter()
+    file = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    with mmap.mmap(-1, PLAIN_READ) as buffer:
+        for place in places.tolist():
+            done += os.preadv(file, [buffer], place * PLAIN_READ)
+            if time.perf_counter() - begun > PLAIN_SECONDS:
+                break
+    os.close(file)
+    return done / (time.perf_counter() - begun)
+
+
+def learn_popularity(engine: Engine, folder: Path, home: str, vocabulary: int) -> None:
+    """Keep which experts ``LEARNED_STEPS`` steps of 16 random tokens use where plans of the folder ``home`` find it, as
+    the program keeps that of a person's conversations."""
+    assert isinstance(engine, PrivatellmEngine)
+    experts, counted = open_model(folder).experts, engine.model.popularity
+    if experts is None or counted is None:
+        return
+    engine.prompt(random_tokens(1, 64, vocabulary))
+    engine.rows(16)
+    for index in range(LEARNED_STEPS):
+        engine.step(random_tokens(10_000 + index, 16, vocabulary))
+    os.environ["PRIVATELLM_HOME"] = home
+    counts = {layer: counted.counts(layer) for layer in counted.layers}
+    save_profile(profile_paths(profile_key(folder))[1], model_of(experts), counts)
+
+
+def from_disk(engine: Engine, path: Path, context: int, warm_up: int, count: int, vocabulary: int) -> dict[str, float]:
+    """Decoding one row after a prompt of ``context`` tokens, and ``warm_up`` more, where memory does not hold the file
+    ``path``: tokens per second, bytes read from the disk per token, their rate, and that of plain reads between."""
+    engine.prompt(random_tokens(1, context, vocabulary))
+    engine.rows(1)
+    for index in range(warm_up):
+        engine.step(random_tokens(100 + index, 1, vocabulary))
+    seconds, nbytes, plain = 0.0, 0, [plain_rate(path, 0)]
+    for index in range(count):
+        tokens = random_tokens(100 + warm_up + index, 1, vocabulary)
+        before, begun = read_from_disk(), time.perf_counter()
+        engine.step(tokens)
+        seconds += time.perf_counter() - begun
+        nbytes += read_from_disk() - before
+        if index % BLOCK == BLOCK - 1:
+            plain.append(plain_rate(path, 1 + index))
+    return {
+        "tokens_per_s": count / seconds,
+        "bytes_per_token": nbytes / count,
+        "rate": nbytes / seconds,
+        "plain_rate": statistics.median(plain),
+    }
 
 
 def alternate(engine: Engine, context: int, count: int, vocabulary: int) -> dict[str, list[float]]:
@@ -201,6 +273,12 @@ def answer(engine: Engine | None, request: dict[str, Any], threads: int) -> Any:
         return steps(engine, request["context"], request["rows"], request["count"], vocabulary)
     if request["do"] == "watched":
         return watched(engine, request["context"], request["rows"], request["tokens"], request["count"], vocabulary)
+    if request["do"] == "learn_popularity":
+        return learn_popularity(engine, Path(request["folder"]), request["home"], vocabulary)
+    if request["do"] == "from_disk":
+        return from_disk(
+            engine, Path(request["path"]), request["context"], request["warm_up"], request["count"], vocabulary
+        )
     if request["do"] == "looking":
         return alternate(engine, request["context"], request["count"], vocabulary)
     raise KeyError(request["do"])

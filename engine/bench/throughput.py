@@ -99,7 +99,7 @@ def keep_speed(subject: BenchSubject, memory_read: float, step_s: float, read_by
     numbers = facts.dtype.rpartition(" ")[2]  # of "4-bit, bfloat16" what is computed with
     machine = calibration_key(numbers, subject.threads, None if subject.on_cpu else MLX_GPU)
     try:
-        save_speed(machine, memory_read, facts.runtime, overhead)
+        save_speed(machine, memory_read, facts.runtime, overhead, read_bytes / memory_read / step_s)
     except OSError as error:
         return [f"What was measured cannot be kept for plans: {error.strerror or error}."]
     return []

@@ -129,10 +129,13 @@ def calibration_key(dtype: str, threads: int | None, gpu: str | None) -> str:
 
 
 class MachineSpeed(msgspec.Struct, frozen=True):
-    """``memory_read`` in bytes per second; ``layer_overhead_s`` in seconds per layer and step, by runtime."""
+    """``memory_read`` in bytes per second. The others are by runtime, two ways to say what a step took beside streaming
+    its weights: ``layer_overhead_s`` in seconds per layer and step, ``read_share`` as the fraction of ``memory_read``
+    at which it read them."""
 
     memory_read: float
     layer_overhead_s: dict[str, float] = {}
+    read_share: dict[str, float] = {}
 
 
 class _SpeedFile(msgspec.Struct):
@@ -147,15 +150,23 @@ def load_speed(machine: str) -> MachineSpeed | None:
         return None
     if not all(math.isfinite(seconds) and seconds >= 0 for seconds in found.layer_overhead_s.values()):
         return None
+    if not all(0 < share <= 1 for share in found.read_share.values()):
+        return None
     return found
 
 
-def save_speed(machine: str, memory_read: float, runtime: str, layer_overhead_s: float) -> None:
-    """Keep measured figures beside those of other runtimes and machines. Raises OSError."""
+def save_speed(
+    machine: str, memory_read: float, runtime: str, layer_overhead_s: float, read_share: float | None = None
+) -> None:
+    """Keep measured figures beside those of other runtimes and machines. ``read_share`` above 1 counts as 1, and None
+    is not kept. Raises OSError."""
     file = _read_speed()
     before = file.machines.get(machine)
     overheads = {**(before.layer_overhead_s if before else {}), runtime: max(0.0, layer_overhead_s)}
-    file.machines[machine] = MachineSpeed(memory_read, overheads)
+    shares = {name: share for name, share in (before.read_share if before else {}).items() if name != runtime}
+    if read_share is not None:
+        shares[runtime] = min(1.0, read_share)
+    file.machines[machine] = MachineSpeed(memory_read, overheads, shares)
     ensure("data")
     path = _speed_path()
     path.parent.mkdir(exist_ok=True, mode=0o700)

@@ -89,6 +89,8 @@ class Sizes:
     """Bytes of the trunk's packed matrices."""
     trunk_plain: TrunkSize = TrunkSize()
     """Numbers of the trunk's other tensors."""
+    trunk_is_mapped: bool = False
+    """Whether the runtime reads the trunk in the files."""
 
     @property
     def width(self) -> int:
@@ -123,6 +125,7 @@ class Sizes:
             embedding_bytes=packed.embedding + trunk.embedding * width,
             shared_bytes=packed.shared + trunk.shared * width,
             state_bytes=states,
+            trunk_is_mapped=runtime == "native",
         )
 
     def for_planning(self, name: str = "", bytes_per_weight: int | None = None) -> ModelSizes:
@@ -145,6 +148,8 @@ class Sizes:
             trunk_stored_bytes=self.trunk_stored.total,
             unpacks_experts=self.experts_are_packed,
             largest_slab_bytes=self.largest_expert_bytes,
+            embedding_bytes=self.embedding_bytes,
+            trunk_is_mapped=self.trunk_is_mapped,
         )
 
 

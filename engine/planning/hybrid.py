@@ -14,14 +14,15 @@ from typing import Literal
 
 from engine.ipc.messages import DeviceMemory, ExpertPolicy, PlannedChoice
 from engine.planning.calibration import Calibration
+from engine.planning.disk_reads import bytes_from_disk
 from engine.planning.policy import Policy, policy_named
 from engine.planning.prediction import (
+    DECODE_CONTEXT,
     PREFILL_TOKENS,
     ModelSizes,
     Shares,
     Speed,
     cpu_speed,
-    disk_seconds,
     hybrid_speed,
     streaming_step_s,
 )
@@ -67,11 +68,14 @@ class HybridMachine:
     gpu: Device | None = None
     memory_read: float | None = None
     disk_read: float | None = None
+    reserve: int = 0
+    """Bytes of the CPU's memory that are not free for a model, but hold pages of files until somebody wants them."""
 
 
 @dataclass(frozen=True)
 class HybridRequest:
-    """What the person chose. The overheads are seconds per decoder layer and forward pass, beyond the weights."""
+    """What the person chose. The overheads are seconds per decoder layer and forward pass, beyond the weights;
+    ``cpu_read_share`` is the fraction of the rate of memory at which the CPU reads the weights."""
 
     partitioning: Literal["auto", "cpu", "hybrid"] = "auto"
     policy: ExpertPolicy = "balanced"
@@ -79,6 +83,7 @@ class HybridRequest:
     context_tokens: int = 4096
     prefill_chunk: int = 512
     cpu_layer_overhead_s: float = 0.0
+    cpu_read_share: float = 1.0
     gpu_layer_overhead_s: float = 0.0
 
 
@@ -129,6 +134,8 @@ def experts_only(model: ModelSizes) -> ModelSizes:
         trunk_weights=0,
         trunk_stored_bytes=0,
         shared_bytes=0,
+        embedding_bytes=0,
+        trunk_is_mapped=False,
         key_value_bytes_per_token=0,
         state_bytes=0,
     )
@@ -155,12 +162,12 @@ def plan(
 ) -> HybridPlan:
     """The plan for ``model`` on ``machine``. ``popularity``: routes counted before, [MoE layer][expert], or nothing."""
     shares = Shares.counted(popularity) if popularity else Shares.even(model.experts)
-    alone = _cpu_plan(model, machine, wanted, calibration, shares)
+    alone = _cpu_plan(model, machine, wanted, calibration, shares, popularity)
     if wanted.partitioning == "cpu" or machine.gpu is None:
         if wanted.partitioning == "hybrid":
             return replace(alone, fits=False, choices=(_choice("experts", "none", "there is no GPU to share with"),))
         return alone
-    shared = _gpu_plan(model, machine, machine.gpu, wanted, calibration, shares)
+    shared = _gpu_plan(model, machine, machine.gpu, wanted, calibration, shares, popularity)
     if wanted.partitioning == "hybrid":
         return shared
     if not shared.fits:
@@ -175,12 +182,19 @@ def _choice(what: str, choice: str, reason: str) -> PlannedChoice:
 
 
 def _cpu_plan(
-    model: ModelSizes, machine: HybridMachine, wanted: HybridRequest, calibration: Calibration | None, shares: Shares
+    model: ModelSizes,
+    machine: HybridMachine,
+    wanted: HybridRequest,
+    calibration: Calibration | None,
+    shares: Shares,
+    popularity: Sequence[Sequence[int]],
 ) -> HybridPlan:
     key_values = model.cache_bytes(wanted.context_tokens)
     workspace = workspace_bytes(model, wanted.prefill_chunk, gpu=False)
-    spare = machine.cpu.free - model.trunk_bytes - key_values - workspace
-    memory = _on_cpu(machine.cpu, model, trunk=model.trunk_bytes, key_values=key_values, workspace=workspace)
+    pages = machine.cpu.free - key_values - workspace
+    trunk = min(model.trunk_bytes, max(0, pages)) if model.trunk_is_mapped else model.trunk_bytes
+    spare = pages - trunk
+    memory = _on_cpu(machine.cpu, model, trunk=trunk, key_values=key_values, workspace=workspace)
     if machine.gpu is None:
         where = _choice("experts", "CPU", "this machine has no GPU that torch can use")
     else:
@@ -188,16 +202,17 @@ def _cpu_plan(
     choices = [where] if model.experts else [_choice("weights", "CPU", where.reason)]
     speed: Speed | None = None
     if calibration is not None:
-        speed = cpu_speed(model, calibration, shares, wanted.cpu_layer_overhead_s)
+        speed = cpu_speed(model, calibration, shares, wanted.cpu_layer_overhead_s, wanted.cpu_read_share)
         basis = "measured by `privatellm bench experts` on this machine"
     elif machine.memory_read:
-        step = streaming_step_s(model, machine.memory_read, wanted.cpu_layer_overhead_s)
+        step = streaming_step_s(model, wanted.cpu_read_share * machine.memory_read, wanted.cpu_layer_overhead_s)
         speed = Speed(step, 0.0)
         basis = f"the weights read per token at {machine.memory_read / 1e9:.0f} GB/s"
     else:
         basis = _nothing_measured(model)
     finished = HybridPlan(spare >= 0, max(0, -spare), False, 0, (memory,), tuple(choices), basis=basis)
-    return _with_speed(finished, model, machine, speed, spare)
+    kept = 0 if model.trunk_is_mapped else model.trunk_bytes
+    return _with_speed(finished, model, machine, wanted, speed, kept, popularity)
 
 
 def _on_cpu(cpu: Device, model: ModelSizes, trunk: int, key_values: int, workspace: int) -> DeviceMemory:
@@ -220,6 +235,7 @@ def _gpu_plan(
     wanted: HybridRequest,
     calibration: Calibration | None,
     shares: Shares,
+    popularity: Sequence[Sequence[int]],
 ) -> HybridPlan:
     policy = policy_named(wanted.policy, model.experts)
     room = gpu_room(model, gpu, wanted.context_tokens, wanted.prefill_chunk)
@@ -257,7 +273,7 @@ def _gpu_plan(
         basis=basis,
         hit_rate=_hit_rate(model, policy, per_layer, shares),
     )
-    return _with_speed(finished, model, machine, speed, machine.cpu.free - on_cpu.workspace)
+    return _with_speed(finished, replace(model, trunk_is_mapped=False), machine, wanted, speed, 0, popularity)
 
 
 def _hit_rate(model: ModelSizes, policy: Policy, per_layer: float, shares: Shares) -> float | None:
@@ -299,24 +315,38 @@ _POLICY_REASONS: dict[ExpertPolicy, str] = {
 
 
 def _with_speed(
-    finished: HybridPlan, model: ModelSizes, machine: HybridMachine, speed: Speed | None, experts_room: int
+    finished: HybridPlan,
+    model: ModelSizes,
+    machine: HybridMachine,
+    wanted: HybridRequest,
+    speed: Speed | None,
+    kept: int,
+    popularity: Sequence[Sequence[int]],
 ) -> HybridPlan:
-    """``finished`` with the rates, the time of reading from the disk included if the host's memory is too small."""
-    in_memory = min(1.0, max(0, experts_room) / model.expert_bytes) if model.expert_bytes else 1.0
-    if in_memory < 1.0:
-        missing = model.expert_bytes - max(0, experts_room)
-        reason = f"{missing / 1e9:.1f} GB of the experts do not fit in memory and are read from the disk when used"
+    """``finished`` with the rates, the time of reading from the disk included if the host's memory is too small.
+
+    ``kept`` bytes of its memory are weights that are not mapped.
+    """
+    cpu = next(device for device in finished.memory if device.device == "CPU")
+    mapped = model.expert_bytes + (model.trunk_bytes if model.trunk_is_mapped else 0)
+    missing = mapped - (machine.cpu.free - kept - cpu.key_values - cpu.workspace)
+    if mapped and missing > 0:
+        what = "experts" if model.experts else "weights"
+        reason = f"{min(missing, mapped) / 1e9:.1f} GB of the {what} do not fit in memory "
+        reason += "and are read from the disk when used"
         if machine.disk_read:
             reason += f", at {machine.disk_read / 1e6:.0f} MB/s"
         finished = replace(finished, choices=(*finished.choices, _choice("memory", "part on disk", reason)))
         if machine.disk_read is None:
             return replace(finished, basis="part of the model is read from the disk, whose rate was not measured")
         if speed is not None:
-            speed = Speed(
-                speed.step_s + disk_seconds(model, in_memory, machine.disk_read, 1),
-                speed.prefill_s + disk_seconds(model, in_memory, machine.disk_read, PREFILL_TOKENS)
-                if speed.prefill_s
-                else 0.0,
+            # Keys and values take memory as the conversation grows, and a prompt's workspace only while it is read.
+            cached = model.cache_bytes(min(DECODE_CONTEXT, wanted.context_tokens)) if cpu.key_values else 0
+            room = machine.cpu.free + machine.reserve - kept - cached
+            step = bytes_from_disk(model, room, 1, popularity) / machine.disk_read
+            prompt = bytes_from_disk(model, room - cpu.workspace, PREFILL_TOKENS, popularity) / machine.disk_read
+            speed = replace(
+                speed, step_s=speed.step_s + step, prefill_s=speed.prefill_s + prompt if speed.prefill_s else 0.0
             )
             finished = replace(finished, basis=f"{finished.basis}, and the disk's rate")
     if speed is None:

@@ -14,7 +14,6 @@ from functools import lru_cache
 from math import comb
 
 from engine.planning.calibration import Calibration, Curve
-from engine.planning.memory import expected_distinct_experts
 from engine.planning.policy import ActiveExpert, Policy
 
 DECODE_CONTEXT = 512
@@ -53,6 +52,15 @@ class ModelSizes:
     """Whether a GPU unpacks an expert into numbers of the computed width each time it runs it."""
     largest_slab_bytes: int = 0
     """The largest routed expert, as layers may store theirs in different formats; 0: all are alike."""
+    embedding_bytes: int = 0
+    """Part of the trunk: an embedding that is not the head too, of which a token reads one row."""
+    trunk_is_mapped: bool = False
+    """Whether the trunk is read where it is in the files, as the experts are, so that it need not fit in memory."""
+
+    @property
+    def trunk_read_bytes(self) -> int:
+        """Bytes of the trunk that every pass reads."""
+        return self.trunk_bytes - self.embedding_bytes
 
     def cache_bytes(self, tokens: int) -> int:
         """Bytes of the cache of a row of ``tokens``; a pass that replaces states has those of before and after."""
@@ -191,15 +199,22 @@ def hybrid_speed(
     )
 
 
-def cpu_speed(model: ModelSizes, calibration: Calibration, shares: Shares, layer_overhead_s: float = 0.0) -> Speed:
-    """With everything on the CPU."""
+def cpu_speed(
+    model: ModelSizes,
+    calibration: Calibration,
+    shares: Shares,
+    layer_overhead_s: float = 0.0,
+    read_share: float = 1.0,
+) -> Speed:
+    """With everything on the CPU. The trunk is read at ``read_share`` of the rate of memory."""
+    rate = read_share * calibration.memory_read
     per_s = _operations_rate(calibration.cpu, calibration, model)
     other = model.layers * layer_overhead_s
     one = min(model.experts_per_token, model.experts) * calibration.cpu.at(1)
     many = sum(calibration.cpu.at(tokens) for tokens in _tokens(model, shares))
     return Speed(
-        step_s=other + _trunk(model, 1, calibration.memory_read, per_s) + model.moe_layers * one,
-        prefill_s=other + _trunk(model, PREFILL_TOKENS, calibration.memory_read, per_s) + model.moe_layers * many,
+        step_s=other + _trunk(model, 1, rate, per_s) + model.moe_layers * one,
+        prefill_s=other + _trunk(model, PREFILL_TOKENS, rate, per_s) + model.moe_layers * many,
     )
 
 
@@ -207,12 +222,6 @@ def streaming_step_s(model: ModelSizes, memory_read: float, layer_overhead_s: fl
     """One decoding step on the CPU if it takes what streaming its weights takes; for models without a calibration."""
     used = min(model.experts_per_token, model.experts) * model.moe_layers * model.slab_bytes
     return model.layers * layer_overhead_s + (_trunk_bytes_read(model) + used) / memory_read
-
-
-def disk_seconds(model: ModelSizes, in_memory: float, disk_read: float, rows: int) -> float:
-    """Reading what is missing: of the experts that ``rows`` tokens use, the share that is not ``in_memory``."""
-    distinct = expected_distinct_experts(model.experts, model.experts_per_token, rows)
-    return (1.0 - in_memory) * distinct * model.moe_layers * model.slab_bytes / disk_read
 
 
 @lru_cache(maxsize=4096)
@@ -263,11 +272,11 @@ def _tokens(model: ModelSizes, shares: Shares) -> list[int]:
 
 
 def _trunk_bytes_read(model: ModelSizes) -> float:
-    return model.trunk_bytes + model.cache_bytes(DECODE_CONTEXT)
+    return model.trunk_read_bytes + model.cache_bytes(DECODE_CONTEXT)
 
 
 def _trunk(model: ModelSizes, rows: int, rate: float, operations_per_s: float) -> float:
-    operations = 2.0 * rows * model.trunk_bytes * model.weights_per_trunk_byte
+    operations = 2.0 * rows * model.trunk_read_bytes * model.weights_per_trunk_byte
     return max(_trunk_bytes_read(model) / rate, operations / operations_per_s)
 
 

@@ -28,7 +28,7 @@ from engine.runtimes.choosing import choose_runtime
 from engine.runtimes.mlx.eligible import refuse_gguf
 from engine.runtimes.model_headers import Headers, read_headers
 from engine.session.loading import check_request
-from engine.system.free_memory import available_bytes, memory
+from engine.system.free_memory import RESERVE_BYTES, available_bytes, memory
 from engine.system.machine import Gpu, gpu, processor
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ def plan_model(request: Plan, loaded: ModelFacts | None = None, network: Cluster
     notices: list[str] = []
     calibration, speed = _measured(load, headers, graphics, runtime.name, notices)
     context = min(sizes.context_limit, load.context_limit or HybridRequest().context_tokens)
+    overhead_s, read_share = _beside_streaming(speed, runtime.name)
     plan = plan_placement(
         sizes.for_planning(load.model),
         _machine(headers, graphics, speed, loaded),
@@ -67,7 +68,8 @@ def plan_model(request: Plan, loaded: ModelFacts | None = None, network: Cluster
             gpu_expert_bytes=load.gpu_expert_bytes,
             context_tokens=context,
             prefill_chunk=load.prefill_chunk,
-            cpu_layer_overhead_s=_overhead(speed, runtime.name),
+            cpu_layer_overhead_s=overhead_s,
+            cpu_read_share=read_share,
         ),
         calibration,
         _popularity(headers, notices),
@@ -155,10 +157,10 @@ def _machine(
     beyond = headers.largest is not None and headers.sizes.expert_bytes + headers.sizes.trunk_bytes > cpu.free
     disk = disk_rate(headers.largest) if headers.largest is not None and beyond else None
     if graphics is None:
-        return HybridMachine(cpu, memory_read=memory_read, disk_read=disk)
+        return HybridMachine(cpu, memory_read=memory_read, disk_read=disk, reserve=RESERVE_BYTES)
     freed_there = freed + loaded.gpu_expert_bytes if loaded is not None and on_gpu else 0
     there = Device(graphics.name, graphics.total, min(graphics.total, graphics.free + freed_there))
-    return HybridMachine(cpu, there, memory_read, disk)
+    return HybridMachine(cpu, there, memory_read, disk, RESERVE_BYTES)
 
 
 def _measured(
@@ -220,14 +222,17 @@ def _said(notices: list[str]) -> list[PlannedChoice]:
     return [PlannedChoice("note", "not used", notice) for notice in notices]
 
 
-def _overhead(speed: MachineSpeed | None, runtime: str) -> float:
-    """Seconds per layer and step that ``runtime`` adds.
+def _beside_streaming(speed: MachineSpeed | None, runtime: str) -> tuple[float, float]:
+    """Seconds per layer and step that ``runtime`` adds, and the fraction of the rate of memory at which it reads
+    weights: a runtime in Python takes its time for each layer, the native one for each byte.
 
-    The native runtime adds the least. Its figure is used for a runtime that was not measured, which would seem faster
-    than it otherwise.
+    The native runtime's figures are used for one that was not measured, which would seem faster than it otherwise.
     """
-    known = speed.layer_overhead_s if speed is not None else {}
-    return known.get(runtime, known.get("native", 0.0))
+    if speed is None:
+        return 0.0, 1.0
+    measured = runtime if runtime in speed.layer_overhead_s else "native"
+    share = speed.read_share.get("native") if measured == "native" else None
+    return (speed.layer_overhead_s.get(measured, 0.0), 1.0) if share is None else (0.0, share)
 
 
 def _basis(plan: HybridPlan, sizes: Sizes, speed: MachineSpeed | None, runtime: str, model: str) -> str:

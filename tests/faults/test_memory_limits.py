@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -9,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import limited_memory
+import numpy as np
 import pytest
 import torch
 from engine_forks import with_libraries
@@ -30,7 +32,10 @@ from engine.models.opening import open_model
 from engine.models.prepare import prepare
 from engine.moe.kernels import bindings
 from engine.moe.prefetch import ReadAhead
+from engine.runtimes.native import runtime as native_runtime
+from engine.runtimes.native.model import NativeModel
 from engine.runtimes.native.runtime import NativeRuntime
+from engine.runtimes.native.weights import TrunkWeights
 from engine.runtimes.torch.offload import local
 from engine.runtimes.torch.offload.host_memory import HostExperts
 from engine.session.plan_model import plan_model
@@ -235,6 +240,44 @@ def test_the_native_runtime_says_that_a_model_exceeds_what_it_may_use(
     (small / "memory.current").write_text("999999999")
     (line,) = notices()
     assert "GB of weights do not fit in the 0.0 GB of memory that are free for it" in line
+
+
+def test_the_native_runtime_asks_for_experts_beyond_the_memory_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_tiny_model(tmp_path / "model", "mixtral")
+    load = Load(id=1, model="m", runtime="native", cpu_threads=2)
+
+    def logits(model: NativeModel) -> list[bytes]:
+        rows = model.start()
+        found = [rows.extend(list(range(3, 40)))]
+        found += list(rows.step([5]))
+        beams = rows.fan_out(5)
+        return [each.tobytes() for each in [*found, *beams.step([6, 7, 8, 9, 10])] if each is not None]
+
+    told: list[TrunkWeights] = []
+    read_ahead = TrunkWeights.read_ahead
+
+    def watched(self: TrunkWeights, experts: Experts) -> None:
+        told.append(self)
+        read_ahead(self, experts)
+
+    monkeypatch.setattr(TrunkWeights, "read_ahead", watched)
+    roomy = NativeRuntime().load(folder, load, lambda *_: None)
+    assert told == []
+    monkeypatch.setattr(native_runtime, "available_bytes", lambda: roomy.facts.expert_bytes)
+    tight = NativeRuntime().load(folder, load, lambda *_: None)
+    assert len(tight.facts.notices) == len(roomy.facts.notices) + 1
+    experts = open_model(folder).experts
+    assert experts is not None
+    for layer in experts.layers:
+        filled = told[0].trunk.layers[layer]
+        places = (ctypes.c_int64 * (experts.count + 1)).from_address(filled.ahead_from)
+        pages = np.ctypeslib.as_array((ctypes.c_size_t * (2 * places[experts.count])).from_address(filled.ahead))
+        for expert in range(experts.count):
+            nbytes = sum(size for _, size in experts.place(layer, expert).page_ranges())
+            assert pages[2 * places[expert] + 1 : 2 * places[expert + 1] : 2].sum() == nbytes > 0
+    assert logits(tight) == logits(roomy)
 
 
 # --- for real -----------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from engine.ipc.messages import ExpertPolicy
 from engine.planning.calibration import Calibration, ExpertShape, Processor, estimated
+from engine.planning.disk_reads import bytes_from_disk
 from engine.planning.hybrid import (
     Device,
     HybridMachine,
@@ -27,7 +28,6 @@ from engine.planning.prediction import (
     PREFILL_TOKENS,
     Shares,
     cpu_speed,
-    disk_seconds,
     expected_tokens,
     hybrid_speed,
     streaming_step_s,
@@ -191,12 +191,29 @@ def test_experts_beyond_the_hosts_memory_come_from_the_disk_at_its_rate() -> Non
     assert "2000 MB/s" in found.choices[-1].reason
     assert found.tokens_per_s is not None
     assert whole.tokens_per_s is not None
-    missing = 1.0 - found.memory[0].experts / MIXTRAL.expert_bytes
     slower = 1 / found.tokens_per_s - 1 / whole.tokens_per_s
-    assert slower == pytest.approx(missing * 2 * 32 * SLAB / 2e9)
+    room = 50 * GB - MIXTRAL.trunk_bytes - 512 * 131_072
+    assert slower == pytest.approx(bytes_from_disk(MIXTRAL, room, 1) / 2e9)
+    reserved = plan(MIXTRAL, replace(small, reserve=GB), HybridRequest(), MEASURED)
+    assert found.tokens_per_s < (reserved.tokens_per_s or 0) < whole.tokens_per_s
+    popular = plan(MIXTRAL, small, HybridRequest(), MEASURED, [[100, 100, 1, 1, 1, 1, 1, 1]] * 32)
+    assert (popular.tokens_per_s or 0) > found.tokens_per_s
     unmeasured = plan(MIXTRAL, replace(small, disk_read=None), HybridRequest(), MEASURED)
     assert unmeasured.tokens_per_s is None
     assert "disk" in unmeasured.basis
+
+
+def test_a_trunk_in_the_files_need_not_fit_in_memory() -> None:
+    """A dense model that lacks one byte is read whole for every token, as its pages are wanted in a circle."""
+    mapped = replace(DENSE, trunk_is_mapped=True, embedding_bytes=GB // 10)
+    beside = 4096 * 32_768 + workspace_bytes(mapped, 512, gpu=False)
+    found = plan(mapped, HybridMachine(Device("CPU", 4 * GB, GB + beside), None, 20e9, 1e9), HybridRequest())
+    assert found.fits and found.memory[0].trunk == GB
+    assert "1.0 GB of the weights do not fit" in found.choices[-1].reason
+    read = 1.9 * GB
+    assert found.tokens_per_s == pytest.approx(1 / (read / 1e9 + (read + 512 * 32_768) / 20e9))
+    none = plan(mapped, HybridMachine(Device("CPU", 4 * GB, beside - 1), None, 20e9, 1e9), HybridRequest())
+    assert (none.fits, none.shortfall) == (False, 1)
 
 
 def test_popularity_raises_the_hit_rate() -> None:
@@ -247,6 +264,10 @@ def test_the_cpus_speed_is_what_its_curve_and_its_memory_say() -> None:
     assert speed.step_s == pytest.approx(streaming_step_s(MIXTRAL, 60e9))
     operations = 2 * PREFILL_TOKENS * MIXTRAL.trunk_bytes / 2 / 1.5e12
     assert speed.prefill_s == pytest.approx(operations + 32 * 8 * 2 * 128 * SLAB / 2 / 1.5e12)
+    of_trunk = cpu_speed(MIXTRAL, MEASURED, Shares.even(8), read_share=0.5)
+    assert of_trunk.step_s - speed.step_s == pytest.approx(trunk)
+    one_row = cpu_speed(replace(MIXTRAL, embedding_bytes=10**9), MEASURED, Shares.even(8))
+    assert speed.step_s - one_row.step_s == pytest.approx(1e9 / 60e9)
     slower = cpu_speed(MIXTRAL, MEASURED, Shares.even(8), layer_overhead_s=1e-3)
     assert slower.step_s - speed.step_s == pytest.approx(32e-3)
 
@@ -257,10 +278,3 @@ def test_a_calibration_without_a_gpu_predicts_no_hybrid() -> None:
         hybrid_speed(MIXTRAL, alone, policy_named("balanced"), 1.0, Shares.even(8))
     found = plan(MIXTRAL, BIG, HybridRequest(partitioning="hybrid"), alone)
     assert found.tokens_per_s is None
-
-
-def test_the_disk_is_asked_for_the_experts_in_use_only() -> None:
-    one = disk_seconds(MIXTRAL, 0.0, 1e9, 1)
-    assert one == pytest.approx(2 * 32 * SLAB / 1e9)
-    assert disk_seconds(MIXTRAL, 0.5, 1e9, 1) == pytest.approx(one / 2)
-    assert one < disk_seconds(MIXTRAL, 0.0, 1e9, 8) < 8 * one

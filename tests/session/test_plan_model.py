@@ -236,3 +236,23 @@ def test_a_damaged_file_of_speeds_is_replaced(home: Path, data: str) -> None:
     save_speed("b", 4e9, "native", 0.2)
     found = load_speed("a")
     assert found is not None and found.memory_read == 3e9 and found.layer_overhead_s == {"torch": 0.0}
+    assert found.read_share == {}
+    save_speed("a", 3e9, "native", 0.1, 1.5)
+    save_speed("a", 3e9, "torch", 0.0)
+    assert (kept := load_speed("a")) is not None and kept.read_share == {"native": 1.0}
+    save_speed("a", 3e9, "native", 0.1, 0.0)
+    assert load_speed("a") is None
+
+
+def test_what_native_takes_beside_streaming_is_a_share_and_not_a_time_per_layer(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers of one model are as much as twenty times as large as those of another, and native does little else."""
+    monkeypatch.setattr(planning, "gpu", lambda: None)
+    key = calibration_key("float32", None, None)
+    save_speed(key, 1e9, "native", 0.5, 0.8)
+    native = planned(folder, runtime="native").tokens_per_s
+    save_speed(key, 1e9, "native", 99.0, 0.4)
+    assert native == pytest.approx(2 * (planned(folder, runtime="native").tokens_per_s or 0.0))
+    save_speed(key, 1e9, "torch", 0.25)
+    assert 1 / (planned(folder, runtime="torch").tokens_per_s or 0.0) > 2 * 0.25 > 1 / (native or 0.0)

@@ -60,6 +60,8 @@ class TrunkLayer(ctypes.Structure):
         ("experts", ctypes.c_void_p),
         ("shared", ctypes.c_void_p),
         ("counts", ctypes.c_void_p),
+        ("ahead", ctypes.c_void_p),
+        ("ahead_from", ctypes.c_void_p),
         ("delta", ctypes.POINTER(Delta)),
         ("window", ctypes.c_int64),
         ("place", ctypes.c_int64),

@@ -81,6 +81,8 @@ class NativeRuntime:
             beyond = notice_beyond_memory("weights", nbytes, files.mapped_files, available_bytes())
             if beyond is not None:
                 facts = msgspec.structs.replace(facts, notices=[*facts.notices, beyond])
+                if experts is not None:
+                    opened.weights.read_ahead(experts)
         pool = shared_pool(threads)
         trunk = None
         if ring is not None and experts is not None:

@@ -172,6 +172,15 @@ class TrunkWeights:
         self.address = ctypes.addressof(self.trunk)
         self.shared_layers = frozenset(i for i in range(shape.layers) if self._layers[i].shared)
 
+    def read_ahead(self, experts: Experts) -> None:
+        """From now on tell the system of the experts' pages as soon as a step's routes are known."""
+        for index in self._shape.moe_layers:
+            ranges = [experts.place(index, expert).page_ranges() for expert in range(experts.count)]
+            pages = np.array([each for of_expert in ranges for each in of_expert], dtype=np.uintp)
+            places = np.cumsum([0, *map(len, ranges)], dtype=np.int64)
+            self._tensors.kept += [pages, places]
+            self._layers[index].ahead, self._layers[index].ahead_from = pages.ctypes.data, places.ctypes.data
+
     def _fill_layer(self, index: int, layer: TrunkLayer, experts: Experts | None) -> None:
         shape, prefix = self._shape, f"model.layers.{index}."
         if shape.delta is not None and index in shape.delta.layers:

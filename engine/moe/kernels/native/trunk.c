@@ -1,17 +1,21 @@
 /* The trunk of a decoder, layer by layer, inside one region of the pool. See trunk.h. */
 
-#define _POSIX_C_SOURCE 200809L
+#define _DEFAULT_SOURCE
+#define _DARWIN_C_SOURCE
 
 #include "trunk_attention.h"
 
 #include <math.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <time.h>
 
 /* A router this small is computed by every thread for itself: less work than a barrier. In weights. */
 #define SMALL_ROUTER 16384
 /* Values of a prefill's query block, per head group; the larger, the more often a key is used once it is loaded. */
 #define BLOCK_QUERIES 48
+/* Bytes of one request to read ahead: the system takes about as much at a time. */
+#define AHEAD_BYTES (1 << 20)
 
 static double seconds_now(void) {
     struct timespec now;
@@ -416,6 +420,20 @@ static void route(walk *w, const pllm_trunk_layer *layer, int32_t *indices, floa
     }
 }
 
+/* Tells the system of the chosen experts' pages, so that the disk reads them at once and reads nothing else: page by page
+   it would guess what lies around a page to be wanted too. Each thread tells of some. Advice that fails is none. */
+static void read_ahead(const walk *w, const pllm_trunk_layer *layer, const int32_t *indices) {
+    const int64_t routes = w->rows * w->job->trunk->top_k;
+    for (int64_t route = w->thread; route < routes; route += w->threads) {
+        const int64_t expert = indices[route];
+        for (int64_t i = layer->ahead_from[expert]; i < layer->ahead_from[expert + 1]; i++) {
+            char *const start = layer->ahead[i].start;
+            for (size_t at = 0; at < layer->ahead[i].bytes; at += AHEAD_BYTES)
+                (void)madvise(start + at, MIN(AHEAD_BYTES, layer->ahead[i].bytes - at), MADV_WILLNEED);
+        }
+    }
+}
+
 static void shared_weights(walk *w, const pllm_trunk_layer *layer, float *weights) {
     const int64_t hidden = w->job->trunk->hidden;
     for (int64_t row = share_start(w); row < share_end(w); row += FEW_LIMIT) {
@@ -461,6 +479,8 @@ static int feed_forward(walk *w, int64_t index) {
             if (w->thread == 0) *job->cut = (pllm_cut){w->normed, indices, weights, job->out, w->rows, index};
             return 0;
         }
+        /* A prompt uses nearly all experts, and perhaps more than memory holds at once. */
+        if (layer->ahead && w->few) read_ahead(w, layer, indices);
     } else {
         for (int64_t row = share_start(w); row < share_end(w); row++) weights[row] = 1, indices[row] = 0;
     }

@@ -40,6 +40,12 @@ typedef struct pllm_delta {
 #define PLLM_STATE_COLUMNS 32
 #define PLLM_MOST_TAPS 16
 
+/* Whole pages of a mapped file. */
+typedef struct pllm_pages {
+    void *start;
+    size_t bytes;
+} pllm_pages;
+
 typedef struct pllm_trunk_layer {
     pllm_matrix query, key, value, output;
     pllm_matrix router;      /* data NULL: every token goes to expert 0 with weight 1 */
@@ -53,6 +59,9 @@ typedef struct pllm_trunk_layer {
     const pllm_layer *experts; /* NULL with a router: they are run elsewhere, and the pass is cut before them */
     const pllm_layer *shared; /* NULL: none */
     int64_t *counts;          /* [experts]: routes of each, added to what is there; or NULL */
+    const pllm_pages *ahead;  /* the pages of the experts, one expert after the other, which the system is told of as soon
+                                 as a step's routes are known, because memory may not hold them; NULL: not told */
+    const int64_t *ahead_from; /* [experts + 1]: an expert's first one in `ahead` */
     const pllm_delta *delta;  /* in place of query, key, value; NULL: attention */
     int64_t window;           /* positions a query sees, its own included; 0: all */
     int64_t place;            /* among the layers with attention or, with a delta-net, among those */
