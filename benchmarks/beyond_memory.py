@@ -31,9 +31,10 @@ from typing import Any
 
 from benchmarks.control_group import limited
 from benchmarks.first_touch import evict
-from benchmarks.measuring import OURS, Spread, table
+from benchmarks.measuring import OURS, table
 from benchmarks.processes import ROOT, Worker
 from benchmarks.subjects import Subject, add_arguments, check_arguments, say, subject_named, work_folder
+from engine.calibration.samples import Spread
 from engine.system.free_memory import container_limit
 
 CACHED_LIMIT = 0.02

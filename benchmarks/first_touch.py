@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engines import KINDS
-from benchmarks.measuring import Spread, table
+from benchmarks.measuring import table
 from benchmarks.processes import Worker
 from benchmarks.subjects import Subject, add_arguments, check_arguments, say, subject_named, work_folder
+from engine.calibration.samples import Spread
 
 STATES = ("cold", "warm", "warmed", "steady")
 ENGINES = ("privatellm", "llama.cpp, in place")

@@ -20,8 +20,9 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from benchmarks.measuring import Spread, table
+from benchmarks.measuring import table
 from benchmarks.worker import random_tokens
+from engine.calibration.samples import Spread
 from engine.ipc.messages import Load
 from engine.models.store import resolve
 from engine.models.tokenizer import load_tokenizer

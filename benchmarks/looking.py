@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.compare import machine
-from benchmarks.measuring import Spread
 from benchmarks.processes import Worker, WorkerFailed
 from benchmarks.subjects import add_arguments, check_arguments, say, subject_named, work_folder
 from benchmarks.worker import BLOCK
+from engine.calibration.samples import Spread
 
 
 def main(values: Sequence[str] | None = None) -> int:

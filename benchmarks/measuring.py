@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.packed_export import PackedTensor
+from engine.calibration.samples import Spread
 
 OURS = "privatellm"
 REFERENCE = "transformers-eager"
@@ -49,22 +50,6 @@ MEASURES = (
     Measure("prefill 64", tokens=64),
     Measure("prefill 512", tokens=512),
 )
-
-
-@dataclass(frozen=True)
-class Spread:
-    """The median over the rounds of a run, and the range."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        """Raises ValueError if ``values`` is empty."""
-        if not values:
-            raise ValueError("no value was measured")
-        return cls(statistics.median(values), min(values), max(values))
 
 
 Samples = dict[str, dict[str, list[float]]]

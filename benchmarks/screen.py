@@ -24,11 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.compare import machine
-from benchmarks.measuring import Spread, table
+from benchmarks.measuring import table
 from benchmarks.processes import ROOT
 from benchmarks.subjects import say
 from benchmarks.targets import screen_verdicts, targets_table
 from benchmarks.terminal import Terminal, TerminalError
+from engine.calibration.samples import Spread
 
 QUESTION = "Write a long story about a lighthouse keeper who finds a message in a bottle."
 PROBES = "ЖЩЫЮЯЭФЦЧШЪЬБДЗИЛПУ"

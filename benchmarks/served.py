@@ -31,10 +31,11 @@ from string import ascii_lowercase
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.measuring import Spread, table
+from benchmarks.measuring import table
 from benchmarks.packed_export import SCALE, write_packed
 from benchmarks.processes import ROOT
 from benchmarks.subjects import PACKED, say, work_folder
+from engine.calibration.samples import Spread
 
 OURS, THEIRS = "privatellm serve", "llama_cpp.server"
 CLIENTS = 4

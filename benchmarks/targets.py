@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.measuring import MEASURES, OURS, Samples, Spread, ratio_text, speed_ratio, table, time_ratio
+from benchmarks.measuring import MEASURES, OURS, Samples, ratio_text, speed_ratio, table, time_ratio
+from engine.calibration.samples import Spread
 
 OTHER, IN_PLACE = "llama.cpp", "llama.cpp, in place"
 

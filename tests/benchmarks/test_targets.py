@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.measuring import Samples, Spread
+from benchmarks.measuring import Samples
 from benchmarks.targets import TARGETS, Target, judge, judge_result, kernel_verdicts, main, targets_table, verdicts
+from engine.calibration.samples import Spread
 
 SAMPLES: Samples = {
     "privatellm": {"decode": [1.0, 2.0, 3.0], "12 rows": [8.0, 9.0, 10.0]},
