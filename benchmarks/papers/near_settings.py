@@ -24,7 +24,9 @@ from benchmarks.papers.near_workflows import (
     HostCpu,
     Stack,
     Workflow,
+    block_seconds,
     dense_seconds,
+    routing_seconds,
     several_gpus,
     simulate,
 )
@@ -95,14 +97,16 @@ BANDS: Mapping[str, tuple[Setting, Setting]] = {
 
 @dataclass(frozen=True)
 class Point:
-    """Seconds of the experts' blocks by workflow, and of everything else, for one pass of a batch."""
+    """Seconds of the experts by workflow, and of everything else, for one pass of a batch."""
 
     stack: str
     batch: int
     seconds: dict[str, float]
     dense_s: float
+    beside_experts_s: float
+    """Of ``dense_s``, what belongs to the blocks with experts."""
     two_gpus_s: float
-    """The experts' blocks with all experts on two GPUs."""
+    """The experts, with all of them on two GPUs."""
     active: float
     few: float
     """Share of experts with 0 to 7 tokens."""
@@ -114,7 +118,12 @@ class Point:
         return (self.dense_s + self.seconds["GPU+PM"]) / (self.dense_s + self.seconds[workflow])
 
     def moe_speed(self, workflow: str) -> float:
-        """Of the experts' blocks alone over GPU+PM."""
+        """Of the blocks with experts over GPU+PM, their attention and routing included."""
+        beside = self.beside_experts_s
+        return (beside + self.seconds["GPU+PM"]) / (beside + self.seconds[workflow])
+
+    def expert_speed(self, workflow: str) -> float:
+        """Of the experts alone over GPU+PM."""
         return self.seconds["GPU+PM"] / self.seconds[workflow]
 
 
@@ -143,12 +152,15 @@ def measure(
     )
     done = {workflow: simulate(system, workflow, layers, cpu=setting.cpu) for workflow in WORKFLOWS}
     balanced = done["MD+LB"]
+    moe_block_s = block_seconds(stack, system.gpu, rows, SEQUENCE, setting.block_s[encoder])
+    moe_block_s += routing_seconds(stack, system.gpu, rows)
     few = [sum(1 for count in layer if count < 8) + stack.experts - len(layer) for layer in layers]
     return Point(
         stack=stack.name,
         batch=batch,
         seconds={workflow: each.seconds / passes for workflow, each in done.items()},
         dense_s=dense_seconds(stack, system.gpu, rows, SEQUENCE, setting.block_s[encoder]),
+        beside_experts_s=stack.moe_blocks * moe_block_s,
         two_gpus_s=sum(several_gpus(system, layer, 2) for layer in layers) / passes,
         active=statistics.mean(map(len, layers)),
         few=statistics.mean(few) / stack.experts,

@@ -172,19 +172,29 @@ ROUTING_KERNELS = 16
 """Kernels of a MoE block for scores, the best experts, sorting and weighting."""
 
 
-def dense_seconds(stack: Stack, gpu: RooflineGpu, rows: int, context: int, block_overhead_s: float = 0.0) -> float:
-    """Everything but the experts, on the GPU: ``rows`` tokens in one pass, each attending to ``context`` others.
+def block_seconds(stack: Stack, gpu: RooflineGpu, rows: int, context: int, block_overhead_s: float = 0.0) -> float:
+    """One block without its network or experts: ``rows`` tokens in one pass, each attending to ``context`` others.
 
     ``block_overhead_s``: what the framework takes per block on the host, if the GPU waits for it.
     """
     attention = 4 * gpu.product(rows, stack.hidden, stack.hidden)
     attention += 2 * gpu.product(rows, stack.hidden, context)
-    block = attention * (2 if stack.cross_attention else 1) + SMALL_KERNELS_PER_BLOCK * gpu.kernel_s
+    kernels = SMALL_KERNELS_PER_BLOCK * gpu.kernel_s
+    return attention * (2 if stack.cross_attention else 1) + kernels + block_overhead_s
+
+
+def routing_seconds(stack: Stack, gpu: RooflineGpu, rows: int) -> float:
+    """The router of one block with experts."""
+    return gpu.product(rows, stack.hidden, stack.experts) + ROUTING_KERNELS * gpu.kernel_s
+
+
+def dense_seconds(stack: Stack, gpu: RooflineGpu, rows: int, context: int, block_overhead_s: float = 0.0) -> float:
+    """Everything but the experts, on the GPU; arguments as for :func:`block_seconds`."""
     network = gpu.product(rows, stack.hidden, stack.ffn) + gpu.product(rows, stack.ffn, stack.hidden)
-    routing = gpu.product(rows, stack.hidden, stack.experts) + ROUTING_KERNELS * gpu.kernel_s
     dense_blocks = stack.blocks - stack.moe_blocks
     head = gpu.product(rows, stack.hidden, stack.head_columns) if stack.head_columns else 0.0
-    return stack.blocks * (block + block_overhead_s) + dense_blocks * network + stack.moe_blocks * routing + head
+    blocks = stack.blocks * block_seconds(stack, gpu, rows, context, block_overhead_s)
+    return blocks + dense_blocks * network + stack.moe_blocks * routing_seconds(stack, gpu, rows) + head
 
 
 SWITCH_ENCODER = Stack("Switch-Large-128 encoder", 24, 2, 1024, 4096, 128, 1)

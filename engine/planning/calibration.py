@@ -72,6 +72,12 @@ class Curve(msgspec.Struct, frozen=True):
             return self.seconds[right] + max(0.0, slope) * (tokens - self.tokens[right])
         return self.seconds[left] + slope * (tokens - self.tokens[left])
 
+    def slope(self, most: int) -> float:
+        """Seconds per token of the line through zero that fits the points of up to ``most`` tokens best (least
+        squares). The first point is always among them."""
+        points = [each for each in zip(self.tokens, self.seconds, strict=True) if each[0] <= max(most, self.tokens[0])]
+        return sum(tokens * seconds for tokens, seconds in points) / sum(tokens * tokens for tokens, _ in points)
+
 
 class Processor(msgspec.Struct, frozen=True):
     """What :func:`estimated` takes for a processor: bytes per second, operations per second, and seconds per expert."""

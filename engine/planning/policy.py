@@ -148,12 +148,18 @@ class Balanced(_Unchanging):
         return _decided(active, places, calibration)
 
 
+FITTED_TOKENS = 32
+"""Number of tokens up to which Twiddler's line is fitted to the CPU's times: figure 7 of its paper has few tokens, and
+more go to the GPU in any case."""
+
+
 @dataclass(frozen=True)
 class Twiddler(_Unchanging):
     """Algorithm 1: a resident expert runs where it is; another is copied if the GPU, copy included, beats the CPU.
 
-    The paper's model: the GPU takes one constant, the CPU a constant times the tokens. Both constants are those of one
-    token. The experts are judged one by one, as if nothing else ran at the same time.
+    The paper's model: the GPU takes one constant, the CPU a constant times the tokens. The GPU's constant is that of
+    one token, the CPU's is fitted to all measured numbers of tokens up to FITTED_TOKENS. The experts are judged one by
+    one, as if nothing else ran at the same time.
     """
 
     name: ExpertPolicy = "twiddler"
@@ -165,7 +171,7 @@ class Twiddler(_Unchanging):
                 f"the calibration of {calibration.machine!r} has no GPU: measure one before sharing experts"
             )
         copied = calibration.gpu.at(1) + calibration.weight_copy
-        slope = calibration.cpu.at(1)
+        slope = calibration.cpu.slope(FITTED_TOKENS)
         places: list[Place] = [
             "gpu" if each.resident else "pmove" if slope * each.tokens > copied else "amove" for each in active
         ]

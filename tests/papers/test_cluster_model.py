@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 
 from benchmarks.papers.cluster_model import (
@@ -12,6 +14,7 @@ from benchmarks.papers.cluster_model import (
     replicated_halves,
 )
 from benchmarks.papers.cluster_rows import cluster_rows
+from benchmarks.papers.findings import Row
 from engine.planning.cluster_load import expected_experts
 
 UNEQUAL = {
@@ -27,6 +30,10 @@ def test_all_rows_but_three_are_equal_in_every_printed_digit() -> None:
     assert sum(row.where.startswith("table 6") for row in rows) == 30
     assert all(row.tag == "exact" and not row.fitted_on for row in rows)
     assert all(abs(row.deviation or 0.0) < 0.05 for row in rows if not row.equal)
+
+
+def test_the_page_is_current(not_on_the_page: Callable[[Sequence[Row]], list[str]]) -> None:
+    assert not_on_the_page(cluster_rows().rows) == []
 
 
 def test_footnote_b_with_the_output_projections_own_size() -> None:

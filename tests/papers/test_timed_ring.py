@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 
 from benchmarks.papers.cluster_model import realised_placement, replicated_halves
+from benchmarks.papers.findings import Row
 from benchmarks.papers.timed_node import Pace, Sleeper
 from benchmarks.papers.timed_ring import TimedMethod, TimedRing
 from benchmarks.papers.timed_rows import DIAGRAMS, dbrx_pace, footnotes
@@ -60,6 +62,10 @@ def test_calibrated_on_two_nodes_the_footnotes_of_three_follow() -> None:
     four = rows["prompt tokens/s, P-L_R-D, 4 nodes"]
     assert four.covered is False and four.deviation == pytest.approx(0.23, abs=0.03)
     assert rows["prompt tokens/s, P-L_B, 2 nodes"].deviation == pytest.approx(-0.19, abs=0.03)
+
+
+def test_the_page_has_the_footnotes_as_they_follow(not_on_the_page: Callable[[Sequence[Row]], list[str]]) -> None:
+    assert not_on_the_page([*footnotes(), *DIAGRAMS]) == []
 
 
 def test_the_paces_are_table_4s() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 import pytest
 
+from benchmarks.papers.findings import Row
 from benchmarks.papers.replay import Step, replay
 from benchmarks.papers.twiddler_machines import COPY_OVER_GPU, MACHINES, LlamaCpp, system_s, trunk_s
 from benchmarks.papers.twiddler_rows import arithmetic, beams, popularity_rows, prompts
@@ -24,6 +27,10 @@ def test_popularity_follows_from_its_mean_and_deviation_but_for_one_percentile()
     rows = popularity_rows()
     assert [row.what for row in rows if row.fitted_on] == ["mean", "deviation"]
     assert [row.what for row in rows if not row.covered] == ["25th percentile"]
+
+
+def test_the_page_is_current(not_on_the_page: Callable[[Sequence[Row]], list[str]]) -> None:
+    assert not_on_the_page([*arithmetic(), *popularity_rows()]) == []
 
 
 def test_long_prompts_with_the_papers_own_constraints(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,3 +64,9 @@ def test_an_estimate_without_a_gpu_has_none() -> None:
 def test_a_calibration_survives_json() -> None:
     made = estimated(SHAPE, cpu=Processor(20e9, 200e9), gpu=Processor(600e9, 50e12, 30e-6), pcie_rate=16e9)
     assert msgspec.json.decode(msgspec.json.encode(made), type=Calibration) == made
+
+
+def test_the_line_through_zero_is_fitted_to_few_tokens() -> None:
+    assert Curve((1, 2, 64), (3.0, 6.0, 9.0)).slope(32) == pytest.approx(3.0)
+    assert Curve((1, 2), (1.0, 1.0)).slope(32) == pytest.approx(3 / 5)
+    assert Curve((64,), (32.0,)).slope(32) == pytest.approx(0.5)
