@@ -77,8 +77,9 @@ def load_session(
     if request.key_values != "auto" and runtime.name != "native":
         said.append(f"Keys and values are not kept in 8 bits: the runtime {runtime.name} cannot do that, native can.")
     if request.prefix_disk_bytes and not model.keeps_contents:
-        where = "in a ring" if network is not None else f"with the runtime {runtime.name}"
-        said.append(f"What the model reads is not kept on disk between runs {where}.")
+        said.append(
+            "What the model reads is not kept on disk between runs, as the machines of a ring hold parts of it."
+        )
     if request.prefix_disk_bytes == 0:
         remove_prefixes()
     facts = msgspec.structs.replace(

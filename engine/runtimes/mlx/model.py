@@ -18,10 +18,12 @@ from engine.moe.timing import Phase, Recorder
 from engine.runtimes.mlx import spans as timed
 from engine.runtimes.mlx import wired
 from engine.runtimes.mlx.cache import RowCache, evaluate, move_rows
+from engine.runtimes.mlx.cache_contents import contents_of, fill_caches
 from engine.runtimes.mlx.drawing import are_scores, draw_token
 from engine.runtimes.mlx.experts import RingPass
 from engine.runtimes.mlx.spans import Spans
 from engine.runtimes.protocol import Draw, LoadedModel, Logits, TokenRows
+from engine.runtimes.row_contents import Fill, Part, RowContents
 
 Array = Any
 
@@ -129,6 +131,18 @@ class MlxModel(LoadedModel):
         if self._model is None:
             raise _closed()
         return MlxRows(self, [RowCache(window) for window in self._windows], rows=1, length=0)
+
+    @property
+    def keeps_contents(self) -> bool:
+        """In a ring, the other machines hold parts of a row."""
+        return self._ring is None
+
+    def restored(self, length: int, begun: int, parts: Sequence[Part], fill: Fill) -> tuple[MlxRows, TokenRows | None]:
+        if begun:
+            raise ValueError("rows of mlx have no checkpoints")
+        caches = [RowCache(window) for window in self._windows]
+        fill_caches(caches, length, parts, fill)
+        return MlxRows(self, caches, rows=1, length=length), None
 
     def close(self) -> None:
         self._model = self._ring = None
@@ -313,6 +327,13 @@ class MlxRows(TokenRows):
         caches = [cache.copy_rows(slice(0, 1), rows) for cache in self._caches]
         evaluate(caches)
         return MlxRows(self._model, caches, rows, self._length, shared=self._length)
+
+    def contents(self, checkpoint: TokenRows | None = None) -> RowContents | None:
+        """Of the only row, which has at least one token."""
+        assert checkpoint is None
+        self._needs_one_row("contents")
+        self.settle()
+        return contents_of(self._caches)
 
     def reorder(self, parents: Sequence[int]) -> int:
         if len(parents) != self._rows or any(not 0 <= parent < self._rows for parent in parents):
