@@ -11,15 +11,12 @@ import msgspec
 
 from app.serve.asking import (
     AnswerFormat,
-    ChosenTools,
     Count,
     Defaults,
     Natural,
     Share,
     Temperature,
     answers_of,
-    as_text,
-    chosen,
     merged,
     sampling_of,
     stops_of,
@@ -29,7 +26,8 @@ from app.serve.bodies import decoded
 from app.serve.model_service import ModelService
 from app.serve.refusals import Refused, error_json
 from app.serve.segments import AnswerSegment, AnswerSegments, SegmentChange, segments_of
-from engine.ipc.messages import Constraint, Finished, Generate, Message, Piece, Prefill, Sample, Tool, ToolCall
+from app.serve.tools import offered, tool_of
+from engine.ipc.messages import Constraint, Finished, Generate, Message, Piece, Prefill, Sample, ToolCall
 
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 _BILLING = "x-anthropic-billing-header:"
@@ -110,7 +108,6 @@ class CountRequest(msgspec.Struct, kw_only=True):
         config = self.output_config or OutputConfig()
         thinks = self.thinking.type != "disabled" if self.thinking is not None else defaults.thinking or False
         _, effort = thinking_of("high" if config.effort == "max" else config.effort, defaults)
-        tools, choice = self._tools()
         return Generate(
             id=0,
             messages=found,
@@ -118,9 +115,7 @@ class CountRequest(msgspec.Struct, kw_only=True):
             sampling=defaults.sampling,
             max_tokens=1,
             constraint=self._constraint(config),
-            tools=tools,
-            tool_choice=choice.tool_choice,
-            forced_tool=choice.forced_tool,
+            **self._tools(),
             parallel_tool_calls=not (self.tool_choice and self.tool_choice.disable_parallel_tool_use),
             thinking=thinks,
             effort=effort,
@@ -130,20 +125,13 @@ class CountRequest(msgspec.Struct, kw_only=True):
         form = config.format or self.output_format
         return form.constraint("output_config.format") if form is not None else None
 
-    def _tools(self) -> tuple[list[Tool], ChosenTools]:
-        tools = [
-            Tool(
-                name=tool.name,
-                description=tool.description or "",
-                parameters="" if tool.input_schema is None else as_text(tool.input_schema),
-            )
-            for tool in self.tools or ()
-            if tool.type in (None, "custom")
-        ]
+    def _tools(self) -> dict[str, Any]:
+        own = [tool for tool in self.tools or () if tool.type in (None, "custom")]
+        tools = [tool_of(tool.name, tool.description, tool.input_schema) for tool in own]
         if self.tool_choice is None:
-            return tools, ChosenTools()
+            return offered(tools, None)
         word = {"any": "required", "tool": None}.get(self.tool_choice.type, self.tool_choice.type)
-        return tools, chosen(word, self.tool_choice.name, tools)
+        return offered(tools, word, self.tool_choice.name)
 
     @property
     def foreign_tools(self) -> list[str]:
@@ -219,18 +207,10 @@ def _result_text(block: Block, where: str) -> str:
 # --- the answer -----------------------------------------------------------------------------------------------------
 
 
-async def count_tokens(service: ModelService, request: CountRequest, defaults: Defaults, client: str) -> bytes:
-    """The number of tokens of the prompt. The engine is stopped before it runs them. Raises Refused."""
+async def count_tokens(service: ModelService, request: CountRequest, defaults: Defaults) -> bytes:
+    """The number of tokens of the prompt, without waiting for anybody's answer. Raises Refused."""
     service.check_name(request.model)
-    tokens = 0
-    async with aclosing(service.answer(request.generate(defaults), client)) as events:
-        async for event in events:
-            if isinstance(event, Prefill):
-                tokens = event.total
-                break
-            if isinstance(event, Finished):
-                tokens = event.prompt_tokens
-    return msgspec.json.encode({"input_tokens": tokens})
+    return msgspec.json.encode({"input_tokens": await service.prompt_tokens(request.generate(defaults))})
 
 
 class MessageAnswer:

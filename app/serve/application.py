@@ -135,10 +135,7 @@ class Application:
 
     async def _count_tokens(self, request: Request) -> ASGIApp:
         body = await body_of(request, CountRequest)
-        client = client_of(request, body.metadata.user_id if body.metadata else None)
-        return self._whole(
-            lambda: anthropic_messages.count_tokens(self._service, body, self._defaults, client), request
-        )
+        return self._whole(lambda: anthropic_messages.count_tokens(self._service, body, self._defaults), request)
 
     def _leave_out(self, kinds: list[str]) -> None:
         """Tell the person once of each kind of tool that the model is not told of."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any
 
 import msgspec
 
 from app.serve.refusals import Refused
-from engine.ipc.messages import Constraint, Finished, Message, Sample, Sampling, Tool, ToolChoice
+from engine.ipc.messages import Constraint, Finished, Message, Sample, Sampling
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Natural = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
@@ -148,48 +148,6 @@ class AnswerFormat(msgspec.Struct):
                     "grammar with a text of that name.",
                     parameter=where,
                 )
-
-
-# --- tools --------------------------------------------------------------------------------------------------------
-
-
-class Function(msgspec.Struct):
-    """A function as OpenAI describes it."""
-
-    name: Annotated[str, msgspec.Meta(min_length=1)]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-
-    def tool(self) -> Tool:
-        return Tool(
-            name=self.name,
-            description=self.description or "",
-            parameters="" if self.parameters is None else as_text(self.parameters),
-        )
-
-
-@dataclass(frozen=True)
-class ChosenTools:
-    """Which tools may be called: the fields of that meaning of ``Generate``."""
-
-    tool_choice: ToolChoice = "auto"
-    forced_tool: str = ""
-
-
-def chosen(word: str | None, name: str, tools: list[Tool]) -> ChosenTools:
-    """What ``word`` (auto, none, required) or the ``name`` of a tool says. Raises Refused."""
-    if name:
-        if name not in (tool.name for tool in tools):
-            raise Refused(f"There is no tool {name[:100]!r} among the tools.", parameter="tool_choice")
-        return ChosenTools("required", name)
-    if word is None:
-        return ChosenTools()
-    if word not in get_args(ToolChoice):
-        raise Refused(f"The tool choice {word[:50]!r} is unknown: use auto, none or required.", parameter="tool_choice")
-    if word == "required" and not tools:
-        raise Refused("A tool must be called, but there are no tools.", parameter="tool_choice")
-    choice: Literal["auto", "none", "required"] = word  # type: ignore[assignment]
-    return ChosenTools(choice)
 
 
 def as_text(value: object) -> str:

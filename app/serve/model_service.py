@@ -14,6 +14,7 @@ from app.serve.metrics import Metrics
 from app.serve.refusals import Refused, refused_by_engine
 from engine.ipc.messages import (
     AnyEvent,
+    CountTokens,
     Failed,
     Finished,
     Generate,
@@ -24,6 +25,7 @@ from engine.ipc.messages import (
     Piece,
     Prefill,
     Progress,
+    TokensCounted,
     Watch,
 )
 from engine.models.prefix_files import SERVED
@@ -167,6 +169,20 @@ class ModelService:
                     return event
         raise Refused("The engine ended the answer without a result.", 500)
 
+    async def prompt_tokens(self, request: Generate) -> int:
+        """Number of tokens of the prompt of ``request``. It does not wait for answers. Raises Refused."""
+        try:
+            await self.loaded()
+            async with aclosing(self._events(CountTokens(id=0, question=request))) as events:
+                async for event in events:
+                    if isinstance(event, Failed):
+                        raise refused_by_engine(event)
+                    if isinstance(event, TokensCounted):
+                        return event.counts[-1]
+        except (EngineDied, LoadFailed) as error:
+            raise Refused(str(error), 503) from error
+        raise Refused("The engine ended the count without a result.", 500)
+
     async def _pump(self, request: Generate, arrived: asyncio.Queue[AnswerEvent | Refused]) -> None:
         try:
             if self._stopping:
@@ -231,7 +247,7 @@ class ModelService:
             await self._engine.send(Watch(id=self._engine.new_id(), timing=wanted))
             self._watching = wanted
 
-    async def _events(self, request: Generate) -> AsyncGenerator[AnyEvent, None]:
+    async def _events(self, request: Generate | CountTokens) -> AsyncGenerator[AnyEvent, None]:
         stream = self._engine.stream(msgspec.structs.replace(request, id=self._engine.new_id()))
         assert isinstance(stream, AsyncGenerator)
         async with aclosing(stream):

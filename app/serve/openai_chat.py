@@ -12,13 +12,10 @@ import msgspec
 
 from app.serve.asking import (
     AnswerFormat,
-    ChosenTools,
     Content,
     Count,
     Defaults,
-    Function,
     answers_of,
-    chosen,
     merged,
     stops_of,
     text_of,
@@ -27,6 +24,7 @@ from app.serve.asking import (
 from app.serve.model_service import ModelService
 from app.serve.openai_fields import DONE, SampledRequest, finish_reason, frame, usage
 from app.serve.refusals import Refused
+from app.serve.tools import offered, tool_of
 from engine.ipc.messages import (
     MOST_LOGPROBS,
     Finished,
@@ -35,7 +33,6 @@ from engine.ipc.messages import (
     Piece,
     Sample,
     TokenLogprob,
-    Tool,
     ToolCall,
     ToolCallPiece,
 )
@@ -80,6 +77,14 @@ class ChatMessage(msgspec.Struct):
             tool_calls=calls,
             tool_call_id=self.tool_call_id or "",
         )
+
+
+class Function(msgspec.Struct):
+    """A function as OpenAI describes it."""
+
+    name: Annotated[str, msgspec.Meta(min_length=1)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
 
 
 class OfferedTool(msgspec.Struct):
@@ -130,7 +135,6 @@ class ChatRequest(SampledRequest, kw_only=True):
         switch = arguments.enable_thinking if arguments.enable_thinking is not None else arguments.thinking
         thinking, effort = thinking_of(self.reasoning_effort, defaults, switch)
         beams, samples = self.widths()
-        tools, choice = self._tools()
         messages = [message.message(f"messages[{number}]") for number, message in enumerate(self.messages)]
         return Generate(
             id=0,
@@ -141,9 +145,7 @@ class ChatRequest(SampledRequest, kw_only=True):
             samples=samples,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             constraint=self.response_format.constraint("response_format") if self.response_format else None,
-            tools=tools,
-            tool_choice=choice.tool_choice,
-            forced_tool=choice.forced_tool,
+            **self._tools(),
             parallel_tool_calls=self.parallel_tool_calls is not False,
             beams=beams,
             length_penalty=1.0 if self.length_penalty is None else self.length_penalty,
@@ -151,15 +153,15 @@ class ChatRequest(SampledRequest, kw_only=True):
             effort=effort,
         )
 
-    def _tools(self) -> tuple[list[Tool], ChosenTools]:
+    def _tools(self) -> dict[str, Any]:
         tools = []
         for number, tool in enumerate(self.tools or ()):
             if tool.type != "function" or tool.function is None:
                 raise Refused(f"Tools are functions here, not {tool.type[:50]!r}.", parameter=f"tools[{number}].type")
-            tools.append(tool.function.tool())
+            tools.append(tool_of(tool.function.name, tool.function.description, tool.function.parameters))
         if isinstance(self.tool_choice, NamedTool):
-            return tools, chosen(None, self.tool_choice.function.name, tools)
-        return tools, chosen(self.tool_choice, "", tools)
+            return offered(tools, None, self.tool_choice.function.name)
+        return offered(tools, self.tool_choice)
 
 
 class ChatAnswers:

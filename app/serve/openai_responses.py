@@ -12,15 +12,12 @@ import msgspec
 
 from app.serve.asking import (
     AnswerFormat,
-    ChosenTools,
     Content,
     Count,
     Defaults,
     Share,
     Temperature,
     answers_of,
-    as_text,
-    chosen,
     merged,
     sampling_of,
     text_of,
@@ -30,7 +27,8 @@ from app.serve.model_service import ModelService
 from app.serve.openai_fields import reasoning_tokens
 from app.serve.refusals import Refused, error_object
 from app.serve.segments import AnswerSegment, AnswerSegments, SegmentChange, segments_of
-from engine.ipc.messages import Finished, Generate, Message, Piece, Tool, ToolCall
+from app.serve.tools import offered, tool_of
+from engine.ipc.messages import Finished, Generate, Message, Piece, ToolCall
 
 _ROLES = {"developer": "system"}
 _KNOWN_ROLES = ("system", "user", "assistant")
@@ -44,15 +42,19 @@ class InputItem(msgspec.Struct):
     content: Content = None
     call_id: str = ""
     name: str = ""
+    namespace: str | None = None
     arguments: str = ""
     output: Content = None
 
 
 class ResponseTool(msgspec.Struct):
+    """A function, or a namespace, which holds functions as ``tools``: Codex's form of an MCP server's tools."""
+
     type: str
     name: str = ""
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    tools: list[ResponseTool] | None = None
 
 
 class ResponseToolChoice(msgspec.Struct):
@@ -97,7 +99,6 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
                     parameter=name,
                 )
         thinking, effort = thinking_of(self.reasoning.effort if self.reasoning else None, defaults)
-        tools, choice = self._tools()
         form = self.text.format if self.text else None
         return Generate(
             id=0,
@@ -105,32 +106,37 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
             sampling=sampling_of(defaults, {"temperature": self.temperature, "top_p": self.top_p}),
             max_tokens=self.max_output_tokens or defaults.max_tokens,
             constraint=form.constraint("text.format") if form else None,
-            tools=tools,
-            tool_choice=choice.tool_choice,
-            forced_tool=choice.forced_tool,
+            **self._tools(),
             parallel_tool_calls=self.parallel_tool_calls is not False,
             thinking=thinking,
             effort=effort,
         )
 
-    def _tools(self) -> tuple[list[Tool], ChosenTools]:
-        tools = [
-            Tool(
-                name=tool.name,
-                description=tool.description or "",
-                parameters="" if tool.parameters is None else as_text(tool.parameters),
-            )
-            for tool in self.tools or ()
-            if tool.type == "function"
-        ]
+    def _tools(self) -> dict[str, Any]:
+        tools = [tool_of(name, tool.description, tool.parameters) for name, (_, tool) in self.functions.items()]
         if isinstance(self.tool_choice, ResponseToolChoice):
-            return tools, chosen(None, self.tool_choice.name, tools)
-        return tools, chosen(self.tool_choice, "", tools)
+            return offered(tools, None, self.tool_choice.name)
+        return offered(tools, self.tool_choice)
+
+    @property
+    def functions(self) -> dict[str, tuple[str, ResponseTool]]:
+        """The functions by the name that the model calls them by, each with the namespace that it is in."""
+        found: dict[str, tuple[str, ResponseTool]] = {}
+        for tool in self.tools or ():
+            if tool.type == "function":
+                found[tool.name] = "", tool
+            elif tool.type == "namespace":
+                found |= {
+                    qualified(tool.name, inner.name): (tool.name, inner)
+                    for inner in tool.tools or ()
+                    if inner.type == "function"
+                }
+        return found
 
     @property
     def foreign_tools(self) -> list[str]:
         """Kinds of tools that only OpenAI's own servers run. The model is not told of them."""
-        return [tool.type for tool in self.tools or () if tool.type != "function"]
+        return [tool.type for tool in self.tools or () if tool.type not in ("function", "namespace")]
 
     def _messages(self) -> list[Message]:
         found = [Message("system", self.instructions)] if self.instructions else []
@@ -153,7 +159,7 @@ def _add_item(messages: list[Message], item: InputItem, where: str) -> None:
             message = Message(role, text_of(item.content, f"{where}.content"))  # type: ignore[arg-type]
             messages.append(message)
         case "function_call":
-            call = ToolCall(id=item.call_id, name=item.name, arguments=item.arguments)
+            call = ToolCall(id=item.call_id, name=qualified(item.namespace or "", item.name), arguments=item.arguments)
             if not messages or messages[-1].role != "assistant":
                 messages.append(Message("assistant", ""))
             messages[-1].tool_calls.append(call)
@@ -166,6 +172,11 @@ def _add_item(messages: list[Message], item: InputItem, where: str) -> None:
             raise Refused(f"Items of the kind {item.type[:50]!r} are not read here.", parameter=f"{where}.type")
 
 
+def qualified(namespace: str, name: str) -> str:
+    """The one name by which the model knows the function ``name`` of a ``namespace`` (empty: none)."""
+    return f"{namespace.rstrip('_')}__{name}" if namespace else name
+
+
 class ResponseAnswer:
     """The answer to one request, as a whole or as events."""
 
@@ -175,6 +186,7 @@ class ResponseAnswer:
         self._request = request
         self._client = client
         self._generate = request.generate(defaults)
+        self._functions = request.functions
         self._id = f"resp_{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._items: dict[int, str] = {}
@@ -235,10 +247,11 @@ class ResponseAnswer:
             case "added", _:
                 yield self._event("response.function_call_arguments.delta", **place, delta=change.added)
             case _, "call":
+                item = self._item(segment)
                 yield self._event(
-                    "response.function_call_arguments.done", **place, arguments=segment.text, name=segment.name
+                    "response.function_call_arguments.done", **place, arguments=segment.text, name=item["name"]
                 )
-                yield self._event("response.output_item.done", output_index=segment.number, item=self._item(segment))
+                yield self._event("response.output_item.done", output_index=segment.number, item=item)
             case _:
                 if segment.kind == "text":
                     yield self._event("response.output_text.done", **part, text=segment.text, logprobs=[])
@@ -271,8 +284,10 @@ class ResponseAnswer:
             case "text":
                 return {**head, "type": "message", "role": "assistant", "content": [self._part(segment)]}
             case _:
-                call = {"call_id": segment.id, "name": segment.name, "arguments": segment.text}
-                return {**head, "type": "function_call", **call}
+                namespace, tool = self._functions.get(segment.name, ("", ResponseTool("function", segment.name)))
+                call = {"call_id": segment.id, "name": tool.name, "arguments": segment.text}
+                within = {"namespace": namespace} if namespace else {}
+                return {**head, "type": "function_call", **within, **call}
 
     def _response(self, segments: list[AnswerSegment], finished: Finished | None) -> dict[str, object]:
         """The response object; without ``finished`` as it is in progress."""

@@ -10,15 +10,19 @@ import ssl
 from collections.abc import Iterator
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from app.serve.refusals import Refused, protocol_of
+from app.serve.replies import refusal_response
 
 HEAD_S = 15.0
 """Seconds within which a connection must have sent a whole head of a request, from its start or its first byte."""
 KEEP_ALIVE_S = 75
 """Seconds that a connection may be idle between two requests."""
 _HEAD_BYTES = 64 * 1024
-_MOST_CONNECTIONS = 512
+MOST_CONNECTIONS = 512
+"""Maximum number of connections whose requests are answered; those of further ones are refused."""
 _GRACE_S = 2
 
 
@@ -75,7 +79,7 @@ class HttpServer(uvicorn.Server):
             logger.handlers = [logging.NullHandler()]
             logger.propagate = False
         config = uvicorn.Config(
-            app,
+            self._limited(app),
             loop="none",
             http=_PatientProtocol,
             ws="none",
@@ -85,7 +89,6 @@ class HttpServer(uvicorn.Server):
             proxy_headers=False,
             server_header=False,
             date_header=False,
-            limit_concurrency=_MOST_CONNECTIONS,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=_GRACE_S,
             h11_max_incomplete_event_size=_HEAD_BYTES,
@@ -94,6 +97,20 @@ class HttpServer(uvicorn.Server):
         config.ssl = context
         super().__init__(config)
         self._leaving = asyncio.Event()
+
+    def _limited(self, app: ASGIApp) -> ASGIApp:
+        """``app`` for as many connections as there may be. uvicorn's own limit answers in plain text."""
+
+        async def limited(scope: Scope, receive: Receive, send: Send) -> None:
+            if len(self.server_state.connections) <= MOST_CONNECTIONS:
+                await app(scope, receive, send)
+                return
+            refused = Refused(f"More than {MOST_CONNECTIONS} connections are open: close some, or try later.", 503)
+            response = refusal_response(refused, protocol_of(scope["path"]))
+            response.headers["connection"] = "close"
+            await response(scope, receive, send)
+
+        return limited
 
     def leave(self) -> None:
         """End the server; what is still being answered has two seconds."""

@@ -6,6 +6,7 @@ A call is given out as soon as it is whole. What looks like a call but cannot be
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import string
 from collections.abc import Collection, Mapping, Sequence
@@ -20,6 +21,14 @@ from engine.models.tool_formats import ToolFormat
 _LETTERS = string.ascii_lowercase + string.digits
 ID_LETTERS = 9
 """Letters of a call's id. Some templates take no other number."""
+
+
+_BEGUN_OBJECT = re.compile(
+    r'[\[\s]*\{\s*"name"\s*:\s*"(?P<name>[^"\\]*)"\s*'
+    r'(,\s*("(arguments|parameters)"\s*(:\s*(?P<arguments>.*))?)?)?',
+    re.DOTALL,
+)
+"""The beginning of a call that is written as a JSON object."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +77,15 @@ class ToolCallParser:
                 break
         return WithCalls(text, self.calls[before:])
 
-    def flush(self) -> WithCalls:
-        """What was held back. Must be called once, at the end."""
+    def flush(self, cut: bool = False) -> WithCalls:
+        """What was held back. Must be called once, at the end.
+
+        ``cut``: the answer reached its limit. A call that it was in is then given out as far as it was written, with
+        arguments that are no whole JSON, as OpenAI's servers do.
+        """
         before, text = len(self.calls), ""
         while self._in_call:
-            if not self._read_call(last=True):
+            if not self._read_call(last=True) and not (cut and self._take_beginning()):
                 # It is no call: all of it was text.
                 text, self._in_call = text + self._space + self._held, False
                 self._held = self._space = ""
@@ -149,6 +162,19 @@ class ToolCallParser:
                 self.calls.append(ToolCall(id=new_id(), name=each.name, arguments=each.arguments))
         return True
 
+    def _take_beginning(self) -> bool:
+        """Add the call whose beginning is held. Returns False if no tool's name was written yet."""
+        body = self._held[len(self._begin) :]
+        for mark in self._form.hidden:
+            body = body.replace(mark, "")
+        found = _beginning(self._form, body.strip(), self._texts)
+        if found is None or found.name not in self._names:
+            return False
+        if self._most is None or len(self.calls) < self._most:
+            self.calls.append(ToolCall(id=new_id(), name=found.name, arguments=found.arguments))
+        self._in_call, self._held, self._space = False, "", ""
+        return True
+
 
 def new_id() -> str:
     """A new id of a call."""
@@ -163,16 +189,47 @@ def _called(form: ToolFormat, body: str, texts: Mapping[str, Collection[str]]) -
         return _tagged(form, body, texts)
     for prefix in form.prefixes:
         body = body.removeprefix(prefix)
-    name, found, arguments = body.partition(MESSAGE if form.shape == "parts" else form.separator)
-    if not found:
-        # Some write the name on a line of its own, and fence the arguments.
-        name, found, arguments = body.partition("\n")
-    arguments = arguments.strip().removeprefix("```json").removesuffix("```").strip()
+    name, _, arguments = _named(form, body)
     # An index may follow the name: functions.clock:0
     name, _, index = name.strip().partition(":")
     if index and not index.isdecimal():
         return []
     return [_Called(name, arguments)] if isinstance(_json(arguments), dict) else []
+
+
+def _beginning(form: ToolFormat, body: str, texts: Mapping[str, Collection[str]]) -> _Called | None:
+    """The first call that ``body`` begins to write: its name, and its arguments as far as they are there."""
+    if form.shape == "json":
+        written = _BEGUN_OBJECT.match(body)
+        return None if written is None else _Called(written["name"], _first_value(written["arguments"] or ""))
+    for prefix in form.prefixes:
+        body = body.removeprefix(prefix)
+    if form.shape == "tagged":
+        key_begin, _, _, value_end = form.tags
+        whole, found, _ = body.rpartition(value_end)
+        name, key, _ = body.partition(key_begin)
+        called = _tagged(form, whole + found or name, texts)
+        # The last brace is written with the call's end.
+        return _Called(called[0].name, called[0].arguments[:-1] if key else "") if called else None
+    name, is_whole, arguments = _named(form, body)
+    return _Called(name.partition(":")[0].strip(), arguments) if is_whole else None
+
+
+def _named(form: ToolFormat, body: str) -> tuple[str, bool, str]:
+    """The name, whether it is whole, and the arguments of a call that has them apart."""
+    name, mark, arguments = body.partition(MESSAGE if form.shape == "parts" else form.separator)
+    if not mark:
+        # Some write the name on a line of its own, and fence the arguments.
+        name, mark, arguments = body.partition("\n")
+    return name, bool(mark), arguments.strip().removeprefix("```json").removesuffix("```").strip()
+
+
+def _first_value(text: str) -> str:
+    """The JSON value at which ``text`` begins, or all of it if that is not whole."""
+    try:
+        return text[: json.JSONDecoder().raw_decode(text)[1]]
+    except (ValueError, RecursionError):
+        return text
 
 
 def _objects(body: str) -> list[_Called]:

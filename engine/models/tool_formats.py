@@ -20,7 +20,7 @@ MOST_TOOLS = 256
 """Maximum tools of a question."""
 LARGEST_PARAMETERS = 64 * 1024
 """Maximum characters of a tool's JSON schema."""
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _TAKES_TOOLS = re.compile(r"\btools\b")
 
 
@@ -111,7 +111,7 @@ def check_tools(tools: Sequence[Tool], forced: str) -> None:
     for tool in tools:
         if _NAME.fullmatch(tool.name) is None:
             raise ModelError(
-                f"A tool's name is {shown(tool.name)}; it must be 1 to 64 letters, digits, dots, _ and -.", "bad-input"
+                f"A tool's name is {shown(tool.name)}; it must be 1 to 128 letters, digits, dots, _ and -.", "bad-input"
             )
         if names.count(tool.name) > 1:
             raise ModelError(f"Two tools are called {tool.name}; give each a name of its own.", "bad-input")

@@ -119,7 +119,7 @@ class SampleRun:
                     turn.show_timing()
         finally:
             self.cache.settle()
-        text = stream.finish()
+        text = stream.finish(cut=reason == "length")
         return Answer(
             text,
             tokens,

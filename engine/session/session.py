@@ -266,10 +266,18 @@ class Session:
         )
 
     def count_tokens(self, request: CountTokens) -> TokensCounted:
-        """The tokens of each text. Raises ModelError (bad-input) if the model has no tokenizer."""
+        """The tokens of each text, and of a question of messages. Raises ModelError (bad-input) if the model has no
+        tokenizer, or its template refuses the question."""
         if self._tokenizer is None:
             raise ModelError(f"{self.facts.name} has no tokenizer.", kind="bad-input")
         counts = [len(self._tokenizer.encode_rendered(text, beginning=False)) for text in request.texts]
+        asked = request.question
+        if asked is not None:
+            variables = template_variables(asked.thinking, asked.effort)
+            text = self._tokenizer.render_chat(
+                asked.messages or [], asked.continue_last, lambda: False, variables, usable_tools(asked)
+            )
+            counts.append(len(self._tokenizer.encode_rendered(text)))
         return TokensCounted(id=request.id, counts=counts)
 
     # --- before the first token -----------------------------------------------------------------------------------

@@ -298,14 +298,17 @@ class TextStream:
         if self._turn.due("piece", PIECE_INTERVAL_S):
             self.send()
 
-    def finish(self) -> str:
-        """The whole text of the answer, including what was held back for stop strings or unfinished characters."""
+    def finish(self, cut: bool = False) -> str:
+        """The whole text of the answer, including what was held back for stop strings or unfinished characters.
+
+        ``cut``: it reached its limit, perhaps in the middle of a call.
+        """
         if self._decoder is not None:
             self._add(self._decoder.flush())
             if self._parser is not None:
                 self._wait(self._parser.flush())
             if self._calls is not None:
-                self._wait(Separated(answer=self._calls.flush().text), last_of_calls=True)
+                self._wait(Separated(answer=self._calls.flush(cut).text), last_of_calls=True)
             self._wait(Separated(answer=self._stops.flush()), stops=False, last_of_calls=True)
         self.send(last=True)
         return "".join(self._sent)

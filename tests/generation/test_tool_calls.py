@@ -77,6 +77,31 @@ def split(text: str, seed: int) -> list[str]:
     return [text[left:right] for left, right in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
+@pytest.mark.parametrize("name", SAID)
+def test_a_call_that_is_cut_is_given_out_as_far_as_it_was_written(name: str) -> None:
+    form, said = BY_NAME[name], SAID[name]
+    begun = said.index("12") + 1  # in the middle of the first argument
+    parser = ToolCallParser(form, TOOLS)
+    text = parser.push(f"Look: {said[:begun]}" if not form.bare else said[:begun]).text
+    rest = parser.flush(cut=True)
+    (call,) = rest.calls
+    assert (text + rest.text).strip() in ("Look:", "") and call.name == "weather"
+    whole = json.dumps(ARGUMENTS)
+    assert whole.startswith(call.arguments) and call.arguments != whole
+    assert call.arguments if form.shape != "tagged" else not call.arguments.endswith("}")
+
+
+def test_what_is_cut_before_a_tools_name_stays_text() -> None:
+    for said in ('<tool_call>{"na', '<tool_call>{"name": "unkn', '<tool_call>{"name": "unknown", "arguments": {'):
+        parser = ToolCallParser(BY_NAME["hermes"], TOOLS)
+        text = parser.push(said).text + parser.flush(cut=True).text
+        assert text == said and not parser.calls
+    parser = ToolCallParser(BY_NAME["phi"], TOOLS)
+    parser.push(SAID["phi"][: SAID["phi"].index("clock")])
+    (call,) = parser.flush(cut=True).calls
+    assert json.loads(call.arguments) == ARGUMENTS
+
+
 def test_every_format_has_an_example() -> None:
     assert set(SAID) == set(BY_NAME)
 

@@ -35,6 +35,20 @@ def test_a_message_and_its_events_say_the_same(claude: anthropic.Anthropic) -> N
     assert counted.input_tokens == prompt == 5 + len("system\nxuser\nabassistant\n")
 
 
+def test_a_count_takes_no_turn_and_is_no_answer(claude: anthropic.Anthropic, server: Served) -> None:
+    before = dict(server.service.metrics.answers)
+    tool: Any = {"name": "clock", "input_schema": {"type": "object"}}
+    plain = claude.messages.count_tokens(model=MODEL, messages=QUESTION).input_tokens
+    assert claude.messages.count_tokens(model=MODEL, messages=QUESTION, tools=[tool]).input_tokens > plain + 40
+    assert (
+        claude.messages.count_tokens(model=MODEL, messages=[{"role": "user", "content": "x" * 9000}]).input_tokens
+        > 9000
+    )
+    with pytest.raises(anthropic.BadRequestError, match="name is"):
+        claude.messages.count_tokens(model=MODEL, messages=QUESTION, tools=[{**tool, "name": "!"}])
+    assert server.service.metrics.answers == before
+
+
 def test_the_models_are_known_to_this_client_too(claude: anthropic.Anthropic) -> None:
     assert MODEL in [model.display_name for model in claude.models.list()]
 

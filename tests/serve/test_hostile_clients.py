@@ -125,6 +125,15 @@ def test_a_connection_that_asks_nothing_is_closed(
     assert raw(server.port, begun) == b""
 
 
+def test_too_many_connections_are_refused_in_the_form_of_the_protocol(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "MOST_CONNECTIONS", 0)
+    for path, kind in (("/v1/messages", b'{"type":"error"'), ("/v1/models", b'{"error":{')):
+        said = raw(server.port, f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())  # which it then closes
+        assert status(said) == 503 and kind in said and b"connections are open" in said
+
+
 def test_requests_that_are_no_http(server: Served) -> None:
     assert status(raw(server.port, b"\x16\x03\x01\x02\x00\x01\r\n\r\n")) == 400  # TLS, to a port without it
     assert status(raw(server.port, b"GET /health HTTP/1.1\r\nx: " + b"y" * 200_000 + b"\r\n\r\n")) in (400, 431)

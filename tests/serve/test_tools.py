@@ -69,6 +69,41 @@ def test_a_response_calls_a_tool(client: openai.OpenAI) -> None:
         assert json.loads(item.arguments) == ARGUMENTS
 
 
+def test_a_call_that_reaches_the_limit_is_cut(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
+    long = {**SCHEMA, "properties": {"z": {"enum": ["U" * 120]}}}
+    asked: Any = {"model": MODEL, "messages": QUESTION, "max_tokens": 130}
+    function = {"type": "function", "function": {"name": "clock", "parameters": long}}
+    chat: Any = {**asked, "tools": [function], "tool_choice": "required", "temperature": 2.0}
+    (choice,) = client.chat.completions.create(**chat).choices
+    assert choice.finish_reason == "length" and not choice.message.content and choice.message.tool_calls
+    (call,) = choice.message.tool_calls
+    assert call.type == "function" and call.function.name == "clock"
+    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**chat, stream=True)]
+    streamed = [piece for chunk in chunks for piece in chunk.delta.tool_calls or ()]
+    assert "".join(piece.function.arguments or "" for piece in streamed if piece.function) == call.function.arguments
+    assert chunks[-1].finish_reason == "length" and not any(chunk.delta.content for chunk in chunks)
+    asked |= {"tool_choice": {"type": "any"}, "tools": [{"name": "clock", "input_schema": long}]}
+    message = claude.messages.create(**asked, extra_body={"temperature": 2.0})
+    (block,) = message.content
+    assert message.stop_reason == "max_tokens" and block.type == "tool_use" and block.input == {}
+
+
+def test_tools_in_a_namespace_are_called_by_their_own_names(client: openai.OpenAI) -> None:
+    inner = {"type": "function", "name": "clock", "parameters": SCHEMA}
+    body: Any = {
+        "model": MODEL, "max_output_tokens": 200, "temperature": 2.0, "tool_choice": "required",
+        "tools": [{"type": "namespace", "name": "mcp__time", "tools": [inner, {"type": "web_search"}]}],
+    }  # fmt: skip
+    (item,) = client.responses.create(input="When?", **body).output
+    assert item.type == "function_call" and item.name == "clock" and item.to_dict()["namespace"] == "mcp__time"
+    said: Any = [
+        {"role": "user", "content": "When?"},
+        item.to_dict(),
+        {"type": "function_call_output", "call_id": item.call_id, "output": "noon"},
+    ]
+    assert client.responses.create(input=said, **body).output[0].type == "function_call"
+
+
 def test_an_answer_has_the_form_that_was_asked_for(client: openai.OpenAI) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
     for count in (1, 2):

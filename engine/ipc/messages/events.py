@@ -167,7 +167,7 @@ class BeamEstimates(Event, frozen=True, kw_only=True, tag="beam_estimates"):
 
 
 class TokensCounted(Event, frozen=True, kw_only=True, tag="tokens_counted"):
-    """The number of tokens of each text, in their order."""
+    """The number of tokens of each text, in their order, and of the question's prompt, if there was one."""
 
     counts: list[int]
 

@@ -202,10 +202,11 @@ class EstimateBeams(Request, frozen=True, kw_only=True, tag="estimate_beams"):
 
 
 class CountTokens(Request, frozen=True, kw_only=True, tag="count_tokens"):
-    """Count the tokens of each of ``texts``, without a chat template. Needs a loaded model. Event: TokensCounted or
-    Failed."""
+    """Count the tokens of each of ``texts``, without a chat template, and then of the prompt of a ``question``. Needs a
+    loaded model. Event: TokensCounted or Failed."""
 
-    texts: list[str]
+    texts: list[str] = []
+    question: Generate | None = None
 
 
 class MeasureMachine(Request, frozen=True, kw_only=True, tag="measure_machine"):
