@@ -5,6 +5,7 @@ from __future__ import annotations
 from benchmarks.papers.beam_rows import beam_rows
 from benchmarks.papers.beyond_rows import beyond_rows
 from benchmarks.papers.cluster_rows import cluster_rows
+from benchmarks.papers.expert_rows import expert_rows
 from benchmarks.papers.findings import Group
 from benchmarks.papers.near_executed import block_rows
 from benchmarks.papers.near_rows import near_rows
@@ -29,6 +30,7 @@ GROUPS: tuple[Group, ...] = (
     Group("near-data", "MoNDE", "The near-data device: all tables and figures, simulated", near_rows),
     Group("near-executed", "MoNDE", "Its workflows on its models' blocks, executed", block_rows),
     Group("twiddler", "Twiddler", "Figures 4 to 8, simulated with the paper's constraints", twiddler_rows),
+    Group("expert", "Twiddler", "Figure 7: one expert on the CPU, executed", expert_rows, quiet=True),
     Group("sparsity", "Twiddler", "Appendix B: values near zero", sparsity_rows),
     Group("beams", "Twiddler", "Beams: figure 6, executed", beam_rows, quiet=True),
     Group("beyond", "Beyond the papers", "Beyond the papers, measured", beyond_rows, quiet=True),

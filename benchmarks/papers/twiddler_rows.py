@@ -223,7 +223,10 @@ INPUTS = (
 
 ABSENT = (
     Row(
-        where="figure 7", what="W copy, GPU N", tag="not possible here", note="needs a GPU; `privatellm bench experts`"
+        where="figure 7",
+        what="W copy, A copy, GPU N",
+        tag="not possible here",
+        note="needs a GPU; `privatellm bench experts` measures them there; CPU N is below",
     ),
     Row(
         where="figures 1–3",
