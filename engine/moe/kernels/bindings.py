@@ -20,7 +20,7 @@ from engine.errors import ModelError
 Dtype = Literal["bfloat16", "float32"]
 """What a model computes with; ``float32`` keeps activations in float32 whatever the weights are stored as."""
 
-VERSION = 10
+VERSION = 11
 """PLLM_VERSION of native/privatellm_kernels.h; a library of another version is not used."""
 
 VARIABLE = "PRIVATELLM_KERNELS"
