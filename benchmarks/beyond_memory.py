@@ -20,19 +20,16 @@ import contextlib
 import ctypes
 import json
 import mmap
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from benchmarks.control_group import limited
 from benchmarks.first_touch import evict
 from benchmarks.measuring import OURS, table
-from benchmarks.processes import ROOT, Worker
+from benchmarks.processes import Worker, run_privatellm
 from benchmarks.subjects import Subject, add_arguments, check_arguments, say, subject_named, work_folder
 from engine.calibration.samples import Spread
 from engine.system.free_memory import container_limit
@@ -62,23 +59,12 @@ def limit_of(nbytes: int) -> Iterator[list[str]]:
         yield command
 
 
-def run_command(prefix: list[str], arguments: list[str], home: str) -> dict[str, Any]:
-    """The JSON that `privatellm` prints. Raises SystemExit if it fails."""
-    command = [*prefix, sys.executable, "-m", "app.cli", *arguments, "--json"]
-    environment = {**os.environ, "PRIVATELLM_HOME": home}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
-    if done.returncode:
-        raise SystemExit(f"privatellm {' '.join(arguments)}: {done.stderr.strip()}")
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
-
-
 def measure(subject: Subject, nbytes: int, home: str, arguments: argparse.Namespace) -> dict[str, float]:
     """One round with ``nbytes`` of memory: announced and measured."""
     flags = ["--threads", str(arguments.threads)]
     with limit_of(nbytes) as prefix:
         evict(subject.gguf)
-        planned = run_command(prefix, ["plan", str(subject.folder), *flags], home)
+        planned = run_privatellm(["plan", str(subject.folder), *flags], home, prefix)
         evict(subject.gguf)
         if cached_share(subject.gguf) > CACHED_LIMIT:
             raise SystemExit(f"Another process maps {subject.gguf}; give --work another folder for a copy of its own.")
@@ -147,7 +133,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as home:
             say(f"{subject.title}: calibrating")
             flags = ["--threads", str(arguments.threads), "--rounds", "3", "--even-if-busy"]
-            run_command([], ["bench", "decode", str(subject.folder), *flags], home)
+            run_privatellm(["bench", "decode", str(subject.folder), *flags], home)
             with Worker(OURS, subject.folder, arguments.threads, arguments.work / "workers.log") as worker:
                 request = {"variant": OURS, "vocabulary": subject.config["vocab_size"], "home": home}
                 worker.ask("learn_popularity", folder=str(subject.folder), **request)

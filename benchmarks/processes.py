@@ -20,6 +20,17 @@ class WorkerFailed(Exception):
     """A worker could not do what it was asked; the text says what the engine said."""
 
 
+def run_privatellm(arguments: Sequence[str], home: str, prefix: Sequence[str] = ()) -> dict[str, Any]:
+    """The JSON that `privatellm` prints, with its data in the folder ``home``. Raises SystemExit if it fails."""
+    command = [*prefix, sys.executable, "-m", "app.cli", *arguments, "--json"]
+    environment = {**os.environ, "PRIVATELLM_HOME": home}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
+    if done.returncode:
+        raise SystemExit(f"privatellm {' '.join(arguments)}: {done.stderr.strip()}")
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
 class Worker:
     """One ``benchmarks.worker`` process. Use as a context manager: leaving it ends the process.
 

@@ -13,6 +13,7 @@ import os
 import re
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +31,10 @@ from engine.residency.mapped import MappedWeights
 
 LEARNED_STEPS = 48
 """Steps of 16 rows from which the popularity of experts is learned."""
+CHUNK = 512
+"""Tokens of a prompt that are read at once, as a conversation does by default."""
+LOOK_S = 0.002
+"""Seconds between two looks at the memory."""
 PLAIN_READ = 2 << 20
 """Bytes of one plain read of a file."""
 PLAIN_SECONDS = 0.3
@@ -163,6 +168,42 @@ def from_disk(engine: Engine, path: Path, context: int, warm_up: int, count: int
     }
 
 
+def resident() -> int:
+    """Bytes of this process that are in memory, pages of files included."""
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE
+
+
+def highest_memory(engine: Engine, folder: Path, context: int, vocabulary: int) -> float:
+    """Bytes of this process in memory at the highest moment, once all weights were touched, of a prompt of ``context``
+    tokens and a few steps."""
+    assert isinstance(engine, PrivatellmEngine)
+    populate(engine, folder)
+    highest, ended = resident(), threading.Event()
+
+    def watch() -> None:
+        nonlocal highest
+        while not ended.wait(LOOK_S):
+            highest = max(highest, resident())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    rows = engine.model.start()
+    tokens = random_tokens(1, context - BLOCK, vocabulary)
+    for start in range(0, len(tokens), CHUNK):
+        rows.extend(tokens[start : start + CHUNK], want_logits=start + CHUNK >= len(tokens))
+    for token in random_tokens(2, BLOCK, vocabulary):
+        rows.step([token])
+    ended.set()
+    watcher.join()
+    return float(highest)
+
+
+def own_memory() -> float:
+    """Bytes of this process's memory that no other process has."""
+    text = Path("/proc/self/smaps_rollup").read_text(encoding="ascii")
+    return sum(1024.0 * int(kb) for kb in re.findall(r"^Private_(?:Clean|Dirty):\s+(\d+) kB", text, re.MULTILINE))
+
+
 def alternate(engine: Engine, context: int, count: int, vocabulary: int) -> dict[str, list[float]]:
     """Seconds per step with the recorder off and on: the median of each of ``count`` pairs of blocks."""
     assert isinstance(engine, PrivatellmEngine)
@@ -257,6 +298,8 @@ def answer(engine: Engine | None, request: dict[str, Any], threads: int) -> Any:
         return engine.version()
     if request["do"] == "anonymous":
         return anonymous()
+    if request["do"] == "own":
+        return own_memory()
     if request["do"] == "populate":
         return populate(engine, Path(request["folder"]))
     engine.select(request["variant"])
@@ -273,6 +316,8 @@ def answer(engine: Engine | None, request: dict[str, Any], threads: int) -> Any:
         return steps(engine, request["context"], request["rows"], request["count"], vocabulary)
     if request["do"] == "watched":
         return watched(engine, request["context"], request["rows"], request["tokens"], request["count"], vocabulary)
+    if request["do"] == "memory":
+        return highest_memory(engine, Path(request["folder"]), request["context"], vocabulary)
     if request["do"] == "learn_popularity":
         return learn_popularity(engine, Path(request["folder"]), request["home"], vocabulary)
     if request["do"] == "from_disk":

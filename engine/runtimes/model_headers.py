@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from engine.calibration.calibration_file import shape_of
 from engine.errors import ModelError
 from engine.ipc.messages import Load
+from engine.models.byte_map import FileMapping
 from engine.models.families import check_supported, expert_shape
-from engine.models.files import Experts, ModelFiles
+from engine.models.files import ModelFiles
 from engine.models.opening import open_model
 from engine.models.sizes import Sizes, sizes_in_library, sizes_of
 from engine.models.weight_layout import WeightLayout, is_library, layout_of
@@ -34,7 +36,8 @@ _Key = tuple[object, ...]
 @dataclass(frozen=True)
 class Headers:
     """Of a model in ``folder``. ``shape`` and ``profile`` are None for a dense model; ``not_native`` is why the native
-    trunk does not run it, or None; ``largest`` is the largest file with experts."""
+    trunk does not run it, or None; ``largest`` is the
+    largest file with experts, or of a dense model."""
 
     folder: Path
     sizes: Sizes
@@ -76,7 +79,7 @@ def _headers_of(folder: Path, load: Load) -> Headers:
         shape=None if experts is None else shape_of(experts),
         profile=None if experts is None else model_of(experts),
         not_native=unsupported_reason(files.config, files, load, in_ring=load.partitioning == "ring"),
-        largest=None if experts is None else _largest(experts),
+        largest=_largest(files.mapped_files if experts is None else getattr(experts, "mapped_files", ())),
         refused=_refused(files, load),
     )
 
@@ -119,8 +122,7 @@ def _expert_dtype(layout: WeightLayout) -> str:
     return next((entry.dtype for name, _, entry in trunk if name.endswith("norm.weight")), "BF16")
 
 
-def _largest(experts: Experts) -> Path | None:
-    mapped = getattr(experts, "mapped_files", ())
+def _largest(mapped: Sequence[FileMapping]) -> Path | None:
     return max(mapped, key=lambda file: file.size).path if mapped else None
 
 

@@ -20,7 +20,7 @@ from engine.models.store import ResolvedModel, resolve
 from engine.moe.kernels.cpu_threads import reason_for, threads_of, within_this_machine
 from engine.moe.popularity_file import known_counts
 from engine.planning.calibration import Calibration
-from engine.planning.hybrid import Device, HybridMachine, HybridPlan, HybridRequest
+from engine.planning.hybrid import Device, HybridMachine, HybridPlan, HybridRequest, workspace_bytes
 from engine.planning.hybrid import plan as plan_placement
 from engine.planning.runtime_choice import RuntimeChoice
 from engine.runtimes import choosing
@@ -59,9 +59,12 @@ def plan_model(request: Plan, loaded: ModelFacts | None = None, network: Cluster
     calibration, speed = _measured(load, headers, graphics, runtime.name, notices)
     context = min(sizes.context_limit, load.context_limit or HybridRequest().context_tokens)
     overhead_s, read_share = _beside_streaming(speed, runtime.name)
+    model = sizes.for_planning(load.model)
+    needed = model.trunk_bytes + model.expert_bytes + model.cache_bytes(context)
+    needed += workspace_bytes(model, load.prefill_chunk, gpu=False)
     plan = plan_placement(
-        sizes.for_planning(load.model),
-        _machine(headers, graphics, speed, loaded),
+        model,
+        _machine(headers, needed, graphics, speed, loaded),
         HybridRequest(
             partitioning="cpu" if graphics is None else load.partitioning,
             policy=load.policy,
@@ -146,16 +149,15 @@ def planned_runtime(load: Load, headers: Headers, graphics: Gpu | None) -> Runti
 
 
 def _machine(
-    headers: Headers, graphics: Gpu | None, speed: MachineSpeed | None, loaded: ModelFacts | None
+    headers: Headers, needed: int, graphics: Gpu | None, speed: MachineSpeed | None, loaded: ModelFacts | None
 ) -> HybridMachine:
-    """This machine as it will be once the loaded model is freed."""
+    """This machine as it will be once the loaded model is freed. ``needed``: bytes of memory that hold everything."""
     on_gpu = loaded is not None and loaded.device.startswith("cuda")
     freed = loaded.trunk_bytes if loaded is not None and loaded.runtime != "native" else 0
     cpu = Device("CPU", memory().total, available_bytes() + (0 if on_gpu else freed))
     memory_read = speed.memory_read if speed is not None else None
     # Measuring the disk takes a moment, so it is done only where the result matters.
-    beyond = headers.largest is not None and headers.sizes.expert_bytes + headers.sizes.trunk_bytes > cpu.free
-    disk = disk_rate(headers.largest) if headers.largest is not None and beyond else None
+    disk = disk_rate(headers.largest) if headers.largest is not None and needed > cpu.free else None
     if graphics is None:
         return HybridMachine(cpu, memory_read=memory_read, disk_read=disk, reserve=RESERVE_BYTES)
     freed_there = freed + loaded.gpu_expert_bytes if loaded is not None and on_gpu else 0
