@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from engine import host
+from engine import process_life
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -43,7 +43,7 @@ class Worker:
         if model is not None:
             command += ["--model", str(model)]
         # Ours runs as it does under the chat; the others as their users find them.
-        product = host.environment(threads) if engine.startswith("privatellm") else {}
+        product = process_life.environment(threads) if engine.startswith("privatellm") else {}
         environment = {**os.environ, **product, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
         with log.open("ab") as errors:
             self._process = subprocess.Popen(

@@ -8,11 +8,9 @@ that uses it.
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import os
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -22,7 +20,6 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 
 from engine.cluster.parts import THE_PRODUCT, EngineParts
-from engine.cluster.transport.grpc_environment import ONLY_TLS_1_3
 from engine.connections import Connections
 from engine.errors import ErrorKind, ModelError
 from engine.ipc.event_writer import EventWriter
@@ -64,39 +61,22 @@ from engine.ipc.messages import (
 from engine.ipc.pipes import Pipes, claim_standard_streams
 from engine.ipc.progress import Reports
 from engine.ipc.turn_queue import TurnQueue
+from engine.model_in_use import ModelInUse
 from engine.models.engine_sockets import engine_key
 from engine.models.locations import locate
 from engine.models.privacy import keep_to_owner
 from engine.models.starter_defaults import renew_defaults
 from engine.moe.kernels.cpu_threads import within_this_machine
 from engine.moe.kernels.pool import physical_cores
+from engine.process_life import EXIT_BAD_FRAME, end_process, end_with_thread, environment
 from engine.system.awake import AWAKE
 from engine.system.own_memory import memory_in_use
-from engine.system.temporary_folders import is_remover
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from engine.cluster.network import ClusterNetwork
-    from engine.moe.popularity_file import PopularityWriter
-    from engine.residency.resident_model import Residency
-    from engine.session.session import Session
-
-SPINS = 2000
-"""Spin iterations of an idle OpenMP thread before it sleeps (libgomp only; elsewhere the wait policy alone counts)."""
-KERNELS_KEPT = 128
-"""Maximum compiled kernels that torch and oneDNN keep: enough for decoding and for the row counts of prompts."""
-
-LAST_WRITE_S = 5.0
-"""Maximum time for writing what was read to disk before the model makes place for another, in seconds."""
 
 LAST_SAVE_S = 1.0
 """Maximum time that the end of the process waits for a disk, in seconds."""
-
-EXIT_BAD_FRAME = 3
-"""Exit status after a frame that is not a request."""
-EXIT_THREAD_FAILED = 4
-"""Exit status after an uncaught exception in one of our threads."""
 
 
 class Client:
@@ -153,9 +133,7 @@ class Host:
         self._parts = parts
         self._clients: list[Client] = []
         self._between_tasks = between_tasks
-        self._session: Session | None = None
-        self._popularity_writer: PopularityWriter | None = None
-        self._residency: Residency | None = None
+        self._model = ModelInUse(self.send)
         self._network: ClusterNetwork | None = None
         self._networking = threading.Lock()
         self._tasks: dict[tuple[Client, int], Task] = {}
@@ -224,7 +202,7 @@ class Host:
             case Watch(timing=timing):
                 client.watching = timing
             case ForgetPrefixes(conversations=conversations):
-                session = self._session
+                session = self._model.session
                 if session is not None:
                     session.forget_prefixes(conversations)
             case Cancel(target=target):
@@ -240,7 +218,7 @@ class Host:
             case Plan():
                 # The screen asks this while an answer is running.
                 self._finish_beside(self._accept(request, client))
-            case EstimateBeams() | CountTokens() if self._session is not None:
+            case EstimateBeams() | CountTokens() if self._model.session is not None:
                 # The screen asks this while an answer is running.
                 self._finish_beside(self._accept(request, client))
             case Load() if self._loaded_as is not None and self._others_use_model(client):
@@ -277,28 +255,17 @@ class Host:
                     self._running = task
                     self._finish(task)
                     self._running = None
-                    self._keep_prefixes(tasks.waiting)
+                    self._model.keep_prefixes(lambda: tasks.waiting() > 0)
             else:
                 self._finish(task)
             del task
             self._between_tasks()
 
-    def _keep_prefixes(self, should_stop: Callable[[], object], *, last: bool = False) -> None:
-        """Write to disk what the session may keep there, until something is to be done. It never fails."""
-        session = self._session
-        if session is None:
-            return
-        try:
-            for text in session.keep_prefixes(lambda: bool(should_stop()), last=last):
-                self.send(Notice(text=text))
-        except Exception:
-            traceback.print_exc()
-
     def keep_last_prefixes(self) -> None:
         """Write to disk what the session may keep there, at the end of the process."""
         end = time.monotonic() + LAST_SAVE_S
         if self._using.acquire(timeout=LAST_SAVE_S):
-            self._keep_prefixes(lambda: time.monotonic() > end, last=True)
+            self._model.keep_prefixes(lambda: time.monotonic() > end, last=True)
 
     def _finish_beside(self, task: Task) -> None:
         """Run in a thread of its own, or in this one if the system cannot start another."""
@@ -357,7 +324,7 @@ class Host:
                 raise ProtocolError(f"{type(request).__name__} is not answered")
 
     def _told_by_model(self, request: EstimateBeams | CountTokens) -> AnyEvent:
-        session = self._loaded()
+        session = self._model.loaded
         if isinstance(request, CountTokens):
             return session.count_tokens(request)
         return session.estimate_beams(request)
@@ -373,21 +340,19 @@ class Host:
                 self._loaded_as, client.uses_model = None, True
         if self._loaded_as is not None:
             return self._shared_model(task, wanted)
-        former = self._session
+        former = self._model.session
         try:
             facts = self._load_session(task, request)
         except BaseException:
             with self._lock:
                 client.uses_model = used
-                if former is not None and self._session is former:
+                if former is not None and self._model.session is former:
                     self._loaded_as = before
             raise
         self._loaded_as, client.uses_model = wanted, True
         return Loaded(id=request.id, facts=facts, memory=memory_in_use())
 
     def _load_session(self, task: Task, request: Load) -> ModelFacts:
-        from engine.session.loading import load_session
-
         task.report("loading", 0, 0, "")
         request, said = within_this_machine(request)
         if said:
@@ -395,19 +360,15 @@ class Host:
         in_ring = request.partitioning == "ring"
         task.client.knows_network = task.client.knows_network or in_ring
         network = self._the_network() if in_ring else None
-        self._session = load_session(request, task.report, task.cancelled, self._release, network)
-        self._popularity_writer = popularity_writer_for(
-            self._session, request.model, lambda text: self.send(Notice(text=text))
-        )
-        self._make_resident(request)
-        for text in self._session.model.recorder.take_notices():
+        facts = self._model.load(request, task.report, task.cancelled, self._release, network)
+        for text in self._model.loaded.model.recorder.take_notices():
             task.client.send(Notice(text=text))
-        return self._session.facts
+        return facts
 
     def _shared_model(self, task: Task, wanted: Load) -> Loaded:
         """The model that others use, for one more client. Raises ModelError (in-use) if another one is ``wanted``."""
         with self._lock:
-            session = self._session
+            session = self._model.session
             same = session is not None and wanted == self._loaded_as
             task.client.uses_model = task.client.uses_model or same
         if session is None or not same:
@@ -440,20 +401,6 @@ class Host:
         folder = pull(request.model, task.report, task.cancelled, refuse_download)
         return Done(id=request.id, path=str(folder), detail=resolved.elsewhere)
 
-    def _make_resident(self, request: Load) -> None:
-        """Have the loaded model's weights brought into memory and looked after, in the background."""
-        from engine.models.store import resolve
-        from engine.residency.resident_model import Residency
-
-        if self._residency is None:
-            self._residency = Residency(self.send)
-
-        def folder() -> Path:
-            in_ring = self._network.loaded_from if self._network is not None else None
-            return in_ring if request.partitioning == "ring" and in_ring else resolve(request.model).require_folder()
-
-        self._residency.loaded(self._loaded().model, folder, request)
-
     def _the_network(self) -> ClusterNetwork:
         """Made when it is first asked for; it opens no socket by itself."""
         with self._networking:
@@ -470,7 +417,7 @@ class Host:
             network.close()
 
     def _resize(self, request: Resize) -> AnyEvent:
-        session = self._loaded()
+        session = self._model.loaded
         facts = session.resize(request.gpu_expert_bytes)
         if self._loaded_as is not None:
             self._loaded_as = msgspec.structs.replace(self._loaded_as, gpu_expert_bytes=request.gpu_expert_bytes)
@@ -481,7 +428,7 @@ class Host:
     def _plan(self, request: Plan) -> AnyEvent:
         from engine.session.plan_model import plan_model
 
-        session = self._session
+        session = self._model.session
         network = self._the_network() if request.load.partitioning == "ring" else None
         return plan_model(request, session.facts if session is not None else None, network)
 
@@ -511,77 +458,36 @@ class Host:
         request = msgspec.structs.replace(request, load=within_this_machine(request.load)[0])
         _, folder = find_folder(request.load.model, task.report, task.cancelled)
         try:
-            with self._undisturbed():
+            with self._model.undisturbed():
                 buffer_bytes = self._parts.effort.buffer_bytes
-                return run_bench(request, self._loaded(), folder, task.report, task.cancelled, buffer_bytes)
+                return run_bench(request, self._model.loaded, folder, task.report, task.cancelled, buffer_bytes)
         finally:
-            if self._popularity_writer is not None:
-                self._popularity_writer.leave_out()
+            self._model.leave_out_popularity()
 
     def _release(self) -> None:
-        """Free the loaded model, so that two never have to fit at once."""
-        self.keep_popularity()
-        end = time.monotonic() + LAST_WRITE_S
-        self._keep_prefixes(lambda: time.monotonic() > end, last=True)
-        self._popularity_writer = None
+        """Free the loaded model."""
         self._loaded_as = None
-        if self._residency is not None:
-            self._residency.release()
-        session, self._session = self._session, None
-        if session is not None:
-            session.close()
+        self._model.release()
 
     def keep_popularity(self) -> None:
         """Store the loaded model's popularity counts. From any thread."""
-        writer = self._popularity_writer
-        if writer is not None:
-            writer.save()
+        self._model.keep_popularity()
 
     def _generate(self, task: Task, request: Generate) -> AnyEvent:
         from engine.session.session import cancelled_answer
 
-        session = self._loaded()
-        if task.cancelled():
+        if self._model.loaded and task.cancelled():
             return cancelled_answer(request.id)
-        try:
-            with self._undisturbed():
-                finished = session.generate(request, lambda event: self._emit(event, task.client), task)
-                return finished if self._residency is None else self._residency.probed(finished, session.first_pass_s)
-        finally:
-            if self._popularity_writer is not None:
-                self._popularity_writer.save_if_due()
+        return self._model.generate(request, lambda event: self._emit(event, task.client), task)
 
     def _emit(self, event: AnyEvent, client: Client) -> None:
         """Send an event of an answer to who asked, but what has changed for everybody to all."""
         (self.send if isinstance(event, RingChanged) else client.send)(event)
 
-    def _undisturbed(self) -> contextlib.AbstractContextManager[None]:
-        """Ensure that only the model touches the weights until the end of the context."""
-        return contextlib.nullcontext() if self._residency is None else self._residency.answering()
-
-    def _loaded(self) -> Session:
-        if self._session is None:
-            raise ModelError("No model is loaded; choose one first.", kind="bad-input")
-        return self._session
-
 
 def loaded_options(request: Load) -> Load:
     """``request`` without what belongs to who sent it."""
     return msgspec.structs.replace(request, id=0, share=False)
-
-
-def popularity_writer_for(session: Session, model: str, notice: Callable[[str], None]) -> PopularityWriter | None:
-    """What keeps the use of ``session``'s experts; None for a dense model, or a runtime that does not count it."""
-    from engine.models.locations import profile_paths
-    from engine.models.store import profile_key, resolve
-    from engine.moe.popularity_file import PopularityWriter
-
-    popularity, profile = session.model.popularity, session.profile
-    if popularity is None or profile is None:
-        return None
-    resolved = resolve(model)
-    path, _ = profile_paths(profile_key(resolved.folder or resolved.plain_folder))
-    return PopularityWriter(path, profile, popularity, session.facts.experts_per_token, notice)
 
 
 def _measured(request: MeasureMachine) -> AnyEvent:
@@ -620,64 +526,6 @@ def _kind(error: BaseException) -> ErrorKind:
     if isinstance(error, OSError) and error.filename is not None:
         return "disk"
     return "memory" if ran_out_of_memory(error) else "internal"
-
-
-def environment(threads: int) -> dict[str, str]:
-    """Settings of libraries before they are imported: no network access by themselves, little spinning, small caches.
-
-    OpenMP threads that spin between two operations become very slow when another process, such as the screen, needs the
-    cores. Threads that sleep at once take half as long again on a quiet machine. They therefore spin for some tens of
-    microseconds. oneDNN, and torch in front of it, keep a thousand kernels, one for every number of rows, of half a
-    megabyte each.
-    """
-    kernels = str(KERNELS_KEPT)
-    return {
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_OFFLINE": "1",
-        "USE_HUB_KERNELS": "0",
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-        "DO_NOT_TRACK": "1",
-        # Handshakes that strangers fail at are no news.
-        "GRPC_VERBOSITY": os.environ.get("GRPC_VERBOSITY", "NONE"),
-        **ONLY_TLS_1_3,
-        "TOKENIZERS_PARALLELISM": "false",
-        "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
-        "LRU_CACHE_CAPACITY": os.environ.get("LRU_CACHE_CAPACITY", kernels),
-        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", kernels),
-        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
-        "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", str(SPINS)),
-    }
-
-
-def end_process(status: int) -> NoReturn:
-    """End at once, whatever the threads do, and the children with it, but for those that tidy up behind it."""
-    with contextlib.suppress(Exception):
-        import psutil
-
-        for child in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                if is_remover(child.cmdline()):
-                    continue
-            with contextlib.suppress(psutil.Error):
-                child.kill()
-    with contextlib.suppress(Exception):
-        sys.stderr.flush()
-    os._exit(status)
-
-
-def end_with_thread(failure: threading.ExceptHookArgs, notice: Callable[[str], None]) -> None:
-    """End the process if ``failure`` ended a thread that ran our code, as others may wait for that thread.
-
-    An ended process is started again, but a hanging one is not. Threads of other libraries are ignored.
-    """
-    name = "a thread" if failure.thread is None else failure.thread.name
-    traceback.print_exception(failure.exc_type, failure.exc_value, failure.exc_traceback)
-    frames = traceback.walk_tb(failure.exc_traceback)
-    if not any(frame.f_globals.get("__name__", "").startswith(("engine.", "discovery.")) for frame, _ in frames):
-        return
-    notice(f"The engine's {name} failed with {failure.exc_type.__name__}: the engine ends, to be started again.")
-    end_process(EXIT_THREAD_FAILED)
 
 
 def serve(pipes: Pipes, parts: EngineParts, key: str) -> NoReturn:

@@ -15,9 +15,9 @@ from tests_models import tiny_mixtral
 from engine.cluster.head.forming import RingFormer
 from engine.cluster.head.survey import Surveyor
 from engine.cluster.worker.lending import ClusterWorker
-from engine.host import popularity_writer_for
 from engine.ipc.messages import LendTerms, Load
 from engine.ipc.messages.ring import RingChoice
+from engine.model_in_use import popularity_writer_for
 from engine.models.locations import profile_paths
 from engine.models.opening import open_model
 from engine.models.store import profile_key

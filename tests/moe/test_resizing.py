@@ -32,7 +32,7 @@ def asked(session: Session, nbytes: int | None) -> list[AnyEvent]:
     """What the engine says to a Resize."""
     events: list[AnyEvent] = []
     host = Host(events.append)
-    host._session = session
+    host._model.session = session
     host._finish(host._accept(Resize(id=7, gpu_expert_bytes=nbytes), host._clients[0]))
     assert events[-1].id == 7
     return events

@@ -189,15 +189,18 @@ def test_without_a_name_nothing_is_written(plain: LoadedModel) -> None:
 
 def test_a_row_is_written_again_when_it_has_grown(plain: LoadedModel) -> None:
     run = Run(plain)
-    answer = run.ask(PROMPT)
+    long = [*PROMPT, *PROMPT]
+    run.ask(long, tokens=1)
     run.keep()
     (path,) = files()
     before = path.read_bytes()
-    prompt = [*PROMPT, *answer.token_ids, 5, 6, 7]
-    run.ask(prompt, sampling=DRAWN)
+    run.ask([*long, *range(3, 39)], tokens=1, sampling=DRAWN)
     run.keep()
-    assert path.read_bytes() == before, "it has grown by less than its eighth"
-    run.ask([*prompt, *range(3, 80)], sampling=DRAWN)
+    assert path.read_bytes() == before, "it has grown by less than an eighth"
+    run.keep(last=True)
+    assert path.read_bytes() != before and len(run.session.cached_tokens) == 336
+    before = path.read_bytes()
+    run.ask([*long, *range(3, 90)], tokens=1, sampling=DRAWN)
     run.keep()
     assert files() == [path] and path.read_bytes() != before
 

@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import write_tiny_model
 
-from engine.host import EXIT_BAD_FRAME, EXIT_THREAD_FAILED, Host, end_with_thread, environment, physical_cores
+from engine.host import Host, physical_cores
 from engine.ipc.messages import (
     AnyEvent,
     AnyRequest,
@@ -54,6 +54,7 @@ from engine.ipc.messages import (
     request_reader,
 )
 from engine.moe.kernels.bindings import choose
+from engine.process_life import EXIT_BAD_FRAME, EXIT_THREAD_FAILED, end_with_thread, environment
 
 PROMPT = [5, 17, 101, 42, 9, 77, 30]
 ENDLESS = 1_000_000

@@ -1,0 +1,82 @@
+"""What surrounds the engine's process: the settings of libraries that it begins with, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import NoReturn
+
+from engine.cluster.transport.grpc_environment import ONLY_TLS_1_3
+from engine.system.temporary_folders import is_remover
+
+SPINS = 2000
+"""Spin iterations of an idle OpenMP thread before it sleeps (libgomp only; elsewhere the wait policy alone counts)."""
+KERNELS_KEPT = 128
+"""Maximum compiled kernels that torch and oneDNN keep: enough for decoding and for the row counts of prompts."""
+
+EXIT_BAD_FRAME = 3
+"""Exit status after a frame that is not a request."""
+EXIT_THREAD_FAILED = 4
+"""Exit status after an uncaught exception in one of our threads."""
+
+
+def environment(threads: int) -> dict[str, str]:
+    """Settings of libraries before they are imported: no network access by themselves, little spinning, small caches.
+
+    OpenMP threads that spin between two operations become very slow when another process, such as the screen, needs the
+    cores. Threads that sleep at once take half as long again on a quiet machine. They therefore spin for some tens of
+    microseconds. oneDNN, and torch in front of it, keep a thousand kernels, one for every number of rows, of half a
+    megabyte each.
+    """
+    kernels = str(KERNELS_KEPT)
+    return {
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "USE_HUB_KERNELS": "0",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "DO_NOT_TRACK": "1",
+        # Handshakes that strangers fail at are no news.
+        "GRPC_VERBOSITY": os.environ.get("GRPC_VERBOSITY", "NONE"),
+        **ONLY_TLS_1_3,
+        "TOKENIZERS_PARALLELISM": "false",
+        "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+        "LRU_CACHE_CAPACITY": os.environ.get("LRU_CACHE_CAPACITY", kernels),
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", kernels),
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
+        "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", str(SPINS)),
+    }
+
+
+def end_process(status: int) -> NoReturn:
+    """End at once, whatever the threads do, and the children with it, but for those that tidy up behind it."""
+    with contextlib.suppress(Exception):
+        import psutil
+
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if is_remover(child.cmdline()):
+                    continue
+            with contextlib.suppress(psutil.Error):
+                child.kill()
+    with contextlib.suppress(Exception):
+        sys.stderr.flush()
+    os._exit(status)
+
+
+def end_with_thread(failure: threading.ExceptHookArgs, notice: Callable[[str], None]) -> None:
+    """End the process if ``failure`` ended a thread that ran our code, as others may wait for that thread.
+
+    An ended process is started again, but a hanging one is not. Threads of other libraries are ignored.
+    """
+    name = "a thread" if failure.thread is None else failure.thread.name
+    traceback.print_exception(failure.exc_type, failure.exc_value, failure.exc_traceback)
+    frames = traceback.walk_tb(failure.exc_traceback)
+    if not any(frame.f_globals.get("__name__", "").startswith(("engine.", "discovery.")) for frame, _ in frames):
+        return
+    notice(f"The engine's {name} failed with {failure.exc_type.__name__}: the engine ends, to be started again.")
+    end_process(EXIT_THREAD_FAILED)
