@@ -62,7 +62,7 @@ class OnOff(Switch):
         return 5
 
 
-class SettingRow(Vertical):
+class SettingRow(Horizontal):
     """One setting: its name, its control, and its help or what is wrong with its value.
 
     A value that loads the model again goes into ``draft``. Others take effect at once.
@@ -82,11 +82,10 @@ class SettingRow(Vertical):
         self._control.disabled = bool(self._without_effect) and value == setting.default
 
     def compose(self) -> ComposeResult:
-        with Horizontal(classes="setting-line"):
-            yield Static(self.setting.label, classes="setting-label", markup=False)
-            with Vertical(classes="setting-control"):
-                yield self._control
-                yield Static(self._help(), classes="setting-help", markup=False)
+        yield Static(self.setting.label, classes="setting-label", markup=False)
+        with Vertical(classes="setting-control"):
+            yield self._control
+            yield Static(self._help(), classes="setting-help", markup=False)
 
     def _help(self) -> Content:
         help = self.setting.help
@@ -228,6 +227,7 @@ class SettingsScreen(Screen[str]):
         self._draft = Pending()
         self._timer: Timer | None = None
         self._warned = False
+        self._shown_before = False
 
     def compose(self) -> ComposeResult:
         yield Static("Settings · ↻ reloads the model or the ring", classes="screen-title", markup=False)
@@ -241,6 +241,10 @@ class SettingsScreen(Screen[str]):
             yield Prediction()
         yield KeyFooter()
         self.call_after_refresh(self._predict_soon, _AT_ONCE_S)
+
+    def on_screen_resume(self, event: events.ScreenResume) -> None:
+        # Its widgets were styled when they were mounted; to style these hundreds again would take as long once more.
+        event.refresh_styles, self._shown_before = self._shown_before, True
 
     def handle_update(self, update: Update) -> None:
         """The controller changed something."""
