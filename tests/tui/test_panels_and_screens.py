@@ -18,10 +18,11 @@ from textual.widgets import Input, OptionList, RadioButton, RadioSet, Static
 from app.conversations.exporting import export_problem
 from app.conversations.store import ConversationStore
 from app.settings.file import open_settings
-from app.settings.schema import THEMES
+from app.settings.schema import GROUPS, THEMES
 from app.tui.application import ChatApp
 from app.tui.panels.beam_panel import Candidates, Widths
 from app.tui.panels.panel import PanelScreen
+from app.tui.screens import settings as settings_shown
 from app.tui.screens.models import ModelsScreen
 from app.tui.screens.settings import Prediction, SettingRow, SettingsScreen
 from engine.ipc.messages import Beam, ExpertMovement, Failed, Generate, LayerTimes, Load, PhaseTimes, Plan, Pull, Timing
@@ -445,3 +446,20 @@ def test_an_export_that_fails_says_why(tmp_path: Path) -> None:
     with pytest.raises(OSError) as failed:
         there.open("x")
     assert export_problem(there, failed.value) == f"Export failed: {there} already exists; choose another name."
+
+
+async def test_settings_may_be_left_before_all_of_them_are_shown(make_app: MakeApp) -> None:
+    app = make_app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await ready(pilot, app)
+        for _ in range(3):
+            await app.push_screen(SettingsScreen(controller(app), None))
+            assert not app.screen.query("#group-screen")
+            assert isinstance(app.screen, SettingsScreen)
+            app.screen.action_leave()
+            await wait_until(pilot, lambda: app.screen is app.chat)
+        await pilot.press("ctrl+s")
+        await wait_until(pilot, lambda: app.screen.query("#group-screen"))
+        assert [title.id for title in app.screen.query(".group-title")] == [f"group-{group}" for group in GROUPS]
+        rows = [row.setting for row in app.screen.query(SettingRow)]
+        assert rows == sorted(settings_shown.SCHEMA, key=lambda setting: list(GROUPS).index(setting.group))

@@ -11,6 +11,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.content import Content
 from textual.geometry import Size
+from textual.lazy import Lazy
 from textual.screen import Screen
 from textual.timer import Timer
 from textual.widget import Widget
@@ -232,11 +233,13 @@ class SettingsScreen(Screen[str]):
     def compose(self) -> ComposeResult:
         yield Static("Settings · ↻ reloads the model or the ring", classes="screen-title", markup=False)
         with VerticalScroll(classes="settings", can_focus=False):
-            for group, title in GROUPS.items():
-                yield Static(title, id=f"group-{group}", classes="group-title", markup=False)
-                for setting in SCHEMA:
-                    if setting.group == group:
-                        yield SettingRow(setting, self._controller, self._machine, self._draft)
+            for place, (group, title) in enumerate(GROUPS.items()):
+                # The first group is shown while the others are made.
+                with Vertical(classes="setting-group") if not place else Lazy(Vertical(classes="setting-group")):
+                    yield Static(title, id=f"group-{group}", classes="group-title", markup=False)
+                    for setting in SCHEMA:
+                        if setting.group == group:
+                            yield SettingRow(setting, self._controller, self._machine, self._draft)
         with VerticalScroll(id="prediction"):
             yield Prediction()
         yield KeyFooter()
