@@ -30,7 +30,7 @@ from engine.cluster.network import ClusterNetwork
 from engine.cluster.transport.exchange import Buffer
 from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import Bench, BenchResult, OpenNetwork, PhaseTimes
-from engine.ipc.messages.ring import LoadingName, RingChoice, RingFacts, RingMode
+from engine.ipc.messages.ring import ExchangeName, LoadingName, RingChoice, RingFacts, RingMode
 from engine.ipc.progress import ProgressCallback
 from engine.models.catalogue import STARTER
 from engine.models.opening import open_model
@@ -38,6 +38,7 @@ from engine.models.sizes import sizes_of
 from engine.moe.kernels.pool import physical_cores
 from engine.moe.rank_context import HEAD, RankContext
 from engine.planning.placement import Placement
+from engine.planning.prediction import ModelSizes
 from engine.planning.ring_speed import PassTime, StepTerms, measured_costs
 from engine.runtimes import runtime_named
 from engine.runtimes.choosing import choose_runtime, on_one_machine
@@ -64,17 +65,20 @@ MADE_UP = "synthetic-moe"
 @dataclass(frozen=True)
 class RingMethod:
     """A version of the paper's table 3. Every model is prestacked (P) here; the naive version calls its experts one by
-    one instead."""
+    one instead. ``exchange``: the paper's decentralised version has the envoy."""
 
     name: str
     mode: RingMode
     loading: LoadingName
     one_by_one: bool = False
+    exchange: ExchangeName = "tls"
 
 
 NAIVE = RingMethod("naive", "central", "selected", one_by_one=True)
 BUSY_FULL = RingMethod("P-L_B", "central", "busy-full")
-DECENTRALISED = RingMethod("P-L_R-D", "fast", "router-aided")
+DECENTRALISED = RingMethod("P-L_R-D", "fast", "router-aided", exchange="envoy")
+OVER_TLS = RingMethod("P-L_R-D, TLS", "fast", "router-aided")
+"""The same over the exchange that this program would choose."""
 TABLE_3 = (NAIVE, BUSY_FULL, DECENTRALISED)
 
 
@@ -195,7 +199,7 @@ class _Bench:
         plan = self._plan = [
             Samples(None, 1),
             Samples(None, 1, in_parts=True),
-            *(Samples(method, counts[0]) for method in TABLE_3),
+            *(Samples(method, counts[0]) for method in (*TABLE_3, OVER_TLS)),
             *(Samples(DECENTRALISED, count) for count in counts[1:]),
         ]
         sweeps = min(SWEEPS, self._rounds)
@@ -277,12 +281,14 @@ class _Bench:
         self, network: ClusterNetwork, method: RingMethod, followers: Sequence[str]
     ) -> tuple[RingModel, RingFormer]:
         """A ring of all these nodes. Raises ModelError if one of them is left out again and again."""
+        held = held_at_most(sizes_of(open_model(self._folder), self._load.dtype).for_planning())
         choice = RingChoice(
             nodes=list(followers),
+            shares=dict.fromkeys((network.node.identity.node_id, *followers), held),
             mode=method.mode,
             loading=method.loading,
-            exchange="tls",
-            overlap=method is DECENTRALISED and len(followers) > 1,
+            exchange=method.exchange,
+            overlap=method.mode == "fast" and len(followers) > 1,
             even_if_slower=True,
             wait_s=0.0,
         )
@@ -333,6 +339,11 @@ class _Bench:
             model.recorder.enabled = False
             del rows
         return parts
+
+
+def held_at_most(model: ModelSizes) -> int:
+    """Bytes of experts on one node: half of each layer's, rounded up, as the paper's nodes hold 8 of 16."""
+    return -(-model.experts // 2) * model.moe_layers * model.slab_bytes
 
 
 def _name_of(samples: Samples) -> str:

@@ -53,7 +53,9 @@ def result_of(
         "and the links. predicted: tokens/s from the step of one node that runs as in a ring but exchanges with nobody "
         "(one, in parts), its experts and all else apart, and from layers that all nodes rehearsed once they were "
         "joined; its error is of the time of a token.",
-        "naive and P-L_B are central, P-L_R-D is decentralised (paper on Apple Silicon, tables 3 and 4).",
+        "naive and P-L_B are central, P-L_R-D is decentralised (paper on Apple Silicon, tables 3 and 4). As there, a "
+        "node of a ring holds at most half of each layer's experts, and P-L_R-D exchanges by the envoy; P-L_R-D, TLS "
+        "is the same over TLS, as the central versions are.",
         *_within(rows),
     ]
     names = list(dict.fromkeys(row.model for row in rows))

@@ -26,6 +26,7 @@ from engine.cluster.membership.measuring_node import central_seconds, layer_seco
 from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import Bench, BenchResult, Load
 from engine.models.opening import open_model
+from engine.models.sizes import sizes_of
 from engine.moe.kernels.bindings import choose
 from engine.planning.calibration import ExpertShape
 from engine.runtimes import runtime_named
@@ -69,7 +70,7 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def check(result: BenchResult, models: list[str], nodes: list[int]) -> None:
     methods = [("one node", 1), ("one, in parts", 1), ("naive", nodes[0]), ("P-L_B", nodes[0])]
-    methods += [("P-L_R-D", count) for count in nodes]
+    methods += [("P-L_R-D", nodes[0]), ("P-L_R-D, TLS", nodes[0]), *(("P-L_R-D", count) for count in nodes[1:])]
     assert result.columns == list(COLUMNS)
     assert [row[:3] for row in result.rows] == [[model, *method] for model in models for method in methods]
     for row in result.data["rows"]:
@@ -84,7 +85,7 @@ def check(result: BenchResult, models: list[str], nodes: list[int]) -> None:
                 of = row[f"{kind}_moe_s"] + row[f"{kind}_communication_s"] + row[f"{kind}_other_s"]
                 assert of == pytest.approx(row[f"{kind}_s"])
                 assert row[f"{kind}_error"] == pytest.approx(row[f"{kind}_s"] / row["total_s"] - 1)
-        assert (row["exchange"] == "tls") == in_ring
+        assert row["exchange"] == ("" if not in_ring else "envoy" if row["method"] == "P-L_R-D" else "tls")
 
 
 @pytest.mark.slow
@@ -226,3 +227,8 @@ def test_experts_of_several_processes_are_measured(monkeypatch: pytest.MonkeyPat
     shape = ExpertShape(hidden=64, ffn=96, dtype="F32", expert_bytes=3 * 64 * 96 * 4)
     assert experts_at_once(shape, 1, 1) == 1.0
     assert 1.0 <= experts_at_once(shape, 1, 2) <= 2.0
+
+
+def test_nodes_hold_half_of_each_layers_experts(tmp_path: Path) -> None:
+    sizes = sizes_of(open_model(write_tiny_model(tmp_path, "mixtral", num_local_experts=5)), "float32").for_planning()
+    assert ring.held_at_most(sizes) == 3 * sizes.moe_layers * sizes.slab_bytes
