@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -62,25 +62,23 @@ def recorded(model: LoadedModel) -> Iterator[list[Step]]:
     recorder = model.recorder
     found: list[Step] = []
     layers: list[tuple[int, tuple[tuple[int, int], ...]]] = []
-    before, add = recorder.enabled, recorder.add_routes
+    before = recorder.enabled
 
-    def note(layer: int, counts: Iterable[int]) -> None:
-        counts = list(counts)
+    def note(layer: int, counts: Sequence[int]) -> None:
         if layers and layer <= layers[-1][0]:
             found.append(_step([routes for _, routes in layers]))
             layers.clear()
         layers.append((layer, tuple((expert, int(count)) for expert, count in enumerate(counts) if count)))
-        add(layer, counts)
 
     recorder.enabled = True
-    recorder.add_routes = note  # type: ignore[method-assign]
+    recorder.on_routes = note
     try:
         yield found
     finally:
         if layers:
             found.append(_step([routes for _, routes in layers]))
         recorder.enabled = before
-        recorder.add_routes = add  # type: ignore[method-assign]
+        recorder.on_routes = None
 
 
 def _step(layers: Sequence[tuple[tuple[int, int], ...]]) -> Step:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from benchmarks.papers.beam_rows import prompts_of
 from benchmarks.papers.findings import Findings, Input, Row
@@ -99,36 +100,45 @@ def without_kernels() -> Iterator[None]:
             os.environ[VARIABLE] = before
 
 
+class WatchedSilu(TorchFunctionMode):  # type: ignore[misc]
+    """Collects the absolute values of what every SiLU within it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[torch.Tensor] = []
+
+    def __torch_function__(
+        self, called: Callable[..., Any], types: Any, arguments: Any = (), options: Any = None
+    ) -> Any:
+        found = called(*arguments, **(options or {}))
+        if called is functional.silu:
+            self.seen.append(found.detach().float().abs())
+        return found
+
+
 def shares_of(model: LoadedModel, prompts: Sequence[Sequence[int]]) -> Shares:
     """Run ``prompts`` and look at what every SiLU of the experts returns, by layer."""
     below: dict[int, list[int]] = {}
     total: dict[int, int] = {}
-    seen: list[torch.Tensor] = []
-    silu, recorder = functional.silu, model.recorder
-    add, before = recorder.add_routes, recorder.enabled
+    recorder = model.recorder
+    before = recorder.enabled
 
-    def watched(values: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
-        found = silu(values, *rest, **options)
-        seen.append(found.detach().float().abs())
-        return found
+    with WatchedSilu() as watched:
 
-    def layer_done(layer: int, counts: Iterable[int]) -> None:
-        add(layer, counts)
-        counted = below.setdefault(layer, [0] * len(THRESHOLDS))
-        for values in seen:
-            for place, threshold in enumerate(THRESHOLDS):
-                counted[place] += int((values < threshold).sum())
-            total[layer] = total.get(layer, 0) + values.numel()
-        seen.clear()
+        def layer_done(layer: int, counts: Sequence[int]) -> None:
+            counted = below.setdefault(layer, [0] * len(THRESHOLDS))
+            for values in watched.seen:
+                for place, threshold in enumerate(THRESHOLDS):
+                    counted[place] += int((values < threshold).sum())
+                total[layer] = total.get(layer, 0) + values.numel()
+            watched.seen.clear()
 
-    functional.silu = watched  # type: ignore[assignment]
-    recorder.add_routes, recorder.enabled = layer_done, True  # type: ignore[method-assign]
-    try:
-        for prompt in prompts:
-            model.start().extend(prompt)
-    finally:
-        functional.silu = silu
-        recorder.add_routes, recorder.enabled = add, before  # type: ignore[method-assign]
+        recorder.on_routes, recorder.enabled = layer_done, True
+        try:
+            for prompt in prompts:
+                model.start().extend(prompt)
+        finally:
+            recorder.on_routes, recorder.enabled = None, before
     return {
         layer: [100.0 * each / total[layer] for each in counted] for layer, counted in below.items() if total.get(layer)
     }

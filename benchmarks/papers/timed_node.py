@@ -2,15 +2,12 @@
 
 Routing, ownership, loading rules, headers, framing and the exchange between processes are the product's. In place of
 the trunk and of each executed expert the node sleeps, and what arrives is held back for as long as a network takes.
-Requests come on stdin and answers go to stdout, one message in JSON per line; the process ends with its stdin.
 """
 
 from __future__ import annotations
 
 import os
 import struct
-import sys
-import threading
 import time
 from collections.abc import Sequence
 from typing import Literal
@@ -18,23 +15,15 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from discovery.certificates import der_of, fingerprint
-from discovery.identity import Identity
-from discovery.link_listener import LinkListener
-from engine.bench.exchange_node import LOOPBACK, NeighbourNode, NodePort, NodeSetup
+from engine.bench.bench_node import NeighbourNode, NodeLinks, NodePort, NodeSetup, Requests, send
 from engine.cluster.all_gather import RingLayers
 from engine.cluster.central import CentralHead, CentralNode
-from engine.cluster.transport.accepting import Links
-from engine.cluster.transport.epochs import Epoch, Member
 from engine.cluster.transport.exchange import Buffer, Exchange
 from engine.cluster.transport.registry import open_exchange
 from engine.moe.expert_parallel import FLOAT32, Call, Floats, HostRows, Indices, LayerExchange, Routes
 from engine.moe.rank_context import Loading, Mode, RankContext
 from engine.planning.placement import Placement
 
-MOST_LINE = 1 << 24
-END_S = 2.0
-"""Time in seconds after the end of stdin at which this process ends, whatever hangs."""
 _STAMP = struct.Struct("<d")
 
 
@@ -143,42 +132,14 @@ class Wire:
         self._exchange.close()
 
 
-class TimedNode:
-    """What the process has between two messages."""
-
-    def __init__(self, setup: NodeSetup) -> None:
-        self._rank = setup.rank
-        identity = Identity(
-            node_id=fingerprint(der_of(setup.certificate)),
-            certificate_pem=setup.certificate,
-            key_pem=setup.private_key,
-            storage="memory",
-            instance="0" * 16,
-        )
-        self._links = Links(identity)
-        self._listener = LinkListener.open(setup.host)
-        self._links.attach(self._listener)
-
-    @property
-    def port(self) -> int:
-        return self._listener.port
-
-    def run(self, wanted: TimedRun) -> TimedPasses:
-        """Connect with the other nodes, run, and part. Raises PeerLost, RingProtocolError, ModelError (network)."""
-        members = tuple(
-            Member(rank, fingerprint(der_of(one.certificate)), one.certificate, (f"{one.host}:{one.port}",))
-            for rank, one in enumerate(wanted.members)
-        )
-        epoch = Epoch(wanted.epoch, self._rank, members, wanted.key, LOOPBACK)
-        exchange = Wire(open_exchange(wanted.exchange, self._links, epoch), wanted.pace)
-        try:
-            return TimedPart(wanted, exchange).run()
-        finally:
-            exchange.close()
-
-    def close(self) -> None:
-        self._links.close()
-        self._listener.close()
+def run_passes(links: NodeLinks, wanted: TimedRun) -> TimedPasses:
+    """Connect with the other nodes, run, and part. Raises PeerLost, RingProtocolError, ModelError (network)."""
+    epoch = links.epoch(wanted.epoch, wanted.members, wanted.key)
+    exchange = Wire(open_exchange(wanted.exchange, links.links, epoch), wanted.pace)
+    try:
+        return TimedPart(wanted, exchange).run()
+    finally:
+        exchange.close()
 
 
 class TimedPart:
@@ -276,41 +237,17 @@ class TimedPart:
         self._moe_s += time.perf_counter() - began
 
 
-def _send(message: msgspec.Struct) -> None:
-    sys.stdout.buffer.write(msgspec.json.encode(message) + b"\n")
-    sys.stdout.buffer.flush()
-
-
-def _end_with_stdin(lines: list[bytes], news: threading.Condition) -> None:
-    while line := sys.stdin.buffer.readline(MOST_LINE):
-        with news:
-            lines.append(line)
-            news.notify()
-    # Another node may have ended already while this one waits for it.
-    ending = threading.Timer(END_S, os._exit, (0,))
-    ending.daemon = True
-    ending.start()
-    with news:
-        lines.append(b"")
-        news.notify()
-
-
 def main() -> None:
     """Serve the driver until it closes this process's stdin."""
-    lines: list[bytes] = []
-    news = threading.Condition()
-    threading.Thread(target=_end_with_stdin, args=(lines, news), daemon=True).start()
-
-    def receive() -> bytes:
-        with news:
-            news.wait_for(lambda: bool(lines))
-            return lines.pop(0)
-
-    node = TimedNode(msgspec.json.decode(receive(), type=NodeSetup))
-    _send(NodePort(port=node.port))
-    while line := receive():
-        _send(node.run(msgspec.json.decode(line, type=TimedRun)))
-    node.close()
+    requests = Requests()
+    setup = requests.receive(NodeSetup)
+    if setup is None:
+        return
+    links = NodeLinks(setup)
+    send(NodePort(port=links.port))
+    while (wanted := requests.receive(TimedRun)) is not None:
+        send(run_passes(links, wanted))
+    links.close()
     os._exit(0)
 
 

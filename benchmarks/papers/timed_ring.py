@@ -19,7 +19,7 @@ import msgspec
 
 from benchmarks.papers.timed_node import Pace, TimedPasses, TimedRun
 from discovery.certificates import make_certificate
-from engine.bench.exchange_node import NeighbourNode, NodePort, NodeSetup
+from engine.bench.bench_node import NeighbourNode, NodePort, NodeSetup
 from engine.moe.rank_context import Loading, Mode
 from engine.planning.placement import Placement
 from engine.system.child_processes import start_module

@@ -19,16 +19,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from discovery.certificates import make_certificate
-from engine.bench.exchange_node import (
-    ExchangeTimes,
-    NeighbourNode,
-    NodeConnected,
-    NodePlan,
-    NodePort,
-    NodeRound,
-    NodeSetup,
-    contribution,
-)
+from engine.bench.bench_node import NeighbourNode, NodePort, NodeSetup
+from engine.bench.exchange_node import ExchangeTimes, NodeConnected, NodePlan, NodeRound, contribution
 from engine.calibration.samples import figure
 from engine.cluster.transport.registry import TRANSPORTS, available_exchanges
 from engine.errors import Cancelled, ModelError

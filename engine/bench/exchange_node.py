@@ -1,61 +1,28 @@
-"""One node of ``bench exchange``: ``python -m engine.bench.exchange_node`` reads its requests from stdin.
-
-Each line in and out is one message in JSON. The process ends with its stdin.
-"""
+"""One node of ``bench exchange``: ``python -m engine.bench.exchange_node`` reads its requests from stdin."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-import queue
 import random
-import sys
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 import psutil
 
-from discovery.certificates import der_of, fingerprint
-from discovery.identity import Identity
-from discovery.link_listener import LinkListener
-from engine.cluster.transport.accepting import Links
-from engine.cluster.transport.epochs import Epoch, Member
+from engine.bench.bench_node import END_S, NeighbourNode, NodeLinks, NodePort, NodeSetup, Requests, send
 from engine.cluster.transport.exchange import Exchange, PeerLost
 from engine.cluster.transport.exchange_timing import time_exchanges
 from engine.cluster.transport.registry import open_exchange
 from engine.errors import ModelError
 from engine.ipc.messages.ring import ExchangeName
 
-LOOPBACK = ("127.0.0.0/8", "::1/128")
 WAIT_S = 0.3
 """Time in seconds that a node is kept waiting to measure the CPU time of waiting."""
-MOST_LINE = 1 << 20
-END_S = 2.0
-"""Time in seconds after its benchmark at which this process ends, whatever hangs."""
-
-
-class NodeSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """The node's own identity; it answers with :class:`NodePort`."""
-
-    rank: int
-    certificate: bytes
-    private_key: bytes
-    host: str = "127.0.0.1"
-    """Where it listens."""
-
-
-class NodePort(msgspec.Struct, frozen=True, kw_only=True):
-    port: int
-
-
-class NeighbourNode(msgspec.Struct, frozen=True, kw_only=True):
-    certificate: bytes
-    port: int
-    host: str = "127.0.0.1"
 
 
 class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,33 +63,19 @@ class BenchNode:
     """What the process has between two messages."""
 
     def __init__(self, setup: NodeSetup) -> None:
-        self._rank = setup.rank
-        identity = Identity(
-            node_id=fingerprint(der_of(setup.certificate)),
-            certificate_pem=setup.certificate,
-            key_pem=setup.private_key,
-            storage="memory",
-            instance="0" * 16,
-        )
-        self._links = Links(identity)
-        self._listener = LinkListener.open(setup.host)
-        self._links.attach(self._listener)
+        self._links = NodeLinks(setup)
         self._exchanges: dict[ExchangeName, Exchange] = {}
 
     @property
     def port(self) -> int:
-        return self._listener.port
+        return self._links.port
 
     def connect(self, plan: NodePlan) -> NodeConnected:
-        members = tuple(
-            Member(rank, fingerprint(der_of(one.certificate)), one.certificate, (f"{one.host}:{one.port}",))
-            for rank, one in enumerate(plan.neighbours)
-        )
         problems: dict[str, str] = {}
         for name in plan.exchanges:
-            epoch = Epoch(f"{plan.epoch} {name}", self._rank, members, plan.key, LOOPBACK)
+            epoch = self._links.epoch(f"{plan.epoch} {name}", plan.neighbours, plan.key)
             try:
-                self._exchanges[name] = open_exchange(name, self._links, epoch)
+                self._exchanges[name] = open_exchange(name, self._links.links, epoch)
             except (ModelError, PeerLost, OSError) as error:
                 problems[name] = str(error)
         return NodeConnected(exchanges=list(self._exchanges), problems=problems)
@@ -160,7 +113,6 @@ class BenchNode:
         for exchange in self._exchanges.values():
             exchange.close()
         self._links.close()
-        self._listener.close()
 
 
 def contribution(rank: int, size: int) -> bytes:
@@ -189,48 +141,20 @@ def _processor_seconds() -> float:
     return total
 
 
-class _Requests:
-    """The benchmark's requests. A thread of its own reads them, so that the end of the benchmark is noticed while this
-    node waits for other nodes."""
-
-    def __init__(self) -> None:
-        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        threading.Thread(target=self._read, name="reading the bench", daemon=True).start()
-
-    def receive(self, kind: type[Any]) -> Any:
-        """The next message; None once the benchmark is gone."""
-        line = self._lines.get()
-        return msgspec.json.decode(line, type=kind) if line else None
-
-    def _read(self) -> None:
-        while line := sys.stdin.buffer.readline(MOST_LINE):
-            self._lines.put(line)
-        # This node may be waiting for nodes that have ended already. It must end in any case.
-        ending = threading.Timer(END_S, os._exit, (0,))
-        ending.daemon = True
-        ending.start()
-        self._lines.put(b"")
-
-
-def _send(message: msgspec.Struct) -> None:
-    sys.stdout.buffer.write(msgspec.json.encode(message) + b"\n")
-    sys.stdout.buffer.flush()
-
-
 def main() -> None:
     """Serve the bench until it closes this process's stdin."""
-    requests = _Requests()
+    requests = Requests()
     setup = requests.receive(NodeSetup)
     if setup is None:
         return
     node = BenchNode(setup)
     try:
-        _send(NodePort(port=node.port))
+        send(NodePort(port=node.port))
         plan = requests.receive(NodePlan)
         if plan is not None:
-            _send(node.connect(plan))
+            send(node.connect(plan))
             while (wanted := requests.receive(NodeRound)) is not None:
-                _send(node.measure(wanted))
+                send(node.measure(wanted))
     finally:
         # An exchange of another library may hang: see above.
         threading.Timer(END_S, os._exit, (0,)).start()

@@ -8,7 +8,7 @@ and returns milliseconds per token.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal, Protocol
 
@@ -90,6 +90,8 @@ class Recorder:
         """Whether measuring waits for a GPU after each part of each layer, so that only a few steps per second should
         be measured. Set by the runtime."""
         self.clock = clock
+        self.on_routes: Callable[[int, Sequence[int]], None] | None = None
+        """If set, called with the arguments of each :meth:`add_routes`."""
         self._layers = layers
         self._moe_layers = list(moe_layers)
         self._experts = experts
@@ -146,9 +148,12 @@ class Recorder:
 
     def add_routes(self, layer: int, counts: Iterable[int]) -> None:
         """Add ``counts[e]`` tokens that were sent to expert e of ``layer`` in the current step."""
+        counts = list(counts)
         use = self._use[layer]
         for expert, count in enumerate(counts):
             use[expert] += count
+        if self.on_routes is not None:
+            self.on_routes(layer, counts)
 
     def frame(self, request_id: int) -> Timing:
         if self._shared is not None:
