@@ -92,16 +92,16 @@ def stored_alternative(
     return next((record for record in alternatives if (record.content, record.thoughts.text) == wanted), None)
 
 
-def export_thread(store: ConversationStore, thread: Thread, path: Path, *, thoughts: bool = False) -> Path:
+def export_thread(disk: ConversationStore, thread: Thread, path: Path, *, thoughts: bool = False) -> Path:
     """Write ``thread`` to ``path``: JSON if it ends in ``.json``, else Markdown. ``thoughts``: with the model's.
 
-    A saved conversation is exported by the store, in JSON with all branches; one that could not be saved is written
-    from the screen. An existing file is never overwritten. Raises OSError, StoreError.
+    A conversation in a store is exported by it, in JSON with all branches; one that could not be saved is written from
+    the screen. An existing file is never overwritten. Raises OSError, StoreError.
     """
     form = export_form(path)
     saved = thread.conversation is not None and all(entry.record and not entry.dirty for entry in thread.path)
     if saved and thread.conversation is not None:
-        text = store.export(thread.conversation, form, thoughts=thoughts)
+        text = thread.store_in(disk).export(thread.conversation, form, thoughts=thoughts)
     else:
         text = _from_screen(thread, form, thoughts)
     return write_export(path, text)

@@ -81,7 +81,7 @@ class ConversationCommands:
 
         thread, file = self._controller.thread, Path(path).expanduser()
         try:
-            written = export_thread(thread.store_in(self._controller.store), thread, file, thoughts=thoughts)
+            written = export_thread(self._controller.store, thread, file, thoughts=thoughts)
         except (OSError, StoreError) as error:
             self._screen.show_notice(export_problem(Path(path), error), "error")
         else:
