@@ -7,6 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from app.chat.importing import import_file
 from app.chat.model_choices import model_options
 from app.chat.thread import export_thread
 from app.chat.timing_words import timing_words
@@ -292,6 +293,12 @@ def _export(chat: PlainChat, argument: str) -> None:
         chat.speaker.say(f"Exported to {written}.")
 
 
+def _import(chat: PlainChat, file: str) -> None:
+    file = file or chat.console.read_line("File to import: JSON, ZIP, or logs.db of llm; empty: back. ").strip()
+    if file:
+        chat.background.run(import_file(chat.controller, file))
+
+
 def _quit(chat: PlainChat, _: str) -> None:
     raise EOFError
 
@@ -321,6 +328,7 @@ _ACTIONS: dict[str, Callable[[PlainChat, str], None]] = {
     "find": _find,
     "rename": _rename,
     "export": _export,
+    "import": _import,
     "quit": _quit,
 }
 """The commands by their names. The others need the full screen."""

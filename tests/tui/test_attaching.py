@@ -75,7 +75,7 @@ async def test_a_file_is_announced_sent_folded_and_opened(make_app: MakeApp, eng
         line = app.chat.query_one(AttachmentLine)
         await pilot.press(*"explain @a.py")
         await wait_until(pilot, lambda: line.display)
-        assert str(line.visual) == "+ a.py 9 B ~3 tokens   2,048 tokens of context are left"
+        assert str(line.visual) == "+ a.py 9 B ~3 tokens   2,048 tokens of context are free"
         assert controller(app).status.draft_tokens == 4 + 3
         await pilot.press("enter")
         await wait_until(pilot, lambda: engine.sent(Generate) and not controller(app).busy)
@@ -134,7 +134,7 @@ def test_the_line_of_many_files_is_short_and_says_when_they_are_too_much() -> No
     files = tuple(Attachment(f"{number}.txt", "x" * 4000) for number in range(9))
     line = to_be_attached(Resolved(files, left_out=("x.bin is a binary file.",)), 2000).plain
     assert line.splitlines() == [
-        "+ 9 files 36 kB ~9,000 tokens   only 2,000 tokens of context are left", "! x.bin is a binary file.",
+        "+ 9 files 36 kB ~9,000 tokens   only 2,000 tokens of context are free", "! x.bin is a binary file.",
     ]  # fmt: skip
     assert to_be_attached(Resolved(), 2000).plain == ""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -151,6 +152,24 @@ def test_the_chat_is_exported_and_renamed(run: Run, home: Path, store: Conversat
     assert (home / "a.md").read_text().endswith("Paris is the capital.\n")
     assert lines[-1].startswith("Error: Export failed:")
     assert [known.title for known in store.conversations()] == ["Greetings"]
+
+
+def test_a_temporary_chat_is_exported_and_no_saved_one_in_its_place(run: Run, home: Path) -> None:
+    run("Which city?", "/temporary", "A secret?", f"/export {home / 'a.md'}")
+    exported = (home / "a.md").read_text()
+    assert "A secret?" in exported and "Which city?" not in exported
+
+
+def test_chats_are_imported(run: Run, home: Path, store: ConversationStore) -> None:
+    chat = {"title": "Tea", "messages": [{"role": "user", "content": "Tea?"}, {"role": "assistant", "content": "Yes."}]}
+    (home / "chat.json").write_text(json.dumps(chat))
+    lines = run(
+        f"/import {home / 'chat.json'}", "/import", f"{home / 'chat.json'}", f"/import {home / 'none'}", "/import", ""
+    )
+    assert "Notice: Imported from privatellm: 1 new, 0 already here." in lines
+    assert "Notice: Imported from privatellm: 0 new, 1 already here." in lines
+    assert any(line.startswith("Error: Nothing was imported:") for line in lines)
+    assert [known.title for known in store.conversations()] == ["Tea"]
 
 
 @pytest.mark.parametrize(

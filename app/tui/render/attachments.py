@@ -51,7 +51,7 @@ def to_be_attached(resolved: Resolved, room: int | None, counts: Sequence[int] |
         else:
             what = f"{len(files)} files {size(sum(file.size for file in files))} {about}{tokens:,} tokens"
         too_much = room is not None and tokens > room
-        left = "" if room is None else f"   {'only ' if too_much else ''}{max(0, room):,} tokens of context are left"
+        left = "" if room is None else f"   {'only ' if too_much else ''}{max(0, room):,} tokens of context are free"
         lines.append(Content.assemble(("+ ", "bold $text-accent"), what, (left, "$text-error" if too_much else _MUTED)))
     for problem in [*resolved.problems, *resolved.left_out][:_NAMED]:
         lines.append(Content.assemble(("! ", "bold $text-warning"), (one_line(problem), "$text-warning")))
