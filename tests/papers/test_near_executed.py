@@ -1,4 +1,4 @@
-"""The papers' blocks run by the product's backend: equal to a plain loop, and about what the simulation says."""
+"""The papers' blocks run by the product's backend: equal to a plain reference, and about what the simulation says."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHORT = replace(AS_MEASURED, sentence={NLLB_ENCODER.name: 12, SWITCH_ENCODER.nam
 
 @pytest.mark.parametrize("workflow", RUN_AS)
 @pytest.mark.parametrize("stack", [SWITCH_ENCODER, NLLB_ENCODER, SWITCH_DECODER, NLLB_DECODER], ids=lambda s: s.name)
-def test_a_workflow_gives_what_a_plain_loop_gives(stack: object, workflow: str) -> None:
+def test_a_workflow_gives_what_a_plain_reference_gives(stack: object, workflow: str) -> None:
     run = run_block(stack, 1 if stack in (SWITCH_ENCODER, NLLB_ENCODER) else 4, workflow, SHORT)  # type: ignore[arg-type]
     assert run.error < 1e-5
     assert run.seconds > 0
