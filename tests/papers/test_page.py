@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.papers import __main__ as command
-from benchmarks.papers.findings import Findings, Group, Input, Row, Table
-from benchmarks.papers.page import Done, cells, figure, page, percent
+from benchmarks.papers.findings import TAGS, Findings, Group, Input, Row, Table
+from benchmarks.papers.page import IN_SHORT, Done, cells, figure, page, paragraph, percent
+from benchmarks.papers.registry import GROUPS
 
+PAGE = Path(__file__).parents[2] / "docs" / "papers.md"
 MEASURED = Row(where="table 9", what="time, s", tag="executed", paper="0.020", ours=0.0204)
 
 
@@ -77,6 +79,40 @@ def test_figures(value: float, text: str) -> None:
 
 def test_percents() -> None:
     assert (percent(-0.134), percent(0.004), percent(0.0)) == ("-13 %", "+0.4 %", "+0.0 %")
+
+
+def printed_rows() -> list[list[str]]:
+    """The cells of every row of docs/papers.md that has a tag."""
+    lines = [line.strip().strip("|").split("|") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    rows = [[cell.strip() for cell in cells] for cells in lines]
+    return [cells for cells in rows if len(cells) == 7 and cells[2] in TAGS]
+
+
+def test_the_printed_page_has_every_group_with_its_script() -> None:
+    text = PAGE.read_text()
+    for group in GROUPS:
+        assert f"### {group.title}\n\n`{group.script}`" in text
+    for said in IN_SHORT:
+        assert "\n".join(paragraph(said)) in text
+
+
+def test_on_the_printed_page_exact_rows_are_equal_and_bands_hold_the_papers_figures_but_for_these() -> None:
+    rows = printed_rows()
+    assert len(rows) > 130
+    unequal = {(row[0], row[5]) for row in rows if row[2] == "exact" and row[5] not in ("", "equal")}
+    assert unequal == {
+        ("table 6, 6 nodes", "-3 %"),
+        ("figure 8", "-0.9 %"),
+        ("section 5.5", "-4 %"),
+        ("appendix B", "-4 %"),
+    }
+    outside = {(row[0], row[1]) for row in rows if row[5].endswith("outside")}
+    assert outside == {
+        ("footnote 4", "prompt tokens/s, P-L_R-D, 4 nodes"),
+        ("figure 8, appendix C", "25th percentile"),
+        ("figure 4", "answers, Twiddler over llama.cpp, mean of 12 lengths"),
+        ("figure 5", "long prompts, Twiddler over Mixtral-offloading"),
+    }
 
 
 def test_one_group_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
