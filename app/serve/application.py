@@ -130,7 +130,7 @@ class Application:
         client = client_of(request, body.metadata.user_id if body.metadata else None)
         answer = MessageAnswer(self._service, body, self._defaults, client)
         if body.stream:
-            return EventStream(answer.events(), "anthropic", anthropic_messages.failure, ping=anthropic_messages.PING)
+            return EventStream(answer.events(), "anthropic", anthropic_messages.failure, ping=answer.ping)
         return self._whole(answer.whole, request)
 
     async def _count_tokens(self, request: Request) -> ASGIApp:

@@ -52,7 +52,7 @@ class WholeAnswer:
 class EventStream:
     """``frames`` as server-sent events. What is refused before the first frame gets its own status.
 
-    ``ping`` is sent in silence. ``failure`` makes the frame of an error in the middle of a stream.
+    ``ping`` gives what is sent in silence. ``failure`` makes the frame of an error in the middle of a stream.
     """
 
     def __init__(
@@ -61,14 +61,14 @@ class EventStream:
         protocol: Protocol,
         failure: Callable[[Refused], bytes],
         *,
-        ping: bytes = _PING,
-        ping_s: float = PING_S,
+        ping: Callable[[], bytes] = lambda: _PING,
+        ping_s: float | None = None,
     ) -> None:
         self._frames = frames
         self._protocol = protocol
         self._failure = failure
         self._ping = ping
-        self._ping_s = ping_s
+        self._ping_s = PING_S if ping_s is None else ping_s
         self._begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -92,7 +92,7 @@ class EventStream:
                 following = following or asyncio.create_task(self._next())
                 done, _ = await asyncio.wait({following}, timeout=self._ping_s)
                 if not done:
-                    await self._send(send, self._ping)
+                    await self._send(send, self._ping())
                     continue
                 frame, following = following.result(), None
                 if not frame:

@@ -11,6 +11,7 @@ import pytest
 from eventually import eventually
 from served import MODEL, Served
 
+from app.serve import replies
 from app.serve.anthropic_messages import MessagesRequest, _block
 from app.serve.asking import Defaults
 from app.serve.bodies import decoded
@@ -58,6 +59,22 @@ def test_the_events_in_their_order(claude: anthropic.Anthropic) -> None:
     kinds = [event.type for event in events]
     assert kinds[:2] == ["message_start", "content_block_start"] and set(kinds[2:-3]) == {"content_block_delta"}
     assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+
+
+def test_a_prompt_that_takes_long_to_read_gives_events(
+    claude: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients pass over pings, and take a stream without other events for dead."""
+    asked: Any = {"model": MODEL, "messages": [{"role": "user", "content": "x" * 300}], "max_tokens": 2}
+    monkeypatch.setattr(replies, "PING_S", 0.0)
+    with claude.messages.stream(**asked) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_message()
+    begun = kinds.index("content_block_start")
+    assert kinds[0] == "message_start" and set(kinds[1:begun]) == {"message_delta"}
+    assert "message_delta" not in kinds[begun:-2] and final.stop_reason == "max_tokens"
+    (block,), (other,) = final.content, claude.messages.create(**asked).content
+    assert block.type == other.type == "text" and block.text == other.text
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ class Client:
         return b"".join(message.get("body", b"") for message in self.sent)
 
     async def ask(self, frames: AsyncGenerator[bytes, None]) -> None:
-        await EventStream(frames, "openai", failure, ping=b": ping\n\n", ping_s=0.01)(
+        await EventStream(frames, "openai", failure, ping=lambda: b": ping\n\n", ping_s=0.01)(
             {"type": "http"}, self.receive, self.send
         )
 
