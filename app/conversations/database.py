@@ -219,11 +219,6 @@ class SqliteStore:
                 "UPDATE conversation SET updated = ? WHERE id = ?", (self._clock(), record.conversation)
             )
 
-    def path_to(self, message: int) -> list[MessageRecord]:
-        with self._reading():
-            self._message(message)
-            return self._path_to(message)
-
     def shown(self, conversation: int) -> list[MessageRecord]:
         with self._reading():
             leaf = self._conversation(conversation).leaf

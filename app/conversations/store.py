@@ -91,10 +91,6 @@ class ConversationStore(Protocol):
         generation: Generation | None = None,
     ) -> None: ...  # fmt: skip
 
-    def path_to(self, message: int) -> list[MessageRecord]:
-        """The messages from the first one to ``message``."""
-        ...
-
     def shown(self, conversation: int) -> list[MessageRecord]:
         """The path to the conversation's leaf."""
         ...

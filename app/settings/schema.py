@@ -302,16 +302,3 @@ def setting_named(key: str) -> Setting:
 
 def _bytes(gibibytes: float | None) -> int | None:
     return None if gibibytes is None else round(gibibytes * GIB)
-
-
-def documentation() -> str:
-    """The settings as a Markdown table."""
-    lines = ["| table | key | default | allowed | meaning |", "| --- | --- | --- | --- | --- |"]
-    for known in SCHEMA:
-        default = "" if known.default in (None, "") else f"`{_toml_word(known.default)}`"
-        lines.append(f"| {known.group} | `{known.key}` | {default} | {known.allowed} | {known.help} |")
-    return "\n".join(lines) + "\n"
-
-
-def _toml_word(value: Value) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from textual.app import App
@@ -65,8 +64,3 @@ def _declared(base: type[DOMNode]) -> set[Action]:
                 if isinstance(binding, Binding) and binding.id is not None
             }
     return found
-
-
-def titles() -> Mapping[str, str]:
-    """What each action does, by its id."""
-    return {action.id: action.title for action in all_actions()}

@@ -19,7 +19,6 @@ from app.commands import ask, engine_work
 from app.commands.output import ProgressLine, as_json, describe
 from app.commands.root import run
 from app.settings.file import open_settings
-from app.settings.schema import documentation
 from engine.ipc.messages import Progress, Sampling
 
 
@@ -466,7 +465,6 @@ def test_version_and_help(home: Path, capsys: pytest.CaptureFixture[str]) -> Non
     for flag in ("model", "system", "beams", "length-penalty", "temperature", "top-p", "top-k", "min-p", "seed",
                  "max-tokens", "stop", "runtime", "dtype", "json", "prompt-ids"):  # fmt: skip
         assert f"--{flag}" in shown
-    assert documentation()
 
 
 # --- output -------------------------------------------------------------------------------------------------------

@@ -122,7 +122,6 @@ def test_branches(store: SqliteStore) -> None:
     assert [item.sibling_index for item in store.siblings(second.id)] == [0, 1]
     assert _texts(store.select(first.id)) == ["q1", "a1", "q2", "a2"]
     assert _texts(store.shown(conversation)) == ["q1", "a1", "q2", "a2"]
-    assert _texts(store.path_to(follow.id)) == ["q1", "a1", "q2"]
     edited = store.add(conversation, "user", "q1 better", parent=None)
     assert _texts(store.siblings(edited.id)) == ["q1", "q1 better"]
     assert _texts(store.shown(conversation)) == ["q1 better"]
@@ -156,7 +155,6 @@ def test_what_does_not_exist_or_fit_is_refused(store: SqliteStore) -> None:
     message = store.add(one, "user", "q", parent=None).id
     for call in (
         lambda: store.shown(99),
-        lambda: store.path_to(99),
         lambda: store.update(99, content="x"),
         lambda: store.add(99, "user", "x", parent=None),
         lambda: store.add(other, "user", "x", parent=message),

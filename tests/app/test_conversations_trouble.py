@@ -87,11 +87,11 @@ def test_kill_9_of_a_writer_keeps_what_was_written(path: Path) -> None:
 def test_a_closed_store_of_this_process_is_no_writer(path: Path) -> None:
     first = open_store(path)
     conversation = first.create(model="m").id
-    message = first.add(conversation, "assistant", "part", parent=None, state="writing").id
+    first.add(conversation, "assistant", "part", parent=None, state="writing")
     beside = open_store(path)
-    assert beside.path_to(message)[0].state == "writing"
+    assert beside.shown(conversation)[0].state == "writing"
     first.close()
-    assert open_store(path).path_to(message)[0].state == "stopped"
+    assert open_store(path).shown(conversation)[0].state == "stopped"
 
 
 @pytest.mark.parametrize("token", ["", "x", "1", "1:", "1:2:3", "999999999:1.0:1", "-1:0:0", f"{10**30}:1:1"])
@@ -152,10 +152,10 @@ def test_disk_full_is_said_and_nothing_is_half_written(path: Path) -> None:
     with pytest.raises(StoreError, match="no space left") as caught:
         store.update(message, content="long " * 20_000)
     assert caught.value.reason == "full"
-    assert store.path_to(message)[0].content == "begun"
+    assert store.shown(conversation)[0].content == "begun"
     store._connection.execute("PRAGMA max_page_count = 1000000")
     store.update(message, content="long " * 20_000)
-    assert store.path_to(message)[0].content == "long " * 20_000
+    assert store.shown(conversation)[0].content == "long " * 20_000
     store.close()
 
 
