@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection
 
-from engine.errors import ModelError
+from engine.errors import Cancelled, ModelError
 from engine.generation.answer_guide import AnswerGuide, GuideVocabulary
-from engine.generation.constraints import ConstraintVocabulary
+from engine.generation.constraints import ConstraintVocabulary, FormState
 from engine.generation.reasoning import ReasoningParser
 from engine.generation.tool_grammars import call_grammar
 from engine.ipc.messages import Constraint, Generate
 from engine.session.token_history import ChatTokenizer
+
+LOOK_S = 0.02
+"""Time between two looks at whether an answer was cancelled whose form is being prepared, in seconds."""
 
 
 class Constraining:
@@ -25,13 +29,20 @@ class Constraining:
         self._ends = ends
         self._forms: ConstraintVocabulary | None = None
         self._known: GuideVocabulary | None = None
+        self._left: threading.Thread | None = None
+        """Prepares a form for an answer that was cancelled."""
 
     def guide(
-        self, request: Generate, constraint: Constraint, parser: Callable[[], ReasoningParser] | None
+        self,
+        request: Generate,
+        constraint: Constraint,
+        parser: Callable[[], ReasoningParser] | None,
+        cancelled: Callable[[], bool],
     ) -> AnswerGuide:
         """The guide of ``request``'s answer, which must satisfy ``constraint``, at its beginning.
 
-        Raises ModelError (bad-input) if the constraint cannot be used with this model, or at all.
+        Raises ModelError (bad-input) if the constraint cannot be used with this model, or at all, and Cancelled soon
+        after ``cancelled()`` returns True.
         """
         if request.continue_last:
             raise ModelError(
@@ -42,9 +53,35 @@ class Constraining:
                 "This model's answers cannot be given a form, as the bytes of its tokens are not known.", "bad-input"
             )
         known, forms = self._vocabularies(self._tokenizer)
-        return AnswerGuide(forms.begin(constraint), known, parser and parser())
+        return AnswerGuide(self._begun(forms, constraint, cancelled), known, parser and parser())
 
-    def call_guide(self, request: Generate, parser: Callable[[], ReasoningParser] | None) -> AnswerGuide:
+    def _begun(self, forms: ConstraintVocabulary, constraint: Constraint, cancelled: Callable[[], bool]) -> FormState:
+        """The form at its beginning. A hostile one takes seconds, and the library cannot be interrupted.
+
+        It therefore works in a thread, which is left to itself when the answer is cancelled. The next form waits for
+        it, so that there is never more than one.
+        """
+        found: list[FormState | BaseException] = []
+
+        def work() -> None:
+            try:
+                found.append(forms.begin(constraint))
+            except BaseException as error:
+                found.append(error)
+
+        _wait(self._left, cancelled)
+        self._left = threading.Thread(target=work, name="form", daemon=True)
+        self._left.start()
+        _wait(self._left, cancelled)
+        self._left = None
+        (state,) = found
+        if isinstance(state, BaseException):
+            raise state
+        return state
+
+    def call_guide(
+        self, request: Generate, parser: Callable[[], ReasoningParser] | None, cancelled: Callable[[], bool]
+    ) -> AnswerGuide:
         """The guide of an answer that must call one of ``request``'s tools. Raises ModelError as :meth:`guide`."""
         assert self._tokenizer is not None and self._tokenizer.tool_format is not None
         tools = [tool for tool in request.tools if request.forced_tool in ("", tool.name)]
@@ -55,7 +92,7 @@ class Constraining:
             lambda mark: tokenizer.encode_rendered(mark, beginning=False),
             tokenizer.token_bytes.special,
         )
-        return self.guide(request, grammar, parser)
+        return self.guide(request, grammar, parser, cancelled)
 
     def _vocabularies(self, tokenizer: ChatTokenizer) -> tuple[GuideVocabulary, ConstraintVocabulary]:
         if self._known is None or self._forms is None:
@@ -70,3 +107,11 @@ class Constraining:
                 [token for token, text in enumerate(spellings) if text and not text.strip(b"\n")],
             )
         return self._known, self._forms
+
+
+def _wait(thread: threading.Thread | None, cancelled: Callable[[], bool]) -> None:
+    """Wait for the end of ``thread``. Raises Cancelled soon after ``cancelled()`` returns True."""
+    while thread is not None and thread.is_alive():
+        if cancelled():
+            raise Cancelled("The answer was cancelled before it began.")
+        thread.join(LOOK_S)

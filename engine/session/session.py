@@ -195,7 +195,10 @@ class Session:
             )
         logprobs = None if request.logprobs is None else Logprobs(request.logprobs, self._bytes_of)
         StopStrings(request.stop)
-        guide = self._guide(request)
+        try:
+            guide = self._guide(request, control.cancelled)
+        except Cancelled:
+            return cancelled_answer(request.id)
         most = self._most_tokens(request, len(prompt))
         turn = Turn(request, self._model.recorder, emit, control, self._clock, len(prompt))
         turn.sampling = Sampling(repetition_penalty=rule.repetition_penalty) if request.beams > 1 else rule.used
@@ -320,16 +323,16 @@ class Session:
         rendered = self._history.text[-RENDERED_CHARACTERS:]
         return lambda: ReasoningParser(form, rendered, request.continue_last, recipients)
 
-    def _guide(self, request: Generate) -> TokenGuide | None:
-        """What leads ``request``'s answer, if it must have a form."""
+    def _guide(self, request: Generate, cancelled: Callable[[], bool]) -> TokenGuide | None:
+        """What leads ``request``'s answer, if it must have a form. Raises Cancelled."""
         forced = bool(request.forced_tool) or request.tool_choice == "required"
         if request.constraint is None and not forced:
             return None
         if self._constraining is None:
             self._constraining = Constraining(self._tokenizer, self.facts.vocabulary, self._ends)
         if request.constraint is None:
-            return self._constraining.call_guide(request, self._parser)
-        return self._constraining.guide(request, request.constraint, self._parser)
+            return self._constraining.call_guide(request, self._parser, cancelled)
+        return self._constraining.guide(request, request.constraint, self._parser, cancelled)
 
     def _calling(self, request: Generate, tools: Sequence[Tool]) -> Callable[[], ToolCallParser] | None:
         """What makes the parser of the answer's calls of ``tools``; None without tools."""

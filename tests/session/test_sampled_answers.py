@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from asking import Ask, LetterBytes, LetterTokenizer
 from tiny_models import write_tiny_model
 
 from engine.errors import ModelError
+from engine.generation.constraints import ConstraintVocabulary, FormState
 from engine.generation.logprobs import Logprobs
 from engine.ipc.messages import Constraint, Generate, Load, Message, Piece, Prefill, Sampling, Tool
 from engine.session.loading import load_session
@@ -124,6 +126,28 @@ def test_an_answer_has_the_form_that_was_asked_for(ask: Ask, options: dict[str, 
     short = ask(PROMPT, max_tokens=4, constraint=form, **options)
     assert (len(short.text), short.finish_reason) == (4, "length")
     assert ask(PROMPT, max_tokens=12, **options).token_ids == plain
+
+
+def test_a_form_that_takes_long_is_cancelled(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library cannot be interrupted, and does not work on two forms at once."""
+    may_end, begin, begun = threading.Event(), ConstraintVocabulary.begin, []
+
+    def slow(vocabulary: ConstraintVocabulary, constraint: Constraint) -> FormState:
+        begun.append(constraint)
+        assert may_end.wait(30)
+        return begin(vocabulary, constraint)
+
+    monkeypatch.setattr(ConstraintVocabulary, "begin", slow)
+    form = Constraint(kind="regex", text="[A-C]{2}")
+    ask.cancel_when = lambda events: True
+    try:
+        for _ in range(2):
+            assert ask(PROMPT, max_tokens=6, constraint=form).finish_reason == "cancelled"
+        assert len(begun) == 1
+        may_end.set()
+    finally:
+        ask.cancel_when = lambda events: False
+    assert re.fullmatch("[A-C]{2}", ask(PROMPT, max_tokens=6, constraint=form).text) and len(begun) == 2
 
 
 def test_a_form_needs_the_bytes_of_tokens(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
