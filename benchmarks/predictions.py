@@ -8,8 +8,9 @@ kept in a folder of the benchmark's own. `from another` is the plan of a model t
 machine's figures from the model before it in the list.
 
 Memory is that of a process that has touched all weights and read a prompt as long as the context, in chunks as a
-conversation has them: its highest resident size, interpreter and libraries included. `second process` is what another
-process over the same file has for itself at its end: its pages that are in no other process.
+conversation has them: its highest resident size, less what the interpreter and libraries have before the model is
+loaded. `second process` is what another process over the same file has for itself at its end, interpreter included: its
+pages that are in no other process.
 """
 
 from __future__ import annotations
@@ -26,8 +27,6 @@ from benchmarks.processes import Worker, run_privatellm
 from benchmarks.subjects import Subject, add_arguments, check_arguments, say, subject_named, work_folder
 from engine.calibration.samples import Spread
 
-CONTEXT = 4096
-"""Tokens of the context whose memory is predicted and measured."""
 DECODE_CONTEXT = 512
 """Tokens before those that are timed, as the plan assumes."""
 
@@ -43,7 +42,7 @@ def calibrate(subject: Subject, home: Path, arguments: argparse.Namespace) -> No
 
 
 def planned(subject: Subject, home: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    flags = ["--threads", str(arguments.threads), "--context", str(CONTEXT), "--partitioning", "cpu"]
+    flags = ["--threads", str(arguments.threads), "--context", str(arguments.context), "--partitioning", "cpu"]
     return run_privatellm(["plan", str(subject.folder), *flags], str(home))
 
 
@@ -68,9 +67,9 @@ def memory_of(subject: Subject, arguments: argparse.Namespace) -> dict[str, floa
     request = {"variant": OURS, "vocabulary": subject.config["vocab_size"], "folder": str(subject.folder)}
     with Worker(OURS, subject.folder, arguments.threads, log) as first:
         loaded = first.ask("anonymous")
-        highest = first.ask("memory", context=CONTEXT, **request)
+        highest = first.ask("memory", context=arguments.context, **request)
         with Worker(OURS, subject.folder, arguments.threads, log) as second:
-            second.ask("memory", context=CONTEXT, **request)
+            second.ask("memory", context=arguments.context, **request)
             return {"loaded": loaded, "highest": highest, "second": second.ask("own")}
 
 
@@ -123,6 +122,7 @@ def main() -> None:
     add_arguments(parser, ["mixtral-q4", "qwen3-q4", "dense-q4"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=32, help="tokens that are timed in a round")
+    parser.add_argument("--context", type=int, default=4096, help="tokens whose memory is predicted and measured")
     parser.add_argument("--only", choices=["speed", "memory"])
     arguments = parser.parse_args()
     check_arguments(parser, arguments)

@@ -43,6 +43,10 @@ BLOCK = 8
 """Steps between two changes: hooks are put in and taken out once per block, as when the panel opens and closes."""
 
 
+begun: dict[str, int] = {}
+"""``resident``: bytes of this process in memory before the model was loaded."""
+
+
 def random_tokens(seed: int, count: int, vocabulary: int) -> list[int]:
     """The same ``count`` token ids in every engine. Greedy loops of random models repeat one token; these do not."""
     tokens: list[int] = np.random.default_rng(seed).integers(3, vocabulary, count).tolist()
@@ -174,8 +178,8 @@ def resident() -> int:
 
 
 def highest_memory(engine: Engine, folder: Path, context: int, vocabulary: int) -> float:
-    """Bytes of this process in memory at the highest moment, once all weights were touched, of a prompt of ``context``
-    tokens and a few steps."""
+    """Bytes that this process has in memory, beyond those before it loaded the model, at the highest moment of a prompt
+    of ``context`` tokens and a few steps, once all weights were touched."""
     assert isinstance(engine, PrivatellmEngine)
     populate(engine, folder)
     highest, ended = resident(), threading.Event()
@@ -195,7 +199,7 @@ def highest_memory(engine: Engine, folder: Path, context: int, vocabulary: int) 
         rows.step([token])
     ended.set()
     watcher.join()
-    return float(highest)
+    return float(highest - begun["resident"])
 
 
 def own_memory() -> float:
@@ -343,6 +347,7 @@ def main() -> None:
         print(json.dumps(message), file=answers, flush=True)
 
     try:
+        begun["resident"] = resident()
         start = time.perf_counter()
         engine = None if arguments.engine == "none" else KINDS[arguments.engine](arguments.model, arguments.threads)
         reply({"ok": time.perf_counter() - start})
