@@ -139,9 +139,9 @@ def read_ahead(found: Prefetched) -> list[Gain]:
     return [
         Gain(
             idea,
-            "recall; tokens/s with reads from disk",
-            f"{100 * found.chance:.0f} % by chance; {found.none.per_s:.2f}",
-            f"{100 * reading.recall:.0f} %; {reading.per_s:.2f}",
+            "recall; MB read per token; tokens/s",
+            f"{100 * found.chance:.0f} % by chance; {found.none.megabytes:.0f}; {found.none.per_s:.2f}",
+            f"{100 * reading.recall:.0f} %; {reading.megabytes:.0f}; {reading.per_s:.2f}",
             percent(reading.per_s / found.none.per_s - 1),
         )
         for idea, reading in guesses
@@ -199,7 +199,8 @@ NOTES = (
     """Prefetch is executed on the starter: while a layer waits for its experts, the next layer's router is asked about
     this layer's hidden state, and its choice is read from disk, past the system's cache, in pieces of 1 MiB by four
     threads. What is read is thrown away, and experts are computed from memory, so that the limit can be kept exactly;
-    the decoded tokens are the same. Wrong guesses cost reads: they displace nothing but other guesses, because with one
-    list of recently used experts for guesses and all else, in an earlier version, a token's reads more than tripled.
-    The product does not do this yet: it asks for a layer's experts when its own router has chosen them.""",
+    the decoded tokens are the same. The router guesses well, but the disk bounds the time: a right guess hides a read
+    behind the little computing of one layer, and a wrong one is read for nothing. Guesses displace only guesses; with
+    one list of recently used experts for guesses and all else, a token's reads more than tripled. The product asks for
+    a layer's experts when its own router has chosen them.""",
 )

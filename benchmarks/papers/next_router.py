@@ -30,7 +30,7 @@ from engine.session.loading import find_folder
 
 WARM, STEPS = 8, 24
 """Tokens decoded before the measured ones, and these."""
-ROUNDS = 2
+ROUNDS = 3
 SHARE = 0.5
 """Part of the experts that is in memory."""
 _ROUTER = re.compile(r"\.layers\.(\d+)\..*(?:gate|router)\.weight$")
@@ -50,6 +50,11 @@ class Reading:
     @property
     def per_s(self) -> float:
         return len(self.tokens) / self.seconds
+
+    @property
+    def megabytes(self) -> float:
+        """Read from disk per token."""
+        return self.bytes_read / len(self.tokens) / 1e6
 
 
 @dataclass(frozen=True)
