@@ -103,6 +103,7 @@ class FirstRunScreen(Screen[bool]):
         models.set_options([Option(row) for row in rows])
         models.highlighted = min(marked, len(rows) - 1)
         self.query_one("#first-machine", Static).update(Content.styled(self._about_machine(), _MUTED))
+        self.refresh_bindings()
 
     def _prompt(self, number: int, offer: ModelOffer) -> Content:
         width = max(20, self.size.width - _AROUND - _INDENT)
@@ -145,14 +146,22 @@ class FirstRunScreen(Screen[bool]):
 
     async def action_pause(self) -> None:
         """Pause or continue: the marked download, else the one that is going on or was stopped."""
-        pulling = self._first_run.controller.pulling
         names = [offer.name for offer in self._first_run.offers]
         marked = self.query_one(OptionList).highlighted
-        known = [name for name in names if name in pulling.active or name in pulling.stopped]
+        known = self._downloads()
         if marked is not None and marked < len(names) and names[marked] in known:
             known = [names[marked]]
         if known:
             await self._first_run.pause_or_resume(known[0])
+
+    def _downloads(self) -> list[str]:
+        """The offers that are being downloaded, or whose download was stopped."""
+        pulling = self._first_run.controller.pulling
+        names = (offer.name for offer in self._first_run.offers)
+        return [name for name in names if name in pulling.active or name in pulling.stopped]
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        return action != "pause" or bool(self._downloads())
 
     def action_models(self) -> None:
         self.dismiss(True)
