@@ -262,7 +262,7 @@ def parse(values: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--short", type=int, default=64, help="tokens of the prompts whose answers are timed")
     parser.add_argument("--tokens", type=int, default=96, help="tokens of these answers")
-    parser.add_argument("--prompt", type=int, default=1024, help="tokens of the beginnings that are kept")
+    parser.add_argument("--prompt", type=int, default=1200, help="tokens of the beginnings that are kept")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--work", type=Path, help="folder for the models")
     parser.add_argument("--json", type=Path, help="write everything that was measured to this file")
