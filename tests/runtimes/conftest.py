@@ -96,6 +96,8 @@ def _in_fp8(folder: Path, family: str) -> tuple[Path, Path]:
     """A tiny model of several blocks in rows and columns, the last ones smaller, in two files. The attention of one
     layer stays bfloat16."""
     sizes: dict[str, Any] = {"hidden_size": 328, "intermediate_size": 200}
+    if family == "granitemoe":  # whose experts share a tensor, in which each begins with a block
+        sizes = {"hidden_size": 256, "intermediate_size": 256}
     if "moe_intermediate_size" in whole_blocks(family):
         sizes["moe_intermediate_size"] = 200
     source = write_tiny_model(folder.with_name(folder.name + "-source"), family, **(whole_blocks(family) | sizes))

@@ -64,7 +64,7 @@ FORMS = [*pairwise(QUANTISABLE, tuple(GROUPED_MODELS), ("native", "torch")), ("g
 
 IN_FP8 = [
     ("qwen3_moe", FP8, "native"), ("qwen3_moe", FP8, "torch"), ("qwen3", FP8, "native"), ("qwen2_moe", FP8, "native"),
-    ("mixtral", FP8, "torch"), ("qwen3_5_moe_text", FP8, "native"),
+    ("mixtral", FP8, "torch"), ("qwen3_5_moe_text", FP8, "native"), ("granitemoe", FP8, "native"),
 ]  # fmt: skip
 
 
