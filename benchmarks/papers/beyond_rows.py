@@ -200,7 +200,7 @@ NOTES = (
     this layer's hidden state, and its choice is read from disk, past the system's cache, in pieces of 1 MiB by four
     threads. What is read is thrown away, and experts are computed from memory, so that the limit can be kept exactly;
     the decoded tokens are the same. The router guesses well, but the disk bounds the time: a right guess hides a read
-    behind the little computing of one layer, and a wrong one is read for nothing. Guesses displace only guesses; with
-    one list of recently used experts for guesses and all else, a token's reads more than tripled. The product asks for
-    a layer's experts when its own router has chosen them.""",
+    behind the little computing of one layer, and a wrong one is read for nothing. Guesses displace only guesses;
+    in one list with all other experts they would put out those in use. The product asks for a layer's experts when its
+    own router has chosen them.""",
 )
