@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from screen_helpers import MACHINE, MakeApp
 from textual._context import active_app
 from textual.css.model import RuleSet
 from textual.css.stylesheet import Stylesheet
+from textual.message_pump import MessagePump
+from textual.pilot import Pilot
 from textual.widgets import Input, TextArea
 
 from app.conversations.opening import open_store
@@ -53,8 +56,35 @@ async def settled(*_: float) -> None:
         app.screen._on_timer_update()
 
 
+async def screen_settled(pilot: Pilot[int], *_: float) -> bool:
+    """Wait until the screen's widgets have handled what was sent to them; False if the application failed.
+
+    Textual's own waits for at most 30 seconds, also for a widget that was removed meanwhile.
+    """
+    waiting: set[MessagePump] = set()
+    handled = asyncio.Event()
+
+    def has_handled(widget: MessagePump) -> None:
+        waiting.discard(widget)
+        if not waiting:
+            handled.set()
+
+    if not pilot.app.screen_stack:
+        return False
+    for widget in [pilot.app, *pilot.app.screen.walk_children(with_self=True)]:
+        if widget.call_later(has_handled, widget):
+            waiting.add(widget)
+    while any(not widget._closed for widget in waiting):
+        if pilot.app._exception is not None:
+            return False
+        with suppress(TimeoutError):
+            await asyncio.wait_for(handled.wait(), 0.05)
+    return True
+
+
 @pytest.fixture(autouse=True)
 def no_waiting_for_idleness(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pilot, "_wait_for_screen", screen_settled)
     monkeypatch.setattr(textual.pilot, "wait_for_idle", settled)
     monkeypatch.setattr(textual.app, "wait_for_idle", settled)
 
