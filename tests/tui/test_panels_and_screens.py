@@ -348,7 +348,10 @@ async def test_a_model_is_fetched_and_can_be_stopped(make_app: MakeApp, engine: 
         models = app.screen.query_one(OptionList)
         await wait_until(pilot, lambda: models.option_count > 2)
         models.highlighted = 1
+        await pilot.pause()
+        assert "p" not in app.screen.active_bindings
         await pilot.press("enter")
+        await wait_until(pilot, lambda: "p" in app.screen.active_bindings)
         await wait_until(pilot, lambda: "downloading 420 MB of 1.0 GB" in str(models.get_option_at_index(1).prompt))
         await pilot.press("p")
         await wait_until(pilot, lambda: "420 MB of 1.0 GB are kept" in str(models.get_option_at_index(1).prompt))

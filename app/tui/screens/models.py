@@ -112,6 +112,7 @@ class ModelsScreen(Screen[str | None]):
         models.set_options([Option(self._prompt(row, current)) for row in self._rows])
         if self._rows:
             models.highlighted = min(marked, len(self._rows) - 1)
+        self.refresh_bindings()
 
     def _prompt(self, row: ModelOption, current: str) -> Content:
         chosen = row.name == current
@@ -168,14 +169,24 @@ class ModelsScreen(Screen[str | None]):
 
     async def action_pause(self) -> None:
         """Pause the marked download, or continue it."""
-        marked = self.query_one(OptionList).highlighted
-        if marked is None or marked >= len(self._rows):
-            return
-        name, pulling = self._rows[marked].name, self._controller.pulling
+        name, pulling = self._marked(), self._controller.pulling
         if name in pulling.active:
             await pulling.cancel(name)
         elif name in pulling.stopped:
             pulling.start(name)
+
+    def _marked(self) -> str:
+        """The name of the marked model; "" before there is one."""
+        marked = self.query_one(OptionList).highlighted
+        return self._rows[marked].name if marked is not None and marked < len(self._rows) else ""
+
+    @on(OptionList.OptionHighlighted)
+    def _marks_another(self) -> None:
+        self.refresh_bindings()
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        pulling = self._controller.pulling
+        return action != "pause" or (self.is_mounted and self._marked() in {*pulling.active, *pulling.stopped})
 
     def action_leave(self) -> None:
         self.dismiss(None)
