@@ -43,6 +43,12 @@ $(VENV)/.installed-bench: $(VENV)/.installed-test
 	@sh packaging/install.sh "$(VENV)" ".[bench]"
 	@touch $@
 
+# pytest rewrites the assertions of a file of tests once. Without this every worker would do so for all files. What fails
+# here is printed by the tests themselves.
+$(VENV)/.collected: $(VENV)/.installed-test
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q --collect-only tests >/dev/null 2>&1 || true
+	@touch $@
+
 install: $(VENV)/.installed
 
 chat: $(VENV)/.installed
@@ -57,7 +63,7 @@ TESTS := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 6
 
 BENCHMARKS := tests/benchmarks tests/papers
 
-test: $(VENV)/.installed-test
+test: $(VENV)/.collected
 	@$(TESTS) $(addprefix --ignore ,$(BENCHMARKS)) $(PYTEST_ARGS)
 
 # The folders whose tests need no ring of processes, no screen and none of the three runtimes.
@@ -66,10 +72,10 @@ FAST := $(addprefix tests/,planning generation models moe discovery test_import_
 test-fast: $(VENV)/.installed-test
 	@$(TESTS) -m "not slow and not soak" $(FAST) $(PYTEST_ARGS)
 
-test-soak: $(VENV)/.installed-test
+test-soak: $(VENV)/.collected
 	@$(TESTS) -m soak tests $(PYTEST_ARGS)
 
-test-papers: $(VENV)/.installed-test
+test-papers: $(VENV)/.collected
 	@$(TESTS) $(BENCHMARKS) $(PYTEST_ARGS)
 
 check: $(VENV)/.installed-test
