@@ -7,6 +7,7 @@ import gc
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -35,21 +36,30 @@ os.fsync = _without_waiting_for_the_disk
 # Importing makes hardly any garbage, and looking for it takes a tenth of the time of the imports.
 gc.disable()
 
-LONGEST = ("faults", "cluster", "packaging", "app", "session", "runtimes", "tui", "planning")
-"""Folders whose files take longest."""
+WAITING = ("faults", "cluster", "app")
+"""Folders whose tests mostly wait for other processes, the one whose files take longest first."""
+COMPUTING = ("packaging", "session", "runtimes", "tui", "planning")
+"""The same of folders whose tests mostly compute."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that take longest come first, so that at the end no worker waits for another one; within a file the order
-    stays."""
-    folders = [*LONGEST, ""]
-    tests = Path(__file__).parent
+    """Files that wait and files that compute come in turns, so that the workers together use the processors all the
+    time. Files that take longest come first, so that at the end no worker waits for another one; within a file the
+    order stays."""
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    waiting, computing = [], []
+    for path in files:
+        (waiting if _folder(path) in WAITING else computing).append(path)
+    waiting.sort(key=lambda path: WAITING.index(_folder(path)))
+    computing.sort(key=lambda path: [*COMPUTING, _folder(path)].index(_folder(path)))
+    in_turns = (path for pair in zip_longest(waiting, computing) for path in pair if path is not None)
+    items[:] = [item for path in in_turns for item in files[path]]
 
-    def place(item: pytest.Item) -> int:
-        folder = item.path.relative_to(tests).parts[0]
-        return folders.index(folder if folder in LONGEST else "")
 
-    items.sort(key=place)
+def _folder(path: Path) -> str:
+    return path.relative_to(Path(__file__).parent).parts[0]
 
 
 def pytest_collection_finish() -> None:
