@@ -106,14 +106,24 @@ def offers(entries: Sequence[CatalogueEntry], machine: MachineFigures) -> list[M
     quick_enough = [entry for entry in room if tokens_per_s(entry, machine) >= SLOWEST]
     best = max(quick_enough or room, key=strength, default=None)
     if best is not None:
-        found.append(_offer(best, machine, "The best answers of those that fit this machine."))
+        of_all = best is max(room, key=strength)
+        which = "fit this machine" if of_all else "are quick enough on this machine"
+        found.append(_offer(best, machine, f"The best answers of those that {which}."))
     others = [entry for entry in room if entry is not best]
     useful = [entry for entry in others if strength(entry) >= USEFUL_BILLIONS]
     fastest = max(useful or others, key=lambda entry: tokens_per_s(entry, machine), default=None)
     if best is not None and fastest is not None:
-        faster = tokens_per_s(fastest, machine) > tokens_per_s(best, machine)
-        found.append(_offer(fastest, machine, "Quicker." if faster else "Smaller to download."))
+        found.append(_offer(fastest, machine, _beside(fastest, best, machine)))
     return found
+
+
+def _beside(entry: CatalogueEntry, best: CatalogueEntry, machine: MachineFigures) -> str:
+    """What ``entry`` has over ``best``."""
+    if tokens_per_s(entry, machine) > tokens_per_s(best, machine):
+        return "Quicker."
+    if strength(entry) > strength(best):
+        return "Better answers, but slow here."
+    return "Smaller to download." if entry.gigabytes < best.gigabytes else "Another that fits this machine."
 
 
 def _offer(entry: CatalogueEntry, machine: MachineFigures, about: str) -> ModelOffer:

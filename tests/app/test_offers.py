@@ -42,6 +42,24 @@ def test_a_slow_or_full_machine_is_offered_less() -> None:
     assert [offer.name for offer in offers(entries, machine(16, disk=0))] == ["starter"]
 
 
+@pytest.mark.parametrize("read", [1e9, 4e9, 9e9, 24e9, 80e9])
+@pytest.mark.parametrize("gigabytes", [8, 16, 24, 32, 64, 128])
+def test_what_is_said_of_an_offer_is_true(gigabytes: int, read: float) -> None:
+    here, entries = machine(gigabytes, read), {entry.name: entry for entry in offered(apple=False)}
+    said = {offer.about: entries[offer.name] for offer in offers(list(entries.values()), here)[1:]}
+    (best, of_all), *others = ((entry, "fit" in about) for about, entry in said.items())
+    room = [entry for entry in entries.values() if entry.suggested and fits(entry, here)]
+    assert of_all == (strength(best) == max(strength(entry) for entry in room))
+    for about, entry in said.items():
+        if "Quicker" in about:
+            assert tokens_per_s(entry, here) > tokens_per_s(best, here)
+        if "Better" in about:
+            assert strength(entry) > strength(best)
+        if "Smaller" in about:
+            assert entry.gigabytes < best.gigabytes
+    assert len(others) == 1
+
+
 def test_memory_as_the_system_reports_it_is_a_little_less_than_it_was_sold_with() -> None:
     entry = next(entry for entry in catalogue() if entry.name == "qwen3-8b-q4")
     assert fits(entry, machine(15.4)) and not fits(entry, machine(12))
