@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from fake_engine import FakeEngine
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from screen_helpers import MakeApp, controller, ready, wait_until
 from textual.app import App, ComposeResult
@@ -15,6 +15,7 @@ from textual.widgets import TextArea
 from app.chat.folding import CHARACTERS, LINES, Folds
 from app.conversations.drafts import Draft
 from app.tui.chat.prompt import Prompt
+from app.tui.render.text_field import TextField
 from engine.ipc.messages import Generate
 
 LONG = "\n".join(f"line {number}" for number in range(214))
@@ -92,6 +93,7 @@ async def test_what_is_sent_is_what_was_typed_and_pasted_whatever_is_edited() ->
 
         @settings(max_examples=60, deadline=None)
         @given(_steps)
+        @example([("paste", _PASTES[2]), ("unfold", None)] * 2 + [("undo", None)])
         def edited(steps: list[tuple[str, object]]) -> None:
             prompt.folds = Folds()
             prompt.text = ""
@@ -133,6 +135,23 @@ async def test_what_is_sent_is_what_was_typed_and_pasted_whatever_is_edited() ->
             return prompt.cursor_location[1]
 
         edited()
+
+
+@pytest.mark.parametrize("lines", [1, 9, 40])
+async def test_what_was_inserted_last_can_be_undone(lines: int) -> None:
+    class OneField(App[None]):
+        CSS = "TextField { height: 8; }"
+
+        def compose(self) -> ComposeResult:
+            yield TextField("begun")
+
+    app = OneField()
+    async with app.run_test():
+        field = app.query_one(TextField)
+        field.move_cursor(field.document.end)
+        field.insert("a line\n" * lines)
+        field.action_undo()
+        assert field.text == "begun" and field.cursor_location == (0, 5)
 
 
 @pytest.mark.parametrize("draft", ["", "one\ntwo words\n", LONG], ids=["empty", "short", "folded"])

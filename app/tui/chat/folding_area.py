@@ -7,15 +7,15 @@ from rich.text import Text
 from textual import events
 from textual.document._document import EditResult, Location
 from textual.document._edit import Edit
-from textual.widgets import TextArea
 
 from app.chat.folding import Folds
+from app.tui.render.text_field import TextField
 
 _LABEL = Style(italic=True, reverse=True)
 
 
-class FoldingArea(TextArea):
-    """A TextArea whose ``text`` has a label in the place of each large paste; ``whole_text`` has the pastes."""
+class FoldingArea(TextField):
+    """A field whose ``text`` has a label in the place of each large paste; ``whole_text`` has the pastes."""
 
     folds: Folds
     """The folded pastes of this draft."""

@@ -8,9 +8,10 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.screen import ModalScreen
-from textual.widgets import Static, TextArea
+from textual.widgets import Static
 
 from app.tui.render.key_footer import KeyFooter
+from app.tui.render.text_field import TextField
 
 
 class EditText(ModalScreen[str | None]):
@@ -35,19 +36,19 @@ class EditText(ModalScreen[str | None]):
         with Vertical(classes="dialogue text-dialogue"):
             yield Static(self._title, markup=False, classes="dialogue-title")
             yield Static(self._hint, markup=False, classes="dialogue-hint")
-            yield TextArea(self._text, compact=True, highlight_cursor_line=False, tab_behavior="focus")
+            yield TextField(self._text, compact=True, highlight_cursor_line=False, tab_behavior="focus")
         yield KeyFooter()
 
     def on_mount(self) -> None:
-        area = self.query_one(TextArea)
+        area = self.query_one(TextField)
         area.move_cursor(area.document.end)
         area.focus()
 
     def action_save(self) -> None:
-        self.dismiss(self.query_one(TextArea).text)
+        self.dismiss(self.query_one(TextField).text)
 
     def action_leave(self) -> None:
-        text = self.query_one(TextArea).text
+        text = self.query_one(TextField).text
         if text not in (self._text, self._warned):
             self._warned = text
             self.notify("Not saved. Esc again discards the changes.", severity="warning")

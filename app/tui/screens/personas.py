@@ -12,7 +12,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.screen import Screen
-from textual.widgets import Input, OptionList, Static, TextArea
+from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 from app.chat.controller import ChatController
@@ -23,6 +23,7 @@ from app.settings.schema import setting_named
 from app.text_safety import one_line
 from app.tui.keymap import bound, key
 from app.tui.render.key_footer import KeyFooter
+from app.tui.render.text_field import TextField
 from app.tui.screens.dialogues import AskText, Confirm
 from app.tui.screens.value_editor import ValueEditor, ValueRow
 
@@ -286,7 +287,7 @@ class PersonaEditor(Screen[str | None]):
         with VerticalScroll(classes="persona", can_focus=False):
             name = Input(self._persona.name, id="persona-name")
             model = Input(self._persona.model, id="persona-model", placeholder="whichever is in use")
-            system = TextArea(
+            system = TextField(
                 self._persona.system,
                 id="persona-system",
                 compact=True,
@@ -310,7 +311,7 @@ class PersonaEditor(Screen[str | None]):
         return replace(
             self._persona,
             name=self.query_one("#persona-name", Input).value,
-            system=self.query_one("#persona-system", TextArea).text,
+            system=self.query_one("#persona-system", TextField).text,
             model=self.query_one("#persona-model", Input).value,
             values=dict(self._values.values),
         )

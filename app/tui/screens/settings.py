@@ -15,7 +15,7 @@ from textual.lazy import Lazy
 from textual.screen import Screen
 from textual.timer import Timer
 from textual.widget import Widget
-from textual.widgets import Input, RadioButton, RadioSet, Select, Static, Switch, TextArea
+from textual.widgets import Input, RadioButton, RadioSet, Select, Static, Switch
 
 from app.chat.controller import ChatController
 from app.chat.state import FellBack, Update
@@ -29,6 +29,7 @@ from app.tui.render.formatting import bar, flowing
 from app.tui.render.key_footer import KeyFooter
 from app.tui.render.rendered import Rendered
 from app.tui.render.ring_view import ring_lines
+from app.tui.render.text_field import TextField
 from engine.ipc.messages import DeviceMemory, Planned
 
 _MOST_BUTTONS = 7
@@ -110,7 +111,7 @@ class SettingRow(Horizontal):
                     value=str(value), allow_blank=False, compact=True,
                 )  # fmt: skip
             case "lines":
-                return TextArea(str(value or ""), compact=True, placeholder="none")
+                return TextField(str(value or ""), compact=True, placeholder="none")
             case _:
                 return Input(_shown(value), placeholder=_placeholder(setting), compact=True)
 
@@ -152,7 +153,7 @@ class SettingRow(Horizontal):
         match self._control:
             case Input():
                 return self.take(self._control.value)
-            case TextArea():
+            case TextField():
                 return self.take(self._control.text)
         return True
 
@@ -315,7 +316,7 @@ class SettingsScreen(Screen[str]):
         self._take(event.input, event.value)
 
     def on_descendant_blur(self, event: events.DescendantBlur) -> None:
-        if isinstance(event.widget, TextArea):
+        if isinstance(event.widget, TextField):
             self._take(event.widget, event.widget.text)
 
     @on(Switch.Changed)
