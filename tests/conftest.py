@@ -16,8 +16,14 @@ import tiny_models
 from hypothesis import HealthCheck, settings
 from shared_folders import shared_root
 
-# Tests say nothing about time: on a busy machine an example may take as long as it likes.
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# Tests say nothing about time: on a busy machine an example may take as long as it likes. Examples are the same in
+# every run, so that a change is not blamed for what an earlier one broke; `make test-soak` looks for new ones.
+settings.register_profile(
+    "untimed",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize="NEW_EXAMPLES" not in os.environ,
+)
 settings.load_profile("untimed")
 
 # Nobody's keychain is written to, in this process or in those that tests start.
