@@ -15,11 +15,11 @@ from starlette.types import Scope
 from app.serve.refusals import Refused
 from engine.planning.units import byte_size
 
-LARGEST = 16 * 1024 * 1024
+LARGEST = 16_000_000
 """Maximum bytes of a body. A context of a million tokens takes about 5 MB."""
 SECONDS = 30.0
 """Seconds within which a body must be complete."""
-MOST_HELD = 256 * 1024 * 1024
+MOST_HELD = 256_000_000
 """Maximum bytes of the bodies of all requests that are being read, wait, or are being answered."""
 _DRAINED = 16
 """Multiple of :data:`LARGEST` that is read and dropped, so that a client that sends too much can read the refusal."""

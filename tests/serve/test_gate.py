@@ -8,11 +8,13 @@ from unittest.mock import AsyncMock
 import msgspec
 import pytest
 from starlette.datastructures import Headers
+from starlette.requests import Request
 
 from app.commands.options import LoadFlags
 from app.commands.output import WorkFailed
 from app.commands.serve import ServeFlags, serve
 from app.running_servers import RunningServer, announced, running_servers
+from app.serve.application import client_of
 from app.serve.gate import FIGURES, KEYLESS, RequestGate, Rules, hash_of, is_origin
 from app.serve.keys import kept_hash, new_key
 from app.serve.listening import ListenAddress, ListenProblem, listen, parse_address
@@ -129,3 +131,21 @@ def test_a_server_is_known_as_long_as_it_runs(tmp_path_factory: pytest.TempPathF
         assert running_servers(folder) == [here, there]
         assert [file.stat().st_mode & 0o077 for file in folder.iterdir()] == [0, 0]
     assert running_servers(folder) == [] == list(folder.iterdir())
+
+
+def test_clients_are_told_apart_and_their_keys_are_not_kept() -> None:
+    def client(headers: dict[str, str], user: str | None = None) -> str:
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        return client_of(Request({"type": "http", "client": ("127.0.0.1", 5000), "headers": raw}), user)
+
+    seen = [
+        client({"user-agent": "a"}),
+        client({"user-agent": "b"}),
+        client({"user-agent": "a"}, "someone"),
+        client({"user-agent": "a", "authorization": "Bearer one"}),
+        client({"user-agent": "a", "authorization": "Bearer two"}),
+        client({"user-agent": "a", "x-api-key": "one"}),
+    ]
+    assert len(set(seen)) == len(seen)
+    assert client({"user-agent": "a", "authorization": "Bearer one"}) == seen[3]
+    assert not any("one" in each.replace("someone", "") for each in seen)
