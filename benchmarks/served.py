@@ -127,8 +127,9 @@ def server(name: str, model: Path, threads: int, home: Path, log: Path) -> Itera
     else:
         command = ["llama_cpp.server", "--host", "127.0.0.1", "--port", str(port), "--model", str(model)]
         command += ["--n_threads", str(threads), "--n_threads_batch", str(threads), "--n_ctx", str(CONTEXT)]
-        # Its default ends the stream of one client when another one asks.
-        command += ["--interrupt_requests", "false", "--use_mlock", "false", "--verbose", "false"]
+        # Its defaults end the stream of one client when another one asks, and compute the logits of every token.
+        command += ["--interrupt_requests", "false", "--logits_all", "false"]
+        command += ["--use_mlock", "false", "--verbose", "false"]
     environment = {**os.environ, "PRIVATELLM_HOME": str(home), "HF_HUB_OFFLINE": "1"}
     environment.pop("OMP_NUM_THREADS", None)
     with log.open("ab") as output:
