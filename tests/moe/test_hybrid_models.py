@@ -134,7 +134,9 @@ def test_families_give_the_same_bits_for_every_policy_and_cache(
     assert model.facts.executor.startswith(f"hybrid ({policy}")
     found = greedy(model, steps=FEW)
     assert same(found, reference)
-    assert policy == "layers" or any(op.kind in ("copy", "run") for op in device.trace)
+    # With nothing on the device, Twiddler leaves experts with few tokens to the processor, as their copies take longer.
+    left_alone = policy == "layers" or (policy, kept) == ("twiddler", "nothing")
+    assert left_alone or any(op.kind in ("copy", "run") for op in device.trace)
     model.close()
     for ours, theirs in zip(found, alone, strict=True):
         assert int(ours.argmax()) == int(theirs.argmax())
