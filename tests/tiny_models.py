@@ -257,6 +257,9 @@ def tiny_config(family: str, **overrides: Any) -> Any:
     return AutoConfig.for_model(family, **values)
 
 
+ENDLESS = 1_000_000
+"""A context in which an answer does not end before it is stopped."""
+
 kept_in: Path | None = None
 """Folder in which a run of the tests keeps every tiny model that it has made. None: each call makes one."""
 

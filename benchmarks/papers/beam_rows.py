@@ -51,8 +51,8 @@ def absent(reason: str) -> Findings:
 
 def prompts_of(folder: Path, count: int = REPEATS) -> list[list[int]]:
     """The first PROMPT tokens of ``count`` of the calibration prompts, by the tokenizer of ``folder``."""
-    library = read_tokenizer(folder).library
-    found = [library.encode(text, add_special_tokens=False).ids for text in calibration_prompts()]
+    tokenizer = read_tokenizer(folder).backend
+    found = [tokenizer.encode(text, add_special_tokens=False).ids for text in calibration_prompts()]
     return [tokens[:PROMPT] for tokens in found if len(tokens) >= PROMPT][:count]
 
 

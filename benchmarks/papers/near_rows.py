@@ -173,26 +173,17 @@ def figure_6(found: Measures) -> list[Row]:
         )
         for name, paper in MEANS.items()
     ]
-    for name, paper in MEANS.items():
-        middle, low, high = found.band(partial(mean_speed, name=name))
+    measured = [(f"{name}, MD+LB over GPU+PM", paper, partial(mean_speed, name=name)) for name, paper in MEANS.items()]
+    measured += [
+        ("encoders, the largest gain", "7.5", partial(largest_speed, stacks=STACKS[::2])),
+        ("decoders, the largest gain", "3.7", partial(largest_speed, stacks=STACKS[1::2])),
+    ]
+    for what, paper, speed in measured:
+        middle, low, high = found.band(speed)
         rows.append(
             Row(
                 where="figure 6, as measured there",
-                what=f"{name}, MD+LB over GPU+PM",
-                tag="simulated",
-                paper=paper,
-                ours=middle,
-                low=low,
-                high=high,
-                fitted_on=CHOSEN,
-            )
-        )
-    for kind, stacks, paper in (("encoders", STACKS[::2], "7.5"), ("decoders", STACKS[1::2], "3.7")):
-        middle, low, high = found.band(partial(largest_speed, stacks=stacks))
-        rows.append(
-            Row(
-                where="figure 6, as measured there",
-                what=f"{kind}, the largest gain",
+                what=what,
                 tag="simulated",
                 paper=paper,
                 ours=middle,

@@ -48,7 +48,7 @@ class Tokenizer:
         source: str = "",
     ) -> None:
         """``source`` is the chat template, by which the format of the model's thoughts is known."""
-        self._library = files.library
+        self._library = files.backend
         self._added = files.added
         self.reasoning = format_of(source, {token.content for token in files.added.values()})
         """How the model marks its thoughts; None if it does not."""
@@ -254,7 +254,7 @@ def _end_of_turn_ids(folder: Path, files: TokenizerFiles) -> frozenset[int]:
     ids: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         ids.update(_configured_ends(read_object(folder / name, SMALL_FILE)))
-    end = files.library.token_to_id(files.named["eos_token"]) if "eos_token" in files.named else None
+    end = files.backend.token_to_id(files.named["eos_token"]) if "eos_token" in files.named else None
     if end is not None:
         ids.add(end)
     vocabulary = {token.content: number for number, token in files.added.items() if token.special}

@@ -37,14 +37,14 @@ _AS_THE_FILE_HAS_IT = ("", "PreTrainedTokenizer", "TokenizersBackend")
 class TokenizerFiles:
     """A folder's settings of its tokenizer. ``named`` are the special tokens that have a role, by their key."""
 
-    library: Library
+    backend: Library
     named: Mapping[str, str]
     notices: tuple[str, ...] = ()
 
     @functools.cached_property
     def added(self) -> Mapping[int, AddedToken]:
         """The tokens that were added to the vocabulary, by id."""
-        return self.library.get_added_tokens_decoder()
+        return self.backend.get_added_tokens_decoder()
 
 
 def read_tokenizer(folder: Path) -> TokenizerFiles:

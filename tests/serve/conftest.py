@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import anthropic
 import openai
 import pytest
-from served import MODEL, Served, served, write_speaking_model
+from served import MODEL, TEMPLATE, Served, served
+from speaking_model import write_speaking_model
 
 from app.serve.asking import Defaults
 from engine.ipc.messages import Sampling
@@ -16,7 +17,7 @@ from engine.ipc.messages import Sampling
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("served")
-    model = write_speaking_model(folder / MODEL)
+    model = write_speaking_model(folder / MODEL, TEMPLATE)
     with served(
         model, folder / "home", defaults=Defaults(Sampling(temperature=0.0, seed=1)), names=["other"]
     ) as running:

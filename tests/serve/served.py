@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import socket
 import threading
@@ -15,7 +14,6 @@ from typing import Any
 
 import pytest
 from engine_forks import forked
-from tiny_models import write_tiny_model
 
 from app import engine_process
 from app.engine_client import EngineClient
@@ -33,23 +31,6 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-
-
-def write_speaking_model(folder: Path) -> Path:
-    """A tiny model with a token for each byte, and a chat template that takes tools."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
-    folder = write_tiny_model(folder, "mixtral", vocab_size=300)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    special = ["<|im_start|>", "<|im_end|>"]
-    library = Tokenizer(models.BPE({token: i for i, token in enumerate([*special, *alphabet])}, []))
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = decoders.ByteLevel()
-    library.add_special_tokens([AddedToken(token, special=True) for token in special])
-    library.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "chat_template": TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return folder
 
 
 @dataclass

@@ -21,7 +21,7 @@ from engine_process import PATIENCE_S, EngineProcess
 from hooked_engine import hooked
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import write_tiny_model
+from tiny_models import ENDLESS
 
 from engine.host import Host, physical_cores
 from engine.ipc.messages import (
@@ -57,14 +57,6 @@ from engine.moe.kernels.bindings import choose
 from engine.process_life import EXIT_BAD_FRAME, EXIT_THREAD_FAILED, end_with_thread, environment
 
 PROMPT = [5, 17, 101, 42, 9, 77, 30]
-ENDLESS = 1_000_000
-"""A context in which an answer does not end before it is stopped."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    return write_tiny_model(folder, "mixtral", max_position_embeddings=ENDLESS, eos_token_id=None)
 
 
 @pytest.fixture(scope="module")

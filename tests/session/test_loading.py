@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import subprocess
@@ -10,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny_models import write_tiny_model
+from speaking_model import write_speaking_model
 
 from engine.host import Host
 from engine.ipc.messages import AnyEvent, Cancel, Failed, Finished, Generate, Load, Loaded, Message
@@ -30,19 +29,7 @@ TEMPLATE += "{% endfor %}{% endfor %}{% endif %}<|im_start|>{{ m.content }}<|im_
 @pytest.fixture(scope="module")
 def speaking(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with a tokenizer and a chat template that loops when it is told to."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
-    folder = write_tiny_model(tmp_path_factory.mktemp("speaking"), "mixtral", vocab_size=300)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    special = ["<|im_start|>", "<|im_end|>"]
-    library = Tokenizer(models.BPE({token: i for i, token in enumerate([*special, *alphabet])}, []))
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = decoders.ByteLevel()
-    library.add_special_tokens([AddedToken(token, special=True) for token in special])
-    library.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "chat_template": TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return folder
+    return write_speaking_model(tmp_path_factory.mktemp("speaking"), TEMPLATE)
 
 
 def test_a_native_answer_imports_neither_torch_nor_transformers(speaking: Path) -> None:

@@ -33,13 +33,6 @@ from engine.ipc.messages import (
 from engine.moe.kernels.cpu_threads import usable_cpus
 
 PROMPT = [5, 17, 101, 42, 9, 77, 30]
-ENDLESS = 1_000_000
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    return write_tiny_model(folder, "mixtral", max_position_embeddings=ENDLESS, eos_token_id=None)
 
 
 @pytest.fixture(scope="module")

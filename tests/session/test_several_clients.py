@@ -13,7 +13,6 @@ import pytest
 from attached import AttachedProgram, the_socket
 from engine_process import PATIENCE_S, EngineProcess
 from eventually import eventually
-from tiny_models import write_tiny_model
 
 from engine.ipc.messages import (
     AnyEvent,
@@ -36,14 +35,6 @@ from engine.models import engine_sockets
 from engine.models.engine_sockets import connect, engine_key, listen, reachable_engines, sockets_folder
 
 PROMPT = [5, 17, 101, 42, 9, 77, 30]
-ENDLESS = 1_000_000
-"""A context in which an answer does not end before it is stopped."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    return write_tiny_model(folder, "mixtral", max_position_embeddings=ENDLESS, eos_token_id=None)
 
 
 @pytest.fixture(scope="module", autouse=True)
