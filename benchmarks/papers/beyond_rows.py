@@ -199,8 +199,8 @@ NOTES = (
     """Prefetch is executed on the starter: while a layer waits for its experts, the next layer's router is asked about
     this layer's hidden state, and its choice is read from disk, past the system's cache, in pieces of 1 MiB by four
     threads. What is read is thrown away, and experts are computed from memory, so that the limit can be kept exactly;
-    the decoded tokens are the same. The router guesses well, but the disk bounds the time: a right guess hides a read
-    behind the little computing of one layer, and a wrong one is read for nothing. Guesses displace only guesses;
-    in one list with all other experts they would put out those in use. The product asks for a layer's experts when its
-    own router has chosen them.""",
+    the decoded tokens are the same. What a right guess gains depends on the disk: it hides a read behind the computing
+    of one layer, and a wrong one is read for nothing. On a machine with other programs beside, the same rows found no
+    gain. Guesses displace only guesses; in one list with all other experts they would put out those in use. The
+    product asks for a layer's experts when its own router has chosen them.""",
 )
