@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import ModelError
 from engine.models import hub
-from engine.models.gguf_file import GgufFile, HeaderGoesOn
+from engine.models.gguf_file import MOST_HEADER_BYTES, GgufFile, HeaderGoesOn
 from engine.models.gguf_folder import SETTINGS, checked_config, write_settings
 from engine.models.gguf_names import GgufChoice, choices_of, listed, matching, recommended
 
@@ -25,8 +25,6 @@ FIRST_BYTES = 8 << 20
 """Bytes of the first part that are fetched first; a vocabulary of 150,000 tokens takes about 6 million."""
 LATER_BYTES = 1 << 20
 """Bytes of the other parts that are fetched first; they hold no vocabulary."""
-MOST_BYTES = 256 << 20
-"""Maximum bytes of a header; a vocabulary of 260,000 tokens takes about 16 million."""
 
 
 def choose(repository: Repository, tag: str) -> GgufChoice | None:
@@ -105,9 +103,9 @@ def header_of(task: Download, repository: Repository, files: list[RemoteFile]) -
         try:
             header = GgufFile(path, beginnings)
         except HeaderGoesOn as short:
-            if lengths[short.part] >= MOST_BYTES:
+            if lengths[short.part] >= MOST_HEADER_BYTES:
                 raise ModelError(
-                    f"{path} has a header of over {MOST_BYTES} bytes, which no model needs; it was not fetched."
+                    f"{path} has a header of over {MOST_HEADER_BYTES} bytes, which no model needs; it was not fetched."
                 ) from short
             lengths[short.part] *= 4
             continue

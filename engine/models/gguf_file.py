@@ -1,21 +1,21 @@
 """Reads a GGUF file, whole or split: its metadata, where its tensors lie, and their rows as float32.
 
 The header is parsed here because the ``gguf`` package's reader trusts every length (a damaged count makes it loop
-forever) and takes seconds for a large vocabulary. The package is used for dequantizing.
+forever) and takes seconds for a large vocabulary. The package is used for dequantizing. Nothing is mapped, as a mapped
+file that another program shortens ends the process that reads it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
-import mmap
+import os
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +40,12 @@ _PEEK_ENTRIES = 100
 """Maximum metadata keys that are read for the architecture, which is usually the first."""
 _ENTRIES_LIMIT = 1 << 20
 """Maximum metadata keys and tensors, more than any real model has."""
+MOST_HEADER_BYTES = 256 << 20
+"""Maximum bytes of a header; a vocabulary of 260,000 tokens takes about 16 million."""
+_MOST_ITEMS = 1 << 23
+"""Maximum items of all arrays of a header; a vocabulary of 260,000 tokens takes about 1.3 million."""
+_FIRST_READ = 1 << 20
+"""Bytes of a header that are read first; then as many again each time."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +97,7 @@ class HeaderGoesOn(ValueError):
 
 
 class GgufFile:
-    """An open GGUF model, memory-mapped; use as a context manager."""
+    """An open GGUF model; use as a context manager."""
 
     def __init__(self, path: Path, beginnings: Sequence[tuple[bytes, int]] = ()) -> None:
         """``path``: the file, or any part of a split one. ``beginnings``: the first bytes of each file and its size,
@@ -102,7 +108,8 @@ class GgufFile:
         """
         self.path = path
         self.paths = parts_of(path)
-        self._maps: list[mmap.mmap] = []
+        self._files: list[BinaryIO] = []
+        self._sizes: list[int] = []
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, GgufTensor] = {}
         try:
@@ -110,7 +117,7 @@ class GgufFile:
                 if beginnings:
                     self._add(part, *beginnings[part])
                 else:
-                    self._add(part, mapped := self._map(part), len(mapped))
+                    self._add(part, b"", self._open(part))
             self._check_whole()
         except ModelError:
             self.close()
@@ -119,12 +126,13 @@ class GgufFile:
     @property
     def data_starts(self) -> tuple[int, ...]:
         """Bytes of each file before its first tensor; the whole file's if it holds none."""
-        starts = [len(mapped) for mapped in self._maps]
+        starts = list(self._sizes)
         for tensor in self.tensors.values():
             starts[tensor.part] = min(starts[tensor.part], tensor.offset)
         return tuple(starts)
 
-    def _map(self, part: int) -> mmap.mmap:
+    def _open(self, part: int) -> int:
+        """Bytes of the file, which is opened for reading."""
         path = self.paths[part]
         if len(self.paths) > 1 and not path.exists():
             raise ModelError(
@@ -132,18 +140,20 @@ class GgufFile:
                 "bad-input",
             )
         try:
-            with path.open("rb") as file:
-                self._maps.append(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+            self._files.append(path.open("rb"))
+            return os.fstat(self._files[-1].fileno()).st_size
         except (OSError, ValueError) as error:
             raise ModelError(f"{path} cannot be read: {error}.", "bad-input") from error
-        return self._maps[-1]
 
-    def _add(self, part: int, data: mmap.mmap | bytes, size: int) -> None:
+    def _add(self, part: int, data: bytes, size: int) -> None:
         path = self.paths[part]
+        self._sizes.append(size)
         try:
-            metadata, tensors = _read_header(data, part, size)
+            metadata, tensors = _read_header(_Cursor(data, part, size, self._files[part] if self._files else None))
         except HeaderGoesOn:
             raise
+        except OSError as error:
+            raise ModelError(f"{path} cannot be read: {error.strerror or error}.", "disk") from error
         except (struct.error, UnicodeDecodeError, ValueError, OverflowError) as error:
             raise ModelError(
                 f"{path} is not a usable GGUF file: {shown(str(error), 200)}; download it again."
@@ -182,9 +192,8 @@ class GgufFile:
         self.close()
 
     def close(self) -> None:
-        for mapped in self._maps:
-            with contextlib.suppress(BufferError):  # a view is still alive: the mapping goes with it
-                mapped.close()
+        for file in self._files:
+            file.close()
 
     def rows(
         self, name: str, order: NDArray[np.int64] | None = None, block_bytes: int = 32 << 20
@@ -197,13 +206,15 @@ class GgufFile:
         from gguf.quants import dequantize
 
         tensor = self.tensors[name]
-        raw = np.frombuffer(self._maps[tensor.part], np.uint8, tensor.nbytes, tensor.offset)
-        raw = raw.reshape(tensor.rows, tensor.row_bytes)
+        whole = None if order is None else self._stored_rows(tensor, 0, tensor.rows)
         step = max(1, block_bytes // (4 * tensor.columns))
         for start in range(0, tensor.rows, step):
-            block = raw[start : start + step] if order is None else raw[order[start : start + step]]
+            if whole is None or order is None:
+                block = self._stored_rows(tensor, start, min(step, tensor.rows - start))
+            else:
+                block = whole[order[start : start + step]]
             try:
-                values = dequantize(np.ascontiguousarray(block), GGMLQuantizationType[tensor.format])
+                values = dequantize(block, GGMLQuantizationType[tensor.format])
             except NotImplementedError as error:
                 raise ModelError(
                     f"{self.path}: tensor {name} is quantised as {tensor.format}, which cannot be read here; use a "
@@ -211,27 +222,58 @@ class GgufFile:
                 ) from error
             yield values.astype(np.float32, copy=False).reshape(-1, tensor.columns)
 
+    def _stored_rows(self, tensor: GgufTensor, first: int, count: int) -> NDArray[np.uint8]:
+        """Rows as they are stored, bytes [count, row_bytes]."""
+        file, nbytes = self._files[tensor.part], count * tensor.row_bytes
+        try:
+            file.seek(tensor.offset + first * tensor.row_bytes)
+            data = file.read(nbytes)
+        except OSError as error:
+            raise ModelError(f"{self.paths[tensor.part]} cannot be read: {error.strerror or error}.", "disk") from error
+        if len(data) < nbytes:
+            raise ModelError(f"{self.paths[tensor.part]} was shortened while it was read; download it again.")
+        return np.frombuffer(data, np.uint8).reshape(count, tensor.row_bytes)
+
     def floats(self, name: str) -> NDArray[np.float32]:
         """The whole tensor as float32 in its own shape (for small ones)."""
         return np.concatenate(list(self.rows(name))).reshape(self.tensors[name].shape)
 
 
 class _Cursor:
-    """Reads the beginning ``data`` of a file of ``size`` bytes, which is part ``part`` of its model."""
+    """Reads the header of a file of ``size`` bytes, which is part ``part`` of its model: ``data``, its first bytes, and
+    what follows from ``file``, if that is given."""
 
-    def __init__(self, data: mmap.mmap | bytes, part: int, size: int) -> None:
+    def __init__(self, data: bytes, part: int, size: int, file: BinaryIO | None = None) -> None:
         self.data = data
         self.part = part
         self.size = size
+        self.file = file
         self.at = 0
+        self.items = 0
 
     def take(self, count: int) -> bytes:
-        if count > self.size - self.at:
-            raise ValueError("it ends in the middle of its header")
         if count > len(self.data) - self.at:
-            raise HeaderGoesOn(self.part)
+            self._read_on(count)
         self.at += count
         return self.data[self.at - count : self.at]
+
+    def _read_on(self, count: int) -> None:
+        if count > self.size - self.at:
+            raise ValueError("it ends in the middle of its header")
+        if self.at + count > MOST_HEADER_BYTES:
+            raise ValueError(f"its header claims over {MOST_HEADER_BYTES} bytes, which no model needs")
+        if self.file is None:
+            raise HeaderGoesOn(self.part)
+        wanted = self.at + count - len(self.data)
+        self.data += self.file.read(max(wanted, len(self.data), _FIRST_READ))
+        if count > len(self.data) - self.at:
+            raise ValueError("it was shortened while it was read")
+
+    def count_items(self, count: int) -> None:
+        """Raises ValueError if the arrays have more items than any real model's."""
+        self.items += count
+        if self.items > _MOST_ITEMS:
+            raise ValueError(f"its header claims lists of {self.items} items, which no model needs")
 
     def unpack(self, form: str) -> Any:
         layout = struct.Struct("<" + form)
@@ -247,9 +289,10 @@ class _Cursor:
             return self.string()
         if kind == _ARRAY:
             item, count = self.unpack("I"), self.unpack("Q")
+            if count > self.size - self.at:
+                raise ValueError("it ends in the middle of its header")
+            self.count_items(count)
             if item == _STRING:
-                if count > (self.size - self.at) // 8:
-                    raise ValueError("it ends in the middle of its header")
                 return [self.string() for _ in range(count)]
             if item in _SCALARS:
                 layout = np.dtype(_SCALARS[item]).newbyteorder("<")
@@ -258,8 +301,7 @@ class _Cursor:
         raise ValueError(f"a value of type {kind} is not known")
 
 
-def _read_header(data: mmap.mmap | bytes, part: int, size: int) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
-    cursor = _Cursor(data, part, size)
+def _read_header(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
     if cursor.take(4) != _MAGIC:
         raise ValueError("it does not begin with GGUF")
     version = cursor.unpack("I")
@@ -283,7 +325,7 @@ def _read_header(data: mmap.mmap | bytes, part: int, size: int) -> tuple[dict[st
     for name, shape, kind, offset in infos:
         if name in tensors:
             raise ValueError(f"tensor {name!r} is there twice")
-        tensors[name] = _placed(name, shape, kind, start + offset, cursor.size, part)
+        tensors[name] = _placed(name, shape, kind, start + offset, cursor.size, cursor.part)
     _check_apart(tensors)
     return metadata, tensors
 

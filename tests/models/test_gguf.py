@@ -585,3 +585,29 @@ def test_merged_queries_keys_and_values_of_gemma_4_are_refused_by_name() -> None
     merged: Any = SimpleNamespace(path="gemma.gguf", tensors={"blk.3.attn_qkv.weight": None})
     with pytest.raises(ModelError, match=r"gemma.gguf stores queries, keys and values of Gemma 4 as one tensor"):
         list(layer_shapes(merged, {}, "blk.3.", "model.layers.3."))
+
+
+def test_a_file_that_gets_shorter_while_it_is_opened_is_said(tmp_path: Path) -> None:
+    rope = {"rope_type": "default", "rope_theta": 500000.0}
+    source = write_tiny_model(tmp_path / "source", "llama", head_dim=8, rope_parameters=rope)
+    divisors = {"rope_freqs.weight": np.ones(4, np.float32)}
+    path = write_tiny_gguf(tmp_path / "m.gguf", source, "llama", extra_tensors=divisors)
+    with GgufFile(path) as gguf:
+        os.truncate(path, 100)
+        with pytest.raises(ModelError, match=r"m\.gguf was shortened while it was read; download it again"):
+            config_of(gguf)
+
+
+def test_a_header_larger_than_any_is_refused_before_it_is_in_memory(tmp_path: Path) -> None:
+    """The file has room for what it claims, as one with holes may have."""
+    path = tmp_path / "claims.gguf"
+    key = struct.pack("<Q", 1) + b"a"
+    for value, said in (
+        (struct.pack("<IQ", 8, 1 << 33), "claims over 268435456 bytes"),
+        (struct.pack("<IIQ", 9, 0, 1 << 33), "lists of 8589934592 items"),
+        (struct.pack("<IIQ", 9, 8, 1 << 24), "lists of 16777216 items"),
+    ):
+        path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + key + value)
+        os.truncate(path, 1 << 34)
+        with pytest.raises(ModelError, match=said):
+            GgufFile(path)

@@ -256,7 +256,7 @@ def test_a_header_is_read_from_a_beginning_that_holds_it_and_from_no_shorter_one
 
 
 def test_a_header_without_end_is_not_fetched(hub: LoopbackHub, repo: Repo, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gguf_fetching, "MOST_BYTES", 4096)
+    monkeypatch.setattr(gguf_fetching, "MOST_HEADER_BYTES", 4096)
     with pytest.raises(ModelError, match="a header of over 4096 bytes"):
         pull(f"{REPO}:Q4_K_M", silent)
 
