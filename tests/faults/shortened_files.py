@@ -3,14 +3,37 @@
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from engine.errors import ModelError
 from engine.ipc.messages import Load
 from engine.models.mapped_file import MappedFile
 from engine.moe.kernels import file_guard
 from engine.runtimes import runtime_named
+
+
+def run_loading(folder: str, runtime: str, files: str, noticed: bool) -> NoReturn:
+    """The files are shortened when they were opened, and before anything of them was read but headers."""
+    module: Any = import_module(f"engine.runtimes.{runtime}.runtime")
+    open_model = module.open_model
+
+    def opened(*arguments: Any) -> Any:
+        found = open_model(*arguments)
+        for file in Path(folder).glob(files):
+            os.truncate(file, 0)
+        return found
+
+    module.open_model = opened
+    if not noticed:
+        MappedFile.check_unchanged = lambda self: None  # type: ignore[method-assign]
+    try:
+        runtime_named(runtime).load(Path(folder), Load(id=1, model="m", cpu_threads=2), lambda *_: None)  # type: ignore[arg-type]
+    except ModelError as error:
+        print(error.kind, error)
+    print("alive", flush=True)
+    raise SystemExit(0)
 
 
 def run(folder: str, runtime: str, files: str, guarded: bool, noticed: bool) -> NoReturn:

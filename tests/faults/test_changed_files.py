@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 import shortened_files
 from engine_forks import with_libraries
+from gguf import GGMLQuantizationType
 from hooked_engine import hooked
 from native_oracle import load_native
+from tiny_gguf import write_tiny_gguf
 from tiny_models import write_tiny_model
 from torch_oracle import load, prompt
 
@@ -21,6 +23,7 @@ from app.engine_client import how_it_ended
 from engine.bench.local_ring import LocalEngine
 from engine.errors import ModelError
 from engine.ipc.messages import Finished, Generate, Load, Loaded
+from engine.models.gguf_folder import open_gguf
 from engine.models.prepare import prepare
 from engine.moe.kernels import bindings
 
@@ -116,7 +119,12 @@ def shorten(
 ) -> tuple[int, list[str]]:
     """The exit status of a process whose files are shortened during a pass, and what it said."""
     options = {"folder": str(folder), "runtime": runtime, "files": files, "guarded": guarded, "noticed": noticed}
-    process = with_libraries(hooked(shortened_files.run, **options), {**os.environ, bindings.VARIABLE: kernels})
+    return ended(hooked(shortened_files.run, **options), kernels)
+
+
+def ended(program: list[str], kernels: str = "") -> tuple[int, list[str]]:
+    """The exit status of a process that is given no input, and what it said."""
+    process = with_libraries(program, {**os.environ, bindings.VARIABLE: kernels})
     assert process.stdin is not None and process.stdout is not None
     process.stdin.close()
     with process.stdout as output:
@@ -150,6 +158,20 @@ def test_pages_that_cannot_be_read_are_noticed_though_the_file_looks_the_same(pr
     status, (said, alive) = shorten(prepared, runtime=runtime, noticed=False)
     assert status == 0
     assert said.startswith("disk A part of ") and "could not be read" in said and said.endswith("again. 17")
+    assert alive == "alive"
+
+
+@needs_library
+@pytest.mark.parametrize(("runtime", "noticed"), [("torch", True), ("torch", False), ("native", False)])
+def test_files_shortened_while_they_are_loaded_refuse_the_model(tmp_path: Path, runtime: str, noticed: bool) -> None:
+    source = write_tiny_model(tmp_path / "source", "llama")
+    file = write_tiny_gguf(tmp_path / "m.gguf", source, "llama", quantised=GGMLQuantizationType.F16)
+    folder = open_gguf(file, lambda *_: None, folder=tmp_path / "opened")
+    status, (said, alive) = ended(
+        hooked(shortened_files.run_loading, folder=str(folder), runtime=runtime, files="*.gguf", noticed=noticed)
+    )
+    assert status == 0
+    assert ("m.gguf was changed while the model was open" if noticed else "m.gguf could not be read") in said
     assert alive == "alive"
 
 

@@ -7,7 +7,8 @@ counted, and :meth:`FileGuard.check` says so before anything computed from it is
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from engine.errors import ModelError
 from engine.models.byte_map import FileMapping
@@ -44,6 +45,25 @@ class FileGuard:
     def __del__(self) -> None:
         if getattr(self, "_places", None):
             self.close()
+
+
+@contextmanager
+def unchanged(files: Sequence[FileMapping]) -> Iterator[None]:
+    """For reading ``files`` before a model guards them itself.
+
+    Raises ModelError at the end if one was changed meanwhile, or a page of it was not there, also in place of an error
+    that came of that.
+    """
+    guard = FileGuard(files)
+    try:
+        yield
+    finally:
+        try:
+            for mapped in files:
+                mapped.check_unchanged()
+            guard.check()
+        finally:
+            guard.close()
 
 
 def _functions() -> ctypes.CDLL | None:

@@ -23,6 +23,7 @@ from engine.models.shard_files import part_of
 from engine.models.weight_layout import layout_of
 from engine.moe.executor import LocalExecutor, RingExecutor
 from engine.moe.held import check_held, held_by
+from engine.moe.kernels.file_guard import unchanged
 from engine.moe.rank_context import RankContext
 from engine.moe.timing import Recorder
 from engine.planning.hybrid import HybridRequest
@@ -169,7 +170,8 @@ def _read(
         wanted = _wanted_dtype(plan, request, stored)
         size = (files.trunk_bytes if with_trunk else 0) + (held.nbytes if held else 0)
         _check_fits(int(size * _growth(stored, wanted)), plan)
-        loaded = weights.from_files(files, held, translated, plan.family, wanted, progress, with_trunk)
+        with unchanged(files.mapped_files):
+            loaded = weights.from_files(files, held, translated, plan.family, wanted, progress, with_trunk)
         return _name(stored, wanted), loaded
     stored = next((entry.dtype for name, entry in entries.items() if name.endswith("norm.weight")), "F32")
     if plan.context is None:

@@ -20,6 +20,7 @@ from engine.models.number_formats import BLOCKS
 from engine.models.opening import open_model
 from engine.moe.executor import RingExecutor
 from engine.moe.kernels.bindings import FORMATS, KernelChoice, choose
+from engine.moe.kernels.file_guard import unchanged
 from engine.moe.kernels.layers import kernel_kind
 from engine.moe.kernels.pool import physical_cores, shared_pool
 from engine.moe.popularity import Popularity
@@ -56,7 +57,8 @@ class NativeRuntime:
         """Load the model in ``folder``; all its weights stay in the mapped files.
 
         With ``ring`` only the experts of its rank context are used, and its exchange gets the model's recorder.
-        Raises ModelError if the native trunk cannot run it, saying why, or the files are damaged.
+        Raises ModelError if the native trunk cannot run it, saying why, or the files are damaged
+        or change meanwhile.
         """
         started = time.perf_counter()
         files = open_model(folder, progress)
@@ -65,7 +67,8 @@ class NativeRuntime:
             raise ModelError(f"{threads} CPU threads cannot run a model; choose 1 or more.", kind="bad-input")
         experts = files.experts
         popularity = None if experts is None else Popularity(experts.layers, experts.count)
-        opened = open_native(files, request, popularity, in_ring=ring is not None)
+        with unchanged(files.mapped_files):
+            opened = open_native(files, request, popularity, in_ring=ring is not None)
         shape, dtype, choice = opened.shape, opened.dtype, opened.choice
         release()
         recorder = Recorder(shape.layers, shape.moe_layers, 0 if experts is None else experts.count)

@@ -17,6 +17,7 @@ from engine.models.opening import open_model
 from engine.models.sizes import sizes_of
 from engine.moe.executor import Executor
 from engine.moe.kernels.cpu_threads import threads_of
+from engine.moe.kernels.file_guard import unchanged
 from engine.moe.timing import Recorder
 from engine.runtimes.protocol import RingPlace
 from engine.runtimes.torch.experts_module import ExpertsPlace, experts_per_token, find_experts, gate_of, replace_experts
@@ -61,7 +62,8 @@ class TorchRuntime:
 
         In a ring the trunk is on the CPU; a GPU shares this node's experts with it.
 
-        Raises ModelError if the family is not supported, the files are damaged, or the request cannot be met here.
+        Raises ModelError if the family is not supported, the files are damaged or change meanwhile, or the request
+        cannot be met here.
         """
         started = time.perf_counter()
         if request.cpu_threads is not None:
@@ -70,7 +72,19 @@ class TorchRuntime:
             # As many as the other nodes were told: the order in which torch adds up depends on it.
             set_threads(threads_of(request))
         files = open_model(folder, progress)
-        config = read_config(folder, files.config)
+        with unchanged(files.mapped_files):
+            return self._read(files, request, progress, ring, release, started)
+
+    def _read(
+        self,
+        files: ModelFiles,
+        request: Load,
+        progress: ProgressCallback,
+        ring: RingPlace | None,
+        release: Callable[[], None],
+        started: float,
+    ) -> TorchModel:
+        config = read_config(files.folder, files.config)
         dtype = pick_dtype(files, request)
         module: Any = build_skeleton(config, dtype)
         places = find_experts(module)
