@@ -23,11 +23,15 @@ def unpacked(name: str, words: NDArray[np.uint8]) -> NDArray[np.float32]:
 
 
 def random_blocks(name: str, rows: int, columns: int, seed: int = 0) -> NDArray[np.uint8]:
-    """The bytes [rows, bytes] of a random matrix [rows, columns]."""
+    """The bytes [rows, bytes] of a random matrix [rows, columns].
+
+    The values' mean is zero: in a deep model any other makes all tokens alike, so that they use the same experts.
+    """
     values, nbytes = block_of(name)
     generator = np.random.default_rng(seed)
     blocks = generator.integers(0, 256, (rows * columns // values, nbytes), dtype=np.uint8)
-    scale = generator.uniform(0.01, 0.02, len(blocks)).astype(np.float16)
+    # Codes have one more step below zero than above, which scales of both signs balance.
+    scale = (generator.uniform(0.01, 0.02, len(blocks)) * generator.choice((-1, 1), len(blocks))).astype(np.float16)
 
     def put(at: int, numbers: NDArray[np.float16]) -> None:
         blocks[:, at : at + 2] = numbers.view(np.uint8).reshape(-1, 2)
@@ -43,7 +47,10 @@ def random_blocks(name: str, rows: int, columns: int, seed: int = 0) -> NDArray[
         put(2, (scale * np.float16(-7.5 if name == "Q4_1" else -15.5)).astype(np.float16))
     if name in ("Q4_K", "Q5_K"):
         put(2, (scale * np.float16(7.5 if name == "Q4_K" else 15.5)).astype(np.float16))
-        blocks[:, 4:16] = 0x21 + 0x11 * generator.integers(0, 2, (len(blocks), 1), dtype=np.uint8)
+        # Six bits for each of 8 scales and minima, two of them apart for the last 4: all are 33, or all are 50.
+        larger = generator.integers(0, 2, (len(blocks), 1), dtype=np.uint8)
+        blocks[:, 4:12] = np.where(larger, 0xF2, 0xA1)
+        blocks[:, 12:16] = np.where(larger, 0x22, 0x11)
     return blocks.reshape(rows, -1)
 
 

@@ -22,6 +22,8 @@ from benchmarks.packed_blocks import block_of, random_values
 Mix = Literal["Q4_K_M", "Q8_0", "MXFP4"]
 """The types of a file, as publishers name them."""
 
+_DRAWN = 2
+"""Version of how weights are drawn: files of another one are written anew."""
 _TILE_ROWS = 4096
 SCALE = 0.02
 """Standard deviation of the matrices' entries."""
@@ -130,7 +132,7 @@ def write_packed(
     (:mod:`benchmarks.letters`); else prompts are token ids. Memory: a tile for each format and row length.
     """
     tensors = list(packed_tensors(config, mix))
-    description = [config, embedding, [[each.name, each.shape, each.format] for each in tensors]]
+    description = [_DRAWN, config, embedding, [[each.name, each.shape, each.format] for each in tensors]]
     described = json.dumps([*description, "letters"] if letters else description)
     note = path.with_suffix(".json")
     if path.is_file() and note.is_file() and note.read_text(encoding="utf-8") == described:

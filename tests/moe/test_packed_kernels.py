@@ -218,3 +218,10 @@ def test_experts_whose_matrices_have_formats_of_their_own(
         results.append((g / (1 + np.exp(-g)) * u) @ down.T + biases[e][2])
     wanted = sum(shares[:, i, None] * np.stack(results)[routes[:, i], range(tokens)] for i in range(k))
     assert error(found, np.asarray(wanted)) < 2 * GAUSSIAN  # inputs are rounded twice
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_random_weights_are_around_zero(name: str) -> None:
+    """Otherwise the layers of a benchmark's model make all tokens alike, and they use the same experts."""
+    values = unpacked(name, random_blocks(name, 512, 1024))
+    assert abs(values.mean()) < 0.005 * values.std()
