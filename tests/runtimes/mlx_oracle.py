@@ -43,6 +43,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 }
 QUANTISABLE: dict[str, dict[str, Any]] = {
     "llama": {},
+    "mistral": {},
+    "qwen2": {},
     "qwen3": {},
     "mixtral": {},
     "qwen2_moe": {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64},
@@ -62,6 +64,14 @@ QUANTISABLE: dict[str, dict[str, Any]] = {
     "dbrx": {"ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 6, "moe_top_k": 2}},
 }
 """Sizes that groups of 32 weights divide."""
+
+FORMS: dict[str, dict[str, Any]] = {
+    "8-bit": {"bits": 8, "group": 64},
+    "mixed": {"own": ({"bits": 8, "group_size": 64}, ("down_proj", "v_proj", "lm_head"))},
+    "MXFP4": {"mode": "mxfp4"},
+    "groups of 128": {"group": 128},
+}
+"""Other forms in which mlx-lm quantises than in 4 bits and groups of 32, by a name."""
 
 ROUNDED_YARN = {
     "rope_type": "yarn",
@@ -88,16 +98,36 @@ def write_comparable(folder: Path, family: str, **overrides: Any) -> Path:
     return write_model(folder, family, **overrides)
 
 
-def write_quantised(folder: Path, family: str, mode: str = "affine") -> Path:
-    """A tiny model, quantised to 4 bits in groups of 32 by mlx-lm and written as mlx-lm writes it."""
-    sizes: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4} | QUANTISABLE[family]
+def write_quantised(
+    folder: Path,
+    family: str,
+    mode: str = "affine",
+    bits: int = 4,
+    group: int = 32,
+    own: tuple[dict[str, Any], tuple[str, ...]] | None = None,
+) -> Path:
+    """A tiny model, quantised by mlx-lm, usually to 4 bits in groups of 32, and written as mlx-lm writes it.
+
+    ``own``: other settings, and the ends of the names of the modules that have them.
+    """
+    width = max(64, group)
+    sizes: dict[str, Any] = {"hidden_size": width, "num_attention_heads": 4} | QUANTISABLE[family]
+    if group > 32:
+        sizes |= {name: width for name in sizes if name.endswith("intermediate_size")}
     if family != "dbrx":
-        sizes.setdefault("intermediate_size", 64)
+        sizes.setdefault("intermediate_size", width)
     if family == "deepseek_v3":
         sizes["num_key_value_heads"] = 4
     source = write_comparable(folder / "source", family, **sizes)
     model = library_model(source)
-    model, config = quantize_model(model, json.loads((source / "config.json").read_text()), 32, 4, mode=mode)
+    plain = json.loads((source / "config.json").read_text())
+
+    def settings_of(path: str, module: Any) -> bool | dict[str, Any]:
+        assert own is not None
+        return own[0] if path.endswith(own[1]) else True
+
+    predicate = None if own is None else settings_of
+    model, config = quantize_model(model, plain, group, bits, mode=mode, quant_predicate=predicate)
     save_model(folder / "quantised", model)
     save_config(config, folder / "quantised" / "config.json")
     return folder / "quantised"

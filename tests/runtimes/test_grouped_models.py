@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from native_oracle import FAMILIES, after_alike_branches, load_native, needs_kernels
-from pairwise import pairwise
+from pairwise import in_turn, pairwise
 from subjects import FP8, GROUPED_MODELS, PUBLISHED, needs_mlx, prompt_of
 from tiny_gguf import whole_blocks
 from tiny_grouped import write_grouped
 from tiny_models import write_tiny_model
-from torch_oracle import library_model, library_run, load, no_progress, our_run, typical, worst
+from torch_oracle import assert_same_choices, library_model, library_run, load, no_progress, our_run, typical, worst
 
 from benchmarks.stand_in_device import StandInDevice
 from engine.ipc.messages import ExpertPolicy, Load
@@ -51,10 +51,7 @@ def assert_like_the_library(model: LoadedModel, truth: Path) -> None:
     answer, theirs = library_run(truth, tokens, chunks=1)
     ours = our_run(model, tokens, 2, answer)
     assert typical(ours, theirs) < ROUNDED
-    for found, wanted in zip(ours, theirs, strict=True):
-        second, first = np.sort(wanted)[-2:]
-        if first - second > MARGIN * wanted.std():
-            assert found.argmax() == wanted.argmax()
+    assert_same_choices(ours, theirs, MARGIN)
 
 
 QUANTISABLE = tuple(family for family in FAMILIES if not family.startswith("qwen3_5"))
@@ -118,9 +115,9 @@ def test_one_tensor_for_each_expert_as_mlx_lm_wrote_it_once(tmp_path: Path, fami
 
 
 @needs_kernels
-@pytest.mark.parametrize("runtime", ["native", "torch"])
-def test_mxfp4_as_mlx_lm_writes_it(tmp_path: Path, runtime: str) -> None:
-    source = write_tiny_model(tmp_path / "source", "gpt_oss", **whole_blocks("gpt_oss"))
+@pytest.mark.parametrize(("family", "runtime"), in_turn(QUANTISABLE, ("native", "torch")))
+def test_mxfp4_as_mlx_lm_writes_it(tmp_path: Path, tiny_model: Callable[..., Path], family: str, runtime: str) -> None:
+    source = tiny_model(family, **whole_blocks(family))
     folder, truth = write_grouped(tmp_path / "model", source, mode="mxfp4", group=32)
     assert_like_the_library(loaded_by(runtime, folder), truth)
 

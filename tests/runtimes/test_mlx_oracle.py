@@ -12,6 +12,7 @@ pytest.importorskip("mlx.core", reason="mlx is not installed")
 import torch
 from mlx_oracle import (
     FAMILIES,
+    FORMS,
     QUANTISABLE,
     generate,
     library_generate,
@@ -23,6 +24,7 @@ from mlx_oracle import (
     write_model,
     write_quantised,
 )
+from pairwise import in_turn
 
 PROMPT = prompt_of(37)
 TOKENS = 12
@@ -53,6 +55,21 @@ def test_equals_mlx_lm_in_four_bits(family: str, tmp_path: Path) -> None:
     model = load(folder)
     assert model.facts.dtype == "4-bit, float32"
     tokens, found = generate(model.start(), PROMPT, TOKENS, [5, 20, 12])
+    assert tokens == expected_tokens
+    assert relative_error(found, expected) < 1e-4
+
+
+ELSEWHERE = (
+    *("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss"),
+)
+"""Families that run quantised by mlx-lm in the other runtimes, too."""
+
+
+@pytest.mark.parametrize(("family", "form"), in_turn(ELSEWHERE, tuple(FORMS)))
+def test_equals_mlx_lm_in_other_forms(family: str, form: str, tmp_path: Path) -> None:
+    folder = write_quantised(tmp_path, family, **FORMS[form])
+    expected_tokens, expected = library_generate(library_model(folder), PROMPT, TOKENS)
+    tokens, found = generate(load(folder).start(), PROMPT, TOKENS, [5, 20, 12])
     assert tokens == expected_tokens
     assert relative_error(found, expected) < 1e-4
 

@@ -98,6 +98,13 @@ def worst(ours: list[Logits], theirs: list[Logits]) -> float:
     )
 
 
+def assert_same_choices(ours: list[Logits], theirs: list[Logits], margin: float) -> None:
+    """The likeliest token is the library's wherever that is ahead by ``margin`` of the logits' spread."""
+    for found, wanted in zip(ours, theirs, strict=True):
+        second, first = np.sort(wanted)[-2:]
+        assert first - second <= margin * wanted.std() or found.argmax() == wanted.argmax()
+
+
 def typical(ours: list[Logits], theirs: list[Logits]) -> float:
     """The median over the steps of the root mean square difference, relative to the logits'.
 
