@@ -65,11 +65,11 @@ def test_the_rows(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_prompts_have_the_papers_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Library:
+    class Backend:
         def encode(self, text: str, add_special_tokens: bool) -> object:
             return type("Encoded", (), {"ids": list(range(len(text.split())))})()
 
-    monkeypatch.setattr(beam_rows, "read_tokenizer", lambda folder: type("Files", (), {"library": Library()})())
+    monkeypatch.setattr(beam_rows, "read_tokenizer", lambda folder: type("Files", (), {"backend": Backend()})())
     prompts = beam_rows.prompts_of(Path("model"))
     assert len(prompts) == beam_rows.REPEATS
     assert all(len(prompt) == 32 for prompt in prompts)
