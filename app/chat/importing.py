@@ -33,6 +33,5 @@ async def import_file(chat: ImportingChat, file: str, done: Callable[[], object]
     except (ImportProblem, StoreError) as problem:
         chat.notify(f"Nothing was imported: {problem}", "error")
         return
-    left_out = f", {found.unread} not readable" if found.unread else ""
-    chat.notify(f"Imported from {found.program}: {added}{left_out}.")
+    chat.notify(f"Imported from {found.program}: {added}. {found.left_out}".rstrip())
     done()

@@ -73,8 +73,9 @@ def take_in(file: str) -> int:
         raise WorkFailed(str(problem).rstrip(".")) from problem
     with _store() as store:
         added = store.take_in(found.conversations)
-    left_out = f", {found.unread} not readable" if found.unread else ""
-    answer(f"{found.program}: {added}{left_out}.\n")
+    answer(f"{found.program}: {added}.\n")
+    if found.left_out:
+        notify(found.left_out)
     return 0
 
 

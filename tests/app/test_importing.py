@@ -129,6 +129,30 @@ def test_chatgpts_marks_in_an_answer_become_what_it_shows(tmp_path: Path) -> Non
     assert [m.content for m in found.messages] == ["Rain ([Site](https://s.org)) in Paris, [see](https://e.org)."]
 
 
+def test_chatgpt_without_ids_or_parents(tmp_path: Path) -> None:
+    mapping = {key: {part: value for part, value in node.items() if part not in ("id", "parent")}
+               for key, node in CHATGPT["mapping"].items()}  # type: ignore[attr-defined] # fmt: skip
+    nameless = {"title": "Bees", "mapping": mapping, "current_node": "a2"}
+    other = {**nameless, "mapping": {**mapping, "a2": mapping["a1"]}}
+    first, second = read(tmp_path / "c.json", [nameless, other])
+    assert [(m.content, m.parent) for m in first.messages[1:]] == [("First.", 0), ("Second.", 0)]
+    # Each has a name of its own, which it keeps.
+    assert len({first.origin, second.origin, "chatgpt:"}) == 3
+    assert read(tmp_path / "d.json", [nameless])[0].origin == first.origin
+
+
+def test_what_is_left_out_is_said(tmp_path: Path, store: SqliteStore) -> None:
+    empty = {**CLAUDE, "uuid": "u-2", "chat_messages": []}
+    picture = {"sender": "human", "text": "", "files": [{"file_name": "a.png"}]}
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps([CHATGPT, empty, "odd", {**CLAUDE, "chat_messages": [picture]}, OPEN_WEBUI]))
+    found = read_conversations(path)
+    assert found.left_out == "Left out: 1 chat without text, 1 entry that is no chat, 3 pictures and files."
+    texts = [chat.messages[0].content for chat in found.conversations]
+    assert texts == ["[image]\n\nWhy do bees dance?", "[a.png]", "[image]\n\nSoup?"]
+    assert read_conversations(old_log(tmp_path / "logs.db")).left_out == ""
+
+
 def test_claude(tmp_path: Path) -> None:
     (found,) = read(tmp_path / "conversations.json", [CLAUDE])
     assert (found.origin, found.title, found.created) == ("claude:u-1", "Rain", 1740823200.0)
@@ -194,9 +218,15 @@ def test_llm_puts_the_fragments_of_a_prompt_before_it(tmp_path: Path) -> None:
             "INSERT INTO fragments VALUES (1, 'one'), (2, 'two');"
             "INSERT INTO prompt_fragments VALUES ('r0', 2, 0), ('r0', 1, 1);"
             "INSERT INTO system_fragments VALUES ('r0', 1, 0);"
+            "CREATE TABLE attachments (id TEXT PRIMARY KEY, type TEXT, path TEXT, url TEXT, content BLOB);"
+            'CREATE TABLE prompt_attachments (response_id TEXT, attachment_id TEXT, "order" INTEGER);'
+            "INSERT INTO attachments VALUES ('x', 'image/png', 'a.png', NULL, NULL);"
+            "INSERT INTO prompt_attachments VALUES ('r0', 'x', 0);"
         )
-    (chat,) = read_conversations(path).conversations
-    assert (chat.system, chat.messages[0].content) == ("one\n\nBe kind.", "two\none\nTea?")
+    found = read_conversations(path)
+    (chat,) = found.conversations
+    assert (chat.system, chat.messages[0].content) == ("one\n\nBe kind.", "[image/png]\ntwo\none\nTea?")
+    assert found.left_out == "Left out: 1 picture or file."
     assert chat.messages[2].content == "And milk?"
 
 
@@ -271,6 +301,13 @@ def test_an_archive_and_the_same_file_twice(tmp_path: Path, store: SqliteStore) 
     assert store.restore(deletion).origin == ""
 
 
+def test_an_archive_without_conversations_is_called_so(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as file:
+        file.writestr("user.json", "{}")
+    with pytest.raises(ImportProblem, match=r"x\.zip is an archive without a file conversations\.json"):
+        read_conversations(tmp_path / "x.zip")
+
+
 def test_an_error_imports_nothing(store: SqliteStore, tmp_path: Path) -> None:
     (good,) = read(tmp_path / "a.json", CLAUDE)
     (bad,) = read(tmp_path / "b.json", CHATGPT)
@@ -292,6 +329,10 @@ def test_an_error_imports_nothing(store: SqliteStore, tmp_path: Path) -> None:
         (b'"text"', "no conversations that are known"),
         (b'[{"a": 1}, 3, null]', "no conversations that are known"),
         (b"PK\3\4 no archive", "cannot be unpacked"),
+        (b'[{"mapping": {}}, {"mapping": {"a": {}}}]', "export of ChatGPT with 2 chats, and no message in it has text"),
+        (b'{"chat_messages": []}', "export of Claude with 1 chat, and no message"),
+        (b'{"chat": {"messages": [{"role": "user", "content": " "}]}}', "Open WebUI with 1 chat, and no message"),
+        (b'{"messages": []}', "export of privatellm with 1 chat, and no message"),
         (b"SQLite format 3\0 but damaged", "cannot be read as llm's log"),
     ],
 )
@@ -486,7 +527,8 @@ def test_chats_are_listed_exported_and_imported(
     path = tmp_path / "conversations.json"
     path.write_text(json.dumps([CHATGPT, CLAUDE]))
     assert run(["chats", "import", str(path)]) == 0
-    assert capsys.readouterr().out == "ChatGPT: 2 new, 0 already here.\n"
+    out, error = capsys.readouterr()
+    assert (out, error) == ("ChatGPT: 2 new, 0 already here.\n", "Left out: 1 picture or file.\n")
     assert run(["chats", "list", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [(row["title"], row["pinned"]) for row in rows] == [("Rain", False), ("Bees", True)]

@@ -11,6 +11,7 @@ from app.conversations.importing.parts import (
     ImportedConversation,
     ImportedMessage,
     ImportedNode,
+    file_mark,
     moment,
     name,
     number,
@@ -32,7 +33,10 @@ def is_conversation(found: Mapping[str, Any]) -> bool:
 
 def conversation(found: Mapping[str, Any]) -> ImportedConversation:
     """The conversation with all its branches."""
-    nodes = {key: _node(table(value)) for key, value in found["mapping"].items()}
+    records = {key: table(value) for key, value in found["mapping"].items()}
+    above = {child: key for key, record in records.items() for child in rows(record.get("children"))
+             if isinstance(child, str)}  # fmt: skip
+    nodes = {key: _node(record, above.get(key)) for key, record in records.items()}
     messages, leaf = tree(nodes, name(found.get("current_node")))
     models = [message.model for message in messages if message.model]
     return ImportedConversation(
@@ -49,9 +53,11 @@ def conversation(found: Mapping[str, Any]) -> ImportedConversation:
     )
 
 
-def _node(found: Mapping[str, Any]) -> ImportedNode:
+def _node(found: Mapping[str, Any], above: str | None) -> ImportedNode:
+    """The node of the tree. ``above``: the one that names it among its children."""
     message = table(found.get("message"))
-    parent = found.get("parent") if isinstance(found.get("parent"), str) else None
+    named = found.get("parent")
+    parent = named if isinstance(named, str) else above
     content, metadata = table(message.get("content")), table(message.get("metadata"))
     role = table(message.get("author")).get("role")
     kind = content.get("content_type")
@@ -72,6 +78,7 @@ def _node(found: Mapping[str, Any]) -> ImportedNode:
             created=moment(message.get("create_time")),
             model=name(metadata.get("model_slug")) if role == "assistant" else "",
             state="stopped" if message.get("status") == "in_progress" else "complete",
+            only_named=sum(_is_pointer(part) for part in rows(content.get("parts"))),
         ),
     )
 
@@ -115,10 +122,14 @@ def _part(part: object) -> str:
     if isinstance(part, str):
         return text(part)
     found = table(part)
-    if found.get("content_type") == "audio_transcription":
+    if not _is_pointer(part):
         return text(found.get("text"))
-    kind = name(found.get("content_type")).removesuffix("_asset_pointer").replace("_", " ")
-    return f"[{kind}]" if kind else ""
+    return file_mark(name(found["content_type"]).removesuffix("_asset_pointer").replace("_", " "))
+
+
+def _is_pointer(part: object) -> bool:
+    """Is ``part`` a picture or another file, of which the export has only the name?"""
+    return name(table(part).get("content_type")) not in ("", "audio_transcription")
 
 
 def _thoughts(content: Mapping[str, Any], metadata: Mapping[str, Any], kind: str) -> Thoughts:

@@ -11,6 +11,7 @@ from app.conversations.importing.parts import (
     ImportedMessage,
     ImportedNode,
     chain,
+    file_mark,
     moment,
     name,
     rows,
@@ -64,7 +65,8 @@ def _message(record: Mapping[str, Any], model: str) -> ImportedMessage | None:
         for entry in files
         if text(entry.get("extracted_content"))
     )
-    said = said or text(record.get("text"))
+    named = [file_mark(table(file).get("file_name")) for file in rows(record.get("files"))]
+    said = "\n\n".join(filter(None, [*named, said or text(record.get("text"))]))
     if not said.strip() and not attachments:
         return None
     human = sender == "human"
@@ -75,4 +77,5 @@ def _message(record: Mapping[str, Any], model: str) -> ImportedMessage | None:
         model="" if human else model,
         thoughts=Thoughts("\n\n".join(filter(None, thought))),
         attachments=attachments,
+        only_named=len(named),
     )

@@ -17,6 +17,7 @@ from app.conversations.importing.parts import (
     ImportedMessage,
     ImportProblem,
     chain,
+    file_mark,
     moment,
     name,
     number,
@@ -80,7 +81,22 @@ def _old(source: sqlite3.Connection) -> Iterator[tuple[str, ImportedConversation
         for row in answers:
             row[kind] = given.get(row.get("id"), [])
             row["conversation_name"] = names.get(str(row.get("conversation_id")))
+    attached = _attachments(source)
+    for row in answers:
+        row["attachments"] = attached.get(row.get("id"), [])
     return _by_conversation(answers)
+
+
+def _attachments(source: sqlite3.Connection) -> dict[Any, list[Any]]:
+    """The types of the files that ``-a`` gave to each response, in the form in which ``llm logs --json`` has them."""
+    found: dict[Any, list[Any]] = {}
+    if source.execute("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'prompt_attachments'").fetchone():
+        for response, kind in source.execute(
+            "SELECT p.response_id, a.type FROM prompt_attachments p JOIN attachments a ON a.id = p.attachment_id"
+            ' ORDER BY p.response_id, p."order"'
+        ):
+            found.setdefault(response, []).append({"type": kind})
+    return found
 
 
 def _fragments(source: sqlite3.Connection, kind: str) -> dict[Any, list[Any]]:
@@ -125,8 +141,9 @@ def _given(row: Row, kind: str) -> list[str]:
 
 def _pair(row: Row) -> list[ImportedMessage]:
     asked = moment(row.get("datetime_utc"))
-    said = "\n".join(filter(None, (*_given(row, "prompt"), text(row.get("prompt")))))
-    question = ImportedMessage("user", said, created=asked)
+    named = [file_mark(table(file).get("type")) for file in rows(row.get("attachments"))]
+    said = "\n".join(filter(None, (*named, *_given(row, "prompt"), text(row.get("prompt")))))
+    question = ImportedMessage("user", said, created=asked, only_named=len(named))
     answer = _answer(row, text(row.get("response")), Thoughts(text(row.get("reasoning"))))
     return [message for message in (question, answer) if message.content.strip() or message.thoughts.text]
 

@@ -14,6 +14,7 @@ from app.conversations.importing.parts import (
     ImportedMessage,
     ImportedNode,
     chain,
+    file_mark,
     moment,
     name,
     number,
@@ -78,11 +79,7 @@ def _message(record: Mapping[str, Any], model: str, generation: Generation) -> I
         return None
     content = text(record.get("content"))
     if role == "user":
-        files = _attached(record)
-        created = moment(record.get("timestamp"))
-        return (
-            ImportedMessage("user", content, created=created, attachments=files) if content.strip() or files else None
-        )
+        return _question(record, content)
     said, thoughts = without_folded(content)
     thoughts = thoughts if thoughts.text else _thoughts_beside(record)
     failed = bool(record.get("error"))
@@ -102,15 +99,23 @@ def _message(record: Mapping[str, Any], model: str, generation: Generation) -> I
     )
 
 
-def _attached(record: Mapping[str, Any]) -> tuple[Attachment, ...]:
-    """The files of a question whose text is in the export."""
-    made = []
+def _question(record: Mapping[str, Any], said: str) -> ImportedMessage | None:
+    """A question with its files: those whose text is in the export are attached, the others are named."""
+    made: list[Attachment] = []
+    named: list[str] = []
     for entry in map(table, rows(record.get("files"))):
         file = table(entry.get("file"))
         content = text(table(file.get("data")).get("content"))
+        title = name(file.get("filename")) or name(entry.get("name"))
         if content:
-            made.append(Attachment(name(file.get("filename")) or name(entry.get("name")) or "attachment", content))
-    return tuple(made)
+            made.append(Attachment(title or "attachment", content))
+        else:
+            named.append(file_mark(title or entry.get("type")))
+    said = "\n\n".join([*named, said]) if said else "\n\n".join(named)
+    if not said.strip() and not made:
+        return None
+    created = moment(record.get("timestamp"))
+    return ImportedMessage("user", said, created=created, attachments=tuple(made), only_named=len(named))
 
 
 def without_folded(content: str) -> tuple[str, Thoughts]:

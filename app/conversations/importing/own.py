@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -14,6 +12,7 @@ from app.conversations.importing.parts import (
     ImportedMessage,
     ImportedNode,
     chain,
+    digest,
     moment,
     name,
     number,
@@ -69,8 +68,7 @@ def _origin(facts: Mapping[str, Any], messages: list[ImportedMessage]) -> str:
     origin = name(facts.get("origin"))
     if origin.startswith(_KNOWN_ORIGINS):
         return origin
-    said = [facts.get("created") if isinstance(facts.get("created"), float) else 0, *(m.content for m in messages)]
-    return f"privatellm:{hashlib.sha256(json.dumps(said).encode()).hexdigest()[:32]}"
+    return f"privatellm:{digest(facts.get('created'), messages)}"
 
 
 def _message(record: Mapping[str, Any]) -> ImportedMessage | None:

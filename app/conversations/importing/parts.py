@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import heapq
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,7 +41,10 @@ class Added:
 
 @dataclass
 class ImportedMessage:
-    """A message. ``parent``: the place of the message before it in the list of messages, which is a smaller one."""
+    """A message. ``parent``: the place of the message before it in the list of messages, which is a smaller one.
+
+    ``only_named``: the number of its pictures and files whose text is not in the export.
+    """
 
     role: Role
     content: str
@@ -53,6 +58,7 @@ class ImportedMessage:
     thoughts: Thoughts = NO_THOUGHTS
     generation: Generation = UNKNOWN
     attachments: tuple[Attachment, ...] = ()
+    only_named: int = 0
 
 
 @dataclass
@@ -125,6 +131,17 @@ def moment(value: object) -> float | None:
         if seconds is not None and seconds > 1e11:
             seconds /= 1000
     return seconds if seconds is not None and 0 < seconds < _LATEST else None
+
+
+def file_mark(kind: object) -> str:
+    """What stands in a message for a picture or a file that is not in the export: ``[photo.png]``."""
+    return f"[{name(kind) or 'file'}]"
+
+
+def digest(created: object, messages: Sequence[ImportedMessage]) -> str:
+    """A name for a conversation that has no id of its own, from what is in it."""
+    said = [created if isinstance(created, float) else 0, *(message.content for message in messages)]
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:32]
 
 
 # --- trees ----------------------------------------------------------------------------------------------------------

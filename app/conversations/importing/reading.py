@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from app.conversations.importing import chatgpt, claude, llm_log, open_webui, own
-from app.conversations.importing.parts import MOST_MESSAGES, ImportedConversation, ImportProblem
+from app.conversations.importing.parts import MOST_MESSAGES, ImportedConversation, ImportProblem, digest
 from app.text_safety import one_line
 from engine.planning.units import byte_size
 
@@ -43,11 +43,31 @@ FORMATS = (
 
 @dataclass(frozen=True)
 class ReadFile:
-    """The conversations of a file. ``unread``: the number of entries in it that are none."""
+    """The conversations of a file, at least one.
+
+    ``unread``: the number of entries in it that are none. ``empty``: the number of conversations without a message
+    that has text.
+    """
 
     program: str
     conversations: Sequence[ImportedConversation]
     unread: int = 0
+    empty: int = 0
+
+    @property
+    def left_out(self) -> str:
+        """What is in the file and not in the conversations, as a sentence; empty if there is nothing."""
+        files = sum(message.only_named for chat in self.conversations for message in chat.messages)
+        parts = [
+            _counted(self.empty, "chat without text", "chats without text"),
+            _counted(self.unread, "entry that is no chat", "entries that are no chats"),
+            _counted(files, "picture or file", "pictures and files"),
+        ]
+        return f"Left out: {', '.join(filter(None, parts))}." if any(parts) else ""
+
+
+def _counted(count: int, one: str, several: str) -> str:
+    return f"{count:,} {one if count == 1 else several}" if count else ""
 
 
 def read_conversations(path: Path) -> ReadFile:
@@ -61,7 +81,7 @@ def read_conversations(path: Path) -> ReadFile:
     except OSError as error:
         raise ImportProblem(f"{one_line(str(path))} cannot be read: {error.strerror or error}.") from error
     if start.startswith(llm_log.HEADER):
-        return ReadFile("llm", _with_messages(llm_log.conversations(path)))
+        return _read(path, "llm", llm_log.conversations(path))
     documents = _archived(path) if start.startswith(b"PK\3\4") else iter([_plain(path)])
     found: list[ImportedConversation] = []
     programs: list[str] = []
@@ -86,15 +106,26 @@ def read_conversations(path: Path) -> ReadFile:
             f"{one_line(str(path))} has no conversations that are known; there are exports of privatellm, ChatGPT, "
             "Claude, Open WebUI and llm."
         )
-    return ReadFile(programs[0], _with_messages(found), unread)
+    return _read(path, programs[0], found, unread)
 
 
-def _with_messages(found: Sequence[ImportedConversation]) -> list[ImportedConversation]:
+def _read(path: Path, program: str, found: Sequence[ImportedConversation], unread: int = 0) -> ReadFile:
+    """The conversations of ``found`` that have messages. Raises ImportProblem if there is none."""
     large = next((chat for chat in found if len(chat.messages) > MOST_MESSAGES), None)
     if large is not None:
         raise ImportProblem(f"A conversation has more than {MOST_MESSAGES:,} messages; nothing was imported.")
-    # One without an id of its own would be taken for any other such.
-    return [chat for chat in found if chat.messages and not chat.origin.endswith(":")]
+    kept = [chat for chat in found if chat.messages]
+    if not kept:
+        chats = _counted(len(found), "chat", "chats") or "no chats"
+        raise ImportProblem(
+            f"{one_line(str(path))} is an export of {program} with {chats}"
+            f"{', and no message in it has text' if found else ''}."
+        )
+    for chat in kept:
+        if chat.origin.endswith(":"):
+            # Without an id it would be taken for any other such conversation.
+            chat.origin += digest(chat.created, chat.messages)
+    return ReadFile(program, kept, unread, len(found) - len(kept))
 
 
 def _plain(path: Path) -> bytes:
@@ -116,6 +147,8 @@ def _archived(path: Path) -> Iterator[bytes]:
             if len(members) > _MOST_MEMBERS:
                 raise ImportProblem(f"{one_line(str(path))} has more than {_MOST_MEMBERS:,} files.")
             wanted = [member for member in members if _MEMBER.fullmatch(member.filename)]
+            if not wanted:
+                raise ImportProblem(f"{one_line(str(path))} is an archive without a file conversations.json.")
             for member in wanted:
                 if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
                     raise ImportProblem(f"{one_line(str(path))} is packed in a way that cannot be unpacked here.")
