@@ -285,16 +285,15 @@ class SqliteStore:
                 )
             }
             found = self._index.find(wanted, limit)
-            owners = self._owners([message for message, _ in found])
         hits = [
-            SearchHit(everything[owners[message]], message, snippet)
-            for message, snippet in found
-            if owners.get(message) in everything
+            SearchHit(everything[hit.conversation], hit.message, hit.snippet, hit.messages)
+            for hit in found
+            if hit.conversation in everything
         ]
         # The title is often the question's first line: the message says more than the title then.
         shown = {hit.conversation.id for hit in hits}
         titled = [
-            SearchHit(conversation, conversation.leaf or 0, snippet_around(conversation.title, wanted))
+            SearchHit(conversation, conversation.leaf or 0, snippet_around(conversation.title, wanted), messages=0)
             for conversation in everything.values()
             if conversation.id not in shown and contains_folded(conversation.title, wanted)
         ]
@@ -410,16 +409,6 @@ class SqliteStore:
             (message,),
         ).fetchall()
         return self._records(rows)
-
-    def _owners(self, messages: list[int]) -> dict[int, int]:
-        owners: dict[int, int] = {}
-        for message in messages:
-            row = self._connection.execute(
-                "SELECT conversation FROM message WHERE id = ? AND deleted = ''", (message,)
-            ).fetchone()
-            if row is not None:
-                owners[message] = row[0]
-        return owners
 
 
 def _storable(text: str) -> str:

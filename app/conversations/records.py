@@ -73,10 +73,14 @@ class MessageRecord:
 
 @dataclass(frozen=True)
 class SearchHit:
+    """A conversation that a search found, and the best of its messages that have the words."""
+
     conversation: Conversation
     message: int
     snippet: str
     """Plain text around the hit, with U+E000 before and U+E001 after each matched word."""
+    messages: int = 1
+    """Number of its messages that have the words; 0 if only its title has them."""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sqlite3
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from app.conversations.store import StoreError, primary_code
 
@@ -15,6 +16,19 @@ _INDEX_DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_CONSTRAINT, sqlite3.SQL
 """SQLite's result codes for a damaged FTS5 index. A full disk or a lock has others."""
 _SNIPPET_WORDS = 16
 _AROUND = 60
+_MOST_MESSAGES = 5_000
+"""Maximum number of messages that a search counts."""
+_THERE = "message.deleted = '' AND conversation.deleted = ''"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was found in one conversation. ``message``: the best of the ``messages`` that have the text."""
+
+    conversation: int
+    message: int
+    messages: int
+    snippet: str
 
 
 class SearchIndex:
@@ -60,8 +74,8 @@ class SearchIndex:
         ).fetchone()
         return bool(behind)
 
-    def find(self, text: str, limit: int) -> list[tuple[int, str]]:
-        """``(message, snippet)`` pairs, best first. ``text`` is searched for literally: it has no operators."""
+    def find(self, text: str, limit: int) -> list[Found]:
+        """At most ``limit`` conversations, best first. ``text`` is searched for literally: it has no operators."""
         try:
             found = self._find_words(text, limit) if self.available else []
         except sqlite3.Error as error:
@@ -133,29 +147,61 @@ class SearchIndex:
             self._put(message, content)
         self._connection.execute("DELETE FROM message_words WHERE rowid NOT IN (SELECT id FROM message)")
 
-    def _find_words(self, text: str, limit: int) -> list[tuple[int, str]]:
+    def _find_words(self, text: str, limit: int) -> list[Found]:
         words = re.findall(r"\w+", text)
         if not words:
             return []
         # Quoted, so that no word is an operator; the last may be the beginning of a word still being typed.
         query = " ".join(f'"{word}"' for word in words) + "*"
         rows = self._connection.execute(
-            "SELECT rowid, snippet(message_words, 0, ?, ?, '…', ?) FROM message_words"
-            " WHERE message_words MATCH ? ORDER BY rank LIMIT ?",
-            (HIT_START, HIT_END, _SNIPPET_WORDS, query, limit),
+            "SELECT message.conversation, message.id FROM message_words"
+            " JOIN message ON message.id = message_words.rowid"
+            " JOIN conversation ON conversation.id = message.conversation"
+            f" WHERE message_words MATCH ? AND {_THERE} ORDER BY message_words.rank LIMIT ?",
+            (query, _MOST_MESSAGES),
         )
-        return [(int(message), str(snippet)) for message, snippet in rows]
+        best = _by_conversation(rows, limit)
+        snippets = self._connection.execute(
+            "SELECT rowid, snippet(message_words, 0, ?, ?, '…', ?) FROM message_words"
+            f" WHERE message_words MATCH ? AND rowid IN ({_numbers(best)})",
+            (HIT_START, HIT_END, _SNIPPET_WORDS, query),
+        )
+        return _found(best, {int(message): str(snippet) for message, snippet in snippets})
 
-    def _read_through(self, text: str, limit: int) -> list[tuple[int, str]]:
+    def _read_through(self, text: str, limit: int) -> list[Found]:
         """Search all messages for any part of a word and any character, which an index of words cannot find."""
-        if not text.strip():
+        wanted = text.strip()
+        if not wanted:
             return []
         rows = self._connection.execute(
-            "SELECT id, content FROM message WHERE deleted = '' AND contains_folded(content, ?)"
-            " ORDER BY id DESC LIMIT ?",
-            (text.strip(), limit),
+            "SELECT message.conversation, message.id FROM message"
+            " JOIN conversation ON conversation.id = message.conversation"
+            f" WHERE {_THERE} AND contains_folded(message.content, ?) ORDER BY message.id DESC LIMIT ?",
+            (wanted, _MOST_MESSAGES),
         )
-        return [(int(message), snippet_around(content, text.strip())) for message, content in rows]
+        best = _by_conversation(rows, limit)
+        contents = self._connection.execute(f"SELECT id, content FROM message WHERE id IN ({_numbers(best)})")
+        return _found(best, {int(message): snippet_around(content, wanted) for message, content in contents})
+
+
+def _by_conversation(rows: Iterable[tuple[int, int]], limit: int) -> dict[int, list[int]]:
+    """The messages of each of the first ``limit`` conversations in ``rows``, which are in order."""
+    found: dict[int, list[int]] = {}
+    for conversation, message in rows:
+        if conversation in found or len(found) < limit:
+            found.setdefault(conversation, []).append(message)
+    return found
+
+
+def _numbers(found: dict[int, list[int]]) -> str:
+    return ",".join(str(messages[0]) for messages in found.values())
+
+
+def _found(best: dict[int, list[int]], snippets: dict[int, str]) -> list[Found]:
+    return [
+        Found(conversation, messages[0], len(messages), snippets.get(messages[0], ""))
+        for conversation, messages in best.items()
+    ]
 
 
 def contains_folded(content: str, wanted: str) -> bool:

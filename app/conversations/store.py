@@ -116,7 +116,7 @@ class ConversationStore(Protocol):
         ...
 
     def search(self, text: str, limit: int = 50) -> list[SearchHit]:
-        """Full-text search over messages and titles. Any ``text`` is safe."""
+        """Full-text search over messages and titles: each conversation once, best first. Any ``text`` is safe."""
         ...
 
     def export(self, conversation: int, form: str, *, thoughts: bool = False) -> str:

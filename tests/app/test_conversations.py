@@ -182,6 +182,22 @@ def test_search_finds_words_prefixes_and_signs(store: SqliteStore) -> None:
     assert f"{HIT_START}brûlée{HIT_END}" in hit.snippet
 
 
+def test_search_finds_each_chat_once_and_says_how_often(store: SqliteStore) -> None:
+    often, once, titled = (store.create(model="m", title=title).id for title in ("", "", "All about pollen"))
+    for number in range(60):
+        store.add(often, "user", f"pollen, and {'many other words ' * 5}{number}", parent=None)
+    best = store.add(often, "user", "pollen pollen", parent=None).id
+    store.add(once, "user", "A word about pollen and much else in between", parent=None)
+    store.add(titled, "user", "Bees", parent=None)
+    hits = store.search("pollen")
+    assert [(hit.conversation.id, hit.messages) for hit in hits] == [(titled, 0), (often, 61), (once, 1)]
+    assert hits[1].message == best and "pollen" in hits[1].snippet
+    # Any part of a word is found without the index of words.
+    assert [(hit.conversation.id, hit.messages) for hit in store.search("olle", 2)] == [(titled, 0), (once, 1)]
+    store.delete(often)
+    assert [hit.conversation.id for hit in store.search("pollen")] == [titled, once]
+
+
 def test_search_follows_updates(store: SqliteStore) -> None:
     conversation = store.create(model="m").id
     message = store.add(conversation, "assistant", "alpha", parent=None, state="writing").id
@@ -220,7 +236,7 @@ def test_without_fts5_search_still_works_and_says_so(tmp_path: Path, monkeypatch
     without = open_store(path)
     assert "FTS5" in " ".join(without.notices)
     late = without.add(conversation, "user", "Written without one", parent=None)
-    assert len(without.search("WRITTEN")) == 2
+    assert [hit.messages for hit in without.search("WRITTEN")] == [2]
     assert len(without.search("without")) == 1
     without.close()
     monkeypatch.undo()

@@ -72,6 +72,26 @@ async def test_typing_searches_wherever_one_is_and_enter_opens(make_app: MakeApp
         await wait_until(pilot, lambda: controller(app).thread.path[0].content == "about lions, read daily")
 
 
+@pytest.mark.parametrize("width", [40, 140])
+async def test_a_search_lists_each_chat_once_with_the_number_of_its_hits(
+    make_app: MakeApp, store: ConversationStore, width: int
+) -> None:
+    often, _ = saved(store, "zebras and their stripes in the morning", "one zebra")
+    store.add(often, "assistant", "zebras", parent=None)
+    app = make_app()
+    async with app.run_test(size=(width, 20)) as pilot:
+        await ready(pilot, app)
+        await pilot.press("f2")
+        await wait_until(pilot, lambda: bool(app.screen.query(ChatBrowser)))
+        browser = app.screen.query_one(ChatBrowser)
+        browser.focus_search()
+        await pilot.press(*"zebra")
+        await wait_until(pilot, lambda: len(browser.rows.rows) == 2)
+        assert sorted(row.hits for row in browser.rows.rows) == [1, 2]
+        lines = [browser.rows.render_line(line).text for line in range(4)]
+        assert sum("2 hits" in line for line in lines) == 1 and not any("1 hit" in line for line in lines)
+
+
 async def test_chats_are_pinned_renamed_archived_deleted_and_brought_back(
     make_app: MakeApp, store: ConversationStore
 ) -> None:

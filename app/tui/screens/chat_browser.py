@@ -184,7 +184,8 @@ class ChatBrowser(Vertical):
 
     def _hits(self, words: str) -> list[Group]:
         hits = self._store.search(words)
-        return [("", [ChatRow(hit.conversation, hit.message, hit.snippet) for hit in hits])] if hits else []
+        rows = [ChatRow(hit.conversation, hit.message, hit.snippet, hit.messages) for hit in hits]
+        return [("", rows)] if rows else []
 
     def _place_of_marked(self, groups: list[Group]) -> int:
         before, rows = self.marked_chat, [row for _, found in groups for row in found]

@@ -31,11 +31,15 @@ ONE_LINE_FROM = 60
 
 @dataclass(frozen=True)
 class ChatRow:
-    """A conversation of the list, and the message in it that a search found, with its surroundings."""
+    """A conversation of the list, and the message in it that a search found, with its surroundings.
+
+    ``hits``: the number of its messages that the search found.
+    """
 
     conversation: Conversation
     message: int | None = None
     snippet: str = ""
+    hits: int = 0
 
 
 Group = tuple[str, Sequence[ChatRow]]
@@ -202,11 +206,13 @@ class ChatRows(ScrollView, can_focus=False):
         mark = (("◌ " if self.answering else "● ") if current else "  ", "$text-success")
         title = one_line(found.title) or "(no title)"
         line = Content.assemble(" ", mark, (title, "bold" if current or not self._dense else ""))
-        if self._dense or self._narrow:
+        hits = f"{row.hits} hits" if row.hits > 1 else ""
+        facts = "" if self._dense or self._narrow else self._facts(found)
+        aside = "  ".join(filter(None, (hits, facts)))
+        if not aside:
             return line
-        facts = self._facts(found)
-        room = width - cell_len(facts) - 3
-        return Content.assemble(line.truncate(room, ellipsis=True, pad=True), (f"  {facts}", muted))
+        room = width - cell_len(aside) - 3
+        return Content.assemble(line.truncate(room, ellipsis=True, pad=True), (f"  {aside}", muted))
 
     def _facts(self, found: Conversation) -> str:
         parts = [when(found.updated, self._now), one_line(found.model)[:24], "archived" if found.archived else ""]
