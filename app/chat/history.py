@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import islice
 
 MOST_RECALLED = 100
 """Maximum number of questions that one search goes through."""
+SEARCHED = 500
+"""Number of the newest questions in which words are searched for."""
+
+
+def with_words(questions: Callable[[str, int], Sequence[str]], words: str, most: int) -> list[str]:
+    """At most ``most`` of the newest ``questions`` that have all ``words``, whatever their case, newest first."""
+    wanted = words.casefold().split()
+    found = (question for question in questions("", SEARCHED) if all(word in question.casefold() for word in wanted))
+    return list(islice(found, most))
 
 
 class QuestionHistory:

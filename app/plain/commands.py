@@ -1,13 +1,16 @@
-"""The commands of the chat in lines: those of :data:`app.tui.keymap.COMMANDS` that need no screen."""
+"""The commands of the chat in lines: all of :data:`app.tui.keymap.COMMANDS`."""
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.chat.importing import import_file
+from app.chat.listing import toggle
 from app.chat.model_choices import model_options
 from app.chat.thread import export_thread
 from app.chat.timing_words import timing_words
@@ -16,13 +19,13 @@ from app.conversations.exporting import export_problem, suggested_path
 from app.conversations.records import Conversation
 from app.conversations.store import StoreError
 from app.log_tail import LOGS, log_path, read_tail
-from app.plain import setup_commands
+from app.plain import setup_commands, text_commands
 from app.plain.speaking import speaker, thoughts_mark
 from app.ring_words import machine_name, state_words
 from app.settings.fields import SettingError
 from app.settings.schema import SCHEMA, setting_named
 from app.text_safety import one_line
-from app.tui.keymap import COMMANDS, UnknownCommand, parse
+from app.tui.keymap import COMMANDS, parse
 from engine.errors import ModelError
 
 if TYPE_CHECKING:
@@ -32,7 +35,21 @@ _MOST_LISTED = 20
 """Number of conversations in a list to pick from."""
 _LOG_LINES = 20
 """Number of lines of each log that are printed."""
-_BY_HAND = 'Several lines: begin and end with """, or end each line but the last with \\.'
+_KEYS = (
+    'Several lines: begin and end with """, or end each line but the last with \\.',
+    "Up brings back what was typed before.",
+    "ctrl+c stops an answer and keeps its text. ctrl+d leaves. ctrl+z goes back to the shell.",
+)
+_HELP = {
+    "thoughts": "Thoughts. Print what the model thought before its last answer.",
+    "keys": "Keys. What the keys do here.",
+    "continue": "Continue the answer. Let the model go on from its end.",
+    "delete": "Delete the last message. /undo brings it back.",
+    "editor": "Editor. Write a question in your own editor: VISUAL or EDITOR.",
+    "find": "Find in the chat. Print the lines that have the words.",
+    "stop": "Stop the answer. ctrl+c does it, and keeps the text so far.",
+}
+"""Help where a command does something else than on the screen."""
 
 
 def run_command(chat: PlainChat, text: str) -> bool:
@@ -40,20 +57,20 @@ def run_command(chat: PlainChat, text: str) -> bool:
     call = parse(text)
     if call is None:
         return False
-    act = _ACTIONS.get(call.command.name)
-    if act is None:
-        raise UnknownCommand(f"/{call.command.name} needs the full screen: start privatellm without --plain.")
-    act(chat, call.argument)
+    ACTIONS[call.command.name](chat, call.argument)
     return True
 
 
 def _help(chat: PlainChat, _: str) -> None:
     for command in COMMANDS:
-        if command.name in _ACTIONS:
-            name = " ".join(filter(None, [f"/{command.name}", command.argument]))
-            chat.console.write_line(f"{name}: {command.title}. {command.help}.")
-    chat.console.write_line(_BY_HAND)
-    chat.console.write_line("ctrl+c stops an answer and keeps its text. ctrl+d leaves.")
+        name = " ".join(filter(None, [f"/{command.name}", command.argument]))
+        chat.console.write_line(f"{name}: {_HELP.get(command.name, f'{command.title}. {command.help}.')}")
+    _keys(chat, "")
+
+
+def _keys(chat: PlainChat, _: str) -> None:
+    for line in _KEYS:
+        chat.console.write_line(line)
 
 
 def _new(chat: PlainChat, _: str) -> None:
@@ -299,11 +316,22 @@ def _import(chat: PlainChat, file: str) -> None:
         chat.background.run(import_file(chat.controller, file))
 
 
+def _stop(chat: PlainChat, _: str) -> None:
+    chat.speaker.say("No answer is being written. ctrl+c stops one while it is.")
+
+
+def _suspend(chat: PlainChat, _: str) -> None:
+    if not chat.console.interactive or os.getpgrp() == os.getsid(0):
+        chat.speaker.say("There is no shell to go back to.", "Warning")
+    else:
+        signal.raise_signal(signal.SIGTSTP)
+
+
 def _quit(chat: PlainChat, _: str) -> None:
     raise EOFError
 
 
-_ACTIONS: dict[str, Callable[[PlainChat, str], None]] = {
+ACTIONS: dict[str, Callable[[PlainChat, str], None]] = {
     "help": _help,
     "new": _new,
     "chats": _chats,
@@ -327,11 +355,20 @@ _ACTIONS: dict[str, Callable[[PlainChat, str], None]] = {
     "edit": _edit,
     "find": _find,
     "rename": _rename,
+    "pin": lambda chat, _: chat.background.run(toggle(chat.controller, "pinned")),
+    "archive": lambda chat, _: chat.background.run(toggle(chat.controller, "archived")),
+    "history": lambda chat, words: text_commands.history(chat, words, _pick),
+    "editor": text_commands.editor,
+    "copy": text_commands.copy_answer,
+    "code": text_commands.copy_code,
+    "keys": _keys,
+    "stop": _stop,
+    "suspend": _suspend,
     "export": _export,
     "import": _import,
     "quit": _quit,
 }
-"""The commands by their names. The others need the full screen."""
+"""What each command does here, by its name."""
 
 
 def _pick(chat: PlainChat, lines: Sequence[str], what: str) -> int | str | None:

@@ -54,8 +54,9 @@ def sanitized(draw: random.Random) -> None:
 
 def rendered(draw: random.Random) -> None:
     """Any text becomes something to show, within the time that an attempt has."""
+    from app.chat.copying import code_blocks
     from app.text_safety import sanitize
-    from app.tui.render.markdown import code_blocks, render_markdown
+    from app.tui.render.markdown import render_markdown
 
     source = sanitize(text(draw, draw.choice((5, 300, 3000))))
     render_markdown(source, draw.choice((1, 20, 80)))

@@ -15,9 +15,9 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.widgets import Static
 
+from app.editor import edited
 from app.tui.chat.prompt import Prompt
 from app.tui.terminal.application import EDITOR, CopyRequested, TerminalApp
-from app.tui.terminal.editor import edited
 
 
 class FieldApp(TerminalApp):

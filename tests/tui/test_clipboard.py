@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.tui.terminal.clipboard import SENT, TERMINAL_LIMIT, Clipboard, clipboard_tools, sequences
+from app.clipboard import SENT, TERMINAL_LIMIT, Clipboard, clipboard_tools, sequences
 
 
 class Place:

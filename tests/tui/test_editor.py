@@ -15,8 +15,8 @@ import pytest
 from fake_engine import FakeEngine
 from screen_helpers import MakeApp, controller, notice, ready, shown, wait_until
 
-from app.tui.terminal import editor
-from app.tui.terminal.editor import EditorProblem, edited, editor_command
+from app import editor
+from app.editor import EditorProblem, edited, editor_command
 from tests.eventually import eventually
 
 LONG = "line\n" * 20

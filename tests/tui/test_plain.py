@@ -12,15 +12,17 @@ from pathlib import Path
 import pytest
 from fake_engine import FakeEngine
 
+from app import clipboard
 from app.attachments.attachment import Attachment
 from app.chat.state import Entry, Phase, Status
 from app.conversations.records import Thoughts
 from app.conversations.store import ConversationStore
 from app.plain.chat import PlainChat
-from app.plain.commands import run_command
+from app.plain.commands import ACTIONS, run_command
 from app.plain.console import Console, ReaderGone, gather, wrapped
 from app.plain.speaking import LONGEST_WAIT, Speaker, spoken_length
 from app.settings.file import open_settings
+from app.tui.keymap import COMMANDS
 from engine.ipc.messages import Beam, Progress
 
 Run = Callable[..., list[str]]
@@ -176,7 +178,14 @@ def test_chats_are_imported(run: Run, home: Path, store: ConversationStore) -> N
     ("typed", "said"),
     [
         ("/nothing", "Warning: There is no command /nothing; /help lists all commands."),
-        ("/copy", "Warning: /copy needs the full screen: start privatellm without --plain."),
+        ("/copy", "Warning: There is no answer to copy yet."),
+        ("/code", "Warning: There is no code block to copy."),
+        ("/history", "Notice: There are no earlier questions yet."),
+        ("/history tides", "Notice: No earlier question was found."),
+        ("/pin", "Warning: This chat is not saved, so it is in no list."),
+        ("/editor", "Warning: An editor cannot be opened: there is no terminal."),
+        ("/stop", "Notice: No answer is being written. ctrl+c stops one while it is."),
+        ("/suspend", "Warning: There is no shell to go back to."),
         ("/again", "Warning: There is no answer to regenerate yet."),
         ("/thoughts", "Notice: No answer here has thoughts."),
         ("/beams 99", "Warning: The beam width must be a number from 1 to 16, not 99."),
@@ -186,10 +195,49 @@ def test_what_cannot_be_done_is_said(run: Run, typed: str, said: str) -> None:
     assert run(typed)[-1] == said
 
 
-def test_help_names_only_what_works(run: Run) -> None:
+def test_every_command_works_in_lines_and_help_names_it(run: Run) -> None:
     lines = run("/help")
-    assert any(line.startswith("/model [name]:") for line in lines)
-    assert not any(line.startswith("/copy") for line in lines)
+    for command in COMMANDS:
+        assert command.name in ACTIONS
+        assert any(line.startswith((f"/{command.name}:", f"/{command.name} [")) for line in lines)
+    assert lines[-3:] == run("/keys")[1:]
+
+
+def test_chats_are_pinned_and_put_away(run: Run, store: ConversationStore) -> None:
+    lines = run("Hi", "/pin", "/archive", "/pin", "/temporary", "Secret", "/pin")
+    assert [line for line in lines if line.endswith(" chat.")] == [
+        "Notice: Pinned the chat.", "Notice: Archived the chat.", "Notice: Unpinned the chat.",
+    ]  # fmt: skip
+    assert lines[-1] == "Warning: This chat is not saved, so it is in no list."
+    (known,) = store.conversations(archived=True)
+    assert not known.pinned
+
+
+def test_earlier_questions_of_all_chats_are_found_and_asked(run: Run, store: ConversationStore) -> None:
+    run("About whales", "/new", "About tides", "/new", "A tide table")
+    lines = run("/history tide", "2", "/history", "whales", "", "/history", "9")
+    assert lines[1:6] == [
+        "1. A tide table", "2. About tides", "Number of the question to ask, or words; empty: back. 2",
+        "You: About tides", "Model: Paris is the capital.",
+    ]  # fmt: skip
+    assert "1. About whales" in lines and lines[-1] == "Notice: No earlier question was found."
+    assert len(store.conversations()) == 4
+
+
+def test_answers_and_code_are_copied_without_a_terminal(
+    run: Run, engine: FakeEngine, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TMUX", raising=False)
+    monkeypatch.setattr(clipboard, "clipboard_tools", lambda *_: [])
+    engine.answer = lambda request: ["Thus:\n```\nx = 1\n```\n"]
+    kept = home / "data" / "clipboard.txt"
+    assert run("Hi", "/copy")[-1] == f"Notice: No clipboard was found. The answer was written to {kept}."
+    assert kept.read_text() == "Thus:\n```\nx = 1\n```\n"
+    run("Hi", "/code")
+    assert kept.read_text() == "x = 1"
+    kept.unlink()
+    assert run("/temporary", "Hi", "/copy")[-1].startswith("Notice: The answer was not copied: no clipboard was found.")
+    assert not kept.exists()
 
 
 def test_an_engine_that_dies_is_an_error_and_the_text_stays(run: Run, engine: FakeEngine) -> None:

@@ -11,13 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from textual.content import Content
 
+from app.chat.copying import code_blocks
 from app.chat.state import Phase, Status
 from app.chat.timing_words import slowest_layer_words, slowest_layers
 from app.chat.words import engine_name, progress_text, size
 from app.tui import keymap
 from app.tui.chat.transcript import MOST_MESSAGES, Window
 from app.tui.panels import charts
-from app.tui.render.markdown import code_blocks, column_widths, render_markdown
+from app.tui.render.markdown import column_widths, render_markdown
 from app.tui.render.status_line import status_line
 from app.tui.render.streaming import LONGEST_TAIL, GrowingText
 from app.tui.screens.settings import prediction

@@ -87,7 +87,9 @@ class Drafting:
 
     async def open_editor(self) -> None:
         """Open the draft in the person's editor. Answers go on meanwhile, and are shown when it is closed."""
-        from app.tui.terminal.editor import EditorProblem, edited
+        from textual.app import SuspendNotSupported
+
+        from app.editor import EditorProblem, edited
 
         if self._brought is not None:
             return
@@ -97,6 +99,8 @@ class Drafting:
             text = await edited(self._prompt.whole_text, self._prompt.app.suspend)
         except EditorProblem as problem:
             self._controller.notify(str(problem), "warning")
+        except SuspendNotSupported:
+            self._controller.notify("An editor cannot be opened on this terminal.", "warning")
         else:
             if thread is self._controller.thread and edits_message == (self._set_aside is not None):
                 self._prompt.put_edited(text)

@@ -61,14 +61,6 @@ def render_plain(text: str) -> Content:
     return Content(sanitize(text))
 
 
-def code_blocks(source: str) -> list[str]:
-    """The code of each fence of ``source``, in order."""
-    try:
-        return [node.content.rstrip("\n") for node in _parse(source).walk() if node.type in ("fence", "code_block")]
-    except RecursionError:
-        return []
-
-
 @functools.cache
 def _parser() -> MarkdownIt:
     from markdown_it import MarkdownIt

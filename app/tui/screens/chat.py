@@ -14,6 +14,7 @@ from textual.screen import Screen
 from textual.worker import Worker, WorkerCancelled, WorkerState
 
 from app.chat.controller import ChatController
+from app.chat.copying import Copying
 from app.chat.queue import NewQuestion
 from app.chat.state import (
     Entry,
@@ -34,7 +35,6 @@ from app.settings.file import SettingsFile
 from app.text_safety import one_line
 from app.tui.chat.attaching import Asking, AttachmentLine
 from app.tui.chat.completion import CompletionPopup
-from app.tui.chat.copying import Copying
 from app.tui.chat.drafting import Drafting
 from app.tui.chat.editing import Editing
 from app.tui.chat.find_line import FindLine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from app.chat.saving import unlocked
+from app.chat.listing import toggle
 from app.conversations.store import StoreError
 from app.tui.screens.command_host import CommandHost
 
@@ -30,31 +30,11 @@ class ConversationCommands:
 
     def pin(self) -> None:
         """Keep the shown chat at the top of the list, or no longer."""
-        self._change("pinned", "Pinned the chat.", "Unpinned the chat.")
+        self._controller.run_in_background(toggle(self._controller, "pinned"))
 
     def archive(self) -> None:
         """Put the shown chat away from the list, or back."""
-        self._change("archived", "Archived the chat.", "Restored the chat from the archive.")
-
-    def _change(self, flag: str, now_set: str, now_unset: str) -> None:
-        thread = self._controller.thread
-        if thread.conversation is None or thread.memory is not None:
-            self._screen.show_notice("This chat is not saved, so it is in no list.", "warning")
-            return
-        self._controller.run_in_background(self._toggle(thread.conversation, flag, now_set, now_unset))
-
-    async def _toggle(self, conversation: int, flag: str, now_set: str, now_unset: str) -> None:
-        store = self._controller.store
-        try:
-            value = not getattr(store.conversation(conversation), flag)
-            if flag == "pinned":
-                await unlocked(lambda: store.change(conversation, pinned=value))
-            else:
-                await unlocked(lambda: store.change(conversation, archived=value))
-        except StoreError as error:
-            self._controller.notify(str(error), "error")
-        else:
-            self._controller.notify(now_set if value else now_unset)
+        self._controller.run_in_background(toggle(self._controller, "archived"))
 
     def export(self, argument: str = "") -> None:
         """``[--thoughts] [file]``: write the shown chat to a file; without one, ask for its name."""

@@ -7,7 +7,6 @@ import os
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, ClassVar
 
 from textual import events, on, work
@@ -18,9 +17,9 @@ from textual.message import Message
 from textual.screen import Screen
 from textual.widgets import Input, TextArea
 
+from app.clipboard import Clipboard, copies_file
 from app.engine_client import Engine
 from app.text_safety import one_line
-from app.tui.terminal.clipboard import Clipboard
 from app.tui.terminal.colours import legible
 from app.tui.terminal.driver import PATIENCE_S, TerminalDriver, end_at_last, ended_by_signals
 from app.tui.terminal.output import with_safe_lines
@@ -168,19 +167,13 @@ class TerminalApp(App[int]):
 
     @work(group="copy", exclusive=True)
     async def _copy_in_background(self, text: str, what: str) -> None:
-        clipboard = Clipboard(self._write_sequences, self.copies_file if self.may_write_copies else None)
+        clipboard = Clipboard(self._write_sequences, copies_file if self.may_write_copies else None)
         self.notify(one_line(await clipboard.copy(text, what)), markup=False, timeout=6)
 
     @property
     def may_write_copies(self) -> bool:
         """May a copied text be written to a file if there is no clipboard?"""
         return True
-
-    def copies_file(self) -> Path:
-        """Where a copied text is written if there is no clipboard. Raises OSError."""
-        from engine.models.locations import ensure
-
-        return ensure("data") / "clipboard.txt"
 
     def _write_sequences(self, sequences: str) -> None:
         if self._driver is not None:

@@ -27,13 +27,13 @@ SENT = "Sent to the terminal's clipboard. Nothing to paste? Shift-drag to select
 class Clipboard:
     """Copies a text in the first way that works, for one environment.
 
-    ``write`` takes sequences for the terminal. ``last_file``: where the text is written if nothing else is left; None:
-    nothing may be written to the disk.
+    ``write`` takes sequences for the terminal; None: it is to get none. ``last_file``: where the text is written if
+    nothing else is left; None: nothing may be written to the disk.
     """
 
     def __init__(
         self,
-        write: Callable[[str], None],
+        write: Callable[[str], None] | None,
         last_file: Callable[[], Path] | None,
         environment: Mapping[str, str] = os.environ,
         system: str = sys.platform,
@@ -58,7 +58,8 @@ class Clipboard:
         in_tmux = bool(self._environment.get("TMUX")) and await self._run_any(
             [["tmux", "load-buffer", "-w", "-"], ["tmux", "load-buffer", "-"]], text.encode("utf-8", "replace")
         )
-        if self._terminal_may_copy and len(text.encode("utf-8", "replace")) * 4 // 3 <= TERMINAL_LIMIT:
+        fits = len(text.encode("utf-8", "replace")) * 4 // 3 <= TERMINAL_LIMIT
+        if self._write is not None and self._terminal_may_copy and fits:
             self._write(sequences(text, self._environment, plain=not in_tmux))
             return f"Also in tmux's buffer. {SENT}" if in_tmux else SENT
         if in_tmux:
@@ -118,6 +119,13 @@ class Clipboard:
             await process.wait()
             return False
         return process.returncode == 0
+
+
+def copies_file() -> Path:
+    """Where a copied text is written if there is no clipboard. Raises OSError."""
+    from engine.models.locations import ensure
+
+    return ensure("data") / "clipboard.txt"
 
 
 def clipboard_tools(environment: Mapping[str, str], system: str) -> list[list[str]]:

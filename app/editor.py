@@ -15,9 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import FrameType
 
-from textual.app import SuspendNotSupported
-
-from app.tui.terminal.keys import as_text
+from app.text_safety import sanitize
 
 _NAME = "draft.md"
 _PATIENCE_S = 2.0
@@ -58,9 +56,7 @@ async def edited(text: str, suspend: Callable[[], AbstractContextManager[None]])
             status = await _run([*command, str(path)], suspend)
             if status:
                 raise EditorProblem(f"The editor ended with status {status}, so the draft stays as it was.")
-            return as_text(path.read_text(encoding="utf-8")).rstrip("\n")
-    except SuspendNotSupported as error:
-        raise EditorProblem("An editor cannot be opened on this terminal.") from error
+            return sanitize(path.read_text(encoding="utf-8")).rstrip("\n")
     except UnicodeDecodeError as error:
         raise EditorProblem("The editor left no UTF-8 text, so the draft stays as it was.") from error
     except OSError as error:

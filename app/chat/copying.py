@@ -1,4 +1,4 @@
-"""What of a conversation is copied to the clipboard: a message, or one code block after the other."""
+"""What of a conversation is copied to the clipboard: a message, or one code block after the other. No Textual."""
 
 from __future__ import annotations
 
@@ -35,8 +35,6 @@ class Copying:
 
     def last_code(self) -> None:
         """Copy the newest code block of the conversation."""
-        from app.tui.render.markdown import code_blocks
-
         for entry in reversed(self._thread().path):
             blocks = code_blocks(entry.content)
             if blocks:
@@ -51,8 +49,6 @@ class Copying:
 
     def next_code(self, entry: Entry) -> None:
         """Copy the code block of ``entry`` after the one that was copied last."""
-        from app.tui.render.markdown import code_blocks
-
         blocks = code_blocks(entry.content)
         if not blocks:
             self._warn("This message has no code block.")
@@ -61,3 +57,12 @@ class Copying:
         self._copied[entry.key] = index
         number = f"Block {index % len(blocks) + 1} of {len(blocks)}" if len(blocks) > 1 else "The code"
         self._copy(blocks[index % len(blocks)], number)
+
+
+def code_blocks(source: str) -> list[str]:
+    """The code of each fence of the Markdown ``source``, in order."""
+    from markdown_it import MarkdownIt
+
+    # What is within a line is of no interest, and hostile nesting of it would take long.
+    tokens = MarkdownIt("commonmark", {"html": False}).disable("inline").parse(source)
+    return [token.content.rstrip("\n") for token in tokens if token.type in ("fence", "code_block")]
