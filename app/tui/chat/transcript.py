@@ -461,6 +461,9 @@ class Transcript(VerticalScroll, can_focus=False):
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
         super().watch_scroll_y(old_value, new_value)
+        # Textual 8.2.8 compares a layout with what it was asked about last instead of with what is on the screen, so a
+        # scroll just before the layout would not be drawn.
+        self.refresh()
         at_end = not self.window.newer and new_value >= self.max_scroll_y - 1
         self._set_following(at_end)
         if at_end and not self.is_anchored:
