@@ -26,6 +26,7 @@ from app.chat.state import (
     TimingArrived,
     Update,
     UserNotice,
+    characters,
 )
 from app.chat.thread import Thread, prompt_messages
 from app.chat.timing_words import slowest_words
@@ -51,6 +52,9 @@ from engine.ipc.messages import (
     Sampling,
     Timing,
 )
+
+_LONG_CHAT = "Most of it is the chat before the question: /delete shortens it, /new begins another."
+"""What is added if it is not the question that is too long."""
 
 
 @dataclass(eq=False)
@@ -131,9 +135,14 @@ def failed(turn: ChatTurn, event: Failed) -> tuple[State, str]:
     """As :func:`completed`, for an answer that failed."""
     if turn.begun.text:
         return "failed", event.error
-    too_long = event.kind == "context"
-    turn.answer.finish_reason = TOO_LONG if too_long else ""
-    return "failed", event.error + (" Use /edit to shorten it; later questions leave it out." if too_long else "")
+    if event.kind != "context":
+        turn.answer.finish_reason = ""
+        return "failed", event.error
+    turn.answer.finish_reason = TOO_LONG
+    *before, question = map(characters, turn.path)
+    if sum(before) > question:
+        return "failed", f"{event.error} {_LONG_CHAT}"
+    return "failed", f"{event.error} Use /edit to shorten it; later questions leave it out."
 
 
 def generate_request(request_id: int, turn: ChatTurn, options: Settings) -> Generate:

@@ -234,11 +234,12 @@ def context_to_come(status: Status, path: Sequence[Entry], max_tokens: int | Non
     """Estimate of the context, in tokens, at the end of the next answer. The cost of beams depends on it."""
     used = status.context_used
     if used is None:
-        used = sum(map(_characters, path)) // CHARACTERS_PER_TOKEN
+        used = sum(map(characters, path)) // CHARACTERS_PER_TOKEN
     limit = status.facts.context_limit if status.facts is not None else 0
     wanted = used + (max_tokens or USUAL_ANSWER)
     return min(wanted, limit) if limit else wanted
 
 
-def _characters(entry: Entry) -> int:
+def characters(entry: Entry) -> int:
+    """The characters of a message, with those of its files."""
     return len(entry.content) + sum(len(attachment.text) for attachment in entry.attachments)

@@ -239,6 +239,20 @@ async def test_a_refused_prompt_says_why_and_keeps_the_question(engine: FakeEngi
         assert chat.controller.status.phase is Phase.READY
 
 
+async def test_it_is_said_if_the_chat_and_not_the_question_is_too_long(
+    engine: FakeEngine, store: ConversationStore
+) -> None:
+    async with running(Chat(engine, store)) as chat:
+        chat.controller.submit("A question of the past")
+        await chat.answered()
+        engine.generate_error = "The prompt is 9 tokens too long."
+        chat.controller.submit("And?")
+        await chat.until(lambda: len(chat.path) == 4)
+        await chat.answered()
+        note = chat.path[-1].note
+        assert "Most of it is the chat before the question: /delete shortens it" in note and "/edit" not in note
+
+
 async def test_a_question_that_did_not_fit_is_not_sent_again_with_the_next(
     engine: FakeEngine, store: ConversationStore
 ) -> None:
