@@ -205,9 +205,11 @@ def _cpu_plan(
         speed = cpu_speed(model, calibration, shares, wanted.cpu_layer_overhead_s, wanted.cpu_read_share)
         basis = "measured by `privatellm bench experts` on this machine"
     elif machine.memory_read:
-        step = streaming_step_s(model, wanted.cpu_read_share * machine.memory_read, wanted.cpu_layer_overhead_s)
-        speed = Speed(step, 0.0)
-        basis = f"the weights read per token at {machine.memory_read / 1e9:.0f} GB/s"
+        rate = wanted.cpu_read_share * machine.memory_read
+        speed = Speed(streaming_step_s(model, rate, wanted.cpu_layer_overhead_s), 0.0)
+        basis = f"the weights read per token at {rate / 1e9:.0f} GB/s"
+        if model.experts:
+            basis += f", a rate measured with other models; `{_bench_experts(model)}` measures these experts"
     else:
         basis = _nothing_measured(model)
     finished = HybridPlan(spare >= 0, max(0, -spare), False, 0, (memory,), tuple(choices), basis=basis)
@@ -358,9 +360,15 @@ def _with_speed(
 
 def _nothing_measured(model: ModelSizes) -> str:
     if model.experts:
-        command = " ".join(["privatellm bench experts", *([shlex.quote(model.name)] if model.name else [])])
-        return f"nothing was measured for these experts on this machine; `{command}` does it in under a minute"
+        return (
+            f"nothing was measured for these experts on this machine; `{_bench_experts(model)}` does it in under a "
+            "minute"
+        )
     return "nothing was measured on this machine"
+
+
+def _bench_experts(model: ModelSizes) -> str:
+    return " ".join(["privatellm bench experts", *([shlex.quote(model.name)] if model.name else [])])
 
 
 def _instead(alone: HybridPlan, shared: HybridPlan) -> HybridPlan:

@@ -174,6 +174,16 @@ def test_without_measurements_nothing_is_predicted_and_the_way_out_is_said() -> 
     assert streamed.prefill_tokens_per_s is None
 
 
+def test_a_rate_that_was_measured_with_other_models_is_said_to_be_one() -> None:
+    machine = HybridMachine(BIG.cpu, memory_read=20e9)
+    found = plan(replace(MIXTRAL, name="m q4"), machine, HybridRequest(cpu_read_share=0.5))
+    assert found.basis == (
+        "the weights read per token at 10 GB/s, a rate measured with other models; "
+        "`privatellm bench experts 'm q4'` measures these experts"
+    )
+    assert plan(DENSE, machine, HybridRequest()).basis == "the weights read per token at 20 GB/s"
+
+
 def test_a_dense_model_shares_no_experts() -> None:
     found = plan(DENSE, BIG, HybridRequest(partitioning="hybrid"))
     assert found.fits
