@@ -416,7 +416,7 @@ def expert_shape(config: Mapping[str, Any], family: Family) -> ExpertLayers | No
     """Sizes of the routed experts as ``config.json`` gives them; None for a dense family.
 
     Raises ModelError naming the setting that is missing or is not a positive whole number, or if a token is sent to
-    more experts than there are.
+    more experts than there are, or than their groups hold.
     """
     if family.is_dense:
         return None
@@ -436,12 +436,25 @@ def expert_shape(config: Mapping[str, Any], family: Family) -> ExpertLayers | No
         raise ModelError(
             f"config.json sends every token to {per_token} experts, but there are {count}; fetch the model again."
         )
+    _check_groups(section, count, per_token or 1)
     return ExpertLayers(
         hidden=_integer(section, _first_present(section, "hidden_size", "d_model")),
         ffn=_integer(section, family.ffn_key),
         count=count,
         layers=tuple(moe_layers),
     )
+
+
+def _check_groups(section: Mapping[str, Any], count: int, per_token: int) -> None:
+    """Raises ModelError if the groups out of which experts are chosen, by the best two of each, do not hold them."""
+    groups, used = section.get("n_group"), section.get("topk_group")
+    if type(groups) is not int or type(used) is not int:
+        return
+    if not 1 <= used <= groups or count % groups or count < 2 * groups or used * (count // groups) < per_token:
+        raise ModelError(
+            f"config.json chooses {per_token} experts out of {used} of {groups} groups of {count} experts, which "
+            "do not fit together; fetch the model again."
+        )
 
 
 def stated_experts_per_token(config: Mapping[str, Any]) -> int | None:

@@ -211,6 +211,12 @@ def test_blocks_that_predict_ahead_are_left_out(tmp_path: Path, sources: Callabl
         ({"expert_weights_norm": True}, "normalises the weights of experts that a softmax gave"),
         ({"attention.kv_lora_rank": 128}, r"attn_kv_a_mqa\.weight has the shape"),
         ({"attention.key_length_mla": 4}, "qk_nope_head_dim, which must be a whole number from 1"),
+        (
+            {"expert_group_count": 3, "expert_group_used_count": 1},
+            "out of 1 of 3 groups of 8 experts, which do not fit",
+        ),
+        ({"expert_group_count": 2, "expert_group_used_count": 4}, "out of 4 of 2 groups of 8 experts"),
+        ({"expert_group_count": 8, "expert_group_used_count": 8}, "out of 8 of 8 groups of 8 experts"),
     ],
 )
 def test_latent_attention_or_routing_that_does_not_run_is_refused(
