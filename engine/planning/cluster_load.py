@@ -9,6 +9,7 @@ are too many, they are drawn, the same ones every time. (Paper of private LLMs o
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,8 @@ WORK = 24_000
 """Maximum outcomes looked at in all; of a model with many layers as many layers as that allows, evenly spread."""
 KEPT_CHOICES = 4096
 """Maximum sums over choices of experts that are kept for the next placement."""
+KEPT_SHARES = 16_384
+"""Maximum outcomes of which is kept how the ranks share them."""
 _CERTAIN = 0.995
 """Largest expected share of tokens that use an expert; more popular experts count as this."""
 
@@ -105,6 +108,9 @@ def odds_of(popularity: Sequence[float], experts: int, per_token: int) -> list[f
 
 def kinds_of(holders: Sequence[Counts], odds: Sequence[float], per_token: int) -> LayerKinds:
     """The experts of a layer with these ``holders`` and ``odds``, of which a token goes to ``per_token``."""
+    if len(set(odds)) < 2:
+        numbers = sorted(Counter(holders).items())
+        return tuple((ranks, _choices((odds[0],) * n, per_token)) for ranks, n in numbers)
     alike: dict[Counts, list[float]] = {}
     for ranks, chance in zip(holders, odds, strict=True):
         alike.setdefault(ranks, []).append(chance)
@@ -160,12 +166,19 @@ def layer_outcomes(
         chosen = _enumerated(kinds, per_token, rest[0][per_token])
     else:
         chosen = _drawn(kinds, per_token, rest, draws)
+    held, whole = [ranks for ranks, _ in kinds], tuple(weights)
     for chance, numbers in chosen:
-        holders = [ranks for (ranks, _), n in zip(kinds, numbers, strict=True) for _ in range(n)]
-        counts = [0] * len(weights)
-        for owner in level(holders, weights):
-            counts[owner] += 1
-        yield chance, tuple(counts)
+        yield chance, _shared(tuple((ranks, n) for ranks, n in zip(held, numbers, strict=True) if n), whole)
+
+
+@functools.lru_cache(maxsize=KEPT_SHARES)
+def _shared(active: tuple[tuple[Counts, int], ...], weights: Counts) -> Counts:
+    """The experts run by each rank, of those with these holders as many as given. The placements that a search looks at
+    have most of their outcomes in common."""
+    counts = [0] * len(weights)
+    for owner in level([ranks for ranks, n in active for _ in range(n)], weights):
+        counts[owner] += 1
+    return tuple(counts)
 
 
 def _enumerated(kinds: LayerKinds, per_token: int, total: float) -> list[tuple[float, Counts]]:

@@ -7,6 +7,7 @@ of all placements from 45 % to 4 %, and its restarts alone from 18 % to 4 %.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterator, Sequence
 
 from engine.planning.cluster_load import LayerKinds, kinds_of, layer_outcomes, odds_of, possible
@@ -16,6 +17,10 @@ WORK = 20_000
 """Maximum outcomes looked at in all by local search, some ten microseconds each."""
 _LEAST = 1e-9
 """Relative gain below which a difference is rounding."""
+KEPT_LAYERS = 512
+"""Maximum improved layers that are kept for the next plan."""
+KEPT_CHANGES = 16_384
+"""Maximum changes of an expert's holders that are kept."""
 
 RESTARTS = 8
 """Restarts of the search from the best placement so far after pseudo-random changes (the same every time)."""
@@ -41,71 +46,67 @@ class LocalSearch:
 
     def __init__(self, per_token: int, seconds: Sequence[float], layers: int) -> None:
         self._per_token = per_token
-        self._whole = whole_weights(seconds, len(seconds))
+        self._whole = tuple(whole_weights(seconds, len(seconds)))
         self._allowed = WORK // max(1, layers)
-        self._known: dict[LayerKinds, Value] = {}
 
     def improved(self, holders: Sequence[Sequence[int]], limits: Sequence[int], popularity: Sequence[float]) -> Rows:
         """``holders`` after all changes that help. No rank holds more than its limit; every expert keeps a holder."""
-        rows = [tuple(ranks) for ranks in holders]
-        wanted = min(self._per_token, len(rows))
-        odds = odds_of(popularity, len(rows), wanted)
-        if len(limits) < 2 or possible(kinds_of(rows, odds, wanted), wanted) * 4 > self._allowed:
-            return tuple(rows)
-        search = _Search(self, odds, wanted, limits)
-        best, rows = search.climbed(rows)
-        mark = 1
-        for _ in range(RESTARTS):
-            if search.work > self._allowed:
-                break
-            other = rows
-            for _ in range(_SHAKEN):
-                mark = (mark * 16807) % 2147483647
-                changes = list(_changes(other, limits))
-                if changes:
-                    other = _applied(other, changes[mark % len(changes)])
-            value, other = search.climbed(other)
-            if better(value, best):
-                best, rows = value, other
-        return tuple(rows)
+        rows = tuple(tuple(ranks) for ranks in holders)
+        return _improved(rows, tuple(limits), tuple(popularity), self._per_token, self._whole, self._allowed)
 
-    def allows(self, work: int) -> bool:
-        """Whether a layer's search may continue after ``work`` outcomes."""
-        return work <= self._allowed
 
-    def value(self, rows: Sequence[tuple[int, ...]], odds: Sequence[float], wanted: int) -> tuple[Value, int]:
-        """The value of ``rows`` and the outcomes looked at for it. Of placements with the same maximum the more even
-        one is better to continue from, hence the squares."""
-        kinds = kinds_of(rows, odds, wanted)
-        found = self._known.get(kinds)
-        outcomes = 1 + len(rows) * wanted // 64  # what finding the kinds takes
-        if found is not None:
-            return found, outcomes
-        largest = squares = 0.0
-        for chance, counts in layer_outcomes(kinds, wanted, self._whole):
-            loads = [n * weight for n, weight in zip(counts, self._whole, strict=True)]
-            largest += chance * max(loads)
-            squares += chance * sum(load * load for load in loads)
-            outcomes += 1
-        self._known[kinds] = (largest, squares)
-        return (largest, squares), outcomes
+@functools.lru_cache(maxsize=KEPT_LAYERS)
+def _improved(
+    holders: Rows,
+    limits: tuple[int, ...],
+    popularity: tuple[float, ...],
+    per_token: int,
+    whole: tuple[int, ...],
+    allowed: int,
+) -> Rows:
+    """See :meth:`LocalSearch.improved`. Plans for some of the same machines ask for many of the same layers."""
+    rows = list(holders)
+    wanted = min(per_token, len(rows))
+    odds = odds_of(popularity, len(rows), wanted)
+    if len(limits) < 2 or possible(kinds_of(rows, odds, wanted), wanted) * 4 > allowed:
+        return holders
+    search = _Search(odds, wanted, limits, whole, allowed)
+    best, rows = search.climbed(rows)
+    mark = 1
+    for _ in range(RESTARTS):
+        if search.work > allowed:
+            break
+        other = rows
+        for _ in range(_SHAKEN):
+            mark = (mark * 16807) % 2147483647
+            changes = list(_changes(other, limits))
+            if changes:
+                other = _applied(other, changes[mark % len(changes)])
+        value, other = search.climbed(other)
+        if better(value, best):
+            best, rows = value, other
+    return tuple(rows)
 
 
 class _Search:
-    """The search for one layer's best placement. ``work``: outcomes looked at so far."""
+    """The search for one layer's best placement. ``work``: outcomes looked at so far, of which ``allowed`` many."""
 
-    def __init__(self, search: LocalSearch, odds: Sequence[float], wanted: int, limits: Sequence[int]) -> None:
+    def __init__(
+        self, odds: Sequence[float], wanted: int, limits: Sequence[int], whole: Sequence[int], allowed: int
+    ) -> None:
         self.work = 0
-        self._search = search
         self._odds = odds
         self._wanted = wanted
         self._limits = limits
+        self._whole = whole
+        self._allowed = allowed
+        self._known: dict[LayerKinds, Value] = {}
 
     def climbed(self, rows: list[tuple[int, ...]]) -> tuple[Value, list[tuple[int, ...]]]:
         """``rows`` after every single change that helps, and their value."""
         best = self._value(rows)
         searching = True
-        while searching and self._search.allows(self.work):
+        while searching and self.work <= self._allowed:
             searching = False
             for changes in _changes(rows, self._limits):
                 changed = _applied(rows, changes)
@@ -113,14 +114,24 @@ class _Search:
                 if better(value, best):
                     rows, best, searching = changed, value, True
                     break
-                if not self._search.allows(self.work):
+                if self.work > self._allowed:
                     break
         return best, rows
 
     def _value(self, rows: Sequence[tuple[int, ...]]) -> Value:
-        value, work = self._search.value(rows, self._odds, self._wanted)
-        self.work += work
-        return value
+        """Of placements with the same maximum the more even one is better to continue from, hence the squares."""
+        kinds = kinds_of(rows, self._odds, self._wanted)
+        self.work += 1 + len(rows) * self._wanted // 64  # what finding the kinds takes
+        found = self._known.get(kinds)
+        if found is None:
+            largest = squares = 0.0
+            for chance, counts in layer_outcomes(kinds, self._wanted, self._whole):
+                loads = [n * weight for n, weight in zip(counts, self._whole, strict=True)]
+                largest += chance * max(loads)
+                squares += chance * sum(load * load for load in loads)
+                self.work += 1
+            found = self._known[kinds] = largest, squares
+        return found
 
 
 def better(value: Value, best: Value) -> bool:
@@ -163,6 +174,7 @@ def _applied(rows: Sequence[tuple[int, ...]], changes: Sequence[tuple[int, tuple
     return changed
 
 
+@functools.lru_cache(maxsize=KEPT_CHANGES)
 def _changed(ranks: tuple[int, ...], without: int | None, further: int | None) -> tuple[int, ...]:
     found = [rank for rank in ranks if rank != without]
     if further is not None:
