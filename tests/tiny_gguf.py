@@ -127,6 +127,30 @@ COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Families' names of the number of experts."""
 
 
+_BETWEEN_FP4 = np.array([0.5, 1.5, 2.5, 3.5, 5, 7, 10], np.float32)
+"""Where the codes of MXFP4 change, in twice what they stand for."""
+
+
+def fp4_codes(doubled: Floats) -> NDArray[np.uint8]:
+    """The codes of MXFP4 nearest to half of ``doubled``."""
+    codes = np.searchsorted(_BETWEEN_FP4, np.abs(doubled)).astype(np.uint8)
+    return codes | ((doubled < 0) & (codes > 0)).astype(np.uint8) << 3
+
+
+def fp4_exponents(blocks: Floats) -> NDArray[np.uint8]:
+    """The exponent of each of ``blocks`` [..., 32] in MXFP4, as gguf chooses it."""
+    most = np.maximum(np.abs(blocks).max(axis=-1), np.float32(1e-30))
+    return np.clip(np.floor(np.log2(most)) - 2 + 127, 0, 254).astype(np.uint8)
+
+
+def _mxfp4(values: Floats) -> NDArray[np.uint8]:
+    """``values`` packed as MXFP4. The gguf package compares each of them with all sixteen codes."""
+    blocks = values.reshape(-1, 32)
+    exponents = fp4_exponents(blocks)
+    codes = fp4_codes(np.ldexp(blocks, 128 - exponents.astype(np.int32)[:, None]))
+    return np.concatenate((exponents[:, None], codes[:, :16] | codes[:, 16:] << 4), axis=1).reshape(1, -1)
+
+
 def plain_types(name: str) -> GGMLQuantizationType:
     return GGMLQuantizationType.F32
 
@@ -313,7 +337,8 @@ class _Packing:
         flat = values.reshape(-1, values.shape[-1])
         try:
             # As one long row: gguf takes a few rows at a time, which costs more than packing them.
-            words = quantize(flat.reshape(1, -1), kind)
+            row = flat.reshape(1, -1)
+            words = _mxfp4(row) if kind == GGMLQuantizationType.MXFP4 else quantize(row, kind)
             back = dequantize(words, kind)
         except NotImplementedError:
             words, back = random_values(kind.name, *flat.shape, seed=zlib.crc32(name.encode()))

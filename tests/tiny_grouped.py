@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
+from tiny_gguf import fp4_codes, fp4_exponents
 
 from engine.models.families import Match, check_supported, expert_shape, match_tensor, part_views
 
@@ -60,10 +61,9 @@ def affine(values: Floats, bits: int, group: int, dtype: torch.dtype) -> Quantis
 def mxfp4(values: Floats) -> Quantised:
     rows, columns = values.shape
     grouped = values.reshape(rows, columns // 32, 32)
-    most = np.abs(grouped).max(axis=2)
-    exponents = np.clip(np.floor(np.log2(np.maximum(most, 1e-30))) - 2 + 127, 0, 254).astype(np.uint8)
+    exponents = fp4_exponents(grouped)
     scale = np.ldexp(np.float32(0.5), exponents.astype(np.int32) - 127).astype(np.float32)[:, :, None]
-    codes = np.abs((grouped / scale)[..., None] - HALVES_OF_FP4).argmin(axis=3).astype(np.uint8)
+    codes = fp4_codes(grouped / scale)
     stands_for = (scale * HALVES_OF_FP4[codes]).reshape(rows, columns)
     return Quantised(pack(codes.reshape(rows, columns), 4), torch.from_numpy(exponents), None, stands_for)
 

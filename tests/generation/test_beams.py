@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Sequence
@@ -120,9 +121,13 @@ def search(model: Any, rule: BeamRule) -> tuple[list[Hypothesis], RecomputedRows
 
 def frequent_tokens(model: Any, count: int, width: int = 8) -> tuple[int, ...]:
     """Tokens that searches without an end like to use: as ends, they end beams early and at different lengths."""
+    return tuple(token for token, _ in token_counts(model, width).most_common(count))
+
+
+@functools.cache
+def token_counts(model: Any, width: int) -> Counter[int]:
     found, _ = search(model, BeamRule(width=width, max_tokens=8))
-    counts = Counter(token for beam in found for token in beam.tokens[2:])
-    return tuple(token for token, _ in counts.most_common(count))
+    return Counter(token for beam in found for token in beam.tokens[2:])
 
 
 def assert_equal(ours: list[Hypothesis], theirs: list[tuple[list[int], float]]) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_examples import examples
 
 from engine.generation.reasoning import ReasoningParser, Separated, separate
 from engine.models.reasoning_formats import ReasoningFormat, formats
@@ -102,6 +103,7 @@ def test_an_answer_that_is_continued_holds_no_thoughts() -> None:
 
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+@settings(max_examples=examples(40))
 @given(data=st.data())
 def test_how_the_stream_is_cut_changes_nothing(form: ReasoningFormat, data: st.DataObject) -> None:
     words = st.sampled_from([*form.marks, *(mark[:-1] for mark in form.marks), "analysis", "final", "word", " ", "\n"])
@@ -115,6 +117,7 @@ def test_how_the_stream_is_cut_changes_nothing(form: ReasoningFormat, data: st.D
 
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+@settings(max_examples=examples(40))
 @given(thoughts=st.text("ab \n<|", max_size=20), answer=st.text("ab \n<|", max_size=20))
 def test_every_format_keeps_the_text_and_shows_no_mark(form: ReasoningFormat, thoughts: str, answer: str) -> None:
     if form.headers:

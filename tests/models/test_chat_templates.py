@@ -67,6 +67,14 @@ def process(request: pytest.FixtureRequest) -> Iterator[TemplateProcess]:
     made.close()
 
 
+@pytest.fixture(scope="module")
+def hostile() -> Iterator[TemplateProcess]:
+    """One process for many templates: each comes with the request that renders it."""
+    made = TemplateProcess("")
+    yield made
+    made.close()
+
+
 @pytest.mark.parametrize("process", [TEMPLATES["qwen3"]], indirect=True)
 def test_the_process_renders_as_the_template_does(process: TemplateProcess) -> None:
     template = ChatTemplate(TEMPLATES["qwen3"])
@@ -108,13 +116,10 @@ def test_the_process_renders_as_the_template_does(process: TemplateProcess) -> N
         "{{ '\ud800' }}",
     ],
 )
-def test_what_would_take_memory_is_refused_in_a_sentence(template: str) -> None:
-    process = TemplateProcess(template)
-    try:
-        with pytest.raises(ModelError, match=r"The model's chat template refuses this conversation: ."):
-            process.render([{"role": "user", "content": "Hi"}], {})
-    finally:
-        process.close()
+def test_what_would_take_memory_is_refused_in_a_sentence(hostile: TemplateProcess, template: str) -> None:
+    hostile._template = template
+    with pytest.raises(ModelError, match=r"The model's chat template refuses this conversation: ."):
+        hostile.render([{"role": "user", "content": "Hi"}], {})
 
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"

@@ -4,6 +4,7 @@ transformers' logits on what the weights stand for."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -56,7 +57,10 @@ def assert_like_the_library(model: LoadedModel, truth: Path) -> None:
 
 QUANTISABLE = tuple(family for family in FAMILIES if not family.startswith("qwen3_5"))
 """Families that are written as mlx-lm writes them; Qwen 3.5 has another test."""
-FORMS = [*pairwise(QUANTISABLE, tuple(GROUPED_MODELS), ("native", "torch")), ("gpt_oss", PUBLISHED, "native")]
+ON_EACH = in_turn(tuple(product(QUANTISABLE, ("native", "torch"))), tuple(GROUPED_MODELS))
+FORMS = [*((family, stored, runtime) for (family, runtime), stored in ON_EACH), ("gpt_oss", PUBLISHED, "native")]
+"""Each family on each runtime in one of the forms."""
+MORE_FORMS = [row for row in product(QUANTISABLE, GROUPED_MODELS, ("native", "torch")) if row not in FORMS]
 
 
 IN_FP8 = [
@@ -66,7 +70,13 @@ IN_FP8 = [
 
 
 @needs_kernels
-@pytest.mark.parametrize(("family", "stored", "runtime"), [*FORMS, ("gpt_oss", PUBLISHED, "torch"), *IN_FP8])
+@pytest.mark.parametrize(
+    ("family", "stored", "runtime"),
+    [
+        *(*FORMS, ("gpt_oss", PUBLISHED, "torch"), *IN_FP8),
+        *(pytest.param(*row, marks=pytest.mark.soak) for row in MORE_FORMS),
+    ],
+)
 def test_quantised_models_give_the_logits_of_what_they_stand_for(
     grouped: Grouped, family: str, stored: str, runtime: str
 ) -> None:

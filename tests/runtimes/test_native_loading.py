@@ -221,13 +221,13 @@ def test_packed_routers_and_gates_are_multiplied_in_float32(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 def test_all_weights_stay_file_backed(tmp_path: Path) -> None:
-    options = {"hidden_size": 512, "intermediate_size": 1792, "vocab_size": 20000, "head_dim": 64}
+    options = {"hidden_size": 512, "intermediate_size": 1024, "vocab_size": 20000, "head_dim": 64}
     folder = write_tiny_model(tmp_path / "model", "mixtral", dtype="bfloat16", **options)
     run = subprocess.run([sys.executable, "-c", _MEASURE, str(folder)], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout.splitlines()[-1])
     assert found["foreign"] == []
-    assert found["weights"] > 170 * 10**6
+    assert found["weights"] > 2 * BUFFERS
     assert found["anonymous"] < found["cache"] + BUFFERS
     assert found["file"] > 0.6 * found["weights"]
 

@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from linked_nodes import LinkedNodes
 from memory_exchange import MemoryRing, must_succeed, on_all_ranks
-from pairwise import pairwise
+from pairwise import in_turn, pairwise
+from random_examples import examples
 from ring_conversation import all_conversations, assert_same, conversation
 from ring_places import PLACEMENTS, placed, places
 from safetensors.numpy import load_file, save_file
@@ -85,8 +86,8 @@ def close(models: list[LoadedModel]) -> None:
         model.close()
 
 
-FEW = ((2, "unequal"), (3, "overlapping"))
-MORE = (*FEW, (4, "even"))
+TWO = ((2, "unequal"), (2, "overlapping"))
+MORE = ((2, "unequal"), (3, "overlapping"), (4, "even"))
 PACKED = (("qwen2_moe", "Q4_K_M"), ("mixtral", "MXFP4"), ("granitemoe", "Q8_0"))
 GROUPED = (
     ("qwen3_moe", "mlx-4-bit"), ("mixtral", "mlx-8-bit"), ("gpt_oss", "mlx-mixed"), ("gpt_oss", PUBLISHED),
@@ -94,21 +95,28 @@ GROUPED = (
 )  # fmt: skip
 RINGS = ((2, "unequal"), (3, "even"), (4, "overlapping"), (3, "overlapping"), (3, "unequal"))
 SAMPLED = [
-    *(case(NATIVE, *row) for row in pairwise(NATIVE.moe_families, NATIVE.stored, (1, 2, 3, 4), PLACEMENTS)),
     *(
-        case(subject, family, subject.stored[number % 2], *FEW[number // 2 % 2])
+        case(NATIVE, *model, *ring)
+        for model, *ring in in_turn(tuple(product(NATIVE.moe_families, NATIVE.stored)), (1, 2, 3, 4), PLACEMENTS)
+    ),
+    *(
+        case(subject, family, subject.stored[number % 2], *TWO[number // 2 % 2])
         for subject in (TORCH, MLX)
         for number, family in enumerate(subject.moe_families)
     ),
-    *(case(NATIVE, *row) for row in pairwise(PACKED_FAMILIES, tuple(PACKED_MODELS), (2, 3, 4), PLACEMENTS)[::2]),
+    *(case(NATIVE, *row) for row in in_turn(PACKED_FAMILIES, tuple(PACKED_MODELS), (2, 3, 4), PLACEMENTS)),
     *(case(TORCH, *model, *ring) for model, ring in zip(PACKED, MORE, strict=True)),
     *(case(NATIVE, *model, *ring) for model, ring in zip(GROUPED, RINGS, strict=True)),
     *(case(TORCH, *model, *ring) for model, ring in zip(GROUPED, reversed(RINGS), strict=True)),
 ]
-"""Families, number formats, nodes and placements: of native each pair of two once, of packed ones every second one; of
-torch and mlx, which take ten times as long, each family once and each number format in each ring."""
+"""Families, number formats, nodes and placements: of native each family in each plain format, and once packed; of torch
+and mlx, which take ten times as long, each family once on two nodes. Packed formats run in all rings."""
 ALL = [
     *(case(NATIVE, *row, soak=True) for row in product(NATIVE.moe_families, NATIVE.stored, (1, 2, 3, 4), PLACEMENTS)),
+    *(
+        case(NATIVE, *row, soak=True)
+        for row in pairwise(PACKED_FAMILIES, tuple(PACKED_MODELS), (2, 3, 4), PLACEMENTS)[::2]
+    ),
     *(
         case(subject, family, stored, nodes, how, soak=True)
         for subject in (TORCH, MLX)
@@ -141,7 +149,7 @@ def test_a_ring_is_one_machine_to_the_bit(
 
 
 @each_runtime
-@settings(max_examples=5)
+@settings(max_examples=examples(3))
 @given(data=st.data())
 def test_any_placement_equals_one_machine(
     subject: Subject, stored_model: StoredModel, loaded: Loaded, data: st.DataObject
