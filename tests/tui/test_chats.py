@@ -8,14 +8,16 @@ from pathlib import Path
 
 import pytest
 from fake_engine import FakeEngine
+from rich.cells import cell_len
 from screen_helpers import MakeApp, ask, controller, notice, ready, shown, wait_until
 from textual.pilot import Pilot
 from textual.widgets import Input
 
+from app.conversations.searching import HIT_END, HIT_START
 from app.conversations.store import ConversationStore
 from app.tui.application import ChatApp
 from app.tui.screens.chat_browser import ChatBrowser
-from app.tui.screens.chat_rows import ChatRows
+from app.tui.screens.chat_rows import ChatRows, around_hit
 from app.tui.screens.conversations import ConversationsScreen
 
 
@@ -90,6 +92,17 @@ async def test_a_search_lists_each_chat_once_with_the_number_of_its_hits(
         assert sorted(row.hits for row in browser.rows.rows) == [1, 2]
         lines = [browser.rows.render_line(line).text for line in range(4)]
         assert sum("2 hits" in line for line in lines) == 1 and not any("1 hit" in line for line in lines)
+
+
+@pytest.mark.parametrize("width", [8, 20, 33, 80])
+def test_the_hit_of_a_snippet_is_within_its_line(width: int) -> None:
+    for before in ("", "one ", "a beginning of many words, 日本語 too, ", "x" * 90):
+        snippet = f"{before}{HIT_START}zebra{HIT_END} and so on"
+        shown = around_hit(snippet, width)
+        line = shown.replace(HIT_START, "").replace(HIT_END, "")
+        assert cell_len(line[: line.index("zebra") + 5]) <= width
+        assert shown == snippet or (shown.startswith("…") and snippet.endswith(shown[1:]))
+    assert around_hit("no hit in a long line", 5) == "no hit in a long line"
 
 
 async def test_chats_are_pinned_renamed_archived_deleted_and_brought_back(

@@ -74,6 +74,18 @@ def marked_snippet(snippet: str, *, on_bar: bool = False) -> Content:
     return Content.assemble(*[part for part in parts if part[0]])
 
 
+def around_hit(snippet: str, width: int) -> str:
+    """``snippet`` with its beginning left out, if its first hit would not be within ``width`` columns."""
+    end = snippet.find(HIT_END)
+    if end < 0 or cell_len(snippet[:end].replace(HIT_START, "")) <= width:
+        return snippet
+    hit = start = snippet.find(HIT_START)
+    room = max(0, width - 1 - cell_len(snippet[hit + 1 : end])) // 2
+    while start > 0 and cell_len(snippet[start - 1 : hit]) <= room:
+        start -= 1
+    return "…" + snippet[start:].lstrip()
+
+
 class ChatRows(ScrollView, can_focus=False):
     """Conversations below the titles of their groups.
 
@@ -197,7 +209,8 @@ class ChatRows(ScrollView, can_focus=False):
         if line == 0:
             return self._title(row, width, muted)
         if row.snippet:
-            return Content.assemble("   ", marked_snippet(row.snippet, on_bar=on_bar))
+            shown = around_hit(one_line(row.snippet), width - 4)
+            return Content.assemble("   ", marked_snippet(shown, on_bar=on_bar))
         return Content.styled(f"   {self._facts(row.conversation)}", muted)
 
     def _title(self, row: ChatRow, width: int, muted: str) -> Content:
