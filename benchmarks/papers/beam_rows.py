@@ -85,8 +85,9 @@ def searched(
         "theirs / ours",
         "most per beam and step",
     ]
-    caption = f"""Figure 6, executed on {model.facts.name}: {len(prompts[0])} tokens in, {new} out, {len(prompts)}
-        prompts, one thread; times are medians of the prompts' ratios, tokens sums."""
+    texts = "1 prompt" if len(prompts) == 1 else f"{len(prompts)} prompts"
+    caption = f"""Figure 6, executed on {model.facts.name}: {len(prompts[0])} tokens in, {new} out, {texts},
+        one thread; times are medians of the prompts' ratios, tokens sums."""
     return Findings(rows=[row], inputs=INPUTS, tables=[Table(caption, columns, lines)], notes=NOTES)
 
 

@@ -65,10 +65,12 @@ def beyond_rows() -> Findings:
     if found is not None:
         gains += read_ahead(found)
     columns = ["idea", "ruler", "without", "with", "gain"]
+    replayed = against_the_bound()
+    if replayed is not None:
+        gains += cached(replayed)
     tables = [Table("Measured gains.", columns, [gain.cells for gain in gains])]
-    bound = against_the_bound()
-    if bound is not None:
-        tables.append(bound)
+    if replayed is not None:
+        tables.append(bound_table(replayed))
     return Findings(inputs=INPUTS, tables=tables, notes=NOTES)
 
 
@@ -148,7 +150,7 @@ def read_ahead(found: Prefetched) -> list[Gain]:
     ]
 
 
-def against_the_bound() -> Table | None:
+def against_the_bound() -> HitRates | None:
     """Hit rates on the starter's own routes; None if the starter is not on this machine."""
     try:
         _, folder = find_folder(STARTER, lambda *_: None, None)
@@ -168,24 +170,60 @@ def against_the_bound() -> Table | None:
         facts = model.facts
     finally:
         model.close()
-    return bound_table(trace, facts.experts, facts.experts_per_token)
+    return hit_rates(trace, facts.experts, facts.experts_per_token)
 
 
-def bound_table(trace: Sequence[Step], experts: int, per_token: int) -> Table:
-    """Every rule beside Belady's bound. The first half of the decoded steps tells which experts are popular."""
+@dataclass(frozen=True)
+class HitRates:
+    """For each of SHARES the hit rate of every rule, and last Belady's bound; how many steps seeded the caches, and how
+    many were replayed."""
+
+    rates: dict[float, list[float]]
+    seen: int
+    later: int
+
+
+def hit_rates(trace: Sequence[Step], experts: int, per_token: int) -> HitRates:
+    """Replay ``trace``. The first half of the decoded steps tells which experts are popular."""
     steps = decoding(trace, per_token)
     seen, later = steps[: len(steps) // 2], steps[len(steps) // 2 :]
     layers = max((len(step.layers) for step in later), default=0)
     order = popular(seen)
-    lines = []
+    found = {}
     for share in SHARES:
         slots = int(share * layers * experts)
         rates = [hit_rate(rule, later, slots, layers, experts, order) for rule in RULES.values()]
-        cells = [f"{100 * rate:.1f} %" for rate in (*rates, best_hit_rate(later, slots))]
-        lines.append([f"{100 * share:.0f} %", *cells])
-    caption = f"""Hit rates of caches beside Belady's bound, which knows the future, on the starter's routes:
-        {len(later)} decoded tokens, after {len(seen)} that seeded the caches."""
+        found[share] = [*rates, best_hit_rate(later, slots)]
+    return HitRates(found, len(seen), len(later))
+
+
+def bound_table(replayed: HitRates) -> Table:
+    """Every rule beside Belady's bound."""
+    lines = [
+        [f"{100 * share:.0f} %", *(f"{100 * rate:.1f} %" for rate in rates)] for share, rates in replayed.rates.items()
+    ]
+    caption = f"""Hit rates of caches beside Belady's bound, which knows the future and begins with the best experts, on
+        the starter's routes: {replayed.later} decoded tokens, after {replayed.seen} that seeded the other caches."""
     return Table(caption, ["experts on the GPU", *RULES, "bound"], lines)
+
+
+def cached(replayed: HitRates) -> list[Gain]:
+    """The live cache in place of the last use per layer, beside the bound."""
+    names = [*RULES, "bound"]
+    gains = []
+    for share, rates in replayed.rates.items():
+        by_name = dict(zip(names, rates, strict=True))
+        before, after, bound = by_name["LRU per layer"], by_name["ours (LFRU)"], by_name["bound"]
+        gains.append(
+            Gain(
+                f"the live cache (LFRU) for LRU per layer, {100 * share:.0f} % of the experts on the GPU",
+                "hit rate, replayed; of Belady's bound",
+                f"{100 * before:.1f} %; {100 * before / bound:.0f} %",
+                f"{100 * after:.1f} %; {100 * after / bound:.0f} %",
+                percent(after / before - 1),
+            )
+        )
+    return gains
 
 
 INPUTS = (

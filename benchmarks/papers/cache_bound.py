@@ -39,12 +39,13 @@ def hit_rate(
 
 
 def best_hit_rate(trace: Sequence[Step], slots: int) -> float:
-    """Belady's bound: the expert that is needed last goes first, or is not kept at all."""
+    """Belady's bound: the expert that is needed last goes first, or is not kept at all. It begins with the experts that
+    are needed first, so that no cache beats it, whatever it was seeded with."""
     uses: dict[Key, deque[int]] = {}
     wanted = [(layer, expert) for step in trace for layer, routes in enumerate(step.layers) for expert, _ in routes]
     for place, key in enumerate(wanted):
         uses.setdefault(key, deque()).append(place)
-    kept: set[Key] = set()
+    kept = set(sorted(uses, key=lambda each: uses[each][0])[:slots])
     hits = 0
     for key in wanted:
         uses[key].popleft()

@@ -76,7 +76,13 @@ def _table_1() -> list[Row]:
         Row(where=where, what="data exchanged per token, MB", tag="exact", paper="2", ours=DBRX.exchanged_bytes / 1e6),
         Row(where=where, what="self-attention weights, GB", tag="exact", paper="7", ours=DBRX.attention_bytes / 1e9),
         Row(where=where, what="its operations, 10⁹", tag="exact", paper="14", ours=DBRX.attention_operations / 1e9),
-        Row(where=where, what="an expert's weights, GB", tag="exact", paper="16", ours=DBRX.expert_bytes / 1e9),
+        Row(
+            where=where,
+            what="an expert's weights, all layers, GB",
+            tag="exact",
+            paper="16",
+            ours=DBRX.expert_bytes / 1e9,
+        ),
         Row(where=where, what="its operations, 10⁹", tag="exact", paper="16", ours=DBRX.expert_operations / 1e9),
         Row(where="table 2", what="hardware and software", tag="exact", note="the inputs below"),
     ]
@@ -133,7 +139,7 @@ def _figure_8() -> list[Row]:
     rows = []
     for card in ("Infiniband", "RoCEv2"):
         bound = cluster_bound(DBRX, _with_card(card), executed_experts(2))
-        note = "" if card == "Infiniband" else "the figure shows both cards at one height"
+        note = "" if card == "Infiniband" else "the text gives both cards one number"
         rows.append(
             Row(
                 where="figure 8",

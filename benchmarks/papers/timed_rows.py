@@ -221,8 +221,9 @@ def _inputs(wire_s: float) -> list[Input]:
 NOTES = (
     """The nodes are processes that run the product's routing, ownership, loading rules (LRU), headers, framing, TLS and
     exchange; for trunk and experts they sleep, four times as long as stated, and the result is divided by four. Eight
-    of sixteen experts on each node, as in the paper. Only the row of two nodes in table 4 is fitted, and table 3's
-    P-L_R-D is that row.""",
+    of sixteen experts on each node, as in the paper. The exchange is over TLS, but for the rows by the envoy, which the
+    paper's P-L_R-D has; the wire is calibrated over TLS for both. Only the rows of two nodes in table 4 are fitted, and
+    table 3's P-L_R-D is the first of them.""",
     """What deviates: the paper's central versions communicate longer than two exchanges per layer take here (0.168 s
     against twice 0.038 s), and with four nodes its MoE part is 54 ms where 30.6 ms per executed expert give 48. Ours
     communicates longer with more nodes because more processes share this machine's cores; that it does so by about as

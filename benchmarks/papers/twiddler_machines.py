@@ -40,11 +40,12 @@ class Machine:
     kept_per_layer: int
     """Experts that Mixtral-offloading keeps per layer."""
 
-    def calibration(self, copy_over_gpu: float, linear: bool) -> Calibration:
-        """Its costs of one expert. ``linear``: a CPU whose time grows with the tokens, as the paper's own does."""
+    def calibration(self, copy_over_gpu: float, linear: bool, cpu_rate: float = 1.0) -> Calibration:
+        """Its costs of one expert. ``linear``: a CPU whose time grows with the tokens, as the paper's own does.
+        ``cpu_rate``: a factor of the CPU's rates."""
         found = estimated(
             MIXTRAL_SHAPE,
-            cpu=self.cpu,
+            cpu=Processor(cpu_rate * self.cpu.memory_rate, cpu_rate * self.cpu.operations_rate),
             gpu=Processor(memory_rate=self.gpu_memory_rate, operations_rate=1e15),
             pcie_rate=self.link,
             machine=self.name,
@@ -91,12 +92,12 @@ class LlamaCpp:
         return self
 
 
-def trunk_s(machine: Machine, rows: Sequence[int], cpu_layers: int = 0) -> float:
+def trunk_s(machine: Machine, rows: Sequence[int], cpu_layers: int, cpu_memory_rate: float) -> float:
     """Everything but the experts, for passes of so many ``rows``; the attention of ``cpu_layers`` on the CPU."""
     total = 0.0
     for count in rows:
         on_cpu = 0 if count >= OFFLOADED_ROWS else cpu_layers * ATTENTION_BYTES
-        total += (MIXTRAL.trunk_bytes - on_cpu) / machine.gpu_memory_rate + on_cpu / machine.cpu.memory_rate
+        total += (MIXTRAL.trunk_bytes - on_cpu) / machine.gpu_memory_rate + on_cpu / cpu_memory_rate
     return total
 
 
@@ -107,7 +108,7 @@ def system_s(
     rows = [step.rows for step in trace]
     slots, policy, overlap, cpu_layers = _SYSTEMS[system](machine)
     done = replay(trace, policy, calibration, slots, MIXTRAL.experts, order, overlap=overlap)
-    return done.total_s + trunk_s(machine, rows, cpu_layers)
+    return done.total_s + trunk_s(machine, rows, cpu_layers, calibration.memory_read)
 
 
 _SYSTEMS: Mapping[str, Callable[[Machine], tuple[int, Policy, bool, int]]] = {

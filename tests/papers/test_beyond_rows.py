@@ -10,7 +10,7 @@ from typing import ClassVar
 import pytest
 from tiny_models import write_tiny_model
 
-from benchmarks.papers.beyond_rows import bound_table, in_turns, placed_by, skewed_routes
+from benchmarks.papers.beyond_rows import bound_table, cached, hit_rates, in_turns, placed_by, skewed_routes
 from benchmarks.papers.cache_bound import RULES, best_hit_rate, decoding, hit_rate, popular, recorded
 from benchmarks.papers.cluster_model import realised_placement
 from benchmarks.papers.replay import Step
@@ -30,8 +30,8 @@ def trace_of(seed: int, steps: int, layers: int = 2, experts: int = 5, per_token
 
 
 def brute_force(wanted: list[tuple[int, int]], slots: int) -> int:
-    """The most hits of any cache that keeps or drops an expert after each use."""
-    best: dict[frozenset[tuple[int, int]], int] = {frozenset(): 0}
+    """The most hits of any cache that keeps or drops an expert after each use, whatever is in it at first."""
+    best = {frozenset(first): 0 for first in itertools.combinations(set(wanted), min(slots, len(set(wanted))))}
     for key in wanted:
         following: dict[frozenset[tuple[int, int]], int] = {}
         for kept, hits in best.items():
@@ -55,13 +55,16 @@ def test_no_rule_beats_the_bound_and_all_are_perfect_with_room() -> None:
     order = popular(trace)
     for rule in RULES.values():
         assert hit_rate(rule, trace, 4, 2, 5, order) <= best_hit_rate(trace, 4)
-        assert hit_rate(rule, trace, 10, 2, 5, order) == 1.0
+        assert hit_rate(rule, trace, 10, 2, 5, order) == best_hit_rate(trace, 10) == 1.0
     assert best_hit_rate([], 4) == 0.0
     assert decoding([*trace, Step(9, (((0, 9),),))], 2) == trace
 
 
 def test_the_table_has_every_rule_beside_the_bound() -> None:
-    table = bound_table(trace_of(2, 40), experts=5, per_token=2)
+    replayed = hit_rates(trace_of(2, 40), experts=5, per_token=2)
+    table = bound_table(replayed)
+    gains = cached(replayed)
+    assert [gain.after.split(";")[0] for gain in gains] == [line[-2] for line in table.lines]
     assert len(table.lines) == 2
     for line in table.lines:
         rates = [float(cell.removesuffix(" %")) for cell in line[1:]]

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.papers.near_executed import RUN_AS, run_block
-from benchmarks.papers.near_settings import AS_MEASURED
+from benchmarks.papers.near_settings import CHOSEN_INPUTS
 from benchmarks.papers.near_workflows import NLLB_DECODER, NLLB_ENCODER, SWITCH_DECODER, SWITCH_ENCODER
 
-SHORT = replace(AS_MEASURED, sentence={NLLB_ENCODER.name: 12, SWITCH_ENCODER.name: 30})
+SHORT = replace(CHOSEN_INPUTS, sentence={NLLB_ENCODER.name: 12, SWITCH_ENCODER.name: 30})
 
 
 @pytest.mark.parametrize("workflow", RUN_AS)
