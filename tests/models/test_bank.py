@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_examples import examples
 from tiny_models import TINY_MOE_FAMILIES
 
 from engine.errors import ModelError
@@ -243,6 +244,7 @@ JSON = st.recursive(
 FIELDS = st.sampled_from(["format", "family", "activation", "source", "trunk", "experts", "slab", "layers", "other"])
 
 
+@settings(max_examples=examples(40))
 @given(st.dictionaries(FIELDS, JSON, min_size=1))
 def test_any_manifest_ends_in_a_bank_or_one_sentence(changes: dict[str, Any]):
     with pytest.MonkeyPatch.context() as patch:

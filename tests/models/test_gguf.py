@@ -21,6 +21,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pairwise import pairwise
+from random_examples import examples
 from tiny_gguf import ARCHITECTURES, Floats, Layout, whole_blocks, write_tiny_gguf
 from tiny_models import write_tiny_model
 
@@ -501,7 +502,7 @@ def test_a_plan_refuses_a_gguf_that_does_not_run_and_opens_one_that_does(tmp_pat
     assert planned.fits and planned.family == "llama"
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_damage_never_crashes(tmp_path: Path, tiny_llama: Path, data: st.DataObject) -> None:
     original = tiny_llama.read_bytes()

@@ -463,11 +463,11 @@ for layer in experts.layers:
 print(json.dumps({"prepare": prepared, "read": rss("RssAnon") - start, "files": rss("RssFile") - files}))
 """
 
-HIDDEN, FFN, EXPERTS, LAYERS = 1024, 2048, 8, 3
+HIDDEN, FFN, EXPERTS, LAYERS = 1024, 2048, 8, 2
 
 
 def write_large_model(folder: Path, family: str) -> Path:
-    """A model of 300 MB of experts, of which only names, shapes and bytes matter."""
+    """A model of 200 MB of experts, of which only names, shapes and bytes matter."""
     expert_tensors = {
         "mixtral": [
             (f"block_sparse_moe.experts.{expert}.{name}.weight", shape)

@@ -36,7 +36,7 @@ from engine.runtimes.loading import load_model
 SYSTEM = "<|im_start|>system\nYou are a knowledgeable assistant. Give short, correct answers.<|im_end|>\n"
 CAPITAL = [Message("user", "What is the capital of France?")]
 
-LAYERS = 3
+LAYERS = 2
 """Layers of the model that is compared with the dense one; the whole has thirty."""
 
 
@@ -321,7 +321,7 @@ def test_the_starter_is_built_in_little_memory_and_answers_in_english(
     assert folder == home / "models" / "starter"
     built, expected = open_model(folder), open_model(plain)
     assert built.prepared and built.experts is not None and expected.experts is not None
-    for layer, expert in ((0, 0), (1, 3), (2, 1)):
+    for layer, expert in ((0, 0), (1, 3), (1, 1)):
         ours, theirs = built.experts.expert(layer, expert), expected.experts.expert(layer, expert)
         for part in ("gate", "up", "down"):
             assert np.array_equal(getattr(ours, part).words, getattr(theirs, part).words)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from itertools import product
 from pathlib import Path
 from typing import get_args
@@ -26,6 +27,8 @@ from engine.runtimes.torch.offload.hybrid import HybridBackend
 from engine.runtimes.torch.offload.local import make_cpu_backend
 from engine.runtimes.torch.offload.tensor_backend import TensorBackend
 
+Routed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Hidden rows, indices, weights."""
 POLICIES: tuple[ExpertPolicy, ...] = get_args(ExpertPolicy)
 K = 2
 
@@ -104,19 +107,26 @@ def test_every_policy_and_cache_gives_the_same_bits(
     folders: dict[str, Path], policy: ExpertPolicy, slots: int, speeds: Speeds, seed: int
 ) -> None:
     folder = folders["prepared" if seed % 2 else "plain"]
-    experts = experts_of(folder)
     executor, _ = hybrid_on(folder, StandInDevice(speeds=speeds), policy, slots)
+    for layer, given, expected, expected_scaled in expected_sums(folder, seed):
+        assert torch.equal(executor.run(layer, *given), expected)
+        assert torch.equal(executor.run(layer, *given, True), expected_scaled)
+    assert len(executor.cache) <= slots
+
+
+@functools.cache
+def expected_sums(folder: Path, seed: int) -> list[tuple[int, Routed, torch.Tensor, torch.Tensor]]:
+    """For steps of a conversation: layer, routes, and what a device that runs nothing makes of them, with weights that
+    scale what comes out and what goes in. It is near what there is without a device."""
+    experts, local, found = experts_of(folder), local_on(folder), []
     plain, _ = hybrid_on(folder, StandInDevice(), "layers", 0)
-    local = local_on(folder)
     for step, tokens in enumerate([1, 1, 1, 5, 1, 12, 70, 1, 90, 1]):
         for layer in experts.layers:
-            hidden, indices, weights = routes(experts, tokens, seed=(10 * seed + step) * 8 + layer)
-            found = executor.run(layer, hidden, indices, weights)
-            assert torch.equal(found, plain.run(layer, hidden, indices, weights))
-            torch.testing.assert_close(found, local.run(layer, hidden, indices, weights), rtol=1e-5, atol=1e-5)
-            scaled = executor.run(layer, hidden, indices, weights, True)
-            assert torch.equal(scaled, plain.run(layer, hidden, indices, weights, True))
-    assert len(executor.cache) <= slots
+            given = routes(experts, tokens, seed=(10 * seed + step) * 8 + layer)
+            expected = plain.run(layer, *given)
+            torch.testing.assert_close(expected, local.run(layer, *given), rtol=1e-5, atol=1e-5)
+            found.append((layer, given, expected, plain.run(layer, *given, True)))
+    return found
 
 
 def union(spans: list[tuple[float, float]]) -> float:
