@@ -73,14 +73,15 @@ def native_unsupported_reason(folder: Path, request: Load, progress: ProgressCal
 
 def refuse_download(config: Mapping[str, Any], nbytes: int) -> None:
     """Raises ModelError if no runtime of this machine would run a model with this ``config``, whose files of weights
-    have ``nbytes``: what is quantised is for mlx alone, and for the memory of a Mac's GPU."""
+    have ``nbytes``. What mlx alone reads must fit in the memory of a Mac's GPU."""
     from engine.models.quantisation import readable_quantised, refuse_quantized
     from engine.runtimes.mlx import eligible, families
 
-    if eligible.quantisation_of(config) is None or not mlx_installed():
+    quantised = eligible.quantisation_of(config) is not None
+    if not quantised or not mlx_installed() or eligible.unsupported_quantisation(config) is not None:
         refuse_quantized(config)
         return
-    problem = families.unsupported_config(dict(config)) or eligible.unsupported_quantisation(config)
+    problem = families.unsupported_config(dict(config))
     if problem is not None and readable_quantised(config):
         return
     if problem is not None:
