@@ -329,15 +329,19 @@ class ChatController:
         return self.stop_soon() or bool(questions)
 
     def stop_soon(self) -> bool:
-        """Stop the current answer; its text stays. Without one, stop the download of the model.
+        """Stop the current answer; its text stays. Without one, stop the download of the model, or forming its ring.
 
-        The next question continues a stopped download. Returns False if there was nothing to stop.
+        The next question continues what was stopped. Returns False if there was nothing to stop.
         """
-        stopped = self.answers.stop()
-        fetching = not stopped and self.status.phase is Phase.FETCHING
-        if fetching:
-            self.answers.run_in_background(self.link.abandon_loading())
-        return stopped or fetching
+        if self.answers.stop():
+            return True
+        forming = self.status.phase is Phase.LOADING and self.options.partitioning == "ring"
+        if not forming and self.status.phase is not Phase.FETCHING:
+            return False
+        if forming:
+            self.notify("Forming the ring was stopped; the next question begins it again.")
+        self.answers.run_in_background(self.link.abandon_loading())
+        return True
 
     def pick_beam(self, index: int) -> None:
         """Make candidate ``index`` the answer. A search that still runs is stopped first."""

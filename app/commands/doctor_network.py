@@ -121,7 +121,7 @@ def _ports() -> list[Finding]:
                 "ports",
                 f"{USUAL_PORT} is in use; {where} would be used instead",
                 "note",
-                "the port in use is announced to other machines",
+                "nothing to do: other machines are told the port that is used",
             )
         ]
     return [Finding("ports", f"{where} are free")]

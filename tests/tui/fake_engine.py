@@ -282,6 +282,8 @@ class FakeEngine:
         if self.load_gate is not None:
             await self.load_gate.wait()
         error = self.load_errors.get(request.model, self.load_error)
+        if request.id in self.cancelled:
+            error = "Loading was stopped."
         if error is not None:
             yield Failed(id=request.id, error=error, kind="model")
         else:

@@ -200,6 +200,24 @@ async def test_the_old_model_stays_in_use_when_another_cannot_be_loaded(
         assert chat.controller.options == Settings(max_tokens=7)
 
 
+async def test_forming_a_ring_is_stopped_and_begins_again_with_the_next_question(
+    engine: FakeEngine, store: ConversationStore
+) -> None:
+    engine.load_gate = asyncio.Event()
+    chat = Chat(engine, store, Settings(partitioning="ring"))
+    async with running(chat):
+        await chat.until(lambda: chat.controller.status.progress is not None)
+        assert chat.controller.stop_soon()
+        await chat.until(lambda: chat.controller.status.phase is Phase.UNAVAILABLE)
+        assert len(engine.cancelled) == 1
+        assert chat.said == ["Forming the ring was stopped; the next question begins it again."]
+        assert chat.controller.status.problem == "Loading was stopped."
+        assert not chat.controller.stop_soon()
+        chat.controller.submit("And now?")
+        await chat.answered()
+        assert len(engine.sent(Load)) == 2 and chat.path[-1].state == "complete"
+
+
 async def test_the_starter_is_fetched_first(engine: FakeEngine, store: ConversationStore) -> None:
     chat = Chat(engine, store)
     chat.missing = True
