@@ -11,6 +11,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import engine_forks
 import pytest
 import tiny_models
 from hypothesis import HealthCheck, settings
@@ -46,6 +47,15 @@ WAITING = ("faults", "cluster", "app")
 """Folders whose tests mostly wait for other processes, the one whose files take longest first."""
 COMPUTING = ("packaging", "session", "runtimes", "tui", "planning")
 """The same of folders whose tests mostly compute."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs: list[Any]) -> None:
+    """Workers are forked from one process that has imported what they all import, which takes longer than to collect
+    the tests."""
+    if engine_forks.FORKS:
+        for spec in specs:
+            spec.python = engine_forks.interpreter_of_workers()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

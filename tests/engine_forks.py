@@ -15,6 +15,7 @@ import io
 import json
 import os
 import select
+import shlex
 import socket
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import fork_server
+import forked_worker
 import hooked_engine
 import pytest
 
@@ -32,6 +34,8 @@ from engine.system.child_processes import start_module
 
 FORKS = sys.platform == "linux"
 START_S = 120.0
+RUN = "PRIVATELLM_TESTS_RUN"
+"""Variable that names this run of the tests, in all of its workers."""
 MOST_STARTS = 4
 """Of a server by one process: one that has just ended is started again."""
 MEMORY_READ = 10e9
@@ -105,9 +109,11 @@ class ForkServer:
     """A connection with the server of all workers of this run; the server's process, where it is the first one."""
 
     def __init__(self, *more: str) -> None:
-        run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+        run = os.environ.get(RUN, str(os.getpid()))
+        # That of the workers serves engines, too.
+        self.address = "-".join(["privatellm-forks", run, *more[:1]])
         # A name that ends with its last socket, and belongs to no folder.
-        address = "\0" + "-".join(["privatellm-forks", run, *more])
+        address = f"\0{self.address}"
         starts = 0
         while (control := _connected(address)) is None:
             starts += _serve(address, *more)
@@ -171,6 +177,12 @@ def _connected(address: str) -> socket.socket | None:
 
 server = functools.cache(ForkServer)
 """Started when it is first asked for."""
+
+
+def interpreter_of_workers() -> str:
+    """The command that takes the place of Python's where a worker of the tests is started."""
+    os.environ.setdefault(RUN, str(os.getpid()))
+    return shlex.join([sys.executable, "-I", "-S", forked_worker.__file__, server("libraries", "tests").address])
 
 
 def needs_a_cold_start(environment: Mapping[str, str]) -> bool:

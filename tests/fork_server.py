@@ -1,16 +1,18 @@
 """A process that has imported what an engine imports and forks engine processes from that; see engine_forks.py.
 
-``python fork_server.py LISTENER [libraries]``: LISTENER is the descriptor of a socket, on which each worker of the
+``python fork_server.py LISTENER [libraries [tests]]``: ``libraries`` imports torch and mlx, too; ``tests`` also what
+the tests import, for the workers that run them. LISTENER is the descriptor of a socket, on which each worker of the
 tests connects and is told ``ACCEPTED``. Each packet on a connection is a job, with four descriptors: standard input,
 output and errors, and a socket on which the process id and, at its end, the exit status are reported; then those that
-the process is given under the numbers of the job's ``descriptors``. The process stays a zombie until the other side
-has closed that socket, so that its id is not given away before.
+the process is given under the numbers of the job's ``descriptors``. The process stays a zombie until the other side has
+closed that socket, so that its id is not given away before.
 
 No thread and no gRPC object may exist here: neither survives a fork.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import gc
@@ -23,6 +25,8 @@ import selectors
 import signal
 import socket
 import sys
+import threading
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,6 +52,23 @@ LATE = (
 )
 """Modules that libraries import when they are first used."""
 
+OF_TESTS = (
+    "_pytest.assertion.truncate",
+    "_pytest.junitxml",
+    "anthropic",
+    "gguf",
+    "hypothesis.stateful",
+    "jsonschema",
+    "mlx_lm.utils",
+    "openai",
+    "pytest_asyncio.plugin",
+    "syrupy",
+    "textual.pilot",
+    "transformers.models.auto.modeling_auto",
+    "xdist.remote",
+)
+"""Modules that tests import and the program does not, or not at once."""
+
 HIDDEN = 48
 """Numbers of a hidden state of the tiny models; see tiny_models.py."""
 PACKET_BYTES = 1 << 20
@@ -62,9 +83,11 @@ REPORT = 8
 def main() -> None:
     listener = socket.socket(fileno=int(sys.argv[1]))
     listener.setblocking(False)
-    whole = "libraries" in sys.argv[2:]
+    whole, tests = "libraries" in sys.argv[2:], "tests" in sys.argv[2:]
     left_out = NO_MODULE if whole else (*NO_MODULE, *LIBRARIES)
-    for name in (*modules_of("discovery", left_out), *modules_of("engine", left_out)):
+    packages = ("discovery", "engine", *(("app",) if tests else ()))
+    names = [name for package in packages for name in modules_of(package, left_out)]
+    for name in (*names, *(OF_TESTS if tests else ())):
         with contextlib.suppress(ModuleNotFoundError if whole else ()):  # mlx is not installed everywhere
             importlib.import_module(name)
     for name in LATE:
@@ -76,7 +99,11 @@ def main() -> None:
     gc.freeze()
     job = serve(listener)
     if job is not None:
-        run(job)
+        status = status_of(job)
+        if status < 0:
+            signal.signal(-status, signal.SIG_DFL)
+            os.kill(os.getpid(), -status)
+        os._exit(status)
 
 
 def warm_up() -> None:
@@ -202,8 +229,34 @@ def become(job: dict[str, Any], descriptors: list[int]) -> None:
     os.environ.update(job["environment"])
 
 
+def status_of(job: dict[str, Any]) -> int:
+    """Run ``job`` and what is registered for the end of an interpreter, but do not take its modules to pieces: that
+    would copy all memory shared with the server, and take a quarter of a second where torch is imported."""
+    status = 0
+    try:
+        run(job)
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        status = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    return status
+
+
 def run(job: dict[str, Any]) -> None:
-    """As ``python -m MODULE ARGUMENTS``."""
+    """As ``python -m MODULE ARGUMENTS`` or ``python -c CODE``."""
+    if "code" in job:
+        sys.argv = ["-c"]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(job["code"], vars(sys.modules["__main__"]))
+        return
     sys.argv = ["-m", *job["arguments"]]
     sys.modules.pop(job["module"], None)
     runpy._run_module_as_main(job["module"])  # type: ignore[attr-defined]

@@ -7,13 +7,15 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+import forked_worker
 import psutil
 import pytest
-from engine_forks import FORKS, ForkedProcess, forked, forked_module
+from engine_forks import FORKS, ForkedProcess, forked, forked_module, server
 from forked_programs import fails, reads, says, says_whether_it_was_forked
 from hooked_engine import hooked
 
@@ -112,3 +114,15 @@ def test_a_module_has_its_arguments_and_the_descriptors_that_are_passed() -> Non
         ours.shutdown(socket.SHUT_WR)
         assert ours.recv(1) == b""
         assert process.wait() == 0
+
+
+@pytest.mark.parametrize(
+    ("end", "status"), [("sys.exit(5)", 5), ("os.kill(os.getpid(), 9)", -signal.SIGKILL)], ids=["exit", "signal"]
+)
+def test_a_worker_reads_writes_and_ends_as_its_interpreter_would(tmp_path: Path, end: str, status: int) -> None:
+    code = f"import os, sys; print(sys.stdin.readline(), os.getcwd(), os.environ['SAID'], flush=True); {end}"
+    ended = subprocess.run(
+        [sys.executable, forked_worker.__file__, server().address, "-u", "-c", code],
+        input="a line", capture_output=True, check=False, text=True, cwd=tmp_path, env={**os.environ, "SAID": "here"},
+    )  # fmt: skip
+    assert (ended.stdout, ended.stderr, ended.returncode) == (f"a line {tmp_path} here\n", "", status)
