@@ -42,6 +42,10 @@ def _positive(value: Any) -> str | None:
     return None if _is_number(value) and value > 0 else "a number over 0"
 
 
+def _share(value: Any) -> str | None:
+    return None if _is_number(value) and 0 < value <= 1 else "a number over 0, at most 1"
+
+
 def _base(value: Any) -> str | None:
     return None if _is_number(value) and value > 1 else "a number over 1"
 
@@ -110,8 +114,9 @@ _RULES: dict[str, _Rule] = {
     **_rules(
         _positive,
         "rms_norm_eps norm_eps factor low_freq_factor high_freq_factor beta_fast beta_slow attention_factor "
-        "final_logit_softcapping partial_rotary_factor",
+        "final_logit_softcapping",
     ),
+    "partial_rotary_factor": _share,
     "rope_theta": _base,
     **_rules(_text, "model_type type topk_method scoring_func"),
     **_rules(

@@ -140,6 +140,7 @@ def test_a_plan_refuses_tensors_that_loading_refuses(tmp_path: Path, kept: int) 
         ("architectures", [[[]] * 3], r"for architectures, which must be a list of names"),
         ("layer_types", ["full_attention"], r"gives 1 entries for layer_types and 3 layers"),
         ("rms_norm_eps", math.nan, r"gives nan for rms_norm_eps, which must be a number over 0"),
+        ("partial_rotary_factor", 2.0, r"partial_rotary_factor, which must be a number over 0, at most 1"),
         ("tie_word_embeddings", "no", r"gives no for tie_word_embeddings, which must be true or false"),
     ],
 )

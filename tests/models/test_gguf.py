@@ -234,6 +234,7 @@ def test_latent_attention_or_routing_that_does_not_run_is_refused(
         ({"ssm.group_count": 3}, "over 3 key heads, which do not fit together"),
         ({"ssm.inner_size": 33}, "value heads of 33 values in all over"),
         ({"rope.dimension_sections": 5}, r"rope\.dimension_sections is 5, not a list of numbers"),
+        ({"rope.dimension_count": 1 << 30}, r"partial_rotary_factor, which must be a number over 0, at most 1"),
     ],
 )
 def test_delta_nets_that_cannot_be_are_refused(
