@@ -41,13 +41,13 @@ _KEYS = (
     "ctrl+c stops an answer and keeps its text. ctrl+d leaves. ctrl+z goes back to the shell.",
 )
 _HELP = {
-    "thoughts": "Thoughts. Print what the model thought before its last answer.",
-    "keys": "Keys. What the keys do here.",
-    "continue": "Continue the answer. Let the model go on from its end.",
-    "delete": "Delete the last message. /undo brings it back.",
-    "editor": "Editor. Write a question in your own editor: VISUAL or EDITOR.",
-    "find": "Find in the chat. Print the lines that have the words.",
-    "stop": "Stop the answer. ctrl+c does it, and keeps the text so far.",
+    "thoughts": "Print what the model thought before its last answer",
+    "keys": "What the keys do here",
+    "continue": "Let the model go on with its last answer",
+    "delete": "Delete the last message; /undo brings it back",
+    "editor": "Write a question in your own editor: VISUAL or EDITOR",
+    "find": "Print the lines of the chat that have a text",
+    "stop": "ctrl+c stops an answer while it is written, and keeps its text",
 }
 """Help where a command does something else than on the screen."""
 
@@ -64,7 +64,7 @@ def run_command(chat: PlainChat, text: str) -> bool:
 def _help(chat: PlainChat, _: str) -> None:
     for command in COMMANDS:
         name = " ".join(filter(None, [f"/{command.name}", command.argument]))
-        chat.console.write_line(f"{name}: {_HELP.get(command.name, f'{command.title}. {command.help}.')}")
+        chat.console.write_line(f"{name}: {_HELP.get(command.name, command.help)}.")
     _keys(chat, "")
 
 

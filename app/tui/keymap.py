@@ -193,25 +193,40 @@ COMMANDS: tuple[ChatCommand, ...] = (
     ChatCommand("settings", "Settings", "Change the settings", "settings", "settings"),
     ChatCommand("again", "Regenerate", "Answer the last question again; the old answer stays", "again", "again"),
     ChatCommand(
-        "continue", "Continue the answer", "Let the model go on from its end; with m any answer", "continue_last"
+        "continue",
+        "Continue the answer",
+        "Let the model go on with its last answer; with m any answer",
+        "continue_last",
     ),
-    ChatCommand("delete", "Delete the last message", "With x any message; it can be brought back", "delete_last"),
+    ChatCommand(
+        "delete",
+        "Delete the last message",
+        "Delete the last message, with x any; it can be brought back",
+        "delete_last",
+    ),
     ChatCommand("undo", "Undo a deletion", "Bring back what was deleted last, here or in the chats", "undo"),
-    ChatCommand("edit", "Edit the last question", "The old question stays as an alternative", "editing.last_question"),
+    ChatCommand(
+        "edit",
+        "Edit the last question",
+        "Ask the last question in other words; the old one stays",
+        "editing.last_question",
+    ),
     ChatCommand(
         "history", "Earlier questions", "Find a question of any chat by its words", "drafting.history", "", "[words]"
     ),
     ChatCommand("editor", "Editor", "Write the draft in your own editor: VISUAL or EDITOR", "editor", "editor"),
-    ChatCommand("find", "Find in the chat", "In the messages also with /", "find", "", "[text]"),
-    ChatCommand("copy", "Copy the last answer", "As Markdown, to the clipboard", "copying.last_answer"),
-    ChatCommand("code", "Copy the last code block", "To the clipboard", "copying.last_code"),
+    ChatCommand(
+        "find", "Find in the chat", "Find a text in the chat; in the messages also with /", "find", "", "[text]"
+    ),
+    ChatCommand("copy", "Copy the last answer", "Copy the last answer as Markdown", "copying.last_answer"),
+    ChatCommand("code", "Copy the last code block", "Copy the last block of code in the chat", "copying.last_code"),
     ChatCommand("rename", "Rename the chat", "Give the chat a title", "conversations.rename", "", "[title]"),
-    ChatCommand("pin", "Pin the chat", "Keep it at the top of the list, or no longer", "conversations.pin"),
-    ChatCommand("archive", "Archive the chat", "Put it away from the list, or back", "conversations.archive"),
+    ChatCommand("pin", "Pin the chat", "Keep the chat at the top of the list, or no longer", "conversations.pin"),
+    ChatCommand("archive", "Archive the chat", "Put the chat away from the list, or back", "conversations.archive"),
     ChatCommand(
         "import",
         "Import chats",
-        "From privatellm, ChatGPT, Claude, Open WebUI or llm",
+        "Take in chats of privatellm, ChatGPT, Claude, Open WebUI or llm",
         "conversations.take_in",
         "",
         "[file]",
@@ -219,14 +234,14 @@ COMMANDS: tuple[ChatCommand, ...] = (
     ChatCommand(
         "export",
         "Export the chat",
-        "To a Markdown or JSON file; --thoughts: with the model's thoughts",
+        "Write the chat to a Markdown or JSON file; --thoughts: with the model's thoughts",
         "conversations.export",
         "",
         "[--thoughts] [file]",
     ),
-    ChatCommand("stop", "Stop the answer", "Keep the text so far", "stop", "stop"),
+    ChatCommand("stop", "Stop the answer", "Stop the answer and keep its text", "stop", "stop"),
     ChatCommand("suspend", "Suspend", "Go back to the shell; fg continues", "app.suspend_process"),
-    ChatCommand("quit", "Quit", "All chats are saved", "app.quit_chat", "quit"),
+    ChatCommand("quit", "Quit", "Leave; all chats are saved", "app.quit_chat", "quit"),
 )
 
 _ALIASES = {

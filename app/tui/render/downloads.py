@@ -20,12 +20,15 @@ def download_lines(fetcher: ModelFetcher, name: str, keys: str) -> list[Content]
     """
     progress = fetcher.active.get(name)
     if progress is not None:
+        text = progress_text(progress)
+        if " " in progress.stage:  # words, not the name of a file
+            text = text[:1].upper() + text[1:]
         if not progress.total:
-            return [Content(progress_text(progress))]
+            return [Content(text)]
         share = f" {100 * progress.done // progress.total} %"
         return [
             Content.assemble(bar(progress.done, progress.total, BAR_CELLS), share),
-            Content(progress_text(progress)),
+            Content(text),
         ]
     stopped = fetcher.stopped.get(name)
     if stopped is None:
