@@ -12,9 +12,10 @@ from types import FrameType
 from app.attachments.attachment import Attachment
 from app.attachments.references import resolve
 from app.chat.controller import ChatController
+from app.chat.history import MOST_RECALLED
 from app.chat.starting import Start
 from app.chat.state import Entry, EntryChanged, Phase, StatusChanged, Update, UserNotice
-from app.conversations.store import ConversationStore
+from app.conversations.store import ConversationStore, StoreError
 from app.engine_client import Engine
 from app.interrupts import INTERRUPTED, leave_on_interrupt
 from app.plain.background import BackgroundLoop
@@ -73,6 +74,8 @@ class PlainChat:
         status = 0
         try:
             self.console.write_line(_GREETING)
+            with suppress(StoreError):
+                self.console.remember(self.controller.store.questions(limit=MOST_RECALLED))
             for line in notices:
                 self.speaker.say(line, "Warning")
             if start is not None:

@@ -37,7 +37,7 @@ _LOG_LINES = 20
 """Number of lines of each log that are printed."""
 _KEYS = (
     'Several lines: begin and end with """, or end each line but the last with \\.',
-    "Up brings back what was typed before.",
+    "Up brings back earlier questions of all chats.",
     "ctrl+c stops an answer and keeps its text. ctrl+d leaves. ctrl+z goes back to the shell.",
 )
 _HELP = {

@@ -7,7 +7,8 @@ import re
 import shutil
 import sys
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import TextIO
 
 from app.text_safety import sanitize
@@ -40,6 +41,16 @@ class Console:
                 reconfigure(errors="replace")
         if self.interactive:
             _edit_lines()
+
+    def remember(self, lines: Iterable[str]) -> None:
+        """Have the up key bring back ``lines``, which are given newest first, where lines are edited."""
+        if not self.interactive:
+            return
+        with suppress(ImportError):
+            import readline
+
+            for line in reversed([line for line in lines if "\n" not in line]):
+                readline.add_history(line)
 
     def read_line(self, prompt: str) -> str:
         """One line without its end. Raises EOFError, and KeyboardInterrupt after ctrl+c."""

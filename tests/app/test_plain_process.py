@@ -98,6 +98,19 @@ def test_on_a_terminal_nothing_is_drawn_over(opened: Open, tmp_path: Path, term:
     assert escapes <= (set() if term == "dumb" else {b"\x1b[?2004h", b"\x1b[?2004l", b"\x1b[?1034h"})
 
 
+def test_up_brings_back_the_questions_of_earlier_chats(opened: Open, tmp_path: Path) -> None:
+    store = open_store(tmp_path / "data" / "conversations.sqlite")
+    for question in ("say:older", "say:newest"):
+        store.add(store.create(model="m").id, "user", question, parent=None)
+    store.close()
+    terminal = opened("--plain")
+    terminal.until_drawn("You: ")
+    terminal.type(b"\x10\x10\n")  # ctrl+p, as up
+    terminal.until_drawn("Model: older")
+    terminal.type(b"\x04")
+    assert terminal.end() == 0
+
+
 def test_a_dumb_terminal_gets_lines_by_itself(opened: Open) -> None:
     terminal = opened(term="dumb")
     terminal.until_drawn("privatellm in plain lines.")
