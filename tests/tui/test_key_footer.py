@@ -17,6 +17,7 @@ from textual.widgets._footer import FooterKey
 
 from app.conversations.store import ConversationStore
 from app.settings.file import open_settings
+from app.tui import keymap
 from app.tui.application import ChatApp
 from app.tui.lending import LendingApp
 from app.tui.render.key_footer import KeyFooter
@@ -118,3 +119,15 @@ async def test_an_action_on_another_key_is_shown_with_it(make_app: MakeApp) -> N
         app.screen.refresh_bindings()
         await pilot.pause()
         assert "f12" in [key.key_display for key in shown_keys(app)]
+
+
+async def test_of_several_keys_the_one_that_the_person_names_first_is_shown(make_app: MakeApp, home: Path) -> None:
+    (home / "keymap.toml").write_text('chat.beams = "f4,ctrl+y"\nchat.timing = "ctrl+e,f5"')
+    try:
+        app = make_app()
+        async with app.run_test(size=(120, 24)) as pilot:
+            await ready(pilot, app)
+            shown = {key.description: key.key_display for key in shown_keys(app)}
+            assert (shown["Beams"], shown["Timing"]) == ("f4", "^e")
+    finally:
+        keymap.use({})

@@ -12,6 +12,8 @@ from textual.binding import ActiveBinding
 from textual.widgets import Footer
 from textual.widgets._footer import FooterKey
 
+from app.tui.keymap import keys_of
+
 _HELP = "app.help"
 """Action of the help's key, on every screen."""
 _GAP = 1
@@ -82,16 +84,19 @@ class KeyFooter(Footer):
         # A footer that has just been made has no size yet.
         return _fitting(list(shown.values()), self.size.width or self.app.size.width)
 
-    def _place(self, active: ActiveBinding) -> tuple[int, int]:
-        """How far its widget is from the focused one, and which of that widget's bindings it is.
+    def _place(self, active: ActiveBinding) -> tuple[int, int, int]:
+        """How far its widget is from the focused one, which of that widget's bindings it is, and which of the keys that
+        the person gave to it.
 
         The order of the active bindings is another one: a screen's key that a field has, too, comes before the field's.
         """
         chain = (self.screen.focused or self.screen).ancestors_with_self
         declared = [binding.id for kind in type(active.node).__mro__ for binding in vars(kind).get("BINDINGS", ())]
+        given = keys_of(active.binding.id or "", ())
         return (
             chain.index(active.node) if active.node in chain else 0,
             declared.index(active.binding.id) if active.binding.id in declared else len(declared),
+            given.index(active.binding.key) if active.binding.key in given else 0,
         )
 
 
