@@ -159,9 +159,10 @@ async def test_messages_can_be_walked_edited_and_switched(make_app: MakeApp, eng
         assert app.focused.entry.role == "assistant"
         await pilot.press("up", "e")
         assert app.chat is not None
-        assert app.chat.prompt.text == "a"
+        assert app.chat.prompt.text == "a" and app.chat.prompt.border_title == "Editing a question · esc cancels"
         await pilot.press("b", "enter")
         await wait_until(pilot, lambda: [e.content for e in controller(app).thread.path] == ["ab", "to ab"])
+        assert app.chat.prompt.border_title == ""
         await pilot.press("shift+up", "up", "left")
         await wait_until(pilot, lambda: [e.content for e in controller(app).thread.path] == ["a", "to a"])
         await wait_until(pilot, lambda: isinstance(app.focused, MessageView) and app.focused.entry.content == "a")

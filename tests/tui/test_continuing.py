@@ -149,6 +149,7 @@ async def test_the_keys(make_app: MakeApp, engine: FakeEngine, begins: str) -> N
         assert app.chat is not None
         await pilot.press("shift+tab", "e")
         assert app.chat.prompt.text == "Paris is the capital."
+        assert app.chat.prompt.border_title == "Editing an answer · esc cancels"
         app.chat.prompt.fill(begins)
         await pilot.press("enter")
         await wait_until(pilot, lambda: len(shown(app)) == 2 and "edited by you" in shown(app)[1])

@@ -6,6 +6,7 @@ from app.chat.controller import ChatController
 from app.chat.state import Entry
 from app.tui.chat.drafting import Drafting
 from app.tui.chat.prompt import Prompt
+from app.tui.keymap import key
 
 
 class Editing:
@@ -44,9 +45,9 @@ class Editing:
         temporary = self._controller.thread.memory is not None
         self._prompt.set_class(temporary, "-temporary")
         if self.entry is not None:
-            question = self.entry.role == "user"
-            self._prompt.border_title = f"Editing {'an earlier question' if question else 'an answer'}"
-            self._prompt.placeholder = f"Edit the {'question' if question else 'answer'}. Esc cancels."
+            what = "question" if self.entry.role == "user" else "answer"
+            self._prompt.border_title = f"Editing {'an' if what == 'answer' else 'a'} {what} · {key('stop')} cancels"
+            self._prompt.placeholder = f"Edit the {what}"
         else:
             self._prompt.border_title = "◌ temporary" if temporary else ""
             self._prompt.placeholder = "Ask something"
