@@ -20,10 +20,26 @@ from engine.cluster.parts import Effort, EngineParts, Moment, TimeConstants
 from engine.cluster.worker.follower import Follower
 from engine.errors import ModelError
 
-QUICK = EngineParts(TimeConstants(links_again_s=0.5), Effort(link_s=0.01, exchange_rounds=5, rehearse=False))
-"""Little is measured while a ring is formed: the tests of faults ask for no speed."""
-AFTER = 40
+STEP_S = 0.005
+"""Least seconds that a follower takes for a token, so that an answer of few tokens can be disturbed."""
+AFTER = 15
 """Commands, or layers of experts, that a node which falls silent runs before."""
+
+
+def unhurried(moment: Moment, *subjects: object) -> None:
+    """The observer of a follower that takes its time for every token."""
+    match subjects:
+        case [Follower(), commands.Step(), _]:
+            time.sleep(STEP_S)
+
+
+QUICK = EngineParts(
+    TimeConstants(refused_s=0.3, retry_s=0.2, links_again_s=0.5),
+    Effort(link_s=0.01, exchange_rounds=5, rehearse=False),
+    observe=unhurried,
+)
+"""Little is measured while a ring is formed, as the tests of faults ask for no speed. A machine whose port is closed is
+soon lost, and soon looked for again. One that is silent may only be busy: that takes as long as it does for people."""
 
 
 def quick() -> EngineParts:

@@ -26,6 +26,7 @@ from discovery.identity import load_identity
 from discovery.peers import PeersFile, new_peer
 from engine.bench.local_ring import Launcher, LocalEngine
 from engine.ipc.messages import (
+    TERMINAL_EVENTS,
     AnyEvent,
     Failed,
     Finished,
@@ -38,6 +39,7 @@ from engine.ipc.messages import (
     OpenNetwork,
     Piece,
     Sampling,
+    Shutdown,
 )
 from engine.ipc.messages.ring import LendingFacts, PeerFacts, RingChoice
 
@@ -131,13 +133,24 @@ class Machine:
         PeersFile(self.home / NETWORK).add(new_peer(other.identity.certificate_der, other.name))
 
     def start(self, peers: Sequence[str] = (), lend: bool = False) -> None:
+        self.opened(self.begin(peers, lend))
+
+    def begin(self, peers: Sequence[str] = (), lend: bool = False) -> int:
+        """Start, and do not wait: the id of the request to open the network."""
         self.engine = LocalEngine(self.home, {"OMP_NUM_THREADS": "1", **self.environment}, self.arguments, self.launch)
         listen = f"{self.host}:{self.port}"
-        self.engine.ask(
-            OpenNetwork(
-                id=self.engine.new_id(), name=self.name, listen=listen, peers=list(peers), lend=lend, **self.terms
-            )
+        request = OpenNetwork(
+            id=self.engine.new_id(), name=self.name, listen=listen, peers=list(peers), lend=lend, **self.terms
         )
+        self.engine.send(request)
+        return request.id
+
+    def opened(self, request: int) -> None:
+        """The network is open."""
+        found = self.engine.wait(
+            lambda event: isinstance(event, (*TERMINAL_EVENTS, NetworkState)) and event.id == request, PATIENCE_S
+        )
+        assert not isinstance(found, Failed), found
 
     def returns(self, lend: bool = True, peers: Sequence[str] = ()) -> None:
         """It is there, whether it was ended, stopped, or nothing had happened to it."""
@@ -162,10 +175,16 @@ class Machine:
         state = self.engine.state()
         return state.lending if state is not None else None
 
-    def close(self) -> None:
+    def end(self) -> None:
+        """Tell it to end, and do not wait."""
         if hasattr(self, "engine"):
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, ValueError):
                 self.signal(signal.SIGCONT)
+                self.engine.send(Shutdown(id=0))
+
+    def close(self) -> None:
+        self.end()
+        if hasattr(self, "engine"):
             self.engine.close()
 
 
@@ -207,7 +226,9 @@ class Ring:
             for follower in self.followers:
                 self.head.trust(follower)
                 follower.trust(self.head)
-                follower.start(lend=True)
+            begun = [follower.begin(lend=True) for follower in self.followers]
+            for follower, request in zip(self.followers, begun, strict=True):
+                follower.opened(request)
             self.head.start(peers=[follower.address for follower in self.followers])
             self.until_ready()
         except BaseException:
@@ -350,6 +371,8 @@ class Ring:
         return len(self.engine.events)
 
     def close(self) -> None:
+        for machine in self.machines:
+            machine.end()
         for machine in self.machines:
             machine.close()
         for machine in self.machines:

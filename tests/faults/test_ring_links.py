@@ -26,7 +26,7 @@ from engine.ipc.messages.ring import RingMode
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-LONG = 150
+LONG = 60
 
 
 def unplug(*machines: Machine) -> None:
@@ -68,7 +68,7 @@ def test_unplugged_in_an_answer_and_plugged_in_again(proxied_pair: Ring, model: 
     follower = ring.followers[0]
     since = ring.mark()
     asked = ring.ask(LONG)
-    ring.until_tokens(asked, 20)
+    ring.until_tokens(asked, 8)
     unplug(ring.head, follower)
     ring.engine.wait(lambda event: isinstance(event, Notice) and "Lost node 1" in event.text, PATIENCE_S, since)
     eventually(lambda: follower.lending() is None)
@@ -86,7 +86,7 @@ def test_a_node_that_calls_and_cannot_be_called(proxied: Ring, model: Path, alon
     gone, left = ring.followers
     since = ring.mark()
     asked = ring.ask(LONG)
-    ring.until_tokens(asked, 20)
+    ring.until_tokens(asked, 8)
     unplug(gone)
     ring.engine.wait(lambda event: isinstance(event, Notice) and "Lost node 1" in event.text, PATIENCE_S, since)
     assert ring.finished(asked).token_ids == alone(LONG).token_ids
@@ -118,7 +118,7 @@ def test_links_that_are_torn_down(proxied: Ring, model: Path, alone: Oracle) -> 
     ring = proxied.whole(model)
     for _ in range(2):
         asked = ring.ask(LONG)
-        ring.until_tokens(asked, 20)
+        ring.until_tokens(asked, 8)
         ring.followers[0].proxy.reset()  # type: ignore[union-attr]
         assert ring.finished(asked).token_ids == alone(LONG).token_ids
         eventually(lambda: set(ring.states().values()) <= READY)
@@ -233,7 +233,7 @@ def test_a_pulled_cable(cable: Cable, model: Path, alone: Oracle) -> None:
         follower = ring.followers[0]
         since = ring.mark()
         asked = ring.ask(LONG)
-        ring.until_tokens(asked, 20)
+        ring.until_tokens(asked, 8)
         cable.pull()
         ring.engine.wait(lambda event: isinstance(event, Notice) and "Lost node 1" in event.text, PATIENCE_S, since)
         eventually(lambda: follower.lending() is None)

@@ -19,7 +19,7 @@ from engine.ipc.messages.ring import RingChoice
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-LONG = 150
+LONG = 60
 LONG_PROMPT = [3 + (7 * place + place // 11) % 150 for place in range(600)]
 
 
@@ -37,7 +37,7 @@ def noticed(ring: Ring, gone: Machine, since: int) -> None:
 def test_lost_in_an_answer(three: Ring, model: Path, alone: Oracle, number: signal.Signals) -> None:
     since = three.mark()
     asked = three.ask(LONG)
-    piece = three.until_tokens(asked, 20)
+    piece = three.until_tokens(asked, 8)
     gone, left = three.followers
     gone.signal(number)
     noticed(three, gone, since)
@@ -77,12 +77,12 @@ def test_killed_in_a_prompt(three: Ring, model: Path, alone: Oracle) -> None:
 
 def test_killed_in_a_beam_search(three: Ring, model: Path, alone: Oracle) -> None:
     since = three.mark()
-    asked = three.ask(80, beams=4)
+    asked = three.ask(40, beams=4)
     three.engine.wait(lambda event: isinstance(event, BeamProgress) and event.step >= 5, PATIENCE_S, since)
     gone = three.followers[0]
     gone.kill()
     noticed(three, gone, since)
-    found, expected = three.finished(asked), alone(80, beams=4)
+    found, expected = three.finished(asked), alone(40, beams=4)
     assert [(beam.token_ids, beam.score) for beam in found.beams] == [(b.token_ids, b.score) for b in expected.beams]
     assert any(f"Lost {gone.name}" in text for text in three.notices(since))
 
@@ -90,7 +90,7 @@ def test_killed_in_a_beam_search(three: Ring, model: Path, alone: Oracle) -> Non
 def test_both_killed_one_after_the_other(three: Ring, model: Path, alone: Oracle) -> None:
     since = three.mark()
     asked = three.ask(LONG)
-    three.until_tokens(asked, 20)
+    three.until_tokens(asked, 8)
     three.followers[0].kill()
     three.engine.wait(lambda event: isinstance(event, Notice) and "Lost" in event.text, PATIENCE_S, since)
     three.followers[1].kill()
@@ -265,7 +265,7 @@ def test_an_answer_waits_for_the_machine_it_cannot_go_on_without(two: Ring, mode
     two.whole(model, needs_both(two))
     since = two.mark()
     asked = two.ask(LONG)
-    two.until_tokens(asked, 20)
+    two.until_tokens(asked, 8)
     gone = two.followers[0]
     gone.kill()
     line = waits_for(two, gone, since)
@@ -276,7 +276,7 @@ def test_an_answer_waits_for_the_machine_it_cannot_go_on_without(two: Ring, mode
     # Asked while it is away, a question waits as well; esc ends that, and what was written stays.
     since = two.mark()
     asked = two.ask(LONG)
-    piece = two.until_tokens(asked, 20)
+    piece = two.until_tokens(asked, 8)
     gone.kill()
     waits_for(two, gone, since)
     two.engine.send(Cancel(id=two.engine.new_id(), target=asked))
@@ -296,7 +296,7 @@ def test_both_are_lost_and_one_comes_back(three: Ring, model: Path, alone: Oracl
     three.whole(model, needs_both(three))
     since = three.mark()
     asked = three.ask(LONG)
-    three.until_tokens(asked, 20)
+    three.until_tokens(asked, 8)
     first, second = three.followers
     first.kill()
     three.engine.wait(lambda event: isinstance(event, Notice) and "Lost" in event.text, PATIENCE_S, since)
@@ -314,7 +314,7 @@ def test_an_answer_waits_no_longer_than_it_may(two: Ring, model: Path) -> None:
     two.whole(model, needs_both(two, wait_s=1.0))
     since = two.mark()
     asked = two.ask(LONG)
-    piece = two.until_tokens(asked, 20)
+    piece = two.until_tokens(asked, 8)
     gone = two.followers[0]
     gone.kill()
     failed = two.last(asked)
@@ -329,7 +329,7 @@ def test_a_follower_that_leaves_by_itself(two: Ring, model: Path, alone: Oracle)
     """``join`` is ended by the person there, in the middle of an answer."""
     since = two.mark()
     asked = two.ask(LONG)
-    two.until_tokens(asked, 20)
+    two.until_tokens(asked, 8)
     two.followers[0].engine.close()
     assert two.finished(asked).token_ids == alone(LONG).token_ids
     assert any("this machine alone" in text for text in two.notices(since))

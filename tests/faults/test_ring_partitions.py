@@ -18,7 +18,7 @@ from engine.ipc.messages import Notice
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-LONG = 150
+LONG = 60
 
 
 class Wired:
@@ -64,7 +64,7 @@ def test_two_followers_that_cannot_reach_each_other(three: Wired, model: Path, a
     ring = three.ring
     since = ring.mark()
     asked = ring.ask(LONG)
-    ring.until_tokens(asked, 20)
+    ring.until_tokens(asked, 8)
     three.net.cut(1, 2)
     assert ring.finished(asked).token_ids == alone(LONG).token_ids
     said = ring.notices(since)
@@ -84,7 +84,7 @@ def test_the_data_port_alone_is_blocked_between_the_head_and_one(three: Wired, m
     ring = three.ring
     since = ring.mark()
     asked = ring.ask(LONG)
-    ring.until_tokens(asked, 20)
+    ring.until_tokens(asked, 8)
     three.net.block(three.listener(1), 0, 1)
     assert ring.finished(asked).token_ids == alone(LONG).token_ids
     said = ring.notices(since)
@@ -104,7 +104,7 @@ def test_the_head_cut_off_from_all_and_back(model: Path, alone: Oracle) -> None:
         ring.load(model, replace(EXACT, shares=shares, overlap=False))
         since = ring.mark()
         asked = ring.ask(LONG)
-        ring.until_tokens(asked, 20)
+        ring.until_tokens(asked, 8)
         two.net.cut(0, 1)
         two.heard("The answer waits for node 1: ", since)
         two.net.mend(0, 1)
