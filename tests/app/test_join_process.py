@@ -91,11 +91,11 @@ def joined(tmp_path: Path) -> Iterator[Joined]:
     machine.close()
 
 
-def test_a_closed_terminal_is_an_orderly_end_with_its_status(joined: Joined) -> None:
-    joined.until(lambda: "Code: " in joined.said)
+def ends_with(joined: Joined, number: int, status: int) -> None:
+    """Nothing of it is left."""
     engines = joined.engines
-    assert joined.end(signal.SIGHUP) == 129
-    assert joined.said.splitlines()[-1].endswith("This machine is no longer lent.")
+    assert engines
+    assert joined.end(number) == status
     assert not any(engine.is_running() and engine.status() != psutil.STATUS_ZOMBIE for engine in engines)
 
 
@@ -123,22 +123,15 @@ def test_it_says_who_it_is_heeds_nohup_and_sigterm_is_an_orderly_end(tmp_path: P
     assert seen_by_others(tmp_path) == []
 
 
-def test_ctrl_c_ends_it_with_its_status(joined: Joined) -> None:
-    joined.until(lambda: "Code: " in joined.said)
-    engines = joined.engines
-    assert joined.end(signal.SIGINT) == 130
-    assert "Traceback" not in joined.said
-    assert not any(engine.is_running() and engine.status() != psutil.STATUS_ZOMBIE for engine in engines)
-
-
 @pytest.mark.slow
-def test_an_engine_that_dies_is_started_again(joined: Joined) -> None:
+def test_an_engine_that_dies_is_started_again_and_a_closed_terminal_is_an_orderly_end(joined: Joined) -> None:
     joined.until(lambda: "Code: " in joined.said)
     joined.engines[0].kill()
     joined.until(lambda: "this machine can be used again" in joined.said)
     assert "The engine ended. It restarts in 1 s." in joined.said
     joined.until(lambda: joined.said.count("Code: ") == 2)
-    assert joined.end(signal.SIGTERM) == 0
+    ends_with(joined, signal.SIGHUP, 129)
+    assert joined.said.splitlines()[-1].endswith("This machine is no longer lent.")
 
 
 def test_nobody_reading_ends_it(tmp_path: Path) -> None:
@@ -157,7 +150,7 @@ def test_nobody_reading_ends_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_machines_are_paired_by_the_code_and_one_forgets_the_other(
+def test_two_machines_are_paired_by_the_code_one_forgets_the_other_and_ctrl_c_ends_the_lending(
     joined: Joined, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "other"))
@@ -181,6 +174,8 @@ def test_two_machines_are_paired_by_the_code_and_one_forgets_the_other(
     assert again.returncode == 1  # a code is good for one machine
     assert peers("forget", "studio").returncode == 0
     assert "No machine is paired" in peers("list").stdout
+    ends_with(joined, signal.SIGINT, 130)
+    assert "Traceback" not in joined.said
 
 
 def test_what_lends_knows_nothing_of_the_screen() -> None:

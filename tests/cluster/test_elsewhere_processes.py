@@ -36,7 +36,7 @@ def appears(path: Path) -> bool:
     return path.exists()
 
 
-@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+@pytest.mark.parametrize("stored", [pytest.param("float32", marks=pytest.mark.soak), "bfloat16"])
 def test_the_faster_machine_answers_and_its_death_is_survived(tmp_path: Path, stored: str) -> None:
     if not choose(stored).native:  # type: ignore[arg-type]
         pytest.skip("the native kernels are not built")

@@ -97,7 +97,11 @@ def second_question(first: Finished) -> list[int]:
     return [*PROMPT, *first.token_ids, 11, 12, 13, 14, 15, 16, 17, 18]
 
 
-@pytest.mark.parametrize("options", [GREEDY, SEEDED, BEAMS], ids=["greedy", "seeded", "beams"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(GREEDY, marks=pytest.mark.soak), SEEDED, BEAMS],
+    ids=["greedy", "seeded", "beams"],
+)
 def test_lost_at_any_moment(setting: Doomed, options: dict[str, Any]) -> None:
     """In every pass once, or in some of every kind: those of the prompt, those of the conversation before it, and those
     of the answer."""
