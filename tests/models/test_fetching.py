@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
@@ -56,8 +57,13 @@ def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+@functools.cache
+def random_bytes(seed: int, count: int) -> bytes:
+    return np.random.default_rng(seed).bytes(count)
+
+
 def repository() -> Repo:
-    weights = {name: np.random.default_rng(i).bytes(3_000_000) for i, name in enumerate(SHARDS)}
+    weights = {name: random_bytes(i, 3_000_000) for i, name in enumerate(SHARDS)}
     index = {"weight_map": {"a": SHARDS[0], "b": SHARDS[1], "c": SHARDS[1]}}
     files = {
         "config.json": json.dumps({"model_type": "mixtral"}).encode(),

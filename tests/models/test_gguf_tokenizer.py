@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import io
 import json
 from pathlib import Path
@@ -40,6 +42,11 @@ AWKWARD = [
 
 def byte_level(pre: str) -> dict[str, Any]:
     """Metadata of a byte-level BPE trained on the corpus."""
+    return copy.deepcopy(_byte_level()) | {"tokenizer.ggml.pre": pre}
+
+
+@functools.cache
+def _byte_level() -> dict[str, Any]:
     from tokenizers import Tokenizer as Library
     from tokenizers import models, pre_tokenizers, trainers
 
@@ -55,7 +62,6 @@ def byte_level(pre: str) -> dict[str, Any]:
     tokens = sorted(state["vocab"], key=state["vocab"].get)
     return {
         "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": pre,
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": [3 if token in special else 1 for token in tokens],
         "tokenizer.ggml.merges": [" ".join(merge) for merge in state["merges"]],

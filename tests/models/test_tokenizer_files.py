@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -39,6 +40,23 @@ TEXTS = [
 SPECIAL = ["<unk>", "<s>", "</s>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
+def trained_once(train: Callable[[], Any]) -> Callable[[], Any]:
+    """``train``, of which every call gets a tokenizer of its own."""
+
+    @functools.cache
+    def text() -> str:
+        return str(train().to_str())
+
+    @functools.wraps(train)
+    def copy() -> Any:
+        from tokenizers import Tokenizer
+
+        return Tokenizer.from_str(text())
+
+    return copy
+
+
+@trained_once
 def byte_level() -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -53,6 +71,7 @@ def byte_level() -> Any:
     return library
 
 
+@trained_once
 def byte_fallback() -> Any:
     """As a converted sentencepiece BPE, the Llama 2 way."""
     from tokenizers import Tokenizer, decoders, models, normalizers, processors, trainers
@@ -76,6 +95,7 @@ def byte_fallback() -> Any:
     return library
 
 
+@trained_once
 def unigram() -> Any:
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -23,7 +25,7 @@ from engine.models.opening import open_model
 from engine.moe.rank_context import Mode, RankContext
 from engine.planning.hybrid import GPU_RUNTIME_BYTES
 from engine.planning.placement import Placement
-from engine.runtimes.protocol import RingPlace
+from engine.runtimes.protocol import Logits, RingPlace
 from engine.runtimes.torch import gpu_memory_plan
 from engine.runtimes.torch.experts_only import load_experts
 from engine.runtimes.torch.model import TorchModel
@@ -68,6 +70,16 @@ def ring_of(folder: Path, devices: Devices, how: str, mode: Mode = "exact", **op
         assert model.executor is not None and model.executor.in_ring
         assert isinstance(model.executor.backend, HybridBackend) == (device is not None)
     return models
+
+
+def on_one_machine(folder: Path) -> list[Logits]:
+    """The conversation in float32 with the kernels that are chosen now, held once for each of them."""
+    return _on_one_machine(folder, os.environ.get("PRIVATELLM_KERNELS", ""))
+
+
+@functools.cache
+def _on_one_machine(folder: Path, kernels: str) -> list[Logits]:
+    return conversation(load(folder, None, None, dtype="float32"))
 
 
 def ran(device: StandInDevice | None) -> int:
@@ -143,7 +155,7 @@ def test_no_policy_changes_a_bit(
     if kernels == "off":
         monkeypatch.setenv("PRIVATELLM_KERNELS", "off")
     folder = tiny_model("qwen3_moe")
-    alone = conversation(load(folder, None, None, dtype="float32"))
+    alone = on_one_machine(folder)
     devices: Devices = [StandInDevice(MEMORY), StandInDevice(MEMORY)]
     models = ring_of(folder, devices, how, policy=policy, gpu_expert_bytes=room, dtype="float32")
     assert_same(all_conversations(models), alone)
@@ -168,7 +180,7 @@ def test_a_device_keeps_its_own_nodes_experts_only(tiny_model: Callable[..., Pat
 
 def test_fast_mode_is_close_and_the_same_on_all_nodes(tiny_model: Callable[..., Path]) -> None:
     folder = tiny_model("mixtral")
-    alone = conversation(load(folder, None, None, dtype="float32"))
+    alone = on_one_machine(folder)
     devices: Devices = [StandInDevice(MEMORY), None, StandInDevice(MEMORY)]
     found = all_conversations(ring_of(folder, devices, "overlapping", "fast", dtype="float32"))
     assert_same(found[1:], found[0])
@@ -190,7 +202,7 @@ def test_what_happens_to_a_device_changes_no_bit_and_ends_no_pass(
     faults: Faults, tiny_model: Callable[..., Path]
 ) -> None:
     folder = tiny_model("mixtral")
-    alone = conversation(load(folder, None, None, dtype="float32"))
+    alone = on_one_machine(folder)
     # The device would hold a trunk, but in a ring the trunk is on the CPU and outlives it.
     devices: Devices = [StandInDevice(MEMORY, holds_trunk=True), StandInDevice(MEMORY)]
     models = ring_of(folder, devices, "even", dtype="float32", policy="lru-offload", gpu_expert_bytes=FEW_EXPERTS)
@@ -206,7 +218,7 @@ def test_what_happens_to_a_device_changes_no_bit_and_ends_no_pass(
 @pytest.mark.parametrize("family", ["mixtral", "llama4_text"])
 def test_a_node_of_central_mode_shares_its_experts_with_a_device(family: str, tiny_model: Callable[..., Path]) -> None:
     folder = tiny_model(family)
-    alone = conversation(load(folder, None, None, dtype="float32"))
+    alone = on_one_machine(folder)
     placement = placement_for(folder, 2, "even")
     memory = MemoryRing(2)
     contexts = [RankContext("epoch", rank, placement, "central") for rank in range(2)]
