@@ -275,6 +275,24 @@ def test_an_interrupted_transfer_goes_on_within_an_item(
     assert_same_experts(need.folder, bank, held)
 
 
+def test_what_was_begun_goes_on_behind_the_items_of_another_placement(
+    bank: Path, shares: ShardStore, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(transfer, "CHUNK_BYTES", 1000)
+    few, more = (
+        offer(bank, dict.fromkeys(outline(bank).layers, experts), quiet, trunk=False) for experts in ((1,), (0, 1))
+    )
+    need = shares.need(few, quiet)
+    chunks = list(stream(bank, few, need.wanted))
+    with pytest.raises(ModelError, match="stopped sending"):
+        shares.receive(few, need.wanted, chunks[:-1], quiet)
+    need = shares.need(more, quiet)
+    assert need.wanted[0].start == 0 < need.wanted[-1].start
+    shares.receive(more, need.wanted, stream(bank, more, need.wanted), quiet)
+    assert shares.need(more, quiet).wanted == ()
+    assert_same_experts(need.folder, bank, dict.fromkeys(outline(bank).layers, (0, 1)))
+
+
 def test_it_can_be_stopped_and_what_came_is_kept(bank: Path, shares: ShardStore):
     offered = offer(bank, every_second(bank), quiet)
     need = shares.need(offered, quiet)

@@ -349,6 +349,8 @@ class _Receiver:
         self._wanted = list(wanted)
         self._progress = progress
         self._state = _State.of(folder, offered, head)
+        self._resumed = self._state.begun
+        """The item that was begun before. With another placement others may come before it."""
         self._files: dict[int, int] = {}
         self._dirty: set[int] = set()
         self._unsynced = 0
@@ -403,8 +405,8 @@ class _Receiver:
     def _receive_item(self, want: Wanted, stream: Iterator[bytes], should_stop: Callable[[], bool]) -> None:
         item = self._offered.items[want.item]
         offset, checksum = want.start, 0
-        if want.start and self._state.begun is not None:
-            checksum = self._state.begun.checksum
+        if want.start and self._resumed is not None:
+            checksum = self._resumed.checksum
         setting = bytearray()
         while offset < item.nbytes:
             if should_stop():
