@@ -138,17 +138,17 @@ async def completion(pilot: Pilot[int], app: ChatApp) -> None:
     await pilot.press("/")
 
 
-HARDEST = ("textual-dark", "textual-light", "atom-one-dark", "catppuccin-latte")
-"""Themes that were the least readable, dark and light ones."""
+SCREENS = (chat, timing, beams, models, chats, settings, machines, shortcuts, palette, sampling, personas, completion)
+HARDEST = (("textual-dark", "textual-light"), ("atom-one-dark", "catppuccin-latte"))
+"""Themes that were the least readable, a dark and a light one for each screen in turn."""
 
 
 @pytest.mark.parametrize(
-    "themes", [HARDEST, pytest.param(THEMES, marks=pytest.mark.soak)], ids=["hardest themes", "all themes"]
-)
-@pytest.mark.parametrize(
-    "screen",
-    [chat, timing, beams, models, chats, settings, machines, shortcuts, palette, sampling, personas, completion],
-    ids=lambda open: open.__name__,
+    ("screen", "themes"),
+    [
+        *(pytest.param(screen, HARDEST[number % 2], id=screen.__name__) for number, screen in enumerate(SCREENS)),
+        *(pytest.param(each, THEMES, marks=pytest.mark.soak, id=f"{each.__name__}-all themes") for each in SCREENS),
+    ],
 )
 @pytest.mark.usefixtures("few_settings")
 async def test_every_text_that_is_drawn_stands_out(

@@ -60,7 +60,8 @@ _steps = st.lists(
 )
 
 
-async def test_what_is_sent_is_what_was_typed_and_pasted_whatever_is_edited() -> None:
+@pytest.mark.parametrize("examples", [60, pytest.param(1000, marks=pytest.mark.soak)])
+async def test_what_is_sent_is_what_was_typed_and_pasted_whatever_is_edited(examples: int) -> None:
     """The model is a list whose items are single characters and whole pastes: an edit never splits a paste."""
     app = OnePrompt()
     async with app.run_test():
@@ -91,7 +92,7 @@ async def test_what_is_sent_is_what_was_typed_and_pasted_whatever_is_edited() ->
                 count += 1
             return count
 
-        @settings(max_examples=60, deadline=None)
+        @settings(max_examples=examples)
         @given(_steps)
         @example([("paste", _PASTES[2]), ("unfold", None)] * 2 + [("undo", None)])
         def edited(steps: list[tuple[str, object]]) -> None:

@@ -62,7 +62,7 @@ def check(shown: str, received: str, what: str) -> None:
     assert words == wanted, what
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(st.sampled_from(BLOCKS), min_size=1, max_size=12).map(filled),
     st.lists(st.integers(0, 600), max_size=12),
@@ -92,15 +92,18 @@ class Screen(TerminalApp):
         """There is nothing to save."""
 
 
+@pytest.mark.parametrize("texts", [5, pytest.param(50, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("width", [40, 100])
-async def test_no_line_is_invisible_on_the_screen_at_any_step(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_line_is_invisible_on_the_screen_at_any_step(
+    width: int, texts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(transcript_module, "UPDATE_S", 0.0)
     monkeypatch.setattr(transcript_module, "SLOWEST_S", 0.0)
     draw = random.Random(width)
     app = Screen()
     async with app.run_test(size=(width, 120)) as pilot:
         transcript = app.query_one(Transcript)
-        for _ in range(12):
+        for _ in range(texts):
             text = filled(draw.choices(BLOCKS, k=8))
             entry = Entry("assistant", "", state="writing", tokens_per_s=draw.choice([3.0, 400.0]))
             await transcript.show_path([Entry("user", "go"), entry])
