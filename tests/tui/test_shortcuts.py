@@ -16,12 +16,12 @@ from textual.dom import DOMNode
 from textual.events import Key
 
 import app.tui
+from app import clipboard
 from app.tui import keymap
 from app.tui.chat.message import MessageView
 from app.tui.keymap import TERMINAL_APP, either, key, keys
 from app.tui.screens.dialogues import HelpScreen
 from app.tui.screens.settings import SettingsScreen
-from app.tui.terminal import clipboard
 from app.tui.terminal.keys import KeyParser
 
 
