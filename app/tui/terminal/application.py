@@ -24,6 +24,8 @@ from app.tui.terminal.colours import legible
 from app.tui.terminal.driver import PATIENCE_S, TerminalDriver, end_at_last, ended_by_signals
 from app.tui.terminal.output import with_safe_lines
 
+MOST_NOTICES = 3
+"""Number of passing notices that are shown at once, the newest."""
 EDITOR = "editor"
 """Group of the workers that wait for an editor to which the terminal was given."""
 
@@ -58,6 +60,12 @@ class TerminalApp(App[int]):
     def _hold_cursor(self, event: events.DescendantFocus) -> None:
         if self.still and isinstance(event.widget, Input | TextArea):
             event.widget.cursor_blink = False
+
+    def _refresh_notifications(self) -> None:
+        # More of them would reach down to what is typed.
+        for passed in list(self._notifications)[:-MOST_NOTICES]:
+            self._unnotify(passed, refresh=False)
+        super()._refresh_notifications()
 
     def show_terminal_title(self, title: str) -> None:
         """Give the terminal's window ``title``. An empty one restores the title that it had before."""
