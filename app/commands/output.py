@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from contextlib import suppress
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Literal, TextIO
 
 from app.text_safety import UNSAFE, one_line, sanitize
 from engine.planning.units import byte_size
@@ -21,6 +21,24 @@ class ReaderGoneError(Exception):
     """The reader of our output has closed it (``| head``). That is no failure, but the work can stop."""
 
 
+class _LastLine:
+    """What the last line of the terminal holds, on which stdout and stderr both write."""
+
+    def __init__(self) -> None:
+        self.holds: Literal["", "progress", "answer"] = ""
+
+    def leave(self) -> None:
+        """Erase a line of progress, and end an unfinished line of an answer, before something else is written."""
+        if self.holds == "progress":
+            _to_stderr("\r\x1b[K")
+        elif self.holds == "answer" and _is_terminal(sys.stdout) and _is_terminal(sys.stderr):
+            _to_stderr("\n")
+        self.holds = ""
+
+
+_last_line = _LastLine()
+
+
 def answer(text: str) -> None:
     """Write a piece of the answer to stdout at once, without what acts on a terminal.
 
@@ -33,6 +51,7 @@ def answer(text: str) -> None:
     try:
         sys.stdout.write(sanitize(text))
         sys.stdout.flush()
+        _last_line.holds = "" if text.endswith("\n") else "answer"
     except BrokenPipeError as error:
         forget_stdout()
         raise ReaderGoneError from error
@@ -67,6 +86,7 @@ class WorkFailed(Exception):
 
 def notify(text: str) -> None:
     """One line for the person, on stderr."""
+    _last_line.leave()
     _to_stderr(one_line(text) + "\n")
 
 
@@ -112,9 +132,11 @@ class ProgressLine:
             return
         line = describe(progress)
         if self._live:
-            if line != self._shown:
+            if line != self._shown or _last_line.holds != "progress":
+                if _last_line.holds == "answer":
+                    _last_line.leave()
                 _to_stderr(f"\r\x1b[K{line[: _columns() - 1]}")
-                self._shown = line
+                self._shown, _last_line.holds = line, "progress"
             return
         quarter = progress.done * _STEPS // progress.total if progress.total > 0 else 0
         if self._last != (progress.stage, quarter):
@@ -123,9 +145,9 @@ class ProgressLine:
 
     def clear(self) -> None:
         """Erase the changing line before something else is written."""
-        if self._shown:
-            _to_stderr("\r\x1b[K")
-            self._shown = ""
+        if self._shown and _last_line.holds == "progress":
+            _last_line.leave()
+        self._shown = ""
 
 
 def describe(progress: Progress) -> str:

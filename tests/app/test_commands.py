@@ -16,7 +16,7 @@ import pytest
 from scripted import install, make_home, play
 
 from app.commands import ask, engine_work
-from app.commands.output import ProgressLine, as_json, describe
+from app.commands.output import ProgressLine, answer, as_json, describe, notify
 from app.commands.root import run
 from app.settings.file import open_settings
 from engine.ipc.messages import Progress, Sampling
@@ -496,6 +496,29 @@ def test_a_terminal_gets_one_changing_line(monkeypatch: pytest.MonkeyPatch) -> N
     line.clear()
     line.clear()
     assert written == ["\r\x1b[Ks: 50 % (1 of 2 layers)", "\r\x1b[Ks: 100 % (2 of 2 layers)", "\r\x1b[K"]
+
+
+def test_a_note_has_a_line_of_its_own_beside_progress_and_an_unfinished_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+    terminal = SimpleNamespace(write=written.append, flush=lambda: None, isatty=lambda: True, closed=False)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    line, connecting = ProgressLine(), Progress(stage="connecting", done=0, total=0)
+    line.show(connecting)
+    notify("note: one")
+    line.show(connecting)
+    line.clear()
+    answer("half")
+    notify("note: two")
+    answer("an")
+    line.show(connecting)
+    notify("note: three")
+    answer("answer\n")
+    notify("note: four")
+    shown = "\r\x1b[Kconnecting\r\x1b[K"
+    assert "".join(written) == (
+        f"{shown}note: one\n{shown}half\nnote: two\nan\n{shown}note: three\nanswer\nnote: four\n"
+    )
 
 
 def test_a_bad_argument_is_told_in_plain_words(capsys: pytest.CaptureFixture[str]) -> None:
