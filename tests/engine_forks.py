@@ -182,6 +182,7 @@ server = functools.cache(ForkServer)
 def interpreter_of_workers() -> str:
     """The command that takes the place of Python's where a worker of the tests is started."""
     os.environ.setdefault(RUN, str(os.getpid()))
+    server()  # no test has to wait, on a busy machine longer than its engine may take, for this one's imports
     return shlex.join([sys.executable, "-I", "-S", forked_worker.__file__, server("libraries", "tests").address])
 
 
