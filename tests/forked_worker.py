@@ -31,7 +31,7 @@ def main() -> int:
         "descriptors": [],
     }
     report, theirs = socket.socketpair()
-    socket.send_fds(control, [json.dumps({**job, "descriptors": []}).encode()], [0, 1, 2, theirs.fileno()])
+    socket.send_fds(control, [json.dumps(job).encode()], [0, 1, 2, theirs.fileno()])
     theirs.close()
     # Only the worker holds its streams, so that their ends are seen.
     os.closerange(0, 2)

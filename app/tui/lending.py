@@ -87,7 +87,7 @@ class LendingApp(TerminalApp):
         Binding("c", "code", "New code", id="lending.code"),
         Binding("ctrl+p", "command_palette", "Menu", priority=True, id="lending.menu"),
         Binding("ctrl+z", "suspend_process", "Suspend", show=False, id="lending.suspend"),
-        Binding("ctrl+c", "leave", "Leave", show=False, system=True, id="lending.interrupt"),
+        Binding("ctrl+c", "leave", "Leave", show=False, priority=True, system=True, id="lending.interrupt"),
     ]
 
     def __init__(self, engine: Engine, wanted: OpenNetwork, *, first_wait_s: float = FIRST_WAIT_S) -> None:
@@ -144,8 +144,10 @@ class LendingApp(TerminalApp):
 
     @work(group="leave", exit_on_error=False)
     async def action_leave(self) -> None:
-        """Leave. The person is asked first if a ring uses this machine."""
+        """Leave. The person is asked first if a ring uses this machine; the key once more says yes."""
         if self._asking:
+            if isinstance(self.screen, Confirm):
+                self.screen.dismiss(True)
             return
         state = self.lender.state
         question = leaving_question(state.lending if state is not None else None)

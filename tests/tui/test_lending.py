@@ -152,7 +152,9 @@ def test_large_digits_have_three_lines() -> None:
     assert large("abc") == ["abc"]
 
 
-async def test_leaving_a_ring_that_answers_is_asked_once(engine: FakeEngine) -> None:
+@pytest.mark.parametrize("keys", [("q", "y"), ("ctrl+c", "ctrl+c"), ("ctrl+q", "ctrl+q")], ids=" ".join)
+async def test_leaving_a_ring_that_answers_is_asked_once(engine: FakeEngine, keys: tuple[str, str]) -> None:
+    leave, confirm = keys
     engine.network.lending = ANSWERING
     app = LendingApp(engine, JOIN)
     async with app.run_test(size=(80, 24)) as pilot:
@@ -162,9 +164,9 @@ async def test_leaving_a_ring_that_answers_is_asked_once(engine: FakeEngine) -> 
         await pilot.press("q", "n")
         await wait_until(pilot, lambda: not isinstance(app.screen, Confirm))
         assert engine.network.opened is not None
-        await pilot.press("q")
+        await pilot.press(leave)
         await wait_until(pilot, lambda: isinstance(app.screen, Confirm))
-        await pilot.press("y")
+        await pilot.press(confirm)
         await wait_until(pilot, lambda: app.return_value is not None)
     assert app.return_value == 0 and engine.network.opened is None
 
