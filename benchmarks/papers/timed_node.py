@@ -25,6 +25,8 @@ from engine.moe.rank_context import Loading, Mode, RankContext
 from engine.planning.placement import Placement
 
 _STAMP = struct.Struct("<d")
+Carrier = Literal["tls", "envoy"]
+"""What carries the exchange."""
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +54,7 @@ class TimedRun(msgspec.Struct, frozen=True, kw_only=True):
     epoch: str
     key: bytes
     members: list[NeighbourNode]
-    exchange: Literal["tls", "envoy"]
+    exchange: Carrier
     holders: list[list[list[int]]]
     """[layer][expert]: ranks; one entry counts for all layers."""
     layers: int

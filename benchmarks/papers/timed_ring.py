@@ -13,11 +13,11 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import msgspec
 
-from benchmarks.papers.timed_node import Pace, TimedPasses, TimedRun
+from benchmarks.papers.timed_node import Carrier, Pace, TimedPasses, TimedRun
 from discovery.certificates import make_certificate
 from engine.bench.bench_node import NeighbourNode, NodePort, NodeSetup
 from engine.moe.rank_context import Loading, Mode
@@ -40,7 +40,7 @@ class TimedMethod:
     mode: Mode = "fast"
     loading: Loading = "router-aided"
     one_by_one: bool = False
-    exchange: Literal["tls", "envoy"] = "tls"
+    exchange: Carrier = "tls"
     layers: int = 40
     per_token: int = 4
     width: int = 6144
