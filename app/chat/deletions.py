@@ -77,11 +77,18 @@ class Deletions:
         """The temporary conversation of ``memory`` was left: nothing of it can be undone."""
         self._steps = [step for step in self._steps if step.memory is not memory]
 
-    def last_message(self) -> None:
-        """Delete the last message of the shown conversation."""
-        path = self._chat.thread.path
-        if path:
-            self.message(path[-1])
+    def named(self, what: str = "") -> None:
+        """Delete the last message of the shown conversation, or, if ``what`` is ``chat``, the conversation."""
+        thread = self._chat.thread
+        if what.casefold() == "chat":
+            if thread.memory is not None or thread.conversation is None:
+                self._chat.notify("This chat is not saved, so there is nothing to delete.", "warning")
+            else:
+                self.conversations([thread.conversation], chat_named(thread.title))
+        elif what:
+            self._chat.notify(f"/delete deletes the last message, and /delete chat the chat: not {what}.", "warning")
+        elif thread.path:
+            self.message(thread.path[-1])
         else:
             self._chat.notify("There is no message to delete.", "warning")
 

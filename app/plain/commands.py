@@ -44,7 +44,7 @@ _HELP = {
     "thoughts": "Print what the model thought before its last answer",
     "keys": "What the keys do here",
     "continue": "Let the model go on with its last answer",
-    "delete": "Delete the last message; /undo brings it back",
+    "delete": "Delete the last message, or with chat the whole chat; /undo brings it back",
     "editor": "Write a question in your own editor: VISUAL or EDITOR",
     "find": "Print the lines of the chat that have a text",
     "stop": "ctrl+c stops an answer while it is written, and keeps its text",
@@ -247,12 +247,8 @@ def _temporary(chat: PlainChat, _: str) -> None:
     chat.speaker.say("Temporary chat: nothing of it is saved.")
 
 
-def _delete(chat: PlainChat, _: str) -> None:
-    path = chat.controller.thread.path
-    if path:
-        chat.call(chat.controller.deletions.message, path[-1])
-    else:
-        chat.speaker.say("There is no message to delete.", "Warning")
+def _delete(chat: PlainChat, what: str) -> None:
+    chat.call(chat.controller.deletions.named, what)
 
 
 def _undo(chat: PlainChat, _: str) -> None:

@@ -201,8 +201,10 @@ COMMANDS: tuple[ChatCommand, ...] = (
     ChatCommand(
         "delete",
         "Delete the last message",
-        "Delete the last message, with x any; it can be brought back",
-        "delete_last",
+        "Delete the last message, with x any; /delete chat: the whole chat",
+        "conversations.delete",
+        "",
+        "[chat]",
     ),
     ChatCommand("undo", "Undo a deletion", "Bring back what was deleted last, here or in the chats", "undo"),
     ChatCommand(

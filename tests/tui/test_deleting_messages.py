@@ -141,6 +141,10 @@ async def test_the_keys_of_deleting_and_undoing(make_app: MakeApp, home: Path) -
         await wait_until(pilot, lambda: len(shown(app)) == 4)
         brought_back = app.chat.transcript.views[2]
         await wait_until(pilot, lambda: app.focused is brought_back)
+        await pilot.press("escape", *"/delete chat", "enter")
+        await wait_until(pilot, lambda: not shown(app) and not app.store.conversations())
+        await pilot.press(*"/undo", "enter")
+        await wait_until(pilot, lambda: len(shown(app)) == 4)
         await pilot.press("escape", *"/temporary", "enter")
         await wait_until(pilot, lambda: controller(app).thread.memory is not None and not shown(app))
         assert app.chat.query_one(Heading).shown[0].startswith("◌ Temporary chat")

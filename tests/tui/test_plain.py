@@ -364,6 +364,18 @@ def test_answers_go_on_and_what_was_deleted_comes_back(run: Run, engine: FakeEng
     assert [message.role for message in store.shown(conversation.id)] == ["user", "assistant"]
 
 
+def test_the_whole_chat_is_deleted_and_comes_back(run: Run, store: ConversationStore) -> None:
+    lines = run("Hi", "/delete chat", "/delete chat", "/undo", "/delete all")
+    told = [line for line in lines if "elete" in line and not line.startswith("You:")]
+    assert told == [
+        "Notice: Deleted the chat “Hi”. ctrl+z or /undo brings it back.",
+        "Warning: This chat is not saved, so there is nothing to delete.",
+        "Warning: /delete deletes the last message, and /delete chat the chat: not all.",
+    ]
+    (conversation,) = store.conversations()
+    assert [message.role for message in store.shown(conversation.id)] == ["user", "assistant"]
+
+
 @pytest.mark.parametrize(
     ("pieces", "lines"),
     [

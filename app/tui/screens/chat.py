@@ -444,9 +444,6 @@ class ChatScreen(Screen[None]):
         self.transcript.follow()
         self.prompt.focus()
 
-    def action_delete_last(self) -> None:
-        self.controller.deletions.last_message()
-
     def action_undo(self) -> None:
         """Bring back what was deleted last."""
         self.controller.deletions.undo()

@@ -1,4 +1,4 @@
-"""The commands for conversations as a whole: rename, pin, archive, export, import."""
+"""The commands for conversations as a whole: rename, pin, archive, delete, export, import."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from app.tui.screens.command_host import CommandHost
 
 
 class ConversationCommands:
-    """What ``/rename``, ``/pin``, ``/archive``, ``/export`` and ``/import`` do on the chat screen."""
+    """What ``/rename``, ``/pin``, ``/archive``, ``/delete``, ``/export`` and ``/import`` do on the chat screen."""
 
     def __init__(self, screen: CommandHost) -> None:
         self._screen = screen
@@ -35,6 +35,10 @@ class ConversationCommands:
     def archive(self) -> None:
         """Put the shown chat away from the list, or back."""
         self._controller.run_in_background(toggle(self._controller, "archived"))
+
+    def delete(self, what: str = "") -> None:
+        """Delete the last message, or with ``chat`` the chat; it can be brought back."""
+        self._controller.deletions.named(what)
 
     def export(self, argument: str = "") -> None:
         """``[--thoughts] [file]``: write the shown chat to a file; without one, ask for its name."""
