@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from eventually import has_ended
 from scripted import SCRIPT
 
 from app import engine_links
@@ -336,4 +337,4 @@ def test_every_way_to_end_has_its_sentence(code: int) -> None:
 
 
 def _children() -> list[int]:
-    return [child.pid for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    return [child.pid for child in psutil.Process().children() if not has_ended(child)]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from eventually import has_ended
 from scripted import fork_engines
 
 from app.commands.root import run
@@ -96,7 +97,7 @@ def ends_with(joined: Joined, number: int, status: int) -> None:
     engines = joined.engines
     assert engines
     assert joined.end(number) == status
-    assert not any(engine.is_running() and engine.status() != psutil.STATUS_ZOMBIE for engine in engines)
+    assert all(map(has_ended, engines))
 
 
 def test_it_says_who_it_is_heeds_nohup_and_sigterm_is_an_orderly_end(tmp_path: Path) -> None:
@@ -115,7 +116,7 @@ def test_it_says_who_it_is_heeds_nohup_and_sigterm_is_an_orderly_end(tmp_path: P
         machine.process.send_signal(signal.SIGHUP)
         assert machine.end(signal.SIGTERM) == 0
         assert machine.said.splitlines()[-1].endswith("This machine is no longer lent.")
-        assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
+        assert has_ended(engine)
     finally:
         machine.close()
     # Whatever the umask, what it wrote is its owner's alone.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from eventually import eventually
+from eventually import eventually, has_ended
 from scripted import fork_engines
 from tiny_models import write_tiny_model
 
@@ -58,11 +58,6 @@ async def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
         await each.close()
     for engine in engines:
         eventually(lambda engine=engine: has_ended(engine))  # type: ignore[misc]
-
-
-def has_ended(engine: psutil.Process) -> bool:
-    """Nobody may have asked yet with which status."""
-    return not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
 
 
 async def heard(engine: EngineClient, request: AnyRequest) -> list[AnyEvent]:

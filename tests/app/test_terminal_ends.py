@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+from eventually import has_ended
 from scripted import install
 from terminals import ROOT, WAIT_S, Terminal
 
@@ -47,7 +48,7 @@ def answering(terminal: Terminal) -> list[psutil.Process]:
 
 def gone(engines: list[psutil.Process]) -> bool:
     _, alive = psutil.wait_procs(engines, timeout=WAIT_S)
-    return bool(engines) and all(engine.status() == psutil.STATUS_ZOMBIE for engine in alive)
+    return bool(engines) and all(map(has_ended, alive))
 
 
 def messages(home: Path) -> list[MessageRecord]:

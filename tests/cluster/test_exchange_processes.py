@@ -20,7 +20,7 @@ import msgspec
 import psutil
 import pytest
 from engine_forks import forked_module
-from eventually import eventually
+from eventually import eventually, has_ended
 from linked_nodes import LOOPBACK, LinkedNode, make_identity, opened
 from network_namespaces import Network, network
 
@@ -246,13 +246,6 @@ def test_an_envoy_ends_with_its_engine(ring: Callable[..., Ring]) -> None:
     assert len(envoys) == 1
     nodes.others[0].kill()
     eventually(lambda: all(has_ended(child) for child in envoys))
-
-
-def has_ended(process: psutil.Process) -> bool:
-    try:
-        return bool(process.status() == psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return True
 
 
 def test_a_killed_envoy_is_this_machines_own_loss(ring: Callable[..., Ring]) -> None:
