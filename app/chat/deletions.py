@@ -66,6 +66,8 @@ class Deletions:
 
     def __init__(self, chat: OpenChat) -> None:
         self._chat = chat
+        self.undo_words = "/undo"
+        """How a person undoes a deletion here: a command, and keys where there are any."""
         self._steps: list[Deleted] = []
 
     @property
@@ -86,7 +88,9 @@ class Deletions:
             else:
                 self.conversations([thread.conversation], chat_named(thread.title))
         elif what:
-            self._chat.notify(f"/delete deletes the last message, and /delete chat the chat: not {what}.", "warning")
+            self._chat.notify(
+                f"There is no /delete {what}: /delete deletes the last message, /delete chat the whole chat.", "warning"
+            )
         elif thread.path:
             self.message(thread.path[-1])
         else:
@@ -182,7 +186,7 @@ class Deletions:
             chat.notify(str(error), "error")
 
     def _tell(self, what: str) -> None:
-        self._chat.notify(f"Deleted {what}. ctrl+z or /undo brings it back.")
+        self._chat.notify(f"Deleted {what}. {self.undo_words} brings it back.")
 
 
 def _messages(entry: Entry, count: int) -> str:

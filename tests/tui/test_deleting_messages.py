@@ -38,7 +38,7 @@ async def test_deletions_are_undone_one_after_the_other(engine: FakeEngine, stor
         await chat.until(lambda: _texts(chat.path) == ["one", "to one", "two"])
         chat.controller.deletions.message(chat.path[1])
         await chat.until(lambda: _texts(chat.path) == ["one"])
-        assert chat.said[-1] == "Deleted the answer and 1 more message. ctrl+z or /undo brings it back."
+        assert chat.said[-1] == "Deleted the answer and 1 more message. /undo brings it back."
         chat.controller.deletions.message(chat.path[0])
         await chat.until(lambda: not chat.path)
         assert chat.controller.thread.conversation is None and store.conversations() == []

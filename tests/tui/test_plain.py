@@ -368,9 +368,9 @@ def test_the_whole_chat_is_deleted_and_comes_back(run: Run, store: ConversationS
     lines = run("Hi", "/delete chat", "/delete chat", "/undo", "/delete all")
     told = [line for line in lines if "elete" in line and not line.startswith("You:")]
     assert told == [
-        "Notice: Deleted the chat “Hi”. ctrl+z or /undo brings it back.",
+        "Notice: Deleted the chat “Hi”. /undo brings it back.",
         "Warning: This chat is not saved, so there is nothing to delete.",
-        "Warning: /delete deletes the last message, and /delete chat the chat: not all.",
+        "Warning: There is no /delete all: /delete deletes the last message, /delete chat the whole chat.",
     ]
     (conversation,) = store.conversations()
     assert [message.role for message in store.shown(conversation.id)] == ["user", "assistant"]

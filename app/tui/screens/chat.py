@@ -97,6 +97,7 @@ class ChatScreen(Screen[None]):
     ) -> None:
         super().__init__()
         self.controller = ChatController(engine, store, settings, self._post_update, is_missing=is_missing)
+        self.controller.deletions.undo_words = "ctrl+z or /undo"
         self.prompt = Prompt(id="prompt")
         self.drafting = Drafting(self.prompt, self.controller)
         self.panels = ChatPanels(self, self.controller, self.focus_prompt, self.prompt.paste)
