@@ -34,7 +34,7 @@ SAMPLED: dict[str, tuple[RingMode, ...]] = {
     "mlx 4-bit": ("exact",),
     "native published": ("exact",),
 }
-"""By runtime and number format: modes, of which each runtime has all, as rings of unlike machines are central."""
+"""Modes by runtime and number format. Central mode with torch and with mlx is in the rings of unlike machines."""
 KINDS = [
     *SAMPLED.items(),
     *(pytest.param(kind, MODES, marks=pytest.mark.soak, id=f"all-{kind}") for kind in SAMPLED),

@@ -78,7 +78,8 @@ RUNS = [
     pytest.param(*run.values, marks=(*run.marks, pytest.mark.soak), id=run.id) if left_to_soak(*run.values) else run
     for run in RUNS
 ]
-"""Of a family with native both forms of the files; of all families with torch, each form with each kernels."""
+"""In `make test` native meets both forms of every family's files; the families together show torch each form with each
+of the kernels."""
 
 
 @pytest.fixture
