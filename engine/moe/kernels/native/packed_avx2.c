@@ -1,5 +1,8 @@
 /* Products with packed weights for AVX2: 32 codes of four to eight bits at a time, sums of products in whole numbers,
    eight lanes of four values each. */
+#include <float.h>
+#include <math.h>
+
 #include "packed_internal.h"
 
 #if defined(__x86_64__)
@@ -13,6 +16,7 @@
 #endif
 
 #include "packed_scales_x86.h"
+#include "vector_avx2.h"
 
 #define GROUP 32 /* codes of a vector */
 #define GROUPS (UNIT / GROUP)
@@ -163,12 +167,15 @@ ALWAYS_INLINE float added_up(__m256 v) {
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
+#undef SET
 #define SET(name) pllm_packed_avx2_##name
 #define ROWS_OF_1 1 /* from end to end: the processor fetches one stream best */
 #define ROWS_OF_2 2
 #define ROWS_OF_3 1
 #define ROWS_OF_4 1
 #include "packed_rows_template.h"
+
+#include "packed_avx2_many.h"
 
 #if defined(__clang__)
 #pragma clang attribute pop

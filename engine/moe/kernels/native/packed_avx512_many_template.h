@@ -6,15 +6,6 @@
 #define BLOCKS_OF_UNIT (UNIT / INPUT_BLOCK)
 #define PANEL_VECTORS (PANEL_ROWS / 16)
 
-typedef struct tile_block {
-    int32_t codes[8][BYTE_TILE_TOKENS];
-    float scales[BYTE_TILE_TOKENS], sums[BYTE_TILE_TOKENS];
-    int32_t raised[3][BYTE_TILE_TOKENS]; /* of each half, and of both, -128 times the sum of the codes, see wide_input */
-    char unused[BYTE_TILE_TOKENS * 12];
-} tile_block;
-
-_Static_assert(sizeof(tile_block) == BYTE_TILE_TOKENS * INPUT_BLOCK * BYTE_TILE_ELEMENT, "tiles lie where they are looked for");
-
 #define BLOCKS_AHEAD 6 /* that many blocks of a tile are fetched before they are wanted */
 #define PANEL_BLOCKS (PANEL_COLUMNS / INPUT_BLOCK)
 #define FETCHES (PANEL_ROWS * (PANEL_COLUMNS / 32 * 34 / 64 + 1)) /* lines of the largest panel in the file */

@@ -33,19 +33,25 @@ ALWAYS_INLINE float raised_in_file(const int dtype) {
 #define PACKED_ROWS(SET)                                                                                           \
     void pllm_packed_##SET##_convert(void *row, int64_t first, const float *from, float scale, int64_t count);     \
     void pllm_packed_##SET##_pad(void *row, int64_t columns);
+/* kernel_set.many and .tile of sets that multiply panels of bytes. */
+#define PACKED_MANY(SET)                                                                                           \
+    void pllm_packed_##SET##_many(const void *w, int dtype, int64_t stride, int64_t rows, int64_t columns,         \
+                                  const void *tiles, int64_t tokens, float *y, int64_t y_stride, int add,          \
+                                  void *panel);                                                                    \
+    void pllm_packed_##SET##_tile(void *tile, const float *const *rows, const float *scales, int64_t tokens,       \
+                                  int64_t column, int64_t count);
 PACKED_FEW(scalar)
 #if defined(__x86_64__)
 PACKED_FEW(avx2)
+PACKED_MANY(avx2)
+void pllm_packed_avx2_convert(void *row, int64_t first, const float *from, float scale, int64_t count);
 PACKED_FEW(avx512f)
 PACKED_ROWS(avx512f)
 /* Rows opened as float32. */
 void pllm_packed_avx512f_open_row(int dtype, const void *from, float *to, int64_t count);
 PACKED_FEW(avx512_vnni)
 PACKED_ROWS(avx512_vnni)
-void pllm_packed_avx512_vnni_many(const void *w, int dtype, int64_t stride, int64_t rows, int64_t columns,
-                                  const void *tiles, int64_t tokens, float *y, int64_t y_stride, int add, void *panel);
-void pllm_packed_avx512_vnni_tile(void *tile, const float *const *rows, const float *scales, int64_t tokens,
-                                  int64_t column, int64_t count);
+PACKED_MANY(avx512_vnni)
 #endif
 #if defined(__aarch64__)
 PACKED_FEW(neon)
@@ -58,6 +64,16 @@ void pllm_packed_scalar_pad(void *row, int64_t columns);
 #define BYTE_TILE_TOKENS 6
 #define BYTE_TILE_ELEMENT 2
 
+/* INPUT_BLOCK columns of a tile of bytes: four codes of one token after those of another. */
+typedef struct tile_block {
+    int32_t codes[8][BYTE_TILE_TOKENS];
+    float scales[BYTE_TILE_TOKENS], sums[BYTE_TILE_TOKENS];
+    int32_t raised[3][BYTE_TILE_TOKENS]; /* of each half, and of both, -128 times the sum of the codes */
+    char unused[BYTE_TILE_TOKENS * 12];
+} tile_block;
+
+_Static_assert(sizeof(tile_block) == BYTE_TILE_TOKENS * INPUT_BLOCK * BYTE_TILE_ELEMENT, "tiles lie where they are looked for");
+
 /* INPUT_BLOCK columns of a panel of bytes. Codes as packed_avx512_template.h raises them. Only Q6_K has a scale for each
    half. */
 typedef struct panel_block {
@@ -67,19 +83,20 @@ typedef struct panel_block {
 
 _Static_assert(sizeof(packed_input) <= FEWEST_STRIDE * PACKED_ROW_ELEMENT, "a unit fits into the shortest row");
 /* The kernels for packed weights of a set whose other kernels were defined above it. */
-#define PACKED_FEW_SET(FEW, CONVERT)                                                                               \
+#define PACKED_FEW_SET(FEW, CONVERT, PAD)                                                                          \
     .row_element = PACKED_ROW_ELEMENT, .task_rows = INPUT_BLOCK, .few = pllm_packed_##FEW##_few,                   \
-    .convert = pllm_packed_##CONVERT##_convert, .pad = pllm_packed_##CONVERT##_pad, .gate = SET(gate),             \
+    .convert = pllm_packed_##CONVERT##_convert, .pad = pllm_packed_##PAD##_pad, .gate = SET(gate),                 \
     .exp_sum = SET(exp_sum), .add_scaled = SET(add_scaled)
 /* Panels of weights as the set's own activations are. */
 #define PACKED_SET(FEW, CONVERT)                                                                                   \
-    PACKED_FEW_SET(FEW, CONVERT), .few_tokens = FEW_LIMIT, .element = 4 / PER_WORD, .tile_tokens = TILE_TOKENS,    \
+    PACKED_FEW_SET(FEW, CONVERT, CONVERT), .few_tokens = FEW_LIMIT, .element = 4 / PER_WORD, .tile_tokens = TILE_TOKENS,    \
     .many = SET(many), .tile = SET(tile)
 /* Panels of bytes, which are faster as soon as `few` would have to open its weights twice. */
-#define BYTE_PANELS                                                                                                \
+#define BYTE_PANELS(MANY)                                                                                          \
     .few_tokens = 8, .element = BYTE_TILE_ELEMENT, .tile_tokens = BYTE_TILE_TOKENS,                                \
-    .many = pllm_packed_avx512_vnni_many, .tile = pllm_packed_avx512_vnni_tile
-#define PACKED_VNNI_SET PACKED_FEW_SET(avx512_vnni, avx512_vnni), BYTE_PANELS
+    .many = pllm_packed_##MANY##_many, .tile = pllm_packed_##MANY##_tile
+#define PACKED_AVX2_SET PACKED_FEW_SET(avx2, avx2, scalar), BYTE_PANELS(avx2)
+#define PACKED_VNNI_SET PACKED_FEW_SET(avx512_vnni, avx512_vnni, avx512_vnni), BYTE_PANELS(avx512_vnni)
 #define PLAIN_SET PLAIN_SET_OF(few)
 #define FP8_SET PLAIN_SET_OF(few_fp8)
 #define PLAIN_SET_OF(FEW)                                                                                          \

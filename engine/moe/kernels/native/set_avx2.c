@@ -25,7 +25,7 @@
 
 const kernel_set pllm_set_avx2 = {PLAIN_SET};
 const kernel_set pllm_set_avx2_fp8 = {FP8_SET};
-const kernel_set pllm_set_avx2_packed = {PACKED_SET(avx2, scalar)};
+const kernel_set pllm_set_avx2_packed = {PACKED_AVX2_SET};
 const kernel_set pllm_set_avx2_grouped = {GROUPED_SET(avx2, scalar)};
 
 #if defined(__clang__)

@@ -1,0 +1,407 @@
+/* Products of many tokens with packed weights for AVX2: bytes times bytes, added up as whole numbers within a block of 32
+   values and scaled once. Included by packed_avx2.c.
+
+   A panel is PANEL_ROWS rows of weights opened once for all tokens, eight rows to a vector, four neighbouring codes to a
+   lane. Codes of four to six bits are unsigned: what was added to them for that is taken away again as whole numbers
+   (tile_block.raised). Codes of eight bits are signed.
+
+   VPMADDUBSW adds up two products in 16 bits. Codes of four bits fit there 32 columns long, wider ones less long, and those
+   of eight bits two columns long. */
+
+#define BLOCKS_OF_UNIT (UNIT / INPUT_BLOCK)
+#define ROWS_OF_VECTOR 8
+#define VECTORS 2 /* of rows, that are multiplied together; the panel of that many rows stays in the first-level cache */
+#define PART_TOKENS 3 /* tokens that are multiplied together: their sums fit beside those of VECTORS into registers */
+#define STEP_BYTES (PANEL_ROWS * 4)
+
+_Static_assert(sizeof(panel_block) * (PANEL_COLUMNS / INPUT_BLOCK) <= PANEL_BYTES, "a panel of bytes fits where others do");
+
+/* How wide the codes of a panel are. */
+enum { FOUR_BITS, FIVE_BITS, SIX_BITS, EIGHT_BITS };
+
+ALWAYS_INLINE int width_of(const int dtype) {
+    switch (dtype) {
+    case PLLM_Q4_0:
+    case PLLM_Q4_1:
+    case PLLM_Q4_K: return FOUR_BITS;
+    case PLLM_Q6_K: return SIX_BITS;
+    case PLLM_Q8_0:
+    case PLLM_IQ4_NL:
+    case PLLM_IQ4_XS: return EIGHT_BITS;
+    default: return FIVE_BITS;
+    }
+}
+
+/* By how much the codes of a format are raised in a panel; those of MXFP4 are -12 to 12 in the file. */
+ALWAYS_INLINE int raised_by(const int dtype) { return dtype == PLLM_MXFP4 ? 16 : (int)raised_in_file(dtype); }
+
+/* ---- Opening a panel -------------------------------------------------------------------------------------------- */
+
+/* For the eight rows of vector v of the panel, to `blocks` blocks. */
+ALWAYS_INLINE void open_codes(const uint8_t *const rows[ROWS_OF_VECTOR], panel_block *to, const int v,
+                              const int64_t blocks, const int dtype) {
+    const __m256i raise = _mm256_set1_epi8((char)raised_by(dtype));
+    for (int g = 0; g < (int)blocks; g++) {
+        __m256 lanes[ROWS_OF_VECTOR];
+        UNROLL for (int r = 0; r < ROWS_OF_VECTOR; r++) {
+            const __m256i codes = codes_of(rows[r], g, dtype);
+            lanes[r] = _mm256_castsi256_ps(dtype == PLLM_MXFP4 ? _mm256_add_epi8(codes, raise) : codes);
+        }
+        avx2_transpose(lanes);
+        UNROLL for (int i = 0; i < 8; i++)
+            _mm256_storeu_ps((float *)(void *)(to[g].codes[i] + 4 * ROWS_OF_VECTOR * v), lanes[i]);
+    }
+}
+
+/* A nibble of each byte, so that two blocks are exchanged together. */
+ALWAYS_INLINE void open_q4_k_codes(const uint8_t *const rows[ROWS_OF_VECTOR], panel_block *to, const int v) {
+    for (int pair = 0; pair < BLOCKS_OF_UNIT / 2; pair++) {
+        __m256 lanes[ROWS_OF_VECTOR];
+        UNROLL for (int r = 0; r < ROWS_OF_VECTOR; r++)
+            lanes[r] = _mm256_castsi256_ps(loaded(rows[r] + Q4_K_CODES + 32 * pair));
+        avx2_transpose(lanes);
+        UNROLL for (int i = 0; i < 8; i++) {
+            const __m256i both = _mm256_castps_si256(lanes[i]);
+            _mm256_storeu_si256((__m256i *)(void *)(to[2 * pair].codes[i] + 4 * ROWS_OF_VECTOR * v), masked(both, 15));
+            _mm256_storeu_si256((__m256i *)(void *)(to[2 * pair + 1].codes[i] + 4 * ROWS_OF_VECTOR * v),
+                                masked(_mm256_srli_epi16(both, 4), 15));
+        }
+    }
+}
+
+/* Eight figures of each row to eight places, `apart` floats from one to the next. */
+ALWAYS_INLINE void store_eight(__m256 lanes[ROWS_OF_VECTOR], float *to, const int64_t apart, const int64_t count) {
+    avx2_transpose(lanes);
+    for (int64_t i = 0; i < count; i++) _mm256_storeu_ps(to + i * apart, lanes[i]);
+}
+
+ALWAYS_INLINE void open_scales(const uint8_t *const rows[ROWS_OF_VECTOR], panel_block *to, const int v,
+                               const int64_t blocks, const int dtype) {
+    const int64_t apart = sizeof *to / sizeof(float);
+    __m256 lanes[ROWS_OF_VECTOR];
+    if (dtype == PLLM_Q6_K) {
+        __m256 upper[ROWS_OF_VECTOR];
+        UNROLL for (int r = 0; r < ROWS_OF_VECTOR; r++) {
+            sixteen minimums;
+            const sixteen own = scales_of(rows[r], dtype, &minimums);
+            /* Those of the first halves of the blocks, then those of the second ones. */
+            const __m256i order = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7);
+            const __m256 low = _mm256_permutevar8x32_ps(own.low, order), high = _mm256_permutevar8x32_ps(own.high, order);
+            lanes[r] = _mm256_permute2f128_ps(low, high, 0x20);
+            upper[r] = _mm256_permute2f128_ps(low, high, 0x31);
+        }
+        store_eight(lanes, to->scales[0] + ROWS_OF_VECTOR * v, apart, blocks);
+        store_eight(upper, to->scales[1] + ROWS_OF_VECTOR * v, apart, blocks);
+        return;
+    }
+    UNROLL for (int r = 0; r < ROWS_OF_VECTOR; r++) lanes[r] = eight_scales(rows[r], dtype);
+    store_eight(lanes, to->scales[0] + ROWS_OF_VECTOR * v, apart, blocks);
+    if (!has_minimums(dtype)) return;
+    UNROLL for (int r = 0; r < ROWS_OF_VECTOR; r++) lanes[r] = eight_minimums(rows[r], dtype);
+    store_eight(lanes, to->minimums + ROWS_OF_VECTOR * v, apart, blocks);
+}
+
+/* `count` rows of `columns` values; those that are not there get the last one's. Meanwhile fetches what lies `ahead` bytes
+   further on, the panel after this one. */
+ALWAYS_INLINE void open_panel(panel_block *to, const uint8_t *w, const int64_t row_bytes, const int64_t count,
+                              const int64_t columns, const int64_t ahead, const int dtype) {
+    for (int64_t first = 0; first < columns; first += UNIT, to += BLOCKS_OF_UNIT) {
+        const int64_t values = MIN(UNIT, columns - first), blocks = values / INPUT_BLOCK;
+        for (int v = 0; v < PANEL_ROWS / ROWS_OF_VECTOR; v++) {
+            uint8_t ends[ROWS_OF_VECTOR][UNIT_BYTES_LIMIT];
+            const uint8_t *rows[ROWS_OF_VECTOR];
+            for (int r = 0; r < ROWS_OF_VECTOR; r++) {
+                rows[r] = w + MIN(ROWS_OF_VECTOR * v + r, count - 1) * row_bytes + bytes_of_values(dtype, first);
+                for (int64_t line = 0; line < bytes_of_values(dtype, UNIT); line += 64)
+                    __builtin_prefetch(rows[r] + ahead + line, 0, 2);
+                if (values == UNIT) continue;
+                memset(ends[r], 0, sizeof ends[r]); /* so that nothing is read past the row */
+                rows[r] = memcpy(ends[r], rows[r], (size_t)bytes_of_values(dtype, values));
+            }
+            if (dtype == PLLM_Q4_K)
+                open_q4_k_codes(rows, to, v);
+            else
+                open_codes(rows, to, v, blocks, dtype);
+            open_scales(rows, to, v, blocks, dtype);
+        }
+    }
+}
+
+#define OPEN_PANEL(DTYPE)                                                                                          \
+    NOINLINE void DTYPE##_panel(panel_block *to, const uint8_t *w, int64_t row_bytes, int64_t count,               \
+                                int64_t columns, int64_t ahead) {                                                  \
+        open_panel(to, w, row_bytes, count, columns, ahead, DTYPE);                                                \
+    }
+OPEN_PANEL(PLLM_Q4_0)
+OPEN_PANEL(PLLM_Q4_1)
+OPEN_PANEL(PLLM_Q5_0)
+OPEN_PANEL(PLLM_Q5_1)
+OPEN_PANEL(PLLM_Q8_0)
+OPEN_PANEL(PLLM_Q4_K)
+OPEN_PANEL(PLLM_Q5_K)
+OPEN_PANEL(PLLM_Q6_K)
+OPEN_PANEL(PLLM_IQ4_NL)
+OPEN_PANEL(PLLM_IQ4_XS)
+OPEN_PANEL(PLLM_MXFP4)
+
+typedef void (*open_function)(panel_block *to, const uint8_t *w, int64_t row_bytes, int64_t count, int64_t columns,
+                              int64_t ahead);
+
+static const open_function open_table[PLLM_DTYPES] = {
+    [PLLM_Q4_0] = PLLM_Q4_0_panel,     [PLLM_Q4_1] = PLLM_Q4_1_panel,     [PLLM_Q5_0] = PLLM_Q5_0_panel,
+    [PLLM_Q5_1] = PLLM_Q5_1_panel,     [PLLM_Q8_0] = PLLM_Q8_0_panel,     [PLLM_Q4_K] = PLLM_Q4_K_panel,
+    [PLLM_Q5_K] = PLLM_Q5_K_panel,     [PLLM_Q6_K] = PLLM_Q6_K_panel,     [PLLM_IQ4_NL] = PLLM_IQ4_NL_panel,
+    [PLLM_IQ4_XS] = PLLM_IQ4_XS_panel, [PLLM_MXFP4] = PLLM_MXFP4_panel,
+};
+
+/* ---- Products --------------------------------------------------------------------------------------------------- */
+
+/* What a matrix's products have in common. */
+typedef struct panel_task {
+    const panel_block *panel;
+    int64_t blocks, y_stride, rows; /* rows: of the panel that there are */
+    int less, more;                 /* how far tile_block.raised is shifted; whether y is added to */
+} panel_task;
+
+/* The sum as it is here: compilers would regroup the summands of whole numbers, and there are registers for the sums only. */
+#define IN_ORDER(sum) __asm__("" : "+x"(sum))
+
+/* Sums of steps [first, first + count) of a block, two products to 16 bits. */
+ALWAYS_INLINE void add_steps(__m256i pairs[PART_TOKENS][VECTORS], const uint8_t *codes, const int32_t *in,
+                             const int first, const int count, const int M) {
+    UNROLL for (int step = first; step < first + count; step++) {
+        __m256i w[VECTORS];
+        UNROLL for (int v = 0; v < VECTORS; v++) w[v] = loaded(codes + step * STEP_BYTES + 32 * v);
+        UNROLL for (int m = 0; m < M; m++) {
+            const __m256i x = _mm256_set1_epi32(in[step * BYTE_TILE_TOKENS + m]);
+            UNROLL for (int v = 0; v < VECTORS; v++) {
+                const __m256i two = _mm256_maddubs_epi16(w[v], x);
+                pairs[m][v] = step == first ? two : _mm256_add_epi16(pairs[m][v], two);
+                IN_ORDER(pairs[m][v]);
+            }
+        }
+    }
+}
+
+/* Sums of a block of signed codes. 128 * 127 twice just fit into 16 bits. */
+ALWAYS_INLINE void signed_products(__m256i whole[PART_TOKENS][VECTORS], const uint8_t *codes, const int32_t *in,
+                                   const int M) {
+    UNROLL for (int step = 0; step < 8; step++)
+        UNROLL for (int v = 0; v < VECTORS; v++) {
+            const __m256i w = loaded(codes + step * STEP_BYTES + 32 * v), size = _mm256_abs_epi8(w);
+            UNROLL for (int m = 0; m < M; m++) {
+                const __m256i x = _mm256_set1_epi32(in[step * BYTE_TILE_TOKENS + m]);
+                const __m256i two = _mm256_maddubs_epi16(size, _mm256_sign_epi8(x, w));
+                const __m256i four = _mm256_madd_epi16(two, _mm256_set1_epi16(1));
+                whole[m][v] = step == 0 ? four : _mm256_add_epi32(whole[m][v], four);
+                IN_ORDER(whole[m][v]);
+            }
+        }
+}
+
+/* whole[M][VECTORS] (+)= pairs. */
+ALWAYS_INLINE void widen(__m256i whole[PART_TOKENS][VECTORS], const __m256i pairs[PART_TOKENS][VECTORS],
+                         const int fresh, const int M) {
+    UNROLL for (int m = 0; m < M; m++)
+        UNROLL for (int v = 0; v < VECTORS; v++) {
+            const __m256i four = _mm256_madd_epi16(pairs[m][v], _mm256_set1_epi16(1));
+            whole[m][v] = fresh ? four : _mm256_add_epi32(whole[m][v], four);
+        }
+}
+
+/* The products of a block, or of a half of it, as whole numbers. */
+ALWAYS_INLINE void whole_products(__m256i whole[PART_TOKENS][VECTORS], const uint8_t *codes, const int32_t *in,
+                                  const int half, const int width, const int M) {
+    if (width == EIGHT_BITS) {
+        signed_products(whole, codes, in, M);
+        return;
+    }
+    const int at_once = width == FOUR_BITS ? 8 : width == FIVE_BITS ? 4 : 2, steps = width == SIX_BITS ? 4 : 8;
+    UNROLL for (int step = 0; step < steps; step += at_once) {
+        __m256i pairs[PART_TOKENS][VECTORS];
+        add_steps(pairs, codes, in, steps * half + step, at_once, M);
+        widen(whole, pairs, step == 0, M);
+    }
+}
+
+/* y[m][0..PANEL_ROWS) (+)= panel * tile for M tokens from token `at` of the tile on, and VECTORS vectors of rows from
+   `vector` on; WIDTH, LOWERED (the blocks have minimums, and their codes are not raised) and M are constants of the
+   compiler. */
+ALWAYS_INLINE void multiply_part(const panel_task *task, const tile_block *tile, const int64_t at, const int64_t vector,
+                                 float *y, const int width, const int lowered, const int M) {
+    const int64_t row = vector * ROWS_OF_VECTOR;
+    const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    __m256i there[VECTORS];
+    __m256 sums[PART_TOKENS][VECTORS];
+    UNROLL for (int v = 0; v < VECTORS; v++)
+        there[v] = _mm256_cmpgt_epi32(_mm256_set1_epi32((int)(task->rows - row - ROWS_OF_VECTOR * v)), lanes);
+    UNROLL for (int m = 0; m < M; m++)
+        UNROLL for (int v = 0; v < VECTORS; v++)
+            sums[m][v] = task->more ? _mm256_maskload_ps(y + m * task->y_stride + row + ROWS_OF_VECTOR * v, there[v])
+                                    : _mm256_setzero_ps();
+    const __m128i less = _mm_cvtsi32_si128(task->less);
+    const panel_block *panel = task->panel;
+    for (int64_t block = 0; block < task->blocks; block++, panel++, tile++) {
+        __m256 first[PART_TOKENS][VECTORS]; /* halves of six-bit codes */
+        UNROLL for (int half = 0; half < 2; half++) {
+            if (half == 1 && width != SIX_BITS) break;
+            __m256i whole[PART_TOKENS][VECTORS];
+            whole_products(whole, panel->codes[0] + 4 * row, &tile->codes[0][at], half, width, M);
+            UNROLL for (int m = 0; m < M; m++) {
+                const __m256 by = _mm256_broadcast_ss(&tile->scales[at + m]);
+                UNROLL for (int v = 0; v < VECTORS; v++) {
+                    const __m256 scale = _mm256_loadu_ps(panel->scales[half] + row + ROWS_OF_VECTOR * v);
+                    if (!lowered && width != EIGHT_BITS) {
+                        const int32_t raised = tile->raised[width == SIX_BITS ? half : 2][at + m];
+                        const __m256i start = _mm256_sra_epi32(_mm256_set1_epi32(raised), less);
+                        whole[m][v] = _mm256_add_epi32(whole[m][v], start);
+                    }
+                    const __m256 product = _mm256_cvtepi32_ps(whole[m][v]);
+                    if (width == SIX_BITS && half == 0)
+                        first[m][v] = _mm256_mul_ps(product, scale);
+                    else if (width == SIX_BITS)
+                        sums[m][v] = _mm256_fmadd_ps(_mm256_fmadd_ps(product, scale, first[m][v]), by, sums[m][v]);
+                    else
+                        sums[m][v] = _mm256_fmadd_ps(product, _mm256_mul_ps(scale, by), sums[m][v]);
+                }
+            }
+        }
+        if (!lowered) continue;
+        UNROLL for (int v = 0; v < VECTORS; v++) {
+            const __m256 minimum = _mm256_loadu_ps(panel->minimums + row + ROWS_OF_VECTOR * v);
+            UNROLL for (int m = 0; m < M; m++)
+                sums[m][v] = _mm256_fnmadd_ps(minimum, _mm256_broadcast_ss(&tile->sums[at + m]), sums[m][v]);
+        }
+    }
+    UNROLL for (int m = 0; m < M; m++)
+        UNROLL for (int v = 0; v < VECTORS; v++)
+            _mm256_maskstore_ps(y + m * task->y_stride + row + ROWS_OF_VECTOR * v, there[v], sums[m][v]);
+}
+
+typedef void (*part_function)(const panel_task *task, const tile_block *tile, int64_t at, int64_t vector, float *y);
+
+#define MULTIPLY(WIDTH, LOWERED, M)                                                                                \
+    NOINLINE void WIDTH##_##LOWERED##_##M(const panel_task *task, const tile_block *tile, int64_t at,              \
+                                          int64_t vector, float *y) {                                              \
+        multiply_part(task, tile, at, vector, y, WIDTH, LOWERED, M);                                               \
+    }
+#define MULTIPLY_ALL(WIDTH, LOWERED) MULTIPLY(WIDTH, LOWERED, 1) MULTIPLY(WIDTH, LOWERED, 2) MULTIPLY(WIDTH, LOWERED, 3)
+MULTIPLY_ALL(FOUR_BITS, 0)
+MULTIPLY_ALL(FOUR_BITS, 1)
+MULTIPLY_ALL(FIVE_BITS, 0)
+MULTIPLY_ALL(FIVE_BITS, 1)
+MULTIPLY_ALL(SIX_BITS, 0)
+MULTIPLY_ALL(EIGHT_BITS, 0)
+
+#define MULTIPLY_NAMES(WIDTH, LOWERED) {WIDTH##_##LOWERED##_1, WIDTH##_##LOWERED##_2, WIDTH##_##LOWERED##_3}
+/* By width of the codes, whether the blocks have minimums, and tokens. */
+static const part_function part_table[4][2][PART_TOKENS] = {
+    [FOUR_BITS] = {MULTIPLY_NAMES(FOUR_BITS, 0), MULTIPLY_NAMES(FOUR_BITS, 1)},
+    [FIVE_BITS] = {MULTIPLY_NAMES(FIVE_BITS, 0), MULTIPLY_NAMES(FIVE_BITS, 1)},
+    [SIX_BITS] = {MULTIPLY_NAMES(SIX_BITS, 0)},
+    [EIGHT_BITS] = {MULTIPLY_NAMES(EIGHT_BITS, 0)},
+};
+
+/* A few rows of the panel pass all tokens before the next ones do, as they stay in the first-level cache. */
+static void multiply_panel(const panel_task *task, const part_function *parts, const tile_block *tiles,
+                           const int64_t tile_blocks, const int64_t tokens, float *y) {
+    for (int64_t vector = 0; vector * ROWS_OF_VECTOR < task->rows; vector += VECTORS)
+        for (int64_t m = 0; m < tokens; m += BYTE_TILE_TOKENS) {
+            const tile_block *tile = tiles + m / BYTE_TILE_TOKENS * tile_blocks;
+            const int64_t width = MIN(BYTE_TILE_TOKENS, tokens - m), count = divided_up(width, PART_TOKENS);
+            for (int64_t part = 0; part < count; part++) {
+                const int64_t at = width * part / count, end = width * (part + 1) / count;
+                parts[end - at - 1](task, tile, at, vector, y + (m + at) * task->y_stride);
+            }
+        }
+}
+
+void SET(many)(const void *weights, int dtype, int64_t stride, int64_t rows, int64_t columns, const void *tiles,
+               int64_t tokens, float *y, int64_t y_stride, int add, void *scratch) {
+    const char *data = weights;
+    const int64_t row_bytes = bytes_of_values(dtype, stride), tile_blocks = padded(columns) / INPUT_BLOCK;
+    const int raised = raised_by(dtype), less = raised == 32 ? 2 : raised == 16 ? 3 : 4;
+    const part_function *parts = part_table[width_of(dtype)][has_minimums(dtype)];
+    for (int64_t n = 0; n < rows; n += PANEL_ROWS) {
+        const int64_t here = MIN(PANEL_ROWS, rows - n);
+        for (int64_t k = 0; k < columns; k += PANEL_COLUMNS) {
+            const int64_t depth = MIN(PANEL_COLUMNS, columns - k);
+            const int64_t ahead = k + depth < columns ? bytes_of_values(dtype, depth)
+                                                      : PANEL_ROWS * row_bytes - bytes_of_values(dtype, k);
+            const char *from = data + n * row_bytes + bytes_of_values(dtype, k);
+            open_table[dtype](scratch, (const uint8_t *)from, row_bytes, here, depth, ahead);
+            const panel_task task = {.panel = scratch, .blocks = depth / INPUT_BLOCK, .y_stride = y_stride, .rows = here,
+                                     .less = less, .more = add || k > 0};
+            multiply_panel(&task, parts, (const tile_block *)tiles + k / INPUT_BLOCK, tile_blocks, tokens, y + n);
+        }
+    }
+}
+
+/* ---- Inputs ------------------------------------------------------------------------------------------------------ */
+
+/* INPUT_BLOCK values rounded to whole numbers, and their common scale, as pllm_packed_scalar_convert does; sums[half] of
+   the codes of each half. */
+ALWAYS_INLINE float rounded_block(const float *from, const float scale, __m256i *codes, int sums[2]) {
+    const __m256 factor = _mm256_set1_ps(scale), largest = _mm256_set1_ps(FLT_MAX), sign = _mm256_set1_ps(-0.0F);
+    __m256 values[4], most = _mm256_setzero_ps(), finite = _mm256_castsi256_ps(_mm256_set1_epi32(-1));
+    UNROLL for (int i = 0; i < 4; i++) {
+        values[i] = _mm256_mul_ps(_mm256_loadu_ps(from + 8 * i), factor);
+        const __m256 size = _mm256_andnot_ps(sign, values[i]);
+        finite = _mm256_and_ps(finite, _mm256_cmp_ps(size, largest, _CMP_LE_OQ));
+        most = _mm256_max_ps(most, size);
+    }
+    if (_mm256_movemask_ps(finite) != 0xff) {
+        *codes = _mm256_setzero_si256();
+        sums[0] = sums[1] = 0;
+        return NAN;
+    }
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128(most), _mm256_extractf128_ps(most, 1));
+    four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    const float size = _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
+    const __m256 by = _mm256_set1_ps(size > 0 ? 127.0F / size : 0);
+    __m256i whole[4];
+    UNROLL for (int i = 0; i < 4; i++) whole[i] = _mm256_cvtps_epi32(_mm256_mul_ps(values[i], by));
+    const __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(whole[0], whole[1]), _mm256_packs_epi32(whole[2], whole[3]));
+    *codes = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), *codes);
+    __m256i total = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+    total = _mm256_hadd_epi32(total, total);
+    total = _mm256_hadd_epi32(total, total);
+    sums[0] = _mm256_cvtsi256_si32(total);
+    sums[1] = _mm256_extract_epi32(total, 4);
+    return size / 127.0F;
+}
+
+void SET(convert)(void *row, int64_t first, const float *from, float scale, int64_t count) {
+    for (int64_t i = 0; i < count; i += INPUT_BLOCK) {
+        packed_input *unit = (packed_input *)row + (first + i) / UNIT;
+        const int64_t at = (first + i) % UNIT;
+        __m256i codes;
+        int sums[2];
+        const float step = rounded_block(from + i, scale, &codes, sums);
+        _mm256_storeu_si256((__m256i *)(void *)(unit->codes + at), codes);
+        UNROLL for (int half = 0; half < 2; half++) {
+            unit->scales[at / FINEST + half] = step;
+            unit->sums[at / FINEST + half] = step * (float)sums[half];
+        }
+    }
+}
+
+void SET(tile)(void *tile, const float *const *rows, const float *scales, int64_t tokens, int64_t column,
+               int64_t count) {
+    for (int64_t m = 0; m < tokens; m++) {
+        tile_block *to = (tile_block *)tile + column / INPUT_BLOCK;
+        for (int64_t i = 0; i < count; i += INPUT_BLOCK, to++) {
+            __m256i codes;
+            int32_t words[8];
+            int sums[2];
+            const float step = rounded_block(rows[m] + i, scales ? scales[m] : 1.0F, &codes, sums);
+            _mm256_storeu_si256((__m256i *)(void *)words, codes);
+            UNROLL for (int j = 0; j < 8; j++) to->codes[j][m] = words[j];
+            UNROLL for (int half = 0; half < 2; half++) to->raised[half][m] = -128 * sums[half];
+            to->raised[2][m] = -128 * (sums[0] + sums[1]);
+            to->scales[m] = step;
+            to->sums[m] = step * (float)(sums[0] + sums[1]);
+        }
+    }
+}
