@@ -23,8 +23,31 @@
 #define MOST_ROWS 4
 #define MOST_TOKENS 4
 
+/* packed_input as this file reads it: eight figures of a kind side by side, one for each group. */
+typedef struct unit_input {
+    int8_t codes[UNIT];
+    float scales[GROUPS], sums[GROUPS], half_sums[2][GROUPS]; /* the sums of the values, and of each half of them */
+} unit_input;
+
+_Static_assert(sizeof(unit_input) == sizeof(packed_input), "rows of either take the same memory");
+
 /* Whether the codes of a format are signed. The others are small enough to be added up in pairs in 16 bits. */
 ALWAYS_INLINE int is_signed(const int dtype) { return !has_minimums(dtype) && raised_in_file(dtype) == 0; }
+
+/* The largest size of a code. */
+ALWAYS_INLINE int largest(const int dtype) {
+    switch (dtype) {
+    case PLLM_Q4_0:
+    case PLLM_Q4_1:
+    case PLLM_Q4_K: return 15;
+    case PLLM_Q5_0:
+    case PLLM_Q5_1:
+    case PLLM_Q5_K: return 31;
+    case PLLM_Q6_K: return 63;
+    case PLLM_MXFP4: return 12;
+    default: return 128;
+    }
+}
 
 ALWAYS_INLINE __m256i masked(__m256i v, int bits) { return _mm256_and_si256(v, _mm256_set1_epi8((char)bits)); }
 
@@ -92,67 +115,73 @@ ALWAYS_INLINE __m256i dots(__m256i codes, __m256i in, const int dtype) {
     return _mm256_madd_epi16(_mm256_maddubs_epi16(codes, in), _mm256_set1_epi16(1));
 }
 
-typedef struct sixteen {
-    __m256 low, high;
-} sixteen;
-
-ALWAYS_INLINE sixteen each_twice(__m256 v) {
-    return (sixteen){_mm256_permutevar8x32_ps(v, _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3)),
-                     _mm256_permutevar8x32_ps(v, _mm256_setr_epi32(4, 4, 5, 5, 6, 6, 7, 7))};
+/* Neighbours of a and b added up, in each half of the vectors; of a first. `limit`: no sum is larger. */
+ALWAYS_INLINE __m256i merged(__m256i a, __m256i b, const int limit) {
+    if (limit <= INT16_MAX)
+        return _mm256_madd_epi16(_mm256_packs_epi32(a, b), _mm256_set1_epi16(1));
+    const __m256 first = _mm256_castsi256_ps(a), second = _mm256_castsi256_ps(b);
+    return _mm256_add_epi32(_mm256_castps_si256(_mm256_shuffle_ps(first, second, 0x88)),
+                            _mm256_castps_si256(_mm256_shuffle_ps(first, second, 0xdd)));
 }
 
-ALWAYS_INLINE sixteen times(sixteen v, float by) {
-    const __m256 factor = _mm256_set1_ps(by);
-    return (sixteen){_mm256_mul_ps(v.low, factor), _mm256_mul_ps(v.high, factor)};
+/* The sums of four groups' products: of their first halves, then of their second ones. */
+ALWAYS_INLINE __m256i four_dots(const __m256i codes[4], const int8_t *in, const int dtype) {
+    __m256i sums[4];
+    UNROLL for (int g = 0; g < 4; g++) sums[g] = dots(codes[g], loaded((const uint8_t *)in + GROUP * g), dtype);
+    const int limit = 4 * 127 * largest(dtype);
+    return merged(merged(sums[0], sums[1], limit), merged(sums[2], sums[3], limit), 2 * limit);
 }
 
-/* The scales of a unit, and what is to be taken away for each 16 values of the input. */
-ALWAYS_INLINE sixteen scales_of(const uint8_t *b, const int dtype, sixteen *minimums) {
-    if (has_minimums(dtype)) {
-        *minimums = each_twice(eight_minimums(b, dtype));
-        return each_twice(eight_scales(b, dtype));
+/* The scales of a unit's groups; Q6_K has two each, of their halves. */
+ALWAYS_INLINE void scales_of(const uint8_t *b, __m256 scales[2], const int dtype) {
+    if (dtype != PLLM_Q6_K) {
+        scales[0] = eight_scales(b, dtype);
+        return;
     }
-    sixteen scales;
-    if (dtype == PLLM_Q6_K) {
-        const __m128i own = _mm_loadu_si128((const __m128i *)(const void *)(b + Q6_K_SCALES));
-        scales = times((sixteen){_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(own)),
-                                 _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(own, 8)))},
-                       widened(b + Q6_K_SCALE));
-    } else {
-        scales = each_twice(eight_scales(b, dtype));
-    }
-    *minimums = times(scales, raised_in_file(dtype));
-    return scales;
+    const __m128i own = _mm_loadu_si128((const __m128i *)(const void *)(b + Q6_K_SCALES));
+    const __m128i order = _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
+    const __m128i apart = _mm_shuffle_epi8(own, order);
+    const __m256 by = _mm256_set1_ps(widened(b + Q6_K_SCALE));
+    scales[0] = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(apart)), by);
+    scales[1] = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(apart, 8))), by);
 }
 
-/* sums[R][M] += `groups` groups of the units at w, one of each row, times those at x. */
+/* sums[R][M] += the units at w, one of each row, times those at x. Groups that are not there are zeros. A unit adds to the
+   float32 sums once or twice: with an addition for each group, one row of one token would wait for its own sums. */
 ALWAYS_INLINE void add_unit(const uint8_t *const *w, const packed_input *const *x, const int groups,
                             __m256 sums[MOST_ROWS][MOST_TOKENS], const int dtype, const int R, const int M) {
-    float scales[MOST_ROWS][MOST_TOKENS][UNIT_SCALES];
+    (void)groups; /* zeros are multiplied faster than the compiler's branches are taken */
     UNROLL for (int r = 0; r < R; r++) {
-        sixteen minimums;
-        const sixteen own = scales_of(w[r], dtype, &minimums);
-        UNROLL for (int m = 0; m < M; m++) {
-            _mm256_storeu_ps(scales[r][m], _mm256_mul_ps(own.low, _mm256_loadu_ps(x[m]->scales)));
-            _mm256_storeu_ps(scales[r][m] + 8, _mm256_mul_ps(own.high, _mm256_loadu_ps(x[m]->scales + 8)));
-            if (is_signed(dtype)) continue;
-            sums[r][m] = _mm256_fnmadd_ps(minimums.low, _mm256_loadu_ps(x[m]->sums), sums[r][m]);
-            sums[r][m] = _mm256_fnmadd_ps(minimums.high, _mm256_loadu_ps(x[m]->sums + 8), sums[r][m]);
+        __m256i low[MOST_TOKENS], high[MOST_TOKENS]; /* products of groups 0 to 3, and 4 to 7 */
+        UNROLL for (int four = 0; four < 2; four++) {
+            __m256i codes[4];
+            UNROLL for (int g = 0; g < 4; g++) codes[g] = codes_of(w[r], 4 * four + g, dtype);
+            UNROLL for (int m = 0; m < M; m++)
+                (four ? high : low)[m] = four_dots(codes, x[m]->codes + 4 * GROUP * four, dtype);
         }
-    }
-    UNROLL for (int g = 0; g < GROUPS; g++) {
-        if (g >= groups) break;
-        UNROLL for (int r = 0; r < R; r++) {
-            const __m256i codes = codes_of(w[r], g, dtype);
-            UNROLL for (int m = 0; m < M; m++) {
-                const __m256i in = loaded((const uint8_t *)x[m]->codes + GROUP * g);
-                const __m256 products = _mm256_cvtepi32_ps(dots(codes, in, dtype));
-                const float *scale = scales[r][m] + 2 * g;
-                const __m256 by = dtype == PLLM_Q6_K
-                                      ? _mm256_set_m128(_mm_broadcast_ss(scale + 1), _mm_broadcast_ss(scale))
-                                      : _mm256_broadcast_ss(scale);
-                sums[r][m] = _mm256_fmadd_ps(products, by, sums[r][m]);
+        __m256 scales[2], minimums;
+        scales_of(w[r], scales, dtype);
+        if (has_minimums(dtype)) minimums = eight_minimums(w[r], dtype);
+        UNROLL for (int m = 0; m < M; m++) {
+            const unit_input *in = (const unit_input *)(const void *)x[m];
+            const __m256i first = _mm256_permute2x128_si256(low[m], high[m], 0x20);
+            const __m256i second = _mm256_permute2x128_si256(low[m], high[m], 0x31);
+            const __m256 by = _mm256_loadu_ps(in->scales);
+            if (dtype == PLLM_Q6_K) {
+                const __m256i halves[2] = {first, second};
+                UNROLL for (int half = 0; half < 2; half++) {
+                    const __m256 own = _mm256_loadu_ps(in->half_sums[half]);
+                    const __m256 raised = _mm256_mul_ps(_mm256_set1_ps(raised_in_file(dtype)), own);
+                    const __m256 products = _mm256_fmsub_ps(_mm256_cvtepi32_ps(halves[half]), by, raised);
+                    sums[r][m] = _mm256_fmadd_ps(products, scales[half], sums[r][m]);
+                }
+                continue;
             }
+            __m256 products = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_add_epi32(first, second)), by);
+            if (raised_in_file(dtype) > 0)
+                products = _mm256_fnmadd_ps(_mm256_set1_ps(raised_in_file(dtype)), _mm256_loadu_ps(in->sums), products);
+            sums[r][m] = _mm256_fmadd_ps(products, scales[0], sums[r][m]);
+            if (has_minimums(dtype)) sums[r][m] = _mm256_fnmadd_ps(minimums, _mm256_loadu_ps(in->sums), sums[r][m]);
         }
     }
 }
@@ -170,7 +199,7 @@ ALWAYS_INLINE float added_up(__m256 v) {
 #undef SET
 #define SET(name) pllm_packed_avx2_##name
 #define ROWS_OF_1 1 /* from end to end: the processor fetches one stream best */
-#define ROWS_OF_2 2
+#define ROWS_OF_2 1
 #define ROWS_OF_3 1
 #define ROWS_OF_4 1
 #include "packed_rows_template.h"

@@ -79,23 +79,15 @@ ALWAYS_INLINE void open_scales(const uint8_t *const rows[ROWS_OF_VECTOR], panel_
                                const int64_t blocks, const int dtype) {
     const int64_t apart = sizeof *to / sizeof(float);
     __m256 lanes[ROWS_OF_VECTOR];
-    if (dtype == PLLM_Q6_K) {
-        __m256 upper[ROWS_OF_VECTOR];
-        UNROLL for (int r = 0; r < ROWS_OF_VECTOR; r++) {
-            sixteen minimums;
-            const sixteen own = scales_of(rows[r], dtype, &minimums);
-            /* Those of the first halves of the blocks, then those of the second ones. */
-            const __m256i order = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7);
-            const __m256 low = _mm256_permutevar8x32_ps(own.low, order), high = _mm256_permutevar8x32_ps(own.high, order);
-            lanes[r] = _mm256_permute2f128_ps(low, high, 0x20);
-            upper[r] = _mm256_permute2f128_ps(low, high, 0x31);
-        }
-        store_eight(lanes, to->scales[0] + ROWS_OF_VECTOR * v, apart, blocks);
-        store_eight(upper, to->scales[1] + ROWS_OF_VECTOR * v, apart, blocks);
-        return;
+    __m256 upper[ROWS_OF_VECTOR];
+    UNROLL for (int r = 0; r < ROWS_OF_VECTOR; r++) {
+        __m256 scales[2];
+        scales_of(rows[r], scales, dtype);
+        lanes[r] = scales[0];
+        if (dtype == PLLM_Q6_K) upper[r] = scales[1];
     }
-    UNROLL for (int r = 0; r < ROWS_OF_VECTOR; r++) lanes[r] = eight_scales(rows[r], dtype);
     store_eight(lanes, to->scales[0] + ROWS_OF_VECTOR * v, apart, blocks);
+    if (dtype == PLLM_Q6_K) store_eight(upper, to->scales[1] + ROWS_OF_VECTOR * v, apart, blocks);
     if (!has_minimums(dtype)) return;
     UNROLL for (int r = 0; r < ROWS_OF_VECTOR; r++) lanes[r] = eight_minimums(rows[r], dtype);
     store_eight(lanes, to->minimums + ROWS_OF_VECTOR * v, apart, blocks);
@@ -374,17 +366,25 @@ ALWAYS_INLINE float rounded_block(const float *from, const float scale, __m256i 
 
 void SET(convert)(void *row, int64_t first, const float *from, float scale, int64_t count) {
     for (int64_t i = 0; i < count; i += INPUT_BLOCK) {
-        packed_input *unit = (packed_input *)row + (first + i) / UNIT;
-        const int64_t at = (first + i) % UNIT;
+        unit_input *unit = (unit_input *)row + (first + i) / UNIT;
+        const int64_t at = (first + i) % UNIT, group = at / GROUP;
         __m256i codes;
         int sums[2];
         const float step = rounded_block(from + i, scale, &codes, sums);
         _mm256_storeu_si256((__m256i *)(void *)(unit->codes + at), codes);
-        UNROLL for (int half = 0; half < 2; half++) {
-            unit->scales[at / FINEST + half] = step;
-            unit->sums[at / FINEST + half] = step * (float)sums[half];
-        }
+        unit->scales[group] = step;
+        unit->sums[group] = step * (float)(sums[0] + sums[1]);
+        UNROLL for (int half = 0; half < 2; half++) unit->half_sums[half][group] = step * (float)sums[half];
     }
+}
+
+void SET(pad)(void *row, int64_t columns) {
+    const int64_t at = columns % UNIT;
+    if (!at) return;
+    unit_input *unit = (unit_input *)row + columns / UNIT;
+    memset(unit->codes + at, 0, (size_t)(UNIT - at));
+    for (int64_t group = at / GROUP; group < GROUPS; group++)
+        unit->scales[group] = unit->sums[group] = unit->half_sums[0][group] = unit->half_sums[1][group] = 0;
 }
 
 void SET(tile)(void *tile, const float *const *rows, const float *scales, int64_t tokens, int64_t column,

@@ -44,7 +44,7 @@ PACKED_FEW(scalar)
 #if defined(__x86_64__)
 PACKED_FEW(avx2)
 PACKED_MANY(avx2)
-void pllm_packed_avx2_convert(void *row, int64_t first, const float *from, float scale, int64_t count);
+PACKED_ROWS(avx2)
 PACKED_FEW(avx512f)
 PACKED_ROWS(avx512f)
 /* Rows opened as float32. */
@@ -83,20 +83,20 @@ typedef struct panel_block {
 
 _Static_assert(sizeof(packed_input) <= FEWEST_STRIDE * PACKED_ROW_ELEMENT, "a unit fits into the shortest row");
 /* The kernels for packed weights of a set whose other kernels were defined above it. */
-#define PACKED_FEW_SET(FEW, CONVERT, PAD)                                                                          \
+#define PACKED_FEW_SET(FEW, CONVERT)                                                                               \
     .row_element = PACKED_ROW_ELEMENT, .task_rows = INPUT_BLOCK, .few = pllm_packed_##FEW##_few,                   \
-    .convert = pllm_packed_##CONVERT##_convert, .pad = pllm_packed_##PAD##_pad, .gate = SET(gate),                 \
+    .convert = pllm_packed_##CONVERT##_convert, .pad = pllm_packed_##CONVERT##_pad, .gate = SET(gate),             \
     .exp_sum = SET(exp_sum), .add_scaled = SET(add_scaled)
 /* Panels of weights as the set's own activations are. */
 #define PACKED_SET(FEW, CONVERT)                                                                                   \
-    PACKED_FEW_SET(FEW, CONVERT, CONVERT), .few_tokens = FEW_LIMIT, .element = 4 / PER_WORD, .tile_tokens = TILE_TOKENS,    \
+    PACKED_FEW_SET(FEW, CONVERT), .few_tokens = FEW_LIMIT, .element = 4 / PER_WORD, .tile_tokens = TILE_TOKENS,    \
     .many = SET(many), .tile = SET(tile)
 /* Panels of bytes, which are faster as soon as `few` would have to open its weights twice. */
 #define BYTE_PANELS(MANY)                                                                                          \
     .few_tokens = 8, .element = BYTE_TILE_ELEMENT, .tile_tokens = BYTE_TILE_TOKENS,                                \
     .many = pllm_packed_##MANY##_many, .tile = pllm_packed_##MANY##_tile
-#define PACKED_AVX2_SET PACKED_FEW_SET(avx2, avx2, scalar), BYTE_PANELS(avx2)
-#define PACKED_VNNI_SET PACKED_FEW_SET(avx512_vnni, avx512_vnni, avx512_vnni), BYTE_PANELS(avx512_vnni)
+#define PACKED_AVX2_SET PACKED_FEW_SET(avx2, avx2), BYTE_PANELS(avx2)
+#define PACKED_VNNI_SET PACKED_FEW_SET(avx512_vnni, avx512_vnni), BYTE_PANELS(avx512_vnni)
 #define PLAIN_SET PLAIN_SET_OF(few)
 #define FP8_SET PLAIN_SET_OF(few_fp8)
 #define PLAIN_SET_OF(FEW)                                                                                          \
