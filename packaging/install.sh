@@ -16,20 +16,51 @@ fits() {
     "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' >/dev/null 2>&1
 }
 
+# Compiled without profile-guided optimisation, as pyenv does by default, Python takes half as long again for everything.
+# Packages of Linux distributions are optimised although their configuration does not say so.
+is_optimised() {
+    "$1" -c 'import sys, sysconfig as s; sys.exit(sys.base_prefix != "/usr" and "--enable-optimizations" not in str(s.get_config_var("CONFIG_ARGS")))' \
+        >/dev/null 2>&1
+}
+
+makes_environments() {
+    "$1" -c 'import venv, ensurepip' >/dev/null 2>&1
+}
+
+# Every Python on PATH that fits. python3 last: it may be newer than what all libraries have packages for.
+fitting() (
+    IFS=:
+    for name in python3.13 python3.12 python3.14 python3.11 python3; do
+        for folder in $PATH; do
+            candidate=$folder/$name
+            if [ -x "$candidate" ] && fits "$candidate"; then
+                echo "$candidate"
+            fi
+        done
+    done
+)
+
 find_python() {
     if [ -n "${PYTHON:-}" ]; then
         fits "$PYTHON" || fail "PYTHON=$PYTHON is not a Python of version 3.11 to 3.14; name another one."
         echo "$PYTHON"
         return
     fi
-    # python3 last: it may be newer than what all libraries have packages for.
-    for candidate in python3.13 python3.12 python3.14 python3.11 python3; do
-        if fits "$candidate"; then
-            echo "$candidate"
-            return
+    found=$(fitting)
+    [ -n "$found" ] ||
+        fail "needs Python 3.11 to 3.14, and found none; install one (Debian: apt install python3 python3-venv; macOS: brew install python@3.13, python.org or uv python install 3.13) or run make with PYTHON=/path/to/python3."
+    usable=
+    while read -r candidate; do
+        makes_environments "$candidate" || continue
+        usable=${usable:-$candidate}
+        if is_optimised "$candidate"; then
+            usable=$candidate
+            break
         fi
-    done
-    fail "needs Python 3.11 to 3.14, and found none; install one (Debian: apt install python3 python3-venv; macOS: brew install python@3.13, python.org or uv python install 3.13) or run make with PYTHON=/path/to/python3."
+    done <<EOF
+$found
+EOF
+    echo "${usable:-$(echo "$found" | head -n 1)}"
 }
 
 # What torch and mlx have packages for on a Mac, said before pip says that there is no version of them.
@@ -53,7 +84,7 @@ if ! "$venv/bin/python" -c '' 2>/dev/null; then
     if [ "$(uname -s)" = Darwin ]; then
         check_mac "$python"
     fi
-    "$python" -c 'import venv, ensurepip' >/dev/null 2>&1 ||
+    makes_environments "$python" ||
         fail "$python cannot make virtual environments: its venv module is missing (Debian: apt install python3-venv)."
     echo "Making $venv with $("$python" --version)"
     rm -rf "$venv"

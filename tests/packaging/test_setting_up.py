@@ -42,7 +42,7 @@ def tools(tmp_path: Path) -> Path:
     """A PATH on which there is no Python but the ones a test puts there."""
     folder = tmp_path / "tools"
     folder.mkdir()
-    for tool in ("sh", "uname", "sed", "rm", "dirname", "cat"):
+    for tool in ("sh", "uname", "sed", "rm", "dirname", "cat", "head"):
         found = shutil.which(tool)
         assert found is not None
         (folder / tool).symlink_to(found)
@@ -57,13 +57,18 @@ def test_no_python_is_one_line_that_says_what_to_do(tmp_path: Path, tools: Path)
     assert not (tmp_path / ".venv").exists()
 
 
-def fake_python(path: Path, version: tuple[int, int], machine: str = "arm64") -> Path:
-    """A Python of ``version`` as far as install.sh asks it, which cannot make environments."""
+def fake_python(
+    path: Path, version: tuple[int, int], machine: str = "arm64", *, prefix: str = "", options: str | None = None
+) -> Path:
+    """A Python of ``version`` as far as install.sh asks it. It was compiled with ``options``. Without any it says that
+    it cannot make environments; with them it fails when it is to make one."""
     real = f"sys.version_info = {version!r} + (0,); platform.machine = lambda: {machine!r}"
+    real += f"; sys.base_prefix = {prefix!r}; sysconfig.get_config_var = lambda name: {options!r}"
+    refused = '"import venv"' if options is None else '"no such code"'
     return program(
         path,
-        'case "$2" in *"import venv"*) exit 1;; esac\n'
-        f'exec {sys.executable} -c "import platform, sys; {real}; exec(sys.argv[1])" "$2"',
+        f'case "$2" in *{refused}*) exit 1;; venv) exit 1;; esac\n'
+        f'exec {sys.executable} -c "import platform, sys, sysconfig; {real}; exec(sys.argv[1])" "$2"',
     )
 
 
@@ -84,9 +89,30 @@ def test_the_python_that_libraries_have_packages_for_is_taken(
     result = shell(INSTALL, ".venv", ".", folder=tmp_path, PATH=str(tools))
     assert result.returncode == 1
     assert result.stderr == (
-        f"privatellm: {chosen} cannot make virtual environments: its venv module is missing "
+        f"privatellm: {tools / chosen} cannot make virtual environments: its venv module is missing "
         "(Debian: apt install python3-venv).\n"
     )
+
+
+def test_an_optimised_python_is_taken_before_others(tmp_path: Path, tools: Path) -> None:
+    """Of one folder of PATH as of several; one that cannot make environments is passed over."""
+    own, system = tmp_path / "own", tmp_path / "system"
+    fake_python(own / "python3.13", (3, 13), options="--enable-shared")
+    fake_python(own / "python3.12", (3, 12), prefix="/usr")
+    fake_python(system / "python3.11", (3, 11), prefix="/usr", options="--enable-shared")
+    fake_python(system / "python3", (3, 14), options="--enable-optimizations --with-lto")
+
+    def chosen(*folders: Path) -> str:
+        path = ":".join(map(str, (*folders, tools)))
+        result = shell(INSTALL, ".venv", ".", folder=tmp_path, PATH=path)
+        assert result.returncode == 1
+        (line,) = result.stderr.splitlines()
+        return line.removeprefix("privatellm: ").partition(" could not make .venv")[0]
+
+    assert chosen(own) == str(own / "python3.13")
+    assert chosen(own, system) == str(system / "python3.11")
+    (system / "python3.11").unlink()
+    assert chosen(own, system) == str(system / "python3")
 
 
 @pytest.mark.parametrize("version", [(3, 10), (3, 15)])
