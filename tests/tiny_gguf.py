@@ -258,8 +258,8 @@ def write_tiny_gguf(
     """The model in the Hugging Face folder ``source`` as a GGUF. Returns its path, of the first part if it is in more.
 
     ``quantised``: the type of every matrix, or a function of its name in the GGUF. ``extra``: metadata, architecture
-    put before. ``merged``: queries, keys and values are one tensor, but for gemma4. ``truth``: a copy of ``source`` is
-    written there whose weights are what the packed ones stand for.
+    put before. ``merged``: queries, keys and values are one tensor in layers that have all three. ``truth``: a copy of
+    ``source`` is written there whose weights are what the packed ones stand for.
     """
     config = json.loads((source / "config.json").read_text())
     pack = _Packing(quantised if callable(quantised) else (lambda name: quantised))
@@ -301,7 +301,7 @@ def write_tiny_gguf(
         back = unrotated(back, heads[short]) if short is not None else restored(name, back, config, architecture)
         true[name] = back
     _add_experts(experts, layout, pack, written, true)
-    if merged and architecture != "gemma4":
+    if merged:
         written = _merged(written)
     if architecture == "gemma4":
         written.append(("rope_freqs.weight", gemma_divisors(config), GGMLQuantizationType.F32))

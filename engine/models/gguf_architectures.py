@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from engine.models.changes import paired_changes
 from engine.models.config_values import check_config
 from engine.models.files import Change
 from engine.models.gguf_file import GgufFile
-from engine.models.gguf_metadata import Metadata, Shapes
+from engine.models.gguf_metadata import Metadata, NamedTensor
 from engine.models.wording import shown
 
 HeadNorm = Literal["none", "per-head", "optional", "whole"]
@@ -51,7 +51,7 @@ class Architecture:
     shared_expert: SharedExpert = "none"
     own_heads: bool = False
     """Whether ``settings`` says which of a head's values are rotated; otherwise all of them must be."""
-    mixer: Callable[[GgufFile, Mapping[str, Any], str, str], Shapes] | None = None
+    mixer: Callable[[GgufFile, Mapping[str, Any], str, str], Iterator[NamedTensor]] | None = None
     """The tensors of a layer of ``mixed_layers``, given the prefixes of its names in the file and in the checkpoint."""
     mixed_layers: str = ""
     """The layer type (``layer_types`` of the configuration) whose attention ``mixer`` stands for; empty: of all."""

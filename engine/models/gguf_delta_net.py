@@ -8,7 +8,7 @@ and gates, which its checkpoint has by key head in one tensor, are in two, the g
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 from engine.errors import ModelError
 from engine.models.files import Change, Order
 from engine.models.gguf_file import GgufFile
-from engine.models.gguf_metadata import Metadata, Shapes
+from engine.models.gguf_metadata import Metadata, NamedTensor
 from engine.models.wording import shown
 
 
@@ -88,7 +88,7 @@ def expert_settings(metadata: Metadata) -> dict[str, Any]:
     }
 
 
-def layer_shapes(gguf: GgufFile, config: Mapping[str, Any], here: str, there: str) -> Shapes:
+def layer_shapes(gguf: GgufFile, config: Mapping[str, Any], here: str, there: str) -> Iterator[NamedTensor]:
     """The tensors of a layer's delta-net, norms of the layer left out."""
     hidden, heads = config["hidden_size"], config["linear_num_value_heads"]
     channels, values = _channels(config)
@@ -103,7 +103,7 @@ def layer_shapes(gguf: GgufFile, config: Mapping[str, Any], here: str, there: st
     yield from _common_shapes(config, here, there)
 
 
-def next_layer_shapes(gguf: GgufFile, config: Mapping[str, Any], here: str, there: str) -> Shapes:
+def next_layer_shapes(gguf: GgufFile, config: Mapping[str, Any], here: str, there: str) -> Iterator[NamedTensor]:
     """As :func:`layer_shapes`, of Qwen3-Next. Old files hold its large projection as the checkpoint does."""
     hidden = config["hidden_size"]
     channels, values = _channels(config)
@@ -128,7 +128,7 @@ def _channels(config: Mapping[str, Any]) -> tuple[int, int]:
     return 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"] + values, values
 
 
-def _common_shapes(config: Mapping[str, Any], here: str, there: str) -> Shapes:
+def _common_shapes(config: Mapping[str, Any], here: str, there: str) -> Iterator[NamedTensor]:
     heads, width = config["linear_num_value_heads"], config["linear_value_head_dim"]
     yield from _named(
         here,
@@ -140,12 +140,12 @@ def _common_shapes(config: Mapping[str, Any], here: str, there: str) -> Shapes:
     )
     channels, kernel = _channels(config)[0], config["linear_conv_kernel_dim"]
     name = there + "linear_attn.conv1d.weight"
-    yield here + "ssm_conv1d.weight", name, (channels, kernel), (channels, 1, kernel)
+    yield NamedTensor(here + "ssm_conv1d.weight", name, (channels, 1, kernel), (channels, kernel))
 
 
-def _named(here: str, there: str, *tensors: tuple[str, str, tuple[int, ...]]) -> Shapes:
+def _named(here: str, there: str, *tensors: tuple[str, str, tuple[int, ...]]) -> Iterator[NamedTensor]:
     for source, name, shape in tensors:
-        yield here + source, f"{there}linear_attn.{name}", shape, shape
+        yield NamedTensor.whole(here + source, f"{there}linear_attn.{name}", shape)
 
 
 def next_changes(config: Mapping[str, Any]) -> dict[str, Change]:

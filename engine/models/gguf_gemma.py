@@ -3,14 +3,14 @@ different sizes, and every layer has a dense feed-forward network beside its exp
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from engine.errors import ModelError
 from engine.models.gguf_file import GgufFile
-from engine.models.gguf_metadata import Metadata, Shapes
+from engine.models.gguf_metadata import Metadata, NamedTensor, projections
 from engine.models.wording import shown
 
 _UNTURNED = 1e20
@@ -48,7 +48,7 @@ def settings(metadata: Metadata) -> dict[str, Any]:
         "num_key_value_heads": counts[narrow],
         "num_global_key_value_heads": counts[full],
         # Files leave the values of such layers out, as they are the keys.
-        "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in gguf.tensors,
+        "attention_k_eq_v": not {f"blk.{full}.attn_v.weight", f"blk.{full}.attn_qkv.weight"} & gguf.tensors.keys(),
         "num_kv_shared_layers": 0,
         "hidden_size_per_layer_input": 0,
         "hidden_activation": "gelu_pytorch_tanh",
@@ -84,22 +84,17 @@ def _rotated_part(gguf: GgufFile, width: int) -> float:
     return turned / divisors.size
 
 
-def layer_shapes(gguf: GgufFile, config: Mapping[str, Any], here: str, there: str) -> Shapes:
-    """The tensors of a layer but for its experts, its router and the norms that layers of all kinds have. Raises
-    ModelError if queries, keys and values are one tensor."""
+def layer_shapes(gguf: GgufFile, config: Mapping[str, Any], here: str, there: str) -> Iterator[NamedTensor]:
+    """The tensors of a layer but for its experts, its router and the norms that layers of all kinds have."""
     layer = int(here.split(".")[1])
-    if here + "attn_qkv.weight" in gguf.tensors:
-        raise ModelError(
-            f"{gguf.path} stores queries, keys and values of Gemma 4 as one tensor (attn_qkv), which is not read; "
-            "use another file."
-        )
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     kind = "" if config["layer_types"][layer] == "sliding_attention" else "global_"
     size, groups = config[f"{kind}head_dim"], config[f"num_{kind}key_value_heads"]
     queries, keys = config["num_attention_heads"] * size, groups * size
+    rows = {"q": queries, "k": keys} | ({} if kind and config["attention_k_eq_v"] else {"v": keys})
+    each = ((f"{here}attn_{short}.weight", f"{there}self_attn.{short}_proj.weight", rows[short]) for short in rows)
+    yield from projections(gguf, here + "attn_qkv.weight", each, (hidden,))
     found: list[tuple[str, str, tuple[int, ...]]] = [
-        ("attn_q.weight", "self_attn.q_proj.weight", (queries, hidden)),
-        ("attn_k.weight", "self_attn.k_proj.weight", (keys, hidden)),
         ("attn_output.weight", "self_attn.o_proj.weight", (hidden, queries)),
         ("attn_q_norm.weight", "self_attn.q_norm.weight", (size,)),
         ("attn_k_norm.weight", "self_attn.k_norm.weight", (size,)),
@@ -115,7 +110,5 @@ def layer_shapes(gguf: GgufFile, config: Mapping[str, Any], here: str, there: st
         ("ffn_down_exps.scale", "router.per_expert_scale", (config["num_experts"],)),
         ("layer_output_scale.weight", "layer_scalar", (1,)),
     ]
-    if not (kind and config["attention_k_eq_v"]):
-        found.append(("attn_v.weight", "self_attn.v_proj.weight", (keys, hidden)))
     for source, name, shape in found:
-        yield here + source, there + name, shape, shape
+        yield NamedTensor.whole(here + source, there + name, shape)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from engine.errors import ModelError
 from engine.models.gguf_file import GgufFile
-from engine.models.gguf_metadata import Metadata, Shapes
+from engine.models.gguf_metadata import Metadata, NamedTensor
 
 Kind = Literal["deepseek_v2", "deepseek_v3", "glm4_moe_lite"]
 """transformers' families whose files call themselves deepseek2."""
@@ -91,7 +91,7 @@ def yarn(metadata: Metadata) -> dict[str, Any]:
     return {"mscale": both, "mscale_all_dim": both} if both else {}
 
 
-def attention_shapes(gguf: GgufFile, config: Mapping[str, Any], here: str, there: str) -> Shapes:
+def attention_shapes(gguf: GgufFile, config: Mapping[str, Any], here: str, there: str) -> Iterator[NamedTensor]:
     """The tensors of a layer's attention, the layer's norm left out."""
     hidden, heads, latents = config["hidden_size"], config["num_attention_heads"], config["kv_lora_rank"]
     rotated, plain, values = config["qk_rope_head_dim"], config["qk_nope_head_dim"], config["v_head_dim"]
@@ -102,13 +102,13 @@ def attention_shapes(gguf: GgufFile, config: Mapping[str, Any], here: str, there
         ("attn_kv_a_norm", "kv_a_layernorm", (latents,)),
         ("attn_output", "o_proj", (hidden, heads * values)),
     ):
-        yield f"{here}{source}.weight", f"{prefix}{name}.weight", shape, shape
+        yield NamedTensor.whole(f"{here}{source}.weight", f"{prefix}{name}.weight", shape)
     if f"{here}attn_kv_b.weight" in gguf.tensors:
         whole = (heads * (plain + values), latents)
-        yield f"{here}attn_kv_b.weight", f"{prefix}kv_b_proj.weight", whole, whole
+        yield NamedTensor.whole(f"{here}attn_kv_b.weight", f"{prefix}kv_b_proj.weight", whole)
         return
     for source, name, each in (("attn_k_b", "k_b_proj", (latents, plain)), ("attn_v_b", "v_b_proj", (values, latents))):
-        yield f"{here}{source}.weight", f"{prefix}{name}.weight", (heads, *each), (heads, *each)
+        yield NamedTensor.whole(f"{here}{source}.weight", f"{prefix}{name}.weight", (heads, *each))
 
 
 def _queries(config: Mapping[str, Any]) -> Iterator[tuple[str, str, tuple[int, ...]]]:

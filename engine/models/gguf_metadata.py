@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,43 @@ from engine.models.families import MOST_LAYERS
 from engine.models.gguf_file import GgufFile
 from engine.models.wording import shown
 
-Shapes = Iterator[tuple[str, str, tuple[int, ...], tuple[int, ...]]]
-"""(name in the file, name in the checkpoint, shape in the file, shape in the checkpoint) of tensors."""
+Shape = tuple[int, ...]
 
 _LARGEST = {"block_count": MOST_LAYERS}
 """Largest values of numbers whose limit differs from the general one."""
+
+
+@dataclass(frozen=True)
+class NamedTensor:
+    """A tensor of the checkpoint: rows ``first`` to ``first + rows`` of the file's tensor ``source``, all of them if
+    ``rows`` is None. ``shape`` is the checkpoint's, ``stored`` that of the whole tensor in the file."""
+
+    source: str
+    name: str
+    shape: Shape
+    stored: Shape
+    first: int = 0
+    rows: int | None = None
+
+    @classmethod
+    def whole(cls, source: str, name: str, shape: Shape) -> NamedTensor:
+        """A tensor that has the same shape in the file and in the checkpoint."""
+        return cls(source, name, shape, shape)
+
+
+def projections(
+    gguf: GgufFile, merged: str, each: Iterable[tuple[str, str, int]], columns: Shape
+) -> Iterator[NamedTensor]:
+    """(name in the file, name in the checkpoint, rows) of ``each`` projection of the same input; some files hold them
+    one below the other in the tensor ``merged``."""
+    each = tuple(each)
+    rows_of_all, first = sum(rows for _, _, rows in each), 0
+    for source, name, rows in each:
+        if merged in gguf.tensors:
+            yield NamedTensor(merged, name, (rows, *columns), (rows_of_all, *columns), first, rows)
+        else:
+            yield NamedTensor.whole(source, name, (rows, *columns))
+        first += rows
 
 
 class Metadata:

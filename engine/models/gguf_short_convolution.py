@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from engine.errors import ModelError
 from engine.models.gguf_file import GgufFile
-from engine.models.gguf_metadata import Metadata, Shapes
+from engine.models.gguf_metadata import Metadata, NamedTensor
 from engine.models.wording import shown
 
 NAMES = {
@@ -53,10 +53,10 @@ def settings(metadata: Metadata) -> dict[str, Any]:
     }
 
 
-def layer_shapes(gguf: GgufFile, config: Mapping[str, Any], here: str, there: str) -> Shapes:
+def layer_shapes(gguf: GgufFile, config: Mapping[str, Any], here: str, there: str) -> Iterator[NamedTensor]:
     """The tensors of a layer's convolution, norms of the layer left out."""
     hidden, kernel = config["hidden_size"], config["conv_L_cache"]
     stored, prefix = here + "shortconv.", there + "conv."
     for name, shape in (("in_proj.weight", (3 * hidden, hidden)), ("out_proj.weight", (hidden, hidden))):
-        yield stored + name, prefix + name, shape, shape
-    yield stored + "conv.weight", prefix + "conv.weight", (hidden, kernel), (hidden, 1, kernel)
+        yield NamedTensor.whole(stored + name, prefix + name, shape)
+    yield NamedTensor(stored + "conv.weight", prefix + "conv.weight", (hidden, 1, kernel), (hidden, kernel))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from engine.errors import ModelError
 from engine.models.families import FAMILIES, expert_shape
 from engine.models.gguf_architectures import Architecture, tensor_shape
 from engine.models.gguf_file import GgufFile, GgufTensor
-from engine.models.gguf_metadata import Metadata
+from engine.models.gguf_metadata import Metadata, NamedTensor, projections
 from engine.models.number_formats import BLOCKS, stored_bytes
 from engine.models.safetensors_files import TensorEntry
 from engine.models.wording import shown
@@ -23,21 +23,6 @@ _MOST_AHEAD = 8
 
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names of the number of experts."""
-
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class NamedTensor:
-    """A tensor of the checkpoint: rows ``first`` to ``first + rows`` of the file's tensor ``source``, all of them if
-    ``rows`` is None. ``shape`` is the checkpoint's, ``stored`` that of the whole tensor in the file."""
-
-    source: str
-    name: str
-    shape: Shape
-    stored: Shape
-    first: int = 0
-    rows: int | None = None
 
 
 def entries_of(
@@ -107,34 +92,29 @@ def named_tensors(gguf: GgufFile, architecture: Architecture, config: Mapping[st
 
 def _usually_named(gguf: GgufFile, architecture: Architecture, config: Mapping[str, Any]) -> Iterator[NamedTensor]:
     hidden, vocabulary = config["hidden_size"], config["vocab_size"]
-    yield _whole("token_embd.weight", "model.embed_tokens.weight", (vocabulary, hidden))
+    yield NamedTensor.whole("token_embd.weight", "model.embed_tokens.weight", (vocabulary, hidden))
     routed = expert_shape(config, FAMILIES[config["model_type"]])
     layers_with_experts = frozenset(() if routed is None else routed.layers)
     for layer in range(config["num_hidden_layers"]):
         here, there = f"blk.{layer}.", f"model.layers.{layer}."
-        yield _whole(here + "attn_norm.weight", there + "input_layernorm.weight", (hidden,))
+        yield NamedTensor.whole(here + "attn_norm.weight", there + "input_layernorm.weight", (hidden,))
         if architecture.mixer is not None and _is_mixed(architecture, config, layer):
-            for source, name, stored, shape in architecture.mixer(gguf, config, here, there):
-                yield NamedTensor(source, name, shape, stored)
+            yield from architecture.mixer(gguf, config, here, there)
         else:
             yield from _attention(gguf, architecture, config, here, there)
         norm = "post_attention_norm" if here + "post_attention_norm.weight" in gguf.tensors else "ffn_norm"
-        yield _whole(f"{here}{norm}.weight", there + "post_attention_layernorm.weight", (hidden,))
+        yield NamedTensor.whole(f"{here}{norm}.weight", there + "post_attention_layernorm.weight", (hidden,))
         if layer in layers_with_experts:
             yield from _experts(gguf, architecture, config, here, there)
         else:
             yield from _feed_forward(here + "ffn_{}.weight", there + "mlp.", config["intermediate_size"], hidden)
-    yield _whole(architecture.final_norm, "model.norm.weight", (hidden,))
+    yield NamedTensor.whole(architecture.final_norm, "model.norm.weight", (hidden,))
     if not config["tie_word_embeddings"]:
-        yield _whole("output.weight", "lm_head.weight", (vocabulary, hidden))
+        yield NamedTensor.whole("output.weight", "lm_head.weight", (vocabulary, hidden))
 
 
 def _is_mixed(architecture: Architecture, config: Mapping[str, Any], layer: int) -> bool:
     return not architecture.mixed_layers or config["layer_types"][layer] == architecture.mixed_layers
-
-
-def _whole(source: str, name: str, shape: Shape) -> NamedTensor:
-    return NamedTensor(source, name, shape, shape)
 
 
 def _attention(
@@ -144,32 +124,28 @@ def _attention(
     queries, keys = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
     attention = there + "self_attn."
     gated = 2 * queries if architecture.gated_queries else queries
-    projections = (("q", gated), ("k", keys), ("v", keys))
     for kind, columns in (("weight", (hidden,)), ("bias", ())):
         if kind == "bias" and architecture.biases == "none":
             continue
-        merged, first = f"{here}attn_qkv.{kind}", 0
-        for short, rows in projections:
-            name, shape = f"{attention}{short}_proj.{kind}", (rows, *columns)
-            if merged in gguf.tensors:
-                yield NamedTensor(merged, name, shape, (gated + 2 * keys, *columns), first, rows)
-            else:
-                yield _whole(f"{here}attn_{short}.{kind}", name, shape)
-            first += rows
+        each = (
+            (f"{here}attn_{short}.{kind}", f"{attention}{short}_proj.{kind}", rows)
+            for short, rows in (("q", gated), ("k", keys), ("v", keys))
+        )
+        yield from projections(gguf, f"{here}attn_qkv.{kind}", each, columns)
     if architecture.head_norm in ("per-head", "whole") or config.get("use_qk_norm"):
         whole = architecture.head_norm == "whole"
-        yield _whole(here + "attn_q_norm.weight", attention + "q_norm.weight", (queries if whole else size,))
-        yield _whole(here + "attn_k_norm.weight", attention + "k_norm.weight", (keys if whole else size,))
-    yield _whole(here + "attn_output.weight", attention + "o_proj.weight", (hidden, queries))
+        yield NamedTensor.whole(here + "attn_q_norm.weight", attention + "q_norm.weight", (queries if whole else size,))
+        yield NamedTensor.whole(here + "attn_k_norm.weight", attention + "k_norm.weight", (keys if whole else size,))
+    yield NamedTensor.whole(here + "attn_output.weight", attention + "o_proj.weight", (hidden, queries))
     if architecture.biases == "all":
-        yield _whole(here + "attn_output.bias", attention + "o_proj.bias", (hidden,))
+        yield NamedTensor.whole(here + "attn_output.bias", attention + "o_proj.bias", (hidden,))
     if architecture.sinks:
-        yield _whole(here + "attn_sinks.weight", attention + "sinks", (config["num_attention_heads"],))
+        yield NamedTensor.whole(here + "attn_sinks.weight", attention + "sinks", (config["num_attention_heads"],))
 
 
 def _feed_forward(source: str, prefix: str, ffn: int, hidden: int) -> Iterator[NamedTensor]:
     for short, shape in (("gate", (ffn, hidden)), ("up", (ffn, hidden)), ("down", (hidden, ffn))):
-        yield _whole(source.format(short), f"{prefix}{short}_proj.weight", shape)
+        yield NamedTensor.whole(source.format(short), f"{prefix}{short}_proj.weight", shape)
 
 
 def _experts(
@@ -178,24 +154,27 @@ def _experts(
     hidden = config["hidden_size"]
     count = next(config[key] for key in _COUNTS if config.get(key))
     ffn = config.get("moe_intermediate_size") or config["intermediate_size"]
-    yield _whole(here + "ffn_gate_inp.weight", there + architecture.router, (count, hidden))
+    yield NamedTensor.whole(here + "ffn_gate_inp.weight", there + architecture.router, (count, hidden))
     if architecture.router_bias:
-        yield _whole(here + "exp_probs_b.bias", there + architecture.router_bias, (count,))
+        yield NamedTensor.whole(here + "exp_probs_b.bias", there + architecture.router_bias, (count,))
     shapes = {"gate": (ffn, hidden), "up": (ffn, hidden), "down": (hidden, ffn)}
     if here + "ffn_gate.0.weight" in gguf.tensors:  # files of before 2024 have one tensor for each expert
         for expert in range(count):
             for short, shape in shapes.items():
                 name = f"{there}mlp.experts.{expert}.{short}_proj.weight"
-                yield _whole(f"{here}ffn_{short}.{expert}.weight", name, shape)
+                yield NamedTensor.whole(f"{here}ffn_{short}.{expert}.weight", name, shape)
     else:
         fused = here + "ffn_gate_up_exps.weight" in gguf.tensors
         stacked = {"gate_up": (2 * ffn, hidden), "down": shapes["down"]} if fused else shapes
         for short, shape in stacked.items():
-            yield _whole(f"{here}ffn_{short}_exps.weight", f"{there}ffn_{short}_exps.weight", (count, *shape))
+            name = f"ffn_{short}_exps.weight"
+            yield NamedTensor.whole(here + name, there + name, (count, *shape))
     if architecture.biases == "all":
-        yield _whole(here + "ffn_gate_inp.bias", there + architecture.router.removesuffix("weight") + "bias", (count,))
+        bias = there + architecture.router.removesuffix("weight") + "bias"
+        yield NamedTensor.whole(here + "ffn_gate_inp.bias", bias, (count,))
         for short, (rows, _) in shapes.items():
-            yield _whole(f"{here}ffn_{short}_exps.bias", f"{there}ffn_{short}_exps.bias", (count, rows))
+            name = f"ffn_{short}_exps.bias"
+            yield NamedTensor.whole(here + name, there + name, (count, rows))
     if architecture.shared_expert == "plain":
         shared, prefix = ffn * config["n_shared_experts"], there + "mlp.shared_experts."
         yield from _feed_forward(here + "ffn_{}_shexp.weight", prefix, shared, hidden)

@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -35,7 +34,6 @@ from engine.models.gguf_architectures import architecture_of, config_of, llama3_
 from engine.models.gguf_conversion import to_bfloat16
 from engine.models.gguf_file import GgufFile
 from engine.models.gguf_folder import open_gguf
-from engine.models.gguf_gemma import layer_shapes
 from engine.models.gguf_tensors import entries_of
 from engine.models.number_formats import BLOCKS, is_packed
 from engine.models.opening import open_model
@@ -587,12 +585,6 @@ def test_a_file_that_is_not_gguf_or_not_there(tmp_path: Path) -> None:
         open_gguf(path, silent)
     with pytest.raises(ModelError, match="no file or folder"):
         open_gguf(tmp_path / "absent.gguf", silent)
-
-
-def test_merged_queries_keys_and_values_of_gemma_4_are_refused_by_name() -> None:
-    merged: Any = SimpleNamespace(path="gemma.gguf", tensors={"blk.3.attn_qkv.weight": None})
-    with pytest.raises(ModelError, match=r"gemma.gguf stores queries, keys and values of Gemma 4 as one tensor"):
-        list(layer_shapes(merged, {}, "blk.3.", "model.layers.3."))
 
 
 def test_a_file_that_gets_shorter_while_it_is_opened_is_said(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from engine.models.gguf_folder import open_gguf
 pytestmark = needs_kernels
 
 EXACT = 2e-5
-"""Both compute in float32; the order of the sums differs. Where a step of a delta-net is badly conditioned, each is up to
-1e-5 from a run in double precision, whichever the instruction set."""
+"""Both compute in float32; the order of the sums differs. Where a step of a delta-net is badly conditioned, each is up
+to 1e-5 from a run in double precision, whichever the instruction set."""
 ROUNDED = 0.05
 """Largest usual error where inputs are rounded to eight bits, as a share of the logits' spread: these models, of random
 weights, make small errors larger than real ones do."""
