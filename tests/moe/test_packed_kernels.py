@@ -18,11 +18,32 @@ from engine.moe.kernels import bindings
 from engine.moe.kernels.bindings import PACKED_FORMATS, SETS, CActivation, Expert, Layer, Matrix
 from engine.moe.kernels.pool import Pool
 
+
+class CInput(ctypes.Structure):
+    """``pllm_input``."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("columns", ctypes.c_int64),
+        ("stride", ctypes.c_int64),
+        ("set", ctypes.c_int32),
+        ("dtype", ctypes.c_int32),
+        ("few", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+    )
+
+
+def multiplies_panels_of_bytes(instructions: str) -> bool:
+    """Nine rows are many only for sets that do."""
+    described, dtype, rows, columns = CInput(), PACKED_FORMATS["Q4_0"], ctypes.c_int64(9), ctypes.c_int64(256)
+    bindings.load().pllm_input_describe(ctypes.byref(described), SETS[instructions], dtype, None, rows, columns)
+    return not described.few
+
+
 AVAILABLE = bindings.available()
-BYTE_PANELS = tuple(
-    name for name in AVAILABLE if name == "avx2" or (name.startswith("avx512") and "avx512_bf16" in AVAILABLE)
-)
-"""Sets that multiply many rows as bytes, in panels: AVX2, and where there is AVX-512 VNNI those of AVX-512."""
+BYTE_PANELS = tuple(filter(multiplies_panels_of_bytes, AVAILABLE))
+"""Sets that multiply many rows as bytes, in panels, on this CPU."""
 FORMATS = tuple(PACKED_FORMATS)
 GAUSSIAN, OUTLIERS = 0.008, 0.013
 """Largest root mean square of the error, as a share of the result's, for inputs that are normal, and with some that

@@ -4,6 +4,10 @@
 #if defined(__aarch64__) && defined(__linux__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#undef MAX /* it brings its own */
+#undef MIN
 #endif
 
 #include "kernels_internal.h"
@@ -21,6 +25,27 @@ static int has_byte_products(void) {
     return 1;
 #endif
 }
+
+#if defined(__aarch64__)
+#if defined(__linux__) && !defined(HWCAP2_I8MM)
+#define HWCAP2_I8MM (1UL << 13)
+#endif
+
+/* Whether it also multiplies eight bytes of two rows with those of two others at once (i8mm). */
+static int has_byte_matrices(void) {
+#if defined(__linux__)
+    return has_byte_products() && (getauxval(AT_HWCAP2) & HWCAP2_I8MM) != 0;
+#elif defined(__APPLE__)
+    static int known; /* 1 no, 2 yes: the same value whoever writes it */
+    int has = 0;
+    size_t size = sizeof has;
+    if (!known) known = sysctlbyname("hw.optional.arm.FEAT_I8MM", &has, &size, NULL, 0) == 0 && has ? 2 : 1;
+    return known == 2;
+#else
+    return 0;
+#endif
+}
+#endif
 
 uint32_t pllm_available(void) {
     uint32_t sets = 1U << PLLM_SCALAR;
@@ -70,9 +95,10 @@ const kernel_set *pllm_kernels(int set, int dtype) {
 #if defined(__aarch64__)
     case PLLM_NEON:
         if (fp8) return &pllm_set_neon_fp8;
-        if (grouped) return &pllm_set_neon_grouped;
-        if (packed) return has_byte_products() ? &pllm_set_neon_dot_packed : &pllm_set_neon_packed;
-        return &pllm_set_neon;
+        if (!packed && !grouped) return &pllm_set_neon;
+        if (has_byte_matrices()) return packed ? &pllm_set_neon_i8mm_packed : &pllm_set_neon_i8mm_grouped;
+        if (has_byte_products()) return packed ? &pllm_set_neon_dot_packed : &pllm_set_neon_dot_grouped;
+        return packed ? &pllm_set_neon_packed : &pllm_set_neon_grouped;
 #endif
     default:
         if (fp8) return &pllm_set_scalar_fp8;

@@ -90,6 +90,7 @@ _Static_assert(sizeof(grouped_input) <= FEWEST_STRIDE * 4, "a unit fits into the
 #define GROUPED_SET(FEW, CONVERT)                                                                                  \
     GROUPED_FEW_SET(FEW, CONVERT), .few_tokens = FEW_LIMIT, .element = 4 / PER_WORD, .tile_tokens = TILE_TOKENS,   \
     .many = SET(many), .tile = SET(tile)
+#define GROUPED_NEON_SET(MANY) GROUPED_FEW_SET(scalar, scalar), BYTE_PANELS(MANY)
 #define GROUPED_VNNI_SET GROUPED_FEW_SET(avx512_vnni, avx512f), BYTE_PANELS(avx512_vnni)
 
 #endif

@@ -73,8 +73,9 @@ extern const kernel_set pllm_set_avx512_bf16, pllm_set_avx512_bf16_packed, pllm_
 extern const kernel_set pllm_set_avx512f_fp8;
 #endif
 #if defined(__aarch64__)
-extern const kernel_set pllm_set_neon, pllm_set_neon_packed, pllm_set_neon_dot_packed, pllm_set_neon_grouped;
-extern const kernel_set pllm_set_neon_fp8;
+extern const kernel_set pllm_set_neon, pllm_set_neon_fp8;
+extern const kernel_set pllm_set_neon_packed, pllm_set_neon_dot_packed, pllm_set_neon_i8mm_packed;
+extern const kernel_set pllm_set_neon_grouped, pllm_set_neon_dot_grouped, pllm_set_neon_i8mm_grouped;
 #endif
 
 /* The kernels that `set` uses for weights of `dtype`; never NULL for an available set. */

@@ -55,6 +55,8 @@ PACKED_MANY(avx512_vnni)
 #endif
 #if defined(__aarch64__)
 PACKED_FEW(neon)
+PACKED_MANY(neon)
+PACKED_MANY(neon_i8mm)
 #endif
 void pllm_packed_scalar_convert(void *row, int64_t first, const float *from, float scale, int64_t count);
 void pllm_packed_scalar_pad(void *row, int64_t columns);
@@ -64,7 +66,7 @@ void pllm_packed_scalar_pad(void *row, int64_t columns);
 #define BYTE_TILE_TOKENS 6
 #define BYTE_TILE_ELEMENT 2
 
-/* INPUT_BLOCK columns of a tile of bytes: four codes of one token after those of another. */
+/* INPUT_BLOCK columns of a tile of bytes: four codes of one token after those of another, or eight with NEON's i8mm. */
 typedef struct tile_block {
     int32_t codes[8][BYTE_TILE_TOKENS];
     float scales[BYTE_TILE_TOKENS], sums[BYTE_TILE_TOKENS];
@@ -74,8 +76,8 @@ typedef struct tile_block {
 
 _Static_assert(sizeof(tile_block) == BYTE_TILE_TOKENS * INPUT_BLOCK * BYTE_TILE_ELEMENT, "tiles lie where they are looked for");
 
-/* INPUT_BLOCK columns of a panel of bytes. Codes as packed_avx512_template.h raises them. Only Q6_K has a scale for each
-   half. */
+/* INPUT_BLOCK columns of a panel of bytes. Codes as packed_avx512_template.h raises them, or, with NEON, signed and in the
+   order of packed_neon_many_template.h. Only Q6_K has a scale for each half. */
 typedef struct panel_block {
     uint8_t codes[8][PANEL_ROWS * 4];
     float scales[2][PANEL_ROWS], minimums[PANEL_ROWS];
@@ -96,6 +98,7 @@ _Static_assert(sizeof(packed_input) <= FEWEST_STRIDE * PACKED_ROW_ELEMENT, "a un
     .few_tokens = 8, .element = BYTE_TILE_ELEMENT, .tile_tokens = BYTE_TILE_TOKENS,                                \
     .many = pllm_packed_##MANY##_many, .tile = pllm_packed_##MANY##_tile
 #define PACKED_AVX2_SET PACKED_FEW_SET(avx2, avx2), BYTE_PANELS(avx2)
+#define PACKED_NEON_SET(MANY) PACKED_FEW_SET(neon, scalar), BYTE_PANELS(MANY)
 #define PACKED_VNNI_SET PACKED_FEW_SET(avx512_vnni, avx512_vnni), BYTE_PANELS(avx512_vnni)
 #define PLAIN_SET PLAIN_SET_OF(few)
 #define FP8_SET PLAIN_SET_OF(few_fp8)

@@ -19,6 +19,9 @@
 const kernel_set pllm_set_neon = {PLAIN_SET};
 const kernel_set pllm_set_neon_fp8 = {FP8_SET};
 const kernel_set pllm_set_neon_packed = {PACKED_SET(scalar, scalar)};
-const kernel_set pllm_set_neon_dot_packed = {PACKED_SET(neon, scalar)};
+const kernel_set pllm_set_neon_dot_packed = {PACKED_NEON_SET(neon)};
+const kernel_set pllm_set_neon_i8mm_packed = {PACKED_NEON_SET(neon_i8mm)};
 const kernel_set pllm_set_neon_grouped = {GROUPED_SET(scalar, scalar)};
+const kernel_set pllm_set_neon_dot_grouped = {GROUPED_NEON_SET(neon)};
+const kernel_set pllm_set_neon_i8mm_grouped = {GROUPED_NEON_SET(neon_i8mm)};
 #endif

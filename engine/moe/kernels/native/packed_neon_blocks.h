@@ -1,0 +1,142 @@
+/* Packed weights as NEON reads them: 16 codes of four to eight bits at a time, and the scales of a unit. Codes of grouped
+   weights are among them. */
+
+#define GROUP 16 /* codes of a vector, which have one scale */
+#define GROUPS (UNIT / GROUP)
+/* Rows of a panel of bytes that are multiplied together: their sums with a tile's tokens fit twice into registers, as whole
+   numbers and as products. */
+#define SLICE_ROWS 8
+
+/* ---- Codes ------------------------------------------------------------------------------------------------------- */
+
+ALWAYS_INLINE uint8x16_t nibble(const uint8_t *from, const int high) {
+    const uint8x16_t bytes = vld1q_u8(from);
+    return high ? vshrq_n_u8(bytes, 4) : vandq_u8(bytes, vdupq_n_u8(15));
+}
+
+/* Of the nibbles of 16 bytes, in the order of the bytes, the first 16 or the other ones. */
+ALWAYS_INLINE uint8x16_t nibbles_in_order(const uint8_t *from, const int second) {
+    const uint8x8_t bytes = vld1_u8(from + 8 * second);
+    const uint8x8_t low = vand_u8(bytes, vdup_n_u8(15)), high = vshr_n_u8(bytes, 4);
+    return vcombine_u8(vzip1_u8(low, high), vzip2_u8(low, high));
+}
+
+ALWAYS_INLINE int8x16_t looked_up(uint8x16_t codes, const int dtype) {
+    static const int8_t iq4[16] = {IQ4_TABLE}, mxfp4[16] = {MXFP4_TABLE};
+    return vqtbl1q_s8(vld1q_s8(dtype == PLLM_MXFP4 || dtype == PLLM_OCP_MXFP4 ? mxfp4 : iq4), codes);
+}
+
+/* 16 added to the codes whose bit is set in the two bytes at `bits`. */
+ALWAYS_INLINE uint8x16_t with_fifth_bits(uint8x16_t codes, const uint8_t *bits) {
+    static const uint8_t each[16] = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
+    const uint8x16_t bytes = vcombine_u8(vdup_n_u8(bits[0]), vdup_n_u8(bits[1]));
+    return vorrq_u8(codes, vandq_u8(vtstq_u8(bytes, vld1q_u8(each)), vdupq_n_u8(16)));
+}
+
+/* `bits` of each byte, moved to where the fifth bit is. Shifts by a vector go left, or right where it is negative. */
+ALWAYS_INLINE uint8x16_t high_bits(const uint8_t *from, const int shift, const int bits) {
+    const uint8x16_t bytes = vshlq_u8(vld1q_u8(from), vdupq_n_s8((int8_t)-shift));
+    return vshlq_n_u8(vandq_u8(bytes, vdupq_n_u8((uint8_t)bits)), 4);
+}
+
+/* Codes 16 g .. 16 g + 15 of the unit at b. Those of PLLM_AFFINE8 are 128 less than in the file. */
+ALWAYS_INLINE int8x16_t codes_of(const uint8_t *b, const int g, const int dtype) {
+    const uint8_t *block = b + g / 2 * block_bytes(dtype);
+    const int half = g % 2;
+    uint8x16_t codes;
+    switch (dtype) {
+    case PLLM_Q4_K: codes = nibble(b + Q4_K_CODES + g / 4 * 32 + half * 16, g / 2 % 2); break;
+    case PLLM_Q5_K:
+        codes = vorrq_u8(nibble(b + Q5_K_CODES + g / 4 * 32 + half * 16, g / 2 % 2),
+                         high_bits(b + Q5_K_HIGH + half * 16, g / 2, 1));
+        break;
+    case PLLM_Q6_K: {
+        const int part = g / 8, quarter = g % 8 / 2;
+        codes = vorrq_u8(nibble(b + part * 64 + quarter % 2 * 32 + half * 16, quarter / 2),
+                         high_bits(b + Q6_K_HIGH + part * 32 + half * 16, 2 * quarter, 3));
+        break;
+    }
+    case PLLM_IQ4_XS: return looked_up(nibble(b + IQ4_XS_CODES + g / 2 * 16, half), dtype);
+    case PLLM_Q4_0: codes = nibble(block + 2, half); break;
+    case PLLM_Q4_1: codes = nibble(block + 4, half); break;
+    case PLLM_Q5_0: codes = with_fifth_bits(nibble(block + 6, half), block + 2 + 2 * half); break;
+    case PLLM_Q5_1: codes = with_fifth_bits(nibble(block + 8, half), block + 4 + 2 * half); break;
+    case PLLM_IQ4_NL: return looked_up(nibble(block + 2, half), dtype);
+    case PLLM_MXFP4: return looked_up(nibble(block + 1, half), dtype);
+    case PLLM_AFFINE4: codes = nibbles_in_order(block, half); break;
+    case PLLM_AFFINE8: codes = veorq_u8(vld1q_u8(block + 16 * half), vdupq_n_u8(0x80)); break;
+    case PLLM_OCP_MXFP4: return looked_up(nibbles_in_order(block, half), dtype);
+    default: return vld1q_s8((const int8_t *)block + 2 + 16 * half);
+    }
+    return vreinterpretq_s8_u8(codes);
+}
+
+/* ---- Scales ------------------------------------------------------------------------------------------------------ */
+
+/* One for each 32 values of a unit. */
+typedef struct eight {
+    float32x4_t of[2];
+} eight;
+
+/* One for each 16. */
+typedef struct sixteen {
+    float32x4_t of[4];
+} sixteen;
+
+ALWAYS_INLINE float widened(const uint8_t *from) {
+    __fp16 half;
+    memcpy(&half, from, 2);
+    return (float)half;
+}
+
+ALWAYS_INLINE eight eight_products(const float *figures, const float by) {
+    return (eight){{vmulq_n_f32(vld1q_f32(figures), by), vmulq_n_f32(vld1q_f32(figures + 4), by)}};
+}
+
+/* The scales of Q4_K and Q5_K as k_scale reads them; `minimums` instead of them. */
+ALWAYS_INLINE eight eight_k(const uint8_t *b, const int minimums) {
+    uint32_t first, second, third;
+    memcpy(&first, b + Q4_K_SCALES, 4);
+    memcpy(&second, b + Q4_K_SCALES + 4, 4);
+    memcpy(&third, b + Q4_K_SCALES + 8, 4);
+    const uint32_t own = minimums ? second : first, shared = minimums ? third >> 4 : third;
+    const uint64_t bytes =
+        (own & 0x3f3f3f3fU) | (uint64_t)((shared & 0x0f0f0f0fU) | (own >> 2 & 0x30303030U)) << 32;
+    const uint16x8_t whole = vmovl_u8(vcreate_u8(bytes));
+    const float by = widened(b + 2 * minimums);
+    return (eight){{vmulq_n_f32(vcvtq_f32_u32(vmovl_u16(vget_low_u16(whole))), by),
+                    vmulq_n_f32(vcvtq_f32_u32(vmovl_u16(vget_high_u16(whole))), by)}};
+}
+
+/* Of all formats but Q6_K. */
+ALWAYS_INLINE eight eight_scales(const uint8_t *b, const int dtype) {
+    const int64_t size = block_bytes(dtype);
+    float own[8];
+    if (dtype == PLLM_Q4_K || dtype == PLLM_Q5_K) return eight_k(b, 0);
+    if (dtype == PLLM_IQ4_XS) {
+        const int high = b[IQ4_XS_HIGH] | b[IQ4_XS_HIGH + 1] << 8;
+        UNROLL for (int i = 0; i < 8; i++)
+            own[i] = (float)(((b[IQ4_XS_LOW + i / 2] >> (i % 2 * 4) & 15) | (high >> (2 * i) & 3) << 4) - 32);
+        return eight_products(own, widened(b));
+    }
+    UNROLL for (int i = 0; i < 8; i++) own[i] = dtype == PLLM_MXFP4 ? e8m0_half(b[i * size]) : widened(b + i * size);
+    return eight_products(own, 1);
+}
+
+/* What the file itself says is to be taken away; only of formats with has_minimums. */
+ALWAYS_INLINE eight eight_minimums(const uint8_t *b, const int dtype) {
+    float own[8];
+    if (dtype == PLLM_Q4_K || dtype == PLLM_Q5_K) return eight_k(b, 1);
+    UNROLL for (int i = 0; i < 8; i++) own[i] = widened(b + i * block_bytes(dtype) + 2);
+    return eight_products(own, -1);
+}
+
+ALWAYS_INLINE sixteen q6_k_scales(const uint8_t *b) {
+    const int8x16_t bytes = vld1q_s8((const int8_t *)b + Q6_K_SCALES);
+    const int16x8_t low = vmovl_s8(vget_low_s8(bytes)), high = vmovl_s8(vget_high_s8(bytes));
+    const float by = widened(b + Q6_K_SCALE);
+    return (sixteen){{vmulq_n_f32(vcvtq_f32_s32(vmovl_s16(vget_low_s16(low))), by),
+                      vmulq_n_f32(vcvtq_f32_s32(vmovl_s16(vget_high_s16(low))), by),
+                      vmulq_n_f32(vcvtq_f32_s32(vmovl_s16(vget_low_s16(high))), by),
+                      vmulq_n_f32(vcvtq_f32_s32(vmovl_s16(vget_high_s16(high))), by)}};
+}
