@@ -15,13 +15,16 @@ import engine_forks
 import pytest
 import tiny_models
 from hypothesis import HealthCheck, settings
+from random_examples import examples
 from shared_folders import shared_root
 
 # Tests say nothing about time: on a busy machine an example may take as long as it likes. Examples are the same in
-# every run, so that a change is not blamed for what an earlier one broke; `make test-soak` looks for new ones.
+# every run, so that a change is not blamed for what an earlier one broke; `make test-soak` looks for new ones, and for
+# more of them.
 settings.register_profile(
     "untimed",
     deadline=None,
+    max_examples=examples(30),
     suppress_health_check=[HealthCheck.too_slow],
     derandomize="NEW_EXAMPLES" not in os.environ,
 )

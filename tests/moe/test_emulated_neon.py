@@ -33,7 +33,7 @@ FEW_BYTES, FEW_FLOATS = 8, 16
 Floats = NDArray[np.float32]
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.soak,
     pytest.mark.skipif(bindings.path() is None, reason="the native kernels were not built"),
     pytest.mark.skipif(shutil.which(COMPILER) is None, reason=f"no {COMPILER} here"),
     pytest.mark.skipif(shutil.which(EMULATOR) is None, reason=f"no {EMULATOR} here"),

@@ -92,9 +92,10 @@ PLLM_API void pllm_open_row(const pllm_matrix *matrix, int64_t row, float *to);
 
 /* Input rows in the form the kernels of `set` read for weights of `dtype`: padded, rounded to bfloat16 for
    PLLM_AVX512_BF16 with PLLM_BF16 weights, to eight bits and a scale for 32 values with packed weights (all packed
-   formats alike, and all grouped ones but PLLM_BLOCK_FP8, whose input is rounded as for PLLM_BF16 weights), and in tiles when there are many of them. `few` says which: up to 16, or up to 8
-   with packed and grouped weights and AVX-512 VNNI. Tiles for these hold the same eight bits with AVX-512 VNNI and else
-   float32.
+   formats alike, and all grouped ones but PLLM_BLOCK_FP8, whose input is rounded as for PLLM_BF16 weights), and in tiles
+   when there are many of them. `few` says which: up to 16, or up to 8 where panels of bytes are multiplied. Those are of
+   packed weights with AVX2, AVX-512 VNNI and NEON, and of grouped ones with the latter two. Tiles for them hold the same
+   eight bits, other tiles float32.
    What a row gives is the same to the bit whatever other rows are beside it, as long as `few` is the same, and whatever
    the number of threads; between few and many the order of the additions differs. */
 typedef struct pllm_input {
