@@ -88,7 +88,7 @@ def check(result: BenchResult, models: list[str], nodes: list[int]) -> None:
         assert row["exchange"] == ("" if not in_ring else "envoy" if row["method"] == "P-L_R-D" else "tls")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_a_ring_is_measured_beside_its_prediction(
     folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -22,6 +22,9 @@
 #define GROUPS (UNIT / GROUP)
 #define MOST_ROWS 4
 #define MOST_TOKENS 4
+/* Bytes from the weights that are multiplied to those that are fetched. The processor's own prefetching ends with each
+   page of 4 KB. */
+#define AHEAD 2048
 
 /* packed_input as this file reads it: eight figures of a kind side by side, one for each group. */
 typedef struct unit_input {
@@ -31,8 +34,11 @@ typedef struct unit_input {
 
 _Static_assert(sizeof(unit_input) == sizeof(packed_input), "rows of either take the same memory");
 
+/* By how much the codes of a format, as they are multiplied, are above what they stand for. */
+ALWAYS_INLINE int raised_by(const int dtype) { return dtype == PLLM_MXFP4 ? 16 : (int)raised_in_file(dtype); }
+
 /* Whether the codes of a format are signed. The others are small enough to be added up in pairs in 16 bits. */
-ALWAYS_INLINE int is_signed(const int dtype) { return !has_minimums(dtype) && raised_in_file(dtype) == 0; }
+ALWAYS_INLINE int is_signed(const int dtype) { return !has_minimums(dtype) && raised_by(dtype) == 0; }
 
 /* The largest size of a code. */
 ALWAYS_INLINE int largest(const int dtype) {
@@ -44,7 +50,7 @@ ALWAYS_INLINE int largest(const int dtype) {
     case PLLM_Q5_1:
     case PLLM_Q5_K: return 31;
     case PLLM_Q6_K: return 63;
-    case PLLM_MXFP4: return 12;
+    case PLLM_MXFP4: return 28;
     default: return 128;
     }
 }
@@ -61,7 +67,8 @@ ALWAYS_INLINE __m256i nibbles(const uint8_t *from) {
 
 ALWAYS_INLINE __m256i looked_up(__m256i codes, const int dtype) {
     static const int8_t iq4[16] = {IQ4_TABLE}, mxfp4[16] = {MXFP4_TABLE};
-    const __m128i table = _mm_loadu_si128((const __m128i *)(const void *)(dtype == PLLM_MXFP4 ? mxfp4 : iq4));
+    __m128i table = _mm_loadu_si128((const __m128i *)(const void *)(dtype == PLLM_MXFP4 ? mxfp4 : iq4));
+    if (raised_by(dtype) > 0) table = _mm_add_epi8(table, _mm_set1_epi8((char)raised_by(dtype)));
     return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), codes);
 }
 
@@ -76,7 +83,7 @@ ALWAYS_INLINE __m256i with_fifth_bits(__m256i codes, const uint8_t *bits) {
     return _mm256_or_si256(codes, masked(_mm256_cmpeq_epi8(_mm256_and_si256(bytes, bit), bit), 16));
 }
 
-/* Codes 32 g .. 32 g + 31 of the unit at b. */
+/* Codes 32 g .. 32 g + 31 of the unit at b, raised. */
 ALWAYS_INLINE __m256i codes_of(const uint8_t *b, const int g, const int dtype) {
     const uint8_t *block = b + g * block_bytes(dtype);
     switch (dtype) {
@@ -152,6 +159,8 @@ ALWAYS_INLINE void add_unit(const uint8_t *const *w, const packed_input *const *
                             __m256 sums[MOST_ROWS][MOST_TOKENS], const int dtype, const int R, const int M) {
     (void)groups; /* zeros are multiplied faster than the compiler's branches are taken */
     UNROLL for (int r = 0; r < R; r++) {
+        UNROLL for (int64_t line = 0; line < bytes_of_values(dtype, UNIT); line += 64)
+            __builtin_prefetch(w[r] + AHEAD + line, 0, 3);
         __m256i low[MOST_TOKENS], high[MOST_TOKENS]; /* products of groups 0 to 3, and 4 to 7 */
         UNROLL for (int four = 0; four < 2; four++) {
             __m256i codes[4];
@@ -171,15 +180,15 @@ ALWAYS_INLINE void add_unit(const uint8_t *const *w, const packed_input *const *
                 const __m256i halves[2] = {first, second};
                 UNROLL for (int half = 0; half < 2; half++) {
                     const __m256 own = _mm256_loadu_ps(in->half_sums[half]);
-                    const __m256 raised = _mm256_mul_ps(_mm256_set1_ps(raised_in_file(dtype)), own);
+                    const __m256 raised = _mm256_mul_ps(_mm256_set1_ps(raised_by(dtype)), own);
                     const __m256 products = _mm256_fmsub_ps(_mm256_cvtepi32_ps(halves[half]), by, raised);
                     sums[r][m] = _mm256_fmadd_ps(products, scales[half], sums[r][m]);
                 }
                 continue;
             }
             __m256 products = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_add_epi32(first, second)), by);
-            if (raised_in_file(dtype) > 0)
-                products = _mm256_fnmadd_ps(_mm256_set1_ps(raised_in_file(dtype)), _mm256_loadu_ps(in->sums), products);
+            if (raised_by(dtype) > 0)
+                products = _mm256_fnmadd_ps(_mm256_set1_ps(raised_by(dtype)), _mm256_loadu_ps(in->sums), products);
             sums[r][m] = _mm256_fmadd_ps(products, scales[0], sums[r][m]);
             if (has_minimums(dtype)) sums[r][m] = _mm256_fnmadd_ps(minimums, _mm256_loadu_ps(in->sums), sums[r][m]);
         }

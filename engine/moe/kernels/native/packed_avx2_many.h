@@ -32,21 +32,14 @@ ALWAYS_INLINE int width_of(const int dtype) {
     }
 }
 
-/* By how much the codes of a format are raised in a panel; those of MXFP4 are -12 to 12 in the file. */
-ALWAYS_INLINE int raised_by(const int dtype) { return dtype == PLLM_MXFP4 ? 16 : (int)raised_in_file(dtype); }
-
 /* ---- Opening a panel -------------------------------------------------------------------------------------------- */
 
 /* For the eight rows of vector v of the panel, to `blocks` blocks. */
 ALWAYS_INLINE void open_codes(const uint8_t *const rows[ROWS_OF_VECTOR], panel_block *to, const int v,
                               const int64_t blocks, const int dtype) {
-    const __m256i raise = _mm256_set1_epi8((char)raised_by(dtype));
     for (int g = 0; g < (int)blocks; g++) {
         __m256 lanes[ROWS_OF_VECTOR];
-        UNROLL for (int r = 0; r < ROWS_OF_VECTOR; r++) {
-            const __m256i codes = codes_of(rows[r], g, dtype);
-            lanes[r] = _mm256_castsi256_ps(dtype == PLLM_MXFP4 ? _mm256_add_epi8(codes, raise) : codes);
-        }
+        UNROLL for (int r = 0; r < ROWS_OF_VECTOR; r++) lanes[r] = _mm256_castsi256_ps(codes_of(rows[r], g, dtype));
         avx2_transpose(lanes);
         UNROLL for (int i = 0; i < 8; i++)
             _mm256_storeu_ps((float *)(void *)(to[g].codes[i] + 4 * ROWS_OF_VECTOR * v), lanes[i]);

@@ -29,9 +29,15 @@ ALWAYS_INLINE __m256 times_one(__m256i whole, const uint8_t *scale) {
 
 /* As e8m0_half. */
 ALWAYS_INLINE __m256 eight_powers(const uint8_t *b, const int64_t size) {
-    uint64_t bytes = 0;
-    UNROLL for (int i = 0; i < 8; i++) bytes |= (uint64_t)b[i * size] << (8 * i);
-    const __m256i exponents = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128((long long)bytes));
+    __m128i bytes = _mm_cvtsi32_si128(b[0]);
+    bytes = _mm_insert_epi8(bytes, b[size], 1);
+    bytes = _mm_insert_epi8(bytes, b[2 * size], 2);
+    bytes = _mm_insert_epi8(bytes, b[3 * size], 3);
+    bytes = _mm_insert_epi8(bytes, b[4 * size], 4);
+    bytes = _mm_insert_epi8(bytes, b[5 * size], 5);
+    bytes = _mm_insert_epi8(bytes, b[6 * size], 6);
+    bytes = _mm_insert_epi8(bytes, b[7 * size], 7);
+    const __m256i exponents = _mm256_cvtepu8_epi32(bytes);
     const __m256i normal = _mm256_slli_epi32(_mm256_sub_epi32(exponents, _mm256_set1_epi32(1)), 23);
     const __m256i small = _mm256_sllv_epi32(_mm256_set1_epi32(0x00200000), exponents);
     const __m256i tiny = _mm256_cmpgt_epi32(_mm256_set1_epi32(2), exponents);
