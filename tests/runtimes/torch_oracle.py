@@ -111,7 +111,12 @@ def typical(ours: list[Logits], theirs: list[Logits]) -> float:
     In bfloat16 a router may choose another expert of two that are as good, which one step's worst logit shows and the
     median does not.
     """
+    return float(np.median(steps_apart(ours, theirs)))
+
+
+def steps_apart(ours: list[Logits], theirs: list[Logits]) -> list[float]:
+    """The root mean square difference of each step, relative to the logits'."""
     assert len(ours) == len(theirs)
     steps = [float(np.sqrt(((a - b) ** 2).mean() / (b**2).mean())) for a, b in zip(ours, theirs, strict=True)]
     assert np.isfinite(steps).all()
-    return float(np.median(steps))
+    return steps
