@@ -27,7 +27,9 @@ class DraftKeeper:
         """The conversation whose draft is kept."""
         self._store = store
         self._keep_s = KEEP_S if keep_s is None else keep_s
-        self._draft = self._kept = NO_DRAFT
+        self._draft = NO_DRAFT
+        self._kept: Draft | None = NO_DRAFT
+        """The draft on disk; None while a thread writes another."""
         self._key = 0
         self._refused: dict[int, Draft] = {}
         """Drafts of conversations that were left while the store could not be written, by their conversations."""
@@ -61,7 +63,8 @@ class DraftKeeper:
         """Write the draft now if it changed, and those that could not be written before."""
         if self.thread is not None and self._is_behind():
             try:
-                self._written(self._write(self._next(), self.thread, self._key, self._draft))
+                self._key = self._write(self._next(), self.thread, self._key, self._draft)
+                self._kept = self._draft
             except StoreError:
                 if self.thread.memory is None:
                     self._refused[self.thread.conversation or 0] = self._draft
@@ -76,32 +79,30 @@ class DraftKeeper:
     async def _write_soon(self) -> None:
         while self._is_behind() and self.thread is not None:
             await asyncio.sleep(self._keep_s)
-            thread = self.thread
+            thread, draft, number = self.thread, self._draft, self._next()
+            # Until the thread ends nobody knows which draft is on disk: even an unchanged one is written again before
+            # the conversation is left.
+            self._kept = None
             with suppress(StoreError):
-                written = await asyncio.to_thread(self._write, self._next(), thread, self._key, self._draft)
-                if thread is self.thread:
-                    self._written(written)
+                conversation = await asyncio.to_thread(self._write, number, thread, self._key, draft)
+                if thread is self.thread and number == self._begun:
+                    self._key, self._kept = conversation, draft
 
     def _next(self) -> int:
         self._begun += 1
         return self._begun
 
-    def _write(self, number: int, thread: Thread, key: int, draft: Draft) -> tuple[int, Draft] | None:
+    def _write(self, number: int, thread: Thread, key: int, draft: Draft) -> int:
         """Write ``draft``, which was kept as that of conversation ``key``, unless a later one is written already.
 
-        Returns what is on disk now; None if nothing was written.
+        Returns the conversation whose draft it is.
         """
         store, conversation = thread.store_in(self._store), thread.conversation or 0
         with self._writing:
-            if number < self._last:
-                return None
-            if key != conversation:
-                # The conversation has begun: this is no longer the draft of a new one.
-                store.keep_draft(key, None)
-            store.keep_draft(conversation, draft if draft.text else None)
-            self._last = number
-        return conversation, draft
-
-    def _written(self, written: tuple[int, Draft] | None) -> None:
-        if written is not None:
-            self._key, self._kept = written
+            if number >= self._last:
+                if key != conversation:
+                    # The conversation has begun: this is no longer the draft of a new one.
+                    store.keep_draft(key, None)
+                store.keep_draft(conversation, draft if draft.text else None)
+                self._last = number
+        return conversation

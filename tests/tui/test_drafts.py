@@ -90,8 +90,9 @@ async def test_a_draft_that_is_left_while_nothing_can_be_written_is_not_lost(
     assert store.draft(0) == Draft("typed")
 
 
+@pytest.mark.parametrize("newer", [Draft("new"), NO_DRAFT])
 async def test_a_late_thread_does_not_replace_a_newer_draft(
-    store: ConversationStore, monkeypatch: pytest.MonkeyPatch
+    store: ConversationStore, monkeypatch: pytest.MonkeyPatch, newer: Draft
 ) -> None:
     begun, allowed = asyncio.Event(), asyncio.Event()
 
@@ -105,13 +106,13 @@ async def test_a_late_thread_does_not_replace_a_newer_draft(
     keeper.open(thread)
     keeper.note(Draft("old"))
     await begun.wait()
-    keeper.note(Draft("new"))
+    keeper.note(newer)
     assert keeper.open(other) == NO_DRAFT
     allowed.set()
     writing = keeper._task
     assert writing is not None
     await writing
-    assert keeper.open(thread) == Draft("new")
+    assert keeper.open(thread) == newer
 
 
 # --- the screen ---
