@@ -6,10 +6,12 @@ import contextlib
 import ctypes
 import mmap
 import os
-import sys
+import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+
+import numpy as np
 
 from engine.models.byte_map import FileMapping
 
@@ -17,7 +19,12 @@ SAMPLE_BYTES = 256 * 2**20
 """Maximum bytes read to measure a disk."""
 SAMPLE_SECONDS = 0.3
 """Time after which no further block is read, in seconds."""
-_BLOCK = 8 * 2**20
+_PIECE = 2**20
+"""Bytes that are announced to the system at a time, as experts are."""
+_AT_ONCE = 8
+"""Pieces announced before the first of them is wanted: about what a layer's experts lack."""
+_LOOKED_AT = 16
+"""How many times as many pieces as are read are looked at for some that are not in memory."""
 _PAGE = mmap.PAGESIZE
 
 _Key = tuple[Path, int, int]
@@ -60,72 +67,62 @@ def notice_beyond_memory(
 
 
 def read_rate(path: Path) -> float | None:
-    """Bytes per second at which ``path`` comes from its disk, not from the system's memory. None if that can't be told.
+    """Bytes per second at which pieces of ``path`` come from its disk into memory. None if that can't be told.
 
-    Reads at most SAMPLE_BYTES from the middle of the file, for about SAMPLE_SECONDS.
+    They come as experts do: from anywhere in the file, a few at once that were announced to the system, as pages that
+    it first makes room for. Plain reads past its memory are up to half as fast again. At most SAMPLE_BYTES are read,
+    for about SAMPLE_SECONDS; pieces that are in memory are left out. If all of them are, some are dropped from it.
     """
     try:
-        size = path.stat().st_size
-        start = max(0, (size - SAMPLE_BYTES) // 2) // _BLOCK * _BLOCK
-        blocks: Iterable[int] = range(start, min(start + SAMPLE_BYTES, size), _BLOCK)
         with contextlib.ExitStack() as stack:
-            file, past_the_cache = _open_uncached(path, start, stack)
-            if not past_the_cache:
-                blocks = [block for block in blocks if not _any_cached(file, block, min(_BLOCK, size - block))]
-            buffer = stack.enter_context(mmap.mmap(-1, _BLOCK))
-            return _timed(file, buffer, blocks)
+            file = os.open(path, os.O_RDONLY)
+            stack.callback(os.close, file)
+            mapped = stack.enter_context(mmap.mmap(file, 0, prot=mmap.PROT_READ, flags=mmap.MAP_PRIVATE))
+            mapped.madvise(mmap.MADV_RANDOM)  # no guess of the system adds pages that are not wanted
+            pages = _PagesInMemory(mapped)
+            starts = list(range(0, len(mapped), _PIECE))
+            random.shuffle(starts)  # others each time: the disk, too, has a memory of what it read
+            starts = starts[: SAMPLE_BYTES // _PIECE * _LOOKED_AT]
+            absent = [start for start in starts if not pages.any(start)]
+            if not absent and hasattr(os, "posix_fadvise"):
+                os.fdatasync(file)  # a page that is still to be written cannot be dropped
+                for start in starts[: SAMPLE_BYTES // _PIECE]:
+                    os.posix_fadvise(file, start, _PIECE, os.POSIX_FADV_DONTNEED)
+                absent = [start for start in starts if not pages.any(start)]
+            return _timed(mapped, absent[: SAMPLE_BYTES // _PIECE])
     except (OSError, ValueError):
         return None
 
 
-def _timed(file: int, buffer: mmap.mmap, blocks: Iterable[int]) -> float | None:
+def _timed(mapped: mmap.mmap, starts: Sequence[int]) -> float | None:
     begun = time.perf_counter()
     done = 0
-    for block in blocks:
-        count = os.preadv(file, [buffer], block)
-        done += count
-        if count < _BLOCK or time.perf_counter() - begun > SAMPLE_SECONDS:
+    for first in range(0, len(starts), _AT_ONCE):
+        together = [(start, min(_PIECE, len(mapped) - start)) for start in starts[first : first + _AT_ONCE]]
+        for start, nbytes in together:
+            mapped.madvise(mmap.MADV_WILLNEED, start, nbytes)
+        for start, nbytes in together:
+            mapped[start : start + nbytes : _PAGE]
+            done += nbytes
+        if time.perf_counter() - begun > SAMPLE_SECONDS:
             break
     seconds = time.perf_counter() - begun
     return done / seconds if done and seconds > 0 else None
 
 
-def _any_cached(file: int, start: int, nbytes: int) -> bool:
-    """Whether the system's memory has any page of ``nbytes`` of ``file``, which begin at a multiple of a page."""
-    states = (ctypes.c_uint8 * -(-nbytes // _PAGE))()
-    with mmap.mmap(file, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE, offset=start) as mapped:
-        pages = ctypes.c_uint8.from_buffer(mapped)
-        try:
-            failed = _libc.mincore(ctypes.addressof(pages), nbytes, ctypes.addressof(states))
-        finally:
-            del pages  # a mapping that is looked at cannot be closed
-    return bool(failed) or any(state & 1 for state in states)
+class _PagesInMemory:
+    """Which pages of a mapped file the system's memory holds."""
 
+    def __init__(self, mapped: mmap.mmap) -> None:
+        self._size = len(mapped)
+        self._address = np.frombuffer(mapped, np.uint8).ctypes.data
+        self._states = np.zeros(_PIECE // _PAGE, np.uint8)
 
-def _open_uncached(path: Path, start: int, stack: contextlib.ExitStack) -> tuple[int, bool]:
-    """``path``, open for reading, and whether every read goes past the system's cache.
-
-    Linux: O_DIRECT; where a file system lacks that, what is cached of the range is dropped first. macOS: F_NOCACHE adds
-    nothing to the cache and still takes what is there, so the caller leaves cached blocks out.
-    """
-    direct = getattr(os, "O_DIRECT", 0)
-    if direct:
-        try:
-            file = os.open(path, os.O_RDONLY | direct)
-        except OSError:  # not every file system has it
-            pass
-        else:
-            stack.callback(os.close, file)
-            return file, True
-    file = os.open(path, os.O_RDONLY)
-    stack.callback(os.close, file)
-    if sys.platform == "darwin":
-        import fcntl
-
-        fcntl.fcntl(file, fcntl.F_NOCACHE, 1)
-    elif hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(file, start, SAMPLE_BYTES, os.POSIX_FADV_DONTNEED)
-    return file, False
+    def any(self, start: int) -> bool:
+        """Whether any page of the piece at ``start`` is in memory, or that cannot be told."""
+        nbytes = min(_PIECE, self._size - start)
+        failed = _libc.mincore(self._address + start, nbytes, self._states.ctypes.data)
+        return bool(failed) or bool((self._states[: -(-nbytes // _PAGE)] & 1).any())
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
