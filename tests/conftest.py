@@ -6,6 +6,7 @@ import fcntl
 import gc
 import os
 import shutil
+import zlib
 from collections.abc import Callable, Iterator
 from itertools import zip_longest
 from pathlib import Path
@@ -61,7 +62,33 @@ def pytest_xdist_setupnodes(specs: list[Any]) -> None:
             spec.python = engine_forks.interpreter_of_workers()
 
 
+LEAST_CASES = 2
+"""Cases of a sampled test that run in `make test` whatever their number, if its mark gives no other number."""
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave most cases of sampled tests to `make test-soak`, and put the files into an order that takes least time."""
+    _sample(items)
+    _order(items)
+
+
+def _sample(items: list[pytest.Item]) -> None:
+    """Mark three quarters of the cases of each sampled test as soak. Which ones depends on their names alone, so that
+    every run has the same sample, and tests with the same parameters have different ones."""
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled") is not None and item.get_closest_marker("soak") is None:
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in tests.values():
+        sampled = cases[0].get_closest_marker("sampled")
+        least = sampled.kwargs.get("least", LEAST_CASES) if sampled else LEAST_CASES
+        cases.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
+        for item in cases[max(least, -(-len(cases) // 4)) :]:
+            item.add_marker("soak")
+
+
+def _order(items: list[pytest.Item]) -> None:
     """Files that wait and files that compute come in turns, so that the workers together use the processors all the
     time. Files that take longest come first, so that at the end no worker waits for another one; within a file the
     order stays."""

@@ -190,6 +190,7 @@ def test_a_file_that_is_no_database_is_put_aside(path: Path) -> None:
     store.close()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("page", [2, 3, 4, 5, 6, 7, 8, 9, 10, 13, 20, 31])
 def test_what_is_readable_of_a_damaged_database_is_recovered(path: Path, page: int) -> None:
     _filled(path, conversations=4, turns=30, size=700)

@@ -98,6 +98,7 @@ def alone(folder: Path, runtime: str, dtype: str = "float32") -> list[Logits]:
     return conversation(runtime_named(runtime).load(folder, request, quiet))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kernels", ["native", "off"])
 @pytest.mark.parametrize("family", ["mixtral", "llama4_text", "deepseek_v3", "gpt_oss"])

@@ -97,6 +97,7 @@ def second_question(first: Finished) -> list[int]:
     return [*PROMPT, *first.token_ids, 11, 12, 13, 14, 15, 16, 17, 18]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "options",
     [pytest.param(GREEDY, marks=pytest.mark.soak), SEEDED, BEAMS],

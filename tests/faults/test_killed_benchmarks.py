@@ -94,6 +94,7 @@ def removers() -> list[psutil.Process]:
     return [one for one in psutil.Process().children() if is_remover(one.cmdline())]
 
 
+@pytest.mark.sampled(least=1)
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(

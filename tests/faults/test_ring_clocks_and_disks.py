@@ -91,6 +91,7 @@ def test_the_clock_is_really_wrong(wrong_clock: Path) -> None:
     assert int(said[1]) == (datetime.datetime.now() + datetime.timedelta(seconds=YEARS_AHEAD)).year
 
 
+@pytest.mark.soak
 def test_clocks_years_apart(wrong_clock: Path, model: Path, alone: Oracle, tmp_path: Path) -> None:
     """One node is ten years ahead and one is fourteen back: they are paired, form, answer, lose each other and come
     back."""
@@ -265,6 +266,7 @@ def test_disk_without_room_is_left_out_with_what_is_missing(small_disk: Path, la
         assert not [path for path in models.iterdir() if path.name.endswith("share")]
 
 
+@pytest.mark.soak
 def test_disk_that_somebody_else_fills_meanwhile(small_disk: Path, larger: Path) -> None:
     """It fills up for real, in the middle of receiving; what is said to be there is there."""
     with Ring(1) as ring:

@@ -172,6 +172,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
+@pytest.mark.sampled(least=1)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_lost_while_weights_are_sent(three: Ring, large: Path, number: signal.Signals) -> None:
     for follower in three.followers:

@@ -135,6 +135,7 @@ def assert_equal(ours: list[Hypothesis], theirs: list[tuple[list[int], float]]) 
     np.testing.assert_allclose([beam.score for beam in ours], [score for _, score in theirs], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("family", "width"),
     [
@@ -190,6 +191,7 @@ def test_one_beam_with_a_penalty_of_logits_is_the_greedy_answer() -> None:
     assert list(state.hypotheses()[0].tokens) == [sampler.choose(logits) for logits in steps]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("family", "length_penalty", "early_stopping"),
     pairwise(("mixtral", "gpt_oss"), (-1.0, 0.0, 0.6, 2.0), (False, True)),

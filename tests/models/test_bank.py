@@ -57,6 +57,7 @@ def present(weights: ExpertWeights) -> dict[str, Any]:
     return {name: getattr(weights, name) for name in PARTS if getattr(weights, name) is not None}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", TINY_MOE_FAMILIES)
 def test_a_bank_holds_what_the_plain_folder_holds(

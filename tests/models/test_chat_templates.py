@@ -190,6 +190,7 @@ def test_ordinary_operations_are_as_in_transformers(template: str) -> None:
     assert ChatTemplate(template).render(chat, {}, continue_last=False) == transformers_text(template, chat)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_an_answer_that_goes_on_has_transformers_tokens(tmp_path: Path, name: str) -> None:
     from transformers import PreTrainedTokenizerFast

@@ -56,6 +56,7 @@ def _reference_parts(family: str, experts: Any, expert: int) -> dict[str, Any]:
     return {"gate": gate, "up": up, "down": down}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", TINY_MOE_FAMILIES)
 def test_experts_are_those_of_transformers(tiny_model: TinyModel, family: str):
     folder = tiny_model(family)

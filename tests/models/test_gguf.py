@@ -131,6 +131,7 @@ USUAL = ("F32", "Q8_0", "Q4_K", "MXFP4")
 LAYOUTS: tuple[Layout, ...] = ("stacked", "fused", "separate")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("family", "kind", "layout", "merged", "parts"),
     [

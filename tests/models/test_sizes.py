@@ -14,6 +14,7 @@ from engine.models.opening import open_model
 from engine.models.sizes import experts_per_token, key_value_numbers, sizes_of, state_bytes
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", TINY_FAMILIES)
 def test_headers_tell_what_the_loaded_model_tells(tiny_model: Callable[..., Path], family: str) -> None:
     from engine.runtimes.torch.runtime import TorchRuntime

@@ -40,6 +40,7 @@ def slot_of(host: HostExperts, layer: int, expert: int) -> torch.Tensor:
     return slot
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["plain", "shards", "prepared"])
 @pytest.mark.parametrize("family", TINY_MOE_FAMILIES)
 def test_a_slot_holds_what_the_file_holds(

@@ -96,6 +96,7 @@ SPEEDS = (Speeds(), Speeds(copy_s=0.5, cpu_s=2.0), Speeds(gpu_s=30.0))
 ROOMS = (0, 1, 7, 24)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("policy", "slots", "speeds", "seed"),
     [

@@ -126,6 +126,7 @@ def test_no_room_to_compute_runs_on_the_cpu(folder: Path, expected: list[np.ndar
     assert any("GPU memory is short" in line for line in said(model))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["refused", "damaged"])
 @pytest.mark.parametrize("policy", ["balanced", "stream", "lru-offload"])
 def test_a_failed_copy_runs_on_the_cpu(folder: Path, expected: list[np.ndarray], kind: str, policy: str) -> None:
@@ -163,6 +164,7 @@ def test_refused_page_locks_are_said_and_change_nothing(folder: Path, expected: 
     assert other.locked == {} and other.buffers == {}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("after", [1, 2, 3, 10, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50])
 def test_a_device_lost_mid_answer_leaves_the_cpu(folder: Path, expected: list[np.ndarray], after: int) -> None:
     device = StandInDevice(MEMORY)

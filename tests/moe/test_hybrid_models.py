@@ -91,6 +91,7 @@ def answers() -> dict[Path, tuple[list[np.ndarray], list[np.ndarray]]]:
     return {}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("family", "form", "policy", "kept"),
     [

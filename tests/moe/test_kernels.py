@@ -124,6 +124,7 @@ def test_a_matrix_of_any_size_times_any_number_of_rows(name: str, dtype: str, po
             assert np.abs(got - given @ wide).max(initial=0.0) <= bound, (rows, columns, tokens)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

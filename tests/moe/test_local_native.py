@@ -81,6 +81,7 @@ def close(found: torch.Tensor, expected: torch.Tensor, limit: float) -> bool:
     return bool((found.double() - expected).abs().max() <= limit * expected.abs().max())
 
 
+@pytest.mark.sampled
 @needs_kernels
 @pytest.mark.parametrize("tokens", [1, 2, 12, 40, 90])
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float32-plain", "bfloat16-plain"])

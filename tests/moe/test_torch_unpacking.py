@@ -29,6 +29,7 @@ def same(found: torch.Tensor, wanted: np.ndarray) -> bool:
     return found.dtype == torch.float32 and np.array_equal(found.numpy(), wanted, equal_nan=True)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", BLOCKS)
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())

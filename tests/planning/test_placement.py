@@ -160,6 +160,7 @@ FEW = pairwise(SHAPES, PER_TOKEN, SECONDS, USES)
 REST = [row for row in itertools.product(SHAPES, PER_TOKEN, SECONDS, USES) if row not in FEW]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("shape", "k", "seconds", "use"), [*FEW, *(pytest.param(*row, marks=pytest.mark.soak) for row in REST)]
 )

@@ -40,6 +40,7 @@ def active(*tokens: int, resident: tuple[int, ...] = ()) -> list[ActiveExpert]:
     return [ActiveExpert(expert, count, expert in resident) for expert, count in enumerate(tokens)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=50, deadline=None)
 @given(pairs=st.lists(st.tuples(st.integers(1, 300), st.booleans()), max_size=20))

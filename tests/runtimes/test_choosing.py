@@ -158,6 +158,7 @@ def test_a_plan_for_mlx_rests_on_what_its_gpu_was_measured_at(mac: Callable[[int
     assert on_gpu is not None and on_cpu is not None and on_gpu > 100 * on_cpu
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", TINY_FAMILIES)
 def test_the_file_says_what_the_completed_configuration_says(family: str, tmp_path: Path) -> None:
     """What is chosen without transformers is what the runtime finds with it."""

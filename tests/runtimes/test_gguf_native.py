@@ -36,6 +36,7 @@ def sources(tiny_model: Callable[..., Path]) -> Callable[[str], Path]:
     return lambda family: tiny_model(family, **whole_blocks(family))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("family", "layout", "merged"),
     in_turn(FAMILIES, ("stacked", "fused", "separate"), (False, True)),

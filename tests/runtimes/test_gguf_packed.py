@@ -90,6 +90,7 @@ def mostly(files: ModelFiles) -> str:
     return dict(files.trunk())["model.embed_tokens.weight"].dtype
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("family", "kind"), KINDS.items())
 def test_unpacked_weights_give_the_librarys_logits(
     packed_model: Packed, monkeypatch: pytest.MonkeyPatch, family: str, kind: str
@@ -104,6 +105,7 @@ def test_unpacked_weights_give_the_librarys_logits(
         assert any(f"stored as {kind} and unpacked" in line for line in model.facts.notices)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("family", "kind", "layout"),
     in_turn(
@@ -164,6 +166,7 @@ def test_the_native_runtime_gives_the_librarys_logits(packed_model: Packed, fami
     assert_same_choices(ours, theirs, MARGIN)
 
 
+@pytest.mark.sampled
 @needs_kernels
 @pytest.mark.parametrize(
     ("family", "kind"),
@@ -212,6 +215,7 @@ def test_a_packed_trunk_whose_file_changes_is_not_believed(tmp_path: Path, tiny_
         model.start()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("family", "kind", "policy"),
     [

@@ -69,6 +69,7 @@ IN_FP8 = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled
 @needs_kernels
 @pytest.mark.parametrize(
     ("family", "stored", "runtime"),
@@ -87,6 +88,7 @@ def test_quantised_models_give_the_logits_of_what_they_stand_for(
     assert model.facts.parameters == sum(each.numel() for each in library_model(truth).parameters())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("family", "stored"),
     [
@@ -124,6 +126,7 @@ def test_one_tensor_for_each_expert_as_mlx_lm_wrote_it_once(tmp_path: Path, fami
     assert_like_the_library(loaded_by(runtime, folder), truth)
 
 
+@pytest.mark.sampled
 @needs_kernels
 @pytest.mark.parametrize(("family", "runtime"), in_turn(QUANTISABLE, ("native", "torch")))
 def test_mxfp4_as_mlx_lm_writes_it(tmp_path: Path, tiny_model: Callable[..., Path], family: str, runtime: str) -> None:
@@ -162,6 +165,7 @@ def test_predicted_memory_is_what_the_runtimes_take(grouped: Grouped, family: st
         assert is_packed(files.experts.dtype) and sizes.experts_are_packed
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("family", "stored", "policy"),
     [
@@ -195,6 +199,7 @@ def test_a_device_shares_quantised_experts(
     model.close()
 
 
+@pytest.mark.sampled
 @needs_mlx
 @needs_kernels
 @pytest.mark.parametrize(

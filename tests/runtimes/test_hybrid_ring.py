@@ -140,6 +140,7 @@ WAYS: tuple[Sequence[Any], ...] = (POLICIES, PLACEMENTS, ("native", "off"), (0, 
 SAMPLED = in_turn(*WAYS)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("policy", "how", "kernels", "room"),
     [*SAMPLED, *(pytest.param(*row, marks=pytest.mark.soak) for row in pairwise(*WAYS) if row not in SAMPLED)],

@@ -49,6 +49,7 @@ def greedy(rows: MlxRows, prompt: list[int], count: int) -> list[int]:
     return tokens
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", ["llama", "mistral", "mixtral", "gpt_oss", "granitemoe", "deepseek_v3"])
 def test_greedy_tokens_are_the_hosts(family: str, tmp_path: Path) -> None:
     folder = write_comparable(tmp_path, family)

@@ -48,6 +48,7 @@ def test_equals_mlx_lm_in_float32(family: str, tmp_path: Path) -> None:
         assert relative_error(found, expected) < 1e-4
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", QUANTISABLE)
 def test_equals_mlx_lm_in_four_bits(family: str, tmp_path: Path) -> None:
     folder = write_quantised(tmp_path, family)
@@ -65,6 +66,7 @@ ELSEWHERE = (
 """Families that run quantised by mlx-lm in the other runtimes, too."""
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("family", "form"), in_turn(ELSEWHERE, tuple(FORMS)))
 def test_equals_mlx_lm_in_other_forms(family: str, form: str, tmp_path: Path) -> None:
     folder = write_quantised(tmp_path, family, **FORMS[form])
@@ -74,6 +76,7 @@ def test_equals_mlx_lm_in_other_forms(family: str, form: str, tmp_path: Path) ->
     assert relative_error(found, expected) < 1e-4
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3", "llama"])
 def test_rotary_base_is_honoured(family: str, tmp_path: Path) -> None:
     """Another rope_theta gives other logits: transformers 5 writes it where mlx-lm does not look."""
@@ -85,6 +88,7 @@ def test_rotary_base_is_honoured(family: str, tmp_path: Path) -> None:
     assert relative_error(logits[0], logits[1]) > 1e-2
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("family", "rope"),
     [

@@ -36,6 +36,7 @@ def tensors(folder: Path) -> dict[str, object]:
     return found
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", [family for family in QUANTISABLE if family in MOE_FAMILIES])
 def test_held_rows_and_the_trunk_arrive_the_rest_is_holes(family: str, tmp_path: Path):
     folder = write_quantised(tmp_path, family)

@@ -18,6 +18,7 @@ from engine.runtimes.mlx.model import MlxModel
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v3", "dbrx", "llama")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", FAMILIES)
 def test_spans_of_a_measured_turn(family: str, tmp_path: Path) -> None:
     model = load(write_model(tmp_path, family))

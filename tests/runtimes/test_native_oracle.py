@@ -102,6 +102,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variants_equal_the_library(name: str, tmp_path: Path, prepared: Callable[[Path], Path]) -> None:
     family, options = VARIANTS[name]

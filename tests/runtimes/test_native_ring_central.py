@@ -65,6 +65,7 @@ def central(folder: Path, nodes: int, loading: Loading, one_by_one: bool = False
     return found[0]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("family", "dtype", "nodes", "loading", "one_by_one"),
     [

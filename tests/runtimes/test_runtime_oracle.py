@@ -160,6 +160,7 @@ def turn_about(
     return pytest.mark.parametrize(("family", *names.split()), rows)
 
 
+@pytest.mark.sampled
 @turn_about("form chunks", [("prepared", 1), ("plain", 3)])
 def test_bfloat16_equals_the_library(
     family: str, form: str, chunks: int, halved: Path, prepared: Prepared, kernels: Callable[[str], None]
@@ -173,6 +174,7 @@ def test_bfloat16_equals_the_library(
     assert worst(ours, theirs) < BFLOAT16_LIMIT
 
 
+@pytest.mark.sampled
 @needs_kernels
 @turn_about("chunks", [(1,), (3,)], TINY_MOE_FAMILIES)
 def test_bfloat16_on_the_native_kernels_is_as_near_the_truth_as_the_library(
@@ -201,6 +203,7 @@ def errors(ours: list[Logits], true: list[Logits]) -> list[float]:
     return [float(np.abs(a - b).max() / np.abs(b).max()) for a, b in zip(ours, true, strict=True)]
 
 
+@pytest.mark.sampled
 @needs_kernels
 @pytest.mark.parametrize("family", NATIVE_FAMILIES)
 def test_bfloat16_of_the_native_trunk_is_nearer_to_float32_than_the_library_in_bfloat16(
@@ -232,6 +235,7 @@ def one_a_family(rows: Sequence[Any]) -> list[Any]:
     return found
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("family", "subject", "experts_by"),
     one_a_family(
@@ -280,6 +284,7 @@ class _Files:
         return getattr(self._files, name)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", TINY_MOE_FAMILIES)
 def test_mixed_up_experts_would_be_noticed(
     family: str, stored_model: StoredModel, monkeypatch: pytest.MonkeyPatch

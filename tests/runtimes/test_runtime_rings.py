@@ -169,6 +169,7 @@ def test_any_placement_equals_one_machine(
     close(models)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("subject", "family", "nodes", "loading"),
     [
@@ -193,6 +194,7 @@ def test_fast_mode_is_near_one_machine_and_the_same_on_all_nodes(
         assert np.abs(ours - expected).max() / np.abs(expected).max() < (1e-5 if subject is NATIVE else 1e-4)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("loading", ["router-aided", "busy-full"])
 @each_runtime
 def test_experts_that_are_run_to_keep_them_warm_change_nothing(
@@ -258,6 +260,7 @@ def test_a_router_that_differs_is_mended(
     assert "layer 1" in notices[0] and "central" in notices[1]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("at", [0, 1, 2])
 @each_runtime
 def test_a_prefill_that_the_head_gives_up_leaves_all_rows_as_they_were(

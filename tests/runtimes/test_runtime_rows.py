@@ -46,6 +46,7 @@ def model(request: pytest.FixtureRequest, loaded: Loaded) -> LoadedModel:
     return loaded(*request.param)
 
 
+@pytest.mark.sampled
 def test_cut_back_and_extended_again_equals_fresh(model: LoadedModel) -> None:
     tokens = prompt_of(40)
     rows = model.start()
@@ -69,6 +70,7 @@ def test_cut_back_and_extended_again_equals_fresh(model: LoadedModel) -> None:
         rows.extend(tokens[keep:])
 
 
+@pytest.mark.sampled
 def test_beams_equal_rows_computed_apart(model: LoadedModel) -> None:
     choose, tokens, width = random.Random(1), prompt_of(30), 4
     single = model.start()
@@ -97,6 +99,7 @@ def test_beams_equal_rows_computed_apart(model: LoadedModel) -> None:
     assert_close(single.fan_out(2).step([11, 12])[1], fresh(model, [*tokens, 7, 12]))
 
 
+@pytest.mark.sampled
 def test_past_the_first_block_of_the_cache(model: LoadedModel) -> None:
     """Rows that are made at the edge of a block grow on their own."""
     tokens = prompt_of(255, seed=3)

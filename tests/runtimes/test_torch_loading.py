@@ -187,6 +187,7 @@ HOSTILE_IMPLEMENTATIONS: tuple[dict[str, Any], ...] = (
 )
 
 
+@pytest.mark.soak
 def test_no_setting_has_a_kernel_fetched(tmp_path: Path) -> None:
     """With the package ``kernels`` installed, transformers would fetch what these settings name and run it."""
     folder = write_tiny_model(tmp_path / "model", "mixtral")

@@ -50,6 +50,7 @@ def placement_for(folder: Path, nodes: int, how: str) -> Placement:
     return placed(tuple(experts.layers), experts.count, nodes, how)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("dtype", "how", "nodes"), pairwise(("float32", "bfloat16"), PLACEMENTS, (1, 2, 3)))
 def test_torch_experts_too(
     dtype: str, how: str, nodes: int, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch

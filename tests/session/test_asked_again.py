@@ -151,6 +151,7 @@ def kind_of(number: int) -> tuple[int, int | None]:
     return [(1, None), (1, 5), (1, 6), (1, 5), (3, None)][number % 5]
 
 
+@pytest.mark.sampled
 @settings(max_examples=4)
 @given(steps=STEPS)
 def test_every_question_has_one_answer(person: Person, steps: list[tuple[str, int]]) -> None:

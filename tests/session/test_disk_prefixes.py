@@ -115,6 +115,7 @@ def reused(run: Run) -> int:
     return next(event.reused for event in run.emitted if isinstance(event, Prefill))
 
 
+@pytest.mark.sampled
 def test_a_chat_goes_on_after_a_restart_as_without_one(model: LoadedModel) -> None:
     first = Run(model)
     answer = first.ask(PROMPT)

@@ -103,6 +103,7 @@ def test_a_ring_is_measured_beside_its_prediction(
     assert all(row["at_once"] == pytest.approx(1.45) for row in result.data["rows"])
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_without_a_model_the_starter_and_one_made_up_are_measured(

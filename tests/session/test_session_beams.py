@@ -58,6 +58,7 @@ SEARCHES = (((4, 1.0, 1), (16, -0.5, 3)), ((5, 0.4, 2), (3, 2.0, 2)))
 """Widths, penalties of the length and numbers of ends: two searches for a family, the other two for the next."""
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("runtime", "family", "searches"),
     [

@@ -143,6 +143,7 @@ HARDEST = (("textual-dark", "textual-light"), ("atom-one-dark", "catppuccin-latt
 """Themes that were the least readable, a dark and a light one for each screen in turn."""
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("screen", "themes"),
     [

@@ -23,6 +23,7 @@ class TailApp(App[int]):
             yield LiveTail(Highlighter())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "speeds",
     [
