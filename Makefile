@@ -55,11 +55,11 @@ chat: $(VENV)/.installed
 	@sh packaging/ensure_starter.sh "$(BIN)/privatellm"
 	@exec $(BIN)/privatellm
 
-# Six workers with one torch thread each, on two cores: a worker whose test waits for another process leaves its core to
-# the others, and beside other programs six get the larger share of the processors.
+# Eight workers with one torch thread each, on two cores: a worker whose test waits for another process leaves its core
+# to the others, and beside other programs eight get the larger share of the processors.
 # A file's tests stay on one worker, in the order of tests/conftest.py: the files that take longest first.
 # Compiled modules are kept, as the tests start hundreds of interpreters.
-TESTS := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 6 --dist loadfile --no-loadscope-reorder
+TESTS := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 8 --dist loadfile --no-loadscope-reorder
 
 BENCHMARKS := tests/benchmarks tests/papers
 

@@ -126,6 +126,7 @@ ALL = [
 KNOWN = {row.id for row in SAMPLED}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("subject", "family", "stored", "nodes", "how"), [*SAMPLED, *(row for row in ALL if row.id not in KNOWN)]
 )
