@@ -12,7 +12,7 @@ from typing import Protocol
 import msgspec
 
 from app import engine_process
-from app.engine_links import Attached, Child, EngineDied, Inbox, Link, Unasked, ends, how_it_ended
+from app.engine_links import Attached, Child, EngineConnection, EngineDied, Inbox, Unasked, ends, how_it_ended
 from engine.ipc.messages import (
     AnyEvent,
     AnyRequest,
@@ -99,7 +99,7 @@ class EngineClient:
         self._ids = itertools.count(1)
         self._starting = asyncio.Lock()
         self._writing = asyncio.Lock()
-        self._link: Link | None = None
+        self._link: EngineConnection | None = None
 
     def new_id(self) -> int:
         return next(self._ids)
@@ -212,14 +212,14 @@ class EngineClient:
     async def _started(self) -> Child:
         return await Child.start(self._command or engine_process.host_command(), self._unasked)
 
-    async def _go_to(self, link: Link) -> None:
+    async def _go_to(self, link: EngineConnection) -> None:
         """Use another engine from now on."""
         async with self._starting:
             former, self._link = self._link, link
             if former is not None:
                 await former.end()
 
-    def _running_link(self) -> Link:
+    def _running_link(self) -> EngineConnection:
         if self._link is None:
             raise EngineDied("The engine is not running.")
         if not self._link.alive:

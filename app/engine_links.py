@@ -79,7 +79,7 @@ class Inbox:
         return self._events.popleft()
 
 
-class Link(ABC):
+class EngineConnection(ABC):
     """Requests to an engine, and its events, from the beginning to the end."""
 
     def __init__(
@@ -179,7 +179,7 @@ class Link(ABC):
             self._on_unasked(event)
 
 
-class Child(Link):
+class Child(EngineConnection):
     """An engine process that this program started, from its start to its end, or to the end of this program's part."""
 
     def __init__(
@@ -299,7 +299,7 @@ class Child(Link):
         return how_it_ended(self.process.returncode or 0, problem)
 
 
-class Attached(Link):
+class Attached(EngineConnection):
     """An engine process of another program of the same person."""
 
     def __init__(

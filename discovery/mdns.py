@@ -48,7 +48,7 @@ _VERSION = re.compile(r"[0-9]{1,4}")
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundNode:
     """A machine that announces itself, copies of this one included. Nothing of it is proved."""
 
     node_id: str
@@ -102,7 +102,7 @@ class Intervals:
 
 @dataclass
 class _Seen:
-    found: Found
+    found: FoundNode
     verified_at: float
     withdrawn_at: float | None = None
 
@@ -119,7 +119,7 @@ class Neighbourhood:
         node_id: str,
         instance: str,
         port: int,
-        on_change: Callable[[list[Found]], None],
+        on_change: Callable[[list[FoundNode]], None],
         host: str = "",
         own: Callable[[], list[OwnAddress]] = own_addresses,
         paired: Callable[[], Collection[str]] = tuple,
@@ -151,15 +151,15 @@ class Neighbourhood:
         self._browsers: list[zeroconf.ServiceBrowser] = []
         self._resolving: dict[tuple[zeroconf.Zeroconf, str], concurrent.futures.Future[None]] = {}
         self._looked_at = float("-inf")
-        self._last: list[Found] = []
+        self._last: list[FoundNode] = []
         self._wake = threading.Event()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="neighbourhood", daemon=True)
         self._thread.start()
 
-    def found(self) -> list[Found]:
+    def found(self) -> list[FoundNode]:
         """Every machine heard now, except this one. A copy of this machine's identity is included."""
-        merged: dict[tuple[str, str], Found] = {}
+        merged: dict[tuple[str, str], FoundNode] = {}
         with self._mutex:
             heard = [self._seen[name].found for name in sorted(self._seen)]
         for one in heard:
@@ -384,7 +384,7 @@ class Neighbourhood:
         self._wake.set()
 
 
-def _who_gives_way(found: Found, others: Mapping[str, Found], paired: Collection[str]) -> str | None:
+def _who_gives_way(found: FoundNode, others: Mapping[str, FoundNode], paired: Collection[str]) -> str | None:
     """The name whose place ``found`` takes, in addition to or instead of ``others``, by name.
 
     Empty if there is room, None if ``found`` gets no place. A paired machine has priority. Whoever announces more than
@@ -423,14 +423,14 @@ def _look(opened: zeroconf.Zeroconf, known: Sequence[DNSRecord]) -> None:
 
 def _parsed(
     properties: Mapping[bytes, bytes | None], port: int | None, addresses: Sequence[str], own: Sequence[OwnAddress]
-) -> Found | None:
+) -> FoundNode | None:
     """An announcement as a hint, or None if it is not of this program."""
     node_id, instance, version = (_text(properties.get(key)) for key in (b"id", b"i", b"v"))
     sound = _NODE_ID.fullmatch(node_id) and _INSTANCE.fullmatch(instance) and _VERSION.fullmatch(version)
     if not sound or port is None or not 0 < port < 65535:
         return None
     where = towards([(ip, port) for ip in addresses[:_MAX_ADDRESSES]], own)
-    return Found(node_id, instance, where, int(version)) if where else None
+    return FoundNode(node_id, instance, where, int(version)) if where else None
 
 
 def _asleep() -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import shutil
@@ -134,3 +135,14 @@ def test_broken_rules_are_noticed(tmp_path: Path, smuggled: str) -> None:
 def test_packaging_holds_no_python_package() -> None:
     """A package of that name would hide the ``packaging`` library."""
     assert not list((ROOT / "packaging").rglob("*.py"))
+
+
+def test_a_class_has_its_name_for_itself() -> None:
+    """Whoever searches for a public class finds that one. Messages of a widget are named within it."""
+    files: dict[str, list[str]] = {}
+    for path in (path for package in ("app", "discovery", "engine") for path in (ROOT / package).rglob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                files.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert len(files) > 500
+    assert not {name: found for name, found in files.items() if len(found) > 1}

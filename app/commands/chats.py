@@ -23,7 +23,7 @@ _MOST = 1_000_000
 
 
 @dataclass(frozen=True)
-class ListedChat:
+class PrintedChat:
     """A conversation of the list. Times are seconds since the epoch."""
 
     id: int
@@ -93,13 +93,13 @@ def _store() -> Iterator[ConversationStore]:
         raise WorkFailed(str(error).rstrip(".")) from error
 
 
-def _row(chat: Conversation) -> ListedChat:
-    return ListedChat(
+def _row(chat: Conversation) -> PrintedChat:
+    return PrintedChat(
         chat.id, one_line(chat.title), one_line(chat.model), chat.created, chat.updated, chat.pinned, chat.archived
     )
 
 
-def _line(row: ListedChat) -> str:
+def _line(row: PrintedChat) -> str:
     marks = ", ".join(mark for mark, there in (("pinned", row.pinned), ("archived", row.archived)) if there)
     moment = datetime.fromtimestamp(row.updated).strftime("%Y-%m-%d %H:%M")
     return f"{row.id:>5}  {moment}  {row.title or '(no title)'}" + (f"  ({marks})" if marks else "")

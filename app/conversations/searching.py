@@ -22,7 +22,7 @@ _THERE = "message.deleted = '' AND conversation.deleted = ''"
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundChat:
     """What was found in one conversation. ``message``: the best of the ``messages`` that have the text."""
 
     conversation: int
@@ -74,7 +74,7 @@ class SearchIndex:
         ).fetchone()
         return bool(behind)
 
-    def find(self, text: str, limit: int) -> list[Found]:
+    def find(self, text: str, limit: int) -> list[FoundChat]:
         """At most ``limit`` conversations, best first. ``text`` is searched for literally: it has no operators."""
         try:
             found = self._find_words(text, limit) if self.available else []
@@ -147,7 +147,7 @@ class SearchIndex:
             self._put(message, content)
         self._connection.execute("DELETE FROM message_words WHERE rowid NOT IN (SELECT id FROM message)")
 
-    def _find_words(self, text: str, limit: int) -> list[Found]:
+    def _find_words(self, text: str, limit: int) -> list[FoundChat]:
         words = re.findall(r"\w+", text)
         if not words:
             return []
@@ -168,7 +168,7 @@ class SearchIndex:
         )
         return _found(best, {int(message): str(snippet) for message, snippet in snippets})
 
-    def _read_through(self, text: str, limit: int) -> list[Found]:
+    def _read_through(self, text: str, limit: int) -> list[FoundChat]:
         """Search all messages for any part of a word and any character, which an index of words cannot find."""
         wanted = text.strip()
         if not wanted:
@@ -197,9 +197,9 @@ def _numbers(found: dict[int, list[int]]) -> str:
     return ",".join(str(messages[0]) for messages in found.values())
 
 
-def _found(best: dict[int, list[int]], snippets: dict[int, str]) -> list[Found]:
+def _found(best: dict[int, list[int]], snippets: dict[int, str]) -> list[FoundChat]:
     return [
-        Found(conversation, messages[0], len(messages), snippets.get(messages[0], ""))
+        FoundChat(conversation, messages[0], len(messages), snippets.get(messages[0], ""))
         for conversation, messages in best.items()
     ]
 

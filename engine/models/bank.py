@@ -27,7 +27,7 @@ from engine.models.files import Change, Experts, ExpertWeights, StoredTensor
 from engine.models.mapped_file import MappedFile, aligned
 from engine.models.number_formats import WIDTHS
 from engine.models.safetensors_files import ALIGNMENT, TensorEntry, read_header
-from engine.models.shard_files import Part as ShardPart
+from engine.models.shard_files import ShardPart
 from engine.models.wording import shown
 
 MANIFEST = "bank.json"

@@ -41,7 +41,7 @@ from engine.models.mapped_file import MappedFile, aligned
 from engine.models.number_formats import is_grouped, is_packed, stored_bytes, words_dtype
 from engine.models.quantisation import refuse_names
 from engine.models.safetensors_files import TensorEntry, read_header
-from engine.models.shard_files import Part as ShardPart
+from engine.models.shard_files import ShardPart
 from engine.models.wording import shown
 
 if TYPE_CHECKING:

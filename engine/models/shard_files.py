@@ -102,7 +102,7 @@ def read_shard(folder: Path) -> ShardManifest:
     return manifest
 
 
-class Part:
+class ShardPart:
     """The experts that are present in a shard. An opened folder hands out no others."""
 
     def __init__(self, folder: Path, manifest: ShardManifest) -> None:
@@ -129,9 +129,9 @@ class Part:
             )
 
 
-def part_of(folder: Path) -> Part | None:
+def part_of(folder: Path) -> ShardPart | None:
     """The part of a shard that is here; None for a whole model. Raises ModelError if ``share.json`` is damaged."""
-    return Part(folder, read_shard(folder)) if is_shard(folder) else None
+    return ShardPart(folder, read_shard(folder)) if is_shard(folder) else None
 
 
 def _remedy(folder: Path) -> str:

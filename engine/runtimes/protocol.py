@@ -23,7 +23,7 @@ from engine.moe.expert_parallel import LayerExchange
 from engine.moe.popularity import Popularity
 from engine.moe.rank_context import RankContext
 from engine.moe.timing import Recorder
-from engine.runtimes.row_contents import Fill, Part, RowContents
+from engine.runtimes.row_contents import Fill, RowContents, RowPart
 
 Logits = NDArray[np.float32]
 
@@ -191,7 +191,7 @@ class LoadedModel(LoadedWeights):
         return False
 
     def restored(
-        self, length: int, begun: int, parts: Sequence[Part], fill: Fill
+        self, length: int, begun: int, parts: Sequence[RowPart], fill: Fill
     ) -> tuple[TokenRows, TokenRows | None]:
         """A row of ``length`` tokens with the contents ``parts``, whose bytes ``fill`` gives in order, and its
         checkpoint after ``begun`` tokens (0: none).

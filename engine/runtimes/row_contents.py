@@ -16,7 +16,7 @@ _ITEM_BYTES = {"uint8": 1, "uint16": 2, "bfloat16": 2, "float16": 2, "float32": 
 """Bytes of a number, by the names that a part may have for its numbers."""
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True):
+class RowPart(msgspec.Struct, frozen=True, array_like=True):
     """One array: its ``name``, unique in a row, the format of its ``numbers``, and its shape."""
 
     name: str
@@ -35,7 +35,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
 class RowContents:
     """The arrays of a row in order. ``read(i)`` gives the bytes of ``parts[i]``, and copies no more than that."""
 
-    parts: Sequence[Part]
+    parts: Sequence[RowPart]
     read: Callable[[int], Bytes]
 
 

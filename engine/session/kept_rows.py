@@ -20,7 +20,7 @@ FORK_TOKENS = 32
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class RowCheckpoint:
     """What the cache held after ``tokens``, made by ``passes``; ``rows`` is never run itself."""
 
     tokens: list[int]
@@ -40,7 +40,7 @@ class CachedRow:
     passes: PassSequence = field(default_factory=PassSequence)
     known: tuple[int, Logits] | None = None
     """The last prompt's length in tokens and the logits after it, so that it can be answered again."""
-    checkpoint: Checkpoint | None = None
+    checkpoint: RowCheckpoint | None = None
     """Where the next prompt can go on if the row cannot be cut back."""
     owner: str = ""
     """Whose conversation it is, if it may be kept on disk; empty: it may not."""

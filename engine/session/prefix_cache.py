@@ -23,7 +23,7 @@ from engine.session.disk_prefixes import DiskPrefixes
 from engine.session.kept_rows import (
     FORK_TOKENS,
     CachedRow,
-    Checkpoint,
+    RowCheckpoint,
     best_row,
     shared_length,
     to_keep,
@@ -359,7 +359,7 @@ class PrefixCache:
 
     def _save(self, rows: TokenRows) -> None:
         saved = rows.checkpoint()
-        self._now.checkpoint = None if saved is None else Checkpoint(list(self.tokens), self._now.passes, saved)
+        self._now.checkpoint = None if saved is None else RowCheckpoint(list(self.tokens), self._now.passes, saved)
 
     def _append(self, tokens: Sequence[int], passes: PassSequence) -> None:
         self._now.tokens += tokens

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from engine.models.prefix_files import part_of
 from engine.runtimes.protocol import LoadedModel, Logits
-from engine.runtimes.row_contents import Bytes, Part, as_bytes
-from engine.session.kept_rows import CachedRow, Checkpoint, reusable_length
+from engine.runtimes.row_contents import Bytes, RowPart, as_bytes
+from engine.session.kept_rows import CachedRow, RowCheckpoint, reusable_length
 from engine.session.passes import PassSequence
 
 MAGIC = b"PLLMPFX1"
@@ -59,7 +59,7 @@ class _Fields(msgspec.Struct, frozen=True, kw_only=True):
     begun: list[int]
     """Runs up to the checkpoint; empty: there is none."""
     can_truncate: bool
-    parts: list[Part]
+    parts: list[RowPart]
 
 
 class StoredPrefix:
@@ -128,7 +128,7 @@ def read_prefix(path: Path, identity: str, model: LoadedModel, should_stop: Call
             raise WrongPrefixError(str(error)) from error
         known: tuple[int, Logits] | None = None
         if fields.known:
-            if fields.parts[-1] != Part(_LOGITS, "float32", (vocabulary,)):
+            if fields.parts[-1] != RowPart(_LOGITS, "float32", (vocabulary,)):
                 raise WrongPrefixError("its logits are not of this vocabulary")
             logits = np.empty(vocabulary, np.float32)
             fill(logits.view(np.uint8))
@@ -136,7 +136,7 @@ def read_prefix(path: Path, identity: str, model: LoadedModel, should_stop: Call
         if file.read(_DIGEST_BYTES + 1) != digest.digest():
             raise WrongPrefixError("its checksum is wrong")
     tokens = found.tokens.tolist()
-    begun = None if saved is None else Checkpoint(tokens[: found.begun.length], found.begun, saved)
+    begun = None if saved is None else RowCheckpoint(tokens[: found.begun.length], found.begun, saved)
     return CachedRow(rows, tokens, found.passes, known, begun)
 
 
@@ -190,19 +190,19 @@ def write_prefix(path: Path, identity: str, row: CachedRow, should_stop: Callabl
     return part
 
 
-def _contents(row: CachedRow) -> list[tuple[Part, Callable[[], Bytes]]] | None:
+def _contents(row: CachedRow) -> list[tuple[RowPart, Callable[[], Bytes]]] | None:
     """The arrays of a file with ``row``."""
     assert row.rows is not None
     saved = row.checkpoint if not row.rows.can_truncate else None
     contents = row.rows.contents(None if saved is None else saved.rows)
     if contents is None:
         return None
-    found: list[tuple[Part, Callable[[], Bytes]]] = [
+    found: list[tuple[RowPart, Callable[[], Bytes]]] = [
         (part, partial(contents.read, index)) for index, part in enumerate(contents.parts)
     ]
     if row.known is not None:
         logits = row.known[1]
-        found.append((Part(_LOGITS, "float32", logits.shape), lambda: as_bytes(logits)))
+        found.append((RowPart(_LOGITS, "float32", logits.shape), lambda: as_bytes(logits)))
     return found
 
 

@@ -26,7 +26,7 @@ from test_control_plane import spec_with
 from discovery.addresses import Address
 from discovery.identity import Identity
 from discovery.link_listener import dial
-from discovery.mdns import Found
+from discovery.mdns import FoundNode
 from discovery.pairing import PAIRING_VERSION, Code, PairingRefused, PairingStart, ShowingSide
 from discovery.peers import Peer, new_peer
 from discovery.tls import client_context
@@ -293,7 +293,7 @@ def test_an_announcement_is_followed_into_networks_of_this_machine_only(
 ) -> None:
     """Anybody can announce a paired machine's id: at an address behind a router, it would see who comes."""
     tried: list[str] = []
-    bait = Found(
+    bait = FoundNode(
         pair.identities[1].node_id,
         "b" * 16,
         (Address("127.0.0.9", 9, "lo"), Address("203.0.113.9", 9)),

@@ -16,7 +16,7 @@ from engine_forks import forked
 from hooked_engine import hooked
 
 from discovery.addresses import OwnAddress
-from discovery.mdns import Found, Intervals, Neighbourhood
+from discovery.mdns import FoundNode, Intervals, Neighbourhood
 
 LOOPBACK = OwnAddress("lo", "127.0.0.1", 8)
 WITHIN = 120.0
@@ -93,17 +93,17 @@ class Listening:
     ) -> None:
         self.node_id, self.instance = node_id, instance
         self._changed = threading.Condition()
-        self.found: list[Found] = []
+        self.found: list[FoundNode] = []
         self.neighbourhood = Neighbourhood(
             node_id, instance, port, self._tell, own=own or (lambda: [LOOPBACK]), paired=paired, intervals=intervals
         )
 
-    def _tell(self, found: list[Found]) -> None:
+    def _tell(self, found: list[FoundNode]) -> None:
         with self._changed:
             self.found = [one for one in found if one.node_id in made]
             self._changed.notify_all()
 
-    def wait(self, condition: Callable[[list[Found]], bool]) -> bool:
+    def wait(self, condition: Callable[[list[FoundNode]], bool]) -> bool:
         with self._changed:
             return self._changed.wait_for(lambda: condition(self.found), WITHIN)
 

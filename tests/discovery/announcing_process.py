@@ -9,7 +9,7 @@ from typing import NoReturn
 from network_space import enter
 
 from discovery.addresses import OwnAddress, own_addresses
-from discovery.mdns import Found, Intervals, Neighbourhood
+from discovery.mdns import FoundNode, Intervals, Neighbourhood
 
 
 def run(node_id: str, instance: str, port: int, only: str, space: str | None = None) -> NoReturn:
@@ -21,7 +21,7 @@ def run(node_id: str, instance: str, port: int, only: str, space: str | None = N
     def own() -> list[OwnAddress]:
         return [one for one in own_addresses() if only in ("all", one.ip)]
 
-    def told(found: list[Found]) -> None:
+    def told(found: list[FoundNode]) -> None:
         print(json.dumps([[one.node_id, one.instance, list(one.texts)] for one in found]), flush=True)
 
     often = Intervals(wake=0.05, poll=0.2, grace=0.5)

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from discovery import mdns
 from discovery.addresses import Address, OwnAddress
 from discovery.identity import copied_identities
-from discovery.mdns import MAX_SERVICES, SERVICE, Found, Neighbourhood, _Seen
+from discovery.mdns import MAX_SERVICES, SERVICE, FoundNode, Neighbourhood, _Seen
 
 
 def test_two_processes_see_each_other_and_a_goodbye(start: Callable[..., Process]) -> None:
@@ -81,7 +81,7 @@ def test_a_copied_identity_is_heard_and_named(listen: Callable[..., Listening]) 
     original = listen(node_id, instance, 4000)
     listen(node_id, secrets.token_hex(8), 4001)
     assert original.hears(node_id)
-    mine = Found(node_id, instance, (), 1)
+    mine = FoundNode(node_id, instance, (), 1)
     (sentence,) = copied_identities(mine, [found for found in original.found if found.node_id == node_id])
     assert node_id[:8] in sentence and "copied" in sentence
 
@@ -117,7 +117,7 @@ def test_a_machine_that_slept_announces_itself_anew(
 def test_a_listener_that_fails_does_not_end_it(listen: Callable[..., Listening]) -> None:
     heard: queue.SimpleQueue[set[str]] = queue.SimpleQueue()
 
-    def failing(found: list[Found]) -> None:
+    def failing(found: list[FoundNode]) -> None:
         heard.put({one.node_id for one in found})
         raise RuntimeError("on purpose")
 
@@ -290,7 +290,7 @@ def test_a_flood_of_announcements_takes_no_memory() -> None:
     """What is kept of announcements has limits here, and in the library whose records these are."""
     heard = Neighbourhood("a" * 64, "b" * 16, 1234, lambda found: None, own=list)
     try:
-        other = Found("c" * 64, "d" * 16, (Address("10.0.0.1", 1),), 1)
+        other = FoundNode("c" * 64, "d" * 16, (Address("10.0.0.1", 1),), 1)
         with heard._mutex:
             heard._seen = {f"real-{number}": _Seen(other, time.monotonic()) for number in range(MAX_SERVICES)}
         library = SimpleNamespace(loop=None)
@@ -341,8 +341,8 @@ def test_a_burst_of_forged_announcements_is_over_when_it_is_over(listen: Callabl
     assert listening.hears(third.node_id) and listening.hears(known.node_id)
 
 
-def found_at(node_id: str, ip: str) -> Found:
-    return Found(node_id, "b" * 16, (Address(ip, 4000),), 1)
+def found_at(node_id: str, ip: str) -> FoundNode:
+    return FoundNode(node_id, "b" * 16, (Address(ip, 4000),), 1)
 
 
 def test_who_gives_way_where_there_is_no_room() -> None:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.runtimes.protocol import TokenRows
-from engine.session.kept_rows import MOST_KEPT, CachedRow, Checkpoint, best_row, to_keep
+from engine.session.kept_rows import MOST_KEPT, CachedRow, RowCheckpoint, best_row, to_keep
 from engine.session.passes import PassSequence
 
 
@@ -39,7 +39,7 @@ def cached(draw: st.DrawFn) -> CachedRow:
     known = draw(st.sampled_from([None, len(tokens)]))
     rows = Rows(draw(st.booleans()))
     begin = passes.cut(draw(st.integers(0, len(tokens))))
-    saved = None if rows.can_truncate else Checkpoint(tokens[: begin.length], begin, rows)
+    saved = None if rows.can_truncate else RowCheckpoint(tokens[: begin.length], begin, rows)
     return CachedRow(rows, tokens, passes, None if known is None else (known, None), saved)  # type: ignore[arg-type]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import threading
 from pathlib import Path
@@ -113,6 +114,22 @@ async def test_a_file_that_changes_before_it_is_sent_is_announced_as_it_is_now(
         await pilot.press("space")
         await wait_until(pilot, lambda: "new.py 4 B 4 tokens" in str(line.visual))
         assert controller(app).status.draft_tokens == len(prompt.text) + 12 + 4
+
+
+async def test_a_look_that_another_one_replaces_leaves_no_warning(
+    make_app: MakeApp, recwarn: pytest.WarningsRecorder
+) -> None:
+    app = make_app()
+    async with app.run_test() as pilot:
+        await ready(pilot, app)
+        assert app.chat is not None
+        line = app.chat.query_one(AttachmentLine)
+        line.draft_changed("one", "one")
+        for _ in range(2):
+            line._look_in_background()
+        await pilot.pause()
+    gc.collect()
+    assert not [warning for warning in recwarn if warning.category is RuntimeWarning]
 
 
 async def test_what_cannot_be_attached_is_said_and_the_question_stays(make_app: MakeApp, engine: FakeEngine) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from pathlib import Path
 
 from textual.timer import Timer
 from textual.widgets import Static
+from textual.worker import WorkType
 
 from app.attachments.attachment import Attachment, estimated_tokens
 from app.attachments.references import Resolved, references, resolve
@@ -65,7 +67,9 @@ class AttachmentLine(Static):
             self._look_in_background()
 
     def _look_in_background(self) -> None:
-        self.run_worker(self._look(*self._named), group="attachments", exclusive=True)
+        # A function: a coroutine that is replaced before it begins is a warning on the person's terminal.
+        look: WorkType[None] = partial(self._look, *self._named)
+        self.run_worker(look, group="attachments", exclusive=True)
 
     async def _look(self, draft: str, kept: Sequence[Attachment]) -> None:
         """Read the files that the draft names if they are others than before, and have the tokens counted."""

@@ -23,7 +23,7 @@ from discovery.checks import hearing_problems, network_facts
 from discovery.errors import DiscoveryError, LinkListenerError
 from discovery.identity import Identity, copied_identities, fingerprint_words
 from discovery.link_listener import LinkListener, PortPair, bind_pair
-from discovery.mdns import Found, Neighbourhood
+from discovery.mdns import FoundNode, Neighbourhood
 from discovery.pairing_service import KIND as PAIR_KIND
 from discovery.pairing_service import PairingService, pair_with
 from discovery.peers import Peer, PeersFile, PeersWatch
@@ -248,7 +248,7 @@ class Node:
         except DiscoveryError:  # the file cannot be read at this moment; whoever acts on it reports that
             return set()
 
-    def _on_announced(self, found: list[Found]) -> None:
+    def _on_announced(self, found: list[FoundNode]) -> None:
         others = [one for one in found if one.node_id != self.identity.node_id]
         self._look_again = 0.0
         self.table.announced(

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from engine.runtimes.mlx.cache import RowCache, evaluate
-from engine.runtimes.row_contents import Bytes, Fill, Part, RowContents
+from engine.runtimes.row_contents import Bytes, Fill, RowContents, RowPart
 
 _DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -27,10 +27,10 @@ def contents_of(caches: Sequence[RowCache]) -> RowContents:
         numbers = mx.contiguous(found[index][1]).reshape(-1)
         return np.array(numbers.view(mx.uint8))
 
-    return RowContents([Part(name, _NAMES[stored.dtype], tuple(stored.shape)) for name, stored in found], read)
+    return RowContents([RowPart(name, _NAMES[stored.dtype], tuple(stored.shape)) for name, stored in found], read)
 
 
-def fill_caches(caches: Sequence[RowCache], length: int, parts: Sequence[Part], fill: Fill) -> None:
+def fill_caches(caches: Sequence[RowCache], length: int, parts: Sequence[RowPart], fill: Fill) -> None:
     """Give the empty ``caches`` of one row the contents ``parts`` of ``length`` tokens, whose bytes ``fill`` gives.
 
     Raises ValueError if ``parts`` are not those of such caches, and what ``fill`` raises.
@@ -49,7 +49,7 @@ def fill_caches(caches: Sequence[RowCache], length: int, parts: Sequence[Part], 
     evaluate(caches)
 
 
-def _filled(part: Part, step: int, fill: Fill) -> Any:
+def _filled(part: RowPart, step: int, fill: Fill) -> Any:
     """An array with room for some more positions, as mlx-lm makes them, whose first ones ``fill`` gives."""
     content = np.empty(part.nbytes, np.uint8)
     fill(content)

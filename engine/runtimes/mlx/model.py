@@ -23,7 +23,7 @@ from engine.runtimes.mlx.drawing import are_scores, draw_token
 from engine.runtimes.mlx.experts import RingPass
 from engine.runtimes.mlx.spans import Spans
 from engine.runtimes.protocol import Draw, LoadedModel, Logits, TokenRows
-from engine.runtimes.row_contents import Fill, Part, RowContents
+from engine.runtimes.row_contents import Fill, RowContents, RowPart
 
 Array = Any
 
@@ -137,7 +137,9 @@ class MlxModel(LoadedModel):
         """In a ring, the other machines hold parts of a row."""
         return self._ring is None
 
-    def restored(self, length: int, begun: int, parts: Sequence[Part], fill: Fill) -> tuple[MlxRows, TokenRows | None]:
+    def restored(
+        self, length: int, begun: int, parts: Sequence[RowPart], fill: Fill
+    ) -> tuple[MlxRows, TokenRows | None]:
         if begun:
             raise ValueError("rows of mlx have no checkpoints")
         caches = [RowCache(window) for window in self._windows]

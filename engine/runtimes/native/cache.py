@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from engine.models.number_formats import stored_bytes, words_dtype
 from engine.runtimes.native.bindings import KEY_BLOCK, CSegment
 from engine.runtimes.native.states import States
-from engine.runtimes.row_contents import Bytes, Fill, Part, RowContents, as_bytes
+from engine.runtimes.row_contents import Bytes, Fill, RowContents, RowPart, as_bytes
 
 SMALLEST_PAGE = 128
 """Minimum positions of a page. A page of a long row has an eighth of the row's length, so that pages stay few."""
@@ -242,7 +242,7 @@ class Segments:
 
     @classmethod
     def restored(
-        cls, shape: PageShape, length: int, begun: int, parts: Sequence[Part], fill: Fill, state_numbers: int | None
+        cls, shape: PageShape, length: int, begun: int, parts: Sequence[RowPart], fill: Fill, state_numbers: int | None
     ) -> tuple[Segments, Segments | None]:
         """As :meth:`engine.runtimes.protocol.LoadedModel.restored`; ``state_numbers`` are the floats of a row's states,
         None without states."""
@@ -281,16 +281,16 @@ def _room_from(position: int) -> int:
     return max(SMALLEST_PAGE, position // 8)
 
 
-def _parts(shape: PageShape, length: int, states: Sequence[int]) -> list[Part]:
+def _parts(shape: PageShape, length: int, states: Sequence[int]) -> list[RowPart]:
     """What a single row of ``length`` positions consists of, and ``states`` with so many floats each."""
     parts = []
     start = 0
     while start < length:
         count = min(_whole_blocks(_room_from(start)), length - start)
         size = (shape.layers, shape.heads, -(-count // KEY_BLOCK), shape.block_bytes)
-        parts += [Part(f"keys from {start}", "uint8", size), Part(f"values from {start}", "uint8", size)]
+        parts += [RowPart(f"keys from {start}", "uint8", size), RowPart(f"values from {start}", "uint8", size)]
         start += count
-    return parts + [Part(f"states {index}", "float32", (numbers,)) for index, numbers in enumerate(states)]
+    return parts + [RowPart(f"states {index}", "float32", (numbers,)) for index, numbers in enumerate(states)]
 
 
 def _clear(block: NDArray[Any], filled: int, shape: PageShape, *, keys: bool) -> None:

@@ -26,7 +26,7 @@ from engine.runtimes.native.shape import Shape
 from engine.runtimes.native.states import States
 from engine.runtimes.native.weights import TrunkWeights
 from engine.runtimes.protocol import LoadedModel, Logits
-from engine.runtimes.row_contents import Fill, Part
+from engine.runtimes.row_contents import Fill, RowPart
 
 PIECE = 512
 """Maximum positions of one pass. A longer prefill is run in pieces, so that its buffers stay small."""
@@ -142,7 +142,7 @@ class NativeModel(LoadedModel):
         return self._ring is None
 
     def restored(
-        self, length: int, begun: int, parts: Sequence[Part], fill: Fill
+        self, length: int, begun: int, parts: Sequence[RowPart], fill: Fill
     ) -> tuple[NativeTokenRows, NativeTokenRows | None]:
         row, saved = Segments.restored(self._page_shape, length, begun, parts, fill, self._state_numbers)
         return NativeTokenRows(self, row), None if saved is None else NativeTokenRows(self, saved)

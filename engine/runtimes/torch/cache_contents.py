@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from engine.runtimes.row_contents import Bytes, Fill, Part, RowContents
+from engine.runtimes.row_contents import Bytes, Fill, RowContents, RowPart
 from engine.runtimes.torch.cache import AnyCache, KeyValueCache, room_for
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -17,7 +17,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 def contents_of(cache: AnyCache) -> RowContents:
     """The filled positions of each buffer, and the states."""
     tensors = _tensors(cache)
-    parts = [Part(name, _NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors]
+    parts = [RowPart(name, _NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors]
 
     def read(index: int) -> Bytes:
         with torch.inference_mode():
@@ -28,7 +28,7 @@ def contents_of(cache: AnyCache) -> RowContents:
     return RowContents(parts, read)
 
 
-def fill_cache(cache: AnyCache, length: int, parts: Sequence[Part], fill: Fill, device: torch.device) -> None:
+def fill_cache(cache: AnyCache, length: int, parts: Sequence[RowPart], fill: Fill, device: torch.device) -> None:
     """Make the empty ``cache`` one of ``length`` tokens with the contents ``parts``, whose bytes ``fill`` gives.
 
     Raises ValueError if ``parts`` are not those of such a cache, and what ``fill`` raises.
@@ -67,7 +67,7 @@ def _tensors(cache: AnyCache) -> list[tuple[str, torch.Tensor]]:
     return found + [(f"{index} {kind}", state) for (index, kind), state in states.items()]
 
 
-def _slot(cache: AnyCache, part: Part, length: int) -> tuple[int, str]:
+def _slot(cache: AnyCache, part: RowPart, length: int) -> tuple[int, str]:
     """The layer and the kind of ``part``. Raises ValueError if a cache of ``length`` tokens has none like it."""
     index, _, kind = part.name.partition(" ")
     kinds: tuple[str, ...] = ("keys", "values")

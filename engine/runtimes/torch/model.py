@@ -20,7 +20,7 @@ from engine.moe.kernels.file_guard import FileGuard
 from engine.moe.popularity import Popularity
 from engine.moe.timing import Phase, Recorder
 from engine.runtimes.protocol import LoadedModel, Logits, TokenRows
-from engine.runtimes.row_contents import Fill, Part
+from engine.runtimes.row_contents import Fill, RowPart
 from engine.runtimes.torch.cache import AnyCache, empty_cache
 from engine.runtimes.torch.cache_contents import fill_cache
 from engine.runtimes.torch.experts_module import RoutedExperts, ScaledInputBlock
@@ -115,7 +115,7 @@ class TorchModel(LoadedModel):
         return True
 
     def restored(
-        self, length: int, begun: int, parts: Sequence[Part], fill: Fill
+        self, length: int, begun: int, parts: Sequence[RowPart], fill: Fill
     ) -> tuple[TorchTokenRows, TokenRows | None]:
         if begun:
             raise ValueError("rows of torch have no checkpoints")
