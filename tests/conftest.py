@@ -7,7 +7,7 @@ import gc
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -66,29 +66,26 @@ LEAST_CASES = 2
 """Cases of a sampled test that run in `make test` whatever their number, if its mark gives no other number."""
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave most cases of sampled tests to `make test-soak`, and put the files into an order that takes least time."""
-    _sample(items)
-    _order(items)
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem(collector: pytest.Module | pytest.Class) -> Generator[None, Any, Any]:
+    """Mark three quarters of the cases of each sampled test as soak, unless cases are named on the command line.
 
-
-def _sample(items: list[pytest.Item]) -> None:
-    """Mark three quarters of the cases of each sampled test as soak. Which ones depends on their names alone, so that
-    every run has the same sample, and tests with the same parameters have different ones."""
-    tests: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("sampled") is not None and item.get_closest_marker("soak") is None:
-            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for cases in tests.values():
-        sampled = cases[0].get_closest_marker("sampled")
-        least = sampled.kwargs.get("least", LEAST_CASES) if sampled else LEAST_CASES
+    Which ones depends on their names alone, so that every run has the same sample, and tests with the same parameters
+    have different ones.
+    """
+    made = yield
+    named = any("[" in argument for argument in collector.config.args)
+    cases = [item for item in made if not item.get_closest_marker("soak")] if isinstance(made, list) else []
+    sampled = cases[0].get_closest_marker("sampled") if cases and not named else None
+    if sampled is not None:
+        least = sampled.kwargs.get("least", LEAST_CASES)
         cases.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
         for item in cases[max(least, -(-len(cases) // 4)) :]:
             item.add_marker("soak")
+    return made
 
 
-def _order(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that wait and files that compute come in turns, so that the workers together use the processors all the
     time. Files that take longest come first, so that at the end no worker waits for another one; within a file the
     order stays."""

@@ -38,7 +38,7 @@ class DraftKeeper:
         self._begun = 0
         """Number of writes begun."""
         self._last = 0
-        """The latest write that reached the store. A thread that comes later with an older one leaves it out."""
+        """The latest write that was tried. A thread that comes later with an older one leaves it out."""
 
     def open(self, thread: Thread) -> Draft:
         """Write what is still to be written, and return the draft of ``thread``."""
@@ -67,8 +67,9 @@ class DraftKeeper:
                 self._kept = self._draft
             except StoreError:
                 if self.thread.memory is None:
+                    self._refused[self._key] = NO_DRAFT
                     self._refused[self.thread.conversation or 0] = self._draft
-        with suppress(StoreError):
+        with suppress(StoreError), self._writing:
             for key, draft in list(self._refused.items()):
                 self._store.keep_draft(key, draft if draft.text else None)
                 del self._refused[key]
@@ -100,9 +101,9 @@ class DraftKeeper:
         store, conversation = thread.store_in(self._store), thread.conversation or 0
         with self._writing:
             if number >= self._last:
+                self._last = number
                 if key != conversation:
                     # The conversation has begun: this is no longer the draft of a new one.
                     store.keep_draft(key, None)
                 store.keep_draft(conversation, draft if draft.text else None)
-                self._last = number
         return conversation

@@ -9,6 +9,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ _PIECE = 2**20
 """Bytes that are announced to the system at a time, as experts are."""
 _AT_ONCE = 8
 """Pieces announced before the first of them is wanted: about what a layer's experts lack."""
+_PIECES = SAMPLE_BYTES // _PIECE
 _LOOKED_AT = 16
 """How many times as many pieces as are read are looked at for some that are not in memory."""
 _PAGE = mmap.PAGESIZE
@@ -77,33 +79,42 @@ def read_rate(path: Path) -> float | None:
         with contextlib.ExitStack() as stack:
             file = os.open(path, os.O_RDONLY)
             stack.callback(os.close, file)
+            # No byte of the mapping is touched: a file that shrinks meanwhile would end the process.
             mapped = stack.enter_context(mmap.mmap(file, 0, prot=mmap.PROT_READ, flags=mmap.MAP_PRIVATE))
-            mapped.madvise(mmap.MADV_RANDOM)  # no guess of the system adds pages that are not wanted
-            pages = _PagesInMemory(mapped)
-            starts = list(range(0, len(mapped), _PIECE))
-            random.shuffle(starts)  # others each time: the disk, too, has a memory of what it read
-            starts = starts[: SAMPLE_BYTES // _PIECE * _LOOKED_AT]
-            absent = [start for start in starts if not pages.any(start)]
-            if not absent and hasattr(os, "posix_fadvise"):
-                os.fdatasync(file)  # a page that is still to be written cannot be dropped
-                for start in starts[: SAMPLE_BYTES // _PIECE]:
-                    os.posix_fadvise(file, start, _PIECE, os.POSIX_FADV_DONTNEED)
-                absent = [start for start in starts if not pages.any(start)]
-            return _timed(mapped, absent[: SAMPLE_BYTES // _PIECE])
+            buffer = stack.enter_context(mmap.mmap(-1, _PIECE))
+            pieces = range(0, len(mapped), _PIECE)
+            # Others each time: the disk, too, has a memory of what it read.
+            starts = random.sample(pieces, min(len(pieces), _LOOKED_AT * _PIECES))
+            return _timed(file, mapped, buffer, _absent(file, mapped, starts))
     except (OSError, ValueError):
         return None
 
 
-def _timed(mapped: mmap.mmap, starts: Sequence[int]) -> float | None:
+def _absent(file: int, mapped: mmap.mmap, starts: Sequence[int]) -> list[int]:
+    """Those of ``starts``, no more than are read, whose pieces no memory holds."""
+    pages = _PagesInMemory(mapped)
+    can_drop = hasattr(os, "posix_fadvise")
+    if can_drop:
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)  # no guess of the system adds what is not wanted
+    told = not can_drop or os.fstat(file).st_uid == os.geteuid() or os.access(f"/proc/self/fd/{file}", os.W_OK)
+    found = list(islice((start for start in starts if told and not pages.any(start)), _PIECES))
+    if found or not can_drop:
+        return found
+    for start in starts[:_PIECES]:
+        os.posix_fadvise(file, start, _PIECE, os.POSIX_FADV_DONTNEED)
+    # Of a file that one may only read Linux tells nothing: what was dropped is taken to be gone.
+    return [start for start in starts[:_PIECES] if not (told and pages.any(start))]
+
+
+def _timed(file: int, mapped: mmap.mmap, buffer: mmap.mmap, starts: Sequence[int]) -> float | None:
     begun = time.perf_counter()
     done = 0
     for first in range(0, len(starts), _AT_ONCE):
-        together = [(start, min(_PIECE, len(mapped) - start)) for start in starts[first : first + _AT_ONCE]]
-        for start, nbytes in together:
-            mapped.madvise(mmap.MADV_WILLNEED, start, nbytes)
-        for start, nbytes in together:
-            mapped[start : start + nbytes : _PAGE]
-            done += nbytes
+        together = starts[first : first + _AT_ONCE]
+        for start in together:
+            mapped.madvise(mmap.MADV_WILLNEED, start, min(_PIECE, len(mapped) - start))
+        for start in together:
+            done += os.preadv(file, [buffer], start)
         if time.perf_counter() - begun > SAMPLE_SECONDS:
             break
     seconds = time.perf_counter() - begun

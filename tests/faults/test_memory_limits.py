@@ -6,8 +6,10 @@ import ctypes
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import limited_memory
 import numpy as np
@@ -72,23 +74,59 @@ def test_experts_that_do_not_fit_are_said_with_the_rate(tmp_path: Path) -> None:
     assert line is not None and line.endswith("each time they are used, which is slow.")
 
 
-def test_a_rate_is_measured_on_the_file_itself(tmp_path: Path) -> None:
-    file = tmp_path / "weights"
-    file.write_bytes(os.urandom(20 * 2**20 + 13))
-    rate = read_rate(file)
+@pytest.fixture
+def on_disk(tmp_path: Path) -> Callable[[int], Path]:
+    """``on_disk(nbytes)``: a file whose pages can be dropped, which those that are still to be written cannot."""
+    kind = subprocess.run(["stat", "-f", "-c", "%T", tmp_path], capture_output=True, text=True, check=True).stdout
+    if kind.strip() in ("tmpfs", "ramfs"):
+        pytest.skip("temporary files are in memory here")
+
+    def written(nbytes: int) -> Path:
+        file = tmp_path / "weights"
+        file.write_bytes(os.urandom(nbytes))
+        with file.open("rb") as opened:
+            os.fdatasync(opened.fileno())
+        return file
+
+    return written
+
+
+@pytest.mark.parametrize("nbytes", [20 * 2**20 + 13, 2**20, 3])
+def test_a_rate_is_measured_on_the_file_itself(on_disk: Callable[[int], Path], nbytes: int) -> None:
+    """It is in memory as it was just written, and is dropped from it."""
+    rate = read_rate(on_disk(nbytes))
     assert rate is not None and rate > 0
-    file.write_bytes(b"few")
-    assert read_rate(file) is None or read_rate(file) > 0  # type: ignore[operator]
+
+
+def test_of_what_cannot_be_read_there_is_no_rate(tmp_path: Path) -> None:
     assert read_rate(tmp_path / "absent") is None
-    file.write_bytes(b"")
-    assert read_rate(file) is None
+    (tmp_path / "empty").touch()
+    assert read_rate(tmp_path / "empty") is None
 
 
-def test_a_file_in_memory_is_dropped_from_it_first(tmp_path: Path) -> None:
-    file = tmp_path / "weights"
-    file.write_bytes(os.urandom(2**20))
-    rate = read_rate(file)
+def test_of_a_file_of_somebody_else_there_is_a_rate(
+    on_disk: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linux then says of every page that it is in memory."""
+    monkeypatch.setattr(os, "geteuid", lambda: 65_534)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    monkeypatch.setattr(disk_rate._PagesInMemory, "any", lambda self, start: True)
+    rate = read_rate(on_disk(2**20))
     assert rate is not None and rate > 0
+
+
+def test_a_file_that_shrinks_meanwhile_ends_nothing(
+    on_disk: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    absent = disk_rate._absent
+
+    def shrinking(file: int, *arguments: Any) -> list[int]:
+        found = absent(file, *arguments)
+        os.truncate(f"/proc/self/fd/{file}", 0)
+        return found
+
+    monkeypatch.setattr(disk_rate, "_absent", shrinking)
+    assert read_rate(on_disk(2**22)) is None
 
 
 def test_what_is_cached_is_no_rate_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,11 +90,23 @@ async def test_a_draft_that_is_left_while_nothing_can_be_written_is_not_lost(
     assert store.draft(0) == Draft("typed")
 
 
-@pytest.mark.parametrize("newer", [Draft("new"), NO_DRAFT])
+@pytest.mark.parametrize("fails", [False, True], ids=["written", "refused"])
+@pytest.mark.parametrize("newer", [Draft("new"), NO_DRAFT], ids=["new", "empty"])
 async def test_a_late_thread_does_not_replace_a_newer_draft(
-    store: ConversationStore, monkeypatch: pytest.MonkeyPatch, newer: Draft
+    store: ConversationStore, monkeypatch: pytest.MonkeyPatch, newer: Draft, fails: bool
 ) -> None:
+    """Nor if the store refuses the newer one at first."""
     begun, allowed = asyncio.Event(), asyncio.Event()
+    keep, refused = store.keep_draft, not fails
+
+    def refuse_first(conversation: int, draft: Draft | None) -> None:
+        nonlocal refused
+        if not refused:
+            refused = True
+            raise StoreError("locked", "locked")
+        keep(conversation, draft)
+
+    monkeypatch.setattr(store, "keep_draft", refuse_first)
 
     async def late(write: Callable[..., object], *arguments: object) -> object:
         begun.set()
@@ -113,6 +125,28 @@ async def test_a_late_thread_does_not_replace_a_newer_draft(
     assert writing is not None
     await writing
     assert keeper.open(thread) == newer
+
+
+async def test_a_question_that_was_sent_is_no_draft_of_the_next_chat(
+    store: ConversationStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even if the store could not be written when its chat was left."""
+
+    def refuse(conversation: int, draft: Draft | None) -> None:
+        raise StoreError("locked", "locked")
+
+    keeper, thread = DraftKeeper(store, keep_s=60.0), Thread()
+    keeper.open(thread)
+    keeper.note(Draft("the question"))
+    keeper.write()
+    thread.conversation = store.create(model="m").id
+    keeper.note(NO_DRAFT)
+    with monkeypatch.context() as locked:
+        locked.setattr(store, "keep_draft", refuse)
+        keeper.write()
+        assert keeper.open(Thread()) == NO_DRAFT
+    keeper.write()
+    assert store.draft(0) is None
 
 
 # --- the screen ---
