@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from every_screen import SCREENS, back, prepare
 from fake_engine import FakeEngine
 from screen_helpers import MACHINE, MakeApp, ask, ready, wait_until
-from textual.app import App
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
 from textual.content import Content
+from textual.screen import Screen
 from textual.widgets import Static
 from textual.widgets._footer import FooterKey
 
@@ -131,3 +134,40 @@ async def test_of_several_keys_the_one_that_the_person_names_first_is_shown(make
             assert (shown["Beams"], shown["Timing"]) == ("f4", "^e")
     finally:
         keymap.use({})
+
+
+class ScreenThatAsksAWidget(Screen[None]):
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("a", "ask", "Ask")]
+
+    def compose(self) -> ComposeResult:
+        yield Static(id="asked")
+        yield FooterThatOutlivesIt()
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        return action != "ask" or self.query_one("#asked").display
+
+
+class FooterThatOutlivesIt(KeyFooter):
+    outlived = False
+
+    async def on_unmount(self) -> None:
+        await wait_for(lambda: not self.screen.query("#asked"))
+        await self.recompose()
+        type(self).outlived = True
+
+
+async def wait_for(predicate: Callable[[], object]) -> None:
+    for _ in range(10_000):
+        if predicate():
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("it never came about")
+
+
+async def test_a_screen_that_is_being_removed_is_not_asked_for_its_keys() -> None:
+    app = App[None]()
+    async with app.run_test() as pilot:
+        app.push_screen(ScreenThatAsksAWidget())
+        await wait_until(pilot, lambda: [key.description for key in shown_keys(app)] == ["Ask"])
+        app.pop_screen()
+        await wait_until(pilot, lambda: FooterThatOutlivesIt.outlived)

@@ -65,6 +65,9 @@ class KeyFooter(Footer):
             ).data_bind(compact=Footer.compact)
 
     async def recompose(self) -> None:
+        # A screen that is being removed no longer has all the widgets that its bindings ask.
+        if self._pruning:
+            return
         if not self.is_attached or self._mounted != self._keys():
             await super().recompose()
 

@@ -11,6 +11,7 @@ from textual.content import Content
 from textual.screen import Screen
 from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
+from textual.worker import WorkType
 
 from app.chat.first_run import FirstRun, begun
 from app.chat.offers import ModelOffer
@@ -70,7 +71,8 @@ class FirstRunScreen(Screen[bool]):
         self._first_run.controller.pulling.quiet = True
         self.query_one(OptionList).focus()
         self._draw()
-        self.run_worker(self._look(), group="look", exclusive=True)
+        look: WorkType[None] = self._look  # as in AttachmentLine: a function
+        self.run_worker(look, group="look", exclusive=True)
 
     async def _look(self) -> None:
         if not self._first_run.offers:

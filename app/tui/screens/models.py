@@ -11,6 +11,7 @@ from textual.content import Content
 from textual.screen import Screen
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
+from textual.worker import WorkType
 
 from app.chat.controller import ChatController
 from app.chat.first_run import machine_figures
@@ -69,7 +70,8 @@ class ModelsScreen(Screen[str | None]):
         self._controller.pulling.quiet = True
         self._look()
         if self._machine is None:
-            self.run_worker(self._measure(), group="measure", exclusive=True)
+            measure: WorkType[None] = self._measure  # as in AttachmentLine: a function
+            self.run_worker(measure, group="measure", exclusive=True)
 
     def on_unmount(self) -> None:
         self._controller.pulling.quiet = False
