@@ -72,8 +72,8 @@ def read_rate(path: Path) -> float | None:
     """Bytes per second at which pieces of ``path`` come from its disk into memory. None if that can't be told.
 
     They come as experts do: from anywhere in the file, a few at once that were announced to the system, as pages that
-    it first makes room for. Plain reads past its memory are up to half as fast again. At most SAMPLE_BYTES are read,
-    for about SAMPLE_SECONDS; pieces that are in memory are left out. If all of them are, some are dropped from it.
+    it first makes room for. At most SAMPLE_BYTES are read, for about SAMPLE_SECONDS; pieces that are in memory are left
+    out. If all of them are, some are dropped from it.
     """
     try:
         with contextlib.ExitStack() as stack:
