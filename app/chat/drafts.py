@@ -67,6 +67,7 @@ class DraftKeeper:
                 self._kept = self._draft
             except StoreError:
                 if self.thread.memory is None:
+                    # If the conversation has begun meanwhile, its draft is no longer that of a new one.
                     self._refused[self._key] = NO_DRAFT
                     self._refused[self.thread.conversation or 0] = self._draft
         with suppress(StoreError), self._writing:

@@ -31,6 +31,15 @@ async def wait_until(pilot: Pilot[int], predicate: Callable[[], object], what: s
     raise AssertionError(f"{what} never came about")
 
 
+async def until(predicate: Callable[[], object], steps: int = 10_000) -> None:
+    """As ``wait_until`` where no application runs under a pilot."""
+    for _ in range(steps):
+        if predicate():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("it never came about")
+
+
 def controller(app: ChatApp) -> ChatController:
     assert app.chat is not None
     return app.chat.controller

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from fake_engine import FakeEngine
-from screen_helpers import MakeApp, ask, controller, ready, wait_until
+from screen_helpers import MakeApp, ask, controller, ready, until, wait_until
 from textual.events import Paste
 
 from app.chat import drafts
@@ -20,14 +20,6 @@ from app.conversations.opening import open_store
 from app.conversations.store import ConversationStore, StoreError
 
 LONG = "\n".join(f"line {number}" for number in range(214))
-
-
-async def until(predicate: Callable[[], bool]) -> None:
-    for _ in range(10_000):
-        if predicate():
-            return
-        await asyncio.sleep(0.001)
-    raise AssertionError("it never came about")
 
 
 # --- keeping ---

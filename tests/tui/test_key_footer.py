@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 from every_screen import SCREENS, back, prepare
 from fake_engine import FakeEngine
-from screen_helpers import MACHINE, MakeApp, ask, ready, wait_until
+from screen_helpers import MACHINE, MakeApp, ask, ready, until, wait_until
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.content import Content
@@ -151,17 +150,9 @@ class FooterThatOutlivesIt(KeyFooter):
     outlived = False
 
     async def on_unmount(self) -> None:
-        await wait_for(lambda: not self.screen.query("#asked"))
+        await until(lambda: not self.screen.query("#asked"))
         await self.recompose()
         type(self).outlived = True
-
-
-async def wait_for(predicate: Callable[[], object]) -> None:
-    for _ in range(10_000):
-        if predicate():
-            return
-        await asyncio.sleep(0.001)
-    raise AssertionError("it never came about")
 
 
 async def test_a_screen_that_is_being_removed_is_not_asked_for_its_keys() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import pytest
 from fake_engine import ME, STRANGER, STUDIO, FakeEngine
-from screen_helpers import wait_until
+from screen_helpers import until, wait_until
 from textual.pilot import Pilot
 
 from app.engine_client import EngineDied
@@ -91,13 +91,13 @@ async def test_an_engine_that_dies_is_started_again_with_its_network(engine: Fak
     lines: list[str] = []
     lender = LendingService(engine, JOIN, lines.append, first_wait_s=0.01)
     running = asyncio.create_task(lender.run())
-    await _until(lambda: engine.network.opened)
+    await until(lambda: engine.network.opened)
     engine.die()
     engine.network.refusal = "Port 47820 is in use: choose another."
-    await _until(lambda: any("in use" in line for line in lines))
+    await until(lambda: any("in use" in line for line in lines))
     assert lender.restarting and lender.state is not None and not lender.state.open
     engine.network.refusal = ""
-    await _until(lambda: any("can be used again" in line for line in lines))
+    await until(lambda: any("can be used again" in line for line in lines))
     assert engine.starts == 2 and engine.network.opened is not None and not lender.restarting
     await lender.leave()
     assert engine.network.opened is None
@@ -120,17 +120,9 @@ async def test_an_engine_that_dies_between_the_state_and_the_answer_is_started_a
 
     monkeypatch.setattr(lender.network, "ensure_open", dies_at_first)
     running = asyncio.create_task(lender.run())
-    await _until(lambda: any("can be used again" in line for line in lines))
+    await until(lambda: any("can be used again" in line for line in lines))
     assert engine.starts == 2 and len(calls) == 2 and not running.done()
     running.cancel()
-
-
-async def _until(holds: Callable[[], object]) -> None:
-    for _ in range(1000):
-        if holds():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it never came about")
 
 
 # --- on the screen ------------------------------------------------------------------------------------------------

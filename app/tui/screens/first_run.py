@@ -71,7 +71,7 @@ class FirstRunScreen(Screen[bool]):
         self._first_run.controller.pulling.quiet = True
         self.query_one(OptionList).focus()
         self._draw()
-        look: WorkType[None] = self._look  # as in AttachmentLine: a function
+        look: WorkType[None] = self._look  # a coroutine that never begins is a warning
         self.run_worker(look, group="look", exclusive=True)
 
     async def _look(self) -> None:

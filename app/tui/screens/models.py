@@ -70,7 +70,7 @@ class ModelsScreen(Screen[str | None]):
         self._controller.pulling.quiet = True
         self._look()
         if self._machine is None:
-            measure: WorkType[None] = self._measure  # as in AttachmentLine: a function
+            measure: WorkType[None] = self._measure  # a coroutine that never begins is a warning
             self.run_worker(measure, group="measure", exclusive=True)
 
     def on_unmount(self) -> None:
