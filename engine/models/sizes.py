@@ -278,9 +278,9 @@ def experts_per_token(config: Mapping[str, Any]) -> int:
 
 
 def _head_width(config: Mapping[str, Any]) -> int:
-    """Numbers of a head's key; 0 for latent attention, whose keys have no heads."""
+    """Numbers of a head's key. Latent attention has one head, whose keys are values, too."""
     if config.get("kv_lora_rank"):
-        return 0
+        return _number(config, "kv_lora_rank") + _number(config, "qk_rope_head_dim")
     heads = _number(config, "num_attention_heads", "n_heads")
     return int(config.get("head_dim") or _number(config, "hidden_size", "d_model") // heads)
 

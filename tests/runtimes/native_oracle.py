@@ -28,6 +28,12 @@ FAMILIES = (
     "gpt_oss",
     "qwen3_5_text",
     "qwen3_5_moe_text",
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe_lite",
+    "glm4_moe",
+    "qwen3_next",
+    "lfm2_moe",
 )
 PREPARED_ONLY = ("gpt_oss",)
 """Those of the families whose checkpoints are transposed, so that the kernels read the experts of a bank only."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from native_oracle import FAMILIES, after_alike_branches, load_native, needs_kernels
+from native_oracle import after_alike_branches, load_native, needs_kernels
 from pairwise import in_turn, pairwise
 from subjects import FP8, GROUPED_MODELS, PUBLISHED, needs_mlx, prompt_of
 from tiny_gguf import whole_blocks
@@ -21,6 +21,7 @@ from benchmarks.stand_in_device import StandInDevice
 from engine.ipc.messages import ExpertPolicy, Load
 from engine.models.number_formats import is_packed
 from engine.models.opening import open_model
+from engine.models.quantisation import FAMILIES_OF_MLX
 from engine.models.sizes import sizes_of
 from engine.planning.hybrid import GPU_RUNTIME_BYTES
 from engine.runtimes.protocol import LoadedModel, Logits
@@ -55,7 +56,7 @@ def assert_like_the_library(model: LoadedModel, truth: Path) -> None:
     assert_same_choices(ours, theirs, MARGIN)
 
 
-QUANTISABLE = tuple(family for family in FAMILIES if not family.startswith("qwen3_5"))
+QUANTISABLE = tuple(family for family in FAMILIES_OF_MLX if not family.startswith("qwen3_5"))
 """Families that are written as mlx-lm writes them; Qwen 3.5 has another test."""
 ON_EACH = in_turn(tuple(product(QUANTISABLE, ("native", "torch"))), tuple(GROUPED_MODELS))
 FORMS = [*((family, stored, runtime) for (family, runtime), stored in ON_EACH), ("gpt_oss", PUBLISHED, "native")]

@@ -32,7 +32,7 @@ def test_a_page_takes_memory_for_the_positions_that_are_written() -> None:
     """Also where the system would give huge pages: a page of many heads has a position of each in its first block."""
     page = Page(PageShape(layers=16, heads=8, width=64, number_format="F32"), rows=8, capacity=1024)
     assert page.nbytes == 512 << 20
-    for array in (page.keys, page.values):
+    for array in page.arrays:
         assert not array[-1, -1, -1].any()
         before = resident_bytes(array.ctypes.data, array.nbytes)
         array[:, :, :, 0] = 1
@@ -41,7 +41,14 @@ def test_a_page_takes_memory_for_the_positions_that_are_written() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "length", "width"), [("mistral", 150, 3), ("mixtral", 30, 18), ("gpt_oss", 400, 18)]
+    ("family", "length", "width"),
+    [
+        ("mistral", 150, 3),
+        ("mixtral", 30, 18),
+        ("gpt_oss", 400, 18),
+        ("glm4_moe_lite", 300, 18),
+        ("deepseek_v2", 40, 4),
+    ],
 )
 def test_beams_over_several_pages_and_of_many_rows(
     family: str, length: int, width: int, stored_model: StoredModel
@@ -115,33 +122,31 @@ class Writer:
         cache.room_for(count)
         for row, ids in enumerate(tokens):
             for step, token in enumerate(ids):
-                keys, values = self.places(cache, row, cache.length + step)
-                keys[...] = token
-                values[...] = token
+                for place in self.places(cache, row, cache.length + step):
+                    place[...] = token
         cache.commit(count)
         return np.zeros((len(tokens), 1), np.float32)
 
-    def places(self, cache: Segments, row: int, position: int) -> tuple[np.ndarray, np.ndarray]:
+    def places(self, cache: Segments, row: int, position: int) -> list[np.ndarray]:
         segment = next(s for s in reversed(cache._segments) if s.start <= position)
         assert position < segment.end
         at = segment.offset + position - segment.start
         row = row if segment.page.keys.shape[0] > 1 else 0
         block, lane = divmod(at, KEY_BLOCK)
-        return segment.page.keys[row, :, :, block, lane], segment.page.values[row, :, :, block, lane]
+        return [array[row, :, :, block, lane] for array in segment.page.arrays]
 
     def held(self, rows: NativeTokenRows, row: int) -> list[int]:
         found = []
         for position in range(rows.length):
-            keys, values = self.places(rows._cache, row, position)
-            assert len({*keys.ravel().tolist(), *values.ravel().tolist()}) == 1
-            found.append(int(keys.flat[0]))
+            (number,) = {int(number) for array in self.places(rows._cache, row, position) for number in array.flat}
+            found.append(number)
         return found
 
 
 @settings(max_examples=40)
 @given(st.data())
 def test_pages_hold_what_each_row_was_given(data: st.DataObject) -> None:
-    shape = PageShape(2, 1, 4, "BF16")
+    shape = PageShape(2, 1, 4, "BF16", has_values=data.draw(st.booleans()))
     writer = Writer(shape)
     rows = NativeTokenRows(writer, Segments(shape))  # type: ignore[arg-type]
     held: list[list[int]] = [[]]

@@ -26,6 +26,9 @@ WIDE = {"head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 GROUP = 32
 
 
+LATENT = {"kv_lora_rank": 64, "qk_rope_head_dim": 32}
+
+
 @pytest.fixture
 def folder(tiny_model: Callable[..., Path]) -> Path:
     return tiny_model("qwen3_moe", **WIDE)
@@ -33,7 +36,7 @@ def folder(tiny_model: Callable[..., Path]) -> Path:
 
 def numbers(page: Page, format_: str, of: str) -> NDArray[np.float32]:
     """Keys or values of a page's row 0, [layers, heads, positions, width]."""
-    words, width = getattr(page, of)[0], page.shape.width
+    words, width = page.arrays[page.shape.kinds.index(of)][0], page.shape.width
     layers, heads, blocks = words.shape[:3]
     if format_ == "F32":
         floats = words.view(np.float32)
@@ -52,7 +55,7 @@ def numbers(page: Page, format_: str, of: str) -> NDArray[np.float32]:
 
 def scales(page: Page, of: str) -> NDArray[np.float32]:
     """[layers, heads, positions, width / 32]"""
-    words, width = getattr(page, of)[0], page.shape.width
+    words, width = page.arrays[page.shape.kinds.index(of)][0], page.shape.width
     layers, heads, blocks = words.shape[:3]
     bits = np.ascontiguousarray(words[..., KEY_BLOCK * width :]).view(np.uint16).astype(np.uint32) << 16
     found = bits.view(np.float32).reshape(layers, heads, blocks, width // GROUP, KEY_BLOCK)
@@ -81,8 +84,15 @@ def test_what_is_kept_is_what_was_computed_to_half_a_step(
         np.testing.assert_array_less(scales(pages[1], of)[0, :, :75], largest / 127 * 1.008 + 1e-6)
 
 
+@pytest.mark.parametrize("options", [("qwen3_moe", WIDE), ("deepseek_v2", LATENT)], ids=["heads", "latents"])
 @pytest.mark.parametrize("instructions", available())
-def test_answers_differ_slightly(folder: Path, instructions: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_differ_slightly(
+    tiny_model: Callable[..., Path],
+    instructions: str,
+    options: tuple[str, dict[str, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = tiny_model(options[0], **options[1])
     monkeypatch.setenv("PRIVATELLM_KERNELS", instructions)
     exact, packed = load_native(folder, dtype="float32"), load_native(folder, dtype="float32", key_values="q8_0")
     tokens = prompt_of(300)

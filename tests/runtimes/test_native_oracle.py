@@ -97,6 +97,30 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_5_text",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}},
     ),
+    "latents in another order": ("deepseek_v3", {"rope_interleave": False}),
+    "latents of an odd number of values, ranked queries": (
+        "deepseek_v2",
+        {"v_head_dim": 13, "qk_nope_head_dim": 11, "q_lora_rank": 10, "topk_method": "greedy"},
+    ),
+    "weights that are not normalised": ("glm4_moe_lite", {"norm_topk_prob": False, "routed_scaling_factor": 1.7}),
+    "no head norms, whole heads rotated": (
+        "glm4_moe",
+        {
+            "use_qk_norm": False,
+            "attention_bias": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+        },
+    ),
+    "two of four groups": ("glm4_moe", {"n_group": 4, "topk_group": 2}),
+    "longer convolutions, nothing added to scores": (
+        "lfm2_moe",
+        {"conv_L_cache": 5, "use_expert_bias": False, "norm_topk_prob": False, "routed_scaling_factor": 1.3},
+    ),
+    "attention first": (
+        "lfm2_moe",
+        {"layer_types": ["full_attention", "conv", "conv", "conv"], "num_dense_layers": 0},
+    ),
+    "delta-nets by key head": ("qwen3_next", {"linear_num_value_heads": 2, "norm_topk_prob": False}),
     "another activation": ("llama", {"hidden_act": "gelu_pytorch_tanh"}),
     "many experts": ("mixtral", {"num_local_experts": 40, "num_experts_per_tok": 6}),
 }
@@ -116,7 +140,9 @@ def test_variants_equal_the_library(name: str, tmp_path: Path, prepared: Callabl
         assert [int(logits.argmax()) for logits in ours] == answer
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2_moe", "gpt_oss", "qwen3_5_moe_text"])
+@pytest.mark.parametrize(
+    "family", ["llama", "mistral", "qwen2_moe", "gpt_oss", "qwen3_5_moe_text", "deepseek_v3", "lfm2_moe"]
+)
 def test_a_prompt_over_several_pieces_pages_and_score_tiles(
     family: str, tmp_path: Path, prepared: Callable[[Path], Path]
 ) -> None:
@@ -152,7 +178,23 @@ def test_float16_weights_are_those_of_the_library_in_float32(
 
 
 @pytest.mark.parametrize("instructions", available())
-@pytest.mark.parametrize("family", ["mistral", "mixtral", "gpt_oss", "qwen3_5_text"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_latents_on_every_instruction_set(
+    instructions: str, dtype: str, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More heads than a task takes, over several chunks of a row. In bfloat16, as the cache is, to its rounding."""
+    folder = tiny_model("glm4_moe_lite", num_attention_heads=19, num_key_value_heads=19, dtype=dtype)
+    monkeypatch.setenv("PRIVATELLM_KERNELS", instructions)
+    tokens = prompt_of(290)
+    answer, theirs = library_run(folder, tokens, chunks=1, dtype="float32")
+    ours = our_run(load_native(folder), tokens, 2, answer)
+    if dtype == "float32":
+        assert worst(ours, theirs) < LIMIT
+    assert typical(ours, theirs) < 1e-2
+
+
+@pytest.mark.parametrize("instructions", available())
+@pytest.mark.parametrize("family", ["mistral", "mixtral", "gpt_oss", "qwen3_5_text", "glm4_moe", "lfm2_moe"])
 def test_every_instruction_set_gives_the_same(
     instructions: str,
     family: str,

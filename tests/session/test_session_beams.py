@@ -24,7 +24,9 @@ PROMPT = [5, 17, 101, 42, 9, 77, 30]
 LENGTH = 12
 FAMILIES = ("llama", "mixtral", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3")
 NATIVE_FAMILIES = (
-    ("llama", "mistral", "mixtral", "qwen2_moe", "olmoe", "qwen3_5_moe_text") if choose("float32").native else ()
+    ("llama", "mistral", "mixtral", "qwen2_moe", "olmoe", "qwen3_5_moe_text", "glm4_moe_lite", "lfm2_moe")
+    if choose("float32").native
+    else ()
 )
 CASES = [*(("torch", family) for family in FAMILIES), *(("native", family) for family in NATIVE_FAMILIES)]
 

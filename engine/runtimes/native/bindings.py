@@ -15,6 +15,7 @@ MOST_TAPS = 16
 """Maximum tokens of a delta-net's convolution (PLLM_MOST_TAPS)."""
 
 HEAD_NORMS = {"none": 0, "per-head": 1, "whole": 2}
+SCORINGS = {"softmax": 0, "sigmoid": 1}
 
 PARTS: tuple[Part, ...] = ("attention", "router", "experts", "other")
 """The timed parts of a layer, in the order of the library."""
@@ -33,6 +34,26 @@ class Delta(ctypes.Structure):
         ("kernel", ctypes.c_void_p),
         ("decay_scale", ctypes.c_void_p),
         ("decay_bias", ctypes.c_void_p),
+        ("norm", ctypes.c_void_p),
+    )
+
+
+class Convolution(ctypes.Structure):
+    """``pllm_convolution``."""
+
+    _fields_ = (("input", Matrix), ("kernel", ctypes.c_void_p))
+
+
+class Latent(ctypes.Structure):
+    """``pllm_latent``."""
+
+    _fields_ = (
+        ("query_down", Matrix),
+        ("query", Matrix),
+        ("down", Matrix),
+        ("keys", ctypes.POINTER(Matrix)),
+        ("values", ctypes.POINTER(Matrix)),
+        ("query_norm", ctypes.c_void_p),
         ("norm", ctypes.c_void_p),
     )
 
@@ -56,6 +77,7 @@ class TrunkLayer(ctypes.Structure):
         ("value_bias", ctypes.c_void_p),
         ("output_bias", ctypes.c_void_p),
         ("router_bias", ctypes.c_void_p),
+        ("correction", ctypes.c_void_p),
         ("sinks", ctypes.c_void_p),
         ("experts", ctypes.c_void_p),
         ("shared", ctypes.c_void_p),
@@ -63,6 +85,8 @@ class TrunkLayer(ctypes.Structure):
         ("ahead", ctypes.c_void_p),
         ("ahead_from", ctypes.c_void_p),
         ("delta", ctypes.POINTER(Delta)),
+        ("latent", ctypes.POINTER(Latent)),
+        ("convolution", ctypes.POINTER(Convolution)),
         ("window", ctypes.c_int64),
         ("place", ctypes.c_int64),
     )
@@ -89,11 +113,19 @@ class Trunk(ctypes.Structure):
         ("delta_key_width", ctypes.c_int64),
         ("delta_value_width", ctypes.c_int64),
         ("delta_taps", ctypes.c_int64),
+        ("convolution_layers", ctypes.c_int64),
+        ("convolution_taps", ctypes.c_int64),
+        ("latent_plain", ctypes.c_int64),
+        ("latent_values", ctypes.c_int64),
+        ("latent_rank", ctypes.c_int64),
+        ("expert_groups", ctypes.c_int64),
+        ("kept_groups", ctypes.c_int64),
         ("set", ctypes.c_int32),
         ("exact_set", ctypes.c_int32),
         ("cache_dtype", ctypes.c_int32),
         ("head_norm", ctypes.c_int32),
         ("normalise", ctypes.c_int32),
+        ("scoring", ctypes.c_int32),
         ("paired_rotary", ctypes.c_int32),
         ("gated_queries", ctypes.c_int32),
         ("tiled_heads", ctypes.c_int32),
@@ -103,6 +135,9 @@ class Trunk(ctypes.Structure):
         ("attention_scale", ctypes.c_float),
         ("residual_scale", ctypes.c_float),
         ("logits_divisor", ctypes.c_float),
+        ("routed_scale", ctypes.c_float),
+        ("least_sum", ctypes.c_float),
+        ("latent_epsilon", ctypes.c_float),
     )
 
 
@@ -112,8 +147,7 @@ class CSegment(ctypes.Structure):
     _fields_ = (
         ("keys", ctypes.c_void_p),
         ("values", ctypes.c_void_p),
-        ("key_row_stride", ctypes.c_int64),
-        ("value_row_stride", ctypes.c_int64),
+        ("row_stride", ctypes.c_int64),
         ("capacity", ctypes.c_int64),
         ("offset", ctypes.c_int64),
         ("start", ctypes.c_int64),

@@ -31,12 +31,18 @@ SMALLEST_PAGE = 128
 @dataclass(frozen=True)
 class PageShape:
     """What a position costs: keys and values of ``heads`` heads of ``width`` in every layer with attention, stored in
-    ``number_format``: ``BF16``, ``F32`` or ``Q8_0``."""
+    ``number_format``: ``BF16``, ``F32`` or ``Q8_0``. Without ``has_values`` the keys are the values, too."""
 
     layers: int
     heads: int
     width: int
     number_format: str
+    has_values: bool = True
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What a page holds."""
+        return ("keys", "values") if self.has_values else ("keys",)
 
     @property
     def vector_bytes(self) -> int:
@@ -51,7 +57,7 @@ class PageShape:
 
     @property
     def token_bytes(self) -> int:
-        return 2 * self.layers * self.heads * self.vector_bytes
+        return len(self.kinds) * self.layers * self.heads * self.vector_bytes
 
 
 def _untouched(places: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -70,8 +76,9 @@ def _untouched(places: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
 class Page:
     """Room for ``capacity`` positions of ``rows`` rows.
 
-    ``keys`` and ``values`` [rows, layers, heads, blocks, words of KEY_BLOCK positions]; what a block looks like inside
-    is the library's business (trunk.h). Positions before ``frozen`` are seen by others and must not change.
+    ``arrays`` are keys and, if there are any, values: [rows, layers, heads, blocks, words of KEY_BLOCK positions]; what
+    a block looks like inside is the library's business (trunk.h). Positions before ``frozen`` are seen by others and
+    must not change.
     """
 
     def __init__(self, shape: PageShape, rows: int, capacity: int) -> None:
@@ -79,14 +86,21 @@ class Page:
         capacity = _whole_blocks(capacity)
         word = words_dtype(shape.number_format)
         places = (rows, shape.layers, shape.heads, capacity // KEY_BLOCK, shape.block_bytes // word.itemsize)
-        self.keys = _untouched(places, word)
-        self.values = _untouched(places, word)
+        self.arrays = tuple(_untouched(places, word) for _ in shape.kinds)
         self.capacity = capacity
         self.frozen = 0
 
     @property
     def nbytes(self) -> int:
-        return int(self.keys.nbytes + self.values.nbytes)
+        return sum(int(array.nbytes) for array in self.arrays)
+
+    @property
+    def keys(self) -> NDArray[Any]:
+        return self.arrays[0]
+
+    @property
+    def rows(self) -> int:
+        return int(self.keys.shape[0])
 
 
 @dataclass(frozen=True)
@@ -134,9 +148,9 @@ class Segments:
         table = (CSegment * len(self._segments))()
         for entry, segment in zip(table, self._segments, strict=True):
             page = segment.page
-            entry.keys, entry.values = page.keys.ctypes.data, page.values.ctypes.data
-            if self.rows > 1 and page.keys.shape[0] > 1:
-                entry.key_row_stride, entry.value_row_stride = page.keys.strides[0], page.values.strides[0]
+            entry.keys, entry.values = page.keys.ctypes.data, page.arrays[-1].ctypes.data
+            if self.rows > 1 and page.rows > 1:
+                entry.row_stride = page.keys.strides[0]
             entry.capacity, entry.offset = page.capacity, segment.offset
             entry.start, entry.count = segment.start, segment.count
         return table, len(self._segments)
@@ -196,7 +210,7 @@ class Segments:
         """
         moved = 0
         for segment in self._segments:
-            if segment.page.keys.shape[0] == 1:
+            if segment.page.rows == 1:
                 continue
             stop = min(segment.end, self.length)
             parts = []
@@ -208,12 +222,11 @@ class Segments:
                 blocks = slice(low // KEY_BLOCK, -(-high // KEY_BLOCK))
                 page = segment.page
                 # Whole blocks: what lies before `first` in one is the same in both rows.
-                parts.append((row, blocks, page.keys[parent, :, :, blocks].copy(),
-                              page.values[parent, :, :, blocks].copy()))  # fmt: skip
+                parts.append((row, blocks, [array[parent, :, :, blocks].copy() for array in page.arrays]))
                 moved += (high - low) * self.shape.token_bytes
-            for row, blocks, keys, values in parts:
-                segment.page.keys[row, :, :, blocks] = keys
-                segment.page.values[row, :, :, blocks] = values
+            for row, blocks, copies in parts:
+                for array, copy in zip(segment.page.arrays, copies, strict=True):
+                    array[row, :, :, blocks] = copy
         return moved
 
     def beginning(self, length: int, states: States) -> Segments:
@@ -228,14 +241,15 @@ class Segments:
         pages = [(page, count) for page, count in filled if count > 0]
         states = [each.states for each in (self, checkpoint) if each is not None and each.states is not None]
 
+        stored = [(page.arrays[kind], kind, filled) for page, filled in pages for kind in range(len(self.shape.kinds))]
+
         def read(index: int) -> Bytes:
-            if index >= 2 * len(pages):
-                return states[index - 2 * len(pages)].only_row()
-            page, filled = pages[index // 2]
-            stored = page.keys if index % 2 == 0 else page.values
-            blocks = stored[0, :, :, : -(-filled // KEY_BLOCK)].copy()
+            if index >= len(stored):
+                return states[index - len(stored)].only_row()
+            array, kind, filled = stored[index]
+            blocks = array[0, :, :, : -(-filled // KEY_BLOCK)].copy()
             if filled % KEY_BLOCK:
-                _clear(blocks[:, :, -1], filled % KEY_BLOCK, self.shape, keys=index % 2 == 0)
+                _clear(blocks[:, :, -1], filled % KEY_BLOCK, self.shape, keys=kind == 0)
             return as_bytes(blocks)
 
         return RowContents(_parts(self.shape, self.length, [each.numbers for each in states]), read)
@@ -255,8 +269,8 @@ class Segments:
         row._grow(length)
         row.length = length
         for segment in row._segments:
-            for stored in (segment.page.keys, segment.page.values):
-                blocks = stored[0, :, :, : -(-segment.count // KEY_BLOCK)]
+            for array in segment.page.arrays:
+                blocks = array[0, :, :, : -(-segment.count // KEY_BLOCK)]
                 content = np.empty_like(blocks, order="C")
                 fill(content.view(np.uint8).reshape(-1))
                 blocks[:] = content
@@ -288,7 +302,7 @@ def _parts(shape: PageShape, length: int, states: Sequence[int]) -> list[RowPart
     while start < length:
         count = min(_whole_blocks(_room_from(start)), length - start)
         size = (shape.layers, shape.heads, -(-count // KEY_BLOCK), shape.block_bytes)
-        parts += [RowPart(f"keys from {start}", "uint8", size), RowPart(f"values from {start}", "uint8", size)]
+        parts += [RowPart(f"{kind} from {start}", "uint8", size) for kind in shape.kinds]
         start += count
     return parts + [RowPart(f"states {index}", "float32", (numbers,)) for index, numbers in enumerate(states)]
 
@@ -322,6 +336,6 @@ def _copied(segment: Segment) -> Segment:
     old, filled = segment.page, segment.offset + segment.count
     page = Page(old.shape, 1, old.capacity)
     blocks = -(-filled // KEY_BLOCK)
-    page.keys[:, :, :, :blocks] = old.keys[:, :, :, :blocks]
-    page.values[:, :, :, :blocks] = old.values[:, :, :, :blocks]
+    for array, copied in zip(page.arrays, old.arrays, strict=True):
+        array[:, :, :, :blocks] = copied[:, :, :, :blocks]
     return replace(segment, page=page, grows=True)

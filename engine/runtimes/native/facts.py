@@ -50,7 +50,7 @@ def describe(
         trunk_bytes=files.trunk_bytes,
         expert_bytes=_expert_bytes(experts, context),
         key_value_bytes_per_token=shape.key_value_numbers // shape.width * stored_bytes(cache_format, (shape.width,)),
-        state_bytes=0 if shape.delta is None else 4 * shape.delta.state_numbers,
+        state_bytes=4 * shape.state_numbers,
         parameters=numbers,
         load_s=load_s,
         weights=weights_name(files),

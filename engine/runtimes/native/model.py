@@ -106,7 +106,9 @@ class NativeModel(LoadedModel):
         self._ring = ring
         # A page of no layers cannot be mapped.
         with_keys = max(1, len(shape.attention_layers))
-        self._page_shape = PageShape(with_keys, shape.key_value_heads, shape.width, cache_format)
+        self._page_shape = PageShape(
+            with_keys, shape.key_value_heads, shape.width, cache_format, has_values=shape.latent is None
+        )
         self._workspace: NDArray[np.uint8] = np.empty(0, np.uint8)
         self._seconds = np.zeros((shape.layers, len(PARTS)))
         self.between_layers = None
@@ -150,8 +152,7 @@ class NativeModel(LoadedModel):
     @property
     def _state_numbers(self) -> int | None:
         """Floats of the states of one row; None if no layer keeps one."""
-        delta = self._shape.delta
-        return None if delta is None or not delta.layers else delta.state_numbers
+        return self._shape.state_numbers or None
 
     def close(self) -> None:
         """Drop the weights and the mappings of the files. The model cannot run afterwards."""

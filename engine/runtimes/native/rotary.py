@@ -138,13 +138,15 @@ def _attention_factor(settings: Mapping[str, Any], factor: float) -> float:
     if given is not None:
         return float(given)
 
-    def scale(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
     one, all_dimensions = settings.get("mscale"), settings.get("mscale_all_dim")
     if one and all_dimensions:
-        return scale(one) / scale(all_dimensions)
-    return scale(1)
+        return attention_scale(factor, one) / attention_scale(factor, all_dimensions)
+    return attention_scale(factor, 1)
+
+
+def attention_scale(factor: float, weight: float) -> float:
+    """By what yarn multiplies queries and keys of positions that are stretched by ``factor``."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 def _number(settings: Mapping[str, Any], key: str) -> float:

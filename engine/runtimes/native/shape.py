@@ -1,8 +1,8 @@
 """The models that the native trunk runs: a table of families and their traits, read with ``config.json``.
 
-Every family here is the same decoder: RMS norm, rotary grouped-query attention or a gated delta-net, residual, RMS
-norm, gated feed-forward or routed experts, residual. To add one, add a row to the table and its tiny model to the
-tests.
+Every family here is the same decoder: RMS norm, a mixer of positions, residual, RMS norm, gated feed-forward or routed
+experts, residual. The mixer is rotary grouped-query attention, attention over latents, a gated delta-net or a short
+convolution. To add a family, add a row to the table and its tiny model to the tests.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from engine.errors import ModelError
+from engine.models import gguf_short_convolution
 from engine.models.families import layer_kinds
 from engine.models.sizes import STATE_COLUMNS
 from engine.models.wording import shown
@@ -22,6 +23,10 @@ from engine.runtimes.native.bindings import MOST_TAPS
 
 HeadNorm = Literal["none", "per-head", "whole"]
 """Norms of queries and keys: none; each head by itself (qwen3); the whole projection (olmoe)."""
+Scoring = Literal["softmax", "sigmoid"]
+"""What a router makes of the experts' logits."""
+SharedExpert = Literal["none", "gated", "plain"]
+"""An expert that runs for all tokens: none; scaled by a gate of its own (qwen2_moe); as it is (deepseek_v3)."""
 
 ACTIVATIONS: Mapping[str, str] = {
     "silu": "silu",
@@ -73,11 +78,11 @@ def _even_windows(config: Mapping[str, Any], layers: int) -> list[int]:
     return _by_type(config, [layer % 2 == 0 for layer in range(layers)], used, 128)
 
 
-def _linear_layers(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
-    """Layers with a delta-net."""
+def _layers_of_kind(config: Mapping[str, Any], layers: int, kind: str) -> tuple[int, ...]:
+    """Layers of the ``kind`` that the family has besides attention."""
     kinds = layer_kinds(config)
-    _check_kinds(kinds, layers, ("full_attention", "linear_attention"))
-    return tuple(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
+    _check_kinds(kinds, layers, ("full_attention", kind))
+    return tuple(layer for layer, each in enumerate(kinds) if each == kind)
 
 
 def _check_kinds(kinds: Any, layers: int, known: tuple[str, ...]) -> None:
@@ -116,6 +121,8 @@ class Traits:
 
     windows: Callable[[Mapping[str, Any], int], list[int]] = _no_window
     head_norm: HeadNorm = "none"
+    head_norm_setting: str = ""
+    """Setting that has to be true for ``head_norm``; empty: always."""
     qkv_bias: bool | str = False
     """A bias of queries, keys and values: never, always, or as this setting says."""
     output_bias: bool | str = False
@@ -139,8 +146,29 @@ class Traits:
     router_bias: bool = False
     normalise: bool | str = False
     """Whether the chosen experts' weights are divided by their sum: never, always, or as this setting says."""
-    shared_expert: bool = False
-    """Whether one expert runs for all tokens, scaled by its own gate (qwen2_moe)."""
+    default_normalise: bool = False
+    """What that setting is if ``config.json`` does not contain it."""
+    scoring: Scoring = "softmax"
+    correction: str = ""
+    """Name of what is added to the experts' scores where they are compared (deepseek_v3); empty: nothing."""
+    correction_setting: str = ""
+    """Setting that must not be false for it; empty: none."""
+    groups: bool = False
+    """Whether experts are in groups, of which only the best are used (deepseek_v3)."""
+    scaled: bool = False
+    """Whether the weights of chosen experts are multiplied by ``routed_scaling_factor``."""
+    default_groups: int | None = 1
+    """Number of groups if ``config.json`` gives none; None: it has to."""
+    shared_expert: SharedExpert = "none"
+    latents: bool = False
+    """Whether attention is over latents (deepseek_v2)."""
+    convolutions: bool = False
+    """Whether most layers have a short convolution in place of attention (lfm2_moe)."""
+    least_sum: float = 0.0
+    """What is added to the sum by which weights are divided, as transformers does with scores that may all be 0."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Parts of the usual names of tensors, and what they are in this family."""
+    epsilon_setting: str = "rms_norm_eps"
     clip: bool = False
     """``clip_qkv`` limits queries, keys and values (olmoe)."""
     multipliers: bool = False
@@ -159,6 +187,22 @@ _QWEN35 = Traits(
     default_width=256,
     default_key_value_heads=4,
 )
+
+_GROUPED = Traits(
+    routers=("mlp.gate.weight",),
+    scoring="sigmoid",
+    correction="mlp.gate.e_score_correction_bias",
+    groups=True,
+    scaled=True,
+    normalise="norm_topk_prob",
+    default_normalise=True,
+    least_sum=1e-20,
+    shared_expert="plain",
+    default_top_k=8,
+)
+"""Routers as those of DeepSeek V3."""
+
+_LATENT = replace(_GROUPED, latents=True)
 
 TABLE: Mapping[str, Traits] = {
     "llama": Traits(qkv_bias="attention_bias", output_bias="attention_bias", mlp_bias="mlp_bias"),
@@ -187,7 +231,7 @@ TABLE: Mapping[str, Traits] = {
         normalise="norm_topk_prob",
         qkv_bias="qkv_bias",
         default_on=("qkv_bias",),
-        shared_expert=True,
+        shared_expert="gated",
         default_key_value_heads=16,
         default_top_k=4,
     ),
@@ -249,9 +293,54 @@ TABLE: Mapping[str, Traits] = {
         _QWEN35,
         routers=("mlp.gate.weight",),
         normalise=True,
-        shared_expert=True,
+        shared_expert="gated",
         default_key_value_heads=2,
         default_top_k=8,
+    ),
+    "qwen3_next": replace(
+        _QWEN35,
+        routers=("mlp.gate.weight",),
+        normalise="norm_topk_prob",
+        default_normalise=True,
+        shared_expert="gated",
+        default_key_value_heads=2,
+        default_top_k=10,
+    ),
+    "deepseek_v2": Traits(
+        latents=True,
+        routers=("mlp.gate.weight",),
+        groups=True,
+        scaled=True,
+        shared_expert="plain",
+    ),
+    "deepseek_v3": replace(_LATENT, default_groups=None),
+    "glm4_moe_lite": replace(_LATENT, default_epsilon=1e-5, default_top_k=4),
+    "lfm2_moe": Traits(
+        convolutions=True,
+        names=gguf_short_convolution.NAMES,
+        head_norm="per-head",
+        routers=("mlp.gate.weight",),
+        scoring="sigmoid",
+        correction="mlp.expert_bias",
+        correction_setting="use_expert_bias",
+        scaled=True,
+        normalise="norm_topk_prob",
+        default_normalise=True,
+        least_sum=1e-6,
+        default_key_value_heads=8,
+        default_epsilon=1e-5,
+        default_base=1_000_000.0,
+        default_top_k=4,
+        epsilon_setting="norm_eps",
+    ),
+    "glm4_moe": replace(
+        _GROUPED,
+        head_norm="per-head",
+        head_norm_setting="use_qk_norm",
+        qkv_bias="attention_bias",
+        default_key_value_heads=8,
+        default_epsilon=1e-5,
+        default_rotated=0.5,
     ),
 }
 """transformers' ``model_type`` -> traits."""
@@ -286,6 +375,50 @@ class DeltaShape:
 
 
 @dataclass(frozen=True)
+class ConvolutionShape:
+    """The short convolutions of a model: each of ``layers`` has one over ``taps`` tokens, of every number of the hidden
+    state."""
+
+    layers: tuple[int, ...]
+    taps: int
+
+
+@dataclass(frozen=True)
+class LatentShape:
+    """Attention over latents: what a position leaves behind is ``latents`` numbers and a rotated key of all heads.
+
+    Of each head's query, ``plain`` numbers are not rotated; its values are ``values`` numbers. ``query_rank``: inner
+    size of the two matrices that make queries; 0: one matrix does.
+    """
+
+    latents: int
+    rotated: int
+    plain: int
+    values: int
+    query_rank: int
+    epsilon: float
+    """Of the norms of latents and of the ranks of queries."""
+    interleaved: bool
+    """Whether a rotation turns neighbours (DeepSeek's order), not numbers that lie half the rotated part apart."""
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How a token's experts are chosen and weighted.
+
+    By the logits' ``scoring``, from the best ``kept_groups`` of ``groups``. With ``normalise`` their weights are
+    divided by their sum and ``least_sum``. Then they are multiplied by ``scale``.
+    """
+
+    scoring: Scoring = "softmax"
+    groups: int = 1
+    kept_groups: int = 1
+    normalise: bool = False
+    least_sum: float = 0.0
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
 class Shape:
     """One model of the common decoder shape. Sizes are in numbers, ``windows`` in tokens (0: all)."""
 
@@ -305,7 +438,7 @@ class Shape:
     windows: tuple[int, ...]
     moe_layers: tuple[int, ...]
     top_k: int
-    normalise: bool
+    routing: Routing
     head_norm: HeadNorm
     qkv_bias: bool
     output_bias: bool
@@ -314,6 +447,8 @@ class Shape:
     tied: bool
     routers: tuple[str, ...]
     router_bias: bool
+    correction: str
+    shared_expert: SharedExpert
     shared_ffn: int
     clip: float
     """Limit of queries, keys and values; 0: none."""
@@ -325,24 +460,41 @@ class Shape:
     rotated: int
     """Leading numbers of each head that are rotated."""
     delta: DeltaShape | None
+    latent: LatentShape | None
+    convolution: ConvolutionShape | None
+    names: Mapping[str, str]
+    """Parts of the usual names of tensors, and what they are in this model."""
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """Those with attention, which keep keys and values."""
-        return tuple(layer for layer in range(self.layers) if self.delta is None or layer not in self.delta.layers)
+        others = {layer for kind in (self.delta, self.convolution) if kind is not None for layer in kind.layers}
+        return tuple(layer for layer in range(self.layers) if layer not in others)
+
+    @property
+    def state_numbers(self) -> int:
+        """Numbers that layers without keys and values keep for one row."""
+        if self.convolution is not None:
+            return len(self.convolution.layers) * (self.convolution.taps - 1) * self.hidden
+        return 0 if self.delta is None else self.delta.state_numbers
 
     @property
     def key_value_numbers(self) -> int:
-        """Numbers one token adds to the cache."""
-        return 2 * len(self.attention_layers) * self.key_value_heads * self.width
+        """Numbers one token adds to the cache. Keys over latents are values, too."""
+        kinds = 2 if self.latent is None else 1
+        return kinds * len(self.attention_layers) * self.key_value_heads * self.width
 
 
 def read_shape(config: Mapping[str, Any], moe_layers: tuple[int, ...]) -> Shape:
     """The shape of a model of the table. Raises ModelError naming a setting that is missing or impossible."""
     traits = TABLE[config["model_type"]]
     hidden, heads, layers = (_whole(config, key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
-    width = _whole(config, "head_dim", traits.default_width or hidden // heads)
-    key_value_heads = _whole(config, "num_key_value_heads", traits.default_key_value_heads or heads)
+    latent = _read_latent(config) if traits.latents else None
+    if latent is not None:
+        width, key_value_heads = latent.rotated + latent.latents, 1
+    else:
+        width = _whole(config, "head_dim", traits.default_width or hidden // heads)
+        key_value_heads = _whole(config, "num_key_value_heads", traits.default_key_value_heads or heads)
     if heads % key_value_heads or width % 2:
         raise ModelError(
             f"config.json gives {heads} heads of {width} over {key_value_heads} key/value heads, which do not fit "
@@ -366,13 +518,13 @@ def read_shape(config: Mapping[str, Any], moe_layers: tuple[int, ...]) -> Shape:
         ffn=_whole(config, "intermediate_size") if len(moe_layers) < layers else 0,
         vocabulary=_whole(config, "vocab_size"),
         context=_whole(config, "max_position_embeddings"),
-        epsilon=_positive(config, "rms_norm_eps", traits.default_epsilon),
+        epsilon=_positive(config, traits.epsilon_setting, traits.default_epsilon),
         gate=read_gate(config),
         windows=tuple(traits.windows(config, layers)),
         moe_layers=moe_layers,
         top_k=_whole(config, "num_experts_per_tok", traits.default_top_k) if moe_layers else 0,
-        normalise=switched(traits.normalise),
-        head_norm=traits.head_norm,
+        routing=_read_routing(config, traits) if moe_layers else Routing(),
+        head_norm="none" if traits.head_norm_setting and not config.get(traits.head_norm_setting) else traits.head_norm,
         qkv_bias=switched(traits.qkv_bias),
         output_bias=switched(traits.output_bias),
         mlp_bias=switched(traits.mlp_bias),
@@ -380,16 +532,74 @@ def read_shape(config: Mapping[str, Any], moe_layers: tuple[int, ...]) -> Shape:
         tied=bool(config.get("tie_word_embeddings", False)),
         routers=traits.routers,
         router_bias=traits.router_bias,
-        shared_ffn=_whole(config, "shared_expert_intermediate_size", 5632) if traits.shared_expert else 0,
+        correction="" if config.get(traits.correction_setting) is False else traits.correction,
+        shared_expert=traits.shared_expert,
+        shared_ffn=_shared_ffn(config, traits),
         clip=_positive(config, "clip_qkv", 0.0) if traits.clip else 0.0,
         embedding_scale=multiplier("embedding_multiplier"),
-        attention_scale=multiplier("attention_multiplier") if traits.multipliers else width**-0.5,
+        attention_scale=multiplier("attention_multiplier") if traits.multipliers else _scale(width, latent, rope),
         residual_scale=multiplier("residual_multiplier"),
         logits_divisor=multiplier("logits_scaling"),
         rope=rope,
-        rotated=_rotated(rope, traits, width),
+        rotated=_rotated(rope, traits, width) if latent is None else latent.rotated,
         delta=_read_delta(config, layers) if traits.delta_nets else None,
+        latent=latent,
+        convolution=_read_convolution(config, layers) if traits.convolutions else None,
+        names=traits.names,
     )
+
+
+def _shared_ffn(config: Mapping[str, Any], traits: Traits) -> int:
+    """Inner size of the shared expert, 0 if there is none. Several plain ones are stored as one."""
+    if traits.shared_expert == "none":
+        return 0
+    if traits.shared_expert == "gated":
+        return _whole(config, "shared_expert_intermediate_size", 5632)
+    return _whole(config, "moe_intermediate_size") * _whole(config, "n_shared_experts", 1)
+
+
+def _scale(width: int, latent: LatentShape | None, rope: Mapping[str, Any]) -> float:
+    """What scores of attention are multiplied by."""
+    if latent is None:
+        return float(width**-0.5)
+    stretched = rope["rope_type"] != "default" and rope.get("mscale_all_dim")
+    factor = 1.0
+    if stretched:
+        factor = rotary.attention_scale(_positive(rope, "factor", 1.0), _positive(rope, "mscale_all_dim", 1.0))
+    return float((latent.plain + latent.rotated) ** -0.5 * factor * factor)
+
+
+def _read_latent(config: Mapping[str, Any]) -> LatentShape:
+    return LatentShape(
+        latents=_whole(config, "kv_lora_rank", 512),
+        rotated=_even(config, "qk_rope_head_dim", 64),
+        plain=_whole(config, "qk_nope_head_dim", 128),
+        values=_whole(config, "v_head_dim", 128),
+        query_rank=0 if config.get("q_lora_rank") is None else _whole(config, "q_lora_rank"),
+        # transformers gives these norms no epsilon of the configuration.
+        epsilon=1e-6,
+        interleaved=bool(config.get("rope_interleave", True)),
+    )
+
+
+def _read_convolution(config: Mapping[str, Any], layers: int) -> ConvolutionShape:
+    return ConvolutionShape(_layers_of_kind(config, layers, "conv"), _whole(config, "conv_L_cache", 3))
+
+
+def _even(config: Mapping[str, Any], key: str, default: int) -> int:
+    value = _whole(config, key, default)
+    if value % 2:
+        raise ModelError(f"config.json gives {value} for {key}, which must be even; fetch the model again.")
+    return value
+
+
+def _read_routing(config: Mapping[str, Any], traits: Traits) -> Routing:
+    setting = traits.normalise
+    normalise = setting if isinstance(setting, bool) else bool(config.get(setting, traits.default_normalise))
+    grouped = traits.groups and (traits.scoring == "sigmoid" or config.get("topk_method", "greedy") != "greedy")
+    groups, kept = (_whole(config, key, traits.default_groups) if grouped else 1 for key in ("n_group", "topk_group"))
+    scale = _positive(config, "routed_scaling_factor", 1.0) if traits.scaled else 1.0
+    return Routing(traits.scoring, groups, kept, normalise, traits.least_sum, scale)
 
 
 def _rotated(rope: Mapping[str, Any], traits: Traits, width: int) -> int:
@@ -407,7 +617,7 @@ def _rotated(rope: Mapping[str, Any], traits: Traits, width: int) -> int:
 
 def _read_delta(config: Mapping[str, Any], layers: int) -> DeltaShape:
     shape = DeltaShape(
-        layers=_linear_layers(config, layers),
+        layers=_layers_of_kind(config, layers, "linear_attention"),
         key_heads=_whole(config, "linear_num_key_heads", 16),
         value_heads=_whole(config, "linear_num_value_heads", 32),
         key_width=_whole(config, "linear_key_head_dim", 128),
@@ -439,8 +649,10 @@ def unsupported_shape(config: Mapping[str, Any]) -> str | None:
         return f"the activation {shown(activation)} has no kernel"
     if traits.delta_nets and ACTIVATIONS[activation] != "silu":
         return f"its delta-nets have the activation {shown(activation)}, and only silu has a kernel there"
-    if traits.delta_nets and config.get("attention_bias"):
-        return "its gated attention has biases"
+    if config.get("attention_bias") and (traits.delta_nets or traits.latents):
+        return f"its {'gated attention' if traits.delta_nets else 'attention over latents'} has biases"
+    if traits.convolutions and (config.get("conv_bias") or config.get("conv_L_cache", 3) == 1):
+        return "its convolutions have biases or are over one token"
     taps = config.get("linear_conv_kernel_dim", 4)
     if traits.delta_nets and isinstance(taps, int) and taps > MOST_TAPS:
         return f"its convolutions are over {taps} tokens, and the most is {MOST_TAPS}"

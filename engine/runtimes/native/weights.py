@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,8 @@ from engine.models.number_formats import is_packed
 from engine.moe.kernels.bindings import FORMATS, KernelChoice, Matrix, load
 from engine.moe.kernels.layers import LayerExperts, layer_experts, matrix
 from engine.moe.popularity import Popularity
-from engine.runtimes.native.bindings import HEAD_NORMS, Delta, Trunk, TrunkLayer
-from engine.runtimes.native.shape import DeltaShape, Shape
+from engine.runtimes.native.bindings import HEAD_NORMS, SCORINGS, Convolution, Delta, Latent, Trunk, TrunkLayer
+from engine.runtimes.native.shape import ConvolutionShape, DeltaShape, LatentShape, Shape
 
 
 def to_float32(tensor: StoredTensor) -> NDArray[np.float32]:
@@ -34,25 +34,33 @@ def to_float32(tensor: StoredTensor) -> NDArray[np.float32]:
 def opened(tensor: StoredTensor) -> StoredTensor:
     """A copy in float32 of a packed matrix, for what is small and computed with float32 inputs; another tensor as it
     is."""
+    return StoredTensor("F32", numbers(tensor).view(np.uint32)) if is_packed(tensor.dtype) else tensor
+
+
+def numbers(tensor: StoredTensor) -> NDArray[np.float32]:
+    """A copy in float32 of a matrix of any format."""
     if not is_packed(tensor.dtype):
-        return tensor
+        return to_float32(tensor)
     described, native = matrix(tensor), load()
     copy = np.empty(tensor.shape, np.float32)
     for row in range(len(copy)):
         native.pllm_open_row(ctypes.addressof(described), row, copy[row].ctypes.data)
-    return StoredTensor("F32", copy.view(np.uint32))
+    return copy
 
 
 class Tensors:
     """The trunk's tensors by name; each may be taken once, and none may be left over."""
 
-    def __init__(self, files: ModelFiles) -> None:
+    def __init__(self, files: ModelFiles, names: Mapping[str, str]) -> None:
+        """``names``: parts of the usual names, and what they are in these files."""
         self._left = dict(files.trunk())
+        self._names = names
         self.kept: list[Any] = []
         """What the structures point into."""
 
     def take(self, names: Sequence[str], shape: tuple[int, ...]) -> StoredTensor:
         """The tensor of the first of ``names`` that is there. Raises ModelError if none is, or its shape is another."""
+        names = [self.named(name) for name in names]
         name = next((name for name in names if name in self._left), None)
         if name is None:
             raise ModelError(f"Tensor {names[0]} is missing from the model's files; fetch the model again.")
@@ -65,8 +73,14 @@ class Tensors:
         self.kept.append(tensor)
         return tensor
 
+    def named(self, name: str) -> str:
+        """The name in these files of a tensor that has this name in most families."""
+        for usual, here in self._names.items():
+            name = name.replace(usual, here)
+        return name
+
     def has(self, name: str) -> bool:
-        return name in self._left
+        return self.named(name) in self._left
 
     def matrix(self, names: Sequence[str], rows: int, columns: int) -> Matrix:
         return matrix(self.take(names, (rows, columns)))
@@ -77,9 +91,22 @@ class Tensors:
         self.kept.append(tensor)
         return matrix(tensor)
 
+    def each_head(self, stacked: StoredTensor) -> Any:
+        """The matrices of a tensor [heads, rows, columns], one after the other, which are kept."""
+        self.kept.append(stacked)
+        heads = [StoredTensor(stacked.dtype, words) for words in stacked.words]
+        found = (Matrix * len(heads))(*map(matrix, heads))
+        self.kept.append(found)
+        return found
+
     def vector(self, name: str, count: int) -> int:
         """The address of a float32 copy."""
         return self.keep(to_float32(self.take([name], (count,))))
+
+    def taps(self, name: str, channels: int, taps: int) -> int:
+        """The address of a convolution's kernel [taps, channels], a float32 copy."""
+        kernel = to_float32(self.take([name], (channels, 1, taps)))
+        return self.keep(np.ascontiguousarray(kernel[:, 0].T))
 
     def keep(self, numbers: NDArray[np.float32]) -> int:
         """The address of ``numbers``, which lie one after the other and are kept."""
@@ -94,6 +121,21 @@ class Tensors:
                     f"Tensor {name} has no place in a {family} model as config.json describes it; "
                     "the files do not belong together: fetch the model again."
                 )
+
+
+def _plain(numbers: NDArray[np.float32], source: StoredTensor) -> StoredTensor:
+    """``numbers`` that were read from ``source``, in bfloat16 if they were stored so."""
+    if source.dtype == "BF16":
+        return StoredTensor("BF16", (numbers.view(np.uint32) >> np.uint32(16)).astype(np.uint16))
+    return StoredTensor("F32", numbers.view(np.uint32))
+
+
+def _apart(stored: StoredTensor, sizes: Sequence[int], parts: Sequence[Sequence[int]]) -> list[StoredTensor]:
+    """Copies of the rows of a matrix that holds, head by head, pieces of ``sizes`` rows. Each of ``parts`` gets some of
+    the pieces: the first of all heads, then the next of all heads."""
+    places = np.arange(stored.shape[0]).reshape(-1, sum(sizes))
+    pieces = [piece.reshape(-1) for piece in np.split(places, np.cumsum(sizes)[:-1], axis=1)]
+    return [Change(rows=np.concatenate([pieces[i] for i in part])).in_rows(stored) for part in parts]
 
 
 def _tiled(files: ModelFiles, delta: DeltaShape) -> bool:
@@ -125,8 +167,8 @@ class TrunkWeights:
         self._popularity = popularity
         self._in_ring = in_ring
         self._changes = files.changes
-        self._tensors = tensors = Tensors(files)
-        delta = shape.delta
+        self._tensors = tensors = Tensors(files, shape.names)
+        delta, latent, convolution, routing = shape.delta, shape.latent, shape.convolution, shape.routing
         self._deltas = (Delta * (0 if delta is None else len(delta.layers)))()
         self._experts: list[LayerExperts] = []
         self._layers = (TrunkLayer * shape.layers)()
@@ -153,12 +195,20 @@ class TrunkWeights:
             delta_key_width=0 if delta is None else delta.key_width,
             delta_value_width=0 if delta is None else delta.value_width,
             delta_taps=0 if delta is None else delta.taps,
+            convolution_layers=0 if convolution is None else len(convolution.layers),
+            convolution_taps=0 if convolution is None else convolution.taps,
+            latent_plain=0 if latent is None else latent.plain,
+            latent_values=0 if latent is None else latent.values,
+            latent_rank=0 if latent is None else latent.query_rank,
+            expert_groups=routing.groups,
+            kept_groups=routing.kept_groups,
             set=choice.number,
             exact_set=exact.number,
             cache_dtype=FORMATS[cache_dtype],
             head_norm=HEAD_NORMS[shape.head_norm],
-            normalise=shape.normalise,
-            paired_rotary=int(files.paired_rotary),
+            normalise=routing.normalise,
+            scoring=SCORINGS[routing.scoring],
+            paired_rotary=int(files.paired_rotary if latent is None else latent.interleaved),
             gated_queries=int(delta is not None),
             tiled_heads=int(delta is not None and _tiled(files, delta)),
             epsilon=shape.epsilon,
@@ -167,6 +217,9 @@ class TrunkWeights:
             attention_scale=shape.attention_scale,
             residual_scale=shape.residual_scale,
             logits_divisor=shape.logits_divisor,
+            routed_scale=routing.scale,
+            least_sum=routing.least_sum,
+            latent_epsilon=0 if latent is None else latent.epsilon,
         )
         tensors.check_all_taken(shape.family)
         self.address = ctypes.addressof(self.trunk)
@@ -185,6 +238,10 @@ class TrunkWeights:
         shape, prefix = self._shape, f"model.layers.{index}."
         if shape.delta is not None and index in shape.delta.layers:
             self._fill_delta(index, layer, shape.delta)
+        elif shape.convolution is not None and index in shape.convolution.layers:
+            self._fill_convolution(index, layer, shape.convolution)
+        elif shape.latent is not None:
+            self._fill_latent(index, layer, shape.latent)
         else:
             self._fill_attention(index, layer)
         layer.attention_norm = self._norm(prefix + "input_layernorm.weight", shape.hidden)
@@ -219,17 +276,58 @@ class TrunkWeights:
         layer.window = shape.windows[index]
         layer.place = shape.attention_layers.index(index)
 
+    def _fill_convolution(self, index: int, layer: TrunkLayer, convolution: ConvolutionShape) -> None:
+        shape, tensors, prefix = self._shape, self._tensors, f"model.layers.{index}.conv."
+        layer.place = convolution.layers.index(index)
+        layer.output = tensors.matrix([prefix + "out_proj.weight"], shape.hidden, shape.hidden)
+        filled = Convolution(input=tensors.matrix([prefix + "in_proj.weight"], 3 * shape.hidden, shape.hidden))
+        filled.kernel = tensors.taps(prefix + "conv.weight", shape.hidden, convolution.taps)
+        tensors.kept.append(filled)
+        layer.convolution = ctypes.pointer(filled)
+
+    def _fill_latent(self, index: int, layer: TrunkLayer, latent: LatentShape) -> None:
+        shape, tensors, prefix = self._shape, self._tensors, f"model.layers.{index}.self_attn."
+        rows = shape.heads * (latent.plain + latent.rotated)
+        filled = Latent()
+        if latent.query_rank:
+            filled.query_down = tensors.matrix([prefix + "q_a_proj.weight"], latent.query_rank, shape.hidden)
+            filled.query_norm = tensors.vector(prefix + "q_a_layernorm.weight", latent.query_rank)
+            filled.query = tensors.matrix([prefix + "q_b_proj.weight"], rows, latent.query_rank)
+        else:
+            filled.query = tensors.matrix([prefix + "q_proj.weight"], rows, shape.hidden)
+        filled.down = tensors.matrix([prefix + "kv_a_proj_with_mqa.weight"], shape.width, shape.hidden)
+        filled.norm = tensors.vector(prefix + "kv_a_layernorm.weight", latent.latents)
+        keys, values = self._latent_heads(prefix, latent)
+        filled.keys, filled.values = tensors.each_head(keys), tensors.each_head(values)
+        layer.output = tensors.matrix([prefix + "o_proj.weight"], shape.hidden, shape.heads * latent.values)
+        layer.place = index
+        tensors.kept.append(filled)
+        layer.latent = ctypes.pointer(filled)
+
+    def _latent_heads(self, prefix: str, latent: LatentShape) -> tuple[StoredTensor, StoredTensor]:
+        """The heads' matrices for keys [heads, latents, plain] and values [heads, values, latents].
+
+        Newer GGUF files hold them so, and they are used where they lie. Others hold one projection, whose rows for keys
+        have to be transposed: a copy is made.
+        """
+        heads, tensors = self._shape.heads, self._tensors
+        shapes = (heads, latent.latents, latent.plain), (heads, latent.values, latent.latents)
+        if tensors.has(prefix + "k_b_proj.weight"):
+            keys, values = (tensors.take([f"{prefix}{n}_b_proj.weight"], s) for n, s in zip("kv", shapes, strict=True))
+            return keys, values
+        both = tensors.take([prefix + "kv_b_proj.weight"], (heads * (latent.plain + latent.values), latent.latents))
+        rows = numbers(both).reshape(heads, latent.plain + latent.values, latent.latents)
+        turned = np.ascontiguousarray(rows[:, : latent.plain].swapaxes(1, 2))
+        return _plain(turned, both), _plain(np.ascontiguousarray(rows[:, latent.plain :]), both)
+
     def _fill_delta(self, index: int, layer: TrunkLayer, delta: DeltaShape) -> None:
         shape, tensors, prefix = self._shape, self._tensors, f"model.layers.{index}.linear_attn."
         layer.place = delta.layers.index(index)
         layer.output = tensors.matrix([prefix + "out_proj.weight"], shape.hidden, delta.values)
         filled = self._deltas[layer.place]
-        filled.input = tensors.matrix([prefix + "in_proj_qkv.weight"], delta.channels, shape.hidden)
-        filled.gate = tensors.matrix([prefix + "in_proj_z.weight"], delta.values, shape.hidden)
-        filled.decay = tensors.matrix([prefix + "in_proj_a.weight"], delta.value_heads, shape.hidden)
-        filled.rate = tensors.matrix([prefix + "in_proj_b.weight"], delta.value_heads, shape.hidden)
-        kernel = to_float32(tensors.take([prefix + "conv1d.weight"], (delta.channels, 1, delta.taps)))
-        filled.kernel = tensors.keep(np.ascontiguousarray(kernel[:, 0].T))
+        inputs = self._delta_inputs(prefix, delta)
+        filled.input, filled.gate, filled.decay, filled.rate = map(matrix, inputs)
+        filled.kernel = tensors.taps(prefix + "conv1d.weight", delta.channels, delta.taps)
         decays = to_float32(tensors.take([prefix + "A_log"], (delta.value_heads,)))
         stored = self._changes.get(prefix + "A_log", Change())
         if not stored.log_of_negative:  # in float64, as numpy's float32 routines differ by CPU
@@ -238,6 +336,29 @@ class TrunkWeights:
         filled.decay_bias = tensors.vector(prefix + "dt_bias", delta.value_heads)
         filled.norm = tensors.vector(prefix + "norm.weight", delta.value_width)
         layer.delta = ctypes.pointer(filled)
+
+    def _delta_inputs(self, prefix: str, delta: DeltaShape) -> list[StoredTensor]:
+        """What makes a delta-net's queries, keys and values, its gates, its decays and its rates of the hidden state.
+
+        Qwen3-Next has the first two in one matrix by key head, and so the other two. They are brought apart in copies,
+        but for GGUF files that hold the first two apart.
+        """
+        hidden, tensors, heads = self._shape.hidden, self._tensors, delta.value_heads
+        if tensors.has(prefix + "in_proj_qkv.weight"):
+            rows = {"qkv": delta.channels, "z": delta.values, "a": heads, "b": heads}
+            return [tensors.take([f"{prefix}in_proj_{n}.weight"], (count, hidden)) for n, count in rows.items()]
+        each, keys = heads // delta.key_heads, delta.key_width
+        both = tensors.take([prefix + "in_proj_ba.weight"], (2 * heads, hidden))
+        rates, decays = _apart(both, [each, each], [[0], [1]])
+        if tensors.has(prefix + "in_proj_qkvz.qkv.weight"):
+            rows = {"qkv": delta.channels, "z": delta.values}
+            first = [tensors.take([f"{prefix}in_proj_qkvz.{n}.weight"], (count, hidden)) for n, count in rows.items()]
+        else:
+            whole = tensors.take([prefix + "in_proj_qkvz.weight"], (delta.channels + delta.values, hidden))
+            values = each * delta.value_width
+            first = list(_apart(whole, [keys, keys, values, values], [[0, 1, 2], [3]]))
+        tensors.kept += [*first, decays, rates]
+        return [*first, decays, rates]
 
     def _norm(self, name: str, count: int) -> int:
         """The address of what a norm multiplies by, in float32."""
@@ -263,7 +384,11 @@ class TrunkWeights:
             layer.experts = routed.address
         if self._popularity is not None:
             layer.counts = self._popularity.address(index)
-        if shape.shared_ffn:
+        if shape.correction:
+            layer.correction = self._tensors.vector(prefix + shape.correction, experts.count)
+        if shape.shared_expert == "plain":
+            layer.shared = self._dense(prefix + "mlp.shared_experts.", shape.shared_ffn, bias=False)
+        elif shape.shared_expert == "gated":
             layer.shared = self._dense(prefix + "mlp.shared_expert.", shape.shared_ffn, bias=False)
             layer.shared_gate = self._tensors.exact([prefix + "mlp.shared_expert_gate.weight"], 1, shape.hidden)
 

@@ -399,6 +399,29 @@ static void NAME(open_values)(const attention *a, const void *from, int64_t bloc
     }
 }
 
+/* `blocks` of keys in the order of values. Of bfloat16, two positions of two dimensions are turned at a time. */
+static void NAME(turn_keys)(const attention *a, const void *from, int64_t blocks, int half) {
+    const int64_t width = a->width;
+    for (int64_t b = 0; b < blocks; b++) {
+        if (half) {
+            const uint64_t *keys = (const uint64_t *)from + b * width / 2 * PLLM_KEY_BLOCK / 2;
+            uint64_t *to = (uint64_t *)a->turned + b * PLLM_KEY_BLOCK / 2 * width / 2;
+            for (int64_t d = 0; d < width / 2; d++)
+                for (int64_t pair = 0; pair < PLLM_KEY_BLOCK / 2; pair++) {
+                    const uint64_t four = keys[d * PLLM_KEY_BLOCK / 2 + pair];
+                    to[pair * width / 2 + d] = (four & 0xffff00000000ffffU) | (four >> 16 & 0xffff0000U) |
+                                               (four & 0xffff0000U) << 16;
+                }
+        } else {
+            const float *keys = (const float *)from + b * width * PLLM_KEY_BLOCK;
+            float *to = (float *)a->turned + b * PLLM_KEY_BLOCK * width;
+            for (int64_t d = 0; d < width; d++)
+                for (int64_t lane = 0; lane < PLLM_KEY_BLOCK; lane++)
+                    to[lane * width + d] = keys[d * PLLM_KEY_BLOCK + lane];
+        }
+    }
+}
+
 static void NAME(attend)(const attention *a) {
     const int packed = a->dtype == PLLM_Q8_0, half = packed || a->dtype == PLLM_BF16;
     const int64_t row = packed ? a->width + a->width / CACHE_GROUP * 2 : a->width * (half ? 2 : 4);
@@ -411,15 +434,26 @@ static void NAME(attend)(const attention *a) {
     for (int64_t tile = first / PLLM_KEY_BLOCK * PLLM_KEY_BLOCK; tile < last; tile += SCORE_TILE) {
         const int64_t from = MAX(tile, first), to = MIN(tile + SCORE_TILE, last);
         const int64_t blocks = divided_up(to - tile, PLLM_KEY_BLOCK), end = tile + blocks * PLLM_KEY_BLOCK;
-        const void *keys = (const char *)a->keys + tile * row, *values = (const char *)a->values + tile * row;
-        if (packed) NAME(open_keys)(a, keys, blocks);
-        (half ? NAME(scores_bf16) : NAME(scores_f32))(a, packed ? a->opened : keys, blocks);
+        const void *keys = (const char *)a->keys + tile * row, *values = a->turned;
+        if (packed) {
+            NAME(open_keys)(a, keys, blocks);
+            keys = a->opened;
+        }
+        (half ? NAME(scores_bf16) : NAME(scores_f32))(a, keys, blocks);
         for (int64_t i = 0; i < a->count; i++) {
             NAME(soften)(a, i, tile, from, to, end);
             if (half) NAME(pack_weights)(a, i, end - tile);
         }
-        if (packed) NAME(open_values)(a, values, blocks);
-        (half ? NAME(values_bf16) : NAME(values_f32))(a, packed ? a->opened : values, from - tile, to - tile);
+        if (!a->values) {
+            NAME(turn_keys)(a, keys, blocks, half);
+        } else {
+            values = (const char *)a->values + tile * row;
+            if (packed) {
+                NAME(open_values)(a, values, blocks);
+                values = a->opened;
+            }
+        }
+        (half ? NAME(values_bf16) : NAME(values_f32))(a, values, from - tile, to - tile);
     }
 }
 

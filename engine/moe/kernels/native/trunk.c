@@ -67,12 +67,18 @@ static void experts_bytes(const trunk_job *job, size_t *own, size_t *shared) {
 
 /* Values of a position that an output projection reads, at most. */
 static int64_t joined_most(const pllm_trunk *trunk) {
-    return MAX(trunk->heads * trunk->width, trunk->delta_value_heads * trunk->delta_value_width);
+    const int64_t delta = trunk->delta_value_heads * trunk->delta_value_width;
+    return MAX(MAX(trunk->heads * trunk->width, delta), trunk->convolution_layers ? trunk->hidden : 0);
+}
+
+/* Columns of the widest matrix that reads job->input or a thread's own. */
+static int64_t widest_input(const pllm_trunk *trunk) {
+    return MAX(MAX(trunk->hidden, joined_most(trunk)), MAX(trunk->latent_rank, trunk->heads * trunk->latent_values));
 }
 
 static size_t own_layout(const trunk_job *job, own_area *own, char *base) {
     const pllm_trunk *trunk = job->trunk;
-    const int64_t few = MIN(job->positions, FEW_LIMIT), widest = MAX(trunk->hidden, joined_most(trunk));
+    const int64_t few = MIN(job->positions, FEW_LIMIT), widest = widest_input(trunk);
     const int64_t queries = MAX(job->block, ROW_GROUP) * job->group, k = MAX(trunk->top_k, 1);
     char *at = base;
     own->h = take(&at, few * trunk->hidden, 4);
@@ -91,6 +97,8 @@ static size_t own_layout(const trunk_job *job, own_area *own, char *base) {
     own->packed_queries = take(&at, queries * trunk->width, 2);
     own->packed_weights = take(&at, queries * SCORE_TILE, 2);
     own->opened = take(&at, trunk->cache_dtype == PLLM_Q8_0 ? SCORE_TILE * trunk->width : 0, 2);
+    const size_t number = trunk->cache_dtype == PLLM_F32 ? 4 : 2;
+    own->turned = take(&at, trunk->latent_values ? SCORE_TILE * trunk->width : 0, number);
     own->maximum = take(&at, queries, 4);
     own->total = take(&at, queries, 4);
     own->sum = take(&at, queries * trunk->width, 4);
@@ -101,6 +109,10 @@ static size_t own_layout(const trunk_job *job, own_area *own, char *base) {
     own->delta_keys = take(&at, DELTA_TOKENS * trunk->delta_key_width, 4);
     own->delta_values = take(&at, DELTA_TOKENS * pllm_delta_padded(trunk), 4);
     own->delta_results = take(&at, DELTA_TOKENS * pllm_delta_padded(trunk), 4);
+    if (trunk->latent_values) {
+        own->latent_rank = take(&at, few * trunk->latent_rank, 4);
+        own->latent_input = take(&at, 1, pllm_input_bytes(job->positions, MAX(trunk->latent_plain, trunk->width)));
+    }
     /* A page apart, so that threads never write into each other's. */
     return (size_t)(at - base) + 4096;
 }
@@ -114,6 +126,8 @@ static size_t layout(trunk_job *job, const pllm_trunk *trunk, const pllm_pass *p
     job->queries = trunk->heads * job->query;
     const int64_t delta = pllm_delta_channels(trunk) + trunk->delta_value_heads * (trunk->delta_value_width + 2);
     job->projected = MAX(job->queries + 2 * trunk->key_value_heads * trunk->width, delta);
+    if (trunk->convolution_layers) job->projected = MAX(job->projected, 3 * trunk->hidden);
+    job->row_group = trunk->key_value_heads > 1 ? ROW_GROUP : MAX(1, MIN(ROW_GROUP, TOGETHER_QUERIES / job->group));
     job->block = MAX(16, divided_up(BLOCK_QUERIES, job->group));
     const int64_t length = pass->start + pass->tokens;
     job->chunk_length = pllm_chunk_length(length);
@@ -134,8 +148,16 @@ static size_t layout(trunk_job *job, const pllm_trunk *trunk, const pllm_pass *p
     job->shared_weights = take(&at, positions, 4);
     job->indices = take(&at, positions * k, 4);
     job->zeros = take(&at, positions, 4);
-    job->input = take(&at, 1, pllm_input_bytes(positions, MAX(trunk->hidden, joined_most(trunk))));
+    job->input = take(&at, 1, pllm_input_bytes(positions, widest_input(trunk)));
     job->experts = take(&at, 1, shared);
+    if (trunk->latent_values) {
+        const int64_t queries = trunk->heads * (trunk->latent_plain + trunk->rotated);
+        job->latent_stride = trunk->width + (trunk->latent_rank ? trunk->latent_rank : queries);
+        job->latent_rows = take(&at, positions * job->latent_stride, 4);
+        job->latent_rank = take(&at, many * trunk->latent_rank, 4);
+        job->latent_queries = take(&at, trunk->latent_rank ? positions * queries : 0, 4);
+        job->latent_values = take(&at, positions * trunk->heads * trunk->latent_values, 4);
+    }
     job->part_maximum = take(&at, parts, 4);
     job->part_total = take(&at, parts, 4);
     job->part_sum = take(&at, parts * trunk->width, 4);
@@ -274,6 +296,34 @@ static int read_alike(const pllm_matrix *a, const pllm_matrix *b) {
     return is_packed(a->dtype) ? is_packed(b->dtype) : a->dtype == b->dtype;
 }
 
+/* From what a layer without keys has gathered of all positions to the output projection. */
+static int project_gathered(walk *w, int64_t index, int last) {
+    const trunk_job *job = w->job;
+    const pllm_trunk_layer *layer = job->trunk->layers + index;
+    if (last && !job->pass->logits) return 0;
+    const float *joined = job->attended;
+    if (last && job->pass->tokens > 1) {
+        joined += (job->positions - 1) * layer->output.columns;
+        keep_last(w);
+    }
+    fill_input(w, joined, &layer->output);
+    project(w, &layer->output, job->out, job->trunk->hidden);
+    barrier(w);
+    return 1;
+}
+
+/* As attend_layer, of a layer with a short convolution. */
+static int convolution_layer(walk *w, int64_t index, int last) {
+    const trunk_job *job = w->job;
+    const pllm_matrix *input = &job->trunk->layers[index].convolution->input;
+    fill_input(w, w->normed, input);
+    project(w, input, job->qkv, job->projected);
+    barrier(w);
+    pllm_convolve(job, index, w->thread, w->threads);
+    barrier(w);
+    return project_gathered(w, index, last);
+}
+
 /* As attend_layer, of a layer with a delta-net. Its states go on with every position, whatever is wanted. */
 static int delta_layer(walk *w, int64_t index, int last) {
     const trunk_job *job = w->job;
@@ -299,14 +349,63 @@ static int delta_layer(walk *w, int64_t index, int last) {
     pllm_delta_heads(job, &w->own, index);
     barrier(w);
     pllm_delta_keep(job, index, w->thread, w->threads);
-    if (last && !job->pass->logits) return 0;
-    const float *joined = job->attended;
-    if (last && job->pass->tokens > 1) {
-        joined += (job->positions - 1) * layer->output.columns;
-        keep_last(w);
+    return project_gathered(w, index, last);
+}
+
+/* Attention after the projections, of all positions, or in the last layer of a prompt of its last one: `qkv` and `at` are
+   those of the rows that go on. `stored`: keys are in the cache and queries ready. Returns [rows, heads * width]. */
+static const float *gathered(walk *w, int64_t index, int last, const float *qkv, int64_t at, int stored) {
+    const trunk_job *job = w->job;
+    if (job->pass->tokens > 1 && !last) {
+        pllm_attend_prompt(job, &w->own, index);
+        barrier(w);
+        return job->attended;
     }
-    fill_input(w, joined, &layer->output);
-    project(w, &layer->output, job->out, job->trunk->hidden);
+    pllm_attend_rows(job, &w->own, index, qkv, at, stored);
+    barrier(w);
+    float *joined = w->few ? w->own.joined : job->attended;
+    pllm_join_rows(job, index, qkv, at, share_start(w), share_end(w), joined);
+    return joined;
+}
+
+/* As attend_layer, with latents. */
+static int latent_layer(walk *w, int64_t index, int last) {
+    const trunk_job *job = w->job;
+    const pllm_trunk *trunk = job->trunk;
+    const pllm_trunk_layer *layer = trunk->layers + index;
+    const pllm_latent *latent = layer->latent;
+    const int prompt = job->pass->tokens > 1, wanted = !last || job->pass->logits != NULL;
+    const int ranked = trunk->latent_rank > 0;
+    const pllm_matrix *matrices[] = {&latent->down, ranked ? &latent->query_down : &latent->query};
+    float *results[] = {job->latent_rows, job->latent_rows + trunk->width};
+    fill_input(w, w->normed, matrices[0]);
+    const int together = wanted && read_alike(matrices[0], matrices[1]);
+    project_all(w, matrices, results, together ? 2 : 1, job->latent_stride);
+    if (wanted && !together) {
+        if (w->few) barrier(w);
+        fill_input(w, w->normed, matrices[1]);
+        project_all(w, matrices + 1, results + 1, 1, job->latent_stride);
+    }
+    barrier(w);
+    if (!w->few || w->thread == 0) pllm_latent_keys(job, index, share_start(w), share_end(w), w->own.rotated);
+    if (wanted && ranked) {
+        float *normed = w->few ? w->own.latent_rank : job->latent_rank;
+        pllm_latent_norm_rank(job, index, share_start(w), share_end(w), normed);
+        fill_input(w, normed, &latent->query);
+        project(w, &latent->query, job->latent_queries, latent->query.rows);
+    }
+    if (!wanted) return 0;
+    barrier(w);
+    const int64_t first = prompt && last ? job->positions - 1 : 0;
+    pllm_latent_queries(job, &w->own, index, first, job->positions - first);
+    barrier(w);
+    if (prompt && last) keep_last(w);
+    const float *joined = gathered(w, index, last, job->qkv + first * job->projected, job->pass->start + first, 1);
+    if (!w->few) barrier(w);
+    pllm_latent_values(job, &w->own, index, joined, w->rows);
+    barrier(w);
+    fill_input(w, job->latent_values, &layer->output);
+    project(w, &layer->output, job->out, trunk->hidden);
     barrier(w);
     return 1;
 }
@@ -316,6 +415,8 @@ static int attend_layer(walk *w, int64_t index, int last) {
     const trunk_job *job = w->job;
     const pllm_trunk_layer *layer = job->trunk->layers + index;
     if (layer->delta) return delta_layer(w, index, last);
+    if (layer->latent) return latent_layer(w, index, last);
+    if (layer->convolution) return convolution_layer(w, index, last);
     const pllm_pass *pass = job->pass;
     const int64_t keys = job->queries, values = keys + layer->key.rows;
     const int prompt = pass->tokens > 1, wanted = !last || pass->logits != NULL;
@@ -343,51 +444,13 @@ static int attend_layer(walk *w, int64_t index, int last) {
         if (!wanted) return 0;
         barrier(w);
     }
-    if (prompt && !last) {
-        pllm_attend_prompt(job, &w->own, index);
-        barrier(w);
-        fill_input(w, job->attended, &layer->output);
-    } else {
-        pllm_attend_rows(job, &w->own, index, qkv, at, prompt);
-        barrier(w);
-        float *joined = w->few ? w->own.joined : job->attended;
-        pllm_join_rows(job, index, qkv, at, share_start(w), share_end(w), joined);
-        fill_input(w, joined, &layer->output);
-    }
+    fill_input(w, gathered(w, index, last, qkv, at, prompt), &layer->output);
     project(w, &layer->output, job->out, job->trunk->hidden);
     barrier(w);
     return 1;
 }
 
 /* ---- Routes ----------------------------------------------------------------------------------------------- */
-
-/* The k largest logits of a row, largest first, the first of equals first, and their shares of the softmax. Where there
-   is none, because a logit is no number, the weights are no numbers either, as everything that comes of them. */
-static void choose(const walk *w, float *logits, int64_t count, int32_t *indices, float *weights) {
-    const pllm_trunk *trunk = w->job->trunk;
-    float largest = -INFINITY, chosen = 0;
-    int none = 0;
-    for (int64_t i = 0; i < count; i++) {
-        largest = MAX(largest, logits[i]);
-        none |= isnan(logits[i]);
-    }
-    if (none || isinf(largest)) {
-        for (int64_t slot = 0; slot < trunk->top_k; slot++) indices[slot] = (int32_t)slot, weights[slot] = NAN;
-        return;
-    }
-    const float total = pllm_exp_sum(trunk->exact_set, logits, largest, count);
-    for (int64_t slot = 0; slot < trunk->top_k; slot++) {
-        int64_t best = 0;
-        for (int64_t i = 1; i < count; i++)
-            if (logits[i] > logits[best]) best = i;
-        indices[slot] = (int32_t)best;
-        weights[slot] = logits[best];
-        chosen += logits[best];
-        logits[best] = -1;
-    }
-    const float by = 1.0F / (trunk->normalise ? chosen : total);
-    for (int64_t slot = 0; slot < trunk->top_k; slot++) weights[slot] *= by;
-}
 
 /* y [rows, matrix.rows] of at most FEW_LIMIT rows, by this thread alone or its share of the matrix. */
 static void exact_linear(walk *w, const float *x, int64_t rows, const pllm_matrix *matrix, float *y, int alone) {
@@ -415,7 +478,7 @@ static void route(walk *w, const pllm_trunk_layer *layer, int32_t *indices, floa
             float *mine = logits + i * count;
             if (layer->router_bias)
                 for (int64_t e = 0; e < count; e++) mine[e] += layer->router_bias[e];
-            choose(w, mine, count, indices + (row + i) * k, weights + (row + i) * k);
+            pllm_choose_experts(w->job->trunk, layer, mine, count, indices + (row + i) * k, weights + (row + i) * k);
         }
     }
 }
@@ -438,8 +501,10 @@ static void shared_weights(walk *w, const pllm_trunk_layer *layer, float *weight
     const int64_t hidden = w->job->trunk->hidden;
     for (int64_t row = share_start(w); row < share_end(w); row += FEW_LIMIT) {
         const int64_t rows = MIN(FEW_LIMIT, share_end(w) - row);
-        exact_linear(w, w->normed + row * hidden, rows, &layer->shared_gate, weights + row, 1);
-        for (int64_t i = 0; i < rows; i++) weights[row + i] = 1.0F / (1.0F + expf(-weights[row + i]));
+        if (layer->shared_gate.data)
+            exact_linear(w, w->normed + row * hidden, rows, &layer->shared_gate, weights + row, 1);
+        for (int64_t i = 0; i < rows; i++)
+            weights[row + i] = layer->shared_gate.data ? 1.0F / (1.0F + expf(-weights[row + i])) : 1.0F;
     }
 }
 
@@ -548,6 +613,8 @@ static void shared_region(int thread, int threads, void *argument) {
 static int check(const pllm_trunk *trunk, const pllm_pass *pass) {
     if (pass->rows < 1 || pass->tokens < 1 || (pass->rows > 1 && pass->tokens > 1) || pass->first_layer < 0 ||
         pass->last_layer > trunk->layer_count || pass->first_layer > pass->last_layer || pass->segment_count < 1)
+        return PLLM_E_ARGUMENT;
+    if (trunk->convolution_layers > 0 && (trunk->convolution_taps < 1 || !(pass->states_before && pass->states_after)))
         return PLLM_E_ARGUMENT;
     if (trunk->delta_layers > 0 &&
         (trunk->delta_taps < 1 || trunk->delta_taps > PLLM_MOST_TAPS || trunk->delta_key_heads < 1 ||

@@ -1,5 +1,5 @@
-/* The trunk of a pre-norm decoder: RMS norm, rotary grouped-query attention or a gated delta-net, residual, RMS norm,
-   experts, residual.
+/* The trunk of a pre-norm decoder: RMS norm, rotary grouped-query attention, attention over latents or a gated delta-net,
+   residual, RMS norm, experts, residual.
 
    A dense feed-forward network is one expert that every token is sent to. A pass runs layers first_layer..last_layer)
    for all its positions in one region of the pool; it can be cut between layers, the residual stream stays in the
@@ -19,6 +19,7 @@
 #define PLLM_KEY_BLOCK 16
 
 enum { PLLM_NORM_NONE = 0, PLLM_NORM_PER_HEAD = 1, PLLM_NORM_WHOLE = 2 };
+enum { PLLM_SOFTMAX = 0, PLLM_SIGMOID = 1 };
 enum { PLLM_ATTENTION = 0, PLLM_ROUTER = 1, PLLM_EXPERTS = 2, PLLM_OTHER = 3, PLLM_PARTS = 4 };
 
 /* A gated delta-net in place of attention: every value head keeps a state [delta_key_width, delta_value_width], which
@@ -34,11 +35,34 @@ typedef struct pllm_delta {
     const float *norm;        /* [value width] */
 } pllm_delta;
 
+/* A short convolution in place of attention (LFM2): of the three parts that `input` gives, the first and the third are
+   multiplied, pass a causal convolution of every number over the last convolution_taps tokens, and are multiplied by the
+   second. */
+typedef struct pllm_convolution {
+    pllm_matrix input;   /* [3 * hidden, hidden] */
+    const float *kernel; /* [convolution_taps, hidden], the latest token's last */
+} pllm_convolution;
+
 /* Value columns of a state that lie together: a head's state is [value width / PLLM_STATE_COLUMNS, rounded up][key width]
    [PLLM_STATE_COLUMNS], float32. The states of a row are, for each delta-net, those of its heads and then the inputs of
-   the convolution's last delta_taps - 1 tokens, [delta_taps - 1, channels]. */
+   the convolution's last delta_taps - 1 tokens, [delta_taps - 1, channels]; and for each short convolution its last
+   inputs, [convolution_taps - 1, hidden]. A model has delta-nets or short convolutions. */
 #define PLLM_STATE_COLUMNS 32
 #define PLLM_MOST_TAPS 16
+
+/* Attention over latents (DeepSeek V2, section 2.1): what a position leaves behind is one vector of `latents` numbers, from
+   which every head would make its keys and values, and one rotated key of all heads. A head's matrix for keys is applied
+   to its query instead, and that for values to what it has gathered, so that the cache holds no keys and values of heads:
+   it has one head of trunk.width = rotated + latents numbers, which are keys and values at once. */
+typedef struct pllm_latent {
+    pllm_matrix query_down;  /* [rank, hidden]; data NULL: `query` reads the hidden state */
+    pllm_matrix query;       /* [heads * (plain + rotated), rank or hidden]; of each head the rotated numbers last */
+    pllm_matrix down;        /* [latents + rotated, hidden] */
+    const pllm_matrix *keys; /* [heads] of [latents, plain] */
+    const pllm_matrix *values; /* [heads] of [value width, latents] */
+    const float *query_norm; /* [rank], or NULL */
+    const float *norm;       /* [latents] */
+} pllm_latent;
 
 /* Whole pages of a mapped file. */
 typedef struct pllm_pages {
@@ -49,11 +73,12 @@ typedef struct pllm_pages {
 typedef struct pllm_trunk_layer {
     pllm_matrix query, key, value, output;
     pllm_matrix router;      /* data NULL: every token goes to expert 0 with weight 1 */
-    pllm_matrix shared_gate; /* [1, hidden]: its sigmoid scales the shared expert */
+    pllm_matrix shared_gate; /* [1, hidden]: its sigmoid scales the shared expert; data NULL: nothing does */
     const float *attention_norm, *ffn_norm; /* [hidden] */
     const float *query_norm, *key_norm;     /* [width] or the whole projection; NULL with PLLM_NORM_NONE */
     const float *query_bias, *key_bias, *value_bias, *output_bias; /* or NULL */
     const float *router_bias; /* [experts], added to the router's logits; or NULL */
+    const float *correction;  /* [experts], added to the experts' scores where they are compared; or NULL */
     const float *sinks;       /* [heads]: a logit that every query of the head has besides those of its keys, for a value
                                  of zeros; or NULL */
     const pllm_layer *experts; /* NULL with a router: they are run elsewhere, and the pass is cut before them */
@@ -63,8 +88,10 @@ typedef struct pllm_trunk_layer {
                                  as a step's routes are known, because memory may not hold them; NULL: not told */
     const int64_t *ahead_from; /* [experts + 1]: an expert's first one in `ahead` */
     const pllm_delta *delta;  /* in place of query, key, value; NULL: attention */
+    const pllm_latent *latent; /* the same; NULL: attention without latents */
+    const pllm_convolution *convolution; /* the same; NULL: attention */
     int64_t window;           /* positions a query sees, its own included; 0: all */
-    int64_t place;            /* among the layers with attention or, with a delta-net, among those */
+    int64_t place;            /* among the layers with attention, with a delta-net, or with a short convolution */
 } pllm_trunk_layer;
 
 typedef struct pllm_trunk {
@@ -74,25 +101,35 @@ typedef struct pllm_trunk {
     int64_t layer_count, hidden, heads, key_value_heads, width, top_k;
     int64_t rotated; /* leading values of a head of attention that are rotated; even */
     int64_t delta_layers, delta_key_heads, delta_value_heads, delta_key_width, delta_value_width, delta_taps;
+    int64_t convolution_layers, convolution_taps;
+    int64_t latent_plain, latent_values; /* numbers of a head's query that are not rotated, and of its values; 0 without
+                                            latents, which all layers or none have */
+    int64_t latent_rank; /* of query_down; 0: none */
+    int64_t expert_groups, kept_groups; /* only experts of the best groups are chosen; 1: all are one group */
     int32_t set;         /* kernels of the projections and experts */
     int32_t exact_set;   /* kernels that keep activations in float32: routers and gates */
     int32_t cache_dtype; /* of keys and values */
     int32_t head_norm, normalise;
+    int32_t scoring;     /* PLLM_SOFTMAX, PLLM_SIGMOID: what an expert's logit becomes. A group is as good as its best
+                            expert with the former, and as its best two together with the latter */
     int32_t paired_rotary; /* rows of queries and keys, and their biases, lie so that a rotation turns values 2 i and
                               2 i + 1 of a head, as llama.cpp stores them; 0: i and i + rotated / 2 */
     int32_t gated_queries; /* behind each head's query lies its gate, whose sigmoid scales the head's result */
     int32_t tiled_heads;   /* value head h belongs to key head h % key heads, as llama.cpp stores them; 0: to
                               h / (value heads / key heads) */
     float epsilon, clip, embedding_scale, attention_scale, residual_scale, logits_divisor;
+    float routed_scale;  /* of the weights of chosen experts */
+    float least_sum;     /* added to the sum that `normalise` divides by */
+    float latent_epsilon; /* of the norms of pllm_latent */
 } pllm_trunk;
 
 /* Positions start..start+count) of every row, in a page of `capacity` positions from `offset` on. A page holds keys
    [row][layer][head][capacity / PLLM_KEY_BLOCK][width][PLLM_KEY_BLOCK] and values [row][layer][head][capacity][width],
-   of the layers with attention.
-   Row strides are in bytes; 0: all rows share them. */
+   of the layers with attention. With latents the keys are the values, too, and `values` is not used. The row stride is in
+   bytes; 0: all rows share the page. */
 typedef struct pllm_segment {
     void *keys, *values;
-    int64_t key_row_stride, value_row_stride;
+    int64_t row_stride;
     int64_t capacity, offset, start, count;
 } pllm_segment;
 

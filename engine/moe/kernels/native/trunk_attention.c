@@ -6,6 +6,8 @@
 #include <string.h>
 
 #define MOST_CHUNKS 16
+/* Queries of a single row that a task takes: a key/value head may have many, and be the only one. */
+#define SPLIT_QUERIES 8
 
 /* Enough tasks for many threads, and not so many that joining them costs. The number of threads has no part in it, so
    that nodes of a ring that have more or fewer compute the same to the bit. */
@@ -67,10 +69,9 @@ static int64_t position_bytes(const pllm_trunk *trunk) {
 }
 
 /* Start of what one head of a row keeps in a page, in bytes. */
-static int64_t head_start(const pllm_trunk *trunk, const pllm_segment *segment, int64_t row_stride, int64_t row,
-                          int64_t layer, int64_t head) {
+static int64_t head_start(const pllm_trunk *trunk, const pllm_segment *segment, int64_t row, int64_t layer, int64_t head) {
     const int64_t place = trunk->layers[layer].place;
-    return row * row_stride + (place * trunk->key_value_heads + head) * segment->capacity * position_bytes(trunk);
+    return row * segment->row_stride + (place * trunk->key_value_heads + head) * segment->capacity * position_bytes(trunk);
 }
 
 /* A key or value in 8 bits: `step` numbers from one pair of dimensions to the next, `next` from one dimension of a pair
@@ -94,44 +95,41 @@ static void store_packed(const float *from, int8_t *to, uint16_t *scales, int64_
     }
 }
 
-/* Rounds `key` and `value` in place on the way. */
-static void store_key_value(const trunk_job *job, int64_t row, int64_t layer, int64_t head, int64_t position,
+void pllm_store_key_value(const trunk_job *job, int64_t row, int64_t layer, int64_t head, int64_t position,
                             float *key, float *value) {
     const pllm_trunk *trunk = job->trunk;
     const pllm_segment *segment = segment_of(job->pass, position);
     const int64_t width = trunk->width, at = segment->offset + position - segment->start;
     const int64_t lane = at % PLLM_KEY_BLOCK, block = (at - lane) * position_bytes(trunk);
-    char *key_block = (char *)segment->keys + block +
-                      head_start(trunk, segment, segment->key_row_stride, row, layer, head);
-    char *value_block = (char *)segment->values + block +
-                        head_start(trunk, segment, segment->value_row_stride, row, layer, head);
+    const int64_t start = head_start(trunk, segment, row, layer, head) + block;
+    char *key_block = (char *)segment->keys + start;
+    char *value_block = value ? (char *)segment->values + start : NULL;
     if (trunk->cache_dtype == PLLM_F32) {
-        float *keys = (float *)key_block + lane, *values = (float *)value_block + lane * width;
-        for (int64_t d = 0; d < width; d++) {
-            keys[d * PLLM_KEY_BLOCK] = key[d];
-            values[d] = value[d];
-        }
+        float *keys = (float *)key_block + lane;
+        for (int64_t d = 0; d < width; d++) keys[d * PLLM_KEY_BLOCK] = key[d];
+        if (value) memcpy((float *)value_block + lane * width, value, (size_t)width * 4);
         return;
     }
     if (trunk->cache_dtype == PLLM_Q8_0) {
         const int64_t scales = PLLM_KEY_BLOCK * width;
         store_packed(key, (int8_t *)key_block + 2 * lane, (uint16_t *)(key_block + scales) + lane, width,
                      2 * PLLM_KEY_BLOCK, 1);
+        if (!value) return;
         store_packed(value, (int8_t *)value_block + lane / 2 * 2 * width + lane % 2,
                      (uint16_t *)(value_block + scales) + lane, width, 4, 2);
         return;
     }
     const uint16_t *key_words = (const uint16_t *)key, *value_words = (const uint16_t *)value;
     job->set->store(key, key, width, PLLM_BF16);
-    job->set->store(value, value, width, PLLM_BF16);
     uint16_t *keys = (uint16_t *)key_block + 2 * lane;
-    uint16_t *values = (uint16_t *)value_block + lane / 2 * 2 * width + lane % 2;
     for (int64_t d = 0; d < width; d += 2) {
         keys[d * PLLM_KEY_BLOCK] = key_words[d];
         keys[d * PLLM_KEY_BLOCK + 1] = key_words[d + 1];
-        values[2 * d] = value_words[d];
-        values[2 * d + 2] = value_words[d + 1];
     }
+    if (!value) return;
+    job->set->store(value, value, width, PLLM_BF16);
+    uint16_t *values = (uint16_t *)value_block + lane / 2 * 2 * width + lane % 2;
+    for (int64_t d = 0; d < width; d++) values[2 * d] = value_words[d];
 }
 
 /* The new key and value of one head, from `qkv` of its row, into the cache. `scratch`: 2 * width floats. */
@@ -146,7 +144,7 @@ static void add_key_value(const trunk_job *job, const float *qkv, int64_t row, i
                trunk->paired_rotary);
     job->set->rotate(key, job->pass->cosine + step * half, job->pass->sine + step * half, 1.0F, half);
     ready_head(job, value, values + head * width, weights->value_bias, NULL, 0, head, 0);
-    store_key_value(job, row, layer, head, position, key, value);
+    pllm_store_key_value(job, row, layer, head, position, key, value);
 }
 
 static void ready_query(const trunk_job *job, float *to, const float *qkv, int64_t layer, int64_t head,
@@ -211,12 +209,12 @@ static void attend_block(const trunk_job *job, const own_area *own, int64_t laye
             own->low[i] = lowest(trunk->layers + layer, position) + shift;
             own->high[i] = position + 1 + shift;
         }
-        const int64_t k = head_start(trunk, segment, segment->key_row_stride, 0, layer, head);
-        const int64_t v = head_start(trunk, segment, segment->value_row_stride, 0, layer, head);
+        const int64_t start = head_start(trunk, segment, 0, layer, head);
         const attention a = {.queries = own->queries, .low = own->low, .high = own->high,
-                             .keys = (const char *)segment->keys + k,
-                             .values = (const char *)segment->values + v, .scores = own->scores,
-                             .packed_queries = own->packed_queries, .packed_weights = own->packed_weights, .opened = own->opened,
+                             .keys = (const char *)segment->keys + start,
+                             .values = trunk->latent_values ? NULL : (const char *)segment->values + start,
+                             .scores = own->scores, .packed_queries = own->packed_queries,
+                             .packed_weights = own->packed_weights, .opened = own->opened, .turned = own->turned,
                              .maximum = own->maximum, .total = own->total, .sum = own->sum, .count = count,
                              .width = width, .first = from + shift, .last = to + shift, .dtype = trunk->cache_dtype};
         job->set->attend(&a);
@@ -248,8 +246,8 @@ static int next_chunk(const trunk_job *job, int64_t layer, int64_t at, int64_t f
     const pllm_segment *segment = segment_of(pass, first);
     const int64_t end = MIN(segment->start + segment->count, at + 1);
     const int64_t last = MIN(end, (first / job->chunk_length + 1) * job->chunk_length);
-    const int shared = pass->rows > 1 && segment->key_row_stride == 0;
-    *next = (chunk){segment, first, last, shared ? divided_up(pass->rows, ROW_GROUP) : pass->rows};
+    const int shared = pass->rows > 1 && segment->row_stride == 0;
+    *next = (chunk){segment, first, last, shared ? divided_up(pass->rows, job->row_group) : pass->rows, shared};
     return 1;
 }
 
@@ -257,14 +255,16 @@ static int64_t part_index(const trunk_job *job, int64_t head, int64_t index, int
     return ((head * job->chunk_limit + index) * job->pass->rows + row) * job->group;
 }
 
+/* `task` of the chunk: rows of `head` that are taken together, or of a single row one of `splits` parts of the head's
+   queries. */
 static void attend_chunk(const trunk_job *job, const own_area *own, int64_t layer, const float *qkv, int64_t at,
-                         int stored, const chunk *c, int64_t index, int64_t head, int64_t task) {
+                         int stored, const chunk *c, int64_t index, int64_t head, int64_t task, int64_t splits) {
     const pllm_trunk *trunk = job->trunk;
     const pllm_trunk_layer *weights = trunk->layers + layer;
     const int64_t width = trunk->width, group = job->group;
-    const int together = c->groups != job->pass->rows;
-    const int64_t row = together ? task * ROW_GROUP : task;
-    const int64_t rows = together ? MIN(ROW_GROUP, job->pass->rows - row) : 1, count = rows * group;
+    const int64_t row = c->together ? task * job->row_group : task / splits;
+    const int64_t rows = c->together ? MIN(job->row_group, job->pass->rows - row) : 1;
+    const int64_t begin = group * (task % splits) / splits, count = rows * (group * (task % splits + 1) / splits - begin);
     const int64_t shift = c->segment->offset - c->segment->start;
     if (!stored && c->first <= at && at < c->last) {
         const float *mine = qkv + row * job->projected;
@@ -273,7 +273,7 @@ static void attend_chunk(const trunk_job *job, const own_area *own, int64_t laye
     }
     for (int64_t i = 0; i < count; i++) {
         const float *mine = qkv + (row + i / group) * job->projected;
-        const int64_t query = head * group + i % group;
+        const int64_t query = head * group + begin + i % group;
         own->low[i] = c->first + shift;
         own->high[i] = c->last + shift;
         if (stored) {
@@ -284,19 +284,19 @@ static void attend_chunk(const trunk_job *job, const own_area *own, int64_t laye
             own->queries[i] = own->rotated + i * width;
         }
     }
-    const int64_t part = part_index(job, head, index, row);
+    const int64_t part = part_index(job, head, index, row) + begin;
     for (int64_t i = 0; i < count; i++) {
         job->part_maximum[part + i] = -INFINITY;
         job->part_total[part + i] = 0;
     }
     float *sum = job->part_sum + part * width;
     for (int64_t i = 0; i < count * width; i++) sum[i] = 0;
-    const int64_t k = head_start(trunk, c->segment, c->segment->key_row_stride, row, layer, head);
-    const int64_t v = head_start(trunk, c->segment, c->segment->value_row_stride, row, layer, head);
+    const int64_t start = head_start(trunk, c->segment, row, layer, head);
     const attention a = {.queries = own->queries, .low = own->low, .high = own->high,
-                         .keys = (const char *)c->segment->keys + k,
-                         .values = (const char *)c->segment->values + v, .scores = own->scores,
-                             .packed_queries = own->packed_queries, .packed_weights = own->packed_weights, .opened = own->opened,
+                         .keys = (const char *)c->segment->keys + start,
+                         .values = trunk->latent_values ? NULL : (const char *)c->segment->values + start,
+                         .scores = own->scores, .packed_queries = own->packed_queries,
+                         .packed_weights = own->packed_weights, .opened = own->opened, .turned = own->turned,
                          .maximum = job->part_maximum + part, .total = job->part_total + part, .sum = sum,
                          .count = count, .width = width, .first = c->first + shift, .last = c->last + shift,
                          .dtype = trunk->cache_dtype};
@@ -309,9 +309,12 @@ void pllm_attend_rows(const trunk_job *job, const own_area *own, int64_t layer, 
     chunk c = {0};
     int64_t index = 0, before = 0, task = pllm_pool_next(job->pool);
     for (int64_t first = 0; next_chunk(job, layer, at, first, &c); first = c.last, index++) {
-        const int64_t tasks = heads * c.groups;
+        /* A key that is not stored yet is stored by the one task that needs it first. */
+        const int64_t splits = stored && !c.together ? divided_up(job->group, SPLIT_QUERIES) : 1;
+        const int64_t tasks = heads * c.groups * splits;
         for (; task < before + tasks; task = pllm_pool_next(job->pool))
-            attend_chunk(job, own, layer, qkv, at, stored, &c, index, (task - before) % heads, (task - before) / heads);
+            attend_chunk(job, own, layer, qkv, at, stored, &c, index, (task - before) % heads, (task - before) / heads,
+                         splits);
         before += tasks;
     }
 }

@@ -4,8 +4,10 @@
 
 #include "trunk_internal.h"
 
-/* Rows of a decoding pass that look at shared positions together. */
+/* Rows of a decoding pass that look at shared positions together, at most. */
 #define ROW_GROUP 16
+/* Queries that they have if there is one key/value head, at most: there have to be tasks for all threads. */
+#define TOGETHER_QUERIES 64
 
 /* Tokens of a prompt that a head of a delta-net takes at a time, so that what they need stays in the cache. */
 #define DELTA_TOKENS 16
@@ -14,7 +16,8 @@
 typedef struct chunk {
     const pllm_segment *segment;
     int64_t first, last; /* positions */
-    int64_t groups;      /* of rows that are taken together */
+    int64_t groups;      /* of rows that are taken together; the rows if none are */
+    int together;
 } chunk;
 
 /* What one thread has to itself. With few positions every thread computes the cheap things (residual, norms, routes)
@@ -27,8 +30,11 @@ typedef struct own_area {
     const float **queries;
     uint32_t *packed_queries, *packed_weights;
     uint16_t *opened;
+    void *turned;
     int64_t *low, *high;
     float *delta_queries, *delta_keys, *delta_values, *delta_results; /* of DELTA_TOKENS tokens of one head */
+    float *latent_rank; /* as trunk_job's, of few positions */
+    void *latent_input; /* of one head of all positions */
 } own_area;
 
 typedef struct trunk_job {
@@ -42,9 +48,15 @@ typedef struct trunk_job {
     int64_t queries;   /* columns of it that are queries, with their gates: keys and values follow */
     int64_t query;     /* columns from one head's query to the next */
     int64_t group;     /* query heads per key/value head */
+    int64_t row_group; /* rows of a decoding pass that are taken together */
     int64_t block;     /* positions of a prefill's query block */
     int64_t chunk_length, chunk_limit;
     float *h, *normed, *qkv, *attended, *out, *shared_out, *router, *weights, *shared_weights;
+    float *latent_rows;    /* [positions, latent_stride]: results of pllm_latent's down, and of the first matrix of queries */
+    float *latent_rank;    /* [positions, latent_rank]: those of query_down, normed */
+    float *latent_queries; /* [positions, heads * (plain + rotated)]; without query_down they are in latent_rows */
+    float *latent_values;  /* [positions, heads * value width] */
+    int64_t latent_stride;
     int32_t *indices, *zeros;
     void *input, *experts;
     float *part_maximum, *part_total, *part_sum; /* [key/value head][chunk][row * group + i]([width]) */
@@ -56,6 +68,9 @@ typedef struct trunk_job {
 
 int64_t pllm_chunk_length(int64_t positions);
 
+/* A key and its value into the cache; both are rounded in place on the way. `value` NULL: the key is the value. */
+void pllm_store_key_value(const trunk_job *job, int64_t row, int64_t layer, int64_t head, int64_t position, float *key,
+                          float *value);
 /* Adds keys and values of all positions of the (only) row to the cache, and makes their queries ready in
    place, from `first_query` on. No barrier. */
 void pllm_prepare_prompt(const trunk_job *job, const own_area *own, int64_t layer, int64_t first_query, int thread,
@@ -70,9 +85,32 @@ void pllm_attend_rows(const trunk_job *job, const own_area *own, int64_t layer, 
 void pllm_join_rows(const trunk_job *job, int64_t layer, const float *qkv, int64_t at, int64_t first, int64_t last,
                     float *to);
 
+/* Attention over latents: the normed results of query_down of rows first..last). */
+void pllm_latent_norm_rank(const trunk_job *job, int64_t layer, int64_t first, int64_t last, float *to);
+/* Rotated keys and latents of positions first..last) into the cache. `scratch`: trunk->width floats. */
+void pllm_latent_keys(const trunk_job *job, int64_t layer, int64_t first, int64_t last, float *scratch);
+/* Queries of `count` positions from `first` on, multiplied by their heads' matrices for keys and ready for attention.
+   Takes heads with pllm_pool_next. */
+void pllm_latent_queries(const trunk_job *job, const own_area *own, int64_t layer, int64_t first, int64_t count);
+/* The heads' values of `rows` rows, from what attention has gathered to job->latent_values. Takes heads with
+   pllm_pool_next. */
+void pllm_latent_values(const trunk_job *job, const own_area *own, int64_t layer, const float *joined, int64_t rows);
+
+/* A thread's share of the numbers of a short convolution: from job->qkv [positions, projected] (the three parts) to
+   job->attended [positions, hidden]. */
+void pllm_convolve(const trunk_job *job, int64_t layer, int thread, int threads);
+
+/* Chooses experts by a router's `logits` [count], which it spoils: trunk->top_k indices and weights. Where a logit is no
+   number, the weights are none either, as everything that comes of them. */
+void pllm_choose_experts(const pllm_trunk *trunk, const pllm_trunk_layer *layer, float *logits, int64_t count,
+                         int32_t *indices, float *weights);
+
 /* Channels of a delta-net's convolution, and the values of a head, padded to whole PLLM_STATE_COLUMNS. */
 int64_t pllm_delta_channels(const pllm_trunk *trunk);
 int64_t pllm_delta_padded(const pllm_trunk *trunk);
+/* Whether a row's states stay where they are. Rows that go on in another place than before come first: it may have been
+   that of a row that stays in its own. */
+int pllm_in_place(const pllm_pass *pass, int64_t row);
 /* The heads of a delta-net: from job->qkv [positions, projected] (input, gate, decay, rate) to job->attended
    [positions, value heads * value width], and the heads' states. Takes tasks with pllm_pool_next. */
 void pllm_delta_heads(const trunk_job *job, const own_area *own, int64_t layer);

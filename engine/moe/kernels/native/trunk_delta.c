@@ -88,14 +88,13 @@ static void run_head(const trunk_job *job, const own_area *own, int64_t layer, i
     }
 }
 
-static int in_place(const pllm_pass *pass, int64_t row) { return pass->states_before[row] == pass->states_after[row]; }
+int pllm_in_place(const pllm_pass *pass, int64_t row) { return pass->states_before[row] == pass->states_after[row]; }
 
 void pllm_delta_heads(const trunk_job *job, const own_area *own, int64_t layer) {
     for (int64_t head; (head = pllm_pool_next(job->pool)) < job->trunk->delta_value_heads;)
-        /* Rows that go on in another place than before may have had that of a row that stays in its own. */
         for (int stays = 0; stays < 2; stays++)
             for (int64_t row = 0; row < job->pass->rows; row++)
-                if (in_place(job->pass, row) == stays) run_head(job, own, layer, row, head);
+                if (pllm_in_place(job->pass, row) == stays) run_head(job, own, layer, row, head);
 }
 
 void pllm_delta_keep(const trunk_job *job, int64_t layer, int thread, int threads) {
@@ -106,7 +105,7 @@ void pllm_delta_keep(const trunk_job *job, int64_t layer, int thread, int thread
     const int64_t kept = trunk->delta_taps - 1, start = layer_start(trunk, layer) + heads_numbers(trunk) + first;
     for (int stays = 0; stays < 2; stays++)
         for (int64_t row = 0; row < pass->rows; row++) {
-            if (in_place(pass, row) != stays) continue;
+            if (pllm_in_place(pass, row) != stays) continue;
             const float *before = pass->states_before[row];
             for (int64_t i = 0; i < kept; i++) { /* ascending, as what is read lies behind what is written */
                 float *to = pass->states_after[row] + start + i * channels;

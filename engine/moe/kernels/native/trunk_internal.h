@@ -16,11 +16,12 @@
 typedef struct attention {
     const float *const *queries; /* scaled */
     const int64_t *low, *high;
-    const void *keys, *values; /* of the head, position 0 of the page */
+    const void *keys, *values; /* of the head, position 0 of the page; values NULL: the keys are the values */
     float *scores;             /* [queries, SCORE_TILE] */
     uint32_t *packed_queries;  /* [queries, width / 2] and */
     uint32_t *packed_weights;  /* [queries, SCORE_TILE / 2]: scratch for pairs of bfloat16 */
     uint16_t *opened;          /* [SCORE_TILE, width]: keys or values of 8 bits as bfloat16; with PLLM_Q8_0 only */
+    void *turned;              /* [SCORE_TILE, width]: keys in the order of values; without values only */
     float *maximum, *total, *sum;
     int64_t count, width, first, last;
     int32_t dtype, reserved;
