@@ -294,7 +294,7 @@ def key_value_numbers(config: Mapping[str, Any]) -> int:
         layers = _number(config, "num_hidden_layers", "n_layers")
         return layers * (_number(config, "kv_lora_rank") + _number(config, "qk_rope_head_dim"))
     kinds = enumerate(layer_kinds(config))
-    return sum(_width(_of_layer(config, layer, kind)) for layer, kind in kinds if kind not in WITHOUT_KEYS)
+    return sum(_width(layer_config(config, layer, kind)) for layer, kind in kinds if kind not in WITHOUT_KEYS)
 
 
 def _width(config: Mapping[str, Any]) -> int:
@@ -305,7 +305,7 @@ def _width(config: Mapping[str, Any]) -> int:
     return 2 * int(grouped or heads) * int(config.get("head_dim") or _number(config, "hidden_size", "d_model") // heads)
 
 
-def _of_layer(config: Mapping[str, Any], layer: int, kind: str) -> Mapping[str, Any]:
+def layer_config(config: Mapping[str, Any], layer: int, kind: str) -> Mapping[str, Any]:
     """``config`` with what differs in ``layer``: gemma4's layers with full attention have other heads, which
     transformers names by layer and the published files by kind."""
     named = config.get("per_layer_config")

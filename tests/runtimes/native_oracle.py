@@ -34,6 +34,7 @@ FAMILIES = (
     "glm4_moe",
     "qwen3_next",
     "lfm2_moe",
+    "gemma4_text",
 )
 PREPARED_ONLY = ("gpt_oss",)
 """Those of the families whose checkpoints are transposed, so that the kernels read the experts of a bank only."""

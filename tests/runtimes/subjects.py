@@ -92,7 +92,7 @@ SUBJECTS = (NATIVE, TORCH, MLX)
 
 PACKED_FAMILIES = (
     *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss", "qwen3_5_moe_text"),
-    *("deepseek_v2", "glm4_moe_lite", "glm4_moe", "qwen3_next", "lfm2_moe"),
+    *("deepseek_v2", "glm4_moe_lite", "glm4_moe", "qwen3_next", "lfm2_moe", "gemma4_text"),
 )
 
 

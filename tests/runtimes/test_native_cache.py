@@ -14,7 +14,7 @@ from native_oracle import load_native, needs_kernels
 from resident_memory import needs_smaps, resident_bytes
 from subjects import NATIVE, StoredModel, assert_close, fresh, prompt_of
 
-from engine.runtimes.native.cache import KEY_BLOCK, SMALLEST_PAGE, Page, PageShape, Segments
+from engine.runtimes.native.cache import KEY_BLOCK, SMALLEST_PAGE, AlikeLayers, Page, PageShape, Segments
 from engine.runtimes.native.model import NativeModel
 from engine.runtimes.native.rows import NativeTokenRows
 from engine.runtimes.protocol import Logits
@@ -30,7 +30,7 @@ def mixtral(tiny_model: Callable[..., Path]) -> NativeModel:
 @needs_smaps
 def test_a_page_takes_memory_for_the_positions_that_are_written() -> None:
     """Also where the system would give huge pages: a page of many heads has a position of each in its first block."""
-    page = Page(PageShape(layers=16, heads=8, width=64, number_format="F32"), rows=8, capacity=1024)
+    page = Page(PageShape((AlikeLayers(layers=16, heads=8, width=64),), "F32"), rows=8, capacity=1024)
     assert page.nbytes == 512 << 20
     for array in page.arrays:
         assert not array[-1, -1, -1].any()
@@ -48,6 +48,7 @@ def test_a_page_takes_memory_for_the_positions_that_are_written() -> None:
         ("gpt_oss", 400, 18),
         ("glm4_moe_lite", 300, 18),
         ("deepseek_v2", 40, 4),
+        ("gemma4_text", 200, 18),
     ],
 )
 def test_beams_over_several_pages_and_of_many_rows(
@@ -131,7 +132,7 @@ class Writer:
         segment = next(s for s in reversed(cache._segments) if s.start <= position)
         assert position < segment.end
         at = segment.offset + position - segment.start
-        row = row if segment.page.keys.shape[0] > 1 else 0
+        row = row if segment.page.rows > 1 else 0
         block, lane = divmod(at, KEY_BLOCK)
         return [array[row, :, :, block, lane] for array in segment.page.arrays]
 
@@ -143,10 +144,13 @@ class Writer:
         return found
 
 
+SHAPES = ((AlikeLayers(2, 1, 4),), (AlikeLayers(2, 2, 4), AlikeLayers(1, 1, 8)))
+
+
 @settings(max_examples=40)
 @given(st.data())
 def test_pages_hold_what_each_row_was_given(data: st.DataObject) -> None:
-    shape = PageShape(2, 1, 4, "BF16", has_values=data.draw(st.booleans()))
+    shape = PageShape(data.draw(st.sampled_from(SHAPES)), "BF16", has_values=data.draw(st.booleans()))
     writer = Writer(shape)
     rows = NativeTokenRows(writer, Segments(shape))  # type: ignore[arg-type]
     held: list[list[int]] = [[]]

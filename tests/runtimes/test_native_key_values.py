@@ -36,7 +36,7 @@ def folder(tiny_model: Callable[..., Path]) -> Path:
 
 def numbers(page: Page, format_: str, of: str) -> NDArray[np.float32]:
     """Keys or values of a page's row 0, [layers, heads, positions, width]."""
-    words, width = page.arrays[page.shape.kinds.index(of)][0], page.shape.width
+    words, width = page.arrays[("keys", "values").index(of)][0], page.shape.alike[0].width
     layers, heads, blocks = words.shape[:3]
     if format_ == "F32":
         floats = words.view(np.float32)
@@ -55,7 +55,7 @@ def numbers(page: Page, format_: str, of: str) -> NDArray[np.float32]:
 
 def scales(page: Page, of: str) -> NDArray[np.float32]:
     """[layers, heads, positions, width / 32]"""
-    words, width = page.arrays[page.shape.kinds.index(of)][0], page.shape.width
+    words, width = page.arrays[("keys", "values").index(of)][0], page.shape.alike[0].width
     layers, heads, blocks = words.shape[:3]
     bits = np.ascontiguousarray(words[..., KEY_BLOCK * width :]).view(np.uint16).astype(np.uint32) << 16
     found = bits.view(np.float32).reshape(layers, heads, blocks, width // GROUP, KEY_BLOCK)
@@ -84,25 +84,36 @@ def test_what_is_kept_is_what_was_computed_to_half_a_step(
         np.testing.assert_array_less(scales(pages[1], of)[0, :, :75], largest / 127 * 1.008 + 1e-6)
 
 
-@pytest.mark.parametrize("options", [("qwen3_moe", WIDE), ("deepseek_v2", LATENT)], ids=["heads", "latents"])
+@pytest.mark.parametrize(
+    ("family", "options", "limit"),
+    [
+        ("qwen3_moe", WIDE, 0.03),
+        ("deepseek_v2", LATENT, 0.03),
+        # Its scores are not divided by the root of the width, so errors of keys weigh more.
+        ("gemma4_text", {"head_dim": 32, "global_head_dim": 64}, 0.1),
+    ],
+    ids=["heads", "latents", "two kinds of heads"],
+)
 @pytest.mark.parametrize("instructions", available())
 def test_answers_differ_slightly(
     tiny_model: Callable[..., Path],
     instructions: str,
-    options: tuple[str, dict[str, int]],
+    family: str,
+    options: dict[str, int],
+    limit: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    folder = tiny_model(options[0], **options[1])
+    folder = tiny_model(family, **options)
     monkeypatch.setenv("PRIVATELLM_KERNELS", instructions)
     exact, packed = load_native(folder, dtype="float32"), load_native(folder, dtype="float32", key_values="q8_0")
     tokens = prompt_of(300)
     expected = fresh(exact, tokens)
     found = fresh(packed, tokens)
-    assert_close(found, expected, 0.03)
+    assert_close(found, expected, limit)
     assert np.abs(found - expected).max() > 0
     halves = packed.start()
     halves.extend(tokens[:211], want_logits=False)
-    assert_close(halves.extend(tokens[211:]), found, 0.01)
+    assert_close(halves.extend(tokens[211:]), found, limit / 3)
 
 
 def test_rows_branch_and_trade_places(folder: Path) -> None:

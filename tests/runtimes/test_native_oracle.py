@@ -120,6 +120,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "lfm2_moe",
         {"layer_types": ["full_attention", "conv", "conv", "conv"], "num_dense_layers": 0},
     ),
+    "values of their own, one key head that sees everything": (
+        "gemma4_text",
+        {"attention_k_eq_v": False, "num_key_value_heads": 1, "final_logit_softcapping": 3.0},
+    ),
+    "a window of three, one layer that sees everything": (
+        "gemma4_text",
+        {"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "sliding_window": 3},
+    ),
     "delta-nets by key head": ("qwen3_next", {"linear_num_value_heads": 2, "norm_topk_prob": False}),
     "another activation": ("llama", {"hidden_act": "gelu_pytorch_tanh"}),
     "many experts": ("mixtral", {"num_local_experts": 40, "num_experts_per_tok": 6}),
@@ -141,7 +149,7 @@ def test_variants_equal_the_library(name: str, tmp_path: Path, prepared: Callabl
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "mistral", "qwen2_moe", "gpt_oss", "qwen3_5_moe_text", "deepseek_v3", "lfm2_moe"]
+    "family", ["llama", "mistral", "qwen2_moe", "gpt_oss", "qwen3_5_moe_text", "deepseek_v3", "lfm2_moe", "gemma4_text"]
 )
 def test_a_prompt_over_several_pieces_pages_and_score_tiles(
     family: str, tmp_path: Path, prepared: Callable[[Path], Path]
@@ -194,7 +202,9 @@ def test_latents_on_every_instruction_set(
 
 
 @pytest.mark.parametrize("instructions", available())
-@pytest.mark.parametrize("family", ["mistral", "mixtral", "gpt_oss", "qwen3_5_text", "glm4_moe", "lfm2_moe"])
+@pytest.mark.parametrize(
+    "family", ["mistral", "mixtral", "gpt_oss", "qwen3_5_text", "glm4_moe", "lfm2_moe", "gemma4_text"]
+)
 def test_every_instruction_set_gives_the_same(
     instructions: str,
     family: str,

@@ -24,7 +24,17 @@ PROMPT = [5, 17, 101, 42, 9, 77, 30]
 LENGTH = 12
 FAMILIES = ("llama", "mixtral", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3")
 NATIVE_FAMILIES = (
-    ("llama", "mistral", "mixtral", "qwen2_moe", "olmoe", "qwen3_5_moe_text", "glm4_moe_lite", "lfm2_moe")
+    (
+        "llama",
+        "mistral",
+        "mixtral",
+        "qwen2_moe",
+        "olmoe",
+        "qwen3_5_moe_text",
+        "glm4_moe_lite",
+        "lfm2_moe",
+        "gemma4_text",
+    )
     if choose("float32").native
     else ()
 )

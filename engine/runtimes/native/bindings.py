@@ -11,6 +11,9 @@ from engine.moe.timing import Part
 KEY_BLOCK = 16
 """Positions per block of keys, which are stored transposed (PLLM_KEY_BLOCK)."""
 
+HEAD_KINDS = 2
+"""Maximum kinds of heads of keys and values (PLLM_HEAD_KINDS)."""
+
 MOST_TAPS = 16
 """Maximum tokens of a delta-net's convolution (PLLM_MOST_TAPS)."""
 
@@ -58,20 +61,42 @@ class Latent(ctypes.Structure):
     )
 
 
+class Norms(ctypes.Structure):
+    """``pllm_norms``."""
+
+    _fields_ = (
+        ("attention", ctypes.c_void_p),
+        ("router", ctypes.c_void_p),
+        ("experts", ctypes.c_void_p),
+        ("shared_after", ctypes.c_void_p),
+        ("experts_after", ctypes.c_void_p),
+        ("after", ctypes.c_void_p),
+        ("scale", ctypes.c_float),
+        ("reserved", ctypes.c_int32),
+    )
+
+
+class Heads(ctypes.Structure):
+    """``pllm_heads``."""
+
+    _fields_ = (("key_value_heads", ctypes.c_int64), ("width", ctypes.c_int64), ("rotated", ctypes.c_int64))
+
+
 class TrunkLayer(ctypes.Structure):
     """``pllm_trunk_layer``."""
 
     _fields_ = (
         ("query", Matrix),
         ("key", Matrix),
-        ("value", Matrix),
         ("output", Matrix),
+        ("value", Matrix),
         ("router", Matrix),
         ("shared_gate", Matrix),
         ("attention_norm", ctypes.c_void_p),
         ("ffn_norm", ctypes.c_void_p),
         ("query_norm", ctypes.c_void_p),
         ("key_norm", ctypes.c_void_p),
+        ("value_norm", ctypes.c_void_p),
         ("query_bias", ctypes.c_void_p),
         ("key_bias", ctypes.c_void_p),
         ("value_bias", ctypes.c_void_p),
@@ -79,6 +104,8 @@ class TrunkLayer(ctypes.Structure):
         ("router_bias", ctypes.c_void_p),
         ("correction", ctypes.c_void_p),
         ("sinks", ctypes.c_void_p),
+        ("expert_scale", ctypes.c_void_p),
+        ("norms", ctypes.POINTER(Norms)),
         ("experts", ctypes.c_void_p),
         ("shared", ctypes.c_void_p),
         ("counts", ctypes.c_void_p),
@@ -88,6 +115,7 @@ class TrunkLayer(ctypes.Structure):
         ("latent", ctypes.POINTER(Latent)),
         ("convolution", ctypes.POINTER(Convolution)),
         ("window", ctypes.c_int64),
+        ("kind", ctypes.c_int64),
         ("place", ctypes.c_int64),
     )
 
@@ -100,13 +128,12 @@ class Trunk(ctypes.Structure):
         ("embedding", Matrix),
         ("head", Matrix),
         ("final_norm", ctypes.c_void_p),
+        ("kinds", Heads * HEAD_KINDS),
+        ("kind_count", ctypes.c_int64),
         ("layer_count", ctypes.c_int64),
         ("hidden", ctypes.c_int64),
         ("heads", ctypes.c_int64),
-        ("key_value_heads", ctypes.c_int64),
-        ("width", ctypes.c_int64),
         ("top_k", ctypes.c_int64),
-        ("rotated", ctypes.c_int64),
         ("delta_layers", ctypes.c_int64),
         ("delta_key_heads", ctypes.c_int64),
         ("delta_value_heads", ctypes.c_int64),
@@ -135,6 +162,7 @@ class Trunk(ctypes.Structure):
         ("attention_scale", ctypes.c_float),
         ("residual_scale", ctypes.c_float),
         ("logits_divisor", ctypes.c_float),
+        ("logits_cap", ctypes.c_float),
         ("routed_scale", ctypes.c_float),
         ("least_sum", ctypes.c_float),
         ("latent_epsilon", ctypes.c_float),
@@ -145,9 +173,9 @@ class CSegment(ctypes.Structure):
     """``pllm_segment``."""
 
     _fields_ = (
-        ("keys", ctypes.c_void_p),
-        ("values", ctypes.c_void_p),
-        ("row_stride", ctypes.c_int64),
+        ("keys", ctypes.c_void_p * HEAD_KINDS),
+        ("values", ctypes.c_void_p * HEAD_KINDS),
+        ("row_stride", ctypes.c_int64 * HEAD_KINDS),
         ("capacity", ctypes.c_int64),
         ("offset", ctypes.c_int64),
         ("start", ctypes.c_int64),
@@ -166,8 +194,8 @@ class Pass(ctypes.Structure):
 
     _fields_ = (
         ("ids", ctypes.c_void_p),
-        ("cosine", ctypes.c_void_p),
-        ("sine", ctypes.c_void_p),
+        ("cosine", ctypes.c_void_p * HEAD_KINDS),
+        ("sine", ctypes.c_void_p * HEAD_KINDS),
         ("segments", ctypes.POINTER(CSegment)),
         ("logits", ctypes.c_void_p),
         ("states_before", ctypes.c_void_p),

@@ -29,35 +29,41 @@ SMALLEST_PAGE = 128
 
 
 @dataclass(frozen=True)
-class PageShape:
-    """What a position costs: keys and values of ``heads`` heads of ``width`` in every layer with attention, stored in
-    ``number_format``: ``BF16``, ``F32`` or ``Q8_0``. Without ``has_values`` the keys are the values, too."""
+class AlikeLayers:
+    """Layers with attention whose keys and values have the same ``heads`` of the same ``width``."""
 
     layers: int
     heads: int
     width: int
+
+
+@dataclass(frozen=True)
+class PageShape:
+    """What a position costs: keys and values of all layers with attention, stored in ``number_format``: ``BF16``,
+    ``F32`` or ``Q8_0``. Without ``has_values`` the keys are the values, too."""
+
+    alike: tuple[AlikeLayers, ...]
     number_format: str
     has_values: bool = True
 
     @property
-    def kinds(self) -> tuple[str, ...]:
-        """What a page holds."""
-        return ("keys", "values") if self.has_values else ("keys",)
+    def arrays(self) -> tuple[tuple[str, AlikeLayers], ...]:
+        """What a page holds, in this order: a name, and of which layers."""
+        names = ("keys", "values") if self.has_values else ("keys",)
+        return tuple((name, alike) for alike in self.alike for name in names)
 
-    @property
-    def vector_bytes(self) -> int:
-        """Bytes of one head's key, or of its value. With ``Q8_0`` the scales of a block's positions lie behind their
-        numbers."""
-        return stored_bytes(self.number_format, (self.width,))
+    def block_bytes(self, width: int) -> int:
+        """Bytes of KEY_BLOCK positions of the keys of one head of ``width``, or of its values. With ``Q8_0`` the scales
+        lie behind the numbers."""
+        return KEY_BLOCK * stored_bytes(self.number_format, (width,))
 
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of KEY_BLOCK positions of one head's keys, or of its values."""
-        return KEY_BLOCK * self.vector_bytes
+    def array_bytes(self, alike: AlikeLayers) -> int:
+        """Bytes of a position in one array."""
+        return alike.layers * alike.heads * stored_bytes(self.number_format, (alike.width,))
 
     @property
     def token_bytes(self) -> int:
-        return len(self.kinds) * self.layers * self.heads * self.vector_bytes
+        return sum(self.array_bytes(alike) for _, alike in self.arrays)
 
 
 def _untouched(places: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -76,7 +82,7 @@ def _untouched(places: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
 class Page:
     """Room for ``capacity`` positions of ``rows`` rows.
 
-    ``arrays`` are keys and, if there are any, values: [rows, layers, heads, blocks, words of KEY_BLOCK positions]; what
+    ``arrays`` are those of :attr:`PageShape.arrays`, [rows, layers, heads, blocks, words of KEY_BLOCK positions]; what
     a block looks like inside is the library's business (trunk.h). Positions before ``frozen`` are seen by others and
     must not change.
     """
@@ -85,8 +91,11 @@ class Page:
         self.shape = shape
         capacity = _whole_blocks(capacity)
         word = words_dtype(shape.number_format)
-        places = (rows, shape.layers, shape.heads, capacity // KEY_BLOCK, shape.block_bytes // word.itemsize)
-        self.arrays = tuple(_untouched(places, word) for _ in shape.kinds)
+        blocks = capacity // KEY_BLOCK
+        self.arrays = tuple(
+            _untouched((rows, alike.layers, alike.heads, blocks, shape.block_bytes(alike.width) // word.itemsize), word)
+            for _, alike in shape.arrays
+        )
         self.capacity = capacity
         self.frozen = 0
 
@@ -95,12 +104,8 @@ class Page:
         return sum(int(array.nbytes) for array in self.arrays)
 
     @property
-    def keys(self) -> NDArray[Any]:
-        return self.arrays[0]
-
-    @property
     def rows(self) -> int:
-        return int(self.keys.shape[0])
+        return int(self.arrays[0].shape[0])
 
 
 @dataclass(frozen=True)
@@ -148,9 +153,12 @@ class Segments:
         table = (CSegment * len(self._segments))()
         for entry, segment in zip(table, self._segments, strict=True):
             page = segment.page
-            entry.keys, entry.values = page.keys.ctypes.data, page.arrays[-1].ctypes.data
-            if self.rows > 1 and page.rows > 1:
-                entry.row_stride = page.keys.strides[0]
+            each = 2 if self.shape.has_values else 1
+            for kind in range(len(self.shape.alike)):
+                keys, values = page.arrays[each * kind], page.arrays[each * kind + each - 1]
+                entry.keys[kind], entry.values[kind] = keys.ctypes.data, values.ctypes.data
+                if self.rows > 1 and page.rows > 1:
+                    entry.row_stride[kind] = keys.strides[0]
             entry.capacity, entry.offset = page.capacity, segment.offset
             entry.start, entry.count = segment.start, segment.count
         return table, len(self._segments)
@@ -241,15 +249,19 @@ class Segments:
         pages = [(page, count) for page, count in filled if count > 0]
         states = [each.states for each in (self, checkpoint) if each is not None and each.states is not None]
 
-        stored = [(page.arrays[kind], kind, filled) for page, filled in pages for kind in range(len(self.shape.kinds))]
+        stored = [
+            (array, *described, filled)
+            for page, filled in pages
+            for array, described in zip(page.arrays, self.shape.arrays, strict=True)
+        ]
 
         def read(index: int) -> Bytes:
             if index >= len(stored):
                 return states[index - len(stored)].only_row()
-            array, kind, filled = stored[index]
+            array, name, alike, filled = stored[index]
             blocks = array[0, :, :, : -(-filled // KEY_BLOCK)].copy()
             if filled % KEY_BLOCK:
-                _clear(blocks[:, :, -1], filled % KEY_BLOCK, self.shape, keys=kind == 0)
+                _clear(blocks[:, :, -1], filled % KEY_BLOCK, self.shape.number_format, alike.width, name == "keys")
             return as_bytes(blocks)
 
         return RowContents(_parts(self.shape, self.length, [each.numbers for each in states]), read)
@@ -301,24 +313,25 @@ def _parts(shape: PageShape, length: int, states: Sequence[int]) -> list[RowPart
     start = 0
     while start < length:
         count = min(_whole_blocks(_room_from(start)), length - start)
-        size = (shape.layers, shape.heads, -(-count // KEY_BLOCK), shape.block_bytes)
-        parts += [RowPart(f"{kind} from {start}", "uint8", size) for kind in shape.kinds]
+        for name, alike in shape.arrays:
+            size = (alike.layers, alike.heads, -(-count // KEY_BLOCK), shape.block_bytes(alike.width))
+            parts.append(RowPart(f"{name} from {start}", "uint8", size))
         start += count
     return parts + [RowPart(f"states {index}", "float32", (numbers,)) for index, numbers in enumerate(states)]
 
 
-def _clear(block: NDArray[Any], filled: int, shape: PageShape, *, keys: bool) -> None:
+def _clear(block: NDArray[Any], filled: int, number_format: str, width: int, keys: bool) -> None:
     """Zero what follows the first ``filled`` positions of ``block`` [layers, heads, words], as trunk.h describes it:
-    what was cut off there is no part of the row."""
-    places, width = block.shape[:2], shape.width
-    if shape.number_format == "F32":
+    what was cut off there is no part of the row. ``keys``: it holds keys, not values."""
+    places = block.shape[:2]
+    if number_format == "F32":
         if keys:
             block.reshape(*places, width, KEY_BLOCK)[..., filled:] = 0
         else:
             block.reshape(*places, KEY_BLOCK, width)[:, :, filled:] = 0
         return
     numbers = block
-    if shape.number_format == "Q8_0":
+    if number_format == "Q8_0":
         data = block.view(np.uint8)
         numbers = data[..., : KEY_BLOCK * width]
         data[..., KEY_BLOCK * width :].view(np.uint16).reshape(*places, -1, KEY_BLOCK)[..., filled:] = 0

@@ -6,7 +6,6 @@ import math
 
 from engine.ipc.messages import Load, ModelFacts
 from engine.models.files import Experts, ModelFiles, whole_weights
-from engine.models.number_formats import stored_bytes
 from engine.models.weights_name import weights_name
 from engine.moe.held import held_by
 from engine.moe.kernels.bindings import KernelChoice
@@ -49,7 +48,7 @@ def describe(
         context_limit=limit,
         trunk_bytes=files.trunk_bytes,
         expert_bytes=_expert_bytes(experts, context),
-        key_value_bytes_per_token=shape.key_value_numbers // shape.width * stored_bytes(cache_format, (shape.width,)),
+        key_value_bytes_per_token=shape.key_value_bytes(cache_format),
         state_bytes=4 * shape.state_numbers,
         parameters=numbers,
         load_s=load_s,

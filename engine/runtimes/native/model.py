@@ -18,7 +18,7 @@ from engine.moe.kernels.pool import Pool
 from engine.moe.popularity import Popularity
 from engine.moe.timing import Phase, Recorder
 from engine.runtimes.native.bindings import MEANING, PARTS, STOPPED, Pass, Stop, native
-from engine.runtimes.native.cache import PageShape, Segments
+from engine.runtimes.native.cache import AlikeLayers, PageShape, Segments
 from engine.runtimes.native.ring import RingTrunk
 from engine.runtimes.native.rotary import Rotary
 from engine.runtimes.native.rows import NativeTokenRows
@@ -83,7 +83,7 @@ class NativeModel(LoadedModel):
         self,
         shape: Shape,
         weights: TrunkWeights,
-        rotary: Rotary,
+        rotaries: Sequence[Rotary],
         facts: ModelFacts,
         recorder: Recorder,
         files: ModelFiles,
@@ -92,11 +92,11 @@ class NativeModel(LoadedModel):
         cache_format: str,
         ring: RingTrunk | None = None,
     ) -> None:
-        """``cache_format``: how keys and values are stored. ``ring`` runs the passes if routed experts are shared with
-        other machines."""
+        """``rotaries``: of each kind of heads. ``cache_format``: how keys and values are stored. ``ring`` runs the
+        passes if routed experts are shared with other machines."""
         self._shape = shape
         self._weights: TrunkWeights | None = weights
-        self._angles = Angles(rotary)
+        self._angles = [Angles(rotary) for rotary in rotaries]
         self._facts = facts
         self._recorder = recorder
         self._files: ModelFiles | None = files
@@ -105,10 +105,11 @@ class NativeModel(LoadedModel):
         self._popularity = popularity
         self._ring = ring
         # A page of no layers cannot be mapped.
-        with_keys = max(1, len(shape.attention_layers))
-        self._page_shape = PageShape(
-            with_keys, shape.key_value_heads, shape.width, cache_format, has_values=shape.latent is None
-        )
+        alike = [
+            AlikeLayers(max(1, len(shape.layers_of(kind))), heads.key_value_heads, heads.width)
+            for kind, heads in enumerate(shape.kinds)
+        ]
+        self._page_shape = PageShape(tuple(alike), cache_format, has_values=shape.latent is None)
         self._workspace: NDArray[np.uint8] = np.empty(0, np.uint8)
         self._seconds = np.zeros((shape.layers, len(PARTS)))
         self.between_layers = None
@@ -215,7 +216,8 @@ class NativeModel(LoadedModel):
         # A step is one call, which nothing ends before its time but a change of the files, and then the model is lost.
         whole = phase == "decode" and self._ring is None
         states = None if cache.states is None else cache.states.begin(in_place=whole)
-        self._angles.need(start + count)
+        for angles in self._angles:
+            angles.need(start + count)
         logits: Logits | None = np.empty((len(tokens), self._shape.vocabulary), np.float32) if want_logits else None
         ids = np.array(tokens, dtype=np.int32)
         for first in range(0, count, PIECE):
@@ -244,8 +246,8 @@ class NativeModel(LoadedModel):
         library, layers = native(), self._shape.layers
         call = Pass(
             ids=ids.ctypes.data,
-            cosine=self._angles.cosine[start:].ctypes.data,
-            sine=self._angles.sine[start:].ctypes.data,
+            cosine=tuple(angles.cosine[start:].ctypes.data for angles in self._angles),
+            sine=tuple(angles.sine[start:].ctypes.data for angles in self._angles),
             segments=table,
             logits=None if logits is None else logits.ctypes.data,
             states_before=None if states is None else ctypes.addressof(states[0]),

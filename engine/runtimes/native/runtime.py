@@ -77,7 +77,8 @@ class NativeRuntime:
         context = None if ring is None else ring.context
         facts = describe(shape, files, request, dtype, choice, threads, opened.cache_format, load_s, context)
         if request.key_values == "q8_0" and opened.cache_format != "Q8_0":
-            said = f"Keys and values are kept in {dtype}: heads of {shape.width} numbers do not fit the 8-bit format."
+            widths = " and ".join(str(kind.width) for kind in shape.kinds)
+            said = f"Keys and values are kept in {dtype}: heads of {widths} numbers do not fit the 8-bit format."
             facts = msgspec.structs.replace(facts, notices=[*facts.notices, said])
         if ring is None:
             nbytes = files.trunk_bytes + (0 if experts is None else experts.nbytes)
@@ -109,7 +110,8 @@ class Opened:
     cache_format: str
     """How keys and values are stored: ``BF16``, ``F32`` or ``Q8_0``."""
     weights: TrunkWeights
-    angles: rotary.Rotary
+    angles: tuple[rotary.Rotary, ...]
+    """Of each kind of heads."""
 
 
 def open_native(files: ModelFiles, request: Load, popularity: Popularity | None, in_ring: bool) -> Opened:
@@ -121,10 +123,10 @@ def open_native(files: ModelFiles, request: Load, popularity: Popularity | None,
     dtype = compute_dtype(files, request)
     choice, exact = choose(dtype), choose("float32")
     shape = read_shape(files.config, () if files.experts is None else files.experts.layers)
-    packs = request.key_values == "q8_0" and shape.width % BLOCKS["Q8_0"][0] == 0
+    packs = request.key_values == "q8_0" and all(kind.width % BLOCKS["Q8_0"][0] == 0 for kind in shape.kinds)
     cache = "Q8_0" if packs else _STORED[dtype]
     weights = TrunkWeights(files, shape, choice, exact, cache, popularity, in_ring)
-    return Opened(shape, dtype, choice, cache, weights, rotary.rotary(shape.rope, shape.rotated, shape.context))
+    return Opened(shape, dtype, choice, cache, weights, _angles(shape))
 
 
 def check_native(files: ModelFiles, request: Load, in_ring: bool) -> None:
@@ -134,7 +136,12 @@ def check_native(files: ModelFiles, request: Load, in_ring: bool) -> None:
     shape = read_shape(files.config, () if files.experts is None else files.experts.layers)
     exact = choose("float32")
     TrunkWeights(files, shape, exact, exact, "F32", None, in_ring=True)
-    rotary.rotary(shape.rope, shape.rotated, shape.context)
+    _angles(shape)
+
+
+def _angles(shape: Shape) -> tuple[rotary.Rotary, ...]:
+    """Of each kind of heads. Raises ModelError if its settings give no frequencies."""
+    return tuple(rotary.rotary(kind.rope, kind.rotated, shape.context) for kind in shape.kinds)
 
 
 def refuse_not_native(files: ModelFiles, request: Load, in_ring: bool) -> None:

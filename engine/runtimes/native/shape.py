@@ -14,13 +14,16 @@ from typing import Any, Literal
 
 from engine.errors import ModelError
 from engine.models import gguf_short_convolution
-from engine.models.families import layer_kinds
-from engine.models.sizes import STATE_COLUMNS
+from engine.models.families import layer_kinds, stated_experts_per_token
+from engine.models.number_formats import stored_bytes
+from engine.models.sizes import STATE_COLUMNS, layer_config
 from engine.models.wording import shown
 from engine.moe.kernels.layers import Gate
 from engine.runtimes.native import rotary
 from engine.runtimes.native.bindings import MOST_TAPS
 
+SANDWICHED_KINDS = ("sliding_attention", "full_attention")
+"""Kinds of layers of Gemma 4."""
 HeadNorm = Literal["none", "per-head", "whole"]
 """Norms of queries and keys: none; each head by itself (qwen3); the whole projection (olmoe)."""
 Scoring = Literal["softmax", "sigmoid"]
@@ -97,6 +100,11 @@ def _check_kinds(kinds: Any, layers: int, known: tuple[str, ...]) -> None:
         raise ModelError(f"config.json names the unknown kind of layer {shown(unknown)}; fetch the model again.")
 
 
+def _sliding_windows(config: Mapping[str, Any], layers: int) -> list[int]:
+    """As ``layer_types`` says (gemma4)."""
+    return _by_type(config, [False] * layers, True, 512)
+
+
 def _by_type(config: Mapping[str, Any], default: list[bool], used: bool, size: int) -> list[int]:
     kinds = config.get("layer_types")
     if kinds is not None:
@@ -166,9 +174,13 @@ class Traits:
     """Whether most layers have a short convolution in place of attention (lfm2_moe)."""
     least_sum: float = 0.0
     """What is added to the sum by which weights are divided, as transformers does with scores that may all be 0."""
+    sandwiched: bool = False
+    """Whether layers are those of Gemma 4: with norms after each part, a feed-forward network beside the experts, and
+    heads of two kinds."""
     names: Mapping[str, str] = field(default_factory=dict)
     """Parts of the usual names of tensors, and what they are in this family."""
     epsilon_setting: str = "rms_norm_eps"
+    activation_setting: str = "hidden_act"
     clip: bool = False
     """``clip_qkv`` limits queries, keys and values (olmoe)."""
     multipliers: bool = False
@@ -333,6 +345,15 @@ TABLE: Mapping[str, Traits] = {
         default_top_k=4,
         epsilon_setting="norm_eps",
     ),
+    "gemma4_text": Traits(
+        sandwiched=True,
+        activation_setting="hidden_activation",
+        windows=_sliding_windows,
+        head_norm="per-head",
+        routers=("router.proj.weight",),
+        normalise=True,
+        default_top_k=8,
+    ),
     "glm4_moe": replace(
         _GROUPED,
         head_norm="per-head",
@@ -372,6 +393,17 @@ class DeltaShape:
         """Numbers that the delta-nets of all layers keep for one row."""
         padded = -(-self.value_width // STATE_COLUMNS) * STATE_COLUMNS
         return len(self.layers) * (self.value_heads * self.key_width * padded + (self.taps - 1) * self.channels)
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """Heads of keys and values of some layers, of ``width`` numbers, the leading ``rotated`` of which are rotated as
+    ``rope`` says."""
+
+    key_value_heads: int
+    width: int
+    rotated: int
+    rope: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -426,11 +458,12 @@ class Shape:
     hidden: int
     layers: int
     heads: int
-    key_value_heads: int
-    width: int
-    """Of a head."""
+    kinds: tuple[HeadShape, ...]
+    """Kinds of heads of keys and values that layers have."""
+    kind_of: tuple[int, ...]
+    """The kind of each layer's heads."""
     ffn: int
-    """Of a dense feed-forward network; that of experts is in their matrices."""
+    """Of a dense feed-forward network, also of one beside experts; that of experts is in their matrices."""
     vocabulary: int
     context: int
     epsilon: float
@@ -456,9 +489,10 @@ class Shape:
     attention_scale: float
     residual_scale: float
     logits_divisor: float
-    rope: dict[str, Any]
-    rotated: int
-    """Leading numbers of each head that are rotated."""
+    logits_cap: float
+    """Limit of logits; 0: none."""
+    sandwiched: bool
+    """Whether layers are those of Gemma 4 (pllm_norms)."""
     delta: DeltaShape | None
     latent: LatentShape | None
     convolution: ConvolutionShape | None
@@ -478,11 +512,17 @@ class Shape:
             return len(self.convolution.layers) * (self.convolution.taps - 1) * self.hidden
         return 0 if self.delta is None else self.delta.state_numbers
 
-    @property
-    def key_value_numbers(self) -> int:
-        """Numbers one token adds to the cache. Keys over latents are values, too."""
-        kinds = 2 if self.latent is None else 1
-        return kinds * len(self.attention_layers) * self.key_value_heads * self.width
+    def layers_of(self, kind: int) -> tuple[int, ...]:
+        """The layers with attention whose heads are of the ``kind``."""
+        return tuple(layer for layer in self.attention_layers if self.kind_of[layer] == kind)
+
+    def key_value_bytes(self, number_format: str) -> int:
+        """Bytes that one token adds to the cache. Keys over latents are values, too."""
+        each = 2 if self.latent is None else 1
+        return each * sum(
+            len(self.layers_of(kind)) * heads.key_value_heads * stored_bytes(number_format, (heads.width,))
+            for kind, heads in enumerate(self.kinds)
+        )
 
 
 def read_shape(config: Mapping[str, Any], moe_layers: tuple[int, ...]) -> Shape:
@@ -490,17 +530,8 @@ def read_shape(config: Mapping[str, Any], moe_layers: tuple[int, ...]) -> Shape:
     traits = TABLE[config["model_type"]]
     hidden, heads, layers = (_whole(config, key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
     latent = _read_latent(config) if traits.latents else None
-    if latent is not None:
-        width, key_value_heads = latent.rotated + latent.latents, 1
-    else:
-        width = _whole(config, "head_dim", traits.default_width or hidden // heads)
-        key_value_heads = _whole(config, "num_key_value_heads", traits.default_key_value_heads or heads)
-    if heads % key_value_heads or width % 2:
-        raise ModelError(
-            f"config.json gives {heads} heads of {width} over {key_value_heads} key/value heads, which do not fit "
-            "together; fetch the model again."
-        )
-    rope = rotary.rope_settings(config, traits.default_base, traits.default_rope)
+    kinds, kind_of = _read_heads(config, traits, layers, latent)
+    width, rope = kinds[0].width, kinds[0].rope
 
     def switched(trait: bool | str) -> bool:
         return trait if isinstance(trait, bool) else bool(config.get(trait, trait in traits.default_on))
@@ -513,16 +544,16 @@ def read_shape(config: Mapping[str, Any], moe_layers: tuple[int, ...]) -> Shape:
         hidden=hidden,
         layers=layers,
         heads=heads,
-        key_value_heads=key_value_heads,
-        width=width,
-        ffn=_whole(config, "intermediate_size") if len(moe_layers) < layers else 0,
+        kinds=kinds,
+        kind_of=kind_of,
+        ffn=_whole(config, "intermediate_size") if traits.sandwiched or len(moe_layers) < layers else 0,
         vocabulary=_whole(config, "vocab_size"),
         context=_whole(config, "max_position_embeddings"),
         epsilon=_positive(config, traits.epsilon_setting, traits.default_epsilon),
         gate=read_gate(config),
         windows=tuple(traits.windows(config, layers)),
         moe_layers=moe_layers,
-        top_k=_whole(config, "num_experts_per_tok", traits.default_top_k) if moe_layers else 0,
+        top_k=(stated_experts_per_token(config) or traits.default_top_k) if moe_layers else 0,
         routing=_read_routing(config, traits) if moe_layers else Routing(),
         head_norm="none" if traits.head_norm_setting and not config.get(traits.head_norm_setting) else traits.head_norm,
         qkv_bias=switched(traits.qkv_bias),
@@ -536,12 +567,12 @@ def read_shape(config: Mapping[str, Any], moe_layers: tuple[int, ...]) -> Shape:
         shared_expert=traits.shared_expert,
         shared_ffn=_shared_ffn(config, traits),
         clip=_positive(config, "clip_qkv", 0.0) if traits.clip else 0.0,
-        embedding_scale=multiplier("embedding_multiplier"),
-        attention_scale=multiplier("attention_multiplier") if traits.multipliers else _scale(width, latent, rope),
+        embedding_scale=hidden**0.5 if traits.sandwiched else multiplier("embedding_multiplier"),
+        attention_scale=_attention_scale(config, traits, width, latent, rope),
         residual_scale=multiplier("residual_multiplier"),
         logits_divisor=multiplier("logits_scaling"),
-        rope=rope,
-        rotated=_rotated(rope, traits, width) if latent is None else latent.rotated,
+        logits_cap=_positive(config, "final_logit_softcapping", 0.0) if traits.sandwiched else 0.0,
+        sandwiched=traits.sandwiched,
         delta=_read_delta(config, layers) if traits.delta_nets else None,
         latent=latent,
         convolution=_read_convolution(config, layers) if traits.convolutions else None,
@@ -558,8 +589,14 @@ def _shared_ffn(config: Mapping[str, Any], traits: Traits) -> int:
     return _whole(config, "moe_intermediate_size") * _whole(config, "n_shared_experts", 1)
 
 
-def _scale(width: int, latent: LatentShape | None, rope: Mapping[str, Any]) -> float:
+def _attention_scale(
+    config: Mapping[str, Any], traits: Traits, width: int, latent: LatentShape | None, rope: Mapping[str, Any]
+) -> float:
     """What scores of attention are multiplied by."""
+    if traits.sandwiched:
+        return 1.0
+    if traits.multipliers:
+        return _positive(config, "attention_multiplier", 1.0)
     if latent is None:
         return float(width**-0.5)
     stretched = rope["rope_type"] != "default" and rope.get("mscale_all_dim")
@@ -602,6 +639,37 @@ def _read_routing(config: Mapping[str, Any], traits: Traits) -> Routing:
     return Routing(traits.scoring, groups, kept, normalise, traits.least_sum, scale)
 
 
+def _read_heads(
+    config: Mapping[str, Any], traits: Traits, layers: int, latent: LatentShape | None
+) -> tuple[tuple[HeadShape, ...], tuple[int, ...]]:
+    """The kinds of heads, and the kind of each layer."""
+    rope = rotary.rope_settings(config, traits.default_base, traits.default_rope)
+    if latent is not None:
+        return (HeadShape(1, latent.rotated + latent.latents, latent.rotated, rope),), (0,) * layers
+    if not traits.sandwiched:
+        return (_read_kind(config, traits, rope),), (0,) * layers
+    names = layer_kinds(config)
+    _check_kinds(names, layers, SANDWICHED_KINDS)
+    present = [name for name in SANDWICHED_KINDS if name in names]
+    kinds = []
+    for name in present:
+        own = layer_config(config, names.index(name), name)
+        kinds.append(_read_kind(own, traits, rotary.rope_settings({"rope_parameters": rope.get(name)}, 10_000.0, {})))
+    return tuple(kinds), tuple(present.index(name) for name in names)
+
+
+def _read_kind(config: Mapping[str, Any], traits: Traits, rope: dict[str, Any]) -> HeadShape:
+    hidden, heads = _whole(config, "hidden_size"), _whole(config, "num_attention_heads")
+    width = _whole(config, "head_dim", traits.default_width or hidden // heads)
+    key_value_heads = _whole(config, "num_key_value_heads", traits.default_key_value_heads or heads)
+    if heads % key_value_heads or width % 2:
+        raise ModelError(
+            f"config.json gives {heads} heads of {width} over {key_value_heads} key/value heads, which do not fit "
+            "together; fetch the model again."
+        )
+    return HeadShape(key_value_heads, width, _rotated(rope, traits, width), rope)
+
+
 def _rotated(rope: Mapping[str, Any], traits: Traits, width: int) -> int:
     share = rope.get("partial_rotary_factor")
     if traits.default_rotated is None:
@@ -636,7 +704,11 @@ def read_gate(config: Mapping[str, Any]) -> Gate:
     """What the feed-forward networks of a model of the table do between their matrices."""
     if TABLE[config["model_type"]].clamped:
         return Gate("clamped", _positive(config, "swiglu_alpha", 1.702), _positive(config, "swiglu_limit", 7.0))
-    return Gate(ACTIVATIONS[config.get("hidden_act", "silu")])
+    return Gate(ACTIVATIONS[_activation(config)])
+
+
+def _activation(config: Mapping[str, Any]) -> Any:
+    return config.get(TABLE[config["model_type"]].activation_setting) or "silu"
 
 
 def unsupported_shape(config: Mapping[str, Any]) -> str | None:
@@ -644,7 +716,7 @@ def unsupported_shape(config: Mapping[str, Any]) -> str | None:
     family = config.get("model_type")
     if not isinstance(family, str) or family not in TABLE:
         return f"it runs {', '.join(TABLE)}, and this is {shown(family)}"
-    traits, activation = TABLE[family], config.get("hidden_act", "silu")
+    traits, activation = TABLE[family], _activation(config)
     if activation not in ACTIVATIONS and not traits.clamped:
         return f"the activation {shown(activation)} has no kernel"
     if traits.delta_nets and ACTIVATIONS[activation] != "silu":
@@ -657,7 +729,25 @@ def unsupported_shape(config: Mapping[str, Any]) -> str | None:
     if traits.delta_nets and isinstance(taps, int) and taps > MOST_TAPS:
         return f"its convolutions are over {taps} tokens, and the most is {MOST_TAPS}"
     settings = rotary.rope_settings(config, traits.default_base, traits.default_rope)
+    if traits.sandwiched:
+        return _unsupported_sandwich(config, settings)
     return rotary.unsupported_reason(settings, partial=traits.default_rotated is not None)
+
+
+def _unsupported_sandwich(config: Mapping[str, Any], rope: Mapping[str, Any]) -> str | None:
+    for key in ("num_kv_shared_layers", "hidden_size_per_layer_input", "attention_bias", "use_double_wide_mlp"):
+        if config.get(key):
+            return f"it has {shown(config[key])} for {key}"
+    if config.get("use_bidirectional_attention") == "all":
+        return "its attention looks ahead"
+    for kind in SANDWICHED_KINDS:
+        settings = rope.get(kind)
+        if isinstance(settings, Mapping):
+            partial = settings.get("rope_type") == "proportional"
+            reason = rotary.unsupported_reason({"rope_type": "default", **settings}, partial=partial)
+            if reason is not None:
+                return reason
+    return None
 
 
 def _whole(config: Mapping[str, Any], key: str, default: int | None = None) -> int:

@@ -15,7 +15,17 @@ from engine.models.number_formats import is_packed
 from engine.moe.kernels.bindings import FORMATS, KernelChoice, Matrix, load
 from engine.moe.kernels.layers import LayerExperts, layer_experts, matrix
 from engine.moe.popularity import Popularity
-from engine.runtimes.native.bindings import HEAD_NORMS, SCORINGS, Convolution, Delta, Latent, Trunk, TrunkLayer
+from engine.runtimes.native.bindings import (
+    HEAD_NORMS,
+    SCORINGS,
+    Convolution,
+    Delta,
+    Heads,
+    Latent,
+    Norms,
+    Trunk,
+    TrunkLayer,
+)
 from engine.runtimes.native.shape import ConvolutionShape, DeltaShape, LatentShape, Shape
 
 
@@ -185,10 +195,9 @@ class TrunkWeights:
             layer_count=shape.layers,
             hidden=shape.hidden,
             heads=shape.heads,
-            key_value_heads=shape.key_value_heads,
-            width=shape.width,
+            kinds=tuple(Heads(kind.key_value_heads, kind.width, kind.rotated) for kind in shape.kinds),
+            kind_count=len(shape.kinds),
             top_k=shape.top_k,
-            rotated=shape.rotated,
             delta_layers=0 if delta is None else len(delta.layers),
             delta_key_heads=0 if delta is None else delta.key_heads,
             delta_value_heads=0 if delta is None else delta.value_heads,
@@ -217,6 +226,7 @@ class TrunkWeights:
             attention_scale=shape.attention_scale,
             residual_scale=shape.residual_scale,
             logits_divisor=shape.logits_divisor,
+            logits_cap=shape.logits_cap,
             routed_scale=routing.scale,
             least_sum=routing.least_sum,
             latent_epsilon=0 if latent is None else latent.epsilon,
@@ -245,21 +255,26 @@ class TrunkWeights:
         else:
             self._fill_attention(index, layer)
         layer.attention_norm = self._norm(prefix + "input_layernorm.weight", shape.hidden)
-        layer.ffn_norm = self._norm(prefix + "post_attention_layernorm.weight", shape.hidden)
+        before = "pre_feedforward_layernorm" if shape.sandwiched else "post_attention_layernorm"
+        layer.ffn_norm = self._norm(f"{prefix}{before}.weight", shape.hidden)
+        if shape.sandwiched:
+            self._fill_sandwich(index, layer)
         if experts is not None and index in shape.moe_layers:
             self._fill_moe(index, layer, experts)
         else:
             layer.experts = self._dense(prefix + "mlp.", shape.ffn, shape.mlp_bias)
 
     def _fill_attention(self, index: int, layer: TrunkLayer) -> None:
-        shape, tensors, prefix = self._shape, self._tensors, f"model.layers.{index}."
-        queries, keys = shape.heads * shape.width, shape.key_value_heads * shape.width
-        attention = prefix + "self_attn."
+        shape, tensors, attention = self._shape, self._tensors, f"model.layers.{index}.self_attn."
+        layer.kind = shape.kind_of[index]
+        heads = shape.kinds[layer.kind]
+        queries, keys = shape.heads * heads.width, heads.key_value_heads * heads.width
         # A gate of every query may lie beside it.
         projected = queries if shape.delta is None else 2 * queries
         layer.query = tensors.matrix([attention + "q_proj.weight"], projected, shape.hidden)
         layer.key = tensors.matrix([attention + "k_proj.weight"], keys, shape.hidden)
-        layer.value = tensors.matrix([attention + "v_proj.weight"], keys, shape.hidden)
+        if not shape.sandwiched or tensors.has(attention + "v_proj.weight"):
+            layer.value = tensors.matrix([attention + "v_proj.weight"], keys, shape.hidden)
         layer.output = tensors.matrix([attention + "o_proj.weight"], shape.hidden, queries)
         if shape.qkv_bias:
             layer.query_bias = tensors.vector(attention + "q_proj.bias", queries)
@@ -271,10 +286,30 @@ class TrunkWeights:
             layer.sinks = tensors.vector(attention + "sinks", shape.heads)
         if shape.head_norm != "none":
             whole = shape.head_norm == "whole"
-            layer.query_norm = self._norm(attention + "q_norm.weight", queries if whole else shape.width)
-            layer.key_norm = self._norm(attention + "k_norm.weight", keys if whole else shape.width)
+            layer.query_norm = self._norm(attention + "q_norm.weight", queries if whole else heads.width)
+            layer.key_norm = self._norm(attention + "k_norm.weight", keys if whole else heads.width)
+        if shape.sandwiched:
+            layer.value_norm = tensors.keep(np.ones(heads.width, np.float32))
         layer.window = shape.windows[index]
-        layer.place = shape.attention_layers.index(index)
+        layer.place = shape.layers_of(layer.kind).index(index)
+
+    def _fill_sandwich(self, index: int, layer: TrunkLayer) -> None:
+        """The norms of a layer of Gemma 4, and the feed-forward network beside its experts."""
+        shape, tensors, prefix = self._shape, self._tensors, f"model.layers.{index}."
+        router = to_float32(tensors.take([prefix + "router.scale"], (shape.hidden,)))
+        scalar = to_float32(tensors.take([prefix + "layer_scalar"], (1,)))
+        filled = Norms(
+            attention=self._norm(prefix + "post_attention_layernorm.weight", shape.hidden),
+            router=tensors.keep(router * np.float32(shape.hidden**-0.5)),
+            experts=self._norm(prefix + "pre_feedforward_layernorm_2.weight", shape.hidden),
+            shared_after=self._norm(prefix + "post_feedforward_layernorm_1.weight", shape.hidden),
+            experts_after=self._norm(prefix + "post_feedforward_layernorm_2.weight", shape.hidden),
+            after=self._norm(prefix + "post_feedforward_layernorm.weight", shape.hidden),
+            scale=float(scalar[0]),
+        )
+        tensors.kept.append(filled)
+        layer.norms = ctypes.pointer(filled)
+        layer.shared = self._dense(prefix + "mlp.", shape.ffn, bias=False)
 
     def _fill_convolution(self, index: int, layer: TrunkLayer, convolution: ConvolutionShape) -> None:
         shape, tensors, prefix = self._shape, self._tensors, f"model.layers.{index}.conv."
@@ -295,7 +330,7 @@ class TrunkWeights:
             filled.query = tensors.matrix([prefix + "q_b_proj.weight"], rows, latent.query_rank)
         else:
             filled.query = tensors.matrix([prefix + "q_proj.weight"], rows, shape.hidden)
-        filled.down = tensors.matrix([prefix + "kv_a_proj_with_mqa.weight"], shape.width, shape.hidden)
+        filled.down = tensors.matrix([prefix + "kv_a_proj_with_mqa.weight"], shape.kinds[0].width, shape.hidden)
         filled.norm = tensors.vector(prefix + "kv_a_layernorm.weight", latent.latents)
         keys, values = self._latent_heads(prefix, latent)
         filled.keys, filled.values = tensors.each_head(keys), tensors.each_head(values)
@@ -384,6 +419,8 @@ class TrunkWeights:
             layer.experts = routed.address
         if self._popularity is not None:
             layer.counts = self._popularity.address(index)
+        if shape.sandwiched:
+            layer.expert_scale = self._tensors.vector(prefix + "router.per_expert_scale", experts.count)
         if shape.correction:
             layer.correction = self._tensors.vector(prefix + shape.correction, experts.count)
         if shape.shared_expert == "plain":

@@ -65,10 +65,18 @@ static void experts_bytes(const trunk_job *job, size_t *own, size_t *shared) {
     }
 }
 
+static int has_norms(const pllm_trunk *trunk) { return trunk->layers[0].norms != NULL; }
+
+static int64_t widest_head(const pllm_trunk *trunk) {
+    int64_t most = 0;
+    for (int64_t kind = 0; kind < trunk->kind_count; kind++) most = MAX(most, trunk->kinds[kind].width);
+    return most;
+}
+
 /* Values of a position that an output projection reads, at most. */
 static int64_t joined_most(const pllm_trunk *trunk) {
     const int64_t delta = trunk->delta_value_heads * trunk->delta_value_width;
-    return MAX(MAX(trunk->heads * trunk->width, delta), trunk->convolution_layers ? trunk->hidden : 0);
+    return MAX(MAX(trunk->heads * widest_head(trunk), delta), trunk->convolution_layers ? trunk->hidden : 0);
 }
 
 /* Columns of the widest matrix that reads job->input or a thread's own. */
@@ -79,10 +87,15 @@ static int64_t widest_input(const pllm_trunk *trunk) {
 static size_t own_layout(const trunk_job *job, own_area *own, char *base) {
     const pllm_trunk *trunk = job->trunk;
     const int64_t few = MIN(job->positions, FEW_LIMIT), widest = widest_input(trunk);
-    const int64_t queries = MAX(job->block, ROW_GROUP) * job->group, k = MAX(trunk->top_k, 1);
+    const int64_t width = widest_head(trunk), k = MAX(trunk->top_k, 1);
+    int64_t queries = 0;
+    for (int64_t kind = 0; kind < trunk->kind_count; kind++)
+        queries = MAX(queries, MAX(job->shapes[kind].block, ROW_GROUP) * job->shapes[kind].group);
     char *at = base;
     own->h = take(&at, few * trunk->hidden, 4);
     own->normed = take(&at, few * trunk->hidden, 4);
+    own->beside = take(&at, has_norms(trunk) ? few * trunk->hidden : 0, 4);
+    own->row = take(&at, trunk->hidden, 4);
     own->joined = take(&at, few * joined_most(trunk), 4);
     own->shared_weights = take(&at, few, 4);
     own->logits = take(&at, FEW_LIMIT * expert_count(trunk), 4);
@@ -92,16 +105,16 @@ static size_t own_layout(const trunk_job *job, own_area *own, char *base) {
     own->exact = take(&at, 1, pllm_input_bytes(FEW_LIMIT, trunk->hidden));
     own->linear = take(&at, 1, pllm_linear_scratch());
     own->experts = take(&at, 1, job->own_experts);
-    own->rotated = take(&at, MAX(queries, 2) * trunk->width, 4);
+    own->rotated = take(&at, MAX(queries, 2) * width, 4);
     own->scores = take(&at, queries * SCORE_TILE, 4);
-    own->packed_queries = take(&at, queries * trunk->width, 2);
+    own->packed_queries = take(&at, queries * width, 2);
     own->packed_weights = take(&at, queries * SCORE_TILE, 2);
-    own->opened = take(&at, trunk->cache_dtype == PLLM_Q8_0 ? SCORE_TILE * trunk->width : 0, 2);
+    own->opened = take(&at, trunk->cache_dtype == PLLM_Q8_0 ? SCORE_TILE * width : 0, 2);
     const size_t number = trunk->cache_dtype == PLLM_F32 ? 4 : 2;
-    own->turned = take(&at, trunk->latent_values ? SCORE_TILE * trunk->width : 0, number);
+    own->turned = take(&at, trunk->latent_values ? SCORE_TILE * width : 0, number);
     own->maximum = take(&at, queries, 4);
     own->total = take(&at, queries, 4);
-    own->sum = take(&at, queries * trunk->width, 4);
+    own->sum = take(&at, queries * width, 4);
     own->queries = take(&at, queries, sizeof(float *));
     own->low = take(&at, queries, 8);
     own->high = take(&at, queries, 8);
@@ -111,34 +124,53 @@ static size_t own_layout(const trunk_job *job, own_area *own, char *base) {
     own->delta_results = take(&at, DELTA_TOKENS * pllm_delta_padded(trunk), 4);
     if (trunk->latent_values) {
         own->latent_rank = take(&at, few * trunk->latent_rank, 4);
-        own->latent_input = take(&at, 1, pllm_input_bytes(job->positions, MAX(trunk->latent_plain, trunk->width)));
+        own->latent_input = take(&at, 1, pllm_input_bytes(job->positions, MAX(trunk->latent_plain, width)));
     }
     /* A page apart, so that threads never write into each other's. */
     return (size_t)(at - base) + 4096;
 }
 
+static void describe_heads(trunk_job *job, int64_t kind) {
+    const pllm_heads *heads = job->trunk->kinds + kind;
+    const int64_t group = job->trunk->heads / heads->key_value_heads;
+    const int64_t query = job->trunk->gated_queries ? 2 * heads->width : heads->width;
+    job->shapes[kind] = (head_shape){
+        .cosine = job->pass->cosine[kind],
+        .sine = job->pass->sine[kind],
+        .width = heads->width,
+        .rotated = heads->rotated,
+        .key_value_heads = heads->key_value_heads,
+        .kind = kind,
+        .joined = job->trunk->heads * heads->width,
+        .queries = job->trunk->heads * query,
+        .query = query,
+        .group = group,
+        .row_group = heads->key_value_heads > 1 ? ROW_GROUP : MAX(1, MIN(ROW_GROUP, TOGETHER_QUERIES / group)),
+        .block = MAX(16, divided_up(BLOCK_QUERIES, group)),
+    };
+}
+
 static size_t layout(trunk_job *job, const pllm_trunk *trunk, const pllm_pass *pass, int threads) {
     *job = (trunk_job){.trunk = trunk, .pass = pass, .set = trunk_set_of(trunk->set)};
     const int64_t positions = job->positions = pass->rows * pass->tokens, k = MAX(trunk->top_k, 1);
-    job->group = trunk->heads / trunk->key_value_heads;
-    job->joined = trunk->heads * trunk->width;
-    job->query = trunk->gated_queries ? 2 * trunk->width : trunk->width;
-    job->queries = trunk->heads * job->query;
     const int64_t delta = pllm_delta_channels(trunk) + trunk->delta_value_heads * (trunk->delta_value_width + 2);
-    job->projected = MAX(job->queries + 2 * trunk->key_value_heads * trunk->width, delta);
-    if (trunk->convolution_layers) job->projected = MAX(job->projected, 3 * trunk->hidden);
-    job->row_group = trunk->key_value_heads > 1 ? ROW_GROUP : MAX(1, MIN(ROW_GROUP, TOGETHER_QUERIES / job->group));
-    job->block = MAX(16, divided_up(BLOCK_QUERIES, job->group));
+    job->projected = MAX(delta, trunk->convolution_layers ? 3 * trunk->hidden : 0);
+    for (int64_t kind = 0; kind < trunk->kind_count; kind++) {
+        describe_heads(job, kind);
+        const head_shape *heads = job->shapes + kind;
+        job->projected = MAX(job->projected, heads->queries + 2 * heads->key_value_heads * heads->width);
+    }
     const int64_t length = pass->start + pass->tokens;
     job->chunk_length = pllm_chunk_length(length);
     job->chunk_limit = divided_up(length, job->chunk_length) + pass->segment_count;
-    const int64_t parts = trunk->key_value_heads * job->chunk_limit * pass->rows * job->group;
+    const int64_t parts = trunk->heads * job->chunk_limit * pass->rows;
     const int64_t many = positions > FEW_LIMIT ? positions : 0;
     size_t shared;
     experts_bytes(job, &job->own_experts, &shared);
     char *at = pass->workspace;
     job->h = take(&at, many * trunk->hidden, 4);
     job->normed = take(&at, many * trunk->hidden, 4);
+    job->beside = take(&at, has_norms(trunk) ? many * trunk->hidden : 0, 4);
     job->qkv = take(&at, positions * job->projected, 4);
     job->attended = take(&at, positions * joined_most(trunk), 4);
     job->out = take(&at, positions * trunk->hidden, 4);
@@ -151,8 +183,8 @@ static size_t layout(trunk_job *job, const pllm_trunk *trunk, const pllm_pass *p
     job->input = take(&at, 1, pllm_input_bytes(positions, widest_input(trunk)));
     job->experts = take(&at, 1, shared);
     if (trunk->latent_values) {
-        const int64_t queries = trunk->heads * (trunk->latent_plain + trunk->rotated);
-        job->latent_stride = trunk->width + (trunk->latent_rank ? trunk->latent_rank : queries);
+        const int64_t queries = trunk->heads * (trunk->latent_plain + trunk->kinds[0].rotated);
+        job->latent_stride = trunk->kinds[0].width + (trunk->latent_rank ? trunk->latent_rank : queries);
         job->latent_rows = take(&at, positions * job->latent_stride, 4);
         job->latent_rank = take(&at, many * trunk->latent_rank, 4);
         job->latent_queries = take(&at, trunk->latent_rank ? positions * queries : 0, 4);
@@ -160,7 +192,7 @@ static size_t layout(trunk_job *job, const pllm_trunk *trunk, const pllm_pass *p
     }
     job->part_maximum = take(&at, parts, 4);
     job->part_total = take(&at, parts, 4);
-    job->part_sum = take(&at, parts * trunk->width, 4);
+    job->part_sum = take(&at, parts * widest_head(trunk), 4);
     job->own = at;
     own_area area;
     job->own_bytes = aligned(own_layout(job, &area, at));
@@ -179,7 +211,7 @@ typedef struct walk {
     own_area own;
     pllm_input input;
     int64_t rows; /* positions that are computed: all, or in the last layer those whose logits are wanted */
-    float *h, *normed;
+    float *h, *normed, *beside;
     double since;
     int thread, threads, few;
 } walk;
@@ -203,6 +235,7 @@ static void set_mode(walk *w, int64_t rows) {
     w->few = rows <= FEW_LIMIT;
     w->h = w->few ? w->own.h : w->job->h;
     w->normed = w->few ? w->own.normed : w->job->normed;
+    w->beside = w->few ? w->own.beside : w->job->beside;
 }
 
 /* x [rows, columns] as the kernels read it for weights like `matrix`. */
@@ -377,7 +410,7 @@ static int latent_layer(walk *w, int64_t index, int last) {
     const int prompt = job->pass->tokens > 1, wanted = !last || job->pass->logits != NULL;
     const int ranked = trunk->latent_rank > 0;
     const pllm_matrix *matrices[] = {&latent->down, ranked ? &latent->query_down : &latent->query};
-    float *results[] = {job->latent_rows, job->latent_rows + trunk->width};
+    float *results[] = {job->latent_rows, job->latent_rows + trunk->kinds[0].width};
     fill_input(w, w->normed, matrices[0]);
     const int together = wanted && read_alike(matrices[0], matrices[1]);
     project_all(w, matrices, results, together ? 2 : 1, job->latent_stride);
@@ -418,14 +451,17 @@ static int attend_layer(walk *w, int64_t index, int last) {
     if (layer->latent) return latent_layer(w, index, last);
     if (layer->convolution) return convolution_layer(w, index, last);
     const pllm_pass *pass = job->pass;
-    const int64_t keys = job->queries, values = keys + layer->key.rows;
+    const int64_t keys = shape_of(job, index)->queries, values = keys + layer->key.rows;
     const int prompt = pass->tokens > 1, wanted = !last || pass->logits != NULL;
     const float *qkv = job->qkv;
     int64_t at = pass->start;
     fill_input(w, w->normed, &layer->key);
-    const pllm_matrix *matrices[] = {&layer->key, &layer->value, &layer->query};
-    float *results[] = {job->qkv + keys, job->qkv + values, job->qkv};
-    project_all(w, matrices, results, wanted && !(prompt && last) ? 3 : 2, job->projected);
+    const pllm_matrix *matrices[3] = {&layer->key};
+    float *results[3] = {job->qkv + keys};
+    int count = 1;
+    if (layer->value.data) matrices[count] = &layer->value, results[count++] = job->qkv + values;
+    if (wanted && !(prompt && last)) matrices[count] = &layer->query, results[count++] = job->qkv;
+    project_all(w, matrices, results, count, job->projected);
     if (wanted && prompt && last) {
         /* The last row's query by itself, from its own copy of the input. */
         const float *normed = w->normed + (job->positions - 1) * job->trunk->hidden;
@@ -510,9 +546,9 @@ static void shared_weights(walk *w, const pllm_trunk_layer *layer, float *weight
 
 /* ---- Experts ---------------------------------------------------------------------------------------------- */
 
-static void run_experts(walk *w, const pllm_layer *experts, const int32_t *indices, const float *weights, int64_t k,
-                        float *sum, int64_t *counts) {
-    const pllm_routes routes = {.hidden = w->normed, .indices = indices, .weights = weights, .tokens = w->rows,
+static void run_experts(walk *w, const pllm_layer *experts, const float *hidden, const int32_t *indices,
+                        const float *weights, int64_t k, float *sum, int64_t *counts) {
+    const pllm_routes routes = {.hidden = hidden, .indices = indices, .weights = weights, .tokens = w->rows,
                                 .k = k, .sum = sum, .counts = counts};
     pllm_experts_part(w->job->pool, experts, &routes, w->own.experts, w->job->experts, w->thread, w->threads);
     barrier(w);
@@ -524,21 +560,63 @@ static void shared_expert(walk *w, int64_t index) {
     float *weights = w->few ? w->own.shared_weights : job->shared_weights;
     shared_weights(w, layer, weights);
     barrier(w);
-    run_experts(w, layer->shared, job->zeros, weights, 1, job->shared_out, NULL);
+    run_experts(w, layer->shared, layer->norms ? w->beside : w->normed, job->zeros, weights, 1, job->shared_out, NULL);
     mark(w, index, PLLM_OTHER);
+}
+
+/* The hidden state as another part of a layer reads it, in w->normed. */
+static void norm_again(walk *w, const float *weight) {
+    const int64_t hidden = w->job->trunk->hidden;
+    for (int64_t at = share_start(w) * hidden; at < share_end(w) * hidden; at += hidden)
+        w->job->set->residual_norm(w->h + at, NULL, NULL, NULL, 1, weight, w->job->trunk->epsilon, w->normed + at, hidden);
+}
+
+/* Adds what attention has given, normed, and norms the sum for the network beside the experts. */
+static void add_attention(walk *w, const pllm_trunk_layer *layer) {
+    const trunk_job *job = w->job;
+    const int64_t hidden = job->trunk->hidden;
+    const float epsilon = job->trunk->epsilon;
+    for (int64_t at = share_start(w) * hidden; at < share_end(w) * hidden; at += hidden) {
+        memcpy(w->own.row, job->out + at, (size_t)hidden * 4);
+        job->set->norm(w->own.row, layer->norms->attention, epsilon, hidden);
+        job->set->residual_norm(w->h + at, w->own.row, NULL, NULL, 1, layer->ffn_norm, epsilon, w->beside + at, hidden);
+    }
+}
+
+/* Adds what a layer's experts and the network beside them have given, and norms the result with `weight`. */
+static void add_experts(walk *w, const pllm_norms *norms, const float *weight) {
+    const trunk_job *job = w->job;
+    const int64_t hidden = job->trunk->hidden;
+    const float epsilon = job->trunk->epsilon;
+    for (int64_t at = share_start(w) * hidden; at < share_end(w) * hidden; at += hidden) {
+        float *sum = w->normed + at, *routed = w->own.row, *h = w->h + at;
+        memcpy(sum, job->shared_out + at, (size_t)hidden * 4);
+        memcpy(routed, job->out + at, (size_t)hidden * 4);
+        job->set->norm(sum, norms->shared_after, epsilon, hidden);
+        job->set->norm(routed, norms->experts_after, epsilon, hidden);
+        for (int64_t d = 0; d < hidden; d++) sum[d] += routed[d];
+        job->set->norm(sum, norms->after, epsilon, hidden);
+        for (int64_t d = 0; d < hidden; d++) h[d] = (h[d] + sum[d]) * norms->scale;
+        job->set->residual_norm(h, NULL, NULL, NULL, 1, weight, epsilon, w->normed + at, hidden);
+    }
 }
 
 /* From the second norm to the experts' weighted sum in job->out, or to the routes if the pass is cut there; 0 then. */
 static int feed_forward(walk *w, int64_t index) {
     const trunk_job *job = w->job;
     const pllm_trunk_layer *layer = job->trunk->layers + index;
-    residual_norm(w, job->out, layer->output_bias, NULL, layer->ffn_norm);
+    if (layer->norms)
+        add_attention(w, layer);
+    else
+        residual_norm(w, job->out, layer->output_bias, NULL, layer->ffn_norm);
     mark(w, index, PLLM_OTHER);
     int32_t *indices = w->few ? w->own.indices : job->indices;
     float *weights = w->few ? w->own.weights : job->weights;
     if (layer->router.data) {
         if (layer->shared && !job->cut) shared_expert(w, index);
+        if (layer->norms) norm_again(w, layer->norms->router);
         route(w, layer, indices, weights);
+        if (layer->norms) norm_again(w, layer->norms->experts);
         mark(w, index, PLLM_ROUTER);
         if (job->cut) {
             if (w->thread == 0) *job->cut = (pllm_cut){w->normed, indices, weights, job->out, w->rows, index};
@@ -550,30 +628,40 @@ static int feed_forward(walk *w, int64_t index) {
         for (int64_t row = share_start(w); row < share_end(w); row++) weights[row] = 1, indices[row] = 0;
     }
     if (!w->few) barrier(w);
-    run_experts(w, layer->experts, indices, weights, layer->router.data ? job->trunk->top_k : 1, job->out,
+    run_experts(w, layer->experts, w->normed, indices, weights, layer->router.data ? job->trunk->top_k : 1, job->out,
                 layer->router.data ? layer->counts : NULL);
     mark(w, index, layer->router.data ? PLLM_EXPERTS : PLLM_OTHER);
     return 1;
 }
 
-/* The shared expert's part of the layer before `index`, or NULL. */
-static const float *shared_before(const walk *w, int64_t index) {
-    if (index == 0) return NULL;
+/* Adds what the layer before `index` has given, and norms the sum with `weight`. */
+static void add_layer(walk *w, int64_t index, const float *weight) {
+    if (index == 0) return residual_norm(w, NULL, NULL, NULL, weight);
     const pllm_trunk_layer *layer = w->job->trunk->layers + index - 1;
-    return layer->router.data && layer->shared ? w->job->shared_out : NULL;
+    if (layer->norms) return add_experts(w, layer->norms, weight);
+    residual_norm(w, w->job->out, NULL, layer->router.data && layer->shared ? w->job->shared_out : NULL, weight);
+}
+
+/* A thread's share of logits that are divided or limited. */
+static void finish_logits(const walk *w) {
+    const pllm_trunk *trunk = w->job->trunk;
+    const int64_t count = w->rows * trunk->head.rows;
+    float *logits = w->job->pass->logits;
+    for (int64_t i = count * w->thread / w->threads; i < count * (w->thread + 1) / w->threads; i++) {
+        logits[i] /= trunk->logits_divisor;
+        if (trunk->logits_cap > 0) logits[i] = trunk->logits_cap * tanhf(logits[i] / trunk->logits_cap);
+    }
 }
 
 static void head(walk *w) {
     const trunk_job *job = w->job;
     const pllm_trunk *trunk = job->trunk;
-    residual_norm(w, job->out, NULL, shared_before(w, trunk->layer_count), trunk->final_norm);
+    add_layer(w, trunk->layer_count, trunk->final_norm);
     fill_input(w, w->normed, &trunk->head);
     project(w, &trunk->head, job->pass->logits, trunk->head.rows);
-    if (trunk->logits_divisor == 1.0F) return;
+    if (trunk->logits_divisor == 1.0F && trunk->logits_cap == 0) return;
     barrier(w);
-    const int64_t count = w->rows * trunk->head.rows;
-    for (int64_t i = count * w->thread / w->threads; i < count * (w->thread + 1) / w->threads; i++)
-        job->pass->logits[i] /= trunk->logits_divisor;
+    finish_logits(w);
 }
 
 /* The thread's own memory, and what goes on after `layers` layers. */
@@ -594,7 +682,7 @@ static void region(int thread, int threads, void *argument) {
     if (pass->first_layer == 0) embed(&w);
     mark(&w, 0, -1);
     for (int64_t i = pass->first_layer; i < pass->last_layer; i++) {
-        residual_norm(&w, i > 0 ? job->out : NULL, NULL, shared_before(&w, i), trunk->layers[i].attention_norm);
+        add_layer(&w, i, trunk->layers[i].attention_norm);
         mark(&w, i, PLLM_OTHER);
         const int more = attend_layer(&w, i, i == trunk->layer_count - 1);
         mark(&w, i, PLLM_ATTENTION);
@@ -621,9 +709,11 @@ static int check(const pllm_trunk *trunk, const pllm_pass *pass) {
          trunk->delta_value_heads < 1 || trunk->delta_value_heads % trunk->delta_key_heads ||
          !(pass->states_before && pass->states_after)))
         return PLLM_E_ARGUMENT;
-    if (trunk->cache_dtype != PLLM_F32 && trunk->cache_dtype != PLLM_BF16 &&
-        (trunk->cache_dtype != PLLM_Q8_0 || trunk->width % CACHE_GROUP))
+    if (trunk->cache_dtype != PLLM_F32 && trunk->cache_dtype != PLLM_BF16 && trunk->cache_dtype != PLLM_Q8_0)
         return PLLM_E_ARGUMENT;
+    if (trunk->kind_count < 1 || trunk->kind_count > PLLM_HEAD_KINDS) return PLLM_E_ARGUMENT;
+    for (int64_t kind = 0; kind < trunk->kind_count; kind++)
+        if (trunk->cache_dtype == PLLM_Q8_0 && trunk->kinds[kind].width % CACHE_GROUP) return PLLM_E_ARGUMENT;
     const pllm_segment *last = pass->segments + pass->segment_count - 1;
     if (pass->segments[0].start != 0 || last->start + last->count < pass->start + pass->tokens) return PLLM_E_ARGUMENT;
     return pllm_has(trunk->set) && pllm_has(trunk->exact_set) ? PLLM_OK : PLLM_E_SET;

@@ -18,6 +18,14 @@
    [width / 32][PLLM_KEY_BLOCK]: one for 32 neighbours of a position. `width` is a multiple of 32. */
 #define PLLM_KEY_BLOCK 16
 
+/* Heads of keys and values of a layer. Layers with attention are of one kind or of two (Gemma 4): one that sees a window,
+   and one that sees everything, with fewer and wider heads. */
+#define PLLM_HEAD_KINDS 2
+typedef struct pllm_heads {
+    int64_t key_value_heads, width;
+    int64_t rotated; /* leading values of a head that are rotated; even */
+} pllm_heads;
+
 enum { PLLM_NORM_NONE = 0, PLLM_NORM_PER_HEAD = 1, PLLM_NORM_WHOLE = 2 };
 enum { PLLM_SOFTMAX = 0, PLLM_SIGMOID = 1 };
 enum { PLLM_ATTENTION = 0, PLLM_ROUTER = 1, PLLM_EXPERTS = 2, PLLM_OTHER = 3, PLLM_PARTS = 4 };
@@ -53,7 +61,7 @@ typedef struct pllm_convolution {
 /* Attention over latents (DeepSeek V2, section 2.1): what a position leaves behind is one vector of `latents` numbers, from
    which every head would make its keys and values, and one rotated key of all heads. A head's matrix for keys is applied
    to its query instead, and that for values to what it has gathered, so that the cache holds no keys and values of heads:
-   it has one head of trunk.width = rotated + latents numbers, which are keys and values at once. */
+   it has one head of width = rotated + latents numbers, which are keys and values at once. */
 typedef struct pllm_latent {
     pllm_matrix query_down;  /* [rank, hidden]; data NULL: `query` reads the hidden state */
     pllm_matrix query;       /* [heads * (plain + rotated), rank or hidden]; of each head the rotated numbers last */
@@ -70,17 +78,32 @@ typedef struct pllm_pages {
     size_t bytes;
 } pllm_pages;
 
+/* A layer of Gemma 4: its parts norm what they give before it is added, a feed-forward network runs beside the experts (it
+   is the shared expert, and reads what ffn_norm gives), and the result is scaled. */
+typedef struct pllm_norms {
+    const float *attention;                   /* of what attention gives; all [hidden] */
+    const float *router, *experts;            /* of the hidden state, as the router and the experts read it */
+    const float *shared_after, *experts_after; /* of what the two give */
+    const float *after;                       /* of their sum */
+    float scale;                              /* of the hidden state after the layer */
+    int32_t reserved;
+} pllm_norms;
+
 typedef struct pllm_trunk_layer {
-    pllm_matrix query, key, value, output;
+    pllm_matrix query, key, output;
+    pllm_matrix value;       /* data NULL: values are the keys before they are normed and rotated */
     pllm_matrix router;      /* data NULL: every token goes to expert 0 with weight 1 */
     pllm_matrix shared_gate; /* [1, hidden]: its sigmoid scales the shared expert; data NULL: nothing does */
     const float *attention_norm, *ffn_norm; /* [hidden] */
     const float *query_norm, *key_norm;     /* [width] or the whole projection; NULL with PLLM_NORM_NONE */
+    const float *value_norm;                /* [width], of each head; or NULL */
     const float *query_bias, *key_bias, *value_bias, *output_bias; /* or NULL */
     const float *router_bias; /* [experts], added to the router's logits; or NULL */
     const float *correction;  /* [experts], added to the experts' scores where they are compared; or NULL */
     const float *sinks;       /* [heads]: a logit that every query of the head has besides those of its keys, for a value
                                  of zeros; or NULL */
+    const float *expert_scale; /* [experts], of the weights of chosen experts; or NULL */
+    const pllm_norms *norms;   /* NULL: none but attention_norm and ffn_norm */
     const pllm_layer *experts; /* NULL with a router: they are run elsewhere, and the pass is cut before them */
     const pllm_layer *shared; /* NULL: none */
     int64_t *counts;          /* [experts]: routes of each, added to what is there; or NULL */
@@ -91,15 +114,16 @@ typedef struct pllm_trunk_layer {
     const pllm_latent *latent; /* the same; NULL: attention without latents */
     const pllm_convolution *convolution; /* the same; NULL: attention */
     int64_t window;           /* positions a query sees, its own included; 0: all */
-    int64_t place;            /* among the layers with attention, with a delta-net, or with a short convolution */
+    int64_t kind;             /* of its heads */
+    int64_t place;            /* among the layers with attention of its kind, with a delta-net, or with a short convolution */
 } pllm_trunk_layer;
 
 typedef struct pllm_trunk {
     const pllm_trunk_layer *layers;
     pllm_matrix embedding, head;
     const float *final_norm;
-    int64_t layer_count, hidden, heads, key_value_heads, width, top_k;
-    int64_t rotated; /* leading values of a head of attention that are rotated; even */
+    pllm_heads kinds[PLLM_HEAD_KINDS];
+    int64_t kind_count, layer_count, hidden, heads, top_k;
     int64_t delta_layers, delta_key_heads, delta_value_heads, delta_key_width, delta_value_width, delta_taps;
     int64_t convolution_layers, convolution_taps;
     int64_t latent_plain, latent_values; /* numbers of a head's query that are not rotated, and of its values; 0 without
@@ -118,6 +142,7 @@ typedef struct pllm_trunk {
     int32_t tiled_heads;   /* value head h belongs to key head h % key heads, as llama.cpp stores them; 0: to
                               h / (value heads / key heads) */
     float epsilon, clip, embedding_scale, attention_scale, residual_scale, logits_divisor;
+    float logits_cap;    /* logits are cap * tanh(logits / cap); 0: they are not limited */
     float routed_scale;  /* of the weights of chosen experts */
     float least_sum;     /* added to the sum that `normalise` divides by */
     float latent_epsilon; /* of the norms of pllm_latent */
@@ -125,17 +150,17 @@ typedef struct pllm_trunk {
 
 /* Positions start..start+count) of every row, in a page of `capacity` positions from `offset` on. A page holds keys
    [row][layer][head][capacity / PLLM_KEY_BLOCK][width][PLLM_KEY_BLOCK] and values [row][layer][head][capacity][width],
-   of the layers with attention. With latents the keys are the values, too, and `values` is not used. The row stride is in
+   of the layers with attention of one kind; each kind has pages of its own. With latents the keys are the values, too, and `values` is not used. The row stride is in
    bytes; 0: all rows share the page. */
 typedef struct pllm_segment {
-    void *keys, *values;
-    int64_t row_stride;
+    void *keys[PLLM_HEAD_KINDS], *values[PLLM_HEAD_KINDS];
+    int64_t row_stride[PLLM_HEAD_KINDS];
     int64_t capacity, offset, start, count;
 } pllm_segment;
 
 typedef struct pllm_pass {
     const int32_t *ids;          /* [rows, tokens] */
-    const float *cosine, *sine;  /* [tokens, rotated / 2], of positions start... */
+    const float *cosine[PLLM_HEAD_KINDS], *sine[PLLM_HEAD_KINDS]; /* [tokens, rotated / 2], of positions start... */
     const pllm_segment *segments; /* ascending, covering 0..start + tokens) */
     float *logits;               /* [rows, vocabulary], after each row's last token; NULL: not wanted */
     const float *const *states_before; /* [rows]: each row's states; NULL in it: zeros */

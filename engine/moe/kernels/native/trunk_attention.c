@@ -23,9 +23,9 @@ static int64_t lowest(const pllm_trunk_layer *layer, int64_t position) {
 
 /* 1 / the root mean square of a whole projection, for families that norm all its heads as one. The squares are added in
    the order in which the rows are stored. */
-static float whole_scale(const trunk_job *job, const float *x, const float *bias, int64_t heads) {
+static float whole_scale(const trunk_job *job, const head_shape *shape, const float *x, const float *bias, int64_t heads) {
     if (job->trunk->head_norm != PLLM_NORM_WHOLE) return 0;
-    const int64_t count = heads * job->trunk->width;
+    const int64_t count = heads * shape->width;
     float total = 0;
     for (int64_t i = 0; i < count; i++) {
         const float value = x[i] + (bias ? bias[i] : 0);
@@ -37,12 +37,12 @@ static float whole_scale(const trunk_job *job, const float *x, const float *bias
 /* A head of a projection: bias, order, norm, clip. `paired`: the values that a rotation turns together lie side by side,
    and are brought apart, so that everything after is the same to the bit in either order. Head norms are
    in the order of `to`. `from` and `to` do not overlap. */
-static void ready_head(const trunk_job *job, float *to, const float *from, const float *bias, const float *norm,
-                       float whole, int64_t head, int paired) {
+static void ready_head(const trunk_job *job, const head_shape *shape, float *to, const float *from, const float *bias,
+                       const float *norm, float whole, int64_t head, int paired) {
     const pllm_trunk *trunk = job->trunk;
-    const int64_t width = trunk->width, base = head * width, half = trunk->rotated / 2;
+    const int64_t width = shape->width, base = head * width, half = shape->rotated / 2;
     for (int64_t d = 0; d < width; d++) {
-        const int64_t place = paired && d < trunk->rotated ? d / 2 + d % 2 * half : d;
+        const int64_t place = paired && d < shape->rotated ? d / 2 + d % 2 * half : d;
         to[place] = from[d] + (bias ? bias[base + d] : 0);
     }
     if (norm && trunk->head_norm == PLLM_NORM_PER_HEAD) job->set->norm(to, norm, trunk->epsilon, width);
@@ -60,18 +60,19 @@ static const pllm_segment *segment_of(const pllm_pass *pass, int64_t position) {
 }
 
 /* Bytes of a head's keys, or of its values, of one position; of a whole block in Q8_0, divided by its positions. */
-static int64_t position_bytes(const pllm_trunk *trunk) {
+static int64_t position_bytes(const pllm_trunk *trunk, int64_t width) {
     switch (trunk->cache_dtype) {
-    case PLLM_F32: return trunk->width * 4;
-    case PLLM_BF16: return trunk->width * 2;
-    default: return trunk->width + trunk->width / CACHE_GROUP * 2;
+    case PLLM_F32: return width * 4;
+    case PLLM_BF16: return width * 2;
+    default: return width + width / CACHE_GROUP * 2;
     }
 }
 
 /* Start of what one head of a row keeps in a page, in bytes. */
-static int64_t head_start(const pllm_trunk *trunk, const pllm_segment *segment, int64_t row, int64_t layer, int64_t head) {
-    const int64_t place = trunk->layers[layer].place;
-    return row * segment->row_stride + (place * trunk->key_value_heads + head) * segment->capacity * position_bytes(trunk);
+static int64_t head_start(const trunk_job *job, const pllm_segment *segment, int64_t row, int64_t layer, int64_t head) {
+    const head_shape *shape = shape_of(job, layer);
+    const int64_t before = job->trunk->layers[layer].place * shape->key_value_heads + head;
+    return row * segment->row_stride[shape->kind] + before * segment->capacity * position_bytes(job->trunk, shape->width);
 }
 
 /* A key or value in 8 bits: `step` numbers from one pair of dimensions to the next, `next` from one dimension of a pair
@@ -99,11 +100,12 @@ void pllm_store_key_value(const trunk_job *job, int64_t row, int64_t layer, int6
                             float *key, float *value) {
     const pllm_trunk *trunk = job->trunk;
     const pllm_segment *segment = segment_of(job->pass, position);
-    const int64_t width = trunk->width, at = segment->offset + position - segment->start;
-    const int64_t lane = at % PLLM_KEY_BLOCK, block = (at - lane) * position_bytes(trunk);
-    const int64_t start = head_start(trunk, segment, row, layer, head) + block;
-    char *key_block = (char *)segment->keys + start;
-    char *value_block = value ? (char *)segment->values + start : NULL;
+    const head_shape *shape = shape_of(job, layer);
+    const int64_t width = shape->width, at = segment->offset + position - segment->start;
+    const int64_t lane = at % PLLM_KEY_BLOCK, block = (at - lane) * position_bytes(trunk, width);
+    const int64_t start = head_start(job, segment, row, layer, head) + block;
+    char *key_block = (char *)segment->keys[shape->kind] + start;
+    char *value_block = value ? (char *)segment->values[shape->kind] + start : NULL;
     if (trunk->cache_dtype == PLLM_F32) {
         float *keys = (float *)key_block + lane;
         for (int64_t d = 0; d < width; d++) keys[d * PLLM_KEY_BLOCK] = key[d];
@@ -137,13 +139,15 @@ static void add_key_value(const trunk_job *job, const float *qkv, int64_t row, i
                           int64_t position, float whole, float *scratch) {
     const pllm_trunk *trunk = job->trunk;
     const pllm_trunk_layer *weights = trunk->layers + layer;
-    const int64_t width = trunk->width, half = trunk->rotated / 2, step = position - job->pass->start;
-    const float *keys = qkv + job->queries, *values = keys + trunk->key_value_heads * width;
+    const head_shape *shape = shape_of(job, layer);
+    const int64_t width = shape->width, half = shape->rotated / 2, step = position - job->pass->start;
+    const float *keys = qkv + shape->queries, *values = weights->value.data ? keys + shape->key_value_heads * width : keys;
     float *key = scratch, *value = scratch + width;
-    ready_head(job, key, keys + head * width, weights->key_bias, weights->key_norm, whole, head,
+    ready_head(job, shape, key, keys + head * width, weights->key_bias, weights->key_norm, whole, head,
                trunk->paired_rotary);
-    job->set->rotate(key, job->pass->cosine + step * half, job->pass->sine + step * half, 1.0F, half);
-    ready_head(job, value, values + head * width, weights->value_bias, NULL, 0, head, 0);
+    job->set->rotate(key, shape->cosine + step * half, shape->sine + step * half, 1.0F, half);
+    ready_head(job, shape, value, values + head * width, weights->value_bias, NULL, 0, head, 0);
+    if (weights->value_norm) job->set->norm(value, weights->value_norm, trunk->epsilon, width);
     pllm_store_key_value(job, row, layer, head, position, key, value);
 }
 
@@ -151,11 +155,12 @@ static void ready_query(const trunk_job *job, float *to, const float *qkv, int64
                         int64_t position, float whole) {
     const pllm_trunk *trunk = job->trunk;
     const pllm_trunk_layer *weights = trunk->layers + layer;
-    const int64_t half = trunk->rotated / 2, step = position - job->pass->start;
-    ready_head(job, to, qkv + head * job->query, weights->query_bias, weights->query_norm, whole, head,
+    const head_shape *shape = shape_of(job, layer);
+    const int64_t half = shape->rotated / 2, step = position - job->pass->start;
+    ready_head(job, shape, to, qkv + head * shape->query, weights->query_bias, weights->query_norm, whole, head,
                trunk->paired_rotary);
-    job->set->rotate(to, job->pass->cosine + step * half, job->pass->sine + step * half, trunk->attention_scale, half);
-    for (int64_t d = trunk->rotated; d < trunk->width; d++) to[d] *= trunk->attention_scale;
+    job->set->rotate(to, shape->cosine + step * half, shape->sine + step * half, trunk->attention_scale, half);
+    for (int64_t d = shape->rotated; d < shape->width; d++) to[d] *= trunk->attention_scale;
 }
 
 /* ---- A prompt --------------------------------------------------------------------------------------------- */
@@ -164,17 +169,18 @@ void pllm_prepare_prompt(const trunk_job *job, const own_area *own, int64_t laye
                          int threads) {
     const pllm_trunk *trunk = job->trunk;
     const pllm_trunk_layer *weights = trunk->layers + layer;
+    const head_shape *shape = shape_of(job, layer);
     for (int64_t t = job->positions * thread / threads; t < job->positions * (thread + 1) / threads; t++) {
         float *qkv = job->qkv + t * job->projected;
         const int64_t position = job->pass->start + t;
-        float whole = whole_scale(job, qkv + job->queries, weights->key_bias, trunk->key_value_heads);
-        for (int64_t head = 0; head < trunk->key_value_heads; head++)
+        float whole = whole_scale(job, shape, qkv + shape->queries, weights->key_bias, shape->key_value_heads);
+        for (int64_t head = 0; head < shape->key_value_heads; head++)
             add_key_value(job, qkv, 0, layer, head, position, whole, own->rotated);
         if (t < first_query) continue;
-        whole = whole_scale(job, qkv, weights->query_bias, trunk->heads);
+        whole = whole_scale(job, shape, qkv, weights->query_bias, trunk->heads);
         for (int64_t head = 0; head < trunk->heads; head++) {
             ready_query(job, own->rotated, qkv, layer, head, position, whole);
-            memcpy(qkv + head * job->query, own->rotated, (size_t)trunk->width * 4);
+            memcpy(qkv + head * shape->query, own->rotated, (size_t)shape->width * 4);
         }
     }
 }
@@ -192,12 +198,13 @@ static void attend_block(const trunk_job *job, const own_area *own, int64_t laye
                          int64_t last) {
     const pllm_trunk *trunk = job->trunk;
     const pllm_pass *pass = job->pass;
-    const int64_t width = trunk->width, group = job->group, count = (last - first) * group;
+    const head_shape *shape = shape_of(job, layer);
+    const int64_t width = shape->width, group = shape->group, count = (last - first) * group;
     const int64_t lowest_seen = lowest(trunk->layers + layer, pass->start + first);
     const float *sinks = trunk->layers[layer].sinks;
     reset(own, count, width, sinks ? sinks + head * group : NULL, group);
     for (int64_t i = 0; i < count; i++)
-        own->queries[i] = job->qkv + (first + i / group) * job->projected + (head * group + i % group) * job->query;
+        own->queries[i] = job->qkv + (first + i / group) * job->projected + (head * group + i % group) * shape->query;
     for (int64_t s = 0; s < pass->segment_count; s++) {
         const pllm_segment *segment = pass->segments + s;
         const int64_t from = MAX(segment->start, lowest_seen);
@@ -209,10 +216,10 @@ static void attend_block(const trunk_job *job, const own_area *own, int64_t laye
             own->low[i] = lowest(trunk->layers + layer, position) + shift;
             own->high[i] = position + 1 + shift;
         }
-        const int64_t start = head_start(trunk, segment, 0, layer, head);
+        const int64_t start = head_start(job, segment, 0, layer, head);
         const attention a = {.queries = own->queries, .low = own->low, .high = own->high,
-                             .keys = (const char *)segment->keys + start,
-                             .values = trunk->latent_values ? NULL : (const char *)segment->values + start,
+                             .keys = (const char *)segment->keys[shape->kind] + start,
+                             .values = trunk->latent_values ? NULL : (const char *)segment->values[shape->kind] + start,
                              .scores = own->scores, .packed_queries = own->packed_queries,
                              .packed_weights = own->packed_weights, .opened = own->opened, .turned = own->turned,
                              .maximum = own->maximum, .total = own->total, .sum = own->sum, .count = count,
@@ -220,7 +227,7 @@ static void attend_block(const trunk_job *job, const own_area *own, int64_t laye
         job->set->attend(&a);
     }
     for (int64_t i = 0; i < count; i++) {
-        float *to = job->attended + (first + i / group) * job->joined + (head * group + i % group) * width;
+        float *to = job->attended + (first + i / group) * shape->joined + (head * group + i % group) * width;
         const float by = 1.0F / own->total[i];
         for (int64_t d = 0; d < width; d++) to[d] = own->sum[i * width + d] * by;
         if (trunk->gated_queries) job->set->gate(to, own->queries[i] + width, width);
@@ -228,11 +235,12 @@ static void attend_block(const trunk_job *job, const own_area *own, int64_t laye
 }
 
 void pllm_attend_prompt(const trunk_job *job, const own_area *own, int64_t layer) {
-    const int64_t heads = job->trunk->key_value_heads, blocks = divided_up(job->positions, job->block);
+    const head_shape *shape = shape_of(job, layer);
+    const int64_t heads = shape->key_value_heads, blocks = divided_up(job->positions, shape->block);
     /* Later blocks see more and take longer: they go first. */
     for (int64_t task; !pllm_pool_stopped(job->pool) && (task = pllm_pool_next(job->pool)) < heads * blocks;) {
-        const int64_t block = blocks - 1 - task / heads, first = block * job->block;
-        attend_block(job, own, layer, task % heads, first, MIN(first + job->block, job->positions));
+        const int64_t block = blocks - 1 - task / heads, first = block * shape->block;
+        attend_block(job, own, layer, task % heads, first, MIN(first + shape->block, job->positions));
     }
 }
 
@@ -246,13 +254,14 @@ static int next_chunk(const trunk_job *job, int64_t layer, int64_t at, int64_t f
     const pllm_segment *segment = segment_of(pass, first);
     const int64_t end = MIN(segment->start + segment->count, at + 1);
     const int64_t last = MIN(end, (first / job->chunk_length + 1) * job->chunk_length);
-    const int shared = pass->rows > 1 && segment->row_stride == 0;
-    *next = (chunk){segment, first, last, shared ? divided_up(pass->rows, job->row_group) : pass->rows, shared};
+    const head_shape *shape = shape_of(job, layer);
+    const int shared = pass->rows > 1 && segment->row_stride[shape->kind] == 0;
+    *next = (chunk){segment, first, last, shared ? divided_up(pass->rows, shape->row_group) : pass->rows, shared};
     return 1;
 }
 
-static int64_t part_index(const trunk_job *job, int64_t head, int64_t index, int64_t row) {
-    return ((head * job->chunk_limit + index) * job->pass->rows + row) * job->group;
+static int64_t part_index(const trunk_job *job, const head_shape *shape, int64_t head, int64_t index, int64_t row) {
+    return ((head * job->chunk_limit + index) * job->pass->rows + row) * shape->group;
 }
 
 /* `task` of the chunk: rows of `head` that are taken together, or of a single row one of `splits` parts of the head's
@@ -261,14 +270,15 @@ static void attend_chunk(const trunk_job *job, const own_area *own, int64_t laye
                          int stored, const chunk *c, int64_t index, int64_t head, int64_t task, int64_t splits) {
     const pllm_trunk *trunk = job->trunk;
     const pllm_trunk_layer *weights = trunk->layers + layer;
-    const int64_t width = trunk->width, group = job->group;
-    const int64_t row = c->together ? task * job->row_group : task / splits;
-    const int64_t rows = c->together ? MIN(job->row_group, job->pass->rows - row) : 1;
+    const head_shape *shape = shape_of(job, layer);
+    const int64_t width = shape->width, group = shape->group;
+    const int64_t row = c->together ? task * shape->row_group : task / splits;
+    const int64_t rows = c->together ? MIN(shape->row_group, job->pass->rows - row) : 1;
     const int64_t begin = group * (task % splits) / splits, count = rows * (group * (task % splits + 1) / splits - begin);
     const int64_t shift = c->segment->offset - c->segment->start;
     if (!stored && c->first <= at && at < c->last) {
         const float *mine = qkv + row * job->projected;
-        const float whole = whole_scale(job, mine + job->queries, weights->key_bias, trunk->key_value_heads);
+        const float whole = whole_scale(job, shape, mine + shape->queries, weights->key_bias, shape->key_value_heads);
         add_key_value(job, mine, row, layer, head, at, whole, own->rotated);
     }
     for (int64_t i = 0; i < count; i++) {
@@ -277,24 +287,24 @@ static void attend_chunk(const trunk_job *job, const own_area *own, int64_t laye
         own->low[i] = c->first + shift;
         own->high[i] = c->last + shift;
         if (stored) {
-            own->queries[i] = mine + query * job->query;
+            own->queries[i] = mine + query * shape->query;
         } else {
-            const float whole = whole_scale(job, mine, weights->query_bias, trunk->heads);
+            const float whole = whole_scale(job, shape, mine, weights->query_bias, trunk->heads);
             ready_query(job, own->rotated + i * width, mine, layer, query, at, whole);
             own->queries[i] = own->rotated + i * width;
         }
     }
-    const int64_t part = part_index(job, head, index, row) + begin;
+    const int64_t part = part_index(job, shape, head, index, row) + begin;
     for (int64_t i = 0; i < count; i++) {
         job->part_maximum[part + i] = -INFINITY;
         job->part_total[part + i] = 0;
     }
     float *sum = job->part_sum + part * width;
     for (int64_t i = 0; i < count * width; i++) sum[i] = 0;
-    const int64_t start = head_start(trunk, c->segment, row, layer, head);
+    const int64_t start = head_start(job, c->segment, row, layer, head);
     const attention a = {.queries = own->queries, .low = own->low, .high = own->high,
-                         .keys = (const char *)c->segment->keys + start,
-                         .values = trunk->latent_values ? NULL : (const char *)c->segment->values + start,
+                         .keys = (const char *)c->segment->keys[shape->kind] + start,
+                         .values = trunk->latent_values ? NULL : (const char *)c->segment->values[shape->kind] + start,
                          .scores = own->scores, .packed_queries = own->packed_queries,
                          .packed_weights = own->packed_weights, .opened = own->opened, .turned = own->turned,
                          .maximum = job->part_maximum + part, .total = job->part_total + part, .sum = sum,
@@ -305,12 +315,13 @@ static void attend_chunk(const trunk_job *job, const own_area *own, int64_t laye
 
 void pllm_attend_rows(const trunk_job *job, const own_area *own, int64_t layer, const float *qkv, int64_t at,
                       int stored) {
-    const int64_t heads = job->trunk->key_value_heads;
+    const head_shape *shape = shape_of(job, layer);
+    const int64_t heads = shape->key_value_heads;
     chunk c = {0};
     int64_t index = 0, before = 0, task = pllm_pool_next(job->pool);
     for (int64_t first = 0; next_chunk(job, layer, at, first, &c); first = c.last, index++) {
         /* A key that is not stored yet is stored by the one task that needs it first. */
-        const int64_t splits = stored && !c.together ? divided_up(job->group, SPLIT_QUERIES) : 1;
+        const int64_t splits = stored && !c.together ? divided_up(shape->group, SPLIT_QUERIES) : 1;
         const int64_t tasks = heads * c.groups * splits;
         for (; task < before + tasks; task = pllm_pool_next(job->pool))
             attend_chunk(job, own, layer, qkv, at, stored, &c, index, (task - before) % heads, (task - before) / heads,
@@ -321,21 +332,23 @@ void pllm_attend_rows(const trunk_job *job, const own_area *own, int64_t layer, 
 
 void pllm_join_rows(const trunk_job *job, int64_t layer, const float *qkv, int64_t at, int64_t first, int64_t last,
                     float *to) {
-    const int64_t width = job->trunk->width, heads = job->trunk->heads;
+    const head_shape *shape = shape_of(job, layer);
+    const int64_t width = shape->width, heads = job->trunk->heads;
     const float *sinks = job->trunk->layers[layer].sinks;
     chunk c = {0};
     int64_t chunks = 0;
     for (int64_t from = 0; next_chunk(job, layer, at, from, &c); from = c.last) chunks++;
     for (int64_t row = first; row < last; row++)
         for (int64_t head = 0; head < heads; head++) {
-            float *result = to + row * job->joined + head * width;
+            const int64_t group = head / shape->group, query = head % shape->group;
+            float *result = to + row * shape->joined + head * width;
             float most = sinks ? sinks[head] : -INFINITY;
             for (int64_t i = 0; i < chunks; i++)
-                most = MAX(most, job->part_maximum[part_index(job, head / job->group, i, row) + head % job->group]);
+                most = MAX(most, job->part_maximum[part_index(job, shape, group, i, row) + query]);
             float total = sinks ? expf(sinks[head] - most) : 0;
             for (int64_t d = 0; d < width; d++) result[d] = 0;
             for (int64_t i = 0; i < chunks; i++) {
-                const int64_t part = part_index(job, head / job->group, i, row) + head % job->group;
+                const int64_t part = part_index(job, shape, group, i, row) + query;
                 const float by = expf(job->part_maximum[part] - most);
                 const float *sum = job->part_sum + part * width;
                 total += job->part_total[part] * by;
@@ -343,6 +356,6 @@ void pllm_join_rows(const trunk_job *job, int64_t layer, const float *qkv, int64
             }
             for (int64_t d = 0; d < width; d++) result[d] /= total;
             if (job->trunk->gated_queries)
-                job->set->gate(result, qkv + row * job->projected + head * job->query + width, width);
+                job->set->gate(result, qkv + row * job->projected + head * shape->query + width, width);
         }
 }

@@ -23,7 +23,8 @@ typedef struct chunk {
 /* What one thread has to itself. With few positions every thread computes the cheap things (residual, norms, routes)
    for itself, which is faster than waiting for another to do it. */
 typedef struct own_area {
-    float *h, *normed, *joined, *shared_weights, *logits, *weights;
+    float *h, *normed, *beside, *joined, *shared_weights, *logits, *weights;
+    float *row; /* [hidden] */
     int32_t *indices;
     void *input, *exact, *linear, *experts;
     float *rotated, *scores, *maximum, *total, *sum;
@@ -37,20 +38,28 @@ typedef struct own_area {
     void *latent_input; /* of one head of all positions */
 } own_area;
 
+/* A kind of heads, and what follows from it. */
+typedef struct head_shape {
+    const float *cosine, *sine;
+    int64_t width, rotated, key_value_heads, kind;
+    int64_t joined;    /* heads * width */
+    int64_t queries;   /* columns of qkv that are queries, with their gates: keys and values follow */
+    int64_t query;     /* columns from one head's query to the next */
+    int64_t group;     /* query heads per key/value head */
+    int64_t row_group; /* rows of a decoding pass that are taken together */
+    int64_t block;     /* positions of a prefill's query block */
+} head_shape;
+
 typedef struct trunk_job {
     pllm_pool *pool;
     const pllm_trunk *trunk;
     const pllm_pass *pass;
     const trunk_set *set;
     int64_t positions; /* rows * tokens */
-    int64_t joined;    /* heads * width */
     int64_t projected; /* columns of qkv */
-    int64_t queries;   /* columns of it that are queries, with their gates: keys and values follow */
-    int64_t query;     /* columns from one head's query to the next */
-    int64_t group;     /* query heads per key/value head */
-    int64_t row_group; /* rows of a decoding pass that are taken together */
-    int64_t block;     /* positions of a prefill's query block */
+    head_shape shapes[PLLM_HEAD_KINDS];
     int64_t chunk_length, chunk_limit;
+    float *beside; /* what a shared expert reads if it has a norm of its own */
     float *h, *normed, *qkv, *attended, *out, *shared_out, *router, *weights, *shared_weights;
     float *latent_rows;    /* [positions, latent_stride]: results of pllm_latent's down, and of the first matrix of queries */
     float *latent_rank;    /* [positions, latent_rank]: those of query_down, normed */
@@ -65,6 +74,10 @@ typedef struct trunk_job {
     pllm_cut *cut;        /* NULL: the routed experts are run here too */
     int64_t shared_layer; /* pllm_trunk_shared: the layer */
 } trunk_job;
+
+static inline const head_shape *shape_of(const trunk_job *job, int64_t layer) {
+    return job->shapes + job->trunk->layers[layer].kind;
+}
 
 int64_t pllm_chunk_length(int64_t positions);
 
@@ -87,7 +100,7 @@ void pllm_join_rows(const trunk_job *job, int64_t layer, const float *qkv, int64
 
 /* Attention over latents: the normed results of query_down of rows first..last). */
 void pllm_latent_norm_rank(const trunk_job *job, int64_t layer, int64_t first, int64_t last, float *to);
-/* Rotated keys and latents of positions first..last) into the cache. `scratch`: trunk->width floats. */
+/* Rotated keys and latents of positions first..last) into the cache. `scratch`: floats of a head. */
 void pllm_latent_keys(const trunk_job *job, int64_t layer, int64_t first, int64_t last, float *scratch);
 /* Queries of `count` positions from `first` on, multiplied by their heads' matrices for keys and ready for attention.
    Takes heads with pllm_pool_next. */

@@ -4,14 +4,14 @@
 
 #include <string.h>
 
-static int64_t latents(const pllm_trunk *trunk) { return trunk->width - trunk->rotated; }
+static int64_t latents(const pllm_trunk *trunk) { return trunk->kinds[0].width - trunk->kinds[0].rotated; }
 
 void pllm_latent_norm_rank(const trunk_job *job, int64_t layer, int64_t first, int64_t last, float *to) {
     const pllm_trunk *trunk = job->trunk;
     const int64_t rank = trunk->latent_rank;
     for (int64_t row = first; row < last; row++) {
         float *mine = to + row * rank;
-        memcpy(mine, job->latent_rows + row * job->latent_stride + trunk->width, (size_t)rank * 4);
+        memcpy(mine, job->latent_rows + row * job->latent_stride + trunk->kinds[0].width, (size_t)rank * 4);
         job->set->norm(mine, trunk->layers[layer].latent->query_norm, trunk->latent_epsilon, rank);
     }
 }
@@ -21,14 +21,15 @@ static int64_t place_of(const pllm_pass *pass, int64_t index) { return pass->sta
 
 /* The part of a head that is rotated, by the angles of a position, and scaled. */
 static void rotate(const trunk_job *job, float *to, const float *from, int64_t position, float scale) {
-    const int64_t rotated = job->trunk->rotated, half = rotated / 2, step = position - job->pass->start;
+    const head_shape *shape = job->shapes;
+    const int64_t rotated = shape->rotated, half = rotated / 2, step = position - job->pass->start;
     for (int64_t d = 0; d < rotated; d++) to[job->trunk->paired_rotary ? d / 2 + d % 2 * half : d] = from[d];
-    job->set->rotate(to, job->pass->cosine + step * half, job->pass->sine + step * half, scale, half);
+    job->set->rotate(to, shape->cosine + step * half, shape->sine + step * half, scale, half);
 }
 
 void pllm_latent_keys(const trunk_job *job, int64_t layer, int64_t first, int64_t last, float *scratch) {
     const pllm_trunk *trunk = job->trunk;
-    const int64_t count = latents(trunk), rotated = trunk->rotated;
+    const int64_t count = latents(trunk), rotated = trunk->kinds[0].rotated;
     for (int64_t index = first; index < last; index++) {
         const float *down = job->latent_rows + index * job->latent_stride;
         const int64_t position = place_of(job->pass, index);
@@ -51,18 +52,19 @@ static void multiply(const trunk_job *job, const own_area *own, const pllm_matri
 void pllm_latent_queries(const trunk_job *job, const own_area *own, int64_t layer, int64_t first, int64_t count) {
     const pllm_trunk *trunk = job->trunk;
     const pllm_latent *latent = trunk->layers[layer].latent;
-    const int64_t plain = trunk->latent_plain, each = plain + trunk->rotated;
+    const int64_t width = trunk->kinds[0].width, rotated = trunk->kinds[0].rotated;
+    const int64_t plain = trunk->latent_plain, each = plain + rotated;
     const int64_t stride = trunk->latent_rank ? trunk->heads * each : job->latent_stride;
-    const float *queries = trunk->latent_rank ? job->latent_queries : job->latent_rows + trunk->width;
+    const float *queries = trunk->latent_rank ? job->latent_queries : job->latent_rows + width;
     queries += first * stride;
     for (int64_t head; (head = pllm_pool_next(job->pool)) < trunk->heads;) {
         const float *from = queries + head * each;
-        float *to = job->qkv + first * job->projected + head * trunk->width;
-        multiply(job, own, latent->keys + head, from, stride, count, to + trunk->rotated, job->projected);
+        float *to = job->qkv + first * job->projected + head * width;
+        multiply(job, own, latent->keys + head, from, stride, count, to + rotated, job->projected);
         for (int64_t i = 0; i < count; i++) {
             float *query = to + i * job->projected;
             rotate(job, query, from + i * stride + plain, place_of(job->pass, first + i), trunk->attention_scale);
-            for (int64_t d = trunk->rotated; d < trunk->width; d++) query[d] *= trunk->attention_scale;
+            for (int64_t d = rotated; d < width; d++) query[d] *= trunk->attention_scale;
         }
     }
 }
@@ -70,8 +72,9 @@ void pllm_latent_queries(const trunk_job *job, const own_area *own, int64_t laye
 void pllm_latent_values(const trunk_job *job, const own_area *own, int64_t layer, const float *joined, int64_t rows) {
     const pllm_trunk *trunk = job->trunk;
     const pllm_latent *latent = trunk->layers[layer].latent;
+    const head_shape *shape = job->shapes;
     const int64_t each = trunk->latent_values;
     for (int64_t head; (head = pllm_pool_next(job->pool)) < trunk->heads;)
-        multiply(job, own, latent->values + head, joined + head * trunk->width + trunk->rotated, job->joined, rows,
+        multiply(job, own, latent->values + head, joined + head * shape->width + shape->rotated, shape->joined, rows,
                  job->latent_values + head * each, trunk->heads * each);
 }

@@ -68,5 +68,6 @@ void pllm_choose_experts(const pllm_trunk *trunk, const pllm_trunk_layer *layer,
         logits[best] = -INFINITY;
     }
     const float by = trunk->routed_scale / (trunk->normalise ? chosen + trunk->least_sum : total);
-    for (int64_t slot = 0; slot < trunk->top_k; slot++) weights[slot] *= by;
+    for (int64_t slot = 0; slot < trunk->top_k; slot++)
+        weights[slot] *= by * (layer->expert_scale ? layer->expert_scale[indices[slot]] : 1);
 }
