@@ -60,7 +60,7 @@ _ENDINGS: tuple[tuple[str, str], ...] = (
 
 FAMILIES_OF_MLX = (
     "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss",
-    "qwen3_5_text", "qwen3_5_moe_text",
+    "glm4_moe", "qwen3_5_text", "qwen3_5_moe_text",
 )  # fmt: skip
 """Families whose weights mlx-lm stores as transformers does, but for the experts' names, so that they run quantised
 without mlx."""
