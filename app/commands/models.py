@@ -114,9 +114,9 @@ def _table(found: list[ModelRow]) -> str:
         for row in found
     ]
     own = [row for row in safe if not row.program]
-    width = max(len(row.name) for row in own)
+    width, family = max(len(row.name) for row in own), max(len(row.family) for row in own)
     lines = [
-        f"{row.name:{width}}  {row.state:15}  {_size(row):>13}  {row.family:12}  {row.description}".rstrip()
+        f"{row.name:{width}}  {row.state:15}  {_size(row):>13}  {row.family:{family}}  {row.description}".rstrip()
         for row in own
     ]
     return "\n".join([*lines, *_table_of_others([row for row in safe if row.program])]) + "\n"
