@@ -43,7 +43,7 @@ from benchmarks.measuring import (
     markdown,
     read_fraction,
 )
-from benchmarks.packed_export import packed_tensors
+from benchmarks.packed_tensors import packed_tensors
 from benchmarks.processes import Worker, WorkerFailed
 from benchmarks.subjects import (
     MEMORY_SHARE,

@@ -12,16 +12,16 @@ TEMPLATE = (
 )
 
 
-def add_letters(writer: gguf.GGUFWriter, vocabulary: int) -> None:
+def add_letters(writer: gguf.GGUFWriter, vocabulary: int, split: str = "gpt-2") -> None:
     """Describe a byte-level tokenizer of ``vocabulary`` tokens. A text is only made of the bytes; an answer has the
-    others, too, each of which stands for a short text of its own. Raises ValueError if there is no room for the
-    bytes."""
+    others, too, each of which stands for a short text of its own. ``split``: the rule by which texts are split. Raises
+    ValueError if there is no room for the bytes."""
     letters = [END, *sorted(ByteLevel.alphabet())]
     if vocabulary < len(letters):
         raise ValueError(f"{vocabulary} tokens do not hold the {len(letters)} of the bytes and the end")
     tokens = letters + [f"w{number}" for number in range(vocabulary - len(letters))]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
+    writer.add_tokenizer_pre(split)
     writer.add_token_list(tokens)
     writer.add_token_types([gguf.TokenType.CONTROL, *[gguf.TokenType.NORMAL] * (vocabulary - 1)])
     # llama.cpp refuses a tokenizer without merges. This one never happens, as letters and digits are split before.

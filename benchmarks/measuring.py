@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.packed_export import PackedTensor
+from benchmarks.packed_tensors import PackedTensor
 from engine.calibration.samples import Spread
+from engine.models.families import stated_experts_per_token
 
 OURS = "privatellm"
 REFERENCE = "transformers-eager"
@@ -175,10 +176,10 @@ class ReadBytes:
     @classmethod
     def _of_tensors(cls, tensors: Iterable[tuple[str, int]], config: Mapping[str, Any]) -> ReadBytes:
         attention = router = expert = dense = vocabulary = 0
-        experts = config.get("num_experts") or config.get("num_local_experts") or 1
+        experts = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts") or 1
         layers = config["num_hidden_layers"]
         for name, nbytes in tensors:
-            if ".attn_" in name or ".ssm_" in name or "_shexp" in name:
+            if any(part in name for part in (".attn_", ".ssm_", ".shortconv.", "_shexp")):
                 attention += nbytes
             elif "ffn_gate_inp" in name:
                 router += nbytes
@@ -195,7 +196,7 @@ class ReadBytes:
             head=vocabulary,
             layers=layers,
             experts=experts,
-            per_token=config.get("num_experts_per_tok", 1),
+            per_token=stated_experts_per_token(config) or 1,
             dense=dense // layers,
         )
 

@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.compare import READ_BYTES, bytes_read, machine
 from benchmarks.engines import KINDS
 from benchmarks.measuring import ReadBytes, table
-from benchmarks.packed_export import packed_tensors
+from benchmarks.packed_tensors import packed_tensors
 from benchmarks.processes import Worker, WorkerFailed
 from benchmarks.subjects import PACKED, Subject, add_arguments, check_arguments, say, subject_named, work_folder
 

@@ -14,7 +14,8 @@ from typing import Any, Literal
 import psutil
 
 from benchmarks.gguf_export import write_gguf
-from benchmarks.packed_export import SCALE, Mix, write_packed
+from benchmarks.packed_export import SCALE, write_packed
+from benchmarks.packed_tensors import Mix
 from benchmarks.plain_export import write_plain
 from benchmarks.shapes import (
     QWEN3_LAYERS,

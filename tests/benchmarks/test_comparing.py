@@ -19,7 +19,8 @@ from benchmarks.first_touch import main as first_touch
 from benchmarks.gguf_export import half_rotation, write_gguf
 from benchmarks.looking import main as look
 from benchmarks.measuring import ReadBytes
-from benchmarks.packed_export import Mix, packed_tensors, write_packed
+from benchmarks.packed_export import write_packed
+from benchmarks.packed_tensors import Mix, packed_tensors
 from benchmarks.plain_export import write_plain
 from benchmarks.profile_step import main as profile
 from benchmarks.shapes import MixtralShape, Qwen3MoeShape, Shape, model_bytes
