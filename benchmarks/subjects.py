@@ -15,6 +15,14 @@ import psutil
 
 from benchmarks.gguf_export import write_gguf
 from benchmarks.packed_export import SCALE, write_packed
+from benchmarks.packed_shapes import (
+    Gemma4Shape,
+    GlmAirShape,
+    GlmFlashShape,
+    Lfm2MoeShape,
+    PackedShape,
+    Qwen3NextShape,
+)
 from benchmarks.packed_tensors import Mix
 from benchmarks.plain_export import write_plain
 from benchmarks.shapes import (
@@ -45,6 +53,11 @@ Kind = Literal[
     "qwen35-q4",
     "dense-q4",
     "dense-q8",
+    "glm47-q4",
+    "next-q4",
+    "gemma4-q4",
+    "lfm2-q4",
+    "glm45-q4",
 ]
 """What the targets are stated for; ``folder`` is any other model, which has none."""
 
@@ -106,13 +119,18 @@ def synthetic_subject(work: Path, shape: MixtralShape | Qwen3MoeShape, kind: Kin
     return subject
 
 
-PACKED: dict[str, tuple[Kind, LlamaShape | MixtralShape | Qwen3MoeShape | Qwen35MoeShape, Mix]] = {
+PACKED: dict[str, tuple[Kind, PackedShape, Mix]] = {
     "mixtral-q4": ("mixtral-q4", MixtralShape(), "Q4_K_M"),
     "qwen3-q4": ("qwen3-q4", Qwen3MoeShape(QWEN3_LAYERS // 6, vocabulary=QWEN3_VOCABULARY // 6), "Q4_K_M"),
     "qwen3-mxfp4": ("qwen3-mxfp4", Qwen3MoeShape(QWEN3_LAYERS // 6, vocabulary=QWEN3_VOCABULARY // 6), "MXFP4"),
     "qwen35-q4": ("qwen35-q4", Qwen35MoeShape(), "Q4_K_M"),
     "dense-q4": ("dense-q4", LlamaShape(), "Q4_K_M"),
     "dense-q8": ("dense-q8", LlamaShape(), "Q8_0"),
+    "glm47-q4": ("glm47-q4", GlmFlashShape(), "Q4_K_M"),
+    "next-q4": ("next-q4", Qwen3NextShape(), "Q4_K_M"),
+    "gemma4-q4": ("gemma4-q4", Gemma4Shape(), "Q4_K_M"),
+    "lfm2-q4": ("lfm2-q4", Lfm2MoeShape(), "Q4_K_M"),
+    "glm45-q4": ("glm45-q4", GlmAirShape(), "Q4_K_M"),
 }
 """The packed synthetic models by name."""
 
@@ -124,7 +142,11 @@ def packed_subject(work: Path, name: str) -> Subject:
     subject = Subject(title, work / name, work / f"{name}.gguf", kind=kind, packed=True)
     write_packed(subject.gguf, shape.config(), mix, getattr(shape, "embedding_scale", SCALE))
     say(f"{subject.title}: {subject.nbytes / 1e9:.1f} GB in {subject.gguf}")
-    # Without a vocabulary the program would refuse the file itself, so the folder is made here.
+    return packed_folder(subject)
+
+
+def packed_folder(subject: Subject) -> Subject:
+    """Make the folder of a packed subject: without a vocabulary the program would refuse its file itself."""
     subject.folder.mkdir(exist_ok=True)
     with GgufFile(subject.gguf) as opened:
         config = config_of(opened)
