@@ -17,15 +17,13 @@ from numpy.typing import NDArray
 from benchmarks.letters import add_letters
 from benchmarks.packed_blocks import block_of, random_values
 from benchmarks.packed_metadata import describe, rotary_divisors
-from benchmarks.packed_tensors import PACKED_FAMILIES, Mix, PackedTensor, packed_tensors
+from benchmarks.packed_tensors import PACKED_FAMILIES, Config, Mix, PackedTensor, packed_tensors
 
 _DRAWN = 2
 """Version of how weights are drawn: files of another one are written anew."""
 _TILE_ROWS = 4096
 SCALE = 0.02
 """Standard deviation of the matrices' entries."""
-_SHORT_KERNEL = 25.0
-"""How much larger the entries of short convolutions are: what they give is a sum of few, and not scaled afterwards."""
 
 
 def write_packed(
@@ -69,7 +67,9 @@ def write_packed(
         if tensor.name == "rope_freqs.weight":
             writer.write_tensor_data(np.array(rotary_divisors(config), np.float32))
         else:
-            writer.write_tensor_data(tiles.of(tensor, index))
+            values = tiles.of(tensor, index)
+            factor = _factor(tensor, config)
+            writer.write_tensor_data(values if factor == 1 else values * np.float32(factor))
     writer.close()
     unfinished.rename(path)
     note.write_text(described, encoding="utf-8")
@@ -95,10 +95,22 @@ class _Tiles:
         chosen = tile[(start + np.arange(rows)) % len(tile)]
         if len(tensor.shape) == 1:
             return _vector(tensor.name, chosen[0])
-        if "shortconv.conv" in tensor.name:
-            kernels: NDArray[np.float32] = chosen * np.float32(_SHORT_KERNEL)
-            return kernels
         return chosen
+
+
+def _factor(tensor: PackedTensor, config: Config) -> float:
+    """How much larger the entries of a tensor in float32 are than of others of its kind."""
+    if "shortconv.conv." in tensor.name:
+        # What it gives is a sum of few, and no norm follows.
+        return 25.0
+    if config.get("enable_moe_block"):
+        # Gemma's router divides by the root of the width, and its attention does not, unlike that of others. Without
+        # these factors the one would hold all experts for equal, and the other would see one token only.
+        if tensor.name.endswith("ffn_gate_inp.scale"):
+            return float(tensor.shape[0] ** 0.5)
+        if tensor.name.endswith("attn_k_norm.weight"):
+            return float(tensor.shape[0] ** -0.5)
+    return 1.0
 
 
 def _vector(name: str, row: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -110,8 +122,7 @@ def _vector(name: str, row: NDArray[np.float32]) -> NDArray[np.float32]:
         return row
     # Norms near one, but not one: a model that forgets to apply them must not pass for equal.
     norm: NDArray[np.float32] = np.float32(1) + row * np.float32(0.1 / SCALE)
-    # Gemma's router divides by the root of the width; without this it would hold all experts for equal.
-    return norm * np.float32(len(row) ** 0.5) if name.endswith("ffn_gate_inp.scale") else norm
+    return norm
 
 
 def _random_rows(name: str, columns: int, deviation: float) -> NDArray[Any]:

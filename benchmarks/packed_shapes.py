@@ -158,8 +158,8 @@ class Gemma4Shape:
     window: int = 1024
     vocabulary: int = 262144 // 5
 
-    # What comes of the embedding is multiplied by the root of the width.
-    embedding_scale: ClassVar[float] = 2.0 * 2816**-0.5
+    # As GLM-4.7-Flash's; what comes of the embedding is multiplied by the root of the width.
+    embedding_scale: ClassVar[float] = 6.0 * 2816**-0.5
     title: ClassVar[str] = "Synthetic Gemma-4-26B-A4B-shaped"
 
     def config(self) -> dict[str, Any]:
