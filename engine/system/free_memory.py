@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 RESERVE_BYTES = 256 * 1024 * 1024
 """Bytes of memory left to the screen and other programs."""
@@ -13,11 +15,22 @@ RESERVE_BYTES = 256 * 1024 * 1024
 _CGROUP = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
 
-_FILES = (
+_NAMES = (
     ("memory.max", "memory.current", "file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_active_file", "total_inactive_file"),
 )
 """Files with limit and use of a control group, and its statistics that count pages of files; versions 2 and 1."""
+_NO_LIMIT = 1 << 60
+"""More than any machine has: version 1 says that there is no limit by such a number."""
+
+
+class _Files(NamedTuple):
+    """Of one control group, as one version of them names its files."""
+
+    limit: Path
+    used: Path
+    statistics: Path
+    file_pages: list[str]
 
 
 def available_bytes(device: str = "cpu") -> int:
@@ -29,7 +42,7 @@ def available_bytes(device: str = "cpu") -> int:
         torch = sys.modules["torch"]
         free, _ = torch.cuda.mem_get_info()
         return max(0, int(free) - RESERVE_BYTES)
-    return max(0, memory().free - RESERVE_BYTES)
+    return memory().available
 
 
 @dataclass(frozen=True)
@@ -41,6 +54,11 @@ class Memory:
     free: int
     machine: int
     """The machine's memory."""
+
+    @property
+    def available(self) -> int:
+        """What is free, a reserve deducted; never negative."""
+        return max(0, self.free - RESERVE_BYTES)
 
 
 def memory() -> Memory:
@@ -81,17 +99,22 @@ def container_limit(mount: Path = _CGROUP, membership: Path = _MEMBERSHIP) -> in
 
 def _limits(mount: Path, membership: Path) -> list[tuple[int, int]]:
     """Limit and what is left of it, of each control group that has one."""
-    return [found for folder in _groups(mount, membership) if (found := _limit_of(folder)) is not None]
-
-
-def _groups(mount: Path, membership: Path) -> list[Path]:
-    """The folders of this process's control groups, the outermost too: inside a container there may be no other."""
     try:
-        lines = membership.read_text().splitlines()
+        groups = membership.read_text()
     except OSError:
-        lines = []
+        groups = ""
+    return [found for files in _files(mount, groups) if (found := _limit_of(files)) is not None]
+
+
+@functools.lru_cache(maxsize=4)
+def _files(mount: Path, groups: str) -> list[list[_Files]]:
+    """For each control group of this process, the outermost too, as inside a container there may be no other: where
+    its limit, its use and its statistics may be. ``groups``: as the system tells them.
+
+    Kept, as every heartbeat of a ring asks for the memory, and making the paths takes longer than reading the files.
+    """
     folders = [mount, mount / "memory"]
-    for line in lines:
+    for line in groups.splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if controllers and "memory" not in controllers.split(","):
@@ -100,19 +123,23 @@ def _groups(mount: Path, membership: Path) -> list[Path]:
         for part in Path(path).parts[1:]:
             folder /= part
             folders.append(folder)
-    return folders
+    return [
+        [_Files(folder / limit, folder / used, folder / "memory.stat", names) for limit, used, *names in _NAMES]
+        for folder in folders
+    ]
 
 
-def _limit_of(folder: Path) -> tuple[int, int] | None:
-    """The limit of the control group ``folder`` and what is left of it, or None if it has none (or is none)."""
-    for names in _FILES:
+def _limit_of(versions: list[_Files]) -> tuple[int, int] | None:
+    """The limit of a control group and what is left of it, or None if it has none (or is none)."""
+    for files in versions:
         try:
-            limit, used = ((folder / name).read_text().strip() for name in names[:2])
-            if limit == "max":
+            text = files.limit.read_text().strip()
+            # The statistics of a group without a limit would be asked for nothing: the system adds them up for that.
+            if text == "max" or (limit := int(text)) >= _NO_LIMIT:
                 return None
-            statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            files = sum(int(statistics.get(name, 0)) for name in names[2:])
-            return int(limit), max(0, int(limit) - int(used) + files)
+            used = int(files.used.read_text())
+            statistics = dict(line.split() for line in files.statistics.read_text().splitlines())
+            return limit, max(0, limit - used + sum(int(statistics.get(name, 0)) for name in files.file_pages))
         except (OSError, ValueError):
             continue
     return None

@@ -227,6 +227,11 @@ def test_a_container_that_sees_only_itself(tmp_path: Path) -> None:
     assert container_bytes(tmp_path, tmp_path / "absent") is None
 
 
+def test_a_group_of_version_1_without_a_limit(tmp_path: Path) -> None:
+    group(tmp_path / "memory", 1, str(2**63 - 4096), 300, 100)
+    assert container_limit(tmp_path, tmp_path / "absent") is None
+
+
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Everybody who asks is in a control group of a gigabyte, of which 300 MB are left."""

@@ -82,9 +82,10 @@ def measure_node(wanted: WantedFacts, threads: int | None = None) -> NodeFacts:
     waits_s = 0.0 if gpu is None else 2 * gpu.wait_s
     chosen = choose("bfloat16" if dtype == "bfloat16" else "float32")
     width = wanted.shape.hidden if wanted.shape is not None else 0
+    there = memory()
     return NodeFacts(
-        memory_total=memory().total,
-        memory_free=available_bytes(),
+        memory_total=there.total,
+        memory_free=there.available,
         memory_read=rate,
         disk_free=disk_free(),
         disk=this_disk(),

@@ -39,7 +39,7 @@ from engine.errors import ModelError
 from engine.ipc.messages import OpenNetwork
 from engine.ipc.messages.ring import NodeId
 from engine.models.locations import ensure, locate
-from engine.system.free_memory import available_bytes, memory
+from engine.system.free_memory import memory
 
 LOOK_S = 5.0
 """Seconds between two checks of what keeps machines from being found."""
@@ -210,11 +210,11 @@ class Node:
         return list(self.parts.figures.get("runtimes") or runtimes())
 
     def load(self) -> NodeLoad:
-        lent = self.lent()
+        lent, there = self.lent(), memory()
         return NodeLoad(
             process=self.process,
-            memory_total=memory().total,
-            memory_free=min(available_bytes(), self._most_memory),
+            memory_total=there.total,
+            memory_free=min(there.available, self._most_memory),
             runtime=self._runtime or self._find_runtime(),
             lends=self.lends,
             head=lent.head,
