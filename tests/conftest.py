@@ -54,12 +54,13 @@ COMPUTING = ("packaging", "session", "runtimes", "tui", "planning")
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes(specs: list[Any]) -> None:
-    """Workers are forked from one process that has imported what they all import, which takes longer than to collect
-    the tests."""
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """Workers are forked from one process that has imported what they all import, the tests themselves among it: that
+    takes longer than what is left to do for each of them."""
     if engine_forks.FORKS:
+        ignored = [f"--ignore={path}" for path in config.getoption("ignore") or ()]
         for spec in specs:
-            spec.python = engine_forks.interpreter_of_workers()
+            spec.python = engine_forks.interpreter_of_workers([*config.args, *ignored])
 
 
 LEAST_CASES = 2

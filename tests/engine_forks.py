@@ -1,8 +1,9 @@
 """Engine processes that are forked from one that has imported everything, where a test does not test the start itself.
 
 A cold start costs a second of processor time for the imports (two more with torch), a fork a few milliseconds. There is
-one fork server per run of the tests, whatever its workers, and a second one with torch and mlx. Elsewhere than on Linux
-engines are started cold: a process that has used Apple's frameworks must not be forked.
+one fork server per run of the tests, whatever its workers, and a second one with torch and mlx. The workers are forked
+from a third one, which is forked from the second and has imported the tests. Elsewhere than on Linux engines start
+cold: a process that has used Apple's frameworks must not be forked.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ FORKS = sys.platform == "linux"
 START_S = 120.0
 RUN = "PRIVATELLM_TESTS_RUN"
 """Variable that names this run of the tests, in all of its workers."""
+WORKERS = "workers"
+"""The server that forks the workers; see collected_tests.py."""
 MOST_STARTS = 4
 """Of a server by one process: one that has just ended is started again."""
 MEMORY_READ = 10e9
@@ -110,7 +113,6 @@ class ForkServer:
 
     def __init__(self, *more: str) -> None:
         run = os.environ.get(RUN, str(os.getpid()))
-        # That of the workers serves engines, too.
         self.address = "-".join(["privatellm-forks", run, *more[:1]])
         # A name that ends with its last socket, and belongs to no folder.
         address = f"\0{self.address}"
@@ -146,6 +148,12 @@ def _serve(address: str, *more: str) -> bool:
                 return False
             raise
         listener.listen()
+        if more[:1] == (WORKERS,):
+            own = listener.fileno()
+            forked_module(
+                "collected_tests", [str(own), *more[1:]], stdin=subprocess.DEVNULL, pass_fds=[own], libraries=True
+            )
+            return True
         root = Path(__file__).resolve().parent.parent
         # A shell puts it into the background: tests that count this process's children do not see it.
         subprocess.run(
@@ -179,11 +187,14 @@ server = functools.cache(ForkServer)
 """Started when it is first asked for."""
 
 
-def interpreter_of_workers() -> str:
-    """The command that takes the place of Python's where a worker of the tests is started."""
+def interpreter_of_workers(arguments: Sequence[str]) -> str:
+    """The command that takes the place of Python's where a worker of the tests is started. ``arguments``: pytest's, by
+    which the workers collect tests."""
     os.environ.setdefault(RUN, str(os.getpid()))
     server()  # no test has to wait, on a busy machine longer than its engine may take, for this one's imports
-    return shlex.join([sys.executable, "-I", "-S", forked_worker.__file__, server("libraries", "tests").address])
+    server("libraries", "tests")
+    workers = server(WORKERS, *arguments)
+    return shlex.join([sys.executable, "-I", "-S", forked_worker.__file__, workers.address])
 
 
 def needs_a_cold_start(environment: Mapping[str, str]) -> bool:

@@ -82,7 +82,6 @@ REPORT = 8
 
 def main() -> None:
     listener = socket.socket(fileno=int(sys.argv[1]))
-    listener.setblocking(False)
     whole, tests = "libraries" in sys.argv[2:], "tests" in sys.argv[2:]
     left_out = NO_MODULE if whole else (*NO_MODULE, *LIBRARIES)
     packages = ("discovery", "engine", *(("app",) if tests else ()))
@@ -92,8 +91,14 @@ def main() -> None:
             importlib.import_module(name)
     for name in LATE:
         importlib.import_module(name)
-    warm_up()
+    warm_up(whole)
     assert whole or not {"torch", "mlx"} & sys.modules.keys(), "something else of the engine imports torch or mlx"
+    fork_for(listener)
+
+
+def fork_for(listener: socket.socket) -> None:
+    """Fork from what is imported now, until the last connection is closed. A forked process ends here, too."""
+    listener.setblocking(False)
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a thread was started by an import: forking is not safe"
     gc.collect()
     gc.freeze()
@@ -106,8 +111,8 @@ def main() -> None:
         os._exit(status)
 
 
-def warm_up() -> None:
-    """What is measured or compiled once per process for the first model is done here, for all engines."""
+def warm_up(libraries: bool) -> None:
+    """What is measured or compiled once per process for the first model is done here, for all engines and workers."""
     from engine.cluster.membership.measuring_node import central_seconds, layer_seconds
     from engine.models.families import FAMILIES, match_tensor
 
@@ -115,6 +120,10 @@ def warm_up() -> None:
         measured(HIDDEN)
     for family in FAMILIES.values():
         match_tensor(family, "")
+    if libraries:
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+        get_checkpoint_conversion_mapping("")  # thousands of regular expressions, whichever family is asked for
 
 
 def modules_of(package: str, left_out: tuple[str, ...]) -> Iterator[str]:
@@ -162,6 +171,8 @@ def serve(listener: socket.socket) -> dict[str, Any] | None:
                         key.fileobj.close()
                         connections -= 1
                         if not connections:
+                            # A process that was forked may end after this, when that socket is closed.
+                            signal.set_wakeup_fd(-1)
                             return None
                         continue
                     job = json.loads(packet)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from pathlib import Path
 from typing import NoReturn
 
 
@@ -37,4 +38,14 @@ def fails() -> NoReturn:
 
 def says_whether_it_was_forked() -> NoReturn:
     print("engine.session.session" in sys.modules)
+    raise SystemExit(0)
+
+
+def imports_tests(path: str) -> NoReturn:
+    """As the server of the workers does, and says what is left of that besides the modules."""
+    import collected_tests
+
+    before = list(sys.path)
+    collected_tests.import_tests([path])
+    print(Path(path).stem in sys.modules, "conftest" in sys.modules, sys.path == before)
     raise SystemExit(0)

@@ -16,7 +16,7 @@ import forked_worker
 import psutil
 import pytest
 from engine_forks import FORKS, ForkedProcess, forked, forked_module, server
-from forked_programs import fails, reads, says, says_whether_it_was_forked
+from forked_programs import fails, imports_tests, reads, says, says_whether_it_was_forked
 from hooked_engine import hooked
 
 pytestmark = pytest.mark.skipif(not FORKS, reason="processes are forked on Linux only")
@@ -126,3 +126,12 @@ def test_a_worker_reads_writes_and_ends_as_its_interpreter_would(tmp_path: Path,
         input="a line", capture_output=True, check=False, text=True, cwd=tmp_path, env={**os.environ, "SAID": "here"},
     )  # fmt: skip
     assert (ended.stdout, ended.stderr, ended.returncode) == (f"a line {tmp_path} here\n", "", status)
+
+
+def test_workers_are_forked_with_the_tests_imported_and_nothing_else_changed() -> None:
+    process = forked(hooked(imports_tests, path=str(Path(__file__).with_name("test_pairwise.py"))), os.environ)
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.close()
+    assert process.stdout.read() == b"True False True\n"
+    process.stdout.close()
+    assert process.wait() == 0
