@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import second_mapping
 import torch
+from engine_forks import with_libraries
 from gguf import GGMLQuantizationType
+from hooked_engine import hooked
 from tiny_gguf import Layout, whole_blocks, write_tiny_gguf
 from tiny_models import TINY_MOE_FAMILIES, write_tiny_model
 
@@ -137,31 +140,14 @@ def test_more_than_the_memory_is_not_locked(tiny_model: Callable[..., Path]) -> 
     assert "are not page-locked" in line
 
 
-_DOUBLED = """
-import sys
-from pathlib import Path
-from engine.runtimes.torch.offload.host_memory import HostExperts
-from engine.models.opening import open_model
-
-def anonymous():
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(lines["RssAnon"].split()[0]) * 1024
-
-experts = open_model(Path(sys.argv[1])).experts
-host = HostExperts(experts)
-before = anonymous()
-host.lock(lambda address, nbytes: None, lambda address: None, lambda *_: None)
-total = sum(int(piece.tensor[::4096].sum()) for layer in experts.layers for expert in range(experts.count)
-            for piece in host.pieces(layer, expert))
-print(anonymous() - before, experts.nbytes)
-"""
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 def test_the_second_mapping_takes_no_memory(tiny_model: Callable[..., Path]) -> None:
     folder = tiny_model("mixtral", hidden_size=192, intermediate_size=2048)
-    run = subprocess.run([sys.executable, "-c", _DOUBLED, str(folder)], capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    grown, experts = map(int, run.stdout.split())
+    process = with_libraries(hooked(second_mapping.measure, folder=str(folder)), os.environ)
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.close()
+    with process.stdout as output:
+        grown, experts = map(int, output.read().split())
+    assert process.wait() == 0
     assert experts > 100_000_000
     assert grown < experts / 10
