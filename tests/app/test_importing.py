@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from random_examples import examples
 
 from app.attachments.attachment import Attachment
 from app.commands.root import run
@@ -411,7 +412,7 @@ def _with(value: Any, path: tuple[Any, ...], odd: Any) -> Any:
     return copied
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(st.sampled_from([CHATGPT, CLAUDE, OPEN_WEBUI]), st.data())
 def test_values_of_wrong_types_raise_nothing(export: Any, data: st.DataObject) -> None:
     broken = _with(export, data.draw(st.sampled_from(sorted(_places(export), key=str))), data.draw(ODD))
@@ -426,7 +427,7 @@ JSON = st.recursive(ODD, lambda inner: st.lists(inner, max_size=3) | st.dictiona
     inner, max_size=4), max_leaves=12)  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.dictionaries(st.sampled_from(["mapping", "chat_messages", "chat", "messages", "conversation"]), JSON))
 def test_any_json_is_read_or_left(found: dict[str, Any]) -> None:
     for known in FORMATS:
@@ -467,7 +468,7 @@ MESSAGES = st.lists(
 )  # fmt: skip
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(15), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(MESSAGES, st.booleans())
 def test_our_own_export_comes_back_whole(
     tmp_path_factory: pytest.TempPathFactory, made: list[tuple[Role, str, int, str, int | None]], pinned: bool

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from random_examples import examples
 
 from app.settings.fields import SettingError, Value
 from app.settings.layers import (
@@ -135,7 +136,7 @@ def test_names_are_unique_whatever_their_case(path: Path) -> None:
 _NAMES = st.text(st.characters(exclude_categories=["C", "Z"]), min_size=1, max_size=20).map(str.strip).filter(bool)
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=examples(25), suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.lists(st.tuples(_NAMES, st.text(), _NAMES), max_size=4, unique_by=lambda found: found[0].casefold()))
 def test_any_name_and_text_is_kept(tmp_path: Path, found: list[tuple[str, str, str]]) -> None:
     path = tmp_path / "any.toml"

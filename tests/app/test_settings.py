@@ -8,6 +8,7 @@ from typing import Any, get_args
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from random_examples import examples
 
 from app.machine import Machine, unavailable_reason
 from app.settings.fields import GROUPS, ItemKind, Setting, SettingError
@@ -79,7 +80,7 @@ def test_the_file_is_in_the_configuration_folder(tmp_path: Path, monkeypatch: py
     assert tomllib.loads((tmp_path / "config" / "settings.toml").read_text()) == {"answer": {"beams": 4}}
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40, deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(20), deadline=None)
 @given(changes=_CHANGES)
 def test_what_is_changed_is_read_back(tmp_path: Path, changes: list[tuple[str, Any]]) -> None:
     path = tmp_path / "settings.toml"

@@ -23,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from linked_nodes import LinkedNode, LinkedNodes
 from memory_exchange import MemoryRing, must_succeed, on_all_ranks
+from random_examples import examples
 
 from discovery import certificates
 from engine.bench.bench_node import NeighbourNode, NodePort, NodeSetup
@@ -85,7 +86,7 @@ SIZES = st.lists(st.one_of(st.integers(0, 40), st.integers(ROOM - 2, ROOM + 2), 
 
 
 @given(SIZES.filter(lambda sizes: len(sizes) <= 4))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 def test_everybody_gets_what_everybody_gave(sizes: list[int]) -> None:
     ring = memory_ring(len(sizes))
 

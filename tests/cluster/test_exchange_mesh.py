@@ -13,6 +13,7 @@ from eventually import eventually
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from linked_nodes import LinkedNodes
+from random_examples import examples
 
 from engine.cluster.transport.exchange import Exchange, PeerLost, RingProtocolError
 from engine.cluster.transport.mesh import Mesh
@@ -79,7 +80,7 @@ def gather(exchange: Exchange, payload: bytes, capacity: int) -> list[bytes]:
 
 
 @pytest.mark.parametrize("transport", OURS)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(6), deadline=None)
 @given(
     size=st.integers(1, 4),
     lengths=st.lists(

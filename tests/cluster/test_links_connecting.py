@@ -15,6 +15,7 @@ from eventually import eventually
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from linked_nodes import LinkedNode, LinkedNodes, make_identity, opened
+from random_examples import examples
 
 from discovery.errors import DiscoveryError
 from discovery.link_listener import LinkListener, dial
@@ -110,7 +111,7 @@ def test_bodies_that_are_no_request_are_closed_without_a_word(linked_nodes: Make
     assert refused(dial(("127.0.0.1", nodes.nodes[1].listener.port), LINK_KIND, body))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     preamble=st.one_of(
         st.binary(max_size=200),

@@ -12,6 +12,7 @@ from eventually import eventually
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from linked_nodes import make_identity
+from random_examples import examples
 from socket_pairs import LIMIT_S, close_all, plain_pair, plain_victim, recorded_frames, tls_pair
 
 from engine.cluster.transport.exchange import PeerLost, RingProtocolError
@@ -63,7 +64,7 @@ def test_frames_of_every_size_arrive_whole_and_in_order(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["socket", "tls"])
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(data=st.data())
 def test_parts_are_joined_wherever_they_are_cut(kind: str, data: st.DataObject) -> None:
     left, right = pair(kind)
@@ -133,7 +134,7 @@ def test_random_bytes_on_a_live_plain_link_are_refused(noise: bytes) -> None:
     victim.close()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(noise=st.binary(min_size=1, max_size=2000))
 def test_random_bytes_on_a_live_tls_link_are_refused(noise: bytes) -> None:
     left, right = tls_pair(IDENTITIES)

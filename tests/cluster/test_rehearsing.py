@@ -20,6 +20,7 @@ def placement(nodes: int) -> Placement:
     return Placement((1, 3, 4), nodes, (tuple((expert % nodes,) for expert in range(8)),) * 3)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("mode", "loading", "nodes"),
     [("exact", "selected", 2), ("fast", "router-aided", 3), ("central", "selected", 2), ("central", "busy-full", 3)],

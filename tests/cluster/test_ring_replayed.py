@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_examples import examples
 from ring_chat import PROMPT, Chat, Setting
 
 from engine.generation.sampling import Sampler
@@ -124,7 +125,7 @@ def test_lost_at_any_moment(setting: Doomed, options: dict[str, Any]) -> None:
         assert "Lost cellar" in setting.ring.notices
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=examples(2), deadline=None)
 @given(first=st.integers(0, 20), more=st.integers(0, 20), beams=st.booleans())
 def test_lost_again_while_it_is_run_again(setting: Doomed, first: int, more: int, beams: bool) -> None:
     options = BEAMS if beams else SEEDED

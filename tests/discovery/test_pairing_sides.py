@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_examples import examples
 
 from discovery.certificates import der_of, make_certificate
 from discovery.errors import PairingError
@@ -283,7 +284,7 @@ frames = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(frames)
 def test_no_bytes_make_a_side_do_anything_but_refuse(frame: bytes) -> None:
     code = Code()

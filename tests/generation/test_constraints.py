@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from random_examples import examples
 
 from engine.errors import ModelError
 from engine.generation.answer_guide import AnswerGuide, GuideVocabulary
@@ -105,7 +106,7 @@ def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     return arrays | objects | st.fixed_dictionaries({"anyOf": st.lists(inner, min_size=1, max_size=2)})
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(20), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     st.recursive(leaves, containers, max_leaves=5), st.integers(0, 2**32), st.sampled_from(["greedy", "draw", "beam"])
 )
@@ -178,7 +179,7 @@ def test_thoughts_are_free_and_the_form_begins_with_the_answer(form: ReasoningFo
     assert np.flatnonzero(led.allowed()).tolist() == sorted(ENDS)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([(THINK, ""), (THINK, "<think>"), (GPT_OSS, "")]), st.booleans())
 def test_after_whatever_thoughts_the_answer_has_the_form(
     seed: int, how: tuple[ReasoningFormat, str], copied: bool

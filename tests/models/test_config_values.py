@@ -76,6 +76,7 @@ def verdict(work: Any) -> str:
     return "taken"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("tried", [FEW, pytest.param(None, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral", "qwen2_moe", "olmoe", "granitemoe"])
 def test_a_plan_refuses_what_loading_refuses_and_only_in_a_sentence(

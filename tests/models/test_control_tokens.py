@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_examples import examples
 from templates import CHATML, QWEN3, TEMPLATES
 from test_tokenizer_files import FAST, FORMS, SPECIAL, byte_fallback, byte_level, unigram, with_added
 
@@ -87,7 +88,7 @@ def as_messages(contents: list[str]) -> list[Message]:
     return [Message(roles[place % 2], content) for place, content in enumerate(contents)]
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=examples(30))
 @given(contents=CHATS.filter(lambda chat: len(chat) % 2 == 1))
 def test_no_control_token_comes_from_what_is_said(tokenizers: dict[str, Tokenizer], contents: list[str]) -> None:
     for name, tokenizer in tokenizers.items():
@@ -109,7 +110,7 @@ def test_no_control_token_comes_from_what_is_said(tokenizers: dict[str, Tokenize
             assert spoken.lstrip(" ") == said.lstrip(" "), name
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(25))
 @given(contents=st.lists(st.text(max_size=30), min_size=1, max_size=1))
 def test_ordinary_text_is_encoded_in_one_piece(tokenizers: dict[str, Tokenizer], contents: list[str]) -> None:
     for name, tokenizer in tokenizers.items():
@@ -119,7 +120,7 @@ def test_ordinary_text_is_encoded_in_one_piece(tokenizers: dict[str, Tokenizer],
         assert tokenizer.encode_rendered(text) == whole(tokenizer, text), name
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(25))
 @given(before=st.text(alphabet="ab \n1é<|", max_size=12), after=st.text(alphabet="ab \n1é|>", max_size=12))
 def test_the_text_around_a_spelled_out_token_is_encoded_as_ever(
     tokenizers: dict[str, Tokenizer], before: str, after: str

@@ -34,6 +34,7 @@ def test_the_librarys_activations(name: str) -> None:
     assert gate.activation == _KNOWN.get(name)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", TINY_MOE_FAMILIES)
 def test_every_family_is_recognised(family: str) -> None:
     config = tiny_config(family).get_text_config(decoder=True)

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from random_examples import examples
 
 from engine.errors import ModelError
 from engine.moe.kernels.bindings import KernelChoice, available, load
@@ -223,7 +224,7 @@ def test_weights_that_scale_the_input(name: str, dtype: str, pool: Pool) -> None
 
 
 @pytest.mark.parametrize("name", SETS)
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(20), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_experts_of_any_shape(name: str, pool: Pool, data: st.DataObject) -> None:
     hidden, ffn, tokens = (data.draw(st.integers(1, limit)) for limit in (90, 90, 70))
@@ -335,6 +336,7 @@ def test_a_set_this_cpu_lacks_is_never_run(pool: Pool) -> None:
         linear(pool, choice(absent), weight, None, np.ones((1, 4), dtype=np.float32))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("threads", [1, 2, 3, 4, 5])
 def test_many_calls_give_the_same_bits(threads: int) -> None:
     """More threads than cores, hundreds of calls, shapes that change: a race would show."""

@@ -8,6 +8,7 @@ from typing import get_args
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_examples import examples
 
 from engine.ipc.messages import ExpertPolicy
 from engine.planning.calibration import Calibration, ExpertShape, Processor, estimated
@@ -72,7 +73,7 @@ def test_a_plan_for_mixtral_on_a_gpu_of_24_gb(name: ExpertPolicy) -> None:
     assert all(choice.reason for choice in found.choices)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     free=st.integers(0, 120 * GB),
     more=st.integers(0, 40 * GB),

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pairwise import pairwise
+from random_examples import examples
 
 from engine.planning.cluster_load import expected_experts
 from engine.planning.placement import Placement
@@ -50,7 +51,7 @@ def problems(draw: st.DrawFn) -> tuple[ExpertGrid, list[NodeRoom], list[list[int
 
 
 @given(problems(), st.booleans())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 def test_feasible_exactly_if_the_slabs_fit(
     problem: tuple[ExpertGrid, list[NodeRoom], list[list[int]]], overlap: bool
 ) -> None:
@@ -69,7 +70,7 @@ def test_feasible_exactly_if_the_slabs_fit(
 
 
 @given(problems())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(6), deadline=None)
 def test_memory_left_is_used_or_not_worth_it(problem: tuple[ExpertGrid, list[NodeRoom], list[list[int]]]) -> None:
     """Where a node could hold more, that would not lower the expected maximum worth mentioning."""
     grid, rooms, use = problem
@@ -98,7 +99,7 @@ def test_memory_left_is_used_or_not_worth_it(problem: tuple[ExpertGrid, list[Nod
 
 
 @given(problems(), st.randoms(use_true_random=False))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_renaming_nodes_changes_little(
     problem: tuple[ExpertGrid, list[NodeRoom], list[list[int]]], random: object
 ) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_examples import examples
 
 from engine.ipc.messages.ring import RingChoice
 from engine.planning.prediction import ModelSizes
@@ -67,7 +68,7 @@ def test_all_maximal_sets_and_no_other(count: int, broken: set[Pair]) -> None:
 
 @pytest.mark.slow
 @given(memories, pairs)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(8))
 def test_no_larger_set_holds_the_model_and_none_of_its_size_is_faster(memory: list[int], broken: set[Pair]) -> None:
     others, plan = planning(memory)
     found = plan_reaching("h", others, broken, plan)

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from random_examples import examples
 
 from engine.ipc.messages.ring import RingChoice, RingFacts
 from engine.planning.calibration import Curve
@@ -185,7 +186,7 @@ def test_a_machine_that_is_hardly_faster_is_not_worth_moving_to() -> None:
     ),
     wire=st.sampled_from([RDMA, ETHERNET, (5e-3, 1e8)]),
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 def test_where_it_is_computed_is_the_best_of_all_that_can_be(
     machines: list[tuple[float, float]], wire: tuple[float, float]
 ) -> None:
@@ -301,6 +302,7 @@ def test_a_slow_machine_is_left_out_unless_it_was_named_or_is_needed() -> None:
     assert plan_ring(SMALLER, behind, wires, RingChoice()).ranks == ("head-id", "second-id")
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [SMALLER, pytest.param(MODEL, marks=pytest.mark.soak)], ids=["smaller", "large"])
 @pytest.mark.parametrize(
@@ -530,7 +532,7 @@ def test_every_machine_of_a_ring_holds_experts(
     st.sampled_from(["auto", "exact", "fast", "central"]),
     st.booleans(),
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(8), deadline=None)
 def test_every_decision_is_complete(machines: list[tuple[int, float | None]], mode: str, overlap: bool) -> None:
     nodes = [node(f"n{i}", memory, read) for i, (memory, read) in enumerate(machines)]
     found = decide(nodes, model=SMALLER, mode=mode, overlap=overlap)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_examples import examples
 
 from engine.planning.placement import Placement
 from engine.planning.routing_load import (
@@ -52,7 +53,7 @@ def test_few_tokens_are_shared_out_best(layer: tuple[int, Rows], data: st.DataOb
 
 
 @given(layers(), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_many_tokens_are_shared_out_best_too_if_few_experts_have_them(
     layer: tuple[int, Rows], data: st.DataObject
 ) -> None:

@@ -148,6 +148,7 @@ def test_packed_experts_run_in_the_native_kernels(packed_model: Packed, family: 
     assert typical(our_run(model, tokens, 2, answer), theirs) < ROUNDED
 
 
+@pytest.mark.sampled
 @needs_kernels
 @pytest.mark.parametrize(
     ("family", "kind"),

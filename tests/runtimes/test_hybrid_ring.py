@@ -90,6 +90,7 @@ def ran(device: StandInDevice | None) -> int:
 FAMILIES = ("mixtral", "qwen2_moe", "llama4_text", "deepseek_v3", "gpt_oss")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("family", "dtype", "count", "how"),
     [

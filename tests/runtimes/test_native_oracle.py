@@ -148,6 +148,7 @@ def test_variants_equal_the_library(name: str, tmp_path: Path, prepared: Callabl
         assert [int(logits.argmax()) for logits in ours] == answer
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "family", ["llama", "mistral", "qwen2_moe", "gpt_oss", "qwen3_5_moe_text", "deepseek_v3", "lfm2_moe", "gemma4_text"]
 )

@@ -11,6 +11,7 @@ import pytest
 from asking import LetterTokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from random_examples import examples
 from watched_model import WatchedModel
 
 from engine.ipc.messages import Finished, Generate, Load, Message, Piece, Prefill, RuntimeName, Sampling
@@ -152,7 +153,7 @@ def kind_of(number: int) -> tuple[int, int | None]:
 
 
 @pytest.mark.sampled
-@settings(max_examples=4)
+@settings(max_examples=examples(2))
 @given(steps=STEPS)
 def test_every_question_has_one_answer(person: Person, steps: list[tuple[str, int]]) -> None:
     check_one_answer(person, steps)
@@ -165,7 +166,7 @@ def test_every_question_has_one_answer_in_many_conversations(person: Person, ste
     check_one_answer(person, steps)
 
 
-@settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(2), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=STEPS)
 def test_every_question_has_one_answer_whatever_else_is_kept(keeper: Person, steps: list[tuple[str, int]]) -> None:
     check_one_answer(keeper, steps)

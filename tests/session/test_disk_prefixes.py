@@ -17,6 +17,7 @@ import pytest
 from engine_process import EngineProcess
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from random_examples import examples
 
 from engine.errors import ModelError
 from engine.ipc.messages import Finished, ForgetPrefixes, Generate, Load, Loaded, Prefill, Sampling
@@ -377,7 +378,7 @@ def put(name: str, content: bytes) -> Path:
     return path
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(12), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_damaged_file_is_removed(
     plain: LoadedModel, written: tuple[str, bytes, list[int]], data: st.DataObject
@@ -411,7 +412,7 @@ def header_tokens(path: Path) -> list[int]:
     return [int(token) for token in stored_prefix.open_prefix(path, IDENTITY, 10**9).tokens]
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(12), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_lie_with_a_right_checksum_is_refused(
     plain: LoadedModel, written: tuple[str, bytes, list[int]], data: st.DataObject

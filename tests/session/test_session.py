@@ -337,6 +337,7 @@ def test_an_answer_says_by_which_values_its_tokens_were_chosen(ask: Ask) -> None
 # --- beams ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("width", [2, 5])
 @pytest.mark.parametrize("penalty", [1.0, 0.3])
 def test_beams_equal_transformers(ask: Ask, reference: Any, width: int, penalty: float) -> None:

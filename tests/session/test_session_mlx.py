@@ -41,6 +41,7 @@ def answer(session: Session, prompt: list[int], **options: Any) -> Finished:
     return found
 
 
+@pytest.mark.sampled(least=1)
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gpt_oss"])
 def test_both_runtimes_answer_the_same(tmp_path: Path, family: str) -> None:
     folder = write_tiny_model(tmp_path / family, family)

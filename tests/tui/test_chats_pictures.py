@@ -62,6 +62,7 @@ async def ready(pilot: Pilot[int]) -> ChatApp:
     return app
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", [(80, 24), (40, 20)], ids=["80x24", "40x20"])
 @pytest.mark.parametrize("words", ["", "the sun"], ids=["all", "search"])
 def test_the_chats_screen(snap_compare: Compare, past_app: ChatApp, size: tuple[int, int], words: str) -> None:

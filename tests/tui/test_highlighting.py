@@ -103,6 +103,7 @@ async def test_no_hostile_text_keeps_a_lexer_busy(highlighter: Highlighter, ever
             assert not highlighter.failed, f"{lexer}: {text[:20]!r} over {len(text)} characters"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("lexer", ["c", "cpp", "java", "python"])
 async def test_the_limits_keep_squares_small(highlighter: Highlighter, lexer: str) -> None:
     """These take the square of white space, or of a line."""
@@ -230,6 +231,7 @@ async def test_colours_arrive_in_a_message(make_app: MakeApp, engine: FakeEngine
         assert "$text-success" in {str(span.style) for span in view.render().spans}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("unit", ["![", "- a\n", "| a | b\n", "# a\n", "word "])
 def test_only_the_beginning_of_a_long_text_is_read_as_markdown(unit: str) -> None:
     source = "**b** " + "|a|b|\n|-|-|\n" + unit * (4 * MARKDOWN_LIMIT // len(unit))

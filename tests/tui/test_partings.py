@@ -7,6 +7,7 @@ from itertools import combinations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_examples import examples
 
 from app.chat.partings import partings, stretches
 from app.tui.panels.beam_panel import PARTING, Candidates
@@ -64,7 +65,7 @@ def test_candidates_that_part_late_do_not_look_alike(width: int) -> None:
 _words = st.lists(st.sampled_from(["a", "the", "city", "of", "Paris", "Lyon,", "which", "is", "very"]), max_size=60)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(_words, _words, st.sets(_words.map(" ".join), min_size=2, max_size=2), st.booleans(), st.integers(30, 120))
 def test_two_candidates_never_look_alike(
     start: list[str], rest: list[str], ends: set[str], spaced: bool, width: int

@@ -272,7 +272,7 @@ def test_timing_of_shared_experts(
     assert snap_compare(make_app(), terminal_size=size, run_before=before)
 
 
-@all_sizes
+@sizes
 def test_settings(snap_compare: Compare, make_app: MakeApp, size: tuple[int, int]) -> None:
     async def before(pilot: Pilot[int]) -> None:
         await ready(pilot)

@@ -9,6 +9,7 @@ from itertools import count
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_examples import examples
 from textual.app import App, ComposeResult
 
 from app.chat.state import Entry
@@ -62,7 +63,7 @@ def check(shown: str, received: str, what: str) -> None:
     assert words == wanted, what
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(50))
 @given(
     st.lists(st.sampled_from(BLOCKS), min_size=1, max_size=12).map(filled),
     st.lists(st.integers(0, 600), max_size=12),
