@@ -22,6 +22,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -191,8 +192,10 @@ def interpreter_of_workers(arguments: Sequence[str]) -> str:
     """The command that takes the place of Python's where a worker of the tests is started. ``arguments``: pytest's, by
     which the workers collect tests."""
     os.environ.setdefault(RUN, str(os.getpid()))
-    server()  # no test has to wait, on a busy machine longer than its engine may take, for this one's imports
-    server("libraries", "tests")
+    with ThreadPoolExecutor() as pool:
+        # No test has to wait, on a busy machine longer than its engine may take, for the imports of the first one.
+        for started in [pool.submit(server), pool.submit(server, "libraries", "tests")]:
+            started.result()
     workers = server(WORKERS, *arguments)
     return shlex.join([sys.executable, "-I", "-S", forked_worker.__file__, workers.address])
 
