@@ -95,8 +95,8 @@ class Comparison:
 
 MIN_COSINE = 0.998
 PACKED_COSINE = 0.98
-"""With packed weights, for which every engine rounds its inputs to eight bits in a way of its own. Where two experts are
-about equally good, that sends a token to the one or the other."""
+"""With packed weights, for which every engine rounds its inputs to eight bits in a way of its own. Where two experts
+are about equally good, that sends a token to the one or the other."""
 NEAR_TIE = 0.02
 """Two logits are nearly equal if they differ by less than this share of the largest: what bfloat16 leaves."""
 PACKED_NEAR_TIE = 0.05

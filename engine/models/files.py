@@ -14,8 +14,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.errors import ModelError
 from engine.models.byte_map import ExpertPlace, FileMapping
-from engine.models.number_formats import numbers_shape
+from engine.models.number_formats import BLOCK_SIDE, numbers_shape
 
 Order = NDArray[np.int64]
 """Places in the order in which they are taken."""
@@ -63,8 +64,24 @@ class Change:
 
 
 def _in_rows(tensor: StoredTensor, rows: Order) -> StoredTensor:
+    if tensor.dtype == "BLOCK_FP8":
+        assert tensor.scales is not None
+        return StoredTensor(tensor.dtype, tensor.words[rows], _in_rows(tensor.scales, _blocks_of(rows)))
     scales, biases = (None if part is None else _in_rows(part, rows) for part in (tensor.scales, tensor.biases))
     return StoredTensor(tensor.dtype, tensor.words[rows], scales, biases)
+
+
+def _blocks_of(rows: Order) -> Order:
+    """The blocks of rows that share scales, in the order that ``rows`` brings them into. Raises ModelError if rows of
+    several blocks would have to share scales."""
+    blocks: Order = rows // BLOCK_SIDE
+    first: Order = blocks[::BLOCK_SIDE]
+    if (np.repeat(first, BLOCK_SIDE)[: len(blocks)] != blocks).any():
+        raise ModelError(
+            f"Rows of a matrix in FP8 would have to be reordered within blocks of {BLOCK_SIDE}, which share scales; "
+            "take the model in bfloat16 or a GGUF file of it."
+        )
+    return first
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,8 @@ class Sizes:
     """Bytes of the trunk's packed matrices."""
     trunk_plain: TrunkSize = TrunkSize()
     """Numbers of the trunk's other tensors."""
+    native_copies: int = 0
+    """Bytes of the trunk's matrices that native copies because of the order in which they are stored."""
     trunk_is_mapped: bool = False
     """Whether the runtime reads the trunk in the files."""
 
@@ -121,7 +123,7 @@ class Sizes:
         return replace(
             self,
             dtype=dtype,
-            trunk_bytes=packed.total + trunk.total * width,
+            trunk_bytes=packed.total + trunk.total * width + (self.native_copies if runtime == "native" else 0),
             embedding_bytes=packed.embedding + trunk.embedding * width,
             shared_bytes=packed.shared + trunk.shared * width,
             state_bytes=states,
@@ -164,6 +166,8 @@ class _Trunk:
     """Bytes of packed matrices."""
     plain: TrunkSize
     """Numbers of the others."""
+    copied: int = 0
+    """Bytes that native copies of it."""
 
 
 class _Stored(Protocol):
@@ -263,6 +267,7 @@ def _sizes(whole: Mapping[str, Any], trunk: _Trunk, experts: _Routed | None, dty
         trunk_numbers=trunk.numbers,
         trunk_packed=trunk.packed,
         trunk_plain=trunk.plain,
+        native_copies=trunk.copied,
     )
 
 
@@ -325,9 +330,10 @@ def layer_config(config: Mapping[str, Any], layer: int, kind: str) -> Mapping[st
 def state_bytes(config: Mapping[str, Any], columns: int = 1) -> int:
     """Bytes of the states that layers keep for a row, in float32: delta-nets one of each value head, and, as short
     convolutions do, the last inputs of their convolution. 0 for a model with neither. ``columns``: the columns of a
-    head's state take memory for a multiple of so many."""
-    taps = config.get("conv_L_cache")
-    if isinstance(taps, int) and (convolutions := layer_kinds(config).count("conv")):
+    head's state take memory for a multiple of so many, as in the native runtime, which keeps no input of the latest
+    token."""
+    if convolutions := layer_kinds(config).count("conv"):
+        taps = _number(config, "conv_L_cache", default=3) - (columns > 1)
         return 4 * convolutions * taps * _number(config, "hidden_size")
     names = ("num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim", "conv_kernel_dim")
     sizes = [config.get(f"linear_{name}") for name in names]
@@ -340,8 +346,22 @@ def state_bytes(config: Mapping[str, Any], columns: int = 1) -> int:
     return 4 * layers * (padded * key_width + (taps - 1) * (2 * key_heads * key_width + values))
 
 
+def native_copies(tensors: Iterable[tuple[str, _Stored]]) -> int:
+    """Bytes of the copies that the native runtime makes because rows are stored in another order than it reads them:
+    of latents' projections in one tensor, and of delta-nets' projections by key head."""
+    found = 0
+    for name, tensor in tensors:
+        if name.endswith(".kv_b_proj.weight"):
+            found += math.prod(tensor.shape) * (2 if tensor.dtype == "BF16" else 4)
+        elif name.endswith((".in_proj_qkvz.weight", ".in_proj_ba.weight")):
+            found += tensor.nbytes
+    return found
+
+
 def _trunk(tensors: Iterable[tuple[str, _Stored]], config: Mapping[str, Any]) -> _Trunk:
     by_dtype: dict[str, int] = {}
+    tensors = list(tensors)
+    copied = native_copies(tensors)
     nbytes, numbers, packed, plain = (_TrunkCount() for _ in range(4))
     for name, tensor in tensors:
         by_dtype[tensor.dtype] = by_dtype.get(tensor.dtype, 0) + tensor.nbytes
@@ -353,7 +373,8 @@ def _trunk(tensors: Iterable[tuple[str, _Stored]], config: Mapping[str, Any]) ->
         plain.add(name, 0 if kept else math.prod(tensor.shape))
     dtype = max(by_dtype, key=lambda stored: by_dtype[stored], default="BF16")
     tied = bool(config.get("tie_word_embeddings", False))
-    return _Trunk(_NAMES.get(dtype, dtype), nbytes.size(tied), numbers.size(tied), packed.size(tied), plain.size(tied))
+    stored = _NAMES.get(dtype, dtype)
+    return _Trunk(stored, nbytes.size(tied), numbers.size(tied), packed.size(tied), plain.size(tied), copied)
 
 
 class _TrunkCount:

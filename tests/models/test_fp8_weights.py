@@ -17,6 +17,7 @@ from tiny_models import write_tiny_model
 
 from engine.errors import ModelError
 from engine.models.checkpoint import Checkpoint
+from engine.models.files import Change, StoredTensor
 from engine.models.opening import open_model
 from engine.models.prepare import needs_preparing
 from engine.models.weight_layout import layout_of
@@ -176,3 +177,17 @@ def test_stacked_experts_begin_with_a_block(tmp_path: Path) -> None:
     assert experts is not None
     with pytest.raises(ModelError, match="192 rows that share a tensor do not begin with a block"):
         experts.place(0, 0)
+
+
+def test_rows_are_brought_into_another_order_with_their_scales() -> None:
+    """Whole blocks of 128 rows, or rows of one block; others would have to share scales."""
+    words = np.arange(300 * 128, dtype=np.uint32).astype(np.uint8).reshape(300, 128)
+    scales = np.array([[1.0], [2.0], [3.0]], np.float32)
+    stored = StoredTensor("BLOCK_FP8", words, StoredTensor("F32", scales.view(np.uint32)))
+    rows = np.concatenate([np.arange(128, 256), np.arange(128)[::-1], np.arange(256, 300)])
+    moved = Change(rows=rows).in_rows(stored)
+    assert moved.scales is not None
+    assert moved.scales.words.view(np.float32).ravel().tolist() == [2.0, 1.0, 3.0]
+    assert (moved.words == words[rows]).all()
+    with pytest.raises(ModelError, match="reordered within blocks of 128"):
+        Change(rows=np.concatenate([np.arange(64), np.arange(128, 192), np.arange(64, 128)])).in_rows(stored)

@@ -67,6 +67,7 @@ MORE_FORMS = [row for row in product(QUANTISABLE, GROUPED_MODELS, ("native", "to
 IN_FP8 = [
     ("qwen3_moe", FP8, "native"), ("qwen3_moe", FP8, "torch"), ("qwen3", FP8, "native"), ("qwen2_moe", FP8, "native"),
     ("mixtral", FP8, "torch"), ("qwen3_5_moe_text", FP8, "native"), ("granitemoe", FP8, "native"),
+    ("glm4_moe_lite", FP8, "native"),
 ]  # fmt: skip
 
 

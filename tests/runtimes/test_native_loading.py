@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from native_oracle import load_native, needs_kernels
+from native_oracle import FAMILIES, PREPARED_ONLY, load_native, needs_kernels
 from safetensors.numpy import load_file, save_file
 from tiny_models import write_tiny_model
 from torch_oracle import no_progress, prompt
@@ -22,12 +22,14 @@ from engine.ipc.messages import Load
 from engine.models.files import StoredTensor
 from engine.models.opening import open_model
 from engine.models.safetensors_files import read_header
+from engine.models.sizes import sizes_of
 from engine.moe.kernels.bindings import PACKED_FORMATS
 from engine.moe.kernels.layers import unreadable
 from engine.planning.runtime_choice import RuntimeChoice
 from engine.runtimes import choosing
 from engine.runtimes.choosing import choose_runtime, native_unsupported_reason
-from engine.runtimes.native.runtime import NativeRuntime
+from engine.runtimes.native import weights
+from engine.runtimes.native.runtime import NativeRuntime, check_native, open_native
 from engine.runtimes.native.weights import opened
 from engine.session.loading import load_session
 
@@ -127,6 +129,79 @@ def test_frequencies_of_old_checkpoints_are_passed_over(tmp_path: Path) -> None:
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(4, np.float32)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     assert load_native(folder).start().extend([3, 4]).shape == (160,)
+
+
+def changed(folder: Path, **settings: Any) -> Path:
+    """``folder`` with other settings; what is None is left out."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | settings
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "said"),
+    [
+        ("deepseek_v2", {"kv_lora_rank": 15}, "15 for kv_lora_rank, which must be even"),
+        ("glm4_moe", {"n_group": 3, "topk_group": None}, "3 of 8 experts from 1 of 3 groups"),
+        ("glm4_moe", {"n_group": 200, "topk_group": None}, "3 of 8 experts from 1 of 200 groups"),
+        ("deepseek_v3", {"n_group": None}, "None for n_group"),
+        ("deepseek_v2", {"num_experts_per_tok": None}, "how many experts a token goes to"),
+        ("gemma4_text", {"rope_parameters": None}, "None for the rotary embeddings of layers with sliding_attention"),
+        ("gemma4_text", {"layer_types": None}, "None for layer_types"),
+    ],
+)
+def test_settings_that_do_not_fit_are_said(tmp_path: Path, family: str, settings: dict[str, Any], said: str) -> None:
+    folder = changed(write_tiny_model(tmp_path / "model", family), **settings)
+    with pytest.raises(ModelError, match=said):
+        load_native(folder)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"tie_word_embeddings": None}, {"tie_word_embeddings": None, "tie_embedding": True}]
+)
+@pytest.mark.parametrize("family", ["lfm2_moe", "gemma4_text"])
+def test_the_head_is_the_embedding_where_the_family_says_so(
+    tmp_path: Path, family: str, settings: dict[str, Any]
+) -> None:
+    folder = write_tiny_model(tmp_path / "model", family, tie_word_embeddings=True)
+    expected = load_native(folder).start().extend([3, 4])
+    assert (load_native(changed(folder, **settings)).start().extend([3, 4]) == expected).all()
+
+
+@pytest.mark.parametrize(("family", "factor"), [("deepseek_v3", 2.5), ("glm4_moe_lite", 1.8), ("glm4_moe", 1.0)])
+def test_a_scale_of_experts_that_is_not_stated_is_the_familys(tmp_path: Path, family: str, factor: float) -> None:
+    folder = write_tiny_model(tmp_path / "model", family, routed_scaling_factor=factor)
+    expected = load_native(folder).start().extend([3, 4])
+    assert (load_native(changed(folder, routed_scaling_factor=None)).start().extend([3, 4]) == expected).all()
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "qwen3_next"])
+def test_what_has_to_be_copied_is_not_copied_to_see_whether_it_runs(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = open_model(write_tiny_model(tmp_path / "model", family))
+    request = Load(id=1, model=family)
+
+    def refuse(*arguments: Any) -> None:
+        raise AssertionError("a matrix was copied")
+
+    monkeypatch.setattr(weights, "numbers", refuse)
+    monkeypatch.setattr(weights, "_apart", refuse)
+    check_native(files, request, in_ring=False)
+    with pytest.raises(AssertionError, match="a matrix was copied"):
+        open_native(files, request, None, in_ring=False)
+
+
+@pytest.mark.sampled(least=5)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in PREPARED_ONLY])
+def test_headers_tell_what_the_loaded_model_tells(tmp_path: Path, family: str) -> None:
+    """Of states, keys and values, and the trunk with the copies that are made of it."""
+    folder = write_tiny_model(tmp_path / "model", family, dtype="bfloat16")
+    facts, sizes = load_native(folder).facts, sizes_of(open_model(folder)).for_runtime("native")
+    assert sizes.trunk_bytes == facts.trunk_bytes
+    assert sizes.state_bytes == facts.state_bytes
+    assert sizes.key_value_bytes_per_token == facts.key_value_bytes_per_token
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2_moe"])

@@ -134,7 +134,7 @@ class Segment:
 class Segments:
     """The pages of some rows of equal length. Pages of one row are shared by all rows.
 
-    ``states``: what layers keep that have a delta-net and no keys and values.
+    ``states``: what layers keep that have no keys and values.
     """
 
     def __init__(

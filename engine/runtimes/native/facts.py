@@ -6,6 +6,7 @@ import math
 
 from engine.ipc.messages import Load, ModelFacts
 from engine.models.files import Experts, ModelFiles, whole_weights
+from engine.models.sizes import native_copies
 from engine.models.weights_name import weights_name
 from engine.moe.held import held_by
 from engine.moe.kernels.bindings import KernelChoice
@@ -46,7 +47,7 @@ def describe(
         vocabulary=shape.vocabulary,
         hidden=shape.hidden,
         context_limit=limit,
-        trunk_bytes=files.trunk_bytes,
+        trunk_bytes=files.trunk_bytes + native_copies(files.trunk()),
         expert_bytes=_expert_bytes(experts, context),
         key_value_bytes_per_token=shape.key_value_bytes(cache_format),
         state_bytes=4 * shape.state_numbers,

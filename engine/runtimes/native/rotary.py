@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from engine.errors import ModelError
 from engine.models.wording import shown
 
-TYPES = ("default", "linear", "llama3", "yarn", "proportional")
+TYPES = ("default", "linear", "llama3", "yarn")
 
 _WITH_ORIGINAL_LENGTH = ("llama3", "yarn")
 
@@ -90,7 +90,8 @@ def _rotary(settings: Mapping[str, Any], width: int, longest: int) -> Rotary:
     if kind == "proportional":
         # Numbers that are not rotated have a frequency of 0.
         turned = int(float(settings.get("partial_rotary_factor") or 1.0) * width // 2)
-        return Rotary(np.where(np.arange(width // 2) < turned, plain, np.float32(0)), 1.0)
+        factor = np.float32(_number(settings, "factor") if settings.get("factor") is not None else 1.0)
+        return Rotary(np.where(np.arange(width // 2) < turned, plain / factor, np.float32(0)), 1.0)
     if kind == "yarn":
         return _yarn(settings, powers, width, base, longest)
     return Rotary(plain, 1.0)

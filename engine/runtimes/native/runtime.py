@@ -102,7 +102,8 @@ class NativeRuntime:
 
 @dataclass(frozen=True)
 class Opened:
-    """A model as the native trunk takes it: everything about it is checked, nothing of it is read yet but norms."""
+    """A model as the native trunk takes it: everything about it is checked, and nothing of it is read yet but norms and
+    what has to be copied."""
 
     shape: Shape
     dtype: str
@@ -135,7 +136,7 @@ def check_native(files: ModelFiles, request: Load, in_ring: bool) -> None:
     refuse_not_native(files, request, in_ring)
     shape = read_shape(files.config, () if files.experts is None else files.experts.layers)
     exact = choose("float32")
-    TrunkWeights(files, shape, exact, exact, "F32", None, in_ring=True)
+    TrunkWeights(files, shape, exact, exact, "F32", None, in_ring=True, checking=True)
     _angles(shape)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.errors import ModelError
@@ -72,6 +72,8 @@ class HeadShape:
     width: int
     rotated: int
     rope: dict[str, Any]
+    keys_are_values: bool = False
+    """Whether values are the keys before they are normed and rotated."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +199,7 @@ def read_shape(config: Mapping[str, Any], moe_layers: tuple[int, ...]) -> Shape:
     """The shape of a model of the table. Raises ModelError naming a setting that is missing or impossible."""
     traits = TABLE[config["model_type"]]
     hidden, heads, layers = (_whole(config, key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
-    latent = _read_latent(config) if traits.latents else None
+    latent = _read_latent(config, traits) if traits.latents else None
     kinds, kind_of = _read_heads(config, traits, layers, latent)
     width, rope = kinds[0].width, kinds[0].rope
 
@@ -221,14 +223,14 @@ def read_shape(config: Mapping[str, Any], moe_layers: tuple[int, ...]) -> Shape:
         gate=read_gate(config),
         windows=tuple(traits.windows(config, layers)),
         moe_layers=moe_layers,
-        top_k=(stated_experts_per_token(config) or traits.default_top_k) if moe_layers else 0,
+        top_k=_top_k(config, traits) if moe_layers else 0,
         routing=_read_routing(config, traits) if moe_layers else Routing(),
         head_norm="none" if traits.head_norm_setting and not config.get(traits.head_norm_setting) else traits.head_norm,
         qkv_bias=switched(traits.qkv_bias),
         output_bias=switched(traits.output_bias),
         mlp_bias=switched(traits.mlp_bias),
         sinks=traits.sinks,
-        tied=bool(config.get("tie_word_embeddings", False)),
+        tied=bool(config.get("tie_embedding", config.get("tie_word_embeddings", traits.default_tied))),
         routers=traits.routers,
         router_bias=traits.router_bias,
         correction="" if config.get(traits.correction_setting) is False else traits.correction,
@@ -246,6 +248,14 @@ def read_shape(config: Mapping[str, Any], moe_layers: tuple[int, ...]) -> Shape:
         convolution=_read_convolution(config, layers) if traits.convolutions else None,
         names=traits.names,
     )
+
+
+def _top_k(config: Mapping[str, Any], traits: Traits) -> int:
+    """Experts of a token. Raises ModelError if neither ``config.json`` nor the family says how many."""
+    found = stated_experts_per_token(config) or traits.default_top_k
+    if not found:
+        raise ModelError("config.json does not say how many experts a token goes to; fetch the model again.")
+    return found
 
 
 def _shared_ffn(config: Mapping[str, Any], traits: Traits) -> int:
@@ -274,16 +284,16 @@ def _attention_scale(
     return float((latent.plain + latent.rotated) ** -0.5 * factor * factor)
 
 
-def _read_latent(config: Mapping[str, Any]) -> LatentShape:
+def _read_latent(config: Mapping[str, Any], traits: Traits) -> LatentShape:
     return LatentShape(
-        latents=_whole(config, "kv_lora_rank", 512),
+        latents=_even(config, "kv_lora_rank", 512),
         rotated=_even(config, "qk_rope_head_dim", 64),
         plain=_whole(config, "qk_nope_head_dim", 128),
         values=_whole(config, "v_head_dim", 128),
         query_rank=0 if config.get("q_lora_rank") is None else _whole(config, "q_lora_rank"),
         # transformers gives these norms no epsilon of the configuration.
         epsilon=1e-6,
-        interleaved=bool(config.get("rope_interleave", True)),
+        interleaved=not traits.interleaving_setting or bool(config.get(traits.interleaving_setting, True)),
     )
 
 
@@ -310,7 +320,7 @@ def _read_routing(config: Mapping[str, Any], traits: Traits) -> Routing:
     normalise = setting if isinstance(setting, bool) else bool(config.get(setting, traits.default_normalise))
     grouped = traits.groups and (traits.scoring == "sigmoid" or config.get("topk_method", "greedy") != "greedy")
     groups, kept = (_whole(config, key, traits.default_groups) if grouped else 1 for key in ("n_group", "topk_group"))
-    scale = _positive(config, "routed_scaling_factor", 1.0) if traits.scaled else 1.0
+    scale = _positive(config, "routed_scaling_factor", traits.default_scale) if traits.scaled else 1.0
     return Routing(traits.scoring, groups, kept, normalise, traits.least_sum, scale)
 
 
@@ -323,13 +333,21 @@ def _read_heads(
         return (HeadShape(1, latent.rotated + latent.latents, latent.rotated, rope),), (0,) * layers
     if not traits.sandwiched:
         return (_read_kind(config, traits, rope),), (0,) * layers
-    names = layer_kinds(config)
+    names = config.get("layer_types")
     check_kinds(names, layers, SANDWICHED_KINDS)
+    assert isinstance(names, list)
     present = [name for name in SANDWICHED_KINDS if name in names]
     kinds = []
     for name in present:
-        own = layer_config(config, names.index(name), name)
-        kinds.append(_read_kind(own, traits, rotary.rope_settings({"rope_parameters": rope.get(name)}, 10_000.0, {})))
+        own, angles = layer_config(config, names.index(name), name), rope.get(name)
+        if not isinstance(angles, Mapping):
+            raise ModelError(
+                f"config.json gives {shown(angles)} for the rotary embeddings of layers with {name}; fetch the model "
+                "again."
+            )
+        kind = _read_kind(own, traits, rotary.rope_settings({"rope_parameters": angles}, 10_000.0, {}))
+        shared = name == "full_attention" and bool(config.get("attention_k_eq_v", False))
+        kinds.append(replace(kind, keys_are_values=shared))
     return tuple(kinds), tuple(present.index(name) for name in names)
 
 
@@ -398,8 +416,10 @@ def unsupported_shape(config: Mapping[str, Any]) -> str | None:
         return f"its delta-nets have the activation {shown(activation)}, and only silu has a kernel there"
     if config.get("attention_bias") and (traits.delta_nets or traits.latents):
         return f"its {'gated attention' if traits.delta_nets else 'attention over latents'} has biases"
-    if traits.convolutions and (config.get("conv_bias") or config.get("conv_L_cache", 3) == 1):
-        return "its convolutions have biases or are over one token"
+    if traits.convolutions and config.get("conv_bias"):
+        return "its convolutions have biases"
+    if traits.convolutions and config.get("conv_L_cache", 3) == 1:
+        return "its convolutions are over one token"
     taps = config.get("linear_conv_kernel_dim", 4)
     if traits.delta_nets and isinstance(taps, int) and taps > MOST_TAPS:
         return f"its convolutions are over {taps} tokens, and the most is {MOST_TAPS}"
@@ -418,8 +438,10 @@ def _unsupported_sandwich(config: Mapping[str, Any], rope: Mapping[str, Any]) ->
     for kind in SANDWICHED_KINDS:
         settings = rope.get(kind)
         if isinstance(settings, Mapping):
-            partial = settings.get("rope_type") == "proportional"
-            reason = rotary.unsupported_reason({"rope_type": "default", **settings}, partial=partial)
+            named = {"rope_type": "default", **settings}
+            if named["rope_type"] == "proportional":
+                continue
+            reason = rotary.unsupported_reason(named)
             if reason is not None:
                 return reason
     return None

@@ -1,4 +1,5 @@
-"""States of layers with a delta-net: a fixed number of floats for each row, replaced by every pass.
+"""States of layers with a delta-net or a short convolution: a fixed number of floats for each row, replaced by every
+pass.
 
 A state cannot be taken back. A pass reads the states of before and writes others, which count only once it has
 succeeded; so rows may read the same states, and none is ever copied. Where a pass cannot be given up in its middle, a

@@ -142,8 +142,14 @@ class Traits:
     shared_expert: SharedExpert = "none"
     latents: bool = False
     """Whether attention is over latents (deepseek_v2)."""
+    interleaving_setting: str = ""
+    """Setting that is false if the rotated numbers of queries over latents are not in pairs; empty: they always are."""
+    default_tied: bool = False
+    """Whether the embedding is also the output head if ``config.json`` does not say so."""
     convolutions: bool = False
     """Whether most layers have a short convolution in place of attention (lfm2_moe)."""
+    default_scale: float = 1.0
+    """What that factor is if ``config.json`` does not contain it."""
     least_sum: float = 0.0
     """What is added to the sum by which weights are divided, as transformers does with scores that may all be 0."""
     sandwiched: bool = False
@@ -159,7 +165,7 @@ class Traits:
     """granite's four numbers that scale embedding, attention, residual and logits."""
     delta_nets: bool = False
     """Whether most layers have a gated delta-net, the others attention with a gate for each query, and norms are stored
-    as their difference from one (qwen3_5)."""
+    as their difference from one (qwen3_5, qwen3_next)."""
     default_rotated: float | None = None
     """Share of each head that is rotated; None: all of it, and no other share is known."""
 
@@ -186,7 +192,7 @@ _GROUPED = Traits(
 )
 """Routers as those of DeepSeek V3."""
 
-_LATENT = replace(_GROUPED, latents=True)
+_LATENT = replace(_GROUPED, latents=True, interleaving_setting="rope_interleave")
 
 TABLE: Mapping[str, Traits] = {
     "llama": Traits(qkv_bias="attention_bias", output_bias="attention_bias", mlp_bias="mlp_bias"),
@@ -297,10 +303,11 @@ TABLE: Mapping[str, Traits] = {
         scaled=True,
         shared_expert="plain",
     ),
-    "deepseek_v3": replace(_LATENT, default_groups=None),
-    "glm4_moe_lite": replace(_LATENT, default_epsilon=1e-5, default_top_k=4),
+    "deepseek_v3": replace(_LATENT, default_groups=None, default_scale=2.5),
+    "glm4_moe_lite": replace(_LATENT, default_scale=1.8, default_epsilon=1e-5, default_top_k=4),
     "lfm2_moe": Traits(
         convolutions=True,
+        default_tied=True,
         names=gguf_short_convolution.NAMES,
         head_norm="per-head",
         routers=("mlp.gate.weight",),
@@ -319,6 +326,7 @@ TABLE: Mapping[str, Traits] = {
     ),
     "gemma4_text": Traits(
         sandwiched=True,
+        default_tied=True,
         activation_setting="hidden_activation",
         windows=_sliding_windows,
         head_norm="per-head",

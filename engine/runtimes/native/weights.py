@@ -133,9 +133,10 @@ class Tensors:
                 )
 
 
-def _plain(numbers: NDArray[np.float32], source: StoredTensor) -> StoredTensor:
-    """``numbers`` that were read from ``source``, in bfloat16 if they were stored so."""
-    if source.dtype == "BF16":
+def _plain(numbers: NDArray[np.float32], stored: str) -> StoredTensor:
+    """``numbers`` that were ``stored`` in a number format: in bfloat16 if that was it, else in float32, which loses
+    nothing."""
+    if stored == "BF16":
         return StoredTensor("BF16", (numbers.view(np.uint32) >> np.uint32(16)).astype(np.uint16))
     return StoredTensor("F32", numbers.view(np.uint32))
 
@@ -166,9 +167,11 @@ class TrunkWeights:
         cache_dtype: str,
         popularity: Popularity | None,
         in_ring: bool = False,
+        checking: bool = False,
     ) -> None:
         """``choice`` are the kernels of projections and experts, ``exact`` those that keep activations in float32.
-        ``in_ring``: the routed experts are run elsewhere.
+        ``in_ring``: the routed experts are run elsewhere. ``checking``: names and shapes are looked at, and the large
+        matrices that would have to be copied are left out, so nothing can be run.
 
         Raises ModelError naming the first tensor that is missing, unexpected or of the wrong shape.
         """
@@ -176,6 +179,7 @@ class TrunkWeights:
         self._choice = choice
         self._popularity = popularity
         self._in_ring = in_ring
+        self._checking = checking
         self._changes = files.changes
         self._tensors = tensors = Tensors(files, shape.names)
         delta, latent, convolution, routing = shape.delta, shape.latent, shape.convolution, shape.routing
@@ -273,7 +277,7 @@ class TrunkWeights:
         projected = queries if shape.delta is None else 2 * queries
         layer.query = tensors.matrix([attention + "q_proj.weight"], projected, shape.hidden)
         layer.key = tensors.matrix([attention + "k_proj.weight"], keys, shape.hidden)
-        if not shape.sandwiched or tensors.has(attention + "v_proj.weight"):
+        if not heads.keys_are_values:
             layer.value = tensors.matrix([attention + "v_proj.weight"], keys, shape.hidden)
         layer.output = tensors.matrix([attention + "o_proj.weight"], shape.hidden, queries)
         if shape.qkv_bias:
@@ -332,18 +336,19 @@ class TrunkWeights:
             filled.query = tensors.matrix([prefix + "q_proj.weight"], rows, shape.hidden)
         filled.down = tensors.matrix([prefix + "kv_a_proj_with_mqa.weight"], shape.kinds[0].width, shape.hidden)
         filled.norm = tensors.vector(prefix + "kv_a_layernorm.weight", latent.latents)
-        keys, values = self._latent_heads(prefix, latent)
-        filled.keys, filled.values = tensors.each_head(keys), tensors.each_head(values)
+        heads = self._latent_heads(prefix, latent)
+        if heads is not None:
+            filled.keys, filled.values = map(tensors.each_head, heads)
         layer.output = tensors.matrix([prefix + "o_proj.weight"], shape.hidden, shape.heads * latent.values)
         layer.place = index
         tensors.kept.append(filled)
         layer.latent = ctypes.pointer(filled)
 
-    def _latent_heads(self, prefix: str, latent: LatentShape) -> tuple[StoredTensor, StoredTensor]:
+    def _latent_heads(self, prefix: str, latent: LatentShape) -> tuple[StoredTensor, StoredTensor] | None:
         """The heads' matrices for keys [heads, latents, plain] and values [heads, values, latents].
 
         Newer GGUF files hold them so, and they are used where they lie. Others hold one projection, whose rows for keys
-        have to be transposed: a copy is made.
+        have to be transposed: a copy is made, or None returned while checking.
         """
         heads, tensors = self._shape.heads, self._tensors
         shapes = (heads, latent.latents, latent.plain), (heads, latent.values, latent.latents)
@@ -351,9 +356,12 @@ class TrunkWeights:
             keys, values = (tensors.take([f"{prefix}{n}_b_proj.weight"], s) for n, s in zip("kv", shapes, strict=True))
             return keys, values
         both = tensors.take([prefix + "kv_b_proj.weight"], (heads * (latent.plain + latent.values), latent.latents))
+        if self._checking:
+            return None
         rows = numbers(both).reshape(heads, latent.plain + latent.values, latent.latents)
         turned = np.ascontiguousarray(rows[:, : latent.plain].swapaxes(1, 2))
-        return _plain(turned, both), _plain(np.ascontiguousarray(rows[:, latent.plain :]), both)
+        gathered = np.ascontiguousarray(rows[:, latent.plain :])
+        return _plain(turned, both.dtype), _plain(gathered, both.dtype)
 
     def _fill_delta(self, index: int, layer: TrunkLayer, delta: DeltaShape) -> None:
         shape, tensors, prefix = self._shape, self._tensors, f"model.layers.{index}.linear_attn."
@@ -361,7 +369,8 @@ class TrunkWeights:
         layer.output = tensors.matrix([prefix + "out_proj.weight"], shape.hidden, delta.values)
         filled = self._deltas[layer.place]
         inputs = self._delta_inputs(prefix, delta)
-        filled.input, filled.gate, filled.decay, filled.rate = map(matrix, inputs)
+        if inputs is not None:
+            filled.input, filled.gate, filled.decay, filled.rate = map(matrix, inputs)
         filled.kernel = tensors.taps(prefix + "conv1d.weight", delta.channels, delta.taps)
         decays = to_float32(tensors.take([prefix + "A_log"], (delta.value_heads,)))
         stored = self._changes.get(prefix + "A_log", Change())
@@ -372,11 +381,11 @@ class TrunkWeights:
         filled.norm = tensors.vector(prefix + "norm.weight", delta.value_width)
         layer.delta = ctypes.pointer(filled)
 
-    def _delta_inputs(self, prefix: str, delta: DeltaShape) -> list[StoredTensor]:
+    def _delta_inputs(self, prefix: str, delta: DeltaShape) -> list[StoredTensor] | None:
         """What makes a delta-net's queries, keys and values, its gates, its decays and its rates of the hidden state.
 
         Qwen3-Next has the first two in one matrix by key head, and so the other two. They are brought apart in copies,
-        but for GGUF files that hold the first two apart.
+        but for GGUF files that hold the first two apart. None while checking, if a copy would have to be made.
         """
         hidden, tensors, heads = self._shape.hidden, self._tensors, delta.value_heads
         if tensors.has(prefix + "in_proj_qkv.weight"):
@@ -384,14 +393,16 @@ class TrunkWeights:
             return [tensors.take([f"{prefix}in_proj_{n}.weight"], (count, hidden)) for n, count in rows.items()]
         each, keys = heads // delta.key_heads, delta.key_width
         both = tensors.take([prefix + "in_proj_ba.weight"], (2 * heads, hidden))
-        rates, decays = _apart(both, [each, each], [[0], [1]])
         if tensors.has(prefix + "in_proj_qkvz.qkv.weight"):
             rows = {"qkv": delta.channels, "z": delta.values}
             first = [tensors.take([f"{prefix}in_proj_qkvz.{n}.weight"], (count, hidden)) for n, count in rows.items()]
         else:
             whole = tensors.take([prefix + "in_proj_qkvz.weight"], (delta.channels + delta.values, hidden))
+            if self._checking:
+                return None
             values = each * delta.value_width
             first = list(_apart(whole, [keys, keys, values, values], [[0, 1, 2], [3]]))
+        rates, decays = _apart(both, [each, each], [[0], [1]])
         tensors.kept += [*first, decays, rates]
         return [*first, decays, rates]
 
@@ -408,6 +419,12 @@ class TrunkWeights:
             raise ModelError(
                 f"config.json sends every token to {shape.top_k} experts, but there are {experts.count}; "
                 "fetch the model again."
+            )
+        routing = shape.routing
+        if experts.count % routing.groups or experts.count // routing.groups * routing.kept_groups < shape.top_k:
+            raise ModelError(
+                f"config.json chooses {shape.top_k} of {experts.count} experts from {routing.kept_groups} of "
+                f"{routing.groups} groups, which do not fit together; fetch the model again."
             )
         names = [prefix + name for name in shape.routers]
         layer.router = self._tensors.exact(names, experts.count, shape.hidden)

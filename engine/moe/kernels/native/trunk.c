@@ -89,8 +89,11 @@ static size_t own_layout(const trunk_job *job, own_area *own, char *base) {
     const int64_t few = MIN(job->positions, FEW_LIMIT), widest = widest_input(trunk);
     const int64_t width = widest_head(trunk), k = MAX(trunk->top_k, 1);
     int64_t queries = 0;
-    for (int64_t kind = 0; kind < trunk->kind_count; kind++)
-        queries = MAX(queries, MAX(job->shapes[kind].block, ROW_GROUP) * job->shapes[kind].group);
+    for (int64_t kind = 0; kind < trunk->kind_count; kind++) {
+        const head_shape *heads = job->shapes + kind;
+        const int64_t together = job->pass->tokens > 1 ? heads->block : MIN(job->pass->rows, heads->row_group);
+        queries = MAX(queries, together * heads->group);
+    }
     char *at = base;
     own->h = take(&at, few * trunk->hidden, 4);
     own->normed = take(&at, few * trunk->hidden, 4);
@@ -272,8 +275,8 @@ static void project_share(walk *w, const pllm_matrix *const *matrices, float *co
                    blocks * (w->thread + 1) / w->threads);
 }
 
-/* The same directly after a barrier, before which nothing else is taken: of few tokens a thread that is held up, by
-   another program or by the memory, gets less. */
+/* The same. No task may have been taken since the last barrier. Of few tokens a thread that is held up, by another program
+   or by the memory, gets less. */
 static void project_all(walk *w, const pllm_matrix *const *matrices, float *const *y, int count, int64_t y_stride) {
     if (!w->few) return project_share(w, matrices, y, count, y_stride);
     const int64_t blocks = blocks_of(matrices, count);
@@ -713,7 +716,11 @@ static int check(const pllm_trunk *trunk, const pllm_pass *pass) {
         return PLLM_E_ARGUMENT;
     if (trunk->kind_count < 1 || trunk->kind_count > PLLM_HEAD_KINDS) return PLLM_E_ARGUMENT;
     for (int64_t kind = 0; kind < trunk->kind_count; kind++)
-        if (trunk->cache_dtype == PLLM_Q8_0 && trunk->kinds[kind].width % CACHE_GROUP) return PLLM_E_ARGUMENT;
+        if (trunk->kinds[kind].width % (trunk->cache_dtype == PLLM_Q8_0 ? CACHE_GROUP : 2)) return PLLM_E_ARGUMENT;
+    if (trunk->expert_groups < 1 || trunk->kept_groups < 1 || trunk->kept_groups > trunk->expert_groups)
+        return PLLM_E_ARGUMENT;
+    for (int64_t i = 0; i < trunk->layer_count; i++)
+        if (trunk->layers[i].router.rows % trunk->expert_groups) return PLLM_E_ARGUMENT;
     const pllm_segment *last = pass->segments + pass->segment_count - 1;
     if (pass->segments[0].start != 0 || last->start + last->count < pass->start + pass->tokens) return PLLM_E_ARGUMENT;
     return pllm_has(trunk->set) && pllm_has(trunk->exact_set) ? PLLM_OK : PLLM_E_SET;

@@ -1,5 +1,5 @@
-/* The trunk of a pre-norm decoder: RMS norm, rotary grouped-query attention, attention over latents or a gated delta-net,
-   residual, RMS norm, experts, residual.
+/* The trunk of a decoder: RMS norm, a mixer of positions, residual, RMS norm, experts, residual. The mixer is rotary
+   grouped-query attention, attention over latents, a gated delta-net or a short convolution. Gemma 4 has more norms.
 
    A dense feed-forward network is one expert that every token is sent to. A pass runs layers first_layer..last_layer)
    for all its positions in one region of the pool; it can be cut between layers, the residual stream stays in the

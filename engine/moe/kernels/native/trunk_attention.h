@@ -124,6 +124,9 @@ int64_t pllm_delta_padded(const pllm_trunk *trunk);
 /* Whether a row's states stay where they are. Rows that go on in another place than before come first: it may have been
    that of a row that stays in its own. */
 int pllm_in_place(const pllm_pass *pass, int64_t row);
+/* A thread's share of keeping a convolution's last `kept` inputs [kept, channels], from the first columns of job->qkv to
+   `start` in a row's states. */
+void pllm_keep_inputs(const trunk_job *job, int64_t start, int64_t channels, int64_t kept, int thread, int threads);
 /* The heads of a delta-net: from job->qkv [positions, projected] (input, gate, decay, rate) to job->attended
    [positions, value heads * value width], and the heads' states. Takes tasks with pllm_pool_next. */
 void pllm_delta_heads(const trunk_job *job, const own_area *own, int64_t layer);

@@ -2,8 +2,6 @@
 
 #include "trunk_attention.h"
 
-#include <string.h>
-
 /* The product of the first and the third part of a row's token, which the first part becomes. */
 static void multiply_parts(float *parts, int64_t hidden, int64_t first, int64_t last) {
     for (int64_t d = first; d < last; d++) parts[d] *= parts[2 * hidden + d];
@@ -35,20 +33,5 @@ void pllm_convolve(const trunk_job *job, int64_t layer, int thread, int threads)
             for (int64_t d = first; d < last; d++) to[d] *= parts[hidden + d];
         }
     }
-    for (int stays = 0; stays < 2; stays++)
-        for (int64_t row = 0; row < pass->rows; row++) {
-            if (pllm_in_place(pass, row) != stays) continue;
-            const float *before = pass->states_before[row];
-            const size_t bytes = (size_t)(last - first) * 4;
-            for (int64_t i = 0; i < kept; i++) { /* ascending, as what is read lies behind what is written */
-                float *to = pass->states_after[row] + start + i * hidden + first;
-                const int64_t token = tokens - kept + i;
-                if (token >= 0)
-                    memcpy(to, job->qkv + (row * tokens + token) * job->projected + first, bytes);
-                else if (before)
-                    memcpy(to, before + start + (tokens + i) * hidden + first, bytes);
-                else
-                    memset(to, 0, bytes);
-            }
-        }
+    pllm_keep_inputs(job, start, hidden, kept, thread, threads);
 }

@@ -97,25 +97,29 @@ void pllm_delta_heads(const trunk_job *job, const own_area *own, int64_t layer) 
                 if (pllm_in_place(job->pass, row) == stays) run_head(job, own, layer, row, head);
 }
 
-void pllm_delta_keep(const trunk_job *job, int64_t layer, int thread, int threads) {
-    const pllm_trunk *trunk = job->trunk;
+void pllm_keep_inputs(const trunk_job *job, int64_t start, int64_t channels, int64_t kept, int thread, int threads) {
     const pllm_pass *pass = job->pass;
-    const int64_t channels = pllm_delta_channels(trunk), first = channels * thread / threads;
+    const int64_t first = channels * thread / threads;
     const size_t bytes = (size_t)(channels * (thread + 1) / threads - first) * 4;
-    const int64_t kept = trunk->delta_taps - 1, start = layer_start(trunk, layer) + heads_numbers(trunk) + first;
     for (int stays = 0; stays < 2; stays++)
         for (int64_t row = 0; row < pass->rows; row++) {
             if (pllm_in_place(pass, row) != stays) continue;
             const float *before = pass->states_before[row];
             for (int64_t i = 0; i < kept; i++) { /* ascending, as what is read lies behind what is written */
-                float *to = pass->states_after[row] + start + i * channels;
+                float *to = pass->states_after[row] + start + i * channels + first;
                 const int64_t token = pass->tokens - kept + i;
                 if (token >= 0)
                     memcpy(to, job->qkv + (row * pass->tokens + token) * job->projected + first, bytes);
                 else if (before)
-                    memcpy(to, before + start + (pass->tokens + i) * channels, bytes);
+                    memcpy(to, before + start + (pass->tokens + i) * channels + first, bytes);
                 else
                     memset(to, 0, bytes);
             }
         }
+}
+
+void pllm_delta_keep(const trunk_job *job, int64_t layer, int thread, int threads) {
+    const pllm_trunk *trunk = job->trunk;
+    pllm_keep_inputs(job, layer_start(trunk, layer) + heads_numbers(trunk), pllm_delta_channels(trunk),
+                     trunk->delta_taps - 1, thread, threads);
 }
