@@ -69,6 +69,12 @@ TARGETS = (
     *_packed("qwen35-q4", 1.1, 1.1, None, None, 1.2, 1.5),
     *_packed("dense-q4", 1.1, 1.5, None, None, 1.5, 1.5),
     *_packed("dense-q8", 1.1, 1.5, None, None, 1.5, 1.5),
+    # The others are never to be slower.
+    *(
+        target
+        for kind in ("next-q4", "glm47-q4", "gemma4-q4", "lfm2-q4", "glm45-q4")
+        for target in _packed(kind, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
+    ),
     Target("starter", "decode", "speed", 1.00),
     Target("starter", "prefill 512", "speed", 1.00),
     Target("starter", "12 rows", "step", 5.0, base="decode"),
@@ -93,6 +99,11 @@ TITLES = {
     "qwen3-q4": "Qwen3-MoE-shaped, Q4_K_M",
     "qwen3-mxfp4": "Qwen3-MoE-shaped, MXFP4",
     "qwen35-q4": "Qwen3.6-MoE-shaped, Q4_K_M",
+    "next-q4": "Qwen3-Next-shaped, Q4_K_M",
+    "glm47-q4": "GLM-4.7-Flash-shaped, Q4_K_M",
+    "gemma4-q4": "Gemma-4-MoE-shaped, Q4_K_M",
+    "lfm2-q4": "LFM2-MoE-shaped, Q4_K_M",
+    "glm45-q4": "GLM-4.5-Air-shaped, Q4_K_M",
     "dense-q4": "dense 1B, Q4_K_M",
     "dense-q8": "dense 1B, Q8_0",
 }
