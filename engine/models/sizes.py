@@ -332,9 +332,9 @@ def state_bytes(config: Mapping[str, Any], columns: int = 1) -> int:
     convolutions do, the last inputs of their convolution. 0 for a model with neither. ``columns``: the columns of a
     head's state take memory for a multiple of so many, as in the native runtime, which keeps no input of the latest
     token."""
-    if convolutions := layer_kinds(config).count("conv"):
+    if config.get("model_type") == "lfm2_moe":
         taps = _number(config, "conv_L_cache", default=3) - (columns > 1)
-        return 4 * convolutions * taps * _number(config, "hidden_size")
+        return 4 * layer_kinds(config).count("conv") * taps * _number(config, "hidden_size")
     names = ("num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim", "conv_kernel_dim")
     sizes = [config.get(f"linear_{name}") for name in names]
     if not all(isinstance(size, int) and size > 0 for size in sizes):
