@@ -98,9 +98,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}},
     ),
     "latents in another order": ("deepseek_v3", {"rope_interleave": False}),
-    "latents of an odd number of values, ranked queries": (
+    "heads of latents in other sizes, ranked queries": (
         "deepseek_v2",
-        {"v_head_dim": 13, "qk_nope_head_dim": 11, "q_lora_rank": 10, "topk_method": "greedy"},
+        {"v_head_dim": 14, "qk_nope_head_dim": 10, "q_lora_rank": 9, "topk_method": "greedy"},
     ),
     "weights that are not normalised": ("glm4_moe_lite", {"norm_topk_prob": False, "routed_scaling_factor": 1.7}),
     "no head norms, whole heads rotated": (
