@@ -299,8 +299,7 @@ def _read_latent(config: Mapping[str, Any], traits: Traits) -> LatentShape:
 
 def _layers_of_kind(config: Mapping[str, Any], layers: int, kind: str) -> tuple[int, ...]:
     """Layers of the ``kind`` that the family has besides attention."""
-    kinds = layer_kinds(config)
-    check_kinds(kinds, layers, ("full_attention", kind))
+    kinds = check_kinds(layer_kinds(config), layers, ("full_attention", kind))
     return tuple(layer for layer, each in enumerate(kinds) if each == kind)
 
 
@@ -333,9 +332,7 @@ def _read_heads(
         return (HeadShape(1, latent.rotated + latent.latents, latent.rotated, rope),), (0,) * layers
     if not traits.sandwiched:
         return (_read_kind(config, traits, rope),), (0,) * layers
-    names = config.get("layer_types")
-    check_kinds(names, layers, SANDWICHED_KINDS)
-    assert isinstance(names, list)
+    names = check_kinds(config.get("layer_types"), layers, SANDWICHED_KINDS)
     present = [name for name in SANDWICHED_KINDS if name in names]
     kinds = []
     for name in present:

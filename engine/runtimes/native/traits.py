@@ -60,8 +60,9 @@ def _even_windows(config: Mapping[str, Any], layers: int) -> list[int]:
     return _by_type(config, [layer % 2 == 0 for layer in range(layers)], used, 128)
 
 
-def check_kinds(kinds: Any, layers: int, known: tuple[str, ...]) -> None:
-    """Raises ModelError if ``layer_types`` is no list of so many ``known`` kinds of layers."""
+def check_kinds(kinds: Any, layers: int, known: tuple[str, ...]) -> list[str]:
+    """``kinds``, as ``layer_types`` gives them. Raises ModelError if that is no list of so many ``known`` kinds of
+    layers."""
     if not isinstance(kinds, list) or len(kinds) != layers:
         raise ModelError(
             f"config.json gives {shown(kinds)} for layer_types, which must name one kind for each of the {layers} "
@@ -70,6 +71,7 @@ def check_kinds(kinds: Any, layers: int, known: tuple[str, ...]) -> None:
     unknown = next((kind for kind in kinds if kind not in known), None)
     if unknown is not None:
         raise ModelError(f"config.json names the unknown kind of layer {shown(unknown)}; fetch the model again.")
+    return kinds
 
 
 def _sliding_windows(config: Mapping[str, Any], layers: int) -> list[int]:
@@ -328,6 +330,8 @@ TABLE: Mapping[str, Traits] = {
         sandwiched=True,
         default_tied=True,
         activation_setting="hidden_activation",
+        default_width=256,
+        default_key_value_heads=4,
         windows=_sliding_windows,
         head_norm="per-head",
         routers=("router.proj.weight",),

@@ -111,11 +111,11 @@ typedef struct pllm_trunk_layer {
                                  as a step's routes are known, because memory may not hold them; NULL: not told */
     const int64_t *ahead_from; /* [experts + 1]: an expert's first one in `ahead` */
     const pllm_delta *delta;  /* in place of query, key, value; NULL: attention */
-    const pllm_latent *latent; /* the same; NULL: attention without latents */
-    const pllm_convolution *convolution; /* the same; NULL: attention */
+    const pllm_latent *latent; /* in their place, too; NULL: attention without latents */
+    const pllm_convolution *convolution; /* in their place, too; NULL: attention */
     int64_t window;           /* positions a query sees, its own included; 0: all */
     int64_t kind;             /* of its heads */
-    int64_t place;            /* among the layers with attention of its kind, with a delta-net, or with a short convolution */
+    int64_t place;            /* among the layers with attention of its kind, with a delta-net, or with a convolution */
 } pllm_trunk_layer;
 
 typedef struct pllm_trunk {
@@ -148,10 +148,10 @@ typedef struct pllm_trunk {
     float latent_epsilon; /* of the norms of pllm_latent */
 } pllm_trunk;
 
-/* Positions start..start+count) of every row, in a page of `capacity` positions from `offset` on. A page holds keys
-   [row][layer][head][capacity / PLLM_KEY_BLOCK][width][PLLM_KEY_BLOCK] and values [row][layer][head][capacity][width],
-   of the layers with attention of one kind; each kind has pages of its own. With latents the keys are the values, too, and `values` is not used. The row stride is in
-   bytes; 0: all rows share the page. */
+/* Positions start..start+count) of every row, in a page of `capacity` positions from `offset` on. For each kind of heads a
+   page holds the keys of its layers, [row][layer][head][capacity / PLLM_KEY_BLOCK][width][PLLM_KEY_BLOCK], and their
+   values, [row][layer][head][capacity][width]. With latents the keys are the values, too, and `values` is not used. Row
+   strides are in bytes; 0: all rows share the page. */
 typedef struct pllm_segment {
     void *keys[PLLM_HEAD_KINDS], *values[PLLM_HEAD_KINDS];
     int64_t row_stride[PLLM_HEAD_KINDS];
