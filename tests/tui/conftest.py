@@ -36,6 +36,12 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture(autouse=True)
+def roomy_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The models that a first start offers depend on the free disk; the tests' are those of a terabyte."""
+    monkeypatch.setattr("app.chat.first_run._free_disk", lambda: 10**12)
+
+
 async def settled(*_: float) -> None:
     """Wait until everything that could be done now is done: callbacks, messages, layouts and drawings of the screen.
 

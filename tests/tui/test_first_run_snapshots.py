@@ -28,7 +28,6 @@ async def offered(pilot: Pilot[int]) -> None:
 
 @pytest.fixture
 def app(engine: FakeEngine, store: ConversationStore, home: Path, monkeypatch: pytest.MonkeyPatch) -> ChatApp:
-    monkeypatch.setattr("app.chat.first_run._free_disk", lambda: 10**12)
     monkeypatch.setattr("engine.models.catalogue.platform.machine", lambda: "x86_64")
     return ChatApp(engine, store, open_settings(home / "s.toml"), machine=MACHINE, is_missing=lambda model: True)
 
