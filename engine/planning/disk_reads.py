@@ -14,6 +14,9 @@ from engine.planning.prediction import ModelSizes
 
 UNSEEN_ROUTES = 0.5
 """Number of routes added to every expert's count, so that one that was never used is not taken for useless."""
+MAKING_ROOM_S = 3.5e-10
+"""Seconds of processor time for each byte that is read while memory is full, besides the disk's: other pages are chosen,
+unmapped and dropped, and the new ones mapped. 2.8e-10 to 5.5e-10 were measured (``benchmarks.beyond_memory``)."""
 _HALVINGS = 60
 """Number of steps in which the time after which pages are gone is narrowed down."""
 
@@ -32,6 +35,11 @@ def bytes_from_disk(model: ModelSizes, room: int, rows: int, popularity: Sequenc
     uses = uses_per_token(model.experts, model.experts_per_token, model.moe_layers, popularity)
     missing = missing_chances(uses, max(0, room) / model.slab_bytes)
     return trunk + experts_read(uses, missing, rows) * model.slab_bytes
+
+
+def seconds_from_disk(nbytes: float, disk_read: float) -> float:
+    """Time of reading ``nbytes`` into full memory from a disk that gives ``disk_read`` bytes per second."""
+    return nbytes / disk_read + nbytes * MAKING_ROOM_S
 
 
 def uses_per_token(

@@ -14,7 +14,7 @@ from typing import Literal
 
 from engine.ipc.messages import DeviceMemory, ExpertPolicy, PlannedChoice
 from engine.planning.calibration import Calibration
-from engine.planning.disk_reads import bytes_from_disk
+from engine.planning.disk_reads import bytes_from_disk, seconds_from_disk
 from engine.planning.policy import Policy, policy_named
 from engine.planning.prediction import (
     DECODE_CONTEXT,
@@ -345,8 +345,10 @@ def _with_speed(
             # Keys and values take memory as the conversation grows, and a prompt's workspace only while it is read.
             cached = model.cache_bytes(min(DECODE_CONTEXT, wanted.context_tokens)) if cpu.key_values else 0
             room = machine.cpu.free + machine.reserve - kept - cached
-            step = bytes_from_disk(model, room, 1, popularity) / machine.disk_read
-            prompt = bytes_from_disk(model, room - cpu.workspace, PREFILL_TOKENS, popularity) / machine.disk_read
+            step_bytes = bytes_from_disk(model, room, 1, popularity)
+            prompt_bytes = bytes_from_disk(model, room - cpu.workspace, PREFILL_TOKENS, popularity)
+            step = seconds_from_disk(step_bytes, machine.disk_read)
+            prompt = seconds_from_disk(prompt_bytes, machine.disk_read)
             speed = replace(
                 speed, step_s=speed.step_s + step, prefill_s=speed.prefill_s + prompt if speed.prefill_s else 0.0
             )

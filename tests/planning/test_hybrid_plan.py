@@ -12,7 +12,7 @@ from random_examples import examples
 
 from engine.ipc.messages import ExpertPolicy
 from engine.planning.calibration import Calibration, ExpertShape, Processor, estimated
-from engine.planning.disk_reads import bytes_from_disk
+from engine.planning.disk_reads import MAKING_ROOM_S, bytes_from_disk
 from engine.planning.hybrid import (
     Device,
     HybridMachine,
@@ -204,7 +204,7 @@ def test_experts_beyond_the_hosts_memory_come_from_the_disk_at_its_rate() -> Non
     assert whole.tokens_per_s is not None
     slower = 1 / found.tokens_per_s - 1 / whole.tokens_per_s
     room = 50 * GB - MIXTRAL.trunk_bytes - 512 * 131_072
-    assert slower == pytest.approx(bytes_from_disk(MIXTRAL, room, 1) / 2e9)
+    assert slower == pytest.approx(bytes_from_disk(MIXTRAL, room, 1) * (1 / 2e9 + MAKING_ROOM_S))
     reserved = plan(MIXTRAL, replace(small, reserve=GB), HybridRequest(), MEASURED)
     assert found.tokens_per_s < (reserved.tokens_per_s or 0) < whole.tokens_per_s
     popular = plan(MIXTRAL, small, HybridRequest(), MEASURED, [[100, 100, 1, 1, 1, 1, 1, 1]] * 32)
@@ -222,7 +222,7 @@ def test_a_trunk_in_the_files_need_not_fit_in_memory() -> None:
     assert found.fits and found.memory[0].trunk == GB
     assert "1.0 GB of the weights do not fit" in found.choices[-1].reason
     read = 1.9 * GB
-    assert found.tokens_per_s == pytest.approx(1 / (read / 1e9 + (read + 512 * 32_768) / 20e9))
+    assert found.tokens_per_s == pytest.approx(1 / (read * (1 / 1e9 + MAKING_ROOM_S) + (read + 512 * 32_768) / 20e9))
     none = plan(mapped, HybridMachine(Device("CPU", 4 * GB, beside - 1), None, 20e9, 1e9), HybridRequest())
     assert (none.fits, none.shortfall) == (False, 1)
 
