@@ -38,6 +38,7 @@ from engine.models.gguf_file import GgufFile
 from engine.models.gguf_tensors import entries_of
 from engine.models.grouped_weights import gathered, grouped_places
 from engine.models.mapped_file import MappedFile, aligned
+from engine.models.mlx_layout import as_transformers
 from engine.models.number_formats import is_grouped, is_packed, stored_bytes, words_dtype
 from engine.models.quantisation import refuse_names
 from engine.models.safetensors_files import TensorEntry, read_header
@@ -430,8 +431,8 @@ def _read_headers(
     :attr:`Checkpoint.changes` say of them. No tensor is in two files."""
     gguf = next(iter(sorted(folder.glob("*.gguf"))), None)
     if gguf is None or any(folder.glob("*.safetensors")):
-        headers, changes = language_tensors(_safetensors_headers(folder, progress), config)
-        headers = gathered(headers, config)
+        headers = language_tensors(_safetensors_headers(folder, progress), config)
+        headers, changes = as_transformers(gathered(headers, config), config)
         refuse_names(name for header in headers.values() for name in header)
         return headers, False, changes
     with GgufFile(gguf) as opened:

@@ -180,6 +180,7 @@ _DBRX = (
 _LFM2 = (
     _per_expert(_LAYER + "feed_forward.experts", "w1", "w3", "w2"),
     _fused(_LAYER + "feed_forward.experts."),
+    _mlx(_LAYER + "feed_forward.switch_mlp"),
     *_GGUF,
 )
 _LLAMA4_EXPERTS = _LAYER + "feed_forward.experts."
@@ -300,7 +301,7 @@ _TABLE: tuple[Family, ...] = (
     ),
     Family(
         "gemma4_text",
-        layouts=(_fused(_LAYER + "experts."), *_GGUF),
+        layouts=(_fused(_LAYER + "experts."), _mlx(_LAYER + "experts.switch_glu"), *_GGUF),
         moe_layers=_gemma_layers,
         expert_count_key="num_experts",
         ffn_key="moe_intermediate_size",

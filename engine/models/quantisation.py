@@ -59,11 +59,12 @@ _ENDINGS: tuple[tuple[str, str], ...] = (
 """Ends of names that only quantised tensors have, and the method."""
 
 FAMILIES_OF_MLX = (
-    "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss",
-    "glm4_moe", "qwen3_5_text", "qwen3_5_moe_text",
-)  # fmt: skip
-"""Families whose weights mlx-lm stores as transformers does, but for the experts' names, so that they run quantised
-without mlx."""
+    *("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss"),
+    *("deepseek_v3", "glm4_moe", "glm4_moe_lite", "lfm2_moe", "gemma4_text"),
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
+)
+"""Families that run quantised by mlx-lm without mlx: where it stores tensors otherwise than transformers does,
+:mod:`engine.models.mlx_layout` knows how."""
 
 _BITS = (4, 8)
 _GROUPS = (32, 64, 128)

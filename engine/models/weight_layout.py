@@ -20,6 +20,7 @@ from engine.errors import ModelError
 from engine.models.bank import JOURNAL, MANIFEST, Bank
 from engine.models.byte_map import Run, Runs, merged
 from engine.models.checkpoint import INDEX, Checkpoint
+from engine.models.composite import language_name
 from engine.models.families import check_supported, expert_shape
 from engine.models.gguf_file import GgufFile
 from engine.models.gguf_tensors import unread_entries
@@ -31,11 +32,13 @@ from engine.models.store import SHARD_MANIFEST
 PIECE_BYTES = 64 * 1024 * 1024
 """Approximate size in bytes of the pieces in which the trunk is sent; they are cut between tensors."""
 
-_LIBRARY_MARKS = (".switch_mlp.", ".experts.gate_proj.weight", ".embed_q.weight", ".ffn.experts.0.w1.weight")
+_LIBRARY_MARKS = (
+    ".switch_mlp.", ".switch_glu.", ".experts.gate_proj.weight", ".embed_q.weight", ".ffn.experts.0.w1.weight"
+)  # fmt: skip
 """Parts of names that only checkpoints written by mlx-lm have."""
 _MOST_STACKED = 64
 """Maximum tensors of one layer that hold all its experts: matrices, their scales and biases."""
-_LIBRARY_EXPERT = re.compile(r".*?\.(?:layers|blocks)\.(\d+)\..*?\.(?:switch_mlp|experts)\.(?:(\d+)\.)?.+")
+_LIBRARY_EXPERT = re.compile(r".*?\.(?:layers|blocks)\.(\d+)\.(?:.*?\.)?(?:switch_mlp|experts)\.(?:(\d+)\.)?.+")
 
 
 TrunkTensor = tuple[str, int, TensorEntry]
@@ -91,6 +94,11 @@ class WeightLayout:
                 with (self.folder / name).open("rb") as file:
                     digest.update(file.read(header))
         return digest.hexdigest()
+
+
+def in_library_layout(names: Iterable[str]) -> bool:
+    """Whether a checkpoint with these tensors was written by mlx-lm, experts already stacked."""
+    return any(mark in name for name in names for mark in _LIBRARY_MARKS)
 
 
 def is_library(folder: Path) -> bool:
@@ -180,7 +188,7 @@ def _library_entries(folder: Path, config: Mapping[str, Any]) -> dict[str, dict[
     if not config.get("quantization") and not config.get("quantization_config"):
         # One header tells: mlx-lm renames the experts of all layers or of none.
         names = (name for path in paths for name in read_header(path))
-        if not any(mark in name for name in names for mark in _LIBRARY_MARKS):
+        if not in_library_layout(names):
             return None
     return {path.name: read_header(path) for path in paths}
 
@@ -197,6 +205,8 @@ def _library_layout(
     spans: dict[tuple[int, int], list[Run]] = {}
     for number, (file_name, tensors) in enumerate(entries.items()):
         for name, entry in tensors.items():
+            if language_name(name) is None:
+                continue
             found = _LIBRARY_EXPERT.fullmatch(name)
             ahead = name.startswith(family.unused)
             if found is None or ahead or int(found[1]) not in with_experts:

@@ -9,10 +9,12 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from composite_models import write_composite
 from mlx_lm.generate import generate_step
 from mlx_lm.models import gpt_oss
 from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 from numpy.typing import NDArray
+from subjects import REGULAR
 from tiny_models import write_tiny_model
 
 from engine.ipc.messages import Load
@@ -31,16 +33,22 @@ MOE_FAMILIES = (
     "granitemoe",
     "phimoe",
     "glm4_moe",
+    "glm4_moe_lite",
     "dbrx",
+    "qwen3_next",
+    "lfm2_moe",
+    "gemma4_text",
 )
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", *MOE_FAMILIES)
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_5_text", *MOE_FAMILIES)
 
 OVERRIDES: dict[str, dict[str, Any]] = {
     # Settings of the shared tiny models that mlx-lm does not know; the runtime refuses them, see test_mlx_loading.
     "olmoe": {"clip_qkv": None},
     "qwen2_moe": {"mlp_only_layers": []},
     "glm4_moe": {"n_group": 1},
+    "qwen3_next": {"layer_types": REGULAR},
 }
+_DELTA_NET = {"linear_value_head_dim": 16}
 QUANTISABLE: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {},
@@ -61,9 +69,23 @@ QUANTISABLE: dict[str, dict[str, Any]] = {
     "granitemoe": {},
     "phimoe": {},
     "glm4_moe": {"moe_intermediate_size": 32},
+    "glm4_moe_lite": {
+        "moe_intermediate_size": 32,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+    },
     "dbrx": {"ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 6, "moe_top_k": 2}},
+    "qwen3_5_text": _DELTA_NET,
+    "qwen3_5_moe_text": {**_DELTA_NET, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64},
+    "qwen3_next": {**_DELTA_NET, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64},
+    "lfm2_moe": {"moe_intermediate_size": 32},
+    "gemma4_text": {"moe_intermediate_size": 32, "global_head_dim": 32, "num_key_value_heads": 2},
 }
 """Sizes that groups of 32 weights divide."""
+IN_A_WHOLE = ("qwen3_5_text", "qwen3_5_moe_text")
+"""Families that mlx-lm quantises together with what sees pictures."""
 
 FORMS: dict[str, dict[str, Any]] = {
     "8-bit": {"bits": 8, "group": 64},
@@ -116,9 +138,11 @@ def write_quantised(
         sizes |= {name: width for name in sizes if name.endswith("intermediate_size")}
     if family != "dbrx":
         sizes.setdefault("intermediate_size", width)
-    if family == "deepseek_v3":
+    if family in ("deepseek_v3", "glm4_moe_lite"):
         sizes["num_key_value_heads"] = 4
     source = write_comparable(folder / "source", family, **sizes)
+    if family in IN_A_WHOLE:
+        source = write_composite(folder / "whole", source, family.removesuffix("_text"))
     model = library_model(source)
     plain = json.loads((source / "config.json").read_text())
 
@@ -135,9 +159,13 @@ def write_quantised(
 
 def library_model(folder: Path) -> Any:
     """mlx-lm's own model of ``folder``, with its configuration translated and nothing else of ours."""
+    if "text_config" in json.loads((folder / "config.json").read_text()):
+        return load_model(folder)[0]
     config = translate_config(complete_config(folder, read_config(folder)))
     if config["model_type"] == "gpt_oss" and "quantization" not in config:
         return _library_gpt_oss(folder, config)
+    if config["model_type"] == "qwen3_5_text":
+        config["model_type"] = "qwen3_5"  # mlx-lm defines it with what sees pictures
     model, _ = load_model(folder, model_config=config)
     return model
 

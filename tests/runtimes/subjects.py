@@ -67,17 +67,9 @@ class Subject:
         return self.name
 
 
-NOT_ON_MLX = (
-    "minimax",
-    "llama4_text",
-    "qwen3_5_text",
-    "qwen3_5_moe_text",
-    "deepseek_v2",
-    "glm4_moe_lite",
-    "qwen3_next",
-    "lfm2_moe",
-    "gemma4_text",
-)
+REGULAR = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
+"""The kinds of layers that mlx-lm assumes of models with delta-nets."""
+NOT_ON_MLX = ("minimax", "llama4_text", "deepseek_v2")
 
 NATIVE = Subject("native", NATIVE_FAMILIES, ("float32", "bfloat16"), (needs_kernels,), prepared_only=PREPARED_ONLY)
 TORCH = Subject("torch", TINY_FAMILIES, ("float32", "bfloat16"))
@@ -86,7 +78,12 @@ MLX = Subject(
     tuple(f for f in TINY_FAMILIES if f not in NOT_ON_MLX),
     ("float32", "4-bit"),
     (needs_mlx,),
-    {"olmoe": {"clip_qkv": None}, "qwen2_moe": {"mlp_only_layers": []}, "glm4_moe": {"n_group": 1}},
+    {
+        "olmoe": {"clip_qkv": None},
+        "qwen2_moe": {"mlp_only_layers": []},
+        "glm4_moe": {"n_group": 1},
+        "qwen3_next": {"layer_types": REGULAR},
+    },
 )
 SUBJECTS = (NATIVE, TORCH, MLX)
 
@@ -154,6 +151,13 @@ def fresh(model: LoadedModel, tokens: list[int]) -> Logits:
     logits = model.start().extend(tokens)
     assert logits is not None
     return logits
+
+
+def logits_along(model: LoadedModel, tokens: list[int], first: int) -> list[Logits]:
+    """The logits after the first ``first`` tokens, and after each of the others."""
+    rows = model.start()
+    logits = [rows.extend(tokens[:first]), *(rows.step([token])[0] for token in tokens[first:])]
+    return [each for each in logits if each is not None]
 
 
 def assert_close(found: Logits | None, expected: Logits, limit: float = 1e-4) -> None:

@@ -28,10 +28,12 @@ from mlx_oracle import (
     write_quantised,
 )
 from safetensors.numpy import load_file
+from subjects import REGULAR
 
 from engine.errors import ModelError
 from engine.models.prepare import prepare
 from engine.runtimes.mlx import loading
+from engine.runtimes.mlx.families import unsupported_config
 
 PROMPT = prompt_of(23)
 ON_CPU = mx.default_device() == mx.cpu
@@ -227,6 +229,33 @@ def test_families_and_settings_that_do_not_run(tmp_path: Path) -> None:
         load(write_model(tmp_path / "glm", "glm4_moe", n_group=2))
     with pytest.raises(ModelError, match=r"clip_qkv 4\.0"):
         load(write_model(tmp_path / "olmoe", "olmoe", clip_qkv=4.0))
+    with pytest.raises(ModelError, match="layer_types"):
+        load(write_model(tmp_path / "next", "qwen3_next", layer_types=["full_attention"] * 2 + REGULAR[:2]))
+
+
+_FULL = ["full_attention", "full_attention"]
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "text"),
+    [
+        ("qwen3_5_text", {"layer_types": ["linear_attention"] * 4}, "layer_types"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "mlp_layer_types"),
+        ("gemma4_text", {"num_kv_shared_layers": 2}, "num_kv_shared_layers 2"),
+        ("gemma4_text", {"enable_moe_block": False}, "enable_moe_block False"),
+        (
+            "gemma4_text",
+            {"layer_types": ["full_attention"] * 2, "per_layer_config": {"1": {"head_dim": 8}}},
+            "of layer 1",
+        ),
+        ("gemma4_text", {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "'yarn' of full_attention"),
+        ("lfm2_moe", {"tie_word_embeddings": False}, "tie_word_embeddings False"),
+    ],
+)
+def test_settings_that_mlx_lm_ignores_are_refused(family: str, settings: dict[str, Any], text: str) -> None:
+    assert unsupported_config({"model_type": family}) is None
+    found = unsupported_config({"model_type": family, **settings})
+    assert found is not None and text in found
 
 
 @pytest.mark.skipif(not ON_CPU, reason="the GPU's limit is another number")

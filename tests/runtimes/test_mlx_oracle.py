@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 pytest.importorskip("mlx.core", reason="mlx is not installed")
 
+import mlx.core as mx
 import torch
+import torch_oracle
 from mlx_oracle import (
     FAMILIES,
     FORMS,
@@ -24,7 +27,10 @@ from mlx_oracle import (
     write_model,
     write_quantised,
 )
+from native_oracle import load_native, needs_kernels
 from pairwise import in_turn
+from subjects import logits_along
+from torch_oracle import typical, worst
 
 PROMPT = prompt_of(37)
 TOKENS = 12
@@ -64,6 +70,10 @@ ELSEWHERE = (
     *("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss"),
 )
 """Families that run quantised by mlx-lm in the other runtimes, too."""
+BY_MLX_LM = ("deepseek_v3", "glm4_moe_lite", "lfm2_moe", "gemma4_text", "qwen3_next")
+"""Those of which mlx-lm stores some tensors otherwise; Qwen 3.5 is in test_composite_models."""
+ROUNDED = 0.2
+"""Largest usual error where inputs are rounded to eight bits: routers of small models choose other experts then."""
 
 
 @pytest.mark.sampled
@@ -74,6 +84,21 @@ def test_equals_mlx_lm_in_other_forms(family: str, form: str, tmp_path: Path) ->
     tokens, found = generate(load(folder).start(), PROMPT, TOKENS, [5, 20, 12])
     assert tokens == expected_tokens
     assert relative_error(found, expected) < 1e-4
+
+
+@pytest.mark.sampled
+@needs_kernels
+@pytest.mark.parametrize(("family", "form"), in_turn(BY_MLX_LM, ({}, {"bits": 8, "group": 64})))
+def test_the_other_runtimes_read_what_mlx_lm_stores_in_its_own_way(
+    family: str, form: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_quantised(tmp_path, family, **form)
+    theirs = list(np.array(library_model(folder)(mx.array([PROMPT]))[0, 19:].astype(mx.float32)))
+    for loader in (load_native, torch_oracle.load):
+        assert typical(logits_along(loader(folder), PROMPT, 20), theirs) < ROUNDED
+    monkeypatch.setenv("PRIVATELLM_KERNELS", "off")
+    exact = torch_oracle.load(folder, dtype="float32")
+    assert worst(logits_along(exact, PROMPT, 20), theirs) < 1e-4
 
 
 @pytest.mark.sampled

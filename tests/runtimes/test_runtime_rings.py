@@ -33,6 +33,7 @@ from subjects import (
     Subject,
     case,
     each_runtime,
+    needs_mlx,
     prompt_of,
 )
 
@@ -93,6 +94,8 @@ GROUPED = (
     ("qwen3_moe", "mlx-4-bit"), ("mixtral", "mlx-8-bit"), ("gpt_oss", "mlx-mixed"), ("gpt_oss", PUBLISHED),
     ("qwen3_moe", FP8),
 )  # fmt: skip
+BY_MLX_LM = (("lfm2_moe", "4-bit"), ("glm4_moe_lite", "4-bit"), ("qwen3_next", "4-bit"), ("gemma4_text", "4-bit"))
+"""Of whose trunk mlx-lm stores some tensors in its own way."""
 RINGS = ((2, "unequal"), (3, "even"), (4, "overlapping"), (3, "overlapping"), (3, "unequal"))
 SAMPLED = [
     *(
@@ -108,6 +111,11 @@ SAMPLED = [
     *(case(TORCH, *model, *ring) for model, ring in zip(PACKED, MORE, strict=True)),
     *(case(NATIVE, *model, *ring) for model, ring in zip(GROUPED, RINGS, strict=True)),
     *(case(TORCH, *model, *ring) for model, ring in zip(GROUPED, reversed(RINGS), strict=True)),
+    *(
+        pytest.param(*row.values, marks=(*row.marks, needs_mlx), id=row.id)
+        for subject in (NATIVE, TORCH)
+        for row in (case(subject, *model, *ring) for model, ring in zip(BY_MLX_LM, RINGS, strict=False))
+    ),
 ]
 """Families, number formats, nodes and placements: of native each family in each plain format, and once packed; of torch
 and mlx, which take ten times as long, each family once on two nodes. Packed formats run in all rings."""

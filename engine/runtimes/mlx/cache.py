@@ -1,18 +1,19 @@
-"""Keys and values of one layer for rows of equal length, on mlx-lm's growing cache.
+"""What one layer keeps of rows of equal length, on mlx-lm's own caches: keys and values, or a state.
 
-All layers keep every position, also those that attend to a sliding window, which limits only what they read. Truncating
-therefore only moves the offset, for all families. mlx-lm's rotating cache would use less memory, but could not be cut
-back.
+All layers with keys and values keep every position, also those that attend to a sliding window, which limits only what
+they read. Truncating therefore only moves the offset, for all families. mlx-lm's rotating cache would use less memory,
+but could not be cut back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
 from engine.errors import ModelError
 
@@ -46,69 +47,130 @@ class RowCache(KVCache):  # type: ignore[misc]
             return None
         return create_causal_mask(count, self.offset - self._first_seen(self.offset), window_size=self.window)
 
-    def copy_rows(self, source: slice, rows: int) -> RowCache:
-        """A new cache of ``rows`` rows holding ``source`` of this one's (one row is repeated). Shares no memory."""
+    @property
+    def arrays(self) -> list[Array]:
+        """What it holds."""
+        return [] if self.keys is None else [self.keys, self.values]
+
+    @property
+    def place(self) -> int:
+        """What :meth:`go_back` needs to forget all that comes after now."""
+        return int(self.offset)
+
+    def go_back(self, place: int) -> None:
+        self.offset = place
+
+    def copy_rows(self, rows: int) -> RowCache:
+        """A new cache of ``rows`` rows, each like the only one of this. Shares no memory."""
         copy = RowCache(self.window)
         copy.offset = self.offset
         if self.keys is not None:
-            copy.keys, copy.values = (self._copied(stored, source, rows) for stored in (self.keys, self.values))
+            copy.keys, copy.values = (self._copied(stored, rows) for stored in (self.keys, self.values))
         return copy
 
-    def _copied(self, stored: Array, source: slice, rows: int) -> Array:
+    def _copied(self, stored: Array, rows: int) -> Array:
         _, heads, _, size = stored.shape
         capacity = (self.offset // self.step + 1) * self.step
         new = mx.zeros((rows, heads, capacity, size), stored.dtype)
-        new[:, :, : self.offset] = stored[source, :, : self.offset]
+        new[:, :, : self.offset] = stored[:, :, : self.offset]
         return new
 
     def bytes_per_position(self) -> int:
         """Bytes that one position of one row takes."""
-        if self.keys is None:
-            return 0
-        return sum(int(s.shape[1] * s.shape[3] * s.dtype.size) for s in (self.keys, self.values))
+        return sum(int(s.shape[1] * s.shape[3] * s.dtype.size) for s in self.arrays)
+
+    def state_bytes(self) -> int:
+        """Bytes of what one row keeps whatever its length."""
+        return 0
 
 
-def layer_windows(model: Any) -> list[int | None]:
-    """The sliding window of each layer of an mlx-lm model, None for full attention.
+class StateCache(ArraysCache):  # type: ignore[misc]
+    """The ``count`` arrays [rows, ...] that every pass replaces: the state of a delta-net or a short convolution.
 
-    Raises ModelError for a model that keeps another kind of state.
+    It cannot be truncated, only go back to a place where the arrays of before are still known.
     """
-    windows: list[int | None] = []
+
+    window = None
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+
+    @property
+    def arrays(self) -> list[Array]:
+        """What it holds."""
+        return [array for array in self.cache if array is not None]
+
+    @property
+    def place(self) -> list[Array | None]:
+        """What :meth:`go_back` needs to forget all that comes after now. Arrays do not change, so none is copied."""
+        return list(self.cache)
+
+    def go_back(self, place: list[Array | None]) -> None:
+        self.cache = list(place)
+
+    def copy_rows(self, rows: int) -> StateCache:
+        """A new cache of ``rows`` rows, each like the only one of this."""
+        copy = StateCache(len(self.cache))
+        copy.cache = [None if array is None else mx.repeat(array, rows, axis=0) for array in self.cache]
+        return copy
+
+    def bytes_per_position(self) -> int:
+        return 0
+
+    def state_bytes(self) -> int:
+        """Bytes of what one row keeps whatever its length."""
+        return sum(int(array.nbytes) // int(array.shape[0]) for array in self.arrays)
+
+
+LayerCache = RowCache | StateCache
+
+
+def cache_makers(model: Any, window: int | None) -> list[Callable[[], LayerCache]]:
+    """For each layer of an mlx-lm model what makes its empty cache.
+
+    ``window`` is the sliding window of the layers that the definition takes for full attention; None: they see all.
+    Raises ModelError for a model that keeps something else.
+    """
+    makers: list[Callable[[], LayerCache]] = []
     for cache in make_prompt_cache(model):
         if type(cache) is RotatingKVCache:
-            windows.append(int(cache.max_size))
+            makers.append(partial(RowCache, int(cache.max_size)))
         elif type(cache) is KVCache:
-            windows.append(None)
+            makers.append(partial(RowCache, window))
+        elif type(cache) is ArraysCache:
+            makers.append(partial(StateCache, len(cache.cache)))
         else:
             raise ModelError(f"the mlx runtime cannot keep a {type(cache).__name__}: choose the torch runtime")
-    return windows
+    return makers
 
 
-def evaluate(caches: Sequence[RowCache]) -> None:
+def evaluate(caches: Sequence[LayerCache]) -> None:
     """Computes whatever is pending in ``caches``."""
-    mx.eval([stored for cache in caches if cache.keys is not None for stored in (cache.keys, cache.values)])
+    mx.eval([array for cache in caches for array in cache.arrays])
 
 
-def move_rows(caches: Sequence[RowCache], parents: Sequence[int], first: int) -> int:
-    """Row i of each cache becomes row ``parents[i]`` from position ``first`` on, where they differ.
+def move_rows(caches: Sequence[LayerCache], parents: Sequence[int], first: int, length: int) -> int:
+    """Row i of each cache becomes row ``parents[i]``: keys and values from position ``first`` to ``length``, where they
+    differ, and states as a whole.
 
     Returns the bytes moved.
     """
     changed = [row for row, parent in enumerate(parents) if row != parent]
-    if not changed or caches[0].offset <= first:
+    if not changed or length <= first:
         return 0
     sources = mx.array([parents[row] for row in changed])
-    moved = [
-        mx.take(stored[:, :, first : cache.offset], sources, axis=0)
-        for cache in caches
-        for stored in (cache.keys, cache.values)
-    ]
+    kept = [cache for cache in caches if isinstance(cache, RowCache)]
+    moved = [mx.take(stored[:, :, first:length], sources, axis=0) for cache in kept for stored in cache.arrays]
     # Evaluated before the rows are overwritten: nothing else then holds the old buffers, and the writes are in place.
     mx.eval(moved)
     pending = iter(moved)
-    for cache in caches:
+    for cache in kept:
         keys, values = next(pending), next(pending)
         for position, row in enumerate(changed):
-            cache.keys[row, :, first : cache.offset] = keys[position]
-            cache.values[row, :, first : cache.offset] = values[position]
-    return sum(int(array.nbytes) for array in moved)
+            cache.keys[row, :, first:length] = keys[position]
+            cache.values[row, :, first:length] = values[position]
+    states = [cache for cache in caches if isinstance(cache, StateCache)]
+    everyone = mx.array(list(parents))
+    for state in states:
+        state.cache = [None if array is None else mx.take(array, everyone, axis=0) for array in state.cache]
+    return sum(int(array.nbytes) for array in moved) + len(changed) * sum(state.state_bytes() for state in states)

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from engine.errors import ModelError
 from engine.models.config_values import without_implementations
-from engine.runtimes.mlx.families import MlxFamily
+from engine.models.sizes import layer_config
+from engine.runtimes.mlx.families import FAMILIES, MlxFamily
 from engine.runtimes.protocol import Config
 
 
@@ -46,11 +47,20 @@ def translate_config(config: Config) -> Config:
         translated["partial_rotary_factor"] = rope["partial_rotary_factor"]
     translated["rope_scaling"] = None if rope_type == "default" else {**rope, "type": rope_type}
     # qwen3 reads rope_parameters by itself, and would take its type from there.
-    translated.pop("rope_parameters", None)
+    if not FAMILIES[config["model_type"]].nested_rotary:
+        translated.pop("rope_parameters", None)
+    if "mlp_layer_types" in config:
+        translated["first_k_dense_replace"] = list(config["mlp_layer_types"]).count("dense")
     if "num_local_experts" in config:
         translated.setdefault("num_experts", config["num_local_experts"])
     if config.get("head_dim") is None and config.get("hidden_size"):
         translated["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
+    if config["model_type"] == "gemma4_text":
+        # transformers 5 writes what layers with full attention have of their own for each of them.
+        full = "full_attention"
+        wide = layer_config(config, config["layer_types"].index(full) if full in config["layer_types"] else 0, full)
+        translated["global_head_dim"] = wide["head_dim"]
+        translated["num_global_key_value_heads"] = wide["num_key_value_heads"]
     if config["model_type"] == "dbrx":
         attention = dict(config["attn_config"])
         # The original checkpoints have it here, where mlx-lm looks and transformers 5.23 does not.

@@ -67,11 +67,12 @@ class RoutedBlock(nn.Module):  # type: ignore[misc]
         self._executor = executor
         self._spans = spans
 
-    def __call__(self, hidden: Array) -> Array:
+    def __call__(self, hidden: Array, *given: Array) -> Array:
+        """``given`` is what the layer gives its block besides: Gemma's the routes."""
         spans, executor, layer = self._spans, self._executor, self._layer
         if spans.active:
             mx.eval(hidden)
-        indices, weights = spans.run(layer, "router", lambda: self._layout.route(self.block, hidden))
+        indices, weights = spans.run(layer, "router", lambda: self._layout.route(self.block, hidden, *given))
         shared = self._layout.shared(self.block, hidden)
         before = spans.recorder.measured(layer)
         if isinstance(executor, RingPass):

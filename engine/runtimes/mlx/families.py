@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from engine.errors import ModelError
 from engine.runtimes.protocol import Config
@@ -18,19 +19,22 @@ Check = Callable[[Config], str | None]
 
 @dataclass(frozen=True)
 class MlxFamily:
-    """One family: ``module`` of mlx_lm.models defines it, ``backbone`` is the decoder without the head.
+    """One family: ``module`` of mlx_lm.models defines it in ``classes`` (the model and its arguments), ``backbone`` is
+    the decoder without the head.
 
     ``rope_types`` are the rotary position types that the definition honours; ``checks`` find settings it ignores.
     ``windowed``: it honours sliding windows (otherwise the context is limited to the window). ``partial_rotary``: it
-    honours ``partial_rotary_factor``.
+    honours ``partial_rotary_factor``. ``nested_rotary``: it reads ``rope_parameters`` as transformers 5 writes them.
     """
 
     module: str
+    classes: tuple[str, str] = ("Model", "ModelArgs")
     backbone: str = "model"
     rope_types: frozenset[str] = frozenset({"default"})
     checks: tuple[Check, ...] = ()
     windowed: bool = False
     partial_rotary: bool = False
+    nested_rotary: bool = False
 
 
 def _must_be(key: str, *allowed: object) -> Check:
@@ -54,8 +58,48 @@ def _gpt_oss_activation(config: Config) -> str | None:
     return _must_be("swiglu_limit", 7.0)(config) or _must_be("swiglu_alpha", 1.702)(config)
 
 
+def _regular_delta_nets(config: Config) -> str | None:
+    """mlx-lm looks at the interval only."""
+    kinds, interval = config.get("layer_types") or (), config.get("full_attention_interval") or 4
+    expected = ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(len(kinds))]
+    return None if list(kinds) == expected else f"layer_types {kinds!r}"
+
+
+def _dense_layers_first(config: Config) -> str | None:
+    kinds = config.get("mlp_layer_types")
+    regular = kinds is None or sorted(kinds) == list(kinds)  # "dense" comes before "sparse"
+    return None if regular else f"mlp_layer_types {kinds!r}"
+
+
+def _gemma_kinds(config: Config) -> str | None:
+    """mlx-lm knows settings of its own for all layers with full attention, not for each of them."""
+    own, known = config.get("per_layer_config") or {}, {"head_dim", "num_key_value_heads"}
+    of_kind: dict[str, Config] = {"sliding_attention": {}}
+    for layer, kind in enumerate(config.get("layer_types") or ()):
+        settings = own.get(str(layer)) or {}
+        if of_kind.setdefault(kind, settings) != settings or not known.issuperset(settings):
+            return f"per_layer_config {settings!r} of layer {layer}"
+    return None
+
+
+def _gemma_rotary(config: Config) -> str | None:
+    rope = config.get("rope_parameters") or {}
+    for kind, known in (("full_attention", "proportional"), ("sliding_attention", "default")):
+        found = rope.get(kind, {}).get("rope_type", known)
+        if found != known:
+            return f"rope_type {found!r} of {kind}"
+    return None
+
+
 _SILU = _must_be("hidden_act", "silu")
 _SCALED = frozenset({"default", "linear", "llama3", "yarn"})
+_QWEN3_5: dict[str, Any] = {
+    "classes": ("TextModel", "TextModelArgs"),
+    "rope_types": _SCALED,
+    "checks": (_SILU, _regular_delta_nets),
+    "partial_rotary": True,
+    "nested_rotary": True,
+}
 
 FAMILIES: dict[str, MlxFamily] = {
     "llama": MlxFamily("llama", rope_types=_SCALED, checks=(_SILU,)),
@@ -106,6 +150,36 @@ FAMILIES: dict[str, MlxFamily] = {
     ),
     # Of several groups of experts mlx-lm gives those left out the score 0, which may be higher than a chosen one's.
     "glm4_moe": MlxFamily("glm4_moe", checks=(_SILU, _must_be("n_group", 1)), partial_rotary=True),
+    "glm4_moe_lite": MlxFamily(
+        "glm4_moe_lite",
+        rope_types=_SCALED,
+        checks=(
+            _SILU,
+            _must_be("n_group", 1),
+            _must_be("rope_interleave", True),
+            _must_be("tie_word_embeddings", False),
+            _must_be("topk_method", "noaux_tc"),
+            _dense_layers_first,
+        ),
+    ),
+    "qwen3_next": MlxFamily("qwen3_next", rope_types=_SCALED, checks=(_SILU, _regular_delta_nets), partial_rotary=True),
+    "qwen3_5_text": MlxFamily("qwen3_5", **_QWEN3_5),
+    "qwen3_5_moe_text": MlxFamily("qwen3_5", **_QWEN3_5),
+    "lfm2_moe": MlxFamily("lfm2_moe", checks=(_must_be("tie_word_embeddings", True),), nested_rotary=True),
+    "gemma4_text": MlxFamily(
+        "gemma4_text",
+        checks=(
+            _must_be("hidden_activation", "gelu_pytorch_tanh"),
+            _must_be("enable_moe_block", True),
+            _must_be("num_kv_shared_layers", 0),
+            _must_be("hidden_size_per_layer_input", 0),
+            _must_be("attention_bias", False),
+            _gemma_kinds,
+            _gemma_rotary,
+        ),
+        windowed=True,
+        nested_rotary=True,
+    ),
     "dbrx": MlxFamily(
         "dbrx", backbone="transformer", checks=(_dbrx_feed_forward, _must_be("tie_word_embeddings", False))
     ),

@@ -20,7 +20,7 @@ from engine.ipc.progress import ProgressCallback
 from engine.models.number_formats import WIDTHS
 from engine.models.opening import open_model, read_config
 from engine.models.shard_files import part_of
-from engine.models.weight_layout import layout_of
+from engine.models.weight_layout import in_library_layout, layout_of
 from engine.moe.executor import LocalExecutor, RingExecutor
 from engine.moe.held import check_held, held_by
 from engine.moe.kernels.file_guard import unchanged
@@ -29,7 +29,7 @@ from engine.moe.timing import Recorder
 from engine.planning.hybrid import HybridRequest
 from engine.runtimes.mlx import eligible, weights
 from engine.runtimes.mlx.backend import MlxBackend, slots_of
-from engine.runtimes.mlx.cache import layer_windows
+from engine.runtimes.mlx.cache import cache_makers
 from engine.runtimes.mlx.configuration import complete_config, context_of, translate_config
 from engine.runtimes.mlx.experts import RingPass, RoutedBlock
 from engine.runtimes.mlx.experts_only import WiredExperts
@@ -41,6 +41,8 @@ from engine.runtimes.mlx.spans import Spans
 from engine.runtimes.protocol import Config, RingPlace
 
 _DTYPES = {"bfloat16": mx.bfloat16, "float32": mx.float32}
+_ATTENTIONS = ("self_attn", "linear_attn", "conv", "norm_attn_norm")
+"""Attributes of a decoder layer that hold its attention, or what it has in its place."""
 
 
 @dataclass
@@ -88,6 +90,7 @@ def load(
     model.facts = msgspec.structs.replace(
         model.facts,
         key_value_bytes_per_token=probe.bytes_per_position(),
+        state_bytes=probe.state_bytes(),
         load_s=time.perf_counter() - started,
     )
     if request.keep_resident:
@@ -161,7 +164,7 @@ def _read(
     """The weights, and their type in words."""
     translated = translate_config(plan.config)
     entries = weights.entries_for_library(plan.folder)
-    if plan.quantised is None and not weights.in_library_layout(entries):
+    if plan.quantised is None and not in_library_layout(entries):
         files = open_model(plan.folder, progress)
         held = files.experts
         if held is not None and plan.context is not None:
@@ -218,12 +221,12 @@ def _assemble(plan: _Plan, request: Load, loaded: weights.Assembled, dtype: str,
     spans = Spans(Recorder(len(loaded.layers), loaded.moe_layers, loaded.count))
     spans.recorder.sampled = plan.device == "gpu"
     context = context_of(plan.config, plan.family)
-    windows = [window or context.window for window in layer_windows(loaded.model)]
+    makers = cache_makers(loaded.model, context.window)
     rotary = correct_rotary(loaded.layers, plan.config.get("rope_parameters") or {})
     executor = _executor(plan, loaded, spans, place)
     description = executor.executor.description if isinstance(executor, RingPass) else executor.description
     trunk = _bytes(loaded.model)
-    parameters = get_total_parameters(loaded.model) + sum(map(get_total_parameters, loaded.experts.values()))
+    parameters = _parameters(loaded.model) + sum(map(_parameters, loaded.experts.values()))
     if layout is not None:
         for index in loaded.moe_layers:
             block = loaded.layers[index][layout.block]
@@ -250,10 +253,10 @@ def _assemble(plan: _Plan, request: Load, loaded: weights.Assembled, dtype: str,
         weights=_weights_name(plan.quantised, dtype),
         notices=notices,
     )
-    attention = "norm_attn_norm" if "norm_attn_norm" in loaded.layers[0] else "self_attn"
+    attentions = [next(name for name in _ATTENTIONS if name in layer) for layer in loaded.layers]
     ring = executor if isinstance(executor, RingPass) else None
     logits = place is None or place.logits
-    return MlxModel(loaded.model, plan.family.backbone, attention, windows, spans, facts, ring, loaded.experts, logits)
+    return MlxModel(loaded.model, plan.family.backbone, attentions, makers, spans, facts, ring, loaded.experts, logits)
 
 
 def _weights_name(quantised: dict[str, Any] | None, dtype: str) -> str:
@@ -284,8 +287,8 @@ def _backend(plan: _Plan, loaded: weights.Assembled) -> MlxBackend:
 
 
 def _experts_per_token(config: Config) -> int:
-    found = config.get("num_experts_per_tok") or config.get("ffn_config", {}).get("moe_top_k", 0)
-    return int(found)
+    inside = config.get("ffn_config", {}).get("moe_top_k", 0)
+    return int(config.get("num_experts_per_tok") or config.get("top_k_experts") or inside)
 
 
 def _check_fits(needed: int, plan: _Plan) -> None:
@@ -301,6 +304,13 @@ def _check_fits(needed: int, plan: _Plan) -> None:
             f"{(needed - free) / 1e9:.1f} GB too little: choose a smaller or a 4-bit model",
             kind="memory",
         )
+
+
+def _parameters(module: Any) -> int:
+    """Number of weights; mlx-lm counts those of modules without modules in them."""
+    whole = [each for _, each in module.named_modules() if each.children()]
+    beside = sum(int(array.size) for each in whole for array in each.values() if isinstance(array, mx.array))
+    return int(get_total_parameters(module)) + beside
 
 
 def _bytes(module: Any) -> int:

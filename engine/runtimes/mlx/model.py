@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ from engine.moe.popularity import Popularity
 from engine.moe.timing import Phase, Recorder
 from engine.runtimes.mlx import spans as timed
 from engine.runtimes.mlx import wired
-from engine.runtimes.mlx.cache import RowCache, evaluate, move_rows
+from engine.runtimes.mlx.cache import LayerCache, RowCache, StateCache, evaluate, move_rows
 from engine.runtimes.mlx.cache_contents import contents_of, fill_caches
 from engine.runtimes.mlx.drawing import are_scores, draw_token
 from engine.runtimes.mlx.experts import RingPass
@@ -51,17 +51,17 @@ def _closed() -> ModelError:
 class MlxModel(LoadedModel):
     """An mlx-lm model whose MoE blocks are ours. One step at a time.
 
-    ``backbone`` is the attribute that holds the decoder without the head, ``attention`` a layer's attention,
-    ``windows`` each layer's sliding window; ``ring`` runs the experts, if the model is in a ring, and
-    ``logits`` False: see :class:`engine.runtimes.protocol.RingPlace`.
+    ``backbone`` is the attribute that holds the decoder without the head, ``attentions`` each layer's attention or
+    what it has in its place, ``makers`` make each layer's empty cache; ``ring`` runs the experts, if the model is in a
+    ring, and ``logits`` False: see :class:`engine.runtimes.protocol.RingPlace`.
     """
 
     def __init__(
         self,
         model: Any,
         backbone: str,
-        attention: str,
-        windows: list[int | None],
+        attentions: list[str],
+        makers: list[Callable[[], LayerCache]],
         spans: Spans,
         facts: ModelFacts,
         ring: RingPass | None = None,
@@ -70,8 +70,9 @@ class MlxModel(LoadedModel):
     ) -> None:
         self._model = model
         self._backbone = backbone
-        self._attention = attention
-        self._windows = windows
+        self._attentions = attentions
+        self._makers = makers
+        self._has_states = any(isinstance(make(), StateCache) for make in makers)
         self._spans = spans
         self._timed = False
         self._ring = ring
@@ -130,19 +131,19 @@ class MlxModel(LoadedModel):
         """An empty cache of one row. Raises ModelError if the model is closed."""
         if self._model is None:
             raise _closed()
-        return MlxRows(self, [RowCache(window) for window in self._windows], rows=1, length=0)
+        return MlxRows(self, [make() for make in self._makers], rows=1, length=0)
 
     @property
     def keeps_contents(self) -> bool:
-        """In a ring, the other machines hold parts of a row."""
-        return self._ring is None
+        """In a ring, the other machines hold parts of a row; states are not told."""
+        return self._ring is None and not self._has_states
 
     def restored(
         self, length: int, begun: int, parts: Sequence[RowPart], fill: Fill
     ) -> tuple[MlxRows, TokenRows | None]:
         if begun:
             raise ValueError("rows of mlx have no checkpoints")
-        caches = [RowCache(window) for window in self._windows]
+        caches = [cache for make in self._makers if isinstance(cache := make(), RowCache)]
         fill_caches(caches, length, parts, fill)
         return MlxRows(self, caches, rows=1, length=length), None
 
@@ -154,7 +155,7 @@ class MlxModel(LoadedModel):
             self._wired = False
         mx.clear_cache()
 
-    def hidden(self, tokens: list[list[int]], caches: list[RowCache]) -> Array:
+    def hidden(self, tokens: list[list[int]], caches: Sequence[LayerCache]) -> Array:
         """The hidden states [rows, n, hidden] after the backbone for ``tokens`` [rows, n], appended to ``caches``.
 
         Raises ModelError for a token id outside the vocabulary (mlx would read past the embedding).
@@ -167,11 +168,11 @@ class MlxModel(LoadedModel):
             raise ModelError(f"token id {wrong} is outside the vocabulary of {size}", kind="bad-input")
         return self.hidden_of(mx.array(tokens, dtype=mx.int32), caches)
 
-    def hidden_of(self, tokens: Array, caches: list[RowCache]) -> Array:
+    def hidden_of(self, tokens: Array, caches: Sequence[LayerCache]) -> Array:
         """The same for ``tokens`` in an array on the device, all of which must be in the vocabulary."""
         if self._model is None:
             raise _closed()
-        return self._model[self._backbone](tokens, caches)
+        return self._model[self._backbone](tokens, list(caches))
 
     def logits(self, hidden: Array) -> Logits:
         """The logits [rows, vocabulary] of the last position of ``hidden`` [rows, n, hidden]; [rows, 0] at a place in a
@@ -193,7 +194,9 @@ class MlxModel(LoadedModel):
         logits = logits[:, -1, :]
         # granite's head divides; its definition does so outside the head that is called here.
         scaling = getattr(self._model, "logits_scaling", None)
-        return (logits if scaling is None else logits / scaling).astype(mx.float32)
+        logits = (logits if scaling is None else logits / scaling).astype(mx.float32)
+        cap = getattr(self._model, "final_logit_softcapping", None)  # Gemma's, outside the head, too
+        return logits if cap is None else mx.tanh(logits / cap) * cap
 
     @contextmanager
     def step(self, phase: Phase, tokens: int) -> Iterator[None]:
@@ -216,9 +219,9 @@ class MlxModel(LoadedModel):
             return
         layers = self._model[self._backbone]["layers" if "layers" in self._model[self._backbone] else "blocks"]
         if wanted:
-            timed.install(layers, self._attention, self._spans)
+            timed.install(layers, self._attentions, self._spans)
         else:
-            timed.remove(layers, self._attention)
+            timed.remove(layers, self._attentions)
         self._timed = self._spans.active = wanted
 
 
@@ -237,11 +240,11 @@ class MlxRows(TokenRows):
     ``shared`` positions at the beginning are the same in all rows.
     """
 
-    can_truncate = True
-
-    def __init__(self, model: MlxModel, caches: list[RowCache], rows: int, length: int, shared: int = 0) -> None:
+    def __init__(self, model: MlxModel, caches: Sequence[LayerCache], rows: int, length: int, shared: int = 0) -> None:
         self._model = model
         self._caches = caches
+        self._places = [cache.place for cache in caches]
+        """Of each cache, after ``length`` tokens."""
         self._rows = rows
         self._length = length
         self._shared = shared
@@ -257,6 +260,10 @@ class MlxRows(TokenRows):
     def length(self) -> int:
         return self._length
 
+    @property
+    def can_truncate(self) -> bool:
+        return all(isinstance(cache, RowCache) for cache in self._caches)
+
     def extend(self, tokens: Sequence[int], want_logits: bool = True) -> Logits | None:
         self._needs_one_row("extend")
         if not tokens:
@@ -266,7 +273,7 @@ class MlxRows(TokenRows):
             hidden = self._model.hidden([list(tokens)], self._caches)
             logits = self._model.logits(hidden)[0] if want_logits else None
             evaluate(self._caches)
-        self._length += len(tokens)
+        self._passed(len(tokens))
         # The buffers of a long chunk fit no later step: keeping them would double the memory of a conversation.
         mx.clear_cache()
         return logits
@@ -280,7 +287,7 @@ class MlxRows(TokenRows):
         with self._model.step("decode", 1), self._all_or_nothing():
             logits = self._model.logits(self._model.hidden([[token] for token in tokens], self._caches))
             evaluate(self._caches)
-        self._length += 1
+        self._passed(1)
         return logits
 
     def step_choosing(self, token: int, draw: Draw) -> int:
@@ -292,20 +299,21 @@ class MlxRows(TokenRows):
             else:
                 self.settle()
                 begun = self._begin(self._model.hidden([[token]], self._caches), draw)
+            places = [cache.place for cache in self._caches]
             following = self._begin(self._model.hidden_of(begun.token[:, None], self._caches), draw)
             mx.async_eval(following.outcome)  # type: ignore[no-untyped-call]
             chosen = int(begun.outcome.item())
             if chosen < 0:
                 chosen = draw.on_host(np.array(begun.scores)[0])
         self._length += 1
+        self._places = places
         self._ahead = (chosen, draw, following)
         return chosen
 
     def settle(self) -> None:
         """A running step ends by itself."""
         if self._ahead is not None:
-            self._ahead = None
-            self._set_offsets(self._length)
+            self._go_back()
 
     def _begin(self, hidden: Array, draw: Draw) -> _Begun:
         scores = self._model.scores(hidden)
@@ -315,37 +323,57 @@ class MlxRows(TokenRows):
 
     def truncate(self, length: int) -> None:
         self._needs_one_row("truncate")
-        self._ahead = None
         if not 0 <= length <= self._length:
             raise ValueError(f"cannot keep {length} of {self._length} tokens")
-        self._length = length
-        self._set_offsets(length)
+        if length < self._length and not self.can_truncate:
+            raise ModelError(f"The {self._model.facts.family} family keeps a state that cannot be cut back.")
+        if length < self._length:
+            self._length = length
+            self._places = [length] * len(self._caches)
+        self._go_back()
 
     def fan_out(self, rows: int) -> MlxRows:
         self._needs_one_row("fan_out")
         if rows < 1:
             raise ValueError(f"{rows} rows cannot be made")
         self.settle()
-        caches = [cache.copy_rows(slice(0, 1), rows) for cache in self._caches]
+        caches = [cache.copy_rows(rows) for cache in self._caches]
         evaluate(caches)
         return MlxRows(self._model, caches, rows, self._length, shared=self._length)
 
+    def checkpoint(self) -> TokenRows | None:
+        """Keys and values are copied, in the GPU's memory: reading the conversation again would take far longer."""
+        return None if self.can_truncate else self.fan_out(1)
+
     def contents(self, checkpoint: TokenRows | None = None) -> RowContents | None:
-        """Of the only row, which has at least one token."""
+        """Of the only row, which has at least one token; None for rows with states."""
+        if not self.can_truncate:
+            return None
         assert checkpoint is None
         self._needs_one_row("contents")
         self.settle()
-        return contents_of(self._caches)
+        return contents_of([cache for cache in self._caches if isinstance(cache, RowCache)])
 
     def reorder(self, parents: Sequence[int]) -> int:
         if len(parents) != self._rows or any(not 0 <= parent < self._rows for parent in parents):
             raise ValueError(f"parents {list(parents)} do not fit {self._rows} rows")
         self.settle()
-        return move_rows(self._caches, parents, self._shared)
+        moved = move_rows(self._caches, parents, self._shared, self._length)
+        self._places = [cache.place for cache in self._caches]
+        return moved
 
     def bytes_per_position(self) -> int:
         """Bytes of keys and values that one token of one row takes; 0 while empty."""
         return sum(cache.bytes_per_position() for cache in self._caches)
+
+    def state_bytes(self) -> int:
+        """Bytes that a row takes besides, whatever its length; 0 while empty."""
+        return sum(cache.state_bytes() for cache in self._caches)
+
+    def _passed(self, tokens: int) -> None:
+        """A pass over ``tokens`` has ended."""
+        self._length += tokens
+        self._places = [cache.place for cache in self._caches]
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
@@ -357,13 +385,14 @@ class MlxRows(TokenRows):
             with memory_named():
                 yield
         except BaseException:
-            self._ahead = None
-            self._set_offsets(self._length)
+            self._go_back()
             raise
 
-    def _set_offsets(self, length: int) -> None:
-        for cache in self._caches:
-            cache.offset = length
+    def _go_back(self) -> None:
+        """Forget what was begun after ``length`` tokens."""
+        self._ahead = None
+        for cache, place in zip(self._caches, self._places, strict=True):
+            cache.go_back(place)  # type: ignore[arg-type]
 
     def _needs_one_row(self, what: str) -> None:
         if self._rows != 1:

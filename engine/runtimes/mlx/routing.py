@@ -20,6 +20,8 @@ Block = Any
 
 Routes = tuple[Array, Array]
 """(indices [..., k], weights [..., k]) for hidden states [..., hidden]."""
+Route = Callable[..., Routes]
+"""Given a block, hidden states, and whatever else the layer gives its block."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Layout:
 
     block: str
     experts: str
-    route: Callable[[Block, Array], Routes]
+    route: Route
     shared: Callable[[Block, Array], Array | None]
 
 
@@ -97,6 +99,21 @@ def _dbrx(block: Block, hidden: Array) -> Routes:
     return indices, weights.astype(hidden.dtype)
 
 
+def _lfm2_moe(block: Block, hidden: Array) -> Routes:
+    gates = mx.sigmoid(block.gate(hidden))
+    scores = gates.astype(mx.float32) + block.expert_bias if block.use_expert_bias else gates
+    indices = _last(scores, block.top_k)
+    weights = mx.take_along_axis(gates, indices, axis=-1)
+    if block.norm_topk_prob:
+        weights = weights / (mx.sum(weights, axis=-1, keepdims=True) + 1e-6)
+    return indices, (weights * block.routed_scaling_factor).astype(hidden.dtype)
+
+
+def _given(block: Block, hidden: Array, indices: Array, weights: Array) -> Routes:
+    """Gemma's layers route themselves, as the router and the experts get the same hidden states with other norms."""
+    return indices, weights
+
+
 def _nothing(block: Block, hidden: Array) -> Array | None:
     return None
 
@@ -119,6 +136,11 @@ LAYOUTS: dict[str, Layout] = {
     "granitemoe": Layout("block_sparse_moe", "switch_mlp", _granitemoe, _nothing),
     "phimoe": Layout("block_sparse_moe", "switch_mlp", _phimoe, _nothing),
     "glm4_moe": Layout("mlp", "switch_mlp", _own_gate, _shared_experts),
+    "glm4_moe_lite": Layout("mlp", "switch_mlp", _own_gate, _shared_experts),
     "dbrx": Layout("ffn", "experts", _dbrx, _nothing),
+    "qwen3_next": Layout("mlp", "switch_mlp", _qwen3_moe, _gated_shared_expert),
+    "qwen3_5_moe_text": Layout("mlp", "switch_mlp", _qwen3_moe, _gated_shared_expert),
+    "lfm2_moe": Layout("feed_forward", "switch_mlp", _lfm2_moe, _nothing),
+    "gemma4_text": Layout("experts", "switch_glu", _given, _nothing),
 }
 """By the family's name; a family that is not here has no routed experts."""

@@ -6,7 +6,7 @@ timed modules are installed for a measured step and removed again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -87,16 +87,16 @@ class TimedLayer(_Timed):
         return result
 
 
-def install(layers: list[Any], attention: str, spans: Spans) -> None:
-    """Install timed modules in ``layers`` (a backbone's own list). ``attention`` is the name of that attribute."""
-    for index, layer in enumerate(layers):
+def install(layers: list[Any], attentions: Sequence[str], spans: Spans) -> None:
+    """Install timed modules in ``layers`` (a backbone's own list). ``attentions`` are the names of that attribute."""
+    for index, (layer, attention) in enumerate(zip(layers, attentions, strict=True)):
         setattr(layer, attention, TimedAttention(getattr(layer, attention), index, spans))
         layers[index] = TimedLayer(layer, index, spans)
 
 
-def remove(layers: list[Any], attention: str) -> None:
+def remove(layers: list[Any], attentions: Sequence[str]) -> None:
     """Remove the modules of :func:`install`."""
-    for index, timed in enumerate(layers):
+    for index, (timed, attention) in enumerate(zip(layers, attentions, strict=True)):
         layer = timed["inner"]
         setattr(layer, attention, getattr(layer, attention)["inner"])
         layers[index] = layer

@@ -21,7 +21,9 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
 
 from engine.errors import ModelError
 from engine.ipc.progress import ProgressCallback
+from engine.models.composite import language_name
 from engine.models.files import Experts, ExpertWeights, ModelFiles, StoredTensor
+from engine.models.mlx_layout import is_offset_norm
 from engine.models.safetensors_files import TensorEntry, read_header
 from engine.runtimes.mlx.families import MlxFamily
 from engine.runtimes.mlx.routing import LAYOUTS, Layout
@@ -32,8 +34,6 @@ Array = Any
 _DTYPES = {"BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32}
 _PROJECTIONS = ("gate", "up", "down")
 _DBRX_PROJECTIONS = {"gate_proj": "w1", "up_proj": "v1", "down_proj": "w2"}
-_LIBRARY_NAMES = (".switch_mlp.", ".experts.gate_proj.weight", ".embed_q.weight", ".ffn.experts.0.w1.weight")
-"""Parts of names that only checkpoints written by mlx-lm have."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,6 @@ def entries_for_library(folder: Path) -> dict[str, TensorEntry]:
     for path in sorted(folder.glob("model*.safetensors")):
         entries |= read_header(path)
     return entries
-
-
-def in_library_layout(names: Iterable[str]) -> bool:
-    """Whether a checkpoint with these tensors was written by mlx-lm, experts already stacked."""
-    return any(mark in name for name in names for mark in _LIBRARY_NAMES)
 
 
 def from_files(
@@ -138,7 +133,9 @@ def from_library(
     from mlx_lm.utils import load_model
 
     try:
-        model, _ = load_model(folder, lazy=True, strict=True, model_config=config)
+        model, _ = load_model(
+            folder, lazy=True, strict=True, model_config=config, get_model_classes=lambda config: _classes(family)
+        )
     except (ValueError, RuntimeError, TypeError, KeyError, OSError) as error:
         raise ModelError(f"mlx-lm cannot load {folder}: {_first_line(error)}") from error
     if dtype is not None:
@@ -210,10 +207,36 @@ def stack_experts(module: Any, experts: Iterable[ExpertWeights], read: Callable[
             linear[kind] = stacked
 
 
-def _build(config: Config, family: MlxFamily) -> Any:
+def _classes(family: MlxFamily) -> tuple[Any, Any]:
+    """The class of the model, which also takes tensors of a whole of which it is the language model, and that of its
+    arguments."""
     module = importlib.import_module(f"mlx_lm.models.{family.module}")
+    defined, arguments = (getattr(module, name) for name in family.classes)
+
+    class LanguageModel(defined):  # type: ignore[misc, valid-type]
+        def sanitize(self, weights: Mapping[str, Array]) -> dict[str, Array]:
+            kept = {name: array for stored, array in weights.items() if (name := language_name(stored)) is not None}
+            found: dict[str, Array] = super().sanitize(kept) if hasattr(defined, "sanitize") else kept
+            return _as_delta_nets(found)
+
+    return LanguageModel, arguments
+
+
+def _as_delta_nets(weights: dict[str, Array]) -> dict[str, Array]:
+    """``weights`` as mlx-lm's delta-nets have them, where they are as in transformers: convolutions with the axes
+    exchanged, and one added to norms. mlx-lm does so only where it finds experts by name."""
+    apart = {name for name, array in weights.items() if name.endswith(".conv1d.weight") and array.shape[-1] != 1}
+    if not apart:
+        return weights
+    changed = {name: weights[name].moveaxis(2, 1) for name in apart}
+    changed |= {name: array + 1.0 for name, array in weights.items() if is_offset_norm(name)}
+    return weights | changed
+
+
+def _build(config: Config, family: MlxFamily) -> Any:
+    model_class, arguments = _classes(family)
     try:
-        model = module.Model(module.ModelArgs.from_dict(config))
+        model = model_class(arguments.from_dict(config))
     except (TypeError, ValueError, KeyError, AssertionError, ZeroDivisionError) as error:
         raise ModelError(
             f"mlx-lm cannot build this {config['model_type']} model from its configuration: {_first_line(error)}"
@@ -270,7 +293,7 @@ def _keep_precision(model: Any, trunk: dict[str, Array], files: ModelFiles) -> d
 
 
 def _assign(model: Any, trunk: dict[str, Array], folder: Path) -> None:
-    weights = model.sanitize(trunk) if hasattr(model, "sanitize") else trunk
+    weights = model.sanitize(trunk)
     expected = {name: array.shape for name, array in tree_flatten(model.parameters())}
     if "lm_head.weight" not in expected and any(name.endswith("embed_tokens.weight") for name in weights):
         weights.pop("lm_head.weight", None)  # a tied head that was stored all the same

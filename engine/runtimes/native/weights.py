@@ -104,7 +104,11 @@ class Tensors:
     def each_head(self, stacked: StoredTensor) -> Any:
         """The matrices of a tensor [heads, rows, columns], one after the other, which are kept."""
         self.kept.append(stacked)
-        heads = [StoredTensor(stacked.dtype, words) for words in stacked.words]
+        parts = [part for part in (stacked.scales, stacked.biases) if part is not None]
+        heads = [
+            StoredTensor(stacked.dtype, words, *(StoredTensor(part.dtype, part.words[head]) for part in parts))
+            for head, words in enumerate(stacked.words)
+        ]
         found = (Matrix * len(heads))(*map(matrix, heads))
         self.kept.append(found)
         return found

@@ -1,0 +1,44 @@
+"""Tiny models that also see pictures, as their authors publish them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+
+def write_composite(folder: Path, alone: Path, family: str) -> Path:
+    """The whole of the ``family`` in ``folder`` whose language model is the one in ``alone``."""
+    tensors: dict[str, torch.Tensor] = {}
+    experts: dict[str, dict[int, torch.Tensor]] = {}
+    for name, tensor in load_file(alone / "model.safetensors").items():
+        whole = name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name
+        stem, found, rest = whole.partition(".experts.")
+        number, _, matrix = rest.partition(".")
+        if found and number.isdigit():
+            experts.setdefault(f"{stem}.experts.{matrix.removesuffix('.weight')}", {})[int(number)] = tensor
+        else:
+            tensors[whole] = tensor
+    stacked = {name: torch.stack([each[i] for i in sorted(each)]) for name, each in experts.items()}
+    for name, gate in stacked.items():
+        if name.endswith("gate_proj"):
+            joined = name.removesuffix("gate_proj")
+            tensors[joined + "gate_up_proj"] = torch.cat((gate, stacked[joined + "up_proj"]), dim=1)
+            tensors[joined + "down_proj"] = stacked[joined + "down_proj"]
+    pictures = "vision_tower" if family == "gemma4" else "visual"
+    tensors[f"model.{pictures}.patch_embed.proj.weight"] = torch.ones(4, 4)
+    if family != "gemma4":
+        tensors["mtp.layers.0.self_attn.q_proj.weight"] = torch.ones(4, 4)
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((alone / "config.json").read_text())
+    if own := config.pop("per_layer_config", None):
+        # transformers 5 writes for each layer what is published once.
+        wide = next(iter(own.values()))
+        config |= {"global_head_dim": wide["head_dim"], "num_global_key_value_heads": wide["num_key_value_heads"]}
+    whole_config = {"model_type": family, "text_config": config, "vision_config": {"depth": 1}}
+    outside = {key: config[key] for key in ("tie_word_embeddings", "vocab_size")}
+    (folder / "config.json").write_text(json.dumps(whole_config | outside))
+    return folder
