@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,9 @@ from engine.session.token_history import TokenHistory
 CASES = [("torch", "qwen3_moe"), ("torch", "minimax")]
 if choose("bfloat16").native:
     CASES += [("native", "qwen3_moe"), ("native", "mistral"), ("native", "qwen3_5_text")]
+if importlib.util.find_spec("mlx_lm") is not None:
+    CASES += [("mlx", "qwen3_5_text")]
+WITH_STATES = [case for case in CASES if case[1] == "qwen3_5_text"]
 
 
 class Person:
@@ -349,13 +353,13 @@ def test_passes_are_what_a_plain_list_says(
     assert not any(decodes for _, decodes in more)
 
 
-@pytest.mark.skipif(not choose("bfloat16").native, reason="there are no native kernels")
+@pytest.mark.parametrize(("runtime", "family"), WITH_STATES)
 def test_states_that_cannot_be_cut_back_go_on_before_the_end_of_the_last_prompt(
-    tiny_model: Callable[..., Path],
+    tiny_model: Callable[..., Path], runtime: RuntimeName, family: str
 ) -> None:
     """As when a template leaves a model's thoughts out of the next prompt."""
-    folder = tiny_model("qwen3_5_text", dtype="bfloat16")
-    person, other = Person(folder, "native"), Person(folder, "native")
+    folder = tiny_model(family, dtype="bfloat16")
+    person, other = Person(folder, runtime), Person(folder, runtime)
     greedy = {"sampling": Sampling(temperature=0.0)}
     asked = [Message("user", "what a long question this is, and it goes on and on")]
     first, _ = person(asked, **greedy)

@@ -42,7 +42,7 @@ def answer(session: Session, prompt: list[int], **options: Any) -> Finished:
 
 
 @pytest.mark.sampled(least=1)
-@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt_oss", "qwen3_5_text", "lfm2_moe"])
 def test_both_runtimes_answer_the_same(tmp_path: Path, family: str) -> None:
     folder = write_tiny_model(tmp_path / family, family)
     mlx, torch = open_session(folder, "mlx"), open_session(folder, "torch")
