@@ -39,7 +39,7 @@ if choose("bfloat16").native:
         ("native", "qwen3_5_text", "bfloat16", "auto"),
     ]
 if importlib.util.find_spec("mlx_lm") is not None:
-    CASES += [("mlx", "qwen3_moe", "bfloat16", "auto")]
+    CASES += [("mlx", "qwen3_moe", "bfloat16", "auto"), ("mlx", "qwen3_5_text", "bfloat16", "auto")]
 GREEDY = Sampling(temperature=0.0)
 DRAWN = Sampling(temperature=1.0)
 """Without a seed, so that a prompt may be brought into the cache by any passes."""

@@ -2,58 +2,102 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from engine.runtimes.mlx.cache import RowCache, evaluate
+from engine.runtimes.mlx.cache import LayerCache, RowCache, StateCache, evaluate
 from engine.runtimes.row_contents import Bytes, Fill, RowContents, RowPart
 
 _DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
-def contents_of(caches: Sequence[RowCache]) -> RowContents:
-    """The filled positions of the keys and values of each layer that has some."""
-    found: list[tuple[str, Any]] = []
-    for index, cache in enumerate(caches):
-        if cache.keys is not None:
-            for kind, stored in (("keys", cache.keys), ("values", cache.values)):
-                found.append((f"{index} {kind}", stored[:, :, : cache.offset]))
+def contents_of(caches: Sequence[LayerCache], checkpoint: Sequence[LayerCache] = ()) -> RowContents:
+    """The filled positions of the keys and values of each layer, or its state; after all of them the states of
+    ``checkpoint``, whose keys and values are the first ones of these."""
+    found: list[Any] = []
+    for cache in caches:
+        if isinstance(cache, RowCache):
+            found += [stored[:, :, : cache.offset] for stored in cache.arrays]
+        else:
+            found += cache.arrays
+    found += [array for cache in checkpoint if isinstance(cache, StateCache) for array in cache.arrays]
+    names = _names(caches, bool(checkpoint))
 
     def read(index: int) -> Bytes:
-        numbers = mx.contiguous(found[index][1]).reshape(-1)
+        numbers = mx.contiguous(found[index]).reshape(-1)
         return np.array(numbers.view(mx.uint8))
 
-    return RowContents([RowPart(name, _NAMES[stored.dtype], tuple(stored.shape)) for name, stored in found], read)
+    parts = [RowPart(name, _NAMES[each.dtype], tuple(each.shape)) for name, each in zip(names, found, strict=True)]
+    return RowContents(parts, read)
 
 
-def fill_caches(caches: Sequence[RowCache], length: int, parts: Sequence[RowPart], fill: Fill) -> None:
-    """Give the empty ``caches`` of one row the contents ``parts`` of ``length`` tokens, whose bytes ``fill`` gives.
+def restored_caches(
+    makers: Sequence[Callable[[], LayerCache]], length: int, begun: int, parts: Sequence[RowPart], fill: Fill
+) -> tuple[list[LayerCache], list[LayerCache] | None]:
+    """Caches of one row of ``length`` tokens with the contents ``parts``, whose bytes ``fill`` gives in order, and
+    those of its checkpoint after ``begun`` tokens (0: none).
 
     Raises ValueError if ``parts`` are not those of such caches, and what ``fill`` raises.
     """
-    layers = [int(part.name.partition(" ")[0]) for part in parts[::2] if part.name.partition(" ")[0].isdecimal()]
-    names = [f"{layer} {kind}" for layer in layers for kind in ("keys", "values")]
-    if not parts or [part.name for part in parts] != names or layers != sorted(set(layers) & set(range(len(caches)))):
-        raise ValueError("the layers of the model have other keys and values")
+    caches = [make() for make in makers]
+    if begun > length or (begun and all(isinstance(cache, RowCache) for cache in caches)):
+        raise ValueError(f"a row of {length} tokens has no checkpoint after {begun}")
+    if [part.name for part in parts] != list(_names(caches, begun > 0)):
+        raise ValueError("the layers of the model keep other parts")
     for part in parts:
-        if part.numbers not in _DTYPES or len(part.shape) != 4 or part.shape[0] != 1 or part.shape[2] != length:
+        positions = length if part.name.endswith(("keys", "values")) else None
+        wrong = positions is not None and (len(part.shape) != 4 or part.shape[2] != positions)
+        if part.numbers not in _DTYPES or not part.shape or part.shape[0] != 1 or wrong:
             raise ValueError(f"{part.name} of the shape {part.shape} are not those of {length} tokens")
+    given = iter(parts)
     for cache in caches:
-        cache.offset = length
-    for layer, keys, values in zip(layers, parts[::2], parts[1::2], strict=True):
-        caches[layer].keys, caches[layer].values = (_filled(part, caches[layer].step, fill) for part in (keys, values))
+        if isinstance(cache, RowCache):
+            cache.offset = length
+            cache.keys, cache.values = (_with_room(_filled(next(given), fill), cache.step) for _ in range(2))
+        else:
+            cache.go_back([_filled(next(given), fill) for _ in cache.place])
     evaluate(caches)
+    if not begun:
+        return caches, None
+    saved = [_begun(cache, begun, given, fill) for cache in caches]
+    evaluate(saved)
+    return caches, saved
 
 
-def _filled(part: RowPart, step: int, fill: Fill) -> Any:
-    """An array with room for some more positions, as mlx-lm makes them, whose first ones ``fill`` gives."""
+def _names(caches: Sequence[LayerCache], with_checkpoint: bool) -> Iterator[str]:
+    """The names of the parts, in order."""
+    for layer, cache in enumerate(caches):
+        kinds = ("keys", "values") if isinstance(cache, RowCache) else [f"state {i}" for i in range(len(cache.place))]
+        yield from (f"{layer} {kind}" for kind in kinds)
+    for layer, cache in enumerate(caches if with_checkpoint else ()):
+        if isinstance(cache, StateCache):
+            yield from (f"{layer} begun {i}" for i in range(len(cache.place)))
+
+
+def _begun(cache: LayerCache, begun: int, parts: Iterator[RowPart], fill: Fill) -> LayerCache:
+    """What a checkpoint has in place of ``cache``."""
+    if isinstance(cache, RowCache):
+        first = RowCache(cache.window)
+        first.offset, first.keys, first.values = begun, cache.keys, cache.values
+        return first.copy_rows(1)
+    state = StateCache(len(cache.place))
+    state.go_back([_filled(next(parts), fill) for _ in cache.place])
+    return state
+
+
+def _filled(part: RowPart, fill: Fill) -> Any:
     content = np.empty(part.nbytes, np.uint8)
     fill(content)
-    rows, heads, length, width = part.shape
-    room = mx.zeros((rows, heads, (length // step + 1) * step, width), _DTYPES[part.numbers])
-    room[:, :, :length] = mx.array(content).view(_DTYPES[part.numbers]).reshape(part.shape)
+    return mx.array(content).view(_DTYPES[part.numbers]).reshape(part.shape)
+
+
+def _with_room(stored: Any, step: int) -> Any:
+    """``stored`` [rows, heads, length, width] with room for some more positions, as mlx-lm makes it."""
+    rows, heads, length, width = stored.shape
+    room = mx.zeros((rows, heads, (length // step + 1) * step, width), stored.dtype)
+    room[:, :, :length] = stored
     return room

@@ -17,8 +17,8 @@ from engine.moe.popularity import Popularity
 from engine.moe.timing import Phase, Recorder
 from engine.runtimes.mlx import spans as timed
 from engine.runtimes.mlx import wired
-from engine.runtimes.mlx.cache import LayerCache, RowCache, StateCache, evaluate, move_rows
-from engine.runtimes.mlx.cache_contents import contents_of, fill_caches
+from engine.runtimes.mlx.cache import LayerCache, RowCache, evaluate, move_rows
+from engine.runtimes.mlx.cache_contents import contents_of, restored_caches
 from engine.runtimes.mlx.drawing import are_scores, draw_token
 from engine.runtimes.mlx.experts import RingPass
 from engine.runtimes.mlx.spans import Spans
@@ -72,7 +72,6 @@ class MlxModel(LoadedModel):
         self._backbone = backbone
         self._attentions = attentions
         self._makers = makers
-        self._has_states = any(isinstance(make(), StateCache) for make in makers)
         self._spans = spans
         self._timed = False
         self._ring = ring
@@ -135,17 +134,15 @@ class MlxModel(LoadedModel):
 
     @property
     def keeps_contents(self) -> bool:
-        """In a ring, the other machines hold parts of a row; states are not told."""
-        return self._ring is None and not self._has_states
+        """In a ring, the other machines hold parts of a row."""
+        return self._ring is None
 
     def restored(
         self, length: int, begun: int, parts: Sequence[RowPart], fill: Fill
     ) -> tuple[MlxRows, TokenRows | None]:
-        if begun:
-            raise ValueError("rows of mlx have no checkpoints")
-        caches = [cache for make in self._makers if isinstance(cache := make(), RowCache)]
-        fill_caches(caches, length, parts, fill)
-        return MlxRows(self, caches, rows=1, length=length), None
+        caches, saved = restored_caches(self._makers, length, begun, parts, fill)
+        row = MlxRows(self, caches, rows=1, length=length)
+        return row, None if saved is None else MlxRows(self, saved, rows=1, length=begun)
 
     def close(self) -> None:
         self._model = self._ring = None
@@ -346,13 +343,11 @@ class MlxRows(TokenRows):
         return None if self.can_truncate else self.fan_out(1)
 
     def contents(self, checkpoint: TokenRows | None = None) -> RowContents | None:
-        """Of the only row, which has at least one token; None for rows with states."""
-        if not self.can_truncate:
-            return None
-        assert checkpoint is None
+        """Of the only row, which has at least one token."""
+        assert checkpoint is None or isinstance(checkpoint, MlxRows)
         self._needs_one_row("contents")
         self.settle()
-        return contents_of([cache for cache in self._caches if isinstance(cache, RowCache)])
+        return contents_of(self._caches, () if checkpoint is None else checkpoint._caches)
 
     def reorder(self, parents: Sequence[int]) -> int:
         if len(parents) != self._rows or any(not 0 <= parent < self._rows for parent in parents):
