@@ -30,13 +30,14 @@ _TAPS = (".conv1d.weight", ".conv.conv.weight")
 """Ends of the names of convolutions: [channels, 1, taps] in transformers, [channels, taps, 1] in mlx-lm. With one
 channel for each filter the bytes are the same."""
 _OFFSET_NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight", ".q_norm.weight", ".k_norm.weight")
+"""Ends of the names of norms that multiply by one more than the weight, in the families of _DELTA_NETS. mlx-lm adds the
+one to the weight."""
 _DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-"""Families whose norms multiply by one more than the weight, which mlx-lm adds."""
 
 
 def as_transformers(headers: Headers, config: Mapping[str, Any]) -> tuple[Headers, dict[str, Change]]:
-    """``headers`` as transformers would name and shape the tensors, and what makes stored ones the checkpoint's; both
-    as they are for checkpoints that mlx-lm did not write."""
+    """``headers`` as transformers names and shapes the tensors, and by name the changes that turn stored values into
+    its own (norms minus one). Nothing differs for a checkpoint that mlx-lm did not write."""
     family = str(config.get("model_type"))
     renamed: Headers = {}
     turned = False

@@ -313,10 +313,9 @@ def _width(config: Mapping[str, Any]) -> int:
 def layer_config(config: Mapping[str, Any], layer: int, kind: str) -> Mapping[str, Any]:
     """``config`` with what differs in ``layer``: gemma4's layers with full attention have other heads, which
     transformers names by layer and the published files by kind."""
-    named = config.get("per_layer_config")
-    if isinstance(named, Mapping):
-        own = named.get(str(layer))
-        return {**config, **own} if isinstance(own, Mapping) else config
+    own = own_settings(config)
+    if own is not None:
+        return {**config, **own.get(layer, {})}
     if kind != "full_attention" or config.get("model_type") != "gemma4_text":
         return config
     heads = config.get("num_global_key_value_heads") if config.get("attention_k_eq_v") else None
@@ -325,6 +324,17 @@ def layer_config(config: Mapping[str, Any], layer: int, kind: str) -> Mapping[st
         "head_dim": config.get("global_head_dim", 512),
         "num_key_value_heads": heads or config.get("num_key_value_heads"),
     }
+
+
+def own_settings(config: Mapping[str, Any]) -> dict[int, Mapping[str, Any]] | None:
+    """What layers have for themselves as transformers 5 writes it, by layer; None if ``config`` was not written so.
+
+    The library fills the layers' numbers up with zeros, to the digits of the last one.
+    """
+    named = config.get("per_layer_config")
+    if not isinstance(named, Mapping):
+        return None
+    return {int(layer): own for layer, own in named.items() if str(layer).isdecimal() and isinstance(own, Mapping)}
 
 
 def state_bytes(config: Mapping[str, Any], columns: int = 1) -> int:

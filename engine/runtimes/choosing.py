@@ -81,12 +81,12 @@ def refuse_download(config: Mapping[str, Any], nbytes: int) -> None:
     if not quantised or not mlx_installed() or eligible.unsupported_quantisation(config) is not None:
         refuse_quantized(config)
         return
-    problem = families.unsupported_config(dict(config))
-    if problem is not None and readable_quantised(config):
+    if readable_quantised(config):
         return
+    problem = families.unsupported_config(dict(config))
     if problem is not None:
         raise ModelError(f"{problem}, and nothing else reads its quantised weights; choose a bfloat16 copy of it.")
-    eligible.refuse_too_large(nbytes, eligible.working_set_bytes(), quantised=True)
+    eligible.refuse_too_large(nbytes, eligible.working_set_bytes(), only_here=True)
 
 
 def mlx_by_default() -> bool:

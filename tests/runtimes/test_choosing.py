@@ -223,12 +223,14 @@ class TestDownloads:
         with pytest.raises(ModelError, match=reason):
             refuse_download(config, 10**9)
 
-    def test_what_is_too_large_for_the_gpu_is_refused(
-        self, mac: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+    def test_what_is_too_large_for_the_gpu_is_refused_unless_the_native_runtime_reads_it(
+        self, mac: Callable[[int], None]
     ) -> None:
         mac(11 * 10**9)
+        refuse_download(self.mxfp4, 12 * 10**9)
+        refuse_download({"model_type": "qwen3_next", "quantization": {"bits": 4, "group_size": 64}}, 20 * 10**9)
         with pytest.raises(ModelError, match=r"need 12\.0 GB and the GPU may take 11\.0 GB") as refused:
-            refuse_download(self.mxfp4, 12 * 10**9)
+            refuse_download({"model_type": "qwen3_next", "quantization": {"bits": 3, "group_size": 64}}, 12 * 10**9)
         assert refused.value.kind == "memory"
         assert "native" not in str(refused.value)
 
@@ -247,7 +249,7 @@ class TestDownloads:
     [(64 * 10**9, True), (12 * 10**9, False)],
 )
 def test_a_higher_limit_is_advised_where_there_is_memory_for_it(total: int, asks: bool) -> None:
-    advice = eligible.memory_advice(12 * 2**30, quantised=False, total=total)
+    advice = eligible.memory_advice(12 * 2**30, only_here=False, total=total)
     assert ("sudo sysctl iogpu.wired_limit_mb=13517" in advice) == asks
 
 

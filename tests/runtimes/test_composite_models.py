@@ -19,6 +19,7 @@ from torch_oracle import library_run, load, our_run, typical, worst
 
 from engine.errors import ModelError
 from engine.models.opening import open_model, read_config
+from engine.models.weight_layout import layout_of
 from engine.runtimes.choosing import refuse_download
 from engine.runtimes.protocol import LoadedModel
 
@@ -64,6 +65,23 @@ def test_the_language_model_is_that_of_its_own_family(
     assert worst(our_run(model, tokens, 2, answer), theirs) < limit
 
 
+@needs_kernels
+@pytest.mark.parametrize("loader", [load_native, load, pytest.param(load_mlx, marks=needs_mlx)])
+def test_layers_with_numbers_of_two_digits_have_heads_of_their_own(
+    tmp_path: Path, loader: Callable[..., LoadedModel]
+) -> None:
+    """transformers then writes the number of a layer with two digits."""
+    kinds = ["sliding_attention", "full_attention"] * 6
+    folder = write_tiny_model(tmp_path / "m", "gemma4_text", num_hidden_layers=12, layer_types=kinds)
+    assert "01" in json.loads((folder / "config.json").read_text())["per_layer_config"]
+    tokens = prompt_of(40)
+    answer, theirs = library_run(folder, tokens, chunks=1)
+    model = loader(folder, dtype="float32")
+    limit = 10 * EXACT if model.facts.runtime == "mlx" else EXACT
+    assert worst(our_run(model, tokens, 2, answer), theirs) < limit
+    assert model.facts.key_value_bytes_per_token == 4 * 6 * 2 * (3 * 16 + 2 * 24)
+
+
 @needs_mlx
 @needs_kernels
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "gemma4"])
@@ -79,6 +97,10 @@ def test_what_mlx_lm_quantises_gives_mlx_lms_logits(
     library, config = quantize_model(library, json.loads((folder / "config.json").read_text()), 64, 4)
     save_model(tmp_path / "quantised", library)
     save_config(config, tmp_path / "quantised" / "config.json")
+    mx.save_safetensors(
+        str(tmp_path / "quantised" / "model-pictures.safetensors"),
+        {"vision_tower.blocks.0.norm.weight": mx.ones((1000,))},
+    )
     quantised, tokens = tmp_path / "quantised", prompt_of(32)
     theirs = list(np.array(library(mx.array([tokens]))[0, 19:].astype(mx.float32)))
     for loader in (load_native, load):
@@ -87,7 +109,13 @@ def test_what_mlx_lm_quantises_gives_mlx_lms_logits(
         patch.setenv("PRIVATELLM_KERNELS", "off")
         exact = load(quantised, dtype="float32")
     assert worst(logits_along(exact, tokens, 20), theirs) < EXACT
-    assert worst(logits_along(load_mlx(quantised), tokens, 20), theirs) < EXACT
+    in_mlx = load_mlx(quantised)
+    assert worst(logits_along(in_mlx, tokens, 20), theirs) < EXACT
+    # What sees pictures is neither counted nor loaded.
+    layout = layout_of(quantised)
+    names = {name for piece in layout.trunk for name, _, _ in piece}
+    assert names and not any("vis" in name for name in names)
+    assert layout.trunk_bytes == in_mlx.facts.trunk_bytes
     refuse_download(read_config(quantised), 1)
 
 

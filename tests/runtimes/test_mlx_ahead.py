@@ -22,7 +22,7 @@ from engine.errors import ModelError  # noqa: E402
 from engine.generation.sampling import Sampler, SamplingRule  # noqa: E402
 from engine.ipc.messages import AnyEvent, Finished, Generate, Load, Sampling  # noqa: E402
 from engine.runtimes.mlx.drawing import draw_token, surviving  # noqa: E402
-from engine.runtimes.mlx.model import MlxRows  # noqa: E402
+from engine.runtimes.mlx.model import MlxModel, MlxRows  # noqa: E402
 from engine.runtimes.protocol import Draw  # noqa: E402
 from engine.session.loading import load_session  # noqa: E402
 from engine.session.session import Session  # noqa: E402
@@ -50,7 +50,10 @@ def greedy(rows: MlxRows, prompt: list[int], count: int) -> list[int]:
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("family", ["llama", "mistral", "mixtral", "gpt_oss", "granitemoe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "mistral", "mixtral", "gpt_oss", "granitemoe", "deepseek_v3", "qwen3_next", "lfm2_moe", "gemma4_text"],
+)
 def test_greedy_tokens_are_the_hosts(family: str, tmp_path: Path) -> None:
     folder = write_comparable(tmp_path, family)
     model = load(folder)
@@ -74,9 +77,18 @@ def test_in_four_bits_too(tmp_path: Path) -> None:
     assert [rows.step_choosing(token, GREEDY) for token in expected[:-1]] == expected[1:]
 
 
-@pytest.mark.parametrize("after", ["step", "other step", "other draw", "extend", "truncate", "fan_out", "settle"])
-def test_a_step_that_nobody_asks_for_leaves_nothing(after: str, tmp_path: Path) -> None:
-    model = load(write_comparable(tmp_path, "mixtral"))
+AFTER = ("step", "other step", "other draw", "extend", "truncate", "fan_out", "reorder", "settle")
+
+
+@pytest.mark.parametrize(
+    ("family", "after"),
+    [
+        *(("mixtral", after) for after in AFTER),
+        *((family, after) for family in ("qwen3_next", "lfm2_moe") for after in AFTER if after != "truncate"),
+    ],
+)
+def test_a_step_that_nobody_asks_for_leaves_nothing(family: str, after: str, tmp_path: Path) -> None:
+    model = load(write_comparable(tmp_path, family))
 
     def began(ahead: bool) -> tuple[MlxRows, int]:
         rows = model.start()
@@ -102,12 +114,36 @@ def test_a_step_that_nobody_asks_for_leaves_nothing(after: str, tmp_path: Path) 
             plain.truncate(len(PROMPT))
         case "fan_out":
             assert np.array_equal(rows.fan_out(2).step([3, 4]), plain.fan_out(2).step([3, 4]))
+        case "reorder":
+            assert rows.reorder([0]) == plain.reorder([0]) == 0
         case "settle":
             rows.settle()
             rows.settle()
-    assert all(cache.offset == rows.length for cache in rows._caches) or rows._ahead is not None
     assert np.array_equal(rows.step([token]), plain.step([token]))
     assert rows.length == plain.length
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_next", "lfm2_moe"])
+@pytest.mark.parametrize("ahead", [False, True], ids=["alone", "ahead"])
+def test_a_pass_that_fails_half_way_leaves_the_rows_as_they_were(
+    family: str, ahead: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(write_comparable(tmp_path, family))
+    rows, plain = model.start(), model.start()
+    for each in (rows, plain):
+        each.extend(PROMPT)
+    token = rows.step_choosing(7, GREEDY) if ahead else int(rows.step([7])[0].argmax())
+    plain.step([7])
+    for failing in (lambda: rows.extend([3, 4, 5]), lambda: rows.step([3]), lambda: rows.step_choosing(token, GREEDY)):
+        with monkeypatch.context() as patch, pytest.raises(ModelError):
+            patch.setattr(MlxModel, "scores", _fails)
+            failing()
+        assert rows.length == plain.length
+    assert np.array_equal(rows.step([token]), plain.step([token]))
+
+
+def _fails(model: MlxModel, hidden: Any) -> Any:
+    raise MemoryError("no memory")
 
 
 def test_a_wrong_guess_is_begun_anew(tmp_path: Path) -> None:

@@ -233,9 +233,6 @@ def test_families_and_settings_that_do_not_run(tmp_path: Path) -> None:
         load(write_model(tmp_path / "next", "qwen3_next", layer_types=["full_attention"] * 2 + REGULAR[:2]))
 
 
-_FULL = ["full_attention", "full_attention"]
-
-
 @pytest.mark.parametrize(
     ("family", "settings", "text"),
     [
@@ -245,9 +242,10 @@ _FULL = ["full_attention", "full_attention"]
         ("gemma4_text", {"enable_moe_block": False}, "enable_moe_block False"),
         (
             "gemma4_text",
-            {"layer_types": ["full_attention"] * 2, "per_layer_config": {"1": {"head_dim": 8}}},
+            {"layer_types": ["full_attention"] * 12, "per_layer_config": {"01": {"head_dim": 8}}},
             "of layer 1",
         ),
+        ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention 'all'"),
         ("gemma4_text", {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "'yarn' of full_attention"),
         ("lfm2_moe", {"tie_word_embeddings": False}, "tie_word_embeddings False"),
     ],

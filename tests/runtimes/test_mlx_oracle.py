@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,15 @@ def test_equals_mlx_lm_in_other_forms(family: str, form: str, tmp_path: Path) ->
     assert relative_error(found, expected) < 1e-4
 
 
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "partial_rotary_factor": 0.5,
+}
+
+
 @pytest.mark.sampled
 @needs_kernels
 @pytest.mark.parametrize(("family", "form"), in_turn(BY_MLX_LM, ({}, {"bits": 8, "group": 64})))
@@ -133,6 +143,29 @@ def test_scaled_rotary_equals_transformers(family: str, rope: dict[str, float], 
     if rope["rope_type"] != "linear":
         rope = rope | {"original_max_position_embeddings": 64}
     folder = write_model(tmp_path, family, rope_parameters=rope | {"rope_theta": 10_000.0})
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.inference_mode():
+        expected = reference(torch.tensor([PROMPT])).logits[0, -1].float().numpy()
+    found = load(folder).start().extend(PROMPT)
+    assert found is not None
+    assert relative_error(found, expected) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("qwen3_next", {"rope_parameters": _YARN | {"truncate": False}}),
+        ("qwen3_5_moe_text", {"rope_parameters": _YARN | {"truncate": False}}),
+        ("qwen3_5_moe_text", {"norm_topk_prob": False}),
+    ],
+    ids=["rotary of qwen3_next", "rotary of qwen3_5_moe", "a setting that transformers does not know"],
+)
+def test_settings_of_delta_nets_equal_transformers(family: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = write_model(tmp_path, family)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | settings))
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.inference_mode():
         expected = reference(torch.tensor([PROMPT])).logits[0, -1].float().numpy()

@@ -1,4 +1,4 @@
-"""A pass of the mlx runtime that fails: what is said of it, and that the rows stay as they were."""
+"""Rows of the mlx runtime: what is said of a pass that fails, that they stay as they were, and what they keep."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("mlx.core", reason="mlx is not installed")
 
+import mlx.core as mx
 from subjects import MLX, assert_close, fresh, prompt_of
 
 from engine.errors import ModelError
@@ -38,3 +39,16 @@ def test_a_failed_pass_leaves_the_rows_as_they_were(
             rows.step([5])
     assert rows.length == 30
     assert_close(rows.extend([8, 9]), fresh(mixtral, [*PROMPT, 8, 9]))
+
+
+def test_a_state_keeps_no_memory_of_the_chunk_that_it_comes_from(loaded: Callable[..., LoadedModel]) -> None:
+    model = loaded(MLX, "lfm2_moe")
+    model.start().extend(PROMPT)
+    before = mx.get_active_memory()
+    rows = model.start()
+    rows.extend(prompt_of(500))
+    checkpoint = rows.checkpoint()
+    rows.step([5])
+    assert checkpoint is not None and checkpoint.length == 500
+    keys = 2 * 512 * model.facts.key_value_bytes_per_token
+    assert mx.get_active_memory() - before < keys + 6 * model.facts.state_bytes + 40_000

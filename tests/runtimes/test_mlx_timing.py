@@ -15,7 +15,18 @@ from mlx_oracle import load, prompt_of, write_model
 from engine.errors import ModelError
 from engine.runtimes.mlx.model import MlxModel
 
-FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v3", "dbrx", "llama")
+FAMILIES = (
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "gpt_oss",
+    "deepseek_v3",
+    "dbrx",
+    "llama",
+    "qwen3_next",
+    "lfm2_moe",
+    "gemma4_text",
+)
 
 
 @pytest.mark.sampled

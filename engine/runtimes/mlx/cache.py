@@ -18,6 +18,8 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prom
 from engine.errors import ModelError
 
 Array = Any
+Place = Any
+"""A moment of a cache: the number of its positions, or the arrays that it had."""
 
 
 class RowCache(KVCache):  # type: ignore[misc]
@@ -53,11 +55,11 @@ class RowCache(KVCache):  # type: ignore[misc]
         return [] if self.keys is None else [self.keys, self.values]
 
     @property
-    def place(self) -> int:
+    def place(self) -> Place:
         """What :meth:`go_back` needs to forget all that comes after now."""
         return int(self.offset)
 
-    def go_back(self, place: int) -> None:
+    def go_back(self, place: Place) -> None:
         self.offset = place
 
     def copy_rows(self, rows: int) -> RowCache:
@@ -95,17 +97,21 @@ class StateCache(ArraysCache):  # type: ignore[misc]
     def __init__(self, count: int) -> None:
         super().__init__(count)
 
+    def __setitem__(self, index: int, array: Array) -> None:
+        # mlx-lm may give a slice, which would keep the whole chunk of a prompt alive.
+        super().__setitem__(index, mx.contiguous(array))
+
     @property
     def arrays(self) -> list[Array]:
         """What it holds."""
         return [array for array in self.cache if array is not None]
 
     @property
-    def place(self) -> list[Array | None]:
+    def place(self) -> Place:
         """What :meth:`go_back` needs to forget all that comes after now. Arrays do not change, so none is copied."""
         return list(self.cache)
 
-    def go_back(self, place: list[Array | None]) -> None:
+    def go_back(self, place: Place) -> None:
         self.cache = list(place)
 
     def copy_rows(self, rows: int) -> StateCache:

@@ -8,6 +8,7 @@ translated.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +38,8 @@ def translate_config(config: Config) -> Config:
 
     Pure. Unknown keys are kept: mlx-lm ignores them.
     """
-    translated = dict(config)
+    # A copy of all of it: mlx-lm changes the rotary settings that it is given.
+    translated = copy.deepcopy(config)
     rope = dict(config.get("rope_parameters") or {})
     theta = rope.pop("rope_theta", config.get("rope_theta"))
     rope_type = rope.get("rope_type", "default")
@@ -49,8 +51,10 @@ def translate_config(config: Config) -> Config:
     # qwen3 reads rope_parameters by itself, and would take its type from there.
     if not FAMILIES[config["model_type"]].nested_rotary:
         translated.pop("rope_parameters", None)
-    if "mlp_layer_types" in config:
+    if config["model_type"] == "glm4_moe_lite" and config.get("mlp_layer_types"):
         translated["first_k_dense_replace"] = list(config["mlp_layer_types"]).count("dense")
+    if config["model_type"] == "qwen3_5_moe_text":
+        translated["norm_topk_prob"] = True  # transformers knows no such setting
     if "num_local_experts" in config:
         translated.setdefault("num_experts", config["num_local_experts"])
     if config.get("head_dim") is None and config.get("hidden_size"):

@@ -104,11 +104,11 @@ def too_large(needed: int, budget: int) -> str | None:
     )
 
 
-def memory_advice(needed: int, quantised: bool, total: int) -> str:
-    """What to do about weights of ``needed`` bytes that are too large for a Mac's GPU. ``quantised``: no other runtime
-    reads them. ``total``: bytes of memory in this machine."""
-    ways = ["choose a smaller model" if quantised else "choose a smaller or a 4-bit model"]
-    if not quantised:
+def memory_advice(needed: int, only_here: bool, total: int) -> str:
+    """What to do about weights of ``needed`` bytes that are too large for a Mac's GPU. ``only_here``: they are
+    quantised in a way that no other runtime reads. ``total``: bytes of memory in this machine."""
+    ways = ["choose a smaller model" if only_here else "choose a smaller or a 4-bit model"]
+    if not only_here:
         ways.append("`--runtime native`, which reads experts from the disk as they are needed")
     raised = math.ceil(needed * 1.1 / 2**20)
     if raised * 2**20 <= total - _LEFT_TO_MACOS:
@@ -116,9 +116,9 @@ def memory_advice(needed: int, quantised: bool, total: int) -> str:
     return ", or ".join(ways)
 
 
-def refuse_too_large(needed: int, budget: int | None, quantised: bool) -> None:
+def refuse_too_large(needed: int, budget: int | None, only_here: bool) -> None:
     """Raises ModelError (memory) if ``needed`` bytes are more than a Mac's GPU may take (None: there is none)."""
     problem = None if budget is None else too_large(needed, budget)
     if problem is not None:
-        advice = memory_advice(needed, quantised, int(psutil.virtual_memory().total))
+        advice = memory_advice(needed, only_here, int(psutil.virtual_memory().total))
         raise ModelError(f"{problem}: {advice}", kind="memory")

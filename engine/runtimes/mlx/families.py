@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import ModelError
+from engine.models.sizes import own_settings
 from engine.runtimes.protocol import Config
 
 Check = Callable[[Config], str | None]
@@ -73,10 +74,10 @@ def _dense_layers_first(config: Config) -> str | None:
 
 def _gemma_kinds(config: Config) -> str | None:
     """mlx-lm knows settings of its own for all layers with full attention, not for each of them."""
-    own, known = config.get("per_layer_config") or {}, {"head_dim", "num_key_value_heads"}
+    own, known = own_settings(config) or {}, {"head_dim", "num_key_value_heads"}
     of_kind: dict[str, Config] = {"sliding_attention": {}}
     for layer, kind in enumerate(config.get("layer_types") or ()):
-        settings = own.get(str(layer)) or {}
+        settings = dict(own.get(layer, {}))
         if of_kind.setdefault(kind, settings) != settings or not known.issuperset(settings):
             return f"per_layer_config {settings!r} of layer {layer}"
     return None
@@ -174,6 +175,7 @@ FAMILIES: dict[str, MlxFamily] = {
             _must_be("num_kv_shared_layers", 0),
             _must_be("hidden_size_per_layer_input", 0),
             _must_be("attention_bias", False),
+            _must_be("use_bidirectional_attention", None, "vision", False),
             _gemma_kinds,
             _gemma_rotary,
         ),

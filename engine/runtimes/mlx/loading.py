@@ -19,6 +19,7 @@ from engine.ipc.messages import Load, ModelFacts
 from engine.ipc.progress import ProgressCallback
 from engine.models.number_formats import WIDTHS
 from engine.models.opening import open_model, read_config
+from engine.models.quantisation import readable_quantised
 from engine.models.shard_files import part_of
 from engine.models.weight_layout import in_library_layout, layout_of
 from engine.moe.executor import LocalExecutor, RingExecutor
@@ -59,6 +60,11 @@ class _Plan:
     context: RankContext | None
     """The place in a ring."""
 
+    @property
+    def only_here(self) -> bool:
+        """Whether no other runtime reads the weights."""
+        return self.quantised is not None and not readable_quantised(self.config)
+
 
 def load(
     folder: Path,
@@ -75,7 +81,7 @@ def load(
     plan = _plan(folder, request, None if ring is None else ring.context)
     if ring is None:
         whole = eligible.weight_bytes(folder, request.dtype)
-        eligible.refuse_too_large(whole, eligible.working_set_bytes(), plan.quantised is not None)
+        eligible.refuse_too_large(whole, eligible.working_set_bytes(), plan.only_here)
     release()
     with memory_named():
         dtype, loaded = _read(plan, request, progress)
@@ -96,7 +102,8 @@ def load(
     if request.keep_resident:
         # The usual size of a conversation, as most Macs do not have enough memory for the whole context of a long one.
         context = min(model.facts.context_limit, request.context_limit or HybridRequest().context_tokens)
-        said = model.wire(model.facts.key_value_bytes_per_token * context)
+        # The states of a row, those of the step begun ahead, and those of a checkpoint.
+        said = model.wire(model.facts.key_value_bytes_per_token * context + 3 * model.facts.state_bytes)
         if said:
             model.facts = msgspec.structs.replace(model.facts, notices=[*model.facts.notices, said])
     return model
@@ -295,7 +302,7 @@ def _check_fits(needed: int, plan: _Plan) -> None:
     """Raises ModelError if ``needed`` bytes of weights do not fit in the free memory."""
     limit = eligible.working_set_bytes()
     if limit is not None:
-        eligible.refuse_too_large(needed, limit - mx.get_active_memory(), plan.quantised is not None)
+        eligible.refuse_too_large(needed, limit - mx.get_active_memory(), plan.only_here)
         return
     free = int(psutil.virtual_memory().available)
     if needed > free:

@@ -387,7 +387,7 @@ class MlxRows(TokenRows):
         """Forget what was begun after ``length`` tokens."""
         self._ahead = None
         for cache, place in zip(self._caches, self._places, strict=True):
-            cache.go_back(place)  # type: ignore[arg-type]
+            cache.go_back(place)
 
     def _needs_one_row(self, what: str) -> None:
         if self._rows != 1:

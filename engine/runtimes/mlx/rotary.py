@@ -26,7 +26,7 @@ def correct_rotary(layers: list[Any], rope: Config) -> str | None:
     if rope.get("rope_type") != "yarn" or rope.get("truncate", True):
         return None
     for layer in layers:
-        module = layer.self_attn.rope
+        module = layer.self_attn.rope if "self_attn" in layer else None
         if isinstance(module, YarnRoPE):
             module._freqs = mx.array(yarn_wavelengths(module.dims, rope))
     return "rotary frequencies as the model defines them (yarn without truncation), where mlx-lm rounds"

@@ -67,10 +67,16 @@ class _Timed(nn.Module):  # type: ignore[misc]
         return getattr(self["inner"], name)
 
 
-class TimedAttention(_Timed):
+class TimedPart(_Timed):
+    """Times ``part`` of a layer."""
+
+    def __init__(self, inner: Any, layer: int, spans: Spans, part: Part) -> None:
+        super().__init__(inner, layer, spans)
+        self._part = part
+
     def __call__(self, hidden: Array, *args: Any, **options: Any) -> Any:
         mx.eval(hidden)
-        return self._spans.run(self._layer, "attention", lambda: self.inner(hidden, *args, **options))
+        return self._spans.run(self._layer, self._part, lambda: self.inner(hidden, *args, **options))
 
 
 class TimedLayer(_Timed):
@@ -90,7 +96,8 @@ class TimedLayer(_Timed):
 def install(layers: list[Any], attentions: Sequence[str], spans: Spans) -> None:
     """Install timed modules in ``layers`` (a backbone's own list). ``attentions`` are the names of that attribute."""
     for index, (layer, attention) in enumerate(zip(layers, attentions, strict=True)):
-        setattr(layer, attention, TimedAttention(getattr(layer, attention), index, spans))
+        for name, part in _parts(layer, attention):
+            setattr(layer, name, TimedPart(getattr(layer, name), index, spans, part))
         layers[index] = TimedLayer(layer, index, spans)
 
 
@@ -98,5 +105,12 @@ def remove(layers: list[Any], attentions: Sequence[str]) -> None:
     """Remove the modules of :func:`install`."""
     for index, (timed, attention) in enumerate(zip(layers, attentions, strict=True)):
         layer = timed["inner"]
-        setattr(layer, attention, getattr(layer, attention)["inner"])
+        for name, _ in _parts(layer, attention):
+            setattr(layer, name, getattr(layer, name)["inner"])
         layers[index] = layer
+
+
+def _parts(layer: Any, attention: str) -> list[tuple[str, Part]]:
+    """The attributes of ``layer`` that are timed; Gemma's layers have their router themselves."""
+    routers: list[tuple[str, Part]] = [("router", "router")] if "router" in layer else []
+    return [(attention, "attention"), *routers]

@@ -58,10 +58,11 @@ def decoder_layers(model: Any, family: MlxFamily) -> list[Any]:
 
 
 def entries_for_library(folder: Path) -> dict[str, TensorEntry]:
-    """The tensors of the files that mlx-lm's loader would read. Raises ModelError if one of them is damaged."""
+    """The tensors of the language model in the files that mlx-lm's loader would read. Raises ModelError if one of the
+    files is damaged."""
     entries: dict[str, TensorEntry] = {}
     for path in sorted(folder.glob("model*.safetensors")):
-        entries |= read_header(path)
+        entries |= {name: entry for name, entry in read_header(path).items() if language_name(name) is not None}
     return entries
 
 
@@ -208,7 +209,7 @@ def stack_experts(module: Any, experts: Iterable[ExpertWeights], read: Callable[
 
 
 def _classes(family: MlxFamily) -> tuple[Any, Any]:
-    """The class of the model, which also takes tensors of a whole of which it is the language model, and that of its
+    """The class of the model, which also takes tensors named as in a composite checkpoint, and that of its
     arguments."""
     module = importlib.import_module(f"mlx_lm.models.{family.module}")
     defined, arguments = (getattr(module, name) for name in family.classes)
