@@ -39,7 +39,7 @@ def privatellm(*arguments: str) -> list[str]:
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
-    for _ in range(3000):
+    for _ in range(12_000):
         if condition():
             return
         time.sleep(0.01)

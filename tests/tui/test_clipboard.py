@@ -42,7 +42,8 @@ class Place:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    monkeypatch.setattr("app.clipboard._WAIT_S", 100.0)
     return Place(tmp_path)
 
 
