@@ -69,7 +69,7 @@ LEAST_CASES = 2
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pycollect_makeitem(collector: pytest.Module | pytest.Class) -> Generator[None, Any, Any]:
-    """Mark three quarters of the cases of each sampled test as soak, unless cases are named on the command line.
+    """Mark five sixths of the cases of each sampled test as soak, unless cases are named on the command line.
 
     Which ones depends on their names alone, so that every run has the same sample, and tests with the same parameters
     have different ones.
@@ -81,7 +81,7 @@ def pytest_pycollect_makeitem(collector: pytest.Module | pytest.Class) -> Genera
     if sampled is not None:
         least = sampled.kwargs.get("least", LEAST_CASES)
         cases.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
-        for item in cases[max(least, -(-len(cases) // 4)) :]:
+        for item in cases[max(least, -(-len(cases) // 6)) :]:
             item.add_marker("soak")
     return made
 
