@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,6 +20,7 @@ from random_examples import examples
 
 from discovery.errors import DiscoveryError
 from discovery.link_listener import LinkListener, dial
+from engine.cluster.transport import connecting
 from engine.cluster.transport.accepting import Links
 from engine.cluster.transport.connecting import connect_commands, connect_mesh, dial_link
 from engine.cluster.transport.epochs import LINK_KIND, Epoch, LinkRequest, Member, Transport, in_networks, split_address
@@ -258,6 +260,23 @@ def test_plain_text_only_where_the_network_is_trusted(linked_nodes: Make) -> Non
         dial_link(nodes.nodes[0].links, daring, nodes.members[1], "exchange", "socket", address(nodes, 1), by())
 
 
+def test_a_welcome_that_comes_late_is_waited_for(linked_nodes: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node that takes a link refuses every other one for its place, a second attempt of the same node's as well."""
+    monkeypatch.setattr(connecting, "_PATIENCE_S", (1.0,))
+    nodes = linked_nodes(2)
+    one = nodes.nodes[1].links
+    prove = one._prove
+
+    def busy(*arguments: Any) -> FramedSocket:
+        framed = prove(*arguments)
+        time.sleep(1.5)
+        return framed
+
+    monkeypatch.setattr(one, "_prove", busy)
+    for mesh in nodes.meshes("tls"):
+        mesh.close()
+
+
 def test_a_second_link_for_the_same_place_is_refused(linked_nodes: Make) -> None:
     nodes = linked_nodes(2)
     meshes = nodes.meshes("tls")
@@ -281,9 +300,7 @@ def test_a_link_opened_for_one_purpose_is_not_taken_for_another(linked_nodes: Ma
     one = nodes.nodes[1]
     expected = one.links.expect(one.epoch, "command", "tls", nodes.members[0])
 
-    import engine.cluster.transport.connecting as connecting  # the way is changed, not the node
-
-    real = connecting.dial
+    real = connecting.dial  # the way is changed, not the node
 
     def change(target: tuple[str, int], kind: str, body: bytes = b"", seconds: float = 5.0) -> socket.socket:
         return real(target, kind, request(nodes, purpose="command"), seconds)

@@ -117,9 +117,21 @@ def _close_socket(future: Future[FramedSocket]) -> None:
 
 
 def dial_link(
-    links: Links, epoch: Epoch, member: Member, purpose: Purpose, transport: Transport, address: str, by: float
+    links: Links,
+    epoch: Epoch,
+    member: Member,
+    purpose: Purpose,
+    transport: Transport,
+    address: str,
+    by: float,
+    welcomed_by: float = 0.0,
 ) -> FramedSocket:
-    """One attempt to dial ``address``. Raises PeerLost, RingProtocolError, DiscoveryError."""
+    """One attempt to dial ``address``, at which ``member`` must have proved itself at the moment ``by``, and have
+    welcomed the link at ``welcomed_by``, if that is later.
+
+    A welcome is waited for longer, as the other node takes no second link once it has taken this one.
+    Raises PeerLost, RingProtocolError, DiscoveryError.
+    """
     host, port = split_address(address)
     request = LinkRequest(
         purpose=purpose,
@@ -147,7 +159,7 @@ def dial_link(
             framed = open_plain_socket(connection, epoch.key, body, False, member.called, member.rank, by)
         framed.push((body,))
         framed.flush(wait=True)
-        if pull_by(framed, len(WELCOME), by) != WELCOME:
+        if pull_by(framed, len(WELCOME), max(by, welcomed_by)) != WELCOME:
             raise RingProtocolError(f"{member.called} answered a link with something else.", kind="network")
         return framed
     except BaseException:
@@ -174,9 +186,8 @@ def _dial_until(
                 break
             try:
                 patience = _PATIENCE_S[min(attempt, len(_PATIENCE_S) - 1)]
-                framed = dial_link(
-                    links, epoch, member, purpose, transport, address, min(by, time.monotonic() + patience)
-                )
+                proved_by = min(by, time.monotonic() + patience)
+                framed = dial_link(links, epoch, member, purpose, transport, address, proved_by, welcomed_by=by)
             except (PeerLost, RingProtocolError, DiscoveryError, OSError) as error:
                 reason = str(error)
                 if not isinstance(error, LinkListenerError):
