@@ -16,8 +16,8 @@ UNSEEN_ROUTES = 0.5
 """Number of routes added to every expert's count, so that one that was never used is not taken for useless."""
 MAKING_ROOM_S = 3.5e-10
 """Seconds of processor time for each byte that is read while memory is full, besides the disk's: other pages are
-chosen, unmapped and dropped, and the new ones mapped. 2.8e-10 to 5.5e-10 were measured
-(``benchmarks.beyond_memory``)."""
+chosen, unmapped and dropped, and the new ones mapped. 2.8e-10 to 5.5e-10 follow from what ``benchmarks.beyond_memory``
+printed before this was counted."""
 _HALVINGS = 60
 """Number of steps in which the time after which pages are gone is narrowed down."""
 

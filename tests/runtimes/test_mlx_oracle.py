@@ -98,7 +98,7 @@ _YARN = {
 
 @pytest.mark.sampled
 @needs_kernels
-@pytest.mark.parametrize(("family", "form"), in_turn(BY_MLX_LM, ({}, {"bits": 8, "group": 64})))
+@pytest.mark.parametrize(("family", "form"), in_turn(BY_MLX_LM, ({}, {"bits": 8, "group": 64}, {"mode": "mxfp4"})))
 def test_the_other_runtimes_read_what_mlx_lm_stores_in_its_own_way(
     family: str, form: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from engine.errors import ModelError
 from engine.models.sizes import own_settings
@@ -94,13 +93,14 @@ def _gemma_rotary(config: Config) -> str | None:
 
 _SILU = _must_be("hidden_act", "silu")
 _SCALED = frozenset({"default", "linear", "llama3", "yarn"})
-_QWEN3_5: dict[str, Any] = {
-    "classes": ("TextModel", "TextModelArgs"),
-    "rope_types": _SCALED,
-    "checks": (_SILU, _regular_delta_nets),
-    "partial_rotary": True,
-    "nested_rotary": True,
-}
+_QWEN3_5 = MlxFamily(
+    "qwen3_5",
+    classes=("TextModel", "TextModelArgs"),
+    rope_types=_SCALED,
+    checks=(_SILU, _regular_delta_nets),
+    partial_rotary=True,
+    nested_rotary=True,
+)
 
 FAMILIES: dict[str, MlxFamily] = {
     "llama": MlxFamily("llama", rope_types=_SCALED, checks=(_SILU,)),
@@ -164,8 +164,8 @@ FAMILIES: dict[str, MlxFamily] = {
         ),
     ),
     "qwen3_next": MlxFamily("qwen3_next", rope_types=_SCALED, checks=(_SILU, _regular_delta_nets), partial_rotary=True),
-    "qwen3_5_text": MlxFamily("qwen3_5", **_QWEN3_5),
-    "qwen3_5_moe_text": MlxFamily("qwen3_5", **_QWEN3_5),
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_5_moe_text": _QWEN3_5,
     "lfm2_moe": MlxFamily("lfm2_moe", checks=(_must_be("tie_word_embeddings", True),), nested_rotary=True),
     "gemma4_text": MlxFamily(
         "gemma4_text",

@@ -17,6 +17,7 @@ from mlx_lm.utils import get_total_parameters
 from engine.errors import ModelError
 from engine.ipc.messages import Load, ModelFacts
 from engine.ipc.progress import ProgressCallback
+from engine.models.families import stated_experts_per_token
 from engine.models.number_formats import WIDTHS
 from engine.models.opening import open_model, read_config
 from engine.models.quantisation import readable_quantised
@@ -248,7 +249,7 @@ def _assemble(plan: _Plan, request: Load, loaded: weights.Assembled, dtype: str,
         dtype=dtype,
         layers=len(loaded.layers),
         experts=loaded.count,
-        experts_per_token=_experts_per_token(plan.config) if loaded.moe_layers else 0,
+        experts_per_token=(stated_experts_per_token(plan.config) or 0) if loaded.moe_layers else 0,
         moe_layers=list(loaded.moe_layers),
         vocabulary=int(plan.config["vocab_size"]),
         hidden=int(plan.config.get("hidden_size") or plan.config["d_model"]),
@@ -291,11 +292,6 @@ def _backend(plan: _Plan, loaded: weights.Assembled) -> MlxBackend:
     placement, rank = plan.context.placement, plan.context.rank
     slots = {layer: slots_of(placement, rank, layer) for layer in placement.layers}
     return MlxBackend(loaded.experts, plan.device, slots)
-
-
-def _experts_per_token(config: Config) -> int:
-    inside = config.get("ffn_config", {}).get("moe_top_k", 0)
-    return int(config.get("num_experts_per_tok") or config.get("top_k_experts") or inside)
 
 
 def _check_fits(needed: int, plan: _Plan) -> None:
