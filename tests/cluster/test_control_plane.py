@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +16,7 @@ import pytest
 from eventually import PATIENCE_S, eventually
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from paired_nodes import Nodes, make_identity
 
 from discovery.identity import load_identity
@@ -31,7 +32,7 @@ from engine.cluster.membership.control_messages import (
     Greeting,
     NodeLoad,
 )
-from engine.cluster.membership.heartbeat import BUSY_S, silence_allowed, version_problem
+from engine.cluster.membership.heartbeat import BUSY_S, STALLED_S, PeerWatch, silence_allowed, version_problem
 from engine.cluster.membership.node import LentState, Node
 from engine.cluster.membership.server import ControlServer, Credentials, RpcMethod
 from engine.cluster.parts import TimeConstants
@@ -88,6 +89,39 @@ def test_a_machine_says_how_much_memory_its_control_group_has(pair: Nodes, monke
     monkeypatch.setattr(free_memory, "_limits", lambda *_: [(1_000_000_000, 700_000_000)])
     load = pair.nodes[0].load()
     assert (load.memory_total, load.memory_free) == (1_000_000_000, 700_000_000 - free_memory.RESERVE_BYTES)
+
+
+def test_a_heartbeat_that_arrives_late_does_not_displace_a_newer_one() -> None:
+    """A heartbeat and the answer to another one cross: the older of the two may arrive last."""
+    watch = watch_of(lambda: 0.0)
+    older, newer = (NodeLoad(process="x", number=each, memory_total=1, memory_free=1) for each in (7, 8))
+    watch.record_contact(newer)
+    watch.record_contact(older)
+    assert watch.view().load == newer
+    another = replace(older, process="y", number=1)
+    watch.record_contact(another)
+    assert watch.view().load == another
+
+
+def test_silence_while_this_process_was_stalled_is_not_the_others() -> None:
+    """After a suspended machine wakes up, what the others sent meanwhile still waits to be read."""
+    now = [100.0]
+    watch = watch_of(lambda: now[0])
+    watch.record_contact()
+    now[0] += 600.0
+    assert watch.view().alive
+    alive = []
+    for _ in range(50):
+        now[0] += 0.1
+        alive.append(watch.view().alive)
+    silent = alive.index(False) / 10 + STALLED_S
+    assert silent == pytest.approx(TimeConstants().lost_s, abs=0.2)
+    assert not any(alive[alive.index(False) :])
+
+
+def watch_of(clock: Callable[[], float]) -> PeerWatch:
+    unused: Any = None
+    return PeerWatch("a" * 64, "one", unused, unused, unused, lambda: None, clock=clock, times=TimeConstants())
 
 
 def test_one_paired_by_another_process_is_found(tmp_path: Path) -> None:

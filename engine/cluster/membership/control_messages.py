@@ -69,9 +69,13 @@ class Greeting(ControlBody, frozen=True, kw_only=True):
 
 
 class NodeLoad(ControlBody, frozen=True, kw_only=True):
-    """Question and answer of ``Beat``, the heartbeat: a node's state, twice a second. Memory in bytes."""
+    """Question and answer of ``Beat``, the heartbeat: a node's state, twice a second. Memory in bytes.
+
+    ``number`` counts a process's loads. Of two that cross on their way, the one with the larger number is newer.
+    """
 
     process: Text
+    number: int = 0
     memory_total: int
     memory_free: int
     runtime: Text = ""

@@ -36,6 +36,8 @@ MOST_ASKED = 2
 """Maximum addresses at which that question is asked, the best first."""
 FORGOTTEN = "It has forgotten this machine; pair the two again, or forget it here, too."
 SOON_S = 0.01
+STALLED_S = 1.0
+"""Seconds between two looks at a machine after which this process itself was stalled, as a watch looks more often."""
 MOST_ADDRESSES = 16
 MOST_LASTING = 8
 
@@ -115,6 +117,8 @@ class PeerWatch:
         self._last_sent = -1e9
         """Time of the last heartbeat that the machine answered."""
         self._refused = False
+        self._looked = clock()
+        """Time of the last look at the silence."""
         self._was_alive = False
         self._problem = ""
         self._ask_again = -1e9
@@ -151,7 +155,7 @@ class PeerWatch:
         """The machine called this one, or answered."""
         with self._lock:
             self._last_contact = self._clock()
-            if load is not None:
+            if load is not None and self._is_newer(load):
                 self._theirs = load
             client = self._client
         if client is None:
@@ -170,7 +174,7 @@ class PeerWatch:
 
     def view(self) -> PeerView:
         with self._lock:
-            silent = self._clock() - self._last_contact
+            silent = self._silence()
             alive = silent < silence_allowed(self._refused, self.tolerant, self._times) and not self._problem
             return PeerView(
                 self.node_id,
@@ -222,10 +226,27 @@ class PeerWatch:
             self._was_alive = alive
             self._changed()
 
+    def _silence(self) -> float:
+        """Seconds since the last contact, without those in which this process was stalled. The lock must be held.
+
+        A stalled process cannot tell whether the others were silent: what they sent still waits to be read.
+        """
+        now = self._clock()
+        stalled = max(0.0, now - self._looked - STALLED_S)
+        self._looked = now
+        self._last_contact += stalled
+        self._answered += stalled
+        return now - self._last_contact
+
+    def _is_newer(self, load: NodeLoad) -> bool:
+        """Whether ``load`` was made after the one known. A heartbeat may arrive after the answer to a later one."""
+        known = self._theirs
+        return known is None or known.process != load.process or known.number <= load.number
+
     def _within(self, seconds: float) -> float:
         """``seconds``, or less if the machine counts as lost earlier, because that must be reported then."""
         with self._lock:
-            left = silence_allowed(self._refused, self.tolerant, self._times) - (self._clock() - self._last_contact)
+            left = silence_allowed(self._refused, self.tolerant, self._times) - self._silence()
         return seconds if left <= 0 else min(seconds, left + SOON_S)
 
     def _send_heartbeat(self, client: PeerClient) -> None:
@@ -238,7 +259,9 @@ class PeerWatch:
         with self._lock:
             again = self._greeting is not None and theirs.process != self._greeting.process
             news = self._theirs is None or _shown(theirs) != _shown(self._theirs)
-            self._last_contact, self._theirs, self._refused = self._clock(), theirs, False
+            self._last_contact, self._refused = self._clock(), False
+            if self._is_newer(theirs):
+                self._theirs = theirs
             self._answered = self._last_contact
             self._last_sent = now
         if again:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import itertools
 import secrets
 import socket
 import sys
@@ -97,6 +98,7 @@ class Node:
         self.vouched: Callable[[str], bytes | None] = lambda node_id: None
         """Certificates (PEM) by node id that a head vouches for while it forms a ring with this machine."""
         self._runtime = ""
+        self._loads = itertools.count(1)
         self._methods: dict[str, RpcMethod] = {}
         self._forgotten: list[Callable[[str], None]] = []
         self._closed = threading.Event()
@@ -210,9 +212,11 @@ class Node:
         return list(self.parts.figures.get("runtimes") or runtimes())
 
     def load(self) -> NodeLoad:
+        number = next(self._loads)  # before the state is read: a larger number is never an older state
         lent, there = self.lent(), memory()
         return NodeLoad(
             process=self.process,
+            number=number,
             memory_total=there.total,
             memory_free=min(there.available, self._most_memory),
             runtime=self._runtime or self._find_runtime(),
