@@ -43,7 +43,7 @@ _STRING_ENDS = "\x07\x9c"
 _ABORTS = "\x18\x1a"
 
 
-class _State(enum.Enum):
+class _EscapeState(enum.Enum):
     TEXT = enum.auto()
     ESCAPE = enum.auto()
     """After ESC, or ESC and intermediate characters."""
@@ -57,10 +57,10 @@ class Sanitizer:
     """Sanitises a stream of text. The result does not depend on how the stream is cut; no safe text is delayed."""
 
     def __init__(self) -> None:
-        self._state = _State.TEXT
+        self._state = _EscapeState.TEXT
 
     def feed(self, text: str) -> str:
-        if self._state is _State.TEXT and not UNSAFE.search(text):
+        if self._state is _EscapeState.TEXT and not UNSAFE.search(text):
             return text
         return "".join(self._take(character) for character in text)
 
@@ -68,47 +68,47 @@ class Sanitizer:
         """The text that remains of ``character``."""
         if character == "\x1b":
             # Starts a new sequence wherever it comes; after a string, ESC \ is its terminator and ends it all the same.
-            self._state = _State.ESCAPE
+            self._state = _EscapeState.ESCAPE
             return ""
         if character in _ABORTS:
-            self._state = _State.TEXT
+            self._state = _EscapeState.TEXT
             return ""
         match self._state:
-            case _State.ESCAPE:
+            case _EscapeState.ESCAPE:
                 return self._after_escape(character)
-            case _State.SEQUENCE:
+            case _EscapeState.SEQUENCE:
                 if "\x20" <= character <= "\x3f":
                     return ""
-                self._state = _State.TEXT
+                self._state = _EscapeState.TEXT
                 return "" if "\x40" <= character <= "\x7e" else self._plain(character)
-            case _State.STRING:
+            case _EscapeState.STRING:
                 # The introducer is gone, so the rest cannot act. An unfinished string therefore costs its line only.
                 if character == "\n":
-                    self._state = _State.TEXT
+                    self._state = _EscapeState.TEXT
                     return character
                 if character in _STRING_ENDS:
-                    self._state = _State.TEXT
+                    self._state = _EscapeState.TEXT
                 return ""
             case _:
                 return self._plain(character)
 
     def _after_escape(self, character: str) -> str:
         if character == "[":
-            self._state = _State.SEQUENCE
+            self._state = _EscapeState.SEQUENCE
         elif character in _STRING_INTRODUCERS:
-            self._state = _State.STRING
+            self._state = _EscapeState.STRING
         elif "\x20" <= character <= "\x2f":
             pass
         else:
-            self._state = _State.TEXT
+            self._state = _EscapeState.TEXT
             return "" if "\x30" <= character <= "\x7e" else self._plain(character)
         return ""
 
     def _plain(self, character: str) -> str:
         if character == _C1_SEQUENCE:
-            self._state = _State.SEQUENCE
+            self._state = _EscapeState.SEQUENCE
         elif character in _C1_STRINGS:
-            self._state = _State.STRING
+            self._state = _EscapeState.STRING
         elif not UNSAFE.match(character):
             return character
         elif "\ud800" <= character <= "\udfff":

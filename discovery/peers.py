@@ -46,7 +46,7 @@ class Peer(msgspec.Struct, frozen=True, kw_only=True):
         return self.name or short(self.node_id)
 
 
-class _File(msgspec.Struct, kw_only=True):
+class _PeersDocument(msgspec.Struct, kw_only=True):
     format: int
     peers: list[Peer]
 
@@ -170,7 +170,7 @@ class PeersFile:
                 self._refresh(always=True)
                 peers = dict(self._peers)
                 change(peers)
-                content = msgspec.json.encode(_File(format=_FORMAT, peers=list(peers.values())))
+                content = msgspec.json.encode(_PeersDocument(format=_FORMAT, peers=list(peers.values())))
                 write_private(self._path, msgspec.json.format(content, indent=2))
                 self._peers, self._stamp = peers, _stamp(self._path)
         except OSError as error:
@@ -188,7 +188,7 @@ class PeersFile:
             return
         try:
             content = self._path.read_bytes() if stamp[-1] <= _MAX_FILE else b""
-            file = msgspec.json.decode(content, type=_File)
+            file = msgspec.json.decode(content, type=_PeersDocument)
             sound = file.format == _FORMAT
         except FileNotFoundError:  # put aside by another process a moment ago
             self._stamp = None

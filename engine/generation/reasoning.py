@@ -15,7 +15,7 @@ RECIPIENT, MESSAGE = "<|recipient|>", "<|message|>"
 _RECIPIENT = re.compile(r"\bto=(\S+)")
 
 
-class _State(enum.Enum):
+class _AnswerPart(enum.Enum):
     ANSWER = enum.auto()
     THOUGHTS = enum.auto()
     HEADER = enum.auto()
@@ -53,7 +53,7 @@ class ReasoningParser:
         self._recipients = recipients
         end = prompt.rstrip()
         begun = bool(form.begin) and not answering and end.endswith(form.begin)
-        self._state = _State.THOUGHTS if begun else _State.ANSWER
+        self._state = _AnswerPart.THOUGHTS if begun else _AnswerPart.ANSWER
         self._answering = answering
         self._settled = not form.headers and (answering or end.endswith(form.end))
         """Whether no mark of thoughts is expected any more."""
@@ -67,7 +67,7 @@ class ReasoningParser:
         self._named = False
         """Whether the text belongs to a part whose name was read."""
         self._thought = begun
-        self._filled: set[_State] = set()
+        self._filled: set[_AnswerPart] = set()
         self._opened = False
         """Whether the first of the hidden marks was met, so that the second is expected."""
         self._unmarked = ""
@@ -76,18 +76,18 @@ class ReasoningParser:
     @property
     def thinking(self) -> bool:
         """Whether the next text belongs to the thoughts."""
-        return self._state is _State.THOUGHTS
+        return self._state is _AnswerPart.THOUGHTS
 
     @property
     def answer_may_begin(self) -> bool:
         """Whether the next text may be the answer's: it is no part of the thoughts, and a part's name was read where
         parts have names."""
-        return self._state is _State.ANSWER and (self._named or not self._form.headers)
+        return self._state is _AnswerPart.ANSWER and (self._named or not self._form.headers)
 
     @property
     def in_name(self) -> bool:
         """Whether the next text belongs to the name of a part."""
-        return self._state is _State.HEADER
+        return self._state is _AnswerPart.HEADER
 
     @property
     def name_ends(self) -> tuple[str, ...]:
@@ -102,7 +102,7 @@ class ReasoningParser:
             return () if self._named else form.headers
         hidden = form.hidden[:1] if not self._opened else ()
         thoughts = (form.begin,) if form.begin and not self._without_thoughts else ()
-        return () if self._state is _State.THOUGHTS else (*thoughts, *hidden)
+        return () if self._state is _AnswerPart.THOUGHTS else (*thoughts, *hidden)
 
     @property
     def has_thought(self) -> bool:
@@ -125,7 +125,7 @@ class ReasoningParser:
         """The text that was held back. Must be called once, at the end."""
         held, self._held = self._held, ""
         found = self._text(held)
-        if self._blank and self._state is _State.ANSWER and self._without_thoughts and not self._form.headers:
+        if self._blank and self._state is _AnswerPart.ANSWER and self._without_thoughts and not self._form.headers:
             return Separated(answer=self._space)
         return found
 
@@ -139,7 +139,7 @@ class ReasoningParser:
         form = self._form
         if form.headers:
             return form.marks
-        if self._state is _State.THOUGHTS:
+        if self._state is _AnswerPart.THOUGHTS:
             # A model may repeat the beginning that its template wrote.
             return (form.end, form.begin) if self._blank else (form.end,)
         hidden = form.hidden[1:] if self._opened else form.hidden[:1] if self._blank else ()
@@ -158,7 +158,7 @@ class ReasoningParser:
         at = held.find(mark)
         if form.headers:
             return at
-        if mark == form.end and self._state is _State.ANSWER:
+        if mark == form.end and self._state is _AnswerPart.ANSWER:
             while at >= 0 and not self._is_lone_end(at):
                 at = held.find(mark, at + 1)
             return at
@@ -173,23 +173,23 @@ class ReasoningParser:
     def _marked(self, mark: str) -> Separated:
         form = self._form
         if mark in form.headers:
-            self._state, self._header, self._named = _State.HEADER, "", False
+            self._state, self._header, self._named = _AnswerPart.HEADER, "", False
         elif mark == form.body:
             self._named = True
             name = (self._header.split() or [""])[0]
             recipient = _RECIPIENT.search(self._header) if self._recipients else None
-            self._begin(_State.ANSWER if recipient or name not in form.thoughts else _State.THOUGHTS)
+            self._begin(_AnswerPart.ANSWER if recipient or name not in form.thoughts else _AnswerPart.THOUGHTS)
             if recipient is not None:
                 return Separated(answer=f"{RECIPIENT}{recipient[1]}{MESSAGE}")
         elif mark == form.begin:
-            self._begin(_State.THOUGHTS)
+            self._begin(_AnswerPart.THOUGHTS)
         elif mark == form.end:
             withdrawn, self._unmarked = "" if form.headers else self._unmarked.strip(), ""
             if withdrawn:
-                self._filled = {_State.THOUGHTS}
+                self._filled = {_AnswerPart.THOUGHTS}
             self._thought = self._thought or not form.headers
             self._named = False
-            self._begin(_State.ANSWER)
+            self._begin(_AnswerPart.ANSWER)
             return Separated(withdrawn, withdrawn=bool(withdrawn))
         else:
             self._opened = not self._opened
@@ -197,19 +197,19 @@ class ReasoningParser:
                 self._space = ""
         return Separated()
 
-    def _begin(self, state: _State) -> None:
+    def _begin(self, state: _AnswerPart) -> None:
         self._state, self._blank = state, True
         self._space = "\n\n" if state in self._filled else ""
-        self._thought = self._thought or state is _State.THOUGHTS
+        self._thought = self._thought or state is _AnswerPart.THOUGHTS
 
     def _text(self, text: str) -> Separated:
-        if self._state is _State.HEADER:
+        if self._state is _AnswerPart.HEADER:
             self._header += text
             if len(self._header) <= LONGEST_NAME:
                 return Separated()
             text, self._header = self._header, ""
-            self._begin(_State.ANSWER)
-        if self._state is _State.THOUGHTS:
+            self._begin(_AnswerPart.ANSWER)
+        if self._state is _AnswerPart.THOUGHTS:
             return self._thoughts(text)
         if self._blank:
             mark_may_follow = not self._without_thoughts or (bool(self._form.hidden) and not self._opened)
@@ -222,7 +222,7 @@ class ReasoningParser:
         if not text:
             return Separated()
         text, self._blank, self._space = self._space + text, False, ""
-        self._filled.add(_State.ANSWER)
+        self._filled.add(_AnswerPart.ANSWER)
         if not self._thought and not self._settled:
             self._unmarked += text
         return Separated(answer=text)
@@ -233,7 +233,7 @@ class ReasoningParser:
         if not text:
             return Separated()
         text, self._blank = self._space + text, False
-        self._filled.add(_State.THOUGHTS)
+        self._filled.add(_AnswerPart.THOUGHTS)
         kept = text.rstrip()
         self._space = text[len(kept) :]
         return Separated(thoughts=kept)

@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from engine.errors import ModelError
 from engine.models import gguf_delta_net, gguf_gemma, gguf_latent, gguf_short_convolution
-from engine.models.changes import paired_changes
 from engine.models.config_values import check_config
-from engine.models.files import Change
+from engine.models.files import Change, Order
 from engine.models.gguf_file import GgufFile
 from engine.models.gguf_metadata import Metadata, NamedTensor
 from engine.models.wording import shown
@@ -150,6 +149,25 @@ def _glm_moe(metadata: Metadata) -> dict[str, Any]:
         "topk_group": metadata.number("expert_group_used_count", 1),
         "first_k_dense_replace": metadata.number("leading_dense_block_count", 0),
     }
+
+
+def paired_changes(config: Mapping[str, Any]) -> dict[str, Change]:
+    """What brings queries and keys from llama.cpp's order into transformers', by the name of a checkpoint's tensor."""
+    size = config["head_dim"]
+    found: dict[str, Change] = {}
+    for short, heads in (("q", config["num_attention_heads"]), ("k", config["num_key_value_heads"])):
+        change = Change(rows=_halves(heads, size))
+        for layer in range(config["num_hidden_layers"]):
+            for kind in ("weight", "bias"):
+                found[f"model.layers.{layer}.self_attn.{short}_proj.{kind}"] = change
+    return found
+
+
+def _halves(heads: int, size: int) -> Order:
+    """The places of rows whose pairs lie side by side, in transformers' order: the values of a pair are half a head of
+    ``size`` apart."""
+    pairs = np.arange(heads * size, dtype=np.int64).reshape(heads, size // 2, 2)
+    return pairs.swapaxes(1, 2).reshape(-1)
 
 
 _DENSE = {

@@ -138,13 +138,13 @@ def addresses_in(body: bytes, kind: str, page: str, filename: str) -> list[str]:
     return [link.partition("#")[0] for link in found if unquote(urlsplit(link).path.rpartition("/")[2]) == filename]
 
 
-class _File(msgspec.Struct):
+class _IndexFile(msgspec.Struct):
     filename: str
     url: str
 
 
 class _Page(msgspec.Struct):
-    files: list[_File]
+    files: list[_IndexFile]
 
 
 class _Anchors(HTMLParser):

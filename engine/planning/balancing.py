@@ -68,7 +68,7 @@ def _share(counted: tuple[tuple[int, bool, int], ...], calibration: Calibration)
     on_cpu = _best_cut(kinds, calibration)
     if len(kinds) > SEARCH_KINDS or sum(kind.number for kind in kinds) > SEARCH_EXPERTS:
         return on_cpu
-    return _Search(kinds, calibration, weigh(kinds, on_cpu, calibration)).run().on_cpu
+    return _SplitSearch(kinds, calibration, weigh(kinds, on_cpu, calibration)).run().on_cpu
 
 
 def weigh(kinds: Sequence[Kind], on_cpu: Sequence[int], calibration: Calibration) -> Split:
@@ -236,7 +236,7 @@ class _Cuts:
         return cpu, gpu, _work(load, self._calibration)
 
 
-class _Search:
+class _SplitSearch:
     """Branch and bound, the kinds with the most work first; a branch whose sums already exceed the best is left."""
 
     def __init__(self, kinds: Sequence[Kind], calibration: Calibration, best: Split) -> None:

@@ -70,7 +70,7 @@ def _improved(
     odds = odds_of(popularity, len(rows), wanted)
     if len(limits) < 2 or possible(kinds_of(rows, odds, wanted), wanted) * 4 > allowed:
         return holders
-    search = _Search(odds, wanted, limits, whole, allowed)
+    search = _LayerSearch(odds, wanted, limits, whole, allowed)
     best, rows = search.climbed(rows)
     mark = 1
     for _ in range(RESTARTS):
@@ -88,7 +88,7 @@ def _improved(
     return tuple(rows)
 
 
-class _Search:
+class _LayerSearch:
     """The search for one layer's best placement. ``work``: outcomes looked at so far, of which ``allowed`` many."""
 
     def __init__(

@@ -201,7 +201,7 @@ LAYER_ROUNDS = 60
 _PLACEMENT = Placement((0,), 2, (tuple((expert % 2,) for expert in range(EXPERTS)),))
 
 
-class _Here:
+class _LocalExchange:
     """An exchange between two nodes within this process; see :class:`engine.cluster.transport.exchange.Exchange`.
 
     ``other`` makes the other node's contribution from what this one sent.
@@ -236,7 +236,7 @@ def layer_seconds(width: int) -> float:
 
     This is the cost of assigning routes, framing and parsing. ``width``: numbers of a hidden state.
     """
-    layers = RingLayers(RankContext("measuring", HEAD, _PLACEMENT, "fast"), _Here(HEAD, lambda sent: sent))
+    layers = RingLayers(RankContext("measuring", HEAD, _PLACEMENT, "fast"), _LocalExchange(HEAD, lambda sent: sent))
     row = np.ones((1, width), np.float32)
     weights = np.full((1, PER_TOKEN), 0.5, np.float32)
 
@@ -268,7 +268,7 @@ def central_seconds(width: int) -> float:
     answers: list[bytes] = []
     asked: list[bytes] = []
     runner = _NoExperts(width)
-    others = _Here(1, lambda sent: asked[-1])
+    others = _LocalExchange(1, lambda sent: asked[-1])
     node = CentralNode(RankContext("measuring", 1, _PLACEMENT, "fast"), others, runner)
 
     def answer(sent: bytes) -> bytes:
@@ -279,7 +279,7 @@ def central_seconds(width: int) -> float:
         answers.append(others.sent)
         return b""
 
-    head = CentralHead(RankContext("measuring", HEAD, _PLACEMENT, "fast"), _Here(HEAD, answer))
+    head = CentralHead(RankContext("measuring", HEAD, _PLACEMENT, "fast"), _LocalExchange(HEAD, answer))
     row = np.ones((1, width), np.float32)
     weights = np.full((1, PER_TOKEN), 0.5, np.float32)
     rows = np.ones((PER_TOKEN, width), np.float32)

@@ -40,7 +40,7 @@ KEPT = "whole.offer"
 _KEPT_LIMIT = OFFER_LIMIT + 1024 * 1024
 
 
-class _Kept(msgspec.Struct, frozen=True):
+class _KeptOffer(msgspec.Struct, frozen=True):
     """``offered`` is the encoded offer. ``had`` are the names of the machines that made it."""
 
     offered: bytes
@@ -70,7 +70,7 @@ class OwnShard:
                     continue
                 if (path / KEPT).stat().st_size > _KEPT_LIMIT:
                     continue
-                kept = msgspec.msgpack.decode((path / KEPT).read_bytes(), type=_Kept)
+                kept = msgspec.msgpack.decode((path / KEPT).read_bytes(), type=_KeptOffer)
                 found = cls(path, decode_offer(kept.offered), kept.had, me)
                 of_it = (found.offered.layout, found.offered.identity) == (manifest.layout, manifest.identity)
                 if of_it and not any(is_small(found.offered.items[want.item]) for want in found._missing()):
@@ -100,7 +100,7 @@ class OwnShard:
             raise
         found = cls(folder, offered, [source.name for source in sources], me)
         with new_file(folder / KEPT) as file:
-            file.write(msgspec.msgpack.encode(_Kept(encode_offer(offered), found.had)))
+            file.write(msgspec.msgpack.encode(_KeptOffer(encode_offer(offered), found.had)))
         return found
 
     def chunks(self, part: Offer, wanted: Sequence[Wanted]) -> Iterator[bytes]:
@@ -111,7 +111,7 @@ class OwnShard:
         """This shard as a source for a copy of the whole model."""
         here = self.here()
         items = tuple(item for item in self.offered.items if item.key in here)
-        return _Here(self.folder, msgspec.structs.replace(self.offered, items=items))
+        return _OwnShardSource(self.folder, msgspec.structs.replace(self.offered, items=items))
 
     def part(self, held: Mapping[int, Sequence[int]], trunk: bool) -> Offer:
         """The offer for a node with the experts ``held``, and with the trunk if ``trunk``."""
@@ -136,7 +136,7 @@ class OwnShard:
         return missing_in(self.folder, self.offered, self._me)
 
 
-class _Here:
+class _OwnShardSource:
     """Implements :class:`engine.cluster.weights.model_receiver.Source` for this machine's shard."""
 
     name = "this machine's share"

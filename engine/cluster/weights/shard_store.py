@@ -176,7 +176,7 @@ class ShardStore:
 
 def missing_in(folder: Path, offered: Offer, head: str) -> tuple[Wanted, ...]:
     """The items of the offer that are not in ``folder``; see :func:`receive_into`."""
-    state = _State.of(folder, offered, head)
+    state = _ItemsOnDisk.of(folder, offered, head)
     return tuple(
         Wanted(index, state.begun_at(item)) for index, item in enumerate(offered.items) if not state.has(item.key)
     )
@@ -256,7 +256,7 @@ def _checksum(item: Item, checksums: ItemChecksums, settings: Mapping[str, Path]
 
 
 @dataclass
-class _State:
+class _ItemsOnDisk:
     """The items of an offered model that are on the disk."""
 
     offered: Offer
@@ -266,7 +266,7 @@ class _State:
     begun: Begun | None = None
 
     @classmethod
-    def of(cls, folder: Path, offered: Offer, head: str) -> _State:
+    def of(cls, folder: Path, offered: Offer, head: str) -> _ItemsOnDisk:
         """The state of ``folder``; empty if its shard is damaged, of another model or of another head."""
         state = cls(offered, head)
         if not is_shard(folder):
@@ -348,7 +348,7 @@ class _Receiver:
         self._offered = offered
         self._wanted = list(wanted)
         self._progress = progress
-        self._state = _State.of(folder, offered, head)
+        self._state = _ItemsOnDisk.of(folder, offered, head)
         self._resumed = self._state.begun
         """The item that was begun before. With another placement others may come before it."""
         self._files: dict[int, int] = {}
@@ -483,7 +483,7 @@ class _Receiver:
         surplus = any(not experts <= set(wanted.get(layer, ())) for layer, experts in self._state.experts.items())
         if surplus and may_give_up and is_shard(self._folder):
             ShardStore.keep_only(self._folder, wanted)
-            self._state = _State.of(self._folder, self._offered, self._state.head)
+            self._state = _ItemsOnDisk.of(self._folder, self._offered, self._state.head)
             free = self._free()
         if self._total + RESERVE_BYTES > free:
             short = self._total + RESERVE_BYTES - free

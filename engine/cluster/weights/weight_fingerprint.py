@@ -159,7 +159,7 @@ def expert_key(layer: int, expert: int) -> str:
     return f"expert/{layer}/{expert}"
 
 
-class _Kept(msgspec.Struct, frozen=True):
+class _KeptChecksums(msgspec.Struct, frozen=True):
     """The stored checksums of a folder. ``stamps`` are the size and modification time of each of its files."""
 
     version: int
@@ -236,7 +236,7 @@ class ItemChecksums:
         """Store the checksums if the files have not changed since. Errors are ignored."""
         if len(self._items) == self._known or self._stamp() != self._stamps:
             return
-        kept = _Kept(VERSION, self._layout.fingerprint, self._stamps, self._items, self._parts)
+        kept = _KeptChecksums(VERSION, self._layout.fingerprint, self._stamps, self._items, self._parts)
         # If this fails, the weights are read again the next time.
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -303,11 +303,11 @@ class ItemChecksums:
             return ()
         return tuple((name, status.st_size, status.st_mtime_ns) for name, status in found)
 
-    def _read(self) -> _Kept | None:
+    def _read(self) -> _KeptChecksums | None:
         try:
             if self._path.stat().st_size > _KEPT_LIMIT:
                 return None
-            kept = msgspec.json.decode(self._path.read_bytes(), type=_Kept)
+            kept = msgspec.json.decode(self._path.read_bytes(), type=_KeptChecksums)
         except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None
         fits = (kept.version, kept.stamps, kept.layout) == (VERSION, self._stamps, self._layout.fingerprint)
