@@ -18,6 +18,8 @@ from engine.models.prefix_files import prefix_folder
 
 _LOCK_WAIT_S = 2.0
 """Seconds that opening waits for another program's write."""
+_TRY_AGAIN_S = 0.02
+"""Seconds between two tries of what SQLite does not wait for itself."""
 _CALL_WAIT_S = 0.1
 """Seconds that a call on the open database waits for another program's write. The call may block the screen, so its
 caller tries again instead."""
@@ -91,7 +93,7 @@ def _connect(path: Path, migrations: Sequence[Migration]) -> sqlite3.Connection:
     connection = sqlite3.connect(path, timeout=_LOCK_WAIT_S, isolation_level=None, check_same_thread=False)
     try:
         connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
-        connection.execute("PRAGMA journal_mode = WAL").fetchone()
+        _use_log(connection)
         # FULL: a question survives a power failure once add() returned. It costs one fsync per commit, and there are
         # one or two commits a second at most.
         connection.execute("PRAGMA synchronous = FULL")
@@ -110,6 +112,19 @@ def _connect(path: Path, migrations: Sequence[Migration]) -> sqlite3.Connection:
         connection.close()
         raise
     return connection
+
+
+def _use_log(connection: sqlite3.Connection) -> None:
+    """Switch to the write-ahead log. While another program does the same, SQLite fails at once in place of waiting."""
+    end = time.monotonic() + _LOCK_WAIT_S
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL").fetchone()
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > end:
+                raise
+        time.sleep(_TRY_AGAIN_S)
 
 
 def _make_private(path: Path) -> None:

@@ -8,6 +8,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import time
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -350,6 +351,18 @@ def test_a_migration_that_fails_is_rolled_back(path: Path) -> None:
     assert store._connection.execute("PRAGMA user_version").fetchone() == (NEXT - 1,)
     assert len(store.conversations()) == 3
     store.close()
+
+
+def test_opening_waits_while_another_program_makes_the_database(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SQLite itself does not wait there for the other program's write."""
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    monkeypatch.setattr(time, "sleep", lambda seconds: other.execute("ROLLBACK"))
+    store = open_store(path)
+    assert not other.in_transaction
+    assert store.conversations() == []
+    store.close()
+    other.close()
 
 
 def test_two_programs_may_make_the_database_at_once(path: Path) -> None:

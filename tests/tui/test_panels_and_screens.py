@@ -361,6 +361,22 @@ async def test_a_model_is_fetched_and_can_be_stopped(make_app: MakeApp, engine: 
         assert len(engine.sent(Pull)) == 2
 
 
+async def test_the_list_of_models_is_closed_before_they_are_found(make_app: MakeApp) -> None:
+    """Looking reads the disk in a thread, which may take longer than the person looks."""
+    app = make_app()
+    async with app.run_test() as pilot:
+        await ready(pilot, app)
+        await pilot.press("f3")
+        await wait_until(pilot, lambda: isinstance(app.screen, ModelsScreen))
+        screen = app.screen
+        await pilot.press("escape")
+        await wait_until(pilot, lambda: not screen.query("#model-problem"))
+        assert isinstance(screen, ModelsScreen)
+        screen._found([], "found too late")
+        await ask(pilot, app, "still there?")
+        assert "Paris" in shown(app)[1]
+
+
 async def test_models_of_other_programs_can_be_chosen(
     make_app: MakeApp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

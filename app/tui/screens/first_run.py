@@ -21,6 +21,7 @@ from app.machine import Machine, this_machine
 from app.tui.keymap import bound
 from app.tui.render.downloads import download_lines
 from app.tui.render.key_footer import KeyFooter
+from app.tui.screens.updates import is_open
 
 _MUTED = "$foreground-muted"
 OTHER = "Choose another…"
@@ -93,7 +94,7 @@ class FirstRunScreen(Screen[bool]):
             self.dismiss(False)
 
     def _draw(self) -> None:
-        if not self.is_mounted:
+        if not self.is_mounted or not is_open(self):
             return
         first_run, models = self._first_run, self.query_one(OptionList)
         marked = models.highlighted or 0

@@ -22,6 +22,7 @@ from app.text_safety import one_line
 from app.tui.keymap import bound
 from app.tui.render.downloads import download_lines
 from app.tui.render.key_footer import KeyFooter
+from app.tui.screens.updates import is_open
 from engine.errors import ModelError
 
 _MUTED = "$foreground-muted"
@@ -93,6 +94,8 @@ class ModelsScreen(Screen[str | None]):
         self.app.call_from_thread(self._found, found, problem)
 
     def _found(self, found: list[ModelOption], problem: str) -> None:
+        if not is_open(self):
+            return
         self._rows = found
         self.query_one("#model-problem", Static).update(Content(one_line(problem)))
         self._draw()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from textual.message import Message
+from textual.screen import Screen
 
 from app.chat.state import Update
 
@@ -24,3 +25,8 @@ class UpdatedScreen(Protocol):
     def handle_update(self, update: Update) -> None:
         """The controller changed something."""
         ...
+
+
+def is_open(screen: Screen[Any]) -> bool:
+    """Whether ``screen`` still has its widgets, which are gone as soon as it begins to close."""
+    return screen.is_attached and screen in screen.app.screen_stack
