@@ -195,7 +195,7 @@ void pllm_linear_rows(const pllm_input *input, const pllm_matrix *weight, const 
                      y_stride, add);
     } else {
         kernels->many(w, weight->dtype, weight->row_stride, last - first, weight->columns, input->data, input->rows,
-                      y + first, y_stride, add, scratch);
+                      y + first, y_stride, add, scratch, row_at(weight, last));
     }
     pllm_add_bias(y + first, y_stride, input->rows, bias, weight->dtype, 1, first, last - first);
 }

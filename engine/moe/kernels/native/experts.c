@@ -14,6 +14,7 @@
 #define LONGEST_RUN 512    /* rows that are multiplied in one piece at most, and, of so many routes that the results */
 #define RUN_RESULTS 16384  /* would be more than these, fewer: they stay in a cache */
 #define TASKS_PER_THREAD 8 /* so that the thread that ends last does not end much later */
+#define PANEL_RUN 8        /* panels in a row that one thread opens, each fetched while the one before is multiplied */
 #define OWN_ELEMENTS 65536 /* input values up to which each thread converts its own copy instead of meeting the others */
 
 /* What every thread knows of a call; each makes it for itself from the same input. Rows of inputs and of activations
@@ -186,14 +187,14 @@ static void fill_tiles(const plan *p, int thread, int threads) {
 
 static void multiply(const plan *p, const pllm_matrix *matrix, const void *bias, int64_t bias_stride,
                      const void *const *rows, const void *tiles, int64_t count, int64_t first, int64_t number,
-                     float *y, int64_t y_stride) {
+                     float *y, int64_t y_stride, const void *next) {
     pllm_matrix part;
     const void *w = rows_from(matrix, first, &part);
     if (count <= p->kernels->few_tokens)
         p->kernels->few(w, matrix->dtype, matrix->row_stride, number, matrix->columns, rows, count, y, y_stride, 0);
     else
         p->kernels->many(w, matrix->dtype, matrix->row_stride, number, matrix->columns, tiles, count, y, y_stride, 0,
-                         p->panel);
+                         p->panel, next);
     pllm_add_bias(y, y_stride, count, bias, p->layer->bias_dtype, bias_stride, first, number);
 }
 
@@ -228,8 +229,12 @@ static void gate_rows(const plan *p, int64_t i, int64_t first, int64_t number) {
     }
     const char *tiles = p->tiles + p->row_offset[i] * padded(p->layer->hidden) * element;
     const int64_t apart = MAX(p->layer->bias_stride, 1);
-    multiply(p, &expert->gate, expert->gate_bias, apart, rows, tiles, count, first, number, p->part, stride);
-    multiply(p, &expert->up, expert->up_bias, apart, rows, tiles, count, first, number, p->other, stride);
+    const int64_t ended = first + number < p->layer->ffn ? 0 : 1;
+    const pllm_matrix *next = &p->layer->experts[p->list[MIN(i + ended, p->active - 1)]].gate;
+    multiply(p, &expert->gate, expert->gate_bias, apart, rows, tiles, count, first, number, p->part, stride,
+             row_at(&expert->up, first));
+    multiply(p, &expert->up, expert->up_bias, apart, rows, tiles, count, first, number, p->other, stride,
+             row_at(next, ended ? 0 : first + number));
     for (int64_t m = 0; m < count; m++)
         p->kernels->gate(&p->layer->activation, p->part + m * stride, p->other + m * stride, number);
     store_act(p, i, count, first, number);
@@ -275,8 +280,10 @@ static void down_rows(const plan *p, int64_t first, int64_t number) {
         const char *act = p->act + p->row_offset[i] * bytes;
         const void *rows[FEW_LIMIT];
         for (int64_t m = 0; m < MIN(count, FEW_LIMIT); m++) rows[m] = act + m * bytes;
+        const int ended = i + 1 == p->active;
         multiply(p, &expert->down, expert->down_bias, 1, rows, act, count, first, number,
-                 p->part + p->first[e] * p->run_rows, p->run_rows);
+                 p->part + p->first[e] * p->run_rows, p->run_rows,
+                 row_at(&p->layer->experts[p->list[ended ? 0 : i + 1]].down, ended ? first + number : first));
     }
     hand_out(p, first, number);
 }
@@ -305,9 +312,9 @@ void pllm_experts_part(pllm_pool *pool, const pllm_layer *layer, const pllm_rout
     }
     const int64_t blocks = divided_up(layer->hidden, p.hidden_rows);
     int64_t task, count;
-    while ((count = pllm_pool_take(pool, p.tasks, p.any_many, &task))) gate_tasks(&p, task, count);
+    while ((count = pllm_pool_take(pool, p.tasks, p.any_many ? PANEL_RUN : p.tasks, &task))) gate_tasks(&p, task, count);
     pllm_pool_barrier(pool);
-    while ((count = pllm_pool_take(pool, blocks, p.any_many, &task))) down_tasks(&p, task, count);
+    while ((count = pllm_pool_take(pool, blocks, p.any_many ? 1 : blocks, &task))) down_tasks(&p, task, count);
     if (thread > 0 || !routes->counts || pllm_pool_stopped(pool)) return;
     for (int64_t i = 0; i < p.active; i++) routes->counts[p.list[i]] += routes_of(&p, p.list[i]);
     for (int64_t i = 0; i < p.alone_count; i++) routes->counts[p.alone[i]]--;

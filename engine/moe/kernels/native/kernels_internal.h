@@ -47,9 +47,10 @@ typedef struct kernel_set {
     /* y[m * y_stride + n] (+)= W[n] · x[m], for m < tokens <= few_tokens; x[m] padded with zeros. */
     void (*few)(const void *w, int dtype, int64_t stride, int64_t rows, int64_t columns, const void *const *x,
                 int64_t tokens, float *y, int64_t y_stride, int add);
-    /* The same for any number of tokens, from tiles; `panel`: PANEL_BYTES of scratch. */
+    /* The same for any number of tokens, from tiles; `panel`: PANEL_BYTES of scratch. `next`: the first of the rows that
+       this thread will open after these, as far apart, which may be fetched meanwhile. */
     void (*many)(const void *w, int dtype, int64_t stride, int64_t rows, int64_t columns, const void *tiles,
-                 int64_t tokens, float *y, int64_t y_stride, int add, void *panel);
+                 int64_t tokens, float *y, int64_t y_stride, int add, void *panel, const void *next);
     /* Values first..first + count) of an input row = from * scale; `first` a multiple of task_rows. */
     void (*convert)(void *row, int64_t first, const float *from, float scale, int64_t count);
     /* Zeros after the `columns` values of an input row, as far as `few` reads. */
@@ -96,15 +97,20 @@ void pllm_pool_run_locked(pllm_pool *pool, pllm_region region, void *argument);
 int pllm_pool_run_until(pllm_pool *pool, pllm_region region, void *argument, pllm_stop stop, int64_t interval);
 /* Inside a region: whether it was ended. Asks, if the time for it has come. */
 int pllm_pool_stopped(pllm_pool *pool);
-/* As pllm_pool_next, of `total` tasks: a run of neighbours beginning at *first, or, `single`, one. Runs are long at first,
+/* As pllm_pool_next, of `total` tasks: a run of at most `longest` neighbours beginning at *first. Runs are long at first,
    so that what neighbours share is used, and short in the end, so that threads end together. Returns how many, 0 where
    none is left. Not mixed with pllm_pool_next between two barriers. Asks whether the region was ended. */
-int64_t pllm_pool_take(pllm_pool *pool, int64_t total, int single, int64_t *first);
+int64_t pllm_pool_take(pllm_pool *pool, int64_t total, int64_t longest, int64_t *first);
 int pllm_pool_reserve_locked(pllm_pool *pool, size_t bytes_per_thread, size_t shared_bytes);
+
+/* Where row `row` of `matrix` lies, or its codes. */
+static inline const char *row_at(const pllm_matrix *matrix, int64_t row) {
+    return (const char *)matrix->data + row * bytes_of_values(matrix->dtype, matrix->row_stride);
+}
 
 /* Rows of `matrix` from row `first` on, as kernel_set.few and .many take them; `part` is where they may lie. */
 static inline const void *rows_from(const pllm_matrix *matrix, int64_t first, pllm_matrix *part) {
-    const char *codes = (const char *)matrix->data + first * bytes_of_values(matrix->dtype, matrix->row_stride);
+    const char *codes = row_at(matrix, first);
     if (!is_grouped(matrix->dtype)) return codes;
     if (matrix->dtype == PLLM_BLOCK_FP8) {
         const int64_t skipped = matrix->skipped_rows + first, blocks = divided_up(matrix->columns, FP8_SIDE);

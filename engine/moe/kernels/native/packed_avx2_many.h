@@ -302,7 +302,7 @@ static void multiply_panel(const panel_task *task, const part_function *parts, c
 }
 
 void SET(many)(const void *weights, int dtype, int64_t stride, int64_t rows, int64_t columns, const void *tiles,
-               int64_t tokens, float *y, int64_t y_stride, int add, void *scratch) {
+               int64_t tokens, float *y, int64_t y_stride, int add, void *scratch, const void *after) {
     const char *data = weights;
     const int64_t row_bytes = bytes_of_values(dtype, stride), tile_blocks = padded(columns) / INPUT_BLOCK;
     const int raised = raised_by(dtype), less = raised == 32 ? 2 : raised == 16 ? 3 : 4;
@@ -311,9 +311,10 @@ void SET(many)(const void *weights, int dtype, int64_t stride, int64_t rows, int
         const int64_t here = MIN(PANEL_ROWS, rows - n);
         for (int64_t k = 0; k < columns; k += PANEL_COLUMNS) {
             const int64_t depth = MIN(PANEL_COLUMNS, columns - k);
-            const int64_t ahead = k + depth < columns ? bytes_of_values(dtype, depth)
-                                                      : PANEL_ROWS * row_bytes - bytes_of_values(dtype, k);
             const char *from = data + n * row_bytes + bytes_of_values(dtype, k);
+            const int64_t ahead = k + depth < columns      ? bytes_of_values(dtype, depth)
+                                  : n + PANEL_ROWS < rows ? PANEL_ROWS * row_bytes - bytes_of_values(dtype, k)
+                                                          : (intptr_t)after - (intptr_t)from;
             open_table[dtype](scratch, (const uint8_t *)from, row_bytes, here, depth, ahead);
             const panel_task task = {.panel = scratch, .blocks = depth / INPUT_BLOCK, .y_stride = y_stride, .rows = here,
                                      .less = less, .more = add || k > 0};

@@ -274,7 +274,7 @@ static int64_t lines_of(uint32_t *fetches, const int64_t row_bytes, const int64_
 }
 
 void SET(many)(const void *weights, int dtype, int64_t stride, int64_t rows, int64_t columns, const void *tiles,
-               int64_t tokens, float *y, int64_t y_stride, int add, void *scratch) {
+               int64_t tokens, float *y, int64_t y_stride, int add, void *scratch, const void *after) {
     byte_panel *panel = scratch;
     const pllm_matrix *grouped = is_grouped(dtype) ? weights : NULL;
     const char *data = grouped ? grouped->data : weights;
@@ -287,8 +287,9 @@ void SET(many)(const void *weights, int dtype, int64_t stride, int64_t rows, int
         for (int64_t k = 0; k < columns; k += PANEL_COLUMNS) {
             const int64_t depth = MIN(PANEL_COLUMNS, columns - k), blocks = depth / INPUT_BLOCK;
             const char *from = data + n * row_bytes + bytes_of_values(dtype, k);
-            const char *next = from + (k + depth < columns ? bytes_of_values(dtype, depth)
-                                                           : PANEL_ROWS * row_bytes - bytes_of_values(dtype, k));
+            const char *next = k + depth < columns      ? from + bytes_of_values(dtype, depth)
+                               : n + PANEL_ROWS < rows ? from + PANEL_ROWS * row_bytes - bytes_of_values(dtype, k)
+                                                       : after;
             if (grouped)
                 pllm_grouped_avx512_vnni_open_panel(panel->blocks, grouped, n, here, k, depth);
             else

@@ -37,7 +37,7 @@ ALWAYS_INLINE float raised_in_file(const int dtype) {
 #define PACKED_MANY(SET)                                                                                           \
     void pllm_packed_##SET##_many(const void *w, int dtype, int64_t stride, int64_t rows, int64_t columns,         \
                                   const void *tiles, int64_t tokens, float *y, int64_t y_stride, int add,          \
-                                  void *panel);                                                                    \
+                                  void *panel, const void *next);                                                  \
     void pllm_packed_##SET##_tile(void *tile, const float *const *rows, const float *scales, int64_t tokens,       \
                                   int64_t column, int64_t count);
 PACKED_FEW(scalar)

@@ -251,23 +251,25 @@ static const slice_function slice_table[3][BYTE_TILE_TOKENS] = {
 };
 
 void SET(many)(const void *weights, int dtype, int64_t stride, int64_t rows, int64_t columns, const void *tiles,
-               int64_t tokens, float *y, int64_t y_stride, int add, void *scratch) {
+               int64_t tokens, float *y, int64_t y_stride, int add, void *scratch, const void *after) {
     const pllm_matrix *grouped = is_grouped(dtype) ? weights : NULL;
     const uint8_t *data = grouped ? grouped->data : weights;
     const int64_t row_bytes = bytes_of_values(dtype, stride), tile_blocks = padded(columns) / INPUT_BLOCK;
     for (int64_t n = 0; n < rows; n += PANEL_ROWS) {
         for (int64_t k = 0; k < columns; k += PANEL_COLUMNS) {
             const int64_t depth = MIN(PANEL_COLUMNS, columns - k);
-            const panel_source from = {.codes = data + n * row_bytes + bytes_of_values(dtype, k),
+            const uint8_t *codes = data + n * row_bytes + bytes_of_values(dtype, k);
+            const panel_source from = {.codes = codes,
                                        .grouped = grouped,
                                        .row = n,
                                        .rows = MIN(PANEL_ROWS, rows - n),
                                        .row_bytes = row_bytes,
                                        .column = k,
                                        .columns = depth,
-                                       .ahead = k + depth < columns
-                                                    ? bytes_of_values(dtype, depth)
-                                                    : PANEL_ROWS * row_bytes - bytes_of_values(dtype, k)};
+                                       .ahead = k + depth < columns ? bytes_of_values(dtype, depth)
+                                                : n + PANEL_ROWS < rows
+                                                    ? PANEL_ROWS * row_bytes - bytes_of_values(dtype, k)
+                                                    : (intptr_t)after - (intptr_t)codes};
             open_table[dtype](scratch, &from);
             const panel_task task = {.panel = scratch, .blocks = depth / INPUT_BLOCK, .y_stride = y_stride,
                                      .rows = from.rows, .more = add || k > 0};

@@ -122,13 +122,14 @@ int pllm_pool_stopped(pllm_pool *pool) {
     return stopped;
 }
 
-int64_t pllm_pool_take(pllm_pool *pool, int64_t total, int single, int64_t *first) {
+int64_t pllm_pool_take(pllm_pool *pool, int64_t total, int64_t longest, int64_t *first) {
     if (pllm_pool_stopped(pool)) return 0;
     long long taken = atomic_load_explicit(&pool->next, memory_order_relaxed);
     for (;;) {
         const int64_t left = total - taken;
         if (left <= 0) return 0;
-        const int64_t run = single ? 1 : pool->threads == 1 ? left : divided_up(left, 2 * (int64_t)pool->threads);
+        const int64_t share = pool->threads == 1 ? left : divided_up(left, 2 * (int64_t)pool->threads);
+        const int64_t run = MIN(share, longest);
         if (!atomic_compare_exchange_weak_explicit(&pool->next, &taken, taken + run, memory_order_relaxed,
                                                    memory_order_relaxed))
             continue;

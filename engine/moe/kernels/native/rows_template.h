@@ -347,7 +347,7 @@ static void SET(narrow)(const float *panel, const float *tile, int64_t words, in
 }
 
 static void SET(many)(const void *weights, int dtype, int64_t stride, int64_t rows, int64_t columns, const void *tiles,
-                      int64_t tokens, float *y, int64_t y_stride, int add, void *scratch) {
+                      int64_t tokens, float *y, int64_t y_stride, int add, void *scratch, const void *after) {
     const pllm_matrix *scaled = is_grouped(dtype) ? weights : NULL;
     const char *codes = scaled ? scaled->data : weights;
     const int64_t row_bytes = bytes_of_values(dtype, stride), tile_words = TILE_TOKENS * padded(columns) / PER_WORD;
@@ -358,8 +358,9 @@ static void SET(many)(const void *weights, int dtype, int64_t stride, int64_t ro
             const int64_t depth = MIN(PANEL_COLUMNS, columns - k), words = divided_up(depth, PER_WORD);
             const int more = add || k > 0;
             const char *from = codes + n * row_bytes + bytes_of_values(dtype, k);
-            const char *next = from + (k + depth < columns ? bytes_of_values(dtype, depth)
-                                                           : PANEL_ROWS * row_bytes - bytes_of_values(dtype, k));
+            const char *next = k + depth < columns      ? from + bytes_of_values(dtype, depth)
+                               : n + PANEL_ROWS < rows ? from + PANEL_ROWS * row_bytes - bytes_of_values(dtype, k)
+                                                       : after;
             char *opened = (char *)(part + TILE_LIMIT * PANEL_ROWS);
             if (dtype == PLLM_BLOCK_FP8) {
                 const int64_t size = SET(bytes_of)(OPENED);

@@ -280,7 +280,7 @@ static void project_share(walk *w, const pllm_matrix *const *matrices, float *co
 static void project_all(walk *w, const pllm_matrix *const *matrices, float *const *y, int count, int64_t y_stride) {
     if (!w->few) return project_share(w, matrices, y, count, y_stride);
     const int64_t blocks = blocks_of(matrices, count);
-    for (int64_t first, run; (run = pllm_pool_take(w->job->pool, blocks, 0, &first));)
+    for (int64_t first, run; (run = pllm_pool_take(w->job->pool, blocks, blocks, &first));)
         project_blocks(w, matrices, y, count, y_stride, first, first + run);
 }
 
