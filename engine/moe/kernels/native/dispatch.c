@@ -1,5 +1,6 @@
 /* Which instruction sets there are, and the calls that need no more than one matrix. */
 #include <string.h>
+#include <unistd.h>
 
 #if defined(__aarch64__) && defined(__linux__)
 #include <asm/hwcap.h>
@@ -46,6 +47,18 @@ static int has_byte_matrices(void) {
 #endif
 }
 #endif
+
+int64_t pllm_first_level_bytes(void) {
+    static long known; /* the same value whoever writes it */
+    if (!known) {
+        long found = 0;
+#if defined(_SC_LEVEL1_DCACHE_SIZE)
+        found = sysconf(_SC_LEVEL1_DCACHE_SIZE);
+#endif
+        known = found > 0 ? found : 32768;
+    }
+    return known;
+}
 
 uint32_t pllm_available(void) {
     uint32_t sets = 1U << PLLM_SCALAR;

@@ -83,6 +83,8 @@ extern const kernel_set pllm_set_neon_grouped, pllm_set_neon_dot_grouped, pllm_s
 const kernel_set *pllm_kernels(int set, int dtype);
 
 int pllm_has(int set);
+/* Bytes of a processor's first-level cache of data; 32 KB where the system does not know. */
+int64_t pllm_first_level_bytes(void);
 /* One row of `columns` values as an activation, padded with zeros. */
 void pllm_fill_row(const kernel_set *kernels, void *to, const float *from, float scale, int64_t columns);
 /* y[m * y_stride + n] += bias[(first + n) * stride] for n < count; bias may be NULL. */

@@ -28,6 +28,8 @@ _Static_assert(sizeof(wide_input) <= FEWEST_STRIDE * PACKED_ROW_ELEMENT, "a unit
 #define NEXT_BYTES 256
 #define FAR_BYTES 3072
 #define NEAR_BYTES 512
+#define ROOMY_BYTES 49152 /* of a first-level cache that holds such an input and weights fetched far ahead */
+#define ROOMY_AHEAD 8192
 #define MOST_TOKENS 8
 
 ALWAYS_INLINE int lane_of(int block, int half) { return 4 * (block / 2 % 2 * 2 + half) + block / 4 + block % 2 * 2; }
@@ -334,16 +336,17 @@ ALWAYS_INLINE void add_rows(const uint8_t *w, const int64_t row_bytes, const int
                             const int fresh, const int dtype, const int M) {
     const int k = dtype == PLLM_Q4_K || dtype == PLLM_Q5_K;
     const int64_t size = bytes_of_values(dtype, UNIT), whole = MIN(last, values / UNIT);
-    /* Of several tokens the same columns of the next group. One token's weights the processor fetches faster by itself,
-       but for formats for which it falls behind: where it meets lines out of order, because the scales of four blocks are
-       read first, these are fetched in order a little before, and MXFP4 past the caches. */
-    const int past = dtype == PLLM_MXFP4;
-    const int64_t ahead = M > 1 ? GROUP_ROWS * row_bytes : past ? FAR_BYTES : k ? NEAR_BYTES : 0;
+    /* Of several tokens the same columns of the next group. One token's weights are fetched far ahead where they fit
+       beside the input. Where they don't, the processor fetches them faster by itself, but for formats for which it
+       falls behind: where it meets lines out of order, because the scales of four blocks are read first, these are
+       fetched in order a little before, and MXFP4 past the caches. */
+    const int roomy = M == 1 && pllm_first_level_bytes() >= ROOMY_BYTES, past = dtype == PLLM_MXFP4 && !roomy;
+    const int64_t ahead = M > 1 ? GROUP_ROWS * row_bytes : roomy ? ROOMY_AHEAD : past ? FAR_BYTES : k ? NEAR_BYTES : 0;
     const wide_input *in[MOST_TOKENS];
     UNROLL for (int m = 0; m < M; m++) in[m] = x[m];
     int64_t row = 0;
     /* An input that nearly fills the first-level cache is pushed out of it by one row of weights. */
-    if (M == 1 && last - first > LARGE_UNITS && values % UNIT == 0)
+    if (M == 1 && !roomy && last - first > LARGE_UNITS && values % UNIT == 0)
         for (; row + ROWS_TOGETHER <= rows; row += ROWS_TOGETHER, w += ROWS_TOGETHER * row_bytes, all += ROWS_TOGETHER)
             add_together(w, row_bytes, last, in[0], all, dtype);
     for (; row < rows; row++, w += row_bytes, all += M) {
