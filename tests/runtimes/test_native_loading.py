@@ -28,10 +28,12 @@ from engine.moe.kernels.layers import unreadable
 from engine.planning.runtime_choice import RuntimeChoice
 from engine.runtimes import choosing
 from engine.runtimes.choosing import choose_runtime, native_unsupported_reason
+from engine.runtimes.native import model as native_model
 from engine.runtimes.native import weights
 from engine.runtimes.native.runtime import NativeRuntime, check_native, open_native
 from engine.runtimes.native.weights import opened
 from engine.session.loading import load_session
+from engine.system.free_memory import Memory
 
 pytestmark = needs_kernels
 
@@ -291,6 +293,19 @@ def test_packed_routers_and_gates_are_multiplied_in_float32(name: str) -> None:
     found = opened(StoredTensor(name, words))
     assert found.dtype == "F32"
     assert np.array_equal(found.words.view(np.float32), unpacked(name, words))
+
+
+@pytest.mark.parametrize(("free", "kept"), [(1_000_000, False), (1_000_000_000_000, True)])
+def test_a_prompts_workspace_is_kept_where_there_is_plenty_of_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, kept: bool
+) -> None:
+    monkeypatch.setattr(native_model, "KEPT_BYTES", 0)
+    monkeypatch.setattr(native_model, "memory", lambda: Memory(free, free, free))
+    model = load_native(write_tiny_model(tmp_path / "model", "mixtral"))
+    tokens = prompt(model, 200)
+    first = model.start().extend(tokens)
+    assert (model._workspace.nbytes > 0) == kept
+    assert (model.start().extend(tokens) == first).all()
 
 
 @pytest.mark.slow

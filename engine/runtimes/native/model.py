@@ -27,12 +27,16 @@ from engine.runtimes.native.states import States
 from engine.runtimes.native.weights import TrunkWeights
 from engine.runtimes.protocol import LoadedModel, Logits
 from engine.runtimes.row_contents import Fill, RowPart
+from engine.system.free_memory import memory
 
 PIECE = 512
 """Maximum positions of one pass. A longer prefill is run in pieces, so that its buffers stay small."""
 
 KEPT_BYTES = 8 * 1024 * 1024
-"""Maximum bytes of a workspace that is kept for the next pass."""
+"""Bytes up to which a workspace is always kept for the next pass."""
+KEPT_SHARE = 1 / 32
+"""Largest part of the free memory that a kept workspace may take. The system clears freed pages before it gives them
+out again, and a virtual machine may first have to ask its host for them."""
 
 STOP_INTERVAL_S = 0.005
 """Shortest time between two looks, in seconds, whether a pass over a prompt is still wanted."""
@@ -227,7 +231,7 @@ class NativeModel(LoadedModel):
             self._one_pass(weights, phase, piece, start + first, table, segments, states, found, first == 0)
             if states is not None:
                 states = (states[1], states[1])
-        if self._workspace.nbytes > KEPT_BYTES:
+        if self._workspace.nbytes > KEPT_BYTES and self._workspace.nbytes > KEPT_SHARE * memory().free:
             self._workspace = np.empty(0, np.uint8)
         return logits
 
