@@ -13,7 +13,7 @@ from pathlib import Path
 from app.conversations.database import SqliteStore
 from app.conversations.kept_prefixes import remove_orphaned_prefixes
 from app.conversations.recovering import put_aside, recover_into
-from app.conversations.store import StoreError, explain, is_damage
+from app.conversations.store import StoreError, explain, is_damage, primary_code
 from engine.models.prefix_files import prefix_folder
 
 _LOCK_WAIT_S = 2.0
@@ -122,7 +122,7 @@ def _use_log(connection: sqlite3.Connection) -> None:
             connection.execute("PRAGMA journal_mode = WAL").fetchone()
             return
         except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > end:
+            if primary_code(error) != sqlite3.SQLITE_BUSY or time.monotonic() > end:
                 raise
         time.sleep(_TRY_AGAIN_S)
 

@@ -117,6 +117,18 @@ def test_silence_while_this_process_was_stalled_is_not_the_others() -> None:
     silent = alive.index(False) / 10 + STALLED_S
     assert silent == pytest.approx(TimeConstants().lost_s, abs=0.2)
     assert not any(alive[alive.index(False) :])
+    now[0] += 600.0
+    watch.record_contact()
+    assert watch.view().alive, "it called after this process woke up"
+    assert not silent_for(watch, now, TimeConstants().lost_s + 2 * STALLED_S), "it died then"
+
+
+def silent_for(watch: PeerWatch, now: list[float], seconds: float) -> bool:
+    """Whether the machine still counts as alive after so many seconds, looked at ten times a second."""
+    for _ in range(round(10 * seconds)):
+        now[0] += 0.1
+        watch.view()
+    return watch.view().alive
 
 
 def watch_of(clock: Callable[[], float]) -> PeerWatch:

@@ -37,7 +37,7 @@ MOST_ASKED = 2
 FORGOTTEN = "It has forgotten this machine; pair the two again, or forget it here, too."
 SOON_S = 0.01
 STALLED_S = 1.0
-"""Seconds between two looks at a machine after which this process itself was stalled, as a watch looks more often."""
+"""Seconds by which a look at a machine may be late before this process itself counts as stalled."""
 MOST_ADDRESSES = 16
 MOST_LASTING = 8
 
@@ -118,7 +118,7 @@ class PeerWatch:
         """Time of the last heartbeat that the machine answered."""
         self._refused = False
         self._looked = clock()
-        """Time of the last look at the silence."""
+        """Time of the last look at the silence, or until which the heartbeats were waiting by plan."""
         self._was_alive = False
         self._problem = ""
         self._ask_again = -1e9
@@ -208,8 +208,12 @@ class PeerWatch:
                 _log.exception("a machine was not asked")
                 wait = self._times.retry_s
             self._notify_if_changed()
+            begun = self._clock()
             self._poke.wait(wait)
             self._poke.clear()
+            with self._lock:
+                self._looked = max(self._looked, min(self._clock(), begun + wait))
+                self._silence()
 
     def _look(self) -> float:
         """Send a heartbeat, or look for the machine. Returns the seconds until the next one."""
@@ -221,6 +225,8 @@ class PeerWatch:
         return self._times.heartbeat_s if self._client is not None else 0.0
 
     def _notify_if_changed(self) -> None:
+        with self._lock:
+            self._looked = self._clock()  # a call that takes until its timeout is no stall
         alive = self.view().alive
         if alive != self._was_alive:
             self._was_alive = alive
@@ -234,8 +240,8 @@ class PeerWatch:
         now = self._clock()
         stalled = max(0.0, now - self._looked - STALLED_S)
         self._looked = now
-        self._last_contact += stalled
-        self._answered += stalled
+        self._last_contact = min(now, self._last_contact + stalled)
+        self._answered = min(now, self._answered + stalled)
         return now - self._last_contact
 
     def _is_newer(self, load: NodeLoad) -> bool:
@@ -246,6 +252,7 @@ class PeerWatch:
     def _within(self, seconds: float) -> float:
         """``seconds``, or less if the machine counts as lost earlier, because that must be reported then."""
         with self._lock:
+            self._looked = self._clock()
             left = silence_allowed(self._refused, self.tolerant, self._times) - self._silence()
         return seconds if left <= 0 else min(seconds, left + SOON_S)
 

@@ -99,6 +99,7 @@ class Node:
         """Certificates (PEM) by node id that a head vouches for while it forms a ring with this machine."""
         self._runtime = ""
         self._loads = itertools.count(1)
+        self._numbering = threading.Lock()
         self._methods: dict[str, RpcMethod] = {}
         self._forgotten: list[Callable[[str], None]] = []
         self._closed = threading.Event()
@@ -212,14 +213,15 @@ class Node:
         return list(self.parts.figures.get("runtimes") or runtimes())
 
     def load(self) -> NodeLoad:
-        number = next(self._loads)  # before the state is read: a larger number is never an older state
-        lent, there = self.lent(), memory()
+        there, runtime = memory(), self._runtime or self._find_runtime()
+        with self._numbering:  # a larger number is never an older state
+            number, lent = next(self._loads), self.lent()
         return NodeLoad(
             process=self.process,
             number=number,
             memory_total=there.total,
             memory_free=min(there.available, self._most_memory),
-            runtime=self._runtime or self._find_runtime(),
+            runtime=runtime,
             lends=self.lends,
             head=lent.head,
             epoch=lent.epoch,

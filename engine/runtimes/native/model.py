@@ -231,7 +231,7 @@ class NativeModel(LoadedModel):
             self._one_pass(weights, phase, piece, start + first, table, segments, states, found, first == 0)
             if states is not None:
                 states = (states[1], states[1])
-        if self._workspace.nbytes > KEPT_BYTES and self._workspace.nbytes > KEPT_SHARE * memory().free:
+        if phase == "prefill" and self._workspace.nbytes > max(KEPT_BYTES, KEPT_SHARE * memory().free):
             self._workspace = np.empty(0, np.uint8)
         return logits
 

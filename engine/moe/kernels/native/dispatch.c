@@ -1,4 +1,5 @@
 /* Which instruction sets there are, and the calls that need no more than one matrix. */
+#include <stdatomic.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -49,15 +50,15 @@ static int has_byte_matrices(void) {
 #endif
 
 int64_t pllm_first_level_bytes(void) {
-    static long known; /* the same value whoever writes it */
-    if (!known) {
-        long found = 0;
+    static atomic_long known; /* the same value whoever writes it */
+    long found = atomic_load_explicit(&known, memory_order_relaxed);
+    if (found > 0) return found;
 #if defined(_SC_LEVEL1_DCACHE_SIZE)
-        found = sysconf(_SC_LEVEL1_DCACHE_SIZE);
+    found = sysconf(_SC_LEVEL1_DCACHE_SIZE);
 #endif
-        known = found > 0 ? found : 32768;
-    }
-    return known;
+    if (found <= 0) found = 32768;
+    atomic_store_explicit(&known, found, memory_order_relaxed);
+    return found;
 }
 
 uint32_t pllm_available(void) {

@@ -48,7 +48,7 @@ typedef struct kernel_set {
     void (*few)(const void *w, int dtype, int64_t stride, int64_t rows, int64_t columns, const void *const *x,
                 int64_t tokens, float *y, int64_t y_stride, int add);
     /* The same for any number of tokens, from tiles; `panel`: PANEL_BYTES of scratch. `next`: the first of the rows that
-       this thread will open after these, as far apart, which may be fetched meanwhile. */
+       this thread probably opens after these, as far apart, which may be fetched meanwhile. */
     void (*many)(const void *w, int dtype, int64_t stride, int64_t rows, int64_t columns, const void *tiles,
                  int64_t tokens, float *y, int64_t y_stride, int add, void *panel, const void *next);
     /* Values first..first + count) of an input row = from * scale; `first` a multiple of task_rows. */

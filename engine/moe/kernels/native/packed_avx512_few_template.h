@@ -28,7 +28,7 @@ _Static_assert(sizeof(wide_input) <= FEWEST_STRIDE * PACKED_ROW_ELEMENT, "a unit
 #define NEXT_BYTES 256
 #define FAR_BYTES 3072
 #define NEAR_BYTES 512
-#define ROOMY_BYTES 49152 /* of a first-level cache that holds such an input and weights fetched far ahead */
+#define ROOMY_BYTES 49152 /* of a first-level cache that holds an input and, beside it, weights fetched far ahead */
 #define ROOMY_AHEAD 8192
 #define MOST_TOKENS 8
 
@@ -340,7 +340,9 @@ ALWAYS_INLINE void add_rows(const uint8_t *w, const int64_t row_bytes, const int
        beside the input. Where they don't, the processor fetches them faster by itself, but for formats for which it
        falls behind: where it meets lines out of order, because the scales of four blocks are read first, these are
        fetched in order a little before, and MXFP4 past the caches. */
-    const int roomy = M == 1 && pllm_first_level_bytes() >= ROOMY_BYTES, past = dtype == PLLM_MXFP4 && !roomy;
+    const int64_t cache = M == 1 ? pllm_first_level_bytes() : 0;
+    const int roomy = cache >= ROOMY_BYTES && (last - first) * (int64_t)sizeof(wide_input) + 2 * ROOMY_AHEAD <= cache;
+    const int past = dtype == PLLM_MXFP4 && !roomy;
     const int64_t ahead = M > 1 ? GROUP_ROWS * row_bytes : roomy ? ROOMY_AHEAD : past ? FAR_BYTES : k ? NEAR_BYTES : 0;
     const wide_input *in[MOST_TOKENS];
     UNROLL for (int m = 0; m < M; m++) in[m] = x[m];
