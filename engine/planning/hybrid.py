@@ -342,7 +342,8 @@ def _with_speed(
         if machine.disk_read is None:
             return replace(finished, basis="part of the model is read from the disk, whose rate was not measured")
         if speed is not None:
-            # Keys and values take memory as the conversation grows, and a prompt's workspace only while it is read.
+            # Keys and values take memory as the conversation grows, and a prompt's workspace while it is read. One that
+            # is kept afterwards is at most a small part of the free memory.
             cached = model.cache_bytes(min(DECODE_CONTEXT, wanted.context_tokens)) if cpu.key_values else 0
             room = machine.cpu.free + machine.reserve - kept - cached
             step_bytes = bytes_from_disk(model, room, 1, popularity)

@@ -1,4 +1,4 @@
-"""What the controller changed, on its way to the screens."""
+"""What the controller changed, on its way to the screens, and whether a screen can still show it."""
 
 from __future__ import annotations
 
