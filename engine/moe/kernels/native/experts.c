@@ -229,7 +229,7 @@ static void gate_rows(const plan *p, int64_t i, int64_t first, int64_t number) {
     }
     const char *tiles = p->tiles + p->row_offset[i] * padded(p->layer->hidden) * element;
     const int64_t apart = MAX(p->layer->bias_stride, 1);
-    const int64_t ended = first + number < p->layer->ffn ? 0 : 1;
+    const int ended = first + number >= p->layer->ffn;
     const pllm_matrix *next = &p->layer->experts[p->list[MIN(i + ended, p->active - 1)]].gate;
     multiply(p, &expert->gate, expert->gate_bias, apart, rows, tiles, count, first, number, p->part, stride,
              row_at(&expert->up, first));

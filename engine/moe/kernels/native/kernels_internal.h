@@ -110,6 +110,14 @@ static inline const char *row_at(const pllm_matrix *matrix, int64_t row) {
     return (const char *)matrix->data + row * bytes_of_values(matrix->dtype, matrix->row_stride);
 }
 
+/* What is opened after the panel at `from`, columns k to k + depth of rows n and following: the next columns of these
+   rows, the next rows, or what `after` says. */
+static inline const char *panel_after(const char *from, int dtype, int64_t row_bytes, int64_t n, int64_t rows,
+                                      int64_t k, int64_t depth, int64_t columns, const void *after) {
+    if (k + depth < columns) return from + bytes_of_values(dtype, depth);
+    return n + PANEL_ROWS < rows ? from + PANEL_ROWS * row_bytes - bytes_of_values(dtype, k) : after;
+}
+
 /* Rows of `matrix` from row `first` on, as kernel_set.few and .many take them; `part` is where they may lie. */
 static inline const void *rows_from(const pllm_matrix *matrix, int64_t first, pllm_matrix *part) {
     const char *codes = row_at(matrix, first);

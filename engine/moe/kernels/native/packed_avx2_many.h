@@ -312,10 +312,9 @@ void SET(many)(const void *weights, int dtype, int64_t stride, int64_t rows, int
         for (int64_t k = 0; k < columns; k += PANEL_COLUMNS) {
             const int64_t depth = MIN(PANEL_COLUMNS, columns - k);
             const char *from = data + n * row_bytes + bytes_of_values(dtype, k);
-            const int64_t ahead = k + depth < columns      ? bytes_of_values(dtype, depth)
-                                  : n + PANEL_ROWS < rows ? PANEL_ROWS * row_bytes - bytes_of_values(dtype, k)
-                                                          : (intptr_t)after - (intptr_t)from;
-            open_table[dtype](scratch, (const uint8_t *)from, row_bytes, here, depth, ahead);
+            const char *next = panel_after(from, dtype, row_bytes, n, rows, k, depth, columns, after);
+            open_table[dtype](scratch, (const uint8_t *)from, row_bytes, here, depth,
+                              (intptr_t)next - (intptr_t)from);
             const panel_task task = {.panel = scratch, .blocks = depth / INPUT_BLOCK, .y_stride = y_stride, .rows = here,
                                      .less = less, .more = add || k > 0};
             multiply_panel(&task, parts, (const tile_block *)tiles + k / INPUT_BLOCK, tile_blocks, tokens, y + n);

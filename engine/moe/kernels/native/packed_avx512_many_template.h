@@ -287,9 +287,7 @@ void SET(many)(const void *weights, int dtype, int64_t stride, int64_t rows, int
         for (int64_t k = 0; k < columns; k += PANEL_COLUMNS) {
             const int64_t depth = MIN(PANEL_COLUMNS, columns - k), blocks = depth / INPUT_BLOCK;
             const char *from = data + n * row_bytes + bytes_of_values(dtype, k);
-            const char *next = k + depth < columns      ? from + bytes_of_values(dtype, depth)
-                               : n + PANEL_ROWS < rows ? from + PANEL_ROWS * row_bytes - bytes_of_values(dtype, k)
-                                                       : after;
+            const char *next = panel_after(from, dtype, row_bytes, n, rows, k, depth, columns, after);
             if (grouped)
                 pllm_grouped_avx512_vnni_open_panel(panel->blocks, grouped, n, here, k, depth);
             else

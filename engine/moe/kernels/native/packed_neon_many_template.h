@@ -259,6 +259,7 @@ void SET(many)(const void *weights, int dtype, int64_t stride, int64_t rows, int
         for (int64_t k = 0; k < columns; k += PANEL_COLUMNS) {
             const int64_t depth = MIN(PANEL_COLUMNS, columns - k);
             const uint8_t *codes = data + n * row_bytes + bytes_of_values(dtype, k);
+            const char *next = panel_after((const char *)codes, dtype, row_bytes, n, rows, k, depth, columns, after);
             const panel_source from = {.codes = codes,
                                        .grouped = grouped,
                                        .row = n,
@@ -266,10 +267,7 @@ void SET(many)(const void *weights, int dtype, int64_t stride, int64_t rows, int
                                        .row_bytes = row_bytes,
                                        .column = k,
                                        .columns = depth,
-                                       .ahead = k + depth < columns ? bytes_of_values(dtype, depth)
-                                                : n + PANEL_ROWS < rows
-                                                    ? PANEL_ROWS * row_bytes - bytes_of_values(dtype, k)
-                                                    : (intptr_t)after - (intptr_t)codes};
+                                       .ahead = (intptr_t)next - (intptr_t)codes};
             open_table[dtype](scratch, &from);
             const panel_task task = {.panel = scratch, .blocks = depth / INPUT_BLOCK, .y_stride = y_stride,
                                      .rows = from.rows, .more = add || k > 0};

@@ -358,9 +358,7 @@ static void SET(many)(const void *weights, int dtype, int64_t stride, int64_t ro
             const int64_t depth = MIN(PANEL_COLUMNS, columns - k), words = divided_up(depth, PER_WORD);
             const int more = add || k > 0;
             const char *from = codes + n * row_bytes + bytes_of_values(dtype, k);
-            const char *next = k + depth < columns      ? from + bytes_of_values(dtype, depth)
-                               : n + PANEL_ROWS < rows ? from + PANEL_ROWS * row_bytes - bytes_of_values(dtype, k)
-                                                       : after;
+            const char *next = panel_after(from, dtype, row_bytes, n, rows, k, depth, columns, after);
             char *opened = (char *)(part + TILE_LIMIT * PANEL_ROWS);
             if (dtype == PLLM_BLOCK_FP8) {
                 const int64_t size = SET(bytes_of)(OPENED);
