@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.measuring import OURS
-from engine.ipc.messages import Load, RuntimeName
+from engine.ipc.messages import Load, Partitioning, RuntimeName
 
 Logits = NDArray[np.float32]
 ALL_LOGITS = "llama.cpp, all logits"
@@ -64,12 +64,15 @@ class PrivatellmEngine(Engine):
 
     variants = (OURS,)
     runtime: ClassVar[RuntimeName] = "auto"
+    partitioning: ClassVar[Partitioning] = "cpu"
 
     def __init__(self, model: Path, threads: int) -> None:
         from engine.runtimes import runtime_named
         from engine.runtimes.choosing import choose_runtime
 
-        request = Load(id=1, model=str(model), runtime=self.runtime, partitioning="cpu", cpu_threads=threads)
+        request = Load(
+            id=1, model=str(model), runtime=self.runtime, partitioning=self.partitioning, cpu_threads=threads
+        )
         runtime = runtime_named(choose_runtime(request, model).name)
         self.model = runtime.load(model, request, lambda stage, done, total, unit: None)
         self._base = self.model.start()
@@ -102,6 +105,14 @@ class PrivatellmTorchEngine(PrivatellmEngine):
 
     variants = ("privatellm-torch",)
     runtime = "torch"
+
+
+class PrivatellmGpuEngine(PrivatellmEngine):
+    """The same with the trunk and, as far as they fit, the experts on a GPU."""
+
+    variants = ("privatellm-gpu",)
+    runtime = "torch"
+    partitioning = "hybrid"
 
 
 class TransformersEngine(Engine):
@@ -322,6 +333,7 @@ class MlxEngine(Engine):
 KINDS: dict[str, type[Engine]] = {
     "privatellm": PrivatellmEngine,
     "privatellm-torch": PrivatellmTorchEngine,
+    "privatellm-gpu": PrivatellmGpuEngine,
     "transformers": TransformersEngine,
     "llama.cpp": LlamaCppEngine,
     "llama.cpp, in place": LlamaCppInPlaceEngine,
@@ -331,5 +343,5 @@ KINDS: dict[str, type[Engine]] = {
 DEFAULT = ("privatellm", "privatellm-torch", "transformers", "llama.cpp", "llama.cpp, in place")
 """What is compared unless something else is asked for."""
 
-PACKED = ("privatellm", "llama.cpp", "llama.cpp, in place")
+PACKED = ("privatellm", "privatellm-gpu", "llama.cpp", "llama.cpp, in place")
 """What reads packed files."""

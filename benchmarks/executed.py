@@ -142,18 +142,33 @@ def execute(
     )
     executor.open_cache(slots * host.slot_bytes, order, reserve=0)
     recorder.reset()
-    generator = torch.Generator().manual_seed(seed)
-    outputs = []
-    for step in routed:
-        for layer, routes in enumerate(step):
-            hidden = torch.randn(len(routes), HIDDEN, generator=generator)
-            weights = torch.full(routes.shape, 1.0 / routes.shape[1])
-            outputs.append(executor.run(layer, hidden, torch.from_numpy(routes), weights))
+    sums = run_layers(executor, routed, HIDDEN, torch.float32, seed)
     movement = recorder.frame(0).movement
     assert movement is not None
     copied = movement.weight_bytes / host.slot_bytes
     executor.close()
-    return _of_mixtral(movement, copied), torch.cat(outputs)
+    return _of_mixtral(movement, copied), sums
+
+
+def run_layers(
+    executor: HybridBackend,
+    routed: Routed,
+    hidden_size: int,
+    dtype: torch.dtype,
+    seed: int,
+    device: torch.device | None = None,
+) -> torch.Tensor:
+    """Run the layers of ``routed`` one after the other on random activations; all that came out, on the CPU."""
+    generator = torch.Generator().manual_seed(seed)
+    outputs = []
+    for step in routed:
+        for layer, routes in zip(executor.experts.layers, step, strict=True):
+            hidden = torch.randn(len(routes), hidden_size, generator=generator).to(device, dtype)
+            weights = torch.full(routes.shape, 1.0 / routes.shape[1], device=device)
+            chosen = torch.from_numpy(routes).to(device)
+            outputs.append(executor.run(layer, hidden, chosen, weights))
+    executor.settle()
+    return torch.cat(outputs).cpu()
 
 
 def _of_mixtral(movement: ExpertMovement, copied: float) -> ExpertMovement:

@@ -27,6 +27,7 @@ from engine.runtimes.torch.offload.devices import (
     DeviceLost,
     HostPiece,
     OutOfDeviceMemory,
+    ResidentExpert,
     Slot,
     SlotLayout,
     SlotMatrix,
@@ -215,6 +216,9 @@ class StandInDevice:
     def unlock_pages(self, address: int) -> None:
         del self.locked[address]
 
+    def prepare(self, layouts: Sequence[SlotLayout], dtype: torch.dtype) -> None:
+        """There is nothing to make ready."""
+
     def begin(self) -> None:
         self._operation()
         self._first = len(self.trace)
@@ -266,6 +270,17 @@ class StandInDevice:
             inside = SlotExperts(self.buffers[slot][shift:], layout)
             self._experts[key], _ = make_cpu_backend(inside, {0: gate}, rows.dtype, cpu_threads=1)
         out.copy_(self._experts[key].outputs(0, rows, torch.zeros(len(rows), 1, dtype=torch.int64)))
+
+    def run_resident(
+        self,
+        experts: Sequence[ResidentExpert],
+        layout: SlotLayout,
+        gate: FamilyGate,
+        rows: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        for each in experts:
+            self.run(each.slot, layout, gate, rows[each.start : each.stop], out[each.start : each.stop], None)
 
     def end(self) -> Work:
         """Only what this layer began is waited for."""

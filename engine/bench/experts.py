@@ -64,7 +64,7 @@ def bench_experts(
         )
     subject.report("reading the experts", 0, 0, "")
     cpu = LocalCpuSide(experts, subject.facts.dtype, subject.facts.experts_per_token, subject.threads)
-    gpu, lines = gpu_side(experts, subject.facts.dtype, subject.report)
+    gpu, lines = gpu_side(experts, subject.facts.dtype, subject.facts.experts_per_token, subject.report)
     memory = StreamingRead(subject.threads, subject.clock, subject.buffer_bytes)
     try:
         figures = measure(cpu, gpu, memory.rate, subject.clock, subject.report)

@@ -57,8 +57,13 @@ class GpuSide(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def experts_per_call(self) -> int:
+        """Number of resident experts that one :meth:`run` runs, as a layer does."""
+        ...
+
     def run(self, tokens: int) -> None:
-        """Run a resident expert on ``tokens`` tokens."""
+        """Run resident experts on ``tokens`` tokens each."""
         ...
 
     def copy(self) -> None:
@@ -185,7 +190,8 @@ def _measure_gpu(cpu: CpuSide, gpu: GpuSide, figures: Figures, clock: Clock, rep
     for index in _rounds(budget_s, clock):
         report(f"measuring {gpu.name}", index, MOST_ROUNDS, "")
         for tokens in points:
-            figures.gpu[tokens].append(_timed(lambda tokens=tokens: gpu.run(tokens), clock))  # type: ignore[misc]
+            seconds = _timed(lambda tokens=tokens: gpu.run(tokens), clock)  # type: ignore[misc]
+            figures.gpu[tokens].append(seconds / gpu.experts_per_call)
             figures.activations[tokens].append(
                 _timed(lambda tokens=tokens: gpu.activations(tokens), clock)  # type: ignore[misc]
             )

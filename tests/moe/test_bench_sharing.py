@@ -44,7 +44,7 @@ def test_sharing_experts_is_told_with_the_benchmark(
 def test_a_real_gpu_is_measured(tiny_model: Callable[..., Path]) -> None:
     experts = open_model(tiny_model("mixtral")).experts
     assert experts is not None
-    side, _ = gpu_side(experts, "float32", lambda *progress: None)
+    side, _ = gpu_side(experts, "float32", 2, lambda *progress: None)
     assert side is not None
     cpu = LocalCpuSide(experts, "float32", experts_per_token=2, cpu_threads=None)
     figures = measure(cpu, side, lambda: 1e10, time.perf_counter, budget_s=2.0)

@@ -12,6 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "cluster"))
 
+from gguf import GGMLQuantizationType
 from subjects import FP8, GROUPED_MODELS, PACKED_MODELS, PUBLISHED, StoredModel, Subject, no_progress
 from tiny_fp8 import write_fp8
 from tiny_gguf import ARCHITECTURES, whole_blocks, write_tiny_gguf
@@ -70,6 +71,32 @@ def packed(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., P
         return open_gguf(path, no_progress, folder=root / f"gguf--{family}-{name}")
 
     return folder_of
+
+
+@pytest.fixture(scope="session")
+def packed_model(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path]
+) -> Callable[[str, str], tuple[Path, Path]]:
+    """``packed_model(family, kind)``: the model folder of ``family`` packed as ``kind``, and the folder of what its
+    weights stand for, written once a session. Not to be changed."""
+    root = tmp_path_factory.mktemp("packed-as")
+
+    @functools.cache
+    def folders_of(family: str, kind: str) -> tuple[Path, Path]:
+        folder = root / f"{family}-{kind}"
+        folder.mkdir()
+        path = write_tiny_gguf(
+            folder / "m.gguf",
+            tiny_model(family, **whole_blocks(family)),
+            ARCHITECTURES[family],
+            quantised=GGMLQuantizationType[kind],
+            extra={"attention.sliding_window": 16} if family == "mistral" else {},
+            merged=kind in ("Q8_0", "Q6_K"),
+            truth=folder / "truth",
+        )
+        return open_gguf(path, no_progress, folder=folder / "opened"), folder / "truth"
+
+    return folders_of
 
 
 @pytest.fixture(scope="session")

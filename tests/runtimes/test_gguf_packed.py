@@ -5,7 +5,6 @@ Each file is written, and run by transformers, once for all of these tests.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
@@ -61,30 +60,6 @@ def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 Packed = Callable[[str, str], tuple[Path, Path]]
-
-
-@pytest.fixture(scope="module")
-def packed_model(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path]) -> Packed:
-    """``packed_model(family, kind)``: the model folder of ``family`` packed as ``kind``, and the folder of what its
-    weights stand for. Not to be changed."""
-    root = tmp_path_factory.mktemp("packed")
-
-    @functools.cache
-    def folders_of(family: str, kind: str) -> tuple[Path, Path]:
-        folder = root / f"{family}-{kind}"
-        folder.mkdir()
-        path = write_tiny_gguf(
-            folder / "m.gguf",
-            tiny_model(family, **whole_blocks(family)),
-            ARCHITECTURES[family],
-            quantised=GGMLQuantizationType[kind],
-            extra={"attention.sliding_window": 16} if family == "mistral" else {},
-            merged=kind in ("Q8_0", "Q6_K"),
-            truth=folder / "truth",
-        )
-        return open_gguf(path, no_progress, folder=folder / "opened"), folder / "truth"
-
-    return folders_of
 
 
 def mostly(files: ModelFiles) -> str:

@@ -204,7 +204,7 @@ def open_cache(
     backend: HybridBackend, room: Room, files: ModelFiles, request: Load, top_k: int, progress: ProgressCallback
 ) -> list[str]:
     """Fill the GPU's memory with experts, the trunk being there; a line for each fallback."""
-    notices = backend.lock_pages(progress, request.most_memory)
+    notices = backend.prepare_device() + backend.lock_pages(progress, request.most_memory)
     policy: Policy = policy_named(request.policy)
     free, total = room.device.memory()
     filled = replace(room.sizes, trunk_bytes=0)

@@ -16,13 +16,17 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.runtimes.torch.offload.cuda_experts import CudaExperts, ExpertRows
+from engine.runtimes.torch.offload.cuda_launcher import CompilingFailed, CudaLauncher
 from engine.runtimes.torch.offload.devices import (
     CopyFailed,
     DeviceLost,
     HostPiece,
     OutOfDeviceMemory,
+    ResidentExpert,
     Slot,
     SlotLayout,
+    SlotMatrix,
     Ticket,
     tensors_in,
 )
@@ -66,6 +70,9 @@ class CudaDevice:
             self._name = str(torch.cuda.get_device_name(self._device))
             self._copies = torch.cuda.Stream(self._device)
             self._computing = torch.cuda.Stream(self._device)
+        # torch prefers cuDNN's attention on recent GPUs, which makes a plan for every length of a conversation: tens of
+        # milliseconds for each token of an answer.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         self._groups: dict[int, torch.Tensor] = {}
         self._slots: dict[Slot, torch.Tensor] = {}
         self._last_read: dict[Slot, torch.cuda.Event] = {}
@@ -75,6 +82,7 @@ class CudaDevice:
         self._joined = False
         self._in_layer = False
         self._copied: torch.cuda.Event | None = None
+        self._kernels: CudaExperts | None = None
 
     @property
     def name(self) -> str:
@@ -142,6 +150,18 @@ class CudaDevice:
     def unlock_pages(self, address: int) -> None:
         torch.cuda.cudart().cudaHostUnregister(address)
 
+    def prepare(self, layouts: Sequence[SlotLayout], dtype: torch.dtype) -> str | None:
+        """Compiles our kernels, in a tenth of a second each."""
+        try:
+            with _translated():
+                self._kernels = CudaExperts(CudaLauncher())
+                for layout in layouts:
+                    self._kernels.prepare(layout, dtype)
+        except CompilingFailed as error:
+            self._kernels = None
+            return str(error)
+        return None
+
     # --- a layer --------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
@@ -175,6 +195,27 @@ class CudaDevice:
         out: torch.Tensor,
         after: Ticket | None,
     ) -> None:
+        self._compute([ResidentExpert(slot, 0, len(rows))], layout, gate, rows, out, after)
+
+    def run_resident(
+        self,
+        experts: Sequence[ResidentExpert],
+        layout: SlotLayout,
+        gate: FamilyGate,
+        rows: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        self._compute(experts, layout, gate, rows, out, None)
+
+    def _compute(
+        self,
+        experts: Sequence[ResidentExpert],
+        layout: SlotLayout,
+        gate: FamilyGate,
+        rows: torch.Tensor,
+        out: torch.Tensor,
+        after: Ticket | None,
+    ) -> None:
         with _translated():
             if not self._joined:
                 self._joined = True
@@ -183,9 +224,50 @@ class CudaDevice:
                 self._mark(self._computing)
                 if after is not None:
                     self._computing.wait_event(after)
-                weights = tensors_in(self._slots[slot], layout, rows.dtype)
-                out.copy_(run_expert(weights, gate, rows))
-                self._last_read[slot] = self._computing.record_event()
+                for expert in self._without_kernels(experts, layout, gate, rows, out):
+                    self._run_by_torch(expert, layout, gate, rows, out)
+                finished = self._computing.record_event()
+                for expert in experts:
+                    self._last_read[expert.slot] = finished
+
+    def _without_kernels(
+        self,
+        experts: Sequence[ResidentExpert],
+        layout: SlotLayout,
+        gate: FamilyGate,
+        rows: torch.Tensor,
+        out: torch.Tensor,
+    ) -> Sequence[ResidentExpert]:
+        """Begin the experts that our kernels run; the others."""
+        kernels = self._kernels
+        if kernels is None:
+            return experts
+        few = [each for each in experts if kernels.runs(layout, rows.dtype, each.stop - each.start)]
+        if few:
+            there = [ExpertRows(self._slots[each.slot].data_ptr(), each.start, each.stop) for each in few]
+            try:
+                kernels.run(there, layout, gate, rows, out, self._computing.cuda_stream)
+            except CompilingFailed:
+                self._kernels = None
+                return experts
+        return [each for each in experts if each not in few]
+
+    def _run_by_torch(
+        self, expert: ResidentExpert, layout: SlotLayout, gate: FamilyGate, rows: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        slot, stream = self._slots[expert.slot], self._computing.cuda_stream
+
+        def unpacked(matrix: SlotMatrix) -> torch.Tensor | None:
+            if self._kernels is None:
+                return None
+            try:
+                return self._kernels.unpacked(matrix, slot, rows.dtype, stream)
+            except CompilingFailed:
+                self._kernels = None
+                return None
+
+        weights = tensors_in(slot, layout, rows.dtype, unpacked)
+        out[expert.start : expert.stop].copy_(run_expert(weights, gate, rows[expert.start : expert.stop]))
 
     def end(self) -> CudaWork:
         self._in_layer = False

@@ -11,7 +11,14 @@ import torch
 from engine.moe.timing import Recorder
 from engine.planning.policy import ActiveExpert, CacheRule, Decision
 from engine.runtimes.torch.offload.device_cache import DeviceCache
-from engine.runtimes.torch.offload.devices import CopyFailed, ExpertDevice, OutOfDeviceMemory, Slot, Ticket
+from engine.runtimes.torch.offload.devices import (
+    CopyFailed,
+    ExpertDevice,
+    OutOfDeviceMemory,
+    ResidentExpert,
+    Slot,
+    Ticket,
+)
 from engine.runtimes.torch.offload.gates import FamilyGate
 from engine.runtimes.torch.offload.host_memory import HostExperts
 from engine.runtimes.torch.offload.routes import SortedRoutes
@@ -101,10 +108,8 @@ class DeviceSide:
         order of the sorted routes; returns the buffer of their results [n, hidden]."""
         step.rows = rows
         out = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
-        for each in step.placed("gpu"):
-            slot = self._cache.slot_of(step.layer, each.expert)
-            assert slot is not None
-            self._run_expert(step, each.expert, slot, self._arrived((step.layer, each.expert), slot), out)
+        for expert, slot, ticket in self._not_begun_together(step, out):
+            self._run_expert(step, expert, slot, ticket, out)
         staging = set(self._memory.staging)
         begun = deque(step.tickets)
         while begun:
@@ -118,6 +123,26 @@ class DeviceSide:
         if self._rule.copies_whole_layer:
             self._copy_inactive(step)
         return out
+
+    def _not_begun_together(self, step: LayerStep, out: torch.Tensor) -> list[tuple[int, Slot, Ticket | None]]:
+        """Begin, in one go, the experts that are there; those that have to be run one by one."""
+        others: list[tuple[int, Slot, Ticket | None]] = []
+        there: list[tuple[int, Slot, Ticket | None]] = []
+        for each in step.placed("gpu"):
+            slot = self._cache.slot_of(step.layer, each.expert)
+            assert slot is not None
+            ticket = self._arrived((step.layer, each.expert), slot)
+            (there if ticket is None else others).append((each.expert, slot, ticket))
+        if len(there) < 2:
+            return [*there, *others]
+        assert step.rows is not None
+        together = [ResidentExpert(slot, *step.routes.segments[expert]) for expert, slot, _ in there]
+        try:
+            self._device.run_resident(together, self._host.layout(step.layer), self._gates[step.layer], step.rows, out)
+        except OutOfDeviceMemory:
+            # One by one they need less, and each of them may be left to the CPU.
+            return [*there, *others]
+        return others
 
     def forget(self, layer: int, experts: Collection[int]) -> None:
         """What was being copied is not held to be there."""

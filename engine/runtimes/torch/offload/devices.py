@@ -6,7 +6,7 @@ at once; :meth:`ExpertDevice.end` makes the trunk wait for all of it. A slot hol
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -77,17 +77,25 @@ class HostPiece:
     tensor: torch.Tensor
 
 
-def tensors_in(slot: torch.Tensor, layout: SlotLayout, dtype: torch.dtype) -> ExpertTensors:
+def tensors_in(
+    slot: torch.Tensor,
+    layout: SlotLayout,
+    dtype: torch.dtype,
+    unpacked: Callable[[SlotMatrix], torch.Tensor | None] = lambda matrix: None,
+) -> ExpertTensors:
     """The expert in ``slot``, uint8 [layout.size], as tensors of ``dtype``: views where it is stored in that dtype,
     else copies on the same device.
 
-    Raises ModelError for a number format that torch does not compute with, by its name.
+    ``unpacked`` gives a packed matrix in ``dtype``, or None: then torch's operations unpack it. Raises ModelError for a
+    number format that torch does not compute with, by its name.
     """
 
     def part(name: str) -> torch.Tensor | None:
         place = layout.matrices.get(name)
         if place is None:
             return None
+        if is_packed(place.format) and (found := unpacked(place)) is not None:
+            return found
         if is_grouped(place.format):
             codes = _rows_in(slot, place, stored_bytes(place.format, place.shape[1:]))
             scales, biases = (*map(plain, place.groups), None)[:2]
@@ -109,6 +117,20 @@ def _rows_in(slot: torch.Tensor, place: SlotMatrix, row: int) -> torch.Tensor:
     """The codes of a matrix, uint8 [rows, ``row``]."""
     step = place.stride[0] * row // place.shape[1]
     return slot.as_strided((place.shape[0], row), (step, 1), slot.storage_offset() + place.offset)
+
+
+@dataclass(frozen=True)
+class ResidentExpert:
+    """An expert that is in ``slot``, and its tokens: ``start`` to ``stop`` of a layer's rows."""
+
+    slot: Slot
+    start: int
+    stop: int
+
+
+def said_slower(device: str, reason: str) -> str:
+    """The line for the person about what :meth:`ExpertDevice.prepare` returned."""
+    return f"Kernels for {device} could not be compiled ({reason}), so torch runs its experts: packed ones slowly."
 
 
 Ticket = Any
@@ -166,6 +188,11 @@ class ExpertDevice(Protocol):
 
     def unlock_pages(self, address: int) -> None: ...
 
+    def prepare(self, layouts: Sequence[SlotLayout], dtype: torch.dtype) -> str | None:
+        """Make ready to run experts of ``layouts`` on tokens of ``dtype``; why they take longer than they might, if
+        they do."""
+        ...
+
     def begin(self) -> None:
         """A layer's work begins."""
         ...
@@ -189,6 +216,18 @@ class ExpertDevice(Protocol):
 
         Raises CopyFailed if the copy ``after`` did not succeed, OutOfDeviceMemory if there is no room to compute.
         """
+        ...
+
+    def run_resident(
+        self,
+        experts: Sequence[ResidentExpert],
+        layout: SlotLayout,
+        gate: FamilyGate,
+        rows: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """As :meth:`run`, for several experts of a layer whose copies have arrived, in one go. ``rows`` and ``out`` are
+        those of all of the layer's routes. Raises OutOfDeviceMemory, and then any of the results may be missing."""
         ...
 
     def end(self) -> LayerWork:

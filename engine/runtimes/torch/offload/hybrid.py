@@ -26,7 +26,7 @@ from engine.planning.policy import FEW_TOKENS, ActiveExpert, Policy
 from engine.runtimes.torch.offload.combining import weighted_sum
 from engine.runtimes.torch.offload.device_cache import DeviceCache
 from engine.runtimes.torch.offload.device_side import DeviceSide, LayerStep
-from engine.runtimes.torch.offload.devices import DeviceLost, ExpertDevice, LayerWork, OutOfDeviceMemory
+from engine.runtimes.torch.offload.devices import DeviceLost, ExpertDevice, LayerWork, OutOfDeviceMemory, said_slower
 from engine.runtimes.torch.offload.gates import FamilyGate
 from engine.runtimes.torch.offload.host_memory import HostExperts
 from engine.runtimes.torch.offload.routes import HostShare, SortedRoutes, host_share, sort_routes
@@ -143,6 +143,11 @@ class HybridBackend(TensorBackend):
         """
         available = None if most is None else min(most, memory().free)
         return self._host.lock(self._device.lock_pages, self._device.unlock_pages, progress, available)
+
+    def prepare_device(self) -> list[str]:
+        """Make the device ready for these experts; a line for the person if they take longer than they might."""
+        slower = self._device.prepare([self._host.layout(layer) for layer in self._layers], self.dtype)
+        return [] if slower is None else [said_slower(self._device.name, slower)]
 
     def open_cache(
         self, nbytes: int, order: Sequence[Key], reserve: int, progress: ProgressCallback = lambda *_: None

@@ -10,7 +10,7 @@ import torch
 from engine.ipc.progress import ProgressCallback
 from engine.models.files import Experts, ExpertWeights
 from engine.runtimes.torch.offload.cuda_device import find_gpu
-from engine.runtimes.torch.offload.devices import DeviceError, ExpertDevice
+from engine.runtimes.torch.offload.devices import DeviceError, ExpertDevice, ResidentExpert, said_slower
 from engine.runtimes.torch.offload.gates import Activation, FamilyGate
 from engine.runtimes.torch.offload.host_memory import HostExperts
 from engine.runtimes.torch.offload.local import make_cpu_backend
@@ -85,13 +85,13 @@ def read_once(weights: ExpertWeights) -> None:
 
 
 class DeviceGpuSide:
-    """See :class:`engine.calibration.expert_cost.GpuSide`: some of the model's experts on ``device``, copied as in an
-    answer.
+    """See :class:`engine.calibration.expert_cost.GpuSide`: some of the model's experts on ``device``, copied and run as
+    in an answer.
 
     Takes memory for a few experts. Raises DeviceError if the device has none, or is lost.
     """
 
-    def __init__(self, device: ExpertDevice, host: HostExperts, dtype: str) -> None:
+    def __init__(self, device: ExpertDevice, host: HostExperts, dtype: str, experts_per_token: int) -> None:
         self._device = device
         self._host = host
         self._dtype = {name: dtype for dtype, name in NAMES.items()}[dtype]
@@ -102,22 +102,33 @@ class DeviceGpuSide:
         calls = calls_in_turn(experts, 1)
         self._pieces = [host.pieces(layer, int(chosen[0])) for layer, chosen in calls]
         self._next = 0
-        self._slots = device.allocate(host.slot_bytes, 3)
+        self._layout = host.layout(experts.layers[0])
+        self._experts = min(max(1, experts_per_token), experts.count)
+        slower = device.prepare([self._layout], self._dtype)
+        self.lines = [] if slower is None else [said_slower(device.name, slower)]
+        self._slots = device.allocate(host.slot_bytes, self._experts + 2)
         self._inputs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._device.begin()
         for slot in self._slots:
-            self._device.copy(slot, self._pieces[0])
+            self._device.copy(slot, host.pieces(experts.layers[0], 0))
         self._wait()
 
     @property
     def name(self) -> str:
         return self._device.name
 
+    @property
+    def experts_per_call(self) -> int:
+        return self._experts
+
     def run(self, tokens: int) -> None:
         rows, out = self.rows(tokens)
+        work = [
+            ResidentExpert(slot, place * tokens, (place + 1) * tokens)
+            for place, slot in enumerate(self._slots[: self._experts])
+        ]
         self._device.begin()
-        layout = self._host.layout(self._host.experts.layers[0])
-        self._device.run(self._slots[0], layout, self._gate, rows, out, None)
+        self._device.run_resident(work, self._layout, self._gate, rows, out)
         self._wait()
 
     def copy(self) -> None:
@@ -125,14 +136,14 @@ class DeviceGpuSide:
 
     def activations(self, tokens: int) -> None:
         rows, _ = self.rows(tokens)
-        (there,) = self._device.download(rows)
+        (there,) = self._device.download(rows[:tokens])
         self._device.upload(there)
         self._device.synchronize()
 
     def start_copies(self, count: int) -> Callable[[], tuple[float, float]]:
         self._device.begin()
         for index in range(count):
-            self._device.copy(self._slots[1 + index % 2], self._pieces[self._next])
+            self._device.copy(self._slots[self._experts + index % 2], self._pieces[self._next])
             self._next = (self._next + 1) % len(self._pieces)
         return self._wait
 
@@ -147,28 +158,30 @@ class DeviceGpuSide:
         return work.interval()
 
     def rows(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Activations, and room for the results, on the device."""
+        """Activations of ``tokens`` tokens for each expert of a call, and room for the results, on the device."""
         if tokens not in self._inputs:
             generator = torch.Generator().manual_seed(tokens)
-            rows = torch.randn(tokens, self._hidden, generator=generator)
+            rows = torch.randn(self._experts * tokens, self._hidden, generator=generator)
             there = self._device.upload(rows).to(self._dtype)
             self._inputs[tokens] = there, torch.empty_like(there, dtype=torch.float32)
         return self._inputs[tokens]
 
 
-def gpu_side(experts: Experts, dtype: str, progress: ProgressCallback) -> tuple[DeviceGpuSide | None, list[str]]:
+def gpu_side(
+    experts: Experts, dtype: str, experts_per_token: int, progress: ProgressCallback
+) -> tuple[DeviceGpuSide | None, list[str]]:
     """The GPU with some of ``experts``, and a line for each thing to know; None if none can be measured."""
     try:
         device = find_gpu()
         if device is None:
             return None, ["No GPU that torch can use was found: only the CPU was measured."]
-        return open_gpu_side(device, experts, dtype, progress)
+        return open_gpu_side(device, experts, dtype, experts_per_token, progress)
     except DeviceError as error:
         return None, [f"The GPU could not be measured ({error}): only the CPU was."]
 
 
 def open_gpu_side(
-    device: ExpertDevice, experts: Experts, dtype: str, progress: ProgressCallback
+    device: ExpertDevice, experts: Experts, dtype: str, experts_per_token: int, progress: ProgressCallback
 ) -> tuple[DeviceGpuSide, list[str]]:
     """``device`` with some of ``experts``, their pages locked as far as they would be in an answer.
 
@@ -177,7 +190,8 @@ def open_gpu_side(
     host = HostExperts(experts)
     lines = host.lock(device.lock_pages, device.unlock_pages, progress)
     try:
-        return DeviceGpuSide(device, host, dtype), lines
+        side = DeviceGpuSide(device, host, dtype, experts_per_token)
+        return side, lines + side.lines
     except DeviceError:
         host.close()
         raise

@@ -1,0 +1,377 @@
+// Packed experts on an NVIDIA GPU, from the bytes as they lie in their slots.
+//
+// products<Format, Input>: a matrix of several experts times their tokens, for few tokens each. A warp makes one row of
+// the result: its lanes decode eight numbers at a time and multiply them with up to TOKENS tokens. What a token's
+// result is made of, and in which order, depends on nothing but the matrix: not on the tokens or experts beside it.
+//
+// unpack<Format, Output>: a whole matrix as numbers, for a product of many tokens.
+//
+// The layouts of blocks are ggml's; see engine/models/number_formats.py. Decoding rounds as torch_unpacking.py does, so
+// this is compiled without contracting products and sums; where they may be, fmaf says so. No header is needed, because
+// the compiler in torch's packages comes without any.
+
+typedef unsigned char byte;
+typedef unsigned short half_word;
+
+#define WARP 32
+#define WARPS 4
+#define TOKENS 8
+#define PIECE 8
+#define MOST_EXPERTS 64
+
+struct Experts {
+    const byte *slot[MOST_EXPERTS];
+    int first[MOST_EXPERTS];
+    int count[MOST_EXPERTS];
+};
+
+// A matrix in every slot. Offsets are in bytes from the slot's beginning, -1 for what there is not. `group` numbers
+// share a scale of the kind `scale_kind`, and `scales_row` scales make a row.
+struct Matrix {
+    long long codes, scales, biases, addend;
+    long long row_bytes;
+    int rows, columns;
+    int group, scales_row, scale_kind, addend_kind;
+};
+
+enum { FLOAT32, BFLOAT16, FLOAT16, EXPONENT };
+
+__device__ inline float as_float(unsigned bits) { return __uint_as_float(bits); }
+
+__device__ inline unsigned word_at(const byte *at) { return at[0] | at[1] << 8; }
+
+__device__ inline float bfloat_at(const byte *at) { return as_float(word_at(at) << 16); }
+
+__device__ inline float half_at(const byte *at) {
+    unsigned bits = word_at(at), exponent = bits >> 10 & 31, fraction = bits & 1023, sign = (bits & 0x8000) << 16;
+    if (exponent == 31)
+        return as_float(sign | 0x7F800000 | fraction << 13);
+    if (exponent)
+        return as_float(sign | (exponent + 112) << 23 | fraction << 13);
+    float small = (float)fraction * 5.9604644775390625e-8f;  // 2^-24
+    return sign ? -small : small;
+}
+
+// Half of a power of two, as the codes of MXFP4 stand for twice their values.
+__device__ inline float half_power(unsigned exponent) {
+    return as_float(exponent < 2 ? 0x00200000u << exponent : (exponent - 1) << 23);
+}
+
+__device__ inline float float_at(const byte *at) {
+    return as_float(at[0] | at[1] << 8 | at[2] << 16 | (unsigned)at[3] << 24);
+}
+
+__device__ inline float number_at(const byte *at, int kind, long long index) {
+    switch (kind) {
+    case FLOAT32: return float_at(at + 4 * index);
+    case BFLOAT16: return bfloat_at(at + 2 * index);
+    case FLOAT16: return half_at(at + 2 * index);
+    default: return half_power(at[index]);
+    }
+}
+
+__device__ inline float e4m3(unsigned bits) {
+    unsigned exponent = bits >> 3 & 15, fraction = bits & 7, sign = (bits & 128) << 24;
+    if ((bits & 127) == 127)
+        return as_float(sign | 0x7FC00000);
+    if (exponent)
+        return as_float(sign | (exponent + 120) << 23 | fraction << 20);
+    float small = (float)fraction * 0.001953125f;  // 2^-9
+    return sign ? -small : small;
+}
+
+__device__ inline float doubled_fp4(unsigned code) {
+    // Twice the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6, four bits each.
+    float magnitude = (float)(0xC8643210u >> 4 * (code & 7) & 15);
+    return code & 8 ? 0.0f - magnitude : magnitude;
+}
+
+__device__ inline float iq4(unsigned code) {
+    const int values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+    return (float)values[code];
+}
+
+// --- blocks of 32 numbers: `piece` is 0 to 3, the low halves of all bytes come first ---------------------------------
+
+__device__ inline unsigned halves(const byte *codes, int piece, int i) {
+    return codes[8 * (piece & 1) + i] >> 4 * (piece >> 1) & 15;
+}
+
+__device__ inline unsigned fifth_bit(const byte *bits, int piece, int i) { return (bits[piece] >> i & 1) << 4; }
+
+struct Q4_0 {
+    enum { NUMBERS = 32, BYTES = 18 };
+    static __device__ void decode(const byte *block, int piece, float *out) {
+        float scale = half_at(block);
+        for (int i = 0; i < PIECE; i++) out[i] = scale * (float)((int)halves(block + 2, piece, i) - 8);
+    }
+};
+
+struct Q4_1 {
+    enum { NUMBERS = 32, BYTES = 20 };
+    static __device__ void decode(const byte *block, int piece, float *out) {
+        float scale = half_at(block), least = half_at(block + 2);
+        for (int i = 0; i < PIECE; i++) out[i] = scale * (float)halves(block + 4, piece, i) + least;
+    }
+};
+
+struct Q5_0 {
+    enum { NUMBERS = 32, BYTES = 22 };
+    static __device__ void decode(const byte *block, int piece, float *out) {
+        float scale = half_at(block);
+        for (int i = 0; i < PIECE; i++)
+            out[i] = scale * (float)((int)(halves(block + 6, piece, i) | fifth_bit(block + 2, piece, i)) - 16);
+    }
+};
+
+struct Q5_1 {
+    enum { NUMBERS = 32, BYTES = 24 };
+    static __device__ void decode(const byte *block, int piece, float *out) {
+        float scale = half_at(block), least = half_at(block + 2);
+        for (int i = 0; i < PIECE; i++)
+            out[i] = scale * (float)(halves(block + 8, piece, i) | fifth_bit(block + 4, piece, i)) + least;
+    }
+};
+
+struct Q8_0 {
+    enum { NUMBERS = 32, BYTES = 34 };
+    static __device__ void decode(const byte *block, int piece, float *out) {
+        float scale = half_at(block);
+        for (int i = 0; i < PIECE; i++) out[i] = (float)(signed char)block[2 + PIECE * piece + i] * scale;
+    }
+};
+
+struct IQ4_NL {
+    enum { NUMBERS = 32, BYTES = 18 };
+    static __device__ void decode(const byte *block, int piece, float *out) {
+        float scale = half_at(block);
+        for (int i = 0; i < PIECE; i++) out[i] = scale * iq4(halves(block + 2, piece, i));
+    }
+};
+
+struct MXFP4 {
+    enum { NUMBERS = 32, BYTES = 17 };
+    static __device__ void decode(const byte *block, int piece, float *out) {
+        float scale = half_power(block[0]);
+        for (int i = 0; i < PIECE; i++) out[i] = scale * doubled_fp4(halves(block + 1, piece, i));
+    }
+};
+
+// --- blocks of 256 numbers: `piece` is 0 to 31 -----------------------------------------------------------------------
+
+// The scale and the minimum of the group of 32 numbers that `piece` is in, six bits each.
+__device__ inline void scale_and_minimum(const byte *block, int piece, float *scale, float *minimum) {
+    const byte *packed = block + 4;
+    int group = piece / 4, low = group & 3;
+    unsigned a = packed[low], b = packed[4 + low], both = packed[8 + low];
+    unsigned first = group < 4 ? a & 63 : (both & 15) | (a >> 2 & 48);
+    unsigned second = group < 4 ? b & 63 : both >> 4 | (b >> 2 & 48);
+    *scale = half_at(block) * (float)first;
+    *minimum = half_at(block + 2) * (float)second;
+}
+
+// Four bits of number i of the piece: of each 32 bytes first the low halves, then the high ones.
+__device__ inline unsigned halves_of_32(const byte *codes, int piece, int i) {
+    return codes[32 * (piece / 8) + 8 * (piece & 3) + i] >> 4 * (piece >> 2 & 1) & 15;
+}
+
+struct Q4_K {
+    enum { NUMBERS = 256, BYTES = 144 };
+    static __device__ void decode(const byte *block, int piece, float *out) {
+        float scale, minimum;
+        scale_and_minimum(block, piece, &scale, &minimum);
+        for (int i = 0; i < PIECE; i++) out[i] = scale * (float)halves_of_32(block + 16, piece, i) - minimum;
+    }
+};
+
+struct Q5_K {
+    enum { NUMBERS = 256, BYTES = 176 };
+    static __device__ void decode(const byte *block, int piece, float *out) {
+        float scale, minimum;
+        scale_and_minimum(block, piece, &scale, &minimum);
+        for (int i = 0; i < PIECE; i++) {
+            unsigned high = (block[16 + 8 * (piece & 3) + i] >> (piece >> 2) & 1) << 4;
+            out[i] = scale * (float)(halves_of_32(block + 48, piece, i) | high) - minimum;
+        }
+    }
+};
+
+struct Q6_K {
+    enum { NUMBERS = 256, BYTES = 210 };
+    static __device__ void decode(const byte *block, int piece, float *out) {
+        float scale = half_at(block + 208) * (float)(signed char)block[192 + piece / 2];
+        int half = piece >> 4, quarter = piece >> 2 & 3;
+        for (int i = 0; i < PIECE; i++) {
+            int at = 8 * (piece & 3) + i;
+            unsigned low = block[64 * half + 32 * (quarter & 1) + at] >> 4 * (quarter >> 1) & 15;
+            unsigned high = (block[128 + 32 * half + at] >> 2 * quarter & 3) << 4;
+            out[i] = scale * (float)((int)(low | high) - 32);
+        }
+    }
+};
+
+struct IQ4_XS {
+    enum { NUMBERS = 256, BYTES = 136 };
+    static __device__ void decode(const byte *block, int piece, float *out) {
+        int group = piece / 4;
+        unsigned low = block[4 + group / 2] >> 4 * (group & 1) & 15, high = word_at(block + 2) >> 2 * group & 3;
+        float scale = half_at(block) * (float)((int)(low | high << 4) - 32);
+        for (int i = 0; i < PIECE; i++) out[i] = scale * iq4(halves(block + 8 + 16 * group, piece & 3, i));
+    }
+};
+
+// --- whole formats: `decode` makes the numbers 8 * piece to 8 * piece + 7 of a row -----------------------------------
+
+template <typename Block> struct Blocks {
+    static __device__ void decode(const byte *slot, const Matrix &matrix, int row, int piece, float *out) {
+        const int pieces = Block::NUMBERS / PIECE;
+        const byte *codes = slot + matrix.codes + row * matrix.row_bytes;
+        Block::decode(codes + (long long)(piece / pieces) * Block::BYTES, piece % pieces, out);
+    }
+};
+
+template <int KIND, int WIDTH> struct Plain {
+    static __device__ void decode(const byte *slot, const Matrix &matrix, int row, int piece, float *out) {
+        const byte *at = slot + matrix.codes + row * matrix.row_bytes + (long long)WIDTH * PIECE * piece;
+        for (int i = 0; i < PIECE; i++) out[i] = number_at(at, KIND, i);
+    }
+};
+
+typedef Plain<FLOAT32, 4> F32;
+typedef Plain<BFLOAT16, 2> BF16;
+typedef Plain<FLOAT16, 2> F16;
+
+struct Grouped {
+    static __device__ long long place(const Matrix &matrix, int row, int piece) {
+        return (long long)row * matrix.scales_row + PIECE * piece / matrix.group;
+    }
+};
+
+template <int BITS> struct Affine {
+    static __device__ void decode(const byte *slot, const Matrix &matrix, int row, int piece, float *out) {
+        const byte *codes = slot + matrix.codes + row * matrix.row_bytes + BITS * piece;
+        long long place = Grouped::place(matrix, row, piece);
+        float scale = number_at(slot + matrix.scales, matrix.scale_kind, place);
+        float bias = number_at(slot + matrix.biases, matrix.scale_kind, place);
+        for (int i = 0; i < PIECE; i++) {
+            unsigned code = BITS == 8 ? codes[i] : codes[i / 2] >> 4 * (i & 1) & 15;
+            out[i] = scale * (float)code + bias;
+        }
+    }
+};
+
+typedef Affine<4> AFFINE4;
+typedef Affine<8> AFFINE8;
+
+struct OCP_MXFP4 {
+    static __device__ void decode(const byte *slot, const Matrix &matrix, int row, int piece, float *out) {
+        const byte *codes = slot + matrix.codes + row * matrix.row_bytes + 4 * piece;
+        float scale = half_power(slot[matrix.scales + Grouped::place(matrix, row, piece)]);
+        for (int i = 0; i < PIECE; i++) out[i] = scale * doubled_fp4(codes[i / 2] >> 4 * (i & 1) & 15);
+    }
+};
+
+struct BLOCK_FP8 {
+    static __device__ void decode(const byte *slot, const Matrix &matrix, int row, int piece, float *out) {
+        const byte *codes = slot + matrix.codes + row * matrix.row_bytes + PIECE * piece;
+        float scale = number_at(
+            slot + matrix.scales, matrix.scale_kind, Grouped::place(matrix, row / matrix.group, piece)
+        );
+        for (int i = 0; i < PIECE; i++) out[i] = e4m3(codes[i]) * scale;
+    }
+};
+
+// --- the kernels -----------------------------------------------------------------------------------------------------
+
+struct bfloat16 {
+    half_word bits;
+};
+
+struct alignas(16) FourWords {
+    unsigned word[4];
+};
+
+// Eight numbers of a token from an address that is a multiple of 16 bytes.
+__device__ inline void load_piece(const float *at, float *out) {
+    for (int part = 0; part < 2; part++) {
+        FourWords words = ((const FourWords *)at)[part];
+        for (int i = 0; i < 4; i++) out[4 * part + i] = as_float(words.word[i]);
+    }
+}
+
+__device__ inline void load_piece(const bfloat16 *at, float *out) {
+    FourWords words = *(const FourWords *)at;
+    for (int i = 0; i < 4; i++) {
+        out[2 * i] = as_float(words.word[i] << 16);
+        out[2 * i + 1] = as_float(words.word[i] & 0xFFFF0000u);
+    }
+}
+
+#ifndef EMULATED
+// The sum of a number of all lanes of a warp.
+__device__ inline float sum_of_lanes(float number) {
+    for (int distance = WARP / 2; distance; distance /= 2)
+        number += __shfl_xor_sync(0xFFFFFFFFu, number, distance);
+    return number;
+}
+#endif
+
+// Grid: rows of the larger matrix / WARPS, experts, matrices. `input` [tokens, columns] and `output` [tokens,
+// output_row] have the tokens in the order of the experts; the second matrix's results follow the first's.
+template <typename Format, typename Input>
+__global__ void products(
+    Experts experts, Matrix first, Matrix second, const Input *input, float *output, int output_row
+) {
+    const Matrix &matrix = blockIdx.z ? second : first;
+    const int row = blockIdx.x * WARPS + threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    if (row >= matrix.rows)
+        return;
+    const byte *slot = experts.slot[blockIdx.y];
+    const int count = experts.count[blockIdx.y];
+    const int pieces = matrix.columns / PIECE;
+    const float addend = matrix.addend < 0 ? 0.0f : number_at(slot + matrix.addend, matrix.addend_kind, row);
+    for (int start = 0; start < count; start += TOKENS) {
+        const long long token = experts.first[blockIdx.y] + start;
+        const int tokens = count - start < TOKENS ? count - start : TOKENS;
+        float sums[TOKENS] = {};
+        for (int piece = lane; piece < pieces; piece += WARP) {
+            float weights[PIECE];
+            Format::decode(slot, matrix, row, piece, weights);
+#pragma unroll
+            for (int i = 0; i < TOKENS; i++) {
+                if (i < tokens) {
+                    float numbers[PIECE];
+                    load_piece(input + (token + i) * matrix.columns + PIECE * piece, numbers);
+                    for (int j = 0; j < PIECE; j++) sums[i] = fmaf(weights[j], numbers[j], sums[i]);
+                }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < TOKENS; i++) {
+            if (i < tokens) {
+                const float sum = sum_of_lanes(sums[i]);
+                if (lane == WARP - 1)
+                    output[(token + i) * output_row + (blockIdx.z ? first.rows : 0) + row] = sum + addend;
+            }
+        }
+    }
+}
+
+__device__ inline void store(float *at, float number) { *at = number; }
+
+__device__ inline void store(bfloat16 *at, float number) {
+    unsigned bits = __float_as_uint(number);
+    bool is_nan = (bits & 0x7FFFFFFFu) > 0x7F800000u;
+    at->bits = is_nan ? 0x7FC0 : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+}
+
+// Grid: enough threads for a piece each. `output` [rows, columns].
+template <typename Format, typename Output> __global__ void unpack(const byte *slot, Matrix matrix, Output *output) {
+    const long long index = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+    const int pieces = matrix.columns / PIECE;
+    if (index >= (long long)matrix.rows * pieces)
+        return;
+    float numbers[PIECE];
+    Format::decode(slot, matrix, (int)(index / pieces), (int)(index % pieces), numbers);
+    for (int i = 0; i < PIECE; i++) store(output + PIECE * index + i, numbers[i]);
+}

@@ -1,0 +1,298 @@
+"""Experts on an NVIDIA GPU by kernels of our own (``cuda/experts.cu``), from the bytes as they lie in their slots.
+
+Experts with few tokens run all at once: one product for gate and up, the family's gate, one product for down. For those
+with many tokens a kernel unpacks the matrices, and torch multiplies. torch alone needs dozens of steps for each packed
+matrix, and to begin a step takes longer than the step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from engine.models.number_formats import BLOCK_SIDE, BLOCKS, WIDTHS, is_grouped
+from engine.runtimes.torch.offload.cuda_launcher import Launcher
+from engine.runtimes.torch.offload.devices import SlotLayout, SlotMatrix
+from engine.runtimes.torch.offload.gates import Gate
+
+MANY_TOKENS = 64
+"""Up to so many tokens a matrix is decoded for eight of them at a time; for more it is unpacked and multiplied by
+torch."""
+MOST_EXPERTS = 64
+"""Experts of one launch; MOST_EXPERTS of ``experts.cu``."""
+PIECE = 8
+"""Numbers that a thread decodes at once; rows are whole pieces."""
+_WARPS, _WARP = 4, 32
+_UNPACKING_THREADS = 256
+
+_INPUTS = {torch.float32: "float", torch.bfloat16: "bfloat16"}
+"""What the kernels call the dtypes of a token."""
+_PLAIN = ("F32", "BF16", "F16")
+_KINDS = {"F32": 0, "BF16": 1, "F16": 2, "U8": 3}
+"""Kinds of scales and biases in ``experts.cu``."""
+
+
+_LONG = ("codes", "scales", "biases", "addend", "row_bytes")
+_SHORT = ("rows", "columns", "group", "scales_row", "scale_kind", "addend_kind")
+
+
+class _Experts(ctypes.Structure):
+    _fields_ = (
+        ("slot", ctypes.c_uint64 * MOST_EXPERTS),
+        ("first", ctypes.c_int * MOST_EXPERTS),
+        ("count", ctypes.c_int * MOST_EXPERTS),
+    )
+
+
+class _Matrix(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_longlong) for name in _LONG) + tuple((name, ctypes.c_int) for name in _SHORT)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A matrix in a slot as the kernels read it: offsets in bytes from the slot's beginning, -1 for what there is not.
+
+    ``format`` is the name of its type in ``experts.cu``. ``addend`` is what is added to its products.
+    """
+
+    format: str
+    rows: int
+    columns: int
+    codes: int
+    row_bytes: int
+    scales: int = -1
+    biases: int = -1
+    group: int = 0
+    scales_row: int = 0
+    scale_kind: int = 0
+    addend: int = -1
+    addend_kind: int = 0
+
+    def argument(self) -> _Matrix:
+        """The same for a kernel."""
+        found = _Matrix()
+        for name in (*_LONG, *_SHORT):
+            setattr(found, name, getattr(self, name))
+        return found
+
+
+@dataclass(frozen=True)
+class ExpertParts:
+    """An expert's matrices. ``gate`` holds both where ``up`` is None."""
+
+    gate: Part
+    up: Part | None
+    down: Part
+    arguments: Mapping[str, _Matrix] = field(compare=False)
+
+    @property
+    def width(self) -> int:
+        """Rows of gate and up together."""
+        return self.gate.rows + (0 if self.up is None else self.up.rows)
+
+
+@dataclass(frozen=True)
+class ExpertRows:
+    """An expert at ``address`` of the device's memory, and its tokens ``start`` to ``stop``."""
+
+    address: int
+    start: int
+    stop: int
+
+
+def part_of(matrix: SlotMatrix) -> Part | None:
+    """``matrix`` as the kernels read it; None if they do not."""
+    rows, columns = matrix.shape
+    if columns % PIECE:
+        return None
+    if matrix.format in BLOCKS:
+        return Part(f"Blocks<{matrix.format}>", rows, columns, matrix.offset, matrix.nbytes // rows)
+    if matrix.format in _PLAIN:
+        if matrix.stride[1] != 1:
+            return None
+        return Part(matrix.format, rows, columns, matrix.offset, matrix.stride[0] * WIDTHS[matrix.format])
+    return _grouped(matrix) if is_grouped(matrix.format) else None
+
+
+def _grouped(matrix: SlotMatrix) -> Part | None:
+    rows, columns = matrix.shape
+    scales, biases = matrix.groups[0], matrix.groups[1] if len(matrix.groups) > 1 else None
+    per_row = scales.shape[1]
+    fp8 = matrix.format == "BLOCK_FP8"
+    group = BLOCK_SIDE if fp8 else columns // per_row
+    if group % PIECE or scales.format not in _KINDS or any(each.stride != (per_row, 1) for each in matrix.groups):
+        return None
+    if biases is not None and biases.format != scales.format:
+        return None
+    bits = 8 if matrix.format in ("AFFINE8", "BLOCK_FP8") else 4
+    return Part(
+        matrix.format,
+        rows,
+        columns,
+        matrix.offset,
+        matrix.stride[0] * bits // 8,
+        scales.offset,
+        -1 if biases is None else biases.offset,
+        group,
+        per_row,
+        _KINDS[scales.format],
+    )
+
+
+def parts_of(layout: SlotLayout) -> ExpertParts | None:
+    """The expert of ``layout`` as the kernels read it; None if there is a matrix or a bias that they do not read."""
+    found: dict[str, Part] = {}
+    for name in ("gate_up", "gate", "up", "down"):
+        matrix = layout.matrices.get(name)
+        if matrix is not None:
+            part = part_of(matrix)
+            if part is None:
+                return None
+            found[name] = part
+    biases = {name: layout.matrices.get(f"{name}_bias") for name in ("gate", "up", "down")}
+    if any(bias is not None and (bias.format not in _PLAIN or bias.stride != (1,)) for bias in biases.values()):
+        return None
+    both = found.pop("gate_up", None)
+    if both is not None and biases["gate"] is None:
+        gate, up = both, None
+    elif both is not None:
+        if both.format == "BLOCK_FP8":
+            return None
+        gate, up = _split(both)
+    else:
+        gate, up = found["gate"], found["up"]
+        if gate.format != up.format or gate.columns != up.columns:
+            return None
+    down = found["down"]
+    gate, down = _with_bias(gate, biases["gate"]), _with_bias(down, biases["down"])
+    up = None if up is None else _with_bias(up, biases["up"])
+    arguments = {"gate": gate.argument(), "up": (up or gate).argument(), "down": down.argument()}
+    return ExpertParts(gate, up, down, arguments)
+
+
+def _split(both: Part) -> tuple[Part, Part]:
+    """Gate and up of a matrix that holds gate's rows and then up's."""
+    rows = both.rows // 2
+    width = {0: 4, 1: 2, 2: 2, 3: 1}[both.scale_kind]
+
+    def moved(offset: int) -> int:
+        return offset if offset < 0 else offset + rows * both.scales_row * width
+
+    up = replace(
+        both,
+        rows=rows,
+        codes=both.codes + rows * both.row_bytes,
+        scales=moved(both.scales),
+        biases=moved(both.biases),
+    )
+    return replace(both, rows=rows), up
+
+
+def _with_bias(part: Part, bias: SlotMatrix | None) -> Part:
+    return part if bias is None else replace(part, addend=bias.offset, addend_kind=_KINDS[bias.format])
+
+
+class CudaExperts:
+    """See the module. Everything is begun on a stream of CUDA, given by its address; nothing is waited for."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+        self._parts: dict[int, tuple[SlotLayout, ExpertParts | None]] = {}
+
+    def parts(self, layout: SlotLayout) -> ExpertParts | None:
+        """:func:`parts_of`, found once for each layout."""
+        found = self._parts.get(id(layout))
+        if found is None:
+            found = self._parts[id(layout)] = (layout, parts_of(layout))
+        return found[1]
+
+    def prepare(self, layout: SlotLayout, dtype: torch.dtype) -> None:
+        """Compile what runs experts of ``layout`` on tokens of ``dtype``. Raises CompilingFailed."""
+        parts = self.parts(layout)
+        if parts is None or dtype not in _INPUTS:
+            return
+        self._launcher.prepare(f"products<{parts.gate.format}, {_INPUTS[dtype]}>")
+        self._launcher.prepare(f"products<{parts.down.format}, float>")
+        for part in (parts.gate, parts.up, parts.down):
+            if part is not None and part.format not in _PLAIN:
+                self._launcher.prepare(f"unpack<{part.format}, {_INPUTS[dtype]}>")
+
+    def runs(self, layout: SlotLayout, dtype: torch.dtype, tokens: int) -> bool:
+        """Whether :meth:`run` takes experts of ``layout`` with so many tokens each."""
+        return tokens <= MANY_TOKENS and dtype in _INPUTS and self.parts(layout) is not None
+
+    def run(
+        self,
+        experts: Sequence[ExpertRows],
+        layout: SlotLayout,
+        gate: Gate,
+        rows: torch.Tensor,
+        out: torch.Tensor,
+        stream: int,
+    ) -> None:
+        """Begin to run ``experts`` on their tokens of ``rows`` [tokens, hidden]; ``out`` [tokens, hidden], float32.
+
+        torch's current stream must be ``stream``. The products are of exact weights and summed in float32, and nothing
+        is rounded between them. Raises CompilingFailed.
+        """
+        parts = self.parts(layout)
+        assert parts is not None
+        start, stop = min(each.start for each in experts), max(each.stop for each in experts)
+        width = parts.width
+        both = torch.empty(stop - start, width, dtype=torch.float32, device=rows.device)
+        several = [
+            [replace(each, start=each.start - start, stop=each.stop - start) for each in experts[first:][:MOST_EXPERTS]]
+            for first in range(0, len(experts), MOST_EXPERTS)
+        ]
+        matrices = (parts.gate,) if parts.up is None else (parts.gate, parts.up)
+        second = parts.arguments["up"]
+        for some in several:
+            self._products(some, matrices, parts.arguments["gate"], second, rows[start:stop], both, stream)
+        gate_out, up_out = both.chunk(2, dim=-1)
+        gated = gate(gate_out, up_out).float().contiguous()
+        down = parts.arguments["down"]
+        for some in several:
+            self._products(some, (parts.down,), down, down, gated, out[start:stop], stream)
+
+    def unpacked(self, matrix: SlotMatrix, slot: torch.Tensor, dtype: torch.dtype, stream: int) -> torch.Tensor | None:
+        """The numbers of a packed ``matrix`` in ``slot``, of ``dtype``: equal to those of
+        :mod:`engine.runtimes.torch.offload.torch_unpacking`; None if the kernels do not read it."""
+        part = part_of(matrix)
+        if part is None or dtype not in _INPUTS:
+            return None
+        out = torch.empty(part.rows, part.columns, dtype=dtype, device=slot.device)
+        pieces = part.rows * part.columns // PIECE
+        arguments = (ctypes.c_void_p(slot.data_ptr()), part.argument(), ctypes.c_void_p(out.data_ptr()))
+        grid = (-(-pieces // _UNPACKING_THREADS), 1, 1)
+        self._launcher.launch(f"unpack<{part.format}, {_INPUTS[dtype]}>", grid, _UNPACKING_THREADS, arguments, stream)
+        return out
+
+    def _products(
+        self,
+        experts: Sequence[ExpertRows],
+        matrices: Sequence[Part],
+        first: _Matrix,
+        second: _Matrix,
+        rows: torch.Tensor,
+        out: torch.Tensor,
+        stream: int,
+    ) -> None:
+        some = _Experts()
+        for place, each in enumerate(experts):
+            some.slot[place], some.first[place], some.count[place] = each.address, each.start, each.stop - each.start
+        arguments: tuple[Any, ...] = (
+            some,
+            first,
+            second,
+            ctypes.c_void_p(rows.data_ptr()),
+            ctypes.c_void_p(out.data_ptr()),
+            ctypes.c_int(out.shape[1]),
+        )
+        tallest = max(part.rows for part in matrices)
+        grid = (-(-tallest // _WARPS), len(experts), len(matrices))
+        kernel = f"products<{matrices[0].format}, {_INPUTS[rows.dtype]}>"
+        self._launcher.launch(kernel, grid, _WARPS * _WARP, arguments, stream)
