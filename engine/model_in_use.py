@@ -58,7 +58,8 @@ class ModelInUse:
         """As :func:`engine.session.loading.load_session`; ``release`` calls :meth:`release`."""
         from engine.session.loading import load_session
 
-        self.session = load_session(request, progress, cancelled, release, network)
+        loaded = None if self.session is None else self.session.facts
+        self.session = load_session(request, progress, cancelled, release, network, loaded)
         self._popularity_writer = popularity_writer_for(self.session, request.model, self._notice)
         self._make_resident(self.session, request, network)
         return self.session.facts

@@ -25,6 +25,8 @@ BUDGET_S = 30.0
 """Seconds for all measurements."""
 GPU_SHARE = 0.4
 """Fraction of the time for a GPU, if there is one: its copies and computing, and both sides together."""
+OPERATIONS = 200
+"""Small operations on the GPU that are timed together."""
 OVERLAP_S = 0.1
 """Seconds of each measurement of both sides together."""
 
@@ -70,6 +72,10 @@ class GpuSide(Protocol):
         """Copy one expert's weights from host memory. It differs from the last one."""
         ...
 
+    def operations(self, count: int) -> None:
+        """Run ``count`` small operations, each begun by the host."""
+        ...
+
     def activations(self, tokens: int) -> None:
         """Copy activations of ``tokens`` tokens to the CPU, and as many results back."""
         ...
@@ -91,6 +97,8 @@ class Figures:
     cpu_overlapped: list[float] = field(default_factory=list)
     """Factors by which the CPU was slower while copies ran."""
     copy_overlapped: list[float] = field(default_factory=list)
+    operations: list[float] = field(default_factory=list)
+    """Seconds of one small operation on the GPU."""
     memory_read: list[float] = field(default_factory=list)
     """Rate at which memory is read, in bytes per second."""
 
@@ -130,6 +138,7 @@ def calibration_of(figures: Figures, machine: str, shape: ExpertShape) -> Calibr
         activation_copy=curve_of(figures.activations) if gpu is not None else None,
         cpu_overlapped=_factor(figures.cpu_overlapped),
         copy_overlapped=_factor(figures.copy_overlapped),
+        gpu_operation_s=statistics.median(figures.operations) if figures.operations else 0.0,
     )
 
 
@@ -195,6 +204,7 @@ def _measure_gpu(cpu: CpuSide, gpu: GpuSide, figures: Figures, clock: Clock, rep
             figures.activations[tokens].append(
                 _timed(lambda tokens=tokens: gpu.activations(tokens), clock)  # type: ignore[misc]
             )
+        figures.operations.append(_timed(lambda: gpu.operations(OPERATIONS), clock) / OPERATIONS)
         alone = _timed(gpu.copy, clock)
         figures.weight_copy.append(alone)
         report(f"measuring {gpu.name}", index, MOST_ROUNDS, "")

@@ -116,13 +116,16 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     """The CPU takes so many times as long while weights are being copied (at least 1)."""
     copy_overlapped: float = 1.0
     """A copy takes so many times as long while the CPU runs experts (at least 1)."""
+    gpu_operation_s: float = 0.0
+    """Seconds that one small operation on the GPU costs the host, which begins one after the other. 0: not measured."""
 
 
 GUESSED_CPU = Processor(memory_rate=40e9, operations_rate=1e12, fixed_s=20e-6)
 GUESSED_GPU = Processor(memory_rate=600e9, operations_rate=60e12, fixed_s=40e-6, unpacks=True)
 GUESSED_PCIE = 20e9
-"""Rates of a machine that was not measured, in bytes and operations per second: a desktop computer with a GPU of the
-middle class."""
+GUESSED_OPERATION_S = 5e-6
+"""Rates of a machine that was not measured, in bytes and operations per second, and seconds: a desktop computer with
+a GPU of the middle class."""
 
 
 def estimated(
@@ -163,6 +166,7 @@ def guessed(shape: ExpertShape, activation_bytes: int = 2, cpu: Curve | None = N
     found = estimated(
         shape, cpu=GUESSED_CPU, gpu=GUESSED_GPU, pcie_rate=GUESSED_PCIE, activation_bytes=activation_bytes
     )
+    found = msgspec.structs.replace(found, gpu_operation_s=GUESSED_OPERATION_S)
     return found if cpu is None else msgspec.structs.replace(found, cpu=cpu)
 
 
@@ -183,6 +187,8 @@ def check_calibration(calibration: Calibration) -> None:
         raise ValueError("a rate is not a positive number")
     if calibration.cpu_overlapped < 1 or calibration.copy_overlapped < 1:
         raise ValueError("a factor of overlap is below 1")
+    if not (math.isfinite(calibration.gpu_operation_s) and calibration.gpu_operation_s >= 0):
+        raise ValueError("the time of an operation is not a number")
     if not (math.isfinite(calibration.weight_copy) and calibration.weight_copy >= 0):
         raise ValueError("the time of a copy is not a number")
     if calibration.gpu is not None and (calibration.weight_copy == 0 or calibration.activation_copy is None):

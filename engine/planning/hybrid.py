@@ -33,6 +33,7 @@ __all__ = [
     "HybridPlan",
     "HybridRequest",
     "ModelSizes",
+    "better",
     "experts_only",
     "gpu_room",
     "plan",
@@ -46,6 +47,8 @@ UNPACKING_ROOM = 128 * 1024 * 1024
 """GPU memory in bytes that unpacking takes beside the unpacked expert."""
 STAGING_SLABS = 2
 """Slots for copied weights that are not kept: one is computed with while the next arrives."""
+ANSWER_TOKENS = 256
+"""Tokens of a usual answer. Its question, with what came before it, has PREFILL_TOKENS."""
 _WIDTHS_OF_ACTIVATIONS = 16
 """Number of float32 rows of the hidden size that one token needs at once, in attention and around the experts."""
 
@@ -74,7 +77,7 @@ class HybridMachine:
 
 @dataclass(frozen=True)
 class HybridRequest:
-    """What the person chose. The overheads are seconds per decoder layer and forward pass, beyond the weights;
+    """What the person chose. ``cpu_layer_overhead_s``: seconds per decoder layer and forward pass, beyond the weights;
     ``cpu_read_share`` is the fraction of the rate of memory at which the CPU reads the weights."""
 
     partitioning: Literal["auto", "cpu", "hybrid"] = "auto"
@@ -84,7 +87,6 @@ class HybridRequest:
     prefill_chunk: int = 512
     cpu_layer_overhead_s: float = 0.0
     cpu_read_share: float = 1.0
-    gpu_layer_overhead_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -168,13 +170,21 @@ def plan(
             return replace(alone, fits=False, choices=(_choice("experts", "none", "there is no GPU to share with"),))
         return alone
     shared = _gpu_plan(model, machine, machine.gpu, wanted, calibration, shares, popularity)
-    if wanted.partitioning == "hybrid":
-        return shared
+    return shared if wanted.partitioning == "hybrid" else better(alone, shared, wanted.gpu_expert_bytes is not None)
+
+
+def better(alone: HybridPlan, shared: HybridPlan, gpu_wanted: bool) -> HybridPlan:
+    """The plan for the CPU alone, or the one with the GPU: with it where both fit, unless a usual exchange is predicted
+    to take longer so. ``gpu_wanted``: somebody chose how much memory of the GPU experts get."""
     if not shared.fits:
-        return shared if wanted.gpu_expert_bytes is not None else _instead(alone, shared)
-    if alone.fits and (alone.tokens_per_s or 0.0) > (shared.tokens_per_s or float("inf")):
-        return _slower(alone, shared)
-    return shared
+        return shared if gpu_wanted else _instead(alone, shared)
+    if not alone.fits or not alone.tokens_per_s or not shared.tokens_per_s:
+        return shared
+    on_cpu, on_gpu = ANSWER_TOKENS / alone.tokens_per_s, ANSWER_TOKENS / shared.tokens_per_s
+    if alone.prefill_tokens_per_s and shared.prefill_tokens_per_s:
+        on_cpu += PREFILL_TOKENS / alone.prefill_tokens_per_s
+        on_gpu += PREFILL_TOKENS / shared.prefill_tokens_per_s
+    return _slower(alone, shared) if on_cpu < on_gpu else shared
 
 
 def _choice(what: str, choice: str, reason: str) -> PlannedChoice:
@@ -261,7 +271,7 @@ def _gpu_plan(
     per_layer = slabs / model.moe_layers if model.moe_layers else 0.0
     speed: Speed | None = None
     if calibration is not None and calibration.gpu is not None:
-        speed = hybrid_speed(model, calibration, policy, per_layer, shares, wanted.gpu_layer_overhead_s)
+        speed = hybrid_speed(model, calibration, policy, per_layer, shares)
         basis = "measured by `privatellm bench experts` on this machine"
     else:
         basis = _nothing_measured(model)

@@ -11,7 +11,7 @@ import msgspec
 
 from engine.errors import ModelError
 from engine.generation.sampling import own_sampling, stated_penalty, usual_limit
-from engine.ipc.messages import Load
+from engine.ipc.messages import Load, ModelFacts
 from engine.ipc.progress import ProgressCallback
 from engine.models.config_values import check_config
 from engine.models.json_files import SMALL_FILE, read_object
@@ -30,15 +30,16 @@ def load_session(
     should_stop: Callable[[], bool] | None = None,
     release: Callable[[], None] = lambda: None,
     network: ClusterNetwork | None = None,
+    loaded: ModelFacts | None = None,
 ) -> Session:
     """Load ``request.model`` and make a session of it. Opens no socket; a GGUF file is converted once.
 
     With partitioning ``ring``, ``network`` must be open, and its machines share the model's experts. If a hub model is
     not on this machine, this machine's shard of it is fetched from the machines that have it.
 
-    ``release`` frees the model that was loaded before. It is called just before memory is needed, so that the old model
-    is kept if the new one is refused. Raises ModelError: unknown model (bad-input), not on this machine, damaged,
-    unsupported, or too large (memory).
+    ``loaded`` are the facts of the model that was loaded before. ``release`` frees it, and is called just before memory
+    is needed, so that the old model is kept if the new one is refused. Raises ModelError: unknown model (bad-input),
+    not on this machine, damaged, unsupported, or too large (memory).
     """
     from engine.models.prefix_files import remove_prefixes
     from engine.models.store import refuse_shard
@@ -46,6 +47,7 @@ def load_session(
     from engine.runtimes import runtime_named
     from engine.runtimes.choosing import choose_runtime
     from engine.runtimes.model_headers import read_headers
+    from engine.session.gpu_choice import settle_gpu
     from engine.session.prefix_identity import prefix_identity
     from engine.session.session import Session
 
@@ -57,6 +59,9 @@ def load_session(
     else:
         name, folder = find_folder(request.model, progress, should_stop)
         refuse_shard(folder)
+    said: list[str] = []
+    if network is None:
+        request, said = settle_gpu(request, folder, loaded, progress)
     choice = choose_runtime(request, folder, progress=progress)
     runtime = runtime_named(choice.name)
     progress("reading the tokenizer", 0, 0, "")
@@ -73,7 +78,8 @@ def load_session(
         # Forming asks what memory is free.
         release()
         model = RingModel(name, former, progress)
-    said = [f"Running on {runtime.name}: {choice.reason}."] if choice.is_fallback else []
+    if choice.is_fallback:
+        said.append(f"Running on {runtime.name}: {choice.reason}.")
     if request.key_values != "auto" and runtime.name != "native":
         said.append(f"Keys and values are not kept in 8 bits: the runtime {runtime.name} cannot do that, native can.")
     if request.prefix_disk_bytes and not model.keeps_contents:

@@ -7,9 +7,11 @@ measurements, and the person's own use of the model.
 from __future__ import annotations
 
 import shlex
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from engine.calibration.calibration_file import MLX_GPU, MachineSpeed, calibration_key, load_calibration, load_speed
 from engine.calibration.disk_rate import disk_rate
@@ -20,7 +22,7 @@ from engine.models.store import ResolvedModel, resolve
 from engine.moe.kernels.cpu_threads import reason_for, threads_of, within_this_machine
 from engine.moe.popularity_file import known_counts
 from engine.planning.calibration import Calibration
-from engine.planning.hybrid import Device, HybridMachine, HybridPlan, HybridRequest, workspace_bytes
+from engine.planning.hybrid import Device, HybridMachine, HybridPlan, HybridRequest, better, workspace_bytes
 from engine.planning.hybrid import plan as plan_placement
 from engine.planning.runtime_choice import RuntimeChoice
 from engine.runtimes import choosing
@@ -49,13 +51,55 @@ def plan_model(request: Plan, loaded: ModelFacts | None = None, network: Cluster
     if load.partitioning == "ring":
         return _plan_ring(request, load, loaded, network)
     resolved = resolve(load.model)
-    folder = _folder_of(resolved)
-    headers = read_headers(folder, load)
+    notices: list[str] = []
+    found = plan_here(load, _folder_of(resolved), loaded, notices)
+    plan, sizes, runtime = found.plan, found.sizes, found.runtime
+    return Planned(
+        id=request.id,
+        model=resolved.name,
+        family=sizes.family,
+        fits=plan.fits,
+        shortfall=plan.shortfall,
+        memory=list(plan.memory),
+        choices=[*_choices(request.load, sizes, runtime, found.context), *plan.choices, *_said(notices)],
+        tokens_per_s=plan.tokens_per_s,
+        prefill_tokens_per_s=plan.prefill_tokens_per_s,
+        basis=_basis(plan, sizes, found.speed, runtime.name, load.model),
+    )
+
+
+@dataclass(frozen=True)
+class PlanHere:
+    """A plan for this machine, with the runtime that it is for and what it was made of."""
+
+    plan: HybridPlan
+    sizes: Sizes
+    runtime: RuntimeChoice
+    speed: MachineSpeed | None
+    context: int
+
+
+def plan_here(load: Load, folder: Path, loaded: ModelFacts | None, notices: list[str]) -> PlanHere:
+    """The plan of the model in ``folder`` on this machine. Where nobody chose between its GPU and its CPU, the better
+    one, each with the runtime that it would have. ``notices`` gets lines about what is not used.
+
+    Raises ModelError as loading would.
+    """
     graphics = gpu_for(load)
+    if graphics is None or load.partitioning != "auto":
+        return _with_one_choice(load, folder, loaded, notices)
+    shared = _with_one_choice(msgspec.structs.replace(load, partitioning="hybrid"), folder, loaded, notices)
+    alone = _with_one_choice(msgspec.structs.replace(load, partitioning="cpu"), folder, loaded, [])
+    plan = better(alone.plan, shared.plan, load.gpu_expert_bytes is not None)
+    return replace(shared if plan.on_gpu else alone, plan=plan)
+
+
+def _with_one_choice(load: Load, folder: Path, loaded: ModelFacts | None, notices: list[str]) -> PlanHere:
+    graphics = gpu_for(load)
+    headers = read_headers(folder, load)
     runtime = planned_runtime(load, headers, graphics)
     sizes = headers.sizes.for_runtime(runtime.name, on_gpu=graphics is not None, key_values=load.key_values)
     headers = replace(headers, sizes=sizes)
-    notices: list[str] = []
     calibration, speed = _measured(load, headers, graphics, runtime.name, notices)
     context = min(sizes.context_limit, load.context_limit or HybridRequest().context_tokens)
     overhead_s, read_share = _beside_streaming(speed, runtime.name)
@@ -66,7 +110,7 @@ def plan_model(request: Plan, loaded: ModelFacts | None = None, network: Cluster
         model,
         _machine(headers, needed, graphics, speed, loaded),
         HybridRequest(
-            partitioning="cpu" if graphics is None else load.partitioning,
+            partitioning="cpu" if graphics is None else "hybrid",
             policy=load.policy,
             gpu_expert_bytes=load.gpu_expert_bytes,
             context_tokens=context,
@@ -77,18 +121,7 @@ def plan_model(request: Plan, loaded: ModelFacts | None = None, network: Cluster
         calibration,
         _popularity(headers, notices),
     )
-    return Planned(
-        id=request.id,
-        model=resolved.name,
-        family=sizes.family,
-        fits=plan.fits,
-        shortfall=plan.shortfall,
-        memory=list(plan.memory),
-        choices=[*_choices(request.load, sizes, runtime, context), *plan.choices, *_said(notices)],
-        tokens_per_s=plan.tokens_per_s,
-        prefill_tokens_per_s=plan.prefill_tokens_per_s,
-        basis=_basis(plan, sizes, speed, runtime.name, load.model),
-    )
+    return PlanHere(plan, sizes, runtime, speed, context)
 
 
 def _plan_ring(request: Plan, load: Load, loaded: ModelFacts | None, network: ClusterNetwork | None) -> Planned:

@@ -49,8 +49,8 @@ static float sum_of_lanes(float number) {
 
 typedef void (*Caller)(void **);
 
-template <typename Format, typename Input> void call_products(void **a) {
-    products<Format, Input>(
+template <typename Format, typename Input, int TOKENS> void call_products(void **a) {
+    products<Format, Input, TOKENS>(
         *(Experts *)a[0], *(Matrix *)a[1], *(Matrix *)a[2], *(const Input **)a[3], *(float **)a[4], *(int *)a[5]
     );
 }
@@ -60,8 +60,10 @@ template <typename Format, typename Output> void call_unpack(void **a) {
 }
 
 #define KERNELS(name, ...)                                                                                             \
-    {"products<" name ", float>", call_products<__VA_ARGS__, float>},                                                  \
-        {"products<" name ", bfloat16>", call_products<__VA_ARGS__, bfloat16>},                                        \
+    {"products<" name ", float, 1>", call_products<__VA_ARGS__, float, 1>},                                            \
+        {"products<" name ", float, 8>", call_products<__VA_ARGS__, float, 8>},                                        \
+        {"products<" name ", bfloat16, 1>", call_products<__VA_ARGS__, bfloat16, 1>},                                  \
+        {"products<" name ", bfloat16, 8>", call_products<__VA_ARGS__, bfloat16, 8>},                                  \
         {"unpack<" name ", float>", call_unpack<__VA_ARGS__, float>},                                                  \
         {"unpack<" name ", bfloat16>", call_unpack<__VA_ARGS__, bfloat16>}
 #define WHOLE(format) KERNELS(#format, format)

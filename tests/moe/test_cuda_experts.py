@@ -192,7 +192,7 @@ def test_formats_may_differ_between_gate_and_down(launcher: EmulatedLauncher) ->
     out = torch.zeros(2, 512)
     CudaExperts(launcher).run([ExpertRows(slot.data_ptr(), 0, 2)], layout, SILU, rows, out, 0)
     assert_close(out, run_expert(tensors_in(slot, layout, torch.float32), SILU, rows))
-    assert launcher.launched == ["products<Blocks<Q4_K>, float>", "products<Blocks<Q6_K>, float>"]
+    assert launcher.launched == ["products<Blocks<Q4_K>, float, 8>", "products<Blocks<Q6_K>, float, 8>"]
 
 
 def test_a_tokens_result_depends_on_no_other(launcher: EmulatedLauncher) -> None:
@@ -215,6 +215,8 @@ def test_what_the_kernels_do_not_read_is_left_to_torch() -> None:
     across = SlotMatrix("BF16", 0, 64 * 32 * 2, (32, 64), (1, 32))
     assert part_of(across) is None, "stored column by column"
     assert part_of(SlotMatrix("F32", 0, 40 * 4, (4, 10), (10, 1))) is None, "no whole pieces"
+    assert part_of(SlotMatrix("Q4_K", 2, 4 * 144, (4, 256), (256, 1))) is None, "blocks at odd addresses"
+    assert part_of(SlotMatrix("MXFP4", 1, 4 * 17, (4, 32), (32, 1))) is not None
     assert part_of(SlotMatrix("F64", 0, 64 * 8, (1, 64), (64, 1))) is None
     _, layout = expert({"gate": "Q4_0", "up": "Q8_0", "down": "Q4_0"}, 64, 32)
     assert parts_of(layout) is None, "gate and up in two formats"
@@ -222,8 +224,10 @@ def test_what_the_kernels_do_not_read_is_left_to_torch() -> None:
     strange = {**layout.matrices, "down_bias": replace(layout.matrices["down_bias"], stride=(2,))}
     assert parts_of(SlotLayout(layout.size, strange)) is None
     kernels = CudaExperts(EmulatedLauncher(None))  # type: ignore[arg-type]
-    assert kernels.runs(layout, torch.bfloat16, cuda_experts.MANY_TOKENS)
-    assert not kernels.runs(layout, torch.bfloat16, cuda_experts.MANY_TOKENS + 1)
+    parts = kernels.parts(layout)
+    assert parts is not None and parts.most_tokens == 8 + cuda_experts.MOST_WEIGHTS // (3 * 64 * 32)
+    assert kernels.runs(layout, torch.bfloat16, parts.most_tokens)
+    assert not kernels.runs(layout, torch.bfloat16, parts.most_tokens + 1)
     assert not kernels.runs(layout, torch.float16, 1)
 
 

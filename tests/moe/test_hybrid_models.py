@@ -7,13 +7,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
-import msgspec
 import numpy as np
 import pytest
 from tiny_models import TINY_MOE_FAMILIES
 
-from benchmarks.stand_in_device import Speeds, StandInDevice, calibration_of
-from engine.calibration.calibration_file import calibration_key, save_calibration, shape_of
+from benchmarks.stand_in_device import StandInDevice
 from engine.errors import ModelError
 from engine.ipc.messages import ExpertPolicy, Generate, Load, Notice, Piece
 from engine.models.opening import open_model
@@ -208,20 +206,3 @@ def test_the_person_is_told_and_shown(tiny_model: Callable[..., Path]) -> None:
     assert events.index(notice) < pieces[-1], "while the answer runs, not after it"
     session.close()
     assert device.buffers == {}
-
-
-def test_the_cpu_alone_is_chosen_where_it_was_measured_to_be_faster(tiny_model: Callable[..., Path]) -> None:
-    folder = tiny_model("mixtral")
-    experts = open_model(folder).experts
-    assert experts is not None
-    shape = shape_of(experts)
-    measured = calibration_of(Speeds(cpu_s=1e-6, gpu_s=1.0, copy_s=1.0), shape.expert_bytes)
-    key = calibration_key("float32", 1, StandInDevice.name)
-    save_calibration(msgspec.structs.replace(measured, machine=key, shape=shape))
-    model = load(folder, StandInDevice(MEMORY))
-    assert model.facts.policy is None
-    (line,) = [notice for notice in model.facts.notices if notice.startswith("Everything runs on the CPU")]
-    assert "predicted to be faster" in line
-    asked = load(folder, StandInDevice(MEMORY), partitioning="hybrid")
-    assert asked.facts.policy == "balanced"
-    assert not any("guess" in notice for notice in asked.facts.notices)

@@ -82,6 +82,9 @@ class Device:
     def copy(self) -> None:
         self.bench.now += 2e-3
 
+    def operations(self, count: int) -> None:
+        self.bench.now += 3e-6 * count
+
     def activations(self, tokens: int) -> None:
         self.bench.now += 2e-5 + 1e-7 * tokens
 
@@ -111,6 +114,7 @@ def test_the_calibration_is_what_the_sides_take() -> None:
     assert found.gpu.at(8) == pytest.approx(1.08e-4)
     assert found.activation_copy.at(1) == pytest.approx(2.01e-5)
     assert found.weight_copy == pytest.approx(2e-3)
+    assert found.gpu_operation_s == pytest.approx(3e-6)
     assert found.memory_read == 5e10
     assert all(len(seconds) == MOST_ROUNDS for seconds in figures.cpu.values())
 

@@ -10,25 +10,22 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from engine.calibration.calibration_file import calibration_key, load_calibration, load_speed, shape_of
-from engine.calibration.disk_rate import read_rate
+from engine.calibration.calibration_file import calibration_key, load_calibration, shape_of
 from engine.errors import ModelError
 from engine.ipc.messages import Load
 from engine.ipc.progress import ProgressCallback
 from engine.models.files import Experts, ModelFiles
 from engine.models.sizes import sizes_of
-from engine.moe.popularity_file import seed_counts, seed_order
+from engine.moe.popularity_file import seed_order
 from engine.moe.timing import Recorder
 from engine.planning.calibration import Calibration, guessed, with_trunk_on_host
 from engine.planning.hybrid import (
     GPU_RUNTIME_BYTES,
     Device,
-    HybridMachine,
     HybridRequest,
     ModelSizes,
     experts_only,
     gpu_room,
-    plan,
     slabs_kept,
 )
 from engine.planning.policy import Policy, policy_named
@@ -40,7 +37,6 @@ from engine.runtimes.torch.offload.host_memory import HostExperts
 from engine.runtimes.torch.offload.hybrid import HybridBackend
 from engine.runtimes.torch.offload.local import make_cpu_backend
 from engine.runtimes.torch.offload.torch_tensors import NAMES
-from engine.system.free_memory import available_bytes, memory
 
 GpuFinder = Callable[[], ExpertDevice | None]
 
@@ -102,9 +98,6 @@ def find_room(
     room = gpu_room(needed, Device(device.name, total, free), context, request.prefill_chunk)
     wanted = request.gpu_expert_bytes
     if room >= (wanted or 0):
-        slower = None if in_ring else _slower(device, files, needed, dtype, request, context)
-        if slower is not None:
-            return None, [f"Everything runs on the CPU: {slower}."]
         return Room(device, needed, context, room if wanted is None else wanted, in_ring), []
     if free < there:
         return None, [
@@ -128,40 +121,6 @@ def _may_take(request: Load, free: int, total: int) -> int:
     """Bytes of a GPU's memory that ``request`` may take of what is free."""
     lent = request.most_gpu_memory
     return min(free, round(request.most_gpu_share * total), free if lent is None else lent)
-
-
-def _slower(
-    device: ExpertDevice, files: ModelFiles, sizes: ModelSizes, dtype: torch.dtype, request: Load, context: int
-) -> str | None:
-    """Why the CPU alone should be faster, if both were measured and nobody asked for the GPU; the same word as the
-    plan's."""
-    if files.experts is None or request.partitioning != "auto" or request.gpu_expert_bytes is not None:
-        return None
-    key = calibration_key(NAMES[dtype], request.cpu_threads, device.name)
-    calibration = load_calibration(shape_of(files.experts), key)
-    if calibration is None or calibration.gpu is None:
-        return None
-    speed = load_speed(calibration_key(NAMES[dtype], request.cpu_threads, None))
-    free, total = device.memory()
-    cpu = Device("CPU", memory().total, available_bytes())
-    disk = None
-    mapped = sorted(getattr(files.experts, "mapped_files", ()), key=lambda each: each.size)
-    if mapped and sizes.expert_bytes + sizes.trunk_bytes > cpu.free:
-        disk = read_rate(mapped[-1].path)
-    counts = seed_counts(files, sizes.experts_per_token) or {}
-    planned = plan(
-        sizes,
-        HybridMachine(cpu, Device(device.name, total, free), disk_read=disk),
-        HybridRequest(
-            policy=request.policy,
-            context_tokens=context,
-            prefill_chunk=request.prefill_chunk,
-            cpu_layer_overhead_s=speed.layer_overhead_s.get("torch", 0.0) if speed is not None else 0.0,
-        ),
-        calibration,
-        [[round(routes) for routes in row] for row in counts.values()],
-    )
-    return None if planned.on_gpu else planned.choices[0].reason
 
 
 def make_hybrid(

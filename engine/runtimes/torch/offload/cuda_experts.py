@@ -19,19 +19,24 @@ from engine.runtimes.torch.offload.cuda_launcher import Launcher
 from engine.runtimes.torch.offload.devices import SlotLayout, SlotMatrix
 from engine.runtimes.torch.offload.gates import Gate
 
-MANY_TOKENS = 64
-"""Up to so many tokens a matrix is decoded for eight of them at a time; for more it is unpacked and multiplied by
-torch."""
+AT_ONCE = 8
+"""Tokens for which a matrix is decoded once."""
+MOST_WEIGHTS = 400_000_000
+"""Weights times tokens, beyond AT_ONCE of them, from which an expert's matrices are unpacked and multiplied by torch.
+That takes a dozen steps, before which small experts are done. Measured with an H100."""
 MOST_EXPERTS = 64
 """Experts of one launch; MOST_EXPERTS of ``experts.cu``."""
 PIECE = 8
 """Numbers that a thread decodes at once; rows are whole pieces."""
-_WARPS, _WARP = 4, 32
+_ROWS, _WARPS, _WARP = 4, 4, 32
+"""Rows of a warp, warps of a block, threads of a warp."""
 _UNPACKING_THREADS = 256
 
 _INPUTS = {torch.float32: "float", torch.bfloat16: "bfloat16"}
 """What the kernels call the dtypes of a token."""
 _PLAIN = ("F32", "BF16", "F16")
+_ALIGNMENT = {"Q4_0": 2, "Q5_0": 2, "Q8_0": 2, "IQ4_NL": 2, "Q6_K": 2, "MXFP4": 1}
+"""Bytes of which the addresses of blocks are multiples, where the kernels do not take that to be four."""
 _KINDS = {"F32": 0, "BF16": 1, "F16": 2, "U8": 3}
 """Kinds of scales and biases in ``experts.cu``."""
 
@@ -94,6 +99,12 @@ class ExpertParts:
         """Rows of gate and up together."""
         return self.gate.rows + (0 if self.up is None else self.up.rows)
 
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens of an expert for which its matrices are not unpacked."""
+        weights = self.width * self.gate.columns + self.down.rows * self.down.columns
+        return AT_ONCE + MOST_WEIGHTS // weights
+
 
 @dataclass(frozen=True)
 class ExpertRows:
@@ -107,12 +118,12 @@ class ExpertRows:
 def part_of(matrix: SlotMatrix) -> Part | None:
     """``matrix`` as the kernels read it; None if they do not."""
     rows, columns = matrix.shape
-    if columns % PIECE:
+    if columns % PIECE or matrix.offset % _ALIGNMENT.get(matrix.format, 4):
         return None
     if matrix.format in BLOCKS:
         return Part(f"Blocks<{matrix.format}>", rows, columns, matrix.offset, matrix.nbytes // rows)
     if matrix.format in _PLAIN:
-        if matrix.stride[1] != 1:
+        if matrix.stride[1] != 1 or matrix.stride[0] * WIDTHS[matrix.format] % 4:
             return None
         return Part(matrix.format, rows, columns, matrix.offset, matrix.stride[0] * WIDTHS[matrix.format])
     return _grouped(matrix) if is_grouped(matrix.format) else None
@@ -215,15 +226,17 @@ class CudaExperts:
         parts = self.parts(layout)
         if parts is None or dtype not in _INPUTS:
             return
-        self._launcher.prepare(f"products<{parts.gate.format}, {_INPUTS[dtype]}>")
-        self._launcher.prepare(f"products<{parts.down.format}, float>")
+        for tokens in (1, AT_ONCE):
+            self._launcher.prepare(f"products<{parts.gate.format}, {_INPUTS[dtype]}, {tokens}>")
+            self._launcher.prepare(f"products<{parts.down.format}, float, {tokens}>")
         for part in (parts.gate, parts.up, parts.down):
             if part is not None and part.format not in _PLAIN:
                 self._launcher.prepare(f"unpack<{part.format}, {_INPUTS[dtype]}>")
 
     def runs(self, layout: SlotLayout, dtype: torch.dtype, tokens: int) -> bool:
         """Whether :meth:`run` takes experts of ``layout`` with so many tokens each."""
-        return tokens <= MANY_TOKENS and dtype in _INPUTS and self.parts(layout) is not None
+        parts = self.parts(layout)
+        return parts is not None and dtype in _INPUTS and tokens <= parts.most_tokens
 
     def run(
         self,
@@ -293,6 +306,7 @@ class CudaExperts:
             ctypes.c_int(out.shape[1]),
         )
         tallest = max(part.rows for part in matrices)
-        grid = (-(-tallest // _WARPS), len(experts), len(matrices))
-        kernel = f"products<{matrices[0].format}, {_INPUTS[rows.dtype]}>"
+        grid = (-(-tallest // (_ROWS * _WARPS)), len(experts), len(matrices))
+        tokens = 1 if all(each.stop - each.start == 1 for each in experts) else AT_ONCE
+        kernel = f"products<{matrices[0].format}, {_INPUTS[rows.dtype]}, {tokens}>"
         self._launcher.launch(kernel, grid, _WARPS * _WARP, arguments, stream)

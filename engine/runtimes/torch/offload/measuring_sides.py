@@ -134,6 +134,12 @@ class DeviceGpuSide:
     def copy(self) -> None:
         self.start_copies(1)()
 
+    def operations(self, count: int) -> None:
+        number = torch.ones(1, device=self._device.torch_device)
+        for _ in range(count):
+            number.add_(1)
+        self._device.synchronize()
+
     def activations(self, tokens: int) -> None:
         rows, _ = self.rows(tokens)
         (there,) = self._device.download(rows[:tokens])

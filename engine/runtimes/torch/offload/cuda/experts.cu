@@ -1,8 +1,9 @@
 // Packed experts on an NVIDIA GPU, from the bytes as they lie in their slots.
 //
-// products<Format, Input>: a matrix of several experts times their tokens, for few tokens each. A warp makes one row of
-// the result: its lanes decode eight numbers at a time and multiply them with up to TOKENS tokens. What a token's
-// result is made of, and in which order, depends on nothing but the matrix: not on the tokens or experts beside it.
+// products<Format, Input, TOKENS>: a matrix of several experts times their tokens, for few tokens each. A warp makes
+// ROWS rows of the result: its lanes decode eight numbers at a time and multiply them with up to TOKENS tokens. What a
+// token's result is made of, and in which order, depends on nothing but the matrix: not on the tokens or experts beside
+// it.
 //
 // unpack<Format, Output>: a whole matrix as numbers, for a product of many tokens.
 //
@@ -12,11 +13,13 @@
 
 typedef unsigned char byte;
 typedef unsigned short half_word;
+typedef unsigned word;
 
 #define WARP 32
 #define WARPS 4
-#define TOKENS 8
+#define ROWS 4
 #define PIECE 8
+#define EACH_NUMBER _Pragma("unroll") for (int i = 0; i < PIECE; i++)
 #define MOST_EXPERTS 64
 
 struct Experts {
@@ -38,12 +41,44 @@ enum { FLOAT32, BFLOAT16, FLOAT16, EXPONENT };
 
 __device__ inline float as_float(unsigned bits) { return __uint_as_float(bits); }
 
-__device__ inline unsigned word_at(const byte *at) { return at[0] | at[1] << 8; }
+// Eight bytes.
+struct Bytes {
+    word part[2];
+    __device__ unsigned operator[](int i) const { return part[i / 4] >> 8 * (i & 3) & 255; }
+};
 
-__device__ inline float bfloat_at(const byte *at) { return as_float(word_at(at) << 16); }
+// Reads from addresses that are multiples of ALIGNMENT, with as few loads as that allows.
+template <int ALIGNMENT> struct Memory;
 
-__device__ inline float half_at(const byte *at) {
-    unsigned bits = word_at(at), exponent = bits >> 10 & 31, fraction = bits & 1023, sign = (bits & 0x8000) << 16;
+template <> struct Memory<1> {
+    static __device__ unsigned pair(const byte *at) { return at[0] | at[1] << 8; }
+    static __device__ Bytes eight(const byte *at) {
+        Bytes found;
+        for (int i = 0; i < 2; i++) found.part[i] = pair(at + 4 * i) | (word)pair(at + 4 * i + 2) << 16;
+        return found;
+    }
+};
+
+template <> struct Memory<2> {
+    static __device__ unsigned pair(const byte *at) { return *(const half_word *)at; }
+    static __device__ Bytes eight(const byte *at) {
+        Bytes found;
+        for (int i = 0; i < 2; i++) found.part[i] = pair(at + 4 * i) | (word)pair(at + 4 * i + 2) << 16;
+        return found;
+    }
+};
+
+template <> struct Memory<4> {
+    static __device__ unsigned pair(const byte *at) { return *(const half_word *)at; }
+    static __device__ Bytes eight(const byte *at) {
+        Bytes found;
+        for (int i = 0; i < 2; i++) found.part[i] = ((const word *)at)[i];
+        return found;
+    }
+};
+
+__device__ inline float half_of(unsigned bits) {
+    unsigned exponent = bits >> 10 & 31, fraction = bits & 1023, sign = (bits & 0x8000) << 16;
     if (exponent == 31)
         return as_float(sign | 0x7F800000 | fraction << 13);
     if (exponent)
@@ -57,15 +92,13 @@ __device__ inline float half_power(unsigned exponent) {
     return as_float(exponent < 2 ? 0x00200000u << exponent : (exponent - 1) << 23);
 }
 
-__device__ inline float float_at(const byte *at) {
-    return as_float(at[0] | at[1] << 8 | at[2] << 16 | (unsigned)at[3] << 24);
-}
-
+// Scales, biases: from any address.
 __device__ inline float number_at(const byte *at, int kind, long long index) {
+    typedef Memory<1> Any;
     switch (kind) {
-    case FLOAT32: return float_at(at + 4 * index);
-    case BFLOAT16: return bfloat_at(at + 2 * index);
-    case FLOAT16: return half_at(at + 2 * index);
+    case FLOAT32: return as_float(Any::pair(at + 4 * index) | (word)Any::pair(at + 4 * index + 2) << 16);
+    case BFLOAT16: return as_float((word)Any::pair(at + 2 * index) << 16);
+    case FLOAT16: return half_of(Any::pair(at + 2 * index));
     default: return half_power(at[index]);
     }
 }
@@ -93,67 +126,78 @@ __device__ inline float iq4(unsigned code) {
 
 // --- blocks of 32 numbers: `piece` is 0 to 3, the low halves of all bytes come first ---------------------------------
 
-__device__ inline unsigned halves(const byte *codes, int piece, int i) {
-    return codes[8 * (piece & 1) + i] >> 4 * (piece >> 1) & 15;
-}
+// The codes of four bits of a piece. `codes` are the 16 bytes of a block that hold them.
+template <int ALIGNMENT> struct Halves {
+    Bytes bytes;
+    int shift;
+    __device__ Halves(const byte *codes, int piece)
+        : bytes(Memory<ALIGNMENT>::eight(codes + 8 * (piece & 1))), shift(4 * (piece >> 1)) {}
+    __device__ unsigned operator[](int i) const { return bytes[i] >> shift & 15; }
+};
 
 __device__ inline unsigned fifth_bit(const byte *bits, int piece, int i) { return (bits[piece] >> i & 1) << 4; }
 
 struct Q4_0 {
-    enum { NUMBERS = 32, BYTES = 18 };
+    enum { NUMBERS = 32, BYTES = 18, ALIGNMENT = 2 };
     static __device__ void decode(const byte *block, int piece, float *out) {
-        float scale = half_at(block);
-        for (int i = 0; i < PIECE; i++) out[i] = scale * (float)((int)halves(block + 2, piece, i) - 8);
+        const float scale = half_of(Memory<2>::pair(block));
+        const Halves<2> codes(block + 2, piece);
+        EACH_NUMBER out[i] = scale * (float)((int)codes[i] - 8);
     }
 };
 
 struct Q4_1 {
-    enum { NUMBERS = 32, BYTES = 20 };
+    enum { NUMBERS = 32, BYTES = 20, ALIGNMENT = 4 };
     static __device__ void decode(const byte *block, int piece, float *out) {
-        float scale = half_at(block), least = half_at(block + 2);
-        for (int i = 0; i < PIECE; i++) out[i] = scale * (float)halves(block + 4, piece, i) + least;
+        const float scale = half_of(Memory<4>::pair(block)), least = half_of(Memory<4>::pair(block + 2));
+        const Halves<4> codes(block + 4, piece);
+        EACH_NUMBER out[i] = scale * (float)codes[i] + least;
     }
 };
 
 struct Q5_0 {
-    enum { NUMBERS = 32, BYTES = 22 };
+    enum { NUMBERS = 32, BYTES = 22, ALIGNMENT = 2 };
     static __device__ void decode(const byte *block, int piece, float *out) {
-        float scale = half_at(block);
-        for (int i = 0; i < PIECE; i++)
-            out[i] = scale * (float)((int)(halves(block + 6, piece, i) | fifth_bit(block + 2, piece, i)) - 16);
+        const float scale = half_of(Memory<2>::pair(block));
+        const Halves<2> codes(block + 6, piece);
+        EACH_NUMBER
+            out[i] = scale * (float)((int)(codes[i] | fifth_bit(block + 2, piece, i)) - 16);
     }
 };
 
 struct Q5_1 {
-    enum { NUMBERS = 32, BYTES = 24 };
+    enum { NUMBERS = 32, BYTES = 24, ALIGNMENT = 4 };
     static __device__ void decode(const byte *block, int piece, float *out) {
-        float scale = half_at(block), least = half_at(block + 2);
-        for (int i = 0; i < PIECE; i++)
-            out[i] = scale * (float)(halves(block + 8, piece, i) | fifth_bit(block + 4, piece, i)) + least;
+        const float scale = half_of(Memory<4>::pair(block)), least = half_of(Memory<4>::pair(block + 2));
+        const Halves<4> codes(block + 8, piece);
+        EACH_NUMBER out[i] = scale * (float)(codes[i] | fifth_bit(block + 4, piece, i)) + least;
     }
 };
 
 struct Q8_0 {
-    enum { NUMBERS = 32, BYTES = 34 };
+    enum { NUMBERS = 32, BYTES = 34, ALIGNMENT = 2 };
     static __device__ void decode(const byte *block, int piece, float *out) {
-        float scale = half_at(block);
-        for (int i = 0; i < PIECE; i++) out[i] = (float)(signed char)block[2 + PIECE * piece + i] * scale;
+        const float scale = half_of(Memory<2>::pair(block));
+        const Bytes codes = Memory<2>::eight(block + 2 + PIECE * piece);
+        EACH_NUMBER out[i] = (float)(signed char)codes[i] * scale;
     }
 };
 
 struct IQ4_NL {
-    enum { NUMBERS = 32, BYTES = 18 };
+    enum { NUMBERS = 32, BYTES = 18, ALIGNMENT = 2 };
     static __device__ void decode(const byte *block, int piece, float *out) {
-        float scale = half_at(block);
-        for (int i = 0; i < PIECE; i++) out[i] = scale * iq4(halves(block + 2, piece, i));
+        const float scale = half_of(Memory<2>::pair(block));
+        const Halves<2> codes(block + 2, piece);
+        EACH_NUMBER out[i] = scale * iq4(codes[i]);
     }
 };
 
 struct MXFP4 {
-    enum { NUMBERS = 32, BYTES = 17 };
+    enum { NUMBERS = 32, BYTES = 17, ALIGNMENT = 1 };
     static __device__ void decode(const byte *block, int piece, float *out) {
-        float scale = half_power(block[0]);
-        for (int i = 0; i < PIECE; i++) out[i] = scale * doubled_fp4(halves(block + 1, piece, i));
+        const float scale = half_power(block[0]);
+        const Halves<1> codes(block + 1, piece);
+        EACH_NUMBER out[i] = scale * doubled_fp4(codes[i]);
     }
 };
 
@@ -162,61 +206,68 @@ struct MXFP4 {
 // The scale and the minimum of the group of 32 numbers that `piece` is in, six bits each.
 __device__ inline void scale_and_minimum(const byte *block, int piece, float *scale, float *minimum) {
     const byte *packed = block + 4;
-    int group = piece / 4, low = group & 3;
-    unsigned a = packed[low], b = packed[4 + low], both = packed[8 + low];
-    unsigned first = group < 4 ? a & 63 : (both & 15) | (a >> 2 & 48);
-    unsigned second = group < 4 ? b & 63 : both >> 4 | (b >> 2 & 48);
-    *scale = half_at(block) * (float)first;
-    *minimum = half_at(block + 2) * (float)second;
+    const int group = piece / 4, low = group & 3;
+    const unsigned a = packed[low], b = packed[4 + low], both = packed[8 + low];
+    const unsigned first = group < 4 ? a & 63 : (both & 15) | (a >> 2 & 48);
+    const unsigned second = group < 4 ? b & 63 : both >> 4 | (b >> 2 & 48);
+    *scale = half_of(Memory<4>::pair(block)) * (float)first;
+    *minimum = half_of(Memory<4>::pair(block + 2)) * (float)second;
 }
 
-// Four bits of number i of the piece: of each 32 bytes first the low halves, then the high ones.
-__device__ inline unsigned halves_of_32(const byte *codes, int piece, int i) {
-    return codes[32 * (piece / 8) + 8 * (piece & 3) + i] >> 4 * (piece >> 2 & 1) & 15;
-}
+// The codes of four bits of a piece: of each 32 bytes first the low halves, then the high ones.
+struct HalvesOf32 {
+    Bytes bytes;
+    int shift;
+    __device__ HalvesOf32(const byte *codes, int piece)
+        : bytes(Memory<4>::eight(codes + 32 * (piece / 8) + 8 * (piece & 3))), shift(4 * (piece >> 2 & 1)) {}
+    __device__ unsigned operator[](int i) const { return bytes[i] >> shift & 15; }
+};
 
 struct Q4_K {
-    enum { NUMBERS = 256, BYTES = 144 };
+    enum { NUMBERS = 256, BYTES = 144, ALIGNMENT = 4 };
     static __device__ void decode(const byte *block, int piece, float *out) {
         float scale, minimum;
         scale_and_minimum(block, piece, &scale, &minimum);
-        for (int i = 0; i < PIECE; i++) out[i] = scale * (float)halves_of_32(block + 16, piece, i) - minimum;
+        const HalvesOf32 codes(block + 16, piece);
+        EACH_NUMBER out[i] = scale * (float)codes[i] - minimum;
     }
 };
 
 struct Q5_K {
-    enum { NUMBERS = 256, BYTES = 176 };
+    enum { NUMBERS = 256, BYTES = 176, ALIGNMENT = 4 };
     static __device__ void decode(const byte *block, int piece, float *out) {
         float scale, minimum;
         scale_and_minimum(block, piece, &scale, &minimum);
-        for (int i = 0; i < PIECE; i++) {
-            unsigned high = (block[16 + 8 * (piece & 3) + i] >> (piece >> 2) & 1) << 4;
-            out[i] = scale * (float)(halves_of_32(block + 48, piece, i) | high) - minimum;
-        }
+        const HalvesOf32 codes(block + 48, piece);
+        const Bytes high = Memory<4>::eight(block + 16 + 8 * (piece & 3));
+        EACH_NUMBER
+            out[i] = scale * (float)(codes[i] | (high[i] >> (piece >> 2) & 1) << 4) - minimum;
     }
 };
 
 struct Q6_K {
-    enum { NUMBERS = 256, BYTES = 210 };
+    enum { NUMBERS = 256, BYTES = 210, ALIGNMENT = 2 };
     static __device__ void decode(const byte *block, int piece, float *out) {
-        float scale = half_at(block + 208) * (float)(signed char)block[192 + piece / 2];
-        int half = piece >> 4, quarter = piece >> 2 & 3;
-        for (int i = 0; i < PIECE; i++) {
-            int at = 8 * (piece & 3) + i;
-            unsigned low = block[64 * half + 32 * (quarter & 1) + at] >> 4 * (quarter >> 1) & 15;
-            unsigned high = (block[128 + 32 * half + at] >> 2 * quarter & 3) << 4;
-            out[i] = scale * (float)((int)(low | high) - 32);
+        const float scale = half_of(Memory<2>::pair(block + 208)) * (float)(signed char)block[192 + piece / 2];
+        const int half = piece >> 4, quarter = piece >> 2 & 3, at = 8 * (piece & 3);
+        const Bytes low = Memory<2>::eight(block + 64 * half + 32 * (quarter & 1) + at);
+        const Bytes high = Memory<2>::eight(block + 128 + 32 * half + at);
+        EACH_NUMBER {
+            unsigned code = (low[i] >> 4 * (quarter >> 1) & 15) | (high[i] >> 2 * quarter & 3) << 4;
+            out[i] = scale * (float)((int)code - 32);
         }
     }
 };
 
 struct IQ4_XS {
-    enum { NUMBERS = 256, BYTES = 136 };
+    enum { NUMBERS = 256, BYTES = 136, ALIGNMENT = 4 };
     static __device__ void decode(const byte *block, int piece, float *out) {
-        int group = piece / 4;
-        unsigned low = block[4 + group / 2] >> 4 * (group & 1) & 15, high = word_at(block + 2) >> 2 * group & 3;
-        float scale = half_at(block) * (float)((int)(low | high << 4) - 32);
-        for (int i = 0; i < PIECE; i++) out[i] = scale * iq4(halves(block + 8 + 16 * group, piece & 3, i));
+        const int group = piece / 4;
+        const unsigned low = block[4 + group / 2] >> 4 * (group & 1) & 15;
+        const unsigned high = Memory<4>::pair(block + 2) >> 2 * group & 3;
+        const float scale = half_of(Memory<4>::pair(block)) * (float)((int)(low | high << 4) - 32);
+        const Halves<4> codes(block + 8 + 16 * group, piece & 3);
+        EACH_NUMBER out[i] = scale * iq4(codes[i]);
     }
 };
 
@@ -230,16 +281,26 @@ template <typename Block> struct Blocks {
     }
 };
 
-template <int KIND, int WIDTH> struct Plain {
+struct F32 {
     static __device__ void decode(const byte *slot, const Matrix &matrix, int row, int piece, float *out) {
-        const byte *at = slot + matrix.codes + row * matrix.row_bytes + (long long)WIDTH * PIECE * piece;
-        for (int i = 0; i < PIECE; i++) out[i] = number_at(at, KIND, i);
+        const byte *at = slot + matrix.codes + row * matrix.row_bytes + (long long)4 * PIECE * piece;
+        EACH_NUMBER out[i] = ((const float *)at)[i];
     }
 };
 
-typedef Plain<FLOAT32, 4> F32;
-typedef Plain<BFLOAT16, 2> BF16;
-typedef Plain<FLOAT16, 2> F16;
+// Numbers of two bytes: a pair in a word.
+template <int KIND> struct TwoBytes {
+    static __device__ void decode(const byte *slot, const Matrix &matrix, int row, int piece, float *out) {
+        const byte *at = slot + matrix.codes + row * matrix.row_bytes + (long long)2 * PIECE * piece;
+        EACH_NUMBER {
+            const word bits = ((const word *)at)[i / 2] >> 16 * (i & 1) & 0xFFFF;
+            out[i] = KIND == BFLOAT16 ? as_float(bits << 16) : half_of(bits);
+        }
+    }
+};
+
+typedef TwoBytes<BFLOAT16> BF16;
+typedef TwoBytes<FLOAT16> F16;
 
 struct Grouped {
     static __device__ long long place(const Matrix &matrix, int row, int piece) {
@@ -247,16 +308,23 @@ struct Grouped {
     }
 };
 
+// Codes of a piece that lie one after the other, of four bits in the low half of a byte first.
+template <int BITS> struct Codes {
+    word part[BITS / 4];
+    __device__ Codes(const byte *at) {
+        for (int i = 0; i < BITS / 4; i++) part[i] = ((const word *)at)[i];
+    }
+    __device__ unsigned operator[](int i) const { return part[BITS * i / 32] >> BITS * i % 32 & ((1 << BITS) - 1); }
+};
+
 template <int BITS> struct Affine {
     static __device__ void decode(const byte *slot, const Matrix &matrix, int row, int piece, float *out) {
-        const byte *codes = slot + matrix.codes + row * matrix.row_bytes + BITS * piece;
-        long long place = Grouped::place(matrix, row, piece);
-        float scale = number_at(slot + matrix.scales, matrix.scale_kind, place);
-        float bias = number_at(slot + matrix.biases, matrix.scale_kind, place);
-        for (int i = 0; i < PIECE; i++) {
-            unsigned code = BITS == 8 ? codes[i] : codes[i / 2] >> 4 * (i & 1) & 15;
-            out[i] = scale * (float)code + bias;
-        }
+        const byte *at = slot + matrix.codes + row * matrix.row_bytes + BITS * piece;
+        const long long place = Grouped::place(matrix, row, piece);
+        const float scale = number_at(slot + matrix.scales, matrix.scale_kind, place);
+        const float bias = number_at(slot + matrix.biases, matrix.scale_kind, place);
+        const Codes<BITS> codes(at);
+        EACH_NUMBER out[i] = scale * (float)codes[i] + bias;
     }
 };
 
@@ -265,19 +333,19 @@ typedef Affine<8> AFFINE8;
 
 struct OCP_MXFP4 {
     static __device__ void decode(const byte *slot, const Matrix &matrix, int row, int piece, float *out) {
-        const byte *codes = slot + matrix.codes + row * matrix.row_bytes + 4 * piece;
-        float scale = half_power(slot[matrix.scales + Grouped::place(matrix, row, piece)]);
-        for (int i = 0; i < PIECE; i++) out[i] = scale * doubled_fp4(codes[i / 2] >> 4 * (i & 1) & 15);
+        const Codes<4> codes(slot + matrix.codes + row * matrix.row_bytes + 4 * piece);
+        const float scale = half_power(slot[matrix.scales + Grouped::place(matrix, row, piece)]);
+        EACH_NUMBER out[i] = scale * doubled_fp4(codes[i]);
     }
 };
 
 struct BLOCK_FP8 {
     static __device__ void decode(const byte *slot, const Matrix &matrix, int row, int piece, float *out) {
-        const byte *codes = slot + matrix.codes + row * matrix.row_bytes + PIECE * piece;
-        float scale = number_at(
+        const Codes<8> codes(slot + matrix.codes + row * matrix.row_bytes + PIECE * piece);
+        const float scale = number_at(
             slot + matrix.scales, matrix.scale_kind, Grouped::place(matrix, row / matrix.group, piece)
         );
-        for (int i = 0; i < PIECE; i++) out[i] = e4m3(codes[i]) * scale;
+        EACH_NUMBER out[i] = e4m3(codes[i]) * scale;
     }
 };
 
@@ -288,22 +356,22 @@ struct bfloat16 {
 };
 
 struct alignas(16) FourWords {
-    unsigned word[4];
+    word part[4];
 };
 
 // Eight numbers of a token from an address that is a multiple of 16 bytes.
 __device__ inline void load_piece(const float *at, float *out) {
     for (int part = 0; part < 2; part++) {
         FourWords words = ((const FourWords *)at)[part];
-        for (int i = 0; i < 4; i++) out[4 * part + i] = as_float(words.word[i]);
+        for (int i = 0; i < 4; i++) out[4 * part + i] = as_float(words.part[i]);
     }
 }
 
 __device__ inline void load_piece(const bfloat16 *at, float *out) {
     FourWords words = *(const FourWords *)at;
     for (int i = 0; i < 4; i++) {
-        out[2 * i] = as_float(words.word[i] << 16);
-        out[2 * i + 1] = as_float(words.word[i] & 0xFFFF0000u);
+        out[2 * i] = as_float(words.part[i] << 16);
+        out[2 * i + 1] = as_float(words.part[i] & 0xFFFF0000u);
     }
 }
 
@@ -316,53 +384,77 @@ __device__ inline float sum_of_lanes(float number) {
 }
 #endif
 
-// Grid: rows of the larger matrix / WARPS, experts, matrices. `input` [tokens, columns] and `output` [tokens,
+// Grid: rows of the larger matrix / ROWS / WARPS, experts, matrices. `input` [tokens, columns] and `output` [tokens,
 // output_row] have the tokens in the order of the experts; the second matrix's results follow the first's.
-template <typename Format, typename Input>
+template <typename Format, typename Input, int TOKENS>
 __global__ void products(
     Experts experts, Matrix first, Matrix second, const Input *input, float *output, int output_row
 ) {
     const Matrix &matrix = blockIdx.z ? second : first;
-    const int row = blockIdx.x * WARPS + threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const int row = (blockIdx.x * WARPS + threadIdx.x / WARP) * ROWS, lane = threadIdx.x % WARP;
     if (row >= matrix.rows)
         return;
     const byte *slot = experts.slot[blockIdx.y];
     const int count = experts.count[blockIdx.y];
     const int pieces = matrix.columns / PIECE;
-    const float addend = matrix.addend < 0 ? 0.0f : number_at(slot + matrix.addend, matrix.addend_kind, row);
     for (int start = 0; start < count; start += TOKENS) {
         const long long token = experts.first[blockIdx.y] + start;
         const int tokens = count - start < TOKENS ? count - start : TOKENS;
-        float sums[TOKENS] = {};
+        float sums[ROWS][TOKENS] = {};
         for (int piece = lane; piece < pieces; piece += WARP) {
-            float weights[PIECE];
-            Format::decode(slot, matrix, row, piece, weights);
+            float weights[ROWS][PIECE];
+#pragma unroll
+            for (int r = 0; r < ROWS; r++)
+                Format::decode(slot, matrix, row + r < matrix.rows ? row + r : row, piece, weights[r]);
 #pragma unroll
             for (int i = 0; i < TOKENS; i++) {
                 if (i < tokens) {
                     float numbers[PIECE];
                     load_piece(input + (token + i) * matrix.columns + PIECE * piece, numbers);
-                    for (int j = 0; j < PIECE; j++) sums[i] = fmaf(weights[j], numbers[j], sums[i]);
+#pragma unroll
+                    for (int r = 0; r < ROWS; r++)
+#pragma unroll
+                        for (int j = 0; j < PIECE; j++) sums[r][i] = fmaf(weights[r][j], numbers[j], sums[r][i]);
                 }
             }
         }
 #pragma unroll
-        for (int i = 0; i < TOKENS; i++) {
-            if (i < tokens) {
-                const float sum = sum_of_lanes(sums[i]);
-                if (lane == WARP - 1)
-                    output[(token + i) * output_row + (blockIdx.z ? first.rows : 0) + row] = sum + addend;
+        for (int r = 0; r < ROWS; r++) {
+            if (row + r < matrix.rows) {
+                const float addend =
+                    matrix.addend < 0 ? 0.0f : number_at(slot + matrix.addend, matrix.addend_kind, row + r);
+#pragma unroll
+                for (int i = 0; i < TOKENS; i++) {
+                    if (i < tokens) {
+                        const float sum = sum_of_lanes(sums[r][i]);
+                        if (lane == WARP - 1)
+                            output[(token + i) * output_row + (blockIdx.z ? first.rows : 0) + row + r] = sum + addend;
+                    }
+                }
             }
         }
     }
 }
 
-__device__ inline void store(float *at, float number) { *at = number; }
+// Eight numbers to an address that is a multiple of 16 bytes.
+__device__ inline void store_piece(float *at, const float *numbers) {
+    for (int part = 0; part < 2; part++) {
+        FourWords words;
+        for (int i = 0; i < 4; i++) words.part[i] = __float_as_uint(numbers[4 * part + i]);
+        ((FourWords *)at)[part] = words;
+    }
+}
 
-__device__ inline void store(bfloat16 *at, float number) {
-    unsigned bits = __float_as_uint(number);
-    bool is_nan = (bits & 0x7FFFFFFFu) > 0x7F800000u;
-    at->bits = is_nan ? 0x7FC0 : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+__device__ inline word rounded(float number) {
+    const word bits = __float_as_uint(number);
+    const bool is_nan = (bits & 0x7FFFFFFFu) > 0x7F800000u;
+    return is_nan ? 0x7FC0 : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+}
+
+__device__ inline void store_piece(bfloat16 *at, const float *numbers) {
+    FourWords words;
+    for (int i = 0; i < 4; i++) words.part[i] = rounded(numbers[2 * i]) | rounded(numbers[2 * i + 1]) << 16;
+    *(FourWords *)at = words;
 }
 
 // Grid: enough threads for a piece each. `output` [rows, columns].
@@ -373,5 +465,5 @@ template <typename Format, typename Output> __global__ void unpack(const byte *s
         return;
     float numbers[PIECE];
     Format::decode(slot, matrix, (int)(index / pieces), (int)(index % pieces), numbers);
-    for (int i = 0; i < PIECE; i++) store(output + PIECE * index + i, numbers[i]);
+    store_piece(output + PIECE * index, numbers);
 }
