@@ -158,7 +158,9 @@ class StandInDevice:
         speeds: Speeds | None = None,
         faults: Faults | None = None,
         holds_trunk: bool = False,
+        runs_routes: bool = False,
     ) -> None:
+        """``runs_routes``: where all experts of a layer are there, it finds those of a token by itself."""
         self.speeds = speeds or Speeds()
         self.faults = faults or Faults()
         self.clock = Clock()
@@ -168,6 +170,7 @@ class StandInDevice:
         self.buffers: dict[Slot, torch.Tensor] = {}
         self._total = memory
         self._holds_trunk = holds_trunk
+        self._runs_routes = runs_routes
         self._numbers = 0
         self._pending: list[CopyTicket] = []
         self._counts = {"copy": 0, "run": 0, "upload": 0, "any": 0}
@@ -281,6 +284,24 @@ class StandInDevice:
     ) -> None:
         for each in experts:
             self.run(each.slot, layout, gate, rows[each.start : each.stop], out[each.start : each.stop], None)
+
+    def whole_layer(self, slots: Sequence[Slot], layout: SlotLayout, dtype: torch.dtype) -> list[Slot] | None:
+        return list(slots) if self._runs_routes else None
+
+    def run_routes(
+        self, layer: list[Slot], layout: SlotLayout, gate: FamilyGate, rows: torch.Tensor, experts: torch.Tensor
+    ) -> tuple[torch.Tensor, Work]:
+        k = experts.shape[1]
+        out = torch.zeros(experts.numel(), rows.shape[1])
+        flat = experts.reshape(-1)
+        self.begin()
+        for expert in flat.unique().tolist():
+            mine = (flat == expert).nonzero()[:, 0]
+            found = torch.zeros(len(mine), rows.shape[1])
+            self.run(layer[expert], layout, gate, rows[mine // k], found, None)
+            out[mine] = found
+            self._read.clear()
+        return out, self.end()
 
     def end(self) -> Work:
         """Only what this layer began is waited for."""

@@ -55,6 +55,13 @@ template <typename Format, typename Input, int TOKENS> void call_products(void *
     );
 }
 
+template <typename Format, typename Input> void call_routed(void **a) {
+    routed<Format, Input>(
+        *(const byte *const **)a[0], *(const long long **)a[1], *(Matrix *)a[2], *(Matrix *)a[3],
+        *(const Input **)a[4], *(int *)a[5], *(float **)a[6], *(int *)a[7]
+    );
+}
+
 template <typename Format, typename Output> void call_unpack(void **a) {
     unpack<Format, Output>(*(const byte **)a[0], *(Matrix *)a[1], *(Output **)a[2]);
 }
@@ -64,6 +71,8 @@ template <typename Format, typename Output> void call_unpack(void **a) {
         {"products<" name ", float, 8>", call_products<__VA_ARGS__, float, 8>},                                        \
         {"products<" name ", bfloat16, 1>", call_products<__VA_ARGS__, bfloat16, 1>},                                  \
         {"products<" name ", bfloat16, 8>", call_products<__VA_ARGS__, bfloat16, 8>},                                  \
+        {"routed<" name ", float>", call_routed<__VA_ARGS__, float>},                                                  \
+        {"routed<" name ", bfloat16>", call_routed<__VA_ARGS__, bfloat16>},                                            \
         {"unpack<" name ", float>", call_unpack<__VA_ARGS__, float>},                                                  \
         {"unpack<" name ", bfloat16>", call_unpack<__VA_ARGS__, bfloat16>}
 #define WHOLE(format) KERNELS(#format, format)

@@ -211,6 +211,27 @@ def test_a_tokens_result_depends_on_no_other(launcher: EmulatedLauncher) -> None
     assert torch.equal(together, alone)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("name", "fused"), [("Q4_K", False), ("BF16", True), ("MXFP4", False), ("AFFINE4", True)])
+def test_routes_that_only_the_device_knows(
+    name: str, fused: bool, dtype: torch.dtype, launcher: EmulatedLauncher
+) -> None:
+    """The same bits as when the host sorts tokens by expert."""
+    hidden, ffn = (512, 256) if name in BLOCKS else (192, 128)
+    slots, layouts = zip(*(expert(all_of(name, fused), hidden, ffn, seed, "F32") for seed in range(4)), strict=True)
+    rows = torch.randn(3, hidden, generator=torch.Generator().manual_seed(1)).to(dtype)
+    chosen = torch.tensor([[3, 1], [1, 2], [0, 3]])
+    kernels = CudaExperts(launcher)
+    table = torch.tensor([slot.data_ptr() for slot in slots])
+    found = kernels.run_routes(table, layouts[0], SILU, rows, chosen, 0)
+    assert found.shape == (6, hidden)
+    alone = torch.zeros(3, hidden)
+    for token, experts in enumerate(chosen.tolist()):
+        for place, each in enumerate(experts):
+            kernels.run([ExpertRows(slots[each].data_ptr(), token, token + 1)], layouts[0], SILU, rows, alone, 0)
+            assert torch.equal(found[2 * token + place], alone[token])
+
+
 def test_what_the_kernels_do_not_read_is_left_to_torch() -> None:
     across = SlotMatrix("BF16", 0, 64 * 32 * 2, (32, 64), (1, 32))
     assert part_of(across) is None, "stored column by column"

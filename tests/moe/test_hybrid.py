@@ -317,3 +317,71 @@ def test_no_tokens_and_no_expert_twice(folder: Path) -> None:
     executor, _ = hybrid_on(folder, StandInDevice(), "balanced", 4)
     nothing = executor.run(0, torch.zeros(0, 48), torch.zeros(0, 2, dtype=torch.int64), torch.zeros(0, 2))
     assert nothing.shape == (0, 48)
+
+
+def test_a_device_with_whole_layers_finds_the_experts_itself(folder: Path) -> None:
+    """The same bits and the same counts as when the host sorts the routes, which are known once the step is over."""
+    experts = experts_of(folder)
+    room = experts.count * len(experts.layers)
+    usual, counted = hybrid_on(folder, StandInDevice(), "balanced", room)
+    device = StandInDevice(runs_routes=True)
+    found, recorder = hybrid_on(folder, device, "balanced", room)
+    recorder.reset()
+    counted.reset()
+    for step in range(3):
+        for layer in experts.layers:
+            hidden, indices, weights = routes(experts, 2, seed=step)
+            expected = usual.run(layer, hidden, indices, weights)
+            transfers = len([op for op in device.trace if op.kind in ("download", "upload")])
+            assert torch.equal(found.run(layer, hidden, indices, weights), expected)
+            if layer != experts.layers[0]:
+                assert len([op for op in device.trace if op.kind in ("download", "upload")]) == transfers
+    ours, theirs = recorder.frame(0).movement, counted.frame(0).movement
+    assert ours is not None and theirs is not None
+    assert (ours.tokens, ours.hits, ours.misses, ours.cpu_s) == (theirs.tokens, theirs.hits, 0, 0.0)
+    assert ours.gpu_s > 0 and ours.total_s >= ours.gpu_s
+    for layer in experts.layers:
+        assert found.popularity.counts(layer) == usual.popularity.counts(layer)
+
+
+def test_a_layer_that_lost_an_expert_is_decided_on_the_host_again(folder: Path) -> None:
+    experts = experts_of(folder)
+    device = StandInDevice(runs_routes=True)
+    room = experts.count * len(experts.layers)
+    executor, recorder = hybrid_on(folder, device, "balanced", room)
+    layer = experts.layers[1]
+    hidden, indices, weights = routes(experts, 2)
+    expected = executor.run(layer, hidden, indices, weights)
+    assert executor.cache.slot_of(layer, 0) is not None
+    executor.cache.drop(layer, 0)
+    before = recorder.frame(0).movement
+    again = executor.run(layer, hidden, torch.tensor([[0, 1], [0, 2]]), weights)
+    after = recorder.frame(0).movement
+    assert before is not None and after is not None and after.misses == before.misses + 1
+    assert again.shape == expected.shape
+    many = routes(experts, 40)
+    assert executor.run(experts.layers[0], *many).shape == (40, hidden.shape[1])
+    after = recorder.frame(0).movement
+    assert after is not None and after.activation_bytes > 0, "many routes are sorted on the host"
+
+
+def test_a_watched_layer_has_its_routes_at_once(folder: Path) -> None:
+    experts = experts_of(folder)
+    room = experts.count * len(experts.layers)
+    executor, recorder = hybrid_on(folder, StandInDevice(runs_routes=True), "balanced", room)
+    recorder.enabled = True
+    executor.run(experts.layers[0], *routes(experts, 2))
+    assert sum(executor.popularity.counts(experts.layers[0])) == 2 * K
+
+
+def test_a_device_lost_while_it_found_experts_itself(folder: Path) -> None:
+    experts = experts_of(folder)
+    room = experts.count * len(experts.layers)
+    device = StandInDevice(runs_routes=True)
+    executor, recorder = hybrid_on(folder, device, "balanced", room)
+    hidden, indices, weights = routes(experts, 2)
+    expected = executor.run(experts.layers[0], hidden, indices, weights)
+    device.faults.lost_at = 0
+    assert torch.allclose(executor.run(experts.layers[0], hidden, indices, weights), expected)
+    assert any("stopped working" in line for line in recorder.take_notices())
+    executor.close()

@@ -123,7 +123,7 @@ def test_families_give_the_same_bits_for_every_policy_and_cache(
     alone, reference = answers[folder]
     slab = experts.nbytes // (experts.count * len(experts.layers)) + 64
     slots = cached(experts.count, kept)
-    device = StandInDevice(MEMORY)
+    device = StandInDevice(MEMORY, runs_routes=kept == "everything")
     model = load(folder, device, policy=policy, gpu_expert_bytes=None if slots is None else slots * slab)
     assert model.facts.policy == policy
     assert model.facts.executor.startswith(f"hybrid ({policy}")

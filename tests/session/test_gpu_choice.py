@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from benchmarks.stand_in_device import Speeds, StandInDevice, calibration_of
 from engine.calibration.calibration_file import calibration_key, load_calibration, save_calibration, shape_of
@@ -153,5 +154,6 @@ def test_a_dense_model_has_nothing_to_measure(tiny_model: Callable[..., Path], m
     assert device.trace == []
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_nothing_is_asked(folder: Path) -> None:
     assert settled(folder) == ("auto", [])

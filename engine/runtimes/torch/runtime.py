@@ -22,6 +22,7 @@ from engine.moe.timing import Recorder
 from engine.runtimes.protocol import RingPlace
 from engine.runtimes.torch.experts_module import ExpertsPlace, experts_per_token, find_experts, gate_of, replace_experts
 from engine.runtimes.torch.facts import describe
+from engine.runtimes.torch.fused_norms import fuse_norms
 from engine.runtimes.torch.gpu_memory_plan import (
     GpuFinder,
     SharedRoom,
@@ -111,6 +112,8 @@ class TorchRuntime:
         expect_two_projections(module, names)
         fill_trunk(module, files, dtype, device, progress)
         attend_to_latents(module)
+        if device.type == "cuda":
+            fuse_norms(module)
         top_k = experts_per_token(places)
         shared: SharedRoom | None = None
         if isinstance(backend, HybridBackend) and room is not None:

@@ -83,6 +83,7 @@ class CudaDevice:
         self._in_layer = False
         self._copied: torch.cuda.Event | None = None
         self._kernels: CudaExperts | None = None
+        self._read_by_trunk: torch.cuda.Event | None = None
 
     @property
     def name(self) -> str:
@@ -176,6 +177,8 @@ class CudaDevice:
             last_read = self._last_read.get(slot)
             if last_read is not None:
                 self._copies.wait_event(last_read)
+            if self._read_by_trunk is not None:
+                self._copies.wait_event(self._read_by_trunk)
             if self._in_layer:
                 self._mark(self._copies)
             for piece in pieces:
@@ -206,6 +209,25 @@ class CudaDevice:
         out: torch.Tensor,
     ) -> None:
         self._compute(experts, layout, gate, rows, out, None)
+
+    def whole_layer(self, slots: Sequence[Slot], layout: SlotLayout, dtype: torch.dtype) -> torch.Tensor | None:
+        if self._kernels is None or not self._kernels.runs(layout, dtype, 1):
+            return None
+        return self.upload(torch.tensor([self._slots[slot].data_ptr() for slot in slots], dtype=torch.int64))
+
+    def run_routes(
+        self, layer: torch.Tensor, layout: SlotLayout, gate: FamilyGate, rows: torch.Tensor, experts: torch.Tensor
+    ) -> tuple[torch.Tensor, CudaWork]:
+        assert self._kernels is not None
+        with _translated():
+            stream = torch.cuda.current_stream(self._device)
+            begun, first = time.perf_counter(), torch.cuda.Event(enable_timing=True)
+            first.record(stream)
+            routed = self._kernels.run_routes(layer, layout, gate, rows, experts.long(), stream.cuda_stream)
+            last = torch.cuda.Event(enable_timing=True)
+            last.record(stream)
+        self._read_by_trunk = last
+        return routed, CudaWork(begun, first, last)
 
     def _compute(
         self,

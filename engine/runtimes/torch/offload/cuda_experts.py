@@ -207,6 +207,11 @@ def _with_bias(part: Part, bias: SlotMatrix | None) -> Part:
     return part if bias is None else replace(part, addend=bias.offset, addend_kind=_KINDS[bias.format])
 
 
+def _blocks(matrices: Sequence[Part]) -> int:
+    """Blocks of threads that make all rows of any of ``matrices``."""
+    return -(-max(part.rows for part in matrices) // (_ROWS * _WARPS))
+
+
 class CudaExperts:
     """See the module. Everything is begun on a stream of CUDA, given by its address; nothing is waited for."""
 
@@ -229,6 +234,8 @@ class CudaExperts:
         for tokens in (1, AT_ONCE):
             self._launcher.prepare(f"products<{parts.gate.format}, {_INPUTS[dtype]}, {tokens}>")
             self._launcher.prepare(f"products<{parts.down.format}, float, {tokens}>")
+        self._launcher.prepare(f"routed<{parts.gate.format}, {_INPUTS[dtype]}>")
+        self._launcher.prepare(f"routed<{parts.down.format}, float>")
         for part in (parts.gate, parts.up, parts.down):
             if part is not None and part.format not in _PLAIN:
                 self._launcher.prepare(f"unpack<{part.format}, {_INPUTS[dtype]}>")
@@ -271,6 +278,56 @@ class CudaExperts:
         for some in several:
             self._products(some, (parts.down,), down, down, gated, out[start:stop], stream)
 
+    def run_routes(
+        self,
+        slots: torch.Tensor,
+        layout: SlotLayout,
+        gate: Gate,
+        rows: torch.Tensor,
+        experts: torch.Tensor,
+        stream: int,
+    ) -> torch.Tensor:
+        """Begin to run ``rows`` [tokens, hidden] on their ``experts`` [tokens, k], int64 on the device: float32
+        [tokens * k, hidden]. ``slots`` has the addresses of all experts, int64. Everything else is as in :meth:`run`.
+        """
+        parts = self.parts(layout)
+        assert parts is not None
+        rows, experts = rows.contiguous(), experts.contiguous()
+        routes, k = experts.numel(), experts.shape[1]
+        both = torch.empty(routes, parts.width, dtype=torch.float32, device=rows.device)
+        matrices = (parts.gate,) if parts.up is None else (parts.gate, parts.up)
+        first, second, down = (parts.arguments[name] for name in ("gate", "up", "down"))
+        self._routed(slots, experts, matrices, (first, second), rows, k, both, stream)
+        gate_out, up_out = both.chunk(2, dim=-1)
+        gated = gate(gate_out, up_out).float().contiguous()
+        out = torch.empty(routes, rows.shape[1], dtype=torch.float32, device=rows.device)
+        self._routed(slots, experts, (parts.down,), (down, down), gated, 1, out, stream)
+        return out
+
+    def _routed(
+        self,
+        slots: torch.Tensor,
+        experts: torch.Tensor,
+        matrices: Sequence[Part],
+        both: tuple[_Matrix, _Matrix],
+        rows: torch.Tensor,
+        share: int,
+        out: torch.Tensor,
+        stream: int,
+    ) -> None:
+        arguments: tuple[Any, ...] = (
+            ctypes.c_void_p(slots.data_ptr()),
+            ctypes.c_void_p(experts.data_ptr()),
+            *both,
+            ctypes.c_void_p(rows.data_ptr()),
+            ctypes.c_int(share),
+            ctypes.c_void_p(out.data_ptr()),
+            ctypes.c_int(out.shape[1]),
+        )
+        grid = (_blocks(matrices), experts.numel(), len(matrices))
+        kernel = f"routed<{matrices[0].format}, {_INPUTS[rows.dtype]}>"
+        self._launcher.launch(kernel, grid, _WARPS * _WARP, arguments, stream)
+
     def unpacked(self, matrix: SlotMatrix, slot: torch.Tensor, dtype: torch.dtype, stream: int) -> torch.Tensor | None:
         """The numbers of a packed ``matrix`` in ``slot``, of ``dtype``: equal to those of
         :mod:`engine.runtimes.torch.offload.torch_unpacking`; None if the kernels do not read it."""
@@ -305,8 +362,7 @@ class CudaExperts:
             ctypes.c_void_p(out.data_ptr()),
             ctypes.c_int(out.shape[1]),
         )
-        tallest = max(part.rows for part in matrices)
-        grid = (-(-tallest // (_ROWS * _WARPS)), len(experts), len(matrices))
+        grid = (_blocks(matrices), len(experts), len(matrices))
         tokens = 1 if all(each.stop - each.start == 1 for each in experts) else AT_ONCE
         kernel = f"products<{matrices[0].format}, {_INPUTS[rows.dtype]}, {tokens}>"
         self._launcher.launch(kernel, grid, _WARPS * _WARP, arguments, stream)

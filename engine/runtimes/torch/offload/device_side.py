@@ -81,6 +81,10 @@ class DeviceSide:
         self._idle_layers = 0
         self._learned = True
 
+    def arriving(self, layer: int) -> bool:
+        """Whether an expert of ``layer`` may still be on its way."""
+        return any(key[0] == layer for key in self._arriving)
+
     def begin_copies(self, step: LayerStep, uses_cache: bool) -> bool:
         """Begin the copies that need not wait for anything; whether the device has anything to do."""
         moved = sorted(step.placed("pmove"), key=lambda each: -each.tokens)

@@ -230,6 +230,19 @@ class ExpertDevice(Protocol):
         those of all of the layer's routes. Raises OutOfDeviceMemory, and then any of the results may be missing."""
         ...
 
+    def whole_layer(self, slots: Sequence[Slot], layout: SlotLayout, dtype: torch.dtype) -> Any:
+        """What :meth:`run_routes` needs to know of a layer whose experts are all there, in ``slots`` in their order;
+        None if it does not run them."""
+        ...
+
+    def run_routes(
+        self, layer: Any, layout: SlotLayout, gate: FamilyGate, rows: torch.Tensor, experts: torch.Tensor
+    ) -> tuple[torch.Tensor, LayerWork]:
+        """Begin to run ``rows`` [tokens, hidden] on their ``experts`` [tokens, k], which stay on the device, as work of
+        the trunk: float32 [tokens * k, hidden]. ``layer`` is from :meth:`whole_layer`. Not between :meth:`begin` and
+        :meth:`end`. Raises OutOfDeviceMemory."""
+        ...
+
     def end(self) -> LayerWork:
         """The trunk's next work waits for all that was begun since :meth:`begin`; a copy begun between layers is waited
         for by the runs that are given its ticket, and by nobody else."""

@@ -5,6 +5,9 @@ on the GPU after its weights were copied there, or on the CPU. Copies and the GP
 themselves while the CPU does its part; then the CPU's results follow, and all are weighted and added in the order of
 the routes on the trunk's device. So neither the policy nor what the cache holds can change a sum.
 
+Where all experts of a layer are on the GPU, there is nothing to decide: few tokens find theirs there, without the host,
+which is a step ahead meanwhile. Their routes are counted once the step is over.
+
 In a ring the trunk is on the CPU, as on machines without a GPU: its bits must be the same on all of them. Rows go to
 the device only for the experts that it runs, and their results come back to the host, where they travel from.
 """
@@ -14,6 +17,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -34,6 +38,8 @@ from engine.runtimes.torch.offload.slab_cache import Key, SlabCache
 from engine.runtimes.torch.offload.tensor_backend import TensorBackend
 from engine.system.free_memory import RESERVE_BYTES, memory
 
+FEW_ROUTES = 64
+"""Routes that find their experts on the GPU, each by itself; for more, an expert's tokens are better kept together."""
 WORTH_EVERY = 4
 """One in so many layers is asked what it would take without the cache: a decision costs as much as it does."""
 
@@ -48,6 +54,24 @@ class _Pending:
     cpu: tuple[float, float] | None
     work: LayerWork | None
     without_s: float | None
+
+
+@dataclass(frozen=True)
+class _Routed:
+    """A layer whose experts the GPU found by itself: ``experts`` [tokens, k] are on the device."""
+
+    layer: int
+    experts: torch.Tensor
+    work: LayerWork
+
+
+@dataclass(frozen=True)
+class _WholeLayer:
+    """What is known of a layer as long as the cache does not change. ``there``: see
+    :meth:`engine.runtimes.torch.offload.devices.ExpertDevice.whole_layer`; None if not all of its experts are there."""
+
+    changes: int
+    there: Any
 
 
 @dataclass(frozen=True)
@@ -95,7 +119,10 @@ class HybridBackend(TensorBackend):
         self._memory = DeviceCache(host, device, policy, recorder.notice, experts_per_token)
         self._cache = self._memory.slabs
         self._side = DeviceSide(host, device, gates, self._memory, policy.cache, recorder)
+        self._gates = gates
         self._pending: _Pending | None = None
+        self._routed_there: list[_Routed] = []
+        self._whole: dict[int, _WholeLayer] = {}
         self._worth = CacheWorth()
         # Baselines are measured as they are.
         self._judged = policy.cache.kind in ("lru", "lfru") and policy.name != "lru-offload"
@@ -271,6 +298,9 @@ class HybridBackend(TensorBackend):
         """What each route's expert makes of its token, float32 [tokens * k, hidden], all on the trunk's device."""
         device, movement = self._device, self._recorder.movement
         self._begin_layer(layer)
+        whole = self._whole_layer(layer) if indices.numel() <= FEW_ROUTES else None
+        if whole is not None:
+            return self._run_there(layer, whole, hidden, indices)
         started = device.now()
         # Few hidden states come to the host together with the routes: one wait instead of two.
         few = hidden.shape[0] <= FEW_TOKENS
@@ -302,6 +332,45 @@ class HybridBackend(TensorBackend):
                 routed = out.index_select(0, back)
             self._finish(step, started, cpu, work)
         return routed
+
+    def _whole_layer(self, layer: int) -> Any:
+        """What the device needs to run any expert of ``layer``; None if they are not all there, or it cannot."""
+        if not self._uses_cache or self._side.arriving(layer):
+            return None
+        known = self._whole.get(layer)
+        if known is None or known.changes != self._cache.changes:
+            slots = self._cache.whole_layer(layer)
+            there = None
+            if slots is not None:
+                there = self._device.whole_layer(slots, self._host.layout(layer), self.dtype)
+            known = self._whole[layer] = _WholeLayer(self._cache.changes, there)
+        return known.there
+
+    def _run_there(self, layer: int, whole: Any, hidden: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        routed, work = self._device.run_routes(whole, self._host.layout(layer), self._gates[layer], hidden, indices)
+        self._routed_there.append(_Routed(layer, indices, work))
+        if self._recorder.enabled:  # which looks at the counts after every layer
+            self._count_routed_there()
+        return routed
+
+    def _count_routed_there(self) -> None:
+        """Count the routes that only the device knows so far, and what they took; waits for it."""
+        done, self._routed_there = self._routed_there, []
+        movement = self._recorder.movement
+        for each, experts in zip(done, self._on_host([each.experts for each in done]), strict=True):
+            routes = sort_routes(experts, self._count)
+            self._count_routes(each.layer, routes)
+            self._cache.touch(each.layer, routes.segments)
+            movement.hits += len(routes.segments)
+            begun, ended = each.work.interval()
+            movement.gpu_s += ended - begun
+            movement.total_s += ended - begun
+
+    def _on_host(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies of small tensors on the host, in one transfer where they are alike."""
+        if len({tensor.shape for tensor in tensors}) == 1:
+            return list(self._device.download(torch.stack(tensors))[0])
+        return self._device.download(*tensors)
 
     def _from_host(self, layer: int, routes: SortedRoutes, hidden: torch.Tensor) -> torch.Tensor:
         """The same for ``hidden`` on the host, to the host; rows of routes with -1 are zero."""
@@ -339,6 +408,7 @@ class HybridBackend(TensorBackend):
     def _begin_layer(self, layer: int) -> None:
         if layer == self._layers[0]:
             self._steps += 1
+            self._count_routed_there()
             self._memory.watch()
             self._side.next_step()
 
@@ -401,6 +471,7 @@ class HybridBackend(TensorBackend):
         """Go on without the device. Raises ModelError if the trunk was on it."""
         self._lost = True
         self._pending = None
+        self._routed_there = []
         self._uses_cache = False
         if self._holds_trunk:
             raise ModelError(
@@ -414,6 +485,8 @@ class HybridBackend(TensorBackend):
 
     def settle(self) -> None:
         """Add what the last layer took; waits for the device if it is still at it."""
+        with contextlib.suppress(DeviceLost):  # said by what needs the device next
+            self._count_routed_there()
         pending, self._pending = self._pending, None
         if pending is None:
             return

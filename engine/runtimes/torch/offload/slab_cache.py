@@ -40,6 +40,8 @@ class SlabCache:
         self._heaps: dict[int, list[tuple[float, Key]]] = {pool: [] for pool in self._pools()}
         self._half_life = float(HALF_LIFE_STEPS * max(1, len(self._layers)))
         self._now = 0
+        self.changes = 0
+        """How often it changed what is where."""
         # What an expert of average use is worth after long use; never used without frequencies.
         average = max(1, per_token) / max(1, experts) * HALF_LIFE_STEPS / math.log(2.0)
         self._seed_worth = math.log2(average) if rule.kind == "lfru" else -1.0
@@ -57,6 +59,12 @@ class SlabCache:
 
     def slot_of(self, layer: int, expert: int) -> Slot | None:
         return self._where.get((layer, expert))
+
+    def whole_layer(self, layer: int) -> list[Slot] | None:
+        """The slots of all experts of ``layer``, in their order; None if one of them is not there."""
+        slots = [self._where.get((layer, expert)) for expert in range(self._experts)]
+        found = [slot for slot in slots if slot is not None]
+        return found if len(found) == len(slots) else None
 
     def resident(self, layer: int) -> list[int]:
         """The experts of ``layer`` that are there, ascending."""
@@ -109,6 +117,7 @@ class SlabCache:
         """The expert is not there after all (its copy failed); its slot is free."""
         slot = self._where.pop((layer, expert), None)
         if slot is not None:
+            self.changes += 1
             del self._holds[slot]
             self._free[self._slots[slot]].append(slot)
 
@@ -166,6 +175,7 @@ class SlabCache:
             groups.setdefault(slot.group, []).append(slot)
         stay = {self._where[layer, expert].group for expert in needed if (layer, expert) in self._where}
         given: list[Slot] = []
+        self.changes += 1
         for group in sorted((group for group in groups if group not in stay), key=lambda g: self._heat(groups[g])):
             if len(given) >= slots:
                 break
@@ -208,6 +218,7 @@ class SlabCache:
         return hottest, slots[0].group
 
     def _put(self, key: Key, slot: Slot) -> Slot:
+        self.changes += 1
         self._where[key] = slot
         self._holds[slot] = key
         self._push(self._value(key), key)

@@ -5,6 +5,8 @@
 // token's result is made of, and in which order, depends on nothing but the matrix: not on the tokens or experts beside
 // it.
 //
+// routed<Format, Input>: the same for single tokens whose experts the host does not know.
+//
 // unpack<Format, Output>: a whole matrix as numbers, for a product of many tokens.
 //
 // The layouts of blocks are ggml's; see engine/models/number_formats.py. Decoding rounds as torch_unpacking.py does, so
@@ -384,6 +386,50 @@ __device__ inline float sum_of_lanes(float number) {
 }
 #endif
 
+// The rows `row` and following, as many as a warp makes, of `matrix` times `tokens` tokens, at most TOKENS. `output` is
+// where the first token's result belongs; those of the others follow after `output_row` numbers each.
+template <typename Format, typename Input, int TOKENS>
+__device__ inline void multiply(
+    const byte *slot, const Matrix &matrix, int row, int tokens, const Input *input, float *output, int output_row
+) {
+    const int lane = threadIdx.x % WARP, pieces = matrix.columns / PIECE;
+    float sums[ROWS][TOKENS] = {};
+    for (int piece = lane; piece < pieces; piece += WARP) {
+        float weights[ROWS][PIECE];
+#pragma unroll
+        for (int r = 0; r < ROWS; r++)
+            Format::decode(slot, matrix, row + r < matrix.rows ? row + r : row, piece, weights[r]);
+#pragma unroll
+        for (int i = 0; i < TOKENS; i++) {
+            if (i < tokens) {
+                float numbers[PIECE];
+                load_piece(input + (long long)i * matrix.columns + PIECE * piece, numbers);
+#pragma unroll
+                for (int r = 0; r < ROWS; r++)
+#pragma unroll
+                    for (int j = 0; j < PIECE; j++) sums[r][i] = fmaf(weights[r][j], numbers[j], sums[r][i]);
+            }
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+        if (row + r < matrix.rows) {
+            const float addend =
+                matrix.addend < 0 ? 0.0f : number_at(slot + matrix.addend, matrix.addend_kind, row + r);
+#pragma unroll
+            for (int i = 0; i < TOKENS; i++) {
+                if (i < tokens) {
+                    const float sum = sum_of_lanes(sums[r][i]);
+                    if (lane == WARP - 1)
+                        output[(long long)i * output_row + row + r] = sum + addend;
+                }
+            }
+        }
+    }
+}
+
+__device__ inline int first_row() { return (blockIdx.x * WARPS + threadIdx.x / WARP) * ROWS; }
+
 // Grid: rows of the larger matrix / ROWS / WARPS, experts, matrices. `input` [tokens, columns] and `output` [tokens,
 // output_row] have the tokens in the order of the experts; the second matrix's results follow the first's.
 template <typename Format, typename Input, int TOKENS>
@@ -391,49 +437,34 @@ __global__ void products(
     Experts experts, Matrix first, Matrix second, const Input *input, float *output, int output_row
 ) {
     const Matrix &matrix = blockIdx.z ? second : first;
-    const int row = (blockIdx.x * WARPS + threadIdx.x / WARP) * ROWS, lane = threadIdx.x % WARP;
+    const int row = first_row(), count = experts.count[blockIdx.y];
     if (row >= matrix.rows)
         return;
-    const byte *slot = experts.slot[blockIdx.y];
-    const int count = experts.count[blockIdx.y];
-    const int pieces = matrix.columns / PIECE;
     for (int start = 0; start < count; start += TOKENS) {
         const long long token = experts.first[blockIdx.y] + start;
-        const int tokens = count - start < TOKENS ? count - start : TOKENS;
-        float sums[ROWS][TOKENS] = {};
-        for (int piece = lane; piece < pieces; piece += WARP) {
-            float weights[ROWS][PIECE];
-#pragma unroll
-            for (int r = 0; r < ROWS; r++)
-                Format::decode(slot, matrix, row + r < matrix.rows ? row + r : row, piece, weights[r]);
-#pragma unroll
-            for (int i = 0; i < TOKENS; i++) {
-                if (i < tokens) {
-                    float numbers[PIECE];
-                    load_piece(input + (token + i) * matrix.columns + PIECE * piece, numbers);
-#pragma unroll
-                    for (int r = 0; r < ROWS; r++)
-#pragma unroll
-                        for (int j = 0; j < PIECE; j++) sums[r][i] = fmaf(weights[r][j], numbers[j], sums[r][i]);
-                }
-            }
-        }
-#pragma unroll
-        for (int r = 0; r < ROWS; r++) {
-            if (row + r < matrix.rows) {
-                const float addend =
-                    matrix.addend < 0 ? 0.0f : number_at(slot + matrix.addend, matrix.addend_kind, row + r);
-#pragma unroll
-                for (int i = 0; i < TOKENS; i++) {
-                    if (i < tokens) {
-                        const float sum = sum_of_lanes(sums[r][i]);
-                        if (lane == WARP - 1)
-                            output[(token + i) * output_row + (blockIdx.z ? first.rows : 0) + row + r] = sum + addend;
-                    }
-                }
-            }
-        }
+        multiply<Format, Input, TOKENS>(
+            experts.slot[blockIdx.y], matrix, row, count - start < TOKENS ? count - start : TOKENS,
+            input + token * matrix.columns, output + token * output_row + (blockIdx.z ? first.rows : 0), output_row
+        );
     }
+}
+
+// The same for single routes whose experts only the GPU knows: that of route i is `slots[experts[i]]`, and its token
+// is row i / share of `input`. Its result is row i of `output`. Grid: as above, with routes for experts.
+template <typename Format, typename Input>
+__global__ void routed(
+    const byte *const *slots, const long long *experts, Matrix first, Matrix second, const Input *input, int share,
+    float *output, int output_row
+) {
+    const Matrix &matrix = blockIdx.z ? second : first;
+    const int row = first_row();
+    const long long route = blockIdx.y;
+    if (row >= matrix.rows)
+        return;
+    multiply<Format, Input, 1>(
+        slots[experts[route]], matrix, row, 1, input + route / share * matrix.columns,
+        output + route * output_row + (blockIdx.z ? first.rows : 0), output_row
+    );
 }
 
 // Eight numbers to an address that is a multiple of 16 bytes.
