@@ -124,6 +124,7 @@ class CopyTicket:
     pieces: tuple[HostPiece, ...]
     end: float
     failed: bool
+    altered: bool = False
     done: bool = False
 
 
@@ -139,10 +140,12 @@ class Work:
 @dataclass
 class Faults:
     """What goes wrong: the number of the copy that is refused, or arrives damaged; of the run or upload there is no
-    room for; of the operation at which the device is lost. Counted from 1 over the device's life; empty: nothing."""
+    room for; of the copy that arrives with other bytes, which nobody
+    is told; of the operation at which the device is lost. Counted from 1 over the device's life; empty: nothing."""
 
     copies_refused: set[int] = field(default_factory=set)
     copies_damaged: set[int] = field(default_factory=set)
+    copies_altered: set[int] = field(default_factory=set)
     runs_without_room: set[int] = field(default_factory=set)
     uploads_without_room: set[int] = field(default_factory=set)
     lost_at: int | None = None
@@ -241,7 +244,8 @@ class StandInDevice:
             )
         )
         self.buffers[slot].fill_(0x5A)
-        ticket = CopyTicket(slot, tuple(pieces), end, number in self.faults.copies_damaged)
+        altered = number in self.faults.copies_altered
+        ticket = CopyTicket(slot, tuple(pieces), end, number in self.faults.copies_damaged, altered)
         self._pending = [other for other in self._pending if other.slot != slot] + [ticket]
         self._begun.append(ticket)
         return ticket
@@ -344,7 +348,7 @@ class StandInDevice:
         shift = self._shifts[ticket.slot] = (first.tensor.data_ptr() - first.offset - buffer.data_ptr()) % ALIGNMENT
         for piece in ticket.pieces:
             start = shift + piece.offset
-            buffer[start : start + piece.tensor.nbytes] = piece.tensor
+            buffer[start : start + piece.tensor.nbytes] = piece.tensor.flip(0) if ticket.altered else piece.tensor
 
     def _transfer(self, kind: Literal["download", "upload"], tensor: torch.Tensor) -> torch.Tensor:
         start = self.clock.seconds

@@ -20,11 +20,13 @@ DECODE_CONTEXT = 512
 """Tokens in the cache that predictions of decoding assume."""
 PREFILL_TOKENS = 512
 """Tokens of the prompt that predictions of prefill assume."""
-TRUNK_OPERATIONS = 150
+TRUNK_OPERATIONS = 60
 """What a decoder layer of transformers costs the host where it runs on a GPU, in small operations there. Measured with
-an H100: 1.6 ms, where an operation took 11 us."""
-EXECUTOR_OPERATIONS = 110
-"""The same of a layer's experts beside running them: routes, decisions, activations. Measured as 1.2 ms there."""
+an H100 beside which an operation took 14 to 19 us."""
+EXECUTOR_OPERATIONS = 65
+"""The same of a layer's experts beside running them: routes, decisions, activations. Measured there."""
+RESIDENT_OPERATIONS = 15
+"""The same where all experts of the layer are on the GPU, and few tokens find theirs without the host."""
 
 
 @dataclass(frozen=True)
@@ -191,18 +193,29 @@ def hybrid_speed(
         raise ValueError(f"the calibration of {calibration.machine!r} has no GPU: measure one before sharing experts")
     rate = _weight_rate(calibration.gpu, calibration)
     per_s = _operations_rate(calibration.gpu, calibration, model)
-    begun = (TRUNK_OPERATIONS * model.layers if model.trunk_bytes else 0) + EXECUTOR_OPERATIONS * model.moe_layers
-    other = model.layers * layer_overhead_s + begun * calibration.gpu_operation_s
     by_layer = policy.cache.kind == "layers"
     resident = slots_per_layer / model.experts if by_layer and model.experts else shares.caught(slots_per_layer)
+    whole = resident if by_layer else float(slots_per_layer >= model.experts)
+    other = model.layers * layer_overhead_s
     active = min(model.experts_per_token, model.experts)
     decode = decode_layer_s(active, resident, calibration, policy)
     prefill = prefill_layer_s(_tokens(model, shares), slots_per_layer, calibration, policy)
     return Speed(
-        step_s=other + _trunk(model, 1, rate, per_s) + model.moe_layers * decode,
-        prefill_s=other + _trunk(model, PREFILL_TOKENS, rate, per_s) + model.moe_layers * prefill,
+        step_s=other + _begun_s(model, calibration, whole) + _trunk(model, 1, rate, per_s) + model.moe_layers * decode,
+        prefill_s=other
+        + _begun_s(model, calibration, 0.0)
+        + _trunk(model, PREFILL_TOKENS, rate, per_s)
+        + model.moe_layers * prefill,
         layer_s=decode,
     )
+
+
+def _begun_s(model: ModelSizes, calibration: Calibration, whole: float) -> float:
+    """Seconds that the host takes to begin what the GPU does in a forward pass. ``whole``: the share of the MoE layers
+    whose experts are all there, and found there by few tokens."""
+    sharing = whole * RESIDENT_OPERATIONS + (1.0 - whole) * EXECUTOR_OPERATIONS
+    trunk = TRUNK_OPERATIONS * model.layers if model.trunk_bytes else 0
+    return (trunk + sharing * model.moe_layers) * calibration.gpu_operation_s
 
 
 def cpu_speed(

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import get_args
 
-import numpy as np
 import pytest
 import torch
 
-from engine.ipc.messages import ExpertPolicy, Load
 from engine.models.opening import open_model
 from engine.runtimes.torch.offload.cuda_device import CudaDevice, find_gpu
 from engine.runtimes.torch.offload.devices import DeviceLost, OutOfDeviceMemory, tensors_in
 from engine.runtimes.torch.offload.gates import Activation, FamilyGate
 from engine.runtimes.torch.offload.host_memory import HostExperts
-from engine.runtimes.torch.offload.hybrid import HybridBackend
 from engine.runtimes.torch.offload.local_torch import run_expert
-from engine.runtimes.torch.runtime import TorchRuntime
 
 needs_gpu = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")]
 SILU = FamilyGate(Activation("silu"), Activation("silu"))
@@ -79,33 +74,3 @@ class TestCuda:
     def test_a_refused_lock_leaves_the_device_alone(self, device: CudaDevice) -> None:
         assert device.lock_pages(8, 1 << 20) is not None
         assert torch.ones(3, device=device.torch_device).sum().item() == 3.0
-
-    @pytest.mark.parametrize("policy", get_args(ExpertPolicy))
-    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-    def test_models_equal_the_cpu(
-        self,
-        policy: ExpertPolicy,
-        dtype: str,
-        tiny_model: Callable[..., Path],
-        monkeypatch: pytest.MonkeyPatch,
-        tmp_path: Path,
-    ) -> None:
-        monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path))
-        torch.backends.cuda.matmul.allow_tf32 = False
-        folder = tiny_model("qwen3_moe", dtype=dtype)
-
-        def run(**options: object) -> list[np.ndarray]:
-            model = TorchRuntime().load(folder, Load(id=1, model="m", policy=policy, **options), lambda *_: None)
-            assert isinstance(model.executor.backend, HybridBackend) == (options["partitioning"] == "hybrid")
-            rows = model.start()
-            found = [rows.extend(list(range(3, 90)))]
-            found += [rows.step([token])[0] for token in (5, 9, 40, 77)]
-            found.append(rows.fan_out(4).step([7, 8, 9, 10]).ravel())
-            model.close()
-            return found
-
-        alone = run(partitioning="cpu")
-        for nbytes in (0, 200_000, None):
-            for ours, theirs in zip(run(partitioning="hybrid", gpu_expert_bytes=nbytes), alone, strict=True):
-                limit = 1e-3 if dtype == "float32" else 4e-2
-                assert np.abs(ours - theirs).max() <= limit * np.abs(theirs).max()

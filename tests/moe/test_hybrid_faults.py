@@ -21,7 +21,7 @@ from engine.planning.hybrid import GPU_RUNTIME_BYTES
 from engine.runtimes.torch import gpu_memory_plan as sharing
 from engine.runtimes.torch.cache import KeyValueCache
 from engine.runtimes.torch.model import TorchModel
-from engine.runtimes.torch.offload import device_cache, device_side, hybrid
+from engine.runtimes.torch.offload import device_cache, device_check, device_side, hybrid
 from engine.runtimes.torch.offload.devices import DeviceLost
 from engine.runtimes.torch.runtime import TorchRuntime
 from engine.session.session import Session
@@ -118,8 +118,9 @@ def test_memory_taken_while_running_shrinks_the_cache_and_it_grows_again(
 
 
 def test_no_room_to_compute_runs_on_the_cpu(folder: Path, expected: list[np.ndarray], small_groups: None) -> None:
-    device = StandInDevice(MEMORY, faults=Faults(runs_without_room={1, 2, 7}))
+    device = StandInDevice(MEMORY)
     model = load(folder, device)
+    device.faults.runs_without_room = {device._counts["run"] + number for number in (1, 2, 7)}
     full = executor_of(model).cache.capacity
     assert same(greedy(model), expected)
     assert executor_of(model).cache.capacity < full
@@ -248,8 +249,9 @@ def test_no_room_for_activations_makes_room_and_runs_again(
     folder: Path, expected: list[np.ndarray], small_groups: None, policy: str
 ) -> None:
     # Copies are under way when it happens: what they were bringing must not be taken for being there.
-    faults = Faults(uploads_without_room={1, 9})
-    model = load(folder, StandInDevice(MEMORY, faults=faults), policy=policy, gpu_expert_bytes=15 * ONE_EXPERT)
+    device = StandInDevice(MEMORY)
+    model = load(folder, device, policy=policy, gpu_expert_bytes=15 * ONE_EXPERT)
+    device.faults.uploads_without_room = {device._counts["upload"] + number for number in (1, 9)}
     assert same(greedy(model), expected)
     assert 0 < executor_of(model).cache.capacity < 15
     assert any("GPU memory is short" in line for line in said(model))
@@ -342,3 +344,42 @@ def test_a_gpu_that_cannot_be_used_is_said_and_the_cpu_answers(
     monkeypatch.setattr(sharing, "gpu_present", lambda: True)
     assert any("but torch cannot use it" in notice for notice in load(folder, None).facts.notices)
     assert load(folder, None, partitioning="cpu").facts.notices == []
+
+
+@pytest.mark.parametrize("finds_experts", [False, True])
+def test_a_copy_that_arrived_damaged_is_found_when_the_model_is_loaded(
+    folder: Path, expected: list[np.ndarray], finds_experts: bool
+) -> None:
+    device = StandInDevice(MEMORY, faults=Faults(copies_altered={2, 11}), runs_routes=finds_experts)
+    model = load(folder, device)
+    (line,) = [line for line in model.facts.notices if "damaged" in line]
+    assert line == "2 experts had arrived damaged on the stand-in and were copied again."
+    assert same(greedy(model), expected)
+    assert executor_of(model).cache.capacity > 0
+
+
+def test_a_device_that_computes_something_else_runs_nothing(folder: Path, expected: list[np.ndarray]) -> None:
+    device = StandInDevice(MEMORY, faults=Faults(copies_altered=set(range(1, 1000))))
+    model = load(folder, device)
+    (line,) = [line for line in model.facts.notices if "something else" in line]
+    assert line.startswith("the stand-in computes something else than the CPU for expert 0 of layer 0 and ")
+    ran = device._counts["run"]
+    assert same(greedy(model), expected)
+    assert device._counts["run"] == ran
+    assert "computes something else" in model.executor.description if model.executor is not None else False
+    assert executor_of(model).gpu_expert_bytes == 0
+    model.close()
+    assert device.buffers == {}
+
+
+def test_without_room_to_compare_or_in_little_memory_nothing_is_compared(
+    folder: Path, expected: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = StandInDevice(MEMORY, faults=Faults(runs_without_room={1}))
+    model = load(folder, full)
+    assert not any("something else" in line for line in model.facts.notices)
+    monkeypatch.setattr(device_check, "available_bytes", lambda: 1000)
+    device = StandInDevice(MEMORY)
+    model = load(folder, device)
+    assert device._counts["run"] == 0
+    assert same(greedy(model), expected)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import get_args
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_examples import examples
 
-from engine.ipc.messages import ExpertPolicy
+from engine.ipc.messages import ExpertPolicy, PlannedChoice
 from engine.planning.calibration import Calibration, ExpertShape, Processor, estimated
 from engine.planning.disk_reads import MAKING_ROOM_S, bytes_from_disk
 from engine.planning.hybrid import (
@@ -19,6 +20,7 @@ from engine.planning.hybrid import (
     HybridPlan,
     HybridRequest,
     ModelSizes,
+    better,
     gpu_room,
     plan,
     slabs_kept,
@@ -26,7 +28,10 @@ from engine.planning.hybrid import (
 )
 from engine.planning.policy import policy_named
 from engine.planning.prediction import (
+    EXECUTOR_OPERATIONS,
     PREFILL_TOKENS,
+    RESIDENT_OPERATIONS,
+    TRUNK_OPERATIONS,
     Shares,
     cpu_speed,
     expected_tokens,
@@ -289,3 +294,28 @@ def test_a_calibration_without_a_gpu_predicts_no_hybrid() -> None:
         hybrid_speed(MIXTRAL, alone, policy_named("balanced"), 1.0, Shares.even(8))
     found = plan(MIXTRAL, BIG, HybridRequest(partitioning="hybrid"), alone)
     assert found.tokens_per_s is None
+
+
+def test_what_the_host_begins_on_a_gpu_counts_and_least_where_all_experts_are_there() -> None:
+    slow = msgspec.structs.replace(MEASURED, gpu_operation_s=1e-3)
+    even, balanced, layers = Shares.even(8), policy_named("balanced"), policy_named("layers")
+    for policy, slots, sharing in (
+        (balanced, 7.9, EXECUTOR_OPERATIONS),
+        (balanced, 8.0, RESIDENT_OPERATIONS),
+        (layers, 4.0, (EXECUTOR_OPERATIONS + RESIDENT_OPERATIONS) / 2),
+    ):
+        quick, slowed = (hybrid_speed(MIXTRAL, each, policy, slots, even) for each in (MEASURED, slow))
+        begun = TRUNK_OPERATIONS * MIXTRAL.layers + sharing * MIXTRAL.moe_layers
+        assert slowed.step_s - quick.step_s == pytest.approx(1e-3 * begun)
+        begun = TRUNK_OPERATIONS * MIXTRAL.layers + EXECUTOR_OPERATIONS * MIXTRAL.moe_layers
+        assert slowed.prefill_s - quick.prefill_s == pytest.approx(1e-3 * begun)
+
+
+def test_a_gpu_that_is_slower_at_answers_is_taken_for_its_prompts() -> None:
+    """A usual exchange decides, not the tokens of an answer alone."""
+    alone = HybridPlan(True, 0, False, 0, (), (PlannedChoice("experts", "CPU", ""),), 20.0, 20.0)
+    shared = HybridPlan(True, 0, True, 8, (), (), 18.0, 500.0)
+    assert better(alone, shared, False).on_gpu
+    assert not better(alone, replace(shared, prefill_tokens_per_s=None), False).on_gpu
+    assert not better(alone, replace(shared, tokens_per_s=5.0), False).on_gpu
+    assert better(replace(alone, fits=False), replace(shared, tokens_per_s=5.0), False).on_gpu

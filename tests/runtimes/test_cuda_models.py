@@ -18,7 +18,7 @@ from ring_places import placed, places
 from subjects import FP8, GROUPED_MODELS, PUBLISHED, prompt_of
 from tiny_gguf import ARCHITECTURES
 from tiny_models import TINY_FAMILIES
-from torch_oracle import library_run, no_progress, our_run, worst
+from torch_oracle import library_run, no_progress, our_run, typical, worst
 
 from benchmarks.packed_blocks import block_of, random_blocks, unpacked
 from engine.ipc.messages import ExpertPolicy, Load
@@ -72,6 +72,25 @@ def assert_like_the_library(folder: Path, truth: Path, **options: Any) -> None:
         assert np.abs(several[2] - theirs[1]).max() < CLOSE * np.abs(theirs[1]).max()
     finally:
         model.close()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("held", [0, 5, None])
+def test_bfloat16_and_our_cpu_kernels(policy: ExpertPolicy, held: int | None, tiny_model: Callable[..., Path]) -> None:
+    """As close to float32 as the CPU alone is. One router that chooses another of two equal experts shows in a step."""
+    folder = tiny_model("qwen3_moe", dtype="bfloat16")
+    tokens = prompt_of(87)
+    answer, exact = library_run(folder, tokens, chunks=1, dtype="float32")
+    apart = []
+    room = None if held is None else room_for(folder, held)
+    for request in (
+        Load(id=1, model=folder.name, partitioning="cpu"),
+        Load(id=1, model=folder.name, partitioning="hybrid", policy=policy, gpu_expert_bytes=room),
+    ):
+        model = TorchRuntime().load(folder, request, no_progress)
+        apart.append(typical(our_run(model, tokens, 1, answer), exact))
+        model.close()
+    assert apart[1] <= max(1.5 * apart[0], 0.02)
 
 
 @pytest.mark.parametrize(("family", "policy"), in_turn(TINY_FAMILIES, POLICIES))

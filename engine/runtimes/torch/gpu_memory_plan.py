@@ -174,7 +174,7 @@ def open_cache(
     )
     order = seed_order(files, top_k, notices.append)
     notices += backend.open_cache(slabs * backend.slot_bytes, order, GPU_RUNTIME_BYTES // 2, progress)
-    return notices
+    return notices + backend.check_results(progress)
 
 
 @dataclass(frozen=True)

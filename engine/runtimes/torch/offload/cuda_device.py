@@ -73,6 +73,8 @@ class CudaDevice:
         # torch prefers cuDNN's attention on recent GPUs, which makes a plan for every length of a conversation: tens of
         # milliseconds for each token of an answer.
         torch.backends.cuda.enable_cudnn_sdp(False)
+        # Parts of a sum are added in float32, as on the CPU.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         self._groups: dict[int, torch.Tensor] = {}
         self._slots: dict[Slot, torch.Tensor] = {}
         self._last_read: dict[Slot, torch.cuda.Event] = {}

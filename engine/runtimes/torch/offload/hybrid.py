@@ -29,6 +29,7 @@ from engine.planning.calibration import Calibration
 from engine.planning.policy import FEW_TOKENS, ActiveExpert, Policy
 from engine.runtimes.torch.offload.combining import weighted_sum
 from engine.runtimes.torch.offload.device_cache import DeviceCache
+from engine.runtimes.torch.offload.device_check import DeviceCheck
 from engine.runtimes.torch.offload.device_side import DeviceSide, LayerStep
 from engine.runtimes.torch.offload.devices import DeviceLost, ExpertDevice, LayerWork, OutOfDeviceMemory, said_slower
 from engine.runtimes.torch.offload.gates import FamilyGate
@@ -128,13 +129,15 @@ class HybridBackend(TensorBackend):
         self._judged = policy.cache.kind in ("lru", "lfru") and policy.name != "lru-offload"
         self._uses_cache = True
         self._lost = False
+        self._trusted = True
         self._steps = 0
         recorder.share(self)
 
     @property
     def description(self) -> str:
-        if self._lost:
-            return f"hybrid (the GPU is lost; CPU: {self._cpu.description})"
+        if self._lost or not self._trusted:
+            what = "is lost" if self._lost else "computes something else"
+            return f"hybrid (the GPU {what}; CPU: {self._cpu.description})"
         there = f"{self._memory.share:.0%} of the experts on {self._device.name}"
         return f"hybrid ({self._policy.name}; {there}; CPU: {self._cpu.description})"
 
@@ -182,10 +185,26 @@ class HybridBackend(TensorBackend):
         """See :meth:`engine.runtimes.torch.offload.device_cache.DeviceCache.open`."""
         return self._memory.open(nbytes, order, reserve, progress)
 
+    def check_results(self, progress: ProgressCallback) -> list[str]:
+        """See :class:`engine.runtimes.torch.offload.device_check.DeviceCheck`. A device that makes something else of
+        experts than the CPU gets none from now on. A line for the person if anything was wrong.
+
+        Raises ModelError if the device is lost.
+        """
+        check = DeviceCheck(self._host, self._device, self._cpu, self._gates, self._cache, self.dtype)
+        try:
+            trusted, lines = check.run(self._whole_layer, progress)
+        except DeviceLost as error:
+            raise ModelError(f"{self._device.name} stopped working ({error}); load the model again.") from error
+        if not trusted:
+            self._trusted = False
+            self._memory.switch_off()
+        return lines
+
     def resize(self, nbytes: int) -> int:
         """Give the cache ``nbytes`` of device memory while the model is loaded; what it has then. One that was switched
         off gets another chance. Raises DeviceLost."""
-        if self._lost:
+        if self._lost or not self._trusted:
             raise DeviceLost("all experts run on the CPU")
         self.settle()
         self._uses_cache, self._worth = True, CacheWorth(self._worth.window)
@@ -248,7 +267,7 @@ class HybridBackend(TensorBackend):
             return self.outputs(layer, _scaled(hidden, input_weights), indices.reshape(-1, 1))
         self._count_tokens(layer, hidden)
         routes = sort_routes(indices, self._count)
-        if not self._lost and routes.segments:
+        if self._trusted and not self._lost and routes.segments:
             try:
                 return self._from_host(layer, routes, hidden)
             except DeviceLost as error:
@@ -276,7 +295,7 @@ class HybridBackend(TensorBackend):
         if not hidden.shape[0]:
             return torch.zeros_like(hidden)
         self._count_tokens(layer, hidden)
-        if not self._lost:
+        if self._trusted and not self._lost:
             try:
                 return self._weighted(self._on_trunk(layer, hidden, indices), hidden, weights)
             except DeviceLost as error:

@@ -1,0 +1,114 @@
+"""Whether a device computes what the CPU computes: each expert that it holds runs once on both when a model is loaded.
+
+A GPU runs kernels that were compiled a moment ago, on weights that were copied past the CPU, with a driver that nobody
+here has seen. What goes wrong there would be answers that are wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from engine.ipc.progress import ProgressCallback
+from engine.runtimes.torch.offload.devices import CopyFailed, ExpertDevice, OutOfDeviceMemory, ResidentExpert
+from engine.runtimes.torch.offload.gates import FamilyGate
+from engine.runtimes.torch.offload.host_memory import HostExperts
+from engine.runtimes.torch.offload.slab_cache import SlabCache
+from engine.runtimes.torch.offload.tensor_backend import TensorBackend
+from engine.system.free_memory import available_bytes
+
+MOST_APART = 0.1
+"""Largest difference between what GPU and CPU make of an expert's input, relative to it. The CPU may round inputs to
+eight bits, which is a hundredth; what another expert makes of it is about as far away as it is large."""
+MEMORY_SHARE = 0.5
+"""Largest part of the available memory that the compared experts may have: reading others again may be reading the
+disk."""
+
+
+class DeviceCheck:
+    """See the module. ``cache`` says what ``device`` holds of ``host``; ``cpu`` runs the same experts."""
+
+    def __init__(
+        self,
+        host: HostExperts,
+        device: ExpertDevice,
+        cpu: TensorBackend,
+        gates: Mapping[int, FamilyGate],
+        cache: SlabCache,
+        dtype: torch.dtype,
+    ) -> None:
+        self._host = host
+        self._device = device
+        self._cpu = cpu
+        self._gates = gates
+        self._cache = cache
+        self._dtype = dtype
+
+    def run(self, whole_layer: Callable[[int], Any], progress: ProgressCallback) -> tuple[bool, list[str]]:
+        """Whether the device may run experts, and lines for the person about what was wrong.
+
+        An expert that differs is copied once more, which mends a damaged copy. ``whole_layer`` gives what
+        :meth:`engine.runtimes.torch.offload.devices.ExpertDevice.run_routes` needs of a layer, or None. Where the
+        device has no room to compute, nothing more is compared. Raises DeviceLost.
+        """
+        layers = self._host.experts.layers
+        room, mended = MEMORY_SHARE * available_bytes(), 0
+        for number, layer in enumerate(layers):
+            held = self._cache.resident(layer)
+            room -= len(held) * self._host.layout(layer).size
+            if room < 0:
+                break
+            if not held:
+                continue
+            progress("comparing GPU and CPU", number, len(layers), "layers")
+            try:
+                differing = self._differing(layer, held, whole_layer(layer))
+                self._copy_again(layer, differing)
+                if differing and self._differing(layer, differing, whole_layer(layer)):
+                    return False, [self._said(layer, differing)]
+            except OutOfDeviceMemory:
+                break
+            except CopyFailed:
+                return False, [self._said(layer, held)]
+            mended += len(differing)
+        if not mended:
+            return True, []
+        return True, [f"{mended} experts had arrived damaged on {self._device.name} and were copied again."]
+
+    def _differing(self, layer: int, experts: list[int], whole: Any) -> list[int]:
+        """Which of ``experts``, all on the device, make something else there than on the CPU."""
+        device, layout, gate = self._device, self._host.layout(layer), self._gates[layer]
+        width = layout.matrices["down"].shape[0]
+        rows = torch.randn(len(experts), width, generator=torch.Generator().manual_seed(layer)).to(self._dtype)
+        indices = torch.tensor(experts)[:, None]
+        there = device.upload(rows)
+        out = torch.empty(rows.shape, dtype=torch.float32, device=there.device)
+        slots = [self._cache.slot_of(layer, expert) for expert in experts]
+        work = [ResidentExpert(slot, place, place + 1) for place, slot in enumerate(slots) if slot is not None]
+        device.begin()
+        device.run_resident(work, layout, gate, there, out)
+        device.end()
+        found = device.download(out)
+        if whole is not None:
+            found += device.download(device.run_routes(whole, layout, gate, there, device.upload(indices))[0])
+        wanted = self._cpu.outputs(layer, rows, indices).float()
+        near = torch.ones(len(experts), dtype=torch.bool)
+        for each in found:
+            near &= (each - wanted).norm(dim=1) <= MOST_APART * wanted.norm(dim=1)
+        return [expert for expert, is_near in zip(experts, near.tolist(), strict=True) if not is_near]
+
+    def _copy_again(self, layer: int, experts: list[int]) -> None:
+        for expert in experts:
+            slot = self._cache.slot_of(layer, expert)
+            if slot is not None:
+                self._device.copy(slot, self._host.pieces(layer, expert))
+        if experts:
+            self._device.synchronize()
+
+    def _said(self, layer: int, experts: list[int]) -> str:
+        which = f"expert {experts[0]} of layer {layer}" + (
+            f" and {len(experts) - 1} others" if len(experts) > 1 else ""
+        )
+        return f"{self._device.name} computes something else than the CPU for {which}, so all experts run on the CPU."
