@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ from benchmarks.routes import counted, mixtral_popularity, popular_order, routed
 from benchmarks.shapes import MixtralShape, Qwen3MoeShape
 from benchmarks.subjects import PACKED, packed_subject
 from benchmarks.synthetic import write_synthetic
+from engine import process_life
 from engine.calibration.calibration_file import shape_of
 from engine.calibration.expert_cost import calibration_of, measure
 from engine.calibration.memory_rate import StreamingRead
@@ -245,4 +247,9 @@ def main(values: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    # As under the chat, where idle threads of torch leave the cores to the kernels: read as torch is imported.
+    settings = process_life.environment(psutil.cpu_count(logical=False) or 1)
+    if any(os.environ.get(name) != value for name, value in settings.items()):
+        command = [sys.executable, "-m", "benchmarks.on_gpu", *sys.argv[1:]]
+        os.execve(sys.executable, command, {**os.environ, **settings})
     sys.exit(main())

@@ -25,6 +25,9 @@ TRUNK_OPERATIONS = 60
 an H100 beside which an operation took 14 to 19 us."""
 EXECUTOR_OPERATIONS = 65
 """The same of a layer's experts beside running them: routes, decisions, activations. Measured there."""
+SLOW_GPU_MEMORY = 300e9
+"""Bytes per second that the memory of any GPU gives. The time of a small expert is the host's, which begins it, and
+tells nothing of that."""
 RESIDENT_OPERATIONS = 15
 """The same where all experts of the layer are on the GPU, and few tokens find theirs without the host."""
 
@@ -192,6 +195,8 @@ def hybrid_speed(
     if calibration.gpu is None:
         raise ValueError(f"the calibration of {calibration.machine!r} has no GPU: measure one before sharing experts")
     rate = _weight_rate(calibration.gpu, calibration)
+    if calibration.gpu_operation_s:
+        rate = max(rate, SLOW_GPU_MEMORY)
     per_s = _operations_rate(calibration.gpu, calibration, model)
     by_layer = policy.cache.kind == "layers"
     resident = slots_per_layer / model.experts if by_layer and model.experts else shares.caught(slots_per_layer)

@@ -22,7 +22,7 @@ from torch_oracle import load, prompt
 from engine import runtimes
 from engine.errors import ModelError
 from engine.models.prepare import prepare
-from engine.runtimes.torch import SPINS, loading
+from engine.runtimes.torch import loading
 
 Tensors = dict[str, torch.Tensor]
 
@@ -226,16 +226,3 @@ for settings in json.loads(sys.argv[3]):
     assert all(line == "ran" or "asks for code from" in line for line in lines), lines
     assert lines[0] == lines[1] == "ran" and "attacker/evil-kernel" in lines[2]
     assert not (package / "asked.txt").exists()
-
-
-@pytest.mark.parametrize("chosen", [None, "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"])
-def test_torchs_idle_threads_leave_the_cores_to_the_kernels(chosen: str | None) -> None:
-    """Said before torch is imported, and only if nobody chose otherwise."""
-    names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
-    environment = {name: value for name, value in os.environ.items() if name not in names}
-    if chosen is not None:
-        environment[chosen] = "7"
-    program = "import engine.runtimes.torch, os, sys; print('torch' in sys.modules, os.environ.get('GOMP_SPINCOUNT'))"
-    said = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    wanted = {None: str(SPINS), "GOMP_SPINCOUNT": "7", "OMP_WAIT_POLICY": "None"}[chosen]
-    assert said.stdout.split() == ["False", wanted]
