@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from shared_folders import shared_root, written_once
 
 from benchmarks.packed_blocks import block_of, random_blocks
 from engine.models.number_formats import BLOCK_SIDE, BLOCKS
@@ -53,12 +54,16 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("no C++ compiler here")
-    built = tmp_path_factory.mktemp("cuda") / "emulated.so"
-    options = ["-std=c++17", "-O2", "-ffp-contract=off", "-shared", "-fPIC", "-pthread", "-Werror", "-Wall"]
     source = Path(__file__).with_name("emulated_cuda.cpp")
-    command = [compiler, *options, "-Wno-unknown-pragmas", f"-I{SOURCE.parent}", str(source), "-o", str(built)]
-    subprocess.run(command, check=True)
-    return ctypes.CDLL(str(built))
+    options = ["-std=c++17", "-O2", "-ffp-contract=off", "-shared", "-fPIC", "-Werror", "-Wall", "-Wno-unknown-pragmas"]
+
+    def build(folder: Path) -> None:
+        folder.mkdir()
+        command = [compiler, *options, f"-I{SOURCE.parent}", str(source), "-o", str(folder / "emulated.so")]
+        subprocess.run(command, check=True)
+
+    folder = written_once(shared_root(tmp_path_factory) / "emulated-cuda", build)
+    return ctypes.CDLL(str(folder / "emulated.so"))
 
 
 @pytest.fixture
