@@ -58,7 +58,7 @@ class _Pending:
 
 
 @dataclass(frozen=True)
-class _Routed:
+class _RoutedThere:
     """A layer whose experts the GPU found by itself: ``experts`` [tokens, k] are on the device."""
 
     layer: int
@@ -122,7 +122,7 @@ class HybridBackend(TensorBackend):
         self._side = DeviceSide(host, device, gates, self._memory, policy.cache, recorder)
         self._gates = gates
         self._pending: _Pending | None = None
-        self._routed_there: list[_Routed] = []
+        self._routed_there: list[_RoutedThere] = []
         self._whole: dict[int, _WholeLayer] = {}
         self._worth = CacheWorth()
         # Baselines are measured as they are.
@@ -367,7 +367,7 @@ class HybridBackend(TensorBackend):
 
     def _run_there(self, layer: int, whole: Any, hidden: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         routed, work = self._device.run_routes(whole, self._host.layout(layer), self._gates[layer], hidden, indices)
-        self._routed_there.append(_Routed(layer, indices, work))
+        self._routed_there.append(_RoutedThere(layer, indices, work))
         if self._recorder.enabled:  # which looks at the counts after every layer
             self._count_routed_there()
         return routed
