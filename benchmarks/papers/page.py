@@ -26,7 +26,8 @@ INTRODUCTION = (
 RULES = (
     "A row that was fitted on a figure says so, has no deviation, and counts for nothing. In brackets is a band: the "
     "least and the most that the uncertain inputs allow. Every input has a source; *chosen* means that nobody printed "
-    "it. Neither a GPU nor a Mac was at hand when this page was made: what needs one is simulated, or says that it is not possible here."
+    "it. Neither a GPU nor a Mac was at hand when this page was made: what needs one is simulated, or says that it is "
+    "not possible here."
 )
 IN_SHORT = (
     "*Private LLMs*: equation (1) gives 29 of the 30 cells of table 6 once copies of experts are placed by one rule, "
