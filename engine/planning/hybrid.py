@@ -180,11 +180,12 @@ def better(alone: HybridPlan, shared: HybridPlan, gpu_wanted: bool) -> HybridPla
         return shared if gpu_wanted else _instead(alone, shared)
     if not alone.fits or not alone.tokens_per_s or not shared.tokens_per_s:
         return shared
+    # Where a prompt's rate is not known for both, the answer decides.
     on_cpu, on_gpu = ANSWER_TOKENS / alone.tokens_per_s, ANSWER_TOKENS / shared.tokens_per_s
     if alone.prefill_tokens_per_s and shared.prefill_tokens_per_s:
         on_cpu += PREFILL_TOKENS / alone.prefill_tokens_per_s
         on_gpu += PREFILL_TOKENS / shared.prefill_tokens_per_s
-    return _slower(alone, shared) if on_cpu < on_gpu else shared
+    return _slower(alone, on_cpu, on_gpu) if on_cpu < on_gpu else shared
 
 
 def _choice(what: str, choice: str, reason: str) -> PlannedChoice:
@@ -389,9 +390,10 @@ def _instead(alone: HybridPlan, shared: HybridPlan) -> HybridPlan:
     return _cpu_because(alone, short)
 
 
-def _slower(alone: HybridPlan, shared: HybridPlan) -> HybridPlan:
-    rates = f"{alone.tokens_per_s:.1f} tokens/s, with the GPU {shared.tokens_per_s:.1f}"
-    return _cpu_because(alone, f"the CPU alone is predicted to be faster: {rates}")
+def _slower(alone: HybridPlan, on_cpu: float, on_gpu: float) -> HybridPlan:
+    exchange = f"a question of {PREFILL_TOKENS} tokens and an answer of {ANSWER_TOKENS}"
+    times = f"{on_cpu:.1f} s for {exchange}, with the GPU {on_gpu:.1f} s"
+    return _cpu_because(alone, f"the CPU alone is predicted to be faster: {times}")
 
 
 def _cpu_because(alone: HybridPlan, reason: str) -> HybridPlan:

@@ -25,9 +25,9 @@ TRUNK_OPERATIONS = 60
 an H100 beside which an operation took 14 to 19 us."""
 EXECUTOR_OPERATIONS = 65
 """The same of a layer's experts beside running them: routes, decisions, activations. Measured there."""
-SLOW_GPU_MEMORY = 300e9
-"""Bytes per second that the memory of any GPU gives. The time of a small expert is the host's, which begins it, and
-tells nothing of that."""
+SLOW_GPU_MEMORY = 128e9
+"""Bytes per second that the memory of the slowest card gives for which torch is built (GTX 1650). The time of a small
+expert is the host's, which begins it, and tells nothing of that."""
 RESIDENT_OPERATIONS = 15
 """The same where all experts of the layer are on the GPU, and few tokens find theirs without the host."""
 

@@ -6,6 +6,7 @@ before the runtime is chosen.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from engine.calibration.calibration_file import calibration_key, load_calibratio
 from engine.ipc.messages import Load, ModelFacts
 from engine.ipc.progress import ProgressCallback
 from engine.runtimes import choosing
-from engine.system.machine import gpu
+from engine.system.machine import Gpu, gpu
 
 BUDGET_S = 4.0
 """Seconds for measuring; ``bench experts`` takes longer and is more accurate."""
@@ -33,59 +34,77 @@ def settle_gpu(
     chosen = request.partitioning != "auto" or request.gpu_expert_bytes is not None
     if chosen or request.runtime not in ("auto", "torch") or choosing.on_apple_silicon() or not runtimes.gpu_present():
         return request, []
+    graphics = gpu()
+    if graphics is None:  # one that the driver's program does not list: the torch runtime asks torch
+        return request, []
     from engine.session.plan_model import plan_here
 
-    lines = measure_once(request, folder, progress)
+    usable, lines = _measured_once(request, folder, graphics, progress)
+    on_cpu = msgspec.structs.replace(request, partitioning="cpu")
+    if not usable:
+        return on_cpu, lines
     found = plan_here(request, folder, loaded, [])
     if found.plan.on_gpu:
         return request, lines
-    why = found.plan.choices[0].reason
-    return msgspec.structs.replace(request, partitioning="cpu"), [*lines, f"Everything runs on the CPU: {why}."]
+    return on_cpu, [*lines, f"Everything runs on the CPU: {found.plan.choices[0].reason}."]
 
 
-def measure_once(request: Load, folder: Path, progress: ProgressCallback) -> list[str]:
+def _measured_once(request: Load, folder: Path, graphics: Gpu, progress: ProgressCallback) -> tuple[bool, list[str]]:
     """Measure the experts of the model in ``folder`` on GPU and CPU and keep the figures, unless there are some, or
-    nothing to measure. A line for each thing that the person should know.
-
-    Raises ModelError as opening the model does, Cancelled.
-    """
+    nothing to measure. Whether the GPU can be used, and a line for each thing that the person should know."""
     from engine.runtimes.model_headers import read_headers
 
-    graphics = gpu()
     headers = read_headers(folder, request)
-    if graphics is None or headers.shape is None:
-        return []
+    if headers.shape is None:
+        return True, []
     key = calibration_key(headers.sizes.dtype, request.cpu_threads, graphics.name)
-    if load_calibration(headers.shape, key) is not None:
-        return []
-    return _measured(request, folder, headers.sizes.dtype, headers.sizes.experts_per_token, progress)
+    kept = load_calibration(headers.shape, key)
+    # Figures from before operations were timed are of other kernels.
+    if kept is not None and kept.gpu_operation_s > 0:
+        return True, []
+    return _measured(request, folder, headers.sizes.dtype, headers.sizes.experts_per_token, graphics, progress)
 
 
-def _measured(request: Load, folder: Path, dtype: str, experts_per_token: int, progress: ProgressCallback) -> list[str]:
+def _measured(
+    request: Load, folder: Path, dtype: str, experts_per_token: int, graphics: Gpu, progress: ProgressCallback
+) -> tuple[bool, list[str]]:
     from engine.calibration.expert_cost import calibration_of, measure
     from engine.calibration.memory_rate import StreamingRead
     from engine.models.opening import open_model
     from engine.moe.kernels.cpu_threads import threads_of
     from engine.moe.kernels.file_guard import unchanged
-    from engine.runtimes.torch.offload.measuring_sides import LocalCpuSide, gpu_side
+    from engine.runtimes.torch.offload import cuda_device
+    from engine.runtimes.torch.offload.devices import DeviceError, DeviceLost
+    from engine.runtimes.torch.offload.measuring_sides import LocalCpuSide, open_gpu_side
 
     files = open_model(folder, progress)
     experts = files.experts
     if experts is None:
-        return []
+        return True, []
     with unchanged(files.mapped_files):
-        gpu, lines = gpu_side(experts, dtype, experts_per_token, progress)
-        if gpu is None:
-            return lines
         try:
-            cpu = LocalCpuSide(experts, dtype, experts_per_token, request.cpu_threads)
-            memory = StreamingRead(threads_of(request))
-            figures = measure(cpu, gpu, memory.rate, time.perf_counter, progress, BUDGET_S)
-        finally:
-            gpu.close()
-    key = calibration_key(dtype, request.cpu_threads, gpu.name)
-    try:
-        save_calibration(calibration_of(figures, key, shape_of(experts)))
-    except (OSError, ValueError) as error:
-        return [*lines, f"What {gpu.name} and the CPU take for an expert cannot be kept: {error}."]
-    return lines
+            device = cuda_device.find_gpu()
+            if device is None:
+                return False, [f"torch cannot use {graphics.name} (see `nvidia-smi`), so everything runs on the CPU."]
+            side, lines = open_gpu_side(device, experts, dtype, experts_per_token, progress)
+            try:
+                cpu = LocalCpuSide(experts, dtype, experts_per_token, request.cpu_threads)
+                memory = StreamingRead(threads_of(request))
+                figures = measure(cpu, side, memory.rate, time.perf_counter, progress, BUDGET_S)
+            finally:
+                with contextlib.suppress(DeviceError):
+                    side.close()
+        except DeviceLost as error:
+            return False, [
+                f"{graphics.name} stopped working while it was measured ({error}), so everything runs on the CPU; "
+                "start privatellm again to give it another try."
+            ]
+        except DeviceError as error:
+            return True, [f"{graphics.name} could not be measured ({error}): whether it is worth its use is a guess."]
+    for name in {graphics.name, side.name}:  # torch and the driver may call it differently
+        key = calibration_key(dtype, request.cpu_threads, name)
+        try:
+            save_calibration(calibration_of(figures, key, shape_of(experts)))
+        except (OSError, ValueError) as error:
+            lines = [*lines, f"What {name} and the CPU take for an expert cannot be kept: {error}."]
+    return True, lines

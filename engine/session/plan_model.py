@@ -15,6 +15,7 @@ import msgspec
 
 from engine.calibration.calibration_file import MLX_GPU, MachineSpeed, calibration_key, load_calibration, load_speed
 from engine.calibration.disk_rate import disk_rate
+from engine.errors import ModelError
 from engine.ipc.messages import Load, ModelFacts, Plan, Planned, PlannedChoice
 from engine.models.number_formats import is_packed
 from engine.models.sizes import Sizes
@@ -89,7 +90,10 @@ def plan_here(load: Load, folder: Path, loaded: ModelFacts | None, notices: list
     if graphics is None or load.partitioning != "auto":
         return _with_one_choice(load, folder, loaded, notices)
     shared = _with_one_choice(msgspec.structs.replace(load, partitioning="hybrid"), folder, loaded, notices)
-    alone = _with_one_choice(msgspec.structs.replace(load, partitioning="cpu"), folder, loaded, [])
+    try:
+        alone = _with_one_choice(msgspec.structs.replace(load, partitioning="cpu"), folder, loaded, [])
+    except ModelError:  # the CPU's runtime does not take the model
+        return shared
     plan = better(alone.plan, shared.plan, load.gpu_expert_bytes is not None)
     return replace(shared if plan.on_gpu else alone, plan=plan)
 

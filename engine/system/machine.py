@@ -34,7 +34,10 @@ def gpu() -> Gpu | None:
     """
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        free, total = torch.cuda.mem_get_info()
+        try:
+            free, total = torch.cuda.mem_get_info()
+        except RuntimeError:  # it was lost
+            return None
         return Gpu(str(torch.cuda.get_device_name()), int(total), int(free))
     if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
         return None

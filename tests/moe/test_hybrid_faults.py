@@ -13,7 +13,7 @@ from test_hybrid_models import MEMORY, PROMPT, executor_of, greedy, load, same
 
 from benchmarks.stand_in_device import Faults, Speeds, StandInDevice, TimedCpu, calibration_of
 from engine.calibration.calibration_file import calibration_key, save_calibration, shape_of
-from engine.errors import ModelError
+from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import Load
 from engine.models.opening import open_model
 from engine.planning.calibration import Calibration
@@ -361,13 +361,16 @@ def test_a_copy_that_arrived_damaged_is_found_when_the_model_is_loaded(
 def test_a_device_that_computes_something_else_runs_nothing(folder: Path, expected: list[np.ndarray]) -> None:
     device = StandInDevice(MEMORY, faults=Faults(copies_altered=set(range(1, 1000))))
     model = load(folder, device)
-    (line,) = [line for line in model.facts.notices if "something else" in line]
-    assert line.startswith("the stand-in computes something else than the CPU for expert 0 of layer 0 and ")
+    (line,) = [line for line in model.facts.notices if "is not what the CPU does" in line]
+    assert line.startswith("What the stand-in computes for expert 0 of layer 0 and ")
+    assert device.buffers == {} and device.locked == {}
     ran = device._counts["run"]
     assert same(greedy(model), expected)
     assert device._counts["run"] == ran
-    assert "computes something else" in model.executor.description if model.executor is not None else False
+    assert "the GPU's results differ" in executor_of(model).description
     assert executor_of(model).gpu_expert_bytes == 0
+    with pytest.raises(ModelError, match="gets no experts, because its results differ"):
+        model.resize_experts(None)
     model.close()
     assert device.buffers == {}
 
@@ -377,9 +380,23 @@ def test_without_room_to_compare_or_in_little_memory_nothing_is_compared(
 ) -> None:
     full = StandInDevice(MEMORY, faults=Faults(runs_without_room={1}))
     model = load(folder, full)
-    assert not any("something else" in line for line in model.facts.notices)
+    assert not any("not what the CPU" in line for line in model.facts.notices)
     monkeypatch.setattr(device_check, "available_bytes", lambda: 1000)
     device = StandInDevice(MEMORY)
     model = load(folder, device)
     assert device._counts["run"] == 0
     assert same(greedy(model), expected)
+
+
+@pytest.mark.parametrize("stage", ["page-locking", "copying experts", "comparing"])
+def test_loading_that_is_cancelled_leaves_nothing_on_the_device(folder: Path, stage: str) -> None:
+    device = StandInDevice(MEMORY)
+
+    def cancel(text: str, *_: object) -> None:
+        if text.startswith(stage):
+            raise Cancelled("stopped")
+
+    request = Load(id=1, model="mixtral", cpu_threads=1)
+    with pytest.raises(Cancelled):
+        TorchRuntime(lambda: device).load(folder, request, cancel)
+    assert device.buffers == {} and device.locked == {}

@@ -10,12 +10,12 @@ import msgspec
 import pytest
 import torch
 
-from benchmarks.stand_in_device import Speeds, StandInDevice, calibration_of
+from benchmarks.stand_in_device import Faults, Speeds, StandInDevice, calibration_of
 from engine.calibration.calibration_file import calibration_key, load_calibration, save_calibration, shape_of
 from engine.errors import Cancelled
 from engine.ipc.messages import Load, Plan
 from engine.models.opening import open_model
-from engine.runtimes.torch.offload import measuring_sides
+from engine.runtimes.torch.offload import cuda_device
 from engine.session import gpu_choice, plan_model
 from engine.session.gpu_choice import settle_gpu
 from engine.session.loading import load_session
@@ -42,7 +42,7 @@ def give_gpu(monkeypatch: pytest.MonkeyPatch, free: int = 6 * GIB) -> StandInDev
     monkeypatch.setattr(gpu_choice.runtimes, "gpu_present", lambda: True)
     monkeypatch.setattr(gpu_choice, "gpu", lambda: card)
     monkeypatch.setattr(plan_model, "gpu", lambda: card)
-    monkeypatch.setattr(measuring_sides, "find_gpu", lambda: device)
+    monkeypatch.setattr(cuda_device, "find_gpu", lambda: device)
     monkeypatch.setattr(gpu_choice, "BUDGET_S", 0.5)
     return device
 
@@ -51,7 +51,7 @@ def ask_for(folder: Path, **choices: Any) -> Load:
     return Load(id=1, model=str(folder), cpu_threads=1, **choices)
 
 
-def keep(folder: Path, speeds: Speeds, operation_s: float = 0.0) -> None:
+def keep(folder: Path, speeds: Speeds, operation_s: float = 1e-9) -> None:
     experts = open_model(folder).experts
     assert experts is not None
     shape = shape_of(experts)
@@ -126,9 +126,58 @@ def test_measuring_ends_when_it_is_cancelled(folder: Path, monkeypatch: pytest.M
 
 def test_a_gpu_that_cannot_be_measured_is_used_and_that_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     give_gpu(monkeypatch)
-    monkeypatch.setattr(measuring_sides, "find_gpu", lambda: StandInDevice(memory=10))
+    monkeypatch.setattr(cuda_device, "find_gpu", lambda: StandInDevice(memory=10))
     partitioning, (line,) = settled(folder)
     assert partitioning == "auto" and "could not be measured" in line
+
+
+def test_a_gpu_that_is_full_or_lost_while_it_is_measured_does_not_end_the_loading(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give_gpu(monkeypatch)
+    full = StandInDevice(8 * GIB, faults=Faults(runs_without_room={3}))
+    monkeypatch.setattr(cuda_device, "find_gpu", lambda: full)
+    partitioning, (line,) = settled(folder)
+    assert partitioning == "auto" and "could not be measured" in line
+    assert full.buffers == {} and full.locked == {}
+    lost = StandInDevice(8 * GIB, faults=Faults(lost_at=40))
+    monkeypatch.setattr(cuda_device, "find_gpu", lambda: lost)
+    partitioning, (line,) = settled(folder)
+    assert partitioning == "cpu" and "stopped working while it was measured" in line
+    assert lost.locked == {}
+
+
+def test_a_gpu_that_torch_cannot_use_leaves_the_model_to_the_cpus_runtime(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give_gpu(monkeypatch)
+    monkeypatch.setattr(cuda_device, "find_gpu", lambda: None)
+    partitioning, (line,) = settled(folder)
+    assert partitioning == "cpu" and line.startswith("torch cannot use the stand-in")
+
+
+def test_a_gpu_that_the_driver_does_not_list_is_left_to_torch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = give_gpu(monkeypatch)
+    monkeypatch.setattr(gpu_choice, "gpu", lambda: None)
+    assert settled(folder) == ("auto", []) and device.trace == []
+
+
+def test_figures_of_other_kernels_are_measured_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = give_gpu(monkeypatch)
+    keep(folder, SLOW, operation_s=0.0)
+    settled(folder)
+    assert device.trace
+
+
+def test_a_gpu_with_two_names_is_measured_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = give_gpu(monkeypatch)
+    other = Gpu("NVIDIA the stand-in", 8 * GIB, 6 * GIB)
+    monkeypatch.setattr(gpu_choice, "gpu", lambda: other)
+    monkeypatch.setattr(plan_model, "gpu", lambda: other)
+    settled(folder)
+    ran = len(device.trace)
+    settled(folder)
+    assert len(device.trace) == ran
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from engine.moe.rank_context import RankContext
 from engine.moe.timing import Recorder
 from engine.runtimes.node_experts import NodeExperts
 from engine.runtimes.torch.experts_module import experts_per_token, find_experts, gate_of
-from engine.runtimes.torch.gpu_memory_plan import GpuFinder, find_room, open_cache
+from engine.runtimes.torch.gpu_memory_plan import GpuFinder, closed_on_failure, find_room, open_cache
 from engine.runtimes.torch.loading import build_skeleton, read_config
 from engine.runtimes.torch.offload.cuda_device import find_gpu
 from engine.runtimes.torch.offload.hybrid import HybridBackend
@@ -44,5 +44,6 @@ def load_experts(
     backend, said = make_backend(held, gates, dtype, recorder, request, room)
     lines += said
     if isinstance(backend, HybridBackend) and room is not None:
-        lines += open_cache(backend, room, files, request, experts_per_token(places), progress)
+        with closed_on_failure(backend):
+            lines += open_cache(backend, room, files, request, experts_per_token(places), progress)
     return NodeExperts(backend, int(config.hidden_size), backend.description, held, lines)

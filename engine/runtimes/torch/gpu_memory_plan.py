@@ -5,7 +5,8 @@ In a ring the GPU's memory is for experts alone: the trunk is on the CPU, where 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -157,6 +158,17 @@ def find_calibration(experts: Experts, dtype: torch.dtype, request: Load, gpu: s
         "`privatellm bench experts` does it in a minute."
     )
     return guessed(shape, dtype.itemsize)
+
+
+@contextlib.contextmanager
+def closed_on_failure(backend: object) -> Iterator[None]:
+    """Whoever cannot finish loading, or does not want to, leaves no pages locked and no memory of a GPU taken."""
+    try:
+        yield
+    except BaseException:
+        if isinstance(backend, HybridBackend):
+            backend.close()
+        raise
 
 
 def open_cache(

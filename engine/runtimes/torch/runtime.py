@@ -26,6 +26,7 @@ from engine.runtimes.torch.fused_norms import fuse_norms
 from engine.runtimes.torch.gpu_memory_plan import (
     GpuFinder,
     SharedRoom,
+    closed_on_failure,
     find_room,
     open_cache,
     refuse_partitioning,
@@ -107,18 +108,19 @@ class TorchRuntime:
             lines += said
             executor = make_executor(backend, held, recorder, ring)
             replace_experts(module, places, executor)
-        names = [name for name, _ in files.trunk()]
-        expect_split_latents(module, names)
-        expect_two_projections(module, names)
-        fill_trunk(module, files, dtype, device, progress)
-        attend_to_latents(module)
-        if device.type == "cuda":
-            fuse_norms(module)
         top_k = experts_per_token(places)
         shared: SharedRoom | None = None
-        if isinstance(backend, HybridBackend) and room is not None:
-            shared = SharedRoom(backend, room, request)
-            lines += open_cache(backend, room, files, request, top_k, progress)
+        with closed_on_failure(backend):
+            names = [name for name, _ in files.trunk()]
+            expect_split_latents(module, names)
+            expect_two_projections(module, names)
+            fill_trunk(module, files, dtype, device, progress)
+            attend_to_latents(module)
+            if device.type == "cuda":
+                fuse_norms(module)
+            if isinstance(backend, HybridBackend) and room is not None:
+                shared = SharedRoom(backend, room, request)
+                lines += open_cache(backend, room, files, request, top_k, progress)
         load_s = time.perf_counter() - started
         facts = describe(module, config, files, request, device, dtype, executor, shared, held, top_k, load_s, lines)
         logits = ring is None or ring.logits

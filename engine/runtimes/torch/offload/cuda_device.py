@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.runtimes.torch.offload.cuda_experts import CudaExperts, ExpertRows
+from engine.runtimes.torch.offload.cuda_experts import CudaExperts, ExpertRows, supports
 from engine.runtimes.torch.offload.cuda_launcher import CompilingFailed, CudaLauncher
 from engine.runtimes.torch.offload.devices import (
     CopyFailed,
@@ -155,6 +155,8 @@ class CudaDevice:
 
     def prepare(self, layouts: Sequence[SlotLayout], dtype: torch.dtype) -> str | None:
         """Compiles our kernels, in a tenth of a second each."""
+        if not supports(dtype):
+            return f"there are none for {dtype}"
         try:
             with _translated():
                 self._kernels = CudaExperts(CudaLauncher())
@@ -266,15 +268,16 @@ class CudaDevice:
         kernels = self._kernels
         if kernels is None:
             return experts
-        few = [each for each in experts if kernels.runs(layout, rows.dtype, each.stop - each.start)]
+        few: list[ExpertRows] = []
+        others: list[ResidentExpert] = []
+        for each in experts:
+            if kernels.runs(layout, rows.dtype, each.stop - each.start):
+                few.append(ExpertRows(self._slots[each.slot].data_ptr(), each.start, each.stop))
+            else:
+                others.append(each)
         if few:
-            there = [ExpertRows(self._slots[each.slot].data_ptr(), each.start, each.stop) for each in few]
-            try:
-                kernels.run(there, layout, gate, rows, out, self._computing.cuda_stream)
-            except CompilingFailed:
-                self._kernels = None
-                return experts
-        return [each for each in experts if each not in few]
+            kernels.run(few, layout, gate, rows, out, self._computing.cuda_stream)
+        return others
 
     def _run_by_torch(
         self, expert: ResidentExpert, layout: SlotLayout, gate: FamilyGate, rows: torch.Tensor, out: torch.Tensor
@@ -282,13 +285,7 @@ class CudaDevice:
         slot, stream = self._slots[expert.slot], self._computing.cuda_stream
 
         def unpacked(matrix: SlotMatrix) -> torch.Tensor | None:
-            if self._kernels is None:
-                return None
-            try:
-                return self._kernels.unpacked(matrix, slot, rows.dtype, stream)
-            except CompilingFailed:
-                self._kernels = None
-                return None
+            return None if self._kernels is None else self._kernels.unpacked(matrix, slot, rows.dtype, stream)
 
         weights = tensors_in(slot, layout, rows.dtype, unpacked)
         out[expert.start : expert.stop].copy_(run_expert(weights, gate, rows[expert.start : expert.stop]))

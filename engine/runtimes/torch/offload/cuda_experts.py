@@ -115,6 +115,11 @@ class ExpertRows:
     stop: int
 
 
+def supports(dtype: torch.dtype) -> bool:
+    """Whether there are kernels for tokens of ``dtype``."""
+    return dtype in _INPUTS
+
+
 def part_of(matrix: SlotMatrix) -> Part | None:
     """``matrix`` as the kernels read it; None if they do not."""
     rows, columns = matrix.shape
@@ -227,18 +232,19 @@ class CudaExperts:
         return found[1]
 
     def prepare(self, layout: SlotLayout, dtype: torch.dtype) -> None:
-        """Compile what runs experts of ``layout`` on tokens of ``dtype``. Raises CompilingFailed."""
+        """Compile what runs experts of ``layout`` on tokens of ``dtype``, a supported one. Raises CompilingFailed."""
+        for matrix in layout.matrices.values():
+            part = part_of(matrix) if len(matrix.shape) == 2 else None
+            if part is not None and part.format not in _PLAIN:
+                self._launcher.prepare(f"unpack<{part.format}, {_INPUTS[dtype]}>")
         parts = self.parts(layout)
-        if parts is None or dtype not in _INPUTS:
+        if parts is None:
             return
         for tokens in (1, AT_ONCE):
             self._launcher.prepare(f"products<{parts.gate.format}, {_INPUTS[dtype]}, {tokens}>")
             self._launcher.prepare(f"products<{parts.down.format}, float, {tokens}>")
         self._launcher.prepare(f"routed<{parts.gate.format}, {_INPUTS[dtype]}>")
         self._launcher.prepare(f"routed<{parts.down.format}, float>")
-        for part in (parts.gate, parts.up, parts.down):
-            if part is not None and part.format not in _PLAIN:
-                self._launcher.prepare(f"unpack<{part.format}, {_INPUTS[dtype]}>")
 
     def runs(self, layout: SlotLayout, dtype: torch.dtype, tokens: int) -> bool:
         """Whether :meth:`run` takes experts of ``layout`` with so many tokens each."""

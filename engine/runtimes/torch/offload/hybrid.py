@@ -3,7 +3,8 @@
 Per layer: the routes come to the host; the policy says for each active expert whether it runs on the GPU where it lies,
 on the GPU after its weights were copied there, or on the CPU. Copies and the GPU's experts are begun first and run by
 themselves while the CPU does its part; then the CPU's results follow, and all are weighted and added in the order of
-the routes on the trunk's device. So neither the policy nor what the cache holds can change a sum.
+the routes on the trunk's device. So neither the policy nor what the cache holds changes a sum by more than GPU and CPU
+differ in rounding.
 
 Where all experts of a layer are on the GPU, there is nothing to decide: few tokens find theirs there, without the host,
 which is a step ahead meanwhile. Their routes are counted once the step is over.
@@ -40,7 +41,10 @@ from engine.runtimes.torch.offload.tensor_backend import TensorBackend
 from engine.system.free_memory import RESERVE_BYTES, memory
 
 FEW_ROUTES = 64
-"""Routes that find their experts on the GPU, each by itself; for more, an expert's tokens are better kept together."""
+"""Most routes that find their experts on the GPU, each by itself; for more, an expert's tokens are better kept
+together."""
+TWICE_BYTES = 1 << 28
+"""Most bytes of experts that are read more than once for that, at worst: some tenths of a millisecond."""
 WORTH_EVERY = 4
 """One in so many layers is asked what it would take without the cache: a decision costs as much as it does."""
 
@@ -136,8 +140,8 @@ class HybridBackend(TensorBackend):
     @property
     def description(self) -> str:
         if self._lost or not self._trusted:
-            what = "is lost" if self._lost else "computes something else"
-            return f"hybrid (the GPU {what}; CPU: {self._cpu.description})"
+            what = "the GPU is lost" if self._lost else "the GPU's results differ"
+            return f"hybrid ({what}; CPU: {self._cpu.description})"
         there = f"{self._memory.share:.0%} of the experts on {self._device.name}"
         return f"hybrid ({self._policy.name}; {there}; CPU: {self._cpu.description})"
 
@@ -194,18 +198,25 @@ class HybridBackend(TensorBackend):
         check = DeviceCheck(self._host, self._device, self._cpu, self._gates, self._cache, self.dtype)
         try:
             trusted, lines = check.run(self._whole_layer, progress)
+            if not trusted:
+                self._trusted = False
+                self._memory.switch_off()
+                self._memory.close()
+                self._host.close()
         except DeviceLost as error:
             raise ModelError(f"{self._device.name} stopped working ({error}); load the model again.") from error
-        if not trusted:
-            self._trusted = False
-            self._memory.switch_off()
         return lines
 
     def resize(self, nbytes: int) -> int:
         """Give the cache ``nbytes`` of device memory while the model is loaded; what it has then. One that was switched
-        off gets another chance. Raises DeviceLost."""
-        if self._lost or not self._trusted:
+        off gets another chance. Raises DeviceLost, ModelError if its results are not trusted."""
+        if self._lost:
             raise DeviceLost("all experts run on the CPU")
+        if not self._trusted:
+            raise ModelError(
+                f"{self._device.name} gets no experts, because its results differ from the CPU's; load the model again "
+                "to give it another try."
+            )
         self.settle()
         self._uses_cache, self._worth = True, CacheWorth(self._worth.window)
         return self._memory.resize(nbytes)
@@ -317,7 +328,7 @@ class HybridBackend(TensorBackend):
         """What each route's expert makes of its token, float32 [tokens * k, hidden], all on the trunk's device."""
         device, movement = self._device, self._recorder.movement
         self._begin_layer(layer)
-        whole = self._whole_layer(layer) if indices.numel() <= FEW_ROUTES else None
+        whole = self._whole_layer(layer) if self._few(layer, indices.numel()) else None
         if whole is not None:
             return self._run_there(layer, whole, hidden, indices)
         started = device.now()
@@ -351,6 +362,10 @@ class HybridBackend(TensorBackend):
                 routed = out.index_select(0, back)
             self._finish(step, started, cpu, work)
         return routed
+
+    def _few(self, layer: int, routes: int) -> bool:
+        twice = max(0, routes - self._count) * self._host.layout(layer).size
+        return routes <= FEW_ROUTES and twice <= TWICE_BYTES
 
     def _whole_layer(self, layer: int) -> Any:
         """What the device needs to run any expert of ``layer``; None if they are not all there, or it cannot."""

@@ -3,6 +3,7 @@ answer."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import torch
@@ -106,12 +107,17 @@ class DeviceGpuSide:
         self._experts = min(max(1, experts_per_token), experts.count)
         slower = device.prepare([self._layout], self._dtype)
         self.lines = [] if slower is None else [said_slower(device.name, slower)]
-        self._slots = device.allocate(host.slot_bytes, self._experts + 2)
         self._inputs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._device.begin()
-        for slot in self._slots:
-            self._device.copy(slot, host.pieces(experts.layers[0], 0))
-        self._wait()
+        self._slots = device.allocate(host.slot_bytes, self._experts + 2)
+        try:
+            self._device.begin()
+            for slot in self._slots:
+                self._device.copy(slot, host.pieces(experts.layers[0], 0))
+            self._wait()
+        except BaseException:
+            with contextlib.suppress(DeviceError):
+                device.release(self._slots)
+            raise
 
     @property
     def name(self) -> str:
@@ -135,7 +141,7 @@ class DeviceGpuSide:
         self.start_copies(1)()
 
     def operations(self, count: int) -> None:
-        number = torch.ones(1, device=self._device.torch_device)
+        number = self._device.upload(torch.ones(1))
         for _ in range(count):
             number.add_(1)
         self._device.synchronize()
@@ -154,9 +160,11 @@ class DeviceGpuSide:
         return self._wait
 
     def close(self) -> None:
-        """Give the memory back."""
-        self._device.release(self._slots)
-        self._host.close()
+        """Give the memory back. Raises DeviceLost."""
+        try:
+            self._device.release(self._slots)
+        finally:
+            self._host.close()
 
     def _wait(self) -> tuple[float, float]:
         work = self._device.end()
@@ -168,8 +176,8 @@ class DeviceGpuSide:
         if tokens not in self._inputs:
             generator = torch.Generator().manual_seed(tokens)
             rows = torch.randn(self._experts * tokens, self._hidden, generator=generator)
-            there = self._device.upload(rows).to(self._dtype)
-            self._inputs[tokens] = there, torch.empty_like(there, dtype=torch.float32)
+            there = self._device.upload(rows.to(self._dtype))
+            self._inputs[tokens] = there, self._device.upload(torch.zeros_like(rows))
         return self._inputs[tokens]
 
 
@@ -194,10 +202,10 @@ def open_gpu_side(
     Raises DeviceError.
     """
     host = HostExperts(experts)
-    lines = host.lock(device.lock_pages, device.unlock_pages, progress)
     try:
+        lines = host.lock(device.lock_pages, device.unlock_pages, progress)
         side = DeviceGpuSide(device, host, dtype, experts_per_token)
         return side, lines + side.lines
-    except DeviceError:
+    except BaseException:
         host.close()
         raise
