@@ -37,7 +37,12 @@ def test_equal_logits_pass_and_others_do_not() -> None:
     reference = np.random.default_rng(0).standard_normal((5, 100))
     noisy = reference + 1e-4 * np.random.default_rng(1).standard_normal((5, 100))
     assert compare_logits("same", noisy, reference).equal
-    assert not compare_logits("one position shuffled", np.vstack([noisy[:4], noisy[4:, ::-1]]), reference).equal
+    shuffled = np.vstack([noisy[:4], noisy[4:, ::-1]])
+    assert not compare_logits("one position shuffled", shuffled, reference).equal
+    one = compare_logits("one may be", shuffled, reference, may_differ=1)
+    assert one.equal and one.apart == 1 and str(one).endswith("1 apart")
+    assert not compare_logits("two are", np.vstack([noisy[:3], noisy[3:, ::-1]]), reference, may_differ=1).equal
+    assert not compare_logits("none is a number", np.full_like(noisy, np.nan), reference, may_differ=1).equal
     with pytest.raises(ValueError, match="gave logits"):
         compare_logits("short", reference[:4], reference)
 
