@@ -47,6 +47,9 @@ def environment(threads: int) -> dict[str, str]:
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
         "LRU_CACHE_CAPACITY": os.environ.get("LRU_CACHE_CAPACITY", kernels),
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", kernels),
+        # numpy's own threads spin for tens of milliseconds after a product. One is made only to measure the memory, by
+        # threads of ours, and what was measured next took twice as long.
+        "OPENBLAS_NUM_THREADS": os.environ.get("OPENBLAS_NUM_THREADS", "1"),
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
         "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", str(SPINS)),
     }

@@ -25,11 +25,17 @@ from engine.models.store import profile_key
 from engine.moe.popularity import Popularity
 from engine.moe.popularity_file import model_of, save_profile
 from engine.planning.calibration import Calibration
+from engine.runtimes.protocol import TokenRows
 
 SHORT_PROMPT = 16
 """Tokens of the prompt of the short decoding run beside the experts."""
 SHORT_STEPS = 8
-"""Decoding steps of that run: enough for a plan, and short even where a step takes a second."""
+"""Decoding steps of that run that count: enough for a plan, and short even where a step takes a second."""
+SETTLING_S = 1.5
+"""Seconds for which steps are repeated before. Each of the first ones meets experts that the process has not read yet,
+whose pages have to be found: with 256 experts in a layer a step takes a third longer at first."""
+MOST_BATCHES = 12
+"""Most repetitions of SHORT_STEPS in that time."""
 
 PROMPTS_FILE = "calibration_prompts.txt"
 ANSWER_TOKENS = 12
@@ -151,17 +157,28 @@ def _seed(
 
 def _beside_experts(subject: BenchSubject, figures: Figures) -> list[str]:
     """Decode a few steps for the plans: what a step takes beyond reading the weights. A line if it cannot be kept."""
-    if not subject.on_cpu or subject.facts.context_limit <= SHORT_PROMPT + WARM_UP_STEPS + SHORT_STEPS:
+    batches = (subject.facts.context_limit - SHORT_PROMPT - 1) // (WARM_UP_STEPS + SHORT_STEPS)
+    if not subject.on_cpu or batches < 1:
         return []
     subject.report("decoding", 0, 0, "")
     prompt = random_tokens(1, SHORT_PROMPT, subject.facts.vocabulary)
     rows = subject.model.start()
     read_prompt(subject, rows, prompt)
-    step_s = median(steps(subject, rows, SHORT_STEPS, seed=100))
+    step_s = _settled_step(subject, rows, min(batches, MOST_BATCHES))
     read_bytes = (
         subject.weight_bytes + SHORT_PROMPT * subject.facts.key_value_bytes_per_token + 2 * subject.facts.state_bytes
     )
     return keep_speed(subject, median(figures.memory_read), step_s, read_bytes)
+
+
+def _settled_step(subject: BenchSubject, rows: TokenRows, most: int) -> float:
+    """Seconds of a decoding step, by the last of up to ``most`` batches of steps."""
+    settled = subject.clock() + SETTLING_S
+    for batch in range(most):
+        step_s = median(steps(subject, rows, SHORT_STEPS, seed=100 * (batch + 1)))
+        if subject.clock() >= settled:
+            break
+    return step_s
 
 
 def _overlap(figures: Figures, gpu: str) -> list[str]:

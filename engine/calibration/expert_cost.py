@@ -25,6 +25,8 @@ BUDGET_S = 30.0
 """Seconds for all measurements."""
 GPU_SHARE = 0.4
 """Fraction of the time for a GPU, if there is one: its copies and computing, and both sides together."""
+LONG_S = 0.1
+"""Seconds of a measured call after which it is told how far measuring is, and may be cancelled."""
 OPERATIONS = 200
 """Small operations on the GPU that are timed together."""
 OVERLAP_S = 0.1
@@ -182,8 +184,11 @@ def _measure_cpu(
         figures.memory_read.append(memory_read())
         cpu.run(points[0])  # what comes first pays for threads that sleep: nobody in particular should
         turned = index % len(points)
+        seconds = 0.0
         for tokens in points[turned:] + points[:turned]:
-            report("measuring experts on the CPU", index, MOST_ROUNDS, "")
+            # Whoever is told draws it, on the cores that are measured: not between short calls.
+            if seconds > LONG_S:
+                report("measuring experts on the CPU", index, MOST_ROUNDS, "")
             seconds = _timed(lambda tokens=tokens: cpu.run(tokens), clock)  # type: ignore[misc]
             figures.cpu[tokens].append(seconds / cpu.experts_per_call)
 

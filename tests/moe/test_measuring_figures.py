@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from engine.calibration.expert_cost import (
     FEWEST_POINTS,
     FEWEST_ROUNDS,
+    LONG_S,
     MOST_ROUNDS,
     TOKENS,
     calibration_of,
@@ -161,8 +163,8 @@ def test_the_time_given_is_kept(budget_s: float) -> None:
     assert all(len(seconds) >= FEWEST_ROUNDS for seconds in [*figures.cpu.values(), *figures.gpu.values()])
 
 
-def test_whoever_asks_to_stop_is_heard_between_two_measurements() -> None:
-    bench = Bench()
+def test_whoever_asks_to_stop_is_heard_between_two_long_measurements() -> None:
+    bench = Bench(cpu=LONG_S)
     reports = 0
 
     def report(stage: str, done: int, total: int, unit: str) -> None:
@@ -174,6 +176,17 @@ def test_whoever_asks_to_stop_is_heard_between_two_measurements() -> None:
     with pytest.raises(Cancelled):
         measure(bench, None, bench.memory_read, bench.clock, report)
     assert len(bench.ran) <= 16
+
+
+def test_nothing_is_told_between_short_measurements() -> None:
+    """Drawing it would take the cores that are measured."""
+    bench = Bench(cpu=LONG_S / 1000)
+    told: list[int] = []
+    figures = measure(bench, None, bench.memory_read, bench.clock, lambda stage, *_: told.append(len(bench.ran)))
+    assert len(figures.cpu) == len(TOKENS)
+    rounds = told[len(TOKENS) :]
+    assert len(rounds) == MOST_ROUNDS
+    assert {after - before for before, after in pairwise(rounds)} == {len(TOKENS) + 1}
 
 
 def test_a_clock_that_stands_still_says_no_nonsense() -> None:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from engine import process_life
+from engine.bench import experts as bench_experts
 from engine.bench.experts import ANSWER_TOKENS, BUDGET_S, calibration_prompts, count_routes
 from engine.bench.subject import BenchSubject
 from engine.calibration.memory_rate import StreamingRead
@@ -145,3 +152,32 @@ def test_counting_can_be_stopped(model: LoadedModel) -> None:
     assert model.popularity is not None
     with pytest.raises(Cancelled):
         count_routes(subject_of(model, Clock(), lambda: True), model.popularity, letters, ["abc"])
+
+
+def test_measuring_the_memory_leaves_no_thread_busy() -> None:
+    """In the engine's process: what is measured next has the cores for itself."""
+    program = (
+        "import time; from engine.calibration.memory_rate import StreamingRead\n"
+        "StreamingRead(2, nbytes=1 << 26).rate()\n"
+        "begun = time.process_time(); time.sleep(0.2); print(time.process_time() - begun)"
+    )
+    settings = {**os.environ, **process_life.environment(2)}
+    said = subprocess.run([sys.executable, "-c", program], env=settings, capture_output=True, text=True, check=True)
+    assert float(said.stdout) < 0.05, "numpy's threads took 0.1 s of the processor after the product"
+
+
+@pytest.mark.parametrize(("step_s", "most", "wanted"), [(0.06, 12, 2), (10.0, 12, 0), (0.001, 12, 11), (0.001, 2, 1)])
+def test_a_step_counts_once_its_experts_were_read(
+    monkeypatch: pytest.MonkeyPatch, step_s: float, most: int, wanted: int
+) -> None:
+    """Steps are repeated for a second and a half, or as often as the context allows; the last batch counts."""
+    now, batches = [0.0], [0]
+
+    def steps(subject: Any, rows: Any, count: int, seed: int) -> list[float]:
+        now[0] += (count + 2) * step_s
+        batches[0] += 1
+        return [float(batches[0] - 1)] * count
+
+    monkeypatch.setattr(bench_experts, "steps", steps)
+    subject: Any = SimpleNamespace(clock=lambda: now[0])
+    assert bench_experts._settled_step(subject, SimpleNamespace(), most) == wanted  # type: ignore[arg-type]
