@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from memory_exchange import must_succeed, on_all_ranks
 from native_oracle import needs_kernels
 from ring_places import placed, places
@@ -34,6 +35,8 @@ def quiet(stage: str, done: int, total: int, unit: str) -> None:
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
+    # Which of torch's kernels runs is a setting of the process, which ranks that are threads would take from each other.
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
 
 
 def sent(folder: Path, node: Path, placement: Placement, rank: int) -> Path:
