@@ -35,7 +35,7 @@ def quiet(stage: str, done: int, total: int, unit: str) -> None:
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
-    # Which of torch's kernels runs is a setting of the process, which ranks that are threads would take from each other.
+    # Which of torch's kernels runs is a setting of the process, which ranks that are threads would take from another.
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
 
 
