@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from engine.errors import ModelError
 from engine.generation.sampling import own_sampling, stated_penalty, usual_limit
 from engine.ipc.messages import Load, ModelFacts
 from engine.ipc.progress import ProgressCallback
@@ -17,6 +16,7 @@ from engine.models.config_values import check_config
 from engine.models.json_files import SMALL_FILE, read_object
 from engine.models.wording import shown
 from engine.runtimes.loading import load_model
+from engine.session.refusals import check_request
 
 if TYPE_CHECKING:
     from engine.cluster.head.lacked_model import LackedModel
@@ -115,14 +115,6 @@ def load_session(
         prefix_disk_bytes=request.prefix_disk_bytes or 0,
         identity=prefix_identity(folder, request, model.facts) if request.prefix_disk_bytes else "",
     )
-
-
-def check_request(request: Load) -> None:
-    """Raises ModelError (bad-input) for impossible numbers."""
-    if request.prefill_chunk < 1:
-        raise ModelError(f"The prefill chunk is {request.prefill_chunk} tokens; it takes at least 1.", kind="bad-input")
-    if request.context_limit is not None and request.context_limit < 2:
-        raise ModelError(f"A context limit of {request.context_limit} leaves no room for an answer.", kind="bad-input")
 
 
 def find_folder(name: str, progress: ProgressCallback, should_stop: Callable[[], bool] | None) -> tuple[str, Path]:

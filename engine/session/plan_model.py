@@ -30,7 +30,7 @@ from engine.runtimes import choosing
 from engine.runtimes.choosing import choose_runtime
 from engine.runtimes.mlx.eligible import refuse_gguf
 from engine.runtimes.model_headers import Headers, read_headers
-from engine.session.loading import check_request
+from engine.session.refusals import check_request
 from engine.system.free_memory import RESERVE_BYTES, available_bytes, memory
 from engine.system.machine import Gpu, gpu, processor
 

@@ -1,10 +1,18 @@
-"""Questions that are refused before anything is run for them."""
+"""Models and questions that are refused before anything is run for them."""
 
 from __future__ import annotations
 
 from engine.errors import ModelError
-from engine.ipc.messages import MOST_SAMPLES, Generate, Tool
+from engine.ipc.messages import MOST_SAMPLES, Generate, Load, Tool
 from engine.models.tool_formats import check_tools
+
+
+def check_request(request: Load) -> None:
+    """Raises ModelError (bad-input) for impossible numbers."""
+    if request.prefill_chunk < 1:
+        raise ModelError(f"The prefill chunk is {request.prefill_chunk} tokens; it takes at least 1.", kind="bad-input")
+    if request.context_limit is not None and request.context_limit < 2:
+        raise ModelError(f"A context limit of {request.context_limit} leaves no room for an answer.", kind="bad-input")
 
 
 def check_samples(samples: int) -> None:
