@@ -252,6 +252,19 @@ class StandInDevice:
 
     def run(
         self,
+        experts: Sequence[ResidentExpert],
+        layout: SlotLayout,
+        gate: FamilyGate,
+        rows: torch.Tensor,
+        out: torch.Tensor,
+        after: CopyTicket | None = None,
+    ) -> None:
+        for each in experts:
+            mine = slice(each.start, each.stop)
+            self._run_one(each.slot, layout, gate, rows[mine], out[mine], after)
+
+    def _run_one(
+        self,
         slot: Slot,
         layout: SlotLayout,
         gate: FamilyGate,
@@ -278,17 +291,6 @@ class StandInDevice:
             self._experts[key], _ = make_cpu_backend(inside, {0: gate}, rows.dtype, cpu_threads=1)
         out.copy_(self._experts[key].outputs(0, rows, torch.zeros(len(rows), 1, dtype=torch.int64)))
 
-    def run_resident(
-        self,
-        experts: Sequence[ResidentExpert],
-        layout: SlotLayout,
-        gate: FamilyGate,
-        rows: torch.Tensor,
-        out: torch.Tensor,
-    ) -> None:
-        for each in experts:
-            self.run(each.slot, layout, gate, rows[each.start : each.stop], out[each.start : each.stop], None)
-
     def whole_layer(self, slots: Sequence[Slot], layout: SlotLayout, dtype: torch.dtype) -> list[Slot] | None:
         return list(slots) if self._runs_routes else None
 
@@ -302,7 +304,7 @@ class StandInDevice:
         for expert in flat.unique().tolist():
             mine = (flat == expert).nonzero()[:, 0]
             found = torch.zeros(len(mine), rows.shape[1])
-            self.run(layer[expert], layout, gate, rows[mine // k], found, None)
+            self._run_one(layer[expert], layout, gate, rows[mine // k], found, None)
             out[mine] = found
             self._read.clear()
         return out, self.end()

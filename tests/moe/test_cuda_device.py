@@ -10,7 +10,7 @@ import torch
 
 from engine.models.opening import open_model
 from engine.runtimes.torch.offload.cuda_device import CudaDevice, find_gpu
-from engine.runtimes.torch.offload.devices import DeviceLost, OutOfDeviceMemory, tensors_in
+from engine.runtimes.torch.offload.devices import DeviceLost, OutOfDeviceMemory, ResidentExpert, tensors_in
 from engine.runtimes.torch.offload.gates import Activation, FamilyGate
 from engine.runtimes.torch.offload.host_memory import HostExperts
 from engine.runtimes.torch.offload.local_torch import run_expert
@@ -47,7 +47,7 @@ class TestCuda:
         device.begin()
         for number, expert in enumerate((0, 5, 7)):
             ticket = device.copy(slots[number % 2], host.pieces(0, expert))
-            device.run(slots[number % 2], host.layout(0), SILU, there, out[number], ticket)
+            device.run([ResidentExpert(slots[number % 2], 0, 5)], host.layout(0), SILU, there, out[number], ticket)
         work = device.end()
         (found,) = device.download(out)
         begun, ended = work.interval()

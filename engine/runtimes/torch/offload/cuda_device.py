@@ -195,24 +195,26 @@ class CudaDevice:
 
     def run(
         self,
-        slot: Slot,
-        layout: SlotLayout,
-        gate: FamilyGate,
-        rows: torch.Tensor,
-        out: torch.Tensor,
-        after: Ticket | None,
-    ) -> None:
-        self._compute([ResidentExpert(slot, 0, len(rows))], layout, gate, rows, out, after)
-
-    def run_resident(
-        self,
         experts: Sequence[ResidentExpert],
         layout: SlotLayout,
         gate: FamilyGate,
         rows: torch.Tensor,
         out: torch.Tensor,
+        after: Ticket | None = None,
     ) -> None:
-        self._compute(experts, layout, gate, rows, out, None)
+        with _translated():
+            if not self._joined:
+                self._joined = True
+                self._computing.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._computing):
+                self._mark(self._computing)
+                if after is not None:
+                    self._computing.wait_event(after)
+                for expert in self._without_kernels(experts, layout, gate, rows, out):
+                    self._run_by_torch(expert, layout, gate, rows, out)
+                finished = self._computing.record_event()
+                for expert in experts:
+                    self._last_read[expert.slot] = finished
 
     def whole_layer(self, slots: Sequence[Slot], layout: SlotLayout, dtype: torch.dtype) -> torch.Tensor | None:
         if self._kernels is None or not self._kernels.runs(layout, dtype, 1):
@@ -232,29 +234,6 @@ class CudaDevice:
             last.record(stream)
         self._read_by_trunk = last
         return routed, CudaWork(begun, first, last)
-
-    def _compute(
-        self,
-        experts: Sequence[ResidentExpert],
-        layout: SlotLayout,
-        gate: FamilyGate,
-        rows: torch.Tensor,
-        out: torch.Tensor,
-        after: Ticket | None,
-    ) -> None:
-        with _translated():
-            if not self._joined:
-                self._joined = True
-                self._computing.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.cuda.stream(self._computing):
-                self._mark(self._computing)
-                if after is not None:
-                    self._computing.wait_event(after)
-                for expert in self._without_kernels(experts, layout, gate, rows, out):
-                    self._run_by_torch(expert, layout, gate, rows, out)
-                finished = self._computing.record_event()
-                for expert in experts:
-                    self._last_read[expert.slot] = finished
 
     def _without_kernels(
         self,

@@ -99,7 +99,7 @@ class DeviceCheck:
         there = device.upload(rows)
         out = device.upload(torch.zeros(rows.shape))
         device.begin()
-        device.run_resident(work, layout, gate, there, out)
+        device.run(work, layout, gate, there, out)
         device.end()
         (found,) = device.download(out)
         wanted = self._cpu.outputs(layer, rows, of_row[:, None]).float()

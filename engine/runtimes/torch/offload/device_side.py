@@ -142,7 +142,7 @@ class DeviceSide:
         assert step.rows is not None
         together = [ResidentExpert(slot, *step.routes.segments[expert]) for expert, slot, _ in there]
         try:
-            self._device.run_resident(together, self._host.layout(step.layer), self._gates[step.layer], step.rows, out)
+            self._device.run(together, self._host.layout(step.layer), self._gates[step.layer], step.rows, out)
         except OutOfDeviceMemory:
             # One by one they need less, and each of them may be left to the CPU.
             return [*there, *others]
@@ -217,11 +217,11 @@ class DeviceSide:
         step.tickets = tickets
 
     def _run_expert(self, step: LayerStep, expert: int, slot: Slot, ticket: Ticket | None, out: torch.Tensor) -> bool:
-        start, stop = step.routes.segments[expert]
+        alone = [ResidentExpert(slot, *step.routes.segments[expert])]
         gate = self._gates[step.layer]
         assert step.rows is not None
         try:
-            self._device.run(slot, self._host.layout(step.layer), gate, step.rows[start:stop], out[start:stop], ticket)
+            self._device.run(alone, self._host.layout(step.layer), gate, step.rows, out, ticket)
         except CopyFailed as error:
             self._fall_back(step, expert, error)
             return False

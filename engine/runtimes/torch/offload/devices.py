@@ -121,7 +121,7 @@ def _rows_in(slot: torch.Tensor, place: SlotMatrix, row: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class ResidentExpert:
-    """An expert that is in ``slot``, and its tokens: ``start`` to ``stop`` of a layer's rows."""
+    """An expert in ``slot``, or on its way there, and its tokens: ``start`` to ``stop`` of a layer's rows."""
 
     slot: Slot
     start: int
@@ -203,31 +203,21 @@ class ExpertDevice(Protocol):
 
     def run(
         self,
-        slot: Slot,
-        layout: SlotLayout,
-        gate: FamilyGate,
-        rows: torch.Tensor,
-        out: torch.Tensor,
-        after: Ticket | None,
-    ) -> None:
-        """Begin to run the expert in ``slot`` on ``rows`` [tokens, hidden]; ``out`` [tokens, hidden], float32.
-
-        The caller keeps both until :meth:`end`: their memory would else be the trunk's again while they are read.
-
-        Raises CopyFailed if the copy ``after`` did not succeed, OutOfDeviceMemory if there is no room to compute.
-        """
-        ...
-
-    def run_resident(
-        self,
         experts: Sequence[ResidentExpert],
         layout: SlotLayout,
         gate: FamilyGate,
         rows: torch.Tensor,
         out: torch.Tensor,
+        after: Ticket | None = None,
     ) -> None:
-        """As :meth:`run`, for several experts of a layer whose copies have arrived, in one go. ``rows`` and ``out`` are
-        those of all of the layer's routes. Raises OutOfDeviceMemory, and then any of the results may be missing."""
+        """Begin to run ``experts`` of one layer, in one go, on their tokens of ``rows`` [tokens, hidden]; ``out``
+        [tokens, hidden], float32. ``after``: the copy of the only one, which may still be under way.
+
+        The caller keeps both until :meth:`end`: their memory would else be the trunk's again while they are read.
+
+        Raises CopyFailed if the copy ``after`` did not succeed, OutOfDeviceMemory if there is no room to compute; then
+        any of the results may be missing.
+        """
         ...
 
     def whole_layer(self, slots: Sequence[Slot], layout: SlotLayout, dtype: torch.dtype) -> Any:

@@ -134,7 +134,7 @@ class DeviceGpuSide:
             for place, slot in enumerate(self._slots[: self._experts])
         ]
         self._device.begin()
-        self._device.run_resident(work, self._layout, self._gate, rows, out)
+        self._device.run(work, self._layout, self._gate, rows, out)
         self._wait()
 
     def copy(self) -> None:
