@@ -21,15 +21,15 @@ DECODE_CONTEXT = 512
 PREFILL_TOKENS = 512
 """Tokens of the prompt that predictions of prefill assume."""
 TRUNK_OPERATIONS = 60
-"""What a decoder layer of transformers costs the host where it runs on a GPU, in small operations there. Measured with
-an H100 beside which an operation took 14 to 19 us."""
+"""What a decoder layer of transformers costs the host where it runs on a GPU, in small operations there. Fitted, as the
+next two are, to what a token of three models took on one H100."""
 EXECUTOR_OPERATIONS = 65
-"""The same of a layer's experts beside running them: routes, decisions, activations. Measured there."""
+"""The same of a layer's experts beside running them: routes, decisions, activations."""
+RESIDENT_OPERATIONS = 15
+"""The same where all experts of the layer are on the GPU, and few tokens find theirs without the host."""
 SLOW_GPU_MEMORY = 128e9
 """Bytes per second that the memory of the slowest card gives for which torch is built (GTX 1650). The time of a small
 expert is the host's, which begins it, and tells nothing of that."""
-RESIDENT_OPERATIONS = 15
-"""The same where all experts of the layer are on the GPU, and few tokens find theirs without the host."""
 
 
 @dataclass(frozen=True)
