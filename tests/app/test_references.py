@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import subprocess
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from app.attachments.attachment import Attachment
 from app.attachments.listing import best, entries_of, files_below, fitting, folders_of
 from app.attachments.references import MOST_FILES, pattern, reference_to, references, resolve
+from app.tui.chat.file_completion import FileReferences
 
 
 @pytest.fixture
@@ -162,3 +165,75 @@ def test_the_best_names_come_first() -> None:
     ]  # fmt: skip
     assert best(fitting("chatprompt", files), 4) == ["app/tui/chat/prompt.py"]
     assert best(fitting("", ["b", "a"]), 5) == ["a", "b"]
+
+
+# --- folders of other people -----------------------------------------------------------------------------------------
+
+
+def git(folder: Path, *arguments: str) -> str:
+    command = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c", *arguments]
+    return subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def lacking(folder: Path, marker: Path, kind: str) -> Path:
+    """A repository in ``folder`` in which git must fetch an object before it can list the files, from a remote that
+    names a program to run: one that makes the file ``marker``. ``kind``: the lacking object, and the remote's kind."""
+    lacked, _, remote = kind.partition(" ")
+    folder.mkdir()
+    for name in ("keep/.gitignore", "keep/a.py", "other/.gitignore", "other/b.py"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("*.md\n")
+    git(folder, "init", "-q", ".")
+    git(folder, "add", ".")
+    git(folder, "commit", "-q", "-m", "all")
+    # In a sparse index a folder is one entry, its tree. A .gitignore that is not checked out is read from its blob.
+    git(folder, "sparse-checkout", "init", "--cone", *(["--sparse-index"] if lacked == "tree" else []))
+    git(folder, "sparse-checkout", "set", "keep")
+    number = git(folder, "rev-parse", "HEAD:other" if lacked == "tree" else "HEAD:other/.gitignore")
+    (folder / ".git/objects" / number[:2] / number[2:]).unlink()
+    if lacked == "blob":
+        (folder / "other").mkdir()
+        (folder / "other/new.py").write_text("")
+    program = f"touch {marker}; git-upload-pack"
+    values = {
+        "core.repositoryFormatVersion": "1",
+        "extensions.partialClone": "origin",
+        "remote.origin.promisor": "true",
+        "remote.origin.url": f"ext::sh -c touch% {marker}" if remote == "ext" else str(folder),
+        "remote.origin.uploadpack": program,
+        "core.fsmonitor": program,
+        "core.sshCommand": program,
+        "core.hooksPath": str(folder / "hooks"),
+        # What the repository allows must not matter.
+        **{f"protocol.{name}.allow": "always" for name in ("file", "ext", "ssh")},
+    }
+    if remote == "ssh":
+        values["remote.origin.url"] = "ssh://host.invalid/x"
+    for name, value in values.items():
+        git(folder, "config", name, value)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["tree file", "tree ext", "tree ssh", "blob file"])
+def test_listing_a_folder_runs_nothing_that_its_repository_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    marker = tmp_path / "marker"
+    folder = lacking(tmp_path / "hostile", marker, kind)
+    # That the repository does what it is here for, git shows by itself.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    listing = ["git", "-c", "core.fsmonitor=false", "ls-files", "--cached", "--others", "--exclude-standard"]
+    subprocess.run(listing, cwd=folder, env=environment, check=False, capture_output=True, timeout=20)
+    assert marker.exists()
+    marker.unlink()
+    # Nor do settings of whoever started the program let it.
+    monkeypatch.setenv("GIT_ALLOW_PROTOCOL", "file:ext:ssh")
+    monkeypatch.setenv("GIT_NO_LAZY_FETCH", "0")
+    assert "keep/a.py" in files_below(folder)
+    assert "keep/a.py" in names("see @keep/ and @*.py and @other/", folder)
+    monkeypatch.chdir(folder)
+    typed = FileReferences(asyncio.run, lambda: None)
+    typed.complete("look at @", "")
+    offered = typed.complete("look at @a", "")
+    assert offered is not None and [file.replacement for file in offered.candidates] == ["@keep/a.py "]
+    assert not marker.exists()
