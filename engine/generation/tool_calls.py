@@ -9,12 +9,13 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from engine.generation.reasoning import MESSAGE, RECIPIENT
 from engine.generation.text import overlap
+from engine.generation.tool_arguments import ArgumentTypes, json_text, read_json
 from engine.ipc.messages import Tool, ToolCall
 from engine.models.tool_formats import ToolFormat
 
@@ -53,7 +54,7 @@ class ToolCallParser:
     def __init__(self, form: ToolFormat, tools: Sequence[Tool], most: int | None = None) -> None:
         self._form = form
         self._names = frozenset(tool.name for tool in tools)
-        self._texts = {tool.name: _text_keys(tool) for tool in tools} if form.shape == "tagged" else {}
+        self._types = {tool.name: ArgumentTypes(tool.parameters) for tool in tools}
         self._most = most
         self._begin = RECIPIENT if form.shape == "parts" else form.begin
         self._held = ""
@@ -153,7 +154,7 @@ class ToolCallParser:
         """Add the calls that ``body`` writes. Returns False if it writes none."""
         for mark in self._form.hidden:
             body = body.replace(mark, "")
-        found = _called(self._form, body.strip(), self._texts)
+        found = _called(self._form, body.strip(), self._types)
         if not found or any(each.name not in self._names for each in found):
             return False
         self._in_call, self._begun, self._space = False, True, ""
@@ -167,7 +168,7 @@ class ToolCallParser:
         body = self._held[len(self._begin) :]
         for mark in self._form.hidden:
             body = body.replace(mark, "")
-        found = _beginning(self._form, body.strip(), self._texts)
+        found = _beginning(self._form, body.strip(), self._types)
         if found is None or found.name not in self._names:
             return False
         if self._most is None or len(self.calls) < self._most:
@@ -181,12 +182,12 @@ def new_id() -> str:
     return "".join(secrets.choice(_LETTERS) for _ in range(ID_LETTERS))
 
 
-def _called(form: ToolFormat, body: str, texts: Mapping[str, Collection[str]]) -> list[_Called]:
-    """The calls that ``body`` writes; none if it is not in ``form``. ``texts``: see :func:`_text_keys`."""
+def _called(form: ToolFormat, body: str, types: Mapping[str, ArgumentTypes]) -> list[_Called]:
+    """The calls that ``body`` writes; none if it is not in ``form``. ``types``: those of each tool's arguments."""
     if form.shape == "json":
-        return _objects(body)
+        return _objects(body, types)
     if form.shape == "tagged":
-        return _tagged(form, body, texts)
+        return _tagged(form, body, types)
     for prefix in form.prefixes:
         body = body.removeprefix(prefix)
     name, _, arguments = _named(form, body)
@@ -194,10 +195,11 @@ def _called(form: ToolFormat, body: str, texts: Mapping[str, Collection[str]]) -
     name, _, index = name.strip().partition(":")
     if index and not index.isdecimal():
         return []
-    return [_Called(name, arguments)] if isinstance(_json(arguments), dict) else []
+    found = read_json(arguments)
+    return [_typed(name, found, types)] if isinstance(found, dict) else []
 
 
-def _beginning(form: ToolFormat, body: str, texts: Mapping[str, Collection[str]]) -> _Called | None:
+def _beginning(form: ToolFormat, body: str, types: Mapping[str, ArgumentTypes]) -> _Called | None:
     """The first call that ``body`` begins to write: its name, and its arguments as far as they are there."""
     if form.shape == "json":
         written = _BEGUN_OBJECT.match(body)
@@ -208,7 +210,7 @@ def _beginning(form: ToolFormat, body: str, texts: Mapping[str, Collection[str]]
         key_begin, _, _, value_end = form.tags
         whole, found, _ = body.rpartition(value_end)
         name, key, _ = body.partition(key_begin)
-        called = _tagged(form, whole + found or name, texts)
+        called = _tagged(form, whole + found or name, types)
         # The last brace is written with the call's end.
         return _Called(called[0].name, called[0].arguments[:-1] if key else "") if called else None
     name, is_whole, arguments = _named(form, body)
@@ -232,11 +234,11 @@ def _first_value(text: str) -> str:
         return text
 
 
-def _objects(body: str) -> list[_Called]:
-    found = _json(body)
+def _objects(body: str, types: Mapping[str, ArgumentTypes]) -> list[_Called]:
+    found = read_json(body)
     if found is None:
         # Several objects may follow each other, each on a line or after a semicolon.
-        parts = [_json(part) for part in body.replace(";", "\n").split("\n") if part.strip()]
+        parts = [read_json(part) for part in body.replace(";", "\n").split("\n") if part.strip()]
         found = None if any(part is None for part in parts) else parts
     calls = []
     for each in found if isinstance(found, list) else [found]:
@@ -244,14 +246,19 @@ def _objects(body: str) -> list[_Called]:
             return []
         arguments = each.get("arguments", each.get("parameters", {}))
         if isinstance(arguments, str):
-            arguments = _json(arguments)
+            arguments = read_json(arguments)
         if not isinstance(arguments, dict):
             return []
-        calls.append(_Called(each["name"], json.dumps(arguments, ensure_ascii=False)))
+        calls.append(_typed(each["name"], arguments, types))
     return calls
 
 
-def _tagged(form: ToolFormat, body: str, texts: Mapping[str, Collection[str]]) -> list[_Called]:
+def _typed(name: str, arguments: dict[str, Any], types: Mapping[str, ArgumentTypes]) -> _Called:
+    """A call with arguments read from JSON, which get the types that the tool's schema asks for."""
+    return _Called(name, json_text(types[name].typed(arguments) if name in types else arguments))
+
+
+def _tagged(form: ToolFormat, body: str, types: Mapping[str, ArgumentTypes]) -> list[_Called]:
     for prefix in form.prefixes:
         body = body.removeprefix(prefix)
     key_begin, key_end, value_begin, value_end = form.tags
@@ -266,27 +273,5 @@ def _tagged(form: ToolFormat, body: str, texts: Mapping[str, Collection[str]]) -
         value = value.strip() if value_begin else value.removeprefix("\n").removesuffix("\n")
         if value_begin:
             value = value.removeprefix(value_begin)
-        arguments[key.strip()] = value if key.strip() in texts.get(name, ()) else _value(value)
-    return [_Called(name, json.dumps(arguments, ensure_ascii=False))]
-
-
-def _text_keys(tool: Tool) -> Collection[str]:
-    """The arguments of ``tool`` that are strings, whatever they look like."""
-    schema = _json(tool.parameters)
-    properties = schema.get("properties") if isinstance(schema, dict) else None
-    found = properties if isinstance(properties, dict) else {}
-    return [key for key, form in found.items() if isinstance(form, dict) and form.get("type") == "string"]
-
-
-def _value(text: str) -> Any:
-    """An argument that is written as JSON if it is no string."""
-    found = _json(text)
-    return text if found is None and text.strip() != "null" else found
-
-
-def _json(text: str) -> Any:
-    """The value that ``text`` writes; None if it writes none."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
+        arguments[key.strip()] = types[name].from_text(key.strip(), value) if name in types else value
+    return [_Called(name, json_text(arguments))]

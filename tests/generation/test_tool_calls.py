@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jsonschema
@@ -17,6 +17,7 @@ from engine.errors import ModelError
 from engine.generation import tool_calls
 from engine.generation.answer_guide import AnswerGuide
 from engine.generation.reasoning import ReasoningParser
+from engine.generation.tool_arguments import ArgumentTypes
 from engine.generation.tool_calls import ID_LETTERS, ToolCallParser
 from engine.generation.tool_grammars import call_grammar
 from engine.ipc.messages import Tool
@@ -224,7 +225,7 @@ def test_templates_take_what_openai_takes() -> None:
 def test_an_end_mark_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
 
-    def counting(form: ToolFormat, body: str, texts: Mapping[str, Collection[str]]) -> list[object]:
+    def counting(form: ToolFormat, body: str, types: Mapping[str, ArgumentTypes]) -> list[object]:
         tried.append(body)
         return []
 

@@ -1,0 +1,322 @@
+"""Gives a call's arguments the types that the tool's JSON schema asks for.
+
+Between tags every value is text, and in JSON a model may quote a number or leave a text unquoted. What fits no type of
+the schema stays as it was written.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+MOST_STEPS = 20_000
+"""Maximum parts of a schema that are looked at for one value; after them, values stay as they are."""
+DEEPEST_SCHEMA = 100
+"""Maximum levels of a schema that are looked at."""
+
+_ANY: dict[str, Any] = {}
+_NULLS = ("null", "None")
+_WORDS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
+_WRONG, _ALMOST, _FITS = range(3)
+"""How well a value fits a schema: its type is wrong, something in it is, or nothing."""
+
+
+class _Fit(NamedTuple):
+    """A value brought to the types of a schema, and how well it fits."""
+
+    value: Any
+    how: int
+
+
+class _WrittenFloat(float):
+    """A number that knows how it was written."""
+
+    written = ""
+
+
+class ArgumentTypes:
+    """The types of one tool's arguments. ``parameters``: their JSON schema as JSON text; empty: nothing is known."""
+
+    def __init__(self, parameters: str) -> None:
+        found = read_json(parameters)
+        self._root: dict[str, Any] = found if isinstance(found, dict) else _ANY
+        self._steps = 0
+
+    def typed(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """``arguments``, read from JSON, with the types of the schema, also of the values within them."""
+        self._steps = 0
+        found: dict[str, Any] = self._fit(dict(arguments), self._root, 0).value
+        return found
+
+    def from_text(self, key: str, text: str) -> Any:
+        """The value of the argument ``key`` that is written as ``text`` between tags.
+
+        Where a string is allowed, the value is the text, unless it is a null that is allowed too. Where the schema
+        names no type, what looks like JSON is read as such.
+        """
+        self._steps = 0
+        schema = self._property(key, self._root, 0)
+        types = self._types(schema, 0)
+        if types is None:
+            read = _read(text)
+            return self._fit(text if isinstance(read, str) else read, schema, 0).value
+        if text in _NULLS and "null" in types and not self._names_choice(text, schema, 0):
+            return None
+        fit = self._fit(text, schema, 0)
+        if fit.how < _FITS and text != text.strip():
+            stripped = self._fit(text.strip(), schema, 0)
+            return stripped.value if stripped.how == _FITS else fit.value
+        return fit.value
+
+    def is_text(self, key: str) -> bool:
+        """Whether the argument ``key`` is a string whatever is written between tags, or in quotes."""
+        self._steps = 0
+        schema = self._property(key, self._root, 0)
+        types = self._types(schema, 0)
+        return types is not None and types == {"string"} and not self._has_choices(schema, 0)
+
+    # --- schemas --------------------------------------------------------------------------------------------------
+
+    def _parts(self, schema: Any, depth: int) -> tuple[dict[str, Any], list[Any], list[Any]]:
+        """What ``schema`` says itself; the schemas that hold too; and those of which one must hold."""
+        self._steps += 1
+        if depth > DEEPEST_SCHEMA or self._steps > MOST_STEPS or not isinstance(schema, dict):
+            return _ANY, [], []
+        every = [self._target(schema["$ref"])] if "$ref" in schema else []
+        every += _listed(schema.get("allOf"))
+        # "if", "not" and the rest decide about no type.
+        alternatives = [choice for key in ("anyOf", "oneOf") if (choice := _listed(schema.get(key)))]
+        one = alternatives.pop() if alternatives else []
+        return schema, [*every, *({"anyOf": choice} for choice in alternatives)], one
+
+    def _target(self, reference: Any) -> Any:
+        """The part of the schema to which a ``$ref`` points; what allows anything if there is none."""
+        if not isinstance(reference, str) or not reference.startswith("#"):
+            return _ANY
+        found: Any = self._root
+        for escaped in reference[1:].split("/")[1:]:
+            step = escaped.replace("~1", "/").replace("~0", "~")
+            if isinstance(found, list) and step.isdecimal() and int(step) < len(found):
+                found = found[int(step)]
+            elif isinstance(found, dict) and step in found:
+                found = found[step]
+            else:
+                return _ANY
+        return found
+
+    def _property(self, key: str, schema: Any, depth: int) -> Any:
+        """The schema of the argument ``key``."""
+        own, every, one = self._parts(schema, depth)
+        properties = own.get("properties")
+        if isinstance(properties, dict) and key in properties:
+            return properties[key]
+        for other in (*every, *one):
+            if (found := self._property(key, other, depth + 1)) is not _ANY:
+                return found
+        more = own.get("additionalProperties")
+        return more if isinstance(more, dict) else _ANY
+
+    def _types(self, schema: Any, depth: int) -> frozenset[str] | None:
+        """The names of the types that ``schema`` allows; None if it names none."""
+        own, every, one = self._parts(schema, depth)
+        named = [found for part in every if (found := self._types(part, depth + 1)) is not None]
+        if (types := _named_types(own)) is not None:
+            named.append(types)
+        if (choices := _choices(own)) is not None:
+            named.append(frozenset(_type(choice) for choice in choices))
+        alternatives = [self._types(part, depth + 1) for part in one]
+        if alternatives and None not in alternatives:
+            named.append(frozenset().union(*(found for found in alternatives if found is not None)))
+        with_integers = [types | {"integer"} if "number" in types else types for types in named]
+        return frozenset.intersection(*with_integers) if with_integers else None
+
+    def _has_choices(self, schema: Any, depth: int) -> bool:
+        own, every, one = self._parts(schema, depth)
+        return _choices(own) is not None or any(self._has_choices(part, depth + 1) for part in (*every, *one))
+
+    def _names_choice(self, text: str, schema: Any, depth: int) -> bool:
+        """Whether ``text`` is one of the values that ``schema`` lists."""
+        own, every, one = self._parts(schema, depth)
+        return text in (_choices(own) or ()) or any(
+            self._names_choice(text, part, depth + 1) for part in (*every, *one)
+        )
+
+    # --- values ---------------------------------------------------------------------------------------------------
+
+    def _fit(self, value: Any, schema: Any, depth: int) -> _Fit:
+        """``value`` as ``schema`` wants it. A value that satisfies it stays as it is."""
+        own, every, one = self._parts(schema, depth)
+        if schema is False:
+            return _Fit(value, _WRONG)
+        value, how = _as_type(value, _named_types(own))
+        choices = _choices(own)
+        if choices is not None and how:
+            value, chosen = _chosen(value, choices)
+            how = min(how, chosen)
+        for part in every:
+            value, found = self._fit(value, part, depth + 1)
+            how = min(how, found)
+        if one and how:
+            fits = [self._fit(value, part, depth + 1) for part in one]
+            best = max(fits, key=lambda fit: (fit.how, _same(fit.value, value)))
+            value, how = best.value, min(how, best.how)
+        if isinstance(value, dict) and how:
+            return self._members(value, own, how, depth)
+        if isinstance(value, list) and how:
+            return self._items(value, own, how, depth)
+        return _Fit(value, how)
+
+    def _members(self, value: dict[str, Any], own: dict[str, Any], how: int, depth: int) -> _Fit:
+        properties = own.get("properties")
+        known = properties if isinstance(properties, dict) else _ANY
+        others = own.get("additionalProperties", _ANY) if "patternProperties" not in own else _ANY
+        fits = {key: self._fit(each, known.get(key, others), depth + 1) for key, each in value.items()}
+        whole = all(fit.how == _FITS for fit in fits.values()) and all(
+            key in value for key in _listed(own.get("required"))
+        )
+        return _Fit({key: fit.value for key, fit in fits.items()}, how if whole else min(how, _ALMOST))
+
+    def _items(self, value: list[Any], own: dict[str, Any], how: int, depth: int) -> _Fit:
+        first, rest = _listed(own.get("prefixItems")), own.get("items", _ANY)
+        if isinstance(rest, list):
+            # The older spelling of prefixItems.
+            first, rest = rest, own.get("additionalItems", _ANY)
+        fits = [
+            self._fit(each, first[place] if place < len(first) else rest, depth + 1) for place, each in enumerate(value)
+        ]
+        whole = all(fit.how == _FITS for fit in fits)
+        return _Fit([fit.value for fit in fits], how if whole else min(how, _ALMOST))
+
+
+def read_json(text: str) -> Any:
+    """The value that ``text`` writes; None if it writes none. Strings may hold raw line breaks, and numbers remember
+    how they were written."""
+    with contextlib.suppress(ValueError, RecursionError):
+        return json.loads(text, strict=False, parse_float=_number, parse_constant=_no_number)
+    return None
+
+
+def json_text(value: Any) -> str:
+    """``value`` as JSON text. It can be encoded as UTF-8, whatever halves of characters the value has."""
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(value)
+    return text
+
+
+def _number(written: str) -> _WrittenFloat:
+    found = _WrittenFloat(written)
+    if not math.isfinite(found):
+        raise ValueError(f"{written} is too large")
+    found.written = written
+    return found
+
+
+def _no_number(word: str) -> Any:
+    raise ValueError(f"{word} is no JSON")
+
+
+def _read(text: str) -> Any:
+    """The value that ``text`` writes as JSON, or as Python does; ``text`` itself if it writes none."""
+    word = text.strip()
+    if word in _WORDS:
+        return _WORDS[word]
+    if (found := read_json(word)) is not None:
+        return found
+    if word[:1] in ("{", "["):
+        with contextlib.suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+            return json.loads(json.dumps(ast.literal_eval(word), allow_nan=False))
+    return text
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _named_types(own: Mapping[str, Any]) -> frozenset[str] | None:
+    """The types that a schema names itself."""
+    named = own.get("type")
+    types = [named] if isinstance(named, str) else [each for each in _listed(named) if isinstance(each, str)]
+    if not types:
+        return None
+    return frozenset([*types, "null"] if own.get("nullable") is True else types)
+
+
+def _choices(own: Mapping[str, Any]) -> Sequence[Any] | None:
+    """The only values that a schema allows."""
+    if "const" in own:
+        return [own["const"]]
+    return own["enum"] if isinstance(own.get("enum"), list) else None
+
+
+def _type(value: Any) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case int():
+            return "integer"
+        case float():
+            return "number"
+        case str():
+            return "string"
+        case list():
+            return "array"
+        case _:
+            return "object"
+
+
+def _is_of(value: Any, types: frozenset[str]) -> bool:
+    own = _type(value)
+    return own in types or (own == "integer" and "number" in types)
+
+
+def _as_type(value: Any, types: frozenset[str] | None) -> _Fit:
+    if types is None or _is_of(value, types):
+        return _Fit(value, _FITS)
+    read = _read(value) if isinstance(value, str) else value
+    if not isinstance(read, str) and _is_of(read, types):
+        return _Fit(read, _FITS)
+    if isinstance(read, float) and read.is_integer() and "integer" in types:
+        return _Fit(int(read), _FITS)
+    if "string" in types and isinstance(value, (bool, int, float)):
+        return _Fit(_spelled(value), _FITS)
+    return _Fit(value, _WRONG)
+
+
+def _spelled(value: float) -> str:
+    """A number, or a truth value, as it was written."""
+    return value.written if isinstance(value, _WrittenFloat) else json.dumps(value)
+
+
+def _chosen(value: Any, choices: Sequence[Any]) -> _Fit:
+    """The one of ``choices`` that ``value`` means."""
+    if any(_same(choice, value) for choice in choices):
+        return _Fit(value, _FITS)
+    if isinstance(value, (bool, int, float)):
+        for spelled in (_spelled(value), str(value)):
+            if spelled in choices:
+                return _Fit(spelled, _FITS)
+    for choice in choices:
+        if isinstance(value, str) and not isinstance(choice, str) and _same(choice, _read(value)):
+            return _Fit(choice, _FITS)
+    of_their_type = any(_type(choice) == _type(value) for choice in choices)
+    return _Fit(value, _ALMOST if of_their_type else _WRONG)
+
+
+def _same(left: Any, right: Any) -> bool:
+    """Whether two JSON values are equal. 1 and true are not; 1 and 1.0 are."""
+    if isinstance(left, bool) or isinstance(right, bool):
+        return left is right
+    if isinstance(left, list) and isinstance(right, list):
+        return len(left) == len(right) and all(map(_same, left, right))
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(_same(left[key], right[key]) for key in left)
+    return bool(left == right)
