@@ -19,9 +19,6 @@ _KINDS = ("gpt2", "llama", "gemma4")
 LONGEST_TOKEN = 1000
 """Maximum characters of a token; the longest in use is a run of some hundred spaces."""
 
-_ENDS = ("<|return|>", "<|call|>")
-"""Tokens that end a turn of gpt-oss; its files name the first only."""
-
 _SPECIAL_TEMPLATES = ("tool_use", "rag")
 """Names of templates that are not for conversations."""
 
@@ -88,7 +85,6 @@ def write_tokenizer(folder: Path, metadata: dict[str, Any], should_stop: Callabl
     text = json.dumps(config, indent=2, ensure_ascii=False)
     (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
     ends = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
-    ends += [tokenizer.token_to_id(text) for text in _ENDS]
     return sorted({end for end in ends if isinstance(end, int)})
 
 

@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import Cancelled, ModelError
@@ -34,6 +35,16 @@ _SYSTEM_LIMITS_MEMORY = platform.system() == "Linux"
 StopCheck = Callable[[], bool]
 
 
+@dataclass(frozen=True)
+class TemplateFacts:
+    """What a template writes of its own."""
+
+    literals: list[str]
+    """All text that it writes or compares with."""
+    after_answers: list[str]
+    """What it writes after an assistant's message, the last one or an earlier one."""
+
+
 class TemplateProcess:
     """A process that renders one model's chat template. It is started at once, and again after it was killed.
 
@@ -46,17 +57,19 @@ class TemplateProcess:
         self._cpu_s = cpu_s
         self._lock = threading.Lock()
         self._process = _start()
-        self._literals: list[str] | None = None
+        self._facts: TemplateFacts | None = None
         self._finalizer = weakref.finalize(self, _end, self._process)
 
     def close(self) -> None:
         self._finalizer()
 
-    def literals(self, should_stop: StopCheck = lambda: False) -> list[str]:
-        """All text that the template itself writes. Raises ModelError and Cancelled as :meth:`render`."""
-        if self._literals is None:
-            self._literals = [str(text) for text in self._ask(None, {}, False, should_stop)["literals"]]
-        return self._literals
+    def facts(self, variables: Mapping[str, Any], should_stop: StopCheck = lambda: False) -> TemplateFacts:
+        """What the template writes whatever is said. ``variables`` as of :meth:`render`, the same at every call. Raises
+        ModelError and Cancelled as :meth:`render`."""
+        if self._facts is None:
+            found = self._ask(None, variables, False, should_stop)
+            self._facts = TemplateFacts([*map(str, found["literals"])], [*map(str, found["after_answers"])])
+        return self._facts
 
     def render(
         self,

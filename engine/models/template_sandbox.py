@@ -32,6 +32,8 @@ LARGEST = 16 << 20
 """Maximum characters or items that one operation may make."""
 MOST_BITS = 4096
 """Maximum bits of a number that one operation may make."""
+AFTER_ANSWERS = 500
+"""Number of characters after an answer that are looked at."""
 
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 """Text that transformers puts behind a message that stays open, to find its end."""
@@ -269,6 +271,19 @@ class ChatTemplate:
         kept = text[end : end + len(_TAG)] == _TAG
         return text[:end] if kept else text[:end].rstrip()
 
+    def after_answers(self, variables: Mapping[str, Any]) -> list[str]:
+        """The beginning of what the template writes after an assistant's message: where that is the last one, and
+        before a user's next one. What it refuses is left out."""
+        said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _TAG.strip()}]
+        found = []
+        for messages in (said, [*said, {"role": "user", "content": "a"}]):
+            with contextlib.suppress(Exception):
+                names = {"tools": None, "documents": None, **variables}
+                text = self._template.render(messages=messages, add_generation_prompt=False, **names)
+                end = text.rindex(_TAG.strip()) + len(_TAG.strip())
+                found.append(text[end : end + AFTER_ANSWERS])
+        return found
+
 
 def _answer(request: Mapping[str, Any], templates: dict[str, ChatTemplate]) -> dict[str, Any]:
     source = request["template"]
@@ -278,7 +293,7 @@ def _answer(request: Mapping[str, Any], templates: dict[str, ChatTemplate]) -> d
             templates[source] = ChatTemplate(source)
         template = templates[source]
         if request["messages"] is None:
-            return {"literals": template.literals}
+            return {"literals": template.literals, "after_answers": template.after_answers(request["variables"])}
         return {"text": template.render(request["messages"], request["variables"], request["continue_last"])}
     except MemoryError:
         return {"error": f"it needs more than {MEMORY_BYTES >> 20} MB of memory"}

@@ -7,7 +7,7 @@ template (:mod:`engine.models.template_process`). Neither runs Python code of th
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,11 @@ END_OF_TURN_TOKENS = (
     "<end_of_turn>",
     "<|end|>",
     "<|return|>",
-    "<|end_of_text|>",
-    "<|endoftext|>",
     "<|END_OF_TURN_TOKEN|>",
 )
-"""Tokens that end a turn in common chat templates, also where a model's config omits them."""
+"""Tokens that end a turn, for a model without a chat template that tells."""
+END_OF_TEXT_TOKENS = ("<|end_of_text|>", "<|endoftext|>")
+"""Tokens that end a text. Models also end a turn with them, and no template writes them there."""
 
 
 class Tokenizer:
@@ -44,10 +44,11 @@ class Tokenizer:
         self,
         files: TokenizerFiles,
         template: TemplateProcess | None,
-        end_of_turn_ids: frozenset[int],
+        configured_ends: Collection[int],
         source: str = "",
     ) -> None:
-        """``source`` is the chat template, by which the format of the model's thoughts is known."""
+        """``configured_ends`` are the ids that end a turn by the model's files. ``source`` is the chat template, by
+        which the format of the model's thoughts is known."""
         self._library = files.backend
         self._added = files.added
         self.reasoning = format_of(source, {token.content for token in files.added.values()})
@@ -58,9 +59,10 @@ class Tokenizer:
         marks = self.reasoning.marks if self.reasoning is not None else ()
         self._left_out = _left_out(files.added, marks)
         calls = self.tool_format.all_marks if self.tool_format is not None else ()
-        self._left_out_beside_calls = _left_out(files.added, (*marks, *calls))
+        self._marks = (*marks, *calls)
+        self._left_out_beside_calls = _left_out(files.added, self._marks)
         self._named = files.named
-        self._end_of_turn_ids = end_of_turn_ids
+        self._configured_ends = frozenset(configured_ends)
         self._template = template
         self._control: ControlTokens | None = None
         self.notices = files.notices
@@ -71,10 +73,34 @@ class Tokenizer:
         """Number of the tokenizer's ids, added tokens included."""
         return self._library.get_vocab_size(with_added_tokens=True)
 
-    @property
+    @functools.cached_property
     def end_of_turn_ids(self) -> frozenset[int]:
-        """Ids that end the model's turn."""
-        return self._end_of_turn_ids
+        """Ids that end the model's turn: those that its files name, what its chat template writes after an answer, what
+        ends a turn after a call of a tool, and what ends a text. Waits for the template's process."""
+        special = {token.content: number for number, token in self._added.items() if token.special}
+        named = END_OF_TEXT_TOKENS if self.tool_format is None else (*END_OF_TEXT_TOKENS, *self.tool_format.turn_ends)
+        written = self._written_after_answers()
+        if not written:
+            # gpt-oss: <|end|> ends a message within the turn, and the answer proper comes after it.
+            named += tuple(each for each in END_OF_TURN_TOKENS if each != "<|end|>" or "<|return|>" not in special)
+        return self._configured_ends | written | {special[each] for each in named if each in special}
+
+    def _written_after_answers(self) -> set[int]:
+        """The token that the template writes behind an assistant's message; none if it writes other text there.
+
+        A mark of thoughts or calls is passed over. If nothing follows the last message of a conversation, what comes
+        between an answer and the next question counts, as with it some models end their turn.
+        """
+        if self._template is None:
+            return set()
+        try:
+            texts = self._template.facts(self._named).after_answers
+        except ModelError:
+            # The first question says why.
+            return set()
+        written = next((rest for text in texts if (rest := _without_marks(text, self._marks))), "")
+        found = {token.content: number for number, token in self._added.items() if written.startswith(token.content)}
+        return {found[max(found, key=len)]} if written and found else set()
 
     @property
     def has_chat_template(self) -> bool:
@@ -207,7 +233,8 @@ class Tokenizer:
 
     def _control_tokens(self, should_stop: StopCheck) -> ControlTokens:
         if self._control is None:
-            texts = self._template.literals(should_stop) if self._template is not None else []
+            facts = self._template.facts(self._named, should_stop) if self._template is not None else None
+            texts = facts.literals if facts is not None else []
             self._control = ControlTokens(self._library, texts)
         return self._control
 
@@ -220,13 +247,20 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
     # It starts while the vocabulary is read.
     template = TemplateProcess(source) if source else None
     files = read_tokenizer(folder)
-    return Tokenizer(files, template, _end_of_turn_ids(folder, files), source or "")
+    return Tokenizer(files, template, _configured_ends(folder, files), source or "")
 
 
 def plain_prompt(messages: Sequence[Mapping[str, Any]], continue_last: bool = False) -> str:
     """How a conversation is written for a model without a chat template."""
     blocks = [f"{message['role']}: {message['content']}" for message in messages]
     return "\n\n".join(blocks if continue_last else [*blocks, "assistant:"])
+
+
+def _without_marks(text: str, marks: Sequence[str]) -> str:
+    """``text`` without white space and ``marks`` at its beginning."""
+    while found := next((mark for mark in marks if text.lstrip().startswith(mark)), None):
+        text = text.lstrip().removeprefix(found)
+    return text.lstrip()
 
 
 def _marked(value: Any, control: ControlTokens) -> Any:
@@ -250,23 +284,16 @@ def _left_out(added: Mapping[int, Any], marks: Sequence[str]) -> frozenset[int] 
     return frozenset(number for number, content in special.items() if not any(content in mark for mark in marks))
 
 
-def _end_of_turn_ids(folder: Path, files: TokenizerFiles) -> frozenset[int]:
+def _configured_ends(folder: Path, files: TokenizerFiles) -> set[int]:
+    """The ids that end a turn by the files of ``folder``."""
     ids: set[int] = set()
     for name in ("config.json", "generation_config.json"):
-        ids.update(_configured_ends(read_object(folder / name, SMALL_FILE)))
+        ids.update(_ends_of(read_object(folder / name, SMALL_FILE)))
     end = files.backend.token_to_id(files.named["eos_token"]) if "eos_token" in files.named else None
-    if end is not None:
-        ids.add(end)
-    vocabulary = {token.content: number for number, token in files.added.items() if token.special}
-    for token in END_OF_TURN_TOKENS:
-        if token == "<|end|>" and "<|return|>" in vocabulary:
-            continue  # gpt-oss: ends a message within the turn; the answer proper comes after it
-        if token in vocabulary:
-            ids.add(vocabulary[token])
-    return frozenset(ids)
+    return ids if end is None else ids | {end}
 
 
-def _configured_ends(config: dict[str, Any]) -> list[int]:
+def _ends_of(config: dict[str, Any]) -> list[int]:
     text_config = config.get("text_config")
     ends = config.get("eos_token_id")
     if ends is None and isinstance(text_config, dict):

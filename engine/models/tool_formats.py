@@ -47,6 +47,8 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Marks that mean nothing."""
     bare: bool = False
     """Whether a call is an answer that begins with a brace, without a mark."""
+    turn_ends: tuple[str, ...] = ()
+    """Special tokens that end a turn after a call, to wait for the tool's result."""
     marks: tuple[str, ...] = ()
     """Further marks by which the format is known."""
 

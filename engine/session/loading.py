@@ -68,7 +68,6 @@ def load_session(
     words = load_tokenizer(folder)
     defaults = read_settings(folder / "generation_config.json")
     ends = stop_ids(defaults) or stop_ids(read_settings(folder / "config.json"))
-    ends |= words.end_of_turn_ids if words is not None else frozenset()
     if network is None:
         model = load_model(runtime, name, folder, request, progress, release=release)
     else:
@@ -78,6 +77,9 @@ def load_session(
         # Forming asks what memory is free.
         release()
         model = RingModel(name, former, progress)
+    if words is not None:
+        # The template's process has started meanwhile.
+        ends |= words.end_of_turn_ids
     if choice.is_fallback:
         said.append(f"Running on {runtime.name}: {choice.reason}.")
     if request.key_values != "auto" and runtime.name != "native":

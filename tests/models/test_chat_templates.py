@@ -81,7 +81,7 @@ def test_the_process_renders_as_the_template_does(process: TemplateProcess) -> N
     template = ChatTemplate(TEMPLATES["qwen3"])
     for chat in conversations():
         assert process.render(chat, NAMED) == template.render(chat, NAMED, continue_last=False)
-    assert any("<|im_start|>" in text for text in process.literals())
+    assert any("<|im_start|>" in text for text in process.facts({}).literals)
 
 
 @pytest.mark.parametrize(

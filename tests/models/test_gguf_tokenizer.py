@@ -196,9 +196,6 @@ def write_vocabulary(path: Path, metadata: dict[str, Any]) -> Path:
 def test_ids_and_special_tokens_are_the_files(tmp_path: Path) -> None:
     metadata = byte_level("gpt-2")
     assert write_tokenizer(tmp_path, metadata) == [0, 2]
-    called = metadata | {"tokenizer.ggml.tokens": [*metadata["tokenizer.ggml.tokens"], "<|call|>"]}
-    called["tokenizer.ggml.token_type"] = [*metadata["tokenizer.ggml.token_type"], 3]
-    assert write_tokenizer(tmp_path, called) == [0, 2, len(metadata["tokenizer.ggml.tokens"])]
     tokenizer = written(tmp_path, metadata)
     assert tokenizer.encode("<|im_start|>hi<|im_end|>")[0] == 1
     assert tokenizer.encode("<|im_start|>hi<|im_end|>")[-1] == 2

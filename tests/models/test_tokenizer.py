@@ -170,12 +170,54 @@ def test_all_that_ends_a_turn(tmp_path: Path) -> None:
     assert tokenizer.end_of_turn_ids == {0, 2, 77, 78, 79}
 
 
-def test_a_message_end_within_a_turn_is_not_the_turns_end(tmp_path: Path) -> None:
-    both = load_tokenizer(write_tokenizer_folder(tmp_path / "both", special=SPECIAL))
-    only = load_tokenizer(write_tokenizer_folder(tmp_path / "only", special=SPECIAL[:4]))
-    assert both is not None and only is not None
-    assert both.end_of_turn_ids == {0, 2, 4}
-    assert only.end_of_turn_ids == {0, 2, 3}
+def ends(folder: Path, template: str | None, *tokens: str, added: tuple[str, ...] = ()) -> set[str]:
+    """The tokens that end a turn, of a model whose files name ``<|endoftext|>`` only."""
+    tokenizer = load_tokenizer(write_tokenizer_folder(folder, template, ("<|endoftext|>", *tokens), added))
+    assert tokenizer is not None
+    return {tokenizer.decode_exactly([number]) for number in tokenizer.end_of_turn_ids} - {"<|endoftext|>"}
+
+
+LAST = "{% if loop.last and not add_generation_prompt %}"
+
+
+@pytest.mark.parametrize(
+    ("end", "tokens", "expected"),
+    [
+        ("<turn|>\n", ("<turn|>", "<|turn>"), {"<turn|>"}),
+        ("\n\n<any mark>", ("<any mark>", "<any mark"), {"<any mark>"}),
+        ("<|end|>\n<|x|>", ("<|end|>", "<|x|>", "<|im_end|>"), {"<|end|>"}),
+        ("<|END_RESPONSE|><|over|>", ("<|over|>", "<|END_RESPONSE|>", "<|START_RESPONSE|>", "<|START_THINKING|>",
+                                      "<|END_THINKING|>"), {"<|over|>"}),
+        # Nothing, and the next message's header ends the turn.
+        ("", ("<|user|>", "<|assistant|>"), {"<|user|>"}),
+        # The answer's last part ends otherwise than an earlier message.
+        (LAST + "<|return|>{% else %}<|end|>{% endif %}", ("<|end|>", "<|return|>"), {"<|return|>"}),
+        # Words are no end, nor is a token that stands behind them.
+        ("\nUser: <|x|>", ("<|x|>",), set()),
+        # A template that does not tell.
+        ("{{ raise_exception('no') }}", ("<|end|>", "<|return|>", "<|im_end|>"), {"<|return|>", "<|im_end|>"}),
+        ("\n", ("<|end|>",), {"<|end|>"}),
+    ],
+)  # fmt: skip
+def test_what_the_template_writes_after_an_answer_ends_a_turn(
+    tmp_path: Path, end: str, tokens: tuple[str, ...], expected: set[str]
+) -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}"
+        + ("<|user|>" if "<|user|>" in tokens else "User: ")
+        + "{{ m.content }}{% else %}{{ m.content }}"
+        + end
+        + "{% endif %}{% endfor %}"
+    )
+    assert ends(tmp_path / "special", template, *tokens) == expected
+    assert ends(tmp_path / "added", template, added=tokens) == expected & {each for each in tokens if each in template}
+
+
+def test_the_mark_after_a_call_ends_a_turn(tmp_path: Path) -> None:
+    marks = ("<|channel|>", "<|message|>", "<|call|>")
+    assert ends(tmp_path / "taking", CHATML + "{{ tools }}", *marks, "<|im_end|>") == {"<|im_end|>", "<|call|>"}
+    assert ends(tmp_path / "no", CHATML, *marks, "<|im_end|>") == {"<|im_end|>"}
+    assert ends(tmp_path / "none", None, *marks, "<|im_end|>") == {"<|im_end|>"}
 
 
 def test_a_folder_without_tokenizer(tmp_path: Path) -> None:
