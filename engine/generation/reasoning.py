@@ -12,7 +12,12 @@ from engine.models.reasoning_formats import ReasoningFormat
 
 RECIPIENT, MESSAGE = "<|recipient|>", "<|message|>"
 """Marks around the name of a tool that a part of an answer is for."""
-_RECIPIENT = re.compile(r"\bto=(\S+)")
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_BEGUN_RECIPIENT = re.compile(r"\s*(t(o(=[^\s<]*\s*)?)?)?")
+"""What a part may begin with whose header the prompt has begun, up to the header's next mark."""
+
+_BEFORE_QUOTED = frozenset("`'\"“”‘’«»‹›„‚*_([{</|=")
+"""Characters before a mark that is spoken of."""
 
 
 class _AnswerPart(enum.Enum):
@@ -40,10 +45,10 @@ class ReasoningParser:
     """Separates a stream of text by the marks of ``form``. Marks may arrive in pieces.
 
     ``prompt`` is the rendered prompt: a template may itself begin the thoughts, or say that there are none. A mark
-    within the answer is text unless the parts of the answer have names. A lone end at the beginning of a line marks
-    what was before it as thoughts. White space around the thoughts is left out, and an empty line stands between two
-    parts of the same kind. ``answering``: an answer that had begun is continued. ``recipients``: a part for a tool
-    begins with the tool's name, between marks of :mod:`engine.generation.tool_calls`.
+    within the answer is text unless the parts of the answer have names. A lone end at the beginning of a line, or right
+    after a word, marks what was before it as thoughts. White space around the thoughts is left out, and an empty line
+    stands between two parts of the same kind. ``answering``: an answer that had begun is continued. ``recipients``: a
+    part for a tool begins with the tool's name, between marks of :mod:`engine.generation.tool_calls`.
     """
 
     def __init__(
@@ -64,6 +69,7 @@ class ReasoningParser:
         self._blank = not answering
         """Whether the part has no text yet."""
         self._header = ""
+        """What was written since the part's beginning, with the marks after it."""
         self._named = False
         """Whether the text belongs to a part whose name was read."""
         self._thought = begun
@@ -72,6 +78,13 @@ class ReasoningParser:
         """Whether the first of the hidden marks was met, so that the second is expected."""
         self._unmarked = ""
         """The answer while its beginning may still turn out to be thoughts."""
+        self._header_begun = bool(form.headers) and not answering and self._begins_header(end)
+        """Whether the prompt has begun the name of the first part, of which nothing was read yet."""
+
+    def _begins_header(self, prompt: str) -> bool:
+        form = self._form
+        _, found, header = prompt.rpartition(form.headers[0])
+        return bool(found) and form.body not in header and form.end not in header
 
     @property
     def thinking(self) -> bool:
@@ -124,6 +137,7 @@ class ReasoningParser:
     def flush(self) -> Separated:
         """The text that was held back. Must be called once, at the end."""
         held, self._held = self._held, ""
+        self._header_begun = False
         found = self._text(held)
         if self._blank and self._state is _AnswerPart.ANSWER and self._without_thoughts and not self._form.headers:
             return Separated(answer=self._space)
@@ -138,7 +152,7 @@ class ReasoningParser:
         """The marks that mean something now, or at some place of the text that is held."""
         form = self._form
         if form.headers:
-            return form.marks
+            return (*form.marks, *form.within)
         if self._state is _AnswerPart.THOUGHTS:
             # A model may repeat the beginning that its template wrote.
             return (form.end, form.begin) if self._blank else (form.end,)
@@ -168,16 +182,25 @@ class ReasoningParser:
 
     def _is_lone_end(self, at: int) -> bool:
         before = self._unmarked + self._space + self._held[:at]
-        return before.endswith("\n") and bool(before.strip()) and self._form.begin not in before
+        if not before.strip() or self._form.begin in before:
+            return False
+        # Within a line a mark that is spoken of stands after a space or a quotation mark.
+        return before.endswith("\n") or not (before[-1].isspace() or before[-1] in _BEFORE_QUOTED)
 
     def _marked(self, mark: str) -> Separated:
         form = self._form
         if mark in form.headers:
-            self._state, self._header, self._named = _AnswerPart.HEADER, "", False
+            # The recipient may stand before a further mark of the same header.
+            header = "" if mark == form.headers[0] else self._header
+            self._state, self._header, self._named = _AnswerPart.HEADER, header + mark, False
+            self._header_begun = False
+        elif mark in form.within:
+            self._header += " " if self._header else ""
         elif mark == form.body:
-            self._named = True
-            name = (self._header.split() or [""])[0]
-            recipient = _RECIPIENT.search(self._header) if self._recipients else None
+            header = self._header
+            self._named, self._header_begun = True, False
+            name = (re.split("|".join(map(re.escape, form.headers)), header)[-1].split() or [""])[0]
+            recipient = _RECIPIENT.search(header) if self._recipients else None
             self._begin(_AnswerPart.ANSWER if recipient or name not in form.thoughts else _AnswerPart.THOUGHTS)
             if recipient is not None:
                 return Separated(answer=f"{RECIPIENT}{recipient[1]}{MESSAGE}")
@@ -198,7 +221,7 @@ class ReasoningParser:
         return Separated()
 
     def _begin(self, state: _AnswerPart) -> None:
-        self._state, self._blank = state, True
+        self._state, self._blank, self._header = state, True, ""
         self._space = "\n\n" if state in self._filled else ""
         self._thought = self._thought or state is _AnswerPart.THOUGHTS
 
@@ -207,8 +230,13 @@ class ReasoningParser:
             self._header += text
             if len(self._header) <= LONGEST_NAME:
                 return Separated()
-            text, self._header = self._header, ""
+            text = self._without_marks(self._header)
             self._begin(_AnswerPart.ANSWER)
+        elif self._form.headers and not self._named and self._blank:
+            text, self._header = self._header + text, ""
+            if self._header_begun and len(text) <= LONGEST_NAME and _BEGUN_RECIPIENT.fullmatch(text):
+                self._header = text
+                return Separated()
         if self._state is _AnswerPart.THOUGHTS:
             return self._thoughts(text)
         if self._blank:
@@ -226,6 +254,11 @@ class ReasoningParser:
         if not self._thought and not self._settled:
             self._unmarked += text
         return Separated(answer=text)
+
+    def _without_marks(self, header: str) -> str:
+        for mark in self._form.headers:
+            header = header.replace(mark, "")
+        return header
 
     def _thoughts(self, text: str) -> Separated:
         if self._blank:

@@ -32,12 +32,14 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Marks before the name of a part."""
     body: str = ""
     """Mark after the name of a part."""
+    within: tuple[str, ...] = ()
+    """Special tokens within the name of a part, between two words of it."""
     thoughts: tuple[str, ...] = ()
     """Names of the parts that are thoughts."""
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """All marks."""
+        """The marks by which the format is known."""
         return tuple(mark for mark in (self.begin, self.end, *self.hidden, *self.headers, self.body) if mark)
 
 

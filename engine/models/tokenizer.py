@@ -57,10 +57,11 @@ class Tokenizer:
         """How the model writes calls of tools; None if its template takes no tools, or the format is not known."""
         self._switch, self._effort = has_switch(source), has_effort(source)
         marks = self.reasoning.marks if self.reasoning is not None else ()
-        self._left_out = _left_out(files.added, marks)
         calls = self.tool_format.all_marks if self.tool_format is not None else ()
         self._marks = (*marks, *calls)
-        self._left_out_beside_calls = _left_out(files.added, self._marks)
+        kept = (*marks, *self.reasoning.within) if self.reasoning is not None else ()
+        self._left_out = _left_out(files.added, kept)
+        self._left_out_beside_calls = _left_out(files.added, (*kept, *calls))
         self._named = files.named
         self._configured_ends = frozenset(configured_ends)
         self._template = template
@@ -82,7 +83,8 @@ class Tokenizer:
         written = self._written_after_answers()
         if not written:
             # gpt-oss: <|end|> ends a message within the turn, and the answer proper comes after it.
-            named += tuple(each for each in END_OF_TURN_TOKENS if each != "<|end|>" or "<|return|>" not in special)
+            within = {*self._marks, *(("<|end|>",) if "<|return|>" in special else ())}
+            named += tuple(each for each in END_OF_TURN_TOKENS if each not in within)
         return self._configured_ends | written | {special[each] for each in named if each in special}
 
     def _written_after_answers(self) -> set[int]:
@@ -98,7 +100,8 @@ class Tokenizer:
         except ModelError:
             # The first question says why.
             return set()
-        written = next((rest for text in texts if (rest := _without_marks(text, self._marks))), "")
+        first = next((text for text in texts if text.strip()), "")
+        written = _without_marks(first, self._marks)
         found = {token.content: number for number, token in self._added.items() if written.startswith(token.content)}
         return {found[max(found, key=len)]} if written and found else set()
 

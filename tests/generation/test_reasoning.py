@@ -46,6 +46,10 @@ def streamed(form: ReasoningFormat, pieces: list[str], prompt: str = "") -> Sepa
          "Use `<think>.*?</think>` with re.S.\n</think>\nDone."),
         ("The tag </think> ends them.", "", "", "The tag </think> ends them."),
         ("<think>\nOnce more.\n</think>\nYes.", "<|Assistant|><think>\n", "Once more.", "Yes."),
+        ('plan</think>{"a":1}', "", "plan", '{"a":1}'),
+        ("Four?</think>\n\nIt is 4.", "", "Four?", "It is 4."),
+        ("It ends with `</think>` here.", "", "", "It ends with `</think>` here."),
+        ("</think>4", "", "", "</think>4"),
         ("\nHi", "<|assistant|>\n<think></think>", "", "Hi"),
         ("<think>a</think>\n\n    indented()", "", "a", "    indented()"),
     ],
@@ -69,11 +73,43 @@ def test_tags(text: str, prompt: str, thoughts: str, answer: str) -> None:
         ("<|channel|>final " + 100 * "word ", "", "final " + 100 * "word "),
         ("<|channel|>analysis<|message|>never ended", "never ended", ""),
         ("<|channel|>ana", "", ""),
+        # The prompt has begun the header; what is none is the answer.
+        ("Hello", "", "Hello"),
+        (" to", "", " to"),
+        (" to be <|channel|>or not", "", " to be "),
+        (" to=user<|channel|>final<|message|>It is 4.", "", "It is 4."),
+        (" to=functions.f<|channel|>analysis<|message|>Four?", "Four?", ""),
+        ("<|channel|>analysis<|constrain|>x<|message|>Four?<|end|>", "Four?", ""),
+        ("<|channel|>final<|message|>4<|end|>5", "", "4\n\n5"),
     ],
 )  # fmt: skip
 def test_named_parts(text: str, thoughts: str, answer: str) -> None:
-    found = separate(ReasoningParser(GPT_OSS, "<|start|>assistant"), text)
-    assert found == Separated(thoughts, answer)
+    prompt = "x<|end|><|start|>assistant"
+    assert separate(ReasoningParser(GPT_OSS, prompt), text) == Separated(thoughts, answer)
+    assert streamed(GPT_OSS, list(text), prompt) == Separated(thoughts, answer)
+
+
+RECIPIENTS = [
+    " to=functions.f<|channel|>commentary json<|message|>{}",
+    " to=functions.f<|channel|>analysis<|message|>{}",
+    " to=functions.f<|message|>{}",
+    "<|channel|>commentary to=functions.f json<|message|>{}",
+    "<|channel|>commentary to=functions.f<|constrain|>json<|message|>{}",
+    "<|channel|>analysis to=functions.f code<|message|>{}",
+    "<|channel|>commentary json to=functions.f<|message|>{}",
+]
+
+
+@pytest.mark.parametrize("said", RECIPIENTS)
+def test_a_recipient_may_stand_anywhere_in_a_header(said: str) -> None:
+    expected = "<|recipient|>functions.f<|message|>{}"
+    thought = "<|channel|>analysis<|message|>I need it.<|end|><|start|>assistant"
+    for text, thoughts in ((said, ""), (thought + said, "I need it.")):
+        for pieces in ([text], list(text)):
+            parser = ReasoningParser(GPT_OSS, "<|end|><|start|>assistant", recipients=True)
+            found = [*(parser.push(piece) for piece in pieces), parser.flush()]
+            assert "".join(part.answer for part in found) == expected
+            assert "".join(part.thoughts for part in found) == thoughts
 
 
 @pytest.mark.parametrize(
@@ -106,9 +142,10 @@ def test_an_answer_that_is_continued_holds_no_thoughts() -> None:
 @settings(max_examples=examples(40))
 @given(data=st.data())
 def test_how_the_stream_is_cut_changes_nothing(form: ReasoningFormat, data: st.DataObject) -> None:
-    words = st.sampled_from([*form.marks, *(mark[:-1] for mark in form.marks), "analysis", "final", "word", " ", "\n"])
+    marks = (*form.marks, *form.within)
+    words = st.sampled_from([*marks, *(mark[:-1] for mark in marks), "analysis", "final", " to=f", "word", " ", "\n"])
     text = "".join(data.draw(st.lists(words, max_size=12)))
-    prompt = data.draw(st.sampled_from(["", form.begin, f"x {form.end}\n"]))
+    prompt = data.draw(st.sampled_from(["", form.begin, f"x {form.end}\n", *form.headers[:1]]))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     whole = streamed(form, [text], prompt)
