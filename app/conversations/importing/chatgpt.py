@@ -95,14 +95,27 @@ def _said(content: Mapping[str, Any]) -> str:
 
 
 def _without_marks(said: str, metadata: Mapping[str, Any]) -> str:
-    """``said`` with what the program shows in place of its marks: links of citations, names of people and places."""
+    """``said`` with what the program shows in place of its marks: links of citations, names of people and places.
+
+    What is put in is not looked at again, and no more of it than what ``said`` and all references have.
+    """
     if "\ue200" not in said:
         return said
-    for reference in map(table, rows(metadata.get("content_references"))):
-        matched = text(reference.get("matched_text"))
-        if matched.startswith("\ue200"):
-            said = said.replace(matched, text(reference.get("alt")))
-    return _LEFT.sub("", _MARK.sub(_shown, said))
+    references = {
+        text(reference.get("matched_text")): text(reference.get("alt"))
+        for reference in map(table, rows(metadata.get("content_references")))
+    }
+    left = len(said) + sum(map(len, references.values()))
+
+    def shown(mark: re.Match[str]) -> str:
+        nonlocal left
+        alternative = references.get(mark.group())
+        if alternative is None:
+            return _shown(mark)
+        left -= len(alternative)
+        return alternative if left >= 0 else ""
+
+    return _LEFT.sub("", _MARK.sub(shown, said))
 
 
 def _shown(mark: re.Match[str]) -> str:

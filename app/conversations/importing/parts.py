@@ -18,6 +18,12 @@ from app.text_safety import one_line, sanitize
 
 MOST_MESSAGES = 100_000
 """Largest number of messages in a conversation that is imported."""
+LONGEST_TEXT = 5_000_000
+"""Maximum characters of a message that is imported, of its thoughts, and of each of its attachments."""
+_MOST_PRODUCED = 500_000_000
+"""Maximum characters of an import."""
+_OWN_SIZE = 500
+"""Number of characters that a message or a conversation counts beside its text."""
 _LATEST = 4_102_444_800.0
 """Seconds since the epoch after which a time is taken for a mistake: the year 2100."""
 _LONGEST_NAME = 200
@@ -26,6 +32,29 @@ _LONGEST_NAME = 200
 
 class ImportProblem(Exception):
     """A file cannot be imported. The text is one sentence for the person."""
+
+
+class TooLarge(Exception):
+    """A conversation is too large to be imported, or there is too much before it."""
+
+
+class Allowance:
+    """The characters that may still be read or produced. What was spent stays so, also if it comes to nothing."""
+
+    def __init__(self, characters: int) -> None:
+        self._left = characters
+
+    def spend(self, characters: int) -> None:
+        """Raises TooLarge, now and from now on, if that is more than what is left."""
+        self._left -= characters
+        if self._left < 0:
+            raise TooLarge
+
+
+def produced_of(size: int) -> Allowance:
+    """What an import of a file of ``size`` bytes may produce. Fragments of prompts that are kept once and used often
+    make more of it than was read, but not without limit."""
+    return Allowance(min(_MOST_PRODUCED, 10_000_000 + 100 * size))
 
 
 @dataclass(frozen=True)
@@ -60,6 +89,13 @@ class ImportedMessage:
     attachments: tuple[Attachment, ...] = ()
     only_named: int = 0
 
+    def spend(self, allowance: Allowance) -> None:
+        """Take from ``allowance`` what this message has. Raises TooLarge, also for a limit of its own."""
+        texts = (self.content, self.thoughts.text, *(attachment.text for attachment in self.attachments))
+        if max(map(len, texts)) > LONGEST_TEXT:
+            raise TooLarge
+        allowance.spend(_OWN_SIZE * (1 + len(self.attachments)) + sum(map(len, texts)))
+
 
 @dataclass
 class ImportedConversation:
@@ -79,6 +115,14 @@ class ImportedConversation:
     archived: bool = False
     pinned: bool = False
     own_values: Mapping[str, Any] = field(default_factory=dict)
+
+    def spend(self, allowance: Allowance) -> None:
+        """Take from ``allowance`` what this conversation has. Raises TooLarge, also for a limit of its own."""
+        if len(self.messages) > MOST_MESSAGES:
+            raise TooLarge
+        allowance.spend(_OWN_SIZE + len(self.system))
+        for message in self.messages:
+            message.spend(allowance)
 
 
 # --- checks ---------------------------------------------------------------------------------------------------------
@@ -170,7 +214,7 @@ def tree(nodes: Mapping[str, ImportedNode], current: str | None) -> tuple[list[I
         children.setdefault(node.parent if node.parent in nodes and node.parent != key else None, []).append(key)
     messages: list[ImportedMessage] = []
     places: dict[str, int | None] = {}
-    thoughts: dict[str, Thoughts] = {}
+    above_of: dict[str, str | None] = {}
     ready: list[tuple[float, int, str, str | None]] = []
 
     def push(key: str, above: str | None, earliest: float) -> None:
@@ -190,13 +234,12 @@ def tree(nodes: Mapping[str, ImportedNode], current: str | None) -> tuple[list[I
             continue
         node = nodes[key]
         place = None if above is None else places[above]
-        before = NO_THOUGHTS if above is None else thoughts.get(above, NO_THOUGHTS)
         if node.message is None:
-            thoughts[key] = joined(before, node.thoughts)
+            above_of[key] = above
         else:
             node.message.parent = place
             if node.message.role == "assistant":
-                node.message.thoughts = joined(before, node.message.thoughts)
+                node.message.thoughts = _joined([*_left_out(nodes, above_of, above), node.message.thoughts])
             messages.append(node.message)
             place = len(messages) - 1
         places[key] = place
@@ -206,10 +249,23 @@ def tree(nodes: Mapping[str, ImportedNode], current: str | None) -> tuple[list[I
     return messages, places.get(current) if current is not None else None
 
 
-def joined(first: Thoughts, second: Thoughts) -> Thoughts:
-    """Both thoughts as one."""
-    parts = [part for part in (first.text, second.text) if part]
-    return Thoughts("\n\n".join(parts), first.tokens + second.tokens, first.seconds + second.seconds)
+def _left_out(nodes: Mapping[str, ImportedNode], above_of: dict[str, str | None], key: str | None) -> list[Thoughts]:
+    """The thoughts of the nodes that were left out up to ``key``. They are removed from ``above_of``, so that they go
+    to one answer only, however many follow."""
+    found = []
+    while key is not None and key in above_of:
+        found.append(nodes[key].thoughts)
+        key = above_of.pop(key)
+    return found[::-1]
+
+
+def _joined(parts: Sequence[Thoughts]) -> Thoughts:
+    """All thoughts as one."""
+    return Thoughts(
+        "\n\n".join(part.text for part in parts if part.text),
+        sum(part.tokens for part in parts),
+        sum(part.seconds for part in parts),
+    )
 
 
 def chain(messages: Sequence[ImportedMessage]) -> list[ImportedMessage]:

@@ -2,26 +2,43 @@
 
 from __future__ import annotations
 
-import json
 import re
 import stat
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from app.conversations.importing import chatgpt, claude, llm_log, open_webui, own
-from app.conversations.importing.parts import MOST_MESSAGES, ImportedConversation, ImportProblem, digest
+from app.conversations.importing.entries import Unread, entries
+from app.conversations.importing.parts import (
+    Allowance,
+    ImportedConversation,
+    ImportProblem,
+    TooLarge,
+    digest,
+    produced_of,
+)
 from app.text_safety import one_line
 from engine.planning.units import byte_size
 
 MOST_BYTES = 500_000_000
 """Largest size in bytes of the JSON that is read, unpacked."""
+_MOST_UNPACKED = 50
+"""Largest ratio of what an archive unpacks to and its own size. That of an export is below ten."""
+_SMALL = 10_000_000
+"""Size in bytes up to which that ratio does not matter."""
 _MOST_MEMBERS = 100_000
+_MOST_DAMAGED = 100
+"""Number of files in an archive that cannot be unpacked after which it is given up."""
+_MOST_NAMED = 5
+"""Number of things that are named as lost; of others it is said how many they are."""
 _MEMBER = re.compile(r"(?:.*/)?conversations(?:-\d{1,6})?\.json")
 """Names of the files with conversations in the archives of ChatGPT and Claude."""
+_NOT_UNPACKED = (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, EOFError, OSError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -46,13 +63,14 @@ class ReadFile:
     """The conversations of a file, at least one.
 
     ``unread``: the number of entries in it that are none. ``empty``: the number of conversations without a message
-    that has text.
+    that has text. ``lost``: what else could not be read, in words.
     """
 
     program: str
     conversations: Sequence[ImportedConversation]
     unread: int = 0
     empty: int = 0
+    lost: Sequence[str] = ()
 
     @property
     def left_out(self) -> str:
@@ -61,6 +79,7 @@ class ReadFile:
         parts = [
             _counted(self.empty, "chat without text", "chats without text"),
             _counted(self.unread, "entry that is no chat", "entries that are no chats"),
+            *self.lost,
             _counted(files, "picture or file", "pictures and files"),
         ]
         return f"Left out: {', '.join(filter(None, parts))}." if any(parts) else ""
@@ -73,59 +92,125 @@ def _counted(count: int, one: str, several: str) -> str:
 def read_conversations(path: Path) -> ReadFile:
     """The conversations in the file at ``path``. Raises ImportProblem."""
     try:
+        return _read(path)
+    except MemoryError:
+        raise ImportProblem(f"{one_line(str(path))} needs more memory than there is.") from None
+
+
+def _read(path: Path) -> ReadFile:
+    try:
         # A pipe or a device is not opened at all: that could wait for ever.
         if not stat.S_ISREG(path.stat().st_mode):
             raise ImportProblem(f"{one_line(str(path))} is no file. Name the exported file itself.")
+        size = path.stat().st_size
         with path.open("rb") as file:
             start = file.read(16)
     except OSError as error:
         raise ImportProblem(f"{one_line(str(path))} cannot be read: {error.strerror or error}.") from error
+    found = _Found(path, produced_of(size))
     if start.startswith(llm_log.HEADER):
-        return _read(path, "llm", llm_log.conversations(path))
-    documents = _archived(path) if start.startswith(b"PK\3\4") else iter([_plain(path)])
-    found: list[ImportedConversation] = []
-    programs: list[str] = []
-    unread = 0
-    printed: list[Mapping[str, Any]] = []
-    for data in documents:
-        for entry in _entries(path, data):
-            if llm_log.is_printed(entry):
-                printed.append(entry)
-                continue
-            kind = next((known for known in FORMATS if known.is_conversation(entry)), None)
-            if kind is None:
-                unread += 1
-                continue
-            programs.append(kind.program)
-            found.append(kind.conversation(entry))
+        found.take("llm", llm_log.conversations(path, size, found.allowance))
+        return found.result()
+    documents = _archived(path, size, found.lost) if start.startswith(b"PK\3\4") else iter([("", _plain(path))])
+    printed = llm_log.Answers(found.allowance)
+    for member, data in documents:
+        for entry in entries(data):
+            if entry is None:
+                found.unread += 1
+            elif isinstance(entry, Unread):
+                found.missed[entry, member] += 1
+            elif llm_log.is_printed(entry):
+                printed.add(entry)
+            else:
+                found.take_entry(entry, member)
     if printed:
-        programs.append("llm")
-        found += llm_log.printed_conversations(printed)
-    if not programs:
-        raise ImportProblem(
-            f"{one_line(str(path))} has no conversations that are known; there are exports of privatellm, ChatGPT, "
-            "Claude, Open WebUI and llm."
-        )
-    return _read(path, programs[0], found, unread)
+        found.take("llm", printed.conversations())
+    return found.result()
 
 
-def _read(path: Path, program: str, found: Sequence[ImportedConversation], unread: int = 0) -> ReadFile:
-    """The conversations of ``found`` that have messages. Raises ImportProblem if there is none."""
-    large = next((chat for chat in found if len(chat.messages) > MOST_MESSAGES), None)
-    if large is not None:
-        raise ImportProblem(f"A conversation has more than {MOST_MESSAGES:,} messages; nothing was imported.")
-    kept = [chat for chat in found if chat.messages]
-    if not kept:
-        chats = _counted(len(found), "chat", "chats") or "no chats"
+class _Found:
+    """What was found in the file at ``path`` so far."""
+
+    def __init__(self, path: Path, allowance: Allowance) -> None:
+        self.allowance = allowance
+        self.lost: list[str] = []
+        self.unread = 0
+        self.missed: Counter[tuple[Unread, str]] = Counter()
+        """The number of entries by the reason why they were not read, and the file in the archive."""
+        self._path = path
+        self._program = ""
+        self._chats: list[ImportedConversation] = []
+        self._empty = 0
+
+    def take(self, program: str, chats: Iterable[ImportedConversation | None]) -> None:
+        """Take what was already counted in the allowance. None stands for one that is too large."""
+        for chat in chats:
+            self._keep(program, chat, "")
+
+    def take_entry(self, entry: Mapping[str, Any], member: str) -> None:
+        kind = next((known for known in FORMATS if known.is_conversation(entry)), None)
+        if kind is None:
+            self.unread += 1
+            return
+        chat = kind.conversation(entry)
+        try:
+            chat.spend(self.allowance)
+        except TooLarge:
+            self._keep(kind.program, None, member)
+        else:
+            self._keep(kind.program, chat, member)
+
+    def _keep(self, program: str, chat: ImportedConversation | None, member: str) -> None:
+        self._program = self._program or program
+        if chat is None:
+            self.missed[Unread.LARGE, member] += 1
+        elif not chat.messages:
+            self._empty += 1
+        else:
+            if chat.origin.endswith(":"):
+                # Without an id it would be taken for any other such conversation.
+                chat.origin += digest(chat.created, chat.messages)
+            for message in chat.messages:
+                if message.role == "assistant":
+                    message.model = message.model or chat.model
+            self._chats.append(chat)
+
+    def result(self) -> ReadFile:
+        """All of it. Raises ImportProblem if there is no conversation with text."""
+        lost = [*self.lost, *(_missed(*place, count) for place, count in self.missed.items())]
+        if len(lost) > _MOST_NAMED:
+            lost[_MOST_NAMED:] = [f"and {len(lost) - _MOST_NAMED:,} more such things"]
+        if self._chats:
+            return ReadFile(self._program, self._chats, self.unread, self._empty, lost)
+        file = one_line(str(self._path))
+        if lost and not self._program and self.missed.keys() <= {(Unread.CUT, ""), (Unread.DAMAGED, "")}:
+            raise ImportProblem(f"{file} is no JSON that can be read; export it again.")
+        if lost:
+            raise ImportProblem(f"{file} has no conversation that can be read: it has {', '.join(lost)}.")
+        if not self._program:
+            raise ImportProblem(
+                f"{file} has no conversations that are known; there are exports of privatellm, ChatGPT, Claude, "
+                "Open WebUI and llm."
+            )
+        chats = _counted(self._empty, "chat", "chats") or "no chats"
         raise ImportProblem(
-            f"{one_line(str(path))} is an export of {program} with {chats}"
-            f"{', and no message in it has text' if found else ''}."
+            f"{file} is an export of {self._program} with {chats}"
+            f"{', and no message in it has text' if self._empty else ''}."
         )
-    for chat in kept:
-        if chat.origin.endswith(":"):
-            # Without an id it would be taken for any other such conversation.
-            chat.origin += digest(chat.created, chat.messages)
-    return ReadFile(program, kept, unread, len(found) - len(kept))
+
+
+def _missed(reason: Unread, member: str, count: int) -> str:
+    """What was not read, in words."""
+    where = f" in {one_line(PurePosixPath(member).name)}" if member else ""
+    match reason:
+        case Unread.CUT:
+            return f"all that follows a damaged place{where}"
+        case Unread.DAMAGED:
+            return _counted(count, "damaged chat", "damaged chats") + where
+        case Unread.LARGE:
+            return _counted(count, "chat that is too large", "chats that are too large") + where
+        case Unread.DEEP:
+            return _counted(count, "chat that is nested too deeply", "chats that are nested too deeply") + where
 
 
 def _plain(path: Path) -> bytes:
@@ -134,12 +219,17 @@ def _plain(path: Path) -> bytes:
             data = file.read(MOST_BYTES + 1)
     except OSError as error:
         raise ImportProblem(f"{one_line(str(path))} cannot be read: {error.strerror or error}.") from error
-    _check_size(path, len(data))
+    if len(data) > MOST_BYTES:
+        raise ImportProblem(f"{one_line(str(path))} has more than {byte_size(MOST_BYTES)} of conversations.")
     return data
 
 
-def _archived(path: Path) -> Iterator[bytes]:
-    """The files with conversations in an archive. What its directory says of their sizes is not believed."""
+def _archived(path: Path, size: int, lost: list[str]) -> Iterator[tuple[str, bytes]]:
+    """Names and contents of the files with conversations in an archive of ``size`` bytes.
+
+    What its directory says of their sizes is not believed. ``lost`` gets those that cannot be unpacked, in words.
+    """
+    most = min(MOST_BYTES, max(_SMALL, _MOST_UNPACKED * size))
     total = 0
     try:
         with zipfile.ZipFile(path) as archive:
@@ -150,31 +240,25 @@ def _archived(path: Path) -> Iterator[bytes]:
             if not wanted:
                 raise ImportProblem(f"{one_line(str(path))} is an archive without a file conversations.json.")
             for member in wanted:
-                if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-                    raise ImportProblem(f"{one_line(str(path))} is packed in a way that cannot be unpacked here.")
-                with archive.open(member) as file:
-                    data = file.read(MOST_BYTES + 1 - total)
+                try:
+                    data = _unpacked(archive, member, most + 1 - total)
+                except _NOT_UNPACKED as error:
+                    if len(lost) > _MOST_DAMAGED:
+                        raise
+                    name = one_line(PurePosixPath(member.filename).name)
+                    lost.append(f"{name}, which cannot be unpacked ({one_line(str(error)).rstrip('.')})")
+                    continue
                 total += len(data)
-                _check_size(path, total)
-                yield data
-    except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, EOFError, OSError, ValueError) as error:
+                if total > most:
+                    raise ImportProblem(f"{one_line(str(path))} has more than {byte_size(most)} of conversations.")
+                yield member.filename, data
+    except _NOT_UNPACKED as error:
         raise ImportProblem(f"{one_line(str(path))} cannot be unpacked: {one_line(str(error)).rstrip('.')}.") from error
 
 
-def _check_size(path: Path, size: int) -> None:
-    if size > MOST_BYTES:
-        raise ImportProblem(f"{one_line(str(path))} has more than {byte_size(MOST_BYTES)} of conversations.")
-
-
-def _entries(path: Path, data: bytes) -> list[Mapping[str, Any]]:
-    try:
-        content = json.loads(data)
-    except RecursionError:
-        raise ImportProblem(f"{one_line(str(path))} is nested too deeply to be read.") from None
-    except ValueError as error:
-        raise ImportProblem(f"{one_line(str(path))} is no JSON that can be read: {one_line(str(error))}.") from None
-    if isinstance(content, dict):
-        # Some exports have the list in an object.
-        inside = content.get("conversations")
-        content = inside if isinstance(inside, list) else [content]
-    return [entry if isinstance(entry, dict) else {} for entry in content] if isinstance(content, list) else []
+def _unpacked(archive: zipfile.ZipFile, member: zipfile.ZipInfo, most: int) -> bytes:
+    """The first ``most`` bytes of ``member``. Raises those of ``_NOT_UNPACKED``."""
+    if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise NotImplementedError("it is packed in an unknown way")
+    with archive.open(member) as file:
+        return file.read(most)
