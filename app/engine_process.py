@@ -17,6 +17,7 @@ from typing import IO
 
 from engine.models.engine_sockets import reachable_engines
 from engine.models.locations import ensure
+from engine.models.privacy import secrets
 
 _REAP_WAIT_S = 2.0
 
@@ -39,7 +40,7 @@ def start(command: Sequence[str]) -> subprocess.Popen[bytes]:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log if log is not None else subprocess.DEVNULL,
-            env=child_environment(),
+            env={**child_environment(), **secrets()},
             cwd=_working_folder(),
             start_new_session=True,
         )

@@ -13,6 +13,7 @@ import msgspec
 from engine.calibration.calibration_file import calibration_key, load_calibration
 from engine.errors import ModelError
 from engine.ipc.messages import DoctorFacts, Load
+from engine.models.privacy import keep_to_owner
 from engine.models.store import resolve
 from engine.moe.kernels import bindings
 from engine.moe.kernels.cpu_threads import threads_of, within_this_machine
@@ -70,6 +71,7 @@ def _about_model(facts: DoctorFacts, load: Load) -> DoctorFacts:
 
 
 def main() -> None:
+    keep_to_owner()
     load = msgspec.json.decode(sys.stdin.buffer.read(), type=Load)
     sys.stdout.buffer.write(msgspec.json.encode(doctor_facts(load)))
 

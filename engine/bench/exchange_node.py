@@ -20,6 +20,7 @@ from engine.cluster.transport.exchange_timing import time_exchanges
 from engine.cluster.transport.registry import open_exchange
 from engine.errors import ModelError
 from engine.ipc.messages.ring import ExchangeName
+from engine.models.privacy import keep_to_owner
 
 WAIT_S = 0.3
 """Time in seconds that a node is kept waiting to measure the CPU time of waiting."""
@@ -143,6 +144,7 @@ def _processor_seconds() -> float:
 
 def main() -> None:
     """Serve the bench until it closes this process's stdin."""
+    keep_to_owner()
     requests = Requests()
     setup = requests.receive(NodeSetup)
     if setup is None:

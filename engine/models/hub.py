@@ -22,6 +22,7 @@ import msgspec
 
 from engine.errors import ModelError
 from engine.models.json_files import MOST_TOKENIZER_BYTES, SMALL_FILE
+from engine.models.privacy import secrets
 
 ENDPOINT = "https://huggingface.co"
 WEIGHT_INDEX = "model.safetensors.index.json"
@@ -83,7 +84,7 @@ def endpoint() -> str:
 
 def stored_token() -> str | None:
     """The person's hub token: ``HF_TOKEN``, or what ``hf auth login`` stored."""
-    token = os.environ.get("HF_TOKEN", "").strip()
+    token = secrets().get("HF_TOKEN", "").strip()
     if token:
         return token
     from huggingface_hub import constants

@@ -1,4 +1,4 @@
-"""Keeping the files, memory and core dumps of a process of this program private to its owner."""
+"""Keeping the files, memory, environment and core dumps of a process of this program private to its owner."""
 
 from __future__ import annotations
 
@@ -8,15 +8,23 @@ import sys
 from contextlib import suppress
 
 _PR_SET_DUMPABLE = 4
+SECRETS = ("HF_TOKEN",)
+"""Environment variables whose values are secret."""
+_kept: dict[str, str] = {}
 
 
 def keep_to_owner() -> None:
-    """Make new files of this process and its children readable by their owner only, and disable core files.
+    """Protect this process. Every process of the program must call it before it reads anything.
 
+    New files of the process and its children are readable by their owner only, and core files are disabled.
     Conversations, keys and tokens are in memory. A system that pipes a core to a program ignores the limit, so on Linux
-    the process is also made undumpable, which keeps debuggers of the same user from attaching, too.
+    the process is also made undumpable. No other process of the same user can then read its memory, environment or open
+    files. A child is protected only from its own call on, so secrets leave the environment that it inherits.
     """
     os.umask(0o077)
+    for name in SECRETS:
+        if name in os.environ:
+            _kept[name] = os.environ.pop(name)
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if sys.platform == "linux":
@@ -24,3 +32,8 @@ def keep_to_owner() -> None:
 
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def secrets() -> dict[str, str]:
+    """Values of :data:`SECRETS` that this process was started with, for the children that need them."""
+    return {name: value for name in SECRETS if (value := _kept.get(name) or os.environ.get(name))}

@@ -26,6 +26,8 @@ import jinja2.parser
 import jinja2.utils
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from engine.models.privacy import keep_to_owner
+
 MEMORY_BYTES = 512 << 20
 """Maximum bytes that rendering may add to the process."""
 LARGEST = 16 << 20
@@ -317,6 +319,7 @@ def limit_this_process() -> None:
 
 
 def main() -> None:
+    keep_to_owner()
     limit_this_process()
     templates: dict[str, ChatTemplate] = {}
     for line in sys.stdin.buffer:

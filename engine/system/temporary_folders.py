@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from engine.models.privacy import keep_to_owner
 from engine.system.child_processes import start_module
 
 LOOK_S = 0.25
@@ -78,6 +79,7 @@ def remove(folder: Path) -> None:
 
 
 def main() -> None:
+    keep_to_owner()
     if sys.stdin.buffer.read() != _DONE:
         remove(Path(sys.argv[1]))
 

@@ -40,7 +40,7 @@ class Terminal:
     """``privatellm`` with ``arguments`` as the leader of a session on a terminal of 80 by 24.
 
     ``scripted``: the engine process is ``script``. ``ignore_hangup``: it is started with SIGHUP ignored, as make,
-    nohup and some shells do. ``patience_s``: seconds that an orderly end may take.
+    nohup and some shells do. ``patience_s``: seconds that an orderly end may take. ``wrap`` changes the command.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class Terminal:
         script: str = "scripted_engine.py",
         patience_s: float = PATIENCE_S,
         term: str = "xterm-256color",
+        wrap: Callable[..., list[str]] = lambda *command: list(command),
     ) -> None:
         self.master, self.slave = os.openpty()
         ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
@@ -59,7 +60,7 @@ class Terminal:
         engine = str(Path(__file__).with_name(script)) if scripted else ""
         program = _PROGRAM.format(script=engine, ignore_hangup=ignore_hangup, patience_s=patience_s)
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-c", program, *arguments],
+            wrap(sys.executable, "-P", "-c", program, *arguments),
             stdin=self.slave, stdout=self.slave, stderr=self.slave, cwd=ROOT, start_new_session=True,
             env={**os.environ, "PRIVATELLM_HOME": str(home), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT),
                  "TERM": term,

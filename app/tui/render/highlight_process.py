@@ -17,6 +17,8 @@ from pygments.lexer import Lexer
 from pygments.lexers import get_lexer_by_name
 from pygments.token import _TokenType
 
+from engine.models.privacy import keep_to_owner
+
 _MEMORY_BYTES = 1 << 30
 """Maximum address space of this process, in bytes."""
 
@@ -33,8 +35,8 @@ def runs_of(lexer: Lexer, code: str) -> list[tuple[str, int]]:
 
 
 def main(deadline_s: float) -> None:
-    with suppress(OSError, ValueError):  # macOS refuses the second
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    keep_to_owner()
+    with suppress(OSError, ValueError):  # macOS refuses it
         resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-c of a terminal is for the program

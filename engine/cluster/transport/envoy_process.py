@@ -26,6 +26,7 @@ import msgspec
 from discovery.addresses import shown_address
 from discovery.tls import TLS_NAME, shown_to_grpc
 from engine.cluster.transport.framed_socket import SILENT_S
+from engine.models.privacy import keep_to_owner
 
 SERVICE = "/privatellm.Envoy/Exchange"
 PIECE_BYTES = 1 << 20
@@ -406,6 +407,7 @@ def _reason(error: BaseException) -> str:
 
 async def main(descriptor: int) -> None:
     """Serve the engine at ``descriptor`` until it is gone."""
+    keep_to_owner()
     connection = socket.socket(fileno=descriptor)
     connection.setblocking(False)
     transport, engine = await asyncio.get_running_loop().create_connection(EngineSocket, sock=connection)
