@@ -264,8 +264,8 @@ class BeamState:
 def _continuations(row: Logits, count: int) -> tuple[list[int], list[np.float32]]:
     """The ``count`` likeliest tokens of [vocabulary] with their log-probabilities, likeliest first, the lowest id
     first among equals."""
-    tokens, values = _best(row, count)
     top = row[greedy_token(row)]
+    tokens, values = _best(row, count)
     log_sum = np.log(np.exp(row - top).sum(dtype=np.float32))
     return tokens, [value - top - log_sum for value in values]
 

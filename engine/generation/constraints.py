@@ -136,20 +136,40 @@ class _Tokens:
         self._longest = max(map(len, self._numbers), default=0)
         self.gaps = False
         """Whether some bytes had no token."""
+        self._text = b""
+        self._found: list[int] = []
+        """Tokens of ``_text``."""
+        self._after: dict[int, int] = {0: 0}
+        """For each place of ``_text`` between two tokens, the number of those before it."""
+        self._last_gap = -1
+        """The last place of ``_text`` whose byte no token has; -1 if there is none."""
 
     def __call__(self, text: str | bytes) -> list[int]:
         """Tokens of ``text``, the longest ones first. Bytes that no token has are left out."""
-        data, found = text.encode() if isinstance(text, str) else text, []
-        while data:
-            length = min(self._longest, len(data))
-            while length > 1 and data[:length] not in self._numbers:
-                length -= 1
-            if data[:length] in self._numbers:
-                found.append(self._numbers[data[:length]])
+        data = text.encode() if isinstance(text, str) else text
+        rest = len(self._text) - len(data)
+        if not (rest in self._after and self._text.endswith(data)):
+            self._split(data)
+            rest = 0
+        self.gaps = self.gaps or self._last_gap >= rest
+        return self._found[self._after[rest] :]
+
+    def _split(self, data: bytes) -> None:
+        """Keep the tokens of ``data``. At each step of an answer the library asks for all text that must follow, which
+        is what it asked for before, less the tokens written since."""
+        self._text, self._found, self._after, self._last_gap = data, [], {}, -1
+        begin = 0
+        while begin < len(data):
+            self._after[begin] = len(self._found)
+            end = min(begin + self._longest, len(data))
+            while end > begin + 1 and data[begin:end] not in self._numbers:
+                end -= 1
+            if data[begin:end] in self._numbers:
+                self._found.append(self._numbers[data[begin:end]])
             else:
-                self.gaps = True
-            data = data[max(1, length) :]
-        return found
+                self._last_gap = begin
+            begin = max(begin + 1, end)
+        self._after[len(data)] = len(self._found)
 
 
 def _limits() -> LLParserLimits:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from engine.errors import ModelError
-from engine.generation.sampling import largest
+from engine.generation.sampling import greedy_token, largest
 from engine.ipc.messages import MOST_LOGPROBS, LikelyToken, TokenLogprob
 from engine.runtimes.protocol import Logits
 
@@ -28,8 +28,11 @@ class Logprobs:
         self._bytes_of = bytes_of
 
     def of(self, logits: Logits, token: int) -> TokenLogprob:
-        """The report on ``token``, chosen from ``logits`` [vocabulary] as the model computed them."""
-        best = logits.max()
+        """The report on ``token``, chosen from ``logits`` [vocabulary] as the model computed them.
+
+        Raises NotNumbersError if they are no numbers.
+        """
+        best = logits[greedy_token(logits)]
         whole = best + np.log(np.exp(logits - best, dtype=np.float32).sum(dtype=np.float64))
         top: list[LikelyToken] = []
         if self._count:

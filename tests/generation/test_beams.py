@@ -20,7 +20,8 @@ from tiny_models import write_tiny_model
 
 from engine.errors import ModelError
 from engine.generation.beams import BeamRule, BeamState, Hypothesis, assign_rows, beam_run, check_beams
-from engine.generation.sampling import Sampler, SamplingRule
+from engine.generation.logprobs import Logprobs
+from engine.generation.sampling import NotNumbersError, Sampler, SamplingRule
 from engine.runtimes.protocol import Logits
 
 PROMPT = [5, 17, 101, 42, 9, 77, 30]
@@ -271,8 +272,19 @@ def test_nonsense_is_refused() -> None:
         check_beams(2, float("nan"))
     with pytest.raises(ModelError, match="fewer beams"):
         BeamState(BeamRule(width=8, max_tokens=3)).advance(np.zeros((1, 10), dtype=np.float32))
-    with pytest.raises(ModelError, match="nan"):
-        BeamState(BeamRule(width=2, max_tokens=3)).advance(np.full((1, 10), np.nan, dtype=np.float32))
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+@pytest.mark.parametrize("spoiled", [slice(None), slice(7, 8), slice(-3, None)])
+@pytest.mark.parametrize("vocabulary", [10, 1000, 33_000])
+def test_scores_that_are_no_numbers_are_said(vocabulary: int, spoiled: slice, penalty: float) -> None:
+    logits = np.zeros((1, vocabulary), dtype=np.float32)
+    logits[:, spoiled] = np.nan
+    for width in (2, 3, 5):
+        with pytest.raises(NotNumbersError, match="nan"):
+            BeamState(BeamRule(width=width, max_tokens=3, repetition_penalty=penalty)).advance(logits)
+    with pytest.raises(NotNumbersError, match="nan"):
+        Logprobs(5, lambda token: b"").of(logits[0], 0)
 
 
 @given(st.integers(1, 16).flatmap(lambda width: st.lists(st.integers(0, width - 1), min_size=width, max_size=width)))

@@ -261,3 +261,46 @@ def test_the_library_is_imported_for_a_constraint_only() -> None:
     program = "import sys, engine.session.session; print('llguidance' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "False"
+
+
+class CountedLookups(dict[bytes, int]):
+    """Counts how often it is looked into."""
+
+    lookups = 0
+
+    def __contains__(self, key: object) -> bool:
+        self.lookups += 1
+        return super().__contains__(key)
+
+
+@pytest.mark.parametrize("form", [{"const": "ab" * 10_000}, {"enum": ["x" * 20_000]}])
+def test_the_work_of_a_step_does_not_grow_with_the_text_that_must_follow(form: Any) -> None:
+    vocabulary = ConstraintVocabulary(TOKENS, SPECIAL)
+    numbers = CountedLookups(vocabulary._tokens._numbers)
+    vocabulary._tokens._numbers = numbers
+    state = vocabulary.begin(schema(form))
+    begun = numbers.lookups
+    for _ in range(200):
+        assert state.take([int(state.allowed().nonzero()[0][0])])
+    assert numbers.lookups == begun
+
+
+@given(st.lists(st.sampled_from([*WORDS, "a", "\xff"]), max_size=12), st.integers(0, 40))
+def test_the_rest_of_a_text_has_the_tokens_that_it_has_alone(words: list[str], begin: int) -> None:
+    whole = "".join(words).encode("latin-1", "ignore")
+    apart, together = (ConstraintVocabulary(TOKENS, SPECIAL)._tokens for _ in range(2))
+    together(whole)
+    for rest in (whole[begin:], b"b" + whole, whole):
+        assert b"".join(TOKENS[token] for token in together(rest)) == rest
+    tokens = apart(whole)
+    left = whole
+    for token in tokens:
+        assert together(left) == apart(left)
+        left = left[len(TOKENS[token]) :]
+
+
+def test_a_byte_without_a_token_is_missed_each_time() -> None:
+    few = ConstraintVocabulary([token for token in TOKENS[:256] if token != b"z"], ())
+    for _ in range(2):
+        with pytest.raises(ModelError, match="no token"):
+            few.begin(schema({"const": "az"}))
