@@ -18,6 +18,8 @@ _BEGUN_RECIPIENT = re.compile(r"\s*(t(o(=[^\s<]*\s*)?)?)?")
 
 _BEFORE_QUOTED = frozenset("`'\"“”‘’«»‹›„‚*_([{</|=")
 """Characters before a mark that is spoken of."""
+_NO_TOOLS = ("assistant", "user")
+"""Recipients of a part that are no tools."""
 
 
 class _AnswerPart(enum.Enum):
@@ -128,6 +130,10 @@ class ReasoningParser:
         found: list[Separated] = []
         while (met := self._next_mark()) is not None:
             at, mark = met
+            rest = self._held[at:]
+            if any(other != rest and other.startswith(rest) for other in self._expected()):
+                # It may become a longer mark.
+                break
             before, self._held = self._held[:at], self._held[at + len(mark) :]
             found += [self._text(before), self._marked(mark)]
         keep = max((overlap(self._held, mark) for mark in self._expected()), default=0)
@@ -138,8 +144,11 @@ class ReasoningParser:
         """The text that was held back. Must be called once, at the end."""
         held, self._held = self._held, ""
         self._header_begun = False
+        for mark in self._form.stray:
+            held = held.replace(mark, "")
         found = self._text(held)
-        if self._blank and self._state is _AnswerPart.ANSWER and self._without_thoughts and not self._form.headers:
+        still_blank = self._blank and self._state is _AnswerPart.ANSWER and _AnswerPart.ANSWER not in self._filled
+        if still_blank and self._without_thoughts and not self._form.headers:
             return Separated(answer=self._space)
         return found
 
@@ -153,6 +162,8 @@ class ReasoningParser:
         form = self._form
         if form.headers:
             return (*form.marks, *form.within)
+        if form.stray:
+            return (form.begin, form.end, *form.stray)
         if self._state is _AnswerPart.THOUGHTS:
             # A model may repeat the beginning that its template wrote.
             return (form.end, form.begin) if self._blank else (form.end,)
@@ -170,7 +181,7 @@ class ReasoningParser:
         """Where ``mark`` is in the held text as a mark; -1 if it is not, or only as a word that is spoken of."""
         form, held = self._form, self._held
         at = held.find(mark)
-        if form.headers:
+        if form.headers or form.stray:
             return at
         if mark == form.end and self._state is _AnswerPart.ANSWER:
             while at >= 0 and not self._is_lone_end(at):
@@ -201,11 +212,16 @@ class ReasoningParser:
             self._named, self._header_begun = True, False
             name = (re.split("|".join(map(re.escape, form.headers)), header)[-1].split() or [""])[0]
             recipient = _RECIPIENT.search(header) if self._recipients else None
+            recipient = None if recipient is not None and recipient[1] in _NO_TOOLS else recipient
             self._begin(_AnswerPart.ANSWER if recipient or name not in form.thoughts else _AnswerPart.THOUGHTS)
             if recipient is not None:
                 return Separated(answer=f"{RECIPIENT}{recipient[1]}{MESSAGE}")
         elif mark == form.begin:
-            self._begin(_AnswerPart.THOUGHTS)
+            self._unmarked = ""
+            if self._state is not _AnswerPart.THOUGHTS:
+                self._begin(_AnswerPart.THOUGHTS)
+        elif mark in form.stray and (mark != form.end or self._state is _AnswerPart.ANSWER):
+            pass
         elif mark == form.end:
             withdrawn, self._unmarked = "" if form.headers else self._unmarked.strip(), ""
             if withdrawn:

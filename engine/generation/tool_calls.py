@@ -5,6 +5,7 @@ A call is given out as soon as it is whole. What looks like a call but cannot be
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import secrets
@@ -67,6 +68,17 @@ class ToolCallParser:
         """Whether there was text or a call."""
         self.calls: list[ToolCall] = []
         """The calls so far."""
+
+    def again(self) -> ToolCallParser:
+        """Another one that has read nothing. This one must have read nothing, too."""
+        other = copy.copy(self)
+        other.calls = []
+        return other
+
+    @property
+    def openers(self) -> tuple[str, ...]:
+        """The marks at which a call may begin."""
+        return tuple(mark for mark in (self._begin, *self._form.hidden) if mark and self._form.shape != "parts")
 
     def push(self, piece: str) -> WithCalls:
         """The text that certainly belongs to no call, and the calls that are whole."""

@@ -28,6 +28,8 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Mark after the thoughts, or after a part."""
     hidden: tuple[str, ...] = ()
     """Marks that begin and end nothing."""
+    stray: tuple[str, ...] = ()
+    """Marks that models also write where they mean nothing. With them, thoughts may begin anywhere in the answer."""
     headers: tuple[str, ...] = ()
     """Marks before the name of a part."""
     body: str = ""
@@ -40,7 +42,9 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     @property
     def marks(self) -> tuple[str, ...]:
         """The marks by which the format is known."""
-        return tuple(mark for mark in (self.begin, self.end, *self.hidden, *self.headers, self.body) if mark)
+        return tuple(
+            mark for mark in (self.begin, self.end, *self.hidden, *self.stray, *self.headers, self.body) if mark
+        )
 
 
 def format_of(template: str, tokens: Collection[str]) -> ReasoningFormat | None:

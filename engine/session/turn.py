@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from engine.generation.calls_in_thoughts import CallsInThoughts
 from engine.generation.reasoning import ReasoningParser, Separated
 from engine.generation.text import IncrementalDecoder, StopStrings
 from engine.generation.tool_calls import ToolCallParser
@@ -268,6 +269,7 @@ class TextStream:
         self._stops = stops
         self._parser = parser
         self._calls = calls
+        self._calls_in_thoughts = CallsInThoughts(calls) if calls is not None and parser is not None else None
         self._sent_calls = 0
         self._sent: list[str] = []
         self._thoughts: list[str] = []
@@ -306,7 +308,9 @@ class TextStream:
         if self._decoder is not None:
             self._add(self._decoder.flush())
             if self._parser is not None:
-                self._wait(self._parser.flush())
+                self._wait(self._settled(self._parser.flush()))
+                if self._calls_in_thoughts is not None:
+                    self._wait(Separated(*self._calls_in_thoughts.flush(cut)))
             if self._calls is not None:
                 self._wait(Separated(answer=self._calls.flush(cut).text), last_of_calls=True)
             self._wait(Separated(answer=self._stops.flush()), stops=False, last_of_calls=True)
@@ -317,9 +321,18 @@ class TextStream:
         if self._parser is None:
             self._wait(Separated(answer=text))
             return
-        self._wait(self._parser.push(text))
-        if self._parser.thinking:
+        self._wait(self._settled(self._parser.push(text)))
+        if self._parser.thinking and not (self._calls_in_thoughts and self._calls_in_thoughts.holding):
             self.thought_tokens, self.thought_s = self._turn.tokens, self._turn.answering_s
+
+    def _settled(self, found: Separated) -> Separated:
+        """``found`` without what may turn out to be a call in thoughts that are never closed."""
+        if self._parser is None or self._calls_in_thoughts is None:
+            return found
+        thoughts = self._calls_in_thoughts.push(found.thoughts)
+        if not self._parser.thinking:
+            thoughts += self._calls_in_thoughts.closed()
+        return Separated(thoughts, found.answer, found.withdrawn)
 
     def _wait(self, found: Separated, stops: bool = True, last_of_calls: bool = False) -> None:
         """Add what was found to what is sent next, through what separates calls (unless it is the ``last_of_calls``)

@@ -113,6 +113,24 @@ def test_a_recipient_may_stand_anywhere_in_a_header(said: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "thoughts", "answer"),
+    [
+        ("<|channel>thought\nFour?<channel|>It is 4.", "Four?", "It is 4."),
+        ("<|channel>thought<channel|>It is 4.", "", "It is 4."),
+        ("<|channel>thought\n<channel|>It is 4.<channel|>", "", "It is 4."),
+        ("It is 4.<|channel>thought\n<channel|><channel|>", "", "It is 4."),
+        ("<|channel><|channel>thought\nFour?<channel|>It is 4.", "Four?", "It is 4."),
+        ("One.<|channel>thought\nTwo?<channel|>Two.<|channel>", "Two?", "One.\n\nTwo."),
+        ("<channel|>It is <channel|>4.", "", "It is 4."),
+        ("<|channel>thought\nOne <|channel>two<channel|>4", "One two", "4"),
+    ],
+)
+def test_stray_marks_are_never_shown(text: str, thoughts: str, answer: str) -> None:
+    for pieces in ([text], list(text)):
+        assert streamed(FORMATS["gemma"], pieces) == Separated(thoughts, answer)
+
+
+@pytest.mark.parametrize(
     ("text", "answer"),
     [
         ("<think>a</think><response>Yes, <response>ok</response></response>", "Yes, <response>ok</response>"),

@@ -1,0 +1,122 @@
+"""What a reader has of an answer whose tokens arrive one by one: thoughts, text and calls of tools."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from engine.generation.reasoning import ReasoningParser
+from engine.generation.text import IncrementalDecoder, StopStrings
+from engine.generation.tool_calls import ToolCallParser
+from engine.ipc.messages import AnyEvent, Generate, Piece, Tool
+from engine.models.reasoning_formats import formats
+from engine.models.tool_formats import tool_formats
+from engine.moe.timing import Recorder
+from engine.session.turn import Turn
+
+THOUGHTS = {form.name: form for form in formats()}
+CALLS = {form.name: form for form in tool_formats()}
+TOOLS = [Tool(name="weather"), Tool(name="clock")]
+
+
+class _NeverCancelled:
+    def cancelled(self) -> bool:
+        return False
+
+    def watching(self) -> bool:
+        return False
+
+
+def read(
+    thoughts: str, calls: str, prompt: str, text: str, size: int, cut: bool = False
+) -> tuple[str, str, list[tuple[str, str]]]:
+    """Thoughts, text and calls of an answer each of whose tokens is ``size`` letters of ``text``."""
+    events: list[AnyEvent] = []
+    turn = Turn(Generate(id=1), Recorder(1, [], 0), events.append, _NeverCancelled(), lambda: 0.0, 1)
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    stream = turn.stream(
+        IncrementalDecoder(lambda ids: "".join(pieces[number] for number in ids)),
+        StopStrings(()),
+        ReasoningParser(THOUGHTS[thoughts], prompt, recipients=True),
+        ToolCallParser(CALLS[calls], TOOLS),
+    )
+    for number in range(len(pieces)):
+        turn.count_token()
+        stream.push(number)
+    found = stream.finish(cut)
+    sent = [event for event in events if isinstance(event, Piece)]
+    assert "".join(piece.reasoning for piece in sent) == stream.thoughts
+    assert stream.thought_tokens <= len(pieces)
+    return stream.thoughts, found, [(call.name, call.arguments) for call in stream.calls]
+
+
+WRITTEN = {
+    "hermes": '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>',
+    "qwen-coder": "<tool_call>\n<function=clock>\n</function>\n</tool_call>",
+    "glm": "<tool_call>clock\n</tool_call>",
+    "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>functions.clock:0<|tool_call_argument_begin|>{}"
+    "<|tool_call_end|><|tool_calls_section_end|>",
+    "minimax": '<minimax:tool_call>\n<invoke name="clock">\n</invoke>\n</minimax:tool_call>',
+    "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>clock<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+    "<｜tool▁calls▁end｜>",
+    "granite": '<|tool_call|>[{"name": "clock", "arguments": {}}]',
+}
+CALLED = [("clock", "{}")]
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_call_ends_thoughts_that_were_never_closed(name: str, size: int) -> None:
+    said = WRITTEN[name]
+
+    def found(text: str, prompt: str = "assistant\n<think>\n", **options: Any) -> Any:
+        return read("think", name, prompt, text, size, **options)
+
+    assert found(f"I need it.\n{said}") == ("I need it.", "", CALLED)
+    assert found(f"<think>I need it.\n\n{said}\n", "") == ("I need it.", "", CALLED)
+    assert found(said) == ("", "", CALLED)
+    assert found(f"Both.\n{said}\n{said}") == ("Both.", "", CALLED * 2)
+    # In thoughts that end, it was only spoken of.
+    assert found(f"I could write {said} here.</think>\nNoon.") == (f"I could write {said} here.", "Noon.", [])
+    assert found(f"I could.\n{said}</think>\n{said}") == (f"I could.\n{said}", "", CALLED)
+    # Nothing is lost of what is no call, or of none of these tools.
+    other = said.replace("clock", "other")
+    assert found(f"Or\n{other}") == (f"Or\n{other}", "", [])
+    assert found(f"Not {said[:9]} but {said}") == (f"Not {said[:9]} but", "", CALLED) or name in ("deepseek", "kimi")
+    assert found("Never ended") == ("Never ended", "", [])
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+def test_a_limit_in_thoughts_that_were_never_closed(size: int) -> None:
+    written = "I need it.\n" + WRITTEN["hermes"]
+    prompt = "<think>"
+    whole = read("think", "hermes", prompt, written[: written.index("}\n") + 1], size, cut=True)
+    assert whole == ("I need it.", "", CALLED)
+    thoughts, text, calls = read("think", "hermes", prompt, written[: written.index("{}")], size, cut=True)
+    assert (thoughts, text, [name for name, _ in calls]) == ("I need it.", "", ["clock"])
+    before = written[: written.index("clock")]
+    assert read("think", "hermes", prompt, before, size, cut=True) == (before, "", [])
+    assert read("think", "hermes", prompt, before, size) == (before, "", [])
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize(
+    ("text", "thoughts", "answer", "called"),
+    [
+        (' to=functions.clock<|channel|>commentary json<|message|>{"a": 2}', "", "", [("clock", '{"a": 2}')]),
+        (" to=functions.clock<|channel|>analysis<|message|>{}", "", "", CALLED),
+        ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant to=functions.clock<|channel|>commentary json"
+         "<|message|>{}", "Hm.", "", CALLED),
+        ("<|channel|>commentary to=functions.clock<|constrain|>json<|message|>{}", "", "", CALLED),
+        ("<|channel|>commentary to=user<|message|>I look.<|end|><|start|>assistant to=functions.clock<|channel|>"
+         "commentary<|message|>{}", "", "I look.", CALLED),
+        ("<|channel|>commentary to=assistant<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final"
+         "<|message|>4", "Hm.", "4", []),
+    ],
+)  # fmt: skip
+def test_a_part_for_a_tool(text: str, thoughts: str, answer: str, called: Any, size: int) -> None:
+    found, rest, calls = read("gpt-oss", "gpt-oss", "<|end|><|start|>assistant", text, size)
+    assert (found, rest) == (thoughts, answer)
+    assert [(name, json.loads(given)) for name, given in calls] == [(name, json.loads(given)) for name, given in called]
