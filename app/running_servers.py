@@ -16,6 +16,9 @@ import msgspec
 from discovery.storage import PRIVATE, PRIVATE_FOLDER
 from engine.models.locations import locate
 
+_MOST_BYTES = 64 << 10
+"""Maximum bytes of a server's file that are read."""
+
 
 class RunningServer(msgspec.Struct, frozen=True):
     """``token`` lets the person of this machine read the figures without the key."""
@@ -63,8 +66,8 @@ def running_servers(folder: Path) -> list[RunningServer]:
         try:
             with path.open("rb") as file:
                 if _is_locked(file.fileno()):
-                    found.append(msgspec.json.decode(file.read(), type=RunningServer))
-        except (OSError, msgspec.MsgspecError):
+                    found.append(msgspec.json.decode(file.read(_MOST_BYTES), type=RunningServer))
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             continue
     return sorted(found, key=lambda server: (server.port, server.pid))
 

@@ -108,5 +108,5 @@ def _read(path: Path, kind: type[_Kind]) -> _Kind | None:
     try:
         with path.open("rb") as file:
             return msgspec.json.decode(file.read(_MOST_BYTES), type=kind)
-    except (FileNotFoundError, msgspec.DecodeError, UnicodeDecodeError):
+    except (FileNotFoundError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None

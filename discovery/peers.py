@@ -198,7 +198,7 @@ class PeersFile:
             raise PeersError(
                 f"The paired machines in {self._path} cannot be read ({error.strerror or error}): let yourself read it."
             ) from error
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             sound = False
         if sound:
             self._take(file.peers)

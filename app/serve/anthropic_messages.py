@@ -313,7 +313,7 @@ def _arguments(text: str) -> object:
     """The arguments of a call as they were written; none of them where the answer's limit cut them off."""
     try:
         msgspec.json.decode(text)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return {}
     return msgspec.Raw(text.encode())
 

@@ -43,6 +43,9 @@ _SAME = {
 }  # fmt: skip
 """Keys that terminals send as another key."""
 
+_LARGEST_FILE = 1 << 20
+"""Maximum bytes of a keymap file."""
+
 
 class BadKey(ValueError):
     """The text says what is wrong with the key."""
@@ -83,16 +86,20 @@ class Assignments:
 def read(path: Path) -> Assignments:
     """The entries of the file ``path``; none if there is no file."""
     try:
-        text = path.read_text("utf-8")
+        with path.open("rb") as file:
+            data = file.read(_LARGEST_FILE + 1)
+        if len(data) > _LARGEST_FILE:
+            raise ValueError(f"it is larger than {_LARGEST_FILE >> 20} MiB")
+        return _assignments(tomllib.loads(data.decode()))
     except FileNotFoundError:
         return Assignments()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        return Assignments(problems=(f"{KEYMAP_FILE} cannot be read: {reason}.",))
-    try:
-        return _assignments(tomllib.loads(text))
-    except tomllib.TOMLDecodeError as error:
-        return Assignments(problems=(f"{KEYMAP_FILE} cannot be read: {one_line(str(error))}.",))
+    except UnicodeDecodeError:
+        reason = "it is not UTF-8"
+    except RecursionError:
+        reason = "it is nested too deeply"
+    except (OSError, ValueError) as error:
+        reason = one_line(str(getattr(error, "strerror", None) or error))
+    return Assignments(problems=(f"{KEYMAP_FILE} cannot be read: {reason}.",))
 
 
 def _assignments(table: Mapping[str, Any], prefix: str = "") -> Assignments:

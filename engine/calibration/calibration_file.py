@@ -75,7 +75,7 @@ def load_calibration(
             return None
         calibration = msgspec.json.decode(raw, type=Calibration)
         check_calibration(calibration)
-    except (msgspec.DecodeError, ValueError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         notice(_damaged(path, str(error)))
         return None
     if calibration.machine != machine:
@@ -184,6 +184,6 @@ def _read_speed() -> _SpeedFile:
         if path.stat().st_size > _FILE_LIMIT:
             raise ValueError("too large")
         found = msgspec.json.decode(path.read_bytes(), type=_SpeedFile)
-    except (OSError, ValueError, msgspec.DecodeError):
+    except (OSError, ValueError, msgspec.DecodeError, RecursionError):
         return _SpeedFile(SPEED_VERSION, {})
     return found if found.version == SPEED_VERSION else _SpeedFile(SPEED_VERSION, {})

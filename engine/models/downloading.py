@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from engine.errors import Cancelled, ModelError
 from engine.models import store
 from engine.models.durable_files import flush, new_file
+from engine.models.json_files import SMALL_FILE, read_object
 from engine.planning.units import byte_size
 
 if TYPE_CHECKING:
@@ -236,10 +237,10 @@ def _is_there(folder: Path, file: RemoteFile, verified: dict[str, str]) -> bool:
 
 def _read_journal(folder: Path) -> dict[str, str]:
     try:
-        journal = json.loads((folder / _JOURNAL).read_bytes())
-    except (OSError, ValueError):
+        journal = read_object(folder / _JOURNAL, SMALL_FILE)
+    except ModelError:
         return {}
-    return {str(name): str(digest) for name, digest in journal.items()} if isinstance(journal, dict) else {}
+    return {name: str(digest) for name, digest in journal.items()}
 
 
 def write_json(path: Path, value: object) -> None:

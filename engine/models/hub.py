@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import os
 import re
 import ssl
@@ -21,8 +20,9 @@ import httpx2
 import msgspec
 
 from engine.errors import ModelError
-from engine.models.json_files import MOST_TOKENIZER_BYTES, SMALL_FILE
+from engine.models.json_files import MOST_TOKENIZER_BYTES, SMALL_FILE, read_object
 from engine.models.privacy import secrets
+from engine.models.wording import shown
 
 ENDPOINT = "https://huggingface.co"
 WEIGHT_INDEX = "model.safetensors.index.json"
@@ -38,17 +38,29 @@ _LARGE_SETTINGS = dict.fromkeys(
     ("tokenizer.json", "tokenizer.model", "spiece.model", WEIGHT_INDEX), MOST_TOKENIZER_BYTES
 )
 """Maximum bytes of the files beside the weights that may be larger than a configuration."""
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}|sha1:[0-9a-f]{40}")
 _SHARD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file of a repository. ``digest``: ``sha256:…`` of large files, git's ``sha1:…`` of the blob of others."""
+    """A file of a repository. ``digest``: ``sha256:…`` of large files, git's ``sha1:…`` of the blob of others.
+
+    It is part of the names of files here, so anything that is no digest raises ModelError.
+    """
 
     name: str
     size: int
     digest: str
+
+    def __post_init__(self) -> None:
+        if not _DIGEST.fullmatch(self.digest):
+            raise ModelError(
+                f"The hub states an impossible checksum of {shown(self.name)} ({shown(self.digest)}); nothing was "
+                "downloaded.",
+                "network",
+            )
 
 
 @dataclass(frozen=True)
@@ -147,7 +159,7 @@ def list_repository(client: httpx2.Client, repo: str) -> Repository:
         raise no_connection(error) from error
     try:
         info = msgspec.json.decode(body or b"", type=_ModelInfo)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ModelError(
             f"{endpoint()} does not answer like a model hub ({error}); check HF_ENDPOINT.", "network"
         ) from error
@@ -217,8 +229,8 @@ def weight_files(repository: Repository, index: Path | None) -> list[RemoteFile]
         shards = [name for name in sorted(repository.files) if _SHARD.fullmatch(name)]
         return [repository.files[name] for name in shards if not name.startswith("consolidated")]
     try:
-        names = set(json.loads(index.read_bytes())["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        names = set(read_object(index, MOST_TOKENIZER_BYTES)["weight_map"].values())
+    except (ModelError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"The weight index of {repository.repo} is damaged; tell its owner.") from error
     for name in sorted(map(str, names)):
         if not _SHARD.fullmatch(name):
@@ -233,16 +245,17 @@ def weight_files(repository: Repository, index: Path | None) -> list[RemoteFile]
 def digest_of(path: Path, like: str, check_stop: Callable[[], None] = lambda: None) -> str:
     """The digest of a file, of the same kind as ``like``. ``check_stop`` is called now and then and may raise."""
     kind = like.partition(":")[0]
-    if kind == "sha256":
-        digest = hashlib.sha256()
-        with path.open("rb") as file:
-            while piece := file.read(_DIGEST_CHUNK):
-                check_stop()
-                digest.update(piece)
-        return f"sha256:{digest.hexdigest()}"
-    data = path.read_bytes()
-    # git's own identity of a small file, not a signature; its integrity rests on HTTPS as well.
-    return f"sha1:{hashlib.sha1(b'blob %d' % len(data) + bytes(1) + data, usedforsecurity=False).hexdigest()}"
+    with path.open("rb") as file:
+        if kind == "sha256":
+            digest = hashlib.sha256()
+        else:
+            # git's own identity of a small file, not a signature; its integrity rests on HTTPS as well.
+            size = os.fstat(file.fileno()).st_size
+            digest = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
+        while piece := file.read(_DIGEST_CHUNK):
+            check_stop()
+            digest.update(piece)
+    return f"{kind}:{digest.hexdigest()}"
 
 
 def total_bytes(files: Iterable[RemoteFile]) -> int:

@@ -127,7 +127,7 @@ def addresses_in(body: bytes, kind: str, page: str, filename: str) -> list[str]:
     if "json" in kind:
         try:
             files = msgspec.json.decode(body, type=_Page).files
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return []
         return [urljoin(page, file.url) for file in files if file.filename == filename]
     anchors = _Anchors()

@@ -44,6 +44,7 @@ from engine.models.bank import (
 from engine.models.checkpoint import Checkpoint, PlainExperts
 from engine.models.durable_files import flush, flush_folder, forget_cached, new_file
 from engine.models.files import ExpertWeights, StoredTensor
+from engine.models.json_files import SMALL_FILE
 from engine.models.number_formats import WIDTHS, words_dtype
 from engine.models.opening import open_model
 from engine.models.safetensors_files import encode_header
@@ -210,6 +211,8 @@ class _Finished:
 def _read_journal(path: Path, source: str) -> _Finished | None:
     """What is finished of ``source``; None if the journal is of something else. A torn last line is ignored."""
     try:
+        if path.stat().st_size > SMALL_FILE:
+            return None
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
         return None
@@ -217,7 +220,7 @@ def _read_journal(path: Path, source: str) -> _Finished | None:
     for line in lines:
         try:
             entry = msgspec.json.decode(line, type=_Entry)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             break
         if finished is None:
             if entry.source != source or entry.format != FORMAT:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import re
 import shutil
@@ -30,6 +29,7 @@ from engine.models import catalogue, found_elsewhere
 from engine.models.catalogue import STARTER, CatalogueEntry
 from engine.models.found_elsewhere import TITLES, FoundModel
 from engine.models.gguf_names import choices_of, matching, parts_of, tag_of
+from engine.models.json_files import SMALL_FILE, read_object
 from engine.models.locations import ensure, locate, remove_profiles
 from engine.models.wording import shown
 from engine.planning.units import byte_size
@@ -363,10 +363,9 @@ def check_space(folder: Path, needed: int, what: str) -> None:
 def family_of(folder: Path) -> str:
     """``model_type`` of the folder's config; empty if it cannot be read."""
     try:
-        config = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError):
+        family = read_object(folder / "config.json", SMALL_FILE).get("model_type", "")
+    except ModelError:
         return ""
-    family = config.get("model_type", "") if isinstance(config, dict) else ""
     return family if isinstance(family, str) else ""
 
 

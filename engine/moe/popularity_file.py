@@ -73,7 +73,7 @@ def load_profile(path: Path, model: ProfileModel, notice: Callable[[str], None] 
             raise ValueError("it holds something that is no count")
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.DecodeError, ValueError) as error:
+    except (OSError, msgspec.DecodeError, ValueError, RecursionError) as error:
         why = getattr(error, "strerror", None) or error
         notice(f"The popularity profile {path} is not used ({why}); it is learned anew.")
         return None

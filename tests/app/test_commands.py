@@ -359,6 +359,19 @@ def test_models_list(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["starter"]["state"] == "ready" and rows["starter"]["path"] == str(home / "models" / "starter")
 
 
+@pytest.mark.parametrize("config", [b"[" * 200_000, b'{"a":' * 200_000, b" " * 21_000_000, b"\xff", b"[]"])
+def test_models_list_with_a_configuration_that_is_none(
+    home: Path, capsys: pytest.CaptureFixture[str], config: bytes
+) -> None:
+    folder = home / "models" / "someone--odd"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_bytes(config)
+    (folder / "model.safetensors").touch()
+    assert run(["models", "list"]) == 0
+    out, error = capsys.readouterr()
+    assert "someone/odd" in out and "Traceback" not in error
+
+
 def test_models_of_other_programs_are_listed_apart(
     home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

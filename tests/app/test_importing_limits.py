@@ -298,11 +298,11 @@ def kinds(folder: Path) -> dict[str, bytes]:
     printed = {"id": "r", "model": "mini", "prompt": "Q", "response": "A", "conversation_id": "k",
                "datetime_utc": "2026-08-04T10:00:00", "prompt_fragments": [{"content": "a file"}]}  # fmt: skip
     exports = {
-        "chatgpt": [CHATGPT],
-        "claude": [CLAUDE],
-        "open-webui": [OPEN_WEBUI],
-        "own": SHORT,
-        "llm-json": [printed],
+        "chatgpt": [CHATGPT] * 4,
+        "claude": [CLAUDE] * 4,
+        "open-webui": [OPEN_WEBUI] * 4,
+        "own": [SHORT] * 4,
+        "llm-json": [printed] * 4,
     }
     made = {kind: json.dumps(export, ensure_ascii=False).encode() for kind, export in exports.items()}
     archive = archive_of(

@@ -20,6 +20,10 @@ class Repo:
     files: dict[str, bytes]
     large: set[str] = field(default_factory=set)
     wrong_digests: set[str] = field(default_factory=set)
+    said_digests: dict[str, str] = field(default_factory=dict)
+    """What is said to be the digest of a file."""
+    unknown: str = "[]"
+    """JSON of a field of which nobody knows anything."""
     cut_after: dict[str, int] = field(default_factory=dict)
     """Close the connection after so many bytes of a file, every time it is asked for; counted per request."""
     ignores_ranges: bool = False
@@ -86,7 +90,8 @@ class LoopbackHub:
                 if repo.packed:
                     packed = gzip.compress(bytes(1 << 20)) * 512
                     return _send(handler, 200, packed, {"Content-Encoding": "gzip"})
-                return _send(handler, 200, json.dumps(_info(repo)).encode() + b" " * repo.padding)
+                info = json.dumps(_info(repo))[:-1] + f', "unknown": {repo.unknown}}}'
+                return _send(handler, 200, info.encode() + b" " * repo.padding)
             prefix = f"/{name}/resolve/{REVISION}/"
             if path.startswith(prefix):
                 return _send_file(handler, repo, path[len(prefix) :])
@@ -101,9 +106,11 @@ def _info(repo: Repo) -> dict[str, Any]:
     siblings = []
     for name, data in repo.files.items():
         shown = b"something else" if name in repo.wrong_digests else data
-        entry: dict[str, Any] = {"rfilename": name, "size": len(data), "blobId": git_blob_id(shown)}
+        said = repo.said_digests.get(name)
+        entry: dict[str, Any] = {"rfilename": name, "size": len(data), "blobId": said or git_blob_id(shown)}
         if name in repo.large:
-            entry["lfs"] = {"sha256": hashlib.sha256(shown).hexdigest(), "size": len(data), "pointerSize": 130}
+            sha256 = said or hashlib.sha256(shown).hexdigest()
+            entry["lfs"] = {"sha256": sha256, "size": len(data), "pointerSize": 130}
         siblings.append(entry)
     return {"id": "ignored", "sha": REVISION, "siblings": siblings, "tags": ["unknown fields are ignored"]}
 

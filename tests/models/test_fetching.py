@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx2
 import numpy as np
 import pytest
-from loopback_hub import REVISION, LoopbackHub, Repo
+from loopback_hub import REVISION, LoopbackHub, Repo, git_blob_id
 
 from engine.errors import Cancelled, ModelError
 from engine.models import downloading, store
@@ -529,3 +529,35 @@ def test_checking_a_large_file_can_be_stopped(tmp_path: Path) -> None:
     with pytest.raises(Cancelled):
         digest_of(path, "sha256:", stop)
     assert digest_of(path, "sha256:") == f"sha256:{hashlib.sha256(b'1').hexdigest()}"
+
+
+@pytest.mark.parametrize("odd", ["\0\0", "/../../../ab", "0" * 63, "g" * 64, "0" * 64 + "\n"])
+@pytest.mark.parametrize("large", [True, False])
+def test_what_is_no_checksum_is_refused_before_it_is_part_of_a_name(
+    hub: LoopbackHub, repo: Repo, odd: str, large: bool
+) -> None:
+    repo.said_digests[SHARDS[0] if large else "config.json"] = odd
+    with pytest.raises(ModelError, match=r"impossible checksum of (model-00001|config\.json)"):
+        pull(REPO, silent)
+    assert not partial_folder().exists()
+
+
+@pytest.mark.parametrize("nested", ["index", "answer"])
+def test_deeply_nested_answers_are_said_in_one_line(hub: LoopbackHub, repo: Repo, nested: str) -> None:
+    if nested == "index":
+        repo.files["model.safetensors.index.json"] = b'{"weight_map": {"a":' + b"[" * 200_000
+    else:
+        repo.unknown = "[" * 200_000 + "]" * 200_000
+    with pytest.raises(ModelError, match=r"index of .* is damaged|does not answer like a model hub") as raised:
+        pull(REPO, silent)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_checksum_is_worked_out_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = random_bytes(3, 100_000)
+    (tmp_path / "x").write_bytes(data)
+    monkeypatch.setattr(hub_module, "_DIGEST_CHUNK", 1000)
+    for like, expected in (("sha1:", git_blob_id(data)), ("sha256:", hashlib.sha256(data).hexdigest())):
+        pieces: list[None] = []
+        found = hub_module.digest_of(tmp_path / "x", like, functools.partial(pieces.append, None))
+        assert found == like + expected and len(pieces) == 100

@@ -84,6 +84,19 @@ def resolved(**entries: str) -> Keymap:
     return resolve(Assignments({id.replace("__", "."): keys.split() for id, keys in entries.items()}), all_actions())
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a = " + "[" * 5000 + "]" * 5000, "it is nested too deeply"),
+        ("[" + ".".join("a" * 5000) + "]\nb = 1", "it is nested too deeply"),
+        ("a = 1\n" * 500_000, "it is larger than 1 MiB"),
+    ],
+    ids=("values", "tables", "size"),
+)
+def test_a_file_that_is_nested_or_large_is_one_sentence(tmp_path: Path, text: str, said: str) -> None:
+    assert written(tmp_path, text) == Assignments(problems=(f"keymap.toml cannot be read: {said}.",))
+
+
 def test_what_cannot_be_used_is_said_and_the_rest_applies() -> None:
     found = resolved(chat__beams="f11 strg+b", chat__beems="f12", message__copy="y", chat__new="n", prompt__send="")
     assert found.keys["chat.beams"] == ("f11",) and found.keys["message.copy"] == ("y",)

@@ -64,7 +64,7 @@ class OwnShard:
     def find(cls, name: str, me: str) -> OwnShard | None:
         """This machine's shard of the model that it calls ``name``, or None."""
         for path in sorted(locate("models").glob(f"*{store.SHARD}")):
-            with contextlib.suppress(ModelError, OSError, msgspec.DecodeError):
+            with contextlib.suppress(ModelError, OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 manifest = read_shard(path)
                 if manifest.head != me or manifest.identity.name != name:
                     continue

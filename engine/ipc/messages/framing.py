@@ -75,7 +75,7 @@ class FrameReader(Generic[T]):
             del self._buffer[:end]
             try:
                 messages.append(self._decoder.decode(body))
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise ProtocolError(f"not a message of protocol {PROTOCOL_VERSION}: {error}", messages) from error
         return messages
 
