@@ -250,6 +250,14 @@ def test_what_is_damaged_costs_itself_only(tmp_path: Path) -> None:
         assert titles(read(tmp_path / "x.json", json.dumps([SHORT]).encode(encoding))) == ["Short"]
 
 
+def test_a_damaged_database_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    path = old_log(tmp_path / "logs.db")
+    # SQLite quotes the name, which is no UTF-8, in what it says.
+    path.write_bytes(path.read_bytes().replace(b"responses", b"respon\xe9es", 1))
+    with pytest.raises(ImportProblem, match=r"logs\.db cannot be read as llm's log: "):
+        read_conversations(path)
+
+
 def archive_of(path: Path, contents: dict[str, bytes]) -> Path:
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in contents.items():

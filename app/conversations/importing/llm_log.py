@@ -116,7 +116,7 @@ def conversations(path: Path, size: int, allowance: Allowance) -> list[ImportedC
             if {"threads", "turns", "messages", "parts"} <= log.tables:
                 found |= dict(_new(log, allowance))
             return list(found.values())
-    except sqlite3.Error as error:
+    except (sqlite3.Error, UnicodeDecodeError) as error:  # what SQLite says of damage may quote it
         raise ImportProblem(f"{shown} cannot be read as llm's log: {one_line(str(error))}.") from error
     except TooLarge:
         raise ImportProblem(f"{shown} has more text than its size allows; it is damaged.") from None
