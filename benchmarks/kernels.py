@@ -141,7 +141,9 @@ class RandomLayer:
             ffn=shape.ffn,
             activation=CActivation(kind=ACTIVATIONS["silu"]),
             set=SETS[kernels],
-            dtype=number,
+            gate_dtype=number,
+            up_dtype=number,
+            down_dtype=number,
         )
         self.expert_bytes = sum(weights.nbytes for weights in self._kept) // shape.experts
 

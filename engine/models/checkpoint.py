@@ -217,10 +217,15 @@ class PlainExperts:
         # All experts of a layer are of one size.
         return sum(self.place(layer, 0).nbytes * len(self._shard.held(layer)) for layer in self.layers)
 
+    @cached_property
+    def formats(self) -> frozenset[str]:
+        """The number formats of all matrices and biases."""
+        return frozenset(source.entry.dtype for source in self._sources.values())
+
     @property
     def packed(self) -> bool:
         """Whether any of them is stored in a packed format."""
-        return any(is_packed(source.entry.dtype) for source in self._sources.values())
+        return any(map(is_packed, self.formats))
 
     @property
     def strided(self) -> bool:
@@ -340,7 +345,8 @@ class _Collected:
         self._shape = shape
         self._layers = layers
         self._sources: _Sources = {}
-        self._dtypes: dict[str, str] = {}
+        self._kinds: dict[tuple[int, Part], dict[str, str]] = {}
+        """Of every part of a layer the plain formats, or ``packed``, and the first tensor that is stored so."""
 
     def is_trunk(self, file_name: str, name: str, entry: TensorEntry) -> bool:
         """Whether the tensor belongs to the trunk; an expert's is noted. Raises ModelError if it cannot be right."""
@@ -384,16 +390,20 @@ class _Collected:
         if key in self._sources:
             raise ModelError(f"{file_name}: tensor {name} holds weights that another tensor holds too.")
         self._sources[key] = _Source(tensor, file_name, entry)
-        if not is_packed(entry.dtype) and not tensor.parts[0].endswith("_bias"):
-            self._dtypes.setdefault(entry.dtype, name)
+        kind = "packed" if is_packed(entry.dtype) else entry.dtype
+        self._kinds.setdefault((layer, tensor.parts[0]), {}).setdefault(kind, name)
 
     def finish(self, folder: Path) -> _Sources:
-        """The collected sources. Raises ModelError for a missing tensor, or experts of several plain types. Packed
-        formats may differ by matrix."""
+        """The collected sources. Raises ModelError for a missing tensor, or a layer whose experts are stored in several
+        plain types. Formats may differ by matrix and by layer, and packed ones by expert too."""
         assert self._shape is not None
-        if len(self._dtypes) > 1:
-            (first, name), (second, other) = list(self._dtypes.items())[:2]
-            raise ModelError(f"{folder}: experts have several types: {name} is {first} and {other} is {second}.")
+        for kinds in self._kinds.values():
+            if len(kinds) > 1:
+                (first, name), (second, other) = list(kinds.items())[:2]
+                raise ModelError(
+                    f"{folder}: the experts of a layer have several types: {name} is {first} and {other} is {second}; "
+                    "use another copy of this model."
+                )
         per_layer = Counter(layer for layer, _, _ in self._sources)
         for layer in self._shape.layers:
             layout = max(self._family.layouts, key=lambda layout: self._present(layout, layer))

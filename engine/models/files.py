@@ -148,9 +148,15 @@ class Experts(Protocol):
         ...
 
 
+def one_of_each(experts: Experts) -> Iterator[tuple[int, int]]:
+    """Layer and number of the first present expert of every layer that has one. It stands for its layer, as the experts
+    of a layer are alike."""
+    return ((layer, held[0]) for layer in experts.layers if (held := experts.held(layer)))
+
+
 def first_held(experts: Experts) -> tuple[int, int] | None:
-    """Layer and number of the first present expert, which stands for all, as they are alike; None if there is none."""
-    return next(((layer, held[0]) for layer in experts.layers if (held := experts.held(layer))), None)
+    """Layer and number of the first present expert; None if there is none."""
+    return next(one_of_each(experts), None)
 
 
 def first_place(experts: Experts) -> ExpertPlace:

@@ -77,6 +77,8 @@ def needs_preparing(folder: Path) -> tuple[bool, str]:
         return False, "A GGUF file's weights are used where they lie: preparing gains nothing."
     if experts.packed:
         return False, "Its weights are packed and used where they lie: preparing gains nothing."
+    if len(experts.formats) > 1:
+        return False, "Its experts are stored in several number formats, which a prepared copy cannot hold."
     if experts.strided:
         return True, (
             "Its experts are stored transposed or interleaved: unprepared, every use of an expert reads its matrices "
@@ -144,7 +146,8 @@ class BankPlan:
 
 
 def plan_bank(files: Checkpoint) -> BankPlan:
-    """Raises ModelError for a dense model, a GGUF file, whose weights may be in another order, or packed weights."""
+    """Raises ModelError for a dense model, a GGUF file, whose weights may be in another order, packed weights, or
+    experts in several number formats."""
     experts = files.experts
     if files.is_gguf:
         raise ModelError(
@@ -161,6 +164,12 @@ def plan_bank(files: Checkpoint) -> BankPlan:
     if experts.packed:
         raise ModelError(
             f"{files.folder} holds packed weights, which are used where they lie; use it as it is.", "bad-input"
+        )
+    if len(experts.formats) > 1:
+        raise ModelError(
+            f"{files.folder} holds experts in several number formats ({', '.join(sorted(experts.formats))}), and a "
+            "prepared copy has one; use it as it is.",
+            "bad-input",
         )
     has_bias = experts.expert(experts.layers[0], 0).down_bias is not None if experts.layers else False
     # Wide types first: then every tensor begins at a multiple of its own width.

@@ -387,7 +387,14 @@ def test_experts_of_several_types(tiny_model: TinyModel, tmp_path: Path):
     name = "model.layers.0.block_sparse_moe.experts.0.w1.weight"
     stored[name] = stored[name].astype(np.float16)
     save_file(stored, folder / "model.safetensors")
-    refused(folder, "experts have several types")
+    refused(folder, r"the experts of a layer have several types: .*F(16|32) and .*F(16|32); use another copy")
+    for number in range(8):
+        every = name.replace("experts.0", f"experts.{number}")
+        stored[every] = stored[every].astype(np.float16)
+    save_file(stored, folder / "model.safetensors")
+    experts = open_model(folder).experts
+    assert experts is not None
+    assert [experts.expert(layer, 7).gate.dtype for layer in (0, 1)] == ["F16", "F32"]
     stored[name] = stored[name].astype(np.int16)
     save_file(stored, folder / "model.safetensors")
     refused(folder, "stored as I16, which cannot be run")

@@ -224,7 +224,7 @@ def test_experts_whose_matrices_have_formats_of_their_own(
     ]
     layer = Layer(
         (Expert * count)(*experts), count, hidden, ffn, CActivation(0, 0, 0, 0), SETS[instructions],
-        PACKED_FORMATS[formats[0]],
+        *(PACKED_FORMATS[name] for name in formats),
     )  # fmt: skip
     x = generator.standard_normal((tokens, hidden)).astype(np.float32) / 8
     routes = np.array([generator.permutation(count)[:k] for _ in range(tokens)], np.int32)

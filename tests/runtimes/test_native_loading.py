@@ -188,7 +188,7 @@ def test_what_has_to_be_copied_is_not_copied_to_see_whether_it_runs(
     def refuse(*arguments: Any) -> None:
         raise AssertionError("a matrix was copied")
 
-    monkeypatch.setattr(weights, "numbers", refuse)
+    monkeypatch.setattr(weights, "_plain", refuse)
     monkeypatch.setattr(weights, "_apart", refuse)
     check_native(files, request, in_ring=False)
     with pytest.raises(AssertionError, match="a matrix was copied"):

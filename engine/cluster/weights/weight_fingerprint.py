@@ -246,11 +246,11 @@ class ItemChecksums:
 
     def _canonical(self, report: Callable[[int], None]) -> Iterator[tuple[tuple[int, int], int]]:
         """Every expert's checksum in the form of a bank, or of its bytes as stored where none can be made: in the form
-        ``library``, and of packed weights."""
+        ``library``, of packed weights, and of those in several number formats."""
         opened = self._layout.opened
         fill: Callable[[int, int], int] | None = None
-        if isinstance(opened, Checkpoint) and isinstance(opened.experts, PlainExperts) and not opened.experts.packed:
-            experts = opened.experts
+        experts = opened.experts if isinstance(opened, Checkpoint) else None
+        if isinstance(experts, PlainExperts) and not experts.packed and len(experts.formats) == 1:
             has_bias = experts.expert(experts.layers[0], 0).down_bias is not None
             slab = slab_layout(experts.dtype, experts.shape, has_bias)
             buffer = np.zeros(slab.size, dtype=np.uint8)

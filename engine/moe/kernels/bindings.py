@@ -20,7 +20,7 @@ from engine.errors import ModelError
 Dtype = Literal["bfloat16", "float32"]
 """What a model computes with; ``float32`` keeps activations in float32 whatever the weights are stored as."""
 
-VERSION = 11
+VERSION = 12
 """PLLM_VERSION of native/privatellm_kernels.h; a library of another version is not used."""
 
 VARIABLE = "PRIVATELLM_KERNELS"
@@ -127,7 +127,9 @@ class Layer(ctypes.Structure):
         ("ffn", ctypes.c_int64),
         ("activation", CActivation),
         ("set", ctypes.c_int32),
-        ("dtype", ctypes.c_int32),
+        ("gate_dtype", ctypes.c_int32),
+        ("up_dtype", ctypes.c_int32),
+        ("down_dtype", ctypes.c_int32),
         ("bias_dtype", ctypes.c_int32),
         ("bias_stride", ctypes.c_int32),
     )

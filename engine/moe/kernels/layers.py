@@ -119,7 +119,7 @@ def unsupported_reason(weights: ExpertWeights) -> str | None:
     """Why the kernels cannot run an expert with these weights, or None."""
     tensors = [weights.gate, weights.up, weights.down, weights.gate_bias, weights.up_bias, weights.down_bias]
     present = [tensor for tensor in tensors if tensor is not None]
-    matrices, biases = present[:3], present[3:]
+    biases = present[3:]
     # Biases of gate and up are read value by value, with one distance for both.
     for tensor in present:
         if tensor is weights.gate_bias or tensor is weights.up_bias:
@@ -127,9 +127,6 @@ def unsupported_reason(weights: ExpertWeights) -> str | None:
         reason = unreadable(tensor)
         if reason is not None:
             return reason
-    if not all(_alike(tensor, weights.gate) for tensor in matrices):
-        packed = any(is_packed(tensor.dtype) for tensor in matrices)
-        return "its matrices are packed in different ways" if packed else "its matrices are of different dtypes"
     if any(is_packed(bias.dtype) for bias in biases) or len({bias.dtype for bias in biases}) > 1:
         return "its biases are packed or of different dtypes"
     return _unreadable_biases(weights.gate_bias, weights.up_bias)
@@ -176,7 +173,7 @@ class LayerExperts:
             if reason is not None:
                 raise ModelError(f"The native kernels cannot run expert {number}: {reason}.")
             shapes = (expert.gate.shape, expert.up.shape, expert.down.shape)
-            alike = _alike(expert.gate, first.gate) and _biases_of(expert) == _biases_of(first)
+            alike = _kinds_of(expert) == _kinds_of(first) and _biases_of(expert) == _biases_of(first)
             if shapes != ((ffn, hidden), (ffn, hidden), (hidden, ffn)) or not alike:
                 raise ModelError(f"Expert {number} has matrices of {shapes}, unlike the first; the file is damaged.")
             table[number] = _expert(expert)
@@ -190,7 +187,9 @@ class LayerExperts:
             ffn=ffn,
             activation=CActivation(kind=ACTIVATIONS[gate.kind], alpha=gate.alpha, limit=gate.limit),
             set=choice.number,
-            dtype=FORMATS[first.gate.dtype],
+            gate_dtype=FORMATS[first.gate.dtype],
+            up_dtype=FORMATS[first.up.dtype],
+            down_dtype=FORMATS[first.down.dtype],
             bias_dtype=WEIGHT_DTYPES[_biases_of(first)[0]],
             bias_stride=_biases_of(first)[1],
         )
@@ -267,9 +266,9 @@ def product_error(code: int) -> ModelError:
     return ModelError(f"The matrix could not be multiplied: {_MEANING[code]}.", "memory" if code == -2 else "model")
 
 
-def _alike(one: StoredTensor, other: StoredTensor) -> bool:
-    """Whether the same kernels multiply by both: two formats of blocks, two grouped ones, or the same plain one."""
-    return kernel_kind(one.dtype) == kernel_kind(other.dtype)
+def _kinds_of(weights: ExpertWeights) -> tuple[str, ...]:
+    """The kinds of gate, up and down: they may differ within an expert, but not from expert to expert of a layer."""
+    return tuple(kernel_kind(matrix.dtype) for matrix in (weights.gate, weights.up, weights.down))
 
 
 def _biases_of(weights: ExpertWeights) -> tuple[str, int]:

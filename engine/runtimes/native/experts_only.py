@@ -7,7 +7,7 @@ from pathlib import Path
 
 from engine.errors import ModelError
 from engine.ipc.messages import Load
-from engine.models.files import Experts, first_held
+from engine.models.files import Experts, one_of_each
 from engine.models.number_formats import is_packed
 from engine.models.opening import open_model
 from engine.moe.held import held_by
@@ -34,8 +34,8 @@ def unreadable_experts(experts: Experts) -> str | None:
     """Why the kernels cannot run these experts where they lie, in a few words; None if they can."""
     if experts.dtype not in FORMATS:
         return f"the experts are stored as {experts.dtype}"
-    held = first_held(experts)
-    reason = None if held is None else unsupported_reason(experts.expert(*held))
+    reasons = (unsupported_reason(experts.expert(layer, number)) for layer, number in one_of_each(experts))
+    reason = next((reason for reason in reasons if reason is not None), None)
     if reason is None:
         return None
     advice = "" if is_packed(experts.dtype) else "; those of a prepared copy can"

@@ -15,13 +15,13 @@ from engine.calibration.disk_rate import notice_beyond_memory
 from engine.errors import ModelError
 from engine.ipc.messages import Load
 from engine.ipc.progress import ProgressCallback
-from engine.models.files import ModelFiles
-from engine.models.number_formats import BLOCKS
+from engine.models.files import ModelFiles, StoredTensor
+from engine.models.number_formats import BLOCKS, is_grouped
 from engine.models.opening import open_model
 from engine.moe.executor import RingExecutor
 from engine.moe.kernels.bindings import FORMATS, KernelChoice, choose
 from engine.moe.kernels.file_guard import unchanged
-from engine.moe.kernels.layers import kernel_kind
+from engine.moe.kernels.layers import unreadable
 from engine.moe.kernels.pool import physical_cores, shared_pool
 from engine.moe.popularity import Popularity
 from engine.moe.timing import Recorder
@@ -32,7 +32,7 @@ from engine.runtimes.native.facts import describe
 from engine.runtimes.native.model import NativeModel
 from engine.runtimes.native.ring import RingTrunk
 from engine.runtimes.native.shape import Shape, read_shape, unsupported_shape
-from engine.runtimes.native.weights import TrunkWeights
+from engine.runtimes.native.weights import TrunkWeights, heads_of
 from engine.runtimes.protocol import RingPlace
 from engine.system.free_memory import available_bytes
 
@@ -174,17 +174,22 @@ def unsupported_reason(
 
 
 def _unsupported_storage(files: ModelFiles, request: Load) -> str | None:
-    attention: dict[str, set[str]] = {}
     for name, tensor in files.trunk():
         if tensor.dtype not in FORMATS:
             return f"the tensor {name} is stored as {tensor.dtype}"
-        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
-            attention.setdefault(name.rpartition(".self_attn.")[0], set()).add(kernel_kind(tensor.dtype))
-    unreadable = None if files.experts is None else unreadable_experts(files.experts)
-    if unreadable is not None:
-        return unreadable
-    if any(len(dtypes) > 1 for dtypes in attention.values()):
-        return "queries, keys and values are stored in different types"
+        reason = _unreadable(tensor)
+        if reason is not None:
+            return f"the tensor {name} cannot be used where it lies ({reason})"
+    found = None if files.experts is None else unreadable_experts(files.experts)
+    if found is not None:
+        return found
     if request.dtype == "bfloat16" and bulk_dtype(files) == "F32":
         return "the weights are stored as float32 and would have to be converted to bfloat16"
     return None
+
+
+def _unreadable(tensor: StoredTensor) -> str | None:
+    """Why the kernels cannot read a tensor of the trunk where it lies, or None. What is no matrix is copied."""
+    if tensor.words.ndim == 1:
+        return None
+    return unreadable(heads_of(tensor)[0] if is_grouped(tensor.dtype) and tensor.words.ndim == 3 else tensor)

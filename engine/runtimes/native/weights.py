@@ -30,32 +30,34 @@ from engine.runtimes.native.shape import ConvolutionShape, DeltaShape, LatentSha
 
 
 def to_float32(tensor: StoredTensor) -> NDArray[np.float32]:
-    """A copy in float32; for what is small (norms, biases). Raises ModelError for another type than BF16, F16
-    or F32."""
+    """A copy in float32 of a tensor of any format that the kernels read; for what is small (norms, biases)."""
     if tensor.dtype == "F32":
         return np.array(tensor.words.view(np.float32))
     if tensor.dtype == "F16":
         return tensor.words.view(np.float16).astype(np.float32)
     if tensor.dtype == "BF16":
         return (tensor.words.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    raise ModelError(f"A tensor of the trunk is stored as {tensor.dtype}, which the native kernels cannot read.")
+    rows = StoredTensor(tensor.dtype, np.atleast_2d(tensor.words), tensor.scales, tensor.biases)
+    described, native = matrix(rows), load()
+    copy = np.empty(rows.shape, np.float32)
+    for row in range(len(copy)):
+        native.pllm_open_row(ctypes.addressof(described), row, copy[row].ctypes.data)
+    return copy.reshape(tensor.shape)
 
 
 def opened(tensor: StoredTensor) -> StoredTensor:
     """A copy in float32 of a packed matrix, for what is small and computed with float32 inputs; another tensor as it
     is."""
-    return StoredTensor("F32", numbers(tensor).view(np.uint32)) if is_packed(tensor.dtype) else tensor
+    return StoredTensor("F32", to_float32(tensor).view(np.uint32)) if is_packed(tensor.dtype) else tensor
 
 
-def numbers(tensor: StoredTensor) -> NDArray[np.float32]:
-    """A copy in float32 of a matrix of any format."""
-    if not is_packed(tensor.dtype):
-        return to_float32(tensor)
-    described, native = matrix(tensor), load()
-    copy = np.empty(tensor.shape, np.float32)
-    for row in range(len(copy)):
-        native.pllm_open_row(ctypes.addressof(described), row, copy[row].ctypes.data)
-    return copy
+def heads_of(stacked: StoredTensor) -> list[StoredTensor]:
+    """The matrices of a tensor [heads, rows, columns], in place."""
+    parts = [part for part in (stacked.scales, stacked.biases) if part is not None]
+    return [
+        StoredTensor(stacked.dtype, words, *(StoredTensor(part.dtype, part.words[head]) for part in parts))
+        for head, words in enumerate(stacked.words)
+    ]
 
 
 class Tensors:
@@ -104,11 +106,7 @@ class Tensors:
     def each_head(self, stacked: StoredTensor) -> Any:
         """The matrices of a tensor [heads, rows, columns], one after the other, which are kept."""
         self.kept.append(stacked)
-        parts = [part for part in (stacked.scales, stacked.biases) if part is not None]
-        heads = [
-            StoredTensor(stacked.dtype, words, *(StoredTensor(part.dtype, part.words[head]) for part in parts))
-            for head, words in enumerate(stacked.words)
-        ]
+        heads = heads_of(stacked)
         found = (Matrix * len(heads))(*map(matrix, heads))
         self.kept.append(found)
         return found
@@ -362,7 +360,7 @@ class TrunkWeights:
         both = tensors.take([prefix + "kv_b_proj.weight"], (heads * (latent.plain + latent.values), latent.latents))
         if self._checking:
             return None
-        rows = numbers(both).reshape(heads, latent.plain + latent.values, latent.latents)
+        rows = to_float32(both).reshape(heads, latent.plain + latent.values, latent.latents)
         turned = np.ascontiguousarray(rows[:, : latent.plain].swapaxes(1, 2))
         gathered = np.ascontiguousarray(rows[:, latent.plain :])
         return _plain(turned, both.dtype), _plain(gathered, both.dtype)
@@ -453,13 +451,22 @@ class TrunkWeights:
     def _dense(self, prefix: str, ffn: int, bias: bool) -> int:
         """A feed-forward network as a layer of one expert; its address."""
         tensors, hidden = self._tensors, self._shape.hidden
+
+        def added(name: str, count: int) -> StoredTensor | None:
+            """In float32, as the three may be stored in formats of their own."""
+            return (
+                StoredTensor("F32", to_float32(tensors.take([prefix + name], (count,))).view(np.uint32))
+                if bias
+                else None
+            )
+
         one = ExpertWeights(
             gate=tensors.take([prefix + "gate_proj.weight"], (ffn, hidden)),
             up=tensors.take([prefix + "up_proj.weight"], (ffn, hidden)),
             down=tensors.take([prefix + "down_proj.weight"], (hidden, ffn)),
-            gate_bias=tensors.take([prefix + "gate_proj.bias"], (ffn,)) if bias else None,
-            up_bias=tensors.take([prefix + "up_proj.bias"], (ffn,)) if bias else None,
-            down_bias=tensors.take([prefix + "down_proj.bias"], (hidden,)) if bias else None,
+            gate_bias=added("gate_proj.bias", ffn),
+            up_bias=added("up_proj.bias", ffn),
+            down_bias=added("down_proj.bias", hidden),
         )
         layer = LayerExperts({0: one}, 1, self._shape.gate, self._choice)
         self._experts.append(layer)

@@ -17,29 +17,36 @@
 #define PANEL_RUN 8        /* panels in a row that one thread opens, each fetched while the one before is multiplied */
 #define OWN_ELEMENTS 65536 /* input values up to which each thread converts its own copy instead of meeting the others */
 
-/* What every thread knows of a call; each makes it for itself from the same input. Rows of inputs and of activations
-   lie by expert; an expert of more routes than are few for the kernels has them in tiles instead. */
+/* Rows as the kernels of one kind of weights read them. An expert of more routes than are few for these kernels has tiles
+   instead of rows. */
+typedef struct form {
+    const kernel_set *kernels;
+    int64_t stride; /* of a row, in elements */
+    int any_many, any_few;
+    int64_t *row_offset; /* [active]: the first of an expert's rows in `tiles` */
+    char *rows, *tiles;
+    char *own; /* this thread's rows */
+} form;
+
+/* What every thread knows of a call; each makes it for itself from the same input. */
 typedef struct plan {
     const pllm_layer *layer;
     const pllm_routes *routes;
-    const kernel_set *kernels;
-    int64_t active;                   /* experts that have routes, or are run all the same */
-    int64_t alone_count;              /* those of them that have none */
-    int64_t input_stride, act_stride; /* of a row, in elements */
-    int64_t ffn_rows, hidden_rows;    /* of a task */
-    int64_t run_rows;                 /* most rows multiplied in one piece, whole tasks: the stride of `part` */
+    int64_t active;                /* experts that have routes, or are run all the same */
+    int64_t alone_count;           /* those of them that have none */
+    int64_t ffn_rows, hidden_rows; /* of a task */
+    int64_t run_rows;              /* most rows multiplied in one piece, whole tasks: the stride of `part` */
     int64_t tasks;
-    int any_many, any_few, own_input;
-    int32_t *first;      /* [count + 1]: where each expert's routes begin in `sorted` */
-    int32_t *sorted;     /* route numbers, token * k + position, by expert and then ascending; 0 for an extra expert */
-    int32_t *place;      /* [tokens * k]: where a route is in `sorted`, or -1 */
-    int32_t *list;       /* [active]: the experts */
-    int32_t *alone;      /* [alone_count]: those without routes */
-    int64_t *row_offset; /* [active]: the first of an expert's rows in `tiles` and `act` */
-    char *input, *input_own; /* rows of tokens (of sorted routes, if the input is scaled); shared, or this thread's */
-    char *tiles;             /* shared: inputs of experts of many routes */
-    char *act;               /* shared: what goes into the down projections */
-    float *part, *other;     /* this thread's: [routes][run_rows] */
+    int any_many, own_input;
+    int32_t *first;  /* [count + 1]: where each expert's routes begin in `sorted` */
+    int32_t *sorted; /* route numbers, token * k + position, by expert and then ascending; 0 for an extra expert */
+    int32_t *place;  /* [tokens * k]: where a route is in `sorted`, or -1 */
+    int32_t *list;   /* [active]: the experts */
+    int32_t *alone;  /* [alone_count]: those without routes */
+    form inputs[2];  /* tokens (sorted routes, if the input is scaled) for gate, and for up if it reads another form */
+    int input_forms; /* how many of them there are */
+    form act;        /* shared: what goes into the down projections; rows and tiles by expert in the same place */
+    float *part, *other; /* this thread's: [routes][run_rows] */
     void *panel;
 } plan;
 
@@ -60,22 +67,29 @@ static void lay_out(plan *p, const pllm_layer *layer, int64_t tokens, int64_t k,
     const int64_t routes = MAX(tokens * k, 1) + extra;
     const int64_t rows = 2 * routes; /* a tile may be nearly empty, but only experts of many routes have tiles */
     p->layer = layer;
-    p->kernels = pllm_kernels(layer->set, layer->dtype);
-    p->input_stride = row_stride(layer->hidden);
-    p->act_stride = row_stride(layer->ffn);
+    p->inputs[0].kernels = pllm_kernels(layer->set, layer->gate_dtype);
+    p->inputs[1].kernels = pllm_kernels(layer->set, layer->up_dtype);
+    p->act.kernels = pllm_kernels(layer->set, layer->down_dtype);
+    p->input_forms = p->inputs[0].kernels == p->inputs[1].kernels ? 1 : 2;
     p->first = take(own, (size_t)(layer->count + 1) * 4);
     p->sorted = take(own, (size_t)routes * 4);
     p->place = take(own, (size_t)routes * 4);
     p->list = take(own, (size_t)layer->count * 4);
     p->alone = take(own, (size_t)extra * 4);
-    p->row_offset = take(own, (size_t)layer->count * 8);
     p->panel = take(own, PANEL_BYTES);
     p->part = take(own, (size_t)MAX(routes * MOST_ROWS, RUN_RESULTS) * 4);
     p->other = take(own, (size_t)MAX(routes * MOST_ROWS, RUN_RESULTS) * 4);
-    p->input_own = take(own, (size_t)OWN_ELEMENTS * 4);
-    p->input = take(shared, (size_t)(MAX(routes, tokens) * p->input_stride) * 4);
-    p->tiles = take(shared, (size_t)(rows * padded(layer->hidden)) * 4);
-    p->act = take(shared, (size_t)(rows * p->act_stride) * 4);
+    for (int i = 0; i < p->input_forms; i++) {
+        form *input = p->inputs + i;
+        input->stride = row_stride(layer->hidden);
+        input->row_offset = take(own, (size_t)layer->count * 8);
+        input->own = take(own, (size_t)OWN_ELEMENTS * 4);
+        input->rows = take(shared, (size_t)(MAX(routes, tokens) * input->stride) * 4);
+        input->tiles = take(shared, (size_t)(rows * padded(layer->hidden)) * 4);
+    }
+    p->act.stride = row_stride(layer->ffn);
+    p->act.row_offset = take(own, (size_t)layer->count * 8);
+    p->act.rows = p->act.tiles = take(shared, (size_t)(rows * p->act.stride) * 4);
 }
 
 static int64_t routes_of(const plan *p, int64_t expert) { return p->first[expert + 1] - p->first[expert]; }
@@ -117,27 +131,39 @@ static int64_t rows_of_a_task(int64_t experts, int64_t rows, int64_t fewest, int
     return each;
 }
 
-static void make_plan(plan *p, int threads) {
-    sort_routes(p);
-    const int64_t tile = p->kernels->tile_tokens;
+/* Where the experts' rows begin, and whether there are tiles. */
+static void place_rows(const plan *p, form *f) {
+    const int64_t tile = f->kernels->tile_tokens;
     int64_t rows = 0;
-    p->any_many = p->any_few = 0;
+    f->any_many = f->any_few = 0;
     for (int64_t i = 0; i < p->active; i++) {
         const int64_t count = routes_of(p, p->list[i]);
-        p->row_offset[i] = rows;
-        if (count > p->kernels->few_tokens) {
-            p->any_many = 1;
+        f->row_offset[i] = rows;
+        if (count > f->kernels->few_tokens) {
+            f->any_many = 1;
             rows += divided_up(count, tile) * tile;
         } else {
-            p->any_few = 1;
+            f->any_few = 1;
             rows += count;
         }
     }
+}
+
+static void make_plan(plan *p, int threads) {
+    sort_routes(p);
+    place_rows(p, &p->act);
+    p->any_many = p->act.any_many;
+    int64_t fewest = p->act.kernels->task_rows; /* a task's results are converted for the down projection */
+    for (int i = 0; i < p->input_forms; i++) {
+        place_rows(p, p->inputs + i);
+        p->any_many |= p->inputs[i].any_many;
+        fewest = MAX(fewest, p->inputs[i].kernels->task_rows);
+    }
     const int64_t inputs = p->routes->scale_input ? p->first[p->layer->count] : p->routes->tokens;
-    p->own_input = !p->any_many && inputs * p->input_stride <= OWN_ELEMENTS;
-    if (p->own_input) p->input = p->input_own;
-    p->ffn_rows = rows_of_a_task(p->active, p->layer->ffn, p->kernels->task_rows, p->any_many, threads);
-    p->hidden_rows = rows_of_a_task(1, p->layer->hidden, p->kernels->task_rows, p->any_many, threads);
+    p->own_input = !p->any_many && inputs * p->inputs[0].stride <= OWN_ELEMENTS;
+    for (int i = 0; i < p->input_forms && p->own_input; i++) p->inputs[i].rows = p->inputs[i].own;
+    p->ffn_rows = rows_of_a_task(p->active, p->layer->ffn, fewest, p->any_many, threads);
+    p->hidden_rows = rows_of_a_task(1, p->layer->hidden, fewest, p->any_many, threads);
     const int64_t routes = MAX(p->first[p->layer->count], 1), run = MIN(LONGEST_RUN, RUN_RESULTS / routes);
     p->run_rows = p->any_many ? PANEL_ROWS : MAX(run / MOST_ROWS * MOST_ROWS, MOST_ROWS);
     p->tasks = p->active * divided_up(p->layer->ffn, p->ffn_rows);
@@ -149,24 +175,24 @@ static const float *hidden_of(const plan *p, int64_t route) {
     return p->routes->hidden + route / p->routes->k * p->layer->hidden;
 }
 
-static void fill_rows(const plan *p, int thread, int threads) {
-    const int64_t hidden = p->layer->hidden, bytes = p->input_stride * p->kernels->row_element;
+static void fill_rows(const plan *p, const form *input, int thread, int threads) {
+    const int64_t hidden = p->layer->hidden, bytes = input->stride * input->kernels->row_element;
     if (p->routes->scale_input) {
         for (int64_t i = thread; i < p->first[p->layer->count]; i += threads)
-            pllm_fill_row(p->kernels, p->input + i * bytes, hidden_of(p, p->sorted[i]),
+            pllm_fill_row(input->kernels, input->rows + i * bytes, hidden_of(p, p->sorted[i]),
                           p->routes->weights[p->sorted[i]], hidden);
     } else {
         for (int64_t t = thread; t < p->routes->tokens; t += threads)
-            pllm_fill_row(p->kernels, p->input + t * bytes, p->routes->hidden + t * hidden, 1.0F, hidden);
+            pllm_fill_row(input->kernels, input->rows + t * bytes, p->routes->hidden + t * hidden, 1.0F, hidden);
     }
 }
 
-static void fill_tiles(const plan *p, int thread, int threads) {
-    const int64_t tile = p->kernels->tile_tokens, bytes = padded(p->layer->hidden) * p->kernels->element;
+static void fill_tiles(const plan *p, const form *input, int thread, int threads) {
+    const int64_t tile = input->kernels->tile_tokens, bytes = padded(p->layer->hidden) * input->kernels->element;
     int64_t turn = 0;
     for (int64_t i = 0; i < p->active; i++) {
         const int64_t count = routes_of(p, p->list[i]);
-        if (count <= p->kernels->few_tokens) continue;
+        if (count <= input->kernels->few_tokens) continue;
         const int32_t *routes = p->sorted + p->first[p->list[i]];
         for (int64_t m = 0; m < count; m += tile) {
             if (turn++ % threads != thread) continue;
@@ -177,35 +203,36 @@ static void fill_tiles(const plan *p, int thread, int threads) {
                 rows[j] = hidden_of(p, routes[m + j]);
                 scales[j] = p->routes->weights[routes[m + j]];
             }
-            p->kernels->tile(p->tiles + (p->row_offset[i] + m) * bytes, rows, p->routes->scale_input ? scales : NULL,
-                             width, 0, p->layer->hidden);
+            input->kernels->tile(input->tiles + (input->row_offset[i] + m) * bytes, rows,
+                                 p->routes->scale_input ? scales : NULL, width, 0, p->layer->hidden);
         }
     }
 }
 
 /* ---- Gate and up ---------------------------------------------------------------------------------------------- */
 
-static void multiply(const plan *p, const pllm_matrix *matrix, const void *bias, int64_t bias_stride,
-                     const void *const *rows, const void *tiles, int64_t count, int64_t first, int64_t number,
-                     float *y, int64_t y_stride, const void *next) {
+static void multiply(const plan *p, const kernel_set *kernels, const pllm_matrix *matrix, const void *bias,
+                     int64_t bias_stride, const void *const *rows, const void *tiles, int64_t count, int64_t first,
+                     int64_t number, float *y, int64_t y_stride, const void *next) {
     pllm_matrix part;
     const void *w = rows_from(matrix, first, &part);
-    if (count <= p->kernels->few_tokens)
-        p->kernels->few(w, matrix->dtype, matrix->row_stride, number, matrix->columns, rows, count, y, y_stride, 0);
+    if (count <= kernels->few_tokens)
+        kernels->few(w, matrix->dtype, matrix->row_stride, number, matrix->columns, rows, count, y, y_stride, 0);
     else
-        p->kernels->many(w, matrix->dtype, matrix->row_stride, number, matrix->columns, tiles, count, y, y_stride, 0,
-                         p->panel, next);
+        kernels->many(w, matrix->dtype, matrix->row_stride, number, matrix->columns, tiles, count, y, y_stride, 0,
+                      p->panel, next);
     pllm_add_bias(y, y_stride, count, bias, p->layer->bias_dtype, bias_stride, first, number);
 }
 
 /* The activated values of rows [first, first + number) to where the down projection reads them. */
 static void store_act(const plan *p, int64_t i, int64_t count, int64_t first, int64_t number) {
-    const int64_t tile = p->kernels->tile_tokens, ffn = p->layer->ffn, bytes = p->act_stride * p->kernels->row_element;
-    char *act = p->act + p->row_offset[i] * bytes;
-    if (count <= p->kernels->few_tokens) {
+    const kernel_set *kernels = p->act.kernels;
+    const int64_t tile = kernels->tile_tokens, ffn = p->layer->ffn, bytes = p->act.stride * kernels->row_element;
+    char *act = p->act.rows + p->act.row_offset[i] * bytes;
+    if (count <= kernels->few_tokens) {
         for (int64_t m = 0; m < count; m++) {
-            p->kernels->convert(act + m * bytes, first, p->part + m * p->run_rows, 1.0F, number);
-            if (first + number == ffn) p->kernels->pad(act + m * bytes, ffn);
+            kernels->convert(act + m * bytes, first, p->part + m * p->run_rows, 1.0F, number);
+            if (first + number == ffn) kernels->pad(act + m * bytes, ffn);
         }
         return;
     }
@@ -213,30 +240,36 @@ static void store_act(const plan *p, int64_t i, int64_t count, int64_t first, in
         const float *rows[TILE_LIMIT];
         const int64_t width = MIN(tile, count - m);
         for (int64_t j = 0; j < width; j++) rows[j] = p->part + (m + j) * p->run_rows;
-        p->kernels->tile(act + m * padded(ffn) * p->kernels->element, rows, NULL, width, first, number);
+        kernels->tile(act + m * padded(ffn) * kernels->element, rows, NULL, width, first, number);
     }
 }
 
-/* Rows [first, first + number) of the gate and up projections of expert i of the list. */
-static void gate_rows(const plan *p, int64_t i, int64_t first, int64_t number) {
-    const int64_t e = p->list[i], count = routes_of(p, e), element = p->kernels->element, stride = p->run_rows;
-    const pllm_expert *expert = &p->layer->experts[e];
+/* Rows [first, first + number) of the product of expert i of the list and its gate or up `matrix`, which reads `input`. */
+static void project_rows(const plan *p, const form *input, int64_t i, const pllm_matrix *matrix, const void *bias,
+                         int64_t first, int64_t number, float *y, const void *next) {
+    const int64_t e = p->list[i], count = routes_of(p, e);
     const void *rows[FEW_LIMIT];
     for (int64_t m = 0; m < MIN(count, FEW_LIMIT); m++) {
         const int64_t place = p->first[e] + m;
         const int64_t row = p->routes->scale_input ? place : p->sorted[place] / p->routes->k;
-        rows[m] = p->input + row * p->input_stride * p->kernels->row_element;
+        rows[m] = input->rows + row * input->stride * input->kernels->row_element;
     }
-    const char *tiles = p->tiles + p->row_offset[i] * padded(p->layer->hidden) * element;
-    const int64_t apart = MAX(p->layer->bias_stride, 1);
+    const char *tiles = input->tiles + input->row_offset[i] * padded(p->layer->hidden) * input->kernels->element;
+    multiply(p, input->kernels, matrix, bias, MAX(p->layer->bias_stride, 1), rows, tiles, count, first, number, y,
+             p->run_rows, next);
+}
+
+/* Rows [first, first + number) of the gate and up projections of expert i of the list. */
+static void gate_rows(const plan *p, int64_t i, int64_t first, int64_t number) {
+    const int64_t count = routes_of(p, p->list[i]), stride = p->run_rows;
+    const pllm_expert *expert = &p->layer->experts[p->list[i]];
     const int ended = first + number >= p->layer->ffn;
     const pllm_matrix *next = &p->layer->experts[p->list[MIN(i + ended, p->active - 1)]].gate;
-    multiply(p, &expert->gate, expert->gate_bias, apart, rows, tiles, count, first, number, p->part, stride,
-             row_at(&expert->up, first));
-    multiply(p, &expert->up, expert->up_bias, apart, rows, tiles, count, first, number, p->other, stride,
-             row_at(next, ended ? 0 : first + number));
+    project_rows(p, p->inputs, i, &expert->gate, expert->gate_bias, first, number, p->part, row_at(&expert->up, first));
+    project_rows(p, p->inputs + p->input_forms - 1, i, &expert->up, expert->up_bias, first, number, p->other,
+                 row_at(next, ended ? 0 : first + number));
     for (int64_t m = 0; m < count; m++)
-        p->kernels->gate(&p->layer->activation, p->part + m * stride, p->other + m * stride, number);
+        p->act.kernels->gate(&p->layer->activation, p->part + m * stride, p->other + m * stride, number);
     store_act(p, i, count, first, number);
 }
 
@@ -266,22 +299,22 @@ static void hand_out(const plan *p, int64_t first, int64_t number) {
             }
             const float *result = p->part + place * p->run_rows;
             if (output) memcpy(output, result, (size_t)number * 4);
-            if (sum) p->kernels->add_scaled(sum, result, r->scale_input ? 1.0F : r->weights[route], number);
+            if (sum) p->act.kernels->add_scaled(sum, result, r->scale_input ? 1.0F : r->weights[route], number);
         }
     }
 }
 
 /* Rows [first, first + number) of the down projections of all experts. */
 static void down_rows(const plan *p, int64_t first, int64_t number) {
-    const int64_t bytes = p->act_stride * p->kernels->row_element;
+    const int64_t bytes = p->act.stride * p->act.kernels->row_element;
     for (int64_t i = 0; i < p->active; i++) {
         const int64_t e = p->list[i], count = routes_of(p, e);
         const pllm_expert *expert = &p->layer->experts[e];
-        const char *act = p->act + p->row_offset[i] * bytes;
+        const char *act = p->act.rows + p->act.row_offset[i] * bytes;
         const void *rows[FEW_LIMIT];
         for (int64_t m = 0; m < MIN(count, FEW_LIMIT); m++) rows[m] = act + m * bytes;
         const int ended = i + 1 == p->active;
-        multiply(p, &expert->down, expert->down_bias, 1, rows, act, count, first, number,
+        multiply(p, p->act.kernels, &expert->down, expert->down_bias, 1, rows, act, count, first, number,
                  p->part + p->first[e] * p->run_rows, p->run_rows,
                  row_at(&p->layer->experts[p->list[ended ? 0 : i + 1]].down, ended ? first + number : first));
     }
@@ -303,13 +336,16 @@ void pllm_experts_part(pllm_pool *pool, const pllm_layer *layer, const pllm_rout
     arena own = {.base = scratch}, common = {.base = shared};
     lay_out(&p, layer, routes->tokens, routes->k, routes->extra_count, &own, &common);
     make_plan(&p, threads);
-    if (p.own_input) {
-        fill_rows(&p, 0, 1);
-    } else {
-        if (p.any_few) fill_rows(&p, thread, threads);
-        if (p.any_many) fill_tiles(&p, thread, threads);
-        pllm_pool_barrier(pool);
+    for (int i = 0; i < p.input_forms; i++) {
+        const form *input = p.inputs + i;
+        if (p.own_input) {
+            fill_rows(&p, input, 0, 1);
+            continue;
+        }
+        if (input->any_few) fill_rows(&p, input, thread, threads);
+        if (input->any_many) fill_tiles(&p, input, thread, threads);
     }
+    if (!p.own_input) pllm_pool_barrier(pool);
     const int64_t blocks = divided_up(layer->hidden, p.hidden_rows);
     int64_t task, count;
     while ((count = pllm_pool_take(pool, p.tasks, p.any_many ? PANEL_RUN : p.tasks, &task))) gate_tasks(&p, task, count);

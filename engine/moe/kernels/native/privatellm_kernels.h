@@ -19,7 +19,7 @@
 #endif
 
 /* Raised whenever a structure or a function of this file changes: the Python side refuses another number. */
-#define PLLM_VERSION 11
+#define PLLM_VERSION 12
 
 enum { PLLM_OK = 0, PLLM_E_SET = -1, PLLM_E_MEMORY = -2, PLLM_E_ARGUMENT = -3, PLLM_E_STOPPED = -4 };
 
@@ -149,14 +149,14 @@ typedef struct pllm_expert {
     const void *gate_bias, *up_bias, *down_bias; /* or NULL */
 } pllm_expert;
 
-/* All experts of one layer; every matrix of one dtype, or every one packed or every one grouped, each in a format of its
-   own. Biases are of
-   one plain dtype. Built once per layer. */
+/* All experts of one layer. Their gates are all of one dtype, or all packed, or all grouped, each in a format of its own;
+   so are their ups, and their downs. Biases are of one plain dtype. Built once per layer. */
 typedef struct pllm_layer {
     const pllm_expert *experts; /* [count] */
     int64_t count, hidden, ffn;
     pllm_activation activation;
-    int32_t set, dtype, bias_dtype;
+    int32_t set, gate_dtype, up_dtype, down_dtype; /* of an expert that is there */
+    int32_t bias_dtype;
     int32_t bias_stride; /* elements from one value of the biases of gate and up to the next; 2 where they alternate */
 } pllm_layer;
 
@@ -188,7 +188,7 @@ PLLM_API int pllm_experts(pllm_pool *pool, const pllm_layer *layer, const float 
                           const float *weights, int64_t tokens, int64_t k, int64_t scale_input, float *sum,
                           float *outputs, int64_t *counts, const int32_t *extra, int64_t extra_count);
 /* sum[tokens, hidden] of un-weighted results `outputs` [tokens * k, hidden] and `weights` [tokens, k], to the bit what
-   pllm_experts gives for `sum` with a layer of that set and dtype. `set` must be available. */
+   pllm_experts gives for `sum` with a layer of that set, whatever its dtypes. `set` must be available. */
 PLLM_API void pllm_weighted_sum(pllm_pool *pool, int set, int dtype, const float *outputs, const float *weights,
                                 int64_t tokens, int64_t k, int64_t hidden, float *sum);
 /* counts[e] += how often e is among `indices` [routes]. Nothing is added and PLLM_E_ARGUMENT returned if one of them is

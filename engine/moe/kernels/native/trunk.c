@@ -16,6 +16,8 @@
 #define BLOCK_QUERIES 48
 /* Bytes of one request to read ahead: the system takes about as much at a time. */
 #define AHEAD_BYTES (1 << 20)
+/* Matrices of a layer that read the same rows, at most. */
+#define MOST_BESIDE 4
 
 static double seconds_now(void) {
     struct timespec now;
@@ -288,6 +290,35 @@ static void project(walk *w, const pllm_matrix *matrix, float *y, int64_t y_stri
     project_all(w, &matrix, &y, 1, y_stride);
 }
 
+/* Whether the kernels for both take the same input. */
+static int read_alike(const pllm_matrix *a, const pllm_matrix *b) {
+    if (a->dtype == PLLM_BLOCK_FP8 || b->dtype == PLLM_BLOCK_FP8) return a->dtype == b->dtype;
+    if (is_grouped(a->dtype)) return is_grouped(b->dtype);
+    return is_packed(a->dtype) ? is_packed(b->dtype) : a->dtype == b->dtype;
+}
+
+/* Products of x [rows, columns] and up to MOST_BESIDE matrices, each of any dtype. Those that are alike are taken together.
+   No task may have been taken since the last barrier. */
+static void project_each(walk *w, const float *x, const pllm_matrix *const *matrices, float *const *y, int count,
+                         int64_t y_stride) {
+    int done[MOST_BESIDE] = {0};
+    for (int i = 0; i < count; i++) {
+        const pllm_matrix *alike[MOST_BESIDE];
+        float *to[MOST_BESIDE];
+        int together = 0;
+        for (int j = i; j < count; j++) {
+            if (done[j] || !read_alike(matrices[i], matrices[j])) continue;
+            done[j] = 1, alike[together] = matrices[j], to[together++] = y[j];
+        }
+        if (!together) continue;
+        fill_input(w, x, matrices[i]);
+        if (i == 0)
+            project_all(w, alike, to, together, y_stride);
+        else
+            project_share(w, alike, to, together, y_stride);
+    }
+}
+
 static void embed(walk *w) {
     const trunk_job *job = w->job;
     const pllm_trunk *trunk = job->trunk;
@@ -326,12 +357,6 @@ static void keep_last(walk *w) {
     memmove(w->h, from, (size_t)hidden * 4);
 }
 
-static int read_alike(const pllm_matrix *a, const pllm_matrix *b) {
-    if (a->dtype == PLLM_BLOCK_FP8 || b->dtype == PLLM_BLOCK_FP8) return a->dtype == b->dtype;
-    if (is_grouped(a->dtype)) return is_grouped(b->dtype);
-    return is_packed(a->dtype) ? is_packed(b->dtype) : a->dtype == b->dtype;
-}
-
 /* From what a layer without keys has gathered of all positions to the output projection. */
 static int project_gathered(walk *w, int64_t index, int last) {
     const trunk_job *job = w->job;
@@ -367,20 +392,8 @@ static int delta_layer(walk *w, int64_t index, int last) {
     const pllm_delta *delta = layer->delta;
     const pllm_matrix *matrices[] = {&delta->input, &delta->gate, &delta->decay, &delta->rate};
     float *results[4], *to = job->qkv;
-    int done[4] = {0};
     for (int i = 0; i < 4; to += matrices[i]->rows, i++) results[i] = to;
-    for (int i = 0; i < 4; i++) {
-        const pllm_matrix *alike[4];
-        float *y[4];
-        int count = 0;
-        for (int j = i; j < 4; j++) {
-            if (done[j] || !read_alike(matrices[i], matrices[j])) continue;
-            done[j] = 1, alike[count] = matrices[j], y[count++] = results[j];
-        }
-        if (!count) continue;
-        fill_input(w, w->normed, matrices[i]);
-        project_share(w, alike, y, count, job->projected);
-    }
+    project_each(w, w->normed, matrices, results, 4, job->projected);
     barrier(w);
     pllm_delta_heads(job, &w->own, index);
     barrier(w);
@@ -414,14 +427,7 @@ static int latent_layer(walk *w, int64_t index, int last) {
     const int ranked = trunk->latent_rank > 0;
     const pllm_matrix *matrices[] = {&latent->down, ranked ? &latent->query_down : &latent->query};
     float *results[] = {job->latent_rows, job->latent_rows + trunk->kinds[0].width};
-    fill_input(w, w->normed, matrices[0]);
-    const int together = wanted && read_alike(matrices[0], matrices[1]);
-    project_all(w, matrices, results, together ? 2 : 1, job->latent_stride);
-    if (wanted && !together) {
-        if (w->few) barrier(w);
-        fill_input(w, w->normed, matrices[1]);
-        project_all(w, matrices + 1, results + 1, 1, job->latent_stride);
-    }
+    project_each(w, w->normed, matrices, results, wanted ? 2 : 1, job->latent_stride);
     barrier(w);
     if (!w->few || w->thread == 0) pllm_latent_keys(job, index, share_start(w), share_end(w), w->own.rotated);
     if (wanted && ranked) {
@@ -458,13 +464,12 @@ static int attend_layer(walk *w, int64_t index, int last) {
     const int prompt = pass->tokens > 1, wanted = !last || pass->logits != NULL;
     const float *qkv = job->qkv;
     int64_t at = pass->start;
-    fill_input(w, w->normed, &layer->key);
     const pllm_matrix *matrices[3] = {&layer->key};
     float *results[3] = {job->qkv + keys};
     int count = 1;
     if (layer->value.data) matrices[count] = &layer->value, results[count++] = job->qkv + values;
     if (wanted && !(prompt && last)) matrices[count] = &layer->query, results[count++] = job->qkv;
-    project_all(w, matrices, results, count, job->projected);
+    project_each(w, w->normed, matrices, results, count, job->projected);
     if (wanted && prompt && last) {
         /* The last row's query by itself, from its own copy of the input. */
         const float *normed = w->normed + (job->positions - 1) * job->trunk->hidden;
