@@ -38,18 +38,27 @@ class _WrittenFloat(float):
     written = ""
 
 
+class SchemaParts(NamedTuple):
+    """What a schema says itself; the schemas that hold too; and those of which one must hold."""
+
+    own: dict[str, Any]
+    every: list[Any]
+    one: list[Any]
+
+
 class ArgumentTypes:
     """The types of one tool's arguments. ``parameters``: their JSON schema as JSON text; empty: nothing is known."""
 
     def __init__(self, parameters: str) -> None:
         found = read_json(parameters)
-        self._root: dict[str, Any] = found if isinstance(found, dict) else _ANY
+        self.root: dict[str, Any] = found if isinstance(found, dict) else _ANY
+        """The schema, to which its parts may refer."""
         self._steps = 0
 
     def typed(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """``arguments``, read from JSON, with the types of the schema, also of the values within them."""
         self._steps = 0
-        found: dict[str, Any] = self._fit(dict(arguments), self._root, 0).value
+        found: dict[str, Any] = self._fit(dict(arguments), self.root, 0).value
         return found
 
     def from_text(self, key: str, text: str) -> Any:
@@ -59,7 +68,7 @@ class ArgumentTypes:
         names no type, what looks like JSON is read as such.
         """
         self._steps = 0
-        schema = self._property(key, self._root, 0)
+        schema = self._property(key, self.root, 0)
         types = self._types(schema, 0)
         if types is None:
             read = _read(text)
@@ -75,38 +84,23 @@ class ArgumentTypes:
     def is_text(self, key: str) -> bool:
         """Whether the argument ``key`` is a string whatever is written between tags, or in quotes."""
         self._steps = 0
-        schema = self._property(key, self._root, 0)
+        schema = self._property(key, self.root, 0)
         types = self._types(schema, 0)
         return types is not None and types == {"string"} and not self._has_choices(schema, 0)
 
+    def allowed(self, schema: Any) -> frozenset[str] | None:
+        """The names of the types that ``schema``, a part of the tool's, allows; None if it names none."""
+        self._steps = 0
+        return self._types(schema, 0)
+
     # --- schemas --------------------------------------------------------------------------------------------------
 
-    def _parts(self, schema: Any, depth: int) -> tuple[dict[str, Any], list[Any], list[Any]]:
-        """What ``schema`` says itself; the schemas that hold too; and those of which one must hold."""
+    def _parts(self, schema: Any, depth: int) -> SchemaParts:
+        """See :func:`schema_parts`; too much of a schema allows anything."""
         self._steps += 1
-        if depth > DEEPEST_SCHEMA or self._steps > MOST_STEPS or not isinstance(schema, dict):
-            return _ANY, [], []
-        every = [self._target(schema["$ref"])] if "$ref" in schema else []
-        every += _listed(schema.get("allOf"))
-        # "if", "not" and the rest decide about no type.
-        alternatives = [choice for key in ("anyOf", "oneOf") if (choice := _listed(schema.get(key)))]
-        one = alternatives.pop() if alternatives else []
-        return schema, [*every, *({"anyOf": choice} for choice in alternatives)], one
-
-    def _target(self, reference: Any) -> Any:
-        """The part of the schema to which a ``$ref`` points; what allows anything if there is none."""
-        if not isinstance(reference, str) or not reference.startswith("#"):
-            return _ANY
-        found: Any = self._root
-        for escaped in reference[1:].split("/")[1:]:
-            step = escaped.replace("~1", "/").replace("~0", "~")
-            if isinstance(found, list) and step.isdecimal() and int(step) < len(found):
-                found = found[int(step)]
-            elif isinstance(found, dict) and step in found:
-                found = found[step]
-            else:
-                return _ANY
-        return found
+        if depth > DEEPEST_SCHEMA or self._steps > MOST_STEPS:
+            return SchemaParts(_ANY, [], [])
+        return schema_parts(schema, self.root)
 
     def _property(self, key: str, schema: Any, depth: int) -> Any:
         """The schema of the argument ``key``."""
@@ -124,9 +118,9 @@ class ArgumentTypes:
         """The names of the types that ``schema`` allows; None if it names none."""
         own, every, one = self._parts(schema, depth)
         named = [found for part in every if (found := self._types(part, depth + 1)) is not None]
-        if (types := _named_types(own)) is not None:
+        if (types := named_types(own)) is not None:
             named.append(types)
-        if (choices := _choices(own)) is not None:
+        if (choices := choices_of(own)) is not None:
             named.append(frozenset(_type(choice) for choice in choices))
         alternatives = [self._types(part, depth + 1) for part in one]
         if alternatives and None not in alternatives:
@@ -136,12 +130,12 @@ class ArgumentTypes:
 
     def _has_choices(self, schema: Any, depth: int) -> bool:
         own, every, one = self._parts(schema, depth)
-        return _choices(own) is not None or any(self._has_choices(part, depth + 1) for part in (*every, *one))
+        return choices_of(own) is not None or any(self._has_choices(part, depth + 1) for part in (*every, *one))
 
     def _names_choice(self, text: str, schema: Any, depth: int) -> bool:
         """Whether ``text`` is one of the values that ``schema`` lists."""
         own, every, one = self._parts(schema, depth)
-        return text in (_choices(own) or ()) or any(
+        return text in (choices_of(own) or ()) or any(
             self._names_choice(text, part, depth + 1) for part in (*every, *one)
         )
 
@@ -152,8 +146,8 @@ class ArgumentTypes:
         own, every, one = self._parts(schema, depth)
         if schema is False:
             return _Fit(value, _WRONG)
-        value, how = _as_type(value, _named_types(own))
-        choices = _choices(own)
+        value, how = _as_type(value, named_types(own))
+        choices = choices_of(own)
         if choices is not None and how:
             value, chosen = _chosen(value, choices)
             how = min(how, chosen)
@@ -190,6 +184,34 @@ class ArgumentTypes:
         ]
         whole = all(fit.how == _FITS for fit in fits)
         return _Fit([fit.value for fit in fits], how if whole else min(how, _ALMOST))
+
+
+def schema_parts(schema: Any, root: Any) -> SchemaParts:
+    """The parts of ``schema``, whose references point into ``root``."""
+    if not isinstance(schema, dict):
+        return SchemaParts(_ANY, [], [])
+    every = [target_of(schema["$ref"], root)] if "$ref" in schema else []
+    every += _listed(schema.get("allOf"))
+    # "if", "not" and the rest decide about no type.
+    alternatives = [choice for key in ("anyOf", "oneOf") if (choice := _listed(schema.get(key)))]
+    one = alternatives.pop() if alternatives else []
+    return SchemaParts(schema, [*every, *({"anyOf": choice} for choice in alternatives)], one)
+
+
+def target_of(reference: Any, root: Any) -> Any:
+    """The part of the schema ``root`` to which a ``$ref`` points; what allows anything if there is none."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return _ANY
+    found: Any = root
+    for escaped in reference[1:].split("/")[1:]:
+        step = escaped.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and step.isdecimal() and int(step) < len(found):
+            found = found[int(step)]
+        elif isinstance(found, dict) and step in found:
+            found = found[step]
+        else:
+            return _ANY
+    return found
 
 
 def read_json(text: str) -> Any:
@@ -239,7 +261,7 @@ def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _named_types(own: Mapping[str, Any]) -> frozenset[str] | None:
+def named_types(own: Mapping[str, Any]) -> frozenset[str] | None:
     """The types that a schema names itself."""
     named = own.get("type")
     types = [named] if isinstance(named, str) else [each for each in _listed(named) if isinstance(each, str)]
@@ -248,7 +270,7 @@ def _named_types(own: Mapping[str, Any]) -> frozenset[str] | None:
     return frozenset([*types, "null"] if own.get("nullable") is True else types)
 
 
-def _choices(own: Mapping[str, Any]) -> Sequence[Any] | None:
+def choices_of(own: Mapping[str, Any]) -> Sequence[Any] | None:
     """The only values that a schema allows."""
     if "const" in own:
         return [own["const"]]

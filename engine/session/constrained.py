@@ -86,13 +86,16 @@ class Constraining:
         assert self._tokenizer is not None and self._tokenizer.tool_format is not None
         tools = [tool for tool in request.tools if request.forced_tool in ("", tool.name)]
         tokenizer = self._tokenizer
+        parts = tokenizer.reasoning if self._tokenizer.tool_format.shape == "parts" else None
         grammar = call_grammar(
             self._tokenizer.tool_format,
             tools,
             lambda mark: tokenizer.encode_rendered(mark, beginning=False),
             tokenizer.token_bytes.special,
+            parts,
         )
-        return self.guide(request, grammar, parser, cancelled)
+        # Where a call is a part of the answer, its grammar is that of the thoughts, too.
+        return self.guide(request, grammar, parser if parts is None else None, cancelled)
 
     def _vocabularies(self, tokenizer: ChatTokenizer) -> tuple[GuideVocabulary, ConstraintVocabulary]:
         if self._known is None or self._forms is None:

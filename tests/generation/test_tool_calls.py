@@ -7,19 +7,15 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_constraints import FORMS, VOCABULARY, drawn, encode, text_of
 
 from engine.errors import ModelError
 from engine.generation import tool_calls
-from engine.generation.answer_guide import AnswerGuide
 from engine.generation.reasoning import ReasoningParser
 from engine.generation.tool_arguments import ArgumentTypes
 from engine.generation.tool_calls import ID_LETTERS, ToolCallParser
-from engine.generation.tool_grammars import call_grammar
 from engine.ipc.messages import Tool
 from engine.models.reasoning_formats import formats
 from engine.models.tool_formats import ToolFormat, check_tools, rendered_calls, rendered_tools, tool_formats
@@ -168,26 +164,6 @@ def test_a_part_for_a_tool_is_a_call() -> None:
     pieces = [*(parser.push(letter) for letter in said), parser.flush()]
     assert "".join(piece.thoughts for piece in pieces) == "I need it."
     assert parsed(BY_NAME["gpt-oss"], [piece.answer for piece in pieces]) == ("", BOTH[:1])
-
-
-@pytest.mark.parametrize("name", [name for name, form in BY_NAME.items() if form.shape != "parts"])
-def test_a_forced_call_is_one_that_is_read(name: str) -> None:
-    form = BY_NAME[name]
-    for seed, tools in ((1, TOOLS), (2, TOOLS[:1])):
-        grammar = call_grammar(form, tools, encode, ())
-        tokens, ended = drawn(AnswerGuide(FORMS.begin(grammar), VOCABULARY, None), seed, most=2000)
-        assert ended
-        rest, calls = parsed(form, [text_of(tokens)])
-        assert rest == "" and len(calls) == 1 and calls[0][0] in {tool.name for tool in tools}
-        if calls[0][0] == "weather":
-            # Values between tags are any text.
-            short = {"city": ""} if form.shape == "tagged" and "city" in calls[0][1] else {}
-            jsonschema.validate(calls[0][1] | short, SCHEMA)
-
-
-def test_calls_that_are_parts_are_not_forced() -> None:
-    with pytest.raises(ModelError, match="gpt-oss's format cannot be forced"):
-        call_grammar(BY_NAME["gpt-oss"], TOOLS, encode, ())
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from engine.generation.constraints import ConstraintVocabulary, FormState
 from engine.generation.logprobs import Logprobs
 from engine.ipc.messages import Constraint, Generate, Load, Message, Piece, Prefill, Sampling, Tool
 from engine.session.loading import load_session
+from engine.session.session import Session
 from engine.session.token_history import TokenHistory
 
 PROMPT = [5, 17, 101, 42, 9, 77, 30]
@@ -164,23 +166,40 @@ def test_a_form_needs_the_bytes_of_tokens(ask: Ask, monkeypatch: pytest.MonkeyPa
     refused("bytes of its tokens", prompt_ids=PROMPT, constraint=form)
 
 
-@pytest.fixture(scope="module")
-def caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
-    """A model whose template takes tools, and whose tokenizer has a token for each byte."""
+def calling_session(folder: Path, template: str, special: Sequence[str], marks: Sequence[str] = ()) -> Session:
+    """A model whose template takes tools, and whose tokenizer has a token for each byte and for each mark."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    folder = write_tiny_model(tmp_path_factory.mktemp("models") / "caller", "mixtral", vocab_size=300)
+    write_tiny_model(folder, "mixtral", vocab_size=300)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     library = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
-    library.add_special_tokens([AddedToken("<end>", special=True)])
-    library.add_tokens([AddedToken("<tool_call>", special=False), AddedToken("</tool_call>", special=False)])
+    library.add_special_tokens([AddedToken(mark, special=True) for mark in ("<end>", *special)])
+    library.add_tokens([AddedToken(mark, special=False) for mark in marks])
     library.save(str(folder / "tokenizer.json"))
-    template = "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    session = load_session(Load(id=1, model=str(folder), runtime="torch"), lambda *_: None)
+    return load_session(Load(id=1, model=str(folder), runtime="torch"), lambda *_: None)
+
+
+MESSAGES = "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
+    folder = tmp_path_factory.mktemp("models") / "caller"
+    session = calling_session(folder, MESSAGES, (), ("<tool_call>", "</tool_call>"))
+    yield Ask(session)
+    session.close()
+
+
+@pytest.fixture(scope="module")
+def part_caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
+    """A model that writes its calls as parts of its answer."""
+    marks = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|constrain|>")
+    folder = tmp_path_factory.mktemp("models") / "part-caller"
+    session = calling_session(folder, MESSAGES + "<|start|>assistant", marks)
     yield Ask(session)
     session.close()
 
@@ -198,6 +217,14 @@ def test_a_tool_that_must_be_called_is_called(caller: Ask) -> None:
     assert call.name == "clock" and json.loads(call.arguments)["n"] in (1, 2)
     (piece,) = [piece for event in caller.of(Piece) for piece in event.tool_calls]
     assert (piece.index, piece.id, piece.name, piece.arguments) == (0, call.id, "clock", call.arguments)
+
+
+def test_a_call_that_is_a_part_of_the_answer_can_be_forced(part_caller: Ask) -> None:
+    found = [part_caller(max_tokens=400, forced_tool="clock", sampling=drawn(seed), **CLOCK) for seed in range(4)]
+    called = [each for each in found if each.finish_reason != "length"]
+    assert called and all(each.finish_reason == "tool_calls" and not each.text for each in called)
+    assert {each.tool_calls[0].name for each in called} == {"clock"}
+    assert all(json.loads(each.tool_calls[0].arguments)["n"] in (1, 2) for each in called)
 
 
 def test_samples_have_calls_of_their_own(caller: Ask) -> None:

@@ -1,0 +1,303 @@
+"""What may stand for a value where a call must satisfy its tool's JSON schema.
+
+Within JSON llguidance reads the schema itself. Between tags a string is written as it is: what its schema says of it
+becomes a terminal of llguidance's form of Lark. All other values are JSON there, too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.generation.constraints import WHITE_SPACE, refused
+from engine.generation.tool_arguments import (
+    DEEPEST_SCHEMA,
+    ArgumentTypes,
+    choices_of,
+    named_types,
+    schema_parts,
+    target_of,
+)
+
+MOST_ALTERNATIVES = 64
+"""Maximum alternatives of one schema, as far as they differ in their strings."""
+_ANNOTATIONS = frozenset(["title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"])
+"""Keywords that allow and forbid nothing."""
+_NOT_KEPT = ("minProperties", "maxProperties", "dependentRequired", "dependentSchemas", "dependencies", "if", "not")
+"""Keywords that arguments between tags could break, so that they are refused."""
+_NO_STRINGS = ("array", "boolean", "integer", "null", "number", "object")
+_DATE = "[12][0-9]{3}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])"
+_TIME = "([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+_BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_LABEL = "[A-Za-z0-9]([A-Za-z0-9-]{0,20}[A-Za-z0-9])?"
+_FORMATS = {
+    "date": _DATE,
+    "time": _TIME,
+    "date-time": f"{_DATE}T{_TIME}",
+    "uuid": "[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}",
+    "ipv4": rf"{_BYTE}(\.{_BYTE}){{3}}",
+    "hostname": rf"{_LABEL}(\.{_LABEL}){{0,5}}",
+    "email": rf"[A-Za-z0-9_+-]+(\.[A-Za-z0-9_+-]+)*@{_LABEL}(\.{_LABEL}){{1,5}}",
+    "uri": rf"https?:\/\/{_LABEL}(\.{_LABEL}){{0,5}}(\/[A-Za-z0-9._~?&=+-]*)*",
+}
+"""Regular expressions of the formats of strings. What they match has the format; not everything that has it matches."""
+
+
+def json_value(schema: Any, root: Any) -> str:
+    """The part of a grammar that is a JSON value of ``schema``, whose references point into ``root``."""
+    options = {"whitespace_pattern": WHITE_SPACE, "coerce_one_of": True}
+    return f"%json {json.dumps({**self_contained(schema, root), 'x-guidance': options})}"
+
+
+def self_contained(schema: Any, root: Any) -> dict[str, Any]:
+    """``schema`` with copies of all parts of ``root`` to which it refers, so that it may stand elsewhere."""
+    if not isinstance(schema, dict):
+        return {} if schema is not False else {"not": {}}
+    names: dict[str, str] = {}
+    copies: dict[str, Any] = {}
+    waiting: list[str] = []
+
+    def moved(part: Any) -> Any:
+        if isinstance(part, list):
+            return [moved(each) for each in part]
+        if not isinstance(part, dict):
+            return part
+        return {key: _moved_member(key, each) for key, each in part.items() if key not in ("$defs", "definitions")}
+
+    def _moved_member(key: str, value: Any) -> Any:
+        if key in ("const", "enum", "default", "examples"):
+            return value
+        if key != "$ref" or not isinstance(value, str) or not value.startswith("#"):
+            return moved(value)
+        if value not in names:
+            names[value] = str(len(names))
+            waiting.append(value)
+        return f"#/$defs/{names[value]}"
+
+    found: dict[str, Any] = moved({key: value for key, value in schema.items() if key not in ("x-guidance", "$id")})
+    while waiting:
+        reference = waiting.pop()
+        copies[names[reference]] = moved(target_of(reference, root))
+    return {**found, "$defs": copies} if copies else found
+
+
+@dataclass(frozen=True)
+class TextForm:
+    """One way in which a string may satisfy a schema: it is one of ``choices`` (None: it need not be), and all of
+    ``terminals`` match it."""
+
+    choices: tuple[str, ...] | None = None
+    terminals: tuple[str, ...] = ()
+
+    def and_also(self, other: TextForm) -> TextForm:
+        choices = self.choices if other.choices is None else other.choices
+        if self.choices is not None and other.choices is not None:
+            choices = tuple(choice for choice in self.choices if choice in other.choices)
+        return TextForm(choices, tuple(dict.fromkeys((*self.terminals, *other.terminals))))
+
+
+def text_forms(schema: Any, root: Any, depth: int = 0) -> list[TextForm]:
+    """The ways in which a string may satisfy ``schema``; none if it may not. Raises ModelError (bad-input) if they are
+    too many."""
+    if schema is False or depth > DEEPEST_SCHEMA:
+        return []
+    own, every, one = schema_parts(schema, root)
+    types, choices = named_types(own), choices_of(own)
+    if types is not None and "string" not in types:
+        return []
+    texts = None if choices is None else tuple(each for each in choices if isinstance(each, str))
+    found = [TextForm(texts, tuple(_terminals(own)))]
+    for part in every:
+        found = _both(found, text_forms(part, root, depth + 1))
+    if one:
+        found = _both(found, [form for part in one for form in text_forms(part, root, depth + 1)])
+    return [form for form in found if form.choices != ()]
+
+
+def _both(left: Sequence[TextForm], right: Sequence[TextForm]) -> list[TextForm]:
+    return _few(dict.fromkeys(one.and_also(other) for one, other in itertools.product(left, right)))
+
+
+def _few(found: Any) -> list[Any]:
+    if len(found) > MOST_ALTERNATIVES:
+        raise refused("The schema of a tool", f"it has more than {MOST_ALTERNATIVES} alternatives")
+    return list(found)
+
+
+def _terminals(own: Mapping[str, Any]) -> Iterator[str]:
+    """The terminals that match a string, by what the schema itself says."""
+    least, most = own.get("minLength", 0), own.get("maxLength", "")
+    if least or most != "":
+        yield f"/(?s:.{{{least},{most}}})/"
+    if isinstance(own.get("pattern"), str):
+        yield _terminal(_searched(own["pattern"]))
+    if own.get("format") in _FORMATS:
+        yield f"/{_FORMATS[own['format']]}/"
+
+
+def _searched(pattern: str) -> str:
+    """A regular expression that matches, as a whole, texts in which ``pattern`` is found."""
+    ends = pattern.endswith("$") and (len(pattern) - len(pattern[:-1].rstrip("\\"))) % 2 == 1
+    begin = "" if pattern.startswith("^") else "(?s:.*)"
+    return f"{begin}(?:{pattern.removeprefix('^')[: -1 if ends else None]}){'' if ends else '(?s:.*)'}"
+
+
+def _terminal(pattern: str) -> str:
+    import llguidance
+
+    try:
+        return f"/{llguidance.regex_to_lark(pattern, 'dw')}/"
+    except ValueError as error:
+        raise refused("The schema of a tool", f"its pattern cannot be used: {error}") from error
+
+
+@dataclass
+class TextRules:
+    """The rules of values between tags, each written once. ``excluded`` are the marks that no free text holds, and
+    ``end`` is what follows a value: a literal, or a token."""
+
+    excluded: Sequence[str]
+    end: str
+    space: str = ""
+    """Terminal of the white space around a value that is no part of it."""
+    _names: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        """The rules."""
+        return "".join(f"{name}: {rule}\n" for rule, name in self._names.items())
+
+    def argument(self, schema: Any, types: ArgumentTypes) -> str:
+        """The name of the rule of a value of ``schema`` and of its end."""
+        root = types.root
+        allowed = types.allowed(schema)
+        forms = text_forms(schema, root) if allowed is None or "string" in allowed else []
+        if allowed is None and not _allows_anything(schema):
+            # What a text looks like decides here about what it is.
+            forms = [form for form in forms if form.choices is not None]
+        free = any(form.choices is None for form in forms)
+        if free and allowed is not None and "null" in allowed:
+            forms.append(TextForm(("null",)))
+        rules = [self._text(form) for form in forms]
+        others = [name for name in _NO_STRINGS if allowed is None or name in allowed]
+        if not free and others:
+            without_strings = allowed is not None and "string" not in allowed
+            narrowed = schema if without_strings else {"allOf": [schema, {"type": others}]}
+            rules.append(self._rule("value", self.space, json_value(narrowed, root), self.space, self.end))
+        return rules[0] if len(rules) == 1 else self._rule("value", " | ".join(rules))
+
+    def _text(self, form: TextForm) -> str:
+        parts = list(form.terminals)
+        if form.choices is not None:
+            parts.append("(" + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in form.choices) + ")")
+        else:
+            parts.append(f"/{text_without(self.excluded)}/")
+        space = self.space if form != TextForm() else ""
+        if space:
+            # A line break at either end would be taken for the one that belongs to the mark.
+            parts.append(r"/([^\n]((?s:.*)[^\n])?)?/")
+        terminal = self._rule("TEXT", " & ".join(parts))
+        # As short as possible, so that it ends where its end mark begins; a token is no text anyway.
+        options = "" if self.end.startswith("<") else "[lazy]"
+        return self._rule("value", space, terminal, space, self.end, options=options)
+
+    def _rule(self, kind: str, *parts: str, options: str = "") -> str:
+        rule = " ".join(part for part in parts if part)
+        return self._names.setdefault(rule, f"{kind}{len(self._names)}{options}").removesuffix("[lazy]")
+
+
+def _allows_anything(schema: Any) -> bool:
+    return not isinstance(schema, dict) or _ANNOTATIONS.issuperset(schema)
+
+
+def text_without(marks: Sequence[str]) -> str:
+    """A regular expression of the texts in which none of ``marks`` is. A mark's first letter must not be in it, or in
+    another mark, again.
+
+    It says what may follow each beginning of a mark. To deny an expression of the marks says the same, but where the
+    length of the text is limited, that is too much work for llguidance.
+    """
+    tree: dict[str, Any] = {}
+    for mark in marks:
+        node = tree
+        for letter in mark:
+            node = node.setdefault(letter, {})
+    first = "".join(tree)
+
+    def other(letters: str) -> str:
+        return "[^" + "".join(map(_escaped, dict.fromkeys(letters))) + "]"
+
+    def broken(node: Mapping[str, Any]) -> str:
+        """What ends the beginning of a mark without making it whole."""
+        longer = [_escaped(letter) + broken(after) for letter, after in node.items() if after]
+        return f"(?:{'|'.join([other(first + ''.join(node)), *longer])})"
+
+    def begun(node: Mapping[str, Any]) -> str:
+        """Any beginning of a mark."""
+        found = [(_escaped(letter), begun(after)) for letter, after in node.items() if after]
+        return "|".join(f"{letter}(?:{more})?" if more else letter for letter, more in found)
+
+    ends = "|".join(_escaped(letter) + broken(after) for letter, after in tree.items())
+    return f"(?:{other(first)}|(?:{begun(tree)})*(?:{ends}))*(?:{begun(tree)})*"
+
+
+def _escaped(text: str) -> str:
+    """``text`` as a regular expression between slashes."""
+    return re.sub(r"[\\.+*?()|\[\]{}^$#&~/\"-]", r"\\\g<0>", text)
+
+
+# --- the arguments of a call ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """One set of arguments that a tool's schema allows: the schemas of each, and those that a call must have."""
+
+    schemas: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    required: tuple[str, ...] = ()
+    others: Any = None
+    """The schema of arguments that are not named."""
+
+    def and_also(self, other: Arguments) -> Arguments:
+        schemas = dict(self.schemas)
+        for key, found in other.schemas.items():
+            schemas[key] = (*schemas.get(key, ()), *found)
+        required = tuple(dict.fromkeys((*self.required, *other.required)))
+        return Arguments(schemas, required, self.others if other.others is None else other.others)
+
+    def members(self) -> list[tuple[str, Any, bool]]:
+        """For each argument its name, its schema, and whether a call must have it."""
+        named = {key: found[0] if len(found) == 1 else {"allOf": list(found)} for key, found in self.schemas.items()}
+        named |= {key: {} if self.others is None else self.others for key in self.required if key not in named}
+        return [(key, schema, key in self.required) for key, schema in named.items()]
+
+
+def arguments_of(tool: str, schema: Any, root: Any, depth: int = 0) -> list[Arguments]:
+    """The sets of arguments that the ``schema`` of ``tool`` allows. Raises ModelError (bad-input) for keywords that
+    cannot be kept."""
+    own, every, one = schema_parts(schema, root)
+    if depth > DEEPEST_SCHEMA:
+        return []
+    if (broken := next((key for key in _NOT_KEPT if key in own), None)) is not None:
+        raise refused(f"The schema of the tool {tool}", f"{broken} is not supported where a call must be made")
+    properties, required, others = own.get("properties"), own.get("required"), own.get("additionalProperties")
+    found = [
+        Arguments(
+            {key: (part,) for key, part in properties.items()} if isinstance(properties, dict) else {},
+            tuple(key for key in required if isinstance(key, str)) if isinstance(required, list) else (),
+            others if isinstance(others, dict) else None,
+        )
+    ]
+    for part in every:
+        found = _every(found, arguments_of(tool, part, root, depth + 1))
+    if one:
+        found = _every(found, [each for part in one for each in arguments_of(tool, part, root, depth + 1)])
+    return found
+
+
+def _every(left: Sequence[Arguments], right: Sequence[Arguments]) -> list[Arguments]:
+    return _few([some.and_also(more) for some, more in itertools.product(left, right)])
