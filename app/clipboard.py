@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from app.files import write_whole
-from app.text_safety import sanitize
+from app.text_safety import sanitize, visible
 
 TERMINAL_LIMIT = 100_000
 """Largest number of bytes, coded, that is sent to a terminal's clipboard. Terminals ignore longer texts or cut them."""
@@ -44,12 +44,13 @@ class Clipboard:
         self._system = system
 
     async def copy(self, text: str, what: str) -> str:
-        """Copy ``text``, without what acts on a terminal; returns the sentence to show, in which ``what`` names it.
+        """Copy ``text``, without what acts on a terminal or is not seen; returns the sentence to show, in which
+        ``what`` names it.
 
         The machine's own tools come first, as only they say whether it worked. Over SSH only the terminal can reach the
         person's clipboard.
         """
-        text = sanitize(text)
+        text = visible(sanitize(text))
         if not self._is_remote:
             for command in clipboard_tools(self._environment, self._system):
                 if await self._run(command, _coded(command[0], text)):

@@ -1,7 +1,8 @@
 """Text that is safe to write to a terminal: it can be read but does not act.
 
-Removed are control characters except newline and tab, whole escape sequences (also those that a stream cuts in two),
-and the characters that reorder text on the screen. Everything else stays as it is.
+:func:`sanitize` removes control characters except newline and tab, whole escape sequences (also those that a stream
+cuts in two), and the characters that reorder text on the screen. Everything else stays as it is. :func:`visible`, which
+is for what is drawn or printed, also removes what nobody can see, as with it one text looks like another.
 
 Model files, peers and libraries put their words into the engine's events. :func:`made_safe` removes the same from every
 text of an event, whatever its field, including fields that are added later. The only exception is the text that a model
@@ -34,6 +35,33 @@ from engine.ipc.messages import (
 # half surrogate pairs, which no terminal's encoding can carry.
 UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Pattern of a character that acts on a terminal. A newline and a tab do not."""
+
+# Marks of the writing direction, and what Unicode calls default ignorable, but for what is in _AFTER: soft hyphens,
+# fillers, spaces of no width, invisible operators, tags.
+HIDDEN = re.compile(
+    "[\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u200b\u200e\u200f\u2060-\u2065\u206a-\u206f\u3164\ufeff\uffa0"
+    "\ufff0-\ufffb\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e00ff\U000e01f0-\U000e0fff]"
+)
+"""Pattern of a character that nobody can see, wherever it stands."""
+# The scripts whose letters have several forms, or stack: Arabic and its relatives, those of India and South-East Asia.
+_JOINING = (
+    "\u0600-\u08ff\u0900-\u0dff\u0f00-\u109f\u1780-\u180a\u1810-\u18af\u1a20-\u1aaf\u1b00-\u1c4f\ua800-\ua82f\ua840-\ua8ff"
+    "\ua930-\ua9df\uaa00-\uaa7f\uaae0-\uaaff\uabc0-\uabff\ufb50-\ufdff\ufe70-\ufefc\U00010a00-\U00011fff"
+    "\U0001e900-\U0001e95f"
+)
+_EMOJI = "\u2190-\u21ff\u2300-\u23ff\u2600-\u27bf\u2b00-\u2bff\U0001f000-\U0001faff"
+_IDEOGRAPHS = "\u3005-\u3007\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+_WITH_FORMS = f"#*0-9\xa9\xae\u1000-\u109f\u2010-\u2bff\u3008-\u33ff\ua840-\ua877{_IDEOGRAPHS}{_EMOJI}"
+_AFTER = {
+    "\u200c": f"[{_JOINING}]",
+    "\u200d": f"[{_JOINING}{_EMOJI}]|[{_WITH_FORMS}]\ufe0f",
+    "\u180b-\u180f": "[\u1820-\u18aa]",
+    "\ufe00-\ufe0f": f"[{_WITH_FORMS}]",
+    "\U000e0100-\U000e01ef": f"[{_IDEOGRAPHS}]",
+}
+"""Joiners and selectors of a form, with what stands before those that change what is seen."""
+_AFTER_EACH = [(re.compile(f"[{what}]"), re.compile(f"(?:{before})\\Z")) for what, before in _AFTER.items()]
+_JOINER = re.compile(f"[{''.join(_AFTER)}]")
 _REPLACED = {"\u2028": "\n", "\u2029": "\n"}
 
 _STRING_INTRODUCERS = "]PX^_"
@@ -121,9 +149,28 @@ def sanitize(text: str) -> str:
     return Sanitizer().feed(text)
 
 
+def visible(text: str, before: str = "") -> str:
+    """``text`` without what nobody can see. ``before``: the two characters that stand before it, of what was left.
+
+    A joiner stays behind a letter of a script that needs it and behind an emoji, a selector of a form behind a
+    character that has several, one at a time.
+    """
+    if text.isascii():
+        return text
+    text, shown, place = HIDDEN.sub("", text), [], 0
+    for joiner in _JOINER.finditer(text):
+        between = text[place : joiner.start()]
+        before, place = (before + between)[-2:], joiner.end()
+        shown.append(between)
+        if next(needed for what, needed in _AFTER_EACH if what.match(joiner.group())).search(before):
+            shown.append(joiner.group())
+            before += joiner.group()
+    return "".join([*shown, text[place:]])
+
+
 def one_line(text: str) -> str:
-    """``text`` as one safe line, for names and messages."""
-    return " ".join(sanitize(text).split())
+    """``text`` as one safe and visible line, for names and messages."""
+    return " ".join(visible(sanitize(text)).split())
 
 
 STREAMED = frozenset((kind, field) for kind in (Piece, Finished, Beam, Sample) for field in ("text", "reasoning")) | {

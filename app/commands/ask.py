@@ -156,8 +156,8 @@ class _Shown:
 
     def _write(self, text: str) -> None:
         if text:
-            self._last = text
-            answer(text)
+            answer(text, self._last)
+            self._last = (self._last + text)[-2:]
 
 
 def result_object(finished: Finished, facts: ModelFacts) -> dict[str, Any]:

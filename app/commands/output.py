@@ -8,7 +8,7 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Literal, TextIO
 
-from app.text_safety import UNSAFE, one_line, sanitize
+from app.text_safety import HIDDEN, UNSAFE, one_line, sanitize, visible
 from engine.planning.units import byte_size
 
 if TYPE_CHECKING:
@@ -39,8 +39,10 @@ class _LastLine:
 _last_line = _LastLine()
 
 
-def answer(text: str) -> None:
-    """Write a piece of the answer to stdout at once, without what acts on a terminal.
+def answer(text: str, before: str = "") -> None:
+    """Write a piece of the answer to stdout at once, without what acts on a terminal or is not seen.
+
+    ``before``: the end of what was written before it.
 
     Raises ReaderGoneError if the reader closed it, WorkFailed if it cannot be written.
     """
@@ -49,7 +51,7 @@ def answer(text: str) -> None:
     if sys.stdout is None or sys.stdout.closed:
         raise WorkFailed("the answer cannot be written: stdout is closed")
     try:
-        sys.stdout.write(sanitize(text))
+        sys.stdout.write(visible(sanitize(text), before))
         sys.stdout.flush()
         _last_line.holds = "" if text.endswith("\n") else "answer"
     except BrokenPipeError as error:
@@ -105,9 +107,11 @@ def fail(text: str, status: int, *, in_json: bool) -> int:
 
 
 def as_json(value: object) -> str:
-    """``value`` as one line of JSON. Characters that would act on a terminal are escaped."""
+    """``value`` as one line of JSON. Characters that would act on a terminal, or cannot be seen, are escaped."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    return UNSAFE.sub(lambda match: f"\\u{ord(match.group()):04x}", text) + "\n"
+    for pattern in (UNSAFE, HIDDEN):
+        text = pattern.sub(lambda match: json.dumps(match.group())[1:-1], text)
+    return text + "\n"
 
 
 def figure(value: float) -> str:

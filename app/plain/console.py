@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TextIO
 
-from app.text_safety import sanitize
+from app.text_safety import sanitize, visible
 
 QUOTES = '"""'
 """What begins and ends a question of several lines."""
@@ -35,6 +35,7 @@ class Console:
         self._within_line = False
         self._wraps = writer.isatty()
         self._column = 0
+        self._before = ""
         for stream in (reader, writer):
             reconfigure = getattr(stream, "reconfigure", None)
             if reconfigure is not None:
@@ -77,10 +78,11 @@ class Console:
         return gather(lambda first: self.read_line(prompt if first else "... "))
 
     def write(self, text: str) -> None:
-        """Write ``text`` without what acts on a terminal. Raises ReaderGone."""
+        """Write ``text`` without what acts on a terminal or is not seen. Raises ReaderGone."""
         if not text:
             return
-        text = sanitize(text)
+        text = visible(sanitize(text), self._before)
+        self._before = (self._before + text)[-2:]
         if self._wraps:
             text, self._column = wrapped(text, self._column, shutil.get_terminal_size().columns)
         try:

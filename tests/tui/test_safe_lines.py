@@ -7,10 +7,10 @@ from textual.content import Content
 from textual.geometry import Region
 from textual.widgets import Static
 
-from app.text_safety import UNSAFE
+from app.text_safety import HIDDEN, UNSAFE
 from app.tui.terminal.application import TerminalApp
 
-HOSTILE = "a\x1b]0;title\x07b\x9b31mc\u202ed"
+HOSTILE = "a\x1b]0;title\x07b\x9b31mc\u202ed\u200ee\u200bf\xadg\u200dh می\u200cخواهم 👩\u200d💻"
 
 
 class HostileApp(TerminalApp):
@@ -25,5 +25,6 @@ async def test_no_line_that_is_drawn_acts_and_widths_stay() -> None:
         lines = widget.render_lines(Region(0, 0, *widget.size))
         assert [line.cell_length for line in lines] == [widget.size.width] * len(lines)
         drawn = "".join(line.text for line in lines)
-    assert not UNSAFE.search(drawn)
+    assert not UNSAFE.search(drawn) and not HIDDEN.search(drawn) and "efgh" in drawn.replace("-", "")
+    assert "می\u200cخواهم" in drawn and "👩\u200d💻" in drawn
     assert [character in drawn for character in "abcd"] == [True] * 4

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from app.attachments.listing import best, entries_of, files_below, fitting, folders_of
 from app.attachments.references import reference_to
-from app.text_safety import UNSAFE
+from app.text_safety import sanitize, visible
 from app.tui.chat.completion import Completion, Suggestion
 
 _MOST = 50
@@ -78,8 +78,9 @@ class FileReferences:
 
 
 def _names_in(folder: str, current: Path) -> list[str]:
-    """What can be typed below ``folder``: a name with a character that acts on a terminal is not offered."""
-    return [name for name in _all_names_in(folder, current) if not UNSAFE.search(name) and "\n" not in name]
+    """What can be typed below ``folder``. Not offered are names with a character that acts on a terminal or is not
+    seen."""
+    return [name for name in _all_names_in(folder, current) if visible(sanitize(name)) == name and "\n" not in name]
 
 
 def _all_names_in(folder: str, current: Path) -> list[str]:

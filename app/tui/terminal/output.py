@@ -15,7 +15,7 @@ from rich.segment import Segment
 from textual.color import Color
 from textual.filter import LineFilter
 
-from app.text_safety import UNSAFE
+from app.text_safety import HIDDEN, UNSAFE, visible
 
 _LOG_LIMIT = 1_000_000
 """Size in bytes from which on the log is begun again."""
@@ -92,19 +92,26 @@ def _flush(*streams: IO[str] | None) -> None:
 
 
 class SafeLines(LineFilter):
-    """Replaces in each drawn line the characters that act on a terminal, which Textual passes through.
+    """Replaces in each drawn line the characters that act on a terminal or that nobody can see, which Textual passes
+    through.
 
     It is the last check of all text. Replacements have the same width, so the layout stays.
     """
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
-        if not any(UNSAFE.search(segment.text) for segment in segments):
+        if all(segment.text.isascii() and not UNSAFE.search(segment.text) for segment in segments):
             return segments
-        return [Segment(UNSAFE.sub(_blank, segment.text), segment.style) for segment in segments]
+        safe, before = [], ""
+        for segment in segments:
+            text = visible(HIDDEN.sub(_blank, UNSAFE.sub(_blank, segment.text)), before)
+            before = (before + text)[-2:]
+            safe.append(segment if text == segment.text else Segment(text, segment.style))
+        return safe
 
 
-def _blank(unsafe: re.Match[str]) -> str:
-    return " " * cell_len(unsafe.group())
+def _blank(unseen: re.Match[str]) -> str:
+    # Terminals draw a soft hyphen as a hyphen, or not at all.
+    return "-" if unseen.group() == "\xad" else " " * cell_len(unseen.group())
 
 
 _SAFE_LINES = SafeLines()
