@@ -14,6 +14,7 @@ from typing import Any
 from engine.errors import ModelError
 from engine.ipc.messages import Message, ReasoningFacts, Tool
 from engine.models.control_tokens import ControlTokens
+from engine.models.histories import Histories
 from engine.models.json_files import SMALL_FILE, read_object
 from engine.models.reasoning_formats import format_of, has_effort, has_switch
 from engine.models.template_process import StopCheck, TemplateProcess
@@ -65,6 +66,7 @@ class Tokenizer:
         self._named = files.named
         self._configured_ends = frozenset(configured_ends)
         self._template = template
+        self._histories = Histories(takes_tools=template is not None and self.tool_format is not None)
         self._control: ControlTokens | None = None
         self.notices = files.notices
         """Lines for the person about unusual properties of this tokenizer."""
@@ -188,10 +190,15 @@ class Tokenizer:
             messages, continue_last = messages[:-1], False
             if not messages:
                 raise ModelError("There is no message to answer; type one.", "bad-input")
+        if tools and (self._template is None or self.tool_format is None):
+            raise ModelError(
+                "This model's chat template takes no tools whose calls could be read; ask without tools, or load a "
+                "model that was trained to call them.",
+                "bad-input",
+            )
+        messages = self._histories.fitted(messages, lambda trial: self._rendered_trial(trial, should_stop))
         control = self._control_tokens(should_stop)
-        if self._template is None or self.tool_format is None:
-            self._refuse_tools(messages, tools)
-        said = [self._said(message, messages, control) for message in messages]
+        said = self._said(messages, control)
         if self._template is None:
             return plain_prompt(said, continue_last)
         reasoning = control.mark(messages[-1].reasoning, own_words=False)
@@ -203,30 +210,34 @@ class Tokenizer:
             named["tools"] = _marked(rendered_tools(tools), control)
         return self._template.render(said, named, continue_last, should_stop)
 
-    def _refuse_tools(self, messages: Sequence[Message], tools: Sequence[Tool]) -> None:
-        """Raises ModelError (bad-input) if there are tools, their calls or their results."""
-        if tools or any(message.role == "tool" or message.tool_calls for message in messages):
-            raise ModelError(
-                "This model's chat template takes no tools whose calls could be read; ask without tools, or load a "
-                "model that was trained to call them.",
-                "bad-input",
-            )
+    def takes_several_calls(self, should_stop: StopCheck = lambda: False) -> bool:
+        """Whether the template takes an answer that calls several tools. Raises Cancelled."""
+        return self._histories.takes_several_calls(lambda trial: self._rendered_trial(trial, should_stop))
 
-    def _said(self, message: Message, messages: Sequence[Message], control: ControlTokens) -> dict[str, Any]:
-        """``message`` in the form that templates take, with marks in the control tokens that it spells out."""
-        content = control.mark(message.content, own_words=self._holds_thoughts(message))
-        said: dict[str, Any] = {"role": message.role, "content": content}
-        if message.tool_calls:
-            said["tool_calls"] = _marked(rendered_calls(message.tool_calls), control)
-            if message.reasoning:
-                # What a model thought before it called is what it goes on from.
-                thoughts = control.mark(message.reasoning)
-                said |= {"reasoning_content": thoughts, "thinking": thoughts}
-        if message.role == "tool":
-            names = {call.id: call.name for earlier in messages for call in earlier.tool_calls}
-            name = names.get(message.tool_call_id, "")
-            said |= _marked({"tool_call_id": message.tool_call_id, "name": name}, control)
-        return said
+    def _rendered_trial(self, messages: Sequence[Message], should_stop: StopCheck) -> str:
+        """A conversation that holds no control token, through the template."""
+        said = self._said(messages, self._control_tokens(should_stop))
+        return self._template.render(said, self._named, False, should_stop) if self._template else plain_prompt(said)
+
+    def _said(self, messages: Sequence[Message], control: ControlTokens) -> list[dict[str, Any]]:
+        """``messages`` in the form that templates take, with marks in the control tokens that they spell out."""
+        found: list[dict[str, Any]] = []
+        names: dict[str, str] = {}
+        for message in messages:
+            content = control.mark(message.content, own_words=self._holds_thoughts(message))
+            said: dict[str, Any] = {"role": message.role, "content": content}
+            if message.tool_calls:
+                names |= {call.id: call.name for call in message.tool_calls}
+                said["tool_calls"] = _marked(rendered_calls(message.tool_calls), control)
+                if message.reasoning:
+                    # What a model thought before it called is what it goes on from.
+                    thoughts = control.mark(message.reasoning)
+                    said |= {"reasoning_content": thoughts, "thinking": thoughts}
+            if message.role == "tool":
+                name = names.get(message.tool_call_id, "")
+                said |= _marked({"tool_call_id": message.tool_call_id, "name": name}, control)
+            found.append(said)
+        return found
 
     def _holds_thoughts(self, message: Message) -> bool:
         """Whether an answer begins with marked thoughts, as one does that was saved before they were kept apart. In any

@@ -175,6 +175,8 @@ class Session:
         tools = usable_tools(request)
         try:
             prompt = self._prompt(request, tools, control.cancelled)
+            if tools and self._tokenizer is not None and not self._tokenizer.takes_several_calls(control.cancelled):
+                request = msgspec.structs.replace(request, parallel_tool_calls=False)
         except Cancelled:
             return cancelled_answer(request.id)
         self._parser = self._parsing(request, bool(tools))

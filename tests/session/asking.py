@@ -45,6 +45,9 @@ class LetterTokenizer:
         text = "".join(f"{chr(1000 + len(message.role) % 7)}{message.content}\u0400" for message in messages)
         return text[:-1] if continue_last else f"{text}\u03ea"
 
+    def takes_several_calls(self, should_stop: Callable[[], bool] = lambda: False) -> bool:
+        return True
+
     def encode(self, text: str) -> list[int]:
         return self.encode_rendered(text)
 
