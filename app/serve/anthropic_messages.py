@@ -10,19 +10,23 @@ from typing import Annotated, Any
 import msgspec
 
 from app.serve.asking import (
+    MOST_ITEMS,
     AnswerFormat,
-    Count,
     Defaults,
     Natural,
+    NaturalOrAll,
     Share,
+    Switch,
     Temperature,
     answers_of,
+    last_question,
+    line_for,
     merged,
+    result_text,
     sampling_of,
     stops_of,
     thinking_of,
 )
-from app.serve.bodies import decoded
 from app.serve.model_service import ModelService
 from app.serve.refusals import Refused, error_json
 from app.serve.segments import AnswerSegment, AnswerSegments, SegmentChange, segments_of
@@ -40,20 +44,28 @@ class Block(msgspec.Struct):
     """A block of content; its ``type`` says which fields count."""
 
     type: str
-    text: str = ""
-    id: str = ""
-    name: str = ""
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
     input: msgspec.Raw = _ANY_OBJECT
-    tool_use_id: str = ""
-    content: str | list[Any] | None = None
+    tool_use_id: str | None = None
+    content: Any = None
+    source: Any = None
 
 
-Blocks = str | list[Block]
+Blocks = str | Annotated[list[Block], msgspec.Meta(max_length=MOST_ITEMS)]
 
 
 class TurnMessage(msgspec.Struct):
     role: str
-    content: Blocks
+    content: Blocks | None = None
+
+    @property
+    def kind(self) -> str:
+        """The role, but ``tool`` for a user's message with results of tools."""
+        results = isinstance(self.content, list) and any(block.type == "tool_result" for block in self.content)
+        return "tool" if results else self.role
 
 
 class MessagesTool(msgspec.Struct):
@@ -87,8 +99,8 @@ class OutputConfig(msgspec.Struct):
 class CountRequest(msgspec.Struct, kw_only=True):
     """The fields that make a prompt."""
 
-    messages: Annotated[list[TurnMessage], msgspec.Meta(min_length=1)]
-    model: str = ""
+    messages: Annotated[list[TurnMessage], msgspec.Meta(min_length=1, max_length=MOST_ITEMS)]
+    model: str | None = None
     system: Blocks | None = None
     tools: list[MessagesTool] | None = None
     tool_choice: MessagesToolChoice | None = None
@@ -100,14 +112,15 @@ class CountRequest(msgspec.Struct, kw_only=True):
     def generate(self, defaults: Defaults) -> Generate:
         """What the engine is asked. Raises Refused."""
         found = [Message("system", _system_text(self.system))] if self.system else []
+        asked = last_question([message.kind for message in self.messages])
         for number, message in enumerate(self.messages):
-            found += _messages(message, f"messages[{number}]")
+            found += _messages(message, f"messages[{number}]", asked=number == asked)
         found = merged([message for message in found if message.role != "system" or message.content])
         if not any(message.role != "system" for message in found):
             raise Refused("The messages hold nothing to answer.", parameter="messages")
         config = self.output_config or OutputConfig()
         thinks = self.thinking.type != "disabled" if self.thinking is not None else defaults.thinking or False
-        _, effort = thinking_of("high" if config.effort == "max" else config.effort, defaults)
+        _, effort = thinking_of(config.effort, defaults)
         return Generate(
             id=0,
             messages=found,
@@ -140,11 +153,11 @@ class CountRequest(msgspec.Struct, kw_only=True):
 
 
 class MessagesRequest(CountRequest, kw_only=True):
-    max_tokens: Count
-    stream: bool | None = None
+    max_tokens: Natural
+    stream: Switch | None = None
     temperature: Temperature | None = None
     top_p: Share | None = None
-    top_k: Natural | None = None
+    top_k: NaturalOrAll | None = None
     stop_sequences: list[str] | None = None
 
     def generate(self, defaults: Defaults) -> Generate:
@@ -163,45 +176,47 @@ class MessagesRequest(CountRequest, kw_only=True):
 def _system_text(system: Blocks | None) -> str:
     if system is None or isinstance(system, str):
         return system or ""
-    return "\n\n".join(block.text for block in system if not block.text.startswith(_BILLING))
+    texts = [block.text for block in system if block.text]
+    return "\n\n".join(text for text in texts if not text.startswith(_BILLING))
 
 
-def _messages(message: TurnMessage, where: str) -> Iterator[Message]:
-    """What one message is for the engine: results of tools are messages of their own. Raises Refused."""
+def _messages(message: TurnMessage, where: str, *, asked: bool) -> Iterator[Message]:
+    """What one message is for the engine: results of tools are messages of their own.
+
+    ``asked``: it is what the person asks now. Raises Refused.
+    """
     if message.role not in ("user", "assistant", "system"):
         raise Refused(f"The role {message.role[:50]!r} is unknown: use user or assistant.", parameter=f"{where}.role")
-    if isinstance(message.content, str):
-        yield Message(message.role, message.content)  # type: ignore[arg-type]
+    if not isinstance(message.content, list):
+        yield Message(message.role, message.content or "")  # type: ignore[arg-type]
         return
     texts: list[str] = []
+    thoughts: list[str] = []
     calls: list[ToolCall] = []
     for number, block in enumerate(message.content):
         match block.type:
             case "text":
-                texts.append(block.text)
-            case "tool_use":
-                calls.append(ToolCall(id=block.id, name=block.name, arguments=bytes(block.input).decode()))
+                texts.append(block.text or "")
+            case "tool_use" if message.role == "assistant":
+                arguments = bytes(block.input).decode()
+                calls.append(ToolCall(id=block.id or "", name=block.name or "", arguments=arguments))
             case "tool_result":
-                yield Message("tool", _result_text(block, f"{where}.content[{number}]"), tool_call_id=block.tool_use_id)
-            case "thinking" | "redacted_thinking":
-                continue  # templates leave out the thoughts of earlier answers
+                yield Message("tool", result_text(block.content), tool_call_id=block.tool_use_id or "")
+            case "thinking":
+                thoughts.append(block.thinking or "")
+            case "redacted_thinking":
+                continue
+            case "document" if (
+                isinstance(block.source, dict)
+                and isinstance(block.source.get("data"), str)
+                and (block.source.get("type") == "text")
+            ):
+                texts.append(block.source["data"])
             case _:
-                raise Refused(
-                    f"This model reads text only, not {block.type[:50]!r}: leave that block out.",
-                    parameter=f"{where}.content[{number}]",
-                )
+                texts.append(line_for(block.type, f"{where}.content[{number}]", asked=asked))
     if texts or calls:
-        yield Message(message.role, "\n".join(texts), tool_calls=calls)  # type: ignore[arg-type]
-
-
-def _result_text(block: Block, where: str) -> str:
-    if block.content is None or isinstance(block.content, str):
-        return block.content or ""
-    inner = decoded(msgspec.json.encode(block.content), list[Block])
-    for part in inner:
-        if part.type != "text":
-            raise Refused(f"This model reads text only, not {part.type[:50]!r}.", parameter=where)
-    return "\n".join(part.text for part in inner)
+        said = "\n".join(thoughts) if message.role == "assistant" else ""
+        yield Message(message.role, "\n".join(texts), said, tool_calls=calls)  # type: ignore[arg-type]
 
 
 # --- the answer -----------------------------------------------------------------------------------------------------

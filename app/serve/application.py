@@ -104,6 +104,7 @@ class Application:
 
     async def _chat(self, request: Request) -> ASGIApp:
         body = await body_of(request, ChatRequest)
+        self._leave_out(body.foreign_tools)
         answers = ChatAnswers(self._service, body, self._defaults, client_of(request, body.user))
         if body.stream:
             return EventStream(answers.chunks(), "openai", failure)

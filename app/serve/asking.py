@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Annotated, Any
@@ -14,7 +14,9 @@ from engine.ipc.messages import Constraint, Finished, Message, Sample, Sampling
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Natural = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-Seed = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+NaturalOrAll = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]
+"""A number of tokens; -1: as many as there are, or fit."""
+Switch = bool | Annotated[int, msgspec.Meta(ge=0, le=1)]
 Temperature = Annotated[float, msgspec.Meta(ge=0.0, le=2.0)]
 Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 
@@ -27,8 +29,12 @@ _EFFORTS: Mapping[str, tuple[bool | None, str]] = {
     "medium": (None, "medium"),
     "high": (None, "high"),
     "xhigh": (None, "high"),
+    "max": (None, "high"),
+    "default": (None, ""),
 }
-"""Thinking and effort of the engine, by OpenAI's ``reasoning_effort``."""
+"""Thinking and effort of the engine, by OpenAI's ``reasoning_effort``. Empty: the person's own."""
+MOST_ITEMS = 10_000
+"""Maximum number of messages of a request, and of parts of one message."""
 
 
 @dataclass(frozen=True)
@@ -45,30 +51,84 @@ class Defaults:
 
 
 class ContentPart(msgspec.Struct):
-    """A part of a message's content. Kinds that hold text are read, others refused."""
+    """A part of a message's content. Kinds that hold text are read."""
 
     type: str = "text"
     text: str | None = None
     refusal: str | None = None
 
 
-Content = str | list[ContentPart] | None
-_TEXT = ("text", "input_text", "output_text")
+Content = str | Annotated[list[str | ContentPart], msgspec.Meta(max_length=MOST_ITEMS)] | None
+_TEXT = ("text", "input_text", "output_text", "summary_text", "reasoning_text")
+_NOT_READ = {
+    "image": "a picture that this model cannot see",
+    "audio": "a recording that this model cannot hear",
+    "video": "a film that this model cannot see",
+    "document": "a document that this model cannot read",
+    "file": "a file that this model cannot read",
+    "screenshot": "a picture that this model cannot see",
+}
+"""What stands in the prompt for a part, by a word in the name of its kind."""
+_THOUGHTS = ("thinking", "redacted_thinking", "reasoning")
 
 
-def text_of(content: Content, where: str) -> str:
-    """The text of a message. Raises Refused for a part that holds something else."""
+def text_of(content: Content, where: str, *, asked: bool = False) -> str:
+    """The text of a message, with a line for each part that holds something else.
+
+    ``asked``: it is what the person asks now. Raises Refused for such a part of it.
+    """
     if content is None or isinstance(content, str):
         return content or ""
     texts = []
     for part in content:
-        if part.type == "refusal":
+        if isinstance(part, str):
+            texts.append(part)
+        elif part.type == "refusal":
             texts.append(part.refusal or "")
-        elif part.type not in _TEXT:
-            raise Refused(f"This model reads text only, not {part.type[:50]!r}: leave that part out.", parameter=where)
-        else:
+        elif part.type in _TEXT:
             texts.append(part.text or "")
+        elif part.type not in _THOUGHTS:
+            texts.append(line_for(part.type, where, asked=asked))
     return "\n".join(texts)
+
+
+def line_for(kind: str, where: str, *, asked: bool) -> str:
+    """What stands for a part of a ``kind`` that is no text. Raises Refused if it is ``asked``."""
+    if asked:
+        raise Refused(f"This model reads text only, not {kind[:50]!r}: leave that part out.", parameter=where)
+    known = next((said for word, said in _NOT_READ.items() if word in kind), None)
+    return f"[{known or f'a part of the kind {kind[:50]} that this model cannot read'}]"
+
+
+def result_text(given: Any) -> str:
+    """What a tool gave, as text: parts that hold something else are a line each, objects without a kind are JSON."""
+    parts = given if isinstance(given, list) else [given]
+    return "\n".join(_part_text(part) for part in parts if part is not None)
+
+
+def _part_text(part: Any) -> str:
+    match part:
+        case str():
+            return part
+        case {"text": str(text)} | {"type": "document", "source": {"type": "text", "data": str(text)}}:
+            return text
+        case {"type": "tool_reference", "tool_name": str(name)}:
+            return f"[the tool {name[:100]}]"
+        case {"type": "search_result", "content": [*inner]}:
+            return "\n".join(one["text"] for one in inner if isinstance(one, dict) and isinstance(one.get("text"), str))
+        case {"type": str(kind)}:
+            return line_for(kind, "", asked=False)
+        case _:
+            return as_text(part)
+
+
+def last_question(roles: Sequence[str]) -> int:
+    """The place of the person's last question among messages of these ``roles``; -1 if there is none.
+
+    What a program adds to a tool's result is no question, and one that tools were called for has been taken already.
+    """
+    place = max((place for place, role in enumerate(roles) if role == "user"), default=-1)
+    return -1 if "tool" in roles[max(0, place - 1) :] else place
 
 
 def merged(messages: list[Message]) -> list[Message]:
@@ -88,17 +148,27 @@ def merged(messages: list[Message]) -> list[Message]:
 def sampling_of(defaults: Defaults, given: Mapping[str, Any]) -> Sampling:
     """The person's sampling with what a request gives instead."""
     said = {key: value for key, value in given.items() if value is not None}
+    if said.get("top_k") == -1:
+        said["top_k"] = 0
+    if said.get("seed") == -1:  # other servers' word for any
+        del said["seed"]
+    elif "seed" in said:
+        said["seed"] %= 2**64
     return msgspec.structs.replace(defaults.sampling, **said)
 
 
 def stops_of(stop: str | list[str] | None, where: str = "stop") -> list[str]:
-    """Raises Refused for an empty one, and for more than each token of an answer can be compared with."""
-    stops = [stop] if isinstance(stop, str) else list(stop or ())
+    """The stop texts that are not empty. Raises Refused for more than each token of an answer can be compared with."""
+    stops = [text for text in ([stop] if isinstance(stop, str) else stop or ()) if text]
     if len(stops) > MOST_STOPS:
         raise Refused(f"There are {len(stops):,} stop texts: give {MOST_STOPS} at most.", parameter=where)
-    if "" in stops:
-        raise Refused("A stop text cannot be empty: leave it out.", parameter=where)
     return stops
+
+
+def most_tokens(*given: int | None, usual: int | None) -> int | None:
+    """The first of the limits that are ``given``, or the ``usual`` one; None for -1: what fits."""
+    limit = next((number for number in given if number is not None), usual)
+    return None if limit == -1 else limit
 
 
 def thinking_of(effort: str | None, defaults: Defaults, switch: bool | None = None) -> tuple[bool | None, str]:
@@ -111,6 +181,7 @@ def thinking_of(effort: str | None, defaults: Defaults, switch: bool | None = No
             parameter="reasoning_effort",
         )
     thinks, wanted = _EFFORTS[effort]
+    wanted = wanted or defaults.effort
     if switch is not None:
         return switch, wanted
     return (defaults.thinking if thinks is None else thinks), wanted
@@ -131,9 +202,9 @@ class AnswerFormat(msgspec.Struct):
         match self.type:
             case "text":
                 return None
-            case "json_object":
+            case "json_object" if self.schema in (None, True, {}) and self.json_schema is None:
                 return Constraint(kind="json")
-            case "json_schema":
+            case "json_schema" | "json_object":
                 schema = self.schema if self.json_schema is None else self.json_schema.get("schema")
                 if schema is None:
                     raise Refused("The format json_schema needs a schema.", parameter=where)
@@ -151,8 +222,11 @@ class AnswerFormat(msgspec.Struct):
 
 
 def as_text(value: object) -> str:
-    """``value`` as JSON text, its keys in their order."""
-    return msgspec.json.encode(value).decode()
+    """``value`` as JSON text, its keys in their order. Raises Refused for one that is nested too deeply."""
+    try:
+        return msgspec.json.encode(value).decode()
+    except RecursionError:
+        raise Refused("The body is nested too deeply.") from None
 
 
 # --- the answer ---------------------------------------------------------------------------------------------------

@@ -88,8 +88,8 @@ class ModelService:
         usual = self.facts.name if self.facts is not None else self._load.model
         return tuple(dict.fromkeys([usual, self._load.model, *self._names]))
 
-    def check_name(self, name: str) -> str:
-        """``name`` if the model has it; its usual one for an empty name. Raises Refused."""
+    def check_name(self, name: str | None) -> str:
+        """``name`` if the model has it; its usual one for no name. Raises Refused."""
         if not name:
             return self.names[0]
         if name in self.names:

@@ -11,12 +11,15 @@ from typing import Annotated, Any
 import msgspec
 
 from app.serve.asking import (
-    AnswerFormat,
+    MOST_ITEMS,
     Content,
-    Count,
     Defaults,
+    NaturalOrAll,
     answers_of,
+    as_text,
+    last_question,
     merged,
+    most_tokens,
     stops_of,
     text_of,
     thinking_of,
@@ -24,7 +27,7 @@ from app.serve.asking import (
 from app.serve.model_service import ModelService
 from app.serve.openai_fields import DONE, SampledRequest, finish_reason, frame, usage
 from app.serve.refusals import Refused
-from app.serve.tools import offered, tool_of
+from app.serve.tools import ToolChoiceObject, chosen, tool_of
 from engine.ipc.messages import (
     MOST_LOGPROBS,
     Finished,
@@ -37,45 +40,61 @@ from engine.ipc.messages import (
     ToolCallPiece,
 )
 
-_ROLES = {"developer": "system"}
+_ROLES = {"developer": "system", "function": "tool"}
 _KNOWN_ROLES = ("system", "user", "assistant", "tool")
 
 
 class CalledFunction(msgspec.Struct):
-    name: str
-    arguments: str = ""
+    """``input`` is what a tool without a schema was called with."""
+
+    name: str | None = None
+    arguments: Any = None
+    input: str | None = None
 
 
 class CalledTool(msgspec.Struct):
     """A call in the conversation so far."""
 
-    id: str
-    function: CalledFunction
+    id: str | None = None
+    function: CalledFunction | None = None
+    custom: CalledFunction | None = None
+
+    def call(self) -> ToolCall:
+        called = self.function or self.custom or CalledFunction()
+        arguments = called.arguments if called.input is None else {"input": called.input}
+        text = arguments if isinstance(arguments, str) else "" if arguments is None else as_text(arguments)
+        return ToolCall(id=self.id or "", name=called.name or "", arguments=text)
 
 
 class ChatMessage(msgspec.Struct):
+    """``function_call`` is the older form of ``tool_calls``. Thoughts have one name or the other."""
+
     role: str
     content: Content = None
-    tool_calls: list[CalledTool] | None = None
+    tool_calls: Annotated[list[CalledTool], msgspec.Meta(max_length=MOST_ITEMS)] | None = None
+    function_call: CalledFunction | None = None
     tool_call_id: str | None = None
+    reasoning_content: Any = None
+    reasoning: Any = None
 
-    def message(self, where: str) -> Message:
-        """Raises Refused."""
+    def message(self, where: str, *, asked: bool) -> Message:
+        """``asked``: it is what the person asks now. Raises Refused."""
         role = _ROLES.get(self.role, self.role)
         if role not in _KNOWN_ROLES:
             raise Refused(
                 f"The role {self.role[:50]!r} is unknown: use system, user, assistant or tool.",
                 parameter=f"{where}.role",
             )
-        calls = [
-            ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
-            for call in self.tool_calls or ()
-        ]
+        calls = [call.call() for call in self.tool_calls or ()]
+        if self.function_call is not None and not calls:
+            calls = [CalledTool(function=self.function_call).call()]
+        thoughts = self.reasoning_content or self.reasoning
         return Message(
             role,  # type: ignore[arg-type]
-            text_of(self.content, f"{where}.content"),
-            tool_calls=calls,
-            tool_call_id=self.tool_call_id or "",
+            text_of(self.content, f"{where}.content", asked=asked),
+            thoughts if role == "assistant" and isinstance(thoughts, str) else "",
+            tool_calls=calls if role == "assistant" else [],
+            tool_call_id=self.tool_call_id or "" if role == "tool" else "",
         )
 
 
@@ -92,16 +111,6 @@ class OfferedTool(msgspec.Struct):
     function: Function | None = None
 
 
-class ToolByName(msgspec.Struct):
-    name: str
-
-
-class NamedTool(msgspec.Struct):
-    """A ``tool_choice`` that names its tool."""
-
-    function: ToolByName
-
-
 class TemplateArguments(msgspec.Struct):
     """Variables of chat templates, as other servers take them."""
 
@@ -112,13 +121,12 @@ class TemplateArguments(msgspec.Struct):
 class ChatRequest(SampledRequest, kw_only=True):
     """The body. ``chat_template_kwargs`` is not OpenAI's, but what other servers have."""
 
-    messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1)]
-    max_completion_tokens: Count | None = None
+    messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1, max_length=MOST_ITEMS)]
+    max_completion_tokens: NaturalOrAll | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MOST_LOGPROBS)] | None = None
-    response_format: AnswerFormat | None = None
     tools: list[OfferedTool] | None = None
-    tool_choice: str | NamedTool | None = None
+    tool_choice: str | ToolChoiceObject | None = None
     parallel_tool_calls: bool | None = None
     functions: list[Any] | None = None
     audio: Any = None
@@ -135,16 +143,20 @@ class ChatRequest(SampledRequest, kw_only=True):
         switch = arguments.enable_thinking if arguments.enable_thinking is not None else arguments.thinking
         thinking, effort = thinking_of(self.reasoning_effort, defaults, switch)
         beams, samples = self.widths()
-        messages = [message.message(f"messages[{number}]") for number, message in enumerate(self.messages)]
+        asked = last_question([_ROLES.get(message.role, message.role) for message in self.messages])
+        messages = [
+            message.message(f"messages[{number}]", asked=number == asked)
+            for number, message in enumerate(self.messages)
+        ]
         return Generate(
             id=0,
             messages=merged(messages),
             sampling=self.sampling(defaults),
-            max_tokens=self.max_completion_tokens or self.max_tokens or defaults.max_tokens,
+            max_tokens=most_tokens(self.max_completion_tokens, self.max_tokens, usual=defaults.max_tokens),
             stop=stops_of(self.stop),
             samples=samples,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            constraint=self.response_format.constraint("response_format") if self.response_format else None,
+            constraint=self.constraint(),
             **self._tools(),
             parallel_tool_calls=self.parallel_tool_calls is not False,
             beams=beams,
@@ -154,14 +166,14 @@ class ChatRequest(SampledRequest, kw_only=True):
         )
 
     def _tools(self) -> dict[str, Any]:
-        tools = []
-        for number, tool in enumerate(self.tools or ()):
-            if tool.type != "function" or tool.function is None:
-                raise Refused(f"Tools are functions here, not {tool.type[:50]!r}.", parameter=f"tools[{number}].type")
-            tools.append(tool_of(tool.function.name, tool.function.description, tool.function.parameters))
-        if isinstance(self.tool_choice, NamedTool):
-            return offered(tools, None, self.tool_choice.function.name)
-        return offered(tools, self.tool_choice)
+        own = [tool.function for tool in self.tools or () if tool.function is not None]
+        tools = [tool_of(function.name, function.description, function.parameters) for function in own]
+        return chosen(tools, self.tool_choice)
+
+    @property
+    def foreign_tools(self) -> list[str]:
+        """Kinds of tools that are no functions. The model is not told of them."""
+        return [tool.type for tool in self.tools or () if tool.function is None]
 
 
 class ChatAnswers:

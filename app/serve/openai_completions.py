@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from app.serve.asking import Defaults, Natural, answers_of, stops_of
+from app.serve.asking import Defaults, Natural, answers_of, most_tokens, stops_of
 from app.serve.model_service import ModelService
 from app.serve.openai_fields import DONE, SampledRequest, finish_reason, frame, usage
 from app.serve.refusals import Refused
@@ -42,8 +42,9 @@ class CompletionRequest(SampledRequest, kw_only=True):
         base = Generate(
             id=0,
             sampling=self.sampling(defaults),
-            max_tokens=self.max_tokens or USUAL_LENGTH,
+            max_tokens=most_tokens(self.max_tokens, usual=USUAL_LENGTH),
             stop=stops_of(self.stop),
+            constraint=self.constraint(),
             samples=samples,
             logprobs=self.logprobs,
             beams=beams,

@@ -6,45 +6,31 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from app.serve.asking import (
+    MOST_ITEMS,
     AnswerFormat,
-    Content,
-    Count,
     Defaults,
+    NaturalOrAll,
     Share,
+    Switch,
     Temperature,
     answers_of,
     merged,
+    most_tokens,
     sampling_of,
-    text_of,
     thinking_of,
 )
 from app.serve.model_service import ModelService
 from app.serve.openai_fields import reasoning_tokens
 from app.serve.refusals import Refused, error_object
+from app.serve.response_items import InputItem, messages_of, qualified
 from app.serve.segments import AnswerSegment, AnswerSegments, SegmentChange, segments_of
-from app.serve.tools import offered, tool_of
-from engine.ipc.messages import Finished, Generate, Message, Piece, ToolCall
-
-_ROLES = {"developer": "system"}
-_KNOWN_ROLES = ("system", "user", "assistant")
-
-
-class InputItem(msgspec.Struct):
-    """One item of the conversation; its ``type`` says which fields count."""
-
-    type: str = "message"
-    role: str = "user"
-    content: Content = None
-    call_id: str = ""
-    name: str = ""
-    namespace: str | None = None
-    arguments: str = ""
-    output: Content = None
+from app.serve.tools import ToolChoiceObject, chosen, tool_of
+from engine.ipc.messages import Finished, Generate, Message, Piece
 
 
 class ResponseTool(msgspec.Struct):
@@ -57,11 +43,6 @@ class ResponseTool(msgspec.Struct):
     tools: list[ResponseTool] | None = None
 
 
-class ResponseToolChoice(msgspec.Struct):
-    type: str = ""
-    name: str = ""
-
-
 class ResponseText(msgspec.Struct):
     format: AnswerFormat | None = None
 
@@ -71,17 +52,17 @@ class ResponseReasoning(msgspec.Struct):
 
 
 class ResponsesRequest(msgspec.Struct, kw_only=True):
-    input: str | list[InputItem]
-    model: str = ""
+    input: str | Annotated[list[InputItem], msgspec.Meta(max_length=MOST_ITEMS)]
+    model: str | None = None
     instructions: str | None = None
-    max_output_tokens: Count | None = None
+    max_output_tokens: NaturalOrAll | None = None
     temperature: Temperature | None = None
     top_p: Share | None = None
-    stream: bool | None = None
+    stream: Switch | None = None
     text: ResponseText | None = None
     reasoning: ResponseReasoning | None = None
     tools: list[ResponseTool] | None = None
-    tool_choice: str | ResponseToolChoice | None = None
+    tool_choice: str | ToolChoiceObject | None = None
     parallel_tool_calls: bool | None = None
     previous_response_id: str | None = None
     conversation: Any = None
@@ -104,7 +85,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
             id=0,
             messages=self._messages(),
             sampling=sampling_of(defaults, {"temperature": self.temperature, "top_p": self.top_p}),
-            max_tokens=self.max_output_tokens or defaults.max_tokens,
+            max_tokens=most_tokens(self.max_output_tokens, usual=defaults.max_tokens),
             constraint=form.constraint("text.format") if form else None,
             **self._tools(),
             parallel_tool_calls=self.parallel_tool_calls is not False,
@@ -114,9 +95,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
 
     def _tools(self) -> dict[str, Any]:
         tools = [tool_of(name, tool.description, tool.parameters) for name, (_, tool) in self.functions.items()]
-        if isinstance(self.tool_choice, ResponseToolChoice):
-            return offered(tools, None, self.tool_choice.name)
-        return offered(tools, self.tool_choice)
+        return chosen(tools, self.tool_choice)
 
     @property
     def functions(self) -> dict[str, tuple[str, ResponseTool]]:
@@ -142,39 +121,10 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
         found = [Message("system", self.instructions)] if self.instructions else []
         if isinstance(self.input, str):
             return [*found, Message("user", self.input)]
-        for number, item in enumerate(self.input):
-            _add_item(found, item, f"input[{number}]")
+        found += messages_of(self.input)
         if not any(message.role != "system" for message in found):
             raise Refused("The input holds no message to answer.", parameter="input")
         return merged(found)
-
-
-def _add_item(messages: list[Message], item: InputItem, where: str) -> None:
-    """Raises Refused for an item of an unknown kind."""
-    match item.type:
-        case "message":
-            role = _ROLES.get(item.role, item.role)
-            if role not in _KNOWN_ROLES:
-                raise Refused(f"The role {item.role[:50]!r} is unknown.", parameter=f"{where}.role")
-            message = Message(role, text_of(item.content, f"{where}.content"))  # type: ignore[arg-type]
-            messages.append(message)
-        case "function_call":
-            call = ToolCall(id=item.call_id, name=qualified(item.namespace or "", item.name), arguments=item.arguments)
-            if not messages or messages[-1].role != "assistant":
-                messages.append(Message("assistant", ""))
-            messages[-1].tool_calls.append(call)
-        case "function_call_output":
-            result = text_of(item.output, f"{where}.output")
-            messages.append(Message("tool", result, tool_call_id=item.call_id))
-        case "reasoning":
-            return  # templates leave out the thoughts of earlier answers
-        case _:
-            raise Refused(f"Items of the kind {item.type[:50]!r} are not read here.", parameter=f"{where}.type")
-
-
-def qualified(namespace: str, name: str) -> str:
-    """The one name by which the model knows the function ``name`` of a ``namespace`` (empty: none)."""
-    return f"{namespace.rstrip('_')}__{name}" if namespace else name
 
 
 class ResponseAnswer:

@@ -47,7 +47,8 @@ class SampleRun:
     ) -> list[Answer]:
         """The answers, one after the other, from the ``logits`` [vocabulary] after the prompt; fewer if cancelled.
 
-        All of them go on from the same keys and values of the prompt. Each has at most ``most`` tokens.
+        All of them go on from the same keys and values of the prompt. Each has at most ``most`` tokens; with 0 the
+        prompt was only read.
         """
         answers: list[Answer] = []
         following: Logits | None = logits
@@ -71,6 +72,8 @@ class SampleRun:
         parallel: bool,
         most: int,
     ) -> Answer:
+        if most == 0:
+            return Answer("", [], "length")
         turn, rule = self.turn, sampler.rule
         decoder: IncrementalDecoder | None = None
         if self.tokenizer is not None:

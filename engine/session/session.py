@@ -291,8 +291,9 @@ class Session:
         given = [each for each in (request.messages, request.prompt, request.prompt_ids) if each is not None]
         if len(given) != 1:
             raise ModelError("A question is messages, text or token ids, exactly one of them.", kind="bad-input")
-        if request.max_tokens is not None and request.max_tokens < 1:
-            raise ModelError(f"Max tokens is {request.max_tokens}; an answer takes at least 1.", kind="bad-input")
+        least = 1 if request.beams > 1 else 0
+        if request.max_tokens is not None and request.max_tokens < least:
+            raise ModelError(f"Max tokens is {request.max_tokens}; an answer takes at least {least}.", kind="bad-input")
         if request.prompt_ids is not None:
             prompt = list(request.prompt_ids)
             wrong = next((token for token in prompt if not 0 <= token < self.facts.vocabulary), None)

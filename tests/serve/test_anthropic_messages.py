@@ -82,7 +82,7 @@ def test_a_prompt_that_takes_long_to_read_gives_events(
     [
         ({"model": "nobody"}, anthropic.NotFoundError, "nobody"),
         ({"messages": [{"role": "user", "content": "x" * 600}]}, anthropic.BadRequestError, "prompt is too long: The"),
-        ({"max_tokens": 0}, anthropic.BadRequestError, "max_tokens"),
+        ({"max_tokens": -1}, anthropic.BadRequestError, "max_tokens"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, anthropic.BadRequestError, "text only"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, anthropic.BadRequestError, "wizard"),
         ({"tool_choice": {"type": "tool", "name": "x"}}, anthropic.BadRequestError, "no tool"),
@@ -114,7 +114,7 @@ def test_a_conversation_with_tools() -> None:
     assert asked.messages == [
         Message("system", "be brief"),
         Message("user", "look"),
-        Message("assistant", "I look.", tool_calls=[ToolCall(id="c1", name="ls", arguments='{"a": 1}')]),
+        Message("assistant", "I look.", "hm", tool_calls=[ToolCall(id="c1", name="ls", arguments='{"a": 1}')]),
         Message("tool", "x", tool_call_id="c1"),
         Message("user", "and?"),
         Message("assistant", "So"),

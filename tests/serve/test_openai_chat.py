@@ -67,7 +67,10 @@ def test_beams_give_several_answers(client: openai.OpenAI) -> None:
         ({"messages": [{"role": "wizard", "content": "x"}]}, 400, "messages[0].role", "wizard"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages[0].content", "text only"),
         ({"messages": [{"role": "user", "content": "x" * 600}]}, 400, "messages", "maximum context length"),
-        ({"stop": ""}, 400, "stop", "empty"),
+        ({"guided_json": {"type": "object"}}, 400, "guided_json", "leave guided_json out"),
+        ({"structured_outputs": {"regex": "a"}}, 400, "structured_outputs", "leave structured_outputs out"),
+        ({"grammar": "root ::= x"}, 400, "grammar", "leave grammar out"),
+        ({"response_format": {"type": "json_object", "schema": {"type": "hiccup"}}}, 400, None, "hiccup"),
         ({"n": 3, "beams": 2}, 400, "n", "2 beams"),
         ({"response_format": {"type": "poem"}}, 400, "response_format", "poem"),
         ({"tool_choice": "required"}, 400, "tool_choice", "no tools"),
@@ -76,7 +79,7 @@ def test_beams_give_several_answers(client: openai.OpenAI) -> None:
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_cannot_be_answered_is_said_in_the_form_of_the_protocol(
-    client: openai.OpenAI, wrong: dict[str, Any], status: int, parameter: str, said: str, stream: bool
+    client: openai.OpenAI, wrong: dict[str, Any], status: int, parameter: str | None, said: str, stream: bool
 ) -> None:
     body = {"model": MODEL, "messages": QUESTION, "stream": stream, **wrong}
     with pytest.raises(openai.APIStatusError) as caught:
