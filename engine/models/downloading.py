@@ -10,7 +10,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from engine.errors import Cancelled, ModelError
 from engine.models import store
 from engine.models.durable_files import flush, new_file
 from engine.models.json_files import SMALL_FILE, read_object
+from engine.models.partial_file import PartialFile, Range, bytes_here, is_in_ranges, keep_beginning
 from engine.planning.units import byte_size
 
 if TYPE_CHECKING:
@@ -38,7 +40,15 @@ be resumed."""
 STOP_INTERVAL_S = 0.05
 """Seconds between two checks whether to stop while waiting for the network."""
 
+RANGES = 4
+"""Number of ranges of a large file that are received at once, each over a connection of its own. A hub limits the speed
+of each connection rather than that of all."""
+LARGE = 64 << 20
+"""Number of missing bytes from which a file is received in ranges."""
+
 _CHUNK = 1 << 20
+_REPORT_S = 0.1
+"""Seconds between two reports of a file that is received in ranges."""
 _JOURNAL = "verified.json"
 
 
@@ -65,7 +75,8 @@ class Download:
         """Bring all ``files`` into the folder, verified. Raises ModelError, Cancelled, OSError."""
         verified = _read_journal(self.folder)
         missing = [file for file in files if not _is_there(self.folder, file, verified)]
-        have = sum(_part(self.folder, file).stat().st_size for file in missing if _part(self.folder, file).exists())
+        parts = [(_part(self.folder, file), file.size) for file in missing]
+        have = sum(bytes_here(part, size) for part, size in parts if part.exists())
         self.total, self.done = total, total - sum(file.size for file in missing)
         store.check_space(self.folder, sum(file.size for file in missing) - have, f"Downloading {self.what}")
         for file in missing:
@@ -81,6 +92,7 @@ class Download:
         source = self.folder / file.name
         if not _is_there(self.folder, file, _read_journal(self.folder)):
             source = self._begun(file)
+            keep_beginning(source, file.size)
             self.total = self.done = 0
             self._receive_all(source, file, min(nbytes, file.size))
         with source.open("rb") as begun:
@@ -98,6 +110,11 @@ class Download:
         from engine.models import hub
 
         part = self._begun(file)
+        if is_in_ranges(part, file.size) or file.size - part.stat().st_size >= LARGE:
+            try:
+                self._receive_in_ranges(part, file)
+            except _NoRanges:
+                keep_beginning(part, file.size)
         self._receive_all(part, file, file.size)
         if file.size >= 64 << 20:
             self.progress(f"checking {file.name}", self.done + file.size, self.total, "bytes")
@@ -114,25 +131,82 @@ class Download:
 
     def _receive_all(self, part: Path, file: RemoteFile, end: int) -> None:
         """Have at least the first ``end`` bytes of ``file`` in ``part``."""
+        self._persist(lambda: self._receive(part, file, part.stat().st_size, end), lambda: part.stat().st_size, end)
+
+    def _receive_in_ranges(self, part: Path, file: RemoteFile) -> None:
+        """Have all of ``file`` in ``part``, received in several ranges at once, or as much as was here when it failed.
+
+        Raises _NoRanges if the server sends no ranges.
+        """
+        ended = threading.Event()
+        stop = self.should_stop or (lambda: False)
+        # What it asks of the person's side is asked by this thread only.
+        worker = replace(self, progress=_report_nothing, should_stop=lambda: ended.is_set() or stop())
+        partial = PartialFile(part, file.size, RANGES)
+
+        def receive(wanted: Range) -> None:
+            # While any range goes on, one that does not is asked for again.
+            worker._persist(
+                lambda: worker._receive_range(partial, file, wanted),
+                lambda: file.size if wanted.have == wanted.end else partial.have,
+                file.size,
+            )
+
+        try:
+            self._report(file, partial.have)
+            with ThreadPoolExecutor(RANGES, "download") as pool:
+                waiting = {pool.submit(receive, wanted) for wanted in partial.ranges if wanted.have < wanted.end}
+                try:
+                    while waiting:
+                        done, waiting = wait(waiting, _REPORT_S, FIRST_EXCEPTION)
+                        for future in done:
+                            future.result()
+                        self._report(file, partial.have)
+                finally:
+                    ended.set()
+        finally:
+            partial.close()
+
+    def _receive_range(self, partial: PartialFile, file: RemoteFile, wanted: Range) -> None:
+        """One request for what is missing of ``wanted``."""
+        start = wanted.have
+        headers = {"Range": f"bytes={start}-{wanted.end - 1}"}
+        with self.client.stream("GET", self.url_of(file.name), headers=headers) as response:
+            if response.status_code >= 500 or response.status_code == 429:
+                raise _Busy(f"HTTP {response.status_code}")
+            if response.status_code == 416:
+                raise _NoRanges
+            if self.unlock(response):
+                return
+            self.raise_for_status(response)
+            if response.status_code != 206 or not response.headers.get("Content-Range", "").startswith(
+                f"bytes {start}-"
+            ):
+                raise _NoRanges
+            with self._stoppable(response):
+                self._copy(response, lambda data: partial.write(wanted, data), file, start, wanted.end)
+
+    def _persist(self, receive: Callable[[], None], have: Callable[[], int], end: int) -> None:
+        """Call ``receive`` until ``have`` is ``end``, or too often without progress."""
         import httpx2
 
         failures = 0
-        while (before := part.stat().st_size) < end:
+        while (before := have()) < end:
             reason = "the connection was closed"
             try:
-                self._receive(part, file, before, end)
+                receive()
             except (httpx2.HTTPError, httpx2.StreamError) as error:
                 reason = " ".join(str(error).split()) or type(error).__name__
             except _Busy as error:
                 reason = str(error)
             self._check_stop()
-            if part.stat().st_size >= end:
+            if have() >= end:
                 return
-            failures = 0 if part.stat().st_size > before else failures + 1
+            failures = 0 if have() > before else failures + 1
             if failures > len(RETRY_DELAYS_S):
                 raise ModelError(
                     f"The download of {self.what} broke off ({reason[:120]}); "
-                    f"{byte_size(self.done + part.stat().st_size)} are kept: run it again to go on.",
+                    f"{byte_size(self.done + have())} are kept: run it again to go on.",
                     "network",
                 )
             self._pause(RETRY_DELAYS_S[max(0, failures - 1)])
@@ -222,6 +296,14 @@ class Download:
 
 class _Busy(Exception):
     """The server cannot answer now."""
+
+
+class _NoRanges(Exception):
+    """The server does not send the part of a file that was asked for."""
+
+
+def _report_nothing(stage: str, done: int, total: int, unit: str) -> None:
+    pass
 
 
 def _part(folder: Path, file: RemoteFile) -> Path:

@@ -133,12 +133,15 @@ def unlock(client: httpx2.Client, response: httpx2.Response) -> bool:
     first = response.history[0].request if response.history else response.request
     hub = httpx2.URL(endpoint())
     to_the_hub = (first.url.scheme, first.url.host, first.url.port) == ("https", hub.host, hub.port)
-    if response.status_code not in (401, 403) or not to_the_hub or "Authorization" in client.headers:
+    if response.status_code not in (401, 403) or not to_the_hub or "Authorization" in first.headers:
         return False
-    token = stored_token()
-    if token is not None:
+    # Another request, of those that are under way at once, may have been refused a moment ago.
+    if "Authorization" not in client.headers:
+        token = stored_token()
+        if token is None:
+            return False
         client.headers["Authorization"] = f"Bearer {token}"
-    return token is not None
+    return True
 
 
 def _refuse_packed(response: httpx2.Response) -> None:

@@ -6,6 +6,8 @@ import gzip
 import hashlib
 import json
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -35,6 +37,12 @@ class Repo:
     """Send so many bytes of a file and then nothing, until ``stalled`` is set or half a minute has passed."""
     stalled: threading.Event = field(default_factory=threading.Event)
     waited_in_vain: bool = False
+    together: int = 0
+    """Answer requests for a range only once so many are here."""
+    at_once: list[int] = field(default_factory=list)
+    """How many requests for a file were answered at once, at the beginning of each."""
+    refused_from: int | None = None
+    """Answer 503 to requests for a range that begins at this byte or later."""
     wants_token: bool = False
     """Answer 401 to whoever does not say who they are."""
     packed: bool = False
@@ -43,6 +51,27 @@ class Repo:
     """Bytes of blanks in what is said of the repository."""
     redirect_to: str = ""
     """Files lie on another server, as the hub's do."""
+
+    answering: int = 0
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+
+    @contextmanager
+    def answered(self) -> Iterator[None]:
+        """Inside, the request for a file is counted."""
+        with self._changed:
+            self.answering += 1
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self.answering -= 1
+
+    def wait_for_others(self) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.answering >= self.together, 20):
+                raise TimeoutError(f"there are {self.answering} requests at once, not {self.together}")
+        self.together = 0
 
 
 class LoopbackHub:
@@ -134,12 +163,21 @@ def _send_file(handler: BaseHTTPRequestHandler, repo: Repo, name: str) -> None:
         return _send(handler, 503, b"busy")
     if name not in repo.files:
         return _send(handler, 404, b"", {"X-Error-Code": "EntryNotFound"})
+    with repo.answered():
+        repo.at_once.append(repo.answering)
+        return _send_data(handler, repo, name)
+
+
+def _send_data(handler: BaseHTTPRequestHandler, repo: Repo, name: str) -> None:
     data = repo.files[name] + b"x" * repo.extra_bytes
     wanted = handler.headers.get("Range")
     start, end = 0, len(data)
     if wanted and not repo.ignores_ranges:
         first, _, last = wanted.removeprefix("bytes=").partition("-")
         start, end = int(first), min(int(last) + 1 if last else end, end)
+        if repo.refused_from is not None and start >= repo.refused_from:
+            return _send(handler, 503, b"busy")
+        repo.wait_for_others()
         if start >= len(data):
             return _send(handler, 416, b"")
         handler.send_response(206)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -11,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
@@ -561,3 +563,207 @@ def test_a_checksum_is_worked_out_piece_by_piece(tmp_path: Path, monkeypatch: py
         pieces: list[None] = []
         found = hub_module.digest_of(tmp_path / "x", like, functools.partial(pieces.append, None))
         assert found == like + expected and len(pieces) == 100
+
+
+# --- in ranges -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def in_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(downloading, "LARGE", 1_000_000)
+    monkeypatch.setattr(downloading, "_CHUNK", 50_000)
+
+
+def begins(wanted: list[str | None]) -> list[int]:
+    """Where the ranges of ``wanted`` begin."""
+    return [int((each or "bytes=0-").removeprefix("bytes=").partition("-")[0]) for each in wanted]
+
+
+QUARTERS = [0, 750_000, 1_500_000, 2_250_000]
+
+
+@pytest.mark.usefixtures("in_ranges")
+def test_a_large_file_comes_in_ranges_at_once(hub: LoopbackHub, repo: Repo) -> None:
+    repo.together = downloading.RANGES
+    progress = Progress()
+    folder = pull(REPO, progress)
+    assert all((folder / name).read_bytes() == repo.files[name] for name in SHARDS)
+    assert [sorted(begins(hub.file_requests(name))) for name in SHARDS] == [QUARTERS] * 2
+    assert max(repo.at_once) == downloading.RANGES
+    seen = progress.downloading()
+    assert seen == sorted(seen, key=lambda pair: (pair[1], pair[0])) and seen[-1][0] == seen[-1][1] > 6_000_000
+    assert len(list(folder.iterdir())) == 6
+    assert store.partial_downloads() == []
+
+
+@pytest.mark.usefixtures("in_ranges")
+def test_each_range_that_is_cut_goes_on_where_it_broke_off(hub: LoopbackHub, repo: Repo) -> None:
+    repo.cut_after = {SHARDS[0]: 300_000}
+    folder = pull(REPO, silent)
+    assert (folder / SHARDS[0]).read_bytes() == repo.files[SHARDS[0]]
+    assert sorted(begins(hub.file_requests(SHARDS[0]))) == [
+        start + done for start in QUARTERS for done in (0, 300_000, 600_000)
+    ]
+
+
+def noted() -> list[list[int]]:
+    (note,) = partial_folder().glob("*.ranges.part")
+    ranges: list[list[int]] = json.loads(note.read_bytes())["ranges"]
+    return ranges
+
+
+@pytest.mark.usefixtures("in_ranges")
+def test_a_range_that_fails_leaves_all_for_the_next_time(hub: LoopbackHub, repo: Repo) -> None:
+    repo.refused_from = 2_000_000
+    with pytest.raises(ModelError, match=r"broke off \(HTTP 503\); .* are kept: run it again") as raised:
+        pull(REPO, silent)
+    assert raised.value.kind == "network"
+    ranges = noted()
+    assert ranges[3] == [2_250_000, 3_000_000] and [end for _, end in ranges] == [*QUARTERS[1:], 3_000_000]
+    assert dict(store.partial_downloads())[REPO] < 2_700_000, "what is missing takes no space"
+    before = len(hub.file_requests(SHARDS[0]))
+    repo.refused_from = None
+    folder = pull(REPO, silent)
+    assert (folder / SHARDS[0]).read_bytes() == repo.files[SHARDS[0]]
+    missing = [f"bytes={have}-{end - 1}" for have, end in ranges if have < end]
+    assert sorted(map(str, hub.file_requests(SHARDS[0])[before:])) == sorted(missing)
+
+
+@pytest.mark.usefixtures("in_ranges")
+def test_a_server_without_ranges_sends_one_stream(hub: LoopbackHub, repo: Repo) -> None:
+    repo.ignores_ranges = True
+    folder = pull(REPO, silent)
+    assert all((folder / name).read_bytes() == repo.files[name] for name in SHARDS)
+    assert hub.file_requests(SHARDS[0])[-1] is None
+    assert len(hub.file_requests(SHARDS[0])) <= downloading.RANGES + 1
+
+
+@pytest.mark.usefixtures("in_ranges")
+def test_cancelling_keeps_what_came_of_each_range(hub: LoopbackHub, repo: Repo) -> None:
+    repo.stall_after = {SHARDS[0]: 400_000}
+    progress = Progress()
+
+    def enough() -> bool:
+        return bool(progress.downloading()) and progress.downloading()[-1][0] >= 1_600_000
+
+    with pytest.raises(Cancelled):
+        pull(REPO, progress, enough)
+    repo.stalled.set()
+    before = len(hub.file_requests(SHARDS[0]))
+    repo.stall_after = {}
+    again = Progress()
+    folder = pull(REPO, again)
+    assert (folder / SHARDS[0]).read_bytes() == repo.files[SHARDS[0]]
+    assert sorted(begins(hub.file_requests(SHARDS[0])[before:])) == [start + 400_000 for start in QUARTERS]
+    assert any(1_600_000 <= done < 1_601_000 for done, _ in again.downloading()), "what was here counts"
+
+
+def test_ranges_go_on_after_a_kill(hub: LoopbackHub, repo: Repo, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = (
+        "import sys\nfrom engine.models import downloading, partial_file\nfrom engine.models.fetching import pull\n"
+        "downloading.LARGE, partial_file._NOTED, downloading._CHUNK = 1_000_000, 100_000, 50_000\n"
+        "pull(sys.argv[1], lambda s, d, t, u: print(d, flush=True))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    reached = 0
+    for part in (200_000, 250_000):
+        repo.stall_after = {SHARDS[0]: part}
+        reached += part
+        with subprocess.Popen(
+            [sys.executable, "-c", program, REPO], stdout=subprocess.PIPE, env=environment
+        ) as process:
+            assert process.stdout is not None
+            while int(process.stdout.readline()) < 4 * reached:
+                pass
+            process.send_signal(signal.SIGKILL)
+        repo.stalled.set()
+        repo.stalled = threading.Event()
+        assert store.resolve(REPO).folder is None
+    repo.stall_after = {}
+    before = len(hub.file_requests(SHARDS[0]))
+    folder = pull(REPO, silent)
+    assert all((folder / name).read_bytes() == repo.files[name] for name in SHARDS)
+    # The file was begun in ranges, so it goes on in them. What was not noted is fetched again.
+    asked = sorted(begins(hub.file_requests(SHARDS[0])[before:]))
+    assert all(350_000 <= begin - start <= 450_000 for begin, start in zip(asked, QUARTERS, strict=True))
+
+
+@pytest.mark.usefixtures("in_ranges")
+def test_a_damaged_file_in_ranges_is_removed_with_its_note(hub: LoopbackHub, repo: Repo) -> None:
+    repo.wrong_digests = {SHARDS[1]}
+    with pytest.raises(ModelError, match=r"arrived damaged .* was deleted"):
+        pull(REPO, silent)
+    assert not list(partial_folder().glob(f"{SHARDS[1]}*"))
+
+
+@pytest.mark.usefixtures("in_ranges")
+@pytest.mark.parametrize(
+    "note", [b"{", b"[" * 5000, b'{"size": 3000000, "ranges": [[0, 3000000]]}', b'{"size": 1, "ranges": []}']
+)
+def test_a_note_that_cannot_be_is_not_believed(hub: LoopbackHub, repo: Repo, note: bytes) -> None:
+    repo.cut_after = {SHARDS[0]: 0}
+    with pytest.raises(ModelError):
+        pull(REPO, silent)
+    (noted,) = partial_folder().glob("*.ranges.part")
+    noted.write_bytes(note)
+    repo.cut_after = {}
+    # A file of the whole size is checked, and fetched again where it is none.
+    with contextlib.suppress(ModelError):
+        pull(REPO, silent)
+    folder = pull(REPO, silent)
+    assert (folder / SHARDS[0]).read_bytes() == repo.files[SHARDS[0]]
+
+
+@pytest.mark.usefixtures("in_ranges")
+def test_the_beginning_of_a_file_in_ranges_is_what_is_here_without_a_gap(
+    hub: LoopbackHub, repo: Repo, tmp_path: Path
+) -> None:
+    name = SHARDS[0]
+    file = hub_module.RemoteFile(name, 3_000_000, f"sha256:{hashlib.sha256(repo.files[name]).hexdigest()}")
+    with hub_module.new_client() as client:
+        address = f"{hub.address}/{REPO}/resolve/{REVISION}/{name}"
+        task = downloading.Download(client, REPO, lambda name: address, lambda response: None, tmp_path, silent, None)
+        repo.refused_from = 1_000_000
+        repo.cut_after = {name: 100_000}
+        with pytest.raises(ModelError, match="broke off"):
+            task.fetch([file], file.size)
+        assert task.beginning(file, 50_000) == repo.files[name][:50_000]
+        repo.refused_from, repo.cut_after = None, {}
+        assert task.beginning(file, 900_000) == repo.files[name][:900_000]
+        task.fetch([file], file.size)
+    assert (tmp_path / name).read_bytes() == repo.files[name]
+
+
+@pytest.mark.usefixtures("in_ranges")
+def test_ranges_that_are_refused_at_once_are_all_asked_for_again_with_the_token(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("HF_ENDPOINT", "https://hub.example")
+    data = random_bytes(5, 3_000_000)
+    all_refused = threading.Barrier(downloading.RANGES, timeout=20)
+
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        if "Authorization" not in request.headers:
+            all_refused.wait()
+            return httpx2.Response(403)
+        first, _, last = request.headers["Range"].removeprefix("bytes=").partition("-")
+        part = data[int(first) : int(last) + 1]
+        return httpx2.Response(
+            206, headers={"Content-Range": f"bytes {first}-{last}/*"}, stream=httpx2.ByteStream(part)
+        )
+
+    with httpx2.Client(transport=httpx2.MockTransport(answer)) as client:
+        task = downloading.Download(
+            client,
+            REPO,
+            lambda name: f"https://hub.example/{name}",
+            lambda response: hub_module.raise_for_status(response, REPO),
+            tmp_path,
+            silent,
+            None,
+            unlock=lambda response: hub_module.unlock(client, response),
+        )
+        file = hub_module.RemoteFile(SHARDS[0], len(data), f"sha256:{hashlib.sha256(data).hexdigest()}")
+        task.fetch([file], len(data))
+    assert (tmp_path / SHARDS[0]).read_bytes() == data
