@@ -56,6 +56,9 @@ from engine.ipc.messages import (
 _LONG_CHAT = "Most of it is the chat before the question: /delete shortens it, /new begins another."
 """What is added if it is not the question that is too long."""
 
+UNEXPECTED = "Something went wrong; details are in the log."
+"""What is said of an answer that an error of this program ended."""
+
 
 @dataclass(eq=False)
 class ChatTurn:
@@ -286,27 +289,45 @@ class AnswerLoop:
         """Load the model, then answer questions until cancelled. Partial answers are saved at the end."""
         watcher = asyncio.create_task(self._watch_engine(), name="engine watch")
         try:
-            await self._link.bring_up(self._options)
             while True:
-                while self._waiting:
-                    turn = self._current = self._waiting.popleft()
-                    self._count_waiting()
-                    await self._answer(turn)
-                    self._current = None
-                    if not self._waiting:
-                        self._on_free(turn)
-                if not self._status.problem and not self._link.has(self._options()):
-                    await self._link.bring_up(self._options)
-                    continue
-                self._wake.clear()
-                if not self._waiting:
-                    await self._wake.wait()
+                try:
+                    await self._next()
+                except Exception as error:
+                    self._went_wrong(error)
         finally:
             watcher.cancel()
             for turn in self.unfinished:
                 self._end(turn, "stopped", "Stopped.")
             self._saver.retry()
             await self._saver.settle()
+
+    async def _next(self) -> None:
+        """Answer the question that waits longest. If none does, load the model, or wait until there is work."""
+        if self._waiting:
+            turn = self._current = self._waiting.popleft()
+            self._count_waiting()
+            await self._answer(turn)
+            self._current = None
+            if not self._waiting:
+                self._on_free(turn)
+        elif not self._status.problem and not self._link.has(self._options()):
+            await self._link.bring_up(self._options)
+        else:
+            self._wake.clear()
+            await self._wake.wait()
+
+    def _went_wrong(self, error: Exception) -> None:
+        """An error of this program ends one answer, or loading; nothing is tried again before the person asks."""
+        turn, self._current = self._current, None
+        if turn is None:
+            self._status.problem = UNEXPECTED
+            self._status.phase = Phase.UNAVAILABLE
+        else:
+            self._end(turn, "failed", UNEXPECTED)
+        self._emit(StatusChanged())
+        asyncio.get_running_loop().call_exception_handler({"message": "Answering failed.", "exception": error})
+        if turn is not None and not self._waiting:
+            self._on_free(turn)
 
     async def _watch_engine(self) -> None:
         """Notice an engine that dies between questions, and servers; try again to save what could not be saved."""

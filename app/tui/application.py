@@ -7,7 +7,7 @@ import gc
 from collections.abc import Callable, Iterable
 from importlib.resources import files
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from textual import constants, events, on
 from textual.app import SystemCommand
@@ -155,6 +155,16 @@ class ChatApp(TerminalApp):
         return readable(super().get_key_display(binding))
 
     @property
+    def main_screen(self) -> Screen[Any] | None:
+        return self.chat
+
+    @property
+    def failure_words(self) -> str:
+        unsaved = self.chat.controller.unsaved if self.chat is not None else 0
+        kept = "what could be saved is saved" if unsaved else "your chats are saved"
+        return f"Something went wrong; {kept}. Details are in the log: /log."
+
+    @property
     def may_write_copies(self) -> bool:
         # A temporary chat leaves nothing on the disk.
         return self.chat is None or self.chat.controller.thread.memory is None
@@ -198,7 +208,7 @@ class ChatApp(TerminalApp):
             self.push_screen(HelpScreen(self.screen.focused))
 
     def on_resize(self, event: events.Resize) -> None:
-        if self.chat is not None:
+        if self.chat is not None and self.chat.is_mounted:
             self.chat.panels.fit(event.size.width)
             self.chat.chats.fit(event.size.width)
 

@@ -186,13 +186,13 @@ class Candidates(Rendered, can_focus=True):
         self._pick = pick
         self._beams: Sequence[Beam] = ()
         self._step = 0
-        self._running = False
+        self._searching = False
         self._rate = 0.0
         self._marked = 0
         self._rows: list[int] = []
 
     def show(self, beams: Sequence[Beam], step: int, running: bool, tokens_per_s: float) -> None:
-        self._beams, self._step, self._running, self._rate = beams, step, running, tokens_per_s
+        self._beams, self._step, self._searching, self._rate = beams, step, running, tokens_per_s
         self._marked = min(self._marked, max(0, len(beams) - 1))
         self.remake()
 
@@ -216,7 +216,7 @@ class Candidates(Rendered, can_focus=True):
         if not self._beams:
             hint = "Candidates appear here during and after a beam search."
             return Content.assemble(head, "\n", (hint, _MUTED))
-        state = f"step {self._step}" if self._running else "ended"
+        state = f"step {self._step}" if self._searching else "ended"
         lines = [Content.assemble(head, (f"  {' · '.join(filter(None, [state, rate(self._rate)]))}", _MUTED))]
         texts = [one_line(_text_of(beam)) for beam in self._beams]
         places = partings(texts)

@@ -107,7 +107,7 @@ class PersonasScreen(Screen[Chosen | None]):
 
     @property
     def _marked(self) -> Persona | None:
-        place = self.query_one("#personas", OptionList).highlighted
+        place = self.query_one("#personas", OptionList).highlighted if self.is_mounted else None
         return self._rows[place] if place is not None and place < len(self._rows) else None
 
     @on(Input.Changed)

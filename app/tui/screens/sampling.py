@@ -83,22 +83,23 @@ class SamplingScreen(Screen[None]):
     def __init__(self, controller: ChatController) -> None:
         super().__init__()
         self._controller = controller
+        self._editor = ValueEditor(ChatValueList(controller))
 
     def compose(self) -> ComposeResult:
         yield Static("Sampling of this chat", classes="screen-title", markup=False)
         yield Static("", id="presets", markup=False)
-        yield ValueEditor(ChatValueList(self._controller))
+        yield self._editor
         yield Static("", id="sampling-note", markup=False)
         yield KeyFooter()
 
     def on_mount(self) -> None:
-        self.query_one(ValueEditor).focus_list()
+        self._editor.focus_list()
         self._draw()
 
     def handle_update(self, update: Update) -> None:
         """The controller changed something."""
         if isinstance(update, StatusChanged):
-            self.query_one(ValueEditor).draw()
+            self._editor.draw()
             self._draw()
 
     def _draw(self) -> None:
@@ -123,7 +124,7 @@ class SamplingScreen(Screen[None]):
         )
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        return not self.query_one(ValueEditor).is_typing or action not in ("preset", "leave")
+        return not self._editor.is_typing or action not in ("preset", "leave")
 
     def action_preset(self, index: int) -> None:
         self._controller.setup.use_preset(PRESETS[index])

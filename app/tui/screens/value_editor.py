@@ -67,25 +67,18 @@ class ValueEditor(Vertical):
     def __init__(self, values: Values) -> None:
         super().__init__(classes="value-editor")
         self._values = values
+        self._list = _ValueList(classes="values")
+        self._field = Input(classes="value-field", select_on_focus=False)
+        self._field.display = False
 
     def compose(self) -> ComposeResult:
-        yield _ValueList(classes="values")
+        yield self._list
         yield Static("", classes="value-help", markup=False)
-        field = Input(classes="value-field", select_on_focus=False)
-        field.display = False
-        yield field
+        yield self._field
 
     def on_mount(self) -> None:
         self.draw()
         self._list.highlighted = 0
-
-    @property
-    def _list(self) -> OptionList:
-        return self.query_one(OptionList)
-
-    @property
-    def _field(self) -> Input:
-        return self.query_one(Input)
 
     @property
     def marked(self) -> ValueRow:

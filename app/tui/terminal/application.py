@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from textual import events, on, work
-from textual.app import App, SuspendNotSupported, SystemCommand
+from textual.app import SuspendNotSupported, SystemCommand
 from textual.driver import Driver
 from textual.filter import LineFilter
 from textual.message import Message
@@ -22,6 +23,7 @@ from app.engine_client import Engine
 from app.text_safety import one_line
 from app.tui.terminal.colours import legible
 from app.tui.terminal.driver import PATIENCE_S, TerminalDriver, end_at_last, ended_by_signals
+from app.tui.terminal.guarded import GuardedApp
 from app.tui.terminal.output import with_safe_lines
 
 MOST_NOTICES = 3
@@ -39,7 +41,7 @@ class CopyRequested(Message):
         self.what = what
 
 
-class TerminalApp(App[int]):
+class TerminalApp(GuardedApp):
     """An application on a terminal that may be closed at any moment; its result is the exit status."""
 
     patience_s: ClassVar[float] = PATIENCE_S
@@ -133,8 +135,13 @@ class TerminalApp(App[int]):
         with ended_by_signals(self.end_soon, self.end_in_time):
             try:
                 result = await self.run_async()
+            except Exception as error:
+                self._handle_exception(error)
+                result = 1
             finally:
                 await engine.close()
+        if self.last_words:
+            print(f"privatellm: {self.last_words}", file=sys.stderr)  # noqa: T201
         return result if result is not None else self.return_code or 0
 
     def end_in_time(self, status: int) -> None:

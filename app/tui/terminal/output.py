@@ -6,6 +6,8 @@ import contextlib
 import os
 import re
 import sys
+import time
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
@@ -41,7 +43,7 @@ def guarded_output(log_path: Path | None = None) -> Iterator[None]:
     if terminal is None:
         yield
         return
-    log = open_log(log_path if log_path is not None else _log_path())
+    log = open_log(log_path if log_path is not None else screen_log())
     target = log.fileno() if log is not None else os.open(os.devnull, os.O_WRONLY)
     kept = {fd: os.dup(fd) for fd in (1, 2)}
     screen = os.fdopen(os.dup(terminal), "w", encoding="utf-8", errors="replace", newline="")
@@ -68,7 +70,18 @@ def guarded_output(log_path: Path | None = None) -> Iterator[None]:
             os.close(target)
 
 
-def _log_path() -> Path:
+def log_error(error: BaseException) -> None:
+    """Write ``error`` with its traceback to the log, without the values of variables: they may be the person's text."""
+    log = open_log(screen_log())
+    if log is None:
+        return
+    with log, contextlib.suppress(OSError):
+        lines = traceback.format_exception(error)
+        log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {''.join(lines)}".encode("utf-8", "replace"))
+
+
+def screen_log() -> Path:
+    """The log of the process with the screen."""
     from engine.models.locations import ensure, locate
 
     try:

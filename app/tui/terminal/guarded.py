@@ -1,0 +1,171 @@
+"""An application that goes on after an error in one of its handlers."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from rich.console import RenderableType
+from textual._context import active_message_pump
+from textual.app import App
+from textual.dom import DOMNode, NoScreen
+from textual.message import Message
+from textual.screen import Screen
+from textual.widget import Widget
+from textual.worker import WorkerFailed
+
+from app.tui.terminal.output import log_error, screen_log
+
+MOST_FAILURES = 100
+"""Number of errors without a drawing between them after which the application ends: one leads to the next for ever."""
+
+
+class GuardedApp(App[int]):
+    """An application of which an error in a handler, an action, a worker or a timer is a sentence and a log entry.
+
+    A screen that fails while it is built, or twice later, is closed. The application ends only where it cannot go on:
+    when its main screen cannot be built, or when errors repeat for ever.
+    """
+
+    def __init__(self, *, ansi_color: bool | None = None) -> None:
+        super().__init__(ansi_color=ansi_color)
+        self.last_words = ""
+        """Why the application ended by itself, as a sentence; empty if it did not."""
+        self._serves = False
+        self._failures = 0
+        self._failed: set[Screen[Any]] = set()
+
+    @property
+    def main_screen(self) -> Screen[Any] | None:
+        """The screen without which the application is of no use; None before there is one."""
+        return self.screen_stack[0] if self.screen_stack else None
+
+    @property
+    def failure_words(self) -> str:
+        """A sentence for the person about an error of this program."""
+        return "Something went wrong."
+
+    def end_soon(self, status: int) -> None:
+        """End with the exit status ``status``, without asking the person."""
+        self.exit(status)
+
+    # --- where Textual would end the application --------------------------------------------------------------------
+
+    def _register_child(self, parent: DOMNode, child: Widget, before: int | None, after: int | None) -> None:
+        self._guard(child)
+        super()._register_child(parent, child, before, after)
+
+    def _start_widget(self, parent: Widget, widget: Widget) -> None:
+        self._guard(widget)
+        super()._start_widget(parent, widget)
+
+    def _guard(self, widget: Widget) -> None:
+        """Let ``widget`` go on after an error in one of its handlers.
+
+        Textual would end the message loop of the widget and remove it. Its own widgets cannot be given another base, so
+        each one is given another method before it starts.
+        """
+        if "_dispatch_message" in vars(widget):
+            return
+        dispatch = widget._dispatch_message
+
+        async def guarded(message: Message) -> None:
+            try:
+                await dispatch(message)
+            except Exception as error:
+                self._handle_exception(error)
+
+        widget._dispatch_message = guarded  # type: ignore[method-assign]
+
+    async def _dispatch_message(self, message: Message) -> None:
+        if not self._serves:
+            # Without what happens before the first message there is no application.
+            await super()._dispatch_message(message)
+            return
+        try:
+            await super()._dispatch_message(message)
+        except Exception as error:
+            self._handle_exception(error)
+
+    async def _process_messages_loop(self) -> None:
+        loop = asyncio.get_running_loop()
+        before = loop.get_exception_handler()
+        loop.set_exception_handler(self._task_failed)
+        self._serves = True
+        try:
+            await super()._process_messages_loop()
+        finally:
+            self._serves = False
+            loop.set_exception_handler(before)
+
+    def _task_failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """An error of a task that nobody waits for, or of a callback."""
+        error = context.get("exception")
+        if isinstance(error, Exception):
+            self._handle_exception(error)
+        else:
+            loop.default_exception_handler(context)
+
+    def _display(self, screen: Screen[Any], renderable: RenderableType | None) -> None:
+        failures = self._failures
+        super()._display(screen, renderable)
+        if self._failures == failures:
+            self._failures = 0
+
+    # --- what happens instead ---------------------------------------------------------------------------------------
+
+    def _handle_exception(self, error: Exception) -> None:
+        if isinstance(error, WorkerFailed) and isinstance(error.error, Exception):
+            error = error.error
+        log_error(error)
+        if self.last_words:
+            return
+        if self._exception is None:
+            # Tests end with the first error.
+            self._exception = error
+            self._exception_event.set()
+        self._failures += 1
+        screen, built = self._where()
+        main = self.main_screen
+        if not self._serves or self._failures > MOST_FAILURES or (screen is main and not built):
+            self._end_failed()
+            return
+        if screen is not None and screen in self._closable and (not built or screen in self._failed):
+            self.call_later(self._close, screen)
+        elif screen is not None:
+            self._failed.add(screen)
+        self._tell_failure()
+
+    def _where(self) -> tuple[Screen[Any] | None, bool]:
+        """The screen at which something is done now, and whether it, and what is being done in it, has been built."""
+        pump = active_message_pump.get(None)
+        if not isinstance(pump, DOMNode) or pump is self:
+            return None, True
+        try:
+            screen = pump.screen
+        except NoScreen:
+            return None, True
+        if screen is self.main_screen:
+            return screen, screen._is_mounted
+        return screen, pump._is_mounted
+
+    @property
+    def _closable(self) -> list[Screen[Any]]:
+        """The screens above the main one."""
+        stack, main = self.screen_stack, self.main_screen
+        return stack[stack.index(main) + 1 :] if main in stack else []
+
+    def _close(self, screen: Screen[Any]) -> None:
+        self._failed.discard(screen)
+        if screen in self._closable and self.screen is screen:
+            screen.dismiss(None)
+
+    def _tell_failure(self) -> None:
+        words = self.failure_words
+        if all(notice.message != words for notice in self._notifications):
+            self.notify(words, severity="error", markup=False, timeout=10)
+
+    def _end_failed(self) -> None:
+        self.last_words = f"{self.failure_words} The log is {screen_log()}."
+        self._return_code = 1
+        self.end_soon(1)
