@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -18,6 +18,7 @@ from app.chat.saving import RETRY_SAVE_S, Saver
 from app.chat.state import (
     BUSY,
     TOO_LONG,
+    AnswerEnded,
     BeamsChanged,
     Entry,
     EntryChanged,
@@ -191,9 +192,9 @@ async def autosave(turn: ChatTurn, saver: Saver, interval_s: float) -> None:
 class AnswerLoop:
     """Answers questions one after the other: has the model loaded, follows the engine's events, saves the text.
 
-    ``options`` gives the settings for the next answer. ``emit`` is called with each change. ``on_picked`` is called
-    with a turn and the candidate that was picked while its beam search ran, ``on_free`` with the last turn when none
-    waits.
+    Each answer belongs to its conversation, whichever one is shown. ``options`` gives the settings for the next answer.
+    ``shows`` says whether a conversation is shown. ``emit`` is called with each change, ``on_picked`` with a turn and
+    the candidate that was picked while its beam search ran, and ``on_free`` with each turn that has ended.
     """
 
     def __init__(
@@ -202,6 +203,7 @@ class AnswerLoop:
         link: EngineLink,
         saver: Saver,
         options: Callable[[], Settings],
+        shows: Callable[[Thread], bool],
         emit: Callable[[Update], None],
         on_picked: Callable[[ChatTurn, Beam], None],
         on_free: Callable[[ChatTurn], None],
@@ -219,6 +221,7 @@ class AnswerLoop:
         self._status = link.status
         self._saver = saver
         self._options = options
+        self._shows = shows
         self._emit = emit
         self._on_picked = on_picked
         self._on_free = on_free
@@ -248,7 +251,9 @@ class AnswerLoop:
         if not self._link.has(self._options()):
             turn.answer.note = "Waiting for the model."
         elif self.busy:
-            turn.answer.note = "Waiting for the previous answer."
+            last = self.unfinished[-1]
+            other = "the answer in another chat" if last.thread is not turn.thread else "the previous answer"
+            turn.answer.note = f"Waiting for {other}."
         self._waiting.append(turn)
         self._count_waiting()
 
@@ -256,10 +261,10 @@ class AnswerLoop:
         """Look again for a question to answer, or a model to load."""
         self._wake.set()
 
-    def stop(self) -> bool:
-        """Stop the current answer and drop the questions that wait. The text stays. False if there was none."""
-        turns = [turn for turn in self.unfinished if not turn.ended]
-        self._waiting.clear()
+    def stop(self, thread: Thread) -> bool:
+        """Stop the answer in ``thread`` and drop its questions that wait. The text stays. False if there was none."""
+        turns = [turn for turn in self.unfinished if turn.thread is thread and not turn.ended]
+        self._waiting = deque(turn for turn in self._waiting if turn.thread is not thread)
         for turn in turns:
             if turn.request is None:
                 self._end(turn, "stopped", "Cancelled before the answer began.")
@@ -270,10 +275,14 @@ class AnswerLoop:
         self._count_waiting()
         return bool(turns)
 
-    def clear_beams(self) -> None:
-        """Forget the candidates: another conversation is shown."""
-        self.beams, self.beam_turn = (), None
-        self._emit(BeamsChanged((), 0, False))
+    def shown(self, thread: Thread) -> None:
+        """``thread`` is shown now, another one than before: its beam search is followed, if one runs in it."""
+        current = self._current
+        self.beam_turn = current if current is not None and current.beams > 1 and current.thread is thread else None
+        self.beams = ()
+        self._status.elsewhere = current is not None and current.thread is not thread
+        self._status.context_used, self._status.tokens_per_s, self._status.prefill = None, 0.0, None
+        self._emit(BeamsChanged((), 0, self.beam_turn is not None))
 
     def save(self, thread: Thread, path: Sequence[Entry]) -> None:
         """Write ``path`` to disk, now or as soon as the database is no longer locked."""
@@ -289,11 +298,9 @@ class AnswerLoop:
         """Load the model, then answer questions until cancelled. Partial answers are saved at the end."""
         watcher = asyncio.create_task(self._watch_engine(), name="engine watch")
         try:
+            await self._attempt(self._link.bring_up(self._options))
             while True:
-                try:
-                    await self._next()
-                except Exception as error:
-                    self._went_wrong(error)
+                await self._attempt(self._next())
         finally:
             watcher.cancel()
             for turn in self.unfinished:
@@ -308,13 +315,19 @@ class AnswerLoop:
             self._count_waiting()
             await self._answer(turn)
             self._current = None
-            if not self._waiting:
-                self._on_free(turn)
+            self._status.elsewhere = False
+            self._on_free(turn)
         elif not self._status.problem and not self._link.has(self._options()):
             await self._link.bring_up(self._options)
         else:
             self._wake.clear()
             await self._wake.wait()
+
+    async def _attempt(self, work: Awaitable[object]) -> None:
+        try:
+            await work
+        except Exception as error:
+            self._went_wrong(error)
 
     def _went_wrong(self, error: Exception) -> None:
         """An error of this program ends one answer, or loading; nothing is tried again before the person asks."""
@@ -326,7 +339,7 @@ class AnswerLoop:
             self._end(turn, "failed", UNEXPECTED)
         self._emit(StatusChanged())
         asyncio.get_running_loop().call_exception_handler({"message": "Answering failed.", "exception": error})
-        if turn is not None and not self._waiting:
+        if turn is not None:
             self._on_free(turn)
 
     async def _watch_engine(self) -> None:
@@ -371,6 +384,7 @@ class AnswerLoop:
         request = generate_request(self._engine.new_id(), turn, effective(self._options(), turn.thread.values))
         turn.request = request.id
         turn.answer.note = ""
+        shown = self._shows(turn.thread)
         if turn.beams > 1:
             turn.answer.generation = dataclasses.replace(
                 turn.answer.generation, beams=turn.beams, length_penalty=request.length_penalty
@@ -378,7 +392,8 @@ class AnswerLoop:
         if self._status.facts is not None:
             turn.answer.model = self._status.facts.name
         self._status.phase, self._status.prefill, self._status.tokens_per_s = Phase.READING, None, 0.0
-        if turn.beams > 1:
+        self._status.elsewhere = not shown
+        if turn.beams > 1 and shown:
             self.beams, self.beam_turn = (), turn
             self._emit(BeamsChanged((), 0, True))
         self._emit(EntryChanged(turn.answer, live=True))
@@ -394,17 +409,19 @@ class AnswerLoop:
             case Progress():
                 self._emit(StatusChanged())
             case Prefill():
-                self._status.prefill, turn.prompt_tokens = event, event.total
-                self._status.context_used = event.done
-                self._emit(StatusChanged())
+                turn.prompt_tokens = event.total
+                if self._shows(turn.thread):
+                    self._status.prefill, self._status.context_used = event, event.done
+                    self._emit(StatusChanged())
             case Piece():
                 self._grow_by(turn, event)
             case BeamProgress():
-                self.beams = tuple(event.beams)
                 best = event.beams[0] if event.beams else Beam("", [], 0.0)
                 turn.answer.thoughts = turn.begun.with_thoughts(Thoughts(sanitize(best.reasoning)))
                 self._grow(turn, sanitize(best.text), event.step, event.tokens_per_s)
-                self._emit(BeamsChanged(self.beams, event.step, True, event.tokens_per_s))
+                if self.beam_turn is turn:
+                    self.beams = tuple(event.beams)
+                    self._emit(BeamsChanged(self.beams, event.step, True, event.tokens_per_s))
             case Timing():
                 self._measured(event)
             case Finished():
@@ -431,15 +448,17 @@ class AnswerLoop:
         before = status.phase
         if not turn.stopping:
             status.phase = Phase.THINKING if turn.answer.thoughts.text and not turn.answer.content else Phase.ANSWERING
-        status.prefill, status.tokens_per_s = None, tokens_per_s
-        status.context_used = turn.prompt_tokens + tokens
+        if self._shows(turn.thread):
+            status.prefill, status.tokens_per_s = None, tokens_per_s
+            status.context_used = turn.prompt_tokens + tokens
         self._emit(EntryChanged(turn.answer, live=True))
         if status.phase is not before:
             self._emit(StatusChanged())
 
     def _finished(self, turn: ChatTurn, event: Finished) -> None:
-        self._status.tokens_per_s = event.tokens_per_s
-        self._status.context_used = event.prompt_tokens + event.completion_tokens
+        if self._shows(turn.thread):
+            self._status.tokens_per_s = event.tokens_per_s
+            self._status.context_used = event.prompt_tokens + event.completion_tokens
         self._status.ttft_s = event.ttft_s or None
         self._status.memory = event.memory or self._status.memory
         self._end(turn, *completed(turn, event))
@@ -447,7 +466,7 @@ class AnswerLoop:
             self._status.probe_s = event.probe_s
         if event.timing is not None:
             self._measured(event.timing)
-        if turn.beams > 1:
+        if self.beam_turn is turn:
             self.beams = tuple(event.beams) or self.beams
             self._emit(BeamsChanged(self.beams, event.completion_tokens, False, event.tokens_per_s))
             if turn.picked is not None:
@@ -471,6 +490,7 @@ class AnswerLoop:
         if self.beam_turn is turn:
             self._emit(BeamsChanged(self.beams, answer.tokens, False, answer.tokens_per_s))
         self._emit(EntryChanged(answer))
+        self._emit(AnswerEnded(turn.thread, answer, self._shows(turn.thread)))
 
     async def _cancel(self, request: int) -> None:
         with suppress(EngineDied):

@@ -16,6 +16,7 @@ from app.chat.queue import NewQuestion, QuestionQueue
 from app.chat.saving import Saver, rename
 from app.chat.setup import ChatSetup
 from app.chat.state import (
+    AnswerEnded,
     Entry,
     EntryAdded,
     EntryChanged,
@@ -43,8 +44,9 @@ from app.conversations.store import ConversationStore, StoreError
 from app.engine_client import Engine
 from app.settings.fields import SettingError
 from app.settings.file import SettingsFile
+from app.settings.layers import effective
 from app.settings.schema import RELOADING, Settings
-from app.text_safety import sanitize
+from app.text_safety import one_line, sanitize
 from engine.ipc.messages import Beam, BeamEstimates, Notice, Timing
 
 AUTOSAVE_S = 0.5
@@ -87,7 +89,8 @@ class ChatController:
             self.link,
             self._saver,
             lambda: self.options,
-            emit,
+            lambda thread: thread is self.thread,
+            self._answer_changed,
             self._take_candidate,
             self._next_question,
             autosave_s=autosave_s,
@@ -103,7 +106,11 @@ class ChatController:
             emit=emit,
         )
         self.deletions = Deletions(self)
-        self.queue = QuestionQueue(self._queue_changed)
+        self.unread: set[int] = set()
+        """Saved conversations with an answer that ended while another one was shown."""
+        self._left: list[Thread] = []
+        """Conversations that were left while questions of theirs waited."""
+        self._watch_queue(self.thread)
         engine.on_notice = self._engine_notice
 
     # --- what the screen asks -------------------------------------------------------------------------------------
@@ -125,8 +132,24 @@ class ChatController:
 
     @property
     def busy(self) -> bool:
-        """Is a question being answered, or waiting?"""
-        return self.answers.busy or bool(self.queue.items)
+        """Is a question being answered, or waiting, in whatever conversation?"""
+        return self.answers.busy or any(thread.queue.items for thread in self.unfinished)
+
+    @property
+    def queue(self) -> QuestionQueue:
+        """The questions that wait for the answer in the shown conversation."""
+        return self.thread.queue
+
+    @property
+    def unfinished(self) -> list[Thread]:
+        """The conversations of which a question is being answered or waits."""
+        threads = [self.thread, *self._left]
+        return [thread for thread in threads if thread.queue.items or self.answers.answers(thread)]
+
+    @property
+    def answering(self) -> frozenset[int]:
+        """The saved conversations of :attr:`unfinished`."""
+        return frozenset(thread.conversation or 0 for thread in self.unfinished if thread.memory is None)
 
     @property
     def beam_search_runs(self) -> bool:
@@ -212,15 +235,18 @@ class ChatController:
             self.notify(str(error), "error")
 
     def new_conversation(self, *, temporary: bool = False) -> None:
-        """Show an empty conversation. ``temporary``: nothing of it is written to disk, and it ends when it is left."""
-        self.stop()
+        """Show an empty conversation. ``temporary``: nothing of it is written to disk, and it ends when it is left.
+
+        Answers of a saved one that is left go on.
+        """
+        self._leave()
         memory = open_temporary() if temporary else None
         self._show_thread(Thread(system=self.options.system_prompt, model=self.options.model, memory=memory))
         self._emit(PathChanged())
 
     def empty(self) -> None:
         """Show an empty conversation of the same kind as the shown one."""
-        self._show_thread(dataclasses.replace(self.thread, conversation=None, title="", path=[]))
+        self._show_thread(dataclasses.replace(self.thread, conversation=None, title="", path=[], queue=QuestionQueue()))
         self._emit(PathChanged())
 
     def forget_prefixes(self, conversations: Sequence[int]) -> None:
@@ -235,17 +261,31 @@ class ChatController:
         ``memory``: the store of a temporary one.
         """
         store = memory or self.store
+        known = [thread for thread in self.unfinished if (thread.conversation, thread.memory) == (conversation, memory)]
         try:
             found = store.conversation(conversation)
-            records = store.shown(conversation) if message is None else store.select(message)
+            records = [] if known and message is None else self._records(store, conversation, message)
         except StoreError as error:
             self.notify(str(error), "error")
             return False
         if (self.thread.conversation, self.thread.memory) != (conversation, memory):
-            self.stop()
-        self._show_thread(Thread.of(found, memory))
-        self.show(records, focus=message)
+            self._leave()
+        if not known:
+            self._show_thread(Thread.of(found, memory))
+            self.show(records, focus=message)
+            return True
+        # What is on the screen of an unfinished conversation may be ahead of the disk.
+        known[0].title = found.title
+        self._show_thread(known[0])
+        if message is None:
+            self._emit(PathChanged())
+        else:
+            self.show(records, focus=message)
         return True
+
+    @staticmethod
+    def _records(store: ConversationStore, conversation: int, message: int | None) -> list[MessageRecord]:
+        return store.shown(conversation) if message is None else store.select(message)
 
     def rename(self, title: str, done: Callable[[], None] = lambda: None) -> None:
         """Give the shown conversation a title. ``done`` is called when it is on disk or saving it failed."""
@@ -299,7 +339,8 @@ class ChatController:
             if self.thread.system == before.system_prompt:
                 self.thread.system = options.system_prompt
         if not options.loads_like(before):
-            self.stop()
+            for thread in self.unfinished:
+                self._stop(thread)
             # What kept another model from being loaded says nothing about this one.
             self.status.problem = ""
             self.answers.run_in_background(self.link.abandon_loading())
@@ -323,17 +364,39 @@ class ChatController:
 
     def stop(self) -> bool:
         """As :meth:`stop_soon`, and the questions in the queue go back to the prompt."""
-        questions = self.queue.take_all()
+        questions = self._return_questions(self.thread)
+        return self.stop_soon() or questions
+
+    def stop_conversations(self, numbers: Sequence[int]) -> None:
+        """Stop the answers of saved conversations, which are about to be deleted."""
+        for thread in self.unfinished:
+            if thread.memory is None and thread.conversation in numbers:
+                self._stop(thread)
+        self.unread.difference_update(numbers)
+
+    def _stop(self, thread: Thread) -> None:
+        self._return_questions(thread)
+        self.answers.stop(thread)
+
+    def _return_questions(self, thread: Thread) -> bool:
+        """Give the questions that wait in ``thread`` back to its prompt. False if there are none."""
+        questions = thread.queue.take_all()
         if questions:
-            self._emit(QuestionsReturned(questions))
-        return self.stop_soon() or bool(questions)
+            self._emit(QuestionsReturned(questions, thread))
+        return bool(questions)
+
+    def _leave(self) -> None:
+        """The shown conversation is about to be left. A temporary one ends; of another the answers go on."""
+        if self.thread.memory is not None:
+            self.stop()
 
     def stop_soon(self) -> bool:
-        """Stop the current answer; its text stays. Without one, stop the download of the model, or forming its ring.
+        """Stop the answer in the shown conversation; its text stays.
 
+        Without one, stop the download of the model, or forming its ring.
         The next question continues what was stopped. Returns False if there was nothing to stop.
         """
-        if self.answers.stop():
+        if self.answers.stop(self.thread):
             return True
         forming = self.status.phase is Phase.LOADING and self.options.partitioning == "ring"
         if not forming and self.status.phase is not Phase.FETCHING:
@@ -369,38 +432,56 @@ class ChatController:
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
-    def _submit(self, question: NewQuestion) -> None:
+    def _submit(self, question: NewQuestion, thread: Thread | None = None) -> None:
         entry = Entry("user", question.text, attachments=question.attachments)
-        self._ask([*self.thread.path, entry], EntryAdded(entry))
+        thread = thread or self.thread
+        self._ask([*thread.path, entry], EntryAdded(entry), thread)
 
     def _next_question(self, last: ChatTurn) -> None:
-        """Ask the first question of the queue after ``last`` has ended; return all of them if it failed."""
-        if last.answer.state == "failed":
-            questions = self.queue.take_all()
-            if questions:
-                self._emit(QuestionsReturned(questions))
-            return
-        question = self.queue.take()
-        if question is not None:
-            self._submit(question)
-
-    def _queue_changed(self) -> None:
-        self.status.queued = len(self.queue.items)
-        self._emit(QueueChanged())
+        """Ask the next question of the conversation of ``last``, which has ended; return all of them if it failed."""
+        thread = last.thread
+        if not self.answers.answers(thread):
+            if last.answer.state == "failed":
+                self._return_questions(thread)
+            else:
+                question = thread.queue.take()
+                if question is not None:
+                    self._submit(question, thread)
+        self._left = [left for left in self._left if left in self.unfinished]
         self._status_changed()
 
-    def _ask(self, path: list[Entry], update: Update) -> None:
+    def _watch_queue(self, thread: Thread) -> None:
+        thread.queue.on_change = lambda: self._queue_changed(thread)
+
+    def _queue_changed(self, thread: Thread) -> None:
+        self.status.queued = len(self.queue.items)
+        self._emit(QueueChanged(thread))
+        self._status_changed()
+
+    def _answer_changed(self, update: Update) -> None:
+        if isinstance(update, AnswerEnded) and not update.shown:
+            thread = update.thread
+            if thread.memory is None and thread.conversation is not None and update.entry.state != "stopped":
+                self.unread.add(thread.conversation)
+                how = "failed" if update.entry.state == "failed" else "is complete"
+                self.notify(f"The answer in “{one_line(thread.title)}” {how}.")
+        self._emit(update)
+
+    def _ask(self, path: list[Entry], update: Update, thread: Thread | None = None) -> None:
+        thread = thread or self.thread
         answer = Entry("assistant", "", state="writing", model=self.options.model)
-        self._start(ChatTurn(self.thread, path, answer, self.setup.options.beams), update)
-        if isinstance(update, EntryAdded):
+        beams = effective(self.options, thread.values).beams
+        self._start(ChatTurn(thread, path, answer, beams), update)
+        if isinstance(update, EntryAdded) and thread is self.thread:
             self._emit(EntryAdded(answer))
 
     def _start(self, turn: ChatTurn, update: Update) -> None:
         """Show and save the path of ``turn``, and have its answer written after those that wait."""
-        self.thread.path = turn.whole
-        self.answers.save(self.thread, self.thread.path)
+        turn.thread.path = turn.whole
+        self.answers.save(turn.thread, turn.thread.path)
         self.answers.add(turn)
-        self._emit(update)
+        if turn.thread is self.thread:
+            self._emit(update)
         self.answers.wake()
 
     def _replace_path(self, path: list[Entry], focus: Entry) -> None:
@@ -434,7 +515,8 @@ class ChatController:
 
     def show(self, records: Sequence[MessageRecord], focus: int | None = None) -> None:
         """Show another path of the conversation, at the message ``focus`` if given."""
-        running = {turn.answer.record: turn.answer for turn in self.answers.unfinished}
+        turns = [turn for turn in self.answers.unfinished if turn.thread is self.thread]
+        running = {turn.answer.record: turn.answer for turn in turns}
         entries = [running.get(record.id) or Entry.of(record) for record in records]
         self.thread.path = entries
         self._emit(PathChanged(next((entry for entry in entries if entry.record == focus), None)))
@@ -443,11 +525,14 @@ class ChatController:
         left = self.thread.memory
         if left is not None and left is not thread.memory:
             self.deletions.forget(left)
+        self._left = [other for other in self.unfinished if other is not thread]
         self.thread = thread
-        self.status.context_used, self.status.tokens_per_s = None, 0.0
+        self._watch_queue(thread)
+        if thread.memory is None:
+            self.unread.discard(thread.conversation or 0)
         self._setup_changed()
-        self.answers.clear_beams()
-        self._status_changed()
+        self.answers.shown(thread)
+        self._queue_changed(thread)
 
     def _setup_changed(self) -> None:
         self.status.beams = self.setup.options.beams

@@ -47,6 +47,10 @@ class OpenChat(Protocol):
 
     def show(self, records: Sequence[MessageRecord], focus: int | None = None) -> None: ...
 
+    def stop_conversations(self, numbers: Sequence[int]) -> None:
+        """Stop the answers of saved conversations, which are about to be deleted."""
+        ...
+
     def forget_prefixes(self, conversations: Sequence[int]) -> None:
         """Remove what the engine keeps on disk of saved conversations."""
         ...
@@ -145,8 +149,8 @@ class Deletions:
         store = self._chat.store
         thread = self._chat.thread
         shown = thread.memory is None and thread.conversation in numbers
+        self._chat.stop_conversations(numbers)
         if shown:
-            self._chat.stop()
             self._chat.empty()
         parts: list[Deletion] = []
         try:

@@ -53,6 +53,25 @@ class DraftKeeper:
             self.note(refused)
         return self._draft
 
+    def keep(self, thread: Thread, draft: Draft) -> None:
+        """Write the ``draft`` of another conversation than the one that is open."""
+        key = thread.conversation or 0
+        try:
+            with self._writing:
+                thread.store_in(self._store).keep_draft(key, draft if draft.text.strip() else None)
+        except StoreError:
+            if thread.memory is None:
+                self._refused[key] = draft
+
+    def kept(self, thread: Thread) -> Draft:
+        """The draft of another conversation than the one that is open."""
+        key = thread.conversation or 0
+        if thread.memory is None and key in self._refused:
+            return self._refused[key]
+        with suppress(StoreError):
+            return thread.store_in(self._store).draft(key) or NO_DRAFT
+        return NO_DRAFT
+
     def note(self, draft: Draft) -> None:
         """``draft`` is what is typed now. It is written soon."""
         self._draft = draft if draft.text.strip() else NO_DRAFT

@@ -21,9 +21,9 @@ class NewQuestion:
 class QuestionQueue:
     """The questions that wait, oldest first. ``on_change`` is called after each change."""
 
-    def __init__(self, on_change: Callable[[], None]) -> None:
+    def __init__(self, on_change: Callable[[], None] = lambda: None) -> None:
         self._items: list[NewQuestion] = []
-        self._on_change = on_change
+        self.on_change = on_change
 
     @property
     def items(self) -> tuple[NewQuestion, ...]:
@@ -31,14 +31,14 @@ class QuestionQueue:
 
     def add(self, question: NewQuestion) -> None:
         self._items.append(question)
-        self._on_change()
+        self.on_change()
 
     def take(self, index: int = 0) -> NewQuestion | None:
         """Remove a question and return it; None if there is none at ``index``."""
         if not 0 <= index < len(self._items):
             return None
         question = self._items.pop(index)
-        self._on_change()
+        self.on_change()
         return question
 
     def take_all(self) -> tuple[NewQuestion, ...]:
@@ -46,5 +46,5 @@ class QuestionQueue:
         taken = self.items
         if taken:
             self._items.clear()
-            self._on_change()
+            self.on_change()
         return taken

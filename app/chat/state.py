@@ -7,13 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import count
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from app.attachments.attachment import CHARACTERS_PER_TOKEN, Attachment
 from app.chat.queue import NewQuestion
 from app.conversations.generation import UNKNOWN, Generation
 from app.conversations.records import NO_THOUGHTS, MessageRecord, Role, State, Thoughts
 from engine.ipc.messages import Beam, MemoryUse, ModelFacts, Prefill, Progress, Timing, WarmUp
+
+if TYPE_CHECKING:
+    from app.chat.thread import Thread
 
 _keys = count(1)
 
@@ -107,8 +110,10 @@ class Status:
     draft_counted: bool = False
     """Whether the model's tokenizer has counted them; otherwise they are estimated."""
     tokens_per_s: float = 0.0
+    elsewhere: bool = False
+    """Does the engine answer a question of another conversation than the one that is shown?"""
     waiting: int = 0
-    """Number of questions of the conversation that wait for an answer."""
+    """Number of questions that are part of their conversations and wait for an answer."""
     queued: int = 0
     """Number of questions that wait to become part of the conversation."""
     unsaved: str = ""
@@ -159,14 +164,29 @@ class EntryChanged:
 
 @dataclass(frozen=True)
 class QueueChanged:
-    """Another question waits, or one does no longer."""
+    """Another question waits in ``thread``, or one does no longer."""
+
+    thread: Thread
+
+
+@dataclass(frozen=True)
+class AnswerEnded:
+    """The answer ``entry`` of ``thread`` is complete, was stopped or failed. ``shown``: its conversation is shown."""
+
+    thread: Thread
+    entry: Entry
+    shown: bool
 
 
 @dataclass(frozen=True)
 class QuestionsReturned:
-    """The answer before them was stopped or failed: these questions, oldest first, belong in the prompt again."""
+    """The answer before them was stopped or failed: these questions, oldest first, belong in the prompt again.
+
+    ``thread``: the conversation whose prompt it is.
+    """
 
     questions: tuple[NewQuestion, ...]
+    thread: Thread
 
 
 @dataclass(frozen=True)
@@ -221,8 +241,8 @@ class UserNotice:
 
 
 Update = (
-    PathChanged | EntryAdded | EntryChanged | QueueChanged | QuestionsReturned | StatusChanged | SettingsChanged
-    | FellBack | DownloadsChanged | BeamsChanged | TimingArrived | NetworkChanged | UserNotice
+    PathChanged | EntryAdded | EntryChanged | AnswerEnded | QueueChanged | QuestionsReturned | StatusChanged
+    | SettingsChanged | FellBack | DownloadsChanged | BeamsChanged | TimingArrived | NetworkChanged | UserNotice
 )  # fmt: skip
 
 

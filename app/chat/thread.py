@@ -9,6 +9,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from app.attachments.attachment import with_attachments
+from app.chat.queue import QuestionQueue
 from app.chat.state import TOO_LONG, Entry
 from app.conversations.exporting import export_form, quoted, write_export
 from app.conversations.records import Conversation, MessageRecord
@@ -19,7 +20,10 @@ from engine.ipc.messages import Message
 
 @dataclass(eq=False)
 class Thread:
-    """A conversation on the screen. ``conversation``: its id in its store, None until its first question is kept."""
+    """A conversation that is shown, or whose questions wait for answers while another one is.
+
+    ``conversation``: its id in its store, None until its first question is kept.
+    """
 
     conversation: int | None = None
     title: str = ""
@@ -29,6 +33,8 @@ class Thread:
     values: ChatValues = field(default_factory=ChatValues)
     memory: ConversationStore | None = None
     """The store in memory of a temporary conversation, of which nothing may be written to disk; None: it is saved."""
+    queue: QuestionQueue = field(default_factory=QuestionQueue)
+    """The questions that wait for the answers of this conversation."""
 
     def store_in(self, disk: ConversationStore) -> ConversationStore:
         """Where the conversation is kept: in memory, or in the store ``disk``."""

@@ -299,7 +299,7 @@ async def test_stopping_hands_the_queue_back(engine: FakeEngine, store: Conversa
         await chat.answered()
         assert [entry.content for entry in chat.path] == ["one", "Paris"]
         assert len(engine.sent(Generate)) == 1 and not chat.controller.queue.items
-        assert QuestionsReturned((NewQuestion("two"), NewQuestion("three"))) in chat.updates
+        assert QuestionsReturned((NewQuestion("two"), NewQuestion("three")), chat.controller.thread) in chat.updates
 
 
 async def test_a_failed_answer_hands_the_queue_back(engine: FakeEngine, store: ConversationStore) -> None:
@@ -312,24 +312,26 @@ async def test_a_failed_answer_hands_the_queue_back(engine: FakeEngine, store: C
         engine.gate.set()
         await chat.answered()
         assert [entry.content for entry in chat.path] == ["one", "Paris"]
-        assert QuestionsReturned((NewQuestion("two"),)) in chat.updates
+        assert QuestionsReturned((NewQuestion("two"),), chat.controller.thread) in chat.updates
 
 
-async def test_leaving_the_conversation_or_another_model_hands_the_queue_back(
+async def test_another_model_hands_the_questions_of_all_conversations_back(
     engine: FakeEngine, store: ConversationStore
 ) -> None:
     engine.load_gate = asyncio.Event()
     async with running(Chat(engine, store)) as chat:
         chat.controller.submit("one")
         chat.controller.submit("two")
+        first = chat.controller.thread
         chat.controller.new_conversation()
-        assert QuestionsReturned((NewQuestion("two"),)) in chat.updates
+        assert not any(isinstance(update, QuestionsReturned) for update in chat.updates)
         # What is asked in the new conversation belongs to it at once, although the other's question is in progress.
         chat.controller.submit("three")
         chat.controller.submit("four")
         assert [entry.content for entry in chat.path] == ["three", ""]
         chat.controller.change_settings({"model": "other"})
-        assert QuestionsReturned((NewQuestion("four"),)) in chat.updates
+        assert QuestionsReturned((NewQuestion("two"),), first) in chat.updates
+        assert QuestionsReturned((NewQuestion("four"),), chat.controller.thread) in chat.updates
         engine.load_gate.set()
         await chat.until(lambda: chat.controller.status.phase is Phase.READY)
         assert not chat.controller.busy and not engine.sent(Generate)
@@ -382,21 +384,6 @@ async def test_resuming_a_conversation(engine: FakeEngine, store: ConversationSt
         assert [message.content for message in last.messages or []] == [
             "remember", "Paris is the capital.", "and then?",
         ]  # fmt: skip
-
-
-async def test_leaving_a_conversation_while_it_answers_keeps_the_text(
-    engine: FakeEngine, store: ConversationStore
-) -> None:
-    engine.gate = asyncio.Event()
-    async with running(Chat(engine, store)) as chat:
-        chat.controller.submit("go")
-        await chat.until(lambda: chat.path[-1].content)
-        conversation = chat.controller.thread.conversation
-        assert conversation is not None
-        chat.controller.new_conversation()
-        await chat.until(lambda: not chat.controller.busy)
-        assert store.shown(conversation)[-1].content == "Paris"
-        assert chat.path == []
 
 
 async def test_leaving_the_program_keeps_the_text(engine: FakeEngine, store: ConversationStore) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from app.chat.controller import ChatController
 from app.chat.drafts import DraftKeeper
 from app.chat.queue import NewQuestion
+from app.chat.thread import Thread
 from app.conversations.drafts import Draft
 from app.conversations.store import StoreError
 from app.tui.chat.prompt import Prompt
@@ -24,6 +25,8 @@ class Drafting:
         self._controller = controller
         self._keeper = DraftKeeper(controller.store)
         self._set_aside: Draft | None = None
+        self._left: dict[Thread, Draft] = {}
+        """What was typed in conversations that were left while questions waited in them."""
         self.being_read: Callable[[], Sequence[str]] = lambda: ()
         """Gives the questions that were sent and whose files are being read."""
         self._brought: list[list[str]] | None = None
@@ -34,15 +37,31 @@ class Drafting:
         """A conversation is shown, perhaps another than before."""
         if self._controller.thread is self._keeper.thread:
             return
-        if self._keeper.thread is not None:
-            self._keeper.note(self._typed())
+        left, thread = self._keeper.thread, self._controller.thread
+        if left is not None:
+            typed = self._draft_of_prompt
+            if left.queue.items:
+                self._left[left] = typed
+            self._keeper.note(self._with_queue(left, typed))
         self._set_aside = None
-        self._prompt.restore(self._keeper.open(self._controller.thread))
+        kept = self._keeper.open(thread)
+        # The questions of an unfinished conversation still wait: only what was typed belongs in the prompt.
+        self._prompt.restore(self._left.pop(thread, kept))
+        self.changed()
 
     def changed(self) -> None:
         """What is typed changed, or the queue did."""
         if self._controller.thread is self._keeper.thread:
             self._keeper.note(self._typed())
+
+    def queue_changed(self, thread: Thread) -> None:
+        """A question of ``thread`` waits, or does no longer."""
+        if thread is self._keeper.thread:
+            self.changed()
+        elif thread in self._left:
+            self._keeper.keep(thread, self._with_queue(thread, self._left[thread]))
+            if not thread.queue.items:
+                del self._left[thread]
 
     def write(self) -> None:
         """Write to disk what is typed, after what was sent and is still waiting for its files."""
@@ -63,10 +82,16 @@ class Drafting:
             draft, self._set_aside = self._set_aside, None
             self._prompt.restore(draft)
 
-    def bring_back(self, questions: Sequence[NewQuestion]) -> None:
-        """Put ``questions`` that were not asked before what is typed."""
+    def bring_back(self, questions: Sequence[NewQuestion], thread: Thread | None = None) -> None:
+        """Put ``questions`` that were not asked before what is typed in ``thread`` (default: the shown one)."""
         texts = [question.text for question in questions]
-        if self._set_aside is None:
+        if thread is not None and thread is not self._keeper.thread:
+            if thread is self._controller.thread:
+                # It is about to be shown.
+                self._left[thread] = self._prompt.joined(texts, self._left.get(thread, Draft("")).text)
+            else:
+                self._keeper.keep(thread, self._prompt.joined(texts, self._keeper.kept(thread).text))
+        elif self._set_aside is None:
             self._prompt.put_before(texts)
             if self._brought is not None:
                 self._brought.append(texts)
@@ -74,9 +99,18 @@ class Drafting:
             self._set_aside = self._prompt.joined(texts, self._set_aside.text)
 
     def _typed(self) -> Draft:
-        draft = self._prompt.draft if self._set_aside is None else self._set_aside
-        queued = self._controller.queue.items if self._controller.thread is self._keeper.thread else ()
-        return self._prompt.joined([question.text for question in queued], draft.text) if queued else draft
+        thread = self._keeper.thread
+        draft = self._draft_of_prompt
+        return self._with_queue(thread, draft) if thread is not None else draft
+
+    @property
+    def _draft_of_prompt(self) -> Draft:
+        return self._prompt.draft if self._set_aside is None else self._set_aside
+
+    def _with_queue(self, thread: Thread, draft: Draft) -> Draft:
+        """``draft`` after the questions that wait in ``thread``."""
+        queued = [question.text for question in thread.queue.items]
+        return self._prompt.joined(queued, draft.text) if queued else draft
 
     def questions(self, beginning: str, limit: int) -> list[str]:
         """At most ``limit`` earlier questions that begin with ``beginning``, newest first; none if reading fails."""

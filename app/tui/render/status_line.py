@@ -71,7 +71,8 @@ def _part(*texts: str, shorten: tuple[int, ...], style: str = "", right: bool = 
 
 def _activity(status: Status) -> Content:
     dot, colour = _DOTS.get(status.phase, ("◍", "$text-accent"))
-    text = Content.assemble((f"{dot} ", colour), status.phase.value)
+    where = " in another chat" if status.elsewhere and status.phase in BUSY else ""
+    text = Content.assemble((f"{dot} ", colour), f"{status.phase.value}{where}")
     progress, prefill = status.progress, status.prefill
     if progress is not None and status.phase in (Phase.READING, Phase.THINKING, Phase.ANSWERING, Phase.FETCHING):
         # Also while a ring is formed again during an answer.

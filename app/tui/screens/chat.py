@@ -228,11 +228,11 @@ class ChatScreen(Screen[None]):
                     (view or self.prompt).focus()
                 self.drafting.shown()
                 self._show_title()
-            case QueueChanged():
+            case QueueChanged(thread):
                 self.query_one(QueueView).show(self.controller.queue.items)
-                self.drafting.changed()
-            case QuestionsReturned(questions):
-                self.drafting.bring_back(questions)
+                self.drafting.queue_changed(thread)
+            case QuestionsReturned(questions, thread):
+                self.drafting.bring_back(questions, thread)
             case UserNotice(text, severity, beside):
                 self.show_notice(text, severity, beside=beside)
         if self.opener.first_run is not None:

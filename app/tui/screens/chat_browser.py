@@ -158,7 +158,7 @@ class ChatBrowser(Vertical):
 
     def show_current(self) -> None:
         """Mark the conversation that is shown in the chat. Costs nothing if it is marked already."""
-        self.rows.show_current(self._shown, answering=self._controller.busy)
+        self.rows.show_current(self._shown, self._controller.answering, frozenset(self._controller.unread))
 
     @property
     def _shown(self) -> int | None:

@@ -111,8 +111,10 @@ class ChatRows(ScrollView, can_focus=False):
         self.rows: list[ChatRow] = []
         self.current: int | None = None
         """The conversation that is shown in the chat."""
-        self.answering = False
-        """Is a question of that conversation being answered?"""
+        self.answering: frozenset[int] = frozenset()
+        """The conversations of which a question is being answered or waits."""
+        self.unread: frozenset[int] = frozenset()
+        """The conversations with an answer that nobody has seen yet."""
         self._dense = dense
         self._groups: Sequence[Group] = ()
         self._lines: list[tuple[int, int | str]] = []
@@ -127,10 +129,11 @@ class ChatRows(ScrollView, can_focus=False):
         self._lay_out()
         self.refresh()
 
-    def show_current(self, conversation: int | None, *, answering: bool) -> None:
-        """Mark ``conversation`` as the one that is shown in the chat."""
-        if (conversation, answering) != (self.current, self.answering):
-            self.current, self.answering = conversation, answering
+    def show_current(self, conversation: int | None, answering: frozenset[int], unread: frozenset[int]) -> None:
+        """Mark the conversation that is shown in the chat, those being answered, and those with an unseen answer."""
+        marks = conversation, answering, unread
+        if marks != (self.current, self.answering, self.unread):
+            self.current, self.answering, self.unread = marks
             self.refresh()
 
     def validate_marked(self, marked: int) -> int:
@@ -216,7 +219,7 @@ class ChatRows(ScrollView, can_focus=False):
     def _title(self, row: ChatRow, width: int, muted: str) -> Content:
         found = row.conversation
         current = found.id == self.current
-        mark = (("◌ " if self.answering else "● ") if current else "  ", "$text-success")
+        mark = (self._mark(found.id), "$text-success")
         title = one_line(found.title) or "(no title)"
         line = Content.assemble(" ", mark, (title, "bold" if current or not self._dense else ""))
         hits = f"{row.hits} hits" if row.hits > 1 else ""
@@ -226,6 +229,13 @@ class ChatRows(ScrollView, can_focus=False):
             return line
         room = width - cell_len(aside) - 3
         return Content.assemble(line.truncate(room, ellipsis=True, pad=True), (f"  {aside}", muted))
+
+    def _mark(self, conversation: int) -> str:
+        if conversation in self.answering:
+            return "◍ "
+        if conversation in self.unread:
+            return "✓ "
+        return "● " if conversation == self.current else "  "
 
     def _facts(self, found: Conversation) -> str:
         parts = [when(found.updated, self._now), one_line(found.model)[:24], "archived" if found.archived else ""]
