@@ -210,10 +210,12 @@ class ReasoningParser:
         elif mark == form.body:
             header = self._header
             self._named, self._header_begun = True, False
-            name = (re.split("|".join(map(re.escape, form.headers)), header)[-1].split() or [""])[0]
+            words = re.split("|".join(map(re.escape, form.headers)), header)[-1].split()
             recipient = _RECIPIENT.search(header) if self._recipients else None
             recipient = None if recipient is not None and recipient[1] in _NO_TOOLS else recipient
-            self._begin(_AnswerPart.ANSWER if recipient or name not in form.thoughts else _AnswerPart.THOUGHTS)
+            self._begin(
+                _AnswerPart.ANSWER if recipient or set(words).isdisjoint(form.thoughts) else _AnswerPart.THOUGHTS
+            )
             if recipient is not None:
                 return Separated(answer=f"{RECIPIENT}{recipient[1]}{MESSAGE}")
         elif mark == form.begin:

@@ -40,12 +40,17 @@ def call_grammar(
     rules = ""
     begin, end = literal(form.begin), literal(form.end)
     match form.shape:
-        case "json":
+        case "json" | "python":
+            # JSON is read where Python is the rule, too.
             calls = [_object(form, tool) for tool in tools]
             if form.name == "mistral-list":
                 begin, end = f'{begin} "["', f'"]" {end}'
         case "named":
-            calls = [f"{json.dumps(tool.name)} {literal(form.separator)} {_arguments(tool)}" for tool in tools]
+            id_ = f'"0" {literal(form.id_end)} ' if form.id_end else ""
+            calls = [f"{id_}{json.dumps(tool.name)} {literal(form.separator)} {_arguments(tool)}" for tool in tools]
+        case "braces" | "elements":
+            before = (form.prefixes or ("",))[0]
+            calls = [f"{json.dumps(before + tool.name + form.name_end)} {_arguments(tool)}" for tool in tools]
         case "tagged":
             tagged = _Tagged(form, literal)
             calls = [tagged.call(tool) for tool in tools]
@@ -103,10 +108,8 @@ class _Tagged:
     def __init__(self, form: ToolFormat, literal: Literal) -> None:
         self._form = form
         self._literal = literal
-        value_begin, value_end = form.tags[2:]
-        # Without a mark before a value, it stands on lines of its own.
-        space = "" if value_begin else r"/\n?/"
-        self.rules = TextRules([*form.all_marks, *form.prefixes], literal(value_end), space)
+        space = r"/\n?/" if form.lines else ""
+        self.rules = TextRules([*form.all_marks, *form.prefixes], literal(form.tags[3]), space)
 
     def call(self, tool: Tool) -> str:
         """A call with all arguments that are required, and any of the others, in the schema's order."""

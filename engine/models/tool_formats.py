@@ -28,17 +28,27 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """One format of calls. Its marks are no part of any text that is shown."""
 
     name: str
-    shape: Literal["json", "named", "tagged", "parts"]
+    shape: Literal["json", "named", "tagged", "parts", "python", "braces", "elements"]
     """How name and arguments are written, as the file says."""
     begin: str = ""
     end: str = ""
     """Mark after a call; empty: it goes on to the next one, or to the end of the answer."""
+    also: tuple[tuple[str, str], ...] = ()
+    """Further marks before and after a call, which some models write instead."""
     separator: str = ""
-    """Mark between name and arguments."""
+    """Mark between name and arguments, or before each tag of elements."""
+    id_begin: str = ""
+    """Mark between a name and the call's id after it."""
+    id_end: str = ""
+    """Mark between a call's id and the name after it."""
+    quote: str = ""
+    """Mark before and after a text."""
     prefixes: tuple[str, ...] = ()
     """What may stand before a name."""
     tags: tuple[str, ...] = ()
     """What is before and after an argument's key, and before and after its value."""
+    lines: bool = False
+    """Whether a line break before and after a value belongs to its tags."""
     name_end: str = ""
     """What is written after a name, if a call with tags is forced."""
     last: str = ""
@@ -49,23 +59,33 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Whether a call is an answer that begins with a brace, without a mark."""
     turn_ends: tuple[str, ...] = ()
     """Special tokens that end a turn after a call, to wait for the tool's result."""
-    marks: tuple[str, ...] = ()
-    """Further marks by which the format is known."""
+    known: tuple[str, ...] = ()
+    """Texts by which the format is known; empty: its marks."""
+    shown: tuple[str, ...] = ()
+    """What a template must have besides, if it has the first mark."""
 
     @property
     def all_marks(self) -> tuple[str, ...]:
-        """The marks that a model's template or tokenizer has."""
-        found = (self.begin, self.end, self.separator, *self.tags, *self.hidden, *self.marks)
+        """The marks that may be special tokens."""
+        further = (mark for pair in self.also for mark in pair)
+        found = (
+            *(self.begin, self.end, self.separator, *self.tags, *self.hidden),
+            *(*further, self.id_begin, self.id_end, self.quote),
+        )
         return tuple(dict.fromkeys(mark for mark in found if len(mark) > 2))
 
 
 def tool_format_of(template: str, tokens: Collection[str]) -> ToolFormat | None:
-    """The first format whose marks are all in the chat ``template``'s source or among the added ``tokens``; None if
-    there is none, or the template takes no tools."""
+    """The first format all of whose texts or marks are in the chat ``template``'s source or among the added ``tokens``;
+    None if there is none, or the template takes no tools."""
     if _TAKES_TOOLS.search(template) is None:
         return None
-    found = (each for each in tool_formats() if all(mark in template or mark in tokens for mark in each.all_marks))
-    return next(found, None)
+    for form in tool_formats():
+        if form.begin in template and not all(text in template for text in form.shown):
+            continue
+        if all(mark in template or mark in tokens for mark in form.known or form.all_marks):
+            return form
+    return None
 
 
 @functools.cache

@@ -60,7 +60,7 @@ STOP_MARGIN = 8
 """Number of tokens decoded in addition to the length of the longest stop string, when a beam is checked for one."""
 
 RENDERED_CHARACTERS = 200
-"""Number of the prompt's last characters in which a template may begin the thoughts."""
+"""Number of the prompt's last characters in which a template may begin the thoughts, or a call."""
 
 CONTEXT_TOKENS = 8
 """Number of the prompt's last tokens that are decoded together with an answer that continues them."""
@@ -318,12 +318,14 @@ class Session:
             raise ModelError("The prompt is empty: the model needs at least one token to go on from.", kind="bad-input")
         return prompt
 
-    def _parsing(self, request: Generate, recipients: bool) -> Callable[[], ReasoningParser] | None:
+    def _parsing(self, request: Generate, has_tools: bool) -> Callable[[], ReasoningParser] | None:
         """What makes the parser of ``request``'s answer. Without a template, thoughts are text like any other."""
         form = self._tokenizer.reasoning if self._tokenizer is not None else None
         if form is None or self._history is None or request.messages is None:
             return None
         rendered = self._history.text[-RENDERED_CHARACTERS:]
+        calls = self._tokenizer.tool_format if self._tokenizer is not None else None
+        recipients = has_tools and calls is not None and calls.shape == "parts"
         return lambda: ReasoningParser(form, rendered, request.continue_last, recipients)
 
     def _guide(self, request: Generate, cancelled: Callable[[], bool]) -> TokenGuide | None:
@@ -342,7 +344,8 @@ class Session:
         form = self._tokenizer.tool_format if self._tokenizer is not None else None
         if form is None or not tools:
             return None
-        return lambda: ToolCallParser(form, tools, None if request.parallel_tool_calls else 1)
+        rendered = self._history.text[-RENDERED_CHARACTERS:] if self._history is not None else ""
+        return lambda: ToolCallParser(form, tools, None if request.parallel_tool_calls else 1, rendered)
 
     def _most_tokens(self, request: Generate, prompt_tokens: int) -> int:
         """Maximum tokens of the answer. Raises ModelError if there is no room for one."""

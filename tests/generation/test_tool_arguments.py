@@ -294,6 +294,15 @@ def test_calls_in_every_format_have_the_types_of_the_schema(form: Any) -> None:
         case "named" | "parts":
             separator = "<|message|>" if form.shape == "parts" else form.separator
             body = f"f{separator}{written}"
+        case "python":
+            body = f"[f({', '.join(f'{key}={value!r}' for key, value in given.items())})]"
+        case "braces":
+            body = f"call:f{written}"
+        case "elements":
+            mark = form.separator
+            texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in given.items()}
+            flat = "".join(f"{mark}<{key}>{text}{mark}</{key}>" for key, text in texts.items() if key != "o")
+            body = f'f">{flat}{mark}<o>{mark}<n>1{mark}</n>{mark}</o>'
         case _:
             key_begin, key_end, value_begin, value_end = form.tags
             spelled = {key: value if isinstance(value, str) else json.dumps(value) for key, value in given.items()}

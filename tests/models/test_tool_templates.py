@@ -93,7 +93,8 @@ def test_marks_that_are_special_tokens_are_text_beside_calls_only(tmp_path: Path
 @pytest.mark.parametrize(
     ("template", "tokens", "name"),
     [
-        ("{{ tools }}<tool_call>", {"</tool_call>"}, "hermes"),
+        ('{{ tools }}<tool_call>{"name": ', {"</tool_call>"}, "hermes"),
+        ("{{ tools }}<tool_call></tool_call><call name=", (), None),
         ("{{ tools }}<tool_call></tool_call><function=f><parameter=p></parameter>", (), "qwen-coder"),
         ("{{ tools }}<tool_call></tool_call><arg_key></arg_key><arg_value></arg_value>", (), "glm"),
         ("{{ tools }}", {"[TOOL_CALLS]"}, "mistral-list"),

@@ -107,11 +107,16 @@ def test_a_limit_in_thoughts_that_were_never_closed(size: int) -> None:
     [
         (' to=functions.clock<|channel|>commentary json<|message|>{"a": 2}', "", "", [("clock", '{"a": 2}')]),
         (" to=functions.clock<|channel|>analysis<|message|>{}", "", "", CALLED),
+        (" to=functions.clock<|channel|>commentary<|message|>", "", "", CALLED),
         ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant to=functions.clock<|channel|>commentary json"
          "<|message|>{}", "Hm.", "", CALLED),
         ("<|channel|>commentary to=functions.clock<|constrain|>json<|message|>{}", "", "", CALLED),
+        ("<|channel|>commentary to=functions.clock <|constrain|>json<|message|> ", "", "", CALLED),
+        ("<|channel|>commentary to=other json<|message|>print(1)", "", "print(1)", []),
         ("<|channel|>commentary to=user<|message|>I look.<|end|><|start|>assistant to=functions.clock<|channel|>"
          "commentary<|message|>{}", "", "I look.", CALLED),
+        ("<|channel|>commentary to=functions.clock<|message|>{}<|end|><|start|>assistant<|channel|>final<|message|>4",
+         "", "4", CALLED),
         ("<|channel|>commentary to=assistant<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final"
          "<|message|>4", "Hm.", "4", []),
     ],

@@ -1,0 +1,555 @@
+"""Reads the calls of tools that are written between two marks: in the shapes of ``assets/tool_calls.toml``, and as
+models misspell them. What cannot be read is no call; nothing is guessed about a tool's name.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.generation.reasoning import MESSAGE
+from engine.generation.tool_arguments import ArgumentTypes, json_text, read_json
+from engine.ipc.messages import Tool
+from engine.models.tool_formats import ToolFormat
+
+DEEPEST_VALUE = 100
+"""Maximum levels of lists and dictionaries in arguments that are no JSON."""
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]+")
+_SPACE = re.compile(r"\s*")
+_BETWEEN_OBJECTS = re.compile(r"[\s;,]*")
+_TOO_MANY = re.compile(r"[\s\]})`;,]*")
+"""What may follow the last object of a call: white space, and brackets and fences that are too many."""
+_FENCE = re.compile(r"```\w*\s*")
+_PLAIN = re.compile(r"[^,\]}]*")
+_CDATA = re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", re.DOTALL)
+_TEXT_TYPE = re.compile(r'\b(string="true"|type="string")')
+_ATTRIBUTES = r'"?(?:\s+\w+="[^"]*")*'
+_WORDS = {"true": True, "false": False, "null": None, "none": None}
+_NAME_KEYS, _ARGUMENT_KEYS = ("name", "tool_name", "function"), ("arguments", "parameters")
+_BEGUN_OBJECT = re.compile(
+    r'[\[\s]*\{\s*("(tool_call_id|id|type)"\s*:\s*"[^"\\]*"\s*,\s*)*("function"\s*:\s*\{\s*)?'
+    r'"(name|tool_name)"\s*:\s*"(?P<name>[^"\\]*)"\s*(,\s*("(arguments|parameters)"\s*(:\s*(?P<arguments>.*))?)?)?',
+    re.DOTALL,
+)
+"""The beginning of a call that is written as a JSON object."""
+_BEGUN_MEMBER = re.compile(r'[\[\s]*\{\s*"(?P<name>[^"\\]+)"\s*:\s*(?P<arguments>\{.*)', re.DOTALL)
+"""The beginning of a call whose name is the key of its arguments."""
+
+
+@dataclass(frozen=True)
+class Called:
+    """A tool's name and the arguments as JSON text."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class ReadCalls:
+    """Calls, and the text behind the last one that is part of none."""
+
+    calls: list[Called]
+    rest: str = ""
+
+
+class CallReader:
+    """Reads calls of ``tools`` in ``form``."""
+
+    def __init__(self, form: ToolFormat, tools: Sequence[Tool]) -> None:
+        self._form = form
+        self._types = {tool.name: ArgumentTypes(tool.parameters) for tool in tools}
+        self._properties = {tool.name: _properties(tool) for tool in tools}
+        mark = re.sub(f"^{_ATTRIBUTES}", "", form.name_end.strip())
+        self._after_name = re.compile(rf"{_ATTRIBUTES}\s*(?:{re.escape(mark)})?\s*")
+
+    def read(self, body: str, last: bool = False) -> ReadCalls | None:
+        """The calls that ``body`` writes; None if it writes none, or names a tool that there is not.
+
+        ``last``: no more text follows, so that an end mark that is not there was forgotten.
+        """
+        text = self._cleaned(body)
+        found: ReadCalls | None = None
+        if _without_fence(text)[:1] in ("{", "["):
+            found = self._objects(_without_fence(text))
+        if found is None:
+            match self._form.shape:
+                case "named" | "parts":
+                    found = self._named(text)
+                case "tagged":
+                    found = self._tagged(text, last)
+                case "braces":
+                    found = self._braces(text)
+                case "elements":
+                    found = self._elements(text)
+                case _:
+                    found = self._python(_without_fence(text).removesuffix("```"))
+        known = found is not None and found.calls and all(each.name in self._types for each in found.calls)
+        return found if known else None
+
+    def is_hopeless(self, body: str) -> bool:
+        """Whether no text behind ``body`` makes a call of it."""
+        text = body.lstrip()
+        if self._form.shape != "json" or self._form.bare or text[:1] in ("", "{", "[", "`"):
+            return False
+        marks = (self._form.begin, *self._form.hidden)
+        return not any(mark.startswith(text) or text.startswith(mark) for mark in marks if mark)
+
+    def begun(self, body: str) -> Called | None:
+        """The first call that ``body`` begins to write: its name, and its arguments as far as they are there. None if
+        it is no tool's name, or not whole."""
+        text = self._cleaned(body)
+        found = self._begun(text)
+        return found if found is not None and found.name in self._types else None
+
+    def _cleaned(self, body: str) -> str:
+        for mark in self._form.hidden:
+            body = body.replace(mark, "")
+        body = body.strip()
+        while self._form.begin and body.startswith(self._form.begin):
+            body = body.removeprefix(self._form.begin).strip()
+        return body
+
+    def _begun(self, text: str) -> Called | None:
+        text = _without_fence(text)
+        if (written := _BEGUN_OBJECT.match(text) or _BEGUN_MEMBER.match(text)) is not None:
+            return Called(written["name"], _first_value(written["arguments"] or ""))
+        match self._form.shape:
+            case "tagged":
+                return self._begun_tagged(text)
+            case "named" | "parts":
+                name, is_whole, arguments = self._name_and_rest(text)
+                return Called(name, arguments) if is_whole else None
+        begun = re.match(r"[\[\s]*(?:call:)?([A-Za-z0-9_.-]+)[({\"]", text)
+        return None if begun is None else Called(begun[1], "")
+
+    # --- JSON -----------------------------------------------------------------------------------------------------
+
+    def _objects(self, text: str) -> ReadCalls | None:
+        values, rest = self._values(text)
+        calls = []
+        for value in values:
+            for each in value if isinstance(value, list) else [value]:
+                found = self._object(each)
+                if found is None:
+                    return None
+                calls.append(found)
+        return ReadCalls(calls, rest) if calls else None
+
+    def _values(self, text: str) -> tuple[list[Any], str]:
+        """The values that follow each other in ``text``, and the text behind them."""
+        found: list[Any] = []
+        at = 0
+        while True:
+            at = _BETWEEN_OBJECTS.match(text, at).end()  # type: ignore[union-attr]
+            mark = next((mark for mark in (self._form.begin, self._form.end) if mark and text.startswith(mark, at)), "")
+            if found and mark:
+                at += len(mark)
+                continue
+            if text[at : at + 1] not in ("{", "["):
+                break
+            try:
+                end = _DECODER.raw_decode(text, at)[1]
+            except (ValueError, RecursionError):
+                if not found and isinstance(value := _python_value(text[at:]), dict | list):
+                    return [value], ""
+                break
+            found.append(read_json(text[at:end]))
+            at = end
+        rest = text[at:]
+        return found, "" if _TOO_MANY.fullmatch(rest) else rest
+
+    def _object(self, value: Any) -> Called | None:
+        if isinstance(value, dict) and isinstance(value.get("function"), dict):
+            # OpenAI's own form of a call.
+            value = value["function"]
+        if not isinstance(value, dict):
+            return None
+        name = next((value[key] for key in _NAME_KEYS if isinstance(value.get(key), str)), None)
+        if name is None and len(value) == 1:
+            # {"weather": {"city": "Rome"}}
+            ((name, arguments),) = value.items()
+            return self._typed(name, arguments) if name in self._types and isinstance(arguments, dict) else None
+        arguments = next((value[key] for key in _ARGUMENT_KEYS if key in value), None)
+        if isinstance(arguments, str) and arguments.strip():
+            arguments = read_json(arguments)
+        elif not arguments and not isinstance(arguments, list | bool | int):
+            arguments = {}
+        return self._typed(name, arguments) if isinstance(name, str) and isinstance(arguments, dict) else None
+
+    def _typed(self, name: str, arguments: Mapping[str, Any]) -> Called:
+        types = self._types.get(name)
+        return Called(name, json_text(dict(arguments) if types is None else types.typed(arguments)))
+
+    # --- a name, and arguments as JSON ------------------------------------------------------------------------------
+
+    def _name_and_rest(self, text: str) -> tuple[str, bool, str]:
+        """The tool's name, whether it is whole, and the text of the arguments without a fence."""
+        form = self._form
+        for prefix in form.prefixes:
+            text = text.removeprefix(prefix)
+        name, mark, rest = text.partition(MESSAGE if form.shape == "parts" else form.separator)
+        if not mark:
+            # Some write the name on a line of its own, or the arguments right behind it.
+            written = re.match(r"\s*([^\s{`]+)(\s*)(?=([{`]))?", text)
+            name, rest = (written[1], text[written.end() :]) if written is not None else ("", "")
+            mark = "\n" if written is not None and ("\n" in written[2] or written[3]) else ""
+        if form.id_end:
+            name = name.rpartition(form.id_end)[2]
+        if form.id_begin:
+            name = name.partition(form.id_begin)[0]
+        # An index may follow the name: functions.clock:0
+        name, _, index = name.strip().partition(":")
+        is_whole = bool(mark) and (not index or index.isdecimal())
+        return name, is_whole, _without_fence(rest.strip())
+
+    def _named(self, text: str) -> ReadCalls | None:
+        name, is_whole, written = self._name_and_rest(text)
+        if not is_whole:
+            return None
+        if not written:
+            separator = MESSAGE if self._form.shape == "parts" else self._form.separator
+            return ReadCalls([self._typed(name, {})]) if separator.strip() and separator in text else None
+        try:
+            end = _DECODER.raw_decode(written)[1]
+            value = read_json(written[:end])
+        except (ValueError, RecursionError):
+            end, value = len(written), _python_value(written.removesuffix("```"))
+        if not isinstance(value, dict):
+            return None
+        rest = written[end:]
+        return ReadCalls([self._typed(name, value)], "" if _TOO_MANY.fullmatch(rest) else rest)
+
+    # --- arguments between tags -------------------------------------------------------------------------------------
+
+    def _tagged(self, text: str, last: bool) -> ReadCalls | None:
+        form = self._form
+        calls: list[Called] = []
+        at = 0
+        while True:
+            start = _spaces(text, at)
+            prefix = next((prefix for prefix in form.prefixes if text.startswith(prefix, start)), "")
+            name = _NAME.match(text, _spaces(text, start + len(prefix), '"'))
+            if name is None or name[0] not in self._types or (calls and not prefix):
+                return ReadCalls(calls, text[at:]) if calls and not prefix else None
+            start = self._after_name.match(text, name.end()).end()  # type: ignore[union-attr]
+            found = self._arguments(text, start, name[0], last)
+            if found is None:
+                return None
+            arguments, at = found
+            calls.append(Called(name[0], json_text(arguments)))
+            end = form.last.strip()
+            if end and text.startswith(end, _spaces(text, at)):
+                at = _spaces(text, at) + len(end)
+
+    def _arguments(self, text: str, at: int, name: str, last: bool) -> tuple[dict[str, Any], int] | None:
+        """The arguments of ``name`` that begin at ``at``, and where they end."""
+        key_begin, key_end, value_begin, _ = self._form.tags
+        if text.startswith("{", at):
+            try:
+                end = _DECODER.raw_decode(text, at)[1]
+            except (ValueError, RecursionError):
+                return None
+            written = read_json(text[at:end])
+            return self._types[name].typed(written), end
+        found: dict[str, Any] = {}
+        while text.startswith(key_begin, _spaces(text, at)):
+            start = _spaces(text, at) + len(key_begin)
+            stop = text.find(key_end, start)
+            if stop < 0:
+                return None
+            # Other attributes may follow the name of an argument.
+            key, _, attributes = text[start:stop].partition('"')
+            key, start = key.strip(), stop + len(key_end)
+            if value_begin and text.startswith(value_begin, _spaces(text, start)):
+                start = _spaces(text, start) + len(value_begin)
+            stop, at = self._value_end(text, start, name, found, last)
+            if stop < 0:
+                return None
+            value = text[start:stop]
+            if self._form.lines:
+                value = value.removeprefix("\n").removesuffix("\n")
+            if (quoted := _CDATA.fullmatch(value)) is not None:
+                value = quoted[1]
+            is_text = _TEXT_TYPE.search(attributes) is not None
+            found[key] = value if is_text else self._types[name].from_text(key, value)
+        return found, at
+
+    def _value_end(self, text: str, start: int, name: str, found: Mapping[str, Any], last: bool) -> tuple[int, int]:
+        """Where the value that begins at ``start`` ends, and where the text goes on; -1 if it does not end.
+
+        A value may hold its own end mark, which then is not followed by what may follow an argument. ``found`` are the
+        arguments before it.
+        """
+        value_end, end = self._form.tags[3], self._form.last.strip()
+        begin = _spaces(text, start)
+        from_ = text.find("]]>", begin) if text.startswith("<![CDATA[", begin) else start
+        stop = text.find(value_end, from_) if from_ >= 0 else -1
+        while stop >= 0 and not self._may_follow(text, _spaces(text, stop + len(value_end))):
+            stop = text.find(value_end, stop + 1)
+        forgotten = self._next_argument(text, start, stop if stop >= 0 else len(text), name, found)
+        if forgotten >= 0:
+            return forgotten, forgotten
+        if stop < 0 and last and end and (at := text.find(end, start)) >= 0:
+            return at, at
+        return stop, stop + len(value_end)
+
+    def _may_follow(self, text: str, at: int) -> bool:
+        marks = (self._form.tags[0], self._form.last.strip(), *self._form.prefixes)
+        return at == len(text) or any(text.startswith(mark, at) for mark in marks if mark)
+
+    def _next_argument(self, text: str, start: int, stop: int, name: str, found: Mapping[str, Any]) -> int:
+        """Where, on a line of its own, another argument of the tool begins before ``stop``, as the end mark of the one
+        before it was forgotten; -1 if none does."""
+        key_begin, key_end = self._form.tags[:2]
+        at = text.find(f"\n{key_begin}", start, stop)
+        while at >= 0:
+            key = text[at + 1 + len(key_begin) : stop].partition(key_end)[0].partition('"')[0].strip()
+            if key in self._properties[name] and key not in found:
+                return at
+            at = text.find(f"\n{key_begin}", at + 1, stop)
+        return -1
+
+    def _begun_tagged(self, text: str) -> Called | None:
+        key_begin, _, _, value_end = self._form.tags
+        whole, found, _ = text.rpartition(value_end)
+        name, key, _ = text.partition(key_begin)
+        called = self._tagged(whole + found or name, last=True)
+        # The last brace is written with the call's end.
+        return Called(called.calls[0].name, called.calls[0].arguments[:-1] if key else "") if called else None
+
+    # --- Python, Gemma's braces, elements ---------------------------------------------------------------------------
+
+    def _python(self, text: str) -> ReadCalls | None:
+        calls = []
+        for node in _expressions(text):
+            if not isinstance(node, ast.Call):
+                return None
+            name = _dotted(node.func)
+            if name not in self._types:
+                name = name.removesuffix(".call")
+            try:
+                arguments = {each.arg: _literal(each.value) for each in node.keywords if each.arg is not None}
+                given = [_literal(each) for each in node.args]
+            except ValueError:
+                return None
+            if len(given) == 1 and isinstance(given[0], dict) and not arguments:
+                arguments = given.pop()
+            if given or any(each.arg is None for each in node.keywords):
+                return None
+            calls.append(self._typed(name, arguments))
+        return ReadCalls(calls) if calls else None
+
+    def _braces(self, text: str) -> ReadCalls | None:
+        head = re.match(r"(?:call:)?\s*([A-Za-z0-9_.-]+)\s*(?=\{)", text)
+        if head is None:
+            return None
+        try:
+            value, end = _BraceReader(text, self._form.quote).value(head.end(), 0)
+        except ValueError:
+            return None
+        rest = text[end:]
+        return ReadCalls([self._typed(head[1], value)], "" if _TOO_MANY.fullmatch(rest) else rest)
+
+    def _elements(self, text: str) -> ReadCalls | None:
+        head = re.match(r'([A-Za-z0-9_.-]+)"?>', text)
+        if head is None or head[1] not in self._types:
+            return None
+        if text.startswith("{", head.end()):
+            arguments = read_json(text[head.end() :])
+            return ReadCalls([self._typed(head[1], arguments)]) if isinstance(arguments, dict) else None
+        before, *pieces = text[head.end() :].split(self._form.separator)
+        types = self._types[head[1]]
+        try:
+            found = dict(_elements(iter(pieces), "", 0))
+        except ValueError:
+            return None
+        arguments = {key: types.from_text(key, each) if isinstance(each, str) else each for key, each in found.items()}
+        return None if before.strip() else ReadCalls([self._typed(head[1], arguments)])
+
+
+_DECODER = json.JSONDecoder(strict=False)
+
+
+def _properties(tool: Tool) -> frozenset[str]:
+    schema = read_json(tool.parameters)
+    found = schema.get("properties") if isinstance(schema, dict) else None
+    return frozenset(found if isinstance(found, dict) else ())
+
+
+def _spaces(text: str, at: int, more: str = "") -> int:
+    """Where the white space ends that begins at ``at``; ``more`` may follow it."""
+    end = _SPACE.match(text, at).end()  # type: ignore[union-attr]
+    return end + len(more) if more and text.startswith(more, end) else end
+
+
+def _without_fence(text: str) -> str:
+    """``text`` without the line before a block of code; what is after the block is passed over when it is read."""
+    fence = _FENCE.match(text)
+    return text if fence is None else text[fence.end() :]
+
+
+def _first_value(text: str) -> str:
+    """The JSON value at which ``text`` begins, or all of it if that is not whole."""
+    try:
+        return text[: _DECODER.raw_decode(text)[1]]
+    except (ValueError, RecursionError):
+        return text
+
+
+# --- Python ---------------------------------------------------------------------------------------------------------
+
+
+def _expressions(text: str) -> list[ast.expr]:
+    """The expressions that ``text`` writes in Python, those of a list one by one; none if it is no Python."""
+    if _depth(text) > DEEPEST_VALUE:
+        return []
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(text.strip())
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return []
+    found: list[ast.expr] = []
+    for statement in tree.body:
+        if not isinstance(statement, ast.Expr):
+            return []
+        value = statement.value
+        found += value.elts if isinstance(value, ast.List | ast.Tuple) else [value]
+    return found
+
+
+def _depth(text: str) -> int:
+    depth = deepest = 0
+    for letter in text:
+        depth += (letter in "([{") - (letter in ")]}")
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def _python_value(text: str) -> Any:
+    """The one value that ``text`` writes in Python; None if it writes none."""
+    if text.lstrip()[:1] not in ("{", "["):
+        return None
+    # A list would be taken apart.
+    nodes = _expressions(f"[{text.strip().rstrip(';')}]")
+    try:
+        return _literal(nodes[0]) if len(nodes) == 1 else None
+    except ValueError:
+        return None
+
+
+def _literal(node: ast.expr) -> Any:
+    """The value of a literal, and of the words of JSON. Raises ValueError for anything else."""
+    match node:
+        case ast.Constant(value=str() | bool() | int() | float() | None):
+            return node.value
+        case ast.Name(id=word) if word.lower() in _WORDS:
+            return _WORDS[word.lower()]
+        case ast.List() | ast.Tuple():
+            return [_literal(each) for each in node.elts]
+        case ast.Dict():
+            keys = [_literal(key) if key is not None else None for key in node.keys]
+            if not all(isinstance(key, str) for key in keys):
+                raise ValueError("a key is no text")
+            return dict(zip(keys, map(_literal, node.values), strict=True))
+        case ast.UnaryOp(op=ast.USub() | ast.UAdd(), operand=ast.Constant(value=int() | float() as number)):
+            return -number if isinstance(node.op, ast.USub) else number
+    raise ValueError("it is no literal")
+
+
+def _dotted(node: ast.expr) -> str:
+    """The name that ``node`` writes; empty if it is none."""
+    if isinstance(node, ast.Attribute):
+        before = _dotted(node.value)
+        return f"{before}.{node.attr}" if before else ""
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+# --- Gemma ----------------------------------------------------------------------------------------------------------
+
+
+class _BraceReader:
+    """Reads values that are written as in JSON, but with bare keys, and a mark for a quotation mark."""
+
+    def __init__(self, text: str, quote: str) -> None:
+        self._text = text
+        self._quote = quote
+
+    def value(self, at: int, depth: int) -> tuple[Any, int]:
+        """The value at ``at``, and where it ends. Raises ValueError if it is not whole."""
+        text = self._text
+        at = _spaces(text, at)
+        if depth > DEEPEST_VALUE:
+            raise ValueError("it is too deep")
+        if text.startswith(self._quote, at):
+            end = text.index(self._quote, at + len(self._quote))
+            return text[at + len(self._quote) : end], end + len(self._quote)
+        if text[at : at + 1] == '"':
+            return _DECODER.raw_decode(text, at)
+        if text[at : at + 1] in ("{", "["):
+            return self._members(at, depth) if text[at] == "{" else self._items(at, depth)
+        end = _PLAIN.match(text, at).end()  # type: ignore[union-attr]
+        word = text[at:end].strip()
+        if not word:
+            raise ValueError("there is no value")
+        return _WORDS[word] if word in _WORDS else found if (found := read_json(word)) is not None else word, end
+
+    def _members(self, at: int, depth: int) -> tuple[dict[str, Any], int]:
+        found: dict[str, Any] = {}
+        text, at = self._text, _spaces(self._text, at + 1)
+        while text[at : at + 1] != "}":
+            if text.startswith((self._quote, '"'), at):
+                key, at = self.value(at, depth)
+                at = text.index(":", at)
+            else:
+                end = text.index(":", at)
+                key, at = text[at:end].strip(), end
+            found[key], at = self.value(at + 1, depth + 1)
+            at = self._after_member(at, "}")
+        return found, at + 1
+
+    def _items(self, at: int, depth: int) -> tuple[list[Any], int]:
+        found: list[Any] = []
+        at = _spaces(self._text, at + 1)
+        while self._text[at : at + 1] != "]":
+            each, at = self.value(at, depth + 1)
+            found.append(each)
+            at = self._after_member(at, "]")
+        return found, at + 1
+
+    def _after_member(self, at: int, end: str) -> int:
+        at = _spaces(self._text, at)
+        if self._text[at : at + 1] == ",":
+            return _spaces(self._text, at + 1)
+        if self._text[at : at + 1] != end:
+            raise ValueError(f"neither , nor {end}")
+        return at
+
+
+# --- elements -------------------------------------------------------------------------------------------------------
+
+
+def _elements(pieces: Iterator[str], end: str, depth: int) -> Iterator[tuple[str, Any]]:
+    """The elements up to the tag ``end``, by name: a text, a list of items, or a dictionary. Each of ``pieces`` is a
+    tag and the text behind it. Raises ValueError if they do not fit together."""
+    for piece in pieces:
+        if end and piece.startswith(end):
+            return
+        tag = re.match(r"<([^/<>]+)>", piece)
+        if tag is None or depth > DEEPEST_VALUE:
+            raise ValueError("a tag does not fit")
+        inner = list(_elements(pieces, f"</{tag[1]}>", depth + 1))
+        if not inner:
+            yield tag[1], piece[tag.end() :]
+        elif all(name == "item" for name, _ in inner):
+            yield tag[1], [value for _, value in inner]
+        else:
+            yield tag[1], dict(inner)
+    if end:
+        raise ValueError("an element does not end")

@@ -1,0 +1,228 @@
+"""Calls as models misspell them: read where it is clear what was meant, and text otherwise."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_examples import examples
+from written_calls import SAID
+
+from engine.generation.tool_calls import ToolCallParser
+from engine.ipc.messages import Tool
+from engine.models.tool_formats import tool_formats
+
+BY_NAME = {form.name: form for form in tool_formats()}
+TEXTS = {"type": "object", "properties": {"s": {"type": "string"}, "t": {"type": "string"}, "n": {"type": "integer"}}}
+TOOLS = [
+    Tool(name="f", parameters=json.dumps(TEXTS)),
+    Tool(name="clock"),
+    Tool(name="weather"),
+    Tool(name="a.b", parameters=json.dumps({"type": "object", "properties": {"x": {"type": "array"}}})),
+]
+Calls = list[tuple[str, Any]]
+CLOCK: Calls = [("clock", {})]
+
+
+def read(name: str, pieces: list[str], prompt: str = "") -> tuple[str, Calls]:
+    parser = ToolCallParser(BY_NAME[name], TOOLS, prompt=prompt)
+    found = [*(parser.push(piece) for piece in pieces), parser.flush()]
+    calls = [call for part in found for call in part.calls]
+    return "".join(part.text for part in found), [(call.name, json.loads(call.arguments)) for call in calls]
+
+
+def check(name: str, said: str, text: str, calls: Calls, prompt: str = "") -> None:
+    assert read(name, [said], prompt) == (text, calls)
+    assert read(name, list(said), prompt) == (text, calls)
+    assert read(name, [said[at : at + 3] for at in range(0, len(said), 3)], prompt) == (text, calls)
+
+
+ONE = [("f", {"s": "a", "n": 2})]
+BODY = '{"name": "f", "arguments": {"s": "a", "n": 2}}'
+
+
+@pytest.mark.parametrize(
+    ("body", "calls"),
+    [
+        (f"```json\n{BODY}\n```", ONE),
+        (f"```\n{BODY}```", ONE),
+        (f"{BODY}}}", ONE),
+        (f"[{BODY}]]", ONE),
+        (f"[{BODY}, {{'name': 'clock'}}]", ONE + CLOCK),
+        (f"{BODY}\n{BODY}", ONE * 2),
+        (f"{BODY}; {BODY}", ONE * 2),
+        ('{"name": "f", "arguments": {"s": "one;\ntwo"}}', [("f", {"s": "one;\ntwo"})]),
+        ('{"name": "f", "arguments": {"s": "a\n\tb"}}', [("f", {"s": "a\n\tb"})]),
+        ('{"name": "clock", "arguments": null}', CLOCK),
+        ('{"name": "clock", "arguments": ""}', CLOCK),
+        ('{"name": "clock", "arguments": "{}"}', CLOCK),
+        ('{"name": "clock"}', CLOCK),
+        ('{"name": "clock", "arguments": []}', None),
+        ('{"name": "clock", "arguments": 0}', None),
+        ('{"name": "clock", "arguments": false}', None),
+        ('{"name": "clock", "arguments": "noon"}', None),
+        ('{"type": "function", "function": {"name": "f", "arguments": {"s": "a", "n": 2}}}', ONE),
+        ('{"function": {"name": "f", "arguments": "{\\"s\\": \\"a\\", \\"n\\": 2}"}, "id": "x"}', ONE),
+        ('{"function": "f", "parameters": {"s": "a", "n": 2}}', ONE),
+        ('{"f": {"s": "a", "n": 2}}', ONE),
+        ('{"other": {"s": "a"}}', None),
+        ("{'name': 'f', 'arguments': {'s': 'a', 'n': 2}}", ONE),
+        ("[{'name': 'f', 'arguments': {'s': 'it\\'s', 'n': -2}}]", [("f", {"s": "it's", "n": -2})]),
+        ("{'name': 'weather', 'arguments': {'a': None, 'b': True, 'c': false}}",
+         [("weather", {"a": None, "b": True, "c": False})]),
+        ("{'name': 'f', 'arguments': {'s': open('x')}}", None),
+        ('{"name": "f", "arguments": {"s": "a", "n": 2}} and more', None),
+        ("[" * 3000, None),
+        ("{'a':" * 3000, None),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["hermes", "tool-calls", "granite", "mistral-list", "mistral", "lfm", "gigachat"])
+def test_json_as_models_write_it(name: str, body: str, calls: Calls | None) -> None:
+    form = BY_NAME[name]
+    said = f"{form.begin}{body}{form.end}"
+    if not form.end and body.endswith(" and more"):
+        check(name, said, " and more".strip(), ONE)
+    else:
+        check(name, said, "" if calls else said, calls or [])
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "text", "calls"),
+    [
+        # Mistral
+        ("mistral", '[TOOL_CALLS]f[CALL_ID]abc123456[ARGS]{"s": "a", "n": 2}', "", ONE),
+        ("mistral", '[TOOL_CALLS]f{"s": "a", "n": 2}', "", ONE),
+        ("mistral", '[TOOL_CALLS] f\n{"s": "a", "n": 2}', "", ONE),
+        ("mistral", "[TOOL_CALLS]clock[ARGS]", "", CLOCK),
+        ("mistral", "[TOOL_CALLS]clock[CALL_ID]abc123456[ARGS]", "", CLOCK),
+        ("mistral", "[TOOL_CALLS]clock", "[TOOL_CALLS]clock", []),
+        ("mistral", "[TOOL_CALLS]the clock[ARGS]{}", "[TOOL_CALLS]the clock[ARGS]{}", []),
+        ("mistral", "[TOOL_CALLS]clock[ARGS]{}[TOOL_CALLS]clock[ARGS]{} Wait.", "Wait.", CLOCK * 2),
+        ("mistral-list", '[TOOL_CALLS][{"name": "clock", "arguments": {}}]\n\nI look now.', "I look now.", CLOCK),
+        ("mistral-list", '[TOOL_CALLS]f{"s": "a", "n": 2}', '[TOOL_CALLS]f{"s": "a", "n": 2}', []),
+        # Qwen3-Coder
+        ("qwen-coder", "<function=clock>\n</function>\n</tool_call>", "", CLOCK),
+        ("qwen-coder", "Now.\n<function=clock></function>", "Now.", CLOCK),
+        ("qwen-coder", "<function=clock>\n</function>\n</tool_call>\n<function=clock>\n</function>\n</tool_call>", "",
+         CLOCK * 2),
+        ("qwen-coder", "<function=f>\n<parameter=s>\na\n</parameter>\n<parameter=n>\n2\n</parameter>\n</function>", "",
+         ONE),
+        ("qwen-coder", "<tool_call>\n<function=f>\n<parameter=s>\na\n<parameter=n>\n2\n</parameter>\n</function>\n"
+         "</tool_call>", "", ONE),
+        ("qwen-coder", "<tool_call>\n<function=f>\n<parameter=s>\na\n</parameter>\n<parameter=n>\n2\n</function>\n"
+         "</tool_call>", "", ONE),
+        ("qwen-coder", "<tool_call>\n<function=clock>\n</function>\n<function=f>\n<parameter=s>\na\n</parameter>\n"
+         "<parameter=n>2</parameter>\n</function>\n</tool_call>", "", CLOCK + ONE),
+        ("qwen-coder", '<tool_call>\n<function=f>\n{"s": "a", "n": 2}\n</function>\n</tool_call>', "", ONE),
+        ("qwen-coder", f"<tool_call>\n{BODY}\n</tool_call>", "", ONE),
+        ("qwen-coder", "<tool_call>\n<function=clock>\n</function>", "", CLOCK),
+        ("qwen-coder", "<tool_call>\n<function=clock>\n</tool_call>", "", CLOCK),
+        ("qwen-coder", "<function=other>\n</function>\n</tool_call>",
+         "<function=other>\n</function>\n</tool_call>", []),
+        ("qwen-coder", "Say <function=x> or </tool_call>.", "Say <function=x> or </tool_call>.", []),
+        # Values with their own marks, and their white space
+        ("qwen-coder", '<tool_call>\n<function=f>\n<parameter=s>\nx = "</parameter>"\ny = 2\n</parameter>\n</function>'
+         "\n</tool_call>", "", [("f", {"s": 'x = "</parameter>"\ny = 2'})]),
+        ("qwen-coder", '<tool_call>\n<function=f>\n<parameter=s>\nx = "<parameter=n>"\n</parameter>\n</function>\n'
+         "</tool_call>", "", [("f", {"s": 'x = "<parameter=n>"'})]),
+        ("qwen-coder", "<tool_call>\n<function=f>\n<parameter=s>\n</tool_call>\n</parameter>\n</function>\n"
+         "</tool_call>", "", [("f", {"s": "</tool_call>"})]),
+        ("qwen-coder", "<tool_call>\n<function=f>\n<parameter=s>\n\n  a\n\n</parameter>\n</function>\n</tool_call>", "",
+         [("f", {"s": "\n  a\n"})]),
+        ("glm", "<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>  a\n</arg_value>\n<arg_key>t</arg_key><arg_value>"
+         "</arg_value> b</arg_value>\n</tool_call>", "", [("f", {"s": "  a\n", "t": "</arg_value> b"})]),
+        ("glm", "<tool_call>f<arg_key>s</arg_key><arg_value>a</tool_call>b</arg_value></tool_call>", "",
+         [("f", {"s": "a</tool_call>b"})]),
+        ("minimax", '<minimax:tool_call><invoke name="f">\n<parameter name="s">\n a </parameter>\n</invoke>'
+         "</minimax:tool_call>", "", [("f", {"s": "\n a "})]),
+        ("minicpm", '<function name="f"><param name="s"><![CDATA[a</param>\n<b>&]]></param><param name="n">2</param>'
+         "</function>", "", [("f", {"s": "a</param>\n<b>&", "n": 2})]),
+        ("seed", "<function=clock></function></seed:tool_call>", "", CLOCK),
+        ("glm", '<tool_call>f\n{"s": "a", "n": 2}\n</tool_call>', "", ONE),
+        # Several calls, not all of which are whole
+        ("hermes", '<tool_call>{"name": </tool_call>\n<tool_call>{"name": "clock"}</tool_call>',
+         '<tool_call>{"name": </tool_call>', CLOCK),
+        ("hermes", '<tool_call>{"name": "clock"}\n<tool_call>{"name": "clock"}</tool_call>', "", CLOCK * 2),
+        ("hermes", '<tool_call><tool_call>{"name": "clock"}</tool_call>', "", CLOCK),
+        ("hermes", '<tool_call>{"name": "clock"}</tool_call', "", CLOCK),
+        ("hermes", 'The mark <tool_call> begins <tool_call>{"name": "clock"}</tool_call>',
+         "The mark <tool_call> begins", CLOCK),
+        ("granite", '<tool_call>[{"name": "clock", "arguments": {}}]</tool_call>', "", CLOCK),
+        ("granite", '<|tool_call|>[{"name": "clock", "arguments": {}}]', "", CLOCK),
+        ("command", '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "directly_answer", "parameters": {}}]'
+         "<|END_ACTION|>", '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "directly_answer", "parameters": {}}]'
+         "<|END_ACTION|>", []),
+        # Python
+        ("llama", '<|python_tag|>f.call(s="a", n=2)', "", ONE),
+        ("llama", '<|python_tag|>f(s="a", n=2)', "", ONE),
+        ("llama", '[f(s="a", n=2), clock()]', "", ONE + CLOCK),
+        ("llama", '{"name": "f", "parameters": {"s": "a;b"}}; {"name": "clock", "parameters": {}}', "",
+         [("f", {"s": "a;b"}), *CLOCK]),
+        ("llama", "<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
+        ("llama4", '[f(s="a", n=2)]', "", ONE),
+        ("llama4", '{"name": "f", "parameters": {"s": "a", "n": "2"}}', "", ONE),
+        ("llama4", "[1] is a list.", "[1] is a list.", []),
+        ("lfm", "<|tool_call_start|>[f(s='a;\"', n=2), a.b(x=[1, {'k': None}, (2,)])]<|tool_call_end|>And?",
+         "And?", [("f", {"s": 'a;"', "n": 2}), ("a.b", {"x": [1, {"k": None}, [2]]})]),
+        ("lfm", '<|tool_call_start|>f({"s": "a", "n": 2})<|tool_call_end|>', "", ONE),
+        ("lfm", "<|tool_call_start|>clock()\nclock()<|tool_call_end|>", "", CLOCK * 2),
+        ("lfm", "<|tool_call_start|>[f(s=open('x'))]<|tool_call_end|>",
+         "<|tool_call_start|>[f(s=open('x'))]<|tool_call_end|>", []),
+        ("lfm", "<|tool_call_start|>[f('a')]<|tool_call_end|>", "<|tool_call_start|>[f('a')]<|tool_call_end|>", []),
+        ("lfm", "<|tool_call_start|>[f(s='<|tool_call_end|>')]<|tool_call_end|>", "",
+         [("f", {"s": "<|tool_call_end|>"})]),
+        # Gemma
+        ("gemma", '<|tool_call>call:weather{a:[<|"|>b,c<|"|>,true,null,-1.5e3,{d:[]}],<|"|>e f<|"|>:{}}<tool_call|>',
+         "", [("weather", {"a": ["b,c", True, None, -1500.0, {"d": []}], "e f": {}})]),
+        ("gemma", '<|tool_call>call:f{s:<|"|>{a}\n<tool_call|> "<|"|>, n: 2}<tool_call|>', "",
+         [("f", {"s": '{a}\n<tool_call|> "', "n": 2})]),
+        ("gemma", '<|tool_call>call:f{"s": "a", "n": 2}<tool_call|>', "", ONE),
+        ("gemma", "<|tool_call>f{s:a,n:2}<tool_call|>", "", ONE),
+        ("gemma", "<|tool_call>call:f{s:}<tool_call|>", "<|tool_call>call:f{s:}<tool_call|>", []),
+        ("gemma", f"<|tool_call>call:f{'{a:' * 2000}<tool_call|>", f"<|tool_call>call:f{'{a:' * 2000}<tool_call|>", []),
+        # Elements
+        ("minimax-m3", ']<]minimax[>[<invoke name="weather">]<]minimax[>[<a>]<]minimax[>[<item>x</b>]<]minimax[>['
+         "</item>]<]minimax[>[<item>y]<]minimax[>[</item>]<]minimax[>[</a>]<]minimax[>[<b>]<]minimax[>[<c> d\n]<]"
+         "minimax[>[</c>]<]minimax[>[</b>]<]minimax[>[</invoke>", "",
+         [("weather", {"a": ["x</b>", "y"], "b": {"c": " d\n"}})]),
+        ("minimax-m3", ']<]minimax[>[<invoke name="f">]<]minimax[>[<s>a]<]minimax[>[</invoke>',
+         ']<]minimax[>[<invoke name="f">]<]minimax[>[<s>a]<]minimax[>[</invoke>', []),
+        # Others
+        ("kimi-k3", '<|open|>call tool="f" index="1"<|sep|><|open|>json type="object"<|sep|>{"s": "a", "n": 2}<|close|>'
+         "json<|sep|><|close|>call<|sep|>", "", ONE),
+        ("deepseek", '<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"s": "```", "n": 2}\n```<｜tool▁call▁end'
+         "｜>", "", [("f", {"s": "```", "n": 2})]),
+        ("command-r", 'Action: I act.', 'Action: I act.', []),
+    ],
+)  # fmt: skip
+def test_second_spellings(name: str, said: str, text: str, calls: Calls) -> None:
+    check(name, said, text, calls)
+
+
+def test_a_prompt_may_begin_a_call() -> None:
+    prompt = "<|start_header_id|>assistant<|end_header_id|>\n\n>>>"
+    check("functionary-recipients", 'f\n{"s": "a", "n": 2}', "", ONE, prompt)
+    check("functionary-recipients", 'all\nI look.\n>>>f\n{"s": "a", "n": 2}', "I look.", ONE, prompt)
+    check("functionary-recipients", "all\nNoon.", "Noon.", [], prompt)
+    check("functionary-recipients", '>>>f\n{"s": "a", "n": 2}', "", ONE, prompt)
+    check("hermes", f"{BODY}</tool_call>", "", ONE, "assistant\n<tool_call>")
+
+
+@pytest.mark.parametrize("name", SAID)
+@settings(max_examples=examples(40), deadline=None)
+@given(data=st.data())
+def test_how_a_stream_is_cut_changes_nothing(name: str, data: st.DataObject) -> None:
+    form, said = BY_NAME[name], SAID[name]
+    marks = [*form.all_marks, *(mark[:-1] for mark in form.all_marks), '{"name": "clock"}', "clock", "clock()", "{}"]
+    parts = st.sampled_from([said, said[: len(said) // 2], *marks, "word", "call:", " ", "\n", '"', "}", "all\n"])
+    text = "".join(data.draw(st.lists(parts, max_size=8)))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    pieces = [text[left:right] for left, right in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    whole = read(name, [text])
+    assert read(name, pieces) == whole
+    assert read(name, list(text)) == whole
+    if not whole[1] and not any(mark in text for mark in form.hidden) and form.shape != "parts":
+        assert whole[0] == text
