@@ -254,12 +254,14 @@ def write_tiny_gguf(
     merged: bool = False,
     parts: int = 1,
     truth: Path | None = None,
+    dimensions: int | None = None,
 ) -> Path:
     """The model in the Hugging Face folder ``source`` as a GGUF. Returns its path, of the first part if it is in more.
 
     ``quantised``: the type of every matrix, or a function of its name in the GGUF. ``extra``: metadata, architecture
-    put before. ``merged``: queries, keys and values are one tensor in layers that have all three. ``truth``: a copy of
-    ``source`` is written there whose weights are what the packed ones stand for.
+    put before. ``merged``: queries, keys and values are one tensor in layers that have all three. ``dimensions``: how
+    many each tensor has, the outermost of one; 0: none of these (None: as llama.cpp's converter has it). ``truth``: a
+    copy of ``source`` is written there whose weights are what the packed ones stand for.
     """
     config = json.loads((source / "config.json").read_text())
     pack = _Packing(quantised if callable(quantised) else (lambda name: quantised))
@@ -295,8 +297,6 @@ def write_tiny_gguf(
         short = next((short for short in heads if f".{short}." in known), None) if paired else None
         values = rotated(values, heads[short]) if short is not None else stored(name, values, config, architecture)
         words, kind, back = pack(known, values)
-        if known.endswith("ffn_gate_inp_shexp.weight"):
-            words = words.reshape(-1)
         written.append((known, words, kind))
         back = unrotated(back, heads[short]) if short is not None else restored(name, back, config, architecture)
         true[name] = back
@@ -312,7 +312,7 @@ def write_tiny_gguf(
     writer = GGUFWriter(path, architecture, **size)
     _write_metadata(writer, config, architecture, extra or {}, PRE.get(config["model_type"], split), layout)
     for name, words, kind in written:
-        writer.add_tensor(name, words, raw_dtype=kind)
+        writer.add_tensor(name, words if dimensions is None else _of(dimensions, words), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -320,6 +320,12 @@ def write_tiny_gguf(
     if truth is not None:
         _write_truth(source, truth, true)
     return path if parts == 1 else path.with_name(f"{path.stem}-00001-of-{parts:05}.gguf")
+
+
+def _of(dimensions: int, words: NDArray[Any]) -> NDArray[Any]:
+    """``words`` with so many dimensions, or as many as it needs."""
+    first = next((place for place, size in enumerate(words.shape) if size != 1), words.ndim - 1)
+    return words.reshape((1,) * (dimensions - words.ndim + first) + words.shape[first:])
 
 
 class _Packing:

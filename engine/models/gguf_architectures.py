@@ -13,7 +13,7 @@ from engine.errors import ModelError
 from engine.models import gguf_delta_net, gguf_gemma, gguf_latent, gguf_short_convolution
 from engine.models.config_values import check_config
 from engine.models.files import Change, Order
-from engine.models.gguf_file import GgufFile
+from engine.models.gguf_file import GgufFile, GgufTensor
 from engine.models.gguf_metadata import Metadata, NamedTensor
 from engine.models.wording import shown
 
@@ -355,7 +355,7 @@ def config_of(gguf: GgufFile) -> dict[str, Any]:
     config: dict[str, Any] = {
         "architectures": [class_name],
         "model_type": family,
-        "vocab_size": tensor_shape(gguf, "token_embd.weight")[0],
+        "vocab_size": tensor_of(gguf, "token_embd.weight").rows,
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
@@ -391,12 +391,12 @@ def config_of(gguf: GgufFile) -> dict[str, Any]:
     return config
 
 
-def tensor_shape(gguf: GgufFile, name: str) -> tuple[int, ...]:
+def tensor_of(gguf: GgufFile, name: str) -> GgufTensor:
     """Raises ModelError if there is no such tensor."""
     tensor = gguf.tensors.get(name)
     if tensor is None:
         raise ModelError(f"{gguf.path} is damaged: it has no tensor {name}; download it again.")
-    return tensor.shape
+    return tensor
 
 
 _ELSEWHERE = ("attn_factor", "yarn_attn_factor", "yarn_ext_factor")

@@ -8,9 +8,9 @@ from typing import Any
 
 from engine.errors import ModelError
 from engine.models.families import FAMILIES, expert_shape
-from engine.models.gguf_architectures import Architecture, tensor_shape
+from engine.models.gguf_architectures import Architecture, tensor_of
 from engine.models.gguf_file import GgufFile, GgufTensor
-from engine.models.gguf_metadata import Metadata, NamedTensor, projections
+from engine.models.gguf_metadata import Metadata, NamedTensor, Shape, projections
 from engine.models.number_formats import BLOCKS, stored_bytes
 from engine.models.safetensors_files import TensorEntry
 from engine.models.wording import shown
@@ -37,13 +37,12 @@ def entries_of(
     left = {name for name in gguf.tensors if name not in _IGNORED and not _predicts_ahead(gguf, name, config)}
     for wanted in named_tensors(gguf, architecture, config):
         # The first missing tensor ends this, as a file may claim any number of layers.
-        found = tensor_shape(gguf, wanted.source)
-        if found != wanted.stored:
+        tensor = tensor_of(gguf, wanted.source)
+        if _without_ones(tensor.shape) != _without_ones(wanted.stored):
             raise ModelError(
-                f"{gguf.path} is damaged: its tensor {wanted.source} has the shape {list(found)}, not "
+                f"{gguf.path} is damaged: its tensor {wanted.source} has the shape {list(tensor.shape)}, not "
                 f"{list(wanted.stored)}; download it again."
             )
-        tensor = gguf.tensors[wanted.source]
         entries[gguf.paths[tensor.part].name][wanted.name] = _entry(gguf, tensor, wanted)
         left.discard(wanted.source)
     if left:
@@ -52,6 +51,12 @@ def entries_of(
             "use another file of this model."
         )
     return entries
+
+
+def _without_ones(shape: Shape) -> Shape:
+    """``shape`` without the outermost dimensions of one, of which files have any number: ggml's tensors all have four
+    dimensions, and writers differ in how many they name."""
+    return next((shape[place:] for place, size in enumerate(shape) if size != 1), ())
 
 
 def unread_entries(gguf: GgufFile) -> Iterator[tuple[str, str, TensorEntry]]:
@@ -180,11 +185,7 @@ def _experts(
         yield from _feed_forward(here + "ffn_{}_shexp.weight", prefix, shared, hidden)
     if architecture.shared_expert == "gated":
         shared = config["shared_expert_intermediate_size"]
-        yield _shared_gate(here, there, hidden)
+        yield NamedTensor.whole(
+            here + "ffn_gate_inp_shexp.weight", there + "mlp.shared_expert_gate.weight", (1, hidden)
+        )
         yield from _feed_forward(here + "ffn_{}_shexp.weight", there + "mlp.shared_expert.", shared, hidden)
-
-
-def _shared_gate(here: str, there: str, hidden: int) -> NamedTensor:
-    """A vector in the file and a matrix of one row in the checkpoint."""
-    source, name = here + "ffn_gate_inp_shexp.weight", there + "mlp.shared_expert_gate.weight"
-    return NamedTensor(source, name, (1, hidden), (hidden,))

@@ -186,6 +186,35 @@ def test_every_tensor_may_have_a_format_of_its_own(tmp_path: Path) -> None:
     assert {matrix.format for matrix in opened.experts.place(1, 3).matrices.values()} == {"Q5_K"}
 
 
+@pytest.mark.sampled
+@pytest.mark.parametrize(("family", "dimensions"), pairwise(tuple(ARCHITECTURES), (0, 4)))
+def test_dimensions_of_one_may_be_there_or_not(
+    tmp_path: Path, sources: Callable[[str], Path], family: str, dimensions: int
+) -> None:
+    """ggml's tensors all have four, and writers differ in how many of them they name."""
+    source = sources(family)
+    extra = {"attention.sliding_window": 16} if family == "mistral" else {}
+    written = {"extra": extra, "dimensions": dimensions}
+    path = write_tiny_gguf(tmp_path / "m.gguf", source, ARCHITECTURES[family], **written)
+    if dimensions:
+        with GgufFile(path) as gguf:
+            assert {len(tensor.shape) for tensor in gguf.tensors.values()} == {dimensions}
+    assert_the_same_model(open_model(open_gguf(path, silent)), open_model(source))
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_5_moe_text", "qwen3_next"])
+def test_the_gate_of_a_shared_expert_is_a_row_or_a_vector(
+    tmp_path: Path, sources: Callable[[str], Path], family: str
+) -> None:
+    """A row as llama.cpp's converter writes it, a vector as its quantiser does."""
+    for dimensions, shape in ((None, (1, 256)), (0, (256,))):
+        name = f"{family}-{dimensions}.gguf"
+        path = write_tiny_gguf(tmp_path / name, sources(family), ARCHITECTURES[family], dimensions=dimensions)
+        with GgufFile(path) as gguf:
+            assert gguf.tensors["blk.0.ffn_gate_inp_shexp.weight"].shape == shape
+        assert_the_same_model(open_model(open_gguf(path, silent)), open_model(sources(family)))
+
+
 @pytest.mark.parametrize("family", ["glm4_moe", "glm4_moe_lite"])
 def test_blocks_that_predict_ahead_are_left_out(tmp_path: Path, sources: Callable[[str], Path], family: str) -> None:
     source = sources(family)
@@ -481,8 +510,8 @@ def test_numbers_beyond_any_model_are_refused_before_anything_is_counted(
     source = write_tiny_model(tmp_path / "source", "llama")
     path = write_tiny_gguf(tmp_path / "claims.gguf", source, "llama", extra=extra)
     looked: list[str] = []
-    look = gguf_tensors.tensor_shape
-    monkeypatch.setattr(gguf_tensors, "tensor_shape", lambda gguf, name: looked.append(name) or look(gguf, name))
+    look = gguf_tensors.tensor_of
+    monkeypatch.setattr(gguf_tensors, "tensor_of", lambda gguf, name: looked.append(name) or look(gguf, name))
     with pytest.raises(ModelError, match=message):
         open_gguf(path, silent)
     assert len(looked) < 100, "it ends at the first tensor that is missing"
