@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import ModelError
-from engine.models.gguf_names import parts_of
+from engine.models.gguf_names import missing_part, parts_of
 from engine.models.number_formats import BLOCKS, WIDTHS
 from engine.models.wording import shown
 
@@ -44,6 +44,8 @@ MOST_HEADER_BYTES = 256 << 20
 """Maximum bytes of a header; a vocabulary of 260,000 tokens takes about 16 million."""
 _MOST_ITEMS = 1 << 23
 """Maximum items of all arrays of a header; a vocabulary of 260,000 tokens takes about 1.3 million."""
+_SHOWN_BYTES = 40
+"""Bytes of a text that are shown where it is no UTF-8."""
 _FIRST_READ = 1 << 20
 """Bytes of a header that are read first; then as many again each time."""
 
@@ -135,10 +137,7 @@ class GgufFile:
         """Bytes of the file, which is opened for reading."""
         path = self.paths[part]
         if len(self.paths) > 1 and not path.exists():
-            raise ModelError(
-                f"{path} is missing: the model is split into {len(self.paths)} files; put them into one folder.",
-                "bad-input",
-            )
+            raise ModelError(missing_part(path, len(self.paths)), "bad-input")
         try:
             self._files.append(path.open("rb"))
             return os.fstat(self._files[-1].fileno()).st_size
@@ -154,7 +153,7 @@ class GgufFile:
             raise
         except OSError as error:
             raise ModelError(f"{path} cannot be read: {error.strerror or error}.", "disk") from error
-        except (struct.error, UnicodeDecodeError, ValueError, OverflowError) as error:
+        except (struct.error, ValueError, OverflowError) as error:
             raise ModelError(
                 f"{path} is not a usable GGUF file: {shown(str(error), 200)}; download it again."
             ) from error
@@ -280,7 +279,11 @@ class _Cursor:
         return layout.unpack(self.take(layout.size))[0]
 
     def string(self) -> str:
-        return self.take(self.unpack("Q")).decode("utf-8")
+        text = self.take(self.unpack("Q"))
+        try:
+            return text.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"its text {text[:_SHOWN_BYTES]!r} is no UTF-8") from error
 
     def value(self, kind: int) -> Any:
         if kind in _SCALARS:

@@ -46,7 +46,9 @@ def open_gguf(
 
     Raises ModelError naming what is wrong with the file or is not supported; Cancelled if ``should_stop`` says so.
     """
-    folder = folder or store.resolve(str(path.absolute())).plain_folder
+    if folder is None:
+        resolved = store.resolve(str(path.absolute()))
+        folder, path = resolved.plain_folder, resolved.source
     if store.is_complete(folder):
         _renew_links(folder, path)
         return folder

@@ -1,6 +1,6 @@
 """What the names of GGUF files say: which files are one model, and which model a tag like ``Q4_K_M`` names.
 
-Pure functions of names and sizes, for a repository on the hub as well as for a folder.
+Most are pure functions of names and sizes, for a repository on the hub as well as for a folder.
 """
 
 from __future__ import annotations
@@ -62,6 +62,26 @@ def parts_of(path: Path) -> tuple[Path, ...]:
     return tuple(
         path.with_name(f"{found['stem']}-{part:05}-of-{count:05}{path.suffix}") for part in range(1, count + 1)
     )
+
+
+def whole_of(path: Path) -> Path:
+    """The first file of the model of which ``path`` is a file, or a link to one. The other parts lie beside the link,
+    or else beside what it leads to."""
+    here, there = parts_of(path), parts_of(path.resolve())
+    if len(here) > 1 and (len(there) == 1 or all(part.exists() for part in here)):
+        return here[0]
+    return there[0] if len(there) > 1 else path
+
+
+def models_in(folder: Path) -> tuple[Path, ...]:
+    """The first file of each GGUF model in ``folder``, by name. Vision towers and importance matrices are none."""
+    files = (each for each in folder.iterdir() if each.suffix.casefold() == ".gguf" and not _is_no_model(each.name))
+    return tuple(sorted({parts_of(each)[0] for each in files}))
+
+
+def missing_part(part: Path, count: int) -> str:
+    """What is to be said of a part that is not there, of a model of ``count`` parts."""
+    return f"{part} is missing: the model is split into {count} files; put them into one folder."
 
 
 def choices_of(sizes: Mapping[str, int]) -> tuple[GgufChoice, ...]:

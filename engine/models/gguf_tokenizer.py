@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from engine.errors import Cancelled, ModelError
 from engine.models.gguf_splits import SPLITS
+from engine.models.tokenizer import END_OF_TURN_TOKENS
 from engine.models.wording import shown
 
 KNOWN_SPLITS = tuple(sorted(SPLITS))
@@ -19,10 +21,15 @@ _KINDS = ("gpt2", "llama", "gemma4")
 LONGEST_TOKEN = 1000
 """Maximum characters of a token; the longest in use is a run of some hundred spaces."""
 
-_SPECIAL_TEMPLATES = ("tool_use", "rag")
-"""Names of templates that are not for conversations."""
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 
-_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
+_SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}
+"""Special tokens of sentencepiece vocabularies whose files do not name them."""
+
+_NAMED = ("bos", "eos", "eot", "eom", "padding", "seperator", "mask")
+"""Control tokens that files name by their ids, in ggml's spelling."""
+
+_BYTES = re.compile("<0x[0-9A-F]{2}>")
 
 
 def check_tokenizer(metadata: dict[str, Any]) -> None:
@@ -54,6 +61,7 @@ def write_tokenizer(folder: Path, metadata: dict[str, Any], should_stop: Callabl
     Raises ModelError if the tokenizer is of a kind that is not known, or damaged; Cancelled if ``should_stop()``.
     """
     check_tokenizer(metadata)
+    metadata = _completed(metadata)
     try:
         kind = metadata["tokenizer.ggml.model"]
         if kind == "gpt2":
@@ -66,6 +74,10 @@ def write_tokenizer(folder: Path, metadata: dict[str, Any], should_stop: Callabl
         (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=False), encoding="utf-8")
     except (ModelError, OSError):
         raise
+    except KeyError as error:
+        raise ModelError(
+            f"The GGUF's tokenizer is damaged (it has no {error.args[0]}); download the file again."
+        ) from error
     except Exception as error:  # the tokenizers library raises bare Exception for parts that do not fit together
         raise ModelError(
             f"The GGUF's tokenizer is damaged ({shown(repr(error), 200)}); download the file again."
@@ -86,6 +98,35 @@ def write_tokenizer(folder: Path, metadata: dict[str, Any], should_stop: Callabl
     (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
     ends = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
     return sorted({end for end in ends if isinstance(end, int)})
+
+
+def _completed(metadata: dict[str, Any]) -> dict[str, Any]:
+    """``metadata`` with what a file may leave out, as llama.cpp takes it to be.
+
+    Scores are 0, empty tokens get texts, and sentencepiece's ids are the usual ones. Without types tokens are ordinary
+    ones, but for those that the file names by their ids, that are bytes, or that end turns by their spelling.
+    Raises ModelError if there are fewer scores or types than tokens.
+    """
+    key = "tokenizer.ggml.{}".format
+    tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(metadata[key("tokens")])]
+    ids = _SENTENCEPIECE_IDS if metadata[key("model")] == "llama" else {}
+    made = {key(f"{name}_token_id"): i for name, i in ids.items() if i < len(tokens)} | metadata
+    made[key("tokens")] = tokens
+    made.setdefault(key("scores"), [0.0] * len(tokens))
+    if key("token_type") not in made:
+        named = {made.get(key(f"{name}_token_id")): _CONTROL for name in _NAMED}
+        named[made.get(key("unknown_token_id"))] = _UNKNOWN
+        made[key("token_type")] = [
+            named.get(i, _CONTROL if token in END_OF_TURN_TOKENS else _BYTE if _BYTES.fullmatch(token) else _NORMAL)
+            for i, token in enumerate(tokens)
+        ]
+    for part in ("scores", "token_type"):
+        if not isinstance(made[key(part)], list) or len(made[key(part)]) < len(tokens):
+            raise ModelError(
+                f"The GGUF's tokenizer is damaged (it has {len(tokens)} tokens and too few of {part}); download the "
+                "file again."
+            )
+    return made
 
 
 def _byte_level(metadata: dict[str, Any]) -> Any:
@@ -177,12 +218,10 @@ def _add_special(tokenizer: Any, metadata: dict[str, Any]) -> None:
     from tokenizers import AddedToken, processors
 
     tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
-    for token, kind in zip(tokens, types, strict=True):
+    for token, kind in zip(tokens, types, strict=False):  # more types than tokens do no harm
         if kind in {_UNKNOWN, _CONTROL, _USER_DEFINED}:
             tokenizer.add_tokens([AddedToken(token, special=kind != _USER_DEFINED, normalized=False)])
-    before = (
-        _token(metadata, "bos") if metadata.get("tokenizer.ggml.add_bos_token", _bos_by_default(metadata)) else None
-    )
+    before = _token(metadata, "bos") if _begins(metadata) else None
     after = _token(metadata, "eos") if metadata.get("tokenizer.ggml.add_eos_token", False) else None
     if before or after:
         names = [*([before] if before else []), "$A", *([after] if after else [])]
@@ -190,23 +229,18 @@ def _add_special(tokenizer: Any, metadata: dict[str, Any]) -> None:
         tokenizer.post_processor = processors.TemplateProcessing(single=names, special_tokens=special)
 
 
-def _bos_by_default(metadata: dict[str, Any]) -> bool:
-    if metadata["tokenizer.ggml.model"] != "gpt2":
-        return True
-    return SPLITS[metadata["tokenizer.ggml.pre"]].begins
+def _begins(metadata: dict[str, Any]) -> bool:
+    """Whether texts begin with the beginning-of-text token. Files of Gemma 4 that deny it are wrong."""
+    kind = metadata["tokenizer.ggml.model"]
+    usual = kind != "gpt2" or SPLITS[metadata["tokenizer.ggml.pre"]].begins
+    return kind == "gemma4" or bool(metadata.get("tokenizer.ggml.add_bos_token", usual))
 
 
 def _chat_templates(metadata: dict[str, Any]) -> dict[str, str]:
-    """The chat templates by name. Without one called default, the only one for conversations is it."""
+    """The chat templates by name."""
     prefix = "tokenizer.chat_template"
     named = {key.removeprefix(f"{prefix}."): text for key, text in metadata.items() if key.startswith(f"{prefix}.")}
-    templates = {name: text for name, text in named.items() if isinstance(text, str)}
-    if isinstance(metadata.get(prefix), str):
-        templates["default"] = metadata[prefix]
-    plain = [name for name in templates if name not in _SPECIAL_TEMPLATES]
-    if "default" not in templates and len(plain) == 1:
-        templates["default"] = templates[plain[0]]
-    return templates
+    return {name: text for name, text in {**named, "default": metadata.get(prefix)}.items() if isinstance(text, str)}
 
 
 def _token(metadata: dict[str, Any], name: str) -> str | None:

@@ -28,7 +28,7 @@ from engine.errors import ModelError
 from engine.models import catalogue, found_elsewhere
 from engine.models.catalogue import STARTER, CatalogueEntry
 from engine.models.found_elsewhere import TITLES, FoundModel
-from engine.models.gguf_names import choices_of, matching, parts_of, tag_of
+from engine.models.gguf_names import choices_of, matching, missing_part, models_in, parts_of, tag_of, whole_of
 from engine.models.json_files import SMALL_FILE, read_object
 from engine.models.locations import ensure, locate, remove_profiles
 from engine.models.wording import shown
@@ -404,8 +404,11 @@ def gguf_fingerprint(path: Path) -> str:
 
     chunk = 1024 * 1024
     digest = hashlib.sha256()
+    parts = parts_of(path)
     try:
-        for part in parts_of(path):
+        for part in parts:
+            if len(parts) > 1 and not part.exists():
+                raise ModelError(missing_part(part, len(parts)), "bad-input")
             size = part.stat().st_size
             digest.update(size.to_bytes(8, "little"))
             with part.open("rb") as file:
@@ -497,7 +500,7 @@ def _resolve_path(path: Path) -> ResolvedModel:
                 f"{path} is neither a folder with config.json and *.safetensors nor a .gguf file; name one of these.",
                 "bad-input",
             )
-        path = parts_of(path)[0]
+        path = whole_of(path)
         return _resolve_gguf(path, path.stem)
     refuse_shard(path)
     if path.suffix == PARTIAL:
@@ -506,11 +509,24 @@ def _resolve_path(path: Path) -> ResolvedModel:
         plain = path.with_name(path.name.removesuffix(PREPARED))
         name = _display_name(plain.name)
         return ResolvedModel(name, "folder", plain, plain, plain.with_name(plain.name + PREPARED))
+    if not _exists(path / "config.json") and (files := _gguf_models_in(path)):
+        if len(files) > 1:
+            names = ", ".join(each.name for each in files)
+            raise ModelError(f"{path} holds several models: {shown(names, 400)}; name one of these files.", "bad-input")
+        return _resolve_gguf(files[0], files[0].stem)
     import hashlib
 
     identity = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:16]
     bank = models / f"local--{_safe(path.name)}--{identity}{PREPARED}"
     return ResolvedModel(path.name, "folder", path, path, bank)
+
+
+def _gguf_models_in(folder: Path) -> tuple[Path, ...]:
+    """The GGUF files in a person's own folder, of each model the first; none where the folder cannot be read."""
+    try:
+        return models_in(folder)
+    except OSError:
+        return ()
 
 
 def _resolve_gguf(path: Path, stem: str) -> ResolvedModel:

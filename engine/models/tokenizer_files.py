@@ -28,6 +28,8 @@ NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token",
 TEMPLATE_BYTES = 2_000_000
 """Maximum bytes of a chat template; the largest in use have 30 thousand."""
 
+_OTHER_TEMPLATES = ("tool_use", "rag")
+"""Names of chat templates that are not for plain conversations."""
 _CONFIG = "tokenizer_config.json"
 _AS_THE_FILE_HAS_IT = ("", "PreTrainedTokenizer", "TokenizersBackend")
 """Classes (without ``Fast``) for which ``tokenizer.json`` is the whole tokenizer."""
@@ -304,17 +306,28 @@ def read_template(folder: Path) -> str | None:
     if isinstance(template, list):
         template = {each.get("name"): each.get("template") for each in template if isinstance(each, Mapping)}
     if isinstance(template, Mapping) and template:
-        if not isinstance(template.get("default"), str):
+        chosen = _for_conversations(template)
+        if chosen is None:
             names = shown(", ".join(sorted(map(str, template))))
             raise ModelError(
                 f"{folder / _CONFIG} has several chat templates ({names}) and none is called default; name one so."
             )
-        template = template["default"]
+        template = chosen
     if template is not None and not isinstance(template, str) and template:
         raise ModelError(f"{folder / _CONFIG} gives {shown(template)} for chat_template, which must be text.")
     if template and len(template) > TEMPLATE_BYTES:
         raise ModelError(f"{folder / _CONFIG} has a chat_template of {len(template)} characters; {TEMPLATE_BYTES} go.")
     return template or None
+
+
+def _for_conversations(templates: Mapping[Any, Any]) -> str | None:
+    """The one of several named templates that conversations are written with: the one called default, else the only
+    one that has no other purpose, else the one for tools. None if there is no such one."""
+    texts = {name: text for name, text in templates.items() if isinstance(text, str)}
+    plain = [text for name, text in texts.items() if name not in _OTHER_TEMPLATES]
+    if "default" in texts or not plain:
+        return texts.get("default", texts.get("tool_use"))
+    return plain[0] if len(plain) == 1 else None
 
 
 # --- by transformers ----------------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ from engine.models.gguf_tensors import entries_of
 from engine.models.number_formats import BLOCKS, is_packed
 from engine.models.opening import open_model
 from engine.models.tokenizer import load_tokenizer
+from engine.session.loading import load_session
 from engine.session.plan_model import plan_model
 
 
@@ -311,6 +312,73 @@ def test_a_part_that_is_missing_or_of_another_model_is_named(tmp_path: Path) -> 
     first.rename(alone)
     with pytest.raises(ModelError, match="one of 3 parts of a split model"):
         open_gguf(alone, silent)
+
+
+def test_a_link_to_any_part_opens_the_whole(tmp_path: Path) -> None:
+    source = write_tiny_model(tmp_path / "source", "qwen3")
+    (parts := tmp_path / "parts").mkdir()
+    first = write_tiny_gguf(parts / "m.gguf", source, "qwen3", parts=3)
+    whole = store.resolve(str(first))
+    (links := tmp_path / "links").mkdir()
+    for name in ("mine.gguf", "m-00002-of-00003.gguf"):
+        link = links / name
+        link.symlink_to(parts / "m-00002-of-00003.gguf")
+        assert store.resolve(str(link)) == whole
+        assert_the_same_model(open_model(open_gguf(link, silent)), open_model(source))
+    # As the Hugging Face cache has them: the parts are links, and what they lead to has other names.
+    (cache := tmp_path / "cache").mkdir()
+    (blobs := tmp_path / "blobs").mkdir()
+    for number, part in enumerate(sorted(parts.iterdir())):
+        (blobs / str(number)).write_bytes(part.read_bytes())
+        (cache / part.name).symlink_to(blobs / str(number))
+    found = store.resolve(str(cache / "m-00003-of-00003.gguf"))
+    assert found.source == cache / first.name
+    assert found.plain_folder == whole.plain_folder
+
+
+def test_a_folder_of_parts_is_the_model(tmp_path: Path) -> None:
+    source = write_tiny_model(tmp_path / "source", "qwen3")
+    (folder := tmp_path / "folder").mkdir()
+    first = write_tiny_gguf(folder / "m.gguf", source, "qwen3", parts=3)
+    (folder / "mmproj-F16.gguf").write_bytes(b"GGUF")
+    (folder / "README.md").touch()
+    session = load_session(Load(id=1, model=str(folder), runtime="torch"), silent)
+    assert session.facts.name == first.name
+    plan_model(Plan(id=1, load=Load(id=1, model=str(folder), partitioning="cpu")))
+    assert pull(str(folder), silent) == store.resolve(str(first)).plain_folder
+    write_tiny_gguf(folder / "other model.gguf", source, "qwen3")
+    with pytest.raises(
+        ModelError, match=r"several models: m-00001-of-00003\.gguf, other model\.gguf; name one"
+    ) as error:
+        load_session(Load(id=1, model=str(folder)), silent)
+    assert error.value.kind == "bad-input"
+
+
+@pytest.mark.parametrize("missing", [1, 2, 3])
+@pytest.mark.parametrize("named", ["a part", "the folder"])
+def test_a_missing_part_is_named_by_whatever_opens_the_model(tmp_path: Path, missing: int, named: str) -> None:
+    source = write_tiny_model(tmp_path / "source", "qwen3")
+    (folder := tmp_path / "folder").mkdir()
+    write_tiny_gguf(folder / "m.gguf", source, "qwen3", parts=3)
+    (folder / f"m-{missing:05}-of-00003.gguf").unlink()
+    model = folder if named == "the folder" else min(folder.iterdir())
+    for opened in (
+        lambda: load_session(Load(id=1, model=str(model)), silent),
+        lambda: plan_model(Plan(id=1, load=Load(id=1, model=str(model)))),
+        lambda: pull(str(model), silent),
+    ):
+        with pytest.raises(ModelError, match=rf"m-{missing:05}-of-00003\.gguf is missing: .* split into 3 files; put"):
+            opened()
+
+
+@pytest.mark.parametrize("where", [b"general.architecture", b"tokenizer.ggml.tokens", b"blk.0.attn_q.weight", b"gpt2"])
+def test_text_that_is_no_utf_8_is_shown(tiny_llama: Path, where: bytes) -> None:
+    """A key, the name of a tensor, a value."""
+    data = tiny_llama.read_bytes()
+    tiny_llama.write_bytes(data.replace(where, b"\xff" + where[1:], 1))
+    shown = "xff" + where[1:].decode()
+    with pytest.raises(ModelError, match=rf"tiny\.gguf is not a usable GGUF file: .*{shown}.* is no UTF-8; download"):
+        load_session(Load(id=1, model=str(tiny_llama)), silent)
 
 
 def test_tensors_that_overlap_are_refused(tiny_llama: Path) -> None:

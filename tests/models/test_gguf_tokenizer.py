@@ -221,10 +221,10 @@ def test_named_chat_templates_come_along(tmp_path: Path) -> None:
     metadata["tokenizer.chat_template.plain"] = metadata.pop("tokenizer.chat_template")
     assert written(tmp_path, metadata).render_chat([Message("user", "Hi")]) == rendered
     names = [each["name"] for each in json.loads((tmp_path / "tokenizer_config.json").read_text())["chat_template"]]
-    assert sorted(names) == ["default", "plain", "rag", "tool_use"]
-    del metadata["tokenizer.chat_template.plain"]
-    with pytest.raises(ModelError, match=r"several chat templates \(rag, tool_use\) and none is called default"):
-        written(tmp_path, metadata)
+    assert sorted(names) == ["plain", "rag", "tool_use"]
+    for name in ("plain", "rag"):
+        del metadata[f"tokenizer.chat_template.{name}"]
+        assert written(tmp_path, metadata).render_chat([Message("user", "Hi")]) == "with None"
 
 
 def gemma() -> dict[str, Any]:
@@ -276,9 +276,76 @@ def test_an_unknown_split_is_refused_by_name(tmp_path: Path) -> None:
         write_tokenizer(tmp_path, {"tokenizer.ggml.model": "rwkv"})
 
 
+TYPES, SCORES = "tokenizer.ggml.token_type", "tokenizer.ggml.scores"
+
+
+def test_tokens_without_types_are_ordinary_but_for_those_that_are_named(tmp_path: Path) -> None:
+    metadata = byte_level("gpt-2")
+    whole = written(tmp_path / "whole", metadata)
+    del metadata[TYPES]
+    ours = written(tmp_path / "ours", metadata)
+    assert write_tokenizer(tmp_path / "ours", metadata) == [0, 2]
+    for text in [*CORPUS[:4], *AWKWARD]:
+        assert ours.encode(text) == whole.encode(text)
+    assert ours.decode([1, *ours.encode("hi"), 2]) == "hi"
+
+
+def test_ends_of_turns_are_known_by_their_spelling_where_nothing_names_them(tmp_path: Path) -> None:
+    metadata = byte_level("gpt-2")
+    for key in (TYPES, *(f"tokenizer.ggml.{name}_token_id" for name in ("bos", "eos", "eot"))):
+        del metadata[key]
+    ours = written(tmp_path, metadata)
+    assert write_tokenizer(tmp_path, metadata) == []
+    assert ours.encode("hi<|im_end|>")[-1] == 2
+    assert 2 in ours.end_of_turn_ids
+    assert ours.encode("<|im_start|>")[0] != 1, "nothing says that this one is a mark"
+
+
+def test_sentencepiece_without_types_ids_or_beginning(sentencepiece_model: Any, tmp_path: Path) -> None:
+    """The usual ids are those of this vocabulary. Bytes are known by their spelling."""
+    metadata = sentencepiece_metadata(sentencepiece_model)
+    for key in (TYPES, *(f"tokenizer.ggml.{name}_token_id" for name in ("bos", "eos", "unknown"))):
+        del metadata[key]
+    (tmp_path / "m").mkdir()
+    assert write_tokenizer(tmp_path / "m", metadata) == [2]
+    ours = written(tmp_path / "m", metadata)
+    for text in (text for text in [*CORPUS[:4], *AWKWARD[1:]] if "\0" not in text):
+        assert ours.encode(text) == [1, *sentencepiece_model.encode(text)]
+        assert ours.decode(ours.encode(text)) == text
+
+
+def test_sentencepiece_without_scores_prefers_the_pieces_that_come_first(
+    sentencepiece_model: Any, tmp_path: Path
+) -> None:
+    """Trained vocabularies lie in the order of their scores, so that nothing changes."""
+    metadata = sentencepiece_metadata(sentencepiece_model)
+    del metadata[SCORES]
+    ours = written(tmp_path, metadata)
+    for text in (text for text in [*CORPUS[:4], *AWKWARD[1:]] if "\0" not in text):
+        assert ours.encode(text) == [1, *sentencepiece_model.encode(text)]
+
+
+def test_empty_tokens_and_spare_types_do_no_harm(tmp_path: Path) -> None:
+    metadata = byte_level("gpt-2")
+    size = len(metadata["tokenizer.ggml.tokens"])
+    metadata["tokenizer.ggml.tokens"] += ["", ""]
+    metadata[TYPES] += [1, 1, 5]
+    tokenizer = written(tmp_path, metadata)
+    assert tokenizer._library.id_to_token(size + 1) == f"[EMPTY_{size + 1}]"
+    assert tokenizer.decode(tokenizer.encode(CORPUS[0])) == CORPUS[0]
+
+
+@pytest.mark.parametrize("said", [True, False, None])
+def test_gemma_begins_whatever_the_file_says(tmp_path: Path, said: bool | None) -> None:
+    metadata = gemma() | ({} if said is None else {"tokenizer.ggml.add_bos_token": said})
+    assert written(tmp_path, metadata).encode("hi")[0] == 2
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [
+        ("tokenizer.ggml.merges", None),
+        ("tokenizer.ggml.token_type", "1"),
         ("tokenizer.ggml.tokens", None),
         ("tokenizer.ggml.tokens", ["a", "a"]),
         ("tokenizer.ggml.merges", ["nospace"]),

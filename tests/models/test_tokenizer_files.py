@@ -283,9 +283,29 @@ def test_the_template_is_autotokenizers(tmp_path: Path, given: dict[str, Any], t
 
 
 @pytest.mark.parametrize(
+    ("given", "template"),
+    [
+        ({"tool_use": "t"}, "t"),
+        ({"rag": "r", "tool_use": "t"}, "t"),
+        ({"rag": "r", "tool_use": "t", "plain": "p"}, "p"),
+        ({"one": "1", "other": "2", "default": "d", "tool_use": "t"}, "d"),
+    ],
+)
+def test_a_template_is_chosen_by_its_purpose(tmp_path: Path, given: dict[str, str], template: str) -> None:
+    """transformers takes none where none is called default, unless there are tools."""
+    make, config, model, others = FORMS["plain"]
+    write(tmp_path, (make, {**config, "chat_template": given}, model, others))
+    assert read_template(tmp_path) == template
+
+
+@pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"chat_template": [{"name": "tool_use", "template": "t"}]}, "several chat templates .tool_use. and none"),
+        (
+            {"chat_template": {"one": "1", "other": "2", "tool_use": "t"}},
+            "several chat templates .one, other, tool_use.",
+        ),
+        ({"chat_template": [{"name": "rag", "template": "r"}]}, "several chat templates .rag. and none"),
         ({"chat_template": 7}, "gives 7 for chat_template, which must be text"),
         ({"added_tokens_decoder": {"x": {}}}, "cannot be read"),
         ({"added_tokens_decoder": {"1": 3}}, "cannot be read"),
