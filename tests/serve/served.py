@@ -27,7 +27,7 @@ from engine.ipc.messages import Load
 
 MODEL = "speaking"
 TEMPLATE = (
-    "{% for tool in tools or [] %}{{ tool | tojson }}<tool_call></tool_call>{% endfor %}"
+    '{% for tool in tools or [] %}{{ tool | tojson }}<tool_call></tool_call>{# around {"name": …} #}{% endfor %}'
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
