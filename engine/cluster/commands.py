@@ -42,6 +42,15 @@ class Extend(RowsCommand, frozen=True, tag="extend"):
     want_logits: bool
 
 
+class Replay(RowsCommand, frozen=True, tag="replay"):
+    """Run decoded ``tokens`` again in one pass; see :meth:`TokenRows.replay`."""
+
+    rows: int
+    before: int
+    tokens: list[int]
+    want_logits: bool
+
+
 class Step(RowsCommand, frozen=True, tag="step"):
     rows: int
     before: int
@@ -83,7 +92,7 @@ class AskTimes(RowsCommand, frozen=True, tag="ask_times"):
     """Answer with :class:`Times`."""
 
 
-AnyCommand = StartRows | Extend | Step | Truncate | FanOut | Reorder | Drop | Measure | AskTimes
+AnyCommand = StartRows | Extend | Replay | Step | Truncate | FanOut | Reorder | Drop | Measure | AskTimes
 
 
 class Times(msgspec.Struct, frozen=True):

@@ -67,6 +67,16 @@ class TokenRows(ABC):
     def step(self, tokens: Sequence[int]) -> Logits:
         """Decode one token per row. Returns logits [rows, vocabulary]."""
 
+    @property
+    def steps_together(self) -> int:
+        """Maximum number of tokens that :meth:`replay` runs in one pass; 0 if it runs none."""
+        return 0
+
+    def replay(self, tokens: Sequence[int], want_logits: bool = True) -> Logits | None:
+        """Run ``tokens``, at most :attr:`steps_together`, in one pass that leaves what as many :meth:`step` would, to
+        the bit (``rows`` must be 1). Returns the logits after the last token, [vocabulary], or None."""
+        raise ValueError("these rows are stepped through token by token")
+
     @abstractmethod
     def truncate(self, length: int) -> None:
         """Keep the first ``length`` tokens of the (only) row."""

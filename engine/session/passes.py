@@ -18,8 +18,8 @@ REMEMBERED = 4096
 class PassSequence:
     """The passes over one row of tokens from its start. Immutable.
 
-    A positive run is one prefill pass of that many tokens. A negative run is that many tokens decoded one by one; two
-    negative runs never follow one another.
+    A positive run is one prefill pass of that many tokens. A negative run is that many tokens decoded one by one, or
+    run again to the same bits by passes of several; two negative runs never follow one another.
     """
 
     def __init__(self, runs: Sequence[int] = ()) -> None:

@@ -317,8 +317,9 @@ class PrefixCache:
 
     # --- running them ---------------------------------------------------------------------------------------------
 
-    def _run(self, tokens: list[int], passes: PassSequence, turn: Turn) -> Logits | None:
-        """Bring ``tokens`` into the cache by ``passes``; the logits after them, or None if cancelled."""
+    def _run(self, tokens: list[int], passes: PassSequence, turn: Turn, again: bool = False) -> Logits | None:
+        """Bring ``tokens`` into the cache by ``passes``; the logits after them, or None if cancelled. ``again``: they
+        were there before the ring was lost."""
         rows = self._begin(tokens, passes)
         self._now.belongs_to(turn.owner)
         reused = len(self.tokens)
@@ -326,33 +327,35 @@ class PrefixCache:
         known = self._now.known
         logits = known[1] if known is not None and reused == len(tokens) else None
         for run in passes.after(reused):
-            for count in [run] if run > 0 else [1] * -run:
+            for count in [run] if run > 0 else _parts(-run, max(rows.steps_together, 1)):
                 if turn.cancelled():
                     return None
                 begun = len(self.tokens)
                 turn.watch()
-                part = tokens[begun : begun + count]
+                part, last = tokens[begun : begun + count], begun + count == len(tokens)
+                try:
+                    with turn.passing():
+                        if run < 0 and count == 1:
+                            logits = rows.step(part)[0]
+                        else:
+                            with self._interruptible(turn):
+                                logits = (rows.extend if run > 0 else rows.replay)(part, want_logits=last)
+                except Interrupted:
+                    return None
                 if run > 0:
-                    try:
-                        with self._interruptible(turn), turn.passing():
-                            logits = rows.extend(part, want_logits=begun + count == len(tokens))
-                    except Interrupted:
-                        return None
                     self._append(part, self._now.passes.prefilled(count))
                     if len(self.tokens) == len(tokens) - CHECKPOINT_TAIL and not rows.can_truncate:
                         self._save(rows)
                     if count >= LONG_CHUNK:
                         give_back()
                 else:
-                    try:
-                        with turn.passing():
-                            logits = rows.step(part)[0]
-                    except Interrupted:
-                        return None
-                    self._append(part, self._now.passes.decoded())
+                    self._append(part, self._now.passes.decoded(count))
                 done = begun + count
                 turn.ran_of_prompt(begun, done)
-                if run > 0 or done == len(tokens) or turn.due("replay", REPLAY_INTERVAL_S):
+                if again and not last:
+                    with contextlib.suppress(Cancelled):  # found before the next pass
+                        turn.report("running the answer again", done, len(tokens), "tokens")
+                elif run > 0 or last or turn.due("replay", REPLAY_INTERVAL_S):
                     turn.emit(Prefill(id=turn.id, done=done, total=len(tokens), reused=reused))
                 turn.show_timing()
         return logits
@@ -371,9 +374,9 @@ class PrefixCache:
             passes = PassSequence().up_to(len(tokens), self._chunk)
         while self._form_again(lost, turn):
             try:
-                return self._run(tokens, passes, turn)
-            except PeerLost as again:
-                lost = again
+                return self._run(tokens, passes, turn, again=True)
+            except PeerLost as once_more:
+                lost = once_more
         return None
 
     def _form_again(self, lost: PeerLost, turn: Turn) -> bool:
@@ -403,3 +406,9 @@ class PrefixCache:
             yield
         finally:
             self._model.between_layers = None
+
+
+def _parts(count: int, most: int) -> list[int]:
+    """``count`` in parts of at most ``most``."""
+    whole, rest = divmod(count, most)
+    return [most] * whole + ([rest] if rest else [])

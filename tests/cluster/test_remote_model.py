@@ -77,7 +77,8 @@ class Formed:
         self.answers = Answers(self.theirs)
         self.there.between_layers = self.answers.check
         self.layers = RemotePasses(self.command_links[1], self.answers.stop)
-        self.model = RemoteModel(self.there.facts, self.layers, self.there.start().can_truncate)
+        rows = self.there.start()
+        self.model = RemoteModel(self.there.facts, self.layers, rows.can_truncate, rows.steps_together)
         self.follower = Follower(self.there, self.answers)
         self._hostile = hostile
         self._lost: PeerLost | None = None

@@ -71,6 +71,16 @@ class WatchedRows(TokenRows):
         self._model.note(logits)
         return logits
 
+    @property
+    def steps_together(self) -> int:
+        return self._rows.steps_together
+
+    def replay(self, tokens: Sequence[int], want_logits: bool = True) -> Logits | None:
+        logits = self._rows.replay(tokens, want_logits)
+        self._model.passes.append(-len(tokens))
+        self._model.note(logits)
+        return logits
+
     def step(self, tokens: Sequence[int]) -> Logits:
         logits = self._rows.step(tokens)
         self._model.passes.append(-len(tokens))

@@ -258,10 +258,22 @@ class RingRows(TokenRows):
     def can_truncate(self) -> bool:
         return self._rows.can_truncate
 
+    @property
+    def steps_together(self) -> int:
+        return self._rows.steps_together
+
     def extend(self, tokens: Sequence[int], want_logits: bool = True) -> Logits | None:
         self._epoch.send(commands.Extend(self._number, self._prefixes.state, list(tokens), want_logits))
+        return self._prefill(lambda: self._rows.extend(tokens, want_logits), tokens)
+
+    def replay(self, tokens: Sequence[int], want_logits: bool = True) -> Logits | None:
+        self._epoch.send(commands.Replay(self._number, self._prefixes.state, list(tokens), want_logits))
+        return self._prefill(lambda: self._rows.replay(tokens, want_logits), tokens)
+
+    def _prefill(self, run: Callable[[], Logits | None], tokens: Sequence[int]) -> Logits | None:
+        """Run a pass over ``tokens`` here, after its command was sent."""
         try:
-            logits = self._epoch.run(lambda: self._rows.extend(tokens, want_logits))
+            logits = self._epoch.run(run)
         except Interrupted:
             if self._epoch.finished_elsewhere:
                 self._epoch.send(commands.Truncate(self._number, self.length))

@@ -95,15 +95,16 @@ class RemotePasses:
 class RemoteModel(LoadedModel):
     """A model that another machine runs.
 
-    Its user sends each command to that machine before it runs a pass or changes rows here. ``can_truncate`` describes
-    the other machine's rows.
+    Its user sends each command to that machine before it runs a pass or changes rows here. ``can_truncate`` and
+    ``steps_together`` describe the other machine's rows.
     """
 
-    def __init__(self, facts: ModelFacts, passes: RemotePasses, can_truncate: bool) -> None:
+    def __init__(self, facts: ModelFacts, passes: RemotePasses, can_truncate: bool, steps_together: int = 0) -> None:
         self._facts = facts
         self._recorder = Recorder(facts.layers, facts.moe_layers, facts.experts)
         self._passes = passes
         self._can_truncate = can_truncate
+        self._steps_together = steps_together
 
     @property
     def facts(self) -> ModelFacts:
@@ -114,7 +115,7 @@ class RemoteModel(LoadedModel):
         return self._recorder
 
     def start(self) -> RemoteRows:
-        return RemoteRows(self._passes, self.facts.vocabulary, self._can_truncate)
+        return RemoteRows(self._passes, self.facts.vocabulary, self._can_truncate, self._steps_together)
 
     def close(self) -> None:
         """Nothing to release."""
@@ -124,11 +125,18 @@ class RemoteRows(TokenRows):
     """The number and the length of the rows that the other machine holds."""
 
     def __init__(
-        self, passes: RemotePasses, vocabulary: int, can_truncate: bool, rows: int = 1, length: int = 0
+        self,
+        passes: RemotePasses,
+        vocabulary: int,
+        can_truncate: bool,
+        steps_together: int = 0,
+        rows: int = 1,
+        length: int = 0,
     ) -> None:
         self._rows = rows
         self._length = length
         self._can_truncate = can_truncate
+        self._steps_together = steps_together
         self._passes = passes
         self._vocabulary = vocabulary
 
@@ -143,6 +151,13 @@ class RemoteRows(TokenRows):
     @property
     def can_truncate(self) -> bool:
         return self._can_truncate
+
+    @property
+    def steps_together(self) -> int:
+        return self._steps_together
+
+    def replay(self, tokens: Sequence[int], want_logits: bool = True) -> Logits | None:
+        return self.extend(tokens, want_logits)
 
     def extend(self, tokens: Sequence[int], want_logits: bool = True) -> Logits | None:
         found = self._passes.answer(int(want_logits), self._vocabulary, len(tokens))
@@ -160,7 +175,7 @@ class RemoteRows(TokenRows):
         self._length = length
 
     def fan_out(self, rows: int) -> RemoteRows:
-        return RemoteRows(self._passes, self._vocabulary, self.can_truncate, rows, self.length)
+        return RemoteRows(self._passes, self._vocabulary, self.can_truncate, self.steps_together, rows, self.length)
 
     def reorder(self, parents: Sequence[int]) -> int:
         """Keep the number of rows. No bytes are moved here."""
@@ -201,7 +216,7 @@ def load_remote(
             one.client.call("StopPass", StopPass(epoch=ring.epoch, number=number), EmptyBody, STOP_S)
 
     passes = RemotePasses(links.commands[RANK], stop)
-    model = RemoteModel(_facts(ring, one, ready, name, sizes, load), passes, ready.can_truncate)
+    model = RemoteModel(_facts(ring, one, ready, name, sizes, load), passes, ready.can_truncate, ready.steps_together)
     return model, passes, notices_of(one.name, ready.notices)
 
 

@@ -30,6 +30,7 @@ MOST_NODES = 64
 MOST_ADDRESSES = 64
 MOST_TEXT = 4096
 MOST_NOTICES = 64
+MOST_STEPS = 1024
 MOST_POINTS = 64
 """Maximum points of a curve that another machine measured."""
 _LARGEST = 1 << 60
@@ -332,6 +333,8 @@ class Forming(ControlBody, frozen=True, kw_only=True):
     executor: Text = ""
     can_truncate: bool = True
     """Whether rows of tokens can be truncated. A head without a model of its own needs to know."""
+    steps_together: Annotated[int, msgspec.Meta(ge=0, le=MOST_STEPS)] = 0
+    """Tokens that rows run again in one pass; see :attr:`engine.runtimes.protocol.TokenRows.steps_together`."""
     notices: Annotated[list[Text], msgspec.Meta(max_length=MOST_NOTICES)] = []
 
 

@@ -74,11 +74,14 @@ class Follower:
         match command:
             case commands.StartRows(rows):
                 self._put(rows, self._model.start(), Prefixes())
-            case commands.Extend(rows, before, tokens, want_logits):
+            case commands.Extend(rows, before, tokens, want_logits) | commands.Replay(
+                rows, before, tokens, want_logits
+            ):
                 found, prefixes = self._checked(rows, before)
                 self._check_tokens(tokens)
                 self._check_room(found, len(tokens))
-                if self._pass(lambda: found.extend(tokens, want_logits), len(tokens)):
+                run = found.extend if isinstance(command, commands.Extend) else found.replay
+                if self._pass(lambda: run(tokens, want_logits), len(tokens)):
                     self._rows[rows] = (found, prefixes.extended(tokens))
             case commands.Step(rows, before, tokens):
                 found, prefixes = self._checked(rows, before)

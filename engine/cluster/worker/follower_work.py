@@ -216,6 +216,10 @@ class WholeWork(_ModelFollowing):
     def can_truncate(self) -> bool:
         return self._model.start().can_truncate
 
+    @property
+    def steps_together(self) -> int:
+        return self._model.start().steps_together
+
 
 class CentralWork:
     """Central: this node's experts only, run on the head's rows, by the head's runtime if it is installed here."""
@@ -413,6 +417,7 @@ class Following:
             ready=True,
             executor=self._work.executor,
             can_truncate=self._whole is None or self._whole.can_truncate,
+            steps_together=0 if self._whole is None else self._whole.steps_together,
             notices=self._work.notices,
         )
 

@@ -14,6 +14,9 @@ KEY_BLOCK = 16
 HEAD_KINDS = 2
 """Maximum kinds of heads of keys and values (PLLM_HEAD_KINDS)."""
 
+STEPS_TOGETHER = 8
+"""Maximum tokens of a pass that equals as many steps (PLLM_STEPS)."""
+
 MOST_TAPS = 16
 """Maximum tokens of a delta-net's convolution (PLLM_MOST_TAPS)."""
 
@@ -210,6 +213,7 @@ class Pass(ctypes.Structure):
         ("start", ctypes.c_int64),
         ("first_layer", ctypes.c_int64),
         ("last_layer", ctypes.c_int64),
+        ("as_steps", ctypes.c_int64),
     )
 
 

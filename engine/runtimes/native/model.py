@@ -168,8 +168,11 @@ class NativeModel(LoadedModel):
         self._files = None
         self._workspace = np.empty(0, np.uint8)
 
-    def run(self, phase: Phase, tokens: list[list[int]], cache: Segments, want_logits: bool) -> Logits | None:
-        """One forward pass over ``tokens`` [rows][positions] after what is in ``cache``.
+    def run(
+        self, phase: Phase, tokens: list[list[int]], cache: Segments, want_logits: bool, as_steps: bool = False
+    ) -> Logits | None:
+        """One forward pass over ``tokens`` [rows][positions] after what is in ``cache``. ``as_steps``: to the bits of a
+        pass for each position.
 
         Returns the logits after the last position, float32 [rows, vocabulary] ([rows, 0] at a place in a ring that has
         no use for them), or None. A pass that raises leaves
@@ -188,7 +191,7 @@ class NativeModel(LoadedModel):
             self._seconds[:] = 0
             self._recorder.begin_step(phase, len(tokens) * count if phase == "prefill" else 1)
         try:
-            logits = self._pieces(self._weights, phase, tokens, cache, want_logits)
+            logits = self._pieces(self._weights, phase, tokens, cache, want_logits, as_steps)
             if measured:
                 self._record(before)
             self._check_files()
@@ -212,7 +215,13 @@ class NativeModel(LoadedModel):
             self._guard.check()
 
     def _pieces(
-        self, weights: TrunkWeights, phase: Phase, tokens: list[list[int]], cache: Segments, want_logits: bool
+        self,
+        weights: TrunkWeights,
+        phase: Phase,
+        tokens: list[list[int]],
+        cache: Segments,
+        want_logits: bool,
+        as_steps: bool,
     ) -> Logits | None:
         """Run a long prefill in pieces; only the last gives logits. Nothing is committed here."""
         count, start = len(tokens[0]), cache.length
@@ -228,7 +237,7 @@ class NativeModel(LoadedModel):
             piece = np.ascontiguousarray(ids[:, first : first + PIECE])
             last = first + PIECE >= count
             found = logits if last else None
-            self._one_pass(weights, phase, piece, start + first, table, segments, states, found, first == 0)
+            self._one_pass(weights, phase, piece, start + first, table, segments, states, found, first == 0, as_steps)
             if states is not None:
                 states = (states[1], states[1])
         if phase == "prefill" and self._workspace.nbytes > max(KEPT_BYTES, KEPT_SHARE * memory().free):
@@ -246,6 +255,7 @@ class NativeModel(LoadedModel):
         states: tuple[Any, Any] | None,
         logits: Logits | None,
         begins: bool,
+        as_steps: bool,
     ) -> None:
         library, layers = native(), self._shape.layers
         call = Pass(
@@ -262,6 +272,7 @@ class NativeModel(LoadedModel):
             tokens=ids.shape[1],
             start=start,
             last_layer=layers,
+            as_steps=as_steps,
         )
         address = ctypes.addressof(call)
         call.workspace = self._room(library.pllm_trunk_bytes(weights.address, address, self._pool.threads))

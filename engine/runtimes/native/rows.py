@@ -10,6 +10,7 @@ import numpy as np
 from engine.errors import ModelError
 from engine.ipc.messages import ModelFacts
 from engine.moe.timing import Phase
+from engine.runtimes.native.bindings import STEPS_TOGETHER
 from engine.runtimes.native.cache import Segments
 from engine.runtimes.protocol import Logits, TokenRows
 from engine.runtimes.row_contents import RowContents
@@ -21,7 +22,9 @@ class NativePasses(Protocol):
     @property
     def facts(self) -> ModelFacts: ...
 
-    def run(self, phase: Phase, tokens: list[list[int]], cache: Segments, want_logits: bool) -> Logits | None: ...
+    def run(
+        self, phase: Phase, tokens: list[list[int]], cache: Segments, want_logits: bool, as_steps: bool = False
+    ) -> Logits | None: ...
 
 
 class NativeTokenRows(TokenRows):
@@ -48,13 +51,26 @@ class NativeTokenRows(TokenRows):
     def can_truncate(self) -> bool:
         return self._cache.states is None
 
+    @property
+    def steps_together(self) -> int:
+        return STEPS_TOGETHER
+
     def extend(self, tokens: Sequence[int], want_logits: bool = True) -> Logits | None:
         """Prefill ``tokens`` after what is there; the logits after the last one, [vocabulary], float32."""
+        return self._prefill(tokens, want_logits, as_steps=False)
+
+    def replay(self, tokens: Sequence[int], want_logits: bool = True) -> Logits | None:
+        """As :meth:`extend`, with the bits of as many steps."""
+        if len(tokens) > STEPS_TOGETHER:
+            raise ValueError(f"{len(tokens)} tokens in one pass; at most {STEPS_TOGETHER} equal as many steps")
+        return self._prefill(tokens, want_logits, as_steps=True)
+
+    def _prefill(self, tokens: Sequence[int], want_logits: bool, as_steps: bool) -> Logits | None:
         if self.rows != 1:
-            raise ValueError(f"extend works on one row, not on {self.rows}")
+            raise ValueError(f"a prompt is run on one row, not on {self.rows}")
         if not tokens:
-            raise ValueError("extend needs at least one token")
-        logits = self._model.run("prefill", [list(tokens)], self._cache, want_logits)
+            raise ValueError("a pass needs at least one token")
+        logits = self._model.run("prefill", [list(tokens)], self._cache, want_logits, as_steps)
         return None if logits is None else logits[0]
 
     def step(self, tokens: Sequence[int]) -> Logits:

@@ -166,9 +166,9 @@ static size_t layout(trunk_job *job, const pllm_trunk *trunk, const pllm_pass *p
         job->projected = MAX(job->projected, heads->queries + 2 * heads->key_value_heads * heads->width);
     }
     const int64_t length = pass->start + pass->tokens;
-    job->chunk_length = pllm_chunk_length(length);
-    job->chunk_limit = divided_up(length, job->chunk_length) + pass->segment_count;
-    const int64_t parts = trunk->heads * job->chunk_limit * pass->rows;
+    job->chunk_limit = pllm_chunk_limit(length) + pass->segment_count;
+    job->part_rows = pass->as_steps ? positions : pass->rows;
+    const int64_t parts = trunk->heads * job->chunk_limit * job->part_rows;
     const int64_t many = positions > FEW_LIMIT ? positions : 0;
     size_t shared;
     experts_bytes(job, &job->own_experts, &shared);
@@ -405,6 +405,12 @@ static int delta_layer(walk *w, int64_t index, int last) {
    those of the rows that go on. `stored`: keys are in the cache and queries ready. Returns [rows, heads * width]. */
 static const float *gathered(walk *w, int64_t index, int last, const float *qkv, int64_t at, int stored) {
     const trunk_job *job = w->job;
+    if (job->pass->tokens > 1 && !last && job->pass->as_steps) {
+        pllm_attend_steps(job, &w->own, index);
+        barrier(w);
+        pllm_join_steps(job, index, share_start(w), share_end(w), w->own.joined);
+        return w->own.joined;
+    }
     if (job->pass->tokens > 1 && !last) {
         pllm_attend_prompt(job, &w->own, index);
         barrier(w);
@@ -710,6 +716,7 @@ static int check(const pllm_trunk *trunk, const pllm_pass *pass) {
     if (pass->rows < 1 || pass->tokens < 1 || (pass->rows > 1 && pass->tokens > 1) || pass->first_layer < 0 ||
         pass->last_layer > trunk->layer_count || pass->first_layer > pass->last_layer || pass->segment_count < 1)
         return PLLM_E_ARGUMENT;
+    if (pass->as_steps && (pass->rows > 1 || pass->tokens > PLLM_STEPS)) return PLLM_E_ARGUMENT;
     if (trunk->convolution_layers > 0 && (trunk->convolution_taps < 1 || !(pass->states_before && pass->states_after)))
         return PLLM_E_ARGUMENT;
     if (trunk->delta_layers > 0 &&

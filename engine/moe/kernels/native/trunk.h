@@ -158,6 +158,9 @@ typedef struct pllm_segment {
     int64_t capacity, offset, start, count;
 } pllm_segment;
 
+/* Tokens that are few for the kernels of every format: each gets the bits that it would have alone. */
+#define PLLM_STEPS 8
+
 typedef struct pllm_pass {
     const int32_t *ids;          /* [rows, tokens] */
     const float *cosine[PLLM_HEAD_KINDS], *sine[PLLM_HEAD_KINDS]; /* [tokens, rotated / 2], of positions start... */
@@ -170,6 +173,8 @@ typedef struct pllm_pass {
     pllm_stop stop;              /* ends pllm_trunk_run early; NULL: nothing does */
     int64_t stop_interval;       /* nanoseconds between two calls of stop, at least */
     int64_t segment_count, rows, tokens, start, first_layer, last_layer;
+    int64_t as_steps;            /* what comes out equals, to the bit, `tokens` passes of one token each, at most PLLM_STEPS;
+                                    0: it need not */
 } pllm_pass;
 
 /* Where a pass stopped before the routed experts of `layer`. The addresses lie in the pass's workspace. */

@@ -11,9 +11,11 @@
 
 /* Enough tasks for many threads, and not so many that joining them costs. The number of threads has no part in it, so
    that nodes of a ring that have more or fewer compute the same to the bit. */
-int64_t pllm_chunk_length(int64_t positions) {
+static int64_t chunk_length(int64_t positions) {
     return divided_up(divided_up(positions, MOST_CHUNKS), SCORE_TILE) * SCORE_TILE;
 }
+
+int64_t pllm_chunk_limit(int64_t positions) { return MIN(MOST_CHUNKS, divided_up(positions, SCORE_TILE)); }
 
 static int64_t lowest(const pllm_trunk_layer *layer, int64_t position) {
     return layer->window ? MAX(0, position - layer->window + 1) : 0;
@@ -252,8 +254,8 @@ static int next_chunk(const trunk_job *job, int64_t layer, int64_t at, int64_t f
     first = MAX(first, lowest(job->trunk->layers + layer, at));
     if (first > at) return 0;
     const pllm_segment *segment = segment_of(pass, first);
-    const int64_t end = MIN(segment->start + segment->count, at + 1);
-    const int64_t last = MIN(end, (first / job->chunk_length + 1) * job->chunk_length);
+    const int64_t end = MIN(segment->start + segment->count, at + 1), length = chunk_length(at + 1);
+    const int64_t last = MIN(end, (first / length + 1) * length);
     const head_shape *shape = shape_of(job, layer);
     const int shared = pass->rows > 1 && segment->row_stride[shape->kind] == 0;
     *next = (chunk){segment, first, last, shared ? divided_up(pass->rows, shape->row_group) : pass->rows, shared};
@@ -261,13 +263,13 @@ static int next_chunk(const trunk_job *job, int64_t layer, int64_t at, int64_t f
 }
 
 static int64_t part_index(const trunk_job *job, const head_shape *shape, int64_t head, int64_t index, int64_t row) {
-    return ((head * job->chunk_limit + index) * job->pass->rows + row) * shape->group;
+    return ((head * job->chunk_limit + index) * job->part_rows + row) * shape->group;
 }
 
 /* `task` of the chunk: rows of `head` that are taken together, or of a single row one of `splits` parts of the head's
-   queries. */
+   queries. `place`: of the first row among the parts. */
 static void attend_chunk(const trunk_job *job, const own_area *own, int64_t layer, const float *qkv, int64_t at,
-                         int stored, const chunk *c, int64_t index, int64_t head, int64_t task, int64_t splits) {
+                         int stored, const chunk *c, int64_t index, int64_t head, int64_t task, int64_t splits, int64_t place) {
     const pllm_trunk *trunk = job->trunk;
     const pllm_trunk_layer *weights = trunk->layers + layer;
     const head_shape *shape = shape_of(job, layer);
@@ -294,7 +296,7 @@ static void attend_chunk(const trunk_job *job, const own_area *own, int64_t laye
             own->queries[i] = own->rotated + i * width;
         }
     }
-    const int64_t part = part_index(job, shape, head, index, row) + begin;
+    const int64_t part = part_index(job, shape, head, index, row + place) + begin;
     for (int64_t i = 0; i < count; i++) {
         job->part_maximum[part + i] = -INFINITY;
         job->part_total[part + i] = 0;
@@ -313,25 +315,40 @@ static void attend_chunk(const trunk_job *job, const own_area *own, int64_t laye
     job->set->attend(&a);
 }
 
-void pllm_attend_rows(const trunk_job *job, const own_area *own, int64_t layer, const float *qkv, int64_t at,
-                      int stored) {
+/* One query per row, at `at`. `task` is the thread's next one, counted from `before`, where those of this position begin;
+   both go on behind it. */
+static void attend_position(const trunk_job *job, const own_area *own, int64_t layer, const float *qkv, int64_t at,
+                            int stored, int64_t place, int64_t *before, int64_t *task) {
     const head_shape *shape = shape_of(job, layer);
     const int64_t heads = shape->key_value_heads;
     chunk c = {0};
-    int64_t index = 0, before = 0, task = pllm_pool_next(job->pool);
+    int64_t index = 0;
     for (int64_t first = 0; next_chunk(job, layer, at, first, &c); first = c.last, index++) {
         /* A key that is not stored yet is stored by the one task that needs it first. */
         const int64_t splits = stored && !c.together ? divided_up(shape->group, SPLIT_QUERIES) : 1;
         const int64_t tasks = heads * c.groups * splits;
-        for (; task < before + tasks; task = pllm_pool_next(job->pool))
-            attend_chunk(job, own, layer, qkv, at, stored, &c, index, (task - before) % heads, (task - before) / heads,
-                         splits);
-        before += tasks;
+        for (; *task < *before + tasks; *task = pllm_pool_next(job->pool))
+            attend_chunk(job, own, layer, qkv, at, stored, &c, index, (*task - *before) % heads,
+                         (*task - *before) / heads, splits, place);
+        *before += tasks;
     }
 }
 
-void pllm_join_rows(const trunk_job *job, int64_t layer, const float *qkv, int64_t at, int64_t first, int64_t last,
-                    float *to) {
+void pllm_attend_rows(const trunk_job *job, const own_area *own, int64_t layer, const float *qkv, int64_t at,
+                      int stored) {
+    int64_t before = 0, task = pllm_pool_next(job->pool);
+    attend_position(job, own, layer, qkv, at, stored, 0, &before, &task);
+}
+
+void pllm_attend_steps(const trunk_job *job, const own_area *own, int64_t layer) {
+    int64_t before = 0, task = pllm_pool_next(job->pool);
+    for (int64_t i = 0; i < job->positions; i++)
+        attend_position(job, own, layer, job->qkv + i * job->projected, job->pass->start + i, 1, i, &before, &task);
+}
+
+/* Joins the parts of rows first..last) of a position, the first of which is at `place` among the parts. */
+static void join(const trunk_job *job, int64_t layer, const float *qkv, int64_t at, int64_t first, int64_t last,
+                 int64_t place, float *to) {
     const head_shape *shape = shape_of(job, layer);
     const int64_t width = shape->width, heads = job->trunk->heads;
     const float *sinks = job->trunk->layers[layer].sinks;
@@ -344,11 +361,11 @@ void pllm_join_rows(const trunk_job *job, int64_t layer, const float *qkv, int64
             float *result = to + row * shape->joined + head * width;
             float most = sinks ? sinks[head] : -INFINITY;
             for (int64_t i = 0; i < chunks; i++)
-                most = MAX(most, job->part_maximum[part_index(job, shape, group, i, row) + query]);
+                most = MAX(most, job->part_maximum[part_index(job, shape, group, i, row + place) + query]);
             float total = sinks ? expf(sinks[head] - most) : 0;
             for (int64_t d = 0; d < width; d++) result[d] = 0;
             for (int64_t i = 0; i < chunks; i++) {
-                const int64_t part = part_index(job, shape, group, i, row) + query;
+                const int64_t part = part_index(job, shape, group, i, row + place) + query;
                 const float by = expf(job->part_maximum[part] - most);
                 const float *sum = job->part_sum + part * width;
                 total += job->part_total[part] * by;
@@ -358,4 +375,15 @@ void pllm_join_rows(const trunk_job *job, int64_t layer, const float *qkv, int64
             if (job->trunk->gated_queries)
                 job->set->gate(result, qkv + row * job->projected + head * shape->query + width, width);
         }
+}
+
+void pllm_join_rows(const trunk_job *job, int64_t layer, const float *qkv, int64_t at, int64_t first, int64_t last,
+                    float *to) {
+    join(job, layer, qkv, at, first, last, 0, to);
+}
+
+void pllm_join_steps(const trunk_job *job, int64_t layer, int64_t first, int64_t last, float *to) {
+    for (int64_t i = first; i < last; i++)
+        join(job, layer, job->qkv + i * job->projected, job->pass->start + i, 0, 1, i,
+             to + i * shape_of(job, layer)->joined);
 }

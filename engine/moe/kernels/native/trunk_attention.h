@@ -58,7 +58,8 @@ typedef struct trunk_job {
     int64_t positions; /* rows * tokens */
     int64_t projected; /* columns of qkv */
     head_shape shapes[PLLM_HEAD_KINDS];
-    int64_t chunk_length, chunk_limit;
+    int64_t chunk_limit;
+    int64_t part_rows; /* positions whose attention is in parts at a time */
     float *beside; /* what a shared expert reads if it has a norm of its own */
     float *h, *normed, *qkv, *attended, *out, *shared_out, *router, *weights, *shared_weights;
     float *latent_rows;    /* [positions, latent_stride]: results of pllm_latent's down, and of the first matrix of queries */
@@ -79,7 +80,8 @@ static inline const head_shape *shape_of(const trunk_job *job, int64_t layer) {
     return job->shapes + job->trunk->layers[layer].kind;
 }
 
-int64_t pllm_chunk_length(int64_t positions);
+/* Chunks that a query sees of so many positions, at most, but for the ends of pages. */
+int64_t pllm_chunk_limit(int64_t positions);
 
 /* A key and its value into the cache; both are rounded in place on the way. `value` NULL: the key is the value. */
 void pllm_store_key_value(const trunk_job *job, int64_t row, int64_t layer, int64_t head, int64_t position, float *key,
@@ -94,9 +96,13 @@ void pllm_attend_prompt(const trunk_job *job, const own_area *own, int64_t layer
    already, and the queries are ready. Takes tasks with pllm_pool_next; the parts are joined after a barrier. */
 void pllm_attend_rows(const trunk_job *job, const own_area *own, int64_t layer, const float *qkv, int64_t at,
                       int stored);
+/* The same of each position of the (only) row, which sees those up to its own; keys are in the cache, queries ready. */
+void pllm_attend_steps(const trunk_job *job, const own_area *own, int64_t layer);
 /* Joins the parts of rows first..last) into `to` [rows, heads * width]. */
 void pllm_join_rows(const trunk_job *job, int64_t layer, const float *qkv, int64_t at, int64_t first, int64_t last,
                     float *to);
+/* Joins the parts of positions first..last) of the (only) row, after pllm_attend_steps. */
+void pllm_join_steps(const trunk_job *job, int64_t layer, int64_t first, int64_t last, float *to);
 
 /* Attention over latents: the normed results of query_down of rows first..last). */
 void pllm_latent_norm_rank(const trunk_job *job, int64_t layer, int64_t first, int64_t last, float *to);
