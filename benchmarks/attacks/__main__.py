@@ -14,13 +14,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from benchmarks.attacks import bombs, connections, contributions, files, kernels, machines, screen
+from benchmarks.attacks import bombs, connections, contributions, exports, files, kernels, machines, screen
 from benchmarks.attacks.campaign import Attack, Tally, run
 
 ATTACKS: list[Attack] = [
     *bombs.ATTACKS,
     *connections.ATTACKS,
     *contributions.ATTACKS,
+    *exports.ATTACKS,
     *files.ATTACKS,
     *kernels.ATTACKS,
     *machines.ATTACKS,

@@ -359,7 +359,11 @@ def test_models_list(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["starter"]["state"] == "ready" and rows["starter"]["path"] == str(home / "models" / "starter")
 
 
-@pytest.mark.parametrize("config", [b"[" * 200_000, b'{"a":' * 200_000, b" " * 21_000_000, b"\xff", b"[]"])
+@pytest.mark.parametrize(
+    "config",
+    [b"[" * 200_000, b'{"a":' * 200_000, b" " * 21_000_000, b"\xff", b"[]"],
+    ids=("lists", "tables", "size", "no text", "no table"),
+)
 def test_models_list_with_a_configuration_that_is_none(
     home: Path, capsys: pytest.CaptureFixture[str], config: bytes
 ) -> None:

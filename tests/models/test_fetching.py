@@ -698,7 +698,9 @@ def test_a_damaged_file_in_ranges_is_removed_with_its_note(hub: LoopbackHub, rep
 
 @pytest.mark.usefixtures("in_ranges")
 @pytest.mark.parametrize(
-    "note", [b"{", b"[" * 5000, b'{"size": 3000000, "ranges": [[0, 3000000]]}', b'{"size": 1, "ranges": []}']
+    "note",
+    [b"{", b"[" * 5000, b'{"size": 3000000, "ranges": [[0, 3000000]]}', b'{"size": 1, "ranges": []}'],
+    ids=("no JSON", "nested", "whole", "another size"),
 )
 def test_a_note_that_cannot_be_is_not_believed(hub: LoopbackHub, repo: Repo, note: bytes) -> None:
     repo.cut_after = {SHARDS[0]: 0}
