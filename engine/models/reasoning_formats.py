@@ -39,17 +39,24 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     thoughts: tuple[str, ...] = ()
     """Names of the parts that are thoughts."""
 
+    known: tuple[str, ...] = ()
+    """Texts by which the format is known; empty: its marks."""
+
     @property
     def marks(self) -> tuple[str, ...]:
-        """The marks by which the format is known."""
+        """All marks but those within names."""
         return tuple(
             mark for mark in (self.begin, self.end, *self.hidden, *self.stray, *self.headers, self.body) if mark
         )
 
 
 def format_of(template: str, tokens: Collection[str]) -> ReasoningFormat | None:
-    """The first format whose marks are all in the chat ``template``'s source or among the added ``tokens``."""
-    return next((each for each in formats() if all(mark in template or mark in tokens for mark in each.marks)), None)
+    """The first format all of whose texts or marks are in the chat ``template``'s source or among the added
+    ``tokens``."""
+    return next(
+        (each for each in formats() if all(mark in template or mark in tokens for mark in each.known or each.marks)),
+        None,
+    )
 
 
 def has_switch(template: str) -> bool:
