@@ -20,7 +20,7 @@ from app.conversations.importing.parts import (
     ImportedConversation,
     ImportedMessage,
     ImportProblem,
-    TooLarge,
+    ImportTooLarge,
     chain,
     file_mark,
     moment,
@@ -85,7 +85,7 @@ class _Log:
         """Those of ``columns`` that ``table`` has, row by row, in no order; nothing if there is no such table.
 
         Sorting is left to Python: SQLite would read everything before the first row could be counted. Raises
-        ImportProblem, TooLarge and sqlite3.Error.
+        ImportProblem, ImportTooLarge and sqlite3.Error.
         """
         if table not in self.tables:
             return
@@ -118,7 +118,7 @@ def conversations(path: Path, size: int, allowance: Allowance) -> list[ImportedC
             return list(found.values())
     except (sqlite3.Error, UnicodeDecodeError) as error:  # what SQLite says of damage may quote it
         raise ImportProblem(f"{shown} cannot be read as llm's log: {one_line(str(error))}.") from error
-    except TooLarge:
+    except ImportTooLarge:
         raise ImportProblem(f"{shown} has more text than its size allows; it is damaged.") from None
 
 
@@ -145,7 +145,7 @@ def _old(log: _Log, allowance: Allowance) -> Iterator[tuple[str, ImportedConvers
     kinds = {row.get("id"): row.get("type") for row in log.rows("attachments", ("id", "type"))}
     given = {f"{kind}_fragments": _references(log, f"{kind}_fragments", "fragment_id") for kind in ("prompt", "system")}
     attached = _references(log, "prompt_attachments", "attachment_id")
-    answers = Answers(allowance)
+    answers = LoggedAnswers(allowance)
     for row in log.rows("responses", ("id", "conversation_id", "prompt", "system", "response", "reasoning", *_ANSWER)):
         for kind, references in given.items():
             row[kind] = [{"content": fragments.get(place)} for place in references.get(row.get("id"), ())]
@@ -180,7 +180,7 @@ class _LoggedAnswer:
     messages: Sequence[ImportedMessage] | None
 
 
-class Answers:
+class LoggedAnswers:
     """Answers in the form of ``llm logs --json``. Of each only what is imported is kept, taken from ``allowance``."""
 
     def __init__(self, allowance: Allowance) -> None:
@@ -193,7 +193,7 @@ class Answers:
     def add(self, row: Row) -> None:
         key = name(str(row.get("conversation_id") or row.get("id") or ""))
         system, messages = "", None
-        with suppress(TooLarge):
+        with suppress(ImportTooLarge):
             parts = (*_given(row, "system", self._allowance), text(row.get("system")))
             system = "\n\n".join(part.strip() for part in parts if part.strip())
             self._allowance.spend(len(system))
@@ -322,7 +322,7 @@ def _new(log: _Log, allowance: Allowance) -> Iterator[tuple[str, ImportedConvers
                     continue
                 if messages:
                     messages[-1].spend(allowance)
-        except TooLarge:
+        except ImportTooLarge:
             yield key, None
             continue
         yield key, _thread(key, row.get("name"), own, system, messages)
@@ -337,13 +337,13 @@ def _thread(
 
 
 def _path(records: Mapping[str, Row], tip: object, allowance: Allowance) -> list[str]:
-    """The hashes of the messages up to ``tip``. A circle ends it. Raises TooLarge."""
+    """The hashes of the messages up to ``tip``. A circle ends it. Raises ImportTooLarge."""
     path: list[str] = []
     seen: set[str] = set()
     place = str(tip)
     while place in records and place not in seen:
         if len(path) == MOST_MESSAGES:
-            raise TooLarge
+            raise ImportTooLarge
         allowance.spend(_ROW_SIZE)
         seen.add(place)
         path.append(place)

@@ -34,7 +34,7 @@ class ImportProblem(Exception):
     """A file cannot be imported. The text is one sentence for the person."""
 
 
-class TooLarge(Exception):
+class ImportTooLarge(Exception):
     """A conversation is too large to be imported, or there is too much before it."""
 
 
@@ -45,10 +45,10 @@ class Allowance:
         self._left = characters
 
     def spend(self, characters: int) -> None:
-        """Raises TooLarge, now and from now on, if that is more than what is left."""
+        """Raises ImportTooLarge, now and from now on, if that is more than what is left."""
         self._left -= characters
         if self._left < 0:
-            raise TooLarge
+            raise ImportTooLarge
 
 
 def produced_of(size: int) -> Allowance:
@@ -90,10 +90,10 @@ class ImportedMessage:
     only_named: int = 0
 
     def spend(self, allowance: Allowance) -> None:
-        """Take from ``allowance`` what this message has. Raises TooLarge, also for a limit of its own."""
+        """Take from ``allowance`` what this message has. Raises ImportTooLarge, also for a limit of its own."""
         texts = (self.content, self.thoughts.text, *(attachment.text for attachment in self.attachments))
         if max(map(len, texts)) > LONGEST_TEXT:
-            raise TooLarge
+            raise ImportTooLarge
         allowance.spend(_OWN_SIZE * (1 + len(self.attachments)) + sum(map(len, texts)))
 
 
@@ -117,9 +117,9 @@ class ImportedConversation:
     own_values: Mapping[str, Any] = field(default_factory=dict)
 
     def spend(self, allowance: Allowance) -> None:
-        """Take from ``allowance`` what this conversation has. Raises TooLarge, also for a limit of its own."""
+        """Take from ``allowance`` what this conversation has. Raises ImportTooLarge, also for a limit of its own."""
         if len(self.messages) > MOST_MESSAGES:
-            raise TooLarge
+            raise ImportTooLarge
         allowance.spend(_OWN_SIZE + len(self.system))
         for message in self.messages:
             message.spend(allowance)

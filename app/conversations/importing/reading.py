@@ -18,7 +18,7 @@ from app.conversations.importing.parts import (
     Allowance,
     ImportedConversation,
     ImportProblem,
-    TooLarge,
+    ImportTooLarge,
     digest,
     produced_of,
 )
@@ -112,7 +112,7 @@ def _read(path: Path) -> ReadFile:
         found.take("llm", llm_log.conversations(path, size, found.allowance))
         return found.result()
     documents = _archived(path, size, found.lost) if start.startswith(b"PK\3\4") else iter([("", _plain(path))])
-    printed = llm_log.Answers(found.allowance)
+    printed = llm_log.LoggedAnswers(found.allowance)
     for member, data in documents:
         for entry in entries(data):
             if entry is None:
@@ -155,7 +155,7 @@ class _Found:
         chat = kind.conversation(entry)
         try:
             chat.spend(self.allowance)
-        except TooLarge:
+        except ImportTooLarge:
             self._keep(kind.program, None, member)
         else:
             self._keep(kind.program, chat, member)
