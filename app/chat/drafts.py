@@ -6,6 +6,7 @@ import asyncio
 import threading
 from contextlib import suppress
 
+from app.chat.state import Entry
 from app.chat.thread import Thread
 from app.conversations.drafts import Draft
 from app.conversations.store import ConversationStore, StoreError
@@ -18,6 +19,8 @@ NO_DRAFT = Draft("")
 class DraftKeeper:
     """Keeps the draft of one conversation after the other in ``store``; that of a temporary one in its memory.
 
+    Or what one message after the other is being changed to.
+
     A draft that cannot be written is tried again. Nobody is told: no answer depends on it, and what cannot be saved of
     the conversation itself is said.
     """
@@ -25,6 +28,8 @@ class DraftKeeper:
     def __init__(self, store: ConversationStore, keep_s: float | None = None) -> None:
         self.thread: Thread | None = None
         """The conversation whose draft is kept."""
+        self._entry: Entry | None = None
+        """The message that is changed; None: the draft is a new question."""
         self._store = store
         self._keep_s = KEEP_S if keep_s is None else keep_s
         self._draft = NO_DRAFT
@@ -40,10 +45,11 @@ class DraftKeeper:
         self._last = 0
         """The latest write that was tried. A thread that comes later with an older one leaves it out."""
 
-    def open(self, thread: Thread) -> Draft:
-        """Write what is still to be written, and return the draft of ``thread``."""
+    def open(self, thread: Thread, entry: Entry | None = None) -> Draft:
+        """Write what is still to be written, and return the draft of ``thread``, or of its message ``entry``."""
         self.write()
-        self.thread, self._key = thread, thread.conversation or 0
+        self.thread, self._entry = thread, entry
+        self._key = self._number(thread, entry)
         found = None
         with suppress(StoreError):
             found = thread.store_in(self._store).draft(self._key)
@@ -82,48 +88,53 @@ class DraftKeeper:
         """Write the draft now if it changed, and those that could not be written before."""
         if self.thread is not None and self._is_behind():
             try:
-                self._key = self._write(self._next(), self.thread, self._key, self._draft)
-                self._kept = self._draft
+                owner = self._number(self.thread, self._entry)
+                self._write(self._next(), self.thread, self._key, owner, self._draft)
+                self._key, self._kept = owner, self._draft
             except StoreError:
                 if self.thread.memory is None:
                     # If the conversation has begun meanwhile, its draft is no longer that of a new one.
                     self._refused[self._key] = NO_DRAFT
-                    self._refused[self.thread.conversation or 0] = self._draft
+                    self._refused[self._number(self.thread, self._entry)] = self._draft
         with suppress(StoreError), self._writing:
             for key, draft in list(self._refused.items()):
                 self._store.keep_draft(key, draft if draft.text else None)
                 del self._refused[key]
 
     def _is_behind(self) -> bool:
-        return self._draft != self._kept or (self.thread is not None and (self.thread.conversation or 0) != self._key)
+        return self._draft != self._kept or (
+            self.thread is not None and self._number(self.thread, self._entry) != self._key
+        )
+
+    @staticmethod
+    def _number(thread: Thread, entry: Entry | None) -> int:
+        """The number under which the store keeps the draft."""
+        return thread.conversation or 0 if entry is None else -(entry.record or 0)
 
     async def _write_soon(self) -> None:
         while self._is_behind() and self.thread is not None:
             await asyncio.sleep(self._keep_s)
-            thread, draft, number = self.thread, self._draft, self._next()
+            thread, entry, draft, number = self.thread, self._entry, self._draft, self._next()
             # Until the thread ends nobody knows which draft is on disk: even an unchanged one is written again before
             # the conversation is left.
             self._kept = None
             with suppress(StoreError):
-                conversation = await asyncio.to_thread(self._write, number, thread, self._key, draft)
-                if thread is self.thread and number == self._begun:
-                    self._key, self._kept = conversation, draft
+                owner = self._number(thread, entry)
+                await asyncio.to_thread(self._write, number, thread, self._key, owner, draft)
+                if (thread, entry, number) == (self.thread, self._entry, self._begun):
+                    self._key, self._kept = owner, draft
 
     def _next(self) -> int:
         self._begun += 1
         return self._begun
 
-    def _write(self, number: int, thread: Thread, key: int, draft: Draft) -> int:
-        """Write ``draft``, which was kept as that of conversation ``key``, unless a later one is written already.
-
-        Returns the conversation whose draft it is.
-        """
-        store, conversation = thread.store_in(self._store), thread.conversation or 0
+    def _write(self, number: int, thread: Thread, key: int, owner: int, draft: Draft) -> None:
+        """Write ``draft`` as that of ``owner``; it was that of ``key``. Nothing if a later one is written already."""
+        store = thread.store_in(self._store)
         with self._writing:
             if number >= self._last:
                 self._last = number
-                if key != conversation:
+                if key != owner:
                     # The conversation has begun: this is no longer the draft of a new one.
                     store.keep_draft(key, None)
-                store.keep_draft(conversation, draft if draft.text else None)
-        return conversation
+                store.keep_draft(owner, draft if draft.text else None)

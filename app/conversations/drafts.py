@@ -25,7 +25,7 @@ class Draft:
 class Drafts:
     """The part of the store with drafts and earlier questions. The methods are parts of the caller's transaction.
 
-    Conversation 0 is one that has not begun.
+    Conversation 0 is one that has not begun, and the number of a message with a minus is what it is being changed to.
     """
 
     def __init__(self, connection: sqlite3.Connection) -> None:
@@ -51,10 +51,11 @@ class Drafts:
         )
 
     def drop_orphans(self) -> None:
-        """Remove the drafts of conversations that are gone."""
+        """Remove the drafts of conversations and messages that are gone."""
         self._connection.execute(
             "DELETE FROM draft WHERE conversation <> 0"
             " AND NOT EXISTS (SELECT 1 FROM conversation WHERE id = draft.conversation)"
+            " AND NOT EXISTS (SELECT 1 FROM message WHERE id = -draft.conversation)"
         )
 
     def questions(self, beginning: str, limit: int) -> list[str]:

@@ -48,7 +48,8 @@ def recover_into(connection: sqlite3.Connection, damaged: Path) -> Recovered:
     conversations, messages = _read(damaged)
     _mend(conversations, messages)
     texts, attachments = _read_attachments(damaged, {row["id"] for row in messages})
-    drafts = _read_drafts(damaged, {row["id"] for row in conversations})
+    owners = {0, *(row["id"] for row in conversations), *(-row["id"] for row in messages)}
+    drafts = _read_drafts(damaged, owners)
     connection.execute("BEGIN IMMEDIATE")
     try:
         _insert(connection, "conversation", conversations)
@@ -106,7 +107,7 @@ def _read_attachments(damaged: Path, messages: set[int]) -> tuple[list[Row], lis
     return list(texts.values()), attachments
 
 
-def _read_drafts(damaged: Path, conversations: set[int]) -> list[Row]:
+def _read_drafts(damaged: Path, owners: set[int]) -> list[Row]:
     try:
         with _opened(damaged) as source:
             rows = [
@@ -117,9 +118,7 @@ def _read_drafts(damaged: Path, conversations: set[int]) -> list[Row]:
     return [
         row
         for row in rows
-        if row["conversation"] in conversations | {0}
-        and isinstance(row["text"], str)
-        and isinstance(row["pastes"], str)
+        if row["conversation"] in owners and isinstance(row["text"], str) and isinstance(row["pastes"], str)
     ]
 
 

@@ -104,7 +104,10 @@ class ConversationStore(Protocol):
         ...
 
     def draft(self, conversation: int) -> Draft | None:
-        """The text that was typed in ``conversation`` and not sent; 0 is a conversation that has not begun."""
+        """The text that was typed in ``conversation`` and not sent; 0 is a conversation that has not begun.
+
+        With the number of a message and a minus: another text of that message that was not sent.
+        """
         ...
 
     def keep_draft(self, conversation: int, draft: Draft | None) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 from fake_engine import FakeEngine
 from screen_helpers import MakeApp, ask, controller, ready, until, wait_until
 from textual.events import Paste
+from textual.pilot import Pilot
 
 from app.chat import drafts
 from app.chat.drafts import NO_DRAFT, DraftKeeper
@@ -18,6 +19,7 @@ from app.chat.thread import Thread
 from app.conversations.drafts import Draft
 from app.conversations.opening import open_store
 from app.conversations.store import ConversationStore, StoreError
+from app.tui.application import ChatApp
 
 LONG = "\n".join(f"line {number}" for number in range(214))
 
@@ -207,6 +209,90 @@ async def test_editing_an_earlier_question_sets_the_draft_aside(make_app: MakeAp
         await pilot.press("shift+up", "up", "e", "b", "enter")
         await wait_until(pilot, lambda: controller(app).thread.path[0].content == "ab")
         await wait_until(pilot, lambda: prompt.text == "draft")
+
+
+async def leave_by_escape(pilot: Pilot[int], app: ChatApp) -> None:
+    await pilot.press("escape")
+
+
+async def leave_for_another_chat(pilot: Pilot[int], app: ChatApp) -> None:
+    await pilot.press("ctrl+n")
+    controller(app).open_conversation(1)
+    await wait_until(pilot, lambda: controller(app).thread.path)
+
+
+async def leave_for_another_message(pilot: Pilot[int], app: ChatApp) -> None:
+    assert app.chat is not None
+    app.chat.editing.begin(controller(app).thread.path[1])
+    await pilot.press("escape")
+
+
+@pytest.mark.parametrize("leave", [leave_by_escape, leave_for_another_chat, leave_for_another_message])
+@pytest.mark.parametrize("place", [0, 1])
+async def test_an_edit_that_is_left_is_there_when_the_message_is_edited_again(
+    leave: Callable[[Pilot[int], ChatApp], Awaitable[None]], place: int, make_app: MakeApp, store: ConversationStore
+) -> None:
+    app = make_app()
+    async with app.run_test() as pilot:
+        await ready(pilot, app)
+        assert app.chat is not None
+        prompt = app.chat.prompt
+        await ask(pilot, app, "a")
+        await pilot.press(*"draft")
+        message = controller(app).thread.path[place]
+        app.chat.editing.begin(message)
+        await pilot.press("!")
+        changed = f"{message.content}!"
+        assert prompt.text == changed
+        await leave(pilot, app)
+        assert prompt.text == "draft"
+        assert store.draft(-(message.record or 0)) == Draft(changed)
+        app.chat.editing.begin(controller(app).thread.path[place])
+        assert prompt.text == changed
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: controller(app).thread.path[place].content == changed)
+        await wait_until(pilot, lambda: prompt.text == "draft")
+        assert store.draft(-(message.record or 0)) is None
+        # What was sent is not there again, and an edit that changes nothing is none.
+        app.chat.editing.begin(message)
+        assert prompt.text == message.content
+        await pilot.press("escape")
+        assert store.draft(-(message.record or 0)) is None
+
+
+async def test_a_crash_and_the_end_of_the_program_cost_no_edit(
+    make_app: MakeApp, store: ConversationStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drafts, "KEEP_S", 0.0)
+    app = make_app()
+    async with app.run_test() as pilot:
+        await ready(pilot, app)
+        assert app.chat is not None
+        await ask(pilot, app, "a")
+        question = controller(app).thread.path[0].record
+        assert question is not None
+        await pilot.press(*"draft")
+        app.chat.editing.last_question()
+        await pilot.press("b")
+        # As a kill would find it.
+        await wait_until(pilot, lambda: store.draft(-question) == Draft("ab"))
+        assert store.draft(1) == Draft("draft")
+        await pilot.press("c", "ctrl+q")
+    assert store.draft(-question) == Draft("abc")
+
+
+def test_the_edits_of_a_deleted_message_are_removed_with_it(home: Path) -> None:
+    store = open_store(home / "conversations.sqlite")
+    conversation = store.create(model="m").id
+    first = store.add(conversation, "user", "a", parent=None).id
+    second = store.add(conversation, "assistant", "b", parent=first).id
+    store.keep_draft(-first, Draft("another a"))
+    store.keep_draft(-second, Draft("another b"))
+    store.delete_message(second)
+    store.close()
+    store = open_store(home / "conversations.sqlite")
+    assert (store.draft(-first), store.draft(-second)) == (Draft("another a"), None)
+    store.close()
 
 
 async def test_up_goes_through_the_questions_of_all_conversations_that_begin_with_what_is_typed(

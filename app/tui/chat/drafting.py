@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from app.chat.controller import ChatController
-from app.chat.drafts import DraftKeeper
+from app.chat.drafts import NO_DRAFT, DraftKeeper
 from app.chat.queue import NewQuestion
+from app.chat.state import Entry
 from app.chat.thread import Thread
 from app.conversations.drafts import Draft
 from app.conversations.store import StoreError
@@ -24,6 +25,9 @@ class Drafting:
         self._prompt = prompt
         self._controller = controller
         self._keeper = DraftKeeper(controller.store)
+        self._edits = DraftKeeper(controller.store)
+        self._edited: Entry | None = None
+        """The message in the prompt whose new text is kept; None if there is none, or it is on no disk itself."""
         self._set_aside: Draft | None = None
         self._left: dict[Thread, Draft] = {}
         """What was typed in conversations that were left while questions waited in them."""
@@ -53,6 +57,7 @@ class Drafting:
         """What is typed changed, or the queue did."""
         if self._controller.thread is self._keeper.thread:
             self._keeper.note(self._typed())
+        self._note_edit()
 
     def queue_changed(self, thread: Thread) -> None:
         """A question of ``thread`` waits, or does no longer."""
@@ -69,15 +74,31 @@ class Drafting:
             typed = self._typed()
             self._keeper.note(self._prompt.joined(self.being_read(), typed.text) if self.being_read() else typed)
             self._keeper.write()
+        self._note_edit()
+        self._edits.write()
 
-    def begin_editing(self, text: str) -> None:
-        """Put an earlier message into the prompt. What was typed is set aside."""
+    def begin_editing(self, entry: Entry) -> None:
+        """Put an earlier message into the prompt, as it was being changed last. What was typed is set aside."""
+        self._note_edit()
         if self._set_aside is None:
             self._set_aside = self._prompt.draft
-        self._prompt.fill(text)
+        self._edited = entry if entry.record is not None else None
+        kept = self._edits.open(self._controller.thread, entry) if self._edited is not None else None
+        if kept is not None and kept.text:
+            self._prompt.restore(kept)
+            self._controller.notify("What you had begun to change is here again.")
+        else:
+            self._prompt.fill(entry.content)
 
-    def end_editing(self) -> None:
-        """Put back what was typed before the editing."""
+    def end_editing(self, *, sent: bool) -> None:
+        """Put back what was typed before the editing. Unless it was ``sent``, the new text is kept as a draft."""
+        if self._edited is not None:
+            if sent:
+                self._edits.note(NO_DRAFT)
+            else:
+                self._note_edit()
+            self._edits.write()
+            self._edited = None
         if self._set_aside is not None:
             draft, self._set_aside = self._set_aside, None
             self._prompt.restore(draft)
@@ -97,6 +118,12 @@ class Drafting:
                 self._brought.append(texts)
         else:
             self._set_aside = self._prompt.joined(texts, self._set_aside.text)
+
+    def _note_edit(self) -> None:
+        """Keep another text of the message that is edited, if it is another."""
+        if self._edited is not None:
+            draft = self._prompt.draft
+            self._edits.note(NO_DRAFT if draft.text == self._edited.content else draft)
 
     def _typed(self) -> Draft:
         thread = self._keeper.thread

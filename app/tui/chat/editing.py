@@ -22,7 +22,7 @@ class Editing:
     def begin(self, entry: Entry) -> None:
         """Edit ``entry``. What was typed comes back when that has ended."""
         self.entry = entry
-        self._drafting.begin_editing(entry.content)
+        self._drafting.begin_editing(entry)
         self.show()
         self._prompt.focus()
 
@@ -34,10 +34,10 @@ class Editing:
         else:
             self._controller.notify("There is no question to edit yet.", "warning")
 
-    def end(self) -> None:
-        """Edit nothing any more."""
+    def end(self, *, sent: bool = False) -> None:
+        """Edit nothing any more. A new text that was not ``sent`` is there again when the message is edited next."""
         self.entry = None
-        self._drafting.end_editing()
+        self._drafting.end_editing(sent=sent)
         self.show()
 
     def show(self) -> None:

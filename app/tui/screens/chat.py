@@ -314,13 +314,13 @@ class ChatScreen(Screen[None]):
         entry = self.editing.entry
         if entry is not None and entry.role == "assistant":
             self.prompt.done()
-            self.editing.end()
+            self.editing.end(sent=True)
             self.controller.edit(entry, text)
             return
         if entry is None and text.startswith("//"):
             text = text[1:]
         self.prompt.sent(text)
-        self.editing.end()
+        self.editing.end(sent=True)
         self._asking.ask(text, draft, entry)
 
     def _show_figures(self) -> None:
