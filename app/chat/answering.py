@@ -347,6 +347,8 @@ class AnswerLoop:
         waited = 0.0
         while True:
             self._link.look_for_servers()
+            for line in self._saver.look_after_file():
+                self._emit(UserNotice(line, "warning", beside=True))
             await asyncio.sleep(self._watch_engine_s)
             idle = self._current is None and self._status.phase is Phase.READY
             if idle and not self._engine.running:

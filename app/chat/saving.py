@@ -66,6 +66,7 @@ class Saver:
     ) -> None:
         self.store = store
         self.problem = ""
+        self._told = len(store.notices)
         self._on_problem = on_problem
         self._on_late = on_late
         self._settling = asyncio.Lock()
@@ -90,6 +91,15 @@ class Saver:
         """Number of messages that are on the screen only."""
         return len({entry.key for _, path in self._pending for entry in path if _differs(entry)})
 
+    def look_after_file(self) -> list[str]:
+        """Have the store's file written again if it is gone; what is to be said of the store since the last call."""
+        try:
+            self.store.look_after_file()
+        except StoreError as error:
+            self._report(str(error))
+        new, self._told = self.store.notices[self._told :], len(self.store.notices)
+        return new
+
     def save(self, thread: Thread, path: Sequence[Entry]) -> bool:
         """Write ``path``, from the first message on. Returns False if that failed. Unchanged messages cost nothing."""
         self._remember(thread, tuple(path))
@@ -98,6 +108,7 @@ class Saver:
     def retry(self) -> bool:
         """Write everything that is missing. Returns False if that failed."""
         try:
+            self.store.look_after_file()
             while self._pending:
                 self._write(*self._pending[0])
                 del self._pending[0]

@@ -13,7 +13,7 @@ from app.commands.output import WorkFailed, answer, as_json, notify
 from app.conversations.exporting import export_form, export_problem, write_export
 from app.conversations.importing.parts import ImportProblem
 from app.conversations.importing.reading import read_conversations
-from app.conversations.opening import open_store
+from app.conversations.opening import DATABASE, open_store
 from app.conversations.records import Conversation
 from app.conversations.store import ConversationStore, StoreError
 from app.text_safety import one_line
@@ -82,7 +82,7 @@ def take_in(file: str) -> int:
 @contextmanager
 def _store() -> Iterator[ConversationStore]:
     try:
-        store = open_store(ensure("data") / "conversations.sqlite")
+        store = open_store(ensure("data") / DATABASE)
         for notice in store.notices:
             notify(notice)
         try:

@@ -276,7 +276,9 @@ def _settings() -> list[Finding]:
 
 
 def _conversations() -> list[Finding]:
-    path = locate("data") / "conversations.sqlite"
+    from app.conversations.opening import DATABASE
+
+    path = locate("data") / DATABASE
     found = []
     if not path.exists():
         found.append(Finding("conversations", "none yet"))

@@ -10,7 +10,7 @@ _FILES = (
     ("settings.toml", "The settings, in the folder that `privatellm locate config` prints."),
     ("keymap.toml", "Keys of the screens, one line for each action; `privatellm locate keymap` prints its path."),
     ("personas.toml", "The personas, beside the settings."),
-    ("conversations.sqlite", "All chats, in the folder that `privatellm locate data` prints."),
+    ("conversations.sqlite", "All chats, in the file that `privatellm locate db` prints."),
 )
 _ENVIRONMENT = (
     ("PRIVATELLM_HOME", "Folder that holds configuration, data, models and logs together."),

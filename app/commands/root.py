@@ -18,7 +18,7 @@ _HELP = {"help_option_names": ["-h", "--help"]}
 _BENCHES = "decode, prefill, beams, experts, exchange, ring or residency."
 _MOST_NODES = 16
 
-LocationKind = Literal["config", "data", "models", "logs", "keymap"]
+LocationKind = Literal["config", "data", "db", "models", "logs", "keymap"]
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -551,13 +551,18 @@ def doctor(in_json: bool, network: bool, peer: str | None) -> int:
 
 
 @privatellm.command()
-@click.argument("what", metavar="WHAT", type=_one_of(LocationKind), help="config, data, models, logs or keymap.")
+@click.argument("what", metavar="WHAT", type=_one_of(LocationKind), help="config, data, db, models, logs or keymap.")
 def locate(what: LocationKind) -> None:
-    """Print the folder of the configuration, data, models or logs, or the file that changes keys."""
+    """Print the folder of the configuration, data, models or logs, or the file of all chats, or that of the keys."""
     from engine.models.locations import locate as folder_for
 
     if what == "keymap":
         answer(f"{folder_for('config') / 'keymap.toml'}\n")
+        return
+    if what == "db":
+        from app.conversations.opening import DATABASE
+
+        answer(f"{folder_for('data') / DATABASE}\n")
         return
     answer(f"{folder_for(what)}\n")
 

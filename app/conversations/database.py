@@ -21,6 +21,7 @@ from app.conversations.attached import AttachedFiles
 from app.conversations.deleting import Deleting, title_from
 from app.conversations.drafts import Draft, Drafts
 from app.conversations.exporting import as_json, as_markdown
+from app.conversations.following import abandon, copy_database, file_id, holds, name_kept, remove_side_files, side_files
 from app.conversations.generation import Generation, generation_from
 from app.conversations.records import Conversation, Deletion, MessageRecord, Role, SearchHit, State, Thoughts
 from app.conversations.searching import SearchIndex, contains_folded, snippet_around
@@ -45,22 +46,27 @@ class SqliteStore:
     Calls may come from any thread; a lock orders them. Each change is one transaction, on disk when the call returns.
     """
 
+    _index: SearchIndex
+    _deleting: Deleting
+
     def __init__(
-        self, connection: sqlite3.Connection, path: Path, notices: list[str], clock: Callable[[], float] = time.time
+        self,
+        connection: sqlite3.Connection,
+        path: Path,
+        notices: list[str],
+        clock: Callable[[], float] = time.time,
+        connect: Callable[[Path], sqlite3.Connection] | None = None,
     ) -> None:
+        """``connect`` opens a database once more, after its file was moved; None: the store is in memory."""
         self.path = path
         self.notices = notices
-        self._connection = connection
         self._clock = clock
+        self._connect = connect
         self._turn = threading.RLock()
         self._writer = Writer()
-        with explained(path):
-            self._index = SearchIndex(connection)
+        self._use(connection)
         if not self._index.available:
             self.notices.append("This Python's SQLite has no FTS5: searching works, but slowly in a large history.")
-        self._attached = AttachedFiles(connection)
-        self._drafts = Drafts(connection)
-        self._deleting = Deleting(connection, self._index, self._writer.token)
         with self._reading():
             over = self._deleting.left_over(is_alive)
         if over:
@@ -72,6 +78,59 @@ class SqliteStore:
         if behind:
             with self._change():
                 self._index.catch_up()
+
+    def _use(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+        self._file = file_id(self.path) if self._connect is not None else None
+        with explained(self.path):
+            self._index = SearchIndex(connection)
+        self._attached = AttachedFiles(connection)
+        self._drafts = Drafts(connection)
+        self._deleting = Deleting(connection, self._index, self._writer.token)
+        self._side_files = side_files(self.path) if self._connect is not None else {}
+
+    # --- its file ---
+
+    def look_after_file(self) -> None:
+        """Write the database again if its file is gone, and say so in ``notices``. Raises StoreError."""
+        with self._turn:
+            self._follow()
+
+    def _follow(self) -> None:
+        """Go on in a file that is at its place: what was written to one that was deleted would be lost."""
+        if self._connect is None:
+            return
+        try:
+            found = file_id(self.path)
+            if found == self._file:
+                return
+            notice = ""
+            remove_side_files(self._side_files)
+            if found is None:
+                try:
+                    copy_database(self._connection, self.path)
+                    notice = (
+                        f"The file of the chats was deleted or moved. All of them are written again to {self.path}."
+                    )
+                except FileExistsError:
+                    # Another program was faster.
+                    found = file_id(self.path)
+            if found is not None and not holds(self.path, self._connection):
+                replaced, kept = self.path, name_kept(self.path)
+                copy_database(self._connection, kept)
+                self.path = kept
+                notice = f"Another file was put in the place of {replaced}. What is open here goes on in {kept}."
+            connection = self._connect(self.path)
+        except OSError as error:
+            raise StoreError(
+                f"The conversations in {self.path} are gone and cannot be written again: {error.strerror or error}."
+            ) from error
+        except sqlite3.Error as error:
+            raise explain(error, self.path) from error
+        abandon(self._connection)
+        self._use(connection)
+        if notice:
+            self.notices.append(notice)
 
     # --- conversations ---
 
@@ -320,7 +379,12 @@ class SqliteStore:
             with suppress(StoreError):
                 self._purge()
             self._writer.close()
-            self._connection.close()
+            try:
+                self._follow()
+            except StoreError:
+                abandon(self._connection)
+            else:
+                self._connection.close()
 
     # --- inside ---
 
@@ -356,6 +420,7 @@ class SqliteStore:
     def _change(self) -> Iterator[None]:
         """One transaction: afterwards all of it is on disk, or none of it."""
         with self._turn:
+            self._follow()
             try:
                 # Immediate: two programs that read first and write later would lock each other out.
                 self._connection.execute("BEGIN IMMEDIATE")

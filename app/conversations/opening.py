@@ -6,16 +6,20 @@ import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
 from app.conversations.database import SqliteStore
+from app.conversations.following import copy_database
 from app.conversations.kept_prefixes import remove_orphaned_prefixes
 from app.conversations.recovering import put_aside, recover_into
 from app.conversations.store import StoreError, explain, is_damage, primary_code
 from engine.models.prefix_files import prefix_folder
 
+DATABASE = "conversations.sqlite"
+"""Name of the file of all chats, in the data folder."""
 _LOCK_WAIT_S = 2.0
 """Seconds that opening waits for another program's write."""
 _TRY_AGAIN_S = 0.02
@@ -50,7 +54,7 @@ def open_store(
     except OSError as error:
         raise StoreError(f"The folder {path.parent} cannot be made: {error.strerror or error}.") from error
     try:
-        return _opened(_connect(path, steps), path, [], clock)
+        return _opened(_connect(path, steps), path, [], clock, steps)
     except sqlite3.Error as error:
         if not is_damage(error):
             raise explain(error, path) from error
@@ -73,17 +77,33 @@ def open_temporary(clock: Callable[[], float] = time.time) -> SqliteStore:
     return SqliteStore(connection, Path(":memory:"), [], clock)
 
 
-def _opened(connection: sqlite3.Connection, path: Path, notices: list[str], clock: Callable[[], float]) -> SqliteStore:
+def _opened(
+    connection: sqlite3.Connection,
+    path: Path,
+    notices: list[str],
+    clock: Callable[[], float],
+    migrations: Sequence[Migration],
+) -> SqliteStore:
     """The store on ``connection``. The connection is closed if there can be no store: the file may be renamed next."""
+
+    def connect_again(path: Path) -> sqlite3.Connection:
+        connection = _connect(path, migrations)
+        _block_shortly(connection)
+        return connection
+
     try:
-        store = SqliteStore(connection, path, notices, clock)
+        store = SqliteStore(connection, path, notices, clock, connect_again)
     except BaseException:
         connection.close()
         raise
-    connection.execute(f"PRAGMA busy_timeout = {1000 * min(_CALL_WAIT_S, _LOCK_WAIT_S):.0f}")
+    _block_shortly(connection)
     if path.parent == prefix_folder().parent:
         remove_orphaned_prefixes(store.has)
     return store
+
+
+def _block_shortly(connection: sqlite3.Connection) -> None:
+    connection.execute(f"PRAGMA busy_timeout = {1000 * min(_CALL_WAIT_S, _LOCK_WAIT_S):.0f}")
 
 
 def _connect(path: Path, migrations: Sequence[Migration]) -> sqlite3.Connection:
@@ -107,11 +127,33 @@ def _connect(path: Path, migrations: Sequence[Migration]) -> sqlite3.Connection:
             verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
             if verdict != "ok":
                 raise StoreError(str(verdict).replace("\n", " "), "damaged")
+        version, latest = schema_version(connection), migrations[-1].version
+        if 0 < version < latest:
+            _back_up(connection, path, version)
+        elif version == latest:
+            # The converted database was opened once more, and what is deleted from now on must be gone.
+            for backup in path.parent.glob(f"{path.stem}.schema-*{path.suffix}"):
+                with suppress(OSError):
+                    backup.unlink()
         migrate(connection, migrations, str(path))
     except BaseException:
         connection.close()
         raise
     return connection
+
+
+def _back_up(connection: sqlite3.Connection, path: Path, version: int) -> None:
+    """Keep a copy of a database that is about to be converted, until it is next opened. Raises StoreError."""
+    backup = path.with_name(f"{path.stem}.schema-{version}{path.suffix}")
+    try:
+        backup.unlink(missing_ok=True)
+        with suppress(FileExistsError):  # another program is converting the same
+            copy_database(connection, backup)
+    except OSError as error:
+        raise StoreError(
+            f"The conversations in {path} must be converted, and the copy {backup} that is kept before cannot be "
+            f"written: {error.strerror or error}."
+        ) from error
 
 
 def _use_log(connection: sqlite3.Connection) -> None:
@@ -156,7 +198,7 @@ def _start_again(path: Path, migrations: Sequence[Migration], clock: Callable[[]
         f"The conversations were damaged ({reason}): {recovered.conversations} conversations with "
         f"{recovered.messages} messages could be recovered; the damaged file is kept as {aside.name}."
     )
-    return _opened(connection, path, [notice], clock)
+    return _opened(connection, path, [notice], clock, migrations)
 
 
 # --- migrations ----------------------------------------------------------------------------------------------------

@@ -42,7 +42,11 @@ class ConversationStore(Protocol):
 
     path: Path
     notices: list[str]
-    """Notices of opening: a damaged database was kept aside, partial answers were recovered."""
+    """Notices of opening: a damaged database was kept aside, partial answers were recovered. Later ones are added."""
+
+    def look_after_file(self) -> None:
+        """Write everything again if the file was deleted, moved or replaced, and say so in ``notices``."""
+        ...
 
     def create(
         self, *, model: str, system: str = "", title: str = "", own_values: Mapping[str, Any] | None = None

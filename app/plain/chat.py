@@ -22,7 +22,7 @@ from app.plain.background import BackgroundLoop
 from app.plain.console import Console, ReaderGone
 from app.plain.speaking import Speaker
 from app.settings.file import SettingsFile
-from app.tui.keymap import UnknownCommand
+from app.tui.keymap import UnknownCommand, unescaped
 
 PROMPT = "You: "
 _PATIENCE_S = 10.0
@@ -114,7 +114,7 @@ class PlainChat:
         self._tell_news()
         try:
             if not self._run_command(self, text):
-                self.ask(text[1:] if text.startswith("//") else text)
+                self.ask(unescaped(text))
         except UnknownCommand as unknown:
             self.speaker.say(str(unknown), "Warning")
         except KeyboardInterrupt:
@@ -168,6 +168,8 @@ class PlainChat:
                     self.speaker.grow(entry, streams=streams)
                 case StatusChanged():
                     self.speaker.doing(self.controller.status)
+                    if not answer.content:
+                        self._tell_model()
                 case UserNotice() as notice:
                     self.speaker.notice(notice)
                 case _Interrupt():
@@ -208,7 +210,11 @@ class PlainChat:
         if status.phase is Phase.UNAVAILABLE and status.problem != self._told_problem:
             self.speaker.say(f"No model is loaded: {status.problem} /model chooses another one.", "Error")
         self._told_problem = status.problem
-        facts = status.facts
+        self._tell_model()
+
+    def _tell_model(self) -> None:
+        """Say which model is loaded, once, before the first answer of it."""
+        facts = self.controller.status.facts
         if facts is not None and facts.name != self._told_model:
             self._told_model = facts.name
             self.speaker.say(f"The model {facts.name} is loaded.")

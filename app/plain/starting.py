@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from app.chat.starting import Start
-from app.conversations.opening import open_store
+from app.conversations.opening import DATABASE, open_store
 from app.conversations.store import StoreError
 from app.engine_client import EngineClient
 from app.interrupts import leave_on_interrupt, raise_on_interrupt
@@ -27,7 +27,7 @@ def run_plain(start: Start | None = None) -> int:
     if any(stream is None or stream.closed for stream in (sys.stdin, sys.stdout)):
         return 2
     try:
-        store = open_store(ensure("data") / "conversations.sqlite")
+        store = open_store(ensure("data") / DATABASE)
     except (StoreError, OSError) as error:
         print(f"privatellm: {error}", file=sys.stderr)  # noqa: T201
         return 1

@@ -17,7 +17,7 @@ from textual.theme import Theme
 
 from app.chat.starting import Start
 from app.chat.state import SettingsChanged
-from app.conversations.opening import open_store
+from app.conversations.opening import DATABASE, open_store
 from app.conversations.store import ConversationStore
 from app.engine_client import Engine, EngineClient
 from app.machine import Machine
@@ -216,7 +216,7 @@ class ChatApp(TerminalApp):
 def database_path() -> Path:
     from engine.models.locations import ensure
 
-    return ensure("data") / "conversations.sqlite"
+    return ensure("data") / DATABASE
 
 
 def run_chat(start: Start | None = None) -> int:

@@ -291,3 +291,8 @@ def parse(text: str) -> Call | None:
     if argument.strip() and not command.argument:
         raise UnknownCommand(f"/{command.name} takes no arguments.")
     return Call(command, argument.strip())
+
+
+def unescaped(text: str) -> str:
+    """The question that ``text`` asks: ``//help`` asks ``/help``. Every other text is asked as it stands."""
+    return text[1:] if text.startswith("//") and text[2:].lower() in _BY_NAME else text

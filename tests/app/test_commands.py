@@ -432,6 +432,12 @@ def test_locate(home: Path, capsys: pytest.CaptureFixture[str], kind: str) -> No
     assert run(["locate", "nowhere"]) == 2
 
 
+@pytest.mark.parametrize(("what", "file"), [("db", "data/conversations.sqlite"), ("keymap", "config/keymap.toml")])
+def test_locate_a_file(home: Path, capsys: pytest.CaptureFixture[str], what: str, file: str) -> None:
+    assert run(["locate", what]) == 0
+    assert capsys.readouterr().out == f"{home / file}\n"
+
+
 def test_doctor(home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(["doctor", "--json"]) == 0
     findings = {finding["about"]: finding for finding in json.loads(capsys.readouterr().out)}
@@ -540,7 +546,9 @@ def test_a_note_has_a_line_of_its_own_beside_progress_and_an_unfinished_answer(m
 
 def test_a_bad_argument_is_told_in_plain_words(capsys: pytest.CaptureFixture[str]) -> None:
     """Without the name of what the library checks with."""
-    assert run(["locate", "db"]) == 2
+    assert run(["locate", "base"]) == 2
     said = capsys.readouterr()
-    assert "Invalid value for 'WHAT': 'db' is not one of 'config', 'data', 'models', 'logs', 'keymap'." in said.err
+    assert (
+        "Invalid value for 'WHAT': 'base' is not one of 'config', 'data', 'db', 'models', 'logs', 'keymap'." in said.err
+    )
     assert said.out == ""

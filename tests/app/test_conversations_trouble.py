@@ -342,6 +342,39 @@ def test_each_migration_is_applied_once_and_text_is_kept(path: Path) -> None:
         store.close()
 
 
+def test_what_was_there_before_a_migration_is_kept_until_the_next_start(path: Path) -> None:
+    _filled(path)
+    steps = [*known_migrations(), Migration(NEXT, "0009_stars.sql", "DELETE FROM message;\n")]
+    open_store(path, migrations=steps).close()
+    backup = path.with_name(f"conversations.schema-{NEXT - 1}.sqlite")
+    assert backup.stat().st_mode & 0o077 == 0
+    with closing(sqlite3.connect(backup)) as kept:
+        assert kept.execute("PRAGMA user_version").fetchone() == (NEXT - 1,)
+        assert kept.execute("SELECT count(*) FROM message").fetchone() == (30,)
+    open_store(path, migrations=steps).close()
+    assert sorted(file.name for file in path.parent.iterdir()) == [path.name]
+
+
+def test_without_a_copy_of_what_is_there_nothing_is_migrated(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _filled(path)
+
+    def refuse(connection: sqlite3.Connection, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(opening, "copy_database", refuse)
+    more = Migration(NEXT, "0009_stars.sql", "ALTER TABLE message ADD COLUMN star INTEGER;\n")
+    with pytest.raises(StoreError, match=r"must be converted, .*No space left on device"):
+        open_store(path, migrations=[*known_migrations(), more])
+    store = open_store(path)
+    assert store._connection.execute("PRAGMA user_version").fetchone() == (NEXT - 1,)
+    store.close()
+
+
+def test_a_new_database_needs_no_copy(path: Path) -> None:
+    open_store(path).close()
+    assert sorted(file.name for file in path.parent.iterdir()) == [path.name]
+
+
 def test_a_migration_that_fails_is_rolled_back(path: Path) -> None:
     _filled(path)
     bad = Migration(NEXT, "0009_bad.sql", "ALTER TABLE message ADD COLUMN star INTEGER;\nSELECT no_such_column;\n")

@@ -211,6 +211,28 @@ async def test_editing_an_earlier_question_sets_the_draft_aside(make_app: MakeAp
         await wait_until(pilot, lambda: prompt.text == "draft")
 
 
+@pytest.mark.parametrize(
+    ("pasted", "asked"),
+    [
+        ("// @ts-check\nconst x = 1;", "// @ts-check\nconst x = 1;"),
+        ("// why does this fail", "// why does this fail"),
+        ("//help", "/help"),
+    ],
+)
+async def test_a_pasted_text_that_begins_with_slashes_is_asked_as_it_is(
+    pasted: str, asked: str, make_app: MakeApp, store: ConversationStore
+) -> None:
+    app = make_app()
+    async with app.run_test() as pilot:
+        await ready(pilot, app)
+        assert app.chat is not None
+        app.chat.prompt.post_message(Paste(pasted))
+        await wait_until(pilot, lambda: app.chat and app.chat.prompt.text)
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: controller(app).thread.path and not controller(app).busy)
+    assert store.shown(1)[0].content == asked
+
+
 async def leave_by_escape(pilot: Pilot[int], app: ChatApp) -> None:
     await pilot.press("escape")
 

@@ -13,6 +13,7 @@ from chat_helpers import Chat, on_disk, running
 from fake_engine import FakeEngine
 
 from app.chat.saving import unlocked
+from app.conversations.opening import open_store
 from app.conversations.store import ConversationStore, StoreError
 from engine.ipc.messages import Generate
 
@@ -109,3 +110,23 @@ async def test_a_lock_that_stays_is_said(store: ConversationStore, other: sqlite
     with pytest.raises(StoreError, match="full"):
         await unlocked(change)
     assert tries == 1
+
+
+async def test_a_deleted_file_is_said_while_nothing_is_asked_and_nothing_is_lost(
+    engine: FakeEngine, store: ConversationStore, home: Path
+) -> None:
+    async with running(Chat(engine, store)) as chat:
+        chat.controller.submit("first")
+        await chat.answered()
+        for ending in ("", "-wal", "-shm"):
+            Path(f"{home}/conversations.sqlite{ending}").unlink(missing_ok=True)
+        await chat.until(lambda: chat.said)
+        assert chat.said[0].startswith("The file of the chats was deleted or moved.")
+        chat.controller.submit("second")
+        await chat.answered()
+        conversation = chat.controller.thread.conversation
+    assert conversation is not None
+    with closing(open_store(home / "conversations.sqlite")) as again:
+        assert [message.content for message in again.shown(conversation)] == [
+            "first", "Paris is the capital.", "second", "Paris is the capital.",
+        ]  # fmt: skip

@@ -51,6 +51,18 @@ def test_a_conversation_is_lines_with_the_speakers_in_words(run: Run, store: Con
     assert [message.state for message in store.shown(conversation.id)] == ["complete"] * 4
 
 
+def test_the_model_that_is_loaded_is_named_before_its_first_answer(
+    engine: FakeEngine, store: ConversationStore, home: Path
+) -> None:
+    written = io.StringIO()
+    console = Console(io.StringIO("Which city?\n"), written)
+    assert PlainChat(console, engine, store, open_settings(), run_command).run() == 0
+    lines = written.getvalue().splitlines()
+    named = lines.index("Notice: The model starter is loaded.")
+    assert named < lines.index("Model: Paris is the capital.")
+    assert lines.count("Notice: The model starter is loaded.") == 1
+
+
 def test_what_the_model_writes_cannot_act(run: Run, engine: FakeEngine) -> None:
     engine.answer = lambda request: ["\x1b[31mred\x1b]0;title", "\x07 and \x9b2J", "done\r\n"]
     assert run("Hi") == ["You: Hi", "Model: red and done"]
@@ -63,6 +75,13 @@ def test_a_question_of_several_lines_ends_with_its_marks(
     (conversation,) = store.conversations()
     questions = [message.content for message in store.shown(conversation.id) if message.role == "user"]
     assert questions == ["first\nsecond\nthird", "one\ntwo"]
+
+
+def test_a_question_that_begins_with_slashes_loses_nothing(run: Run, store: ConversationStore) -> None:
+    run("// why does this fail", "//help")
+    (conversation,) = store.conversations()
+    questions = [message.content for message in store.shown(conversation.id) if message.role == "user"]
+    assert questions == ["// why does this fail", "/help"]
 
 
 @pytest.mark.parametrize(

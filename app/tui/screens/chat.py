@@ -46,7 +46,7 @@ from app.tui.chat.question_search import QuestionSearch
 from app.tui.chat.queue_view import QueueView
 from app.tui.chat.status import StatusLine, Welcome
 from app.tui.chat.transcript import Transcript
-from app.tui.keymap import ChatCommand, UnknownCommand, bound, key, parse
+from app.tui.keymap import ChatCommand, UnknownCommand, bound, key, parse, unescaped
 from app.tui.panels.chat_panels import ChatPanels
 from app.tui.render.highlighting import Highlighter
 from app.tui.render.key_footer import KeyFooter
@@ -317,8 +317,8 @@ class ChatScreen(Screen[None]):
             self.editing.end(sent=True)
             self.controller.edit(entry, text)
             return
-        if entry is None and text.startswith("//"):
-            text = text[1:]
+        if entry is None:
+            text = unescaped(text)
         self.prompt.sent(text)
         self.editing.end(sent=True)
         self._asking.ask(text, draft, entry)
