@@ -112,14 +112,18 @@ async def test_a_lock_that_stays_is_said(store: ConversationStore, other: sqlite
     assert tries == 1
 
 
+def delete_database(folder: Path) -> None:
+    for file in folder.glob("conversations.sqlite*"):
+        file.unlink()
+
+
 async def test_a_deleted_file_is_said_while_nothing_is_asked_and_nothing_is_lost(
     engine: FakeEngine, store: ConversationStore, home: Path
 ) -> None:
     async with running(Chat(engine, store)) as chat:
         chat.controller.submit("first")
         await chat.answered()
-        for ending in ("", "-wal", "-shm"):
-            Path(f"{home}/conversations.sqlite{ending}").unlink(missing_ok=True)
+        delete_database(home)
         await chat.until(lambda: chat.said)
         assert chat.said[0].startswith("The file of the chats was deleted or moved.")
         chat.controller.submit("second")
