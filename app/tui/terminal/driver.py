@@ -11,12 +11,14 @@ import termios
 import threading
 import time
 from codecs import getincrementaldecoder
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import IO, TYPE_CHECKING, Any, Protocol, cast
 
 from textual.drivers.linux_driver import LinuxDriver
+from textual.message import Message
 
 from app.text_safety import one_line
 from app.tui.terminal.keys import KeyParser
@@ -74,8 +76,7 @@ class TerminalDriver(LinuxDriver):
                 wait = _LOOK_S if parser.due is None else max(0.0, min(_LOOK_S, parser.due - time.monotonic()))
                 if not selector.select(wait):
                     # A key is complete only when there is nothing left to read, however long this thread waited.
-                    for event in parser.tick():
-                        self.process_message(event)
+                    parser = self._hand_on(parser, parser.tick)
                     continue
                 try:
                     data = os.read(self.fileno, _READ_BYTES)
@@ -87,8 +88,17 @@ class TerminalDriver(LinuxDriver):
                     self._gone()
                     return
                 if text := decode(data):
-                    for event in parser.feed(text):
-                        self.process_message(event)
+                    parser = self._hand_on(parser, partial(parser.feed, text))
+
+    def _hand_on(self, parser: KeyParser, parse: Callable[[], Iterable[Message]]) -> KeyParser:
+        """Hand on the events that ``parse`` gives. After an error, which is told, a new parser goes on."""
+        try:
+            for event in parse():
+                self.process_message(event)
+        except Exception as error:
+            self._loop.call_soon_threadsafe(self._app._handle_exception, error)
+            return KeyParser(self._debug, self.sequences)
+        return parser
 
     def _sigtstp_application(self, *_: object) -> None:
         """Restore the terminal, then stop the whole job, as the shell waits for all of it: make may be between.
