@@ -7,7 +7,7 @@ import gc
 from collections.abc import Callable, Iterable
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from textual import constants, events, on
 from textual.app import SystemCommand
@@ -23,6 +23,7 @@ from app.engine_client import Engine, EngineClient
 from app.machine import Machine
 from app.settings.file import SettingsFile, open_settings
 from app.settings.schema import THEMES, Settings
+from app.tui.chat.notice import WHISPER_S
 from app.tui.keymap import COMMANDS, KEYMAP_FILE, key, readable, use
 from app.tui.palette import screen_commands
 from app.tui.render.highlighting import Highlighter
@@ -37,6 +38,15 @@ def starter_is_missing(model: str) -> bool:
     from engine.models.store import resolve
 
     return model.strip().casefold() == STARTER and resolve(STARTER).folder is None
+
+
+@runtime_checkable
+class SaysWhyNot(Protocol):
+    """A widget or screen that knows why a key of it does nothing at present."""
+
+    def why_not(self, action: str, parameters: tuple[object, ...]) -> str:
+        """A sentence; empty if there is nothing better to say than that it is not possible."""
+        ...
 
 
 class ChatApp(TerminalApp):
@@ -150,6 +160,29 @@ class ChatApp(TerminalApp):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         return not getattr(self.screen, "takes_all_keys", False) if self.screen_stack else True
+
+    async def _check_bindings(self, key: str, priority: bool = False) -> bool:
+        handled = await super()._check_bindings(key, priority)
+        if not handled and not priority:
+            self._say_why_not(key)
+        return handled
+
+    def _say_why_not(self, key: str) -> None:
+        """Say why ``key`` does nothing, if it does something at other times."""
+        for node, bindings in self.screen._modal_binding_chain:
+            for binding in bindings.key_to_bindings.get(key, ()):
+                _, action, parameters = self._parse_action(binding.action, node)
+                if node.check_action(action, parameters) is not False:
+                    continue
+                why = node.why_not(action, parameters) if isinstance(node, SaysWhyNot) else ""
+                self._whisper(why or f"{binding.description} is not possible now.")
+                return
+
+    def _whisper(self, text: str) -> None:
+        if self.chat is not None and self.screen is self.chat:
+            self.chat.notice.whisper(text)
+        else:
+            self.notify(text, markup=False, timeout=WHISPER_S)
 
     def get_key_display(self, binding: Binding) -> str:
         return readable(super().get_key_display(binding))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+import re
 from collections.abc import Callable
 
 import pytest
@@ -12,12 +14,14 @@ from screen_helpers import MakeApp, ask, controller, ready, shown, wait_until
 from textual.app import ComposeResult, RenderResult
 from textual.dom import DOMNode
 from textual.message import Message
+from textual.message_pump import MessagePump
 from textual.pilot import Pilot
 from textual.widget import Widget
 from textual.widgets import Static
 
 from app.conversations.store import ConversationStore
 from app.log_tail import log_path
+from app.tui.actions import all_actions
 from app.tui.application import ChatApp
 from app.tui.screens.chat import ChatScreen
 from app.tui.terminal.guarded import MOST_FAILURES, GuardedApp
@@ -233,6 +237,23 @@ async def test_no_error_on_any_screen_ends_the_chat(
         assert (question.content, answer.state, bool(answer.content)) == ("And now?", "complete", True)
     assert not app.last_words
     assert asked_early
+
+
+def test_no_attribute_of_ours_is_one_of_textual_s_own() -> None:
+    """A widget that sets `_running` for itself does not run for Textual."""
+    all_actions()  # imports all screens
+    set_ = re.compile(r"self\.(_\w+)\s*(?::[^=\n]+)?=[^=]")
+    allowed = {"_exception", "_return_code", "_clipboard", "_button"}
+    left, ours = list(MessagePump.__subclasses__()), 0
+    for kind in left:
+        left += [found for found in kind.__subclasses__() if found not in left]
+        if kind.__module__.startswith("app."):
+            ours += 1
+            bases = [base for base in kind.__mro__ if base.__module__.startswith("textual.")]
+            theirs = {name for base in bases for name in set_.findall(inspect.getsource(base))}
+            clash = set(set_.findall(inspect.getsource(kind))) & theirs - allowed
+            assert not clash, (kind, clash)
+    assert ours > 40
 
 
 async def test_a_screen_that_fails_twice_is_closed(make_app: MakeApp) -> None:

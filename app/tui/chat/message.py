@@ -221,6 +221,21 @@ class MessageView(Written, can_focus=True):
             return bool(self.entry.attachments)
         return bool(self.entry.thoughts.text) if action == "thoughts" else True
 
+    def why_not(self, action: str, parameters: tuple[object, ...]) -> str:
+        """Why a key does nothing with this message."""
+        match action, parameters:
+            case "act", ("continue",):
+                return why_not(self.entry)
+            case "act", ("code",):
+                return "This message has no code block."
+            case "act", ("previous" | "next",):
+                return "This message has no other versions."
+            case "thoughts" | "files", _ if self.entry.role == "user":
+                return "This question has no files."
+            case "thoughts" | "files", _:
+                return "This answer has no thoughts."
+        return ""
+
     def action_neighbour(self, offset: int) -> None:
         self.post_message(self.Neighbour(self, offset))
 

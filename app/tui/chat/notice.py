@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from textual.content import Content
+from textual.timer import Timer
 from textual.widgets import Static
 
 from app.chat.state import Severity
 from app.text_safety import one_line
 
+WHISPER_S = 4
+"""Seconds that a line is shown about a key that does nothing."""
 _MOST_LINES = 3
 """Maximum number of lines shown. The oldest leave first."""
 
@@ -22,6 +25,8 @@ class NoticeLine(Static):
         super().__init__(id=id, markup=False)
         self.display = False
         self._lines: list[tuple[str, str]] = []
+        self._whispered = ""
+        self._timer: Timer | None = None
         self._until_saved = False
 
     def tell(self, text: str, severity: Severity, *, beside: bool = False, until_saved: bool = False) -> None:
@@ -32,9 +37,33 @@ class NoticeLine(Static):
         text = one_line(text)
         before = [line for line in self._lines if line[1] != text] if beside and self.display else []
         self._lines = [*before, (_MARKS[severity], text)][-_MOST_LINES:]
-        self.update(Content("\n").join([Content.assemble((f"{mark} ", "bold"), line) for mark, line in self._lines]))
         self.set_class(severity == "error", "error")
         self._until_saved = until_saved
+        self._draw()
+
+    def whisper(self, text: str) -> None:
+        """Show one muted line below the others for some seconds."""
+        self._whispered = one_line(text)
+        if self._timer is not None:
+            self._timer.stop()
+        self._timer = self.set_timer(WHISPER_S, self._end_whisper)
+        if not self.display:
+            self._lines = []
+            self.remove_class("error")
+        self._draw()
+
+    def _end_whisper(self) -> None:
+        self._whispered = ""
+        if self._lines:
+            self._draw()
+        else:
+            self.display = False
+
+    def _draw(self) -> None:
+        lines = [Content.assemble((f"{mark} ", "bold"), line) for mark, line in self._lines]
+        if self._whispered:
+            lines.append(Content.styled(self._whispered, "$foreground-muted"))
+        self.update(Content("\n").join(lines))
         self.display = True
 
     def saved(self) -> None:
@@ -44,4 +73,5 @@ class NoticeLine(Static):
 
     def hide(self) -> None:
         self._until_saved = False
+        self._lines = []
         self.display = False

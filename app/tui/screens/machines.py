@@ -205,6 +205,10 @@ class MachinesScreen(Screen[None]):
             return
         self._load_with("ring")
 
+    def why_not(self, action: str, parameters: tuple[object, ...]) -> str:
+        """Why a key does nothing now."""
+        return "This machine is part of no ring." if action != "form" else "A ring is formed already."
+
     def action_leave_ring(self) -> None:
         """Load the model on this machine alone again."""
         self._load_with("auto")

@@ -193,5 +193,9 @@ class ModelsScreen(Screen[str | None]):
         pulling = self._controller.pulling
         return action != "pause" or (self.is_mounted and self._marked() in {*pulling.active, *pulling.stopped})
 
+    def why_not(self, action: str, parameters: tuple[object, ...]) -> str:
+        """Why a key does nothing with the marked model."""
+        return "This model is not being downloaded." if action == "pause" else ""
+
     def action_leave(self) -> None:
         self.dismiss(None)

@@ -129,6 +129,10 @@ class PersonasScreen(Screen[Chosen | None]):
                 return self._marked is not None
         return True
 
+    def why_not(self, action: str, parameters: tuple[object, ...]) -> str:
+        """Why a key does nothing now."""
+        return "No persona was deleted that could be brought back." if action == "undo" else "No persona is marked."
+
     def action_choose(self) -> None:
         if self._rows:
             self.dismiss(Chosen(self._marked))

@@ -335,6 +335,10 @@ class SettingsScreen(Screen[str]):
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         return bool(self._draft) if action == "undo" else True
 
+    def why_not(self, action: str, parameters: tuple[object, ...]) -> str:
+        """Why a key does nothing now."""
+        return "Nothing was changed that could be undone." if action == "undo" else ""
+
     def action_undo(self) -> None:
         """Show the values in effect again."""
         self._draft.clear()
