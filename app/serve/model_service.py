@@ -35,6 +35,8 @@ WATCHED_S = 300.0
 
 MOST_WAITING = 256
 """Maximum number of requests that wait for the engine."""
+MOST_NOTES = 100
+"""Maximum number of different notices about requests that are shown."""
 AnswerEvent = Prefill | Piece | Finished
 
 
@@ -70,6 +72,7 @@ class ModelService:
         self._names = tuple(names)
         self._show = show
         self._note = note
+        self._noted: set[str] = set()
         self._loading = asyncio.Lock()
         self._stopping = False
         self._watched_until = 0.0
@@ -216,6 +219,8 @@ class ModelService:
                 async for event in events:
                     if isinstance(event, Failed):
                         raise refused_by_engine(event)
+                    if isinstance(event, Notice):
+                        self._note_once(event.text)
                     if not isinstance(event, AnswerEvent):
                         continue
                     if waits:
@@ -236,6 +241,12 @@ class ModelService:
             else:
                 self.running -= 1
         return True
+
+    def _note_once(self, text: str) -> None:
+        """Tell the person ``text``, which comes with every request of one kind."""
+        if text not in self._noted and len(self._noted) < MOST_NOTES:
+            self._noted.add(text)
+            self._note(text)
 
     def watch(self) -> None:
         """Measure where the time of answers goes, for as long as somebody reads the figures."""

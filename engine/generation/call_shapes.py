@@ -234,18 +234,26 @@ class CallReader:
         while True:
             start = _spaces(text, at)
             prefix = next((prefix for prefix in form.prefixes if text.startswith(prefix, start)), "")
-            name = _NAME.match(text, _spaces(text, start + len(prefix), '"'))
-            if name is None or name[0] not in self._types or (calls and not prefix):
+            start = _spaces(text, start + len(prefix), '"')
+            name = self._name_at(text, start)
+            if not name or (calls and not prefix):
                 return ReadCalls(calls, text[at:]) if calls and not prefix else None
-            start = self._after_name.match(text, name.end()).end()  # type: ignore[union-attr]
-            found = self._arguments(text, start, name[0], last)
+            start = self._after_name.match(text, start + len(name)).end()  # type: ignore[union-attr]
+            found = self._arguments(text, start, name, last)
             if found is None:
                 return None
             arguments, at = found
-            calls.append(Called(name[0], json_text(arguments)))
+            calls.append(Called(name, json_text(arguments)))
             end = form.last.strip()
             if end and text.startswith(end, _spaces(text, at)):
                 at = _spaces(text, at) + len(end)
+
+    def _name_at(self, text: str, at: int) -> str:
+        """The tool's name that stands at ``at``, as a whole; empty if none does."""
+        found = [
+            name for name in self._types if text.startswith(name, at) and _NAME.match(text, at + len(name)) is None
+        ]
+        return max(found, key=len, default="")
 
     def _arguments(self, text: str, at: int, name: str, last: bool) -> tuple[dict[str, Any], int] | None:
         """The arguments of ``name`` that begin at ``at``, and where they end."""

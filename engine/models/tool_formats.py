@@ -20,6 +20,10 @@ MOST_TOOLS = 256
 """Maximum tools of a question."""
 LARGEST_PARAMETERS = 64 * 1024
 """Maximum characters of a tool's JSON schema."""
+LONGEST_NAME = 128
+"""Maximum characters of a tool's name."""
+_TRIES = 3
+"""Members that are left out at most from the end of arguments that were cut."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _TAKES_TOOLS = re.compile(r"\btools\b")
 
@@ -112,34 +116,100 @@ def rendered_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
 
 
 def rendered_calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
-    """``calls`` in the form that chat templates take. Raises ModelError (bad-input) for arguments that are no JSON."""
-    found = []
-    for call in calls:
-        try:
-            arguments = json.loads(call.arguments or "{}")
-        except (ValueError, RecursionError) as error:
-            raise ModelError(
-                f"The arguments of the call {shown(call.id)} are no JSON: {error}.", "bad-input"
-            ) from error
-        found.append({"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}})
+    """``calls`` in the form that chat templates take.
+
+    Most templates take the arguments apart, so that they are always a dictionary: what was cut is one as far as it was
+    written, and what is none becomes one.
+    """
+    return [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": _dictionary(call.arguments)}}
+        for call in calls
+    ]
+
+
+def _dictionary(written: str) -> dict[str, Any]:
+    found = _json(written)
+    if not isinstance(found, dict) and written.lstrip().startswith("{"):
+        found = _as_far_as_written(written)
+    if isinstance(found, dict):
+        return found
+    return {} if written.strip() in ("", "null", "[]", '""') else {"arguments": written if found is None else found}
+
+
+def _as_far_as_written(text: str) -> Any:
+    """The value of JSON that was cut: without its last member, if that cannot be read. None if it is no JSON."""
+    closed: list[tuple[int, str]] = []
+    """Places where a value may end, and the brackets that are open there."""
+    brackets, in_text, place = "", False, 0
+    while place < len(text):
+        letter = text[place]
+        if in_text:
+            in_text = letter != '"'
+            place += letter == "\\"
+        elif letter == '"':
+            in_text = True
+        elif letter in "{[":
+            brackets = ("}" if letter == "{" else "]") + brackets
+            closed.append((place + 1, brackets))
+        elif letter in "}]":
+            brackets = brackets[1:]
+        elif letter == ",":
+            closed.append((place, brackets))
+        place += 1
+    if not in_text and not brackets:
+        return None
+    # A text may have been cut within an escape.
+    written = [text + '"', text[: max(0, text.rfind("\\"))] + '"'] if in_text else [text]
+    tries = [each + brackets for each in written] + [text[:end] + rest for end, rest in closed[: -_TRIES - 1 : -1]]
+    return next((found for each in tries if (found := _json(each)) is not None), None)
+
+
+def _json(text: str) -> Any:
+    """The value that ``text`` writes; None if it writes none, or halves of characters."""
+    try:
+        found = json.loads(text, strict=False)
+        json.dumps(found, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        return None
     return found
 
 
-def check_tools(tools: Sequence[Tool], forced: str) -> None:
-    """Raises ModelError (bad-input) for tools that are malformed or too many, or if ``forced`` is none of them."""
+def takes_name(form: ToolFormat | None, name: str) -> bool:
+    """Whether calls in ``form`` can name a tool ``name``."""
+    if _NAME.fullmatch(name) is not None:
+        return True
+    if form is None or not name.isprintable() or not 0 < len(name) <= LONGEST_NAME or name != name.strip():
+        return False
+    if any(mark and mark in name for mark in (*form.all_marks, form.separator)):
+        return False
+    apart = not any(letter.isspace() or letter in ":{`" for letter in name)
+    taken = {"json": True, "named": apart, "parts": apart, "tagged": not set('"<>{') & set(name)}
+    return taken.get(form.shape, False)
+
+
+def offered_tools(tools: Sequence[Tool], forced: str, form: ToolFormat | None) -> tuple[list[Tool], list[str]]:
+    """Those of ``tools`` that calls in ``form`` can name, and a sentence on each of the others, which are left out.
+
+    Raises ModelError (bad-input) for tools that are too many or have no schema, or if ``forced`` is none of those that
+    are offered.
+    """
     if len(tools) > MOST_TOOLS:
         raise ModelError(f"{len(tools)} tools were given, and at most {MOST_TOOLS} can be.", "bad-input")
-    names = [tool.name for tool in tools]
+    offered: dict[str, Tool] = {}
+    left_out = []
     for tool in tools:
-        if _NAME.fullmatch(tool.name) is None:
-            raise ModelError(
-                f"A tool's name is {shown(tool.name)}; it must be 1 to 128 letters, digits, dots, _ and -.", "bad-input"
-            )
-        if names.count(tool.name) > 1:
-            raise ModelError(f"Two tools are called {tool.name}; give each a name of its own.", "bad-input")
-        _check_parameters(tool)
-    if forced and forced not in names:
-        raise ModelError(f"The tool {shown(forced)} must be called, but is not among those given.", "bad-input")
+        if tool.name in offered:
+            left_out.append(f"Two tools are called {shown(tool.name)}: the model is told of the first one only.")
+        elif not takes_name(form, tool.name):
+            left_out.append(f"The model cannot call a tool by the name {shown(tool.name)}: it is not told of that one.")
+        else:
+            _check_parameters(tool)
+            offered[tool.name] = tool
+    if forced and forced not in offered:
+        known = any(tool.name == forced for tool in tools)
+        reason = "the model cannot call a tool by that name" if known else "is not among those given"
+        raise ModelError(f"The tool {shown(forced)} must be called, but {reason}.", "bad-input")
+    return list(offered.values()), left_out
 
 
 def _check_parameters(tool: Tool) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from engine.errors import ModelError
-from engine.ipc.messages import MOST_SAMPLES, Generate, Load, Tool
-from engine.models.tool_formats import check_tools
+from engine.ipc.messages import MOST_SAMPLES, Generate, Load
+from engine.models.tool_formats import ToolFormat, offered_tools
 
 
 def check_request(request: Load) -> None:
@@ -43,18 +45,18 @@ def refuse_beside_beams(request: Generate) -> None:
             raise ModelError(f"Beam search cannot do {what}; use 1 beam, or leave that out.", kind="bad-input")
 
 
-def usable_tools(request: Generate) -> list[Tool]:
-    """The tools that the answer to ``request`` may call.
+def with_usable_tools(request: Generate, form: ToolFormat | None) -> tuple[Generate, list[str]]:
+    """``request`` with the tools that its answer may call in ``form``, and a sentence on each that was left out.
 
     Raises ModelError (bad-input) if they are malformed, or cannot be had together with what else is asked for.
     """
     if request.tool_choice == "none" and not request.forced_tool:
-        return []
-    check_tools(request.tools, request.forced_tool)
-    if not request.tools:
+        return msgspec.structs.replace(request, tools=[]), []
+    tools, left_out = offered_tools(request.tools, request.forced_tool, form)
+    if not tools:
         if request.tool_choice == "required":
-            raise ModelError("A tool must be called, but none is given.", "bad-input")
-        return []
+            raise ModelError("A tool must be called, but none is given that the model can call.", "bad-input")
+        return msgspec.structs.replace(request, tools=[]), left_out
     asked = {
         "a question without messages": request.messages is None,
         "an answer that is continued": request.continue_last,
@@ -64,4 +66,4 @@ def usable_tools(request: Generate) -> list[Tool]:
     for what, wanted in asked.items():
         if wanted:
             raise ModelError(f"Tools and {what} cannot be had together; leave one of them out.", "bad-input")
-    return request.tools
+    return msgspec.structs.replace(request, tools=tools), left_out

@@ -26,6 +26,7 @@ from engine.ipc.messages import (
     FinishReason,
     Generate,
     ModelFacts,
+    Notice,
     RingChanged,
     Sampling,
     TokensCounted,
@@ -33,6 +34,7 @@ from engine.ipc.messages import (
 )
 from engine.models.prefix_files import is_owner
 from engine.models.reasoning_formats import template_variables
+from engine.models.tool_formats import ToolFormat
 from engine.moe.popularity_file import ProfileModel
 from engine.planning.memory import ModelCosts, estimate_beams, extra_beam_memory, longest_answer
 from engine.planning.units import byte_size
@@ -44,7 +46,7 @@ from engine.runtimes.protocol import (
 from engine.session.constrained import Constraining
 from engine.session.disk_prefixes import DiskPrefixes
 from engine.session.prefix_cache import PrefixCache
-from engine.session.refusals import check_samples, refuse_beside_beams, usable_tools
+from engine.session.refusals import check_samples, refuse_beside_beams, with_usable_tools
 from engine.session.sampled_answers import SampleRun
 from engine.session.token_history import ChatTokenizer, TokenHistory
 from engine.session.turn import Answer, Emit, Turn, TurnControl
@@ -172,7 +174,10 @@ class Session:
         When ``control`` cancels, the answer ends with the text so far, and the cache keeps what was computed. Raises
         ModelError (bad-input, context, memory, model); events emitted before it remain valid.
         """
-        tools = usable_tools(request)
+        request, left_out = with_usable_tools(request, self._call_format)
+        tools = request.tools
+        for sentence in left_out:
+            emit(Notice(id=request.id, text=sentence))
         try:
             prompt = self._prompt(request, tools, control.cancelled)
             if tools and self._tokenizer is not None and not self._tokenizer.takes_several_calls(control.cancelled):
@@ -279,11 +284,16 @@ class Session:
         asked = request.question
         if asked is not None:
             variables = template_variables(asked.thinking, asked.effort)
+            asked, _ = with_usable_tools(asked, self._call_format)
             text = self._tokenizer.render_chat(
-                asked.messages or [], asked.continue_last, lambda: False, variables, usable_tools(asked)
+                asked.messages or [], asked.continue_last, lambda: False, variables, asked.tools
             )
             counts.append(len(self._tokenizer.encode_rendered(text)))
         return TokensCounted(id=request.id, counts=counts)
+
+    @property
+    def _call_format(self) -> ToolFormat | None:
+        return self._tokenizer.tool_format if self._tokenizer is not None else None
 
     # --- before the first token -----------------------------------------------------------------------------------
 
@@ -324,7 +334,7 @@ class Session:
         if form is None or self._history is None or request.messages is None:
             return None
         rendered = self._history.text[-RENDERED_CHARACTERS:]
-        calls = self._tokenizer.tool_format if self._tokenizer is not None else None
+        calls = self._call_format
         recipients = has_tools and calls is not None and calls.shape == "parts"
         return lambda: ReasoningParser(form, rendered, request.continue_last, recipients)
 
@@ -341,7 +351,7 @@ class Session:
 
     def _calling(self, request: Generate, tools: Sequence[Tool]) -> Callable[[], ToolCallParser] | None:
         """What makes the parser of the answer's calls of ``tools``; None without tools."""
-        form = self._tokenizer.tool_format if self._tokenizer is not None else None
+        form = self._call_format
         if form is None or not tools:
             return None
         rendered = self._history.text[-RENDERED_CHARACTERS:] if self._history is not None else ""

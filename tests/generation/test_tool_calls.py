@@ -15,9 +15,16 @@ from engine.errors import ModelError
 from engine.generation.call_shapes import CallReader
 from engine.generation.reasoning import ReasoningParser
 from engine.generation.tool_calls import ID_LETTERS, ToolCallParser
-from engine.ipc.messages import Tool
+from engine.ipc.messages import Tool, ToolCall
 from engine.models.reasoning_formats import formats
-from engine.models.tool_formats import ToolFormat, check_tools, rendered_calls, rendered_tools, tool_formats
+from engine.models.tool_formats import (
+    ToolFormat,
+    offered_tools,
+    rendered_calls,
+    rendered_tools,
+    takes_name,
+    tool_formats,
+)
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -142,20 +149,71 @@ def test_a_part_for_a_tool_is_a_call() -> None:
 @pytest.mark.parametrize(
     ("tools", "forced", "said"),
     [
-        ([Tool(name="a b")], "", "A tool's name is a b"),
-        ([Tool(name="")], "", "A tool's name is"),
-        ([Tool(name="a"), Tool(name="a")], "", "Two tools are called a"),
         ([Tool(name="a", parameters="{")], "", "of the tool a are no JSON"),
         ([Tool(name="a", parameters="[1]")], "", "no JSON schema"),
         ([Tool(name="a", parameters=" " * 70_000)], "", "at most 65,536"),
         ([Tool(name=f"t{number}") for number in range(257)], "", "at most 256"),
-        ([Tool(name="a")], "b", "The tool b must be called"),
+        ([Tool(name="a")], "b", "The tool b must be called, but is not among"),
+        ([Tool(name="a\nb")], "a\nb", "must be called, but the model cannot call a tool by that name"),
     ],
 )
 def test_malformed_tools_are_refused(tools: list[Tool], forced: str, said: str) -> None:
     with pytest.raises(ModelError, match=said) as caught:
-        check_tools(tools, forced)
+        offered_tools(tools, forced, BY_NAME["hermes"])
     assert caught.value.kind == "bad-input"
+
+
+def test_tools_that_cannot_be_named_are_left_out_one_by_one() -> None:
+    names = ["a", "", "a", "b\x1bc", "x" * 200, "b"]
+    offered, left_out = offered_tools([Tool(name=name) for name in names], "", BY_NAME["hermes"])
+    assert [tool.name for tool in offered] == ["a", "b"]
+    assert len(left_out) == 4 and left_out[1] == "Two tools are called a: the model is told of the first one only."
+    assert all(sentence.isprintable() for sentence in left_out)
+
+
+NAMES = ["get weather", "fs/read", "wetter_für_übermorgen", "a:b", "über/alle berge", "it's", "x>y", "a{b", "f(x)"]
+
+
+@pytest.mark.parametrize("form", tool_formats(), ids=lambda form: form.name)
+def test_a_name_that_is_offered_can_be_called(form: ToolFormat) -> None:
+    taken = [name for name in NAMES if takes_name(form, name)]
+    assert taken or form.shape in ("python", "braces", "elements")
+    for name in taken:
+        # A tool whose name is the beginning of another's is told from it.
+        tools = [Tool(name=name, parameters=json.dumps(SCHEMA)), Tool(name="clock"), Tool(name=name[:2])]
+        parser = ToolCallParser(form, tools)
+        text = parser.push(SAID[form.name].replace("weather", name)).text + parser.flush().text
+        called = [(call.name, json.loads(call.arguments)) for call in parser.calls]
+        assert (text, called) == ("", [(name, ARGUMENTS), ("clock", {})])
+
+
+@pytest.mark.parametrize(
+    ("written", "wanted"),
+    [
+        ('{"a": 1}', {"a": 1}),
+        ("", {}),
+        ("null", {}),
+        ("[]", {}),
+        ('["a"]', {"arguments": ["a"]}),
+        ("word", {"arguments": "word"}),
+        ("{", {}),
+        ('{"a', {}),
+        ('{"a":', {}),
+        ('{"a": "x y', {"a": "x y"}),
+        ('{"a": "x\\', {"a": "x"}),
+        ('{"a": "x\\u00', {"a": "x"}),
+        ('{"a": "x\\ud83d', {"a": "x"}),
+        ('{"a": [1, {"b": "c', {"a": [1, {"b": "c"}]}),
+        ('{"a": 1, "b": tr', {"a": 1}),
+        ('{"a": 1, "b', {"a": 1}),
+        ('{"a": 1,', {"a": 1}),
+        ('{"a": }}', {"arguments": '{"a": }}'}),
+        ("{" * 100_000, {"arguments": "{" * 100_000}),
+    ],
+)
+def test_a_history_with_any_arguments_is_rendered(written: str, wanted: dict[str, Any]) -> None:
+    (found,) = rendered_calls([ToolCall(id="c", name="f", arguments=written)])
+    assert found["function"]["arguments"] == wanted
 
 
 def test_templates_take_what_openai_takes() -> None:

@@ -18,7 +18,7 @@ from tiny_models import write_tiny_model
 from engine.errors import ModelError
 from engine.generation.constraints import ConstraintVocabulary, FormState
 from engine.generation.logprobs import Logprobs
-from engine.ipc.messages import Constraint, Generate, Load, Message, Piece, Prefill, Sampling, Tool
+from engine.ipc.messages import Constraint, Generate, Load, Message, Notice, Piece, Prefill, Sampling, Tool
 from engine.session.loading import load_session
 from engine.session.session import Session
 from engine.session.token_history import TokenHistory
@@ -225,6 +225,16 @@ def test_a_call_that_is_a_part_of_the_answer_can_be_forced(part_caller: Ask) -> 
     assert called and all(each.finish_reason == "tool_calls" and not each.text for each in called)
     assert {each.tool_calls[0].name for each in called} == {"clock"}
     assert all(json.loads(each.tool_calls[0].arguments)["n"] in (1, 2) for each in called)
+
+
+def test_a_tool_that_cannot_be_named_is_left_out_and_named(caller: Ask) -> None:
+    odd = Tool(name="bad\nname")
+    found = caller(
+        max_tokens=200, tool_choice="required", sampling=drawn(1), **{**CLOCK, "tools": [odd, CLOCK["tools"][0]]}
+    )
+    assert [call.name for call in found.tool_calls] == ["clock"]
+    (notice,) = caller.of(Notice)
+    assert notice.id == found.id and "it is not told of that one" in notice.text
 
 
 def test_samples_have_calls_of_their_own(caller: Ask) -> None:
