@@ -16,7 +16,8 @@ from app.text_safety import sanitize, visible
 
 TERMINAL_LIMIT = 100_000
 """Largest number of bytes, coded, that is sent to a terminal's clipboard. Terminals ignore longer texts or cut them."""
-_WAIT_S = 3.0
+_WAIT_S = 1.0
+"""Seconds that a tool may take before the next way is tried."""
 _SCREEN_PIECE = 700
 """Number of characters that GNU screen passes on at once. It cuts off what is beyond 768."""
 

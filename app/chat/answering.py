@@ -117,10 +117,21 @@ def completed(turn: ChatTurn, event: Finished) -> tuple[State, str]:
     if event.finish_reason == "cancelled":
         return "stopped", "Stopped."
     if event.finish_reason != "length":
-        return "complete", "The model had nothing to add." if answer.content == begun.text and begun.text else ""
+        return "complete", _nothing_said(answer, begun)
     if answer.thoughts.text and not answer.content:
         return "complete", "The length limit was reached before the answer began. Raise it, or turn thinking off."
     return "complete", "The answer reached the length limit."
+
+
+def _nothing_said(answer: Entry, begun: BegunAnswer) -> str:
+    """A note about an answer that ended by itself without a word; empty if it has one."""
+    if begun.text:
+        return "The model had nothing to add." if answer.content == begun.text else ""
+    if answer.content.strip():
+        return ""
+    if answer.thoughts.text:
+        return "The model thought, and then said nothing. Ask again, or turn thinking off."
+    return "The model said nothing."
 
 
 def generated(begun: Generation, event: Finished) -> Generation:

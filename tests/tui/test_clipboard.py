@@ -6,11 +6,15 @@ import base64
 import stat
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app import clipboard
 from app.clipboard import SENT, TERMINAL_LIMIT, Clipboard, clipboard_tools, sequences
+
+WAIT_S = clipboard._WAIT_S
 
 
 class Place:
@@ -88,6 +92,19 @@ async def test_a_tool_that_fails_is_followed_by_the_next(place: Place) -> None:
     place.tool("xsel")
     assert await place.copy(DISPLAY=":0") == "The answer was copied."
     assert place.got("xsel").endswith("|größer")
+
+
+async def test_a_tool_that_never_ends_is_followed_by_the_next(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert WAIT_S == 1.0
+    # Long enough for the tool behind it, on a busy machine.
+    monkeypatch.setattr("app.clipboard._WAIT_S", 5.0)
+    hanging = place.folder / "wl-copy"
+    hanging.write_text(f"#!/bin/sh\necho $$ > '{place.folder}/pid'\nexec sleep 600\n")
+    hanging.chmod(0o755)
+    place.tool("xclip")
+    assert await place.copy(WAYLAND_DISPLAY="w", DISPLAY=":0") == "The answer was copied."
+    assert "größer" in place.got("xclip")
+    assert not psutil.pid_exists(int((place.folder / "pid").read_text()))
 
 
 async def test_without_a_tool_the_terminal_is_asked_and_that_is_said(place: Place) -> None:

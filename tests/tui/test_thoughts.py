@@ -40,6 +40,23 @@ async def answered(engine: FakeEngine, store: ConversationStore, settings: Setti
     return chat
 
 
+@pytest.mark.parametrize(
+    ("thoughts", "pieces", "note"),
+    [
+        (THOUGHTS, [""], "The model thought, and then said nothing. Ask again, or turn thinking off."),
+        ([], [""], "The model said nothing."),
+        ([], [" \n"], "The model said nothing."),
+        (THOUGHTS, ["Paris"], ""),
+    ],
+)
+async def test_an_answer_without_a_word_says_so(
+    engine: FakeEngine, store: ConversationStore, thoughts: list[str], pieces: list[str], note: str
+) -> None:
+    engine.thoughts, engine.answer = thoughts, lambda request: pieces
+    chat = await answered(engine, store)
+    assert (chat.path[-1].state, chat.path[-1].note) == ("complete", note)
+
+
 async def test_thoughts_are_saved_apart_and_left_out_of_the_next_prompt(store: SqliteStore) -> None:
     engine = FakeEngine()
     engine.thoughts = THOUGHTS
