@@ -200,6 +200,17 @@ class ChatController:
         elif text != entry.content:
             edited = Entry("assistant", text, model=entry.model, thoughts=entry.thoughts, generation=EDITED)
             self._replace_path([*before, edited], edited)
+        else:
+            return
+        self._tell_what_followed(entry, path[len(before) + 1 :])
+
+    def _tell_what_followed(self, entry: Entry, followed: Sequence[Entry]) -> None:
+        """Say where the messages are that followed ``entry``, which was replaced; its answer is in another place."""
+        count = len(followed) - (entry.role == "user")
+        if count > 0:
+            some = "The message that followed stays" if count == 1 else f"The {count} messages that followed stay"
+            what = "question" if entry.role == "user" else "answer"
+            self.notify(f"{some} with the version before: ← on this {what} shows it.")
 
     def continue_answer(self, entry: Entry | None = None) -> None:
         """Let the model go on writing from the end of the answer ``entry`` (default: the last message).

@@ -367,6 +367,30 @@ async def test_editing_makes_a_branch(engine: FakeEngine, store: ConversationSto
         assert [entry.content for entry in chat.path] == ["a", "to a", "b", "to b"]
 
 
+@pytest.mark.parametrize(
+    ("place", "asked", "said"),
+    [
+        (0, 1, []),
+        (1, 1, []),
+        (0, 2, ["The 2 messages that followed stay with the version before: ← on this question shows it."]),
+        (1, 2, ["The 2 messages that followed stay with the version before: ← on this answer shows it."]),
+    ],
+)
+async def test_editing_in_the_middle_says_where_what_followed_is(
+    engine: FakeEngine, store: ConversationStore, place: int, asked: int, said: list[str]
+) -> None:
+    async with running(Chat(engine, store)) as chat:
+        for number in range(asked):
+            chat.controller.submit(f"question {number}")
+            await chat.answered()
+        chat.controller.edit(chat.path[place], "Better")
+        assert chat.said == said
+        await chat.answered()
+        assert len(chat.path) == 2 and chat.path[place].content == "Better"
+        chat.controller.switch(chat.path[place], -1)
+        assert len(chat.path) == 2 * asked
+
+
 async def test_resuming_a_conversation(engine: FakeEngine, store: ConversationStore) -> None:
     async with running(Chat(engine, store)) as chat:
         chat.controller.submit("remember")
