@@ -163,8 +163,15 @@ def sequences(text: str, environment: Mapping[str, str], *, plain: bool = True) 
     """
     sequence = f"\x1b]52;c;{base64.b64encode(text.encode('utf-8', 'replace')).decode()}\a"
     if environment.get("TMUX"):
+        return passed_on(sequence, environment) + (sequence if plain else "")
+    return passed_on(sequence, environment)
+
+
+def passed_on(sequence: str, environment: Mapping[str, str]) -> str:
+    """``sequence`` wrapped for the multiplexer that is between this program and the terminal, if any."""
+    if environment.get("TMUX"):
         escaped = sequence.replace("\x1b", "\x1b\x1b")
-        return f"\x1bPtmux;{escaped}\x1b\\" + (sequence if plain else "")
+        return f"\x1bPtmux;{escaped}\x1b\\"
     if environment.get("STY"):
         pieces = (sequence[start : start + _SCREEN_PIECE] for start in range(0, len(sequence), _SCREEN_PIECE))
         return "".join(f"\x1bP{piece}\x1b\\" for piece in pieces)

@@ -189,6 +189,12 @@ class Settings(RingSettings):
     terminal_title: bool = _showing(
         "flag", "Window title", True, "Show the chat's title as the title of the terminal's window.",
     )  # fmt: skip
+    answer_signal: Literal["off", "title", "bell", "notification"] = _showing(
+        "choice", "End of an answer", "title",
+        "What tells that an answer has ended while the terminal's window has no focus. Each includes the one before.",
+        choices=choices(off="Nothing", title="A mark in the window's title", bell="The terminal's bell",
+                        notification="A notification (OSC 9)"),
+    )  # fmt: skip
     reading_width: int = _showing(
         "integer", "Reading width", 0,
         "Maximum width of the conversation in columns, which is centred then. 0: all of the window.",

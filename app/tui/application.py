@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 from collections.abc import Callable, Iterable
 from importlib.resources import files
 from pathlib import Path
@@ -16,7 +17,8 @@ from textual.screen import Screen
 from textual.theme import Theme
 
 from app.chat.starting import Start
-from app.chat.state import SettingsChanged
+from app.chat.state import AnswerEnded, SettingsChanged
+from app.clipboard import passed_on
 from app.conversations.opening import DATABASE, open_store
 from app.conversations.store import ConversationStore
 from app.engine_client import Engine, EngineClient
@@ -121,11 +123,28 @@ class ChatApp(TerminalApp):
         await self.highlighter.close()
 
     @on(Updated)
-    def _settings_changed(self, event: Updated) -> None:
+    def _updated(self, event: Updated) -> None:
+        if isinstance(event.update, AnswerEnded) and event.update.entry.state != "stopped" and not self.app_focus:
+            self._signal_end()
         if isinstance(event.update, SettingsChanged):
             if "theme" in event.update.keys:
                 self._show_theme()
             self._show_looks()
+
+    def _signal_end(self) -> None:
+        """Tell that an answer has ended: the person does another thing."""
+        wanted = self.settings.answer_signal
+        if wanted != "off" and self.chat is not None:
+            self.chat.show_ended_unseen(True)
+        if wanted in ("bell", "notification"):
+            self._write_sequences("\a")
+        if wanted == "notification":
+            self._write_sequences(passed_on("\x1b]9;privatellm: an answer has ended.\a", os.environ))
+
+    def watch_app_focus(self, focus: bool) -> None:
+        """The terminal's window got the focus, or lost it, if the terminal reports that."""
+        if focus and self.chat is not None:
+            self.chat.show_ended_unseen(False)
 
     def _show_looks(self) -> None:
         """Follow the settings that say how things are shown."""

@@ -19,10 +19,14 @@ _LONGEST_TITLE = 60
 """Maximum characters of a chat's title in the title of the window."""
 
 
-def terminal_title(thread: Thread) -> str:
-    """The title of the window while ``thread`` is shown. That of a temporary chat stays within it."""
+def terminal_title(thread: Thread, *, ended: bool = False) -> str:
+    """The title of the window while ``thread`` is shown. That of a temporary chat stays within it.
+
+    ``ended``: an answer has ended that the person has not seen.
+    """
     title = one_line(thread.title) if thread.path and thread.memory is None else ""
-    return f"{title[:_LONGEST_TITLE]} – privatellm" if title else "privatellm"
+    name = f"{title[:_LONGEST_TITLE]} – privatellm" if title else "privatellm"
+    return f"✓ {name}" if ended else name
 
 
 class Heading(Horizontal):

@@ -107,6 +107,7 @@ class ChatScreen(Screen[None]):
         self.chats = ChatsSide(self, self.controller, lambda: self.panels.beside, self.opener.chats, self.focus_prompt)
         self.panels.on_moved = self.chats.fit
         self.warned_unsaved = False
+        self.ended_unseen = False
         self._is_missing = is_missing
         self._highlighter = highlighter
         self._runner: Worker[None] | None = None
@@ -291,7 +292,14 @@ class ChatScreen(Screen[None]):
     def _show_terminal_title(self) -> None:
         if isinstance(self.app, TerminalApp):
             wanted = self.controller.options.terminal_title
-            self.app.show_terminal_title(terminal_title(self.controller.thread) if wanted else "")
+            title = terminal_title(self.controller.thread, ended=self.ended_unseen)
+            self.app.show_terminal_title(title if wanted else "")
+
+    def show_ended_unseen(self, unseen: bool) -> None:
+        """Mark the window's title, or do not: an answer has ended while the window had no focus."""
+        if unseen != self.ended_unseen:
+            self.ended_unseen = unseen
+            self._show_terminal_title()
 
     def _show_title(self) -> None:
         self.editing.show()
