@@ -3,7 +3,9 @@
 #include <string.h>
 #include <unistd.h>
 
-#if defined(__aarch64__) && defined(__linux__)
+#if defined(__x86_64__)
+#include <cpuid.h>
+#elif defined(__aarch64__) && defined(__linux__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
 #elif defined(__aarch64__) && defined(__APPLE__)
@@ -61,14 +63,22 @@ int64_t pllm_first_level_bytes(void) {
     return found;
 }
 
+#if defined(__x86_64__)
+/* Whether the CPU converts numbers of half precision. Clang before 19 does not know the feature by name. */
+static int has_half_conversions(void) {
+    unsigned eax, ebx, ecx = 0, edx;
+    return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C) != 0;
+}
+#endif
+
 uint32_t pllm_available(void) {
     uint32_t sets = 1U << PLLM_SCALAR;
 #if defined(__x86_64__)
     __builtin_cpu_init(); /* asks the operating system too whether it saves the registers */
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_half_conversions())
         sets |= 1U << PLLM_AVX2;
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("f16c")) {
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && has_half_conversions()) {
         sets |= 1U << PLLM_AVX512F;
         if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi") && has_byte_products())
             sets |= 1U << PLLM_AVX512_BF16;

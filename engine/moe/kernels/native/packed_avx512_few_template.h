@@ -59,7 +59,7 @@ ALWAYS_INLINE void spread(__m512i a, __m512i b, __m512i c, __m512i d, __m512i to
    in the high ones, 4 to 7 in the second half. The nibbles of the other block are still there. */
 ALWAYS_INLINE void spread_nibbles(const uint8_t *from, __m512i to[4]) {
     __m512i a = loaded(from), b = loaded(from + 64);
-    __asm__("" : "+v"(a), "+v"(b)); /* or they are loaded twice, and most of them cross a line */
+    __asm__("" : "+x"(a), "+x"(b)); /* or they are loaded twice, and most of them cross a line */
     to[0] = _mm512_unpacklo_epi32(a, b);
     to[1] = _mm512_shuffle_epi32(to[0], 0x4e);
     to[2] = _mm512_unpackhi_epi32(a, b);

@@ -77,9 +77,9 @@ ALWAYS_INLINE __m512 scales_of(const uint8_t *b, const int dtype, __m512 *minimu
     return scales;
 }
 
-/* Values 16 i .. 16 i + 15 of a group of raised codes. */
-ALWAYS_INLINE __m512 opened(__m512i codes, const int i, __m512 scales, __m512 minimums, const int part) {
-    const __m512 values = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm512_extracti32x4_epi32(codes, i)));
+/* The values of sixteen raised codes. */
+ALWAYS_INLINE __m512 opened(__m128i codes, __m512 scales, __m512 minimums, const int part) {
+    const __m512 values = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(codes));
     const __m512i lane = _mm512_set1_epi32(part);
     return _mm512_fmsub_ps(values, _mm512_permutexvar_ps(lane, scales), _mm512_permutexvar_ps(lane, minimums));
 }
@@ -101,12 +101,12 @@ ALWAYS_INLINE void open_row(const int dtype, const uint8_t *from, float *to, int
             UNROLL for (int i = 0; i < GROUP / 16; i++) {
                 const int64_t at = first + GROUP * g + 16 * i;
                 if (at >= count) break;
-                /* The part is a constant of the compiler, and so is what is extracted. */
-                const __m512 v = i == 0   ? opened(codes, 0, scales, minimums, 4 * g)
-                                 : i == 1 ? opened(codes, 1, scales, minimums, 4 * g + 1)
-                                 : i == 2 ? opened(codes, 2, scales, minimums, 4 * g + 2)
-                                          : opened(codes, 3, scales, minimums, 4 * g + 3);
-                _mm512_storeu_ps(to + at, v);
+                /* What is extracted must be a constant for every compiler, also before it inlines. */
+                const __m128i sixteen = i == 0   ? _mm512_extracti32x4_epi32(codes, 0)
+                                        : i == 1 ? _mm512_extracti32x4_epi32(codes, 1)
+                                        : i == 2 ? _mm512_extracti32x4_epi32(codes, 2)
+                                                 : _mm512_extracti32x4_epi32(codes, 3);
+                _mm512_storeu_ps(to + at, opened(sixteen, scales, minimums, 4 * g + i));
             }
         }
     }

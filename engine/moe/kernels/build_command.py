@@ -1,0 +1,23 @@
+"""How setuptools builds the native kernels, in what depends on the system. It is imported by nothing else."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+
+from setuptools.command.build_ext import build_ext  # type: ignore[import-untyped]
+
+
+class BuildKernels(build_ext):  # type: ignore[misc]
+    """setuptools' command for C, with the options of the system that it builds on."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        if sys.platform == "linux":
+            for extension in self.extensions or ():
+                # The table of addresses of library functions is then read-only before anything runs.
+                extension.extra_link_args += ["-Wl,-z,relro", "-Wl,-z,now"]
+        elif sys.platform == "darwin" and platform.machine() == "arm64":
+            # A Python for both kinds of Mac would compile for both. This program runs on one.
+            os.environ.setdefault("ARCHFLAGS", "-arch arm64")
