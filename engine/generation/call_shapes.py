@@ -26,6 +26,7 @@ _BETWEEN_OBJECTS = re.compile(r"[\s;,]*")
 _TOO_MANY = re.compile(r"[\s\]})`;,]*")
 """What may follow the last object of a call: white space, and brackets and fences that are too many."""
 _FENCE = re.compile(r"```\w*\s*")
+_BRACKET = re.compile(r"[\[\](){}]")
 _PLAIN = re.compile(r"[^,\]}]*")
 _CDATA = re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", re.DOTALL)
 _TEXT_TYPE = re.compile(r'\b(string="true"|type="string")')
@@ -66,6 +67,7 @@ class CallReader:
         self._types = {tool.name: ArgumentTypes(tool.parameters) for tool in tools}
         self._properties = {tool.name: _properties(tool) for tool in tools}
         mark = re.sub(f"^{_ATTRIBUTES}", "", form.name_end.strip())
+        self._repeated = re.compile(rf"\A\s*(?:{re.escape(form.begin)}\s*)*" if form.begin else "(?!)")
         self._after_name = re.compile(rf"{_ATTRIBUTES}\s*(?:{re.escape(mark)})?\s*")
 
     def read(self, body: str, last: bool = False) -> ReadCalls | None:
@@ -110,10 +112,7 @@ class CallReader:
     def _cleaned(self, body: str) -> str:
         for mark in self._form.hidden:
             body = body.replace(mark, "")
-        body = body.strip()
-        while self._form.begin and body.startswith(self._form.begin):
-            body = body.removeprefix(self._form.begin).strip()
-        return body
+        return self._repeated.sub("", body, count=1).strip()
 
     def _begun(self, text: str) -> Called | None:
         text = _without_fence(text)
@@ -434,18 +433,19 @@ def _expressions(text: str) -> list[ast.expr]:
 
 def _depth(text: str) -> int:
     depth = deepest = 0
-    for letter in text:
-        depth += (letter in "([{") - (letter in ")]}")
+    for bracket in _BRACKET.findall(text):
+        depth += 1 if bracket in "([{" else -1
         deepest = max(deepest, depth)
     return deepest
 
 
 def _python_value(text: str) -> Any:
     """The one value that ``text`` writes in Python; None if it writes none."""
-    if text.lstrip()[:1] not in ("{", "["):
+    text = text.strip().rstrip(";")
+    if text[:1] not in ("{", "[") or text[-1] not in "}]":
         return None
     # A list would be taken apart.
-    nodes = _expressions(f"[{text.strip().rstrip(';')}]")
+    nodes = _expressions(f"[{text}]")
     try:
         return _literal(nodes[0]) if len(nodes) == 1 else None
     except ValueError:

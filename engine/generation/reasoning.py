@@ -193,7 +193,10 @@ class ReasoningParser:
 
     def _is_lone_end(self, at: int) -> bool:
         before = self._unmarked + self._space + self._held[:at]
-        if not before.strip() or self._form.begin in before:
+        if not before.strip():
+            # The thoughts are empty.
+            return True
+        if self._form.begin in before:
             return False
         # Within a line a mark that is spoken of stands after a space or a quotation mark.
         return before.endswith("\n") or not (before[-1].isspace() or before[-1] in _BEFORE_QUOTED)

@@ -23,6 +23,10 @@ ID_LETTERS = 9
 
 MOST_TRIES = 16
 """Maximum marks at the end of an answer that are tried as the beginning of a call."""
+MOST_READ = 20_000_000
+"""Maximum characters of an answer's calls that are read, each as often as an end mark is tried."""
+_LOOKED_AT = 200
+"""Characters behind a mark that tell whether it may begin a call."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,8 @@ class ToolCallParser:
         """White space that is left out if a call follows."""
         self._mark: str | None = None
         """What has begun the call at which ``_held`` begins; None outside of calls."""
+        self._left = MOST_READ
+        """Characters that may still be read in search of a call's end."""
         self._tried = 0
         """Characters of ``_held`` in which no end mark is the call's end."""
         self._begun = False
@@ -81,7 +87,7 @@ class ToolCallParser:
             text += self._text_before_call()
             if self._mark is None:
                 break
-            if self._reader.is_hopeless(self._held[len(self._mark) :]):
+            if self._is_hopeless(self._mark):
                 text += self._as_text(len(self._mark))
             elif not self._read_call(last=False):
                 break
@@ -96,7 +102,7 @@ class ToolCallParser:
         before, text = len(self.calls), self._text_before_call(last=True)
         tries = 0
         while self._mark is not None:
-            hopeless = self._reader.is_hopeless(self._held[len(self._mark) :])
+            hopeless = self._is_hopeless(self._mark)
             if hopeless or not (self._read_call(last=True) or (cut and self._take_beginning())):
                 # What begins here is no call, but one may begin behind it.
                 tries += not hopeless
@@ -151,6 +157,9 @@ class ToolCallParser:
             return ""
         return self._spaced(text)
 
+    def _is_hopeless(self, mark: str) -> bool:
+        return self._reader.is_hopeless(self._held[len(mark) : len(mark) + _LOOKED_AT])
+
     # --- calls ----------------------------------------------------------------------------------------------------
 
     def _read_call(self, last: bool) -> bool:
@@ -161,22 +170,27 @@ class ToolCallParser:
         assert self._mark is not None
         end = self._ends.get(self._mark, "")
         until = end or self._mark
-        while until and (at := self._held.find(until, self._tried)) >= 0:
-            if self._take(self._held[len(self._mark) : at], self._held[at + len(end) :]):
+        while until and self._left > 0 and (at := self._held.find(until, self._tried)) >= 0:
+            self._left -= at
+            if self._take(self._held[len(self._mark) : at], at):
                 return True
             # More text makes no call of what is none up to here. A model may repeat the mark for ever.
             self._tried = at + 1
         self._tried = max(self._tried, len(self._held) - len(until) + 1)
-        return last and self._take(self._held[len(self._mark) :], "", last=True)
+        return last and self._take(self._held[len(self._mark) :], len(self._held), last=True)
 
-    def _take(self, body: str, behind: str, last: bool = False) -> bool:
-        """Add the calls that ``body`` writes, and go on with what is ``behind`` it. Returns False if it writes none."""
+    def _take(self, body: str, at: int, last: bool = False) -> bool:
+        """Add the calls that ``body`` writes, which ends at ``at``. Returns False if it writes none."""
         assert self._mark is not None
         found = self._reader.read(body, last)
         if found is None:
             return False
         end, rest = self._ends.get(self._mark, ""), found.rest
-        if rest.strip() and (end or not self._mark):
+        behind = self._held[at + len(end) :]
+        if self._mark and rest.lstrip().startswith(self._mark):
+            # The end mark was forgotten before the next call.
+            behind = self._held[at:]
+        elif rest.strip() and (end or not self._mark):
             # Only a call without an end mark has text behind it.
             if not last or not end.startswith(rest.strip()):
                 return False

@@ -150,6 +150,12 @@ def test_json_as_models_write_it(name: str, body: str, calls: Calls | None) -> N
         ("hermes", '<tool_call>{"name": "clock"}</tool_call', "", CLOCK),
         ("hermes", 'The mark <tool_call> begins <tool_call>{"name": "clock"}</tool_call>',
          "The mark <tool_call> begins", CLOCK),
+        ("kimi", "<|tool_call_begin|>clock:0<|tool_call_argument_begin|>{}<|tool_call_begin|>functions.clock:1"
+         "<|tool_call_argument_begin|>{}", "", CLOCK * 2),
+        ("kimi", "<|tool_call_begin|>clock:0<|tool_call_argument_begin|>{}<|tool_call_begin|>functions.clock:1"
+         "<|tool_call_argument_begin|>{}<|tool_call_end|>Now.", "Now.", CLOCK * 2),
+        ("glm", "<tool_call>clock\n<tool_call>clock\n</tool_call>", "", CLOCK * 2),
+        ("gemma", "<|tool_call>call:clock{}<|tool_call>call:clock{}<tool_call|>", "", CLOCK * 2),
         ("granite", '<tool_call>[{"name": "clock", "arguments": {}}]</tool_call>', "", CLOCK),
         ("granite", '<|tool_call|>[{"name": "clock", "arguments": {}}]', "", CLOCK),
         ("command", '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "directly_answer", "parameters": {}}]'

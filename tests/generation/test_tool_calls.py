@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from written_calls import SAID
 
 from engine.errors import ModelError
+from engine.generation import tool_calls
 from engine.generation.call_shapes import CallReader
 from engine.generation.reasoning import ReasoningParser
 from engine.generation.tool_calls import ID_LETTERS, ToolCallParser
@@ -241,3 +242,9 @@ def test_an_end_mark_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     written = form.begin + "{" + form.end * 50
     said = "".join(parser.push(letter).text for letter in written) + parser.flush().text
     assert len(tried) == 51 and said == written
+    # A model that repeats the mark for ever is not read for ever.
+    tried.clear()
+    monkeypatch.setattr(tool_calls, "MOST_READ", 300)
+    parser = ToolCallParser(form, [Tool(name="f")])
+    assert parser.push(written).text + parser.flush().text == written
+    assert 2 < len(tried) < 20 and sum(map(len, tried[:-1])) <= 300
