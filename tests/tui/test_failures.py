@@ -11,6 +11,7 @@ import pytest
 from every_screen import SCREENS, back, prepare
 from fake_engine import FakeEngine
 from screen_helpers import MakeApp, ask, controller, ready, shown, wait_until
+from textual import events
 from textual.app import ComposeResult, RenderResult
 from textual.dom import DOMNode
 from textual.message import Message
@@ -237,6 +238,43 @@ async def test_no_error_on_any_screen_ends_the_chat(
         assert (question.content, answer.state, bool(answer.content)) == ("And now?", "complete", True)
     assert not app.last_words
     assert asked_early
+
+
+@pytest.mark.parametrize("name", SCREENS)
+async def test_a_screen_that_is_closed_twice_closes_no_other(
+    name: str, make_app: MakeApp, engine: FakeEngine, few_settings: None
+) -> None:
+    prepare(engine)
+    app = make_app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await ready(pilot, app)
+        await ask(pilot, app, "Explain stacks and queues")
+        await SCREENS[name](pilot, app)
+        await pilot.pause()
+        screen, below = app.screen, app.screen_stack[:-1]
+        screen.dismiss(None)
+        screen.dismiss(None)
+        assert app.screen_stack == ([*below, screen] if screen is app.chat else below)
+        if engine.gate is not None:
+            engine.gate.set()
+        await pilot.pause()
+        assert app.chat in app.screen_stack
+
+
+async def test_keys_in_a_burst_never_close_the_chat(make_app: MakeApp) -> None:
+    app = make_app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await ready(pilot, app)
+        for first in ("f5", "f4", "f7", "f3", "f2", "f8", "ctrl+s"):
+            for keys in ((first, first, "escape", "f7"), (first, "escape", "escape"), (first, first, first, "escape")):
+                for key in keys:
+                    app.post_message(events.Key(key, None))
+                await pilot.pause()
+                assert app.chat in app.screen_stack, keys
+                while app.screen is not app.chat:
+                    await pilot.press("escape")
+                app.chat.action_close_panel()
+                await pilot.pause()
 
 
 def test_no_attribute_of_ours_is_one_of_textual_s_own() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import RenderableType
 from textual._context import active_message_pump
 from textual.app import App
+from textual.await_complete import AwaitComplete
 from textual.dom import DOMNode, NoScreen
 from textual.message import Message
 from textual.screen import Screen
@@ -76,6 +78,22 @@ class GuardedApp(App[int]):
                 self._handle_exception(error)
 
         widget._dispatch_message = guarded  # type: ignore[method-assign]
+        if isinstance(widget, Screen):
+            self._dismiss_once(widget)
+
+    def _dismiss_once(self, screen: Screen[Any]) -> None:
+        """Let ``screen`` be dismissed only while it is the one on top.
+
+        Textual would close whichever is on top: a second key in the moment in which a screen closes would close the
+        main screen.
+        """
+        dismiss: Callable[[Any], AwaitComplete] = screen.dismiss
+
+        def dismiss_if_on_top(result: Any = None) -> AwaitComplete:
+            on_top = screen is self.screen and screen in self._closable
+            return dismiss(result) if on_top else AwaitComplete()
+
+        screen.dismiss = dismiss_if_on_top  # type: ignore[method-assign]
 
     async def _dispatch_message(self, message: Message) -> None:
         if not self._serves:
