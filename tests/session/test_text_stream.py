@@ -30,7 +30,7 @@ class _NeverCancelled:
 
 
 def read(
-    thoughts: str, calls: str, prompt: str, text: str, size: int, cut: bool = False
+    thoughts: str, calls: str, prompt: str, text: str, size: int, cut: bool = False, recipients: bool = True
 ) -> tuple[str, str, list[tuple[str, str]]]:
     """Thoughts, text and calls of an answer each of whose tokens is ``size`` letters of ``text``."""
     events: list[AnyEvent] = []
@@ -39,7 +39,7 @@ def read(
     stream = turn.stream(
         IncrementalDecoder(lambda ids: "".join(pieces[number] for number in ids)),
         StopStrings(()),
-        ReasoningParser(THOUGHTS[thoughts], prompt, recipients=True),
+        ReasoningParser(THOUGHTS[thoughts], prompt, recipients=recipients),
         ToolCallParser(CALLS[calls], TOOLS),
     )
     for number in range(len(pieces)):
@@ -125,3 +125,35 @@ def test_a_part_for_a_tool(text: str, thoughts: str, answer: str, called: Any, s
     found, rest, calls = read("gpt-oss", "gpt-oss", "<|end|><|start|>assistant", text, size)
     assert (found, rest) == (thoughts, answer)
     assert [(name, json.loads(given)) for name, given in calls] == [(name, json.loads(given)) for name, given in called]
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+@pytest.mark.parametrize(
+    ("thoughts", "calls", "prompt", "text"),
+    [
+        ("gemma", "gemma", "<|turn>model\n",
+         "<|channel>thought\nHm.<channel|>I look.<|tool_call>call:clock{}<tool_call|>"),
+        ("solar", "solar", "<|begin|>assistant", "<|think|>Hm.<|end|><|begin|>assistant<|content|>I look.<|end|>"
+         "<|begin|>assistant<|tool_calls|><|tool_call:begin|>a1<|tool_call:name|>clock<|tool_call:args|>{}<|tool_call:end|>"),
+        ("kimi-k3", "kimi-k3", "<|open|>think<|sep|>", "Hm.<|close|>think<|sep|><|open|>response<|sep|>I look.<|close|>"
+         'response<|sep|><|open|>tools<|sep|><|open|>call tool="clock" index="1"<|sep|><|close|>call<|sep|><|close|>'
+         "tools<|sep|><|close|>message<|sep|>"),
+        ("muse", "muse", "<|start|>assistant", " to=self<|message|>Hm.<|eom|><|start|>assistant to=user<|message|>I "
+         'look.<|eom|><|start|>assistant to=clock<|message|><atem:function_calls>\n<atem:invoke name="clock">\n</atem:'
+         "invoke>\n</atem:function_calls>"),
+        ("minimax", "minimax-m3", "ai\n<mm:think>", "Hm.</mm:think>I look.]<]minimax[>[<tool_call>\n]<]minimax[>["
+         '<invoke name="clock">]<]minimax[>[</invoke>\n]<]minimax[>[</tool_call>'),
+        ("command-text", "command", "", "<|START_THINKING|>Hm.<|END_THINKING|><|START_TEXT|>I look.<|END_TEXT|>"
+         '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "clock", "parameters": {}}]<|END_ACTION|>'),
+        ("hunyuan", "hunyuan", "<think:opensource>", "Hm.</think:opensource>I look.<tool_calls:opensource>\n"
+         "<tool_call:opensource>clock<tool_sep:opensource>\n</tool_call:opensource>\n</tool_calls:opensource>"),
+        ("think", "lfm", "", "<think>Hm.</think>I look.<|tool_call_start|>[clock()]<|tool_call_end|>"),
+        ("apertus", "apertus", "", '<|inner_prefix|>Hm.<|inner_suffix|>I look.<|tools_prefix|>[{"clock": {}}]'
+         "<|tools_suffix|>"),
+        ("seed", "seed", "", "<seed:think>Hm.</seed:think>I look.<seed:tool_call>\n<function=clock>\n</function>\n"
+         "</seed:tool_call>"),
+    ],
+)  # fmt: skip
+def test_thoughts_words_and_a_call(thoughts: str, calls: str, prompt: str, text: str, size: int) -> None:
+    form = CALLS[calls]
+    assert read(thoughts, calls, prompt, text, size, recipients=form.shape == "parts") == ("Hm.", "I look.", CALLED)
