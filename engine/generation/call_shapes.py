@@ -39,6 +39,11 @@ _BEGUN_OBJECT = re.compile(
     re.DOTALL,
 )
 """The beginning of a call that is written as a JSON object."""
+_OPENED_OBJECT = re.compile(
+    r'\s*(?:```\w*\s*)?[\[\s]*\{\s*("(tool_call_id|id|type)"\s*:\s*"[^"\\]*"\s*,\s*)*("function"\s*:\s*\{\s*)?'
+    r'"(name|tool_name)"\s*:\s*"(?P<name>[^"\\]*)"\s*,\s*"(arguments|parameters)"\s*:\s*(?=\{)'
+)
+"""The same up to its arguments, if they are an object."""
 _BEGUN_MEMBER = re.compile(r'[\[\s]*\{\s*"(?P<name>[^"\\]+)"\s*:\s*(?P<arguments>\{.*)', re.DOTALL)
 """The beginning of a call whose name is the key of its arguments."""
 
@@ -108,6 +113,22 @@ class CallReader:
         text = self._cleaned(body)
         found = self._begun(text)
         return found if found is not None and found.name in self._types else None
+
+    def opening(self, body: str) -> tuple[str, ArgumentTypes, int] | None:
+        """The tool's name, the types of its arguments, and where in ``body`` these begin.
+
+        None unless it is certain that this is a call, and that its arguments can be read as they come.
+        """
+        written = _OPENED_OBJECT.match(body)
+        if written is not None:
+            name, at = written["name"], written.end()
+        elif self._form.shape in ("named", "parts") and body.lstrip()[:1] not in ("{", "["):
+            name, is_whole, rest = self._name_and_rest(body)
+            at = body.find("{") if is_whole and rest[:1] == "{" else -1
+        else:
+            return None
+        types = self._types.get(name)
+        return (name, types, at) if types is not None and types.by_member and at >= 0 else None
 
     def _cleaned(self, body: str) -> str:
         for mark in self._form.hidden:

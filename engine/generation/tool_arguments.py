@@ -81,12 +81,29 @@ class ArgumentTypes:
             return stripped.value if stripped.how == _FITS else fit.value
         return fit.value
 
-    def is_text(self, key: str) -> bool:
-        """Whether the argument ``key`` is a string whatever is written between tags, or in quotes."""
+    @property
+    def by_member(self) -> bool:
+        """Whether each argument has its type whatever the others are."""
+        parts = schema_parts(self.root, self.root)
+        return not parts.every and not parts.one and choices_of(parts.own) is None
+
+    def member(self, key: str, value: Any) -> Any:
+        """``value``, read from JSON, with the type of the argument ``key``, where :attr:`by_member` is True."""
         self._steps = 0
-        schema = self._property(key, self.root, 0)
-        types = self._types(schema, 0)
-        return types is not None and types == {"string"} and not self._has_choices(schema, 0)
+        return self._fit(value, self._member(key), 1).value
+
+    def keeps_strings(self, key: str) -> bool:
+        """Whether a string in JSON is the value of the argument ``key`` as it is, where :attr:`by_member` is True."""
+        self._steps = 0
+        schema = self._member(key)
+        types = self._types(schema, 1)
+        return (types is None or "string" in types) and not self._has_choices(schema, 1)
+
+    def _member(self, key: str) -> Any:
+        properties = self.root.get("properties")
+        if isinstance(properties, dict) and key in properties:
+            return properties[key]
+        return self.root.get("additionalProperties", _ANY) if "patternProperties" not in self.root else _ANY
 
     def allowed(self, schema: Any) -> frozenset[str] | None:
         """The names of the types that ``schema``, a part of the tool's, allows; None if it names none."""

@@ -11,6 +11,7 @@ import string
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from engine.generation.argument_stream import ArgumentStream
 from engine.generation.call_shapes import Called, CallReader
 from engine.generation.reasoning import MESSAGE, RECIPIENT
 from engine.generation.text import overlap
@@ -21,6 +22,8 @@ _LETTERS = string.ascii_lowercase + string.digits
 ID_LETTERS = 9
 """Letters of a call's id. Some templates take no other number."""
 
+LONGEST_OPENING = 2000
+"""Maximum characters in which a call's name and the beginning of its arguments must be read."""
 MOST_TRIES = 16
 """Maximum marks at the end of an answer that are tried as the beginning of a call."""
 MOST_READ = 20_000_000
@@ -35,6 +38,17 @@ class WithCalls:
 
     text: str = ""
     calls: list[ToolCall] = field(default_factory=list)
+
+
+@dataclass
+class BegunCall:
+    """A call that is certainly one, while it is written."""
+
+    id: str
+    name: str
+    arguments: ArgumentStream
+    read: int
+    """Characters of the call that were read."""
 
 
 class ToolCallParser:
@@ -67,6 +81,9 @@ class ToolCallParser:
         """Whether the last call was written without the first mark, and its end may follow all the same."""
         self.calls: list[ToolCall] = []
         """The calls so far."""
+        self.begun: BegunCall | None = None
+        """The call that is being written, as soon as its name and the beginning of its arguments are read. It will be
+        one of the calls, with arguments that begin with those that are certain now."""
 
     def again(self) -> ToolCallParser:
         """Another one that has read nothing. This one must have read nothing, too."""
@@ -90,6 +107,7 @@ class ToolCallParser:
             if self._is_hopeless(self._mark):
                 text += self._as_text(len(self._mark))
             elif not self._read_call(last=False):
+                self._go_on()
                 break
         return WithCalls(text, self.calls[before:])
 
@@ -102,8 +120,8 @@ class ToolCallParser:
         before, text = len(self.calls), self._text_before_call(last=True)
         tries = 0
         while self._mark is not None:
-            hopeless = self._is_hopeless(self._mark)
-            if hopeless or not (self._read_call(last=True) or (cut and self._take_beginning())):
+            hopeless = self.begun is None and self._is_hopeless(self._mark)
+            if hopeless or not (self._read_call(last=True) or self._take_begun() or (cut and self._take_beginning())):
                 # What begins here is no call, but one may begin behind it.
                 tries += not hopeless
                 text += self._as_text(max(1, len(self._mark)) if tries < MOST_TRIES else len(self._held))
@@ -201,6 +219,31 @@ class ToolCallParser:
             self._add(each)
         return True
 
+    def _go_on(self) -> None:
+        """Read on in the call at which ``_held`` begins, as far as that is certain."""
+        assert self._mark is not None
+        at = len(self._mark)
+        if self.begun is None and self._most != len(self.calls):
+            found = self._reader.opening(self._held[at : at + LONGEST_OPENING])
+            if found is not None:
+                self.begun = BegunCall(new_id(), found[0], ArgumentStream(found[1]), at + found[2])
+        if self.begun is not None:
+            self.begun.arguments.push(self._held[self.begun.read :])
+            self.begun.read = len(self._held)
+
+    def _take_begun(self) -> bool:
+        """Add the call that is being written as far as it was written. Returns False if there is none."""
+        if self.begun is None or self._mark is None:
+            return False
+        self._go_on()
+        name, arguments = self.begun.name, self.begun.arguments
+        end = self._ends.get(self._mark, "")
+        at = self._held.find(end or self._mark, len(self._mark)) if end or self._mark else -1
+        until = (end or self._mark) if at >= 0 else ""
+        self._over(arguments.behind(until) + (self._held[at + len(end) :] if at >= 0 else ""))
+        self._add(Called(name, arguments.begun(until)))
+        return True
+
     def _take_beginning(self) -> bool:
         """Add the call whose beginning is held. Returns False if no tool's name was written yet."""
         assert self._mark is not None
@@ -216,7 +259,13 @@ class ToolCallParser:
         self._begun = self._after_call = True
 
     def _add(self, called: Called) -> None:
-        if self._most is None or len(self.calls) < self._most:
+        begun, self.begun = self.begun, None
+        if begun is not None:
+            # What was said of it cannot be taken back.
+            same = called.name == begun.name and called.arguments.startswith(begun.arguments.text)
+            arguments = called.arguments if same else begun.arguments.closed()
+            self.calls.append(ToolCall(id=begun.id, name=begun.name, arguments=arguments))
+        elif self._most is None or len(self.calls) < self._most:
             self.calls.append(ToolCall(id=new_id(), name=called.name, arguments=called.arguments))
 
 

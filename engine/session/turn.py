@@ -271,6 +271,8 @@ class TextStream:
         self._calls = calls
         self._calls_in_thoughts = CallsInThoughts(calls) if calls is not None and parser is not None else None
         self._sent_calls = 0
+        self._sent_arguments: int | None = None
+        """Characters that were sent of the next call's arguments; None if it was not begun."""
         self._sent: list[str] = []
         self._thoughts: list[str] = []
         self._waiting = Separated()
@@ -346,21 +348,32 @@ class TextStream:
         answer = self._stops.push(answer) if stops else answer
         self._waiting = Separated(before.thoughts + found.thoughts, before.answer + answer, before.withdrawn)
 
+    def _call_pieces(self) -> list[ToolCallPiece]:
+        """What was not sent yet of the calls, the one that is being written included."""
+        pieces = []
+        for call in self.calls[self._sent_calls :]:
+            pieces += self._call_piece(call.id, call.name, call.arguments)
+            self._sent_calls, self._sent_arguments = self._sent_calls + 1, None
+        begun = self._calls.begun if self._calls is not None else None
+        return pieces if begun is None else pieces + self._call_piece(begun.id, begun.name, begun.arguments.text)
+
+    def _call_piece(self, id_: str, name: str, arguments: str) -> list[ToolCallPiece]:
+        """What was not sent of the call after those that were sent."""
+        sent, self._sent_arguments = self._sent_arguments, len(arguments)
+        if sent is None:
+            return [ToolCallPiece(index=self._sent_calls, id=id_, name=name, arguments=arguments)]
+        return [ToolCallPiece(index=self._sent_calls, arguments=arguments[sent:])] if sent < len(arguments) else []
+
     def send(self, last: bool = False) -> None:
         """Send the pending piece, if any. Log-probabilities wait for the text of their tokens, except for the
         ``last``."""
         new, turn = self._waiting, self._turn
-        calls = self.calls[self._sent_calls :]
-        empty = not new.answer and not new.thoughts and not calls and not (last and self._logprobs)
+        pieces = self._call_pieces()
+        empty = not new.answer and not new.thoughts and not pieces and not (last and self._logprobs)
         if empty and (self._decoder is not None or self._counted == turn.tokens):
             return
         self._waiting = Separated()
         logprobs, self._logprobs = self._logprobs, []
-        pieces = [
-            ToolCallPiece(index=index, id=call.id, name=call.name, arguments=call.arguments)
-            for index, call in enumerate(calls, self._sent_calls)
-        ]
-        self._sent_calls += len(calls)
         self._counted = turn.tokens
         if new.withdrawn:
             self._sent.clear()

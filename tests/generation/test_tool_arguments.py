@@ -134,14 +134,6 @@ def test_a_schema_that_never_ends_is_looked_at_for_a_limited_time() -> None:
     assert types.typed({"x": "4"}) == {"x": "4"}
     round_and_round = types_of({"$ref": "#/$defs/A"}, A={"allOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/A"}]})
     assert round_and_round.from_text("x", "4") == 4
-    assert not round_and_round.is_text("x")
-
-
-def test_where_any_text_is_a_string_it_is_known_before_its_end() -> None:
-    for schema in ({"type": "string"}, {"$ref": "#/$defs/S"}, {"type": "string", "maxLength": 3}):
-        assert types_of(schema, S={"type": "string"}).is_text("x")
-    for schema in ({}, NULLABLE, EITHER, {"type": "string", "enum": ["a"]}, INTEGER, {"$ref": "#/$defs/S"}):
-        assert not types_of(schema).is_text("x")
 
 
 # --- any schema and any value that satisfies it ---------------------------------------------------------------------

@@ -112,7 +112,7 @@ def test_what_is_no_call_stays_text(name: str, text: str, seed: int) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        '<tool_call>{"name": "weather", "arguments": {"city": </tool_call> and so on',
+        '<tool_call>{"name": "weather", "arguments": [</tool_call> and so on',
         '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>',
         '<tool_call>{"name": ["weather"], "arguments": {}}</tool_call>',
         '<tool_call>{"name": "weather", "arguments": 3}</tool_call>',
