@@ -237,7 +237,7 @@ class MessageAnswer:
         self._client = client
         self._generate = request.generate(defaults)
         self._id = f"msg_{uuid.uuid4().hex}"
-        self._is_reading = False
+        self._is_open = False
 
     async def whole(self) -> bytes:
         """The message. Raises Refused."""
@@ -257,13 +257,12 @@ class MessageAnswer:
                     begun = True
                     prompt = event if isinstance(event, Prefill) else Prefill(done=0, total=0)
                     yield self._start(prompt)
-                    self._is_reading = True
+                    self._is_open = True
                 if isinstance(event, Piece):
-                    self._is_reading = False
                     for change in segments.take(event):
                         yield _changed(change)
                 elif isinstance(event, Finished):
-                    self._is_reading = False
+                    self._is_open = False
                     for change in segments.end():
                         yield _changed(change)
                     delta = _ended(answers_of(event)[0])
@@ -274,9 +273,10 @@ class MessageAnswer:
         """What is sent in silence.
 
         Clients pass over pings, and some, Claude Code among them, take a stream without other events for dead. So while
-        a long prompt is read they hear that the message has not changed.
+        a long prompt is read, or something is written that is not certain yet, they hear that the message has not
+        changed.
         """
-        if not self._is_reading:
+        if not self._is_open:
             return PING
         unchanged = {"stop_reason": None, "stop_sequence": None}
         return PING + _event("message_delta", delta=unchanged, usage={"output_tokens": 0})

@@ -45,8 +45,9 @@ def test_a_count_takes_no_turn_and_is_no_answer(claude: anthropic.Anthropic, ser
         claude.messages.count_tokens(model=MODEL, messages=[{"role": "user", "content": "x" * 9000}]).input_tokens
         > 9000
     )
-    with pytest.raises(anthropic.BadRequestError, match="name is"):
-        claude.messages.count_tokens(model=MODEL, messages=QUESTION, tools=[{**tool, "name": "!"}])
+    with pytest.raises(anthropic.BadRequestError, match="at most 65,536"):
+        long: Any = {**tool, "input_schema": {"type": "object", "title": "x" * 70_000}}
+        claude.messages.count_tokens(model=MODEL, messages=QUESTION, tools=[long])
     assert server.service.metrics.answers == before
 
 
@@ -61,18 +62,17 @@ def test_the_events_in_their_order(claude: anthropic.Anthropic) -> None:
     assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
 
 
-def test_a_prompt_that_takes_long_to_read_gives_events(
-    claude: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_silence_gives_events(claude: anthropic.Anthropic, monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients pass over pings, and take a stream without other events for dead."""
-    asked: Any = {"model": MODEL, "messages": [{"role": "user", "content": "x" * 300}], "max_tokens": 2}
+    asked: Any = {"model": MODEL, "messages": [{"role": "user", "content": "x" * 300}], "max_tokens": 40}
     monkeypatch.setattr(replies, "PING_S", 0.0)
     with claude.messages.stream(**asked) as stream:
         kinds = [event.type for event in stream]
         final = stream.get_final_message()
     begun = kinds.index("content_block_start")
     assert kinds[0] == "message_start" and set(kinds[1:begun]) == {"message_delta"}
-    assert "message_delta" not in kinds[begun:-2] and final.stop_reason == "max_tokens"
+    # What is written may not be certain for long: a call, in some formats.
+    assert "message_delta" in kinds[begun:-2] and final.stop_reason == "max_tokens"
     (block,), (other,) = final.content, claude.messages.create(**asked).content
     assert block.type == other.type == "text" and block.text == other.text
 

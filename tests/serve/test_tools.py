@@ -6,8 +6,9 @@ import json
 from typing import Any
 
 import anthropic
+import jsonschema
 import openai
-from served import MODEL
+from served import MODEL, Served
 
 SCHEMA: Any = {
     "type": "object",
@@ -39,6 +40,48 @@ def test_a_chat_calls_a_tool_and_reads_its_result(client: openai.OpenAI) -> None
         **{**asked, "max_tokens": 2}, messages=[*QUESTION, choice.message.model_dump(exclude_none=True), result]
     )
     assert answer.usage is not None and answer.usage.completion_tokens > 0
+
+
+def test_a_tool_that_no_call_can_name_is_left_out(client: openai.OpenAI, server: Served) -> None:
+    odd = {"type": "function", "function": {"name": "a\nclock", "parameters": SCHEMA}}
+    asked: Any = {"model": MODEL, "messages": QUESTION, "tools": [odd, FUNCTION, FUNCTION], "max_tokens": 200}
+    for _ in range(2):
+        (choice,) = client.chat.completions.create(**asked, temperature=2.0, tool_choice="required").choices
+        assert choice.message.tool_calls is not None
+        assert [call.function.name for call in choice.message.tool_calls] == ["clock"]
+    assert len([note for note in server.notes if "is not told of that one" in note]) == 1
+    assert len([note for note in server.notes if "Two tools are called clock" in note]) == 1
+
+
+LETTER: Any = {"type": "object", "properties": {"text": {"type": "string", "minLength": 40, "maxLength": 60}},
+               "required": ["text"], "additionalProperties": False}  # fmt: skip
+
+
+def test_a_long_call_streams_its_arguments(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
+    tool: Any = {"type": "function", "function": {"name": "write", "parameters": LETTER}}
+    asked: Any = {"model": MODEL, "max_tokens": 400, "temperature": 2.0}
+    chunks = list(client.chat.completions.create(
+        **asked, messages=QUESTION, tools=[tool], tool_choice="required", stream=True))  # fmt: skip
+    calls = [call for chunk in chunks for choice in chunk.choices for call in choice.delta.tool_calls or ()]
+    assert [call.id is not None for call in calls] == [True] + [False] * (len(calls) - 1) and len(calls) > 2
+    assert {call.index for call in calls} == {0}
+    jsonschema.validate(json.loads("".join(call.function.arguments or "" for call in calls if call.function)), LETTER)
+
+    offered: Any = {"tools": [{"name": "write", "input_schema": LETTER}], "tool_choice": {"type": "any"}}
+    asked_of_claude: Any = {"model": MODEL, "messages": QUESTION, "max_tokens": 400, **offered}
+    with claude.messages.stream(**asked_of_claude, extra_body={"temperature": 2.0}) as stream:
+        parts = [event.delta.partial_json for event in stream
+                 if event.type == "content_block_delta" and event.delta.type == "input_json_delta"]  # fmt: skip
+        (block,) = stream.get_final_message().content
+    assert len(parts) > 2 and block.type == "tool_use" and block.input == json.loads("".join(parts))
+
+    function: Any = {"type": "function", "name": "write", "parameters": LETTER}
+    events = list(client.responses.create(
+        model=MODEL, input="When?", max_output_tokens=400, temperature=2.0, tool_choice="required", tools=[function],
+        stream=True))  # fmt: skip
+    deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+    (done,) = [event.arguments for event in events if event.type == "response.function_call_arguments.done"]
+    assert len(deltas) > 2 and "".join(deltas) == done
 
 
 def test_a_message_calls_a_tool(claude: anthropic.Anthropic) -> None:
