@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,9 +21,9 @@ import pytest
 from eventually import PATIENCE_S, eventually
 from hooked_engine import hooked
 from msgspec.structs import replace
-from ring_faults import EXACT, LAYERS, OTHER_PROMPT, READY, Machine, Oracle, Ring
+from ring_faults import EXACT, LAYERS, OTHER_PROMPT, READY, Machine, Oracle, Ring, write_large_model
 
-from engine.ipc.messages import Notice
+from engine.ipc.messages import Failed, Loaded, Notice, Progress
 from engine.ipc.messages.ring import RingMode
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -243,3 +245,31 @@ def test_a_pulled_cable(cable: Cable, model: Path, alone: Oracle) -> None:
         eventually(lambda: ring.state_of(follower) == "ready")
         assert ring.answered_by_all(40, OTHER_PROMPT) == alone(40, OTHER_PROMPT).token_ids
         assert any("node 1 came back" in text for text in ring.notices(since))
+
+
+@pytest.mark.parametrize("seconds", [2.0, pytest.param(5.0, marks=pytest.mark.soak)])
+def test_a_silence_while_weights_are_sent_ends_no_forming(
+    proxied_pair: Ring, model: Path, tmp_path: Path, seconds: float
+) -> None:
+    """Shorter than what counts as a loss, and longer: the machine is in the ring that was asked for, by itself."""
+    ring, large = proxied_pair, write_large_model(tmp_path / "large", hidden_size=576, intermediate_size=928)
+    ring.whole(model)
+    for follower in ring.followers:
+        shutil.rmtree(follower.home / "models")
+        (follower.home / "models").mkdir()
+    since = ring.mark()
+    request = ring.begin_load(large)
+    ring.engine.wait(
+        lambda event: isinstance(event, Progress) and event.stage.startswith("sending weights") and event.done > 0,
+        PATIENCE_S,
+        since,
+    )
+    unplug(*ring.machines)
+    time.sleep(seconds)
+    assert not [event for event in ring.engine.events[since:] if isinstance(event, (Loaded, Failed))]
+    plug_in(*ring.machines)
+    loaded = ring.last_of_load(request, since)
+    assert isinstance(loaded, Loaded), loaded
+    assert loaded.facts.ring is not None and len(loaded.facts.ring.nodes) == 2
+    assert not [text for text in ring.notices(since) if "left out" in text]
+    assert len(ring.answer(4).token_ids) == 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,6 +32,7 @@ from engine.cluster.membership.heartbeat import FORMING, NOTIFIED_S, tolerate_si
 from engine.cluster.membership.links import Tried
 from engine.cluster.membership.node import LentState, Node
 from engine.cluster.membership.rpc_fanout import (
+    POLL_S,
     Candidate,
     NodeRefused,
     ask,
@@ -57,6 +59,10 @@ MOST_LOSSES = 3
 """Maximum losses of links or of unknown machines during one forming."""
 CONNECT_S = 60.0
 """Timeout in seconds for connecting and for measuring every allowed exchange."""
+
+BACK_S = 10.0
+"""Seconds that a machine of the first forming may be silent and still be in it. Later an answer waits, and a machine
+that counts as lost is not waited for."""
 
 _NO_TRIAL = Trial()
 
@@ -228,7 +234,7 @@ class RingFormer:
 
     def _form_of(self, machines: Sequence[Candidate], notices: list[str], progress: ProgressCallback) -> FormedRing:
         gone: set[str] = set()
-        losses = 0
+        losses = silences = 0
         while True:
             try:
                 formed = self._form_with(machines, notices, progress)
@@ -253,6 +259,14 @@ class RingFormer:
                 if self._formed is None or losses > MOST_LOSSES:
                     raise
             except NodeRefused as refused:
+                if refused.gone and silences < MOST_LOSSES:
+                    silences += 1
+                    back = self._back_again(refused.node_id, progress)
+                    if back is not None:
+                        # It kept what was sent.
+                        self._considered[back.node_id] = back.process
+                        machines = [back if one.node_id == back.node_id else one for one in machines]
+                        continue
                 # The other machines may be enough without it; if not, the plan says what is missing.
                 notices.append(f"{self._node.table.name_of(refused.node_id)} is left out of the ring: {refused}")
                 process = self._considered.get(refused.node_id, "")
@@ -264,6 +278,22 @@ class RingFormer:
                     # The loss has a line of its own.
                     gone.add(notices[-1])
                 machines = [one for one in machines if one.node_id != refused.node_id]
+
+    def _back_again(self, node_id: str, progress: ProgressCallback) -> Candidate | None:
+        """The machine, if it answers again after a silence that is no loss; else None. Raises Cancelled."""
+        watch = self._node.table.watch(node_id)
+        if watch is None:
+            return None
+        asked = watch.send_heartbeats()
+        until = time.monotonic() + (BACK_S if self._formed is None else 0.0)
+        while not watch.nobody_listens and (watch.view().alive or time.monotonic() < until):
+            if watch.notified_since(asked):
+                found = next((one for one in self._present_machines() if one.node_id == node_id), None)
+                if found is not None:
+                    return found
+            progress(f"waiting for {self._node.table.name_of(node_id)}, which does not answer", 0, 0, "")
+            time.sleep(POLL_S)
+        return None
 
     def _form_with(self, machines: Sequence[Candidate], notices: list[str], progress: ProgressCallback) -> FormedRing:
         # After a loss an answer is waiting.

@@ -38,6 +38,10 @@ class Unreachable(Exception):
     """Nobody answers at the address, or the machine there is not the paired one."""
 
 
+class NotInTime(Unreachable):
+    """No answer came in time. It may still come: the connection was not closed."""
+
+
 class NobodyListens(Unreachable):
     """No connection to the address can be made: the machine or its process is gone, or has not started yet."""
 
@@ -197,7 +201,7 @@ def _translated(error: Exception) -> Exception:
         case grpc.StatusCode.ABORTED:
             return PeerLost(details)
         case grpc.StatusCode.DEADLINE_EXCEEDED:
-            return Unreachable("it did not answer in time")
+            return NotInTime("it did not answer in time")
         case grpc.StatusCode.INTERNAL if not details:  # as the other machine's program says it, see server.py
             return ModelError("The other machine failed; its log (`privatellm locate logs`) says why.", kind="network")
         case grpc.StatusCode.UNKNOWN | grpc.StatusCode.INTERNAL:  # gRPC's own, such as "Stream removed"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from discovery.names import plain_text
-from engine.cluster.membership.client import NobodyListens, PeerClient, Unreachable
+from engine.cluster.membership.client import NobodyListens, NotInTime, PeerClient, Unreachable
 from engine.cluster.membership.control_messages import CONTROL_PROTOCOL, Greeting, NodeLoad
 from engine.cluster.parts import THE_PRODUCT, TimeConstants
 from engine.cluster.transport.exchange import PeerLost
@@ -172,6 +172,12 @@ class PeerWatch:
         with self._lock:
             return self._client is None or self._last_sent >= moment
 
+    @property
+    def nobody_listens(self) -> bool:
+        """Whether the machine's program has ended, as far as its address tells."""
+        with self._lock:
+            return self._refused
+
     def view(self) -> PeerView:
         with self._lock:
             silent = self._silence()
@@ -259,7 +265,12 @@ class PeerWatch:
     def _send_heartbeat(self, client: PeerClient) -> None:
         now = self._clock()
         try:
-            theirs = client.call("Beat", self._load(), NodeLoad, HEARTBEAT_TIMEOUT_S)
+            theirs = client.call("Beat", self._load(), NodeLoad, self._within(HEARTBEAT_TIMEOUT_S))
+        except NotInTime:
+            # Weights may be on their way over the same connection, and a silence that is not a loss must not end them.
+            if not self._may_still_answer():
+                self._drop(client, refused=False)
+            return
         except (Unreachable, ModelError, PeerLost) as error:
             self._drop(client, refused=isinstance(error, NobodyListens))
             return
@@ -276,6 +287,12 @@ class PeerWatch:
             self._drop(client, refused=False)
         elif news:
             self._changed()
+
+    def _may_still_answer(self) -> bool:
+        """Whether the machine was heard lately, if only by its own calls."""
+        with self._lock:
+            heard = self._silence() < silence_allowed(self._refused, self.tolerant, self._times)
+            return heard and self._clock() - self._answered < BUSY_S
 
     def _look_for_a_copy(self) -> None:
         """Greet one more address that a person named: another machine may answer there with the same copied identity.
