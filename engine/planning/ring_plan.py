@@ -41,6 +41,7 @@ from engine.planning.ring_speed import (
     pass_time,
 )
 from engine.planning.ring_words import (
+    THIS_MACHINE,
     alone_sentence,
     disk_sentence,
     elsewhere_sentence,
@@ -55,6 +56,7 @@ from engine.planning.ring_words import (
     shortfall_sentence,
     speed_sentence,
     trunk_sentence,
+    waiting_alone_sentence,
 )
 from engine.planning.routing_load import LoadingRule
 
@@ -135,6 +137,29 @@ def plan_ring(
     return _against_alone(planner, chosen, decision)
 
 
+def decided_again(decision: RingDecision, terms: StepTerms | None, choice: RingChoice) -> RingDecision:
+    """``decision`` after the nodes of the ring have measured together: the head alone if the ring, by ``terms``, has
+    turned out slower and nobody asked for it all the same."""
+    step = decision.alone_step
+    if decision.kind != "ring" or step is None or terms is None or choice.even_if_slower:
+        return decision
+    together = terms.step()
+    if together.seconds <= step.seconds:
+        return decision
+    reason = alone_sentence(THIS_MACHINE, step.tokens_per_s, len(decision.ranks), together.tokens_per_s)
+    return _alone(decision, reason)
+
+
+def without_sending(decision: RingDecision, choice: RingChoice) -> RingDecision:
+    """``decision`` while an answer waits: the head alone if it can be and weights would have to be sent otherwise,
+    unless the ring was asked for even if it is slower."""
+    shards = decision.facts.nodes[1:] if decision.facts is not None else []
+    sent = sum(max(0, shard.expert_bytes + shard.trunk_bytes - shard.has_bytes) for shard in shards)
+    if decision.kind not in ("ring", "elsewhere") or decision.alone_step is None or choice.even_if_slower or not sent:
+        return decision
+    return _alone(decision, waiting_alone_sentence(sent))
+
+
 class _Planner:
     """Plans for one model and choice, over several sets of nodes."""
 
@@ -155,12 +180,11 @@ class _Planner:
         self._at_once = at_once
 
     def ring(self, nodes: Sequence[NodeMeasured]) -> RingDecision:
-        """A ring of ``nodes``, or why there is none. Who would hold no expert is left out, unless the person named it
-        or gave it nothing to hold: it would run the trunk and wait in every exchange for nothing."""
+        """A ring of ``nodes``, or why there is none. Who would hold no expert is left out: it would run the trunk and
+        wait in every exchange for nothing, and its loss would end the ring."""
         found, lines = self._exactly(nodes), list[str]()
         while found.placement is not None:
             idle = [node for rank, node in enumerate(nodes) if rank and not found.placement.count_of(rank)]
-            idle = [node for node in idle if node.node_id not in (*self.choice.nodes, *self.choice.shares)]
             nodes = [node for node in nodes if node not in idle]
             fewer = self._exactly(nodes) if idle else found
             if fewer is found or fewer.kind != "ring":

@@ -109,6 +109,14 @@ def alone_sentence(name: str, alone: float, machines: int, together: float) -> s
     return f"{name} alone is predicted to be faster: {rate(alone)}, {machines} machines together {rate(together)}."
 
 
+def waiting_alone_sentence(nbytes: int) -> str:
+    """Weights are not sent while an answer waits."""
+    return (
+        f"This machine goes on alone, as {byte_size(nbytes)} would have to be sent first; the next question forms the "
+        "ring again."
+    )
+
+
 def elsewhere_sentence(name: str, there: float, otherwise: float, fits_here: bool) -> str:
     """The whole model runs on another machine. ``otherwise``: as a ring, or here where it fits."""
     instead = "here or together" if fits_here else "together"

@@ -23,7 +23,7 @@ from engine.planning.ring_nodes import (
     RingModelFacts,
     expert_room,
 )
-from engine.planning.ring_plan import RingDecision, plan_ring
+from engine.planning.ring_plan import RingDecision, decided_again, plan_ring, without_sending
 
 GB = 1_000_000_000
 SIZES = ModelSizes(
@@ -256,7 +256,7 @@ def test_memory_by_hand() -> None:
     assert facts(found).nodes[1].expert_bytes <= 5 * GB
     assert facts(found).nodes[0].expert_bytes >= 53 * GB
     nothing = decide(nodes, RDMA, shares={"second-id": 0}, even_if_slower=True)
-    assert [share.experts for share in facts(nothing).nodes] == [SIZES.slabs, 0]
+    assert [share.experts for share in facts(nothing).nodes] == [SIZES.slabs]
     short = decide(nodes, RDMA, shares={"head-id": 20 * GB, "second-id": 20 * GB})
     assert short.kind == "refused"
     assert "allow more by hand" in short.reason
@@ -486,7 +486,41 @@ def test_a_dense_model_has_nothing_to_share() -> None:
         plan_ring(MODEL, [], [], RingChoice())
 
 
-def test_a_machine_that_would_hold_nothing_is_left_out_unless_it_was_named() -> None:
+def test_a_ring_that_turns_out_slower_than_one_machine_is_not_formed() -> None:
+    """The links looked fast; what the nodes measured together says otherwise."""
+    nodes = [node("head", 96), node("second", 96)]
+    planned = decide(nodes, RDMA)
+    assert planned.kind == "ring" and planned.terms is not None and planned.alone_step is not None
+    fast, slow = planned.terms.with_exchange(RDMA[0]), planned.terms.with_exchange(5e-3)
+    assert decided_again(planned, fast, RingChoice()) is planned
+    found = decided_again(planned, slow, RingChoice())
+    assert found.kind == "alone"
+    assert found.reason == (
+        f"This machine alone is predicted to be faster: {planned.alone_step.tokens_per_s:.1f} tokens/s, "
+        f"2 machines together {slow.step().tokens_per_s:.1f} tokens/s."
+    )
+    assert decided_again(planned, slow, RingChoice(even_if_slower=True)) is planned
+    too_large = decide([node("head", 40), node("second", 40)], RDMA)
+    assert too_large.terms is not None
+    assert decided_again(too_large, too_large.terms.with_exchange(1.0), RingChoice()) is too_large
+
+
+def test_while_an_answer_waits_nothing_is_sent_that_need_not_be() -> None:
+    nodes = [node("head", 96), node("second", 96)]
+    planned = decide(nodes, RDMA)
+    assert planned.kind == "ring"
+    found = without_sending(planned, RingChoice())
+    assert found.kind == "alone" and "would have to be sent first" in found.reason
+    assert without_sending(planned, RingChoice(even_if_slower=True)) is planned
+    everything = dict.fromkeys(range(48), tuple(range(128)))
+    there = decide([nodes[0], replace(nodes[1], has=everything, has_trunk=True)], RDMA)
+    assert there.kind == "ring"
+    assert without_sending(there, RingChoice()) is there
+    too_large = decide([node("head", 40), node("second", 40)], RDMA)
+    assert without_sending(too_large, RingChoice()) is too_large
+
+
+def test_a_machine_that_would_hold_nothing_is_left_out() -> None:
     small = replace(SIZES, layers=1, moe_layers=1, experts=2, experts_per_token=2, expert_bytes=GB)
     model = RingModelFacts(small, (0,))
     nodes = [node("head", 40, 800e9), node("second", 40, 800e9), node("slow", 40, 4e9)]
@@ -495,7 +529,9 @@ def test_a_machine_that_would_hold_nothing_is_left_out_unless_it_was_named() -> 
     assert found.ranks == ("head-id", "second-id")
     assert [line for line in found.notices if line.startswith("slow is left out: the others hold all experts")]
     named = msgspec.structs.replace(choice, nodes=["second-id", "slow-id"])
-    assert plan_ring(model, nodes, links(nodes, RDMA), named).ranks == ("head-id", "second-id", "slow-id")
+    given_nothing = msgspec.structs.replace(choice, shares={"slow-id": 0})
+    for asked in (named, given_nothing):
+        assert plan_ring(model, nodes, links(nodes, RDMA), asked).ranks == ("head-id", "second-id")
     # Where there are enough, a slow one gets one: nobody is left out for being slow then.
     more = RingModelFacts(replace(small, experts=4), (0,))
     assert [share.experts for share in facts(plan_ring(more, nodes, links(nodes, RDMA), choice)).nodes] == [1, 2, 1]

@@ -49,7 +49,7 @@ from engine.ipc.progress import ProgressCallback
 from engine.moe.rank_context import HEAD, RankContext
 from engine.planning.absent_machines import absent_lines
 from engine.planning.placement import Placement
-from engine.planning.ring_plan import RingDecision
+from engine.planning.ring_plan import RingDecision, decided_again, without_sending
 from engine.planning.ring_speed import StepTerms
 from engine.planning.runtime_choice import RuntimeChoice
 from engine.runtimes import runtime_named
@@ -73,6 +73,14 @@ class LinksBroke(Exception):
     def __init__(self, tried: Tried) -> None:
         super().__init__(", ".join(tried.broken.values()))
         self.tried = tried
+
+
+class FasterAlone(Exception):
+    """The nodes have measured together, and this machine alone is faster: ``decision`` says so."""
+
+    def __init__(self, decision: RingDecision) -> None:
+        super().__init__(decision.reason)
+        self.decision = decision
 
 
 class NothingConnected(ModelError):
@@ -123,6 +131,8 @@ class RingFormer:
         self._notified: set[str] = set()
         self._notified_of_links: set[str] = set()
         self._link_retry = LinkRetry(node, {}, self._present_machines)
+        self._makeshift = False
+        """Whether the last forming only spared an answer that waited the sending of weights."""
         self._planned: set[str] = set()
         """Node ids of the last plan. Some of the machines may be gone since."""
         self._tried: Tried | None = None
@@ -165,7 +175,7 @@ class RingFormer:
 
     def changed(self, progress: ProgressCallback, notify: Callable[[str], None]) -> bool:
         formed = self._formed
-        if formed is None or formed.lost() is not None or self._link_retry.restored.is_set():
+        if formed is None or formed.lost() is not None or self._link_retry.restored.is_set() or self._makeshift:
             return True
         machines = self._present_machines()
         # Machines that left are forgotten, so that they count as new when they come back.
@@ -180,7 +190,29 @@ class RingFormer:
             notify(line)
         has_new_members = any(one in regular for one in fresh)
         self._considered.update((one.node_id, one.process) for one in others)
-        return has_new_members
+        if not has_new_members or self._changes_nothing(formed, regular, progress):
+            self._considered.update((one.node_id, one.process) for one in fresh)
+            return False
+        return True
+
+    def _changes_nothing(self, formed: FormedRing, machines: Sequence[Candidate], progress: ProgressCallback) -> bool:
+        """Whether a ring of ``machines`` would consist of those that are in it now, so that the conversation need not
+        be run again. Raises Cancelled."""
+        restarted = {one.node_id for one in machines if self._considered.get(one.node_id, one.process) != one.process}
+        if restarted & set(formed.followers.values()):
+            return False
+        try:
+            survey = self._surveyor.survey(
+                self._node, machines, self._load.runtime, progress, threads=self._trial.threads
+            )
+            decision = self.plan(survey, machines).decision
+        except (NodeRefused, PeerLost, ModelError):
+            return False
+        if decision.kind == "refused":
+            return False
+        me = self._node.identity.node_id
+        planned = {me} if decision.kind == "alone" else set(decision.ranks)
+        return planned == set(formed.nodes.values()) and (decision.kind == "elsewhere") == formed.facts.elsewhere
 
     def close(self) -> None:
         self._link_retry.close()
@@ -309,7 +341,11 @@ class RingFormer:
             survey, together, lines = self._by_runtime(self._open_choice, survey, together, machines, progress)
             notices = [*notices, *lines]
         self._planned = {one.node_id for one in machines} - together.without_links.keys()
-        decision = self.decision = together.decision
+        decision = together.decision
+        if hurry and self._lacked is None:
+            decision = without_sending(decision, self._choice)
+        self._makeshift = decision is not together.decision
+        self.decision = decision
         notices = [*notices, *together.lines]
         if decision.kind == "refused":
             text = " ".join([*notices, *decision.notices, decision.reason])
@@ -335,10 +371,14 @@ class RingFormer:
             key=secrets.token_bytes(32),
         )
         try:
-            return self._with_link_retry(self._together(ring, notices, progress), together, machines)
-        except BaseException:
+            formed = self._together(ring, notices, progress)
+        except BaseException as error:
             end_epoch(self._node.table, [one.node_id for one in ring.followers.values()], ring.epoch)
-            raise
+            if not isinstance(error, FasterAlone):
+                raise
+            decision = self.decision = error.decision
+            formed = self._alone(decision, [*notices, decision.reason], progress)
+        return self._with_link_retry(formed, together, machines)
 
     def _with_link_retry(
         self, formed: FormedRing, together: ConnectedPlan, machines: Sequence[Candidate]
@@ -439,6 +479,10 @@ class RingFormer:
             exchange, exchange_s = self._exchange.choose(medians, links.problems)
             terms = ring.decision.terms
             self.terms = None if terms is None else terms.with_exchange(exchange_s, links.layer_s.get(exchange))
+            if self._lacked is None:
+                again = decided_again(ring.decision, self.terms, self._choice)
+                if again.kind == "alone":
+                    raise FasterAlone(again)
             model, layers, lines = self._load_all(ring, specs[HEAD], links, exchange, progress)
         except BaseException:
             links.close()
