@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -284,7 +285,7 @@ class CallReader:
             except (ValueError, RecursionError):
                 return None
             written = read_json(text[at:end])
-            return self._types[name].typed(written), end
+            return (self._types[name].typed(written), end) if isinstance(written, dict) else None
         found: dict[str, Any] = {}
         while text.startswith(key_begin, _spaces(text, at)):
             start = _spaces(text, at) + len(key_begin)
@@ -476,6 +477,8 @@ def _python_value(text: str) -> Any:
 def _literal(node: ast.expr) -> Any:
     """The value of a literal, and of the words of JSON. Raises ValueError for anything else."""
     match node:
+        case ast.Constant(value=float() as number) if not math.isfinite(number):
+            raise ValueError("it is no number of JSON")
         case ast.Constant(value=str() | bool() | int() | float() | None):
             return node.value
         case ast.Name(id=word) if word.lower() in _WORDS:
@@ -487,7 +490,8 @@ def _literal(node: ast.expr) -> Any:
             if not all(isinstance(key, str) for key in keys):
                 raise ValueError("a key is no text")
             return dict(zip(keys, map(_literal, node.values), strict=True))
-        case ast.UnaryOp(op=ast.USub() | ast.UAdd(), operand=ast.Constant(value=int() | float() as number)):
+        case ast.UnaryOp(op=ast.USub() | ast.UAdd(), operand=ast.Constant(value=int() | float())):
+            number = _literal(node.operand)
             return -number if isinstance(node.op, ast.USub) else number
     raise ValueError("it is no literal")
 

@@ -215,6 +215,27 @@ def test_second_spellings(name: str, said: str, text: str, calls: Calls) -> None
     check(name, said, text, calls)
 
 
+@pytest.mark.parametrize(
+    ("name", "body"),
+    [
+        ("lfm", "[f(n=1e999)]"),
+        ("lfm", "[f(n=-1e999)]"),
+        ("lfm", f"[f(n={'-' * 9999}1)]"),
+        ("lfm", f"[f{'.a' * 9999}()]"),
+        ("lfm", "[f(s=b'a')]"),
+        ("lfm", "[f(**{'s': 'a'})]"),
+        ("lfm", "[f(n=-True, s={'a': {1: 2}})]"),
+        ("hermes", '{"name": "f", "arguments": {"n": NaN}}'),
+        ("qwen-coder", '<function=f>{"n": Infinity}</function>'),
+        ("mistral", 'f[ARGS]{"n": NaN}'),
+        ("minimax-m3", 'f">{"n": NaN}'),
+    ],
+)
+def test_what_json_cannot_write_is_no_argument(name: str, body: str) -> None:
+    said = f"{BY_NAME[name].begin}{body}{BY_NAME[name].end}"
+    check(name, said, said, [])
+
+
 def test_a_prompt_may_begin_a_call() -> None:
     prompt = "<|start_header_id|>assistant<|end_header_id|>\n\n>>>"
     check("functionary-recipients", 'f\n{"s": "a", "n": 2}', "", ONE, prompt)
