@@ -171,6 +171,23 @@ def test_the_step_after_is_begun_before_a_token_is_read(tmp_path: Path, monkeypa
     assert evaluated == []
 
 
+@pytest.mark.parametrize("on_device", [True, False], ids=["device", "host"])
+def test_buffers_are_given_back_while_an_answer_grows_and_at_its_end(
+    on_device: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = load(write_comparable(tmp_path, "mixtral", max_position_embeddings=2048)).start()
+    rows.extend(PROMPT)
+    cleared: list[int] = []
+    clear = mx.clear_cache
+    monkeypatch.setattr(mx, "clear_cache", lambda: (cleared.append(rows.length), clear())[1])
+    token = 7
+    while rows.length < 600:
+        token = rows.step_choosing(token, GREEDY) if on_device else int(rows.step([token])[0].argmax())
+    assert cleared == [257, 513]
+    rows.settle()
+    assert cleared == ([257, 513, 600] if on_device else [257, 513])
+
+
 def test_logits_that_are_no_numbers_are_refused_as_by_the_host(tmp_path: Path) -> None:
     model = load(write_comparable(tmp_path, "mixtral"))
     rows = model.start()

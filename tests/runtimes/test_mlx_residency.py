@@ -125,6 +125,16 @@ def test_what_is_wired_is_let_go_and_taken_up_again():
     assert limits.told == [100, 7, 100, 7, 7]
 
 
+def test_buffers_that_nothing_uses_are_not_wired(monkeypatch: pytest.MonkeyPatch):
+    limits = Limits()
+    limit = WiredLimit(limits)
+    monkeypatch.setattr(mx, "clear_cache", lambda: limits.told.append(-1))
+    limit.set(100)
+    limit.hold(False)
+    limit.hold(True)
+    assert limits.told == [-1, 100, 7, -1, 100]
+
+
 def test_the_usual_context_is_wired_and_not_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     wanted: list[int] = []
     monkeypatch.setattr(wired, "wire", lambda share, key_values: (wanted.append(key_values), (True, ""))[1])

@@ -27,6 +27,10 @@ from engine.runtimes.row_contents import Fill, RowContents, RowPart
 
 Array = Any
 
+_CLEARED_EVERY = 256
+"""Steps after which mlx gives back the buffers that it keeps. Keys and values grow by as many positions at once, and
+their former buffers fit nothing that comes later."""
+
 
 @contextmanager
 def memory_named() -> Iterator[None]:
@@ -285,6 +289,7 @@ class MlxRows(TokenRows):
             logits = self._model.logits(self._model.hidden([[token] for token in tokens], self._caches))
             evaluate(self._caches)
         self._passed(1)
+        self._clear_sometimes()
         return logits
 
     def step_choosing(self, token: int, draw: Draw) -> int:
@@ -305,12 +310,19 @@ class MlxRows(TokenRows):
         self._length += 1
         self._places = places
         self._ahead = (chosen, draw, following)
+        self._clear_sometimes()
         return chosen
 
     def settle(self) -> None:
-        """A running step ends by itself."""
+        """A running step ends by itself. What the steps of an answer leave in mlx's buffers is given back."""
         if self._ahead is not None:
             self._go_back()
+            mx.clear_cache()
+
+    def _clear_sometimes(self) -> None:
+        # One position after keys and values have usually grown, when the step that copied them has ended.
+        if self._length % _CLEARED_EVERY == 1:
+            mx.clear_cache()
 
     def _begin(self, hidden: Array, draw: Draw) -> _Begun:
         scores = self._model.scores(hidden)

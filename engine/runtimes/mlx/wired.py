@@ -37,6 +37,7 @@ class WiredLimit:
 
     def set(self, nbytes: int) -> None:
         """Once until it is restored; what was before is remembered. Raises what mlx raises for a limit it refuses."""
+        mx.clear_cache()  # Buffers that nothing uses would be wired, too, in place of weights.
         before = self._set(nbytes)
         self._wanted = nbytes
         if self._before is None:
@@ -44,8 +45,11 @@ class WiredLimit:
 
     def hold(self, wanted: bool) -> None:
         """The limit as it was set (``wanted``), or as it was before, until the next call; nothing if none is set."""
-        if self._before is not None:
-            self._set(self._wanted if wanted else self._before)
+        if self._before is None:
+            return
+        if wanted:
+            mx.clear_cache()
+        self._set(self._wanted if wanted else self._before)
 
     def restore(self) -> None:
         """As it was before; may be called twice."""
