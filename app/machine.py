@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 import platform
-import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.planning.runtime_choice import candidates
+from engine.planning.runtime_choice import WSL_LIBRARIES, candidates, has_gpu
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Machine:
     """``linux``, ``darwin``, ..., as in ``sys.platform``."""
     architecture: str
     """As in ``platform.machine()``: ``x86_64``, ``arm64``, ..."""
-    nvidia: bool
-    """True if there is an NVIDIA driver, so that torch may find a GPU."""
+    gpu: bool
+    """True if there is a GPU that torch might use."""
     torch: bool
     mlx: bool
     """True if the library is installed, whether or not it works."""
@@ -38,7 +38,7 @@ def this_machine() -> Machine:
     return Machine(
         system=sys.platform,
         architecture=platform.machine(),
-        nvidia=_has_nvidia_driver(),
+        gpu=has_gpu(_names_in("/dev"), _names_in(WSL_LIBRARIES), os.environ.get("CUDA_VISIBLE_DEVICES")),
         torch=_installed("torch"),
         mlx=_installed("mlx") and _installed("mlx_lm"),
     )
@@ -74,13 +74,13 @@ def _no_sharing(machine: Machine) -> str | None:
     """Why GPU and CPU cannot share the experts here."""
     if machine.apple_silicon:
         return "CPU and GPU share their memory on Apple Silicon"
-    return None if machine.nvidia else "no GPU found"
+    return None if machine.gpu else "no GPU found"
 
 
 def default_runtime(machine: Machine | None = None) -> tuple[str, str]:
     """What ``runtime = "auto"`` means here, and why, e.g. ``("native or torch", "as the model allows")``."""
     machine = machine or this_machine()
-    names = candidates(apple_silicon=machine.apple_silicon, gpu=machine.nvidia)
+    names = candidates(apple_silicon=machine.apple_silicon, gpu=machine.gpu)
     if names[0] == "mlx" and machine.mlx:
         return "mlx", f"Apple Silicon; {' or '.join(names[1:])} for models that mlx does not run"
     if names[0] == "mlx":
@@ -97,8 +97,8 @@ def _installed(module: str) -> bool:
         return False
 
 
-def _has_nvidia_driver() -> bool:
-    if Path("/proc/driver/nvidia/gpus").is_dir():
-        return True
-    # WSL has the driver's libraries but no /proc entry; nvidia-smi is then on the path.
-    return Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi") is not None
+def _names_in(folder: str) -> list[str]:
+    try:
+        return [entry.name for entry in Path(folder).iterdir()]
+    except OSError:
+        return []

@@ -29,6 +29,7 @@ from engine.errors import ModelError
 from engine.ipc.messages import DoctorFacts, Load
 from engine.models import store
 from engine.models.locations import KINDS, Kind, locate
+from engine.planning.runtime_choice import WSL_LIBRARIES
 from engine.planning.units import byte_size
 
 _SIGNS: dict[Mark, str] = {"ok": "✓", "note": "·", "problem": "✗"}
@@ -138,19 +139,21 @@ def _memory(facts: DoctorFacts | str) -> list[Finding]:
 def _graphics(machine: Machine) -> list[Finding]:
     if machine.apple_silicon:
         return [Finding("GPU", "Apple GPU, sharing the machine's memory")]
-    if not machine.nvidia:
+    if not machine.gpu:
         return [Finding("GPU", "none found; the model runs on the CPU", "note")]
     names = nvidia_gpus()
+    if names is None:
+        return [Finding("GPU", "there is one; without nvidia-smi its name and memory are not known", "note")]
     if names:
         return [Finding("GPU", "; ".join(names))]
     return [Finding("GPU", "the NVIDIA driver lists no GPU", "problem", "run nvidia-smi")]
 
 
-def nvidia_gpus() -> list[str]:
-    """Name and memory of each GPU, as nvidia-smi reports them; empty if it fails."""
-    tool = shutil.which("nvidia-smi")
+def nvidia_gpus() -> list[str] | None:
+    """Name and memory of each GPU, as nvidia-smi reports them; empty if it fails, None if it is not there."""
+    tool = shutil.which("nvidia-smi") or shutil.which("nvidia-smi", path=WSL_LIBRARIES)
     if tool is None:
-        return []
+        return None
     query = [tool, "--query-gpu=name,memory.total", "--format=csv,noheader"]
     try:
         result = subprocess.run(

@@ -6,7 +6,8 @@ Loading, plans, ``doctor`` and the settings screen all decide here, from what th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,6 +27,25 @@ class RuntimeChoice:
     name: Runtime
     reason: str
     is_fallback: bool = False
+
+
+WSL_LIBRARIES = "/usr/lib/wsl/lib"
+"""The folder in which Windows puts its driver's libraries and programs for Linux."""
+_GPU_DEVICE = re.compile(r"nvidia\d+$|kfd$")
+
+
+def has_gpu(devices: Collection[str], wsl_libraries: Collection[str], visible: str | None) -> bool:
+    """Whether there is a GPU that torch might use.
+
+    ``devices`` are the names in ``/dev``, ``wsl_libraries`` those in :data:`WSL_LIBRARIES`; ``visible`` is what
+    ``CUDA_VISIBLE_DEVICES`` is set to, None if it is not. Windows shows every maker's GPU as ``dxg``, so NVIDIA's
+    library has to be there, too.
+    """
+    if visible is not None and visible.strip() in ("", "-1"):
+        return False
+    if any(_GPU_DEVICE.match(name) for name in devices):
+        return True
+    return "dxg" in devices and any(name.startswith("libcuda.so") for name in wsl_libraries)
 
 
 def candidates(*, apple_silicon: bool, gpu: bool, partitioning: str = "auto") -> tuple[Runtime, ...]:

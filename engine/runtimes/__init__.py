@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from engine.errors import ModelError
+from engine.planning.runtime_choice import WSL_LIBRARIES, has_gpu
 from engine.runtimes.protocol import Runtime
 
 _CLASSES = {
@@ -40,10 +41,7 @@ def runtime_named(name: str) -> Runtime:
 
 def gpu_present() -> bool:
     """Whether there is a GPU that torch might use; found without importing torch, which takes seconds."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
-        return False
-    devices = Path("/dev")
-    if not (any(devices.glob("nvidia[0-9]*")) or (devices / "kfd").exists()):
+    if not has_gpu(_names_in("/dev"), _names_in(WSL_LIBRARIES), os.environ.get("CUDA_VISIBLE_DEVICES")):
         return False
     import importlib.metadata
 
@@ -51,3 +49,10 @@ def gpu_present() -> bool:
         return "+cpu" not in importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
         return False
+
+
+def _names_in(folder: str) -> list[str]:
+    try:
+        return [entry.name for entry in Path(folder).iterdir()]
+    except OSError:
+        return []

@@ -85,7 +85,8 @@ def _measured(
         try:
             device = cuda_device.find_gpu()
             if device is None:
-                return False, [f"torch cannot use {graphics.name} (see `nvidia-smi`), so everything runs on the CPU."]
+                reason = cuda_device.unusable_reason()
+                return False, [f"torch cannot use {graphics.name} ({reason}), so everything runs on the CPU."]
             side, lines = open_gpu_side(device, experts, dtype, experts_per_token, progress)
             try:
                 cpu = LocalCpuSide(experts, dtype, experts_per_token, request.cpu_threads)

@@ -13,8 +13,12 @@ from pathlib import Path
 
 import psutil
 
+from engine.planning.runtime_choice import WSL_LIBRARIES
+
 _QUERY = ("--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits")
 _QUERY_S = 10.0
+_DRIVERS = {"11": 450, "12": 525, "13": 580}
+"""Oldest major version of NVIDIA's driver by CUDA's, within which newer libraries run on an older driver."""
 _MIB = 1024 * 1024
 
 
@@ -41,14 +45,26 @@ def gpu() -> Gpu | None:
         return Gpu(str(torch.cuda.get_device_name()), int(total), int(free))
     if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
         return None
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
-    try:
-        done = subprocess.run([program, *_QUERY], capture_output=True, text=True, timeout=_QUERY_S, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return parse_gpus(done.stdout, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return parse_gpus(_asked_of_driver(*_QUERY), os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def driver_problem(cuda: str | None, driver: str | None = None) -> str:
+    """Why the NVIDIA driver is too old for a torch made for CUDA ``cuda``, such as ``13.0``; empty if it is not, or
+    that is not known. ``driver``: its version, such as ``550.54.14``; None: look."""
+    needed = _DRIVERS.get((cuda or "").partition(".")[0], 0)
+    if driver is None:
+        first = _asked_of_driver("--query-gpu=driver_version", "--format=csv,noheader").splitlines()[:1]
+        driver = first[0].strip() if first else ""
+    installed = driver.partition(".")[0]
+    if not installed.isdecimal() or int(installed) >= needed:
+        return ""
+    return f"it needs driver {needed} or newer for CUDA {cuda}, and {driver} is installed"
+
+
+def _asked_of_driver(*query: str) -> str:
+    """What nvidia-smi answers; empty if it is absent or fails."""
+    program = shutil.which("nvidia-smi") or shutil.which("nvidia-smi", path=WSL_LIBRARIES)
+    return "" if program is None else _output(program, *query)
 
 
 def parse_gpus(text: str, visible: str | None = None) -> Gpu | None:

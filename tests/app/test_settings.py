@@ -17,9 +17,9 @@ from app.settings.ring import open_network
 from app.settings.schema import RELOADING, SCHEMA, THEMES, Settings, setting_named
 from engine.ipc.messages import ExpertPolicy, MachineOptions
 
-LINUX = Machine("linux", "x86_64", nvidia=False, torch=True, mlx=False)
-LINUX_GPU = dataclasses.replace(LINUX, nvidia=True)
-MAC = Machine("darwin", "arm64", nvidia=False, torch=True, mlx=True)
+LINUX = Machine("linux", "x86_64", gpu=False, torch=True, mlx=False)
+LINUX_GPU = dataclasses.replace(LINUX, gpu=True)
+MAC = Machine("darwin", "arm64", gpu=False, torch=True, mlx=True)
 
 
 @pytest.fixture

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from engine.models.opening import open_model
-from engine.runtimes.torch.offload.cuda_device import CudaDevice, find_gpu
+from engine.runtimes.torch.offload.cuda_device import CudaDevice, find_gpu, unusable_reason
 from engine.runtimes.torch.offload.devices import DeviceLost, OutOfDeviceMemory, ResidentExpert, tensors_in
 from engine.runtimes.torch.offload.gates import Activation, FamilyGate
 from engine.runtimes.torch.offload.host_memory import HostExperts
 from engine.runtimes.torch.offload.local_torch import run_expert
+from engine.system import machine
 
 needs_gpu = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")]
 SILU = FamilyGate(Activation("silu"), Activation("silu"))
@@ -24,6 +25,23 @@ def test_without_a_gpu_there_is_no_device() -> None:
     assert find_gpu() is None
     with pytest.raises((DeviceLost, RuntimeError, AssertionError)):
         CudaDevice()
+
+
+def test_a_gpu_older_than_torchs_kernels_is_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (6, 1))
+    assert find_gpu() is None
+    assert unusable_reason().startswith("it needs compute capability 7.5") and "has 6.1" in unusable_reason()
+
+
+def test_a_driver_older_than_torchs_libraries_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(machine, "_asked_of_driver", lambda *query: "550.54.14\n")
+    assert unusable_reason() == "it needs driver 580 or newer for CUDA 13.0, and 550.54.14 is installed"
+    monkeypatch.setattr(machine, "_asked_of_driver", lambda *query: "")
+    assert unusable_reason() == "see `nvidia-smi`"
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from engine.planning.runtime_choice import RuntimeChoice, candidates, first_supported
+from engine.planning.runtime_choice import RuntimeChoice, candidates, first_supported, has_gpu
 
 MACHINES = list(itertools.product([False, True], [False, True], ["auto", "cpu", "hybrid", "ring"]))
 
@@ -38,3 +38,24 @@ def test_the_last_candidate_is_not_asked_about() -> None:
     asked: list[str] = []
     first_supported(("native", "torch"), lambda name: asked.append(name) or "no")  # type: ignore[func-returns-value]
     assert asked == ["native"]
+
+
+@pytest.mark.parametrize(
+    ("devices", "libraries", "visible", "found"),
+    [
+        (["null", "nvidia0", "nvidiactl"], [], None, True),
+        (["null", "nvidiactl", "nvidia-uvm"], [], None, False),
+        (["kfd", "dri"], [], None, True),
+        (["dxg", "null"], ["libcuda.so", "libcuda.so.1", "libd3d12.so"], None, True),
+        (["dxg", "null"], ["libd3d12.so", "libdxcore.so"], None, False),
+        (["null"], ["libcuda.so.1"], None, False),
+        ([], [], None, False),
+        (["nvidia0"], [], "0", True),
+        (["nvidia0"], [], "", False),
+        (["dxg"], ["libcuda.so.1"], " -1", False),
+    ],
+)
+def test_a_gpu_is_seen_by_its_device(
+    devices: list[str], libraries: list[str], visible: str | None, found: bool
+) -> None:
+    assert has_gpu(devices, libraries, visible) == found

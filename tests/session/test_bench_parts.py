@@ -22,7 +22,7 @@ from engine.errors import Cancelled
 from engine.ipc.messages import Load
 from engine.runtimes.protocol import LoadedModel
 from engine.runtimes.torch.runtime import TorchRuntime
-from engine.system.machine import Gpu, gpu, parse_gpus, processor
+from engine.system.machine import Gpu, driver_problem, gpu, parse_gpus, processor
 
 
 @pytest.mark.parametrize(
@@ -85,6 +85,31 @@ def test_a_gpu_that_is_hidden_is_not_asked_for(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     program.write_text("#!/bin/sh\necho broken >&2\nexit 9\n")
     assert gpu() is None
+
+
+@pytest.mark.parametrize(
+    ("cuda", "driver", "said"),
+    [
+        ("13.0", "550.54.14", "it needs driver 580 or newer for CUDA 13.0, and 550.54.14 is installed"),
+        ("12.8", "470.256.02", "it needs driver 525 or newer for CUDA 12.8, and 470.256.02 is installed"),
+        ("13.0", "580.65.06", ""),
+        ("12.8", "550.54.14", ""),
+        ("99.0", "550.54.14", ""),
+        ("13.0", "[N/A]", ""),
+        ("13.0", "", ""),
+        (None, "550.54.14", ""),
+    ],
+)
+def test_a_driver_that_is_too_old_is_named(cuda: str | None, driver: str, said: str) -> None:
+    assert driver_problem(cuda, driver) == said
+
+
+def test_the_driver_is_asked_for_its_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text('#!/bin/sh\n[ "$1" = --query-gpu=driver_version ] && printf "570.1\\n570.1\\n"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert driver_problem("13.0") == "it needs driver 580 or newer for CUDA 13.0, and 570.1 is installed"
 
 
 def test_the_processor_has_a_name() -> None:

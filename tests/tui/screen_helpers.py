@@ -13,7 +13,7 @@ from app.chat.state import Phase
 from app.machine import Machine
 from app.tui.application import ChatApp
 
-MACHINE = Machine(system="linux", architecture="x86_64", nvidia=False, torch=True, mlx=False)
+MACHINE = Machine(system="linux", architecture="x86_64", gpu=False, torch=True, mlx=False)
 MakeApp = Callable[..., ChatApp]
 
 

@@ -260,7 +260,7 @@ async def test_changes_that_are_taken_back_load_nothing(make_app: MakeApp, engin
 
 async def test_policy_and_gpu_memory_go_into_the_load(make_app: MakeApp, engine: FakeEngine) -> None:
     app = make_app()
-    app.machine = dataclasses.replace(MACHINE, nvidia=True)
+    app.machine = dataclasses.replace(MACHINE, gpu=True)
     async with app.run_test(size=(100, 40)) as pilot:
         await ready(pilot, app)
         rows = await open_settings_screen(pilot, app)

@@ -315,7 +315,7 @@ def test_settings_that_do_not_fit(
         await pilot.pause()
 
     app = make_app()
-    app.machine = dataclasses.replace(MACHINE, nvidia=True)
+    app.machine = dataclasses.replace(MACHINE, gpu=True)
     assert snap_compare(app, terminal_size=size, run_before=before)
 
 

@@ -130,7 +130,7 @@ class FirstRunScreen(Screen[bool]):
         if not machine.memory_read:
             return "Speeds are rough: the memory of this machine could not be measured."
         fewer = "" if len(self._first_run.offers) == 3 else " Larger models do not fit it."
-        graphics = " With its GPU, speeds are higher." if self._machine.nvidia else ""
+        graphics = " With its GPU, speeds are higher." if self._machine.gpu else ""
         return f"This machine: {size(machine.memory_bytes)} of memory.{fewer}{graphics}"
 
     @on(OptionList.OptionSelected)

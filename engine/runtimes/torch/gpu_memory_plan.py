@@ -32,6 +32,7 @@ from engine.planning.hybrid import (
 from engine.planning.policy import Policy, policy_named
 from engine.planning.units import byte_size
 from engine.runtimes import gpu_present
+from engine.runtimes.torch.offload.cuda_device import unusable_reason
 from engine.runtimes.torch.offload.devices import DeviceLost, ExpertDevice
 from engine.runtimes.torch.offload.gates import FamilyGate
 from engine.runtimes.torch.offload.host_memory import HostExperts
@@ -86,8 +87,8 @@ def find_room(
             return None, ["No GPU that torch can use was found, so everything runs on the CPU."]
         if gpu_present():
             return None, [
-                "This machine has a GPU, but torch cannot use it (see `nvidia-smi`), so everything runs on the CPU; "
-                "partitioning cpu says that this is wanted."
+                f"This machine has a GPU, but torch cannot use it ({unusable_reason()}), so everything runs on the CPU"
+                "; partitioning cpu says that this is wanted."
             ]
         return None, []
     free = _may_take(request, there, total)

@@ -32,7 +32,10 @@ from engine.runtimes.torch.offload.devices import (
 )
 from engine.runtimes.torch.offload.gates import FamilyGate
 from engine.runtimes.torch.offload.local_torch import run_expert
+from engine.system.machine import driver_problem
 
+OLDEST_CAPABILITY = (7, 5)
+"""Compute capability of the oldest GPUs for which torch brings kernels."""
 ALIGNMENT = 256
 """Slots begin on multiples of so many bytes, as matrix kernels like it."""
 
@@ -340,4 +343,20 @@ def _first_line(error: BaseException) -> str:
 
 def find_gpu() -> CudaDevice | None:
     """The GPU that torch would use, or None."""
-    return CudaDevice() if torch.cuda.is_available() else None
+    return CudaDevice() if torch.cuda.is_available() and not _too_old() else None
+
+
+def unusable_reason() -> str:
+    """Why torch cannot use the GPU of this machine, in a few words."""
+    return _too_old() or driver_problem(torch.version.cuda) or "see `nvidia-smi`"
+
+
+def _too_old() -> str:
+    """What is wrong with a GPU older than every kernel in torch; empty if there is none."""
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return ""
+    found = torch.cuda.get_device_capability()
+    if found >= OLDEST_CAPABILITY:
+        return ""
+    oldest, its_own = (".".join(map(str, each)) for each in (OLDEST_CAPABILITY, found))
+    return f"it needs compute capability {oldest}, that of a GeForce RTX 20, and the GPU has {its_own}"
