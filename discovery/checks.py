@@ -16,13 +16,14 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from discovery.addresses import OwnAddress, announced, is_inside, own_addresses
 from discovery.link_listener import USUAL_PORT
+from discovery.local_network import local_network_permission, may_use_local_network, permission_lacked
 
 GROUP = "224.0.0.251"
 MDNS_PORT = 5353
@@ -31,11 +32,6 @@ _QUIET_SECONDS = 5.0
 _ALONE_SECONDS = 15.0
 """Seconds without any other machine after which a machine reports a problem."""
 _ANSWER_SECONDS = 1.0
-
-_PERMISSION = (
-    "allow your terminal app under System Settings > Privacy & Security > Local Network (if it is not in the list: "
-    "start the app anew and try again)"
-)
 
 Firewall = Literal["", "ufw", "firewalld", "macos", "macos-blocks-all"]
 
@@ -81,6 +77,8 @@ class NetworkFacts:
     in_container: bool = False
     exempt: bool = False
     """Whether macOS asks for no Local Network permission: Terminal.app and remote logins have it."""
+    terminal: str = ""
+    """The terminal app to which the permission belongs; empty if it is not known."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +121,7 @@ def hearing_problems(seconds: float, failure: str, own: bool, others: int, facts
     if not own:
         interfaces = ", ".join(dict.fromkeys(one.interface for one in announced(facts.addresses)))
         what = f"not even this machine's own announcement came back to it on {interfaces}"
-        return [Problem("multicast", what, _let_in(facts))]
+        return [Problem("multicast", what, _allowed_first(_let_in(facts), facts))]
     if seconds >= _ALONE_SECONDS:
         return _nobody("no other machine with privatellm was heard of", facts)
     return []
@@ -140,12 +138,9 @@ def network_facts(port: int = USUAL_PORT, probe: bool = True) -> NetworkFacts:
         firewall=_firewall(),
         port=port,
         in_container=Path("/.dockerenv").exists() or Path("/run/.containerenv").exists(),
-        exempt=_is_exempt(os.environ),
+        exempt=may_use_local_network(os.environ),
+        terminal=os.environ.get("TERM_PROGRAM", ""),
     )
-
-
-def _is_exempt(environment: Mapping[str, str]) -> bool:
-    return environment.get("TERM_PROGRAM") == "Apple_Terminal" or "SSH_CONNECTION" in environment
 
 
 def probe_multicast(addresses: Sequence[OwnAddress], seconds: float = _ANSWER_SECONDS) -> list[MulticastProbe]:
@@ -184,15 +179,14 @@ def _unreachable(step: str, host: str, port: int, error: OSError) -> Problem:
         remedy = f"let TCP {port} through the firewall there, and see that both are in the same network"
         return Problem(step, what, remedy)
     remedy = "see that both machines are in the same network, and that a VPN does not take the way"
-    if sys.platform == "darwin" and error.errno == errno.EHOSTUNREACH and not _is_exempt(os.environ):
-        remedy = _PERMISSION
+    remedy = permission_lacked(error, os.environ, sys.platform) or remedy
     return Problem(step, f"there is no way to {host} port {port} ({error.strerror or error})", remedy)
 
 
 def _unsent(probe: MulticastProbe, facts: NetworkFacts) -> Problem:
     what = f"mDNS questions cannot be sent on {probe.interface} ({probe.ip}: {probe.error})"
     if _may_lack_permission(facts) and probe.code in (errno.EHOSTUNREACH, errno.EPERM):
-        return Problem("multicast", what, _local_network())
+        return Problem("multicast", what, _local_network(facts))
     if probe.code == errno.EADDRINUSE:
         return Problem("multicast", what, _shared_port(facts))
     if probe.code in (errno.ENETUNREACH, errno.EHOSTUNREACH):
@@ -206,15 +200,14 @@ def _unsent(probe: MulticastProbe, facts: NetworkFacts) -> Problem:
 
 def _unheard(probe: MulticastProbe, facts: NetworkFacts) -> Problem:
     what = f"what this machine sends to the mDNS group on {probe.interface} ({probe.ip}) does not come back to it"
-    return Problem("multicast", what, _let_in(facts))
+    return Problem("multicast", what, _allowed_first(_let_in(facts), facts))
 
 
 def _nobody(what: str, facts: NetworkFacts) -> list[Problem]:
     if facts.firewall and facts.system != "darwin":
         return [Problem("neighbours", what, _let_in(facts))]
     apart = "the router keeps its clients apart (“AP isolation”, guest network) or drops multicast"
-    if _may_lack_permission(facts):
-        apart = f"{_PERMISSION}; else {apart}"
+    apart = _allowed_first(apart, facts)
     named = f"name the machine: `--peer HOST:{facts.port}`"
     remedy = f"if others are there and run it, {apart}; use the same network, or {named}"
     return [Problem("neighbours", what, remedy)]
@@ -226,7 +219,7 @@ def _announcing_failed(failure: str, facts: NetworkFacts) -> Problem:
     if "in use" in lowered:
         return Problem("announcing", what, _shared_port(facts))
     if _may_lack_permission(facts) and ("no route" in lowered or "not permitted" in lowered):
-        return Problem("announcing", what, _local_network())
+        return Problem("announcing", what, _local_network(facts))
     if "no network interface" in lowered:
         return Problem("announcing", what, "connect it by cable, Thunderbolt or Wi-Fi")
     return Problem("announcing", what, _let_in(facts))
@@ -236,8 +229,13 @@ def _may_lack_permission(facts: NetworkFacts) -> bool:
     return facts.system == "darwin" and not facts.exempt
 
 
-def _local_network() -> str:
-    return f"{_PERMISSION}, or name the other machine: `--peer HOST:{USUAL_PORT}`"
+def _allowed_first(remedy: str, facts: NetworkFacts) -> str:
+    """``remedy`` after the permission, where that may be lacking: without it macOS drops what is sent."""
+    return f"{local_network_permission(facts.terminal)}; else {remedy}" if _may_lack_permission(facts) else remedy
+
+
+def _local_network(facts: NetworkFacts) -> str:
+    return f"{local_network_permission(facts.terminal)}, or name the other machine: `--peer HOST:{USUAL_PORT}`"
 
 
 def _shared_port(facts: NetworkFacts) -> str:

@@ -6,8 +6,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import os
 import socket
 import struct
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -15,6 +17,7 @@ from dataclasses import dataclass
 
 from discovery.errors import LinkListenerError
 from discovery.frames import Deadline, FrameError, receive_exactly
+from discovery.local_network import permission_lacked
 
 _log = logging.getLogger(__name__)
 
@@ -191,9 +194,11 @@ def dial(address: tuple[str, int], kind: str, body: bytes = b"", seconds: float 
     try:
         connection = socket.create_connection(address, timeout=seconds)
     except OSError as error:
+        permission = permission_lacked(error, os.environ, sys.platform)
+        running = "is privatellm running there with its network open, and does its firewall let this port in?"
+        remedy = f"{permission}; else, {running}" if permission else running
         raise LinkListenerError(
-            f"Nobody answers at {address[0]} port {address[1]} ({error.strerror or error}): is privatellm running "
-            "there with its network open, and does its firewall let this port in?"
+            f"Nobody answers at {address[0]} port {address[1]} ({error.strerror or error}): {remedy}"
         ) from error
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

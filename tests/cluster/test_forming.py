@@ -45,7 +45,7 @@ from engine.cluster.membership.control_messages import (
     Wants,
 )
 from engine.cluster.membership.heartbeat import FORMING
-from engine.cluster.membership.links import measure_best, reachable
+from engine.cluster.membership.links import measure_best, one_of_each_first, reachable
 from engine.cluster.membership.measuring_node import measure_node
 from engine.cluster.membership.node import LentState, Node
 from engine.cluster.transport.addresses import listener_address, own_addresses, parse_address, plain_ip
@@ -326,6 +326,22 @@ def test_the_fastest_address_is_used_and_dead_ones_do_not_hold_it_up(three: Node
     assert found.bytes_per_s > 0
     assert reachable(["127.0.0.1:9", good]) == [good]
     assert reachable(["127.0.0.1:9"]) == ["127.0.0.1:9"]
+
+
+def test_the_only_address_that_answers_may_be_the_last_of_many(three: Nodes) -> None:
+    identity = three.identities[1]
+    addresses = [*(f"127.0.0.1:{port}" for port in range(2, 22)), listener_address(three.nodes[1].listening[0])]
+    found = measure_best(three.nodes[0].links, "e", identity.node_id, identity.certificate_pem, addresses)
+    assert found.address == addresses[-1]
+
+
+def test_a_cut_leaves_no_interface_out() -> None:
+    wired = ["10.0.0.2:1", *(f"[fd00::{number}]:1" for number in range(9))]
+    addresses = [*wired, "192.168.1.2:1", "[fe80::9%bridge0]:1"]
+    interfaces = dict.fromkeys(addresses, "en0") | {addresses[-2]: "en1", addresses[-1]: "bridge0"}
+    found = one_of_each_first(addresses, interfaces.__getitem__)
+    assert found[:3] == ["10.0.0.2:1", "192.168.1.2:1", "[fe80::9%bridge0]:1"]
+    assert sorted(found) == sorted(addresses) and found[3:] == wired[1:]
 
 
 def test_link_to_a_machine_that_is_not_paired_needs_the_heads_word(three: Nodes) -> None:

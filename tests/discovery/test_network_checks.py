@@ -16,7 +16,9 @@ from network_namespaces import network
 from discovery import checks
 from discovery.addresses import OwnAddress
 from discovery.checks import MulticastProbe, NetworkFacts, hearing_problems, network_problems, probe_peer
-from discovery.link_listener import LinkListener, bind_pair
+from discovery.errors import LinkListenerError
+from discovery.link_listener import LinkListener, bind_pair, dial
+from discovery.local_network import may_use_local_network, permission_lacked
 
 LOOP = OwnAddress("lo", "127.0.0.1", 8)
 WIFI = OwnAddress("en0", "192.168.1.7", 24)
@@ -63,8 +65,43 @@ def test_macos_asks_nothing_of_its_own_terminal_and_of_remote_logins() -> None:
     assert SETTINGS not in only(replace(exempt, probes=(blocked,)))
     said = " ".join(map(str, hearing_problems(1, "No route to host", False, 0, exempt)))
     assert said and SETTINGS not in said
-    assert checks._is_exempt({"TERM_PROGRAM": "Apple_Terminal"}) and checks._is_exempt({"SSH_CONNECTION": "1.2.3.4"})
-    assert not checks._is_exempt({"TERM_PROGRAM": "ghostty"})
+    assert may_use_local_network({"TERM_PROGRAM": "Apple_Terminal"})
+    assert may_use_local_network({"SSH_CONNECTION": "1.2.3.4"})
+    assert not may_use_local_network({"TERM_PROGRAM": "ghostty"})
+
+
+def test_macos_drops_what_is_sent_without_the_permission() -> None:
+    """Nothing fails then, and no firewall is to blame."""
+    for facts in (MAC, replace(MAC, firewall="macos")):
+        (heard,) = map(str, hearing_problems(6, "", False, 0, replace(facts, terminal="ghostty")))
+        assert "own announcement" in heard and "allow Ghostty under " + SETTINGS in heard
+        assert heard.index(SETTINGS) < heard.lower().index("firewall")
+        assert SETTINGS not in str(hearing_problems(6, "", False, 0, replace(facts, exempt=True))[0])
+    silent = only(replace(MAC, probes=(replace(FINE, heard_itself=False),)))
+    assert silent.index("your terminal app") < silent.index("firewall")
+
+
+def test_a_connection_without_the_permission() -> None:
+    error = OSError(errno.EHOSTUNREACH, "No route to host")
+    said = permission_lacked(error, {"TERM_PROGRAM": "iTerm.app"}, "darwin")
+    assert said.startswith("allow iTerm under " + SETTINGS)
+    for terminal in ("", "tmux", "\x1b[31m"):
+        assert permission_lacked(error, {"TERM_PROGRAM": terminal}, "darwin").startswith("allow your terminal app ")
+    assert permission_lacked(error, {"TERM_PROGRAM": "iTerm.app"}, "linux") == ""
+    assert permission_lacked(error, {"SSH_CONNECTION": "1.2.3.4"}, "darwin") == ""
+    assert permission_lacked(OSError(errno.ECONNREFUSED, "refused"), {}, "darwin") == ""
+
+
+def test_dialling_without_the_permission_names_it_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(address: tuple[str, int], timeout: float) -> socket.socket:
+        raise OSError(errno.EHOSTUNREACH, "No route to host")
+
+    monkeypatch.setattr(socket, "create_connection", unreachable)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.delenv("SSH_CONNECTION", raising=False)
+    monkeypatch.setenv("TERM_PROGRAM", "WezTerm")
+    with pytest.raises(LinkListenerError, match=r"Nobody answers .*allow WezTerm under .*firewall"):
+        dial(("192.168.1.9", 47821), "pair")
 
 
 def test_a_mac_is_given_the_command_of_a_mac() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,6 +26,8 @@ from engine.ipc.messages.ring import LinkFacts
 from engine.planning.reaching import Pair
 
 MOST_MEASURED = 8
+MOST_LOOKED_AT = 32
+"""Addresses of one node at which a first connection is tried."""
 PROBE_S = 1.0
 """Timeout in seconds for a first connection to all addresses: a machine may name networks that this one is not in."""
 ANSWER_S = 3.0
@@ -43,7 +45,7 @@ def measure_best(
     here = Member(0, links.identity.node_id, links.identity.certificate_pem)
     measured: list[LinkSpeed] = []
     failure: ModelError | None = None
-    for address in reachable(addresses[:MOST_MEASURED]):
+    for address in one_of_each_first(reachable(addresses[:MOST_LOOKED_AT]), _interface)[:MOST_MEASURED]:
         try:
             measured.append(measure_link(links, Epoch(epoch, 0, (here, member), b""), member, address, ANSWER_S))
         except ModelError as error:
@@ -82,6 +84,17 @@ def reachable(addresses: Sequence[str]) -> list[str]:
     with ThreadPoolExecutor(len(addresses), thread_name_prefix="looking for addresses") as pool:
         found = list(pool.map(listens, addresses))
     return [address for address, listening in zip(addresses, found, strict=True) if listening] or list(addresses)
+
+
+def one_of_each_first(addresses: Sequence[str], interface: Callable[[str], str]) -> list[str]:
+    """``addresses`` with the first one of each of this machine's interfaces before all others.
+
+    A cut of the list then leaves no interface out while another has two: a cable's only address is often the last.
+    """
+    first: dict[str, str] = {}
+    for address in addresses:
+        first.setdefault(interface(address), address)
+    return [*first.values(), *(address for address in addresses if address not in first.values())]
 
 
 def _interface(address: str) -> str:
