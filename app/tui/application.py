@@ -211,10 +211,13 @@ class ChatApp(TerminalApp):
         return self.chat
 
     @property
-    def failure_words(self) -> str:
+    def log_words(self) -> str:
+        return "the log: /log"
+
+    def failure_words(self, log: str | Path) -> str:
         unsaved = self.chat.controller.unsaved if self.chat is not None else 0
         kept = "what could be saved is saved" if unsaved else "your chats are saved"
-        return f"Something went wrong; {kept}. Details are in the log: /log."
+        return f"Something went wrong; {kept}. Details are in {log}."
 
     @property
     def may_write_copies(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from rich.console import RenderableType
@@ -38,14 +39,18 @@ class GuardedApp(App[int]):
         self._failed: set[Screen[Any]] = set()
 
     @property
+    def log_words(self) -> str | Path:
+        """How the log is called while the application runs."""
+        return screen_log()
+
+    @property
     def main_screen(self) -> Screen[Any] | None:
         """The screen without which the application is of no use; None before there is one."""
         return self.screen_stack[0] if self.screen_stack else None
 
-    @property
-    def failure_words(self) -> str:
-        """A sentence for the person about an error of this program."""
-        return "Something went wrong."
+    def failure_words(self, log: str | Path) -> str:
+        """What is said about an error of this program, whose details are in ``log``."""
+        return f"Something went wrong. Details are in {log}."
 
     def end_soon(self, status: int) -> None:
         """End with the exit status ``status``, without asking the person."""
@@ -76,6 +81,8 @@ class GuardedApp(App[int]):
                 await dispatch(message)
             except Exception as error:
                 self._handle_exception(error)
+                # A widget with an error for each message would leave no turn to anything else.
+                await asyncio.sleep(0)
 
         widget._dispatch_message = guarded  # type: ignore[method-assign]
         if isinstance(widget, Screen):
@@ -179,11 +186,11 @@ class GuardedApp(App[int]):
             screen.dismiss(None)
 
     def _tell_failure(self) -> None:
-        words = self.failure_words
+        words = self.failure_words(self.log_words)
         if all(notice.message != words for notice in self._notifications):
             self.notify(words, severity="error", markup=False, timeout=10)
 
     def _end_failed(self) -> None:
-        self.last_words = f"{self.failure_words} The log is {screen_log()}."
+        self.last_words = self.failure_words(screen_log())
         self._return_code = 1
         self.end_soon(1)
