@@ -343,6 +343,7 @@ class AnswerLoop:
     def _went_wrong(self, error: Exception) -> None:
         """An error of this program ends one answer, or loading; nothing is tried again before the person asks."""
         turn, self._current = self._current, None
+        self._status.elsewhere = False
         if turn is None:
             self._status.problem = UNEXPECTED
             self._status.phase = Phase.UNAVAILABLE

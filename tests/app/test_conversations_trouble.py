@@ -18,6 +18,7 @@ import pytest
 
 from app.conversations import opening
 from app.conversations.database import is_alive
+from app.conversations.drafts import Draft
 from app.conversations.opening import PAGE_BYTES, Migration, known_migrations, open_store
 from app.conversations.recovering import recover_into
 from app.conversations.searching import SearchIndex
@@ -406,3 +407,20 @@ def test_two_programs_may_make_the_database_at_once(path: Path) -> None:
     store = open_store(path)
     assert len(store.conversations()) == 4 and store.notices == []
     store.close()
+
+
+def test_drafts_and_edits_are_recovered_with_what_they_belong_to(path: Path) -> None:
+    store = open_store(path)
+    conversation = store.create(model="m").id
+    message = store.add(conversation, "user", "a", parent=None).id
+    kept = {0: Draft("new"), conversation: Draft("next"), -message: Draft("another a"), -99: Draft("of none")}
+    for owner, draft in kept.items():
+        store.keep_draft(owner, draft)
+    store.close()
+    aside = path.with_name("damaged.sqlite")
+    path.rename(aside)
+    store = open_store(path)
+    recover_into(store._connection, aside)
+    found = {owner: store.draft(owner) for owner in kept}
+    store.close()
+    assert found == {**kept, -99: None}

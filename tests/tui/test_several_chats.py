@@ -15,6 +15,7 @@ from app.chat.state import AnswerEnded, BeamsChanged, QuestionsReturned
 from app.conversations.store import ConversationStore
 from app.tui.application import ChatApp
 from app.tui.chat.queue_view import QueueView
+from app.tui.screens.chat_rows import ChatRows
 from engine.ipc.messages import Beam, Generate
 
 
@@ -212,6 +213,20 @@ async def test_the_list_marks_what_is_written_and_what_nobody_has_seen(
         await wait_until(pilot, lambda: rows._mark(1) == "✓ ")
         controller(app).open_conversation(1)
         await wait_until(pilot, lambda: rows._mark(1) == "● ")
+
+
+async def test_the_list_that_fills_a_narrow_screen_marks_them_too(
+    make_app: MakeApp, engine: FakeEngine, gate: asyncio.Event
+) -> None:
+    app = make_app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await ready(pilot, app)
+        await typed(pilot, app, "one")
+        await pilot.press("ctrl+n", "f2")
+        rows = app.screen.query_one(ChatRows)
+        assert rows._mark(1) == "◍ "
+        gate.set()
+        await wait_until(pilot, lambda: rows._mark(1) == "✓ ")
 
 
 async def test_what_waits_and_what_is_typed_are_there_on_coming_back_and_on_disk_meanwhile(

@@ -12,6 +12,7 @@ from textual.screen import Screen
 from textual.widgets import Static
 
 from app.chat.controller import ChatController
+from app.chat.state import StatusChanged, Update
 from app.tui.keymap import bound
 from app.tui.render.key_footer import KeyFooter
 from app.tui.screens.chat_browser import ChatBrowser, ConversationChosen
@@ -36,6 +37,11 @@ class ConversationsScreen(Screen[ConversationChosen | None]):
 
     def on_mount(self) -> None:
         self.query_one(ChatBrowser).focus_search()
+
+    def handle_update(self, update: Update) -> None:
+        """The controller changed something, such as whether a chat is being answered."""
+        if isinstance(update, StatusChanged):
+            self.query_one(ChatBrowser).show_current()
 
     @on(ChatBrowser.Chosen)
     def _chosen(self, event: ChatBrowser.Chosen) -> None:
