@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import sqlite3
 import tempfile
@@ -37,11 +38,24 @@ def copy_database(connection: sqlite3.Connection, target: Path) -> None:
             connection.backup(copy)
             # The copy has the original's write-ahead log, whose file would have another name after the next step.
             copy.execute("PRAGMA journal_mode = DELETE")
-        os.link(name, target)
+        _put_in_place(Path(name), target)
     finally:
         for ending in ("", "-wal", "-shm", "-journal"):
             with suppress(OSError):
                 Path(f"{name}{ending}").unlink()
+
+
+def _put_in_place(made: Path, target: Path) -> None:
+    """Give ``made`` the name ``target``, never in place of another file. Raises OSError."""
+    try:
+        os.link(made, target)
+    except FileExistsError:
+        raise
+    except OSError:
+        # A file system without hard links, such as exFAT.
+        if target.exists():
+            raise FileExistsError(errno.EEXIST, "File exists", str(target)) from None
+        made.rename(target)
 
 
 def side_files(path: Path) -> dict[Path, FileId | None]:

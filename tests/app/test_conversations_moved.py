@@ -112,6 +112,19 @@ def test_two_programs_go_on_in_the_same_new_file(lose: Callable[[Path], None], p
     ]  # fmt: skip
 
 
+def test_a_file_system_without_hard_links_will_do(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(source: Path, target: Path) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("os.link", refuse)
+    store = open_store(path)
+    conversation = asked(store, "before")
+    path.unlink()
+    asked(store, "after", conversation)
+    store.close()
+    assert everything(path) == ["after", "before"]
+
+
 def test_another_file_in_its_place_is_left_alone(path: Path) -> None:
     other = path.with_name("other.sqlite")
     foreign = open_store(other)
