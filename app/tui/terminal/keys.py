@@ -72,6 +72,8 @@ class KeyParser(XTermParser):
     def feed(self, data: str) -> Iterable[Message]:
         """The events that ``data`` completes; an empty text is the end of all input."""
         if not data:
+            self._due = self._clock() if self._begun else None
+            yield from self.tick()
             yield from super().feed("")
             return
         late = self._is_late(data)
