@@ -13,7 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from engine.generation.argument_stream import ArgumentStream
 from engine.generation.reasoning import MESSAGE
+from engine.generation.tagged_stream import TaggedStream
 from engine.generation.tool_arguments import ArgumentTypes, json_text, read_json
 from engine.ipc.messages import Tool
 from engine.models.tool_formats import ToolFormat
@@ -115,21 +117,33 @@ class CallReader:
         found = self._begun(text)
         return found if found is not None and found.name in self._types else None
 
-    def opening(self, body: str) -> tuple[str, ArgumentTypes, int] | None:
-        """The tool's name, the types of its arguments, and where in ``body`` these begin.
+    def opening(self, body: str) -> tuple[str, ArgumentStream | TaggedStream, int] | None:
+        """The tool's name, what reads its arguments as they come, and where in ``body`` these begin.
 
         None unless it is certain that this is a call, and that its arguments can be read as they come.
         """
         written = _OPENED_OBJECT.match(body)
         if written is not None:
             name, at = written["name"], written.end()
+        elif self._form.shape == "tagged":
+            return self._opening_tags(body)
         elif self._form.shape in ("named", "parts") and body.lstrip()[:1] not in ("{", "["):
             name, is_whole, rest = self._name_and_rest(body)
             at = body.find("{") if is_whole and rest[:1] == "{" else -1
         else:
             return None
         types = self._types.get(name)
-        return (name, types, at) if types is not None and types.by_member and at >= 0 else None
+        return (name, ArgumentStream(types), at) if types is not None and types.by_member and at >= 0 else None
+
+    def _opening_tags(self, body: str) -> tuple[str, TaggedStream, int] | None:
+        start = _spaces(body, 0)
+        prefix = next((prefix for prefix in self._form.prefixes if body.startswith(prefix, start)), "")
+        start = _spaces(body, start + len(prefix), '"')
+        name = self._name_at(body, start)
+        at = self._after_name.match(body, start + len(name)).end()  # type: ignore[union-attr]
+        if not name or not body.startswith(self._form.tags[0], at):
+            return None
+        return name, TaggedStream(self._form, self._types[name]), at
 
     def _cleaned(self, body: str) -> str:
         for mark in self._form.hidden:

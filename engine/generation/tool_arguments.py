@@ -81,6 +81,13 @@ class ArgumentTypes:
             return stripped.value if stripped.how == _FITS else fit.value
         return fit.value
 
+    def is_text(self, key: str) -> bool:
+        """Whether the argument ``key`` is a string whatever is written between tags."""
+        self._steps = 0
+        schema = self._property(key, self.root, 0)
+        types = self._types(schema, 0)
+        return types is not None and types == {"string"} and not self._has_choices(schema, 0)
+
     @property
     def by_member(self) -> bool:
         """Whether each argument has its type whatever the others are."""

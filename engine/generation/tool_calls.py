@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from engine.generation.argument_stream import ArgumentStream
 from engine.generation.call_shapes import Called, CallReader
 from engine.generation.reasoning import MESSAGE, RECIPIENT
+from engine.generation.tagged_stream import TaggedStream
 from engine.generation.text import overlap
 from engine.ipc.messages import Tool, ToolCall
 from engine.models.tool_formats import ToolFormat
@@ -46,7 +47,7 @@ class BegunCall:
 
     id: str
     name: str
-    arguments: ArgumentStream
+    arguments: ArgumentStream | TaggedStream
     read: int
     """Characters of the call that were read."""
 
@@ -226,7 +227,7 @@ class ToolCallParser:
         if self.begun is None and self._most != len(self.calls):
             found = self._reader.opening(self._held[at : at + LONGEST_OPENING])
             if found is not None:
-                self.begun = BegunCall(new_id(), found[0], ArgumentStream(found[1]), at + found[2])
+                self.begun = BegunCall(new_id(), found[0], found[1], at + found[2])
         if self.begun is not None:
             self.begun.arguments.push(self._held[self.begun.read :])
             self.begun.read = len(self._held)

@@ -114,7 +114,24 @@ def test_a_call_grows_in_every_format_that_writes_json(name: str) -> None:
     assert json.loads(first.arguments) == {"city": "Mexico City, in the long and winding streets", "days": 3}
 
 
-@pytest.mark.parametrize("name", GROWING)
+TAGGED = ["qwen-coder", "seed", "glm", "hunyuan", "minimax", "muse", "minicpm"]
+
+
+@pytest.mark.parametrize("name", TAGGED)
+@pytest.mark.parametrize(
+    "city", ["Mexico City, in the long and winding streets", "a < b </para\n\n<p> </arg </b", "x\n"]
+)
+def test_a_text_grows_between_tags(name: str, city: str) -> None:
+    said = SAID[name].replace("\n12\n", "12").replace("12", f"\n{city}\n" if BY_NAME[name].lines else city)
+    parser, text, grown = followed(name, said)
+    assert text == "" and [call.name for call in parser.calls] == ["weather", "clock"]
+    first = parser.calls[0]
+    assert first.arguments == json_text({"city": city, "days": 3})
+    assert all(first.arguments.startswith(each) for each in grown[first.id])
+    assert len(set(grown[first.id])) > len(city) - 20 and first.arguments[:-2] not in ("", grown[first.id][0])
+
+
+@pytest.mark.parametrize("name", [*GROWING, *TAGGED])
 @pytest.mark.parametrize("cut", [True, False])
 def test_a_call_that_was_begun_is_one_of_the_calls_wherever_it_ends(name: str, cut: bool) -> None:
     said = SAID[name]
