@@ -28,7 +28,8 @@ from app.serve.asking import (
     thinking_of,
 )
 from app.serve.model_service import ModelService
-from app.serve.refusals import Refused, error_json
+from app.serve.refusals import Refused, error_object
+from app.serve.replies import event_frame
 from app.serve.segments import AnswerSegment, AnswerSegments, SegmentChange, segments_of
 from app.serve.tools import offered, tool_of
 from engine.ipc.messages import Constraint, Finished, Generate, Message, Piece, Prefill, Sample, ToolCall
@@ -311,7 +312,11 @@ def _changed(change: SegmentChange) -> bytes:
             }[segment.kind]
             return _event("content_block_delta", index=segment.number, delta={"type": kind, name: change.added})
         case _:
-            return _event("content_block_stop", index=segment.number)
+            stopped = _event("content_block_stop", index=segment.number)
+            if segment.kind != "thoughts":
+                return stopped
+            signed = {"type": "signature_delta", "signature": ""}
+            return _event("content_block_delta", index=segment.number, delta=signed) + stopped
 
 
 def _block(segment: AnswerSegment) -> dict[str, object]:
@@ -350,9 +355,9 @@ def _usage(finished: Finished) -> dict[str, object]:
 
 
 def _event(kind: str, **fields: object) -> bytes:
-    return f"event: {kind}\n".encode() + b"data: " + msgspec.json.encode({"type": kind, **fields}) + b"\n\n"
+    return event_frame({"type": kind, **fields}, kind)
 
 
 def failure(refused: Refused) -> bytes:
     """An error in the middle of a stream."""
-    return b"event: error\ndata: " + error_json(refused, "anthropic") + b"\n\n"
+    return event_frame(error_object(refused, "anthropic"), "error")

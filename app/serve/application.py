@@ -60,7 +60,7 @@ class Application:
     def asgi(self, rules: Rules) -> ASGIApp:
         """The application behind its gate."""
         routes = [Route(path, self._guarded(act), methods=[method]) for path, (method, act) in self._paths.items()]
-        inner = Starlette(routes=routes, exception_handlers={HTTPException: _not_here})
+        inner = Starlette(routes=routes, exception_handlers={HTTPException: self._not_here})
         app: ASGIApp = RequestGate(self._counted(inner), rules)
         if rules.origins:
             app = CORSMiddleware(
@@ -99,8 +99,9 @@ class Application:
         known = {} if facts is None else {"context_length": facts.context_limit, "max_model_len": facts.context_limit}
         started = self._service.started
         ours = {"object": "model", "created": started, "owned_by": "privatellm"}
+        active = {"lifecycle": "active"}
         when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started))
-        return {"id": name, **ours, "type": "model", "display_name": name, "created_at": when, **known}
+        return {"id": name, **ours, "type": "model", "display_name": name, "created_at": when, **active, **known}
 
     async def _chat(self, request: Request) -> ASGIApp:
         body = await body_of(request, ChatRequest)
@@ -186,6 +187,17 @@ class Application:
 
         return guarded
 
+    async def _not_here(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        path = request.url.path
+        advice = "docs/serve.md lists the paths"
+        if f"/v1{path}" in self._paths:
+            advice = f"it is /v1{path}, so /v1 is missing at the end of the client's base URL"
+        elif path.startswith("/v1/v1/") and path.removeprefix("/v1") in self._paths:
+            advice = f"it is {path.removeprefix('/v1')}, so take /v1 from the end of the client's base URL"
+        refused = Refused(f"There is no {request.method} {path[:200]} here: {advice}.", error.status_code)
+        return refusal_response(refused, protocol_of(path))
+
     def _counted(self, app: ASGIApp) -> ASGIApp:
         """``app``, whose answers are counted by path and status. Unknown paths count together."""
 
@@ -217,13 +229,6 @@ def client_of(request: Request, user: str | None = None) -> str:
     key = request.headers.get("authorization", "") + request.headers.get("x-api-key", "")
     digest = blake2b(key.encode(), digest_size=8).hexdigest()
     return "\0".join([address, request.headers.get("user-agent", "")[:200], digest, (user or "")[:200]])
-
-
-async def _not_here(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    path = request.url.path
-    text = f"There is no {request.method} {path[:200]} here: docs/serve.md lists the paths."
-    return refusal_response(Refused(text, error.status_code), protocol_of(path))
 
 
 def _place(error: Exception) -> str:

@@ -192,6 +192,7 @@ class AnswerFormat(msgspec.Struct):
     own, ``regex`` and ``grammar``."""
 
     type: str = "text"
+    name: str | None = None
     json_schema: dict[str, Any] | None = None
     schema: dict[str, Any] | bool | None = None
     regex: str = ""

@@ -48,16 +48,17 @@ class RequestGate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             try:
-                self.check(Headers(scope=scope), scope["path"])
+                self.check(Headers(scope=scope), scope["path"], scope.get("http_version", ""))
             except Refused as refused:
                 await refusal_response(refused, protocol_of(scope["path"]))(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
-    def check(self, headers: Headers, path: str) -> None:
-        """Raises Refused."""
+    def check(self, headers: Headers, path: str, version: str = "1.1") -> None:
+        """Raises Refused. In ``version`` 1.0 of HTTP, which no browser speaks, a request may name no host."""
         host = headers.get("host", "")
-        if len(headers.getlist("host")) != 1 or not self._is_ours(host):
+        hosts = len(headers.getlist("host"))
+        if not (hosts == 0 and version == "1.0") and (hosts != 1 or not self._is_ours(host)):
             name = host_name(host)
             raise Refused(
                 f"{name[:200]!r} is not a name of this machine here: use its address, or start `privatellm serve` with "

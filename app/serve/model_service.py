@@ -6,12 +6,13 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
+from pathlib import Path
 
 import msgspec
 
 from app.engine_client import Engine, EngineDied, ends
 from app.serve.metrics import Metrics
-from app.serve.refusals import Refused, refused_by_engine
+from app.serve.refusals import STOPPED, Refused, refused_by_engine
 from engine.ipc.messages import (
     AnyEvent,
     CountTokens,
@@ -69,6 +70,8 @@ class ModelService:
         self.metrics = Metrics()
         self._engine = engine
         self._load = load
+        # Other machines need not know in which folder it lies.
+        self._asked = Path(load.model).name if Path(load.model).expanduser().exists() else load.model
         self._names = tuple(names)
         self._show = show
         self._note = note
@@ -88,8 +91,8 @@ class ModelService:
     @property
     def names(self) -> tuple[str, ...]:
         """The names under which the model answers, the usual one first."""
-        usual = self.facts.name if self.facts is not None else self._load.model
-        return tuple(dict.fromkeys([usual, self._load.model, *self._names]))
+        usual = self.facts.name if self.facts is not None else self._asked
+        return tuple(dict.fromkeys([usual, self._asked, *self._names]))
 
     def check_name(self, name: str | None) -> str:
         """``name`` if the model has it; its usual one for no name. Raises Refused."""
@@ -189,7 +192,7 @@ class ModelService:
     async def _pump(self, request: Generate, arrived: asyncio.Queue[AnswerEvent | Refused]) -> None:
         try:
             if self._stopping:
-                raise Refused("The server is being stopped.", 503)
+                raise Refused(STOPPED, 503)
             if self.waiting >= MOST_WAITING:
                 raise Refused(f"{MOST_WAITING} requests are waiting already: try again later.", 429, code="queue_full")
             if not await self._ask(request, arrived):
@@ -200,7 +203,7 @@ class ModelService:
             arrived.put_nowait(Refused(str(error), 503))
         except asyncio.CancelledError:
             self.metrics.cancelled()
-            arrived.put_nowait(Refused("The server is being stopped.", 503))
+            arrived.put_nowait(Refused(STOPPED, 503))
             raise
 
     async def _ask(

@@ -25,8 +25,9 @@ from app.serve.asking import (
     thinking_of,
 )
 from app.serve.model_service import ModelService
-from app.serve.openai_fields import DONE, SampledRequest, finish_reason, frame, usage
+from app.serve.openai_fields import DONE, SampledRequest, finish_reason, usage
 from app.serve.refusals import Refused
+from app.serve.replies import event_frame
 from app.serve.tools import ToolChoiceObject, chosen, tool_of
 from engine.ipc.messages import (
     MOST_LOGPROBS,
@@ -233,7 +234,7 @@ class ChatAnswers:
                 yield self._chunk(number, {"role": "assistant", **thoughts, "content": answer.text})
             yield self._chunk(number, {}, finish_reason(answer))
         if self._with_usage:
-            yield frame({**self._head("chat.completion.chunk"), "choices": [], "usage": usage(finished)})
+            yield event_frame({**self._head("chat.completion.chunk"), "choices": [], "usage": usage(finished)})
         yield DONE
 
     def _chunk(
@@ -250,7 +251,7 @@ class ChatAnswers:
             "finish_reason": reason,
         }
         usage_yet: dict[str, object] = {"usage": None} if self._with_usage else {}
-        return frame({**self._head("chat.completion.chunk"), "choices": [choice], **usage_yet})
+        return event_frame({**self._head("chat.completion.chunk"), "choices": [choice], **usage_yet})
 
     def _head(self, kind: str) -> dict[str, object]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model}

@@ -12,8 +12,9 @@ import msgspec
 
 from app.serve.asking import Defaults, Natural, answers_of, most_tokens, stops_of
 from app.serve.model_service import ModelService
-from app.serve.openai_fields import DONE, SampledRequest, finish_reason, frame, usage
-from app.serve.refusals import Refused
+from app.serve.openai_fields import DONE, SampledRequest, finish_reason, usage
+from app.serve.refusals import TOO_LONG, Refused
+from app.serve.replies import event_frame
 from engine.ipc.messages import MOST_LOGPROBS, Finished, Generate, Piece, Sample, TokenLogprob
 
 USUAL_LENGTH = 16
@@ -82,6 +83,7 @@ class Completions:
 
     async def whole(self) -> bytes:
         """The completion. Raises Refused."""
+        await self._check_prompts()
         finished = [await self._service.finished(generate, self._client) for generate in self._generates]
         answers = [answer for one in finished for answer in answers_of(one, self._choices)]
         choices = [
@@ -92,6 +94,7 @@ class Completions:
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         """Server-sent events. Raises Refused."""
+        await self._check_prompts()
         found: list[Finished] = []
         ends: dict[int, int] = {}
         for place, generate in enumerate(self._generates):
@@ -110,12 +113,26 @@ class Completions:
                             yield self._chunk(self._choice(number, text, event.logprobs, None, ends.get(number, 0)))
                         ends[number] = ends.get(number, 0) + sum(len(one.text) for one in event.logprobs)
         if self._with_usage:
-            yield frame({**self._head(), "choices": [], "usage": summed(found)})
+            yield event_frame({**self._head(), "choices": [], "usage": summed(found)})
         yield DONE
+
+    async def _check_prompts(self) -> None:
+        """Raises Refused for one of several prompts before the first is answered."""
+        if len(self._generates) == 1:
+            return
+        for generate in self._generates:
+            tokens, facts = await self._service.prompt_tokens(generate), self._service.facts
+            if facts is not None and tokens >= facts.context_limit:
+                raise Refused(
+                    f"One of the prompts is {tokens:,} tokens, and the context holds {facts.context_limit:,}, answer "
+                    "included: shorten it.",
+                    code=TOO_LONG,
+                    parameter="prompt",
+                )
 
     def _chunk(self, choice: dict[str, object]) -> bytes:
         usage_yet: dict[str, object] = {"usage": None} if self._with_usage else {}
-        return frame({**self._head(), "choices": [choice], **usage_yet})
+        return event_frame({**self._head(), "choices": [choice], **usage_yet})
 
     def _choice(
         self, number: int, text: str, logprobs: list[TokenLogprob], reason: str | None, begin: int = 0

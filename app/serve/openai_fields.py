@@ -16,7 +16,8 @@ from app.serve.asking import (
     Temperature,
     sampling_of,
 )
-from app.serve.refusals import Refused, error_json
+from app.serve.refusals import Refused, error_object
+from app.serve.replies import event_frame
 from engine.ipc.messages import MOST_SAMPLES, Constraint, Finished, Sample, Sampling
 
 DONE = b"data: [DONE]\n\n"
@@ -119,11 +120,6 @@ def usage(finished: Finished) -> dict[str, object]:
     }
 
 
-def frame(value: object) -> bytes:
-    """One server-sent event."""
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"
-
-
 def failure(refused: Refused) -> bytes:
     """An error in the middle of a stream, which OpenAI's clients raise."""
-    return b"data: " + error_json(refused, "openai") + b"\n\n"
+    return event_frame(error_object(refused, "openai"))

@@ -27,6 +27,7 @@ from app.serve.asking import (
 from app.serve.model_service import ModelService
 from app.serve.openai_fields import reasoning_tokens
 from app.serve.refusals import Refused, error_object
+from app.serve.replies import event_frame
 from app.serve.response_items import InputItem, messages_of, qualified
 from app.serve.segments import AnswerSegment, AnswerSegments, SegmentChange, segments_of
 from app.serve.tools import ToolChoiceObject, chosen, tool_of
@@ -213,7 +214,7 @@ class ResponseAnswer:
     def _event(self, kind: str, **fields: object) -> bytes:
         self._number += 1
         value = {"type": kind, "sequence_number": self._number, **fields}
-        return f"event: {kind}\n".encode() + b"data: " + msgspec.json.encode(value) + b"\n\n"
+        return event_frame(value, kind)
 
     # --- objects ------------------------------------------------------------------------------------------------------
 
@@ -245,6 +246,7 @@ class ResponseAnswer:
         cut = finished is not None and finished.finish_reason == "length"
         effort = request.reasoning.effort if request.reasoning else None
         form = request.text.format if request.text and request.text.format else AnswerFormat()
+        forced = self._generate.forced_tool
         return {
             "id": self._id,
             "object": "response",
@@ -261,9 +263,9 @@ class ResponseAnswer:
             "reasoning": {"effort": effort, "summary": None},
             "store": False,
             "temperature": request.temperature,
-            "text": {"format": {"type": form.type}},
-            "tool_choice": self._generate.tool_choice,
-            "tools": [],
+            "text": {"format": _form_object(form)},
+            "tool_choice": {"type": "function", "name": forced} if forced else self._generate.tool_choice,
+            "tools": [_tool_object(tool) for _, tool in self._functions.values()],
             "top_p": request.top_p,
             "truncation": "disabled",
             "usage": None if finished is None else _usage(finished),
@@ -274,13 +276,24 @@ class ResponseAnswer:
 def failure(refused: Refused) -> bytes:
     """An error in the middle of a stream."""
     value = {"type": "error", **error_object(refused, "openai")}
-    return b"event: error\ndata: " + msgspec.json.encode(value) + b"\n\n"
+    return event_frame(value, "error")
+
+
+def _form_object(form: AnswerFormat) -> dict[str, object]:
+    if form.type != "json_schema":
+        return {"type": form.type}
+    return {"type": form.type, "name": form.name or "answer", "schema": form.schema, "strict": True}
+
+
+def _tool_object(tool: ResponseTool) -> dict[str, object]:
+    said = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+    return {"type": "function", **said, "strict": False}
 
 
 def _usage(finished: Finished) -> dict[str, object]:
     return {
         "input_tokens": finished.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": finished.cached_tokens},
+        "input_tokens_details": {"cached_tokens": finished.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": finished.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": reasoning_tokens(finished)},
         "total_tokens": finished.prompt_tokens + finished.completion_tokens,

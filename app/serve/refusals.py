@@ -38,6 +38,7 @@ class Refused(Exception):
 Protocol = Literal["openai", "anthropic"]
 
 
+STOPPED = "The server is being stopped."
 TOO_LONG = "context_length_exceeded"
 _TOO_LONG_SAID: dict[Protocol, str] = {
     "openai": "This model's maximum context length is exceeded: ",
@@ -67,7 +68,7 @@ def error_json(refused: Refused, protocol: Protocol) -> bytes:
 
 def protocol_of(path: str) -> Protocol:
     """The protocol whose errors a client of ``path`` can read."""
-    return "anthropic" if path.startswith("/v1/messages") else "openai"
+    return "anthropic" if path.startswith(("/v1/messages", "/v1/v1/messages")) else "openai"
 
 
 def refused_by_engine(failed: Failed) -> Refused:

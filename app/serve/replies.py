@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, suppress
 
+import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from app.serve.refusals import Protocol, Refused, error_json
+from app.serve.refusals import STOPPED, Protocol, Refused, error_json
 
 PING_S = 10.0
 """Seconds of silence after which a stream gets a comment. Before its first event it also fixes the status."""
@@ -19,6 +20,18 @@ _EVENT_STREAM = [
     (b"cache-control", b"no-store"),
     (b"x-accel-buffering", b"no"),
 ]
+
+
+_LINE_ENDS = {"\u2028": b"\\u2028", "\u2029": b"\\u2029", "\u0085": b"\\u0085"}
+"""Characters that JSON may hold as they are, and at which many clients cut lines, with their escapes."""
+
+
+def event_frame(value: object, kind: str = "") -> bytes:
+    """``value`` as one server-sent event, of a ``kind`` if the protocol names them."""
+    data = msgspec.json.encode(value)
+    for character, escape in _LINE_ENDS.items():
+        data = data.replace(character.encode(), escape)
+    return (f"event: {kind}\n".encode() if kind else b"") + b"data: " + data + b"\n\n"
 
 
 def json_response(body: bytes, status: int = 200) -> Response:
@@ -81,6 +94,11 @@ class EventStream:
                     await refusal_response(refused, self._protocol)(scope, receive, send)
                     return
                 await self._send(send, self._failure(refused))
+            except asyncio.CancelledError:
+                if self._begun:  # the server ends; whoever has left hears nothing of it
+                    await self._send(send, self._failure(Refused(STOPPED, 503)))
+                    await send({"type": "http.response.body", "body": b"", "more_body": False})
+                raise
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
         await _unless_gone(answer(), receive)

@@ -9,11 +9,12 @@ import socket
 import ssl
 from collections.abc import Iterator
 
+import h11
 import uvicorn
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from app.serve.refusals import Refused, protocol_of
+from app.serve.refusals import STOPPED, Refused, protocol_of
 from app.serve.replies import refusal_response
 
 HEAD_S = 15.0
@@ -47,6 +48,11 @@ class _PatientProtocol(H11Protocol):
         super().data_received(data)
         if self._answering():
             self._stop_timer()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Whether the connection stays open: a client that wants one answer only may say that it sends no more. Any
+        other has left."""
+        return self._answering() and self.conn.their_state is h11.MUST_CLOSE
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -102,13 +108,27 @@ class HttpServer(uvicorn.Server):
         """``app`` for as many connections as there may be. uvicorn's own limit answers in plain text."""
 
         async def limited(scope: Scope, receive: Receive, send: Send) -> None:
-            if len(self.server_state.connections) <= MOST_CONNECTIONS:
-                await app(scope, receive, send)
+            begun = False
+
+            async def noting(message: Message) -> None:
+                nonlocal begun
+                begun = True
+                await send(message)
+
+            async def refuse(text: str) -> None:
+                response = refusal_response(Refused(text, 503), protocol_of(scope["path"]))
+                response.headers["connection"] = "close"
+                await response(scope, receive, send)
+
+            if len(self.server_state.connections) > MOST_CONNECTIONS:
+                await refuse(f"More than {MOST_CONNECTIONS} connections are open: close some, or try later.")
                 return
-            refused = Refused(f"More than {MOST_CONNECTIONS} connections are open: close some, or try later.", 503)
-            response = refusal_response(refused, protocol_of(scope["path"]))
-            response.headers["connection"] = "close"
-            await response(scope, receive, send)
+            try:
+                await app(scope, receive, noting)
+            except asyncio.CancelledError:
+                if not begun:  # uvicorn would say it in plain text
+                    await refuse(STOPPED)
+                raise
 
         return limited
 

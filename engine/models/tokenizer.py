@@ -7,7 +7,7 @@ template (:mod:`engine.models.template_process`). Neither runs Python code of th
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,12 @@ END_OF_TURN_TOKENS = (
 """Tokens that end a turn, for a model without a chat template that tells."""
 END_OF_TEXT_TOKENS = ("<|end_of_text|>", "<|endoftext|>")
 """Tokens that end a text. Models also end a turn with them, and no template writes them there."""
+
+
+MOST_MESSAGES = 10_000
+"""Maximum number of messages of a conversation."""
+_CHUNK = 65_536
+"""Characters that are tokenized at once to see whether a text can fit at all."""
 
 
 class Tokenizer:
@@ -158,6 +164,21 @@ class Tokenizer:
         add = beginning and not self.has_chat_template
         return self._control_tokens(lambda: False).encode(text, add_special_tokens=add)
 
+    def exceeds(self, texts: Iterable[str], limit: int) -> bool:
+        """Whether ``texts`` are certainly more than ``limit`` tokens. No more of them is tokenized than shows it."""
+        rest = [text for text in texts if text]
+        if sum(map(len, rest)) <= max(limit, _CHUNK):
+            return False
+        # Where a text is cut, a few tokens more or less may come out.
+        certain = limit + limit // 8 + 64
+        found = 0
+        for text in rest:
+            for begin in range(0, len(text), _CHUNK):
+                found += len(self._library.encode(text[begin : begin + _CHUNK], add_special_tokens=False).ids)
+                if found > certain:
+                    return True
+        return False
+
     def decode_exactly(self, ids: Sequence[int]) -> str:
         """The text of ``ids`` with special tokens spelled out."""
         return self._library.decode(list(ids), skip_special_tokens=False)
@@ -181,6 +202,12 @@ class Tokenizer:
         """
         if not messages:
             raise ModelError("There is no message to answer; type one.", "bad-input")
+        if len(messages) > MOST_MESSAGES:
+            raise ModelError(
+                f"There are {len(messages):,} messages, and at most {MOST_MESSAGES:,} can be read: leave out the first "
+                "ones.",
+                "bad-input",
+            )
         if continue_last and messages[-1].role != "assistant":
             raise ModelError(
                 f"Only an assistant's message can be continued, and the last one is the {messages[-1].role}'s.",

@@ -276,19 +276,23 @@ class Session:
         )
 
     def count_tokens(self, request: CountTokens) -> TokensCounted:
-        """The tokens of each text, and of a question of messages. Raises ModelError (bad-input) if the model has no
-        tokenizer, or its template refuses the question."""
-        if self._tokenizer is None:
+        """The tokens of each text, and of a question. Raises ModelError (bad-input) if the model has no tokenizer, or
+        the question cannot be asked."""
+        if self._tokenizer is None and (request.question is None or request.question.prompt_ids is None):
             raise ModelError(f"{self.facts.name} has no tokenizer.", kind="bad-input")
-        counts = [len(self._tokenizer.encode_rendered(text, beginning=False)) for text in request.texts]
+        tokenizer = self._tokenizer
+        counts = [len(tokenizer.encode_rendered(text, beginning=False)) for text in request.texts] if tokenizer else []
         asked = request.question
-        if asked is not None:
+        if asked is not None and asked.messages is None:
+            counts.append(len(self._prompt(asked, (), lambda: False)))
+        elif asked is not None:
             variables = template_variables(asked.thinking, asked.effort)
+            assert tokenizer is not None
             asked, _ = with_usable_tools(asked, self._call_format)
-            text = self._tokenizer.render_chat(
+            text = tokenizer.render_chat(
                 asked.messages or [], asked.continue_last, lambda: False, variables, asked.tools
             )
-            counts.append(len(self._tokenizer.encode_rendered(text)))
+            counts.append(len(tokenizer.encode_rendered(text)))
         return TokensCounted(id=request.id, counts=counts)
 
     @property
@@ -318,15 +322,27 @@ class Session:
                 kind="bad-input",
             )
         elif request.prompt is not None:
+            self._refuse_texts_that_exceed([request.prompt])
             prompt = self._tokenizer.encode(request.prompt)
         elif not request.messages:
             raise ModelError("There is no message to answer.", kind="bad-input")
         else:
+            self._refuse_texts_that_exceed([message.content for message in request.messages])
             variables = template_variables(request.thinking, request.effort)
             prompt = self._history.prompt(request.messages, request.continue_last, cancelled, variables, tools)
         if not prompt:
             raise ModelError("The prompt is empty: the model needs at least one token to go on from.", kind="bad-input")
         return prompt
+
+    def _refuse_texts_that_exceed(self, texts: Sequence[str]) -> None:
+        """Raises ModelError (context) before anything is made of texts that cannot fit."""
+        limit = self.facts.context_limit
+        if self._tokenizer is not None and self._tokenizer.exceeds(texts, limit):
+            raise ModelError(
+                f"The prompt has {sum(map(len, texts)):,} characters, and the context holds {limit:,} tokens, answer "
+                "included: shorten it, start a new conversation, or load the model with a larger context limit.",
+                kind="context",
+            )
 
     def _parsing(self, request: Generate, has_tools: bool) -> Callable[[], ReasoningParser] | None:
         """What makes the parser of ``request``'s answer. Without a template, thoughts are text like any other."""

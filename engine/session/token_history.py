@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -47,6 +47,8 @@ class ChatTokenizer(Protocol):
     ) -> str: ...
 
     def takes_several_calls(self, should_stop: Callable[[], bool] = ...) -> bool: ...
+
+    def exceeds(self, texts: Iterable[str], limit: int) -> bool: ...
 
     def encode(self, text: str) -> list[int]: ...
 

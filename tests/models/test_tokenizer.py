@@ -270,3 +270,31 @@ def test_a_later_part_of_a_conversation_is_tokenized_like_the_whole(tmp_path: Pa
     assert tokenizer.decode_exactly(tail[-len(tokenizer.encode_rendered("<|im_start|>assistant\n")) :]) == (
         "<|im_start|>assistant\n"
     )
+
+
+def test_a_text_is_tokenized_only_until_it_certainly_exceeds_the_context(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = load_tokenizer(write_tokenizer_folder(tmp_path, CHATML))
+    assert found is not None
+    seen: list[int] = []
+    library = found._library
+
+    class Counting:
+        def encode(self, text: str, **options: object) -> object:
+            seen.append(len(text))
+            return library.encode(text, **options)
+
+    monkeypatch.setattr(found, "_library", Counting())
+    assert found.exceeds(["many words " * 1_000_000], 5_000) and sum(seen) < 200_000
+    assert found.exceeds(["some words "] * 100_000, 5_000)
+    seen.clear()
+    assert not found.exceeds(["some words " * 400], 5_000) and seen == []
+    assert not found.exceeds(["some words " * 10_000], 200_000)
+
+
+def test_more_messages_than_can_be_read_are_refused(tmp_path: Path) -> None:
+    found = load_tokenizer(write_tokenizer_folder(tmp_path, CHATML))
+    assert found is not None
+    with pytest.raises(ModelError, match="10,001 messages"):
+        found.render_chat([Message("user", "x")] * 10_001)

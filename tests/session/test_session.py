@@ -482,7 +482,7 @@ def test_other_errors_pass_and_the_cache_starts_over(ask: Ask, monkeypatch: pyte
         ("prompt is empty", [], {}),
         ("Token id 160 is not", [1, 160], {}),
         ("Token id -1 is not", [-1], {}),
-        ("Max tokens is 0", [1], {"max_tokens": 0}),
+        ("Max tokens is -1", [1], {"max_tokens": -1}),
         ("Beam width is 17", [1], {"beams": 17}),
         ("stop string is empty", [1], {"stop": [""]}),
         ("Temperature is -1", [1], {"sampling": Sampling(temperature=-1)}),
