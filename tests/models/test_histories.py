@@ -12,7 +12,8 @@ from engine.ipc.messages import Message, ToolCall
 from engine.models.histories import paired
 
 WRITTEN = (
-    "{# tools <tool_call></tool_call> #}{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+    '{% if tools %}<tool_call>{"name": "x"}</tool_call>{% endif %}'
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
     "{% if m.thinking %}({{ m.thinking }}){% endif %}"
     "{% for call in m.tool_calls or [] %}<tool_call>{{ call.id }} {{ call.function.name }} "
     "{{ call.function.arguments | tojson }}</tool_call>{% endfor %}"
