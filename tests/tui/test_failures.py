@@ -242,7 +242,7 @@ async def test_no_error_on_any_screen_ends_the_chat(
     assert asked_early
 
 
-@pytest.mark.parametrize("name", SCREENS)
+@pytest.mark.parametrize("name", ["chat", "chats", "timing", "sampling", "a persona", "palette", "help", "confirm"])
 async def test_a_screen_that_is_closed_twice_closes_no_other(
     name: str, make_app: MakeApp, engine: FakeEngine, few_settings: None
 ) -> None:
