@@ -73,6 +73,9 @@ check_mac() {
         fail "this is macOS $macos, and torch and mlx need macOS 14 or newer: update macOS (System Settings > General > Software Update)."
     fi
     machine=$("$1" -c 'import platform; print(platform.machine())')
+    if [ "$machine" != arm64 ] && [ "$(sysctl -n sysctl.proc_translated 2>/dev/null || echo 0)" = 1 ]; then
+        fail "this terminal is run by Rosetta, and so is $1, as a program for Intel Macs: open a terminal that is not (Finder > the app > Get Info > Open using Rosetta), and run make there."
+    fi
     if [ "$machine" != arm64 ]; then
         fail "$1 is a Python for Intel Macs ($machine, run by Rosetta), for which torch has no packages: install one for Apple Silicon (brew install python@3.13 in /opt/homebrew, or python.org) and run make with PYTHON=/path/to/python3."
     fi

@@ -16,6 +16,9 @@ SLOWEST = 4.0
 """Lowest predicted speed, in tokens per second, of a model that is offered for its answers: a slow reader's."""
 USEFUL_BILLIONS = 2.0
 """Least strength (:func:`strength`), in billions, of a model that is offered for its speed."""
+LEAST_OF_BEST = 0.25
+"""Least strength of such a model, as a fraction of that of the model offered for its answers: a large machine is not
+led to a small model."""
 NOMINAL_MEMORY = 0.9
 """Fraction of the memory that a machine is sold with that the system reports at least."""
 
@@ -110,7 +113,8 @@ def offers(entries: Sequence[CatalogueEntry], machine: MachineFigures) -> list[M
         which = "fit this machine" if of_all else "are quick enough on this machine"
         found.append(_offer(best, machine, f"The best answers of those that {which}."))
     others = [entry for entry in room if entry is not best]
-    useful = [entry for entry in others if strength(entry) >= USEFUL_BILLIONS]
+    least = USEFUL_BILLIONS if best is None else max(USEFUL_BILLIONS, LEAST_OF_BEST * strength(best))
+    useful = [entry for entry in others if strength(entry) >= least]
     fastest = max(useful or others, key=lambda entry: tokens_per_s(entry, machine), default=None)
     if best is not None and fastest is not None:
         found.append(_offer(fastest, machine, _beside(fastest, best, machine)))

@@ -6,6 +6,7 @@ Nothing is open before it is requested. Nothing here waits for a running answer.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -53,8 +54,13 @@ AnyNetworkRequest = OpenNetwork | CloseNetwork | ShowCode | Pair | ForgetPeer | 
 
 
 DIALOGUE_S = 120.0
-"""Seconds for the keyring of a lent machine. A service that gave up sooner would be started again, and its new dialogue
-would replace the one in which a person types a password."""
+"""Seconds for the keyring of a lent machine, and of a Mac. A service that gave up sooner would be started again, and
+its new dialogue would replace the one in which a person types a password."""
+
+
+def keyring_patience(lend: bool, system: str) -> float | None:
+    """Seconds for the keyring; None: the usual few. macOS asks in a dialogue that everybody sees and has to read."""
+    return DIALOGUE_S if lend or system == "darwin" else None
 
 
 class ClusterNetwork:
@@ -188,7 +194,7 @@ class ClusterNetwork:
                     f"The network is open already, at {', '.join(self._node.listening)}; close it first.",
                     kind="bad-input",
                 )
-            identity = self._load_identity(DIALOGUE_S if request.lend else None)
+            identity = self._load_identity(keyring_patience(request.lend, sys.platform))
             node = Node(identity, self._peers, request, self._news.set, self._parts)
             if request.lend:
                 self._lender = ClusterWorker(node, self._news.set, request)

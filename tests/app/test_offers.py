@@ -34,6 +34,14 @@ def test_what_is_offered_fits_and_the_best_that_is_not_slow_comes_first(gigabyte
         assert tokens_per_s(quick, here) > tokens_per_s(best, here)
 
 
+@pytest.mark.parametrize("apple", [False, True])
+@pytest.mark.parametrize(("gigabytes", "read"), [(128, 100e9), (128, 500e9), (512, 800e9)])
+def test_a_large_machine_is_not_led_to_a_small_model(gigabytes: int, read: float, apple: bool) -> None:
+    entries = {entry.name: entry for entry in offered(apple=apple)}
+    _, best, quick = offers(list(entries.values()), machine(gigabytes, read))
+    assert 4 * strength(entries[quick.name]) >= strength(entries[best.name]) > 20
+
+
 def test_a_slow_or_full_machine_is_offered_less() -> None:
     entries = offered(apple=False)
     # Nothing is quick on a memory that is read at 1 GB/s: what is offered fits all the same.

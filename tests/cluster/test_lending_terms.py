@@ -108,6 +108,9 @@ def test_of_a_gpu_half_is_lent_or_what_its_person_says(
     spec = msgspec.structs.replace(spec_of(pair, Placement((0,), 2, (((0,), (1,)),))), runtime="torch")
     load = load_of(spec, terms)
     assert (load.partitioning, load.most_gpu_memory, load.most_gpu_share) == (partitioning, most, share)
+    # mlx has nothing but the GPU, and refuses to run on the CPU.
+    assert load_of(msgspec.structs.replace(spec, runtime="mlx"), terms).partitioning == "auto"
+    assert load_of(msgspec.structs.replace(spec, runtime="native"), terms).partitioning == "cpu"
 
 
 def test_what_a_gpu_keeps_needs_no_other_memory(

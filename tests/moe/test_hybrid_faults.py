@@ -155,14 +155,22 @@ def test_copies_that_always_fail_are_told_a_few_times(folder: Path, expected: li
 
 def test_refused_page_locks_are_said_and_change_nothing(folder: Path, expected: list[np.ndarray]) -> None:
     device = StandInDevice(MEMORY, faults=Faults(page_locks="operation not supported"))
-    model = load(folder, device)
+    model = load(folder, device, gpu_expert_bytes=3 * ONE_EXPERT)
     (line,) = [notice for notice in model.facts.notices if "Page-locking was refused" in notice]
     assert "operation not supported" in line
     assert same(greedy(model), expected)
-    locked = load(folder, other := StandInDevice(MEMORY))
+    locked = load(folder, other := StandInDevice(MEMORY), gpu_expert_bytes=3 * ONE_EXPERT)
     assert sum(other.locked.values()) >= locked.facts.expert_bytes
     locked.close()
     assert other.locked == {} and other.buffers == {}
+
+
+def test_no_pages_are_locked_if_every_expert_is_on_the_gpu(folder: Path, expected: list[np.ndarray]) -> None:
+    device = StandInDevice(MEMORY, faults=Faults(page_locks="operation not supported"))
+    model = load(folder, device)
+    assert executor_of(model).gpu_expert_bytes >= model.facts.expert_bytes
+    assert device.locked == {} and not any("Page-locking" in notice for notice in model.facts.notices)
+    assert same(greedy(model), expected)
 
 
 @pytest.mark.sampled
@@ -396,7 +404,7 @@ def test_loading_that_is_cancelled_leaves_nothing_on_the_device(folder: Path, st
         if text.startswith(stage):
             raise Cancelled("stopped")
 
-    request = Load(id=1, model="mixtral", cpu_threads=1)
+    request = Load(id=1, model="mixtral", cpu_threads=1, gpu_expert_bytes=3 * ONE_EXPERT)
     with pytest.raises(Cancelled):
         TorchRuntime(lambda: device).load(folder, request, cancel)
     assert device.buffers == {} and device.locked == {}

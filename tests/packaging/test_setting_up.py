@@ -134,6 +134,7 @@ def test_a_python_without_packages_is_refused_in_one_line(
         ("1", "13.6.9", "arm64", "this is macOS 13.6.9, and torch and mlx need macOS 14 or newer"),
         ("1", "26.2", "x86_64", "is a Python for Intel Macs (x86_64, run by Rosetta)"),
         ("1", "14.0", "arm64", "cannot make virtual environments"),
+        ("1 translated", "15.1", "x86_64", "this terminal is run by Rosetta"),
     ],
 )
 def test_a_mac_that_cannot_run_it_is_told_so(
@@ -141,7 +142,8 @@ def test_a_mac_that_cannot_run_it_is_told_so(
 ) -> None:
     (tools / "uname").unlink()
     program(tools / "uname", "echo Darwin")
-    program(tools / "sysctl", f"echo {arm64}")
+    number, _, translated = arm64.partition(" ")
+    program(tools / "sysctl", f'[ "$2" = sysctl.proc_translated ] && echo {int(bool(translated))} || echo {number}')
     program(tools / "sw_vers", f"echo {macos}")
     fake_python(tools / "python3.13", (3, 13), machine)
     result = shell(INSTALL, ".venv", ".", folder=tmp_path, PATH=str(tools))

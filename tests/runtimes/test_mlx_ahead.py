@@ -220,6 +220,38 @@ def test_what_survives_is_what_survives_on_the_host(rule: SamplingRule, seed: in
     assert np.allclose(weights / weights.sum(), expected, atol=1e-5)
 
 
+@given(st.integers(1, 60), st.sampled_from([0.1, 0.5, 0.999]))
+def test_only_what_top_k_leaves_is_sorted(top_k: int, top_p: float) -> None:
+    sorted_sizes: list[int] = []
+    sort = mx.sort
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mx, "sort", lambda array, axis: (sorted_sizes.append(array.shape[-1]), sort(array, axis=axis))[1])
+        patch.setattr(mx, "argsort", lambda *given, **named: pytest.fail("the vocabulary is sorted"))
+        surviving(
+            mx.arange(50, dtype=mx.float32)[None], draw_of(SamplingRule(temperature=1.0, top_k=top_k, top_p=top_p))
+        )
+    assert sorted_sizes == [min(top_k, 50)]
+
+
+def test_equal_weights_at_the_end_of_a_nucleus_stay_together() -> None:
+    logits = mx.array([[1.0, 2.0, 1.0, 1.0, -9.0]])
+    for top_k in (0, 2):
+        rule = SamplingRule(temperature=1.0, top_k=top_k, top_p=0.6)
+        assert np.isfinite(np.array(surviving(logits, draw_of(rule)))).tolist() == [[True, True, True, True, False]]
+
+
+def test_greedy_steps_make_no_random_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = load(write_comparable(tmp_path, "mixtral")).start()
+    rows.extend(PROMPT)
+    split = mx.random.split
+    splits: list[Any] = []
+    monkeypatch.setattr(mx.random, "split", lambda key: (splits.append(key), split(key))[1])
+    rows.step_choosing(7, GREEDY)
+    assert splits == []
+    rows.step_choosing(7, draw_of(SamplingRule(temperature=1.0)))
+    assert len(splits) == 2
+
+
 def test_draws_are_as_likely_as_they_should_be() -> None:
     logits = mx.array([[0.0, 1.0, 2.0, 3.0, -4.0]])
     draw = draw_of(SamplingRule(temperature=1.0, top_k=3))

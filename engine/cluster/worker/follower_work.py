@@ -59,13 +59,15 @@ def lent_gpu(gpu: GpuFacts | None, terms: LendTerms) -> GpuFacts | None:
 def load_of(spec: EpochSpec, terms: LendTerms) -> Load:
     """How the shard is loaded: as the head loads its own, on this machine's ``terms``."""
     own = terms.machine_options() | {"cpu_threads": lent_threads(terms, spec.cpu_threads)}
+    # mlx has nothing but the GPU, whose memory is the machine's.
+    on_cpu = spec.runtime == "native" or (spec.runtime == "torch" and terms.lend_gpu_memory == 0)
     wanted = Load(
         id=0,
         model=spec.model,
         runtime=spec.runtime,
         dtype=spec.dtype,
         key_values=spec.key_values,
-        partitioning="cpu" if spec.runtime == "native" or terms.lend_gpu_memory == 0 else "auto",
+        partitioning="cpu" if on_cpu else "auto",
         context_limit=spec.context_limit,
         prefill_chunk=spec.prefill_chunk,
         most_memory=terms.lend_memory,

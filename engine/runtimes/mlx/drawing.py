@@ -17,8 +17,9 @@ _COLDEST = 1e-30
 """Lowest temperature in use, as on the host. Below it only the likeliest tokens have a weight in float32."""
 
 
-def draw_token(logits: Array, draw: Draw, key: Array) -> Array:
-    """The next token [1] for ``logits`` [1, vocabulary] in float32; ``key`` is mlx's random key."""
+def draw_token(logits: Array, draw: Draw, key: Array | None) -> Array:
+    """The next token [1] for ``logits`` [1, vocabulary] in float32; ``key`` is mlx's random key, which greedy decoding
+    does not use."""
     if draw.temperature == 0.0:
         return mx.argmax(logits, axis=-1)
     return mx.random.categorical(surviving(logits, draw), key=key)
@@ -28,18 +29,18 @@ def surviving(logits: Array, draw: Draw) -> Array:
     """The logarithms [1, vocabulary] of what the tokens weigh, the likeliest 0, and -inf for those not to be drawn."""
     weights = (logits - mx.max(logits, axis=-1, keepdims=True)) / max(draw.temperature, _COLDEST)
     nothing = mx.array(-mx.inf, mx.float32)
+    likeliest = weights
     if 0 < draw.top_k < logits.shape[-1]:
-        last = mx.min(mx.topk(logits, draw.top_k, axis=-1), axis=-1, keepdims=True)
-        weights = mx.where(logits >= last, weights, nothing)
+        likeliest = mx.topk(weights, draw.top_k, axis=-1)
+        weights = mx.where(weights >= mx.min(likeliest, axis=-1, keepdims=True), weights, nothing)
     if draw.top_p < 1.0:
-        order = mx.argsort(-weights, axis=-1)
-        held = mx.exp(mx.take_along_axis(weights, order, axis=-1))
-        before = mx.cumsum(held, axis=-1) - held
-        inside = before < draw.top_p * mx.sum(held, axis=-1, keepdims=True)
-        # The likeliest token always stays.
-        inside = inside | (mx.arange(logits.shape[-1]) == 0)
-        kept = mx.put_along_axis(mx.zeros(logits.shape, mx.bool_), order, inside, axis=-1)
-        weights = mx.where(kept, weights, nothing)
+        # Of the vocabulary only what top-k left is sorted; who weighs as much as the last one that stays, stays too.
+        held = -mx.sort(-likeliest, axis=-1)
+        masses = mx.exp(held)
+        inside = mx.cumsum(masses, axis=-1) - masses < draw.top_p * mx.sum(mx.exp(weights), axis=-1, keepdims=True)
+        # The likeliest token, which weighs 0, always stays.
+        last = mx.min(mx.where(inside, held, mx.array(0.0)), axis=-1, keepdims=True)
+        weights = mx.where(weights >= last, weights, nothing)
     if draw.min_p > 0.0:
         weights = mx.where(mx.exp(weights) >= draw.min_p, weights, nothing)
     return weights

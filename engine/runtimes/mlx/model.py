@@ -10,13 +10,14 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import psutil
 
 from engine.errors import ModelError
 from engine.ipc.messages import ModelFacts
 from engine.moe.popularity import Popularity
 from engine.moe.timing import Phase, Recorder
+from engine.runtimes.mlx import eligible, wired
 from engine.runtimes.mlx import spans as timed
-from engine.runtimes.mlx import wired
 from engine.runtimes.mlx.cache import LayerCache, RowCache, evaluate, move_rows
 from engine.runtimes.mlx.cache_contents import contents_of, restored_caches
 from engine.runtimes.mlx.drawing import are_scores, draw_token
@@ -326,7 +327,9 @@ class MlxRows(TokenRows):
 
     def _begin(self, hidden: Array, draw: Draw) -> _Begun:
         scores = self._model.scores(hidden)
-        self._key, key = mx.random.split(self._key)
+        key = None
+        if draw.temperature > 0.0:  # A key that nothing draws with would make the graph longer with every token.
+            self._key, key = mx.random.split(self._key)
         token = draw_token(scores, draw, key).astype(mx.int32)
         return _Begun(token, mx.where(are_scores(scores), token, -1), scores)
 
@@ -346,9 +349,23 @@ class MlxRows(TokenRows):
         if rows < 1:
             raise ValueError(f"{rows} rows cannot be made")
         self.settle()
+        if rows > 1:
+            self._refuse_copies(rows)
         caches = [cache.copy_rows(rows) for cache in self._caches]
         evaluate(caches)
         return MlxRows(self._model, caches, rows, self._length, shared=self._length)
+
+    def _refuse_copies(self, rows: int) -> None:
+        """Raises ModelError (memory) if ``rows`` copies of the only row are more than is free."""
+        needed = rows * (self._length * self.bytes_per_position() + self.state_bytes())
+        limit = eligible.working_set_bytes()
+        free = int(psutil.virtual_memory().available) if limit is None else limit - mx.get_active_memory()
+        if needed > free:
+            raise ModelError(
+                f"{rows} beams need {needed / 1e9:.1f} GB for copies of the conversation's {self._length} tokens, and "
+                f"{max(0, free) / 1e9:.1f} GB are free: use fewer beams, a shorter conversation or a smaller model",
+                kind="memory",
+            )
 
     def checkpoint(self) -> TokenRows | None:
         """Keys and values are copied, in the GPU's memory: reading the conversation again would take far longer."""

@@ -176,7 +176,7 @@ def open_cache(
     backend: HybridBackend, room: Room, files: ModelFiles, request: Load, top_k: int, progress: ProgressCallback
 ) -> list[str]:
     """Fill the GPU's memory with experts, the trunk being there; a line for each fallback."""
-    notices = backend.prepare_device() + backend.lock_pages(progress, request.most_memory)
+    notices = backend.prepare_device()
     policy: Policy = policy_named(request.policy)
     free, total = room.device.memory()
     filled = replace(room.sizes, trunk_bytes=0)
@@ -185,6 +185,8 @@ def open_cache(
     slabs = slabs_kept(
         room.sizes, policy, min(room.expert_bytes, left) if request.gpu_expert_bytes is None else room.expert_bytes
     )
+    if slabs < room.sizes.slabs:  # Experts that are all on the GPU are copied once, and need no other memory after it.
+        notices += backend.lock_pages(progress, request.most_memory)
     order = seed_order(files, top_k, notices.append)
     notices += backend.open_cache(slabs * backend.slot_bytes, order, GPU_RUNTIME_BYTES // 2, progress)
     return notices + backend.check_results(progress)
