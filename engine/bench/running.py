@@ -66,7 +66,7 @@ def run_bench(
         model=session.model,
         facts=session.facts,
         rounds=request.rounds,
-        prefill_chunk=request.load.prefill_chunk,
+        prefill_chunk=session.prefill_chunk,
         threads=threads,
         weight_bytes=weight_bytes_per_token(session.facts, sizes),
         report=report,

@@ -79,6 +79,18 @@ def offered(*, apple: bool) -> tuple[CatalogueEntry, ...]:
     return tuple(entry for entry in catalogue() if entry.runtime != other)
 
 
+def for_gpu_instead(name: str) -> CatalogueEntry | None:
+    """The model that mlx runs in place of a GGUF file called ``name`` in the catalogue or by whoever made it: of the
+    same line and size. None if there is none."""
+    plain = _letters(name)
+    lines = {entry: _letters(entry.name.removesuffix("-4bit")) for entry in catalogue() if entry.runtime == "mlx"}
+    return next((entry for entry, line in lines.items() if line in plain), None)
+
+
+def _letters(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum())
+
+
 def offered_here() -> tuple[CatalogueEntry, ...]:
     """The models to offer on this machine. All others can be named as well."""
     return offered(apple=sys.platform == "darwin" and platform.machine() == "arm64")

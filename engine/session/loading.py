@@ -41,11 +41,13 @@ def load_session(
     is needed, so that the old model is kept if the new one is refused. Raises ModelError: unknown model (bad-input),
     not on this machine, damaged, unsupported, or too large (memory).
     """
+    from engine.models.catalogue import for_gpu_instead
     from engine.models.prefix_files import remove_prefixes
     from engine.models.store import refuse_shard
     from engine.models.tokenizer import load_tokenizer
     from engine.runtimes import runtime_named
-    from engine.runtimes.choosing import choose_runtime
+    from engine.runtimes.choosing import choose_runtime, mlx_by_default
+    from engine.runtimes.mlx import eligible
     from engine.runtimes.model_headers import read_headers
     from engine.session.gpu_choice import settle_gpu
     from engine.session.prefix_identity import prefix_identity
@@ -82,6 +84,9 @@ def load_session(
         ends |= words.end_of_turn_ids
     if choice.is_fallback:
         said.append(f"Running on {runtime.name}: {choice.reason}.")
+        instead = for_gpu_instead(name) if mlx_by_default() and eligible.in_gguf(folder) else None
+        if instead is not None:
+            said.append(f"The catalogue has {instead.name}, which this Mac's GPU runs.")
     if request.key_values != "auto" and runtime.name != "native":
         said.append(f"Keys and values are not kept in 8 bits: the runtime {runtime.name} cannot do that, native can.")
     if request.prefix_disk_bytes and not model.keeps_contents:
@@ -105,6 +110,9 @@ def load_session(
     # From the files: in a ring the loaded model is this machine's shard, and forming may replace that by a whole copy.
     here = (network.loaded_from if network is not None else None) or folder
     profile = None if model.popularity is None else read_headers(here, request).profile
+    chunk = request.prefill_chunk
+    if runtime.name == "mlx" and network is None:  # the machines of a ring agree on theirs
+        chunk = eligible.prefill_chunk(chunk, eligible.architecture())
     return Session(
         model,
         words,
@@ -112,7 +120,7 @@ def load_session(
         defaults=defaults,
         facts=facts,
         profile=profile,
-        prefill_chunk=request.prefill_chunk,
+        prefill_chunk=chunk,
         prefix_bytes=request.prefix_bytes,
         prefix_disk_bytes=request.prefix_disk_bytes or 0,
         identity=prefix_identity(folder, request, model.facts) if request.prefix_disk_bytes else "",

@@ -94,6 +94,7 @@ class Session:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.facts = facts or model.facts
+        self.prefill_chunk = prefill_chunk
         self.profile = profile
         """Identity of the whole model for the profile of its experts' use; None where that is not known."""
         self._model = model

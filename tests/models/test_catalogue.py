@@ -15,7 +15,7 @@ from tiny_gguf import ARCHITECTURES
 
 from engine.errors import ModelError
 from engine.models import store
-from engine.models.catalogue import catalogue, find, offered, parse_catalogue
+from engine.models.catalogue import catalogue, find, for_gpu_instead, offered, parse_catalogue
 from engine.models.families import SUPPORTED
 from engine.models.gguf_names import tag_of
 from engine.models.store import installed, partial_downloads, remove, resolve
@@ -81,6 +81,25 @@ def test_something_packed_is_offered_for_every_size_of_machine(apple: bool) -> N
     assert {entry.runtime for entry in offered(apple=apple)} == {"any", runtime}
     assert len(offered(apple=apple)) <= 20, "a list to choose from"
     assert set(offered(apple=False)) | set(offered(apple=True)) == set(catalogue())
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("qwen3-30b-q4", "qwen3-30b-4bit"),
+        ("Qwen3-30B-A3B-Q4_K_M.gguf", "qwen3-30b-4bit"),
+        ("qwen3:8b", "qwen3-8b-4bit"),
+        ("gpt-oss-20b-mxfp4", "gpt-oss-20b"),
+        ("gpt-oss:120b", "gpt-oss-120b"),
+        ("qwen3.6-35b-q4", "qwen3.6-35b-4bit"),
+        ("mixtral-8x7b-q4", None),
+        ("qwen3-coder-30b-q4", None),
+        ("", None),
+    ],
+)
+def test_a_gguf_file_has_its_like_for_the_gpu_of_a_mac(name: str, instead: str | None) -> None:
+    found = for_gpu_instead(name)
+    assert (found.name if found else None) == instead
 
 
 def test_a_packed_entry_is_one_file_of_its_repo(models: Path) -> None:

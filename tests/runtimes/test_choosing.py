@@ -285,3 +285,17 @@ class TestARefusedLoadKeepsTheModel:
         request = ask_for(folder, runtime=runtime)
         load_session(request, lambda *_: None, release=lambda: released.append(True)).close()
         assert released == [True]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "architecture", "chunk"),
+    [
+        (512, "applegpu_g16s", 2048),
+        (512, "applegpu_g15d", 2048),
+        (512, "applegpu_g16g", 512),
+        (512, "", 512),
+        (64, "applegpu_g16s", 64),
+    ],
+)
+def test_only_the_largest_chips_read_prompts_in_long_chunks(chosen: int, architecture: str, chunk: int) -> None:
+    assert eligible.prefill_chunk(chosen, architecture) == chunk

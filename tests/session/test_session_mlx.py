@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_gguf import whole_blocks, write_tiny_gguf
 from tiny_models import write_tiny_model
 
 from engine.ipc.messages import AnyEvent, Finished, Generate, Load
+from engine.runtimes import choosing
+from engine.runtimes.mlx import eligible
 from engine.session.loading import load_session
 from engine.session.session import Session
 
@@ -59,3 +62,28 @@ def test_both_runtimes_answer_the_same(tmp_path: Path, family: str) -> None:
     assert third[0].token_ids == third[1].token_ids
     mlx.close()
     torch.close()
+
+
+@pytest.mark.parametrize(("architecture", "chunk"), [("applegpu_g16s", 2048), ("applegpu_g16g", 512)])
+def test_the_session_reads_prompts_in_chunks_for_its_chip(
+    architecture: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eligible, "architecture", lambda: architecture)
+    folder = write_tiny_model(tmp_path / "m", "mixtral")
+    for runtime, expected in (("mlx", chunk), ("torch", 512)):
+        load = Load(id=1, model=str(folder), runtime=runtime, dtype="float32")  # type: ignore[arg-type]
+        session = load_session(load, lambda *_: None)
+        assert session.prefill_chunk == expected
+        session.close()
+
+
+def test_a_gguf_file_on_a_mac_is_told_its_like_for_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
+    source = write_tiny_model(tmp_path / "source", "qwen3_moe", **whole_blocks("qwen3_moe"))
+    packed = write_tiny_gguf(tmp_path / "Qwen3-30B-A3B-Q8_0.gguf", source, "qwen3moe")
+    line = "The catalogue has qwen3-30b-4bit, which this Mac's GPU runs."
+    for mac in (True, False):
+        monkeypatch.setattr(choosing, "on_apple_silicon", lambda mac=mac: mac)
+        session = load_session(Load(id=1, model=str(packed), cpu_threads=1), lambda *_: None)
+        assert session.facts.runtime != "mlx" and (line in session.facts.notices) == mac
+        session.close()

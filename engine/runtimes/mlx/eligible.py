@@ -20,6 +20,8 @@ from engine.models.weight_layout import layout_of
 from engine.models.wording import shown
 from engine.runtimes.mlx.families import unsupported_config
 
+LARGE_CHUNK = 2048
+_USUAL_CHUNK = Load(id=0, model="").prefill_chunk
 _LEFT_TO_MACOS = 4_000_000_000
 """Bytes that a raised limit of the GPU's memory must leave to everything else."""
 
@@ -83,6 +85,22 @@ def working_set_bytes() -> int | None:
     except Exception as error:  # native libraries fail in more ways than ImportError
         raise ModelError(f"mlx is installed and cannot be used here ({error}): choose the torch runtime") from error
     return int(limit) if limit else None
+
+
+def prefill_chunk(chosen: int, architecture: str) -> int:
+    """Tokens of a prefill chunk where ``chosen`` was asked for. ``architecture`` is what mlx calls the GPU.
+
+    The largest chips (their names end with s for Max, d for Ultra) are kept busy only by longer chunks than the usual
+    one. On smaller chips a longer chunk would make whoever stops an answer wait for seconds.
+    """
+    return LARGE_CHUNK if chosen == _USUAL_CHUNK and architecture[-1:] in ("s", "d") else chosen
+
+
+def architecture() -> str:
+    """What mlx calls the GPU, such as ``applegpu_g16s``; empty on a CPU."""
+    import mlx.core as mx
+
+    return str(mx.device_info().get("architecture", "")) if mx.default_device() == mx.gpu else ""
 
 
 def weight_bytes(folder: Path, dtype: str) -> int:
