@@ -7,7 +7,6 @@ tables) is wrapped here and depends on ``width``. Plain paragraphs are wrapped b
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Literal
@@ -15,22 +14,24 @@ from typing import TYPE_CHECKING, Literal
 from textual.content import Content, Span
 
 from app.text_safety import sanitize
+from app.tui.render.formula_symbols import scripted
+from app.tui.render.formulas import display_formula, inline_formula
+from app.tui.render.markdown_parser import parse
 
 if TYPE_CHECKING:
-    from markdown_it import MarkdownIt
     from markdown_it.tree import SyntaxTreeNode
 
 
 HEADINGS = ("bold $text-primary underline", "bold $text-primary", "bold $text-secondary")
 CODE_BACKGROUND = "on $code-background"
 INLINE_CODE = "$text-accent"
+KEY = "bold $text-accent"
 MUTED = "$foreground-muted"
 LINK = "underline $text-accent"
 _BULLETS = ("•", "◦", "▪")
 MARKDOWN_LIMIT = 30_000
 """Maximum characters of a text that are read as Markdown; the rest is shown as it is. Hostile Markdown of this length
 blocks the screen for some tenths of a second."""
-_LONGEST_FORMULA = 2_000
 _NARROWEST = 8
 
 Colours = Callable[[str, str], Sequence[Span]]
@@ -49,7 +50,7 @@ def render_markdown(source: str, width: int, colours: Colours = no_colours) -> C
         cut = text.rfind("\n", 0, MARKDOWN_LIMIT) + 1 or MARKDOWN_LIMIT
         text, rest = text[:cut], text[cut:]
     try:
-        lines = _Blocks(colours).of(_parse(text), max(width, _NARROWEST), nested=False)
+        lines = _Blocks(colours).of(parse(text), max(width, _NARROWEST), nested=False)
     except RecursionError:
         # Hundreds of levels of nested emphasis, which no honest text has.
         lines = [Content(text)]
@@ -59,66 +60,6 @@ def render_markdown(source: str, width: int, colours: Colours = no_colours) -> C
 def render_plain(text: str) -> Content:
     """``text`` as it is, safely."""
     return Content(sanitize(text))
-
-
-@functools.cache
-def _parser() -> MarkdownIt:
-    from markdown_it import MarkdownIt
-    from markdown_it.rules_block import StateBlock, reference, table
-    from markdown_it.rules_block.table import escapedSplit
-    from markdown_it.rules_inline import StateInline
-
-    def formula(state: StateInline, silent: bool) -> bool:
-        r"""Keep ``\(…\)`` and ``\[…\]`` as they are: their backslashes are not Markdown's escapes."""
-        closing = {"\\(": "\\)", "\\[": "\\]"}.get(state.src[state.pos : state.pos + 2])
-        if closing is None:
-            return False
-        end = state.src.find(closing, state.pos + 2, min(state.pos + _LONGEST_FORMULA, state.posMax))
-        if end < 0:
-            return False
-        if not silent:
-            state.push("text", "", 0).content = state.src[state.pos : end + 2]
-        state.pos = end + 2
-        return True
-
-    def shown_reference(state: StateBlock, start: int, end: int, silent: bool) -> bool:
-        """Know ``[1]: https://…`` as the target of links, and show it too: it may not be used, or by a text that was
-        parsed before it arrived. ``[^1]: a note`` is a footnote, and only text."""
-        first = state.bMarks[start] + state.tShift[start]
-        if state.src.startswith("[^", first) or not reference(state, start, end, silent):
-            return False
-        if not silent:
-            state.push("paragraph_open", "p", 1)
-            line = state.push("inline", "", 0)
-            line.content = "\\" + state.getLines(start, state.line, state.blkIndent, False).strip()
-            line.children = []
-            state.push("paragraph_close", "p", -1)
-        return True
-
-    def whole_table(state: StateBlock, start: int, end: int, silent: bool) -> bool:
-        """A table none of whose rows has more cells than its head: the parser would leave those out."""
-        tokens, line = len(state.tokens), state.line
-        if not table(state, start, end, silent):
-            return False
-        columns = sum(token.type == "th_open" for token in state.tokens[tokens:])
-        rows = [state.getLines(row, row + 1, 0, False).strip() for row in range(start + 2, state.line)]
-        if not silent and any(len(escapedSplit(row.removeprefix("|").removesuffix("|"))) > columns for row in rows):
-            del state.tokens[tokens:]
-            state.line = line
-            return False
-        return True
-
-    parser = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
-    parser.inline.ruler.before("escape", "formula", formula)
-    parser.block.ruler.at("table", whole_table, {"alt": ["paragraph", "reference"]})
-    parser.block.ruler.at("reference", shown_reference, {"alt": []})
-    return parser
-
-
-def _parse(text: str) -> SyntaxTreeNode:
-    from markdown_it.tree import SyntaxTreeNode
-
-    return SyntaxTreeNode(_parser().parse(text))
 
 
 # --- blocks: each gives lines -------------------------------------------------------------------------------------
@@ -143,8 +84,11 @@ class _Blocks:
 
     def _block(self, node: SyntaxTreeNode, width: int, nested: bool, depth: int) -> list[Content]:
         match node.type:
-            case "paragraph" | "inline":
-                return _flow(_inline(node), width, nested)
+            case "paragraph" | "inline" | "summary":
+                text = _inline(node)
+                if node.type == "summary":
+                    text = Content.styled("▾ ", "$text-secondary") + text.stylize_before("bold")
+                return _flow(text, width, nested)
             case "heading":
                 level = int(node.tag[1:]) if node.tag[1:].isdigit() else 1
                 style = HEADINGS[min(level, len(HEADINGS)) - 1]
@@ -158,6 +102,8 @@ class _Blocks:
                 return [Content.assemble(("▎ ", "$text-secondary"), line.stylize_before(MUTED)) for line in inside]
             case "hr":
                 return [Content.styled("─" * width, MUTED)]
+            case "display_formula":
+                return _flow(_display(node, width), width, nested)
             case "table":
                 header, rows, alignments = _table_cells(node)
                 return render_table(header, rows, alignments, width)
@@ -193,6 +139,12 @@ class _Blocks:
         for line in content.split("\n", allow_blank=True):
             lines += [_barred(piece, inner) for piece in (line.fold(inner) or [Content()])]
         return lines
+
+
+def _display(node: SyntaxTreeNode, width: int) -> Content:
+    """A formula on lines of its own, as it is written if it cannot be read."""
+    lines = display_formula(node.content, max(width - 2, _NARROWEST))
+    return Content(node.markup if lines is None else "\n".join(f"  {line}" for line in lines) + node.info)
 
 
 def _flow(content: Content, width: int, nested: bool) -> list[Content]:
@@ -258,10 +210,14 @@ def _put_inline(
         match node.type:
             case "text":
                 put(node.content)
-            case "softbreak":
-                put(" ")
-            case "hardbreak":
+            case "softbreak" | "hardbreak":
                 put("\n")
+            case "formula":
+                put(inline_formula(node.content) or node.markup)
+            case "kbd":
+                put(node.content, KEY)
+            case "sub" | "sup":
+                put(scripted(node.content, node.type))
             case "code_inline":
                 put(node.content, INLINE_CODE)
             case "link" | "image":
@@ -299,7 +255,10 @@ def render_table(
     count = max([len(header), *(len(row) for row in rows)], default=0)
     if not count:
         return []
-    wanted = [max([cell.cell_length for cell in _column(header, rows, index)], default=0) for index in range(count)]
+    wanted = [
+        max([line.cell_length for cell in _column(header, rows, index) for line in cell.split()], default=0)
+        for index in range(count)
+    ]
     widths = column_widths(wanted, width - len(_GAP) * (count - 1))
     if widths is None:
         return _as_fields(header, rows, width)

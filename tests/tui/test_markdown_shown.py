@@ -1,0 +1,109 @@
+"""What a model wrote looks as it was meant: its line breaks, its tables, and the HTML that models use."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.tui.chat.message import LiveTail
+from app.tui.render.highlighting import Highlighter
+from app.tui.render.markdown import render_markdown
+
+
+def lines(source: str, width: int = 60) -> list[str]:
+    return [line.rstrip() for line in render_markdown(source, width).plain.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("source", "shown"),
+    [
+        ("Roses are red\nViolets are blue", ["Roses are red", "Violets are blue"]),
+        ("**Name:** Ada\n**Age:** 36", ["Name: Ada", "Age: 36"]),
+        ("- 1 Main Street\n  Springfield\n- b", ["• 1 Main Street", "  Springfield", "• b"]),
+        ("> a line\n> another", ["▎ a line", "▎ another"]),
+        ("*all\nof it*", ["all", "of it"]),
+        ("a | b\nc | d", ["a | b", "c | d"]),
+        ("one<br>two<BR/>three<br />four", ["one", "two", "three", "four"]),
+        ("1. a\n   b\n   > c\n   > d", ["1. a", "   b", "   ▎ c", "   ▎ d"]),
+    ],
+)
+def test_lines_end_where_the_model_ended_them(source: str, shown: list[str]) -> None:
+    assert lines(source) == shown
+
+
+def test_lines_end_there_while_an_answer_is_written_too() -> None:
+    tail = LiveTail(Highlighter())
+    text = "A poem:\n\nRoses are red\nViolets are blue\nSugar"
+    for end in range(1, len(text) + 1):
+        tail.growing.update(text[:end])
+        shown = tail.written(60).plain.rstrip("▍").splitlines()
+        assert shown == tail.growing.tail.rstrip().splitlines()
+
+
+HEAD = "| cmd | does |\n|---|---|\n"
+
+
+@pytest.mark.parametrize(
+    ("rows", "shown"),
+    [
+        ("| `ls | wc` | counts |", ["ls | wc  counts"]),
+        ("| `a || b` | either |", ["a || b  either"]),
+        ("| ``x`|`y`` | z |\n| `a \\| b` | c |", ["x`|`y  z", "a | b  c"]),
+        ("| a | b | c |", ["a    b | c"]),
+        ("a | b | c", ["a    b | c"]),
+        ("| `a` | `b | c` | d |", ["a    b | c | d"]),
+        ("| `open | b | c |", ["`open  b | c"]),
+        ("| a |", ["a"]),
+    ],
+)
+def test_a_table_stays_a_table_and_loses_nothing(rows: str, shown: list[str]) -> None:
+    table = lines(HEAD + rows)
+    assert table[0].split() == ["cmd", "does"] and set(table[1]) == {"─", " "}
+    assert [re.sub(" {3,}", "    ", line) for line in table[2:]] == [
+        re.sub(" {3,}", "    ", line) for line in shown
+    ] or [line.split() for line in table[2:]] == [line.split() for line in shown]
+
+
+def test_a_pipe_in_the_code_of_a_head_is_no_column() -> None:
+    assert lines("| `a|b` | c |\n|---|---|\n| x | y |") == ["a|b  c", "───  ─", "x    y"]
+    assert lines("| a | b | c |\n|---|---|\n| x | y |")[0] == "| a | b | c |"
+
+
+def test_a_table_stands_at_every_moment_in_which_it_is_written() -> None:
+    text = HEAD + "| `ls | wc` | counts |\n| `a || b` | either |\n"
+    for end in range(len(HEAD), len(text) + 1):
+        shown = lines(text[:end])
+        assert shown[0].split() == ["cmd", "does"] and set(shown[1]) == {"─", " "}, text[:end]
+
+
+CELLS = st.lists(st.sampled_from(["a", "`", "``", "|", "\\|", " ", "\\", "$", "b c", "<br>"]), max_size=10).map("".join)
+
+
+@given(st.lists(CELLS, min_size=1, max_size=4))
+def test_whatever_is_in_its_rows_the_letters_of_a_table_are_all_there(rows: list[str]) -> None:
+    source = HEAD + "".join(f"| {row} |\n" for row in rows)
+    shown = render_markdown(source, 200).plain
+    assert sorted(re.findall("[abc]", shown)) == sorted(re.findall("[abc]", source.replace("<br>", "")))
+    assert "\0" not in shown
+
+
+@pytest.mark.parametrize(
+    ("source", "shown"),
+    [
+        ("| a | b |\n|---|---|\n| x<br>y | <kbd>Ctrl</kbd>+C |", ["a  b", "─  ──────", "x  Ctrl+C", "y"]),
+        ("H<sub>2</sub>O, x<sup>n+1</sup>, y<sup>!?</sup>", ["H₂O, xⁿ⁺¹, y^(!?)"]),
+        (
+            "<details>\n<summary>More **here**</summary>\n\ninside\n\n</details>\nafter",
+            ["▾ More here", "", "inside", "", "after"],
+        ),
+        ("<details open><summary>S</summary>\ninside</details>", ["▾ S", "", "inside"]),
+        ("<b>x</b> <div>y</div> <!-- z --> <script>", ["<b>x</b> <div>y</div> <!-- z --> <script>"]),
+        ("<kbd>never closed, <br", ["<kbd>never closed, <br"]),
+        ("`<br>` and\n\n    <details>", ["<br> and", "", " <details>"]),
+    ],
+)
+def test_the_html_that_models_use_means_what_it_means(source: str, shown: list[str]) -> None:
+    assert lines(source) == shown
