@@ -13,7 +13,7 @@ import errno
 import mmap
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,18 +57,25 @@ class MappedWeights:
         held: Mapping[int, Sequence[int]] | None = None,
         trunk: bool = True,
         in_use: Iterable[FileMapping] = (),
+        last: Mapping[int, Collection[int]] | None = None,
     ) -> None:
         """``held`` are the experts in use, by layer; None: all that are here. ``trunk`` is whether the trunk is in use.
-        ``in_use`` are the runtime's own mappings, which must stay mapped until this is closed. Raises ModelError."""
+        ``in_use`` are the runtime's own mappings, which must stay mapped until this is closed. ``last`` are experts, by
+        layer, that come after all others, as they are needed less: where memory does not suffice for all, they are left
+        out. Raises ModelError."""
         layout = layout_of(folder)
         shard = part_of(folder)
         # Touching a hole of a shard would fill memory with zeros.
         pieces = layout.trunk if trunk and (shard is None or shard.has_trunk) else ()
         runs: list[Run] = [run for piece in pieces for run in runs_of(piece)]
+        later: list[Run] = []
         for layer in layout.layers:
             here: Sequence[int] = range(layout.count) if shard is None else shard.held(layer)
             mine = here if held is None else [expert for expert in held.get(layer, ()) if expert in here]
-            runs += merged(run for expert in mine for run in layout.experts[layer, expert])
+            late = () if last is None else last.get(layer, ())
+            runs += merged(run for expert in mine if expert not in late for run in layout.experts[layer, expert])
+            later += merged(run for expert in mine if expert in late for run in layout.experts[layer, expert])
+        runs += later
         self._files = [_mapping(folder / name) for name, _ in layout.files]
         theirs = {each.path.resolve(): each for each in in_use}
         self._touched = [

@@ -59,7 +59,7 @@ class ResidentModel:
                     weights, on_progress, wired=model.weights_are_wired, lets_go=resting, hold=model.hold_weights
                 )
             else:
-                mapped = MappedWeights(folder, held, trunk, model.mapped_files)
+                mapped = MappedWeights(folder, held, trunk, model.mapped_files, model.experts_on_gpu)
                 lock = (lambda: _lock(mapped, notice)) if request.lock_memory else None
                 self.warmer = PageWarmer(mapped, on_progress, after_warm_up=lock)
         except (ModelError, OSError) as error:

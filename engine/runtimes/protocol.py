@@ -7,7 +7,7 @@ logits are float32 numpy arrays on the CPU.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -155,6 +155,11 @@ class LoadedWeights(ABC):
     def mapped_files(self) -> Sequence[FileMapping]:
         """All mappings that a pass reads. Once they are in memory, the first pass loads no page."""
         return ()
+
+    @property
+    def experts_on_gpu(self) -> Mapping[int, Collection[int]]:
+        """The experts, by layer, that a GPU keeps a copy of now, so that the CPU hardly reads theirs."""
+        return {}
 
     def kept_weights(self) -> Weights | None:
         """Weights in a GPU driver's memory (mlx), to be touched while the model is idle; None if they are in files."""

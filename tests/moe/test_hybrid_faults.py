@@ -18,6 +18,9 @@ from engine.ipc.messages import Load
 from engine.models.opening import open_model
 from engine.planning.calibration import Calibration
 from engine.planning.hybrid import GPU_RUNTIME_BYTES
+from engine.residency import resident_model
+from engine.residency.mapped import MappedWeights
+from engine.residency.resident_model import ResidentModel
 from engine.runtimes.torch import gpu_memory_plan as sharing
 from engine.runtimes.torch.cache import KeyValueCache
 from engine.runtimes.torch.model import TorchModel
@@ -163,6 +166,21 @@ def test_refused_page_locks_are_said_and_change_nothing(folder: Path, expected: 
     assert sum(other.locked.values()) >= locked.facts.expert_bytes
     locked.close()
     assert other.locked == {} and other.buffers == {}
+
+
+def test_the_warmer_is_told_which_experts_the_gpu_has(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load(folder, StandInDevice(MEMORY), gpu_expert_bytes=3 * ONE_EXPERT)
+    assert sum(map(len, model.experts_on_gpu.values())) == len(executor_of(model).cache) > 0
+    told: list[object] = []
+
+    def mapped(*given: object) -> MappedWeights:
+        told.append(given[-1])
+        return MappedWeights(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(resident_model, "MappedWeights", mapped)
+    ResidentModel(model, folder, Load(id=1, model="m")).close()
+    assert told == [model.experts_on_gpu]
+    assert load(folder, None).experts_on_gpu == {}
 
 
 def test_no_pages_are_locked_if_every_expert_is_on_the_gpu(folder: Path, expected: list[np.ndarray]) -> None:

@@ -123,6 +123,20 @@ def test_touching_brings_back_what_the_system_dropped(large: Path):
     weights.close()
 
 
+def test_what_a_gpu_has_a_copy_of_comes_last(large: Path):
+    layout = layout_of(large)
+    first = layout.layers[0]
+    on_gpu = {first: range(layout.count), layout.layers[1]: [1]}
+    whole, ordered = MappedWeights(large), MappedWeights(large, last=on_gpu)
+    alone = MappedWeights(large, on_gpu, trunk=False)
+    count = len(alone.sizes)
+    assert ordered._pieces[-count:] == alone._pieces
+    assert not set(ordered._pieces[:-count]) & set(alone._pieces)
+    assert ordered.nbytes == whole.nbytes
+    for weights in (whole, ordered, alone):
+        weights.close()
+
+
 @needs_smaps
 def test_warming_up_leaves_no_page_to_the_first_question(large: Path):
     """What the runtime reads is in its own mapping, not only in memory; and copy-on-write pages are not copied."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
@@ -80,6 +80,10 @@ class TorchModel(LoadedModel):
     @property
     def recorder(self) -> Recorder:
         return self._recorder
+
+    @property
+    def experts_on_gpu(self) -> Mapping[int, Collection[int]]:
+        return {} if self._shared is None else self._shared.backend.resident_experts()
 
     @property
     def popularity(self) -> Popularity | None:

@@ -189,6 +189,10 @@ class HybridBackend(TensorBackend):
         """See :meth:`engine.runtimes.torch.offload.device_cache.DeviceCache.open`."""
         return self._memory.open(nbytes, order, reserve, progress)
 
+    def resident_experts(self) -> dict[int, list[int]]:
+        """The experts that are on the device now, by layer."""
+        return {layer: self._cache.resident(layer) for layer in self._layers}
+
     def check_results(self, progress: ProgressCallback) -> list[str]:
         """See :class:`engine.runtimes.torch.offload.device_check.DeviceCheck`. A device that makes something else of
         experts than the CPU gets none from now on. A line for the person if anything was wrong.
