@@ -44,8 +44,8 @@ MEMORY_BYTES = 1 << 30
 """An attempt may not make the process grow by more."""
 
 
-_MOST_DATA = 6 << 30
-"""Bytes that the process of an attack may allocate."""
+MOST_DATA = 6 << 30
+"""Bytes that the process of an attack may allocate; -1: any number."""
 
 
 _CANNOT_BEGIN = 9
@@ -180,7 +180,7 @@ def _attempts(
     }
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # What would take all of the machine's memory is an error instead.
-    resource.setrlimit(resource.RLIMIT_DATA, (_MOST_DATA, _MOST_DATA))
+    resource.setrlimit(resource.RLIMIT_DATA, (MOST_DATA, MOST_DATA))
     signal.signal(signal.SIGPROF, _too_long)
     # A crash is told by its number and place in the table; where it happened, by a debugger.
     faulthandler.disable()

@@ -1,7 +1,7 @@
 """The C kernels: routes, shapes and weights that make no sense, in memory that ends at a page nobody may touch.
 
-A read or a write behind the end of any array is a crash. (Undefined behaviour that stays within the arrays is the
-business of a build with sanitizers.)
+A read or a write behind the end of any array is a crash. What stays within the arrays and is undefined all the same is
+found with the builds of :mod:`benchmarks.attacks.sanitizers`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,16 @@ from numpy.typing import NDArray
 from benchmarks.attacks.campaign import Attack, Attempt, Draw, Refused
 from engine.errors import ModelError
 from engine.models.files import ExpertWeights, StoredTensor
-from engine.moe.kernels.bindings import KernelChoice, available
+from engine.models.number_formats import (
+    BLOCKS,
+    GROUPED,
+    is_grouped,
+    is_packed,
+    scales_shape,
+    words_dtype,
+    words_shape,
+)
+from engine.moe.kernels.bindings import FORMATS, KernelChoice, available
 from engine.moe.kernels.layers import Gate, LayerExperts, linear
 from engine.moe.kernels.pool import Pool
 
@@ -48,10 +57,44 @@ def floats(draw: Draw, *shape: int) -> NDArray[np.float32]:
     return values
 
 
-def stored(draw: Draw, dtype: str, rows: int, columns: int) -> StoredTensor:
-    values = floats(draw, rows, columns)
-    words = values.view(np.uint32) if dtype == "F32" else (values.view(np.uint32) >> 16).astype(np.uint16)
-    return StoredTensor(dtype, at_the_edge(words))
+def words(draw: Draw, number_format: str, *shape: int) -> StoredTensor:
+    """Words of a plain format, as a file could hold them: any numbers, among them some that are none."""
+    generator = np.random.default_rng(draw.getrandbits(32))
+    dtype = words_dtype(number_format)
+    if draw.random() < 0.5:
+        return StoredTensor(number_format, at_the_edge(generator.integers(0, 1 << 8 * dtype.itemsize, shape, dtype)))
+    values = floats(draw, *shape)
+    if number_format == "F32":
+        return StoredTensor(number_format, at_the_edge(values.view(np.uint32)))
+    if number_format == "F16":
+        with np.errstate(over="ignore"):
+            return StoredTensor(number_format, at_the_edge(values.astype(np.float16).view(np.uint16)))
+    return StoredTensor(number_format, at_the_edge((values.view(np.uint32) >> 16).astype(dtype)))
+
+
+def stored(draw: Draw, number_format: str, rows: int, columns: int) -> StoredTensor:
+    """A matrix of any format that the kernels read, with any codes and scales."""
+    if not is_packed(number_format):
+        return words(draw, number_format, rows, columns)
+    shape = words_shape(number_format, (rows, columns))
+    codes = at_the_edge(np.random.default_rng(draw.getrandbits(32)).integers(0, 256, shape, np.uint8))
+    if not is_grouped(number_format):
+        return StoredTensor(number_format, codes)
+    if number_format == "BLOCK_FP8":
+        scales = scales_shape((rows, columns)) if draw.random() < 0.95 else (1, 1)
+        return StoredTensor(number_format, codes, words(draw, draw.choice(("F32", "BF16", "F16")), *scales))
+    if number_format == "OCP_MXFP4":
+        return StoredTensor(number_format, codes, words(draw, "U8", rows, columns // 32))
+    group = draw.choice([size for size in (32, 64, 128) if columns % size == 0])
+    kind = draw.choice(("F32", "BF16", "F16"))
+    return StoredTensor(
+        number_format, codes, *(words(draw, kind, rows, columns // group) for _ in ("scales", "biases"))
+    )
+
+
+def unit(*formats: str) -> int:
+    """Numbers that are whole blocks in all ``formats``."""
+    return max({**BLOCKS, **GROUPED}.get(each, (1, 1))[0] for each in formats)
 
 
 @contextlib.contextmanager
@@ -61,15 +104,18 @@ def experts(home: Path) -> Iterator[Attempt]:
     sets = [name for name in available() if name != "none"]
 
     def attempt(draw: Draw) -> None:
-        hidden, ffn, count = draw.randint(1, 70), draw.randint(1, 70), draw.randint(1, 5)
+        count = draw.randint(1, 5)
+        number_format = draw.choice(tuple(FORMATS))
+        gate, up, down = (number_format if draw.random() < 0.8 else draw.choice(tuple(FORMATS)) for _ in range(3))
+        hidden, ffn = (unit(gate, up, down) * (1 if unit(gate, up, down) > 1 else draw.randint(1, 70)) for _ in "hf")
+        hidden *= draw.randint(1, 3)
         tokens, k = draw.choice((0, 1, 2, 5, 16, 17, 40)), draw.randint(1, 4)
-        dtype = draw.choice(("F32", "BF16"))
         try:
             weights = {
                 number: ExpertWeights(
-                    gate=stored(draw, dtype, ffn, hidden),
-                    up=stored(draw, dtype, ffn if draw.random() < 0.95 else ffn + 1, hidden),
-                    down=stored(draw, dtype, hidden, ffn),
+                    gate=stored(draw, gate, ffn, hidden),
+                    up=stored(draw, up, ffn if draw.random() < 0.95 else ffn + 1, hidden),
+                    down=stored(draw, down, hidden, ffn),
                 )
                 for number in range(count)
                 if number == 0 or draw.random() < 0.8
@@ -107,8 +153,10 @@ def products(home: Path) -> Iterator[Attempt]:
     sets = [name for name in available() if name != "none"]
 
     def attempt(draw: Draw) -> None:
-        columns, out, rows = draw.randint(1, 130), draw.randint(1, 130), draw.choice((1, 2, 7, 16, 33))
-        weight = stored(draw, draw.choice(("F32", "BF16")), out, columns)
+        number_format = draw.choice(tuple(FORMATS))
+        out, rows = draw.randint(1, 130), draw.choice((1, 2, 7, 16, 33))
+        columns = unit(number_format) * draw.randint(1, 4 if unit(number_format) > 1 else 130)
+        weight = stored(draw, number_format, out, columns)
         given = at_the_edge(floats(draw, rows, columns if draw.random() < 0.9 else columns + 1))
         try:
             linear(pool, KernelChoice(draw.choice(sets), ""), weight, None, given)
@@ -121,5 +169,5 @@ def products(home: Path) -> Iterator[Attempt]:
 
 ATTACKS = [
     Attack("calls of the expert kernels", 30_000, experts),
-    Attack("products of matrices", 20_000, products),
+    Attack("products of matrices by the kernels", 20_000, products),
 ]
