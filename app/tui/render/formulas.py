@@ -82,7 +82,7 @@ class _Unreadable(ValueError):
 def inline_formula(source: str) -> str | None:
     """The formula ``source``, which has no dollars around it, in one line; None if it cannot be read."""
     try:
-        rows = _rows(_Reader(source).whole())
+        rows = _rows(_FormulaReader(source).whole())
     except _Unreadable:
         return None
     return "; ".join(filter(None, map(_joined, rows))) or None
@@ -94,7 +94,7 @@ def display_formula(source: str, width: int) -> list[str] | None:
     None if it cannot be read.
     """
     try:
-        rows = _rows(_Reader(source).whole())
+        rows = _rows(_FormulaReader(source).whole())
     except _Unreadable:
         return None
     return [line for row in rows for line in _drawn(row, width)] or None
@@ -103,7 +103,7 @@ def display_formula(source: str, width: int) -> list[str] | None:
 # --- reading ------------------------------------------------------------------------------------------------------
 
 
-class _Reader:
+class _FormulaReader:
     """Reads LaTeX to atoms."""
 
     def __init__(self, source: str) -> None:
@@ -330,18 +330,19 @@ class _Reader:
         return [_grid([list(_parted(row, "cell")) for row in _rows(atoms)], *_GRIDS[kind])]
 
 
-_COMMANDS: dict[str, Callable[[_Reader, str], list[_Atom]]] = {
-    "\\": _Reader._row, "cr": _Reader._row, "begin": _Reader._environment,
-    **dict.fromkeys(("frac", "dfrac", "tfrac", "cfrac"), _Reader._fraction),
-    **dict.fromkeys(("binom", "dbinom", "tbinom"), _Reader._choose),
-    **dict.fromkeys(_TEXTS, _Reader._plain_text), **dict.fromkeys(_LEAVE_OUT, _Reader._left_out),
-    **dict.fromkeys(_AS_THEY_ARE, _Reader._as_it_is), **dict.fromkeys(ALPHABETS, _Reader._alphabet),
-    **dict.fromkeys(ACCENTS, _Reader._accent), "sqrt": _Reader._root, "not": _Reader._negated,
-    **dict.fromkeys(("boxed", "fbox"), _Reader._boxed), **dict.fromkeys(("bmod", "pmod", "pod"), _Reader._modulo),
-    **dict.fromkeys(("overbrace", "underbrace"), _Reader._braced),
-    "hspace": _Reader._space, "textcolor": _Reader._coloured, "tag": _Reader._tag,
-    **dict.fromkeys(("overset", "underset", "stackrel"), _Reader._stacked),
-    **dict.fromkeys(("xrightarrow", "xleftarrow"), _Reader._arrow), "substack": _Reader._several,
+_COMMANDS: dict[str, Callable[[_FormulaReader, str], list[_Atom]]] = {
+    "\\": _FormulaReader._row, "cr": _FormulaReader._row, "begin": _FormulaReader._environment,
+    **dict.fromkeys(("frac", "dfrac", "tfrac", "cfrac"), _FormulaReader._fraction),
+    **dict.fromkeys(("binom", "dbinom", "tbinom"), _FormulaReader._choose),
+    **dict.fromkeys(_TEXTS, _FormulaReader._plain_text), **dict.fromkeys(_LEAVE_OUT, _FormulaReader._left_out),
+    **dict.fromkeys(_AS_THEY_ARE, _FormulaReader._as_it_is), **dict.fromkeys(ALPHABETS, _FormulaReader._alphabet),
+    **dict.fromkeys(ACCENTS, _FormulaReader._accent), "sqrt": _FormulaReader._root, "not": _FormulaReader._negated,
+    **dict.fromkeys(("boxed", "fbox"), _FormulaReader._boxed),
+    **dict.fromkeys(("bmod", "pmod", "pod"), _FormulaReader._modulo),
+    **dict.fromkeys(("overbrace", "underbrace"), _FormulaReader._braced),
+    "hspace": _FormulaReader._space, "textcolor": _FormulaReader._coloured, "tag": _FormulaReader._tag,
+    **dict.fromkeys(("overset", "underset", "stackrel"), _FormulaReader._stacked),
+    **dict.fromkeys(("xrightarrow", "xleftarrow"), _FormulaReader._arrow), "substack": _FormulaReader._several,
 }  # fmt: skip
 
 
