@@ -95,6 +95,26 @@ def test_a_copied_identity_is_named_though_nobody_announces_anything(tmp_path: P
         nodes.close()
 
 
+def test_a_copy_does_not_take_the_place_of_the_connected_machine(tmp_path: Path, pair: Nodes) -> None:
+    head, vm = pair.nodes
+    shutil.copytree(tmp_path / "vm", tmp_path / "copy")
+    options = OpenNetwork(id=1, name="copy", listen=LOCAL, lend=True, peers=[head.listening[0]])
+    copy = Node(load_identity(tmp_path / "copy"), PeersFile(tmp_path / "copy"), options)
+    try:
+        eventually(head.table.copies)
+        heard = set()
+        for _ in range(20):
+            copy.table.send_heartbeats(20.0)
+            view = head.table.view(vm.identity.node_id)
+            assert view is not None and view.greeting is not None and view.load is not None
+            heard.add((view.greeting.process, view.load.process, view.addresses[0]))
+        assert heard == {(vm.process, vm.process, vm.listening[0])}
+        vm.close()
+        eventually(lambda: [view.greeting.process for view in head.table.views() if view.greeting] == [copy.process])
+    finally:
+        copy.close()
+
+
 def test_a_machine_that_starts_again_is_no_copy(tmp_path: Path, pair: Nodes) -> None:
     head, vm = pair.nodes
     where = vm.listening[0]

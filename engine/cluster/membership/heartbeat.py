@@ -151,8 +151,19 @@ class PeerWatch:
             self._addresses = [address for turn in turns for address in turn if address is not None]
         self._poke.set()
 
+    def is_another(self, process: str) -> bool:
+        """Whether the connection is to another process than ``process``, as with a copied identity."""
+        with self._lock:
+            return self._client is not None and self._greeting is not None and self._greeting.process != process
+
     def record_contact(self, load: NodeLoad | None = None) -> None:
-        """The machine called this one, or answered."""
+        """The machine called this one, or answered.
+
+        A load of another process than the connected one is left out. A copy or a successor is taken only when the
+        connected process has ended.
+        """
+        if load is not None and self.is_another(load.process):
+            return
         with self._lock:
             self._last_contact = self._clock()
             if load is not None and self._is_newer(load):

@@ -173,8 +173,11 @@ class PeerTable:
         if watch is not None:
             here = shown_address(plain_ip(caller.address), greeting.port)
             said = literal_addresses([here, *greeting.listening[:MOST_ADDRESSES]])
-            watch.try_addresses(said, sure=True)
-            watch.record_contact()
+            # A copy of the connected machine must not be found before it, nor hide its silence.
+            other = watch.is_another(greeting.process)
+            watch.try_addresses(said, sure=not other)
+            if not other:
+                watch.record_contact()
 
     def on_heartbeat(self, caller: Caller, load: NodeLoad) -> None:
         with self._lock:
