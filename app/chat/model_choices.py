@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from app.chat.offers import STARTER_DOWNLOAD_BYTES, MachineFigures, speed_or_why_not
+from app.chat.offers import STARTER_DOWNLOAD_BYTES, MachineFigures, fits, speed_or_why_not
 from app.chat.words import size
 from app.text_safety import one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from engine.models.catalogue import CatalogueEntry
     from engine.models.store import InstalledModel
 
 
 @dataclass(frozen=True)
 class ModelOption:
-    """A model to choose. ``here``: it is on this machine. ``speed``: predicted, or why it cannot run here."""
+    """A model to choose."""
 
     name: str
-    figures: str
-    about: str
     here: bool
+    """Whether it is on this machine."""
+    size: str = ""
+    """Of its files, or of the download."""
+    memory: str = ""
+    """Memory of the machines that it is meant for."""
     speed: str = ""
+    """Predicted, or in a few words why it cannot run here."""
+    runs_not: bool = False
+    """Whether ``speed`` says why it cannot run here."""
+    licence: str = ""
+    details: str = ""
+    """Its family, where it lies, what is wrong with it."""
+    description: str = ""
+
+    @property
+    def figures(self) -> str:
+        """``754 MB · mixtral · prepared``"""
+        return " · ".join(filter(None, [self.size, self.details]))
 
 
 def model_options(machine: MachineFigures | None = None) -> list[ModelOption]:
@@ -40,45 +53,49 @@ def model_options(machine: MachineFigures | None = None) -> list[ModelOption]:
     entries = {entry.name: entry for entry in catalogue()}
     theirs = found_elsewhere.find_all(found_elsewhere.here())
     held = {model.path for model in theirs}
-    found = [
-        ModelOption(
-            model.name,
-            " · ".join(
-                filter(None, [size(model.nbytes), one_line(model.family), "prepared" if model.prepared else ""])
-            ),
-            _about(model, entries),
-            True,
-            _speed(entries.get(model.name), machine),
-        )
-        for model in installed()
-        if model.linked not in held
-    ]
+    found = [_installed(model, entries.get(model.name), machine) for model in installed() if model.linked not in held]
     names = {row.name for row in found}
-    known = [
-        ModelOption(entry.name, _size(entry), _description(entry), False, _speed(entry, machine))
-        for entry in offered_here()
-        if entry.name not in names
-    ]
+    known = [_of_catalogue(entry, machine, entry.name) for entry in offered_here() if entry.name not in names]
     others = [
         ModelOption(
             model.name,
-            " · ".join(filter(None, [size(model.nbytes), f"in {model.title}", model.problem])),
-            one_line(str(model.path)),
-            True,
+            here=True,
+            size=size(model.nbytes),
+            speed="does not run" if model.problem else "",
+            runs_not=bool(model.problem),
+            details=" · ".join(filter(None, [f"in {model.title}", model.problem])),
+            description=one_line(str(model.path)),
         )
         for model in theirs
     ]
     return found + others + known
 
 
-def _about(model: InstalledModel, entries: Mapping[str, CatalogueEntry]) -> str:
-    if model.linked is not None:
-        return one_line(f"Links to {model.linked}.")
-    return entries[model.name].description if model.name in entries else ""
+def _installed(model: InstalledModel, entry: CatalogueEntry | None, machine: MachineFigures | None) -> ModelOption:
+    known = _of_catalogue(entry, machine, model.name)
+    return replace(
+        known,
+        here=True,
+        size=size(model.nbytes),
+        details=" · ".join(filter(None, [one_line(model.family), "prepared" if model.prepared else ""])),
+        description=known.description if model.linked is None else one_line(f"Links to {model.linked}."),
+    )
 
 
-def _speed(entry: CatalogueEntry | None, machine: MachineFigures | None) -> str:
-    return "" if entry is None or machine is None else speed_or_why_not(entry, machine)
+def _of_catalogue(entry: CatalogueEntry | None, machine: MachineFigures | None, name: str) -> ModelOption:
+    """What the catalogue says of the model called ``name``."""
+    if entry is None:
+        return ModelOption(name, here=False)
+    return ModelOption(
+        name,
+        here=False,
+        size=_size(entry),
+        memory=f"{entry.memory_gigabytes} GB" if entry.memory_gigabytes else "",
+        speed="" if machine is None else speed_or_why_not(entry, machine),
+        runs_not=machine is not None and machine.memory_bytes > 0 and not fits(entry, machine),
+        licence=entry.licence,
+        description=_description(entry),
+    )
 
 
 def _size(entry: CatalogueEntry) -> str:

@@ -77,7 +77,7 @@ def speed_or_why_not(entry: CatalogueEntry, machine: MachineFigures) -> str:
         return ""
     if fits(entry, machine):
         return speed_words(tokens_per_s(entry, machine))
-    return f"needs {entry.memory_gigabytes} GB of memory" if entry.memory_gigabytes else "needs several machines"
+    return f"needs {entry.memory_gigabytes} GB" if entry.memory_gigabytes else "needs a ring"
 
 
 def strength(entry: CatalogueEntry) -> float:

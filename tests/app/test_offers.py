@@ -74,8 +74,8 @@ def test_memory_as_the_system_reports_it_is_a_little_less_than_it_was_sold_with(
     nowhere = next(entry for entry in catalogue() if not entry.memory_gigabytes)
     assert not fits(nowhere, machine(10_000))
     assert speed_or_why_not(entry, machine(16)) == "about 3.6 tokens/s"
-    assert speed_or_why_not(entry, machine(12)) == "needs 16 GB of memory"
-    assert speed_or_why_not(nowhere, machine(12)) == "needs several machines"
+    assert speed_or_why_not(entry, machine(12)) == "needs 16 GB"
+    assert speed_or_why_not(nowhere, machine(12)) == "needs a ring"
     assert speed_or_why_not(entry, MachineFigures(0, 0.0, 0)) == ""
 
 

@@ -338,6 +338,11 @@ async def test_what_cannot_be_had_is_greyed_with_the_reason(make_app: MakeApp) -
         assert not buttons["cpu"].disabled
 
 
+def _details(app: ChatApp) -> str:
+    """What the list of models says of the marked one."""
+    return str(app.screen.query_one("#model-details Static", Static).visual)
+
+
 async def test_a_model_is_fetched_and_can_be_stopped(make_app: MakeApp, engine: FakeEngine) -> None:
     engine.pull_gate = asyncio.Event()
     app = make_app()
@@ -352,9 +357,9 @@ async def test_a_model_is_fetched_and_can_be_stopped(make_app: MakeApp, engine: 
         assert "p" not in app.screen.active_bindings
         await pilot.press("enter")
         await wait_until(pilot, lambda: "p" in app.screen.active_bindings)
-        await wait_until(pilot, lambda: "downloading 420 MB of 1.0 GB" in str(models.get_option_at_index(1).prompt))
+        await wait_until(pilot, lambda: "downloading 420 MB of 1.0 GB" in _details(app))
         await pilot.press("p")
-        await wait_until(pilot, lambda: "420 MB of 1.0 GB are kept" in str(models.get_option_at_index(1).prompt))
+        await wait_until(pilot, lambda: "420 MB of 1.0 GB are kept" in _details(app))
         engine.pull_gate.clear()
         await pilot.press("p")
         await wait_until(pilot, lambda: controller(app).pulling.active)
@@ -391,8 +396,9 @@ async def test_models_of_other_programs_can_be_chosen(
         await wait_until(pilot, lambda: models.option_count > 2)
         prompts = [str(option.prompt) for option in models.options]
         (index,) = (i for i, prompt in enumerate(prompts) if "llama.cpp:M-Q4_K_M" in prompt)
-        assert "in llama.cpp" in prompts[index] and str(tmp_path / "M-Q4_K_M.gguf") in prompts[index]
         models.highlighted = index
+        await pilot.pause()
+        assert "in llama.cpp" in _details(app) and str(tmp_path / "M-Q4_K_M.gguf") in _details(app)
         await pilot.press("enter")
         await wait_until(pilot, lambda: app.settings.model == "llama.cpp:M-Q4_K_M")
 

@@ -331,22 +331,19 @@ def test_models(
     from app.tui.screens import models
 
     rows = [
-        ModelOption("starter", "754 MB · mixtral · prepared", "Small, for trying things out.", True),
         ModelOption(
-            "some-moe",
-            "2.7 GB",
-            "Fits any laptop. 1.3 B parameters, 0.4 B active · Apache-2.0",
-            False,
-            "about 22 tokens/s",
+            "starter", True, "754 MB", "4 GB", "about 190 tokens/s", False, "Apache-2.0", "mixtral · prepared",
+            "Small, for trying things out.",
         ),
         ModelOption(
-            "large-moe",
-            "about 93.4 GB",
-            "Eight large ones. 46.7 B parameters, 12.9 B active · Apache-2.0",
-            False,
-            "needs 128 GB of memory",
+            "some-moe", False, "2.7 GB", "8 GB", "about 22 tokens/s", False, "Apache-2.0", "",
+            "Fits any laptop. For 8 GB of memory. 1.3 B parameters, 0.4 B active · Apache-2.0",
         ),
-    ]
+        ModelOption(
+            "large-moe", False, "about 93.4 GB", "128 GB", "needs 128 GB", True, "Apache-2.0", "",
+            "Eight large ones. For 128 GB of memory. 46.7 B parameters, 12.9 B active · Apache-2.0",
+        ),
+    ]  # fmt: skip
     monkeypatch.setattr(models, "model_options", lambda machine: rows)
     engine.pull_gate = asyncio.Event()
 
@@ -358,7 +355,9 @@ def test_models(
         await wait_until(pilot, lambda: picker.option_count == 3)
         picker.highlighted = 1
         await pilot.press("enter")
-        await wait_until(pilot, lambda: "downloading" in str(picker.get_option_at_index(1).prompt))
+        await wait_until(
+            pilot, lambda: "downloading" in str(pilot.app.screen.query_one("#model-details Static", Static).visual)
+        )
 
     assert snap_compare(make_app(), terminal_size=size, run_before=before)
 

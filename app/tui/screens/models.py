@@ -7,6 +7,7 @@ from typing import ClassVar
 from textual import on, work
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
+from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.screen import Screen
 from textual.widgets import Input, OptionList, Static
@@ -21,19 +22,15 @@ from app.chat.state import DownloadsChanged, Update
 from app.text_safety import one_line
 from app.tui.keymap import bound
 from app.tui.render.downloads import download_lines
+from app.tui.render.formatting import flowing
 from app.tui.render.key_footer import KeyFooter
+from app.tui.render.model_table import model_table
 from app.tui.screens.updates import is_open
 from engine.errors import ModelError
 
 _MUTED = "$foreground-muted"
-_AROUND = 10
-"""Cells at both sides of the list: margins, padding and scrollbar."""
-_WIDE = 68
-"""Width of the list, in cells, from which names, sizes and speeds stand in columns."""
-_LONGEST_NAME = 28
-"""Longest name, in cells, that the columns make room for."""
-_FIGURES = 14
-"""Width of the column of sizes, in cells."""
+_AROUND = 7
+"""Cells at both sides of the list's text: margins, padding and scrollbar."""
 
 
 class ModelsScreen(Screen[str | None]):
@@ -60,7 +57,10 @@ class ModelsScreen(Screen[str | None]):
 
     def compose(self) -> ComposeResult:
         yield Static("Model", classes="screen-title", markup=False)
+        yield Static("", id="models-titles")
         yield OptionList(id="models")
+        with VerticalScroll(id="model-details", can_focus=False):
+            yield Static("")
         yield Static(Content.assemble(("↓", "$text-warning"), " Not downloaded. Enter downloads it."), id="models-hint")
         yield Static("", id="model-problem", classes="problem", markup=False)
         yield Input(placeholder="another model: owner/name, owner/name:Q4_K_M, a folder, or a .gguf file", id="other")
@@ -114,33 +114,35 @@ class ModelsScreen(Screen[str | None]):
         current = self._controller.options.model
         if marked is None:
             marked = next((i for i, row in enumerate(self._rows) if row.name == current), 0)
-        models.set_options([Option(self._prompt(row, current)) for row in self._rows])
+        titles, lines = model_table(self._rows, current, self._states(), self.size.width - _AROUND)
+        self.query_one("#models-titles", Static).update(titles if self._rows else "")
+        models.set_options([Option(line) for line in lines])
         if self._rows:
             models.highlighted = min(marked, len(self._rows) - 1)
-        self.refresh_bindings()
+        self._describe()
 
-    def _prompt(self, row: ModelOption, current: str) -> Content:
-        chosen = row.name == current
-        dot = ("↓ ", "$text-warning") if not row.here else ("● ", "$text-success") if chosen else ("  ", "")
-        name = Content.assemble(dot, (row.name, "bold"))
-        width = self.size.width - _AROUND
-        longest = min(_LONGEST_NAME, max((len(other.name) for other in self._rows), default=0))
-        speed = Content.styled(row.speed, "$text-warning" if row.speed.startswith("needs") else "")
-        wide = width >= _WIDE and row.speed and len(row.name) <= longest and len(row.figures) <= _FIGURES
-        if wide:
-            room = " " * (longest + 4 - name.cell_length)
-            lines = [Content.assemble(name, room, (f"{row.figures:<{_FIGURES}}  ", _MUTED), speed)]
-        else:
-            lines = [name]
-            for part in (Content.styled(row.figures, _MUTED), speed):
-                if lines[-1].cell_length + 2 + part.cell_length <= width:
-                    lines[-1] = Content.assemble(lines[-1], "  ", part)
-                else:
-                    lines.append(Content.assemble("  ", part))
-        below = [*download_lines(self._controller.pulling, row.name, "p"), Content.styled(row.about, _MUTED)]
-        for line in below:
-            lines += [Content.assemble("  ", part) for part in line.wrap(max(20, width - 2))]
-        return Content("\n").join(line for line in lines if line.plain.strip())
+    def _states(self) -> dict[str, str]:
+        """In a few words how far each download is that began."""
+        pulling = self._controller.pulling
+        states = {name: "failed" if stopped.problem else "paused" for name, stopped in pulling.stopped.items()}
+        for name, progress in pulling.active.items():
+            states[name] = f"{100 * progress.done // progress.total} %" if progress.total else "downloading"
+        return states
+
+    def _describe(self) -> None:
+        """Show what is known of the marked model below the list, its download first."""
+        self.refresh_bindings()
+        row = self._marked_row()
+        lines: list[Content] = []
+        if row is not None:
+            figures = Content.styled(one_line(row.figures), _MUTED)
+            lines = [
+                flowing([Content.styled(one_line(row.name), "bold"), figures], self.size.width - _AROUND),
+                *download_lines(self._controller.pulling, row.name, "p"),
+                Content.styled(row.description, _MUTED),
+            ]
+        text = Content("\n").join(line for line in lines if line.plain)
+        self.query_one("#model-details Static", Static).update(text)
 
     @on(OptionList.OptionSelected)
     def _chosen(self, event: OptionList.OptionSelected) -> None:
@@ -165,7 +167,7 @@ class ModelsScreen(Screen[str | None]):
             self.query_one("#model-problem", Static).update(Content(one_line(str(error))))
             return
         if model.kind == "hub" and model.folder is None:
-            self._rows = [*self._rows, ModelOption(name, "", "", False)]
+            self._rows = [*self._rows, ModelOption(name, here=False)]
             self._controller.pulling.start(name)
             self._draw()
             self.query_one(OptionList).focus()
@@ -180,14 +182,18 @@ class ModelsScreen(Screen[str | None]):
         elif name in pulling.stopped:
             pulling.start(name)
 
+    def _marked_row(self) -> ModelOption | None:
+        marked = self.query_one(OptionList).highlighted
+        return self._rows[marked] if marked is not None and marked < len(self._rows) else None
+
     def _marked(self) -> str:
         """The name of the marked model; "" before there is one."""
-        marked = self.query_one(OptionList).highlighted
-        return self._rows[marked].name if marked is not None and marked < len(self._rows) else ""
+        row = self._marked_row()
+        return row.name if row is not None else ""
 
     @on(OptionList.OptionHighlighted)
     def _marks_another(self) -> None:
-        self.refresh_bindings()
+        self._describe()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         pulling = self._controller.pulling
