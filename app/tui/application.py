@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 from textual import constants, events, on
 from textual.app import SystemCommand
 from textual.binding import Binding, BindingType
+from textual.command import Provider
 from textual.screen import Screen
 from textual.theme import Theme
 
@@ -27,7 +28,7 @@ from app.settings.file import SettingsFile, open_settings
 from app.settings.schema import THEMES, Settings
 from app.tui.chat.notice import WHISPER_S
 from app.tui.keymap import COMMANDS, KEYMAP_FILE, key, readable, use
-from app.tui.palette import screen_commands
+from app.tui.palette import RankedCommands, screen_commands
 from app.tui.render.highlighting import Highlighter
 from app.tui.screens.chat import ChatScreen
 from app.tui.screens.updates import Updated
@@ -58,6 +59,7 @@ class ChatApp(TerminalApp):
     CSS_PATH: ClassVar[str] = str(files("assets") / "styles" / "privatellm.tcss")
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (60, "-medium")]  # noqa: RUF012 (declared by App)
     ENABLE_COMMAND_PALETTE = True
+    COMMANDS: ClassVar[set[type[Provider] | Callable[[], type[Provider]]]] = {RankedCommands}
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("ctrl+q", "quit_chat", "Quit", show=False, priority=True, id="app.quit"),
         Binding("ctrl+p", "command_palette", "Menu", show=False, priority=True, id="app.menu"),

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib.resources import files
 from typing import ClassVar
 
 from textual import work
 from textual.app import ComposeResult, SystemCommand
 from textual.binding import Binding, BindingType
+from textual.command import Provider
 from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.message import Message
@@ -26,7 +27,7 @@ from app.ring_words import fingerprint, latency, link_words, other_link, place_w
 from app.text_safety import one_line
 from app.tui.keymap import KEYMAP_FILE, use
 from app.tui.keymap_file import keymap_of
-from app.tui.palette import screen_commands
+from app.tui.palette import RankedCommands, screen_commands
 from app.tui.render.formatting import bar, flowing
 from app.tui.render.key_footer import KeyFooter
 from app.tui.render.rendered import Rendered
@@ -81,6 +82,7 @@ class LendingApp(TerminalApp):
     TITLE = "privatellm join"
     CSS_PATH: ClassVar[str] = str(files("assets") / "styles" / "lending.tcss")
     ENABLE_COMMAND_PALETTE = True
+    COMMANDS: ClassVar[set[type[Provider] | Callable[[], type[Provider]]]] = {RankedCommands}
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q", "leave", "Leave", id="lending.leave"),
         Binding("ctrl+q", "leave", "Leave", show=False, priority=True, id="lending.quit"),

@@ -3,16 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 from textual.app import App, SystemCommand
+from textual.command import DiscoveryHit, Hit, Hits, Provider
 from textual.dom import DOMNode
 from textual.screen import Screen
 
 from app.tui.keymap import readable
+from app.tui.terminal.application import TerminalApp
 
+_HERE = "Here: "
+"""Beginning of the description of an action that belongs to the focused place or the screen."""
 _UNINTERESTING = ("command_palette", "focus_next", "focus_previous", "interrupt")
 """Actions that nobody looks for in the palette."""
+_MOST_RECENT = 5
+"""Maximum commands that stand first because they were run last."""
+_IN_HELP = 0.5
+"""Score of a match in a command's description, as a share of one in its title."""
+
+
+class RankedCommands(Provider):
+    """The commands of the screen: those run last, then those of the focused place, then the others by subject. What is
+    typed is looked for in titles and descriptions, letter by letter."""
+
+    async def discover(self) -> Hits:
+        for command in self._ranked():
+            yield DiscoveryHit(command.title, self._running(command), help=command.help)
+
+    async def search(self, query: str) -> Hits:
+        matcher = self.matcher(query)
+        for command in self._ranked():
+            score = max(matcher.match(command.title), _IN_HELP * matcher.match(command.help))
+            if score > 0:
+                title = matcher.highlight(command.title)
+                yield Hit(score, title, self._running(command), text=command.title, help=command.help)
+
+    @property
+    def _recent(self) -> list[str]:
+        return cast(TerminalApp, self.app).recent_commands
+
+    def _ranked(self) -> list[SystemCommand]:
+        recent = {title: place for place, title in enumerate(self._recent)}
+
+        def rank(command: SystemCommand) -> tuple[int, int]:
+            place = recent.get(command.title)
+            return (0, place) if place is not None else (1 if command.help.startswith(_HERE) else 2, 0)
+
+        return sorted(self.app.get_system_commands(self.screen), key=rank)
+
+    def _running(self, command: SystemCommand) -> Callable[[], object]:
+        return partial(self._run, command)
+
+    def _run(self, command: SystemCommand) -> object:
+        others = [title for title in self._recent if title != command.title]
+        self._recent[:] = [command.title, *others][:_MOST_RECENT]
+        return command.callback()
 
 
 def screen_commands(screen: Screen[Any], besides: Iterable[str] = ()) -> list[SystemCommand]:
@@ -27,7 +74,7 @@ def screen_commands(screen: Screen[Any], besides: Iterable[str] = ()) -> list[Sy
             continue
         found.setdefault((node, binding.action), (binding.description, []))[1].append(readable(name))
     return [
-        SystemCommand(title, f"Here: {', '.join(keys[:2])}", _running(screen.app, action, node))
+        SystemCommand(title, f"{_HERE}{', '.join(keys[:2])}", _running(screen.app, action, node))
         for (node, action), (title, keys) in found.items()
     ]
 

@@ -130,3 +130,40 @@ async def test_ctrl_z_undoes_in_the_prompt_and_suspends_where_there_is_nothing_t
         await pilot.press("ctrl+z")
         await wait_until(pilot, lambda: "There is no shell to go back to." in [n.message for n in app._notifications])
         assert len(sent) == 2
+
+
+@pytest.mark.usefixtures("few_settings")
+async def test_the_palette_shows_first_what_was_run_last(make_app: MakeApp, engine: FakeEngine) -> None:
+    app = make_app()
+
+    def shown() -> list[str]:
+        found = app.screen.query_one(OptionList)
+        return [str(found.get_option_at_index(i).prompt).splitlines()[0] for i in range(found.option_count)]
+
+    async with app.run_test(size=(80, 24)) as pilot:
+        await ready(pilot, app)
+        await pilot.press("ctrl+p")
+        await wait_until(pilot, lambda: isinstance(app.screen, CommandPalette) and len(shown()) > len(COMMANDS))
+        first = shown()
+        titles = [command.title for command in COMMANDS]
+        # By subject, as in the table, not by the alphabet: a new chat is near the top.
+        assert [title for title in first if title in titles] == titles
+        assert first.index("New chat") < first.index("Archive the chat")
+        await pilot.press("escape")
+        await wait_until(pilot, lambda: not isinstance(app.screen, CommandPalette))
+        for title in ("Status", "Log"):
+            await pilot.press("ctrl+p")
+            await wait_until(pilot, lambda: isinstance(app.screen, CommandPalette))
+            await pilot.press(*title)
+            await wait_until(pilot, lambda title=title: shown()[:1] == [title])
+            await pilot.press("enter")
+            await wait_until(pilot, lambda: app.screen is not app.chat and not isinstance(app.screen, CommandPalette))
+            await pilot.press("escape")
+            await wait_until(pilot, lambda: app.screen is app.chat)
+        await pilot.press("ctrl+p")
+        await wait_until(pilot, lambda: isinstance(app.screen, CommandPalette) and len(shown()) > len(COMMANDS))
+        assert shown()[:2] == ["Log", "Status"]
+        # A word of a description is found, too; what has it in its title stands first.
+        await pilot.press(*"candidates")
+        await wait_until(pilot, lambda: shown() == ["Beams"])
+        assert app.recent_commands == ["Log", "Status"]

@@ -99,6 +99,10 @@ class SettingRow(Horizontal):
 
     def _make_control(self, value: Value) -> Widget:
         setting = self.setting
+        if self._without_effect and value == setting.default and setting.kind == "choice":
+            # What cannot be chosen from is one line.
+            labels = {choice.value: choice.label for choice in setting.choices}
+            return Static(labels.get(str(value), str(value)), classes="only-choice", markup=False)
         match setting.kind:
             case "flag":
                 return OnOff(bool(value), animate=False)

@@ -52,6 +52,8 @@ class TerminalApp(GuardedApp):
         super().__init__(ansi_color=True if os.environ.get("NO_COLOR") else None)
         self._ending: asyncio.Task[None] | None = None
         self._limited = False
+        self.recent_commands: list[str] = []
+        """Titles of the commands that were run from the palette, the last one first."""
 
     @property
     def still(self) -> bool:
