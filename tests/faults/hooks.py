@@ -52,6 +52,12 @@ def in_namespace(name: str) -> EngineParts:
     return QUICK
 
 
+def on_one_core(core: int) -> EngineParts:
+    """Its threads share the hardware thread ``core``."""
+    os.sched_setaffinity(0, {core})
+    return QUICK
+
+
 def small_files(limit: int) -> EngineParts:
     """It may write no file of more than ``limit`` bytes."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
