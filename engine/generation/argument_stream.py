@@ -133,7 +133,7 @@ class ArgumentStream:
             escape = _ESCAPE.match(rest)
             try:
                 written = json_text(json.loads(f'"{escape[0]}"'))[1:-1] if escape is not None else ""
-            except ValueError:
+            except (ValueError, RecursionError):
                 written = ""
             self._broken = not written
             self.text += written

@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 import pytest
 
-from engine.cluster.membership.client import NobodyListens, Unreachable, _translated
+from engine.cluster.membership.client import NobodyListens, NotInTime, Unreachable, _translated
 from engine.cluster.membership.rpc_fanout import Candidate, NodeRefused, ask
 from engine.cluster.transport.exchange import PeerLost
 from engine.errors import ModelError
@@ -35,7 +35,7 @@ class _Ended(grpc.RpcError, grpc.Call):  # type: ignore[misc]
         (grpc.StatusCode.UNKNOWN, "Stream removed", Unreachable, True),
         (grpc.StatusCode.INTERNAL, "Received RST_STREAM with error code 2", Unreachable, True),
         (grpc.StatusCode.UNAVAILABLE, "Socket closed", NobodyListens, True),
-        (grpc.StatusCode.DEADLINE_EXCEEDED, "", Unreachable, True),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, "", NotInTime, True),
         (grpc.StatusCode.ABORTED, "node 2 is gone", PeerLost, True),
         # What the other machine's own program says: it is there.
         (grpc.StatusCode.INTERNAL, "", ModelError, False),

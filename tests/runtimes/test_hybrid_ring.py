@@ -283,6 +283,7 @@ def test_no_more_pages_are_locked_than_memory_is_lent(tiny_model: Callable[..., 
     folder = tiny_model("mixtral")
     for most, locked in ((None, True), (1, False)):
         device = StandInDevice(MEMORY)
-        model = load(folder, places(placement_for(folder, 1, "even"))[0], device, most_memory=most)
+        model = load(folder, places(placement_for(folder, 1, "even"))[0], device, most_memory=most,
+                     gpu_expert_bytes=FEW_EXPERTS)  # fmt: skip
         assert bool(device.locked) == locked
         model.close()

@@ -118,7 +118,9 @@ class Writer:
     def __init__(self, shape: PageShape) -> None:
         self.shape = shape
 
-    def run(self, phase: str, tokens: list[list[int]], cache: Segments, want_logits: bool) -> Logits:
+    def run(
+        self, phase: str, tokens: list[list[int]], cache: Segments, want_logits: bool, as_steps: bool = False
+    ) -> Logits:
         count = len(tokens[0])
         cache.room_for(count)
         for row, ids in enumerate(tokens):
