@@ -61,8 +61,8 @@ CONNECT_S = 60.0
 """Timeout in seconds for connecting and for measuring every allowed exchange."""
 
 BACK_S = 10.0
-"""Seconds that a machine of the first forming may be silent and still be in it. Later an answer waits, and a machine
-that counts as lost is not waited for."""
+"""Seconds that a machine of the first forming may be silent and still be in it. Later an answer waits: a machine that
+counts as lost is not waited for, and any other for no longer than it takes to be lost."""
 
 _NO_TRIAL = Trial()
 
@@ -317,8 +317,10 @@ class RingFormer:
         if watch is None:
             return None
         asked = watch.send_heartbeats()
-        until = time.monotonic() + (BACK_S if self._formed is None else 0.0)
-        while not watch.nobody_listens and (watch.view().alive or time.monotonic() < until):
+        first = self._formed is None
+        # One that calls, but cannot be called, is alive for ever.
+        until = time.monotonic() + (BACK_S if first else self._node.table.times.lost_s)
+        while not watch.nobody_listens and time.monotonic() < until and (first or watch.view().alive):
             if watch.notified_since(asked):
                 found = next((one for one in self._present_machines() if one.node_id == node_id), None)
                 if found is not None:
