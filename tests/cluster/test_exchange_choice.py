@@ -16,6 +16,7 @@ from engine.cluster.transport.exchange import RingProtocolError
 from engine.cluster.transport.exchange_timing import measure_exchange
 from engine.cluster.transport.link_probe import ECHO_BYTES, answer_measuring, measure_bandwidth, measure_latency
 from engine.cluster.transport.registry import (
+    MARGIN,
     TIE,
     TRANSPORTS,
     allowed_exchanges,
@@ -64,12 +65,20 @@ def test_without_any_exchange_there_is_nothing_to_choose() -> None:
 
 
 @given(st.dictionaries(st.sampled_from(ALL), st.floats(1e-6, 1.0), min_size=1))
-def test_the_choice_is_the_fastest_or_equal_to_it(medians: dict[ExchangeName, float]) -> None:
+def test_the_choice_is_tls_or_the_fastest_or_equal_to_it(medians: dict[ExchangeName, float]) -> None:
     chosen = choose_exchange(medians)
     fastest = min(medians.values())
+    assert (chosen == "tls") == ("tls" in medians and medians["tls"] <= fastest * (1 + MARGIN))
+    if chosen == "tls":
+        return
     assert medians[chosen] <= fastest * (1 + TIE)
     earlier = ALL[: ALL.index(chosen)]
     assert all(medians[name] > fastest * (1 + TIE) for name in earlier if name in medians)
+
+
+def test_tls_is_kept_unless_another_is_clearly_faster() -> None:
+    assert choose_exchange({"tls": 1.4e-3, "envoy": 1e-3}) == "tls"
+    assert choose_exchange({"tls": 1.6e-3, "envoy": 1e-3}) == "envoy"
 
 
 def test_equal_ones_go_by_preference() -> None:

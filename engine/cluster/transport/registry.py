@@ -16,6 +16,9 @@ from engine.ipc.messages.ring import ExchangeName
 
 TIE = 0.05
 """Relative difference below which two medians count as equal."""
+MARGIN = 0.5
+"""Relative difference by which ``tls`` may be slower and is still chosen: in a busy moment the order of medians says
+little, and the choice is kept for as long as the ring lasts."""
 
 
 @dataclass(frozen=True)
@@ -128,10 +131,12 @@ def allowed_exchanges(
 def choose_exchange(medians: Mapping[ExchangeName, float]) -> ExchangeName:
     """The exchange with the smallest median (seconds); among those within :data:`TIE` of it, the preferred one.
 
-    Raises ModelError if none was measured.
+    ``tls`` is chosen unless another is faster by :data:`MARGIN`. Raises ModelError if none was measured.
     """
     if not medians:
         raise ModelError("No exchange could be connected between the nodes.", kind="network")
     fastest = min(medians.values())
+    if "tls" in medians and medians["tls"] <= fastest * (1 + MARGIN):
+        return "tls"
     equal = [name for name in TRANSPORTS if name in medians and medians[name] <= fastest * (1 + TIE)]
     return equal[0]
