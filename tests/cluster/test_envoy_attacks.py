@@ -73,11 +73,12 @@ class LoneEnvoy:
                 certificate=self.identity.certificate_pem,
                 private_key=self.identity.key_pem,
                 peers=[peer],
-                addresses=["127.0.0.1"],
+                addresses=["192.0.2.1", "127.0.0.1"],  # nobody has the first: it is left out
                 seconds=PATIENCE_S,
             )
         )
-        self.port = self.exchange.receive_control(EnvoyPorts, time.monotonic() + PATIENCE_S).ports["127.0.0.1"]
+        self.ports = self.exchange.receive_control(EnvoyPorts, time.monotonic() + PATIENCE_S).ports
+        self.port = self.ports["127.0.0.1"]
         self.exchange.send_control(EnvoyTargets(targets={}))
 
     def call(
@@ -155,6 +156,10 @@ def test_there_is_one_method(refusing: LoneEnvoy, method: str) -> None:
     with pytest.raises(grpc.RpcError) as refused:
         refusing.call(refusing.mine, method=method)
     assert refused.value.code() == grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_an_address_that_cannot_be_bound_is_left_out(refusing: LoneEnvoy) -> None:
+    assert list(refusing.ports) == ["127.0.0.1"]
 
 
 def test_a_second_stream_of_the_same_node_is_refused(envoy: LoneEnvoy) -> None:

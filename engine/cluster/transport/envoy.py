@@ -368,6 +368,9 @@ def _exchange_ports(
     Returns ``HOST:PORT`` by rank of the envoys that this one dials: those of higher ranks.
     """
     ports = exchange.receive_control(EnvoyPorts, by).ports
+    unbound = sorted({framed.local_address for framed in sockets.values()} - ports.keys())
+    if unbound:
+        raise ModelError(f"The envoy of this machine cannot listen on {', '.join(unbound)}.", kind="network")
     for framed in sockets.values():
         framed.push((ports[framed.local_address].to_bytes(2, "big"),))
         framed.flush(wait=True)

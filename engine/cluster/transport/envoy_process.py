@@ -301,7 +301,9 @@ class Envoy:
         )
         ports = {}
         for address in self._setup.addresses:
-            ports[address] = self._server.add_secure_port(shown_address(address, 0), credentials)
+            # An address cannot be bound while its interface comes up, or once it is gone.
+            with contextlib.suppress(RuntimeError):
+                ports[address] = self._server.add_secure_port(shown_address(address, 0), credentials)
         await self._server.start()
         return EnvoyPorts(ports=ports)
 
