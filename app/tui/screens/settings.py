@@ -12,6 +12,7 @@ from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.content import Content
 from textual.geometry import Size
 from textual.lazy import Lazy
+from textual.message import Message
 from textual.screen import Screen
 from textual.timer import Timer
 from textual.widget import Widget
@@ -177,6 +178,27 @@ class SettingRow(Horizontal):
         line.remove_class("problem")
 
 
+class SearchField(Input):
+    """The words that the shown settings have. Its texts are no setting's."""
+
+    class Wanted(Message):
+        """Other words were typed."""
+
+    @on(Input.Changed)
+    def _typed(self, event: Input.Changed) -> None:
+        event.stop()
+        self.post_message(self.Wanted())
+
+    @on(Input.Submitted)
+    def _done(self, event: Input.Submitted) -> None:
+        event.stop()
+        self.screen.focus_next()
+
+    @on(Input.Blurred)
+    def _left(self, event: Input.Blurred) -> None:
+        event.stop()
+
+
 class Prediction(Rendered):
     """Predicted memory and speed of the values shown, and a note that they are not applied yet."""
 
@@ -213,7 +235,8 @@ class SettingsScreen(Screen[str]):
         "A setting is saved and used as soon as you change it, a field when you leave it or press `enter`. "
         "Settings marked ↻ load the model again, so they wait until you close this screen. Until then the bottom "
         "of the screen shows the expected memory and speed, and {undo} discards the changes. "
-        "{group} goes to the next group. A choice that is not available on this machine is grey, with "
+        "{group} goes to the next group. `/` finds settings by words of their names, help and choices. "
+        "A choice that is not available on this machine is grey, with "
         "the reason beside it. An empty field means the default."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -223,6 +246,7 @@ class SettingsScreen(Screen[str]):
         Binding(bound("group"), "group", "Group", priority=True, id="settings.group"),
         Binding("tab", "app.focus_next", "Next", id="settings.next"),
         Binding("shift+tab", "app.focus_previous", "Previous", show=False, id="settings.previous"),
+        Binding("slash,ctrl+f", "search", "Search", key_display="/", id="settings.search"),
         Binding(bound("help"), "app.help", "Help", id="settings.help"),
     ]
 
@@ -237,6 +261,8 @@ class SettingsScreen(Screen[str]):
 
     def compose(self) -> ComposeResult:
         yield Static("Settings · ↻ reloads the model or the ring", classes="screen-title", markup=False)
+        yield SearchField(placeholder="Type to search", id="setting-search")
+        yield Static("No setting has these words. esc shows all of them.", id="no-settings", markup=False)
         with VerticalScroll(classes="settings", can_focus=False):
             for place, (group, title) in enumerate(GROUPS.items()):
                 # The first group is shown while the others are made.
@@ -283,7 +309,7 @@ class SettingsScreen(Screen[str]):
 
     def _typing(self) -> dict[str, Value]:
         """The value in the focused field, if the prediction depends on it."""
-        if not isinstance(self.focused, Input):
+        if not isinstance(self.focused, Input) or isinstance(self.focused, SearchField):
             return {}
         setting = self._row(self.focused).setting
         if setting.takes_effect != "reload":
@@ -304,6 +330,33 @@ class SettingsScreen(Screen[str]):
     def _being_typed(self, event: Input.Changed) -> None:
         if self._row(event.input).setting.takes_effect == "reload" and event.input.has_focus:
             self._predict_soon()
+
+    # --- the search -----------------------------------------------------------------------------------------------
+
+    def action_search(self) -> None:
+        field = self.query_one(SearchField)
+        field.display = True
+        field.focus()
+
+    @on(SearchField.Wanted)
+    def _search(self) -> None:
+        """Show the settings that have all the words, and the groups that have such a setting."""
+        words = self.query_one(SearchField).value.casefold().split()
+        for row in self.query(SettingRow):
+            row.display = _has(row.setting, words)
+        groups = list(self.query(".setting-group"))
+        for group in groups:
+            group.display = any(row.display for row in group.query(SettingRow))
+        self.query_one("#no-settings").display = not any(group.display for group in groups)
+
+    def _end_search(self) -> bool:
+        """Show all settings again. Returns False if no search was open."""
+        field = self.query_one(SearchField)
+        if not field.display:
+            return False
+        field.value = ""
+        field.display = False
+        return True
 
     # --- changes --------------------------------------------------------------------------------------------------
 
@@ -353,16 +406,20 @@ class SettingsScreen(Screen[str]):
     def action_group(self) -> None:
         """Go to the first setting of the next group, after the last to the first."""
         rows = list(self.query(SettingRow).results(SettingRow))
-        groups = list(dict.fromkeys(row.setting.group for row in rows if row.can_be_set))
+        groups = list(dict.fromkeys(row.setting.group for row in rows if row.can_be_set and row.display))
         here = next((row.setting.group for row in rows if row.has_focus_within), None)
+        if not groups:
+            return
         index = groups.index(here) + 1 if here in groups else 0
         group = groups[index % len(groups)]
-        next(row for row in rows if row.setting.group == group and row.can_be_set).focus_control()
+        next(row for row in rows if row.setting.group == group and row.can_be_set and row.display).focus_control()
         # The focus brings the control into view; afterwards the title of the group is brought into view too.
         title = self.query_one(f"#group-{group}")
         self.call_after_refresh(title.scroll_visible, animate=False, top=True)
 
     def action_leave(self) -> None:
+        if self._end_search():
+            return
         # The text of a field that still has the focus is applied too.
         refused = [row for row in self.query(SettingRow) if not row.take_field()]
         if refused and not self._warned:
@@ -378,6 +435,13 @@ class SettingsScreen(Screen[str]):
         """Close the network if it was opened only to predict a ring."""
         controller = self._controller
         self.app.run_worker(controller.link.close_unless_wanted(controller.options), exit_on_error=False)
+
+
+def _has(setting: Setting, words: list[str]) -> bool:
+    """Whether each of ``words``, in lower case, is in what is shown of ``setting`` or in its key."""
+    choices = [text for choice in setting.choices for text in (choice.value, choice.label)]
+    text = " ".join([setting.label, setting.key, setting.help, *choices]).casefold()
+    return all(word in text for word in words)
 
 
 def _shown(value: Value) -> str:
