@@ -14,8 +14,6 @@ from textual.screen import Screen
 from app.tui.keymap import readable
 from app.tui.terminal.application import TerminalApp
 
-_HERE = "Here: "
-"""Beginning of the description of an action that belongs to the focused place or the screen."""
 _UNINTERESTING = ("command_palette", "focus_next", "focus_previous", "interrupt")
 """Actions that nobody looks for in the palette."""
 _MOST_RECENT = 5
@@ -25,8 +23,10 @@ _IN_HELP = 0.5
 
 
 class RankedCommands(Provider):
-    """The commands of the screen: those run last, then those of the focused place, then the others by subject. What is
-    typed is looked for in titles and descriptions, letter by letter."""
+    """The commands of the screen: those run last, then the others in the screen's own order.
+
+    What is typed is looked for in titles and descriptions, letter by letter.
+    """
 
     async def discover(self) -> Hits:
         for command in self._ranked():
@@ -46,12 +46,8 @@ class RankedCommands(Provider):
 
     def _ranked(self) -> list[SystemCommand]:
         recent = {title: place for place, title in enumerate(self._recent)}
-
-        def rank(command: SystemCommand) -> tuple[int, int]:
-            place = recent.get(command.title)
-            return (0, place) if place is not None else (1 if command.help.startswith(_HERE) else 2, 0)
-
-        return sorted(self.app.get_system_commands(self.screen), key=rank)
+        commands = self.app.get_system_commands(self.screen)
+        return sorted(commands, key=lambda command: recent.get(command.title, _MOST_RECENT))
 
     def _running(self, command: SystemCommand) -> Callable[[], object]:
         return partial(self._run, command)
@@ -74,7 +70,7 @@ def screen_commands(screen: Screen[Any], besides: Iterable[str] = ()) -> list[Sy
             continue
         found.setdefault((node, binding.action), (binding.description, []))[1].append(readable(name))
     return [
-        SystemCommand(title, f"{_HERE}{', '.join(keys[:2])}", _running(screen.app, action, node))
+        SystemCommand(title, f"Here: {', '.join(keys[:2])}", _running(screen.app, action, node))
         for (node, action), (title, keys) in found.items()
     ]
 
