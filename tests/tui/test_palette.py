@@ -167,3 +167,28 @@ async def test_the_palette_shows_first_what_was_run_last(make_app: MakeApp, engi
         await pilot.press(*"candidates")
         await wait_until(pilot, lambda: shown() == ["Beams"])
         assert app.recent_commands == ["Log", "Status"]
+
+
+@pytest.mark.usefixtures("few_settings")
+async def test_the_marked_command_can_be_seen_without_colours(
+    make_app: MakeApp, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    app = make_app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await ready(pilot, app)
+        await pilot.press("ctrl+p")
+        await wait_until(pilot, lambda: isinstance(app.screen, CommandPalette) and app.screen.query(OptionList))
+        found = app.screen.query_one(OptionList)
+        await wait_until(pilot, lambda: found.option_count > 1)
+        await pilot.press("down")
+
+        def underlined() -> list[str]:
+            lines = [found.render_line(y) for y in range(found.size.height)]
+            return [
+                text.strip() for line in lines for text, style, _ in line if style and style.underline and text.strip()
+            ]
+
+        await wait_until(pilot, lambda: found.highlighted is not None and underlined())
+        marked = str(found.get_option_at_index(found.highlighted or 0).prompt).splitlines()
+        assert underlined() == marked
