@@ -98,19 +98,28 @@ class ToolCallParser:
         return () if self._form.shape == "parts" else (*self._ends, *self._form.hidden)
 
     def push(self, piece: str) -> WithCalls:
-        """The text that certainly belongs to no call, and the calls that are whole."""
-        self._held += piece
-        text, before = "", len(self.calls)
+        """The text that certainly belongs to no call, and the calls that are whole.
+
+        The text is read letter by letter. What is decided early, as that a call has begun, would otherwise depend on
+        how the stream is cut.
+        """
+        before = len(self.calls)
+        text = "".join(map(self._read_letter, piece))
+        return WithCalls(text, self.calls[before:])
+
+    def _read_letter(self, letter: str) -> str:
+        """The text that is then certain."""
+        self._held += letter
+        text = ""
         while True:
             text += self._text_before_call()
             if self._mark is None:
-                break
+                return text
             if self._is_hopeless(self._mark):
                 text += self._as_text(len(self._mark))
             elif not self._read_call(last=False):
                 self._go_on()
-                break
-        return WithCalls(text, self.calls[before:])
+                return text
 
     def flush(self, cut: bool = False) -> WithCalls:
         """What was held back. Must be called once, at the end.
