@@ -35,7 +35,7 @@ def test_every_policy_runs_and_is_told(
         assert result["policy"] != "stream" or result["bytes_per_token"] > 0
     said = capsys.readouterr()
     assert "A small model, on the stand-in" in said.out
-    assert "one expert on 1, 8, 32, 128 tokens" in said.err
+    assert "one expert on 1, 8" in said.err  # and more, if there was time to measure them
 
 
 def test_without_a_gpu_it_says_so(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from screen_helpers import MakeApp, ready, wait_until
 from textual.pilot import Pilot
 
@@ -54,3 +55,13 @@ async def test_esc_ends_the_search_before_it_leaves_the_settings(make_app: MakeA
         assert isinstance(app.screen, SettingsScreen) and not app.screen.query_one(SearchField).display
         await pilot.press("escape")
         await wait_until(pilot, lambda: app.screen is app.chat)
+
+
+@pytest.mark.usefixtures("few_settings")
+async def test_the_first_setting_has_the_focus_and_not_the_hidden_search(make_app: MakeApp) -> None:
+    app = make_app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await ready(pilot, app)
+        await pilot.press("ctrl+s")
+        await wait_until(pilot, lambda: isinstance(app.screen, SettingsScreen) and app.focused is not None)
+        assert next(iter(app.screen.query(SettingRow))).has_focus_within

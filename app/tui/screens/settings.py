@@ -239,6 +239,7 @@ class SettingsScreen(Screen[str]):
         "A choice that is not available on this machine is grey, with "
         "the reason beside it. An empty field means the default."
     )
+    AUTO_FOCUS = "SettingRow *"  # the field for the search has no place yet, and would take it
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,ctrl+s", "leave", "Close", key_display="esc", id="settings.close"),
         # With priority over a text area, which uses these two keys for something else.
