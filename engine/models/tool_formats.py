@@ -7,6 +7,7 @@ import importlib.resources
 import json
 import re
 import tomllib
+from collections import deque
 from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
@@ -16,6 +17,8 @@ from engine.errors import ModelError
 from engine.ipc.messages import Tool, ToolCall
 from engine.models.wording import shown
 
+_DEEPEST = 100
+"""Maximum brackets that are open at once in arguments that were cut."""
 MOST_TOOLS = 256
 """Maximum tools of a question."""
 LARGEST_PARAMETERS = 64 * 1024
@@ -138,8 +141,8 @@ def _dictionary(written: str) -> dict[str, Any]:
 
 def _as_far_as_written(text: str) -> Any:
     """The value of JSON that was cut: without its last member, if that cannot be read. None if it is no JSON."""
-    closed: list[tuple[int, str]] = []
-    """Places where a value may end, and the brackets that are open there."""
+    closed: deque[tuple[int, str]] = deque(maxlen=_TRIES)
+    """The last places where a value may end, and the brackets that are open there."""
     brackets, in_text, place = "", False, 0
     while place < len(text):
         letter = text[place]
@@ -150,6 +153,8 @@ def _as_far_as_written(text: str) -> Any:
             in_text = True
         elif letter in "{[":
             brackets = ("}" if letter == "{" else "]") + brackets
+            if len(brackets) > _DEEPEST:
+                return None
             closed.append((place + 1, brackets))
         elif letter in "}]":
             brackets = brackets[1:]
@@ -160,7 +165,7 @@ def _as_far_as_written(text: str) -> Any:
         return None
     # A text may have been cut within an escape.
     written = [text + '"', text[: max(0, text.rfind("\\"))] + '"'] if in_text else [text]
-    tries = [each + brackets for each in written] + [text[:end] + rest for end, rest in closed[: -_TRIES - 1 : -1]]
+    tries = [each + brackets for each in written] + [text[:end] + rest for end, rest in reversed(closed)]
     return next((found for each in tries if (found := _json(each)) is not None), None)
 
 

@@ -209,7 +209,8 @@ def test_a_name_that_is_offered_can_be_called(form: ToolFormat) -> None:
         ('{"a": 1, "b', {"a": 1}),
         ('{"a": 1,', {"a": 1}),
         ('{"a": }}', {"arguments": '{"a": }}'}),
-        ("{" * 100_000, {"arguments": "{" * 100_000}),
+        pytest.param("{" * 100_000, {"arguments": "{" * 100_000}, id="nested"),
+        pytest.param('{"a": [' * 20_000, {"arguments": '{"a": [' * 20_000}, id="nested members"),
     ],
 )
 def test_a_history_with_any_arguments_is_rendered(written: str, wanted: dict[str, Any]) -> None:
