@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,7 @@ from engine.cluster.head.survey import (
     planned_links,
     planned_nodes,
 )
-from engine.cluster.membership.client import CallGroup, Unreachable
+from engine.cluster.membership.client import CallGroup, PeerClient, Unreachable
 from engine.cluster.membership.control_messages import (
     Connected,
     DataPiece,
@@ -48,6 +50,7 @@ from engine.cluster.membership.heartbeat import FORMING
 from engine.cluster.membership.links import measure_best, one_of_each_first, reachable
 from engine.cluster.membership.measuring_node import measure_node
 from engine.cluster.membership.node import LentState, Node
+from engine.cluster.parts import Effort, EngineParts, Moment
 from engine.cluster.transport.addresses import listener_address, own_addresses, parse_address, plain_ip
 from engine.cluster.transport.exchange import PeerLost
 from engine.cluster.weights.transfer import encode_offer, offer
@@ -57,6 +60,7 @@ from engine.cluster.worker.lending import ClusterWorker
 from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import Load, OpenNetwork
 from engine.ipc.messages.ring import LinkFacts, RingChoice
+from engine.models.locations import locate
 from engine.planning.calibration import Curve, ExpertShape
 from engine.planning.placement import Placement
 from engine.runtimes import runtime_named
@@ -522,3 +526,106 @@ def test_a_ring_that_was_there_is_connected_again_when_all_failed_at_once(
         return
     with pytest.raises(ModelError, match="link to Bob"):
         former.form(lambda *_: None)
+
+
+class Lent:
+    """A head with a model, and machines that are lent to it and have nothing of it."""
+
+    def __init__(self, folder: Path, *names: str) -> None:
+        model = tiny_mixtral(folder / "model")
+        self.nodes = Nodes(folder / "nodes", "Anna", *names, lend=True)
+        self.head, *self.others = self.nodes.nodes
+        for node in self.nodes.nodes:
+            node.parts = EngineParts(effort=Effort(link_s=0.01, exchange_rounds=5, rehearse=False))
+        self.lenders = [ClusterWorker(node) for node in self.others]
+        load = Load(id=0, model="tiny", runtime="native", partitioning="cpu", ring=RingChoice(even_if_slower=True))
+        surveyor = Surveyor(self.head.identity.node_id, model, load)
+        self.former = RingFormer(self.head, "tiny", model, runtime_named("native"), load, surveyor)
+        eventually(self.nodes.ready)
+
+    def close(self) -> None:
+        self.former.close()
+        for lender in self.lenders:
+            lender.close()
+        self.nodes.close()
+
+
+@pytest.fixture
+def lent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Lent]]:
+    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
+    with contextlib.ExitStack() as opened:
+
+        def make(*names: str) -> Lent:
+            made = Lent(tmp_path, *names)
+            opened.callback(made.close)
+            return made
+
+        yield make
+
+
+def test_no_failed_heartbeat_ends_a_transfer_and_forgetting_the_machine_does(lent: Callable[..., Lent]) -> None:
+    """First the connection of the heartbeats to Bob is given up while weights are on their way to him."""
+    made = lent("Bob")
+    head, (bob,) = made.head, made.others
+    offered: list[str] = []
+    dropped: list[PeerClient] = []
+
+    def drop() -> None:
+        watch = head.table.watch(bob.identity.node_id)
+        assert watch is not None
+        client = watch.view().client
+        if client is not None and not dropped:
+            dropped.append(client)
+            watch._drop(client, refused=False)
+
+    def forget() -> None:
+        if head.peers.get(bob.identity.node_id) is not None:
+            head.peers.forget(bob.identity.node_id)
+            head.forget(bob.identity.node_id)
+
+    happens = [drop]
+
+    def observe(moment: Moment, *subjects: object) -> None:
+        if moment == "offered":
+            offered.append("offered")
+        if moment == "piece":
+            happens[0]()
+
+    bob.parts = replace(bob.parts, observe=observe)
+    formed = made.former.form(lambda *_: None)
+    assert list(formed.names.values()) == ["Anna", "Bob"]
+    assert dropped and dropped[0].closed
+    assert offered == ["offered"]
+    watch = head.table.watch(bob.identity.node_id)
+    assert watch is not None and watch._apart and all(one.closed for one in watch._apart), "nothing is left open"
+    happens[0] = forget
+    shutil.rmtree(locate("models"))
+    eventually(lambda: watch.view().client is not None)
+    formed.lose((), "all is formed again")
+    assert list(made.former.form(lambda *_: None).names.values()) == ["Anna"]
+    assert head.peers.get(bob.identity.node_id) is None
+
+
+def test_a_machine_that_was_left_out_as_silent_is_asked_again_when_it_answers(lent: Callable[..., Lent]) -> None:
+    made = lent("Bob", "Carl")
+    former, bob = made.former, made.others[0]
+    form, back = former._form_with, former._back_again
+    asked: list[set[str]] = []
+
+    def forming(machines: Sequence[Candidate], notices: list[str], progress: Any) -> FormedRing:
+        asked.append({one.name for one in machines})
+        match len(asked):
+            case 1:
+                raise NodeRefused(bob.identity.node_id, "it cannot be reached.", gone=True)
+            case 2:
+                assert [line for line in notices if line.startswith("Bob is left out of the ring")]
+                progress("sending weights", 0, 0, "")
+                pytest.fail("it was not asked again while weights are on their way to Carl")
+        assert notices == []
+        return form([], notices, progress)
+
+    former._form_with = forming  # type: ignore[method-assign]
+    # It is silent for as long as it is waited for, and then answers.
+    former._back_again = lambda *given: back(*given) if len(asked) > 1 else None  # type: ignore[method-assign]
+    former.form(lambda *_: None)
+    assert asked == [{"Bob", "Carl"}, {"Carl"}, {"Bob", "Carl"}]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -83,6 +85,14 @@ class FasterAlone(Exception):
         self.decision = decision
 
 
+class MachinesChanged(Exception):
+    """The machine ``node_id`` does not answer any more while the ring is formed, or answers again."""
+
+    def __init__(self, node_id: str) -> None:
+        super().__init__(node_id)
+        self.node_id = node_id
+
+
 class NothingConnected(ModelError):
     """No node in particular failed: no exchange could be made between this machine and any other."""
 
@@ -135,6 +145,8 @@ class RingFormer:
         """Whether the last forming only spared an answer that waited the sending of weights."""
         self._planned: set[str] = set()
         """Node ids of the last plan. Some of the machines may be gone since."""
+        self._needed: set[str] = set()
+        """Node ids of the machines without which the running forming cannot go on."""
         self._tried: Tried | None = None
         """Links that can be opened, if they were tried before the survey."""
         self._open_choice = choice
@@ -265,11 +277,30 @@ class RingFormer:
         return formed
 
     def _form_of(self, machines: Sequence[Candidate], notices: list[str], progress: ProgressCallback) -> FormedRing:
+        """Form a ring of ``machines`` or fewer, over connections that no failed heartbeat ends."""
+        with contextlib.ExitStack() as connections:
+
+            def apart(one: Candidate) -> Candidate:
+                client = self._node.table.apart(one.node_id, one.client)
+                connections.callback(client.close)
+                return replace(one, client=client)
+
+            return self._tries([apart(one) for one in machines], notices, progress, apart)
+
+    def _tries(
+        self,
+        machines: Sequence[Candidate],
+        notices: list[str],
+        progress: ProgressCallback,
+        apart: Callable[[Candidate], Candidate],
+    ) -> FormedRing:
         gone: set[str] = set()
+        silent: dict[str, str] = {}
+        """Lines about machines that did not answer, by their node ids."""
         losses = silences = 0
         while True:
             try:
-                formed = self._form_with(machines, notices, progress)
+                formed = self._while_there(machines, silent if silences < MOST_LOSSES else {}, notices, progress)
                 formed.notices = [line for line in formed.notices if line not in self._notified and line not in gone]
                 self._notified.update(formed.notices)
                 return formed
@@ -290,26 +321,61 @@ class RingFormer:
                 losses += 1
                 if self._formed is None or losses > MOST_LOSSES:
                     raise
-            except NodeRefused as refused:
+            except (MachinesChanged, NodeRefused) as changed:
+                refused = (
+                    changed
+                    if isinstance(changed, NodeRefused)
+                    else NodeRefused(changed.node_id, "it does not answer any more.", gone=True)
+                )
                 if refused.gone and silences < MOST_LOSSES:
                     silences += 1
                     back = self._back_again(refused.node_id, progress)
                     if back is not None:
                         # It kept what was sent.
+                        if (line := silent.pop(back.node_id, None)) is not None:
+                            notices.remove(line)
                         self._considered[back.node_id] = back.process
-                        machines = [back if one.node_id == back.node_id else one for one in machines]
+                        others = [one for one in machines if one.node_id != back.node_id]
+                        machines = sorted([*others, apart(back)], key=lambda one: one.node_id)
                         continue
+                if refused.node_id in silent:
+                    continue
                 # The other machines may be enough without it; if not, the plan says what is missing.
                 notices.append(f"{self._node.table.name_of(refused.node_id)} is left out of the ring: {refused}")
                 process = self._considered.get(refused.node_id, "")
                 if refused.gone:
                     self._considered.pop(refused.node_id, None)
+                    silent[refused.node_id] = notices[-1]
                 else:
                     self._rejoin_policy.refused(refused.node_id, process)
                 if refused.gone and self._formed is not None:
                     # The loss has a line of its own.
                     gone.add(notices[-1])
                 machines = [one for one in machines if one.node_id != refused.node_id]
+
+    def _while_there(
+        self, machines: Sequence[Candidate], absent: Collection[str], notices: list[str], progress: ProgressCallback
+    ) -> FormedRing:
+        """Form a ring of ``machines`` as long as all of them are there, and, the first time, no one of ``absent`` is.
+        Raises MachinesChanged then."""
+        first = self._formed is None
+        table = self._node.table
+        watches = {one.node_id: table.watch(one.node_id) for one in machines}
+        left_out = {node_id: table.watch(node_id) for node_id in absent} if first else {}
+
+        def watching(stage: str, done: int, total: int, unit: str) -> None:
+            for node_id, watch in watches.items():
+                if node_id in self._needed and (watch is None or not watch.view().reachable):
+                    raise MachinesChanged(node_id)
+            for node_id, watch in left_out.items():
+                if self._needed and watch is not None and watch.view().client is not None:
+                    raise MachinesChanged(node_id)
+            progress(stage, done, total, unit)
+
+        self._needed = set(watches)
+        # Later an answer waits, and a machine that is lost is not waited for.
+        with tolerate_silence([watch for watch in watches.values() if watch is not None] if first else []):
+            return self._form_with(machines, notices, watching)
 
     def _back_again(self, node_id: str, progress: ProgressCallback) -> Candidate | None:
         """The machine, if it answers again after a silence that is no loss; else None. Raises Cancelled."""
@@ -359,9 +425,11 @@ class RingFormer:
             # Only once, as the figures differ a little each time.
             notices = [*notices, *decision.notices]
         if decision.kind == "alone" or len(decision.ranks) == 1:
+            self._needed = set()
             formed = self._alone(decision, [*notices, decision.reason], progress)
             return self._with_link_retry(formed, together, machines)
         by_id = {one.node_id: one for one in machines}
+        self._needed = by_id.keys() & set(decision.ranks)
         self._rejoin_policy.members.update(node_id for node_id in decision.ranks if node_id in by_id)
         assert decision.facts is not None and decision.placement is not None
         ring = Ring(
@@ -378,7 +446,8 @@ class RingFormer:
             end_epoch(self._node.table, [one.node_id for one in ring.followers.values()], ring.epoch)
             if not isinstance(error, FasterAlone):
                 raise
-            decision = self.decision = error.decision
+            decision, self._needed = error.decision, set()
+            self.decision = decision
             formed = self._alone(decision, [*notices, decision.reason], progress)
         return self._with_link_retry(formed, together, machines)
 

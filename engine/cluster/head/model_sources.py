@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -46,7 +47,7 @@ class ModelSources:
         data = bytearray()
 
         def take() -> Offer:
-            call = one.client.stream("ModelOffer", self._wanted, OfferPiece)
+            call = client.stream("ModelOffer", self._wanted, OfferPiece)
             with stopped_by(tick or self.tick, call.cancel):
                 for piece in call:
                     data.extend(piece.data)
@@ -59,7 +60,8 @@ class ModelSources:
             return decode_offer(bytes(data))
 
         self.at = (f"asking {one.name}", 0, 0, "")
-        return PeerSource(one, self._wanted, ask(one, take), self.tick)
+        with contextlib.closing(self._node.table.apart(one.node_id, one.client)) as client:
+            return PeerSource(self._node, one, self._wanted, ask(one, take), self.tick)
 
     def tick(self) -> None:
         """Report the current stage. Raises what ``progress`` raises."""
@@ -88,8 +90,11 @@ class ModelSources:
 class PeerSource:
     """Implements :class:`engine.cluster.weights.model_receiver.Source`: the weights that one machine offers."""
 
-    def __init__(self, one: Candidate, wanted: WantedModel, offered: Offer, tick: Callable[[], None]) -> None:
+    def __init__(
+        self, node: Node, one: Candidate, wanted: WantedModel, offered: Offer, tick: Callable[[], None]
+    ) -> None:
         self.offered = offered
+        self._node = node
         self.node_id = one.node_id
         self._one = one
         self._wanted = wanted
@@ -110,13 +115,11 @@ class PeerSource:
             weights=self.offered.identity.weights,
             wanted=encode_wanted(wanted),
         )
-        call = self._one.client.stream("ModelWeights", asked, DataPiece)
-        try:
+        with contextlib.closing(self._node.table.apart(self.node_id, self._one.client)) as client:
+            call = client.stream("ModelWeights", asked, DataPiece)
             with stopped_by(tick or self._tick, call.cancel):
                 while (piece := ask(self._one, lambda: next(call, None))) is not None:
                     yield piece.data
-        finally:
-            call.cancel()
 
 
 def version_of(offered: Offer) -> tuple[object, ...]:

@@ -213,7 +213,9 @@ def load_remote(
 
     def stop(number: int) -> None:
         with contextlib.suppress(ModelError, PeerLost, Unreachable):
-            one.client.call("StopPass", StopPass(epoch=ring.epoch, number=number), EmptyBody, STOP_S)
+            view = table.view(one.node_id)
+            if view is not None and view.client is not None:
+                view.client.call("StopPass", StopPass(epoch=ring.epoch, number=number), EmptyBody, STOP_S)
 
     passes = RemotePasses(links.commands[RANK], stop)
     model = RemoteModel(_facts(ring, one, ready, name, sizes, load), passes, ready.can_truncate, ready.steps_together)

@@ -10,7 +10,7 @@ import grpc
 
 from discovery.names import plain_text
 from engine.cluster.membership.control_messages import MESSAGE_LIMIT, SERVICE, ControlBody, pack, unpack
-from engine.cluster.membership.server import Credentials
+from engine.cluster.membership.server import PATIENT_KEEPALIVE_MS, Credentials
 from engine.cluster.transport.exchange import PeerLost, RingProtocolError
 from engine.errors import ErrorKind, ModelError
 
@@ -24,12 +24,14 @@ CLIENT_OPTIONS = (
     ("grpc.min_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 3_000),
     # Connections are not shared within the process, as each machine has its own certificate. No proxy is used.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
     ("grpc.enable_retries", 0),
 )
+
+KEEPALIVE_MS = 3_000
+"""Milliseconds without an answer of the other system after which a connection counts as broken."""
 
 Body = TypeVar("Body", bound=ControlBody)
 
@@ -80,10 +82,17 @@ class CallGroup:
 class PeerClient:
     """Calls methods of one paired machine at one of its addresses (``HOST:PORT``). From any thread."""
 
-    def __init__(self, address: str, credentials: Credentials, server_name: str) -> None:
+    def __init__(
+        self, address: str, credentials: Credentials, server_name: str, keepalive_ms: int = KEEPALIVE_MS
+    ) -> None:
         self.address = address
+        self._identity = credentials, server_name
         secured = grpc.ssl_channel_credentials(credentials.roots, credentials.key, credentials.certificate)
-        options = (*CLIENT_OPTIONS, ("grpc.ssl_target_name_override", server_name))
+        options = (
+            *CLIENT_OPTIONS,
+            ("grpc.ssl_target_name_override", server_name),
+            ("grpc.keepalive_timeout_ms", keepalive_ms),
+        )
         self._channel = grpc.secure_channel(address, secured, options)
         self._closed = threading.Event()
 
@@ -146,6 +155,15 @@ class PeerClient:
             if failed:
                 raise failed[0] from error
             raise _translated(error) from error
+
+    @property
+    def closed(self) -> bool:
+        return self._closed.is_set()
+
+    def apart(self) -> PeerClient:
+        """A client of the same machine with a connection of its own, which bears longer silences. Closing either one
+        does not end the calls of the other."""
+        return PeerClient(self.address, *self._identity, keepalive_ms=PATIENT_KEEPALIVE_MS)
 
     def close(self) -> None:
         """Close the connection. Every running call raises Unreachable."""

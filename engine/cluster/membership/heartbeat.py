@@ -110,6 +110,8 @@ class PeerWatch:
         self._lasting: list[str] = []
         """Addresses that hints never displace: the machine was found there, or a person named them."""
         self._client: PeerClient | None = None
+        self._apart: list[PeerClient] = []
+        """Connections that :meth:`apart` made."""
         self._greeting: Greeting | None = None
         self._theirs: NodeLoad | None = None
         self._last_contact = -1e9
@@ -205,13 +207,24 @@ class PeerWatch:
                 alive and (self.tolerant or self._clock() - self._answered < self._times.unanswered_s),
             )
 
+    def apart(self, client: PeerClient) -> PeerClient:
+        """A connection like ``client`` for calls that no failed heartbeat may end. Whoever asks closes it;
+        :meth:`close` does so, too."""
+        made = client.apart()
+        with self._lock:
+            self._apart = [one for one in self._apart if not one.closed] + [made]
+        if self._closed:
+            made.close()
+        return made
+
     def close(self) -> None:
         self._closed = True
         self._poke.set()
         with self._lock:
             client, self._client = self._client, None
-        if client is not None:
-            client.close()
+            clients = [*self._apart, *([client] if client is not None else [])]
+        for one in clients:
+            one.close()
 
     def join(self, timeout: float) -> None:
         if self._thread.is_alive() and self._thread is not threading.current_thread():
@@ -402,14 +415,15 @@ class PeerWatch:
 
 @contextlib.contextmanager
 def tolerate_silence(watches: Sequence[PeerWatch]) -> Iterator[None]:
-    """Allow these machines more silence inside, as they load a model."""
+    """Allow these machines more silence inside, as they load a model or are sent one."""
+    before = [watch.tolerant for watch in watches]
     for watch in watches:
         watch.tolerant = True
     try:
         yield
     finally:
-        for watch in watches:
-            watch.tolerant = False
+        for watch, was in zip(watches, before, strict=True):
+            watch.tolerant = was
 
 
 def version_problem(theirs: Greeting, ours: Greeting) -> str:

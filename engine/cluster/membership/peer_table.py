@@ -218,6 +218,15 @@ class PeerTable:
         with self._lock:
             return self._watches.get(node_id)
 
+    def apart(self, node_id: str, client: PeerClient) -> PeerClient:
+        """A connection like ``client`` for calls that no failed heartbeat may end, but forgetting the machine does.
+        Whoever asks closes it."""
+        watch = self.watch(node_id)
+        if watch is not None:
+            return watch.apart(client)
+        client.close()
+        return client
+
     def find_announced(self, text: str) -> AnnouncedPeer:
         """The one machine whose node id begins with ``text``. Raises ModelError: none, or several."""
         with self._lock:

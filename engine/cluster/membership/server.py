@@ -37,6 +37,10 @@ HANDSHAKE_S = 5
 STOP_S = 0.5
 """Seconds that a closing server waits for its calls to end."""
 
+PATIENT_KEEPALIVE_MS = 20_000
+"""Milliseconds without an answer of the other system after which a connection counts as broken that a silence must not
+end, such as one that carries weights over Wi-Fi. Heartbeats notice earlier that a machine is gone."""
+
 SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", MESSAGE_LIMIT),
     ("grpc.max_send_message_length", MESSAGE_LIMIT),
@@ -45,7 +49,7 @@ SERVER_OPTIONS = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_concurrent_streams", MOST_CALLS),
     ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", PATIENT_KEEPALIVE_MS),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.max_connection_idle_ms", 60_000),
     # A stranger can open connections, but must not use up the file descriptors of this process.
