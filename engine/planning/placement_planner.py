@@ -117,6 +117,111 @@ def place(
     return Placement(grid.layers, len(rooms), tuple(rows))
 
 
+def place_held(
+    grid: ExpertGrid, rooms: Sequence[NodeRoom], has: Sequence[Mapping[int, Sequence[int]]], overlap: bool = True
+) -> Placement | None:
+    """A placement in which every node uses only experts that it ``has`` (per rank, by layer), or None if there is none.
+
+    Each expert has one owner. The owners of a layer are as even, by the nodes' seconds, as what they have allows. With
+    ``overlap`` the room left over is for replicas.
+    """
+    slots = [min(max(0, room.expert_bytes) // grid.slab_bytes, grid.slabs) for room in rooms]
+    able = {
+        (layer, expert): [rank for rank, each in enumerate(has) if slots[rank] and expert in each.get(layer, ())]
+        for layer in grid.layers
+        for expert in range(grid.experts)
+    }
+    owners = _Owners(slots, [room.seconds for room in rooms], able)
+    # Who alone has an expert owns it; then one of each layer after the other, so that no layer gets all of the room.
+    order = sorted(able, key=lambda place: (len(able[place]), place[1], place[0]))
+    if sum(slots) < grid.slabs or not all(map(owners.own, order)):
+        return None
+    for layer in grid.layers:
+        owners.even_out([(layer, expert) for expert in range(grid.experts)])
+    holders = {place: [owner] for place, owner in owners.of.items()}
+    if overlap:
+        for rank, slot in enumerate(slots):
+            others = [place for place in order if rank in able[place] and rank not in holders[place]]
+            for place in others[: slot - owners.count[rank]]:
+                holders[place].append(rank)
+    rows = [tuple(tuple(sorted(holders[layer, expert])) for expert in range(grid.experts)) for layer in grid.layers]
+    return Placement(grid.layers, len(rooms), tuple(rows))
+
+
+class _Owners:
+    """One owner for each expert (layer, expert) among the ranks that are ``able``; no rank has more than its slots."""
+
+    def __init__(
+        self, slots: Sequence[int], seconds: Sequence[float], able: Mapping[tuple[int, int], Sequence[int]]
+    ) -> None:
+        self._slots = slots
+        self._seconds = seconds
+        self._able = able
+        self.of: dict[tuple[int, int], int] = {}
+        self.count = [0] * len(slots)
+        self._loads: dict[tuple[int, int], int] = {}
+        """Owned experts by layer and rank."""
+        self._could: dict[tuple[int, int], dict[tuple[int, int], None]] = {}
+        """Owned experts by their owner and another rank that is able."""
+
+    def own(self, place: tuple[int, int]) -> bool:
+        """Give ``place`` an owner. Full ranks hand experts on for that. Returns False if no rank can take it."""
+        came: dict[int, int | None] = dict.fromkeys(self._able[place])
+        queue = sorted(came, key=lambda rank: self._after(place[0], rank))
+        for rank in queue:  # grows while it is gone through: the shortest chain of ranks that hand something on
+            if self.count[rank] < self._slots[rank]:
+                break
+            for other in range(len(self._slots)):
+                if other not in came and self._could.get((rank, other)):
+                    came[other] = rank
+                    queue.append(other)
+        else:
+            return False
+        while (before := came[rank]) is not None:
+            handed = next(iter(self._could[before, rank]))
+            self._give(handed, rank)
+            rank = before
+        self._give(place, rank)
+        return True
+
+    def even_out(self, places: Sequence[tuple[int, int]]) -> None:
+        """Move some of ``places``, the experts of one layer, from the rank that takes longest to one that is able and
+        would finish sooner."""
+        layer, ranks = places[0][0], range(len(self._slots))
+        while True:
+            busiest = max(ranks, key=lambda rank: self._loads.get((layer, rank), 0) * self._seconds[rank])
+            longest = self._loads.get((layer, busiest), 0) * self._seconds[busiest]
+            moves = [
+                (self._after(layer, rank), rank, place)
+                for place in places
+                if self.of[place] == busiest
+                for rank in self._able[place]
+                if self.count[rank] < self._slots[rank] and self._after(layer, rank) < longest
+            ]
+            if not moves:
+                return
+            _, rank, place = min(moves)
+            self._give(place, rank)
+
+    def _after(self, layer: int, rank: int) -> float:
+        """Seconds of ``layer`` on ``rank`` with one more expert."""
+        return (self._loads.get((layer, rank), 0) + 1) * self._seconds[rank]
+
+    def _give(self, place: tuple[int, int], rank: int) -> None:
+        before = self.of.get(place)
+        if before is not None:
+            self.count[before] -= 1
+            self._loads[place[0], before] -= 1
+            for other in self._able[place]:
+                self._could.get((before, other), {}).pop(place, None)
+        self.of[place] = rank
+        self.count[rank] += 1
+        self._loads[place[0], rank] = self._loads.get((place[0], rank), 0) + 1
+        for other in self._able[place]:
+            if other != rank:
+                self._could.setdefault((rank, other), {})[place] = None
+
+
 def _with_one_for(rank: int, rows: list[Rows]) -> list[Rows]:
     """``rows`` with an expert for ``rank`` if it holds none: taken from the rank that holds the most and keeps one."""
     counts: dict[int, int] = {}

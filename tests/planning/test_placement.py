@@ -14,7 +14,7 @@ from random_examples import examples
 
 from engine.planning.cluster_load import expected_experts
 from engine.planning.placement import Placement
-from engine.planning.placement_planner import ExpertGrid, NodeRoom, Shortfall, dealt, numbers, place
+from engine.planning.placement_planner import ExpertGrid, NodeRoom, Shortfall, dealt, numbers, place, place_held
 
 MB = 1_000_000
 
@@ -301,3 +301,68 @@ def test_nonsense_is_refused() -> None:
         place(grid, [NodeRoom(9 * MB, 0.0)])
     with pytest.raises(ValueError, match="1 layers of 4 experts"):
         place(grid, [NodeRoom(9 * MB)], [[1, 2]])
+
+
+# --- with what is there already -------------------------------------------------------------------------------------
+
+
+@st.composite
+def holdings(draw: st.DrawFn) -> tuple[ExpertGrid, list[NodeRoom], list[dict[int, list[int]]]]:
+    """The first rank has everything on its disk, as a head with the whole model; or it has a part, too."""
+    layers, experts, ranks = draw(st.sampled_from([(1, 4, 2), (2, 3, 2), (2, 3, 3), (1, 5, 3)]))
+    grid = ExpertGrid(tuple(range(layers)), experts, 2, MB)
+    some = st.lists(st.sampled_from(range(experts)), unique=True)
+    has = [{layer: draw(some) for layer in grid.layers} for _ in range(ranks)]
+    if draw(st.booleans()):
+        has[0] = {layer: list(range(experts)) for layer in grid.layers}
+    seconds = st.sampled_from([1.0, 2.0, 3.5])
+    return grid, [NodeRoom(draw(st.integers(0, grid.slabs)) * MB, draw(seconds)) for _ in range(ranks)], has
+
+
+@given(holdings(), st.booleans())
+@settings(max_examples=examples(60), deadline=None)
+def test_what_is_there_is_enough_exactly_if_some_choice_of_owners_fits(
+    problem: tuple[ExpertGrid, list[NodeRoom], list[dict[int, list[int]]]], overlap: bool
+) -> None:
+    """Against every choice of one owner per expert, as far as memory allows it."""
+    grid, rooms, has = problem
+    slots = [room.expert_bytes // MB for room in rooms]
+    places = [(layer, expert) for layer in grid.layers for expert in range(grid.experts)]
+
+    def seconds(owners: Sequence[int]) -> float:
+        loads: dict[tuple[int, int], float] = {}
+        for (layer, _), rank in zip(places, owners, strict=True):
+            loads[layer, rank] = loads.get((layer, rank), 0.0) + rooms[rank].seconds
+        return sum(max(load for (at, _), load in loads.items() if at == layer) for layer in grid.layers)
+
+    able = [[rank for rank, each in enumerate(has) if expert in each[layer]] for layer, expert in places]
+    every = [
+        owners
+        for owners in itertools.product(*able)
+        if all(owners.count(rank) <= slot for rank, slot in enumerate(slots))
+    ]
+    found = place_held(grid, rooms, has, overlap)
+    assert (found is not None) == bool(every)
+    if found is None:
+        return
+    check_valid(grid, rooms, found)
+    for row, layer in zip(found.holders, grid.layers, strict=True):
+        for expert, ranks in enumerate(row):
+            assert all(expert in has[rank][layer] for rank in ranks)
+    if overlap:
+        return
+    best = min(map(seconds, every))
+    assert seconds([ranks[0] for row in found.holders for ranks in row]) <= 1.5 * best
+
+
+def test_a_large_model_is_placed_where_it_is() -> None:
+    """Two of three machines are left; the head has the whole model on its disk and memory for two thirds of it."""
+    grid = ExpertGrid(tuple(range(48)), 128, 8, MB)
+    kept = {layer: list(range(80)) for layer in grid.layers}
+    whole = {layer: list(range(128)) for layer in grid.layers}
+    found = place_held(grid, [NodeRoom(grid.slabs * 2 // 3 * MB), NodeRoom(grid.slabs * MB)], [whole, kept])
+    assert found is not None
+    for row in found.holders:
+        assert all(0 in ranks for ranks in row[80:])
+        assert 48 <= sum(1 in ranks for ranks in row) <= 80
+    assert place_held(grid, [NodeRoom(40 * 48 * MB), NodeRoom(grid.slabs * MB)], [whole, kept]) is None
