@@ -32,10 +32,11 @@ from engine.ipc.messages import (
 ACTS = [b"\x1b]0;", b"\x1b[777m", b"PWNED", b"\xc2\x9b", b"\xe2\x80\xae", b"\x1bPq"]
 """What of ``EVIL`` would act: none of it is anything that Textual writes."""
 SCREENS = {
-    b"\x1bOQ": "Chats", b"\x1bOR": "Model", b"\x1bOS": "Beams", b"\x1b[15~": "Timing", b"\x1b[19~": "Machines",
-    b"\x13": "Settings", b"\x10": "earch",
+    b"\x1bOQ": "earch titles", b"\x1bOR": "nother model", b"\x1bOS": "Beam width", b"\x1b[15~": "Prefill / decode",
+    b"\x1b[19~": "listening on", b"\x13": "reloads the model", b"\x10": "earch for commands",
 }  # fmt: skip
-"""What f2, f3, f4, f5, f8, ctrl+s and ctrl+p open. The cursor may stand on the first letter of a placeholder."""
+"""What only the screens of f2, f3, f4, f5, f8, ctrl+s and ctrl+p show. The chat, whose footer names them all, is drawn
+again late on a busy machine. The cursor may stand on the first letter of a placeholder."""
 HOSTILE_CONFIG = json.dumps({"model_type": EVIL})
 
 
@@ -118,9 +119,9 @@ def test_nothing_that_an_engine_says_reaches_a_terminal_as_it_is(terminal: Termi
     terminal.until_drawn("line \u0646\u200c\u0647")
     terminal.press(b"\r", "You")
     terminal.press(b"refuse\r", "XY")
-    for key, title in SCREENS.items():
-        terminal.press(key, title)
-        terminal.press(b"\x1b", "pasted text")
+    for key, text in SCREENS.items():
+        terminal.press(key, text)
+        terminal.press(b"\x1b", " Menu")
     assert [acts for acts in ACTS if acts in terminal.drawn] == []
 
 
