@@ -113,9 +113,12 @@ def fork_for(listener: socket.socket) -> None:
 
 def warm_up(libraries: bool) -> None:
     """What is measured or compiled once per process for the first model is done here, for all engines and workers."""
+    from engine.calibration import memory_rate
     from engine.cluster.membership.measuring_node import central_seconds, layer_seconds
     from engine.models.families import FAMILIES, match_tensor
 
+    # The smallest buffer is read to measure the memory, as with no memory free: a GiB takes a second to be made.
+    memory_rate.available_bytes = _nothing_free
     for measured in (layer_seconds, central_seconds):
         measured(HIDDEN)
     for family in FAMILIES.values():
@@ -124,6 +127,10 @@ def warm_up(libraries: bool) -> None:
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
         get_checkpoint_conversion_mapping("")  # thousands of regular expressions, whichever family is asked for
+
+
+def _nothing_free(device: str = "cpu") -> int:
+    return 0
 
 
 def modules_of(package: str, left_out: tuple[str, ...]) -> Iterator[str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_examples import examples
 from written_calls import SAID
 
 from engine.generation.argument_stream import ArgumentStream
@@ -41,7 +43,7 @@ def pieces(text: str, cuts: list[int]) -> list[str]:
     return [text[left:right] for left, right in zip([0, *places], [*places, len(text)], strict=True)]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(OBJECTS, st.lists(st.integers(0, 10**6), max_size=30), st.booleans(), st.sampled_from([None, 1]), st.booleans())
 def test_what_is_given_out_is_the_beginning_of_the_whole(
     arguments: dict[str, Any], cuts: list[int], ascii_only: bool, indent: int | None, raw: bool
@@ -90,7 +92,7 @@ TOOLS = [
 ]
 
 
-def followed(name: str, said: str, cut: bool = False) -> tuple[ToolCallParser, str, dict[str, list[str]]]:
+def followed(name: str, said: str) -> tuple[ToolCallParser, str, dict[str, list[str]]]:
     """The parser, the text, and what was given out of each call, by its id, letter by letter."""
     parser = ToolCallParser(BY_NAME[name], TOOLS)
     text, grown = "", {}
@@ -98,7 +100,7 @@ def followed(name: str, said: str, cut: bool = False) -> tuple[ToolCallParser, s
         text += parser.push(letter).text
         if parser.begun is not None:
             grown.setdefault(parser.begun.id, []).append(parser.begun.arguments.text)
-    text += parser.flush(cut).text
+    text += parser.flush().text
     return parser, text, grown
 
 
@@ -134,12 +136,18 @@ def test_a_text_grows_between_tags(name: str, city: str) -> None:
 @pytest.mark.parametrize("name", [*GROWING, *TAGGED])
 @pytest.mark.parametrize("cut", [True, False])
 def test_a_call_that_was_begun_is_one_of_the_calls_wherever_it_ends(name: str, cut: bool) -> None:
-    said = SAID[name]
-    for end in range(len(said)):
-        parser, _, grown = followed(name, said[:end], cut)
-        calls = {call.id: call for call in parser.calls}
+    parser = ToolCallParser(BY_NAME[name], TOOLS)
+    grown: dict[str, list[str]] = {}
+    for letter in SAID[name]:
+        ended = copy.deepcopy(parser)
+        ended.flush(cut)
+        calls = {call.id: call for call in ended.calls}
         assert set(grown) <= set(calls)
         assert all(calls[id_].arguments.startswith(each) for id_, texts in grown.items() for each in texts)
+        parser.push(letter)
+        if parser.begun is not None:
+            grown.setdefault(parser.begun.id, []).append(parser.begun.arguments.text)
+    assert grown
 
 
 def test_a_broken_call_that_was_begun_is_given_out_as_it_was_written() -> None:

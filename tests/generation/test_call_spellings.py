@@ -253,7 +253,7 @@ def test_a_prompt_may_begin_a_call() -> None:
 
 
 @pytest.mark.parametrize("name", SAID)
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(data=st.data())
 def test_how_a_stream_is_cut_changes_nothing(name: str, data: st.DataObject) -> None:
     form, said = BY_NAME[name], SAID[name]

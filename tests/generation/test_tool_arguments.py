@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from random_examples import examples
 
 from engine.generation.tool_arguments import ArgumentTypes, json_text, read_json
 from engine.generation.tool_calls import ToolCallParser
@@ -229,7 +230,7 @@ def _floats(value: Any) -> Any:
             return {key: _floats(each) for key, each in value.items()}
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(schemas())
 def test_a_valid_value_that_a_template_writes_is_read_as_itself(example: tuple[dict[str, Any], Any]) -> None:
     part, value = example
@@ -250,7 +251,7 @@ def test_a_valid_value_that_a_template_writes_is_read_as_itself(example: tuple[d
             assert found == written or (found is None and written in ("null", "None"))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(schemas(), st.recursive(SCALARS | TEXTS, lambda inner: st.lists(inner, max_size=2), max_leaves=4))
 def test_what_fits_no_type_stays_as_it_was_written(example: tuple[dict[str, Any], Any], value: Any) -> None:
     part, _ = example

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_examples import examples
 from written_calls import SAID
 
 from engine.errors import ModelError
@@ -87,7 +88,7 @@ def test_every_format_has_an_example() -> None:
 @pytest.mark.parametrize("name", SAID)
 def test_calls_are_read_whatever_the_pieces(name: str) -> None:
     form, said = BY_NAME[name], SAID[name]
-    for seed in range(60):
+    for seed in range(examples(12)):
         assert parsed(form, split(said, seed)) == ("", BOTH)
     assert parsed(form, list(said)) == ("", BOTH)
     if not form.bare:
@@ -95,7 +96,7 @@ def test_calls_are_read_whatever_the_pieces(name: str) -> None:
     assert parsed(form, [said], most=1) == ("", BOTH[:1])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     st.sampled_from(sorted(BY_NAME)),
     st.lists(st.sampled_from([*"a {\n<", *{m for f in tool_formats() for m in f.all_marks}]), max_size=8).map("".join),

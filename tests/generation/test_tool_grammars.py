@@ -170,6 +170,7 @@ WRITTEN = [(name, control) for name, form in BY_NAME.items() for control in (Tru
            if control or form.shape == "tagged" or name == "hermes"]  # fmt: skip
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "control"), WRITTEN)
 def test_a_forced_call_satisfies_its_schema(name: str, control: bool) -> None:
     form, spoken = BY_NAME[name], model(name, control)
