@@ -1,4 +1,5 @@
-"""The answer of a machine that runs the whole model for a head: one frame per pass, with the last rows' logits."""
+"""The answer of a machine that runs the whole model for a head: one frame per pass, with the last rows' logits or the
+token that was chosen by them."""
 
 from __future__ import annotations
 
@@ -8,11 +9,14 @@ from discovery.names import plain_text
 from engine.cluster.contributions import REASON_BYTES, NodeFailed
 from engine.cluster.parts import Observer, nobody_observes
 from engine.cluster.transport.exchange import Link, RingProtocolError
+from engine.generation.sampling import NotNumbersError
 from engine.runtimes.protocol import Interrupted, Logits
 
-DONE, GAVE_UP, FAILED = b"\x00", b"\x01", b"\x02"
-"""First byte: logits (or nothing) follow; the head gave up the pass; or a reason in UTF-8 follows."""
+DONE, GAVE_UP, FAILED, NOT_NUMBERS = b"\x00", b"\x01", b"\x02", b"\x03"
+"""First byte: logits, a token or nothing follow; the head gave up the pass; a reason in UTF-8 follows; or such a reason
+why no token could be chosen."""
 FLOAT = np.dtype("<f4")
+TOKEN = np.dtype("<i4")
 
 
 class Answers:
@@ -48,10 +52,13 @@ class Answers:
         """Whether the head gave up the pass that runs now."""
         return self._stop == self._number
 
-    def done(self, logits: Logits | None) -> None:
-        """``logits`` [vocabulary] or [rows, vocabulary], as far as they are wanted."""
-        found = b"" if logits is None else np.ascontiguousarray(logits, FLOAT).tobytes()
-        self._answer(DONE, found)
+    def done(self, found: Logits | int | None) -> None:
+        """``found``: logits [vocabulary] or [rows, vocabulary], or the chosen token, as far as they are wanted."""
+        dtype = TOKEN if isinstance(found, int) else FLOAT
+        self._answer(DONE, b"" if found is None else np.ascontiguousarray(found, dtype).tobytes())
+
+    def not_numbers(self, reason: str) -> None:
+        self._answer(NOT_NUMBERS, reason.encode()[:REASON_BYTES])
 
     def gave_up(self) -> None:
         self._answer(GAVE_UP, b"")
@@ -68,27 +75,44 @@ class Answers:
         self._link.send(kind, rest)
 
 
-def answer_limit(rows: int, vocabulary: int) -> int:
-    """Maximum bytes of an answer to a pass of ``rows``."""
-    return 1 + max(REASON_BYTES, rows * vocabulary * FLOAT.itemsize)
+def answer_limit(nbytes: int) -> int:
+    """Maximum bytes of an answer of ``nbytes``."""
+    return 1 + max(REASON_BYTES, nbytes)
 
 
-def read_answer(frame: memoryview, rows: int, vocabulary: int, rank: int) -> Logits:
-    """The logits [rows, vocabulary] in the answer of node ``rank``; without ``rows`` none are wanted.
+def read_answer(frame: memoryview, nbytes: int, rank: int) -> memoryview:
+    """The ``nbytes`` in the answer of node ``rank``.
 
-    Raises Interrupted if the pass was given up, NodeFailed if the node cannot go on, RingProtocolError for anything
-    else.
+    Raises Interrupted if the pass was given up, NodeFailed if the node cannot go on, NotNumbersError if it could choose
+    no token, RingProtocolError for anything else.
     """
     kind, rest = bytes(frame[:1]), frame[1:]
     if kind == GAVE_UP and not len(rest):
         raise Interrupted
-    if kind == FAILED:
+    if kind in (FAILED, NOT_NUMBERS):
         said = plain_text(bytes(rest[:REASON_BYTES]).decode("utf-8", "replace"), REASON_BYTES)
+        if kind == NOT_NUMBERS:
+            raise NotNumbersError(said)
         raise NodeFailed(said or "it gave no reason", [rank])
-    expected = rows * vocabulary * FLOAT.itemsize
-    if kind != DONE or len(rest) != expected:
+    if kind != DONE or len(rest) != nbytes:
         raise RingProtocolError(
-            f"The machine that computes sent {len(frame)} bytes where an answer of {1 + expected} was expected; ask "
+            f"The machine that computes sent {len(frame)} bytes where an answer of {1 + nbytes} was expected; ask "
             "once more, or leave the ring."
         )
-    return np.frombuffer(rest, FLOAT).astype(np.float32).reshape(rows, vocabulary)
+    return rest
+
+
+def read_logits(data: memoryview, rows: int, vocabulary: int) -> Logits:
+    """The logits [rows, vocabulary] in ``data``."""
+    return np.frombuffer(data, FLOAT).astype(np.float32).reshape(rows, vocabulary)
+
+
+def read_token(data: memoryview, vocabulary: int) -> int:
+    """The token in ``data``. Raises RingProtocolError if it is not one of the ``vocabulary``."""
+    token = int(np.frombuffer(data, TOKEN)[0])
+    if not 0 <= token < vocabulary:
+        raise RingProtocolError(
+            f"The machine that computes chose token {token} of a vocabulary of {vocabulary}; ask once more, or leave "
+            "the ring."
+        )
+    return token

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 import msgspec
 
 from engine.errors import ModelError
+from engine.generation.sampling import SamplerState
 from engine.ipc.messages import PhaseTimes
 
 _COMMAND_BYTES = 64 * 1024
-"""Maximum bytes of a command beside a prompt's tokens: dropped rows, parents."""
-_TOKEN_BYTES = 5
+"""Maximum bytes of a command beside a conversation's tokens: dropped rows, parents, biases."""
+_TOKEN_BYTES = 15
+"""Maximum bytes of a token of the conversation: in a prompt, or where a sampler counts it."""
 REPLY_LIMIT = 4 * 1024 * 1024
 
 _PRIME = 0x100000001B3
@@ -57,6 +59,18 @@ class Step(RowsCommand, frozen=True, tag="step"):
     tokens: list[int]
 
 
+class Choose(RowsCommand, frozen=True, tag="choose"):
+    """Decode ``token`` and answer with the next one; see :meth:`TokenRows.step_choosing`.
+
+    ``sampler``: from where the sampler goes on that chooses from now on; None: the last one of these rows does.
+    """
+
+    rows: int
+    before: int
+    token: int
+    sampler: SamplerState | None
+
+
 class Truncate(RowsCommand, frozen=True, tag="truncate"):
     rows: int
     length: int
@@ -92,7 +106,7 @@ class AskTimes(RowsCommand, frozen=True, tag="ask_times"):
     """Answer with :class:`Times`."""
 
 
-AnyCommand = StartRows | Extend | Replay | Step | Truncate | FanOut | Reorder | Drop | Measure | AskTimes
+AnyCommand = StartRows | Extend | Replay | Step | Choose | Truncate | FanOut | Reorder | Drop | Measure | AskTimes
 
 
 class Times(msgspec.Struct, frozen=True):

@@ -314,6 +314,16 @@ class TokenGuide(Protocol):
     def take(self, token: int) -> bool: ...
 
 
+class SamplerState(msgspec.Struct, frozen=True):
+    """What another sampler needs to go on with the same tokens: the rule, the number of tokens that were drawn, and
+    those that the penalties count, of the prompt and of the answer (each with its number)."""
+
+    rule: SamplingRule
+    drawn: int
+    seen: list[int]
+    counts: dict[int, int]
+
+
 class Sampler:
     """Draws tokens by one rule; the same seed gives the same tokens for the same logits.
 
@@ -324,9 +334,30 @@ class Sampler:
     def __init__(self, rule: SamplingRule, before: Iterable[int] = (), guide: TokenGuide | None = None) -> None:
         self.rule = rule
         self.guide = guide
-        self._random = np.random.default_rng(rule.seed)
+        self._bits = np.random.PCG64(rule.seed)
+        self._random = np.random.Generator(self._bits)
+        self._drawn = 0
         self._seen = set(rule.penalised_of(before))
         self._counts: Counter[int] = Counter()
+
+    @classmethod
+    def going_on(cls, state: SamplerState) -> Sampler:
+        """A sampler without a guide that goes on from ``state``. Raises ValueError if that is impossible."""
+        found = cls(state.rule)
+        found._bits.advance(state.drawn)
+        found._drawn = state.drawn
+        found._seen.update(state.seen)
+        found._counts.update(state.counts)
+        return found
+
+    @property
+    def state(self) -> SamplerState:
+        return SamplerState(self.rule, self._drawn, sorted(self._seen), dict(self._counts))
+
+    @property
+    def unbound(self) -> bool:
+        """Whether the logits as computed decide, with any random numbers: without seed, penalty, bias or guide."""
+        return (self.rule.greedy or self.rule.seed is None) and self.rule.as_computed and self.guide is None
 
     def choose(self, logits: Logits) -> int:
         """The next token for ``logits`` [vocabulary]. Raises ModelError if they are not finite at the top."""
@@ -335,9 +366,20 @@ class Sampler:
             return best if self.rule.greedy else self._draw(logits)
         logits = self._changed(logits)
         token = self._chosen(logits) if self.guide is None else self._guided(logits, self.guide)
+        self._count(token)
+        return token
+
+    def take(self, token: int) -> None:
+        """Go on as after :meth:`choose` of ``token``, which was chosen elsewhere by this rule without a guide."""
+        if not self.rule.greedy:
+            self._bits.advance(1)
+            self._drawn += 1
+        if not self.rule.as_computed:
+            self._count(token)
+
+    def _count(self, token: int) -> None:
         self._seen.add(token)
         self._counts[token] += 1
-        return token
 
     @property
     def over(self) -> bool:
@@ -375,4 +417,5 @@ class Sampler:
     def _draw(self, logits: Logits) -> int:
         tokens, weights = weighed(logits, self.rule)
         index = _drawn(weights, self._random.random())
+        self._drawn += 1
         return index if tokens is None else int(tokens[index])

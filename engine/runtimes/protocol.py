@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,21 +25,10 @@ from engine.moe.rank_context import RankContext
 from engine.moe.timing import Recorder
 from engine.runtimes.row_contents import Fill, RowContents, RowPart
 
+if TYPE_CHECKING:
+    from engine.generation.sampling import Sampler
+
 Logits = NDArray[np.float32]
-
-
-@dataclass(frozen=True)
-class Draw:
-    """How the next token is chosen: the rule of :class:`engine.generation.sampling.SamplingRule` without a seed.
-
-    ``on_host(logits)`` [vocabulary] is asked where the logits are no numbers; it raises ModelError then.
-    """
-
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    on_host: Callable[[Logits], int]
 
 
 class TokenRows(ABC):
@@ -104,11 +93,12 @@ class TokenRows(ABC):
         """
         return None
 
-    def step_choosing(self, token: int, draw: Draw) -> int | None:
-        """Decode ``token`` in the only row. Returns the next token, chosen on the device that has the logits.
+    def step_choosing(self, token: int, sampler: Sampler) -> int | None:
+        """Decode ``token`` in the only row. Returns the next token, chosen by ``sampler`` where the logits are, of
+        which it is to be told (:meth:`Sampler.take`).
 
-        Returns None, with nothing decoded, if tokens are chosen on the host. The runtime may begin the next step ahead;
-        the next call uses it if it has the same ``draw`` and the returned token. Any other call discards it.
+        Returns None, with nothing decoded, if tokens are chosen here and now. The runtime may begin the next step
+        ahead; the next call uses it if it has the same ``sampler`` and the returned token. Any other call discards it.
         """
         return None
 

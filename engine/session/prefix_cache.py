@@ -11,14 +11,9 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
 from engine.errors import Cancelled, ModelError, PeerLost
+from engine.generation.sampling import Sampler
 from engine.ipc.messages import Notice, Prefill, RingChanged
-from engine.runtimes.protocol import (
-    Draw,
-    Interrupted,
-    LoadedModel,
-    Logits,
-    TokenRows,
-)
+from engine.runtimes.protocol import Interrupted, LoadedModel, Logits, TokenRows
 from engine.session.disk_prefixes import DiskPrefixes
 from engine.session.kept_rows import (
     FORK_TOKENS,
@@ -151,24 +146,27 @@ class PrefixCache:
                 self._remembered.put(prompt, passes)
         return logits
 
-    def step(self, token: int, turn: Turn) -> Logits | None:
-        """The logits after one more ``token``. If a peer is lost, the remaining machines run everything again; None if
-        that was cancelled."""
+    def step(
+        self, token: int, turn: Turn, choose: Callable[[Logits], int], sampler: Sampler | None = None
+    ) -> int | None:
+        """The token after one more ``token``, as ``choose(logits)`` says, or ``sampler`` where the logits are. If a
+        peer is lost, the remaining machines run everything again; None if that was cancelled."""
         assert self.rows is not None
+        logits: Logits | None = None
         try:
-            logits: Logits = self.rows.step([token])[0]
+            chosen = None if sampler is None else self.rows.step_choosing(token, sampler)
+            if chosen is None:
+                logits = self.rows.step([token])[0]
         except Interrupted:
             return None
         except PeerLost as lost:
-            return self._run_again(lost, [*self.tokens, token], self._now.passes.decoded(), turn)
+            logits = self._run_again(lost, [*self.tokens, token], self._now.passes.decoded(), turn)
+            return None if logits is None else choose(logits)
         self._append([token], self._now.passes.decoded())
-        return logits
-
-    def step_choosing(self, token: int, draw: Draw) -> int | None:
-        """The token after one more ``token`` if the rows choose it themselves, else None."""
-        chosen = None if self.rows is None else self.rows.step_choosing(token, draw)
-        if chosen is not None:
-            self._append([token], self._now.passes.decoded())
+        if logits is not None:
+            return choose(logits)
+        if sampler is not None and chosen is not None:
+            sampler.take(chosen)
         return chosen
 
     def settle(self) -> None:

@@ -11,7 +11,7 @@ from engine.generation.sampling import Sampler, SamplingRule, TokenGuide
 from engine.generation.text import IncrementalDecoder, StopStrings
 from engine.generation.tool_calls import ToolCallParser
 from engine.ipc.messages import FinishReason, Generate, TokenLogprob
-from engine.runtimes.protocol import Draw, LoadedModel, Logits
+from engine.runtimes.protocol import Logits
 from engine.session.prefix_cache import PrefixCache
 from engine.session.token_history import ChatTokenizer
 from engine.session.turn import Answer, Turn
@@ -26,7 +26,6 @@ class SampleRun:
     """
 
     turn: Turn
-    model: LoadedModel
     cache: PrefixCache
     tokenizer: ChatTokenizer | None
     ends: Collection[int]
@@ -74,7 +73,7 @@ class SampleRun:
     ) -> Answer:
         if most == 0:
             return Answer("", [], "length")
-        turn, rule = self.turn, sampler.rule
+        turn = self.turn
         decoder: IncrementalDecoder | None = None
         if self.tokenizer is not None:
             decode = self.tokenizer.decode if self.calls is None else self.tokenizer.decode_with_calls
@@ -88,11 +87,8 @@ class SampleRun:
                 found.append(logprobs.of(logits, token))
             return token
 
-        # With a seed the host draws, from the same numbers on every runtime.
-        draw = Draw(rule.temperature, rule.top_k, rule.top_p, rule.min_p, choose)
-        device_draws = (
-            (rule.greedy or rule.seed is None) and rule.as_computed and logprobs is None and sampler.guide is None
-        )
+        # A guide and log-probabilities need the logits here.
+        drawn_there = sampler if logprobs is None and sampler.guide is None else None
         tokens: list[int] = []
         reason: FinishReason | None = None
         following: int | None = choose(logits)
@@ -118,7 +114,7 @@ class SampleRun:
                         reason = "cancelled"
                 if reason is None:
                     turn.watch()
-                    following = self._following(token, choose, draw if device_draws else None)
+                    following = self.cache.step(token, turn, choose, drawn_there)
                     turn.show_timing()
         finally:
             self.cache.settle()
@@ -134,15 +130,3 @@ class SampleRun:
             logprobs=found[:-1] if tokens and tokens[-1] in self.ends else found,
             stop_string=stops.found,
         )
-
-    def _following(self, token: int, choose: Callable[[Logits], int], draw: Draw | None) -> int | None:
-        """The token after ``token``; None if cancelled.
-
-        With ``draw`` the rows may choose it themselves, except in a measured step, which nothing else may disturb.
-        """
-        if draw is not None and not self.model.recorder.enabled:
-            chosen = self.cache.step_choosing(token, draw)
-            if chosen is not None:
-                return chosen
-        logits = self.cache.step(token, self.turn)
-        return None if logits is None else choose(logits)

@@ -226,7 +226,6 @@ class Session:
                 else:
                     run = SampleRun(
                         turn,
-                        self._model,
                         self._cache,
                         self._tokenizer,
                         self._ends,

@@ -70,6 +70,7 @@ from engine.cluster.transport.exchange import RingProtocolError
 from engine.cluster.worker.follower import BEAMS_LIMIT, Follower
 from engine.cluster.worker.lending import ClusterWorker
 from engine.errors import ModelError
+from engine.generation.sampling import SamplerState, SamplingRule
 from engine.ipc.messages import OpenNetwork
 from engine.ipc.messages.ring import LinkFacts
 from engine.planning.calibration import Calibration, Curve, ExpertShape
@@ -560,9 +561,25 @@ def test_tokens_that_are_none_reach_no_runtime(tokens: list[int]) -> None:
     follower = Follower(_Model(), SimpleNamespace())  # type: ignore[arg-type]
     follower.do(commands.StartRows(1))
     before = commands.Prefixes().state
-    for command in (commands.Extend(1, before, tokens, True), commands.Step(1, before, tokens)):
+    sampling = [SamplerState(SamplingRule(), 0, tokens, {}), SamplerState(SamplingRule(), 0, [], {tokens[-1]: 1})]
+    for command in (
+        commands.Extend(1, before, tokens, True),
+        commands.Step(1, before, tokens),
+        commands.Choose(1, before, tokens[-1], None),
+        *(commands.Choose(1, before, 5, state) for state in sampling),
+    ):
         with pytest.raises(ValueError, match="vocabulary of 100"):
             follower.do(command)
+
+
+def test_nobody_draws_for_rows_of_which_it_was_not_told_how() -> None:
+    follower = Follower(_Model(), SimpleNamespace())  # type: ignore[arg-type]
+    follower.do(commands.StartRows(1))
+    before = commands.Prefixes().state
+    with pytest.raises(ValueError, match="nothing says how"):
+        follower.do(commands.Choose(1, before, 5, None))
+    with pytest.raises(ValueError):
+        follower.do(commands.Choose(1, before, 5, SamplerState(SamplingRule(seed=-1), 0, [], {})))
 
 
 @pytest.mark.parametrize("count", [0, -1, BEAMS_LIMIT + 1, 2**62])

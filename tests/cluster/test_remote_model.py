@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from eventually import eventually
-from ring_chat import PROMPT, Chat, session_of
+from ring_chat import ANSWER, PROMPT, Chat, session_of
 from thread_ring import ThreadFormation, link_pair, loaded_model, split
 from tiny_models import write_tiny_model
 
 from engine.cluster import commands
-from engine.cluster.answers import DONE, FAILED, Answers, answer_limit, read_answer
+from engine.cluster.answers import DONE, FAILED, NOT_NUMBERS, TOKEN, Answers, answer_limit, read_answer, read_logits
 from engine.cluster.contributions import NodeFailed
 from engine.cluster.head import head_model
 from engine.cluster.head.head_model import RingModel
@@ -22,7 +22,7 @@ from engine.cluster.head.remote_model import RemoteModel, RemotePasses
 from engine.cluster.transport.exchange import RingProtocolError
 from engine.cluster.worker.follower import Follower
 from engine.errors import ModelError, PeerLost
-from engine.ipc.messages import AnyEvent, Load, Piece, RingFacts, Timing
+from engine.ipc.messages import AnyEvent, Load, Piece, RingFacts, Sampling, Timing
 from engine.ipc.messages.ring import NodeShard
 from engine.ipc.progress import ProgressCallback
 from engine.models.opening import open_model
@@ -32,7 +32,7 @@ from engine.runtimes.protocol import Interrupted
 
 PATIENCE_S = 120.0
 Hostile = Callable[[int], bytes]
-"""What is answered to a pass of so many rows whose logits are wanted, instead of what comes of it."""
+"""What is answered to a pass of so many rows whose logits are wanted (0: a token), instead of what comes of it."""
 
 
 class LimitedLink:
@@ -41,11 +41,14 @@ class LimitedLink:
     def __init__(self, inner) -> None:  # type: ignore[no-untyped-def]
         self._inner = inner
         self.send, self.close = inner.send, inner.close
+        self.received: list[int] = []
+        """The bytes of each frame."""
 
     def receive(self, limit: int) -> memoryview:
         frame = self._inner.inbox.get(timeout=PATIENCE_S)
         if frame is None:
             raise PeerLost("the link was closed")
+        self.received.append(len(frame))
         if len(frame) > limit:
             self.close()
             raise RingProtocolError(f"A frame of {len(frame)} bytes is over the limit of {limit}.")
@@ -91,9 +94,10 @@ class Formed:
                 self._follow_truly()
             while self._hostile is not None:
                 command = commands.decode_command(self.theirs.receive(1 << 20))
-                if isinstance(command, commands.Extend | commands.Step):
-                    wanted = command.want_logits if isinstance(command, commands.Extend) else len(command.tokens)
-                    self.theirs.send(self._hostile(int(wanted)) if wanted else DONE)
+                if isinstance(command, commands.Extend):
+                    self.theirs.send(self._hostile(1) if command.want_logits else DONE)
+                elif isinstance(command, commands.Choose):
+                    self.theirs.send(self._hostile(0))
         except PeerLost:
             return
 
@@ -208,6 +212,32 @@ def test_a_conversation_and_beams_are_those_of_the_machine_alone(setting: Settin
     assert setting.former.formed == 1
 
 
+RULES = {
+    "greedy": {},
+    "drawn": {"temperature": 1.3, "seed": 11},
+    "filtered": {"temperature": 2.0, "seed": 2**64 - 1, "top_k": 40, "top_p": 0.9, "min_p": 0.01},
+    "penalised": {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.25},
+    "all": {"temperature": 1.1, "seed": 5, "top_k": 60, "repetition_penalty": 1.2, "frequency_penalty": -0.5},
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_machine_that_computes_draws_the_heads_tokens(setting: Setting, rule: str) -> None:
+    sampling = Sampling(**RULES[rule], logit_bias={7: 3.0, 9: -50.0} if rule == "all" else {})  # type: ignore[arg-type]
+    found, expected = setting.there(samples=2, sampling=sampling), setting.alone(samples=2, sampling=sampling)
+    assert [each.token_ids for each in found.samples] == [each.token_ids for each in expected.samples]
+    assert len(found.samples) == 2
+    tokens = [size for size in setting.studio.command_links[1].received if size == 1 + TOKEN.itemsize]
+    assert len(tokens) == 2 * (ANSWER - 1), "the first token of each is drawn from the logits of the prompt"
+    setting.in_step()
+
+
+def test_what_needs_logits_gets_them(setting: Setting) -> None:
+    found, expected = setting.there(logprobs=3), setting.alone(logprobs=3)
+    assert found.logprobs == expected.logprobs and len(found.logprobs) == ANSWER
+    assert 1 + TOKEN.itemsize not in setting.studio.command_links[1].received
+
+
 def test_a_prompt_is_given_up_between_two_layers(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head_model, "STOPPED_S", PATIENCE_S)
     setting.there()
@@ -248,13 +278,16 @@ def test_an_answer_is_stopped(setting: Setting, monkeypatch: pytest.MonkeyPatch)
     assert setting.former.formed == 1
 
 
-def test_the_machine_dies_and_the_answer_goes_on(setting: Setting) -> None:
+@pytest.mark.parametrize("rule", ["greedy", "all"])
+def test_the_machine_dies_and_the_answer_goes_on(setting: Setting, rule: str) -> None:
+    sampling = Sampling(**RULES[rule])  # type: ignore[arg-type]
+
     def watch(event: AnyEvent) -> None:
         if isinstance(event, Piece) and event.tokens >= 4 and setting.studio.lost() is None:
             setting.studio.kill()
 
     setting.there.on_event = watch
-    assert setting.there().token_ids == setting.alone().token_ids
+    assert setting.there(sampling=sampling).token_ids == setting.alone(sampling=sampling).token_ids
     assert "Lost studio" in setting.there.notices
     assert "going on with this machine alone" in setting.there.notices.lower()
     assert setting.former.formed == 2
@@ -300,19 +333,61 @@ def test_what_is_no_answer_ends_in_a_sentence(
 
 def test_logits_that_are_no_numbers_name_the_machine(hostile: Callable[[Hostile], Setting], folder: Path) -> None:
     vocabulary = open_model(folder).config["vocab_size"]
-    setting = hostile(lambda rows: DONE + np.full((rows, vocabulary), np.nan, np.float32).tobytes())
+    logits = DONE + np.full(vocabulary, np.nan, np.float32).tobytes()
     with pytest.raises(ModelError, match="results of studio are wrong"):
+        hostile(lambda rows: logits).there()
+    good = DONE + bytes(4 * vocabulary)
+    with pytest.raises(ModelError, match="results of studio are wrong"):
+        hostile(lambda rows: good if rows else NOT_NUMBERS + b"nan").there()
+
+
+def test_logits_that_are_no_numbers_are_found_where_they_are(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    def watch(event: AnyEvent) -> None:
+        if isinstance(event, Piece):
+            ((rows, _),) = setting.studio.follower._rows.values()
+            step = rows.step
+            monkeypatch.setattr(rows, "step", lambda tokens: step(tokens) * np.float32(np.nan))
+
+    setting.there.on_event = watch
+    with pytest.raises(ModelError, match="results of studio are wrong"):
+        setting.there()
+    setting.there.on_event = lambda event: None
+    assert setting.there().token_ids == setting.alone().token_ids
+    setting.in_step()
+    assert setting.former.formed == 1
+
+
+@pytest.mark.parametrize("token", [-1, 1 << 30])
+def test_a_token_of_no_vocabulary_ends_in_a_sentence(
+    hostile: Callable[[Hostile], Setting], folder: Path, token: int
+) -> None:
+    logits = DONE + bytes(4 * open_model(folder).config["vocab_size"])
+    setting = hostile(lambda rows: logits if rows else DONE + np.array(token, TOKEN).tobytes())
+    with pytest.raises(ModelError, match=f"chose token {token} of a vocabulary"):
         setting.there()
 
 
+def test_a_machine_with_mlx_begins_the_next_step_before_it_is_asked_for(folder: Path) -> None:
+    pytest.importorskip("mlx.core")
+    setting = Setting(folder, "mlx")
+    try:
+        found = setting.there()
+        assert found.token_ids == setting.alone().token_ids
+        ((rows, _),) = setting.studio.follower._rows.values()
+        chosen, _, _ = rows._ahead  # type: ignore[attr-defined]
+        assert chosen == found.token_ids[-1]
+    finally:
+        setting.close()
+
+
 def test_an_answer_is_as_large_as_its_logits() -> None:
-    assert answer_limit(4, 1000) == 1 + 16_000
+    assert answer_limit(16_000) == 1 + 16_000
     logits = np.arange(6, dtype=np.float32).reshape(2, 3)
-    found = read_answer(memoryview(DONE + logits.tobytes()), 2, 3, 1)
+    found = read_logits(read_answer(memoryview(DONE + logits.tobytes()), 24, 1), 2, 3)
     assert np.array_equal(found, logits)
     assert found.flags.writeable
     with pytest.raises(NodeFailed, match="memory") as failed:
-        read_answer(memoryview(FAILED + b"no \x1b[31mmemory"), 2, 3, 1)
+        read_answer(memoryview(FAILED + b"no \x1b[31mmemory"), 24, 1)
     assert "\x1b" not in str(failed.value)
 
 

@@ -29,7 +29,7 @@ AFTER = 15
 def unhurried(moment: Moment, *subjects: object) -> None:
     """The observer of a follower that takes its time for every token."""
     match subjects:
-        case [Follower(), commands.Step(), _]:
+        case [Follower(), commands.Step() | commands.Choose(), _]:
             time.sleep(STEP_S)
 
 
@@ -82,7 +82,7 @@ def stale_cache(length: int) -> EngineParts:
 
     def observe(moment: Moment, *subjects: object) -> None:
         match subjects:
-            case [Follower() as follower, commands.Step() as command, _] if not once:
+            case [Follower() as follower, (commands.Step() | commands.Choose()) as command, _] if not once:
                 rows, prefixes = follower._rows[command.rows]
                 if rows.length == length:
                     once.append(True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -21,6 +22,7 @@ from transformers.generation import (
 from engine.errors import ModelError
 from engine.generation.sampling import (
     Sampler,
+    SamplerState,
     SamplingRule,
     greedy_token,
     largest,
@@ -158,6 +160,35 @@ def test_a_seed_repeats_itself_and_another_does_not() -> None:
     assert draw(7) == draw(7)
     assert draw(7) != draw(8)
     assert draw(None) != draw(None)
+
+
+@given(
+    st.builds(
+        SamplingRule,
+        temperature=st.sampled_from([0.0, 1.5]),
+        top_k=st.sampled_from([0, 20]),
+        seed=st.sampled_from([0, 2**64 - 1]),
+        repetition_penalty=st.sampled_from([1.0, 1.5]),
+        penalises_prompt=st.booleans(),
+        presence_penalty=st.sampled_from([0.0, 1.0]),
+        frequency_penalty=st.sampled_from([0.0, -0.5]),
+        bias=st.sampled_from([{}, {3: 2.0}]),
+    ),
+    st.integers(0, 2**32 - 1),
+    st.lists(st.booleans(), min_size=2, max_size=12),
+)
+def test_another_sampler_goes_on_with_the_same_tokens(rule: SamplingRule, seed: int, here: list[bool]) -> None:
+    scores = np.random.default_rng(seed).normal(size=(len(here), 30)).astype(np.float32)
+    alone, first = Sampler(rule, [1, 2, 3]), Sampler(rule, [1, 2, 3])
+    for logits, chooses in zip(scores, here, strict=True):
+        if chooses:
+            token = first.choose(logits)
+        else:
+            sent = msgspec.msgpack.decode(msgspec.msgpack.encode(first.state), type=SamplerState)
+            token = Sampler.going_on(sent).choose(logits)
+            first.take(token)
+        assert token == alone.choose(logits)
+    assert first.state == alone.state
 
 
 def test_greedy_takes_the_first_of_equals() -> None:

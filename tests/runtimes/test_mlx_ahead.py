@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from engine.generation.sampling import Sampler, SamplingRule  # noqa: E402
 from engine.ipc.messages import AnyEvent, Finished, Generate, Load, Sampling  # noqa: E402
 from engine.runtimes.mlx.drawing import draw_token, surviving  # noqa: E402
 from engine.runtimes.mlx.model import MlxModel, MlxRows  # noqa: E402
-from engine.runtimes.protocol import Draw  # noqa: E402
 from engine.session.loading import load_session  # noqa: E402
 from engine.session.session import Session  # noqa: E402
 
@@ -31,11 +29,7 @@ PROMPT = prompt_of(21)
 COUNT = 16
 
 
-def draw_of(rule: SamplingRule, on_host: Callable[[Any], int] | None = None) -> Draw:
-    return Draw(rule.temperature, rule.top_k, rule.top_p, rule.min_p, on_host or Sampler(rule).choose)
-
-
-GREEDY = draw_of(SamplingRule())
+GREEDY = Sampler(SamplingRule())
 
 
 def greedy(rows: MlxRows, prompt: list[int], count: int) -> list[int]:
@@ -106,7 +100,7 @@ def test_a_step_that_nobody_asks_for_leaves_nothing(family: str, after: str, tmp
         case "other step":
             token = other
         case "other draw":
-            assert rows.step_choosing(token, replace(GREEDY)) == int(plain.step([token])[0].argmax())
+            assert rows.step_choosing(token, Sampler(SamplingRule())) == int(plain.step([token])[0].argmax())
         case "extend":
             assert np.array_equal(rows.extend([other, 9, 11]), plain.extend([other, 9, 11]))
         case "truncate":
@@ -213,7 +207,7 @@ RULES = st.builds(
 def test_what_survives_is_what_survives_on_the_host(rule: SamplingRule, seed: int) -> None:
     # Whole numbers of sixteenths, no two the same: neither rounding nor order decides.
     logits = np.random.default_rng(seed).permutation(50).astype(np.float32) / 16
-    weights = np.exp(np.array(surviving(mx.array(logits)[None], draw_of(rule))[0], np.float64))
+    weights = np.exp(np.array(surviving(mx.array(logits)[None], rule)[0], np.float64))
     tokens, probabilities = surviving_tokens(logits, rule)
     expected = np.zeros(len(logits))
     expected[tokens] = probabilities
@@ -227,9 +221,7 @@ def test_only_what_top_k_leaves_is_sorted(top_k: int, top_p: float) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mx, "sort", lambda array, axis: (sorted_sizes.append(array.shape[-1]), sort(array, axis=axis))[1])
         patch.setattr(mx, "argsort", lambda *given, **named: pytest.fail("the vocabulary is sorted"))
-        surviving(
-            mx.arange(50, dtype=mx.float32)[None], draw_of(SamplingRule(temperature=1.0, top_k=top_k, top_p=top_p))
-        )
+        surviving(mx.arange(50, dtype=mx.float32)[None], SamplingRule(temperature=1.0, top_k=top_k, top_p=top_p))
     assert sorted_sizes == [min(top_k, 50)]
 
 
@@ -237,7 +229,7 @@ def test_equal_weights_at_the_end_of_a_nucleus_stay_together() -> None:
     logits = mx.array([[1.0, 2.0, 1.0, 1.0, -9.0]])
     for top_k in (0, 2):
         rule = SamplingRule(temperature=1.0, top_k=top_k, top_p=0.6)
-        assert np.isfinite(np.array(surviving(logits, draw_of(rule)))).tolist() == [[True, True, True, True, False]]
+        assert np.isfinite(np.array(surviving(logits, rule))).tolist() == [[True, True, True, True, False]]
 
 
 def test_greedy_steps_make_no_random_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,15 +240,15 @@ def test_greedy_steps_make_no_random_keys(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(mx.random, "split", lambda key: (splits.append(key), split(key))[1])
     rows.step_choosing(7, GREEDY)
     assert splits == []
-    rows.step_choosing(7, draw_of(SamplingRule(temperature=1.0)))
+    rows.step_choosing(7, Sampler(SamplingRule(temperature=1.0)))
     assert len(splits) == 2
 
 
 def test_draws_are_as_likely_as_they_should_be() -> None:
     logits = mx.array([[0.0, 1.0, 2.0, 3.0, -4.0]])
-    draw = draw_of(SamplingRule(temperature=1.0, top_k=3))
+    rule = SamplingRule(temperature=1.0, top_k=3)
     keys = [mx.random.key(number) for number in range(800)]
-    found = np.bincount([int(draw_token(logits, draw, key).item()) for key in keys], minlength=5) / len(keys)
+    found = np.bincount([int(draw_token(logits, rule, key).item()) for key in keys], minlength=5) / len(keys)
     expected = np.exp([0.0, 1.0, 2.0]) / np.exp([0.0, 1.0, 2.0]).sum()
     assert found[0] == found[4] == 0
     assert np.allclose(found[1:4], expected, atol=0.06)
@@ -304,9 +296,14 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The tokens with which a step was chosen on the device."""
     asked: list[int] = []
     real = MlxRows.step_choosing
-    monkeypatch.setattr(
-        MlxRows, "step_choosing", lambda self, token, draw: (asked.append(token), real(self, token, draw))[1]
-    )
+
+    def choosing(rows: MlxRows, token: int, sampler: Sampler) -> int | None:
+        found = real(rows, token, sampler)
+        if found is not None:
+            asked.append(token)
+        return found
+
+    monkeypatch.setattr(MlxRows, "step_choosing", choosing)
     return asked
 
 

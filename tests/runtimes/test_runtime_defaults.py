@@ -8,9 +8,10 @@ from typing import Any, cast
 import pytest
 
 from engine.errors import ModelError, PeerLost
+from engine.generation.sampling import Sampler, SamplingRule
 from engine.ipc.messages import ModelFacts
 from engine.moe.timing import Recorder
-from engine.runtimes.protocol import Draw, LoadedModel, TokenRows
+from engine.runtimes.protocol import LoadedModel, TokenRows
 
 
 class PlainModel(LoadedModel):
@@ -54,8 +55,7 @@ def test_weights_are_in_files_and_routes_not_counted_unless_a_runtime_says_so() 
 
 def test_tokens_are_chosen_on_the_host_unless_the_rows_choose() -> None:
     rows = SimpleNamespace()
-    draw = Draw(1.0, 0, 1.0, 0.0, lambda logits: 0)
-    assert TokenRows.step_choosing(cast(Any, rows), 3, draw) is None
+    assert TokenRows.step_choosing(cast(Any, rows), 3, Sampler(SamplingRule())) is None
 
 
 @pytest.mark.parametrize("base", [LoadedModel, TokenRows])

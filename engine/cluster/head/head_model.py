@@ -16,6 +16,7 @@ from engine.cluster.head.remote_model import RANK
 from engine.cluster.transport.exchange import PeerLost
 from engine.cluster.waiting import LIMIT_S
 from engine.errors import LinkLost, ModelError
+from engine.generation.sampling import Sampler
 from engine.ipc.messages import ModelFacts, NodeTimes, Timing
 from engine.ipc.progress import ProgressCallback
 from engine.moe.popularity import Popularity
@@ -242,6 +243,8 @@ class RingRows(TokenRows):
         self._rows = rows
         self._number = number
         self._prefixes = prefixes
+        self._sampler: Sampler | None = None
+        """What the machine that computes everything chose the last token with."""
 
     def __del__(self) -> None:
         self._epoch.release(self._number)
@@ -282,10 +285,22 @@ class RingRows(TokenRows):
         return logits
 
     def step(self, tokens: Sequence[int]) -> Logits:
+        self._sampler = None
         self._epoch.send(commands.Step(self._number, self._prefixes.state, list(tokens)))
         logits = self._epoch.run(lambda: self._rows.step(tokens))
         self._prefixes = self._prefixes.stepped(tokens)
         return logits
+
+    def step_choosing(self, token: int, sampler: Sampler) -> int | None:
+        """By the machine that computes everything, if there is one."""
+        if not self._epoch.formation.facts.elsewhere:
+            return None
+        state = None if sampler is self._sampler else sampler.state
+        self._epoch.send(commands.Choose(self._number, self._prefixes.state, token, state))
+        chosen = self._epoch.run(lambda: self._rows.step_choosing(token, sampler))
+        self._prefixes = self._prefixes.stepped([token])
+        self._sampler = sampler
+        return chosen
 
     def truncate(self, length: int) -> None:
         self._rows.truncate(length)

@@ -7,9 +7,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from discovery.names import plain_text
-from engine.cluster.answers import answer_limit, read_answer
+from engine.cluster.answers import FLOAT, TOKEN, answer_limit, read_answer, read_logits, read_token
 from engine.cluster.epoch_links import EpochLinks
 from engine.cluster.head.epoch_specs import Ring
 from engine.cluster.head.loading_nodes import LoadingNodes, notices_of
@@ -21,11 +22,14 @@ from engine.cluster.membership.rpc_fanout import Candidate
 from engine.cluster.transport.exchange import Link, PeerLost, RingProtocolError
 from engine.cluster.waiting import LIMIT_S, Wait, Waits
 from engine.errors import ModelError
+from engine.generation.sampling import Sampler
 from engine.ipc.messages import Load, ModelFacts
 from engine.ipc.progress import ProgressCallback
 from engine.models.sizes import Sizes
 from engine.moe.timing import Recorder
 from engine.runtimes.protocol import LoadedModel, Logits, TokenRows
+
+Read = TypeVar("Read")
 
 RANK = 1
 """Rank of the computing machine."""
@@ -53,8 +57,21 @@ class RemotePasses:
     def begin_pass(self) -> None:
         self._number += 1
 
-    def answer(self, rows: int, vocabulary: int, tokens: int) -> Logits:
+    def logits(self, rows: int, vocabulary: int, tokens: int) -> Logits:
         """The logits [rows, vocabulary] of the running pass over ``tokens`` tokens.
+
+        Raises as :meth:`_answer`.
+        """
+        return self._answer(
+            rows * vocabulary * FLOAT.itemsize, tokens, lambda data: read_logits(data, rows, vocabulary)
+        )
+
+    def token(self, vocabulary: int) -> int:
+        """The token chosen after the running pass over one token. Raises as :meth:`_answer`, and NotNumbersError."""
+        return self._answer(TOKEN.itemsize, 1, lambda data: read_token(data, vocabulary))
+
+    def _answer(self, nbytes: int, tokens: int, read: Callable[[memoryview], Read]) -> Read:
+        """What ``read`` makes of the ``nbytes`` that answer the running pass over ``tokens`` tokens.
 
         Raises Interrupted, PeerLost, and RingProtocolError for an invalid answer, after which the link is closed.
         """
@@ -63,7 +80,7 @@ class RemotePasses:
             self._waiting = True
         try:
             with self.waits.on(lambda: (RANK,), allowed):
-                frame = self._link.receive(answer_limit(rows, vocabulary))
+                frame = self._link.receive(answer_limit(nbytes))
         except RingProtocolError:
             self._link.close()
             raise
@@ -72,7 +89,7 @@ class RemotePasses:
                 self._waiting = False
                 self.waits.now = None
         try:
-            return read_answer(frame, rows, vocabulary, RANK)
+            return read(read_answer(frame, nbytes, RANK))
         except RingProtocolError:
             self._link.close()
             raise
@@ -160,12 +177,17 @@ class RemoteRows(TokenRows):
         return self.extend(tokens, want_logits)
 
     def extend(self, tokens: Sequence[int], want_logits: bool = True) -> Logits | None:
-        found = self._passes.answer(int(want_logits), self._vocabulary, len(tokens))
+        found = self._passes.logits(int(want_logits), self._vocabulary, len(tokens))
         self._length += len(tokens)
         return found[0] if want_logits else None
 
     def step(self, tokens: Sequence[int]) -> Logits:
-        found = self._passes.answer(self.rows, self._vocabulary, 1)
+        found = self._passes.logits(self.rows, self._vocabulary, 1)
+        self._length += 1
+        return found
+
+    def step_choosing(self, token: int, sampler: Sampler) -> int:
+        found = self._passes.token(self._vocabulary)
         self._length += 1
         return found
 

@@ -16,7 +16,7 @@ from engine.moe.rank_context import Loading, Mode
 from engine.planning.calibration import Calibration, Curve, ExpertShape, check_calibration
 from engine.planning.placement import Placement
 
-CONTROL_PROTOCOL = 1
+CONTROL_PROTOCOL = 2
 """Version of the control protocol. It is increased when nodes of two versions could not understand each other."""
 
 SERVICE = "privatellm.ControlBody"

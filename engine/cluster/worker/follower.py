@@ -13,6 +13,7 @@ from engine.cluster.formation import PassControl
 from engine.cluster.parts import Observer, nobody_observes
 from engine.cluster.transport.exchange import Link, PeerLost
 from engine.errors import ModelError
+from engine.generation.sampling import NotNumbersError, Sampler, SamplerState
 from engine.planning.units import byte_size
 from engine.runtimes.protocol import Interrupted, LoadedModel, Logits, TokenRows
 
@@ -51,6 +52,8 @@ class Follower:
         self._memory = memory
         self._observe = observe
         self._rows: dict[int, tuple[TokenRows, Prefixes]] = {}
+        self._sampler: tuple[int, Sampler] | None = None
+        """The rows whose tokens it chooses, and by what."""
 
     def follow(self, link: Link) -> None:
         """Run commands until the link ends, which raises PeerLost.
@@ -89,6 +92,8 @@ class Follower:
                 self._check_room(found, 1)
                 if self._pass(lambda: found.step(tokens), 1):
                     self._rows[rows] = (found, prefixes.stepped(tokens))
+            case commands.Choose(rows, before, token, state):
+                self._choose(rows, before, token, state)
             case commands.Truncate(rows, length):
                 found, prefixes = self._get(rows)
                 found.truncate(length)
@@ -117,14 +122,32 @@ class Follower:
                 assert_never(command)
         return None
 
-    def _pass(self, run: Callable[[], Logits | None], tokens: int) -> bool:
-        """Run a pass. Returns whether it went through; False if the head gave it up, which leaves the rows
-        unchanged."""
+    def _choose(self, rows: int, before: int, token: int, state: SamplerState | None) -> None:
+        found, prefixes = self._checked(rows, before)
+        self._check_tokens([token])
+        self._check_room(found, 1)
+        if state is not None:
+            self._check_tokens([*state.seen, *state.counts])
+            self._sampler = rows, Sampler.going_on(state)
+        if self._sampler is None or self._sampler[0] != rows:
+            raise ValueError("nothing says how their tokens are chosen")
+        sampler = self._sampler[1]
+
+        def run() -> int:
+            chosen = found.step_choosing(token, sampler)
+            return sampler.choose(found.step([token])[0]) if chosen is None else chosen
+
+        if self._pass(run, 1):
+            self._rows[rows] = (found, prefixes.stepped([token]))
+
+    def _pass(self, run: Callable[[], Logits | int | None], tokens: int) -> bool:
+        """Run a pass. Returns whether it went through; False if the head gave it up, which leaves the rows unchanged,
+        or if no token could be chosen, after which the head uses them no more."""
         answers = self._layers if isinstance(self._layers, Answers) else None
         self._layers.begin_pass()
         try:
             with self._around():
-                logits = run()
+                result = run()
         except Interrupted:
             if answers is not None:
                 answers.gave_up()
@@ -132,12 +155,15 @@ class Follower:
         except PeerLost:
             raise
         except Exception as error:
+            if answers is not None and isinstance(error, NotNumbersError):
+                answers.not_numbers(str(error))
+                return False
             # The others wait in the next layer and must be notified of the reason.
             self._layers.give_up(str(error) or type(error).__name__)
             raise
         self._ran(tokens)
         if answers is not None:
-            answers.done(logits)
+            answers.done(result)
         return True
 
     def _check_tokens(self, tokens: Sequence[int]) -> None:

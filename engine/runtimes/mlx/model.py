@@ -13,6 +13,7 @@ import numpy as np
 import psutil
 
 from engine.errors import ModelError
+from engine.generation.sampling import Sampler, SamplingRule
 from engine.ipc.messages import ModelFacts
 from engine.moe.popularity import Popularity
 from engine.moe.timing import Phase, Recorder
@@ -23,7 +24,7 @@ from engine.runtimes.mlx.cache_contents import contents_of, restored_caches
 from engine.runtimes.mlx.drawing import are_scores, draw_token
 from engine.runtimes.mlx.experts import RingPass
 from engine.runtimes.mlx.spans import Spans
-from engine.runtimes.protocol import Draw, LoadedModel, Logits, TokenRows
+from engine.runtimes.protocol import LoadedModel, Logits, TokenRows
 from engine.runtimes.row_contents import Fill, RowContents, RowPart
 
 Array = Any
@@ -250,8 +251,8 @@ class MlxRows(TokenRows):
         self._rows = rows
         self._length = length
         self._shared = shared
-        self._ahead: tuple[int, Draw, _Begun] | None = None
-        """The last chosen token, how it was drawn, and the next step, which the caches have begun to hold."""
+        self._ahead: tuple[int, Sampler, _Begun] | None = None
+        """The last chosen token, by what it was drawn, and the next step, which the caches have begun to hold."""
         self._key = mx.random.key(secrets.randbits(63))
 
     @property
@@ -293,24 +294,27 @@ class MlxRows(TokenRows):
         self._clear_sometimes()
         return logits
 
-    def step_choosing(self, token: int, draw: Draw) -> int:
+    def step_choosing(self, token: int, sampler: Sampler) -> int | None:
         self._needs_one_row("step_choosing")
+        # A seed gives the same numbers on every runtime, so the host draws; nothing may run beside a measured step.
+        if not sampler.unbound or self._model.recorder.enabled:
+            return None
         ahead = self._ahead
         with self._model.step("decode", 1), self._all_or_nothing():
-            if ahead is not None and ahead[0] == token and ahead[1] is draw:
+            if ahead is not None and ahead[0] == token and ahead[1] is sampler:
                 begun = ahead[2]
             else:
                 self.settle()
-                begun = self._begin(self._model.hidden([[token]], self._caches), draw)
+                begun = self._begin(self._model.hidden([[token]], self._caches), sampler.rule)
             places = [cache.place for cache in self._caches]
-            following = self._begin(self._model.hidden_of(begun.token[:, None], self._caches), draw)
+            following = self._begin(self._model.hidden_of(begun.token[:, None], self._caches), sampler.rule)
             mx.async_eval(following.outcome)  # type: ignore[no-untyped-call]
             chosen = int(begun.outcome.item())
             if chosen < 0:
-                chosen = draw.on_host(np.array(begun.scores)[0])
+                chosen = sampler.choose(np.array(begun.scores)[0])  # which refuses them
         self._length += 1
         self._places = places
-        self._ahead = (chosen, draw, following)
+        self._ahead = (chosen, sampler, following)
         self._clear_sometimes()
         return chosen
 
@@ -325,12 +329,12 @@ class MlxRows(TokenRows):
         if self._length % _CLEARED_EVERY == 1:
             mx.clear_cache()
 
-    def _begin(self, hidden: Array, draw: Draw) -> _Begun:
+    def _begin(self, hidden: Array, rule: SamplingRule) -> _Begun:
         scores = self._model.scores(hidden)
         key = None
-        if draw.temperature > 0.0:  # A key that nothing draws with would make the graph longer with every token.
+        if not rule.greedy:  # A key that nothing draws with would make the graph longer with every token.
             self._key, key = mx.random.split(self._key)
-        token = draw_token(scores, draw, key).astype(mx.int32)
+        token = draw_token(scores, rule, key).astype(mx.int32)
         return _Begun(token, mx.where(are_scores(scores), token, -1), scores)
 
     def truncate(self, length: int) -> None:
