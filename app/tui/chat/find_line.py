@@ -16,7 +16,8 @@ from textual.widgets import Input, Static
 
 from app.chat.finding import Hits, about, pattern_of
 from app.tui.chat.message import MessageView
-from app.tui.chat.transcript import Place, Transcript
+from app.tui.chat.reading_place import Place
+from app.tui.chat.transcript import Transcript
 
 
 class FindLine(Horizontal):

@@ -12,12 +12,16 @@ from textual import events, on
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.content import Content
+from textual.geometry import Region, Size, clamp
+from textual.layout import DockArrangeResult
 from textual.message import Message
 from textual.timer import Timer
+from textual.widget import Widget
 from textual.widgets import Static
 
 from app.chat.state import Entry
 from app.tui.chat.message import LiveTail, MessageView
+from app.tui.chat.reading_place import Drawn, Place
 from app.tui.render.highlighting import Highlighter
 from app.tui.render.stamps import Stamp, stamp
 from app.tui.render.streaming import Pace
@@ -87,15 +91,6 @@ class Window:
         return Window(max(self.start, total - MOST_MESSAGES), total, total)
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where the reader is: at the end, or ``offset`` lines below the top of ``entry``."""
-
-    following: bool
-    entry: Entry | None
-    offset: float
-
-
 class Elsewhere(Static, can_focus=True):
     """Shows how many messages are not mounted. Enter or a click mounts some of them."""
 
@@ -148,6 +143,9 @@ class Transcript(VerticalScroll, can_focus=False):
         self._pace = Pace(UPDATE_S, SLOWEST_S)
         self._timer: Timer | None = None
         self._following = True
+        self._place = Place()
+        """Where the reader went last. It stays when a layout moves the text."""
+        self._arranged: DockArrangeResult | None = None
         self._reaching = False
         self._mounting = asyncio.Lock()
         """Held while messages are mounted and unmounted, which takes several steps."""
@@ -207,18 +205,18 @@ class Transcript(VerticalScroll, can_focus=False):
     @property
     def place(self) -> Place:
         """Where the reader is now."""
-        view = self._first_in_sight(self.views)
-        if self._following or view is None:
-            return Place(True, None, 0)
-        return Place(False, view.entry, self.scroll_y - view.virtual_region.y)
+        return Place() if self._following else self._place
 
     async def return_to(self, place: Place) -> None:
         """Go to where the reader was."""
         view = await self.go_to(place.entry) if place.entry is not None else None
-        if view is None:
+        line = self._line_of(place)
+        if view is None or line is None:
             self.follow()
-        else:
-            self.scroll_to(y=view.virtual_region.y + place.offset, animate=False, immediate=True, force=True)
+            return
+        self.scroll_to(y=line, animate=False, immediate=True, force=True)
+        if not self._following:
+            self._place = place
 
     @property
     def in_sight(self) -> tuple[int, int]:
@@ -262,8 +260,7 @@ class Transcript(VerticalScroll, can_focus=False):
             self.change(live or waiting, live=True)  # type: ignore[arg-type]
         view = self.view_of(focus) if focus is not None else None
         if view is not None and index is not None and index < total - 1:
-            self.anchor(False)
-            self._set_following(False)
+            self._stop_following()
             view.scroll_visible(animate=False, top=True)
         else:
             self.follow()
@@ -321,6 +318,11 @@ class Transcript(VerticalScroll, can_focus=False):
         self._set_following(True)
         self.call_after_refresh(self._keep_end)
 
+    def _stop_following(self) -> None:
+        self.anchor(False)
+        self._set_following(False)
+        self._place = self._here()
+
     async def _show_newest(self) -> None:
         async with self._mounting:
             self.window = Window.newest(len(self.path))
@@ -354,7 +356,7 @@ class Transcript(VerticalScroll, can_focus=False):
             self._tail.display = False
             return
         self._pace.drawn()
-        if not self._following and self._tail.display:
+        if not self._following and self._tail.display and self.scroll_y < self.max_scroll_y - 1:
             # The reader looks at an earlier message: the tail is drawn when they come back.
             self._pending = entry
             return
@@ -397,16 +399,15 @@ class Transcript(VerticalScroll, can_focus=False):
         self.window = before.with_older() if older else before.with_newer()
         if self.window == before:
             return
-        following = self._following and not self.window.newer
-        self.anchor(False)
+        if self._following and self.window.newer:
+            self._stop_following()
         wanted = self.path[self.window.start : self.window.end]
         keys = {entry.key for entry in wanted}
         views = {view.entry.key: view for view in self.views}
-        held = self._first_in_sight([view for key, view in views.items() if key in keys])
-        place = held.virtual_region.y - self.scroll_y if held is not None else 0
         fresh = [self._made(entry) for entry in wanted if entry.key not in views]
         gone = [view for key, view in views.items() if key not in keys]
-        if held is not None and self.screen.focused in gone:
+        held = self.view_of(self._place.entry) if self._place.entry is not None else None
+        if held is not None and held not in gone and self.screen.focused in gone:
             held.focus(scroll_visible=False)
         # Nothing is drawn before the new messages have their heights and the old ones are back in their places.
         with self.app.batch_update():
@@ -414,15 +415,9 @@ class Transcript(VerticalScroll, can_focus=False):
             first = next(iter(self.views), None)
             await self.mount_all(fresh, before=first if older and first is not None else self._newer)
             self._show_counts()
-            if held is not None:
-                self.screen._refresh_layout()
-                self.scroll_to(y=held.virtual_region.y - place, animate=False, immediate=True, force=True)
-                self.screen._refresh_layout(scroll=True)
-        self._set_following(following)
-
-    def _first_in_sight(self, views: Sequence[MessageView]) -> MessageView | None:
-        """The first of ``views`` that is on the screen, at least with its end."""
-        return next((view for view in views if view.virtual_region.bottom > self.scroll_y), None)
+            self.screen._refresh_layout()
+            self._keep_end()
+            self.screen._refresh_layout(scroll=True)
 
     async def go_to(self, entry: Entry) -> MessageView | None:
         """Have ``entry`` mounted, and what is around it. Returns its view; None if it is not in the path."""
@@ -436,8 +431,7 @@ class Transcript(VerticalScroll, can_focus=False):
                     await self._mount_window()
                     # The new messages get their sizes now, so that the caller can scroll to a line of one.
                     self.screen._refresh_layout()
-        self.anchor(False)
-        self._set_following(False)
+        self._stop_following()
         return self.view_of(entry)
 
     async def _reach(self) -> None:
@@ -457,6 +451,59 @@ class Transcript(VerticalScroll, can_focus=False):
         self._older.show_count(self.window.older)
         self._newer.show_count(self.window.newer)
 
+    # --- the reader's place ---------------------------------------------------------------------------------------
+
+    def arrange(self, size: Size, optimal: bool = False) -> DockArrangeResult:
+        """Arrange the messages, and keep the reader's text at the top whatever became wider, narrower or longer."""
+        arranged = super().arrange(size, optimal)
+        if arranged is not self._arranged and not optimal:
+            self._arranged = arranged
+            line = None if self._following else self._line_of(self._place)
+            if line is not None:
+                # As Textual's anchor does it: before anything is drawn, and not as if the reader had scrolled.
+                line = clamp(line, 0, max(0, arranged.total_region.bottom - size.height))
+                self.set_reactive(Widget.scroll_y, line)
+                self.set_reactive(Widget.scroll_target_y, line)
+                if self.show_vertical_scrollbar:
+                    self.vertical_scrollbar.position = line
+        return arranged
+
+    def _here(self) -> Place:
+        """The place that is at the top of the screen."""
+        for view, region in self._drawn_views():
+            if region.bottom > self.scroll_y:
+                entry = view.entry if isinstance(view, MessageView) else self._live
+                found = self._drawn(entry) if entry is not None else None
+                if found is not None:
+                    return Place(entry, round(self.scroll_y) - found[0], found[1])
+        return Place()
+
+    def _line_of(self, place: Place) -> int | None:
+        """The line of the conversation that the reader's text is in; None if its message is not there."""
+        found = self._drawn(place.entry) if place.entry is not None else None
+        return found[0] + place.row_in(found[1]) if found is not None else None
+
+    def _drawn(self, entry: Entry) -> tuple[int, Drawn] | None:
+        """The line at which ``entry`` begins, and what was drawn of it."""
+        views = [
+            (view, region.shrink(view.gutter))
+            for view, region in self._drawn_views()
+            if (view.entry if isinstance(view, MessageView) else self._live) is entry
+        ]
+        if not views:
+            return None
+        (_, (_, top, width, _)), *_ = views
+        return top, Drawn(tuple((region.y - top, view.text_at(width)) for view, region in views), width)
+
+    def _drawn_views(self) -> list[tuple[MessageView | LiveTail, Region]]:
+        """The messages and the tail in the order of the last layout, and where it put them."""
+        placements = self._arranged.placements if self._arranged is not None else []
+        return [
+            (placement.widget, placement.region)
+            for placement in placements
+            if isinstance(placement.widget, MessageView | LiveTail)
+        ]
+
     # --- moving ---------------------------------------------------------------------------------------------------
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
@@ -466,6 +513,7 @@ class Transcript(VerticalScroll, can_focus=False):
         self.refresh()
         at_end = not self.window.newer and new_value >= self.max_scroll_y - 1
         self._set_following(at_end)
+        self._place = self._here()
         if at_end and not self.is_anchored:
             self.call_after_refresh(self._keep_end)
         if self.window.older or self.window.newer:
@@ -473,6 +521,8 @@ class Transcript(VerticalScroll, can_focus=False):
 
     def on_resize(self, event: events.Resize) -> None:
         self.call_after_refresh(self._keep_end)
+        if self.window.older or self.window.newer:
+            self.call_later(self._reach)
 
     def _set_following(self, following: bool) -> None:
         if following == self._following:

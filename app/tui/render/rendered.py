@@ -48,6 +48,10 @@ class Rendered(Widget):
     def render(self) -> Content:
         return self._content(self.size.width)
 
+    def text_at(self, width: int) -> str:
+        """The text that is drawn ``width`` cells wide."""
+        return self._content(width).plain
+
     def _content(self, width: int) -> Content:
         if self._made is None or self._made[0] != width:
             self._made = width, self.make(width)
