@@ -8,6 +8,7 @@ person.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -16,7 +17,7 @@ from msgspec import structs
 from engine.ipc.messages.ring import NodeShard, RingChoice, RingFacts
 from engine.planning.cluster_load import load_outcomes
 from engine.planning.placement import Placement
-from engine.planning.placement_planner import NodeRoom, Shortfall, place
+from engine.planning.placement_planner import NodeRoom, Shortfall, place, place_held
 from engine.planning.prediction import PREFILL_TOKENS
 from engine.planning.ring_nodes import (
     LinkFigures,
@@ -57,6 +58,7 @@ from engine.planning.ring_words import (
     speed_sentence,
     trunk_sentence,
     waiting_alone_sentence,
+    waiting_together_sentence,
 )
 from engine.planning.routing_load import LoadingRule
 
@@ -104,6 +106,8 @@ class RingDecision:
     alone_step: PassTime | None = None
     """Of the head by itself; None too if the model does not fit there."""
     notices: tuple[str, ...] = ()
+    instead: RingDecision | None = None
+    """The decision if no answer waited, where another one was taken because nothing is sent for it."""
 
 
 def plan_ring(
@@ -113,11 +117,13 @@ def plan_ring(
     choice: RingChoice,
     popularity: Sequence[Sequence[float]] = (),
     at_once: float = 1.0,
+    waiting: bool = False,
 ) -> RingDecision:
     """The ring for ``model`` on ``nodes`` (the head first), as far as ``choice`` leaves it open.
 
-    ``popularity``: routes counted before, [MoE layer][expert]. ``at_once``: see RingSetting. Raises ValueError without
-    nodes, and for a popularity of another model.
+    ``popularity``: routes counted before, [MoE layer][expert]. ``at_once``: see RingSetting. ``waiting``: an answer
+    waits, and a placement for which no weights are sent goes before any other. Raises ValueError without nodes, and for
+    a popularity of another model.
     """
     if not nodes:
         raise ValueError("a ring needs at least its head")
@@ -134,7 +140,8 @@ def plan_ring(
     if decision.kind == "ring" and decision.step is not None and not choice.nodes and not choice.even_if_slower:
         decision = _without_the_slow(planner, chosen, decision)
     decision = replace(decision, notices=(*notices, *decision.notices))
-    return _against_alone(planner, chosen, decision)
+    decision = _against_alone(planner, chosen, decision)
+    return _without_sending(planner, chosen, decision) if waiting else decision
 
 
 def decided_again(decision: RingDecision, terms: StepTerms | None, choice: RingChoice) -> RingDecision:
@@ -150,14 +157,10 @@ def decided_again(decision: RingDecision, terms: StepTerms | None, choice: RingC
     return _alone(decision, reason)
 
 
-def without_sending(decision: RingDecision, choice: RingChoice) -> RingDecision:
-    """``decision`` while an answer waits: the head alone if it can be and weights would have to be sent otherwise,
-    unless the ring was asked for even if it is slower."""
-    shards = decision.facts.nodes[1:] if decision.facts is not None else []
-    sent = sum(max(0, shard.expert_bytes + shard.trunk_bytes - shard.has_bytes) for shard in shards)
-    if decision.kind not in ("ring", "elsewhere") or decision.alone_step is None or choice.even_if_slower or not sent:
-        return decision
-    return _alone(decision, waiting_alone_sentence(sent))
+def bytes_sent(decision: RingDecision) -> int:
+    """Bytes of weights that the machines other than the head are sent for ``decision``."""
+    shards = decision.facts.nodes[1:] if decision.facts is not None and decision.kind in ("ring", "elsewhere") else []
+    return sum(max(0, shard.expert_bytes + shard.trunk_bytes - shard.has_bytes) for shard in shards)
 
 
 class _Planner:
@@ -178,6 +181,8 @@ class _Planner:
         self._links = {frozenset((link.first, link.second)): link for link in links}
         self._popularity = popularity
         self._at_once = at_once
+        self._held_only = False
+        """Whether every node uses only what it has already."""
 
     def ring(self, nodes: Sequence[NodeMeasured]) -> RingDecision:
         """A ring of ``nodes``, or why there is none. Who would hold no expert is left out: it would run the trunk and
@@ -240,19 +245,33 @@ class _Planner:
         sizes = self.model.sizes
         slots = [min(max(0, room) // sizes.slab_bytes, sizes.slabs) for room in rooms]
         seconds = [each.expert_s(sizes, slot) for each, slot in zip(costs, slots, strict=True)] if costs else []
-        return place(
-            self.model.grid,
-            [NodeRoom(room, each) for room, each in zip(rooms, seconds or [1.0] * len(nodes), strict=True)],
-            self._popularity,
-            self.choice.overlap,
-            [self._head_has(nodes[0]), *(node.has for node in nodes[1:])],
-            self.choice.even_if_slower or bool(self.choice.nodes),
-        )
+        given = [NodeRoom(room, each) for room, each in zip(rooms, seconds or [1.0] * len(nodes), strict=True)]
+        has = [self._head_has(nodes[0]), *(node.has for node in nodes[1:])]
+        all_hold = self.choice.even_if_slower or bool(self.choice.nodes)
+        if self._held_only:
+            found = place_held(self.model.grid, given, has, self.choice.overlap)
+            return found or Shortfall(0, sizes.expert_bytes, sum(rooms))
+        return place(self.model.grid, given, self._popularity, self.choice.overlap, has, all_hold)
 
     def _head_has(self, head: NodeMeasured) -> Mapping[int, Sequence[int]]:
         """Experts on its disk, by layer; where that has no limit, the whole model, whatever it was counted to have."""
         grid = self.model.grid
         return head.has if head.disk_free is not None else dict.fromkeys(grid.layers, tuple(range(grid.experts)))
+
+    def held(self, nodes: Sequence[NodeMeasured]) -> RingDecision | None:
+        """A ring of ``nodes`` for which nothing is sent, or None if there is none."""
+        central = self.is_central(nodes)
+        able = [
+            node
+            for node in nodes[1:]
+            if (central or node.has_trunk)
+            and any(node.has.values())
+            and expert_room(self.model, node, central) >= self.model.sizes.slab_bytes
+        ]
+        planner = copy(self)
+        planner._held_only = True
+        found = planner.ring([nodes[0], *able])
+        return found if found.kind == "ring" and len(found.ranks) > 1 else None
 
     def in_mode(self, mode: Mode) -> _Planner:
         """The same with the mode given."""
@@ -590,6 +609,26 @@ def _against_alone(planner: _Planner, nodes: Sequence[NodeMeasured], ring: RingD
         line = faster_there_sentence(name, 1.0 / best_s, ring.step.tokens_per_s, planner.choice.even_if_slower)
         return replace(decision, notices=(*decision.notices, line))
     return decision
+
+
+def _without_sending(planner: _Planner, nodes: Sequence[NodeMeasured], decision: RingDecision) -> RingDecision:
+    """``decision``, or another one for which nothing is sent: the faster of a ring of what the nodes have, and the
+    head alone, unless the ring was asked for even if it is slower."""
+    sent = bytes_sent(decision)
+    if not sent:
+        return decision
+    found: list[tuple[float, RingDecision]] = []
+    held = planner.held(nodes)
+    if held is not None and held.facts is not None:
+        reason = " ".join(filter(None, (waiting_together_sentence(sent), held.reason)))
+        alone = decision.facts.alone_tokens_per_s if decision.facts is not None else None
+        facts = structs.replace(held.facts, reason=reason, alone_tokens_per_s=alone)
+        step_s = held.step.seconds if held.step is not None else float("inf")
+        found.append((step_s, replace(held, reason=reason, facts=facts, alone_step=decision.alone_step)))
+    if decision.alone_step is not None and nodes[0].disk_free is None and not planner.choice.even_if_slower:
+        found.append((decision.alone_step.seconds, _alone(decision, waiting_alone_sentence(sent))))
+    _, best = min(found, key=lambda each: each[0], default=(0.0, decision))
+    return best if best is decision else replace(best, instead=decision)
 
 
 def _with_alone(facts: RingFacts, tokens_per_s: float | None) -> RingFacts:

@@ -112,8 +112,15 @@ def alone_sentence(name: str, alone: float, machines: int, together: float) -> s
 def waiting_alone_sentence(nbytes: int) -> str:
     """Weights are not sent while an answer waits."""
     return (
-        f"This machine goes on alone, as {byte_size(nbytes)} would have to be sent first; the next question forms the "
-        "ring again."
+        f"This machine goes on alone, as {byte_size(nbytes)} would have to be sent first; the ring is formed again "
+        "between two questions when that pays."
+    )
+
+
+def waiting_together_sentence(nbytes: int) -> str:
+    """The same for a ring."""
+    return (
+        f"The machines go on with the experts that they have, as {byte_size(nbytes)} would have to be sent otherwise."
     )
 
 

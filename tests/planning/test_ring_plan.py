@@ -23,7 +23,7 @@ from engine.planning.ring_nodes import (
     RingModelFacts,
     expert_room,
 )
-from engine.planning.ring_plan import RingDecision, decided_again, plan_ring, without_sending
+from engine.planning.ring_plan import RingDecision, bytes_sent, decided_again, plan_ring
 
 GB = 1_000_000_000
 SIZES = ModelSizes(
@@ -505,19 +505,94 @@ def test_a_ring_that_turns_out_slower_than_one_machine_is_not_formed() -> None:
     assert decided_again(too_large, too_large.terms.with_exchange(1.0), RingChoice()) is too_large
 
 
+def waiting(machines: list[NodeMeasured], kind: tuple[float, float] = RDMA, **choice: object) -> RingDecision:
+    return plan_ring(MODEL, machines, links(machines, kind), RingChoice(**choice), waiting=True)  # type: ignore[arg-type]
+
+
+def holding(experts: range) -> dict[str, object]:
+    return {"has": dict.fromkeys(range(48), tuple(experts)), "has_trunk": True}
+
+
 def test_while_an_answer_waits_nothing_is_sent_that_need_not_be() -> None:
     nodes = [node("head", 96), node("second", 96)]
     planned = decide(nodes, RDMA)
-    assert planned.kind == "ring"
-    found = without_sending(planned, RingChoice())
+    assert planned.kind == "ring" and bytes_sent(planned) > 0
+    found = waiting(nodes)
     assert found.kind == "alone" and "would have to be sent first" in found.reason
-    assert without_sending(planned, RingChoice(even_if_slower=True)) is planned
-    everything = dict.fromkeys(range(48), tuple(range(128)))
-    there = decide([nodes[0], replace(nodes[1], has=everything, has_trunk=True)], RDMA)
-    assert there.kind == "ring"
-    assert without_sending(there, RingChoice()) is there
-    too_large = decide([node("head", 40), node("second", 40)], RDMA)
-    assert without_sending(too_large, RingChoice()) is too_large
+    assert found.instead == planned
+    assert waiting(nodes, even_if_slower=True) == decide(nodes, RDMA, even_if_slower=True)
+    there = [nodes[0], node("second", 96, **holding(range(128)))]
+    assert waiting(there) == decide(there, RDMA) and waiting(there).kind == "ring"
+    # Nobody holds it alone, and together they do not have it.
+    too_large = [node("head", 40), node("second", 40)]
+    assert waiting(too_large) == decide(too_large, RDMA)
+
+
+def test_while_an_answer_waits_a_ring_of_what_the_machines_have_goes_on() -> None:
+    """The third machine is gone. What it had is on the head's disk, and the head has memory for it."""
+    nodes = [node("head", 50), node("second", 50, **holding(range(50, 128)))]
+    planned, found = decide(nodes, RDMA), waiting(nodes)
+    assert planned.kind == found.kind == "ring"
+    assert bytes_sent(planned) == 0 or found.instead == planned
+    assert bytes_sent(found) == 0
+    crowded = [node("head", 64), node("second", 64, **holding(range(100, 128)))]
+    planned, found = decide(crowded, RDMA), waiting(crowded)
+    assert planned.kind == found.kind == "ring" and found.alone_step is None
+    assert bytes_sent(planned) > 0 and found.instead == planned
+    assert bytes_sent(found) == 0 and "go on with the experts that they have" in facts(found).reason
+    assert found.placement is not None
+    assert all(ranks == (0,) for row in found.placement.holders for ranks in row[:100])
+    # A machine that lacks what every machine keeps is not in it.
+    without = [*crowded, node("third", 64, has=dict.fromkeys(range(48), (1, 2)))]
+    assert waiting(without).ranks == found.ranks
+    # The faster of the two ways to go on, unless the ring was asked for.
+    able = [node("head", 96, 400e9), node("second", 96, 50e9, **holding(range(100, 128)))]
+    assert waiting(able, ETHERNET).kind == "alone"
+    assert waiting(able, ETHERNET, even_if_slower=True).kind == "ring"
+    assert bytes_sent(waiting(able, ETHERNET, even_if_slower=True)) == 0
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([20, 36, 50, 96]), st.lists(st.integers(0, 15), unique=True), st.booleans()),
+        min_size=1,
+        max_size=3,
+    ),
+    st.sampled_from([36, 50, 96]),
+    st.booleans(),
+)
+@settings(max_examples=examples(10), deadline=None)
+def test_nothing_is_sent_if_the_machines_can_go_on_with_what_they_have(
+    others: list[tuple[int, list[int], bool]], head: int, even_if_slower: bool
+) -> None:
+    """The head has the whole model on its disk: what no other machine has must fit in its memory, and so must what the
+    others' memory leaves over."""
+    nodes = [node("head", head)]
+    for i, (memory, has, trunk) in enumerate(others):
+        nodes.append(node(f"n{i}", memory, has=dict.fromkeys(range(6), tuple(has)), has_trunk=trunk))
+    choice = RingChoice(even_if_slower=even_if_slower)
+    found = plan_ring(SMALLER, nodes, links(nodes, RDMA), choice, waiting=True)
+    slab = SMALLER.sizes.slab_bytes
+    slots = [max(0, expert_room(SMALLER, each)) // slab for each in nodes]
+    held = [set(has) if trunk and slot else set() for (_, has, trunk), slot in zip(others, slots[1:], strict=True)]
+    # By Hall's theorem: of every set of the other machines, what only these have beside the head.
+    possible = all(
+        sum(slots[1 + i] for i in each)
+        + slots[0]
+        + 6 * len(set().union(*(held[i] for i in range(len(held)) if i not in each)))
+        >= 6 * 16
+        for n in range(len(held) + 1)
+        for each in itertools.combinations(range(len(held)), n)
+    )
+    if found.kind == "refused":
+        return
+    if even_if_slower:  # then the head alone is no ring
+        possible = possible and any(held)
+    if bytes_sent(found):
+        assert not possible
+    elif found.instead is not None:
+        assert bytes_sent(found.instead) > 0
+        assert possible
 
 
 def test_a_machine_that_would_hold_nothing_is_left_out() -> None:

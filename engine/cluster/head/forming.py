@@ -51,7 +51,7 @@ from engine.ipc.progress import ProgressCallback
 from engine.moe.rank_context import HEAD, RankContext
 from engine.planning.absent_machines import absent_lines
 from engine.planning.placement import Placement
-from engine.planning.ring_plan import RingDecision, decided_again, without_sending
+from engine.planning.ring_plan import RingDecision, decided_again
 from engine.planning.ring_speed import StepTerms
 from engine.planning.runtime_choice import RuntimeChoice
 from engine.runtimes import runtime_named
@@ -404,16 +404,13 @@ class RingFormer:
         survey = self._surveyor.survey(
             self._node, machines, self._load.runtime, progress, threads=self._trial.threads, hurry=hurry, known=known
         )
-        together = self.plan(survey, machines)
+        together = self.plan(survey, machines, waiting=hurry)
         if self._open_choice is not None and self._formed is None:
             survey, together, lines = self._by_runtime(self._open_choice, survey, together, machines, progress)
             notices = [*notices, *lines]
         self._planned = {one.node_id for one in machines} - together.without_links.keys()
-        decision = together.decision
-        if hurry and self._lacked is None:
-            decision = without_sending(decision, self._choice)
-        self._makeshift = decision is not together.decision
-        self.decision = decision
+        decision = self.decision = together.decision
+        self._makeshift = decision.instead is not None
         notices = [*notices, *together.lines]
         if decision.kind == "refused":
             text = " ".join([*notices, *decision.notices, decision.reason])
@@ -466,11 +463,14 @@ class RingFormer:
         self._link_retry.close()
         self._link_retry = LinkRetry(self._node, together.without_links, self._present_machines)
 
-    def plan(self, survey: Survey, machines: Sequence[Candidate], load: Load | None = None) -> ConnectedPlan:
-        """What the planner makes of the survey. ``load``: as this machine would load its share; None: as it does."""
+    def plan(
+        self, survey: Survey, machines: Sequence[Candidate], load: Load | None = None, waiting: bool = False
+    ) -> ConnectedPlan:
+        """What the planner makes of the survey. ``load``: as this machine would load its share; None: as it does.
+        ``waiting``: an answer waits."""
         order = [(self._node.identity.node_id, self._node.name), *((one.node_id, one.name) for one in machines)]
         headers, load = self._surveyor.headers, load or self._load
-        return plan_connected(headers, self._name, load, order, survey, self._trial.at_once)
+        return plan_connected(headers, self._name, load, order, survey, self._trial.at_once, waiting)
 
     def _by_runtime(
         self,

@@ -40,7 +40,13 @@ class ConnectedPlan:
 
 
 def plan_connected(
-    headers: Headers, name: str, load: Load, order: Sequence[tuple[str, str]], survey: Survey, at_once: float = 1.0
+    headers: Headers,
+    name: str,
+    load: Load,
+    order: Sequence[tuple[str, str]],
+    survey: Survey,
+    at_once: float = 1.0,
+    waiting: bool = False,
 ) -> ConnectedPlan:
     """Plan as :func:`engine.cluster.head.survey.decide` does, with machines that can all open links to one another."""
     (me, _), *others = order
@@ -48,7 +54,8 @@ def plan_connected(
     broken = survey.tried.broken
 
     def plan(ids: Sequence[str]) -> RingDecision:
-        return decide(headers, name, load, [order[0], *(one for one in others if one[0] in ids)], survey, at_once)
+        nodes = [order[0], *(one for one in others if one[0] in ids)]
+        return decide(headers, name, load, nodes, survey, at_once, waiting)
 
     found = plan_reaching(me, [node_id for node_id, _ in others], broken, plan)
     without_links: dict[str, frozenset[Pair]] = {}

@@ -311,9 +311,16 @@ def _between(node: Node, first: Candidate, second: Candidate, epoch: str, calls:
 
 
 def decide(
-    headers: Headers, name: str, load: Load, order: Sequence[tuple[str, str]], survey: Survey, at_once: float = 1.0
+    headers: Headers,
+    name: str,
+    load: Load,
+    order: Sequence[tuple[str, str]],
+    survey: Survey,
+    at_once: float = 1.0,
+    waiting: bool = False,
 ) -> RingDecision:
     """The plan for the model ``name`` on the nodes ``order`` (ids and names, the head first), loaded as ``load``.
+    ``waiting``: see :func:`plan_ring`.
 
     The plan's sentences call the head "this machine"; its facts contain the head's name.
     """
@@ -326,7 +333,7 @@ def decide(
         counts = known_counts(headers.folder, headers.profile, headers.sizes.experts_per_token, lambda text: None)
         popularity = [] if counts is None else [list(map(float, row)) for row in counts.values()]
     model, links = planned_model(headers, name, load), planned_links(survey)
-    decision = plan_ring(model, nodes, links, load.ring, popularity, at_once)
+    decision = plan_ring(model, nodes, links, load.ring, popularity, at_once, waiting)
     if decision.facts is None:
         return decision
     named = [
