@@ -10,6 +10,7 @@ from engine.cluster.waiting import Waits
 from engine.ipc.messages.ring import RingFacts
 from engine.ipc.progress import ProgressCallback
 from engine.moe.rank_context import RankContext
+from engine.planning.ring_change import Rerun
 from engine.runtimes.protocol import LoadedModel
 
 
@@ -130,11 +131,12 @@ class Former(Protocol):
         """
         ...
 
-    def changed(self, progress: ProgressCallback, notify: Callable[[str], None]) -> bool:
-        """Whether the ring should be formed again: one of its nodes left, a member came back, or a machine came that
-        has its weights.
+    def changed(self, progress: ProgressCallback, notify: Callable[[str], None], again: Rerun) -> bool:
+        """Whether the ring should be formed again: one of its nodes left, or a member came back or a machine came that
+        has its weights, and that saves more time than running ``again`` what is lost takes.
 
-        Calls ``notify`` once for each other machine that is present. Raises Cancelled from ``progress``.
+        Calls ``notify`` once for each other machine that is present, and for one that waits until that pays. Raises
+        Cancelled from ``progress``.
         """
         ...
 

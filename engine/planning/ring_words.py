@@ -124,6 +124,21 @@ def waiting_together_sentence(nbytes: int) -> str:
     )
 
 
+def change_sentence(names: Sequence[str], nbytes: int, cost_s: float | None) -> str:
+    """The ring could be formed again, and it does not pay yet. ``names``: of machines that would be in it then."""
+    who = (
+        f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} there and not used yet"
+        if names
+        else ("The experts are not shared out anew yet")
+    )
+    sent = f" and {byte_size(nbytes)} sent" if nbytes else ""
+    cost = f", about {max(1, round(cost_s))} s," if cost_s is not None else ""
+    return (
+        f"{who}: this conversation would be run again{sent}{cost} for less than that is worth; a new conversation "
+        "changes it, or r on the machines screen (f8)."
+    )
+
+
 def elsewhere_sentence(name: str, there: float, otherwise: float, fits_here: bool) -> str:
     """The whole model runs on another machine. ``otherwise``: as a ring, or here where it fits."""
     instead = "here or together" if fits_here else "together"

@@ -243,8 +243,13 @@ class LoadedModel(LoadedWeights):
         """
         raise ModelError(f"A machine of the ring is gone: {lost}.", kind="network") from lost
 
-    def between_turns(self, progress: ProgressCallback, notify: Callable[[str], None]) -> bool:
-        """Form the ring again if a machine left or came back. Called before each question.
+    def between_turns(
+        self, progress: ProgressCallback, notify: Callable[[str], None], read: int = 0, passes: int = 0
+    ) -> bool:
+        """Form the ring again if a machine left, or if one came back and that saves more time than it takes to run
+        again what the question needs of the rows. Called before each question.
+
+        ``read``: tokens of prompts that would be run again; ``passes``: passes over decoded tokens.
 
         Returns whether all older rows became invalid. They do, too, if it raises, as :meth:`recover` does.
         """

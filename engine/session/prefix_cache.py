@@ -103,8 +103,9 @@ class PrefixCache:
         """Free the memory of other conversations than the current one."""
         self._kept.clear()
 
-    def take_back_peers(self, turn: Turn) -> None:
-        """Form the ring again if its machines changed, which empties the cache. Called before each question.
+    def take_back_peers(self, turn: Turn, prompt: Sequence[int], repeatable: bool) -> None:
+        """Form the ring again if its machines changed and that pays, which empties the cache. Called before each
+        question, whose ``prompt`` and ``repeatable`` are as in :meth:`prefill`.
 
         Until :meth:`turn_over`, waiting for the ring's machines ends when ``turn`` is cancelled. Raises Cancelled,
         ModelError.
@@ -113,10 +114,22 @@ class PrefixCache:
         self._model.turn(turn.cancelled)
         void = True
         try:
-            void = self._model.between_turns(turn.report, lambda text: turn.emit(Notice(text=text)))
+            void = self._model.between_turns(
+                turn.report, lambda text: turn.emit(Notice(text=text)), *self._again(prompt, repeatable)
+            )
         finally:
             if void:
                 self._lose()
+
+    def _again(self, prompt: Sequence[int], repeatable: bool) -> tuple[int, int]:
+        """What ``prompt`` would have to run again if the cache were empty: tokens by reading, and passes over decoded
+        ones."""
+        row, reusable = best_row([self._now, *self._kept], prompt, None)
+        runs = row.passes.cut(reusable).runs if row.rows is not None else ()
+        if not repeatable:
+            return sum(map(abs, runs)), 0
+        together = max(row.rows.steps_together, 1) if row.rows is not None else 1
+        return sum(run for run in runs if run > 0), sum(-(run // together) for run in runs if run < 0)
 
     def turn_over(self) -> None:
         self._turn = self._from_disk = None

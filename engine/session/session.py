@@ -212,12 +212,12 @@ class Session:
         turn.sampling = Sampling(repetition_penalty=rule.repetition_penalty) if request.beams > 1 else rule.used
         try:
             with self._consistent_cache():
+                repeatable = request.beams > 1 or rule.greedy or rule.seed is not None
                 try:
-                    self._cache.take_back_peers(turn)
+                    self._cache.take_back_peers(turn, prompt, repeatable)
                 except Cancelled:
                     return turn.finished(Answer("", [], "cancelled"))
                 self._keep_facts(emit)
-                repeatable = request.beams > 1 or rule.greedy or rule.seed is not None
                 logits = self._cache.prefill(prompt, turn, repeatable)
                 if logits is None:
                     return turn.finished(Answer("", [], "cancelled"))

@@ -63,6 +63,7 @@ from engine.ipc.messages.ring import LinkFacts, RingChoice
 from engine.models.locations import locate
 from engine.planning.calibration import Curve, ExpertShape
 from engine.planning.placement import Placement
+from engine.planning.ring_change import Rerun
 from engine.runtimes import runtime_named
 from engine.runtimes.model_headers import read_headers
 
@@ -503,7 +504,7 @@ def test_forming_with_nobody_is_one_machine(former: RingFormer) -> None:
     assert formed.layers.give_up() is False
     rows = formed.model.start()
     assert rows.extend([1, 2, 3]) is not None
-    assert not former.changed(lambda *_: None, lambda text: None)
+    assert not former.changed(lambda *_: None, lambda text: None, Rerun())
 
 
 @pytest.mark.parametrize(("again", "failures", "formed"), [(True, 3, True), (True, 4, False), (False, 1, False)])

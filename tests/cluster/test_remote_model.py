@@ -28,6 +28,7 @@ from engine.ipc.progress import ProgressCallback
 from engine.models.opening import open_model
 from engine.moe.kernels.bindings import choose
 from engine.moe.rank_context import RankContext
+from engine.planning.ring_change import Rerun
 from engine.runtimes.protocol import Interrupted
 
 PATIENCE_S = 120.0
@@ -142,7 +143,7 @@ class Former:
             return self.studio
         return ThreadFormation(self._folder, self._request, ["head"], self.studio.context.placement)
 
-    def changed(self, progress: ProgressCallback, say: Callable[[str], None]) -> bool:
+    def changed(self, progress: ProgressCallback, say: Callable[[str], None], again: Rerun) -> bool:
         return False
 
     def close(self) -> None:

@@ -55,6 +55,15 @@ def test_a_conversation_says_what_one_machine_says(setting: Setting) -> None:
     assert setting.ring(longer).token_ids == setting.alone(longer).token_ids
     assert setting.ring.session.cached_tokens == setting.alone.session.cached_tokens
     in_step(setting)
+    # What a change of the ring would lose is weighed before each question: of the second one, what was read and said.
+    rows = setting.ring.session._cache.rows
+    assert rows is not None
+    first, second = setting.former.again
+    assert (first.read, first.passes) == (0, 0)
+    assert (second.read, second.passes) == (len(PROMPT), -(-5 // max(rows.steps_together, 1)))
+    assert second.pass_s is not None and second.pass_s > 0
+    setting.ring([5, 4, 3])
+    assert (setting.former.again[-1].read, setting.former.again[-1].passes) == (0, 0), "a new conversation"
     assert not setting.formation.failures
 
 

@@ -31,6 +31,7 @@ from engine.errors import LinkLost, ModelError, PeerLost
 from engine.ipc.messages import Load
 from engine.ipc.messages.ring import RingChoice
 from engine.planning.reaching import Pair
+from engine.planning.ring_change import Rerun
 from engine.runtimes import runtime_named
 
 pytestmark = pytest.mark.usefixtures("no_keyring")
@@ -197,7 +198,7 @@ def test_a_link_that_breaks_while_the_ring_is_formed(tmp_path: Path, monkeypatch
         assert formed.names == {0: "Anna"}
         assert formed.without_links == {"Bob"}
         assert [line for line in formed.notices if line.startswith("The link to Bob cannot be made (")]
-        assert not former.changed(progress, lambda text: None)
+        assert not former.changed(progress, lambda text: None, Rerun())
         eventually(lambda: lender.facts() is None)
     finally:
         former.close()

@@ -18,6 +18,7 @@ from engine.ipc.messages.ring import NodeShard
 from engine.ipc.progress import ProgressCallback
 from engine.moe.rank_context import Loading, Mode, RankContext
 from engine.planning.placement import Placement
+from engine.planning.ring_change import Rerun
 from engine.runtimes import runtime_named
 from engine.runtimes.protocol import LoadedModel, RingPlace
 
@@ -163,6 +164,8 @@ class ThreadFormer:
         self.formations: list[ThreadFormation] = []
         self.least = 1
         self.overlap = 0
+        self.again: list[Rerun] = []
+        """What each question would have had to run again if the ring had been formed again."""
         self._folder = folder
         self._request = request
         self._layers = layers
@@ -184,7 +187,8 @@ class ThreadFormer:
         self.formations.append(formed)
         return formed
 
-    def changed(self, progress: ProgressCallback, say: Callable[[str], None]) -> bool:
+    def changed(self, progress: ProgressCallback, say: Callable[[str], None], again: Rerun) -> bool:
+        self.again.append(again)
         return self._formed != self.names
 
     def close(self) -> None:

@@ -161,7 +161,8 @@ def peer_lines(peer: PeerFacts, width: int, *, of_head: bool = False) -> Content
         body = flowing([Content.styled(fact, _MUTED) for fact in facts], max(8, width - 2))
         lines += [Content.assemble("  ", line) for line in body.split("\n")]
     if peer.problem:
-        lines.append(_indented(Content.styled(one_line(peer.problem), "$text-error"), width))
+        colour = _MUTED if peer.state == "ready" else "$text-error"
+        lines.append(_indented(Content.styled(one_line(peer.problem), colour), width))
     return Content("\n").join(lines)
 
 

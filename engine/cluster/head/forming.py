@@ -51,8 +51,10 @@ from engine.ipc.progress import ProgressCallback
 from engine.moe.rank_context import HEAD, RankContext
 from engine.planning.absent_machines import absent_lines
 from engine.planning.placement import Placement
-from engine.planning.ring_plan import RingDecision, decided_again
+from engine.planning.ring_change import Rerun, RingChange, change_to, step_seconds
+from engine.planning.ring_plan import RingDecision, bytes_sent, decided_again
 from engine.planning.ring_speed import StepTerms
+from engine.planning.ring_words import change_sentence
 from engine.planning.runtime_choice import RuntimeChoice
 from engine.runtimes import runtime_named
 from engine.runtimes.protocol import LoadedModel, RingPlace, Runtime
@@ -143,6 +145,16 @@ class RingFormer:
         self._link_retry = LinkRetry(node, {}, self._present_machines)
         self._makeshift = False
         """Whether the last forming only spared an answer that waited the sending of weights."""
+        self._change: RingChange | None = None
+        """A change that was planned and did not pay yet."""
+        self._change_with: frozenset[tuple[str, str]] = frozenset()
+        """Node ids and processes of the machines that were there then."""
+        self._wanted: set[str] = set()
+        """Node ids of the ring that it would lead to."""
+        self._measured_s: float | None = None
+        """Seconds of an exchange as last measured by the machines together."""
+        self._measured_with: set[str] = set()
+        """Their node ids."""
         self._planned: set[str] = set()
         """Node ids of the last plan. Some of the machines may be gone since."""
         self._needed: set[str] = set()
@@ -161,6 +173,8 @@ class RingFormer:
             before.close()
             self._rejoin_policy.put_off((node_id, self._considered.get(node_id, "")) for node_id in before.silent)
         members = set(self._rejoin_policy.members)
+        self._change = None
+        self._node.table.set_waiting({})
         self._link_retry.close()
         self._node.lent = lambda: LentState(stage=FORMING)
         try:
@@ -185,46 +199,79 @@ class RingFormer:
             self._node.table.send_heartbeats(NOTIFIED_S)
         return self._formed
 
-    def changed(self, progress: ProgressCallback, notify: Callable[[str], None]) -> bool:
+    def changed(self, progress: ProgressCallback, notify: Callable[[str], None], again: Rerun) -> bool:
         formed = self._formed
-        if formed is None or formed.lost() is not None or self._link_retry.restored.is_set() or self._makeshift:
+        if formed is None or formed.lost() is not None:
             return True
         machines = self._present_machines()
+        there = frozenset((one.node_id, one.process) for one in machines)
+        if self._change is not None and self._change_with == there:
+            return self._change.pays(again)
         # Machines that left are forgotten, so that they count as new when they come back.
         now = {one.node_id for one in machines} | set(formed.followers.values())
         self._considered = {node_id: at for node_id, at in self._considered.items() if node_id in now}
         due = [one.node_id for one in machines if self._rejoin_policy.take_due(one.node_id)]
         fresh = [one for one in machines if self._considered.get(one.node_id) != one.process or one.node_id in due]
-        if not fresh:
+        otherwise = self._link_retry.restored.is_set() or self._makeshift or self._change is not None
+        if not fresh and not otherwise:
             return False
         regular, others = self._rejoin_policy.split(machines, formed.facts.mode == "central", progress)
         for line in self._rejoin_policy.lines(others):
             notify(line)
-        has_new_members = any(one in regular for one in fresh)
+        if any(one.node_id in formed.followers.values() and one.node_id in self._considered for one in fresh):
+            return True  # it started anew, and the ring is over
         self._considered.update((one.node_id, one.process) for one in others)
-        if not has_new_members or self._changes_nothing(formed, regular, progress):
-            self._considered.update((one.node_id, one.process) for one in fresh)
-            return False
-        return True
-
-    def _changes_nothing(self, formed: FormedRing, machines: Sequence[Candidate], progress: ProgressCallback) -> bool:
-        """Whether a ring of ``machines`` would consist of those that are in it now, so that the conversation need not
-        be run again. Raises Cancelled."""
-        restarted = {one.node_id for one in machines if self._considered.get(one.node_id, one.process) != one.process}
-        if restarted & set(formed.followers.values()):
+        if not otherwise and not any(one in regular for one in fresh):
             return False
         try:
-            survey = self._surveyor.survey(
-                self._node, machines, self._load.runtime, progress, threads=self._trial.threads
-            )
-            decision = self.plan(survey, machines).decision
-        except (NodeRefused, PeerLost, ModelError):
+            self._change = self._plan_change(formed, regular, progress)
+        except (NodeRefused, PeerLost, ModelError) as error:
+            # A machine that does not answer now is no reason to lose what was read. A later question asks it again.
+            if isinstance(error, NodeRefused) and not error.gone:
+                process = next((one.process for one in fresh if one.node_id == error.node_id), "")
+                self._rejoin_policy.refused(error.node_id, process)
+                self._considered[error.node_id] = process
+                notify(f"{self._node.table.name_of(error.node_id)} is left out of the ring: {error}")
             return False
+        self._change_with = there
+        self._considered.update((one.node_id, one.process) for one in fresh)
+        if self._change is None:
+            return False
+        if self._change.pays(again):
+            return True
+        waiting = {one.node_id: one.name for one in regular if one.node_id in self._wanted - set(formed.nodes.values())}
+        line = change_sentence(list(waiting.values()), self._change.nbytes, self._change.cost_s(again))
+        self._node.table.set_waiting(dict.fromkeys(waiting, line))
+        notify(line)
+        return False
+
+    def _plan_change(
+        self, formed: FormedRing, machines: Sequence[Candidate], progress: ProgressCallback
+    ) -> RingChange | None:
+        """The change to a ring of ``machines``; None if those that are in it now would be in it again, so that nothing
+        changes. Raises NodeRefused, PeerLost, ModelError, Cancelled."""
+        survey = self._surveyor.survey(self._node, machines, self._load.runtime, progress, threads=self._trial.threads)
+        together = self.plan(survey, machines)
+        decision, mine = together.decision, self._node.identity.node_id
+        if self._link_retry.restored.is_set():
+            self._watch_links(together)
         if decision.kind == "refused":
-            return False
-        me = self._node.identity.node_id
-        planned = {me} if decision.kind == "alone" else set(decision.ranks)
-        return planned == set(formed.nodes.values()) and (decision.kind == "elsewhere") == formed.facts.elsewhere
+            return None
+        planned = {mine} if decision.kind == "alone" else set(decision.ranks)
+        self._wanted = planned
+        same = planned == set(formed.nodes.values()) and (decision.kind == "elsewhere") == formed.facts.elsewhere
+        if same and not (self._makeshift and bytes_sent(decision)):
+            return None
+        rates = {other: link.bytes_per_s for (first, other), link in survey.links.items() if first == mine}
+        measured_s = self._measured_s if planned == self._measured_with else None
+        return change_to(decision, self._token_s(), rates, self._choice, measured_s)
+
+    def _token_s(self) -> float | None:
+        """Predicted seconds of a token of the present ring, with what the machines measured together."""
+        decision = self.decision
+        if decision is None:
+            return None
+        return self.terms.step().seconds if decision.kind == "ring" and self.terms else step_seconds(decision)
 
     def close(self) -> None:
         self._link_retry.close()
@@ -548,6 +595,7 @@ class RingFormer:
             if elsewhere:
                 return self._elsewhere(ring, specs[HEAD], links, has, notices, progress)
             exchange, exchange_s = self._exchange.choose(medians, links.problems)
+            self._measured_with, self._measured_s = set(ring.decision.ranks), exchange_s
             terms = ring.decision.terms
             self.terms = None if terms is None else terms.with_exchange(exchange_s, links.layer_s.get(exchange))
             if self._lacked is None:

@@ -22,11 +22,14 @@ from engine.ipc.progress import ProgressCallback
 from engine.moe.popularity import Popularity
 from engine.moe.rank_context import HEAD, RankContext
 from engine.moe.timing import Part, Phase, Recorder
+from engine.planning.ring_change import Rerun
 from engine.runtimes.protocol import Interrupted, LoadedModel, Logits, TokenRows
 
 Done = TypeVar("Done")
 
 
+LONG_PASS = 64
+"""Tokens of a prompt from which on a pass tells how long prompts take to read."""
 STOPPED_S = 1.0
 """Timeout in seconds for an exchange to end after the answer was stopped. The ring is kept if it ends in time."""
 LOOK_S = 0.1
@@ -81,6 +84,8 @@ class RunningEpoch:
         self.watch = PassWatch(formation) if len(formation.names) > 1 else None
         self._next_rows = 0
         self._unused: list[int] = []
+        self._read = self._stepped = 0
+        self._read_s = self._stepped_s = 0.0
 
     def new_rows(self) -> int:
         self._next_rows += 1
@@ -110,6 +115,18 @@ class RunningEpoch:
         """The reply of node ``rank`` to the last command. Raises PeerLost."""
         with self.formation.layers.waits.on(lambda: (rank,), LIMIT_S):
             return self.formation.command_links[rank].receive(commands.REPLY_LIMIT)
+
+    def took(self, tokens: int, seconds: float, decoding: bool) -> None:
+        """A pass over ``tokens`` took so long."""
+        if decoding:
+            self._stepped, self._stepped_s = self._stepped + 1, self._stepped_s + seconds
+        elif tokens >= LONG_PASS:
+            self._read, self._read_s = self._read + tokens, self._read_s + seconds
+
+    def rerun(self, read: int, passes: int) -> Rerun:
+        """So many tokens of prompts and passes over decoded tokens, with what they took in this epoch."""
+        read_s = self._read_s / self._read if self._read else None
+        return Rerun(read, passes, read_s, self._stepped_s / self._stepped if self._stepped else None)
 
     def end(self) -> None:
         """End the epoch. May be called twice."""
@@ -266,8 +283,11 @@ class RingRows(TokenRows):
         return self._rows.steps_together
 
     def extend(self, tokens: Sequence[int], want_logits: bool = True) -> Logits | None:
+        begun = time.monotonic()
         self._epoch.send(commands.Extend(self._number, self._prefixes.state, list(tokens), want_logits))
-        return self._prefill(lambda: self._rows.extend(tokens, want_logits), tokens)
+        logits = self._prefill(lambda: self._rows.extend(tokens, want_logits), tokens)
+        self._epoch.took(len(tokens), time.monotonic() - begun, decoding=False)
+        return logits
 
     def replay(self, tokens: Sequence[int], want_logits: bool = True) -> Logits | None:
         self._epoch.send(commands.Replay(self._number, self._prefixes.state, list(tokens), want_logits))
@@ -286,8 +306,10 @@ class RingRows(TokenRows):
 
     def step(self, tokens: Sequence[int]) -> Logits:
         self._sampler = None
+        begun = time.monotonic()
         self._epoch.send(commands.Step(self._number, self._prefixes.state, list(tokens)))
         logits = self._epoch.run(lambda: self._rows.step(tokens))
+        self._epoch.took(len(tokens), time.monotonic() - begun, decoding=True)
         self._prefixes = self._prefixes.stepped(tokens)
         return logits
 
@@ -295,9 +317,11 @@ class RingRows(TokenRows):
         """By the machine that computes everything, if there is one."""
         if not self._epoch.formation.facts.elsewhere:
             return None
+        begun = time.monotonic()
         state = None if sampler is self._sampler else sampler.state
         self._epoch.send(commands.Choose(self._number, self._prefixes.state, token, state))
         chosen = self._epoch.run(lambda: self._rows.step_choosing(token, sampler))
+        self._epoch.took(1, time.monotonic() - begun, decoding=True)
         self._prefixes = self._prefixes.stepped([token])
         self._sampler = sampler
         return chosen
@@ -390,7 +414,9 @@ class RingModel(LoadedModel):
         self._end()
         self._begin(progress, notify)
 
-    def between_turns(self, progress: ProgressCallback, notify: Callable[[str], None]) -> bool:
+    def between_turns(
+        self, progress: ProgressCallback, notify: Callable[[str], None], read: int = 0, passes: int = 0
+    ) -> bool:
         if not self._epoch.ended:
             lost = self._epoch.formation.lost()
             stopped = self._epoch.watch is not None and self._epoch.watch.stopped
@@ -398,7 +424,7 @@ class RingModel(LoadedModel):
                 self.recover(lost, progress, notify)
                 return True
             # After a stop the machines are still there, but their unfinished pass is not waited for.
-            if not stopped and not self._former.changed(progress, notify):
+            if not stopped and not self._former.changed(progress, notify, self._epoch.rerun(read, passes)):
                 return False
             self._end()
         self._begin(progress, notify)

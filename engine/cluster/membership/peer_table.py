@@ -83,6 +83,7 @@ class PeerTable:
         self._refused: dict[str, str] = {}
         self._ring: set[str] = set()
         self._lost: set[str] = set()
+        self._waiting: dict[str, str] = {}
         self._heard_instances: dict[str, dict[str, float]] = {}
         """Time of the last message by node id and instance."""
         self._instances: dict[str, str] = {}
@@ -334,6 +335,13 @@ class PeerTable:
             self._ring, self._lost = set(nodes), set(lost)
         self._changed()
 
+    def set_waiting(self, lines: Mapping[str, str]) -> None:
+        """A line, by node id, for each machine that is there and that the ring does not use yet."""
+        with self._lock:
+            news, self._waiting = self._waiting != lines, dict(lines)
+        if news:
+            self._changed()
+
     def set_link(self, node_id: str, link: LinkFacts) -> None:
         with self._lock:
             self._links[node_id] = link
@@ -364,6 +372,7 @@ class PeerTable:
         with self._lock:
             refused = self._refused.get(peer.node_id, "")
             link = self._links.get(peer.node_id)
+            waiting = self._waiting.get(peer.node_id, "")
         words = fingerprint_words(peer.node_id)
         if view is None:
             return PeerFacts(
@@ -392,7 +401,7 @@ class PeerTable:
             runtime=load.runtime if load else "",
             version=view.greeting.version if view.greeting else "",
             lent_to=names.get(load.head) or plain_text(short(load.head)) if load and state == "busy" else "",
-            problem=problem,
+            problem=waiting if state == "ready" else problem,
         )
 
     def _state(self, view: PeerView, problem: str) -> PeerState:

@@ -81,7 +81,7 @@ class PeerFacts(msgspec.Struct, frozen=True, kw_only=True):
     lent_to: str = ""
     """Name of the head that uses it, in the state ``busy``."""
     problem: str = ""
-    """A sentence on why it cannot be used."""
+    """A sentence on why it cannot be used, or, in the state ``ready``, why the ring does not use it yet."""
 
 
 class NodeShard(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,108 @@
+"""Whether the ring is formed again between two questions although the present one works. Pure.
+
+Forming again loses the keys and values of the conversation, so it must save more time than running them again takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from engine.ipc.messages.ring import RingChoice
+from engine.planning.prediction import PREFILL_TOKENS
+from engine.planning.ring_plan import ASSUMED_BYTES_PER_S, RingDecision, bytes_sent
+
+AHEAD_TOKENS = 1024
+"""Tokens of the answers to come that a change is weighed by: about eight answers."""
+FORMING_S = 2.0
+"""Seconds of forming a ring for which nothing is sent."""
+
+
+@dataclass(frozen=True)
+class Rerun:
+    """What the next question would have to run again if the ring were formed again, and what it takes as measured.
+
+    ``read`` tokens of prompts, and ``passes`` over decoded tokens. ``read_s`` is the seconds per token of a prompt,
+    ``pass_s`` those of a decoding pass; None: not measured.
+    """
+
+    read: int = 0
+    passes: int = 0
+    read_s: float | None = None
+    pass_s: float | None = None
+
+    def seconds(self, read_s: float | None, pass_s: float | None) -> float | None:
+        """Seconds of all of it. ``read_s`` and ``pass_s``: predicted, for what was not measured. None: unknown."""
+        total = 0.0
+        for count, measured, predicted in ((self.read, self.read_s, read_s), (self.passes, self.pass_s, pass_s)):
+            each = predicted if measured is None else measured
+            if count and each is None:
+                return None
+            total += count * (each or 0.0)
+        return total
+
+
+@dataclass(frozen=True)
+class RingChange:
+    """A ring that could be formed instead of the present one.
+
+    ``now_s`` and ``then_s`` are the predicted seconds of a token, ``read_s`` those of a token of a prompt; None: not
+    predicted. ``send_s`` is the seconds of sending ``nbytes`` of weights. ``asked``: the person asked for these
+    machines, however slow they are.
+    """
+
+    now_s: float | None
+    then_s: float | None
+    read_s: float | None
+    send_s: float
+    nbytes: int
+    asked: bool
+
+    def cost_s(self, again: Rerun) -> float | None:
+        """Seconds that the change takes until the next question is answered. None: unknown."""
+        running = again.seconds(self.read_s, self.now_s)
+        return None if running is None else running + self.send_s + FORMING_S
+
+    def pays(self, again: Rerun) -> bool:
+        """Whether the answers to come are expected to save what the change takes. Where speed is not predicted, a
+        change is made when nothing has to be run again or sent for it."""
+        if self.asked:
+            return True
+        cost = self.cost_s(again)
+        if self.now_s is None or self.then_s is None or cost is None:
+            return not again.read and not again.passes and not self.nbytes
+        return AHEAD_TOKENS * (self.now_s - self.then_s) > cost
+
+
+def step_seconds(decision: RingDecision) -> float | None:
+    """Predicted seconds of a token of what ``decision`` chooses."""
+    step = decision.alone_step if decision.kind == "alone" else decision.step
+    return None if step is None else step.seconds
+
+
+def change_to(
+    decision: RingDecision,
+    now_s: float | None,
+    rates: Mapping[str, float],
+    choice: RingChoice,
+    exchange_s: float | None = None,
+) -> RingChange:
+    """The change to ``decision`` from a ring whose tokens take ``now_s`` seconds.
+
+    ``rates``: bytes per second from the head to each machine, by node id. ``exchange_s``: what an exchange took when
+    the machines last measured together, which is more than their links promise.
+    """
+    nbytes = bytes_sent(decision)
+    then_s = step_seconds(decision)
+    if decision.kind == "ring" and decision.terms is not None and exchange_s is not None:
+        then_s = decision.terms.with_exchange(exchange_s).step().seconds
+    slowest = min((rates.get(one, ASSUMED_BYTES_PER_S) for one in decision.ranks[1:]), default=ASSUMED_BYTES_PER_S)
+    prefill = decision.prefill
+    return RingChange(
+        now_s=now_s,
+        then_s=then_s,
+        read_s=None if prefill is None else prefill.seconds / PREFILL_TOKENS,
+        send_s=nbytes / slowest,
+        nbytes=nbytes,
+        asked=choice.even_if_slower or bool(choice.nodes),
+    )
