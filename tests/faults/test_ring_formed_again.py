@@ -124,7 +124,7 @@ def test_stopped_while_the_others_take_over(three: Ring, alone: Oracle) -> None:
     asked = ring.ask(60)
     ring.until_tokens(asked, 8)
     gone.kill()
-    assert reached(ring, asked, "sending weights")
+    assert reached(ring, asked, "connecting")
     found = stopped(ring, asked)
     assert len(found.token_ids) >= 8
     assert found.token_ids == alone(len(found.token_ids)).token_ids

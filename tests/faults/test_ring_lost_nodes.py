@@ -173,7 +173,13 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.sampled(least=1)
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGKILL, id="killed"),
+        pytest.param(signal.SIGSTOP, id="stopped", marks=pytest.mark.soak),
+    ],
+)
 def test_lost_while_weights_are_sent(three: Ring, large: Path, number: signal.Signals) -> None:
     for follower in three.followers:
         empty_disk(follower)

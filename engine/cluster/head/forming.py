@@ -374,7 +374,9 @@ class RingFormer:
                     if isinstance(changed, NodeRefused)
                     else NodeRefused(changed.node_id, "it does not answer any more.", gone=True)
                 )
-                if refused.gone and silences < MOST_LOSSES:
+                # The first time its silence was borne for longer than it would be waited for now.
+                waited = changed is not refused and self._formed is None and refused.node_id not in silent
+                if refused.gone and not waited and silences < MOST_LOSSES:
                     silences += 1
                     back = self._back_again(refused.node_id, progress)
                     if back is not None:
