@@ -14,7 +14,8 @@ from paired_nodes import Nodes, make_identity
 from discovery.code_requests import ask_for_code
 from discovery.identity import load_identity
 from discovery.pairing_service import pair_with
-from discovery.peers import PeersFile
+from discovery.peers import PeersFile, new_peer
+from engine.cluster.membership.heartbeat import COPIED
 from engine.cluster.membership.node import Node
 from engine.cluster.network import ClusterNetwork
 from engine.ipc.messages import AnyEvent, NetworkState, OpenNetwork, PeerFacts
@@ -95,7 +96,10 @@ def test_a_copied_identity_is_named_though_nobody_announces_anything(tmp_path: P
         nodes.close()
 
 
-def test_a_copy_does_not_take_the_place_of_the_connected_machine(tmp_path: Path, pair: Nodes) -> None:
+def test_a_copy_takes_the_place_of_the_machine_neither_while_it_is_connected_nor_afterwards(
+    tmp_path: Path, pair: Nodes
+) -> None:
+    """Until a person has decided, by pairing it anew. The machine itself comes back at any time."""
     head, vm = pair.nodes
     shutil.copytree(tmp_path / "vm", tmp_path / "copy")
     options = OpenNetwork(id=1, name="copy", listen=LOCAL, lend=True, peers=[head.listening[0]])
@@ -109,7 +113,29 @@ def test_a_copy_does_not_take_the_place_of_the_connected_machine(tmp_path: Path,
             assert view is not None and view.greeting is not None and view.load is not None
             heard.add((view.greeting.process, view.load.process, view.addresses[0]))
         assert heard == {(vm.process, vm.process, vm.listening[0])}
+        where = vm.listening[0]
         vm.close()
+        eventually(lambda: only(head).problem == COPIED)
+        assert only(head).state == "refused" and only(head).name == "vm"
+        for _ in range(5):
+            copy.table.send_heartbeats(20.0)
+            head.table.send_heartbeats(20.0)
+            assert [(view.client, view.alive) for view in head.table.views()] == [(None, False)]
+        options = OpenNetwork(id=1, name="vm", listen=where, lend=True)
+        again = Node(load_identity(tmp_path / "vm"), pair.peers[1], options)
+        try:
+            eventually(lambda: only(head).state == "ready")
+            assert [view.greeting.process for view in head.table.views() if view.greeting] == [again.process]
+        finally:
+            again.close()
+        eventually(lambda: only(head).problem == COPIED)
+        head.peers.forget(copy.identity.node_id)
+        head.forget(copy.identity.node_id)
+        head.peers.add(new_peer(pair.identities[1].certificate_der, "copy"))
+        head.table.refresh()
+        watch = head.table.watch(copy.identity.node_id)
+        assert watch is not None
+        watch.try_addresses(copy.listening, keep=True)  # where it was paired
         eventually(lambda: [view.greeting.process for view in head.table.views() if view.greeting] == [copy.process])
     finally:
         copy.close()

@@ -35,6 +35,10 @@ ASK_AGAIN_S = 10.0
 MOST_ASKED = 2
 """Maximum addresses at which that question is asked, the best first."""
 FORGOTTEN = "It has forgotten this machine; pair the two again, or forget it here, too."
+COPIED = (
+    "Another machine has a copy of its identity and is left out; run `privatellm peers new-identity` on one of the two "
+    "and pair it again. If only the other one is left, forget this machine here and pair the two again."
+)
 SOON_S = 0.01
 STALLED_S = 1.0
 """Seconds by which a look at a machine may be late before this process itself counts as stalled."""
@@ -73,7 +77,8 @@ class PeerWatch:
     ``greet`` and ``load`` make this machine's own messages. ``changed`` is called when anything a screen shows is
     different. ``worked`` gets the address at which the machine was found, and its greeting. ``met`` gets the greeting
     of another machine at an address that a person named. ``forgotten(address)`` returns whether the machine is there
-    and does not know this one any more.
+    and does not know this one any more. ``is_copy`` returns whether another machine greets that has a copy of the
+    identity.
     """
 
     def __init__(
@@ -87,6 +92,7 @@ class PeerWatch:
         worked: Callable[[str, Greeting], None] = lambda address, greeting: None,
         met: Callable[[Greeting], None] = lambda greeting: None,
         forgotten: Callable[[str], bool] = lambda address: False,
+        is_copy: Callable[[Greeting], bool] = lambda greeting: False,
         clock: Callable[[], float] = time.monotonic,
         times: TimeConstants = THE_PRODUCT.times,
     ) -> None:
@@ -101,6 +107,7 @@ class PeerWatch:
         self._worked = worked
         self._met = met
         self._forgotten = forgotten
+        self._is_copy = is_copy
         self._named: list[str] = []
         """Addresses that are still to be greeted once, although the machine was found at another one."""
         self._clock = clock
@@ -184,6 +191,11 @@ class PeerWatch:
         """Whether it answered a heartbeat sent at ``moment`` or later, or cannot be reached."""
         with self._lock:
             return self._client is None or self._last_sent >= moment
+
+    def answered_since(self, moment: float) -> bool:
+        """Whether the connected machine answered a heartbeat sent at ``moment`` or later."""
+        with self._lock:
+            return self._client is not None and self._last_sent >= moment
 
     @property
     def nobody_listens(self) -> bool:
@@ -354,7 +366,7 @@ class PeerWatch:
             client = self._connect(address)
             try:
                 greeting = client.call("Hello", self._greet(), Greeting, self._within(HELLO_TIMEOUT_S))
-                problem = self._unfit(greeting)
+                problem = COPIED if self._is_copy(greeting) else self._unfit(greeting)
             except Unreachable:
                 client.close()
                 self._notify_if_changed()
@@ -364,6 +376,9 @@ class PeerWatch:
                 client.close()
                 problem = str(error)
                 continue
+            if problem == COPIED:
+                client.close()
+                continue  # the machine itself may be at another address
             if problem:
                 client.close()
                 self._found(None, greeting, address, problem)
@@ -372,7 +387,7 @@ class PeerWatch:
             return True
         if not problem and self._is_forgotten(unreached):
             problem = FORGOTTEN
-        if problem or self._problem == FORGOTTEN:
+        if problem or self._problem in (FORGOTTEN, COPIED):
             self._found(None, None, "", problem)
         return False
 

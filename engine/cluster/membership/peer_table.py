@@ -89,6 +89,10 @@ class PeerTable:
         self._instances: dict[str, str] = {}
         """Instance by process. Heartbeats name the process only."""
         self._copies: dict[str, tuple[float, set[str]]] = {}
+        self._suspected: dict[tuple[str, str], float] = {}
+        """Time of the first message by node id and instance, of those that are not the connected one."""
+        self._barred: set[tuple[str, str]] = set()
+        """Node ids and instances of copies. They stay out until a person pairs the machine anew."""
         self._closed = False
 
     # --- whom this machine trusts ---------------------------------------------------------------------------------
@@ -133,6 +137,7 @@ class PeerTable:
                     partial(self._found_at, node_id),
                     partial(self._record_process, node_id),
                     partial(self._forgotten_at, peer),
+                    self._is_copy,
                     times=self.times,
                 )
                 announced = self._announced.get(node_id)
@@ -170,7 +175,10 @@ class PeerTable:
                 raise ModelError(problem, kind="network")
             return  # the answer has this machine's version, and the caller judges by itself
         self._record_process(caller.node_id, greeting)
-        self._rename(caller.node_id, greeting.name)
+        if self._is_copy(greeting):
+            return
+        if watch is None or not watch.is_another(greeting.process):
+            self._rename(caller.node_id, greeting.name)
         if watch is not None:
             here = shown_address(plain_ip(caller.address), greeting.port)
             said = literal_addresses([here, *greeting.listening[:MOST_ADDRESSES]])
@@ -186,7 +194,7 @@ class PeerTable:
             instance = self._instances.get(load.process, "")
         if instance:
             self._record_instance(caller.node_id, instance)
-        if watch is not None:
+        if watch is not None and (caller.node_id, instance) not in self._barred:
             watch.record_contact(load)
 
     def record_contact(self, node_id: str) -> None:
@@ -248,6 +256,8 @@ class PeerTable:
             self._refused.pop(node_id, None)
             self._heard_instances.pop(node_id, None)
             self._copies.pop(node_id, None)
+            self._barred = {one for one in self._barred if one[0] != node_id}
+            self._suspected = {one: at for one, at in self._suspected.items() if one[0] != node_id}
         if watch is not None:
             watch.close()
         self._changed()
@@ -297,9 +307,14 @@ class PeerTable:
 
         A machine that restarts has a new instance as well, but is silent in between.
         """
-        view = self.view(node_id)
+        view, watch = self.view(node_id), self.watch(node_id)
         now = time.monotonic()
         with self._lock:
+            if view is not None and view.greeting is not None and view.greeting.instance != instance:
+                # A machine that was moved, or started again, never answers as the former one after that.
+                first = self._suspected.setdefault((node_id, instance), now)
+                if watch is not None and watch.answered_since(first) and len(self._barred) < MOST_PROCESSES:
+                    self._barred.add((node_id, instance))
             heard = {
                 one: at for one, at in self._heard_instances.get(node_id, {}).items() if now - at < self.times.lost_s
             }
@@ -311,6 +326,11 @@ class PeerTable:
                 self._copies[node_id] = (now, set(self._heard_instances[node_id]))
         if news:
             self._changed()
+
+    def _is_copy(self, greeting: Greeting) -> bool:
+        """Whether this identity was in use on another machine, which was connected, at the same time."""
+        with self._lock:
+            return (greeting.node_id, greeting.instance) in self._barred
 
     def copies(self) -> list[CopiedInstance]:
         """All machines that recently used an identity at the same time as another machine."""
