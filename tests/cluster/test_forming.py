@@ -63,7 +63,7 @@ from engine.ipc.messages.ring import LinkFacts, RingChoice
 from engine.models.locations import locate
 from engine.planning.calibration import Curve, ExpertShape
 from engine.planning.placement import Placement
-from engine.planning.ring_change import Rerun
+from engine.planning.ring_change import FORMING_S, Rerun, RingChange
 from engine.runtimes import runtime_named
 from engine.runtimes.model_headers import read_headers
 
@@ -605,6 +605,40 @@ def test_no_failed_heartbeat_ends_a_transfer_and_forgetting_the_machine_does(len
     formed.lose((), "all is formed again")
     assert list(made.former.form(lambda *_: None).names.values()) == ["Anna"]
     assert head.peers.get(bob.identity.node_id) is None
+
+
+def test_a_machine_that_does_not_pay_yet_waits_and_is_named(
+    lent: Callable[..., Lent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = lent("Bob")
+    former, head, bob = made.former, made.head, made.others[0].identity.node_id
+    monkeypatch.setattr(former, "_present_machines", list)
+    assert list(former.form(lambda *_: None).names.values()) == ["Anna"]
+    monkeypatch.setattr(former, "_present_machines", lambda: candidates(head, []))
+    former._rejoin_policy.members.add(bob)
+    planned: list[RingChange] = []
+
+    def plan(*given: Any) -> RingChange:
+        """As planned, but for the speeds, which nobody measured here."""
+        found = former_plan(*given)
+        assert found is not None and former._wanted == {head.identity.node_id, bob}
+        planned.append(replace(found, now_s=0.12, then_s=0.08, read_s=0.005, asked=False))
+        return planned[-1]
+
+    former_plan = former._plan_change
+    monkeypatch.setattr(former, "_plan_change", plan)
+    said: list[str] = []
+    for _ in range(2):
+        assert not former.changed(lambda *_: None, said.append, Rerun(read=100_000))
+    assert len(planned) == 1 and len(said) == 1, "planned once, said once"
+    assert said[0].startswith("Bob is there and not used yet: this conversation would be run again and ")
+    assert f"about {round(500 + planned[0].send_s + FORMING_S)} s" in said[0]
+    (facts_of_bob,) = head.table.facts()
+    assert (facts_of_bob.state, facts_of_bob.problem) == ("ready", said[0])
+    # A new conversation has nothing to run again.
+    assert former.changed(lambda *_: None, said.append, Rerun())
+    assert list(former.form(lambda *_: None).names.values()) == ["Anna", "Bob"]
+    assert [one.problem for one in head.table.facts()] == [""] and len(said) == 1
 
 
 def test_a_machine_that_was_left_out_as_silent_is_asked_again_when_it_answers(lent: Callable[..., Lent]) -> None:

@@ -19,6 +19,7 @@ from engine.cluster import commands
 from engine.cluster.parts import Effort, EngineParts, Moment, TimeConstants
 from engine.cluster.worker.follower import Follower
 from engine.errors import ModelError
+from engine.planning.calibration import Curve
 
 STEP_S = 0.005
 """Least seconds that a follower takes for a token, so that an answer of few tokens can be disturbed."""
@@ -65,9 +66,15 @@ def small_files(limit: int) -> EngineParts:
     return QUICK
 
 
-def behind_proxy(port: int) -> EngineParts:
-    """Others are told to come by way of a proxy."""
-    return replace(QUICK, greeting={"port": port, "listening": [f"127.0.0.1:{port}"]})
+def behind_proxy(port: int, slow_as: str = "") -> EngineParts:
+    """Others are told to come by way of a proxy. ``slow_as``: the node says that it is the machine of this name, on
+    which an expert takes a tenth of a second."""
+    found = replace(QUICK, greeting={"port": port, "listening": [f"127.0.0.1:{port}"]})
+    if not slow_as:
+        return found
+    figures = dict.fromkeys(("machine", "processor", "disk"), slow_as)
+    curve = Curve((1, 512), (0.1, 20.0))
+    return replace(found, figures={**figures, "memory_read": 1e6, "expert": curve, "layer_overhead_s": {}})
 
 
 def impatient() -> EngineParts:

@@ -192,7 +192,8 @@ class Ring:
     """``head`` and ``followers``, paired.
 
     ``arguments``: of their interpreters, by rank. ``proxied``: every connection between them goes by way of a proxy.
-    ``measured``: their memory was measured before. ``launch``: ``with_libraries`` where one imports torch, during which
+    ``slow``: of those behind proxies, each says that it is a machine of its own, and a slow one. ``measured``: their
+    memory was measured before. ``launch``: ``with_libraries`` where one imports torch, during which
     it answers nobody.
     """
 
@@ -206,6 +207,7 @@ class Ring:
         terms: Mapping[int, Mapping[str, Any]] | None = None,
         measured: bool = True,
         launch: Launcher = forked,
+        slow: bool = False,
     ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="ring-faults-"))
         self._loaded = ""
@@ -220,7 +222,8 @@ class Ring:
                 machine.terms = dict((terms or {}).get(rank, {}))
                 if proxied:
                     machine.proxy = PairProxy(machine.port)
-                    machine.arguments = hooked(hooks.behind_proxy, port=machine.proxy.port)
+                    named = machine.name if slow else ""
+                    machine.arguments = hooked(hooks.behind_proxy, port=machine.proxy.port, slow_as=named)
                 self.machines.append(machine)
             self.head, self.followers = self.machines[0], self.machines[1:]
             for follower in self.followers:

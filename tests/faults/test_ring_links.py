@@ -175,6 +175,31 @@ def test_a_slow_node_is_no_lost_node(three: Ring, model: Path, alone: Oracle, mo
     assert not [text for text in three.notices(since) if "Lost" in text]
 
 
+@pytest.mark.soak
+def test_a_ring_that_measures_slower_than_this_machine_alone_is_not_kept(model: Path, alone: Oracle) -> None:
+    """Two slow machines are faster together, as their links are measured; once they measure together, these are not."""
+    asked = replace(EXACT, even_if_slower=False)
+    with Ring(1, proxied=True, slow=True) as ring:
+        formed = ring.load(model, asked).facts.ring
+        assert formed is not None and len(formed.nodes) == 2
+        assert formed.tokens_per_s is not None and formed.alone_tokens_per_s is not None
+        assert formed.tokens_per_s > formed.alone_tokens_per_s
+        since = ring.mark()
+        request = ring.begin_load(model, asked)
+        ring.engine.wait(
+            lambda event: isinstance(event, Progress) and event.stage == "comparing weights", PATIENCE_S, since
+        )
+        for machine in ring.machines:
+            machine.proxy.delay(0.3)  # type: ignore[union-attr]
+        loaded = ring.last_of_load(request, since)
+        assert isinstance(loaded, Loaded), loaded
+        assert loaded.facts.ring is not None
+        assert [node.name for node in loaded.facts.ring.nodes] == ["head"]
+        said = [text for text in ring.notices(since) if "alone is predicted to be faster" in text]
+        assert len(said) == 1 and said[0].startswith("This machine alone")
+        assert ring.answer(8).token_ids == alone(8).token_ids
+
+
 # --- a pulled cable -----------------------------------------------------------------------------------------------
 
 

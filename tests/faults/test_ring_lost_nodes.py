@@ -14,8 +14,8 @@ from hooked_engine import hooked
 from ring_faults import EXPERT_BYTES, OTHER_PROMPT, PROMPT, Machine, Oracle, Ring
 from tiny_models import write_tiny_model
 
-from engine.ipc.messages import BeamProgress, Cancel, Failed, Loaded, Notice, Piece, Prefill, Progress
-from engine.ipc.messages.ring import RingChoice
+from engine.ipc.messages import BeamProgress, Cancel, Failed, Loaded, Notice, Piece, Prefill, Progress, RingChanged
+from engine.ipc.messages.ring import RingChoice, RingFacts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -47,6 +47,12 @@ def test_lost_in_an_answer(three: Ring, model: Path, alone: Oracle, number: sign
     told = [text for text in three.notices(since) if f"Lost {gone.name}" in text]
     assert len(told) == 1
     assert "Going on with 2 machines." in three.notices(since)
+    # What is left holds the model, so nothing is sent while the answer waits.
+    events = three.engine.events[since:]
+    assert not [event for event in events if isinstance(event, Progress) and "sending" in event.stage and event.total]
+    formed = [event.ring for event in events if isinstance(event, RingChanged)][-1]
+    assert formed is not None and len(formed.nodes) == 2
+    assert bytes_to_send(formed) == 0
     # Nothing was shown twice and nothing is missing.
     counts = [event.tokens for event in three.engine.events[since:] if isinstance(event, Piece)]
     assert counts == sorted(counts)
@@ -197,6 +203,10 @@ def test_lost_while_weights_are_sent(three: Ring, large: Path, number: signal.Si
     assert any(f"{gone.name} came back" in text for text in three.notices(since))
     # What had arrived before was not sent again.
     eventually(lambda: (found := gone.lending()) is not None and found.nodes == 3)
+
+
+def bytes_to_send(ring: RingFacts) -> int:
+    return sum(max(0, node.expert_bytes + node.trunk_bytes - node.has_bytes) for node in ring.nodes[1:])
 
 
 def empty_disk(machine: Machine) -> None:
