@@ -22,6 +22,19 @@ def name_aside(path: Path) -> Path:
     return aside
 
 
+LARGEST_FILE = 4 << 20
+"""Maximum bytes of a file that the person writes. More is a mistake."""
+
+
+def read_whole(path: Path) -> str:
+    """The text of a file that the person writes. Raises OSError, and ValueError if it is too large or not UTF-8."""
+    with path.open("rb") as file:
+        data = file.read(LARGEST_FILE + 1)
+    if len(data) > LARGEST_FILE:
+        raise ValueError(f"it is larger than {LARGEST_FILE >> 20} MiB")
+    return data.decode()
+
+
 def write_whole(path: Path, text: str) -> None:
     """Replace ``path`` by a file with ``text``: whatever happens, it is the old one or the new one.
 

@@ -39,8 +39,6 @@ OWN_WORDS = {
 }  # fmt: skip
 """The files whose texts are nested no deeper than the program nests them."""
 OWN_FILES = {
-    # The person's own settings. What is too large is looked at before the second reading of personas.
-    "app/settings/file.py", "app/settings/personas.py",
     # It has the size already.
     "discovery/peers.py",
 }  # fmt: skip

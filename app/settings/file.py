@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.files import name_aside, write_whole
+from app.files import name_aside, read_whole, write_whole
 from app.settings.fields import GROUPS, SettingError, Value
 from app.settings.schema import SCHEMA, Settings, setting_named
 from engine.models.locations import locate
@@ -98,7 +98,7 @@ class SettingsFile:
         import tomllib
 
         try:
-            return tomllib.loads(self.path.read_bytes().decode())
+            return tomllib.loads(read_whole(self.path))
         except FileNotFoundError:
             return {}
         except (ValueError, RecursionError):
@@ -110,10 +110,10 @@ class SettingsFile:
         from tomlkit.exceptions import TOMLKitError
 
         try:
-            return tomlkit.parse(self.path.read_bytes())
+            return tomlkit.parse(read_whole(self.path))
         except FileNotFoundError:
             return tomlkit.document()
-        except (TOMLKitError, UnicodeDecodeError, ValueError, RecursionError) as error:
+        except (TOMLKitError, ValueError, RecursionError) as error:
             self.refused = {setting.key for setting in SCHEMA}
             reason = " ".join(str(error).split()) or type(error).__name__
             if self._look_only:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.files import name_aside, write_whole
+from app.files import name_aside, read_whole, write_whole
 from app.settings.fields import Setting, SettingError, Value
 from app.settings.layers import ADJUSTABLE
 from app.settings.schema import Settings, setting_named
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 LONGEST_NAME = 60
 """Maximum number of characters of a persona's name."""
-LARGEST_FILE = 4 * 1024 * 1024
-"""Maximum bytes of the file. More is a mistake."""
 
 _SYSTEM, _MODEL = "system_prompt", "model"
 _KNOWN: dict[str, Setting] = {
@@ -200,14 +198,9 @@ def _parsed(path: Path) -> tuple[dict[str, Any], str]:
     import tomllib
 
     try:
-        with path.open("rb") as file:
-            data = file.read(LARGEST_FILE + 1)
+        return tomllib.loads(read_whole(path)), ""
     except FileNotFoundError:
         return {}, ""
-    if len(data) > LARGEST_FILE:
-        return {}, f"is larger than {LARGEST_FILE >> 20} MiB"
-    try:
-        return tomllib.loads(data.decode()), ""
     except (ValueError, RecursionError) as error:
         return {}, f"is damaged ({' '.join(str(error).split()) or type(error).__name__})"
 
@@ -221,7 +214,7 @@ def _document(path: Path) -> TOMLDocument:
     try:
         if _parsed(path)[1]:
             raise ValueError
-        return tomlkit.parse(path.read_bytes())
+        return tomlkit.parse(read_whole(path))
     except FileNotFoundError:
         return empty
     except (TOMLKitError, ValueError, RecursionError):

@@ -19,6 +19,7 @@ from typing import Any
 
 from textual.keys import _character_to_key, key_to_character
 
+from app.files import read_whole
 from app.text_safety import one_line
 from app.tui.actions import Action, all_actions
 from app.tui.keymap import HOMES, KEYMAP_FILE, defaults, readable
@@ -42,9 +43,6 @@ _SAME = {
     "ctrl+i": "tab", "ctrl+m": "enter", "ctrl+h": "backspace", "ctrl+left_square_bracket": "escape",
 }  # fmt: skip
 """Keys that terminals send as another key."""
-
-_LARGEST_FILE = 1 << 20
-"""Maximum bytes of a keymap file."""
 
 
 class BadKey(ValueError):
@@ -86,11 +84,7 @@ class Assignments:
 def read(path: Path) -> Assignments:
     """The entries of the file ``path``; none if there is no file."""
     try:
-        with path.open("rb") as file:
-            data = file.read(_LARGEST_FILE + 1)
-        if len(data) > _LARGEST_FILE:
-            raise ValueError(f"it is larger than {_LARGEST_FILE >> 20} MiB")
-        return _assignments(tomllib.loads(data.decode()))
+        return _assignments(tomllib.loads(read_whole(path)))
     except FileNotFoundError:
         return Assignments()
     except UnicodeDecodeError:

@@ -128,7 +128,16 @@ def test_none_takes_the_key_out(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"beams = = 3", b"\xff\xfe\x00", b"[model\n", b"[a]\n[a]\n", b"x = " + b"[" * 5000, b"\0"]
+    "content",
+    [
+        b"beams = = 3",
+        b"\xff\xfe\x00",
+        b"[model\n",
+        b"[a]\n[a]\n",
+        b"x = " + b"[" * 5000,
+        b"\0",
+        b"# " + b"x" * (4 << 20),
+    ],
 )
 def test_a_damaged_file_is_kept_aside_and_said(path: Path, content: bytes) -> None:
     path.parent.mkdir()

@@ -108,7 +108,7 @@ PIECES = (
 @given(st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=3)), max_size=60).map("".join), st.integers(8, 90))
 def test_any_formula_can_be_shown(source: str, width: int) -> None:
     for shown in (inline_formula(source), *(display_formula(source, width) or [])):
-        assert shown is None or "\n" not in shown.replace(source, "") or "\n" in source
+        assert shown is None or "\n" not in shown
     for text in (f"${source}$", f"$$\n{source}\n$$", f"\\({source}\\)", f"| a |\n|---|\n| ${source}$ |"):
         content = render_markdown(text, width)
         assert not any(ord(character) < 32 and character not in "\n\t" for character in content.plain)

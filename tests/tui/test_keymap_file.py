@@ -89,7 +89,7 @@ def resolved(**entries: str) -> Keymap:
     [
         ("a = " + "[" * 5000 + "]" * 5000, "it is nested too deeply"),
         ("[" + ".".join("a" * 5000) + "]\nb = 1", "it is nested too deeply"),
-        ("a = 1\n" * 500_000, "it is larger than 1 MiB"),
+        ("a = 1\n" * 800_000, "it is larger than 4 MiB"),
     ],
     ids=("values", "tables", "size"),
 )

@@ -39,8 +39,8 @@ def test_lines_end_there_while_an_answer_is_written_too() -> None:
     text = "A poem:\n\nRoses are red\nViolets are blue\nSugar"
     for end in range(1, len(text) + 1):
         tail.growing.update(text[:end])
-        shown = tail.written(60).plain.rstrip("▍").splitlines()
-        assert shown == tail.growing.tail.rstrip().splitlines()
+        above = ["A poem:", ""] if "R" in text[:end] else []
+        assert [*above, *tail.written(60).plain.rstrip("▍").splitlines()] == text[:end].rstrip().splitlines()
 
 
 HEAD = "| cmd | does |\n|---|---|\n"
@@ -62,9 +62,8 @@ HEAD = "| cmd | does |\n|---|---|\n"
 def test_a_table_stays_a_table_and_loses_nothing(rows: str, shown: list[str]) -> None:
     table = lines(HEAD + rows)
     assert table[0].split() == ["cmd", "does"] and set(table[1]) == {"─", " "}
-    assert [re.sub(" {3,}", "    ", line) for line in table[2:]] == [
-        re.sub(" {3,}", "    ", line) for line in shown
-    ] or [line.split() for line in table[2:]] == [line.split() for line in shown]
+    cells = [[re.split(" {2,}", line.strip()) for line in some] for some in (table[2:], shown)]
+    assert cells[0] == cells[1]
 
 
 def test_a_pipe_in_the_code_of_a_head_is_no_column() -> None:

@@ -20,7 +20,7 @@ from app.tui.chat.transcript import MOST_MESSAGES, Window
 from app.tui.panels import charts
 from app.tui.render.markdown import column_widths, render_markdown
 from app.tui.render.status_line import status_line
-from app.tui.render.streaming import LONGEST_TAIL, GrowingText
+from app.tui.render.streaming import LONGEST_TAIL, GrowingText, Part
 from app.tui.screens.settings import prediction
 from engine.ipc.messages import (
     DeviceMemory,
@@ -86,16 +86,16 @@ def test_cutting_a_growing_text_loses_nothing(pieces: list[str]) -> None:
     for piece in pieces:
         text += piece
         growing.update(text)
-        assert "".join(growing.frozen) + growing.tail == text
+        assert "".join(part.source for part in (*growing.frozen, growing.tail)) == text
 
 
 def test_paragraphs_are_frozen_and_lists_are_kept_whole() -> None:
     growing = GrowingText()
     growing.update("one\n\ntwo\n\n- a\n\n- b\n")
-    assert growing.frozen == ["one\n\n"]
-    assert growing.tail == "two\n\n- a\n\n- b\n"
+    assert growing.frozen == [Part("one\n\n")]
+    assert growing.tail.source == "two\n\n- a\n\n- b\n"
     growing.update("one\n\ntwo\n\n- a\n\n- b\n\nthree ")
-    assert growing.tail == "three "
+    assert growing.tail.source == "three "
 
 
 def test_a_closed_fence_is_frozen() -> None:
@@ -103,16 +103,16 @@ def test_a_closed_fence_is_frozen() -> None:
     growing.update("```py\nx\n\ny\n")
     assert growing.frozen == []
     growing.update("```py\nx\n\ny\n```\nafter")
-    assert growing.frozen == ["```py\nx\n\ny\n```\n"]
+    assert growing.frozen == [Part("```py\nx\n\ny\n```\n")]
 
 
 def test_a_long_fence_is_cut_and_stays_code() -> None:
     growing = GrowingText()
     growing.update("```py\n" + "line = 1\n" * 600)
-    assert len(growing.tail) <= LONGEST_TAIL + 20
-    assert growing.tail.startswith("```py\n")
-    assert all(block.startswith("```py\n") and block.endswith("```\n") for block in growing.frozen)
-    code = "".join(code_blocks(block)[0] + "\n" for block in [*growing.frozen, growing.tail + "```\n"])
+    assert len(growing.tail.source) <= LONGEST_TAIL + 20
+    blocks = [*(part.source for part in growing.frozen), growing.tail.source + "```\n"]
+    assert all(block.startswith("```py\n") and block.endswith("```\n") for block in blocks)
+    code = "".join(code_blocks(block)[0] + "\n" for block in blocks)
     assert code == "line = 1\n" * 600
 
 
@@ -120,7 +120,7 @@ def test_another_text_begins_anew() -> None:
     growing = GrowingText()
     growing.update("one\n\ntwo")
     growing.update("three")
-    assert (growing.frozen, growing.tail) == ([], "three")
+    assert (growing.frozen, growing.tail) == ([], Part("three"))
 
 
 # --- Markdown ---

@@ -17,6 +17,8 @@ from app.tui.chat import transcript as transcript_module
 from app.tui.chat.message import LiveTail, MessageView
 from app.tui.chat.transcript import Transcript
 from app.tui.render.highlighting import Highlighter
+from app.tui.render.markdown import render_markdown
+from app.tui.render.streaming import LONGEST_TAIL, GrowingText, joined
 from app.tui.terminal.application import TerminalApp
 
 WORD = re.compile("q[a-pr-z]{3}")
@@ -75,10 +77,57 @@ def test_everything_that_arrived_is_drawn_at_every_step(text: str, cuts: list[in
     view, tail = MessageView(entry, highlighter), LiveTail(highlighter)
     for received in growing(text, cuts):
         tail.growing.update(received)
-        view._blocks = list(tail.growing.frozen)
+        view._parts = list(tail.growing.frozen)
         check(f"{view.written(width).plain}\n{tail.written(width).plain}", received, received)
-    entry.content, entry.state, view._blocks = text, "complete", None
+    entry.content, entry.state, view._parts = text, "complete", None
     check(view.written(width).plain, text, f"finished: {text}")
+
+
+def streamed(text: GrowingText, width: int) -> list[str]:
+    """The lines of a growing answer, above the tail and in it."""
+    # An empty tail is the cursor alone.
+    parts = [part for part in (*text.frozen, text.tail) if part.source.strip()]
+    shown = joined(parts, lambda source: render_markdown(source, width)).plain
+    return [line.rstrip() for line in shown.rstrip().split("\n")]
+
+
+ENDED = [
+    f"{block}? ?\n\n" if re.match(r"[-*1] ?|    ", block) else block
+    for block in BLOCKS
+    if block not in ("? `?\n", "[?](?\n")
+]
+"""The blocks, but that nothing follows that changes what was read before: an item apart from a list, the end of a mark
+that began many lines above."""
+
+
+@settings(max_examples=examples(100))
+@given(
+    st.lists(st.sampled_from(ENDED), min_size=1, max_size=12).map(filled),
+    st.lists(st.integers(0, 600), max_size=12),
+    st.sampled_from([24, 76]),
+    st.sampled_from([40, 150, LONGEST_TAIL]),
+)
+def test_it_looks_at_every_step_as_it_will_when_it_is_complete(
+    text: str, cuts: list[int], width: int, longest: int
+) -> None:
+    tail = GrowingText(longest)
+    for received in growing(text, cuts):
+        tail.update(received)
+        final = [line.rstrip() for line in render_markdown(received, width).plain.rstrip().split("\n")]
+        assert streamed(tail, width) == final, (received, tail.frozen)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["a line of **words** and so on\n", "- an item\n", "> said\n", "```py\nx = 1\n```\n"],
+)
+def test_a_long_text_without_empty_lines_is_cut_and_looks_the_same(line: str) -> None:
+    text, tail = "", GrowingText()
+    while len(text) < 4 * LONGEST_TAIL:
+        text += line * 20
+        tail.update(text + "and")
+        assert len(tail.tail.source) <= LONGEST_TAIL + len(line) * 20 + 3
+    assert streamed(tail, 76) == [line.rstrip() for line in render_markdown(text + "and", 76).plain.split("\n")]
 
 
 class Screen(TerminalApp):

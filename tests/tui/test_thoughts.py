@@ -240,10 +240,10 @@ def test_long_thoughts_are_drawn_from_their_end_while_they_grow() -> None:
     entry = Entry("assistant", "", state="writing")
     entry.thoughts = Thoughts("\n".join(f"line {number}" for number in range(2_000)), 5, 1.0)
     view = MessageView(entry, Highlighter(), thoughts_open=True)
-    view._blocks = []
+    view._parts = []
     text = view.written(80).plain
     assert "line 1999" in text and "line 10\n" not in text and len(text) < LIVE_THOUGHTS + 200
-    view._blocks = None
+    view._parts = None
     entry.state = "complete"
     assert "line 10\n" in view.written(80).plain
 

@@ -18,7 +18,7 @@ from app.tui.render.highlighting import Highlighter
 from app.tui.render.markdown import render_plain
 from app.tui.render.rendered import Written
 from app.tui.render.stamps import Stamp
-from app.tui.render.streaming import GrowingText
+from app.tui.render.streaming import GrowingText, Joint, Part, joined
 
 _CURSOR = "▍"
 FAST = 25.0
@@ -94,7 +94,7 @@ class MessageView(Written, can_focus=True):
     def __init__(self, entry: Entry, highlighter: Highlighter, thoughts_open: bool = False) -> None:
         super().__init__(highlighter, classes=f"message {entry.role}")
         self.entry = entry
-        self._blocks: list[str] | None = None
+        self._parts: list[Part] | None = None
         self._thoughts_open = thoughts_open
         self._files_open = False
         self._stamp: Stamp | None = None
@@ -134,9 +134,9 @@ class MessageView(Written, can_focus=True):
     def written(self, width: int) -> Content:
         parts = [*self._day(width), heading(self.entry, self._stamp.time if self._stamp else ""), *self._thoughts()]
         self._body = 0, 0
-        if self._blocks is not None:
-            blocks = [self.markdown(block, width) for block in self._blocks]
-            return Content("\n").join([*parts, Content("\n\n").join(blocks)] if blocks else parts)
+        if self._parts is not None:
+            body = joined(self._parts, lambda source: self.markdown(source, width))
+            return Content("\n").join([*parts, body] if self._parts else parts)
         if self.entry.content:
             text = self.entry.content
             body = render_plain(text) if self.entry.role == "user" else self.markdown(text, width)
@@ -184,7 +184,7 @@ class MessageView(Written, can_focus=True):
         return content
 
     def _thoughts(self) -> list[Content]:
-        thoughts, live = self.entry.thoughts, self._blocks is not None and not self.entry.content
+        thoughts, live = self.entry.thoughts, self._parts is not None and not self.entry.content
         if not thoughts.text:
             return []
         line = thoughts_line(thoughts, self._thoughts_open, live)
@@ -198,14 +198,14 @@ class MessageView(Written, can_focus=True):
 
     def changed(self) -> None:
         """The entry is complete, or changed in another way."""
-        self._blocks = None
+        self._parts = None
         self.remove_class("-begun")
         self.remake()
 
-    def growing(self, blocks: list[str]) -> None:
-        """Show these finished blocks of an answer in progress. The rest is in the tail below."""
-        self._blocks = list(blocks)
-        self.set_class(not blocks, "-begun")
+    def growing(self, text: GrowingText) -> None:
+        """Show the finished parts of an answer in progress. The rest is in the tail below."""
+        self._parts = list(text.frozen)
+        self.set_class(not text.frozen or text.tail.joint is not Joint.BLOCK, "-begun")
         self.remake()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
@@ -284,6 +284,6 @@ class LiveTail(Written):
     def written(self, width: int) -> Content:
         if self._note:
             return Content.styled(self._note, "$text-warning italic")
-        tail = self.growing.tail.rstrip()
+        tail = Part(self.growing.tail.source.rstrip(), self.growing.tail.joint)
         cursor = Content.styled(_CURSOR, "$text-accent")
-        return self.markdown(tail, width) + cursor if tail else cursor
+        return joined([tail], lambda source: self.markdown(source, width)) + cursor if tail.source else cursor

@@ -365,7 +365,7 @@ class Transcript(VerticalScroll, can_focus=False):
             self._tail.display = True
         thinking = bool(entry.thoughts.text) and not entry.content
         if self._tail.show(entry) or not self._tail.growing.frozen or thinking:
-            view.growing(self._tail.growing.frozen)
+            view.growing(self._tail.growing)
         if not self.is_anchored:
             self.call_after_refresh(self._keep_end)
 

@@ -1,94 +1,179 @@
 """Drawing an answer while it is written: how much of it, and how often. Pure but for the clocks that are passed in.
 
-A growing answer is cut into a finished part, which is rendered once as Markdown, and a tail that is drawn again as text
+A growing answer is cut into finished parts, which are rendered once as Markdown, and a tail that is drawn again as text
 arrives. A cut is made where both sides mean the same as the whole: after a blank line outside a fence and without an
-indent; and at the end of a line within a fence or list if the tail is too long to be drawn several times a second.
+indent. A tail that is too long to be drawn several times a second is also cut at the end of a line within a paragraph,
+a list or a fence, where the two sides look as the whole does.
 """
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from itertools import pairwise
+from typing import TypeGuard
+
+from textual.content import Content
+
+from app.tui.render.markdown import render_markdown
 
 LONGEST_TAIL = 2_000
-"""Maximum characters of the tail, which is drawn again with every piece. A longer one is cut at a line."""
+"""Number of characters from which on the tail, which is drawn again with every piece, is cut at a line."""
+_TRIES = 6
+"""Number of lines at whose ends a cut of a long tail is tried, the latest first."""
+_WIDTH = 80
+"""Width in cells at which the two sides of such a cut are compared with the whole."""
 
 _FENCE = re.compile(r"^ {0,3}(`{3,}|~{3,})(.*)$")
 
 
+class Joint(Enum):
+    """How a part is joined to what is above it."""
+
+    BLOCK = 1
+    """It is a block of its own: an empty line is between them."""
+    LINE = 2
+    """It goes on in the next line."""
+    CODE = 3
+    """It goes on in the next line, as code whose language stands above already."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the answer, in Markdown that means the same by itself."""
+
+    source: str
+    joint: Joint = Joint.BLOCK
+
+
+def joined(parts: Iterable[Part], render: Callable[[str], Content]) -> Content:
+    """The content of ``parts``, each of which ``render`` makes of its Markdown, one below the other."""
+    whole: Content | None = None
+    for part in parts:
+        content = render(part.source)
+        if part.joint is Joint.CODE:
+            content = Content("\n").join(list(content.split("\n", allow_blank=True))[1:])
+        between = "\n\n" if part.joint is Joint.BLOCK else "\n"
+        whole = content if whole is None else Content(between).join([whole, content])
+    return Content() if whole is None else whole
+
+
 class GrowingText:
-    """The answer so far, as ``frozen`` blocks of Markdown and the ``tail``.
+    """The answer so far, as ``frozen`` parts and the ``tail``.
+
+    The tail is longer than ``longest`` characters only if it can be cut nowhere.
 
     ``update`` takes the whole text each time: it may also be another text altogether (the best beam changed).
     """
 
-    def __init__(self) -> None:
-        self.frozen: list[str] = []
-        self.tail = ""
+    def __init__(self, longest: int = LONGEST_TAIL) -> None:
+        self._longest = longest
+        self.clear()
+
+    def clear(self) -> None:
+        self.frozen: list[Part] = []
+        self.tail = Part("")
         self._text = ""
         self._frozen_length = 0
         self._reopen = ""
         """Opening line of a fence that was cut: the tail begins with it."""
-
-    def clear(self) -> None:
-        self.frozen, self.tail, self._text, self._frozen_length, self._reopen = [], "", "", 0, ""
+        self._joint = Joint.BLOCK
+        """How the tail is joined."""
+        self._tried = 0
+        """Length of the tail when it was last tried to cut it at a line."""
 
     def update(self, text: str) -> None:
         if not text.startswith(self._text[: self._frozen_length]):
             self.clear()
         self._text = text
         rest = self._reopen + text[self._frozen_length :]
-        while (cut := find_cut(rest)) is not None:
-            end, fence = cut
-            block = rest[:end]
-            self._frozen_length += end - len(self._reopen)
-            self.frozen.append(f"{block}{fence[0]}\n" if fence else block)
-            self._reopen = fence[1] if fence else ""
-            rest = self._reopen + rest[end:]
-        self.tail = rest
+        while (cut := self._cut(rest)) is not None:
+            block, joint, reopen = cut
+            self.frozen.append(Part(block + reopen[0], self._joint))
+            self._frozen_length += len(block) - len(self._reopen)
+            self._joint, self._reopen, self._tried = joint, reopen[1], 0
+            rest = self._reopen + rest[len(block) :]
+        self.tail = Part(rest, self._joint)
+
+    def _cut(self, text: str) -> tuple[str, Joint, tuple[str, str]] | None:
+        """The finished beginning of ``text``, how what follows is joined, and the closing and the opening line if the
+        cut is in a fence. None: there is nothing to cut off yet."""
+        safe = find_cut(text)
+        if safe:
+            return text[:safe], Joint.BLOCK, ("", "")
+        # What could not be cut is tried again when it has grown by a part.
+        if len(text) <= max(self._longest, self._tried * 5 // 4):
+            return None
+        self._tried = len(text)
+        whole = _lines(text)
+        for end, closing, opening in list(line_ends(text, self._longest))[: -_TRIES - 1 : -1]:
+            above, below = _lines(text[:end] + closing), _lines(opening + text[end:])
+            for joint, lines in ((Joint.LINE, below), (Joint.CODE, below[1:]), (Joint.BLOCK, ["", *below])):
+                if (joint is Joint.CODE) == bool(opening.strip(" `~\n")) and above + lines == whole:
+                    return text[:end], joint, (closing, opening)
+        return None
 
 
-def find_cut(text: str, longest: int = LONGEST_TAIL) -> tuple[int, tuple[str, str] | None] | None:
-    """Where the finished part of ``text`` ends, and, if that is inside a fence, its closing and opening lines.
+def _lines(source: str) -> list[str]:
+    return [line.rstrip() for line in render_markdown(source, _WIDTH).plain.split("\n")]
 
-    None: there is nothing to cut off yet.
-    """
+
+def find_cut(text: str) -> int:
+    """Where the part of ``text`` ends that means the same by itself; 0 if there is none."""
     position = 0
     safe = 0
-    line_end = 0
-    fence: tuple[str, str] | None = None
-    cut_fence: tuple[str, str] | None = None
+    fence = ""
     previous_blank = False
     fence_start = 0
     for line in text.splitlines(keepends=True):
         if not line.endswith("\n"):
             # A line that is still growing is certain to be a paragraph only if it begins with a letter.
-            if fence is None and previous_blank and line[0].isalpha():
+            if not fence and previous_blank and line[0].isalpha():
                 safe = position
             break
         opening = _FENCE.match(line.rstrip("\n"))
-        if fence is None:
+        if not fence:
             if previous_blank and line.strip() and not line.startswith((" ", "\t")) and not _is_item(line):
                 safe = position
-            if opening and not ("`" in opening[2] and opening[1][0] == "`"):
-                fence, fence_start = (opening[1], line), position
-        elif _closes(opening, fence[0]):
-            fence = None
+            if _opens(opening):
+                fence, fence_start = opening[1], position
+        elif _closes(opening, fence):
+            fence = ""
             # An indented fence may be part of a list, and then does not end it.
             if not text[fence_start].isspace():
                 safe = position + len(line)
         position += len(line)
-        previous_blank = fence is None and not line.strip()
-        if position <= longest:
-            line_end, cut_fence = position, fence
-    if safe:
-        return safe, None
-    if len(text) <= longest or not line_end:
-        return None
-    if cut_fence is not None and line_end <= len(cut_fence[1]):
-        return None
-    return line_end, cut_fence
+        previous_blank = not fence and not line.strip()
+    return safe
+
+
+def line_ends(text: str, longest: int) -> Iterator[tuple[int, str, str]]:
+    """The ends of the lines within the first ``longest`` characters of ``text``, each with the lines that close a fence
+    there and open it again; empty outside of one.
+
+    None is before or after a line that may be the head of a table.
+    """
+    position = 0
+    closing = opening = ""
+    for line, following in pairwise(text.splitlines(keepends=True)):
+        position += len(line)
+        if position > longest:
+            return
+        found = _FENCE.match(line.rstrip("\n"))
+        if not closing and _opens(found):
+            closing, opening = f"{found[1]}\n", line
+            continue
+        if closing and _closes(found, closing.rstrip("\n")):
+            closing = opening = ""
+        if closing or "|" not in line + following:
+            yield position, closing, opening
+
+
+def _opens(match: re.Match[str] | None) -> TypeGuard[re.Match[str]]:
+    return match is not None and not ("`" in match[2] and match[1][0] == "`")
 
 
 def _closes(match: re.Match[str] | None, fence: str) -> bool:
