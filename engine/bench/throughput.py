@@ -17,6 +17,7 @@ from engine.calibration.memory_rate import StreamingRead
 from engine.calibration.samples import Spread, figure, milliseconds, per_second
 from engine.errors import ModelError
 from engine.ipc.messages import BenchResult
+from engine.runtimes.mlx.runtime import open_files_kept
 
 STEPS = 16
 """Decoding steps per round; a round's figure is their median."""
@@ -87,7 +88,8 @@ def bench_decode(subject: BenchSubject, request_id: int) -> BenchResult:
 
 def _mlx_rate() -> float:
     """Bytes per second at which mlx's GPU reads the memory that it shares with the CPU."""
-    from engine.runtimes.mlx.measuring import READ_BYTES, measure_gpu
+    with open_files_kept():
+        from engine.runtimes.mlx.measuring import READ_BYTES, measure_gpu
 
     return measure_gpu(None, READ_BYTES).memory_read
 

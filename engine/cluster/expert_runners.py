@@ -11,6 +11,7 @@ from engine.ipc.messages import Load
 from engine.ipc.progress import ProgressCallback
 from engine.moe.kernels.bindings import choose
 from engine.moe.rank_context import RankContext
+from engine.runtimes.mlx.runtime import open_files_kept
 from engine.runtimes.node_experts import NodeExperts
 
 
@@ -34,7 +35,8 @@ def load_experts(
     """
     progress("loading experts", 0, 0, "")
     if runtime == "mlx":
-        from engine.runtimes.mlx.loading import load_experts as load_for_mlx
+        with open_files_kept():
+            from engine.runtimes.mlx.loading import load_experts as load_for_mlx
 
         return load_for_mlx(folder, load, progress, context)
     if runtime == "native" and choose("float32").native:

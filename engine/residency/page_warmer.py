@@ -174,12 +174,13 @@ class PageWarmer:
             return True
 
     def _pass(self, share: float, everything: bool) -> float:
-        """Touch as many pieces as fit in memory, using the fraction ``share`` of the time.
+        """Touch as many pieces as fit in memory, using the fraction ``share`` of the time. What is in a GPU driver's
+        memory was given its place when it was loaded.
 
         ``everything``: pieces that are in memory are touched, too. Returns the seconds spent touching.
         """
         sizes = self._weights.sizes
-        count = touchable(sizes, self._available())
+        count = len(sizes) if self._weights.own_memory else touchable(sizes, self._available())
         total, done, next_report, seconds = sum(sizes[:count]), 0, 0.0, 0.0
         for index in range(count):
             if not self._begin_touching():

@@ -28,7 +28,7 @@ from engine.planning.hybrid import plan as plan_placement
 from engine.planning.runtime_choice import RuntimeChoice
 from engine.runtimes import choosing
 from engine.runtimes.choosing import choose_runtime
-from engine.runtimes.mlx.eligible import refuse_gguf
+from engine.runtimes.mlx import eligible
 from engine.runtimes.model_headers import Headers, read_headers
 from engine.session.refusals import check_request
 from engine.system.free_memory import RESERVE_BYTES, available_bytes, memory
@@ -109,7 +109,10 @@ def _with_one_choice(load: Load, folder: Path, loaded: ModelFacts | None, notice
     overhead_s, read_share = _beside_streaming(speed, runtime.name)
     model = sizes.for_planning(load.model)
     needed = model.trunk_bytes + model.expert_bytes + model.cache_bytes(context)
-    needed += workspace_bytes(model, load.prefill_chunk, gpu=False)
+    chunk = load.prefill_chunk
+    if runtime.name == "mlx":
+        chunk = eligible.prefill_chunk(chunk, eligible.architecture())
+    needed += workspace_bytes(model, chunk, gpu=False)
     plan = plan_placement(
         model,
         _machine(headers, needed, graphics, speed, loaded),
@@ -118,7 +121,7 @@ def _with_one_choice(load: Load, folder: Path, loaded: ModelFacts | None, notice
             policy=load.policy,
             gpu_expert_bytes=load.gpu_expert_bytes,
             context_tokens=context,
-            prefill_chunk=load.prefill_chunk,
+            prefill_chunk=chunk,
             cpu_layer_overhead_s=overhead_s,
             cpu_read_share=read_share,
         ),
@@ -181,7 +184,7 @@ def planned_runtime(load: Load, headers: Headers, graphics: Gpu | None) -> Runti
     if choice.name == "native" and headers.refused is not None:
         raise headers.refused
     if choice.name == "mlx":
-        refuse_gguf(headers.folder)
+        eligible.refuse_gguf(headers.folder)
     return choice
 
 

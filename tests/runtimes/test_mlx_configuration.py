@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -148,3 +149,31 @@ def test_importing_the_runtime_imports_nothing_heavy() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_mlx_lm_lowers_no_limit_of_open_files() -> None:
+    pytest.importorskip("mlx_lm")
+    code = """
+import resource
+from pathlib import Path
+from engine.errors import ModelError
+from engine.ipc.messages import Load
+from engine.runtimes.mlx.runtime import MlxRuntime
+before = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (3000, before[1]))
+try:
+    MlxRuntime().load(Path("/nowhere"), Load(id=1, model="tiny"), lambda *_: None)
+except ModelError:
+    print(resource.getrlimit(resource.RLIMIT_NOFILE) == (3000, before[1]))
+resource.setrlimit(resource.RLIMIT_NOFILE, (500, before[1]))
+from engine.runtimes.mlx.runtime import open_files_kept
+import importlib, mlx_lm.utils
+with open_files_kept():
+    importlib.reload(mlx_lm.utils)
+print(resource.getrlimit(resource.RLIMIT_NOFILE) == (2048, before[1]))
+"""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if hard != resource.RLIM_INFINITY and hard < 3000:
+        pytest.skip("this machine allows fewer open files than mlx-lm does")
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["True", "True"]

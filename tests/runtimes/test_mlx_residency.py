@@ -108,6 +108,7 @@ def test_an_old_macos_keeps_nothing_wired(a_mac: Limits, monkeypatch: pytest.Mon
     monkeypatch.setattr(wired.platform, "mac_ver", lambda: ("14.7.1", ("", "", ""), "arm64"))
     kept, said = wired.wire(10 * 10**9, 0)
     assert not kept and said.startswith("macOS 14 keeps no memory wired") and a_mac.told == []
+    assert wired.wire(10 * 10**9, 0) == (False, ""), "said once"
     monkeypatch.setattr(wired.platform, "mac_ver", lambda: ("15.0", ("", "", ""), "arm64"))
     assert wired.wire(10 * 10**9, 0) == (True, "")
 

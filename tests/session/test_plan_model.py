@@ -18,6 +18,7 @@ from engine.models.store import profile_key
 from engine.moe.kernels import cpu_threads
 from engine.moe.popularity_file import model_of, save_profile
 from engine.planning.calibration import CALIBRATION_VERSION, Calibration, Curve
+from engine.runtimes.mlx import eligible
 from engine.session import plan_model as planning
 from engine.session.plan_model import plan_model
 from engine.system.machine import Gpu
@@ -256,3 +257,14 @@ def test_what_native_takes_beside_streaming_is_a_share_and_not_a_time_per_layer(
     assert native == pytest.approx(2 * (planned(folder, runtime="native").tokens_per_s or 0.0))
     save_speed(key, 1e9, "torch", 0.25)
     assert 1 / (planned(folder, runtime="torch").tokens_per_s or 0.0) > 2 * 0.25 > 1 / (native or 0.0)
+
+
+def test_the_largest_macs_are_planned_with_their_long_chunks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlx_lm")
+
+    def workspace(architecture: str) -> int:
+        monkeypatch.setattr(eligible, "architecture", lambda: architecture)
+        (memory,) = planned(folder, runtime="mlx").memory
+        return memory.workspace
+
+    assert workspace("applegpu_g16s") == 4 * workspace("applegpu_g16g") > 0

@@ -258,13 +258,15 @@ def test_warm_up_goes_through_everything_in_order():
     assert weights.closed and warmer.passes == 0 and warmer.problem == ""
 
 
-def test_what_does_not_fit_is_not_touched():
+@pytest.mark.parametrize(("in_files", "touched"), [(True, [0, 1]), (False, [0, 1, 2])])
+def test_of_files_only_what_fits_is_touched_and_all_of_a_gpus_memory(in_files: bool, touched: list[int]):
     weights = Recorded([10, 20, 30])
+    weights.own_memory = not in_files
     warmer = PageWarmer(weights, wired=True, available=lambda: 45)
     warmer.start()
     assert warmer.wait_until_warm(PATIENCE_S)
     warmer.close()
-    assert weights.touches == [0, 1]
+    assert weights.touches == touched
 
 
 def test_standby_passes_go_on_until_closed(monkeypatch: pytest.MonkeyPatch):

@@ -43,6 +43,7 @@ from engine.moe.rank_context import HEAD, RankContext
 from engine.planning.calibration import ExpertShape
 from engine.planning.placement import Placement
 from engine.runtimes import gpu_present
+from engine.runtimes.mlx.runtime import open_files_kept
 from engine.system.free_memory import available_bytes, memory
 from engine.system.machine import gpu as first_gpu
 from engine.system.machine import processor
@@ -139,7 +140,8 @@ def gpu_figures(wanted: WantedFacts) -> GpuFigures | None:
     if budget is None:
         return None
     if wanted.shape not in _gpus:
-        from engine.runtimes.mlx.measuring import measure_gpu
+        with open_files_kept():
+            from engine.runtimes.mlx.measuring import measure_gpu
 
         _gpus[wanted.shape] = measure_gpu(wanted.shape, min(budget, available_bytes()) // 4)
     return _gpus[wanted.shape]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from engine.errors import ModelError
@@ -22,6 +24,27 @@ def available() -> str | None:
         "on a Mac with Apple Silicon run pip install 'mlx>=0.32,<0.33' 'mlx-lm>=0.32,<0.33', "
         "elsewhere choose the torch runtime"
     )
+
+
+@contextmanager
+def open_files_kept() -> Iterator[None]:
+    """Within it mlx-lm is imported, which would otherwise lower how many files and sockets this process may open, for
+    good. It may raise the number."""
+    real = resource.setrlimit
+
+    def raised(kind: int, limits: tuple[int, int]) -> None:
+        if kind == resource.RLIMIT_NOFILE:
+            soft, hard = resource.getrlimit(kind)
+            if soft == resource.RLIM_INFINITY or soft >= limits[0]:
+                return
+            limits = (limits[0] if hard == resource.RLIM_INFINITY else min(limits[0], hard), hard)
+        real(kind, limits)
+
+    resource.setrlimit = raised
+    try:
+        yield
+    finally:
+        resource.setrlimit = real
 
 
 class MlxRuntime:
@@ -45,7 +68,8 @@ class MlxRuntime:
         if problem is not None:
             raise ModelError(problem)
         try:
-            from engine.runtimes.mlx.loading import load
+            with open_files_kept():
+                from engine.runtimes.mlx.loading import load
         except Exception as error:  # native libraries and mlx-lm's own set-up fail in more ways than ImportError
             raise ModelError(f"mlx is installed and cannot be used here ({error}): choose the torch runtime") from error
         return load(folder, request, progress, ring, release)

@@ -30,6 +30,8 @@ class WiredLimit:
         self._set = set_limit or mx.set_wired_limit
         self._before: int | None = None
         self._wanted = 0
+        self.refused_said = False
+        """Whether the person knows that this system wires nothing."""
 
     @property
     def is_set(self) -> bool:
@@ -68,7 +70,7 @@ def wire(share: int, key_values: int) -> tuple[bool, str]:
     if mx.default_device() != mx.gpu:
         return False, ""
     if _macos() < RESIDENCY_SETS:
-        return False, f"macOS {_macos()} keeps no memory wired: the first token after a pause may be slow."
+        return False, _said_of_old_macos()
     info = mx.device_info()
     recommended = info.get("max_recommended_working_set_size")
     memory = int(info.get("memory_size") or psutil.virtual_memory().total)
@@ -78,6 +80,14 @@ def wire(share: int, key_values: int) -> tuple[bool, str]:
     except (RuntimeError, ValueError) as error:
         return False, f"No memory is kept wired for the weights ({error}): the first token after a pause may be slow."
     return found.limit >= share, said_of(found, share)
+
+
+def _said_of_old_macos() -> str:
+    """A line for the person, once: the system stays the same until this process ends."""
+    if LIMIT.refused_said:
+        return ""
+    LIMIT.refused_said = True
+    return f"macOS {_macos()} keeps no memory wired: the first token after a pause may be slow."
 
 
 def _macos() -> int:
