@@ -32,8 +32,9 @@ def latency(seconds: float) -> str:
 
 
 def link_words(link: LinkFacts) -> str:
-    """``en5, 85 µs, 1.2 GB/s``"""
-    return one_line(f"{link.interface}, {latency(link.latency_s)}, {byte_rate(link.bytes_per_s)}")
+    """``en5, 85 µs, 1.2 GB/s``; ``… until en5 (85 µs) is back`` where a faster one is gone."""
+    until = f" until {link.gone} is back" if link.gone else ""
+    return one_line(f"{link.interface}, {latency(link.latency_s)}, {byte_rate(link.bytes_per_s)}{until}")
 
 
 def other_link(text: str) -> str:

@@ -14,6 +14,7 @@ import msgspec
 from engine.errors import ModelError
 from engine.generation.sampling import SamplerState
 from engine.ipc.messages import PhaseTimes
+from engine.ipc.messages.ring import LinkFacts
 
 _COMMAND_BYTES = 64 * 1024
 """Maximum bytes of a command beside a conversation's tokens: dropped rows, parents, biases."""
@@ -106,6 +107,17 @@ class AskTimes(RowsCommand, frozen=True, tag="ask_times"):
     """Answer with :class:`Times`."""
 
 
+class MoveLinks(RowsCommand, frozen=True, tag="move_links"):
+    """Make all links anew, as the head does now, and go on over them.
+
+    ``addresses``: where the node that gets this reaches the link listeners of others, by rank. ``link``: the head's
+    measurement of its link to that node; None: as before.
+    """
+
+    addresses: dict[int, str]
+    link: LinkFacts | None = None
+
+
 AnyCommand = StartRows | Extend | Replay | Step | Choose | Truncate | FanOut | Reorder | Drop | Measure | AskTimes
 
 
@@ -117,7 +129,7 @@ class Times(msgspec.Struct, frozen=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_commands = msgspec.msgpack.Decoder(AnyCommand)
+_commands = msgspec.msgpack.Decoder(AnyCommand | MoveLinks)
 _times = msgspec.msgpack.Decoder(Times)
 
 
@@ -130,10 +142,10 @@ def encode(message: RowsCommand | Times) -> bytes:
     return _encoder.encode(message)
 
 
-def decode_command(frame: bytes | memoryview) -> AnyCommand:
+def decode_command(frame: bytes | memoryview) -> AnyCommand | MoveLinks:
     """The command in ``frame``. Raises ModelError for anything else."""
     try:
-        command: AnyCommand = _commands.decode(frame)
+        command: AnyCommand | MoveLinks = _commands.decode(frame)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ModelError(f"The head sent something that is no command of this version: {error}.") from error
     return command

@@ -13,6 +13,7 @@ from engine.cluster.transport.connecting import connect_commands
 from engine.cluster.transport.epochs import CONNECT_S, Epoch, Member
 from engine.cluster.transport.exchange import Exchange, Link, PeerLost
 from engine.cluster.transport.exchange_timing import DECODE_BYTES, measure_exchange
+from engine.cluster.transport.mesh import Mesh
 from engine.cluster.transport.registry import open_exchange
 from engine.errors import ModelError
 from engine.ipc.messages.ring import ExchangeName
@@ -30,6 +31,8 @@ class EpochLinks:
         """Rehearsed seconds of a layer of a decoding step beside trunk and experts."""
         self.problems: dict[ExchangeName, str] = {}
         self.commands: dict[int, Link] = {}
+        self._moving: Exchange | None = None
+        """An exchange that is about to take the place of another one."""
         self._exchanges: dict[ExchangeName, Exchange] = {}
         self._lock = threading.Lock()
         self._closed = False
@@ -68,11 +71,45 @@ class EpochLinks:
             self.drop(other)
         return kept
 
+    def move(self, links: Links, addresses: Mapping[int, str]) -> float:
+        """Make all links of a running epoch anew, those to the ranks of ``addresses`` at these first. All nodes do so
+        at once, between two passes. What uses the exchange goes on with it; :attr:`commands` are others.
+
+        For an epoch of one mesh with commands. Returns the median seconds of an exchange. Raises ModelError, PeerLost;
+        the epoch must be closed then.
+        """
+        ((name, exchange),) = self._exchanges.items()
+        assert isinstance(exchange, Mesh)
+        self.epoch = self.epoch.dialling(addresses)
+        before, self.commands = dict(self.commands), {}
+        try:
+            self.add_commands(connect_commands(links, self.epoch))
+            moving = open_exchange(name, links, self.epoch)
+            try:
+                self._begin_moving(moving)
+                seconds = measure_exchange(moving, DECODE_BYTES, links.parts.effort.exchange_rounds)
+                assert isinstance(moving, Mesh)
+                exchange.go_on_over(moving)
+            finally:
+                # By now it has the former links.
+                moving.close()
+                self._moving = None
+        finally:
+            for link in before.values():
+                link.close()
+        return seconds
+
+    def _begin_moving(self, exchange: Exchange) -> None:
+        with self._lock:
+            self._moving = exchange
+            if self._closed:
+                raise PeerLost("The epoch was ended while its links were made.")
+
     def close(self) -> None:
         self.epoch.given_up.set()
         with self._lock:
             self._closed = True
-            exchanges = list(self._exchanges.values())
+            exchanges = list(self._exchanges.values()) + ([] if self._moving is None else [self._moving])
             commands = list(self.commands.values())
         for exchange in exchanges:
             with contextlib.suppress(PeerLost, OSError):

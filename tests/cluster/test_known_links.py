@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from eventually import eventually
 from paired_nodes import Nodes
@@ -58,14 +59,15 @@ def test_links_are_measured_again_when_an_address_is_new(
     three: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured: list[tuple[str, ...]] = []
+    there: dict[str, str] = {}
 
     def to(node: Any, one: Candidate, epoch: str) -> LinkFacts:
         measured.append((one.name,))
-        return LINK
+        return msgspec.structs.replace(LINK, address=there.get(one.name, one.listeners[0]))
 
     def between(node: Any, first: Candidate, second: Candidate, *_: Any) -> LinkFacts:
         measured.append((first.name, second.name))
-        return LINK
+        return msgspec.structs.replace(LINK, address=second.listeners[0])
 
     monkeypatch.setattr(surveying, "_to", to)
     monkeypatch.setattr(surveying, "_between", between)
@@ -90,18 +92,22 @@ def test_links_are_measured_again_when_an_address_is_new(
     def survey(there: list[Candidate], **options: bool) -> Survey:
         return surveyor.survey(head, there, "native", lambda *_: None, to_send=False, **options)
 
-    there = candidates(head, ())
-    assert len(survey(there).links) == 3
+    machines = candidates(head, ())
+    assert len(survey(machines).links) == 3
     assert len(measured) == 3
-    assert len(survey(there).links) == 3
+    assert len(survey(machines).links) == 3
     assert len(measured) == 3
-    bob = next(one for one in there if one.name == "Bob")
-    moved = [replace(one, listeners=(*one.listeners, "10.9.9.9:1")) if one is bob else one for one in there]
+    bob = next(one for one in machines if one.name == "Bob")
+    moved = [replace(one, listeners=(*one.listeners, "10.9.9.9:1")) if one is bob else one for one in machines]
     assert len(survey(moved).links) == 3
     assert sorted(map(len, measured[3:])) == [1, 2]  # to Bob, and between Bob and Carl
     assert all("Bob" in names for names in measured[3:])
     monkeypatch.setattr("engine.cluster.head.survey.LINK_AGE_S", 0.0)
     survey(moved, hurry=True)
     assert len(measured) == 5
+    there["Carl"] = "10.9.9.8:1"
     survey(moved)
     assert len(measured) == 8
+    # Nobody answers there now, although both ends say what they said before.
+    survey(moved, hurry=True)
+    assert measured[8:] == [("Carl",)]

@@ -21,10 +21,11 @@ import pytest
 from eventually import PATIENCE_S, eventually
 from hooked_engine import hooked
 from msgspec.structs import replace
+from network_namespaces import network
 from ring_faults import EXACT, LAYERS, OTHER_PROMPT, READY, Machine, Oracle, Ring, write_large_model
 
-from engine.ipc.messages import Failed, Loaded, Notice, Progress
-from engine.ipc.messages.ring import RingMode
+from engine.ipc.messages import Failed, ListPeers, Loaded, NetworkState, Notice, Progress, RingChanged
+from engine.ipc.messages.ring import LinkFacts, RingMode
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -305,3 +306,52 @@ def test_a_silence_while_weights_are_sent_ends_neither_the_forming_nor_the_trans
     begun = stages.index("comparing weights")
     assert not {"measuring the machines", "measuring the links"} & set(stages[begun:])
     assert len(ring.answer(4).token_ids) == 4
+
+
+# --- two cables ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.soak
+def test_the_fast_way_is_taken_again_when_it_is_back(model: Path, alone: Oracle) -> None:
+    """Nothing of the conversation is run again for it."""
+    with network(2, lans=2) as cables:
+        for space in cables.spaces:
+            slow = f"-n {space.name} qdisc add dev lan0 root tbf rate 5mbit burst 4000 latency 400ms"
+            if subprocess.run(["tc", *slow.split()], capture_output=True, check=False).returncode:
+                pytest.skip("no slow cable can be made here")
+        places = {rank: hooked(hooks.in_namespace, name=space.name) for rank, space in enumerate(cables.spaces)}
+        with Ring(1, arguments=places, hosts=("0.0.0.0", "0.0.0.0")) as ring:
+            found = ring.load(model).facts.ring
+
+            def link() -> LinkFacts:
+                state = ring.engine.ask(ListPeers(id=ring.engine.new_id()))
+                assert isinstance(state, NetworkState)
+                (link,) = [peer.link for peer in state.peers if peer.state == "ring"]
+                assert link is not None
+                return link
+
+            def epochs(since: int) -> list[str]:
+                changes = [event.ring for event in ring.engine.events[since:] if isinstance(event, RingChanged)]
+                return [ring.epoch for ring in changes if ring is not None]
+
+            assert found is not None and link().interface == "lan1"
+            assert ring.answer(8).token_ids == alone(8).token_ids
+            since = ring.mark()
+            cables.pull(1, lan=1)
+            eventually(lambda: ring.answer(8).token_ids and link().interface == "lan0")
+            assert link().gone.startswith("lan1 (")
+            assert any("over lan0" in text and "until lan1" in text for text in ring.notices(since))
+            before, since = ring.answer(40, OTHER_PROMPT), ring.mark()
+            assert before.token_ids == alone(40, OTHER_PROMPT).token_ids
+            cables.plug(1, lan=1)
+            prompt = [*OTHER_PROMPT, *before.token_ids]
+
+            def moved() -> bool:
+                assert ring.answer(1, prompt).prefilled_tokens <= 1
+                return link().interface == "lan1"
+
+            eventually(moved)
+            assert any("over lan1" in text and "now" in text for text in ring.notices(since))
+            assert not [text for text in ring.notices(since) if "forming" in text]
+            assert len(set(epochs(since))) <= 1
+            assert ring.answer(8, prompt).token_ids == alone(8, prompt).token_ids

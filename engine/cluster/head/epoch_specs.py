@@ -114,5 +114,5 @@ def _best_first(ring: Ring, node: Node, from_id: str, to_id: str, rank: int) -> 
         near = own_ip_towards(link.address)
         return sorted(own, key=lambda address: parse_address(address)[0] != near)
     reached, measured = survey.tried.reached.get((from_id, to_id)), survey.links.get((from_id, to_id))
-    best = [*([reached] if reached else []), *([measured.address] if measured is not None else [])]
+    best = [*([measured.address] if measured is not None else []), *([reached] if reached else [])]
     return list(dict.fromkeys([*best, *ring.followers[rank].listeners]))

@@ -9,15 +9,18 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from engine.cluster import commands
 from engine.cluster.epoch_links import EpochLinks
 from engine.cluster.formation import PassControl
 from engine.cluster.membership.client import PeerClient, Unreachable
 from engine.cluster.membership.control_messages import EmptyBody, EndEpoch
+from engine.cluster.membership.links import Way
 from engine.cluster.membership.peer_table import PeerTable
+from engine.cluster.transport.accepting import Links
 from engine.cluster.transport.exchange import Link, PeerLost
 from engine.cluster.waiting import Waits
 from engine.errors import LinkLost, ModelError
-from engine.ipc.messages.ring import RingFacts
+from engine.ipc.messages.ring import LinkFacts, RingFacts
 from engine.moe.rank_context import HEAD, RankContext
 from engine.runtimes.protocol import LoadedModel
 
@@ -118,6 +121,26 @@ class FormedRing:
         self.model.close()
         # Reference cycles would keep the files mapped until the next collection.
         gc.collect()
+
+    @property
+    def moves(self) -> bool:
+        """Whether the links can be made anew in the running epoch."""
+        return bool(self.command_links) and not self.facts.elsewhere and self.facts.exchange == "tls"
+
+    def move(self, links: Links, faster: Mapping[Way, LinkFacts]) -> float:
+        """Go on over the ``faster`` links, between two passes: what the nodes keep of conversations stays.
+
+        Returns the median seconds of an exchange. Raises ModelError, PeerLost; the epoch must be ended then.
+        """
+        assert self._links is not None
+        ranks = {node_id: rank for rank, node_id in self.nodes.items()}
+        addresses: dict[int, dict[int, str]] = {rank: {} for rank in self.nodes}
+        for (first, second), link in faster.items():
+            addresses[ranks[first]][ranks[second]] = link.address
+        for rank, link_to in self.command_links.items():
+            known = faster.get((self.nodes[HEAD], self.nodes[rank]))
+            link_to.send(commands.encode(commands.MoveLinks(addresses[rank], known)))
+        return self._links.move(links, addresses[HEAD])
 
     def announce_end(self) -> None:
         """Notify the followers that the epoch is over because this machine's network closes.

@@ -18,6 +18,7 @@ from engine.cluster.formation import PassControl
 from engine.cluster.head.capacity_wait import CapacityError, CapacityWait
 from engine.cluster.head.epoch_specs import Ring, Trial, epoch_specs
 from engine.cluster.head.exchange_choice import ExchangeChoice
+from engine.cluster.head.faster_links import FasterLinks, moved_line, slower_lines
 from engine.cluster.head.formed import AloneLayers, FormedRing, end_epoch
 from engine.cluster.head.lacked_model import LackedModel
 from engine.cluster.head.loading_nodes import LoadingNodes, notices_of
@@ -44,6 +45,7 @@ from engine.cluster.membership.rpc_fanout import (
 )
 from engine.cluster.rehearsal import ranks_together
 from engine.cluster.transport.exchange import PeerLost
+from engine.cluster.transport.registry import TRANSPORTS
 from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import Load
 from engine.ipc.messages.ring import ExchangeName, RingFacts
@@ -53,7 +55,7 @@ from engine.planning.absent_machines import absent_lines
 from engine.planning.placement import Placement
 from engine.planning.ring_change import Rerun, RingChange, change_to, step_seconds
 from engine.planning.ring_plan import RingDecision, bytes_sent, decided_again
-from engine.planning.ring_speed import StepTerms
+from engine.planning.ring_speed import StepTerms, WireSpeed
 from engine.planning.ring_words import change_sentence
 from engine.planning.runtime_choice import RuntimeChoice
 from engine.runtimes import runtime_named
@@ -142,7 +144,9 @@ class RingFormer:
         self._exchange = ExchangeChoice(load.ring)
         self._notified: set[str] = set()
         self._notified_of_links: set[str] = set()
+        self._notified_of_slower: set[str] = set()
         self._link_retry = LinkRetry(node, {}, self._present_machines)
+        self._faster_links = FasterLinks(node, surveyor, {}, self._present_machines)
         self._makeshift = False
         """Whether the last forming only spared an answer that waited the sending of weights."""
         self._change: RingChange | None = None
@@ -176,6 +180,7 @@ class RingFormer:
         self._change = None
         self._node.table.set_waiting({})
         self._link_retry.close()
+        self._faster_links.close()
         self._node.lent = lambda: LentState(stage=FORMING)
         try:
             formed = self._formed = (
@@ -202,6 +207,8 @@ class RingFormer:
     def changed(self, progress: ProgressCallback, notify: Callable[[str], None], again: Rerun) -> bool:
         formed = self._formed
         if formed is None or formed.lost() is not None:
+            return True
+        if self._faster_links.found.is_set() and not self._moved(formed, progress, notify):
             return True
         machines = self._present_machines()
         there = frozenset((one.node_id, one.process) for one in machines)
@@ -245,6 +252,35 @@ class RingFormer:
         notify(line)
         return False
 
+    def _moved(self, formed: FormedRing, progress: ProgressCallback, notify: Callable[[str], None]) -> bool:
+        """Take the faster links that were found, if any is clearly faster now. Returns False if the ring must be formed
+        again for that. Raises Cancelled."""
+        faster = self._faster_links.take(progress)
+        if not faster:
+            return True
+        self._surveyor.took_links(faster)
+        self._notified -= self._notified_of_slower
+        me = self._node.identity.node_id
+        try:
+            if formed.moves:
+                self._measured_again(formed, formed.move(self._node.links, faster))
+        except (ModelError, PeerLost):
+            return False
+        for (first, second), link in faster.items():
+            if first == me:
+                self._node.table.set_link(second, link)
+        notify(moved_line(faster, me, self._node.table.name_of))
+        return formed.moves
+
+    def _measured_again(self, formed: FormedRing, exchange_s: float) -> None:
+        """An exchange takes ``exchange_s`` now, over the links in use."""
+        links = self._faster_links.in_use.values()
+        slowest = WireSpeed.of_link(max(one.latency_s for one in links), min(one.bytes_per_s for one in links))
+        if self.terms is not None:
+            self.terms = replace(self.terms, wire=slowest).with_exchange(exchange_s)
+        speed = None if self.terms is None else self.terms.step().tokens_per_s
+        formed.facts = msgspec.structs.replace(formed.facts, exchange_s=exchange_s, tokens_per_s=speed)
+
     def _plan_change(
         self, formed: FormedRing, machines: Sequence[Candidate], progress: ProgressCallback
     ) -> RingChange | None:
@@ -275,6 +311,7 @@ class RingFormer:
 
     def close(self) -> None:
         self._link_retry.close()
+        self._faster_links.close()
         if self._formed is not None:
             self._formed.close()
         self._node.off_forgotten(self._forgotten)
@@ -621,7 +658,19 @@ class RingFormer:
             nodes=shards,
         )
         lines += self._exchange.take_notices()
+        lines += self._watch_faster_links(ring, exchange)
         return self._formed_ring(ring, specs[HEAD], facts, model, layers, links, [*notices, *lines])
+
+    def _watch_faster_links(self, ring: Ring, exchange: ExchangeName) -> list[str]:
+        """Look for faster links than those of ``ring`` from now on. Returns lines about faster ones that are gone."""
+        in_use = {way: link for way, link in ring.survey.links.items() if set(way) <= set(ring.decision.ranks)}
+        if TRANSPORTS[exchange].plain_text:
+            # Which networks it may use, the person decides.
+            in_use = {}
+        self._faster_links = FasterLinks(self._node, self._surveyor, in_use, self._present_machines)
+        lines = slower_lines(in_use, self._node.identity.node_id, self._node.table.name_of)
+        self._notified_of_slower = set(lines)
+        return lines
 
     def _threads(self, decision: RingDecision) -> int | None:
         """Threads of the others; None: theirs to decide."""
@@ -652,6 +701,7 @@ class RingFormer:
         here, remote = ring.facts.nodes
         remote = msgspec.structs.replace(remote, has_bytes=has.get(remote.rank, remote.has_bytes))
         facts = msgspec.structs.replace(ring.facts, epoch=ring.epoch, exchange="tls", nodes=[here, remote])
+        lines += self._watch_faster_links(ring, "tls")
         return self._formed_ring(ring, spec, facts, model, passes, links, [*notices, ring.decision.reason, *lines])
 
     def _formed_ring(

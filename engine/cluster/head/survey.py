@@ -28,7 +28,7 @@ from engine.cluster.membership.control_messages import (
     check_facts,
 )
 from engine.cluster.membership.heartbeat import PeerView
-from engine.cluster.membership.links import LinkTrial, Tried, Way, all_ways, measure_best
+from engine.cluster.membership.links import LinkTrial, Tried, Way, all_ways, measure_best, with_gone
 from engine.cluster.membership.measuring_node import measure_node
 from engine.cluster.membership.node import Node, listener_addresses
 from engine.cluster.membership.rpc_fanout import Candidate, NodeRefused, ask, until_done
@@ -202,7 +202,7 @@ class Surveyor:
         self, node: Node, machines: Sequence[Candidate], found: Survey, progress: ProgressCallback, hurry: bool
     ) -> None:
         """Measure the links one after the other, so that no measurement disturbs another one."""
-        me = self._me
+        me, reached = self._me, found.tried.reached
         pairs = len(machines) * (len(machines) + 1) // 2
         done = 0
         epoch = secrets.token_hex(8)
@@ -213,7 +213,7 @@ class Surveyor:
                 if frozenset(way) in found.tried.broken:
                     return
                 link = self._links.get(way, ends, hurry)
-                if link is None:
+                if link is None or reached.get(way, link.address) != link.address:
                     future = pool.submit(measuring)
                     try:
                         until_done([future], lambda: progress("measuring the links", done, pairs, ""))
@@ -222,7 +222,7 @@ class Surveyor:
                         found.tried.broken[frozenset(way)] = str(failed)
                         return
                     self._links.put(way, ends, link)
-                found.links[way] = link
+                found.links[way] = with_gone(link, self._links.fastest(way))
                 done += 1
 
             here = listener_addresses(node.listening)
@@ -236,6 +236,47 @@ class Surveyor:
                     way = first.node_id, second.node_id
                     ends = (first.process, *first.listeners, second.process, *second.listeners)
                     measure(way, ends, partial(_between, node, first, second, epoch, calls))
+
+    def fastest_link(self, way: Way) -> LinkFacts | None:
+        """The fastest link of ``way`` that was ever measured."""
+        return self._links.fastest(way)
+
+    def measure_addresses(
+        self,
+        node: Node,
+        machines: Sequence[Candidate],
+        wanted: Mapping[Way, Sequence[str]],
+        progress: ProgressCallback,
+    ) -> dict[Way, list[LinkFacts]]:
+        """Measure the link of each way at each of its addresses, one after the other, in the order of these.
+
+        A way is left out if one of them cannot be measured. Raises NodeRefused, Cancelled.
+        """
+        by_id, epoch = {one.node_id: one for one in machines}, secrets.token_hex(8)
+        found: dict[Way, list[LinkFacts]] = {}
+        with _helpers(1) as (pool, calls):
+
+            def measure(way: Way, address: str) -> LinkFacts:
+                second = replace(by_id[way[1]], listeners=(address,))
+                if way[0] == self._me:
+                    return _to(node, second, epoch)
+                return _between(node, by_id[way[0]], second, epoch, calls)
+
+            for way, addresses in wanted.items():
+                measured = []
+                for address in addresses:
+                    future = pool.submit(measure, way, address)
+                    with contextlib.suppress(LinkFailedError):
+                        until_done([future], lambda: progress("measuring the links", 0, 0, ""))
+                        measured.append(future.result())
+                if len(measured) == len(addresses):
+                    found[way] = measured
+        return found
+
+    def took_links(self, links: Mapping[Way, LinkFacts]) -> None:
+        """The ring uses ``links`` now. What was known of these ways before is measured again the next time."""
+        for way, link in links.items():
+            self._links.replace(way, link)
 
 
 @contextlib.contextmanager
@@ -475,6 +516,7 @@ class KnownLinks:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._known: dict[tuple[str, str], _Known] = {}
+        self._fastest: dict[tuple[str, str], LinkFacts] = {}
 
     def get(self, pair: tuple[str, str], ends: Iterable[str], hurry: bool = False) -> LinkFacts | None:
         """The link of ``pair`` if its measurement is recent and both ends have the same processes and addresses
@@ -492,3 +534,14 @@ class KnownLinks:
     def put(self, pair: tuple[str, str], ends: Iterable[str], link: LinkFacts) -> None:
         """Store a measurement that was made now."""
         self._known[pair] = _Known(frozenset(ends), self._clock(), link)
+        fastest = self._fastest.get(pair)
+        if fastest is None or fastest.address == link.address or link.latency_s < fastest.latency_s:
+            self._fastest[pair] = link
+
+    def fastest(self, pair: tuple[str, str]) -> LinkFacts | None:
+        """The fastest measurement of ``pair``, whatever changed since."""
+        return self._fastest.get(pair)
+
+    def replace(self, pair: tuple[str, str], link: LinkFacts) -> None:
+        """Store a measurement that counts as old: between which ends it was made is not known."""
+        self.put(pair, (), link)

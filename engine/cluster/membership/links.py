@@ -12,6 +12,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
+import msgspec
+
 from discovery.names import plain_text
 from engine.cluster.membership.client import CallGroup
 from engine.cluster.membership.control_messages import Linked, LinksTried, TryLinks
@@ -59,11 +61,40 @@ def measure_best(
         address=best.address,
         latency_s=best.latency_s,
         bytes_per_s=best.bytes_per_s,
-        others=[
-            f"{_interface(other.address)} {other.address}: {other.latency_s * 1e6:.0f} µs".strip()
-            for other in measured[1:]
-        ],
+        others=[slower_link(_interface(other.address), other.address, other.latency_s) for other in measured[1:]],
     )
+
+
+FASTER = 0.5
+"""Factor on the latency below which a link is clearly faster: no measurement on a busy machine is wrong by that much
+again and again."""
+
+
+def is_clearly_faster(link: LinkFacts, other: LinkFacts) -> bool:
+    return link.latency_s <= FASTER * other.latency_s
+
+
+def slower_link(interface: str, address: str, latency_s: float) -> str:
+    """A link that is not the fastest; see :class:`LinkFacts`."""
+    return f"{interface} {address}: {latency_s * 1e6:.0f} µs".strip()
+
+
+def was_measured(link: LinkFacts, address: str) -> bool:
+    """Whether ``address`` was among those of which ``link`` is the fastest."""
+    return address == link.address or any(f" {address}: " in f" {other}" for other in link.others)
+
+
+def shown_way(link: LinkFacts) -> str:
+    """``eth0 (80 µs)``"""
+    return f"{link.interface or link.address} ({link.latency_s * 1e6:,.0f} µs)"
+
+
+def with_gone(link: LinkFacts, fastest: LinkFacts | None) -> LinkFacts:
+    """``link``, which says whether the ``fastest`` one that was ever measured between its ends is gone."""
+    gone = ""
+    if fastest is not None and not was_measured(link, fastest.address) and is_clearly_faster(fastest, link):
+        gone = shown_way(fastest)
+    return msgspec.structs.replace(link, gone=gone)
 
 
 def reachable(addresses: Sequence[str]) -> list[str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import threading
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import msgspec
@@ -69,6 +69,16 @@ class Epoch:
     """Networks on which the person allows plain text."""
     given_up: threading.Event = field(default_factory=threading.Event, repr=False, compare=False)
     """Set when the links are not wanted any more. Whoever makes them then ends soon."""
+
+    def dialling(self, addresses: Mapping[int, str]) -> Epoch:
+        """The same epoch in which this node dials the members of these ranks at these addresses first."""
+        members = tuple(
+            replace(one, addresses=tuple(dict.fromkeys([addresses[one.rank], *one.addresses])))
+            if one.rank in addresses
+            else one
+            for one in self.members
+        )
+        return replace(self, members=members)
 
 
 def in_networks(address: str, networks: Sequence[str]) -> bool:

@@ -124,6 +124,15 @@ class Mesh:
         """See :class:`Exchange`."""
         return [framed.rank for framed in self._sockets if framed.rank not in self._frames]
 
+    def go_on_over(self, other: Mesh) -> None:
+        """Use the sockets of ``other``, a mesh of the same nodes, from the next exchange on; ``other`` gets the former
+        ones. Both are between two exchanges. Raises PeerLost if one of them was closed."""
+        with self._in_use, other._in_use:
+            self._usable()
+            other._usable()
+            self._sockets, other._sockets = other._sockets, self._sockets
+            self._by_descriptor, other._by_descriptor = other._by_descriptor, self._by_descriptor
+
     def close(self) -> None:
         """See :class:`Exchange`."""
         self._closed = True

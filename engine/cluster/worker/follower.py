@@ -33,7 +33,7 @@ class Follower:
     ``model`` was loaded with this node's place in the ring, whose layers are ``layers``. Or the whole model runs here;
     then ``layers`` are Answers, which notify the head of each pass. ``ran`` gets the number of token positions after
     every pass. ``around`` makes what a pass runs within. Keys and values take at most ``memory`` bytes (None: no
-    limit).
+    limit). ``move`` makes the node's links anew and returns the one to the head.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class Follower:
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
         memory: int | None = None,
         observe: Observer = nobody_observes,
+        move: Callable[[commands.MoveLinks], Link] | None = None,
     ) -> None:
         self._model = model
         self._layers = layers
@@ -51,6 +52,7 @@ class Follower:
         self._around = around
         self._memory = memory
         self._observe = observe
+        self._move = move
         self._rows: dict[int, tuple[TokenRows, Prefixes]] = {}
         self._sampler: tuple[int, Sampler] | None = None
         """The rows whose tokens it chooses, and by what."""
@@ -65,6 +67,11 @@ class Follower:
         while True:
             command = commands.decode_command(link.receive(limit))
             self._observe("command", self, command)
+            if isinstance(command, commands.MoveLinks):
+                if self._move is None:
+                    raise ModelError("The head moves links that stay where they are; form the ring again.")
+                link = self._move(command)
+                continue
             try:
                 reply = self.do(command)
             except (ValueError, IndexError) as error:

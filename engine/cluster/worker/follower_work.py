@@ -17,11 +17,13 @@ import msgspec
 
 from engine.cluster.answers import Answers
 from engine.cluster.central import CentralNode
+from engine.cluster.commands import MoveLinks
 from engine.cluster.epoch_links import EpochLinks, rank_context_of
 from engine.cluster.expert_runners import layers_for, load_experts
 from engine.cluster.formation import PassControl
 from engine.cluster.membership.control_messages import EpochSpec, Forming, GpuFacts
 from engine.cluster.parts import Moment, Observer, nobody_observes
+from engine.cluster.transport.accepting import Links
 from engine.cluster.transport.exchange import Buffer, Exchange, Link, PeerLost
 from engine.cluster.weights.transfer import outline
 from engine.cluster.worker.follower import BEAMS_LIMIT, Follower
@@ -158,13 +160,20 @@ class FollowerTask:
 class _ModelFollowing:
     """A model of this node, kept in memory, on which the head's commands from ``link`` run."""
 
-    def __init__(self, task: FollowerTask, model: LoadedModel, passes: PassControl | Answers, link: Link) -> None:
+    def __init__(
+        self,
+        task: FollowerTask,
+        model: LoadedModel,
+        passes: PassControl | Answers,
+        link: Link,
+        move: Callable[[MoveLinks], Link] | None = None,
+    ) -> None:
         spec, folder, lent = task.spec, task.folder, task.terms.lend_memory
         held = held_in(rank_context_of(spec))
         self._model = model
         self._ready = ResidentModel(model, folder, load_of(spec, task.terms), held, task.warm, task.notice)
         memory = None if lent is None else max(0, lent + model.facts.gpu_expert_bytes - shard_bytes(folder, spec))
-        self._follower = Follower(model, passes, task.ran, self._ready.passing, memory, task.observe)
+        self._follower = Follower(model, passes, task.ran, self._ready.passing, memory, task.observe, move)
         self._link = link
 
     @property
@@ -186,13 +195,13 @@ class _ModelFollowing:
 class ModelWork(_ModelFollowing):
     """Decentralised modes: this node runs the trunk and its experts, with rows of its own."""
 
-    def __init__(self, task: FollowerTask, exchange: Exchange, link: Link) -> None:
+    def __init__(self, task: FollowerTask, exchange: Exchange, link: Link, move: Callable[[MoveLinks], Link]) -> None:
         spec = task.spec
         context, load = rank_context_of(spec), load_of(spec, task.terms)
         layers = layers_for(context, exchange)
         place = RingPlace(context, layers, logits=False)
         model = load_model(runtime_named(spec.runtime), spec.model, task.folder, load, task.progress, place)
-        super().__init__(task, model, layers, link)
+        super().__init__(task, model, layers, link, move)
 
     @property
     def executor(self) -> str:
@@ -373,6 +382,7 @@ class Following:
     def __init__(
         self,
         spec: EpochSpec,
+        node_links: Links,
         links: EpochLinks,
         exchange: ExchangeName,
         folder: Path,
@@ -382,7 +392,9 @@ class Following:
         notice: Callable[[str], None],
         observe: Observer = nobody_observes,
     ) -> None:
-        """``notice`` is called from any thread with lines for the person here."""
+        """``node_links`` make and accept links. ``notice`` is called from any thread with lines for the person here."""
+        self.link = spec.link
+        """The head's measurement of its link to this node."""
         self.ended: str | None = None
         """The reason of the end; None while it goes on."""
         self.failed_here = False
@@ -394,6 +406,7 @@ class Following:
         """Bytes of the weights that were brought into memory, and their total; None before and after."""
         self.expert_bytes = outline(folder).expert_bytes * spec.placement.count_of(spec.rank)
         self._members = spec.members
+        self._node_links = node_links
         self._links = links
         self._busy = Busy()
 
@@ -410,7 +423,7 @@ class Following:
             self._work = CentralWork(task, central)
         else:
             link = TimedLink(links.commands[HEAD], self._busy)
-            self._work = ModelWork(task, links.keep(exchange), link)
+            self._work = ModelWork(task, links.keep(exchange), link, self._move)
         self._thread = threading.Thread(target=self._run, name="following", daemon=True)
 
     def ready(self) -> Forming:
@@ -464,6 +477,12 @@ class Following:
             traceback.print_exc()
         finally:
             self._links.close()
+
+    def _move(self, command: MoveLinks) -> Link:
+        """Make the links anew. Returns the one to the head. Raises ModelError, PeerLost."""
+        self._links.move(self._node_links, command.addresses)
+        self.link = command.link or self.link
+        return TimedLink(self._links.commands[HEAD], self._busy)
 
     def _warm(self, done: int, total: int) -> None:
         self.warming = (done, total) if done < total else None

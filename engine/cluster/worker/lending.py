@@ -149,7 +149,7 @@ class ClusterWorker:
                 tokens=following.tokens if following else 0,
                 busy=following.busy() if following else 0.0,
                 probe_s=following.probe_s if following else None,
-                link=spec.link if spec else None,
+                link=following.link if following else spec.link if spec else None,
             )
 
     def take_notices(self) -> list[str]:
@@ -452,7 +452,16 @@ class ClusterWorker:
                 folder = self._folder(spec, need)
                 installed, observe = self._node.runtimes(), self._node.parts.observe
                 following = Following(
-                    spec, links, wanted.exchange, folder, progress, self._terms, installed, self._notify, observe
+                    spec,
+                    self._node.links,
+                    links,
+                    wanted.exchange,
+                    folder,
+                    progress,
+                    self._terms,
+                    installed,
+                    self._notify,
+                    observe,
                 )
                 with self._lock:
                     current = self._links is links and not stop.is_set()

@@ -54,6 +54,8 @@ class LinkFacts(msgspec.Struct, frozen=True, kw_only=True):
     bytes_per_s: float
     others: list[str] = []
     """The slower links, each as ``interface address: latency``."""
+    gone: str = ""
+    """A clearly faster link that was measured before and does not work now, as ``interface (latency)``; empty: none."""
 
 
 class PeerFacts(msgspec.Struct, frozen=True, kw_only=True):
