@@ -31,6 +31,7 @@ from app.chat.state import (
 )
 from app.chat.thread import Thread, prompt_messages
 from app.chat.timing_words import slowest_words
+from app.chat.titling import TitleWriter
 from app.conversations.generation import Generation
 from app.conversations.kept_prefixes import prefix_owner
 from app.conversations.records import State, Thoughts
@@ -242,6 +243,7 @@ class AnswerLoop:
         self._current: ChatTurn | None = None
         self._wake = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._titles = TitleWriter(engine, link, saver.store, options, emit)
 
     @property
     def busy(self) -> bool:
@@ -327,12 +329,25 @@ class AnswerLoop:
             await self._answer(turn)
             self._current = None
             self._status.elsewhere = False
+            self._titles.answered(turn.thread)
             self._on_free(turn)
         elif not self._status.problem and not self._link.has(self._options()):
             await self._link.bring_up(self._options)
         else:
-            self._wake.clear()
+            await self._wait()
+
+    async def _wait(self) -> None:
+        """Wait until there is work. Meanwhile chats get their titles."""
+        self._wake.clear()
+        titling = asyncio.create_task(self._titles.write(), name="titles")
+        try:
             await self._wake.wait()
+        finally:
+            titling.cancel()
+            for failure in await asyncio.gather(titling, return_exceptions=True):
+                if isinstance(failure, Exception):
+                    context = {"message": "Writing a title failed.", "exception": failure}
+                    asyncio.get_running_loop().call_exception_handler(context)
 
     async def _attempt(self, work: Awaitable[object]) -> None:
         try:

@@ -179,6 +179,11 @@ class AnswerEnded:
 
 
 @dataclass(frozen=True)
+class TitleChanged:
+    """A conversation has got another title."""
+
+
+@dataclass(frozen=True)
 class QuestionsReturned:
     """The answer before them was stopped or failed: these questions, oldest first, belong in the prompt again.
 
@@ -241,8 +246,9 @@ class UserNotice:
 
 
 Update = (
-    PathChanged | EntryAdded | EntryChanged | AnswerEnded | QueueChanged | QuestionsReturned | StatusChanged
-    | SettingsChanged | FellBack | DownloadsChanged | BeamsChanged | TimingArrived | NetworkChanged | UserNotice
+    PathChanged | EntryAdded | EntryChanged | TitleChanged | AnswerEnded | QueueChanged | QuestionsReturned
+    | StatusChanged | SettingsChanged | FellBack | DownloadsChanged | BeamsChanged | TimingArrived | NetworkChanged
+    | UserNotice
 )  # fmt: skip
 
 

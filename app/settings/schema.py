@@ -207,6 +207,10 @@ class Settings(RingSettings):
     time_stamps: bool = _showing(
         "flag", "Time stamps", False, "Show when each message was written, with a line where a new day begins.",
     )  # fmt: skip
+    chat_titles: bool = _showing(
+        "flag", "Titles", True,
+        "Have the model give each new chat a title after its first answer, from a billion parameters on.",
+    )  # fmt: skip
     show_timing: bool = _showing(
         "flag", "Timing panel", False, "Open the timing panel at the start. Measuring costs a little speed.",
     )  # fmt: skip

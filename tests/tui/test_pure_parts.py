@@ -20,7 +20,7 @@ from app.tui.chat.transcript import MOST_MESSAGES, Window
 from app.tui.panels import charts
 from app.tui.render.markdown import column_widths, render_markdown
 from app.tui.render.status_line import status_line
-from app.tui.render.streaming import LONGEST_TAIL, GrowingText, Part
+from app.tui.render.streaming import LONGEST_TAIL, AnswerPart, GrowingText
 from app.tui.screens.settings import prediction
 from engine.ipc.messages import (
     DeviceMemory,
@@ -92,7 +92,7 @@ def test_cutting_a_growing_text_loses_nothing(pieces: list[str]) -> None:
 def test_paragraphs_are_frozen_and_lists_are_kept_whole() -> None:
     growing = GrowingText()
     growing.update("one\n\ntwo\n\n- a\n\n- b\n")
-    assert growing.frozen == [Part("one\n\n")]
+    assert growing.frozen == [AnswerPart("one\n\n")]
     assert growing.tail.source == "two\n\n- a\n\n- b\n"
     growing.update("one\n\ntwo\n\n- a\n\n- b\n\nthree ")
     assert growing.tail.source == "three "
@@ -103,7 +103,7 @@ def test_a_closed_fence_is_frozen() -> None:
     growing.update("```py\nx\n\ny\n")
     assert growing.frozen == []
     growing.update("```py\nx\n\ny\n```\nafter")
-    assert growing.frozen == [Part("```py\nx\n\ny\n```\n")]
+    assert growing.frozen == [AnswerPart("```py\nx\n\ny\n```\n")]
 
 
 def test_a_long_fence_is_cut_and_stays_code() -> None:
@@ -120,7 +120,7 @@ def test_another_text_begins_anew() -> None:
     growing = GrowingText()
     growing.update("one\n\ntwo")
     growing.update("three")
-    assert (growing.frozen, growing.tail) == ([], Part("three"))
+    assert (growing.frozen, growing.tail) == ([], AnswerPart("three"))
 
 
 # --- Markdown ---

@@ -18,7 +18,7 @@ from app.tui.render.highlighting import Highlighter
 from app.tui.render.markdown import render_plain
 from app.tui.render.rendered import Written
 from app.tui.render.stamps import Stamp
-from app.tui.render.streaming import GrowingText, Joint, Part, joined
+from app.tui.render.streaming import AnswerPart, GrowingText, Joint, joined
 
 _CURSOR = "▍"
 FAST = 25.0
@@ -94,7 +94,7 @@ class MessageView(Written, can_focus=True):
     def __init__(self, entry: Entry, highlighter: Highlighter, thoughts_open: bool = False) -> None:
         super().__init__(highlighter, classes=f"message {entry.role}")
         self.entry = entry
-        self._parts: list[Part] | None = None
+        self._parts: list[AnswerPart] | None = None
         self._thoughts_open = thoughts_open
         self._files_open = False
         self._stamp: Stamp | None = None
@@ -284,6 +284,6 @@ class LiveTail(Written):
     def written(self, width: int) -> Content:
         if self._note:
             return Content.styled(self._note, "$text-warning italic")
-        tail = Part(self.growing.tail.source.rstrip(), self.growing.tail.joint)
+        tail = AnswerPart(self.growing.tail.source.rstrip(), self.growing.tail.joint)
         cursor = Content.styled(_CURSOR, "$text-accent")
         return joined([tail], lambda source: self.markdown(source, width)) + cursor if tail.source else cursor

@@ -42,14 +42,14 @@ class Joint(Enum):
 
 
 @dataclass(frozen=True)
-class Part:
+class AnswerPart:
     """A part of the answer, in Markdown that means the same by itself."""
 
     source: str
     joint: Joint = Joint.BLOCK
 
 
-def joined(parts: Iterable[Part], render: Callable[[str], Content]) -> Content:
+def joined(parts: Iterable[AnswerPart], render: Callable[[str], Content]) -> Content:
     """The content of ``parts``, each of which ``render`` makes of its Markdown, one below the other."""
     whole: Content | None = None
     for part in parts:
@@ -74,8 +74,8 @@ class GrowingText:
         self.clear()
 
     def clear(self) -> None:
-        self.frozen: list[Part] = []
-        self.tail = Part("")
+        self.frozen: list[AnswerPart] = []
+        self.tail = AnswerPart("")
         self._text = ""
         self._frozen_length = 0
         self._reopen = ""
@@ -92,11 +92,11 @@ class GrowingText:
         rest = self._reopen + text[self._frozen_length :]
         while (cut := self._cut(rest)) is not None:
             block, joint, reopen = cut
-            self.frozen.append(Part(block + reopen[0], self._joint))
+            self.frozen.append(AnswerPart(block + reopen[0], self._joint))
             self._frozen_length += len(block) - len(self._reopen)
             self._joint, self._reopen, self._tried = joint, reopen[1], 0
             rest = self._reopen + rest[len(block) :]
-        self.tail = Part(rest, self._joint)
+        self.tail = AnswerPart(rest, self._joint)
 
     def _cut(self, text: str) -> tuple[str, Joint, tuple[str, str]] | None:
         """The finished beginning of ``text``, how what follows is joined, and the closing and the opening line if the

@@ -25,6 +25,7 @@ from app.chat.state import (
     QueueChanged,
     Severity,
     StatusChanged,
+    TitleChanged,
     Update,
     UserNotice,
 )
@@ -205,6 +206,8 @@ class ChatScreen(Screen[None]):
                 self.query_one(Welcome).show(self.controller.status)
                 if not self.controller.status.unsaved:
                     self.notice.saved()
+                self._show_title()
+            case TitleChanged():
                 self._show_title()
             case EntryChanged(entry, live):
                 self.transcript.change(entry, live=live)

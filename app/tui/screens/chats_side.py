@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from textual.screen import Screen
 
 from app.chat.controller import ChatController
-from app.chat.state import EntryAdded, EntryChanged, PathChanged, StatusChanged, Update, UserNotice
+from app.chat.state import EntryAdded, EntryChanged, PathChanged, StatusChanged, TitleChanged, Update, UserNotice
 
 if TYPE_CHECKING:
     from app.tui.screens.chat_browser import ChatBrowser
@@ -98,7 +98,7 @@ class ChatsSide:
                     browser.look_again()
                 else:
                     browser.show_current()
-            case PathChanged() | EntryAdded() | EntryChanged(live=False) | UserNotice():
+            case PathChanged() | EntryAdded() | EntryChanged(live=False) | TitleChanged() | UserNotice():
                 browser.look_again()
 
     def _focus(self) -> None:

@@ -12,7 +12,7 @@ from textual.screen import Screen
 from textual.widgets import Static
 
 from app.chat.controller import ChatController
-from app.chat.state import StatusChanged, Update
+from app.chat.state import StatusChanged, TitleChanged, Update
 from app.tui.keymap import bound
 from app.tui.render.key_footer import KeyFooter
 from app.tui.screens.chat_browser import ChatBrowser, ConversationChosen
@@ -42,6 +42,8 @@ class ConversationsScreen(Screen[ConversationChosen | None]):
         """The controller changed something, such as whether a chat is being answered."""
         if isinstance(update, StatusChanged):
             self.query_one(ChatBrowser).show_current()
+        elif isinstance(update, TitleChanged):
+            self.query_one(ChatBrowser).look_again()
 
     @on(ChatBrowser.Chosen)
     def _chosen(self, event: ChatBrowser.Chosen) -> None:
