@@ -35,6 +35,12 @@ class _Ended(grpc.RpcError, grpc.Call):  # type: ignore[misc]
         (grpc.StatusCode.UNKNOWN, "Stream removed", Unreachable, True),
         (grpc.StatusCode.INTERNAL, "Received RST_STREAM with error code 2", Unreachable, True),
         (grpc.StatusCode.UNAVAILABLE, "Socket closed", NobodyListens, True),
+        (grpc.StatusCode.UNAVAILABLE, "connect: Connection refused (111)", NobodyListens, True),
+        # A cable is out: that says nothing about the machine's program.
+        (grpc.StatusCode.UNAVAILABLE, "Stream removed (recvmsg:Connection timed out (110))", Unreachable, True),
+        (grpc.StatusCode.UNAVAILABLE, "getsockopt(SO_ERROR): No route to host", Unreachable, True),
+        (grpc.StatusCode.UNAVAILABLE, "error: Network is unreachable", Unreachable, True),
+        (grpc.StatusCode.UNAVAILABLE, "keepalive watchdog timeout", Unreachable, True),
         (grpc.StatusCode.DEADLINE_EXCEEDED, "", NotInTime, True),
         (grpc.StatusCode.ABORTED, "node 2 is gone", PeerLost, True),
         # What the other machine's own program says: it is there.

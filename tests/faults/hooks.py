@@ -47,10 +47,16 @@ def quick() -> EngineParts:
     return QUICK
 
 
-def in_namespace(name: str) -> EngineParts:
-    """In the network namespace ``name``."""
+def in_namespace(name: str, piece_s: float = 0.0) -> EngineParts:
+    """In the network namespace ``name``. A piece of weights takes ``piece_s`` seconds at least."""
     enter(name)
-    return QUICK
+
+    def observe(moment: Moment, *subjects: object) -> None:
+        if moment == "piece":
+            time.sleep(piece_s)
+        unhurried(moment, *subjects)
+
+    return replace(QUICK, observe=observe)
 
 
 def on_one_core(core: int) -> EngineParts:

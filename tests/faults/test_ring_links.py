@@ -273,6 +273,27 @@ def test_a_pulled_cable(cable: Cable, model: Path, alone: Oracle) -> None:
         assert any("node 1 came back" in text for text in ring.notices(since))
 
 
+@pytest.mark.soak
+def test_a_cable_that_is_out_while_weights_are_sent(cable: Cable, tmp_path: Path) -> None:
+    """Nothing is acknowledged by any system meanwhile, and other connections to the machine fail."""
+    large = write_large_model(tmp_path / "large", hidden_size=576, intermediate_size=928)
+    there = hooked(hooks.in_namespace, name=cable.space, piece_s=0.03)
+    with Ring(1, arguments={1: there}, hosts=(cable.here, cable.there)) as ring:
+        request = ring.begin_load(large)
+        ring.engine.wait(
+            lambda event: isinstance(event, Progress) and event.stage.startswith("sending weights") and event.done > 0,
+            PATIENCE_S,
+        )
+        cable.pull()
+        time.sleep(8.0)
+        cable.put_in()
+        loaded = ring.last_of_load(request)
+        assert isinstance(loaded, Loaded), loaded
+        assert loaded.facts.ring is not None and len(loaded.facts.ring.nodes) == 2
+        stages = [event.stage for event in ring.engine.events if isinstance(event, Progress)]
+        assert "measuring the machines" not in stages[stages.index("comparing weights") :]
+
+
 def test_a_silence_while_weights_are_sent_ends_neither_the_forming_nor_the_transfer(
     proxied_pair: Ring, model: Path, tmp_path: Path
 ) -> None:

@@ -33,6 +33,10 @@ CLIENT_OPTIONS = (
 KEEPALIVE_MS = 3_000
 """Milliseconds without an answer of the other system after which a connection counts as broken."""
 
+SILENT = ("timed out", "timeout", "no route to host", "unreachable", "host is down", "handshaker shutdown")
+"""Words of gRPC for a connection that failed because nothing came back, as when a cable is out. The machine's program
+may still run."""
+
 Body = TypeVar("Body", bound=ControlBody)
 
 
@@ -225,4 +229,5 @@ def _translated(error: Exception) -> Exception:
         case grpc.StatusCode.UNKNOWN | grpc.StatusCode.INTERNAL:  # gRPC's own, such as "Stream removed"
             return Unreachable("the connection to it broke")
         case _:
-            return NobodyListens("it cannot be reached")
+            silent = any(word in details.lower() for word in SILENT)
+            return (Unreachable if silent else NobodyListens)("it cannot be reached")
