@@ -11,6 +11,8 @@ from app.conversations.records import Deletion
 from app.conversations.searching import SearchIndex
 from app.conversations.store import StoreError
 
+_PASTED_LINES = 10
+"""Number of lines that a question has at most if nothing was pasted into it."""
 TITLE_LENGTH = 60
 """Length in characters that a title made from a question has at most."""
 
@@ -149,8 +151,11 @@ class Deleting:
 
 
 def title_from(question: str) -> str:
-    """The first line that is not blank, cut at a word."""
-    line = next((" ".join(line.split()) for line in question.splitlines() if line.strip()), "")
+    """The first line that is not blank, cut at a word; of a pasted text the last one, if that alone asks something."""
+    lines = [" ".join(line.split()) for line in question.splitlines() if line.strip()]
+    line = lines[0] if lines else ""
+    if len(lines) > _PASTED_LINES and lines[-1].endswith("?") and not line.endswith(("?", ":")):
+        line = lines[-1]
     line = "".join(character for character in line if character.isprintable()).strip("# *`>")
     if len(line) <= TITLE_LENGTH:
         return line

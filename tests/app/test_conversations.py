@@ -295,6 +295,10 @@ def test_front_matter_is_yaml_and_says_how_answers_were_made(store: SqliteStore)
         ("\x1b[31mred", "[31mred"),
         ("word " * 30, "word word word word word word word word word word word…"),
         ("x" * 100, "x" * 59 + "…"),
+        ("import os\n" * 20 + "\nWhat does this do?\n", "What does this do?"),
+        ("What does this do?\n" + "import os\n" * 20 + "# or that?", "What does this do?"),
+        ("Explain:\n" + "import os\n" * 20 + "# or that?", "Explain:"),
+        ("one\ntwo?", "one"),
     ],
 )
 def test_titles(question: str, title: str) -> None:
