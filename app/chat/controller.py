@@ -373,6 +373,17 @@ class ChatController:
         self.status.problem = ""
         self.answers.wake()
 
+    @property
+    def can_stop(self) -> bool:
+        """Would :meth:`stop` do anything?"""
+        return self.thread in self.unfinished or self._can_stop_loading
+
+    @property
+    def _can_stop_loading(self) -> bool:
+        """Is a model downloaded, or its ring formed?"""
+        forming = self.status.phase is Phase.LOADING and self.options.partitioning == "ring"
+        return forming or self.status.phase is Phase.FETCHING
+
     def stop(self) -> bool:
         """As :meth:`stop_soon`, and the questions in the queue go back to the prompt."""
         questions = self._return_questions(self.thread)
@@ -409,10 +420,9 @@ class ChatController:
         """
         if self.answers.stop(self.thread):
             return True
-        forming = self.status.phase is Phase.LOADING and self.options.partitioning == "ring"
-        if not forming and self.status.phase is not Phase.FETCHING:
+        if not self._can_stop_loading:
             return False
-        if forming:
+        if self.status.phase is Phase.LOADING:
             self.notify("Forming the ring was stopped; the next question begins it again.")
         self.answers.run_in_background(self.link.abandon_loading())
         return True

@@ -6,6 +6,7 @@ import functools
 import importlib
 import pkgutil
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 from textual.app import App
 from textual.binding import Binding
@@ -28,6 +29,25 @@ class Action:
     module: str
     priority: bool = False
     screen: bool = False
+
+
+def title_of(binding: Binding) -> str:
+    """What ``binding`` does. The line of keys has a shorter word for it."""
+    return binding.tooltip or binding.description
+
+
+@runtime_checkable
+class SaysWhyNot(Protocol):
+    """A widget or screen that knows why a key of it does nothing at present."""
+
+    def why_not(self, action: str, parameters: tuple[object, ...]) -> str:
+        """A sentence; empty if there is nothing better to say than that it is not possible."""
+        ...
+
+
+def why_not(node: DOMNode, action: str, parameters: tuple[object, ...]) -> str:
+    """Why ``action`` of ``node`` is not possible now, as a sentence; empty if nothing is known of it."""
+    return node.why_not(action, parameters) if isinstance(node, SaysWhyNot) else ""
 
 
 @functools.cache
@@ -54,7 +74,7 @@ def _declared(base: type[DOMNode]) -> set[Action]:
                 Action(
                     binding.id,
                     tuple(key.key for key in Binding.make_bindings([binding])),
-                    binding.description,
+                    title_of(binding),
                     kind.__name__,
                     kind.__module__,
                     binding.priority,

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterable
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
 from textual import constants, events, on
 from textual.app import SystemCommand
@@ -26,6 +26,7 @@ from app.engine_client import Engine, EngineClient
 from app.machine import Machine
 from app.settings.file import SettingsFile, open_settings
 from app.settings.schema import THEMES, Settings
+from app.tui.actions import title_of, why_not
 from app.tui.chat.notice import WHISPER_S
 from app.tui.keymap import COMMANDS, KEYMAP_FILE, key, readable, use
 from app.tui.palette import RankedCommands, screen_commands
@@ -43,15 +44,6 @@ def starter_is_missing(model: str) -> bool:
     return model.strip().casefold() == STARTER and resolve(STARTER).folder is None
 
 
-@runtime_checkable
-class SaysWhyNot(Protocol):
-    """A widget or screen that knows why a key of it does nothing at present."""
-
-    def why_not(self, action: str, parameters: tuple[object, ...]) -> str:
-        """A sentence; empty if there is nothing better to say than that it is not possible."""
-        ...
-
-
 class ChatApp(TerminalApp):
     """The chat application. ``machine`` decides which settings are greyed (default: this machine)."""
 
@@ -64,6 +56,7 @@ class ChatApp(TerminalApp):
         Binding("ctrl+q", "quit_chat", "Quit", show=False, priority=True, id="app.quit"),
         Binding("ctrl+p", "command_palette", "Menu", show=False, priority=True, id="app.menu"),
         Binding("ctrl+z", "suspend_process", "Suspend", show=False, id="app.suspend"),
+        Binding("question_mark", "keys_here", "Keys of this place", show=False, id="app.keys_here"),
         Binding("ctrl+c", "interrupt", "Interrupt", show=False, system=True, id="app.interrupt"),
     ]
 
@@ -176,7 +169,7 @@ class ChatApp(TerminalApp):
             yield SystemCommand(command.title, command.help + keys, lambda c=command: chat.run_command(c))
         yield SystemCommand("Theme", "Choose the colours", self.action_change_theme)
         yield from screen_commands(
-            screen, ["cut_or_edit", *(command.action.rpartition(".")[2] for command in COMMANDS)]
+            screen, ["cut_or_edit", "back", *(command.action.rpartition(".")[2] for command in COMMANDS)]
         )
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
@@ -195,8 +188,7 @@ class ChatApp(TerminalApp):
                 _, action, parameters = self._parse_action(binding.action, node)
                 if node.check_action(action, parameters) is not False:
                     continue
-                why = node.why_not(action, parameters) if isinstance(node, SaysWhyNot) else ""
-                self._whisper(why or f"{binding.description} is not possible now.")
+                self._whisper(why_not(node, action, parameters) or f"{title_of(binding)} is not possible now.")
                 return
 
     def _whisper(self, text: str) -> None:
@@ -263,6 +255,12 @@ class ChatApp(TerminalApp):
 
         if not isinstance(self.screen, HelpScreen):
             self.push_screen(HelpScreen(self.screen.focused))
+
+    def action_keys_here(self) -> None:
+        """Show the keys that count where the focus is."""
+        from app.tui.screens.dialogues import KeySheet
+
+        self.push_screen(KeySheet(self.screen))
 
     def on_resize(self, event: events.Resize) -> None:
         if self.chat is not None and self.chat.is_mounted:

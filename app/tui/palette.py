@@ -11,15 +11,13 @@ from textual.command import DiscoveryHit, Hit, Hits, Provider
 from textual.dom import DOMNode
 from textual.screen import Screen
 
+from app.tui.actions import title_of
 from app.tui.keymap import readable
+from app.tui.ranking import recent_first, remember, score
 from app.tui.terminal.application import TerminalApp
 
 _UNINTERESTING = ("command_palette", "focus_next", "focus_previous", "interrupt")
 """Actions that nobody looks for in the palette."""
-_MOST_RECENT = 5
-"""Maximum commands that stand first because they were run last."""
-_IN_HELP = 0.5
-"""Score of a match in a command's description, as a share of one in its title."""
 
 
 class RankedCommands(Provider):
@@ -35,26 +33,23 @@ class RankedCommands(Provider):
     async def search(self, query: str) -> Hits:
         matcher = self.matcher(query)
         for command in self._ranked():
-            score = max(matcher.match(command.title), _IN_HELP * matcher.match(command.help))
-            if score > 0:
+            fits = score(matcher, command)
+            if fits > 0:
                 title = matcher.highlight(command.title)
-                yield Hit(score, title, self._running(command), text=command.title, help=command.help)
+                yield Hit(fits, title, self._running(command), text=command.title, help=command.help)
 
     @property
     def _recent(self) -> list[str]:
         return cast(TerminalApp, self.app).recent_commands
 
     def _ranked(self) -> list[SystemCommand]:
-        recent = {title: place for place, title in enumerate(self._recent)}
-        commands = self.app.get_system_commands(self.screen)
-        return sorted(commands, key=lambda command: recent.get(command.title, _MOST_RECENT))
+        return recent_first(self.app.get_system_commands(self.screen), self._recent)
 
     def _running(self, command: SystemCommand) -> Callable[[], object]:
         return partial(self._run, command)
 
     def _run(self, command: SystemCommand) -> object:
-        others = [title for title in self._recent if title != command.title]
-        self._recent[:] = [command.title, *others][:_MOST_RECENT]
+        remember(self._recent, command.title)
         return command.callback()
 
 
@@ -68,7 +63,7 @@ def screen_commands(screen: Screen[Any], besides: Iterable[str] = ()) -> list[Sy
         action = binding.action.rpartition(".")[2]
         if binding.id is None or not enabled or not binding.description or action in (*_UNINTERESTING, *besides):
             continue
-        found.setdefault((node, binding.action), (binding.description, []))[1].append(readable(name))
+        found.setdefault((node, binding.action), (title_of(binding), []))[1].append(readable(name))
     return [
         SystemCommand(title, f"Here: {', '.join(keys[:2])}", _running(screen.app, action, node))
         for (node, action), (title, keys) in found.items()

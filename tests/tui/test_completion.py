@@ -22,12 +22,29 @@ def names(typed: str) -> list[str]:
 
 def test_commands_are_found_by_name_alias_title_and_key() -> None:
     assert names("") == [command.name for command in COMMANDS]
-    assert names("mod") == ["model"]
-    assert names("regen")[0] == "again" and names("resume") == ["chats"]
-    assert names("block") == ["code"]
+    assert names("mod")[0] == "model"
+    assert names("regen")[0] == "again" and names("resume")[0] == "chats"
+    assert names("block")[0] == "code"
     assert "settings" in names("ctrl+s")
     assert names("xyzzy") == []
     assert names("quit")[0] == "quit"
+
+
+def test_what_was_run_last_stands_first_among_equals() -> None:
+    recent = ["Quit", "Chats"]
+    everything = [command.title for command in matching("", recent)]
+    assert everything[:3] == ["Quit", "Chats", "Help"] and len(everything) == len(COMMANDS)
+    assert names("st")[:2] == ["status", "stop"] and matching("st", ["Stop the answer"])[0].name == "stop"
+    # A name that begins so is more than what was run last.
+    assert matching("mod", recent)[0].name == "model"
+
+
+def test_letters_in_between_may_be_left_out_and_enter_runs_nothing_found_that_way() -> None:
+    assert names("tmpry")[0] == "temporary"
+    found = SlashCommands().complete("/tmpry", "")
+    assert found is not None and not found.preselected
+    named = SlashCommands().complete("/temp", "")
+    assert named is not None and named.preselected
 
 
 @given(st.text(max_size=12), st.text(max_size=6))

@@ -85,7 +85,7 @@ def test_prices_and_shells_are_no_formulas(text: str) -> None:
         ("1. one\n\n   $$x^2$$\n\n2. two", "1. one\n   \n     x²\n\n2. two"),
         ("\\begin{align}\na &= b \\\\\nc &= d\n\\end{align}", "  a = b\n  c = d"),
         ("| f | g |\n|---|---|\n| $x^2$ | $a \\| b$ |", "f   g\n──  ───\nx²  a|b"),
-        ("```\n$$x$$\n```", " $$x$$"),
+        ("```\n$$x$$\n```", "▏$$x$$"),
     ],
 )
 def test_formulas_within_markdown(source: str, shown: str) -> None:

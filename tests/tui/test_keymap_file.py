@@ -132,7 +132,9 @@ def test_a_key_is_for_one_action() -> None:
 def test_what_closes_a_screen_follows_what_opens_it() -> None:
     found = resolved(chat__machines="f11", chat__help="f12")
     assert found.keys["machines.close"] == ("escape", "f11")
-    assert found.keys["help.close"] == ("escape", "q", "f12") and found.keys["settings.help"] == ("f12",)
+    assert found.keys["help.close"] == ("escape", "q", "question_mark", "f12") and found.keys["settings.help"] == (
+        "f12",
+    )
     assert found.problems == ()
     assert resolved(chat__settings="f10").keys["settings.close"] == ("escape", "f10")
 

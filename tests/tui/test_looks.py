@@ -15,7 +15,7 @@ from textual.widgets import Input
 
 from app.tui.chat.notice import NoticeLine
 from app.tui.render.stamps import Stamp, stamp
-from app.tui.screens.settings import ChoiceButton, OnOff, SettingsScreen
+from app.tui.screens.settings import ChoiceButton, Choices, OnOff, SettingsScreen
 
 
 async def test_the_conversation_is_as_wide_as_it_is_set_and_centred(make_app: MakeApp) -> None:
@@ -95,8 +95,18 @@ async def test_a_choice_that_is_made_has_another_mark(make_app: MakeApp) -> None
         await ready(pilot, app)
         await pilot.press("ctrl+s")
         await wait_until(pilot, lambda: isinstance(app.screen, SettingsScreen) and app.screen.query(ChoiceButton))
-        marks = {button.value: button.render().plain[1] for button in app.screen.query(ChoiceButton)}  # type: ignore[union-attr]
-        assert marks == {True: "●", False: "○"}
+        chosen = app.screen.query_one(Choices)
+
+        def shown() -> list[str]:
+            return [str(button.render()) for button in chosen.query(ChoiceButton) if button.display]
+
+        # Where the focus is not, only the choice that is made is shown.
+        app.screen.set_focus(None)
+        await pilot.pause()
+        assert shown() == ["▾ Best for this machine "]
+        chosen.focus()
+        await pilot.pause()
+        assert [line[0] for line in shown()] == ["●", "○", "○", "○"]
 
 
 def test_picture_of_time_stamps_in_a_narrow_column(

@@ -102,7 +102,7 @@ def test_whatever_is_in_its_rows_the_letters_of_a_table_are_all_there(rows: list
         ("<details open><summary>S</summary>\ninside</details>", ["▾ S", "", "inside"]),
         ("<b>x</b> <div>y</div> <!-- z --> <script>", ["<b>x</b> <div>y</div> <!-- z --> <script>"]),
         ("<kbd>never closed, <br", ["<kbd>never closed, <br"]),
-        ("`<br>` and\n\n    <details>", ["<br> and", "", " <details>"]),
+        ("`<br>` and\n\n    <details>", ["<br> and", "", "▏<details>"]),
     ],
 )
 def test_the_html_that_models_use_means_what_it_means(source: str, shown: list[str]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import pkgutil
+import re
 import string
 from collections import defaultdict
 from pathlib import Path
@@ -14,13 +16,17 @@ from screen_helpers import MakeApp, ask, controller, ready, wait_until
 from textual.binding import Binding
 from textual.dom import DOMNode
 from textual.events import Key
+from textual.widgets._footer import FooterKey
 
 import app.tui
 from app import clipboard
 from app.tui import keymap
+from app.tui.application import ChatApp
 from app.tui.chat.message import MessageView
 from app.tui.keymap import TERMINAL_APP, either, key, keys
-from app.tui.screens.dialogues import HelpScreen
+from app.tui.render.key_footer import KeyFooter
+from app.tui.render.rendered import Rendered
+from app.tui.screens.dialogues import HelpScreen, KeySheet
 from app.tui.screens.settings import SettingsScreen
 from app.tui.terminal.keys import KeyParser
 
@@ -145,3 +151,62 @@ async def test_what_is_selected_goes_to_the_machine_s_clipboard_too(
         await wait_until(pilot, lambda: app._notifications)
         copied = target.read_text("utf-8")
         assert copied == answer.render().plain[: len(copied)] and len(copied) >= 4
+
+
+def sheet(app: ChatApp) -> str:
+    """What the sheet of keys says."""
+    return app.screen.query_one(".help-text", Rendered).render().plain if isinstance(app.screen, KeySheet) else ""
+
+
+async def test_a_question_mark_shows_the_keys_of_the_place(make_app: MakeApp) -> None:
+    app = make_app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await ready(pilot, app)
+        await ask(pilot, app, "Hello")
+        assert app.chat is not None
+        # Where text is typed, it is typed; enter asks it, and tab takes what it may mean.
+        await pilot.press("question_mark")
+        assert app.chat.prompt.text == "?" and not sheet(app)
+        assert app.chat.prompt.completion is not None and app.chat.prompt.completer.marked is None
+        await pilot.press("tab")
+        assert app.chat.prompt.text == "/help"
+        app.chat.prompt.done()
+        await pilot.press("shift+tab", "question_mark")
+        here = sheet(app).partition("On this screen")[0]
+        for line in (r"c +Copy", r"r +Regenerate", r"G end +Last message"):
+            assert re.search(rf"^{line}", here, re.MULTILINE), here
+        assert "Next version: This message has no other versions." in here
+        assert "Copy code: This message has no code block." in here
+        assert "f3 ctrl+g" in sheet(app).partition("On this screen")[2]
+        await pilot.press("question_mark")
+        await pilot.press("f3", "question_mark")
+        assert "Page Down" in sheet(app) or "Down" in sheet(app)
+        assert "Regenerate" not in sheet(app)
+        await pilot.press("escape", "escape")
+        assert app.screen is app.chat
+
+
+async def test_the_line_of_keys_has_all_that_a_message_takes_and_what_stops_an_answer(
+    make_app: MakeApp, engine: FakeEngine
+) -> None:
+    app = make_app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await ready(pilot, app)
+        await ask(pilot, app, "Hello")
+        engine.answer = lambda request: ["```\nprint(1)\n```"]
+        await ask(pilot, app, "Code")
+
+        def keys_shown() -> list[str]:
+            return [key.key_display for key in app.screen.query_one(KeyFooter).query(FooterKey)]
+
+        await pilot.press("shift+tab")
+        await wait_until(pilot, lambda: keys_shown() == [*"cberm", "x", "/", "g G u d", "esc", "f1"], str(keys_shown()))
+        await pilot.press("escape")
+        assert "esc" not in keys_shown()
+        engine.gate = asyncio.Event()
+        engine.answer = lambda request: ["The beginning", " and the end."]
+        await pilot.press(*"go", "enter")
+        await wait_until(pilot, lambda: keys_shown()[0] == "esc", "esc in the line of keys")
+        await pilot.press("escape")
+        engine.gate.set()
+        await wait_until(pilot, lambda: not controller(app).busy and "esc" not in keys_shown(), "the end")

@@ -47,28 +47,30 @@ class MessageView(Written, can_focus=True):
         "and what follows it, `X` its alternatives too; `z` or `ctrl+z` brings back what was deleted. `/` finds a "
         "text in the chat. `esc` returns to the prompt."
     )
+    # The words are short, as all of them stand in one line; their tooltips say more.
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("up,k", "neighbour(-1)", "Up", show=False, id="message.up"),
-        Binding("down,j", "neighbour(1)", "Down", show=False, id="message.down"),
-        Binding("g,home", "edge(False)", "First", show=False, id="message.first"),
-        Binding("G,end", "edge(True)", "Last", show=False, id="message.last"),
-        Binding(bound("page_up"), "screen.scroll(-1)", "Page up", show=False, id="message.page_up"),
-        Binding(bound("page_down"), "screen.scroll(1)", "Page down", show=False, id="message.page_down"),
-        Binding("left,left_square_bracket", "act('previous')", "Previous", key_display="←", id="message.previous"),
-        Binding("right,right_square_bracket", "act('next')", "Next", key_display="→", id="message.next"),
+        Binding("left,left_square_bracket", "act('previous')", "Version", key_display="← →",
+                tooltip="Previous version", id="message.previous"),
+        Binding("right,right_square_bracket", "act('next')", "Next version", show=False, id="message.next"),
         Binding("c", "act('copy')", "Copy", id="message.copy"),
-        Binding("b", "act('code')", "Copy code", id="message.copy_code"),
+        Binding("b", "act('code')", "Code", tooltip="Copy code", id="message.copy_code"),
         Binding("t", "thoughts", "Thoughts", id="message.thoughts"),
         Binding("t", "files", "Files", id="message.files"),
         Binding("e", "act('edit')", "Edit", id="message.edit"),
-        Binding("r", "act('again')", "Regenerate", id="message.again"),
-        Binding("m", "act('continue')", "Continue", id="message.continue"),
+        Binding("r", "act('again')", "Again", tooltip="Regenerate", id="message.again"),
+        Binding("m", "act('continue')", "More", tooltip="Continue", id="message.continue"),
         Binding("x,delete", "act('delete')", "Delete", key_display="x", id="message.delete"),
+        Binding("slash", "act('find')", "Find", key_display="/", id="message.find"),
+        Binding("g,home", "edge(False)", "Go", key_display="g G u d", tooltip="First message", id="message.first"),
+        Binding("G,end", "edge(True)", "Last message", show=False, id="message.last"),
+        Binding(bound("page_up"), "screen.scroll(-1)", "Page up", show=False, id="message.page_up"),
+        Binding(bound("page_down"), "screen.scroll(1)", "Page down", show=False, id="message.page_down"),
+        Binding("up,k", "neighbour(-1)", "Message above", show=False, id="message.up"),
+        Binding("down,j", "neighbour(1)", "Message below", show=False, id="message.down"),
         Binding("X", "act('delete_all')", "Delete all versions", show=False, id="message.delete_all"),
         Binding("z,ctrl+z", "act('undo')", "Undo deletion", show=False, id="message.undo"),
-        Binding("slash", "act('find')", "Find", key_display="/", show=False, id="message.find"),
         Binding("escape,i", "act('leave')", "Back", id="message.leave"),
-    ]
+    ]  # fmt: skip
 
     class Asked(Message):
         """The person asked for ``what`` to be done with ``entry``."""

@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from textual.fuzzy import Matcher
 
 from app.tui.chat.completion import Completion, Suggestion
 from app.tui.keymap import COMMANDS, ChatCommand, aliases
+from app.tui.ranking import recent_first, score
 
 Values = Callable[[], Iterable[tuple[str, str]]]
 """The values that an argument can have, each with what is said of it."""
 
 
 class SlashCommands:
-    """The source for ``/`` at the beginning of the prompt. ``values``: those of arguments, by the command's name."""
+    """The source for ``/`` at the beginning of the prompt.
 
-    def __init__(self, values: Mapping[str, Values] | None = None) -> None:
+    ``values``: those of arguments, by the command's name. ``recent``: titles of the commands run last.
+    """
+
+    def __init__(self, values: Mapping[str, Values] | None = None, recent: Sequence[str] = ()) -> None:
         self._values = dict(values or {})
+        self._recent = recent
 
     def complete(self, before: str, after: str) -> Completion | None:
+        if before == "?" and not after:
+            # It may be a question. Enter asks it.
+            return Completion(0, tuple(map(_line, matching("help")[:1])), preselected=False)
         if not before.startswith("/") or "\n" in before or after.strip():
             return None
         word, space, argument = before[1:].partition(" ")
         if not space:
-            return None if "/" in word else Completion(0, tuple(map(_line, matching(word.lower()))))
+            if "/" in word:
+                return None
+            commands = matching(word.lower(), self._recent)
+            # What has the letters only somewhere is not what enter would run.
+            sure = bool(commands) and _fit(commands[0], word.lower()) < _NONE
+            return Completion(0, tuple(map(_line, commands)), preselected=sure)
         values = self._values.get(word.lower())
         if values is None:
             return None
@@ -50,20 +65,23 @@ def _rank(name: str, typed: str) -> int:
     return 2 if typed in name else _NONE
 
 
-def matching(typed: str) -> list[ChatCommand]:
-    """The commands whose name, alias, title or key fits ``typed``, best first; all of them for an empty text."""
-    ranked = []
-    for number, command in enumerate(COMMANDS):
-        names = [command.name, *aliases(command)]
-        title = command.title.casefold()
-        ranks = [
-            *(_rank(name, typed) if _rank(name, typed) < 2 else _NONE for name in names),
-            2 if any(part.startswith(typed) for part in title.split()) else _NONE,
-            2 if command.key == typed else _NONE,
-            3 if len(typed) > 1 and typed in command.name else _NONE,
-        ]
-        ranked.append((min(ranks) if typed else 0, number, command))
-    return [command for rank, _, command in sorted(ranked, key=lambda found: found[:2]) if rank < _NONE]
+def _fit(command: ChatCommand, typed: str) -> int:
+    """How well ``typed`` is the beginning of a name, an alias or a word of the title, or the key: from 0 to 4."""
+    names = [_rank(name, typed) for name in (command.name, *aliases(command))]
+    by_word = any(word.startswith(typed) for word in command.title.casefold().split()) or command.key == typed
+    return min(*names, 2 if by_word else _NONE)
+
+
+def matching(typed: str, recent: Sequence[str] = ()) -> list[ChatCommand]:
+    """The commands that fit ``typed``, best first; among equals, and for an empty text, those run last."""
+    commands = recent_first(COMMANDS, recent)
+    if not typed:
+        return commands
+    matcher = Matcher(typed)
+    found = [(_fit(command, typed), score(matcher, command), command) for command in commands]
+    fitting = [entry for entry in found if entry[0] < _NONE or (entry[1] and len(typed) > 1)]
+    ranked = sorted(fitting, key=lambda entry: (entry[0], 0 if entry[0] < _NONE else -entry[1]))
+    return [command for _, _, command in ranked]
 
 
 def _line(command: ChatCommand) -> Suggestion:

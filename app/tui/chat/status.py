@@ -44,11 +44,12 @@ def _welcome(status: Status) -> Content:
         *[
             Content.assemble((f"{keys:>9}", "bold"), (f"  {text}", "$foreground-muted"))
             for keys, text in (
-                (key("send"), "send     "),
-                (key("newline"), "new line "),
-                (key("stop"), "stop     "),
-                (key("help"), "help     "),
-                (key("quit"), "quit     "),
+                (key("send"), "send         "),
+                (key("newline"), "new line     "),
+                ("@", "attach a file"),
+                ("/", "all commands "),
+                (key("help"), "help         "),
+                (key("quit"), "quit         "),
             )
         ],
     ]

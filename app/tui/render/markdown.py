@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 HEADINGS = ("bold $text-primary underline", "bold $text-primary", "bold $text-secondary")
 CODE_BACKGROUND = "on $code-background"
-INLINE_CODE = "$text-accent"
+EDGE = "▏"
+"""Begins each line of code. It is seen where code has no background of its own: with few colours, or none."""
+INLINE_CODE = "bold $text-accent"
 KEY = "bold $text-accent"
 MUTED = "$foreground-muted"
 LINK = "underline $text-accent"
@@ -155,7 +157,7 @@ def _flow(content: Content, width: int, nested: bool) -> list[Content]:
 
 def _barred(line: Content, inner: int) -> Content:
     gap = max(0, inner - line.cell_length)
-    return Content.assemble(" ", line, " " * (gap + 1)).stylize_before(CODE_BACKGROUND)
+    return Content.assemble((EDGE, "$code-edge"), line, " " * (gap + 1)).stylize_before(CODE_BACKGROUND)
 
 
 def _table_cells(table: SyntaxTreeNode) -> tuple[list[Content], list[list[Content]], list[Alignment]]:

@@ -6,10 +6,11 @@ from abc import abstractmethod
 
 from textual.content import Content
 from textual.geometry import Size
+from textual.selection import Selection
 from textual.widget import Widget
 
 from app.tui.render.highlighting import Highlighter
-from app.tui.render.markdown import render_markdown
+from app.tui.render.markdown import EDGE, render_markdown
 
 
 class Rendered(Widget):
@@ -75,6 +76,10 @@ class Written(Rendered):
 
     def markdown(self, source: str, width: int) -> Content:
         return render_markdown(source, width, lambda code, language: self._highlighter.spans(code, language, self))
+
+    def get_selection(self, selection: Selection) -> tuple[str, str] | None:
+        selected = super().get_selection(selection)
+        return None if selected is None else (selected[0].replace(EDGE, " "), selected[1])
 
     def on_unmount(self) -> None:
         self._highlighter.begin(self)

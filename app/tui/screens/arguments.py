@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from textual.worker import get_current_worker
 
@@ -17,8 +17,8 @@ _MOST_SHOWN = 80
 """Number of characters of a system prompt that are shown beside the persona's name."""
 
 
-def slash_commands(prompt: Prompt) -> SlashCommands:
-    """The source of slash commands for ``prompt``."""
+def slash_commands(prompt: Prompt, recent: Sequence[str]) -> SlashCommands:
+    """The source of slash commands for ``prompt``. ``recent``: titles of the commands run last."""
     return SlashCommands(
         {
             "model": ModelNames(prompt),
@@ -27,7 +27,8 @@ def slash_commands(prompt: Prompt) -> SlashCommands:
             "sampling": preset_names,
             "set": value_names,
             "export": export_flags,
-        }
+        },
+        recent,
     )
 
 

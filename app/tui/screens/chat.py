@@ -49,6 +49,7 @@ from app.tui.chat.status import StatusLine, Welcome
 from app.tui.chat.transcript import Transcript
 from app.tui.keymap import ChatCommand, UnknownCommand, bound, key, parse, unescaped
 from app.tui.panels.chat_panels import ChatPanels
+from app.tui.ranking import remember
 from app.tui.render.highlighting import Highlighter
 from app.tui.render.key_footer import KeyFooter
 from app.tui.screens.arguments import slash_commands
@@ -71,6 +72,8 @@ class ChatScreen(Screen[None]):
 
     AUTO_FOCUS = "#prompt"
     BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "stop", "Stop", id="chat.stop"),
+        Binding("escape", "back", "Back", show=False, id="chat.back"),
         Binding(bound("help"), "app.help", "Help", id="chat.help", priority=True),
         Binding("ctrl+p", "app.command_palette", "Menu", id="chat.menu", priority=True),
         Binding(bound("chats"), "chats", "Chats", id="chat.conversations", priority=True),
@@ -83,7 +86,6 @@ class ChatScreen(Screen[None]):
         Binding("ctrl+s", "settings", "Settings", id="chat.settings", priority=True),
         Binding("ctrl+n", "new", "New", show=False, id="chat.new", priority=True),
         Binding("ctrl+r", "again", "Regenerate", show=False, id="chat.again", priority=True),
-        Binding("escape", "stop", "Stop", show=False, id="chat.stop"),
         Binding(bound("newest"), "end", "To the end", show=False, id="chat.end"),
     ]
 
@@ -109,6 +111,7 @@ class ChatScreen(Screen[None]):
         self.panels.on_moved = self.chats.fit
         self.warned_unsaved = False
         self.ended_unseen = False
+        self._stop_shown = False
         self._is_missing = is_missing
         self._highlighter = highlighter
         self._runner: Worker[None] | None = None
@@ -150,7 +153,7 @@ class ChatScreen(Screen[None]):
         self.query_one("#side").display = self.query_one("#chats-side").display = False
         self.prompt.popup = self.query_one(CompletionPopup)
         self.prompt.completer.sources += [
-            slash_commands(self.prompt),
+            slash_commands(self.prompt, self._recent),
             QuestionSearch(self.drafting.questions),
             self.prompt.file_references(),
         ]
@@ -207,6 +210,7 @@ class ChatScreen(Screen[None]):
                 if not self.controller.status.unsaved:
                     self.notice.saved()
                 self._show_title()
+                self._show_stop()
             case TitleChanged():
                 self._show_title()
             case EntryChanged(entry, live):
@@ -248,6 +252,12 @@ class ChatScreen(Screen[None]):
             if isinstance(screen, UpdatedScreen) and screen.is_mounted:
                 screen.handle_update(event.update)
 
+    def _show_stop(self) -> None:
+        """Show in the line of keys whether there is something to stop."""
+        if self._stoppable != self._stop_shown:
+            self._stop_shown = self._stoppable
+            self.refresh_bindings()
+
     def _draw_again(self) -> None:
         """Repaint the screen without a layout.
 
@@ -277,6 +287,10 @@ class ChatScreen(Screen[None]):
         welcome.display = not conversation
         welcome.show(self.controller.status)
         self.transcript.display = conversation
+
+    @property
+    def _recent(self) -> list[str]:
+        return self.app.recent_commands if isinstance(self.app, TerminalApp) else []
 
     @property
     def _still(self) -> bool:
@@ -393,6 +407,7 @@ class ChatScreen(Screen[None]):
 
     def run_command(self, command: ChatCommand, argument: str = "") -> None:
         """Do what ``command`` says, whether it came from a key, the palette or a slash command."""
+        remember(self._recent, command.title)
         if command.action.startswith("app."):
             self.app.run_worker(self.app.run_action(command.action), exit_on_error=True)
             return
@@ -403,10 +418,24 @@ class ChatScreen(Screen[None]):
         else:
             action()
 
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        return self._stoppable if action == "stop" else super().check_action(action, parameters)
+
+    @property
+    def _stoppable(self) -> bool:
+        """Is the escape key what stops an answer?"""
+        return self.editing.entry is None and self.controller.can_stop
+
     def action_stop(self) -> None:
+        self.controller.stop()
+        self.prompt.focus()
+
+    def action_back(self) -> None:
+        """End an edit, or put away what is told, and go to the prompt."""
         if self.editing.entry is not None:
             self.editing.end()
-        elif not self.controller.stop():
+            self.refresh_bindings()
+        else:
             self.notice.hide()
         self.prompt.focus()
 

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import re
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from textual import on
-from textual.app import ComposeResult
+from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical, VerticalScroll
 from textual.content import Content
-from textual.screen import ModalScreen
+from textual.dom import DOMNode
+from textual.screen import ModalScreen, Screen
 from textual.widget import Widget
 from textual.widgets import Input, Static
 
+from app.tui.actions import title_of, why_not
 from app.tui.keymap import COMMANDS, bound, keys_of, readable, with_keys
 from app.tui.render.key_footer import KeyFooter
-from app.tui.render.markdown import render_markdown
+from app.tui.render.markdown import HEADINGS, render_markdown, render_table
 from app.tui.render.rendered import Rendered
 
 KEYS = """
@@ -39,6 +41,7 @@ KEYS = """
 | {sampling} | sampling of this chat |
 | {settings} | settings |
 | {menu} | menu of all commands |
+| ? | the keys that count where the focus is (not where text is typed) |
 | {quit} | quit; all chats are saved |
 | {help} | this help, beginning with the focused part |
 """
@@ -81,7 +84,7 @@ class _HelpText(Rendered):
 
 class HelpScreen(ModalScreen[None]):
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,q," + bound("help"), "dismiss(None)", "Close", key_display="esc", id="help.close")
+        Binding("escape,q,question_mark," + bound("help"), "dismiss(None)", "Close", key_display="esc", id="help.close")
     ]
 
     def __init__(self, focused: Widget | None) -> None:
@@ -91,6 +94,62 @@ class HelpScreen(ModalScreen[None]):
     def compose(self) -> ComposeResult:
         with VerticalScroll(classes="help"):
             yield _HelpText(self._text)
+        yield KeyFooter()
+
+
+class _Keys(Rendered):
+    """The keys of ``screen`` where the focus is: those of the focused widget, of what is around it, and the others."""
+
+    def __init__(self, screen: Screen[Any]) -> None:
+        super().__init__(classes="help-text")
+        self._of = screen
+
+    def make(self, width: int) -> Content:
+        lines: list[Content] = []
+        for title, rows in keys_here(self._of).items():
+            cells = [[Content.styled(" ".join(keys), "bold"), about] for keys, about in rows]
+            lines += [*([Content()] if lines else []), Content.styled(title, HEADINGS[1])]
+            lines += render_table([], cells, ["left", "left"], width)
+        return Content("\n").join(lines)
+
+
+def keys_here(screen: Screen[Any]) -> dict[str, list[tuple[list[str], Content]]]:
+    """The keys that count on ``screen`` now, and what each does, by where they come from.
+
+    A key that does nothing at present is among them, with the reason.
+    """
+    active = screen.active_bindings
+    impossible: set[str] = set()
+    found: dict[str, dict[tuple[DOMNode, str], tuple[list[str], Content]]] = {}
+    for node, bindings in screen._modal_binding_chain:
+        place = "Everywhere" if isinstance(node, App) else "On this screen" if isinstance(node, Screen) else "Here"
+        for name, binding in bindings:
+            at = active.get(name)
+            if not binding.description or binding.system or (at is not None and at.binding is not binding):
+                continue
+            if at is None and name in impossible:
+                continue
+            about = Content(title_of(binding))
+            if at is None:
+                impossible.add(name)
+                _, action, parameters = screen.app._parse_action(binding.action, node)
+                why = why_not(node, action, parameters) or "Not possible now."
+                about = Content.styled(f"{title_of(binding)}: {why}", "$foreground-muted")
+            keys, _ = found.setdefault(place, {}).setdefault((node, binding.action), ([], about))
+            keys.append(readable(name))
+    return {place: list(rows.values()) for place, rows in found.items()}
+
+
+class KeySheet(HelpScreen):
+    """The keys of ``screen``, the one below."""
+
+    def __init__(self, screen: Screen[Any]) -> None:
+        super().__init__(screen.focused)
+        self._of = screen
+
+    def compose(self) -> ComposeResult:
+        with VerticalScroll(classes="help"):
+            yield _Keys(self._of)
         yield KeyFooter()
 
 

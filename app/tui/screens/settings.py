@@ -49,10 +49,30 @@ class Pending(dict[str, Value]):
 class ChoiceButton(RadioButton):
     """A radio button whose mark is another one when it is on: Textual's differs by its colour only."""
 
+    BUTTON_LEFT = BUTTON_RIGHT = ""
+
     @property
     def _button(self) -> Content:
-        self.BUTTON_INNER = "●" if self.value else "○"
+        folded = isinstance(self.parent, Choices) and not self.parent.has_focus
+        self.BUTTON_INNER = "▾" if folded else "●" if self.value else "○"
         return super()._button
+
+
+class Choices(RadioSet):
+    """Radio buttons of which the one that is on is shown, and all of them while they have the focus."""
+
+    def on_focus(self) -> None:
+        for _ in self.children:
+            if self._selected != self.pressed_index:
+                self.action_next_button()
+        self._draw_buttons()
+
+    def on_blur(self) -> None:
+        self._draw_buttons()
+
+    def _draw_buttons(self) -> None:
+        for button in self.children:
+            button.refresh()
 
 
 class OnOff(Switch):
@@ -108,8 +128,8 @@ class SettingRow(Horizontal):
             case "flag":
                 return OnOff(bool(value), animate=False)
             case "choice" if len(setting.choices) <= _MOST_BUTTONS:
-                return RadioSet(*[self._button(choice.value, choice.label, value) for choice in setting.choices],
-                                compact=True)  # fmt: skip
+                return Choices(*[self._button(choice.value, choice.label, value) for choice in setting.choices],
+                               compact=True)  # fmt: skip
             case "choice":
                 return Select(
                     [(choice.label, choice.value) for choice in setting.choices],

@@ -10,12 +10,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
-from textual import events, on, work
+from rich.console import Console
+from textual import constants, events, on, work
 from textual.app import SuspendNotSupported, SystemCommand
 from textual.driver import Driver
 from textual.filter import LineFilter
 from textual.message import Message
 from textual.screen import Screen
+from textual.theme import Theme
 from textual.widgets import Input, TextArea
 
 from app.clipboard import Clipboard, copies_file
@@ -48,12 +50,15 @@ class TerminalApp(GuardedApp):
     """Maximum seconds that an orderly end may take."""
 
     def __init__(self) -> None:
+        # As Textual does it, which needs the theme before it has done so.
+        system: Any = constants.COLOR_SYSTEM
+        self._few_colours = Console(color_system=system, force_terminal=True).color_system == "standard"
         # Without this, NO_COLOR would be shades of grey, which are colours to a terminal.
         super().__init__(ansi_color=True if os.environ.get("NO_COLOR") else None)
         self._ending: asyncio.Task[None] | None = None
         self._limited = False
         self.recent_commands: list[str] = []
-        """Titles of the commands that were run from the palette, the last one first."""
+        """Titles of the commands that were run last by their names, the last one first."""
 
     @property
     def still(self) -> bool:
@@ -78,6 +83,16 @@ class TerminalApp(GuardedApp):
 
     def get_driver_class(self) -> type[Driver]:
         return TerminalDriver
+
+    def get_theme(self, theme_name: str) -> Theme | None:
+        """The theme of that name. A terminal with sixteen colours gets one that is made of them.
+
+        The nearest of the sixteen to a colour need not be one that can be read.
+        """
+        found = super().get_theme(theme_name)
+        if found is None or found.ansi or not self._few_colours:
+            return found
+        return super().get_theme("ansi-dark" if found.dark else "ansi-light")
 
     def get_css_variables(self) -> dict[str, str]:
         self.theme_variables = legible(super().get_css_variables(), dark=self.current_theme.dark)

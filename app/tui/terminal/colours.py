@@ -38,13 +38,15 @@ _MARKED, _CODE = 0.10, 0.06
 _ANSI_COMMON = {
     "foreground-muted": "ansi_default", "foreground-disabled": "ansi_default", "text-muted": "ansi_default",
     "text-disabled": "ansi_default", "line-marked": "ansi_default", "code-background": "ansi_default",
+    "code-edge": "ansi_default", "warning-muted": "ansi_default",
     "input-selection-background": "ansi_cyan", "input-selection-foreground": "ansi_black",
     "screen-selection-background": "ansi_cyan", "screen-selection-foreground": "ansi_black",
     **{f"heat-{step}": "ansi_default" for step in range(HEATS)},
     **{f"heat-text-{step}": "ansi_default" for step in range(HEATS)},
 }  # fmt: skip
 _ANSI_DARK = {
-    "text-primary": "ansi_cyan", "text-error": "ansi_bright_red", "footer-key-foreground": "ansi_cyan",
+    "text-primary": "ansi_cyan", "text-error": "ansi_bright_red", "text-warning": "ansi_bright_yellow",
+    "footer-key-foreground": "ansi_cyan", "primary": "ansi_cyan",
 }  # fmt: skip
 _ANSI_LIGHT = {
     "text-secondary": "ansi_blue", "text-warning": "ansi_red", "text-success": "ansi_blue",
@@ -77,7 +79,7 @@ def legible(variables: Mapping[str, str], *, dark: bool) -> dict[str, str]:
     surface = background + Color.parse(found["surface"])
     away = better(background)
     found["line-marked"] = surface.blend(away, _MARKED).hex
-    found["code-background"] = surface.blend(away, _CODE).hex
+    found["code-background"] = found["code-edge"] = surface.blend(away, _CODE).hex
     found["screen-selection-background"] = found["block-cursor-blurred-background"] = found["line-marked"]
     fields = [background + Color.parse(found[name]) for name in FIELDS]
     for name in TEXTS:
