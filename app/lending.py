@@ -126,16 +126,14 @@ def event_lines(before: NetworkState | None, after: NetworkState) -> list[str]:
     """A line for each event between two states."""
     lines = _about_me(before, after)
     known = {peer.node_id: peer for peer in before.peers} if before is not None else {}
-    paired = False
     for peer in after.peers:
         was = known.get(peer.node_id)
         if before is not None and peer.state != "found" and (was is None or was.state == "found"):
-            paired = True
             lines.append(f"Paired with {machine_name(peer)}.")
         else:
             lines += _about_peer(was, peer)
     there = {peer.node_id for peer in after.peers}
-    if before is not None and before.code and after.open and not after.code and not paired:
+    if before is not None and after.code_expired and not before.code_expired:
         lines.append(CODE_OVER)
     lines += [f"{machine_name(peer)} is gone." for peer in known.values() if peer.node_id not in there and peer.name]
     lines += _about_lending(before.lending if before is not None else None, after.lending)

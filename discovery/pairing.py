@@ -156,6 +156,11 @@ class Code:
     def is_valid(self) -> bool:
         return self._why_not() is None
 
+    @property
+    def has_expired(self) -> bool:
+        """Whether nothing but its age ended it."""
+        return self._why_not() == "expired"
+
     def void(self) -> None:
         """End the code, also for a pairing that has begun."""
         self._void = True

@@ -74,6 +74,12 @@ class PairingService:
         code = self._code
         return code if code is not None and code.is_valid else None
 
+    @property
+    def has_expired(self) -> bool:
+        """Whether the last code became too old before it was used, used up or hidden."""
+        code = self._code
+        return code is not None and code.has_expired
+
     def handle(self, connection: socket.socket, body: bytes, address: tuple[str, int]) -> None:
         """Handle a connection of the link listener, which is closed when this returns."""
         with contextlib.closing(connection), contextlib.suppress(FrameError):

@@ -44,8 +44,15 @@ def show_peers(*, in_json: bool, look: bool) -> int:
 
 
 def pair(peer: str, code: str | None) -> int:
-    """Pair with the machine that shows a code; the network is open only for that."""
+    """Pair with the machine that shows a code; the network is open only for that. Raises WorkFailed."""
+    from discovery.errors import PairingError
+    from discovery.pairing import typed_digits
+
     typed = code if code is not None else _ask_for_code(peer)
+    try:
+        typed_digits(typed)
+    except PairingError as error:
+        raise WorkFailed(str(error), status=2) from error
 
     async def work(engine: EngineClient, interruption: Interruption) -> int:
         network = NetworkClient(engine)

@@ -249,6 +249,7 @@ class ClusterNetwork:
             code=code.text if code is not None else "",
             code_seconds=round(code.seconds_left) if code is not None else 0,
             code_tries=code.tries_left if code is not None else 0,
+            code_expired=node.pairing.has_expired,
             lending=lender.facts() if lender is not None else None,
             problems=[*node.problems_now(), *([node.pairing_problem] if node.pairing_problem else [])],
         )

@@ -164,7 +164,7 @@ def answer_network(request: NetworkRequest, script: str) -> None:
             emit(network(request.id))
         case OpenNetwork() if script == "in-use":
             emit(Failed(id=request.id, error="Port 47820 is in use: choose another with --listen.", kind="network"))
-        case Pair(code="0000"):
+        case Pair(code="0000 0000"):
             emit(Failed(id=request.id, error="The code is wrong.", kind="network"))
         case ForgetPeer(peer="nobody"):
             emit(Failed(id=request.id, error="No paired machine is called nobody.", kind="network"))

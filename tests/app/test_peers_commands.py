@@ -49,12 +49,20 @@ def test_pairing_says_the_name_or_why_not(
 ) -> None:
     assert run(["peers", "pair", "10.0.0.2:47820", "--code", "1234 5678"]) == 0
     assert "Paired with studio." in written(capsys)[1]
-    monkeypatch.setattr(sys, "stdin", io.StringIO("0000\n"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("0000 0000\n"))
     assert run(["peers", "pair", "b2b2"]) == 1
     assert "privatellm: The code is wrong." in written(capsys)[1]
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     assert run(["peers", "pair", "b2b2"]) == 2
     assert "no code" in written(capsys)[1]
+
+
+def test_what_is_no_code_is_refused_before_anything_is_opened(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    play(monkeypatch, "in-use")
+    assert run(["peers", "pair", "10.0.0.2:47820", "--code", "1234"]) == 2
+    assert "“1234” is not a code: it has 8 digits" in written(capsys)[1]
 
 
 def test_forgetting(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

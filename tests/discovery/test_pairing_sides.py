@@ -84,6 +84,7 @@ def test_three_wrong_codes_void_it_also_for_the_right_one() -> None:
         assert code.tries_left == tries_left
     typing, showing = sides(code)
     refused("exhausted", lambda: showing.on_start(typing.start()))
+    assert not code.is_valid and not code.has_expired
 
 
 def test_a_proof_cannot_be_tried_twice_in_one_run() -> None:
@@ -122,7 +123,7 @@ def test_an_expired_code_is_refused_also_in_the_middle_of_a_run() -> None:
     typing, showing = sides(code)
     proof = typing.on_reply(showing.on_start(typing.start()))
     now[0] += CODE_SECONDS
-    assert code.seconds_left == 0
+    assert code.seconds_left == 0 and code.has_expired
     refused("expired", lambda: showing.on_proof(proof))
     refused("expired", lambda: showing_again(code).on_start(TypingSide(TYPING, "", code.password).start()))
 

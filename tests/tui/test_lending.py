@@ -44,7 +44,13 @@ def test_opening_tells_who_this_is_and_the_code() -> None:
 
 def test_a_code_that_nobody_used_is_over_with_the_way_to_another() -> None:
     over = msgspec.structs.replace(OPEN, code="", code_seconds=0, code_tries=0)
-    assert event_lines(OPEN, over) == ["The code has expired; `privatellm peers code` shows a new one."]
+    expired = msgspec.structs.replace(over, code_expired=True)
+    assert event_lines(OPEN, expired) == ["The code has expired; `privatellm peers code` shows a new one."]
+    assert event_lines(expired, expired) == event_lines(expired, over) == []
+    # It was typed wrongly too often, which has a line of its own, a moment later.
+    void = msgspec.structs.replace(over, problems=["A wrong code was typed too often: the code is void."])
+    assert event_lines(OPEN, over) == []
+    assert event_lines(over, void) == event_lines(OPEN, void) == void.problems
     paired = msgspec.structs.replace(over, peers=[msgspec.structs.replace(STUDIO, state="ready")])
     assert event_lines(OPEN, paired) == ["Paired with studio."]
 

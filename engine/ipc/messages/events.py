@@ -256,6 +256,8 @@ class NetworkState(Event, frozen=True, kw_only=True, tag="network_state"):
     """The one-time code to type on the other machine; empty if none is valid now."""
     code_seconds: int = 0
     code_tries: int = 0
+    code_expired: bool = False
+    """Whether the last code became too old before anybody used it."""
     lending: LendingFacts | None = None
     problems: list[str] = []
     """Problems that keep machines from being found, each with its remedy."""
