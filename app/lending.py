@@ -146,8 +146,9 @@ def _about_me(before: NetworkState | None, after: NetworkState) -> list[str]:
     me = after.me
     if after.open and (before is None or not before.open):
         words = f" ({fingerprint(me.words)})" if me.words else ""
-        where = ", ".join(map(one_line, me.listening)) or "no address"
-        lines.append(f"{one_line(me.name) or 'This machine'}, {short_id(me.node_id)}{words}, listens on {where}.")
+        where = ", ".join(map(one_line, me.listening))
+        does = f"listens on {where}" if where else "is found automatically only: it has no address to type elsewhere"
+        lines.append(f"{one_line(me.name) or 'This machine'}, {short_id(me.node_id)}{words}, {does}.")
     if before is not None and before.open and not after.open:
         lines.append("The network is closed.")
     if after.code and (before is None or before.code != after.code):

@@ -40,6 +40,8 @@ def test_opening_tells_who_this_is_and_the_code() -> None:
     assert any(line.startswith("Code: 1234 5678 (valid for 120 s, 3 tries)") for line in lines)
     assert event_lines(OPEN, msgspec.structs.replace(OPEN, code_seconds=119)) == []
     assert event_lines(OPEN, CLOSED) == ["The network is closed."]
+    nowhere = msgspec.structs.replace(OPEN, me=msgspec.structs.replace(ME, listening=[]))
+    assert event_lines(CLOSED, nowhere)[0].endswith("is found automatically only: it has no address to type elsewhere.")
 
 
 def test_a_code_that_nobody_used_is_over_with_the_way_to_another() -> None:
