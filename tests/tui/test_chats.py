@@ -17,6 +17,7 @@ from app.conversations.searching import HIT_END, HIT_START
 from app.conversations.store import ConversationStore
 from app.tui.application import ChatApp
 from app.tui.screens.chat_browser import ChatBrowser
+from app.tui.screens.chat_preview import LEAST_ROWS, ChatPreview
 from app.tui.screens.chat_rows import ChatRows, around_hit
 from app.tui.screens.conversations import ConversationsScreen
 
@@ -330,3 +331,27 @@ async def test_the_list_beside_the_chat_is_there_at_the_next_start_and_left_alon
         await wait_until(pilot, lambda: not rows.answering)
         # Once for the end of the answer.
         assert len(looks) <= before + 1
+
+
+@pytest.mark.parametrize("size", [(100, 32), (80, 24)])
+async def test_the_marked_chat_is_shown_below_the_list_where_there_is_room(
+    make_app: MakeApp, store: ConversationStore, size: tuple[int, int]
+) -> None:
+    for name in ("rain", "sun"):
+        chat = store.create(model="m").id
+        question = store.add(chat, "user", f"about [b]{name}[/b]\nmore", parent=None)
+        store.add(chat, "assistant", f"first\n\x1b[31mthe end of {name}", parent=question.id)
+    app = make_app()
+    async with app.run_test(size=size) as pilot:
+        await ready(pilot, app)
+        await opened(pilot, app)
+        preview = app.screen.query_one(ChatPreview)
+        if size[1] < LEAST_ROWS:
+            await pilot.pause()
+            assert not preview.display
+            return
+        wanted = {name: f"about [b]{name}[/b] more\nfirst\nthe end of {name}" for name in ("rain", "sun")}
+        await wait_until(pilot, lambda: str(preview.render()) == wanted["sun"])
+        assert preview.display
+        await pilot.press("down")
+        await wait_until(pilot, lambda: str(preview.render()) == wanted["rain"])

@@ -24,6 +24,7 @@ from app.conversations.records import Conversation
 from app.conversations.store import StoreError
 from app.text_safety import one_line
 from app.tui.keymap import key
+from app.tui.screens.chat_preview import ChatPreview
 from app.tui.screens.chat_rows import ChatRow, ChatRows, Group
 
 _MOST = 10_000
@@ -104,14 +105,19 @@ class ChatBrowser(Vertical):
         self.search_field = _SearchField(placeholder=hint, classes="chat-search")
         self.rows = ChatRows(dense=dense)
         self._problem = Static("", classes="chats-problem", markup=False)
+        self._preview = None if dense else ChatPreview(self._store)
 
     def compose(self) -> ComposeResult:
         yield self.search_field
         yield self.rows
         yield self._problem
+        if self._preview is not None:
+            yield self._preview
 
     def on_mount(self) -> None:
         self.fill()
+        if self._preview is not None:
+            self.watch(self.rows, "marked", self._show_marked)
         if self._focus_first:
             self.search_field.focus()
 
@@ -155,6 +161,12 @@ class ChatBrowser(Vertical):
         self.rows.display = bool(groups)
         place = self._place_of_marked(groups) if marked is None else marked
         self.rows.show(groups, time.time(), place)
+        self._show_marked()
+
+    def _show_marked(self) -> None:
+        if self._preview is not None and self._preview.is_mounted:
+            found = self.marked_chat
+            self._preview.show(None if found is None else found.id)
 
     def show_current(self) -> None:
         """Mark the conversation that is shown in the chat. Costs nothing if it is marked already."""
