@@ -207,6 +207,7 @@ async def goes_wrong(pilot: Pilot[int], app: ChatApp, way: Callable[[Widget, pyt
     assert SENTENCE in said(app), way
 
 
+@pytest.mark.sampled(least=6)
 @pytest.mark.parametrize("name", SCREENS)
 async def test_no_error_on_any_screen_ends_the_chat(
     name: str, make_app: MakeApp, engine: FakeEngine, few_settings: None, asked_early: list[str]
@@ -264,12 +265,14 @@ async def test_a_screen_that_is_closed_twice_closes_no_other(
         assert app.chat in app.screen_stack
 
 
-async def test_keys_in_a_burst_never_close_the_chat(make_app: MakeApp) -> None:
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.soak)])
+async def test_keys_in_a_burst_never_close_the_chat(make_app: MakeApp, every: int) -> None:
     app = make_app()
     async with app.run_test(size=(80, 24)) as pilot:
         await ready(pilot, app)
-        for first in ("f5", "f4", "f7", "f3", "f2", "f8", "ctrl+s"):
-            for keys in ((first, first, "escape", "f7"), (first, "escape", "escape"), (first, first, first, "escape")):
+        for place, first in enumerate(("f5", "f4", "f7", "f3", "f2", "f8", "ctrl+s")):
+            bursts = ((first, first, "escape", "f7"), (first, "escape", "escape"), (first, first, first, "escape"))
+            for keys in bursts[place % every :: every]:
                 for key in keys:
                     app.post_message(events.Key(key, None))
                 await pilot.pause()
