@@ -7,13 +7,13 @@ template (:mod:`engine.models.template_process`). Neither runs Python code of th
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from engine.errors import ModelError
 from engine.ipc.messages import Message, ReasoningFacts, Tool
-from engine.models.control_tokens import ControlTokens
+from engine.models.control_tokens import MARK, ControlTokens
 from engine.models.histories import Histories
 from engine.models.json_files import SMALL_FILE, read_object
 from engine.models.reasoning_formats import format_of, has_effort, has_switch
@@ -164,19 +164,18 @@ class Tokenizer:
         add = beginning and not self.has_chat_template
         return self._control_tokens(lambda: False).encode(text, add_special_tokens=add)
 
-    def exceeds(self, texts: Iterable[str], limit: int) -> bool:
-        """Whether ``texts`` are certainly more than ``limit`` tokens. No more of them is tokenized than shows it."""
-        rest = [text for text in texts if text]
-        if sum(map(len, rest)) <= max(limit, _CHUNK):
+    def exceeds(self, text: str, limit: int) -> bool:
+        """Whether ``text`` is certainly more than ``limit`` tokens. No more of it is tokenized than shows it."""
+        if len(text) <= max(limit, _CHUNK):
             return False
         # Where a text is cut, a few tokens more or less may come out.
         certain = limit + limit // 8 + 64
         found = 0
-        for text in rest:
-            for begin in range(0, len(text), _CHUNK):
-                found += len(self._library.encode(text[begin : begin + _CHUNK], add_special_tokens=False).ids)
-                if found > certain:
-                    return True
+        for begin in range(0, len(text), _CHUNK):
+            part = text[begin : begin + _CHUNK].replace(MARK, "")
+            found += len(self._library.encode(part, add_special_tokens=False).ids)
+            if found > certain:
+                return True
         return False
 
     def decode_exactly(self, ids: Sequence[int]) -> str:

@@ -286,12 +286,9 @@ class Session:
         if asked is not None and asked.messages is None:
             counts.append(len(self._prompt(asked, (), lambda: False)))
         elif asked is not None:
-            variables = template_variables(asked.thinking, asked.effort)
             assert tokenizer is not None
             asked, _ = with_usable_tools(asked, self._call_format)
-            text = tokenizer.render_chat(
-                asked.messages or [], asked.continue_last, lambda: False, variables, asked.tools
-            )
+            text = self._rendered(tokenizer, asked, asked.tools, lambda: False)
             counts.append(len(tokenizer.encode_rendered(text)))
         return TokensCounted(id=request.id, counts=counts)
 
@@ -322,25 +319,33 @@ class Session:
                 kind="bad-input",
             )
         elif request.prompt is not None:
-            self._refuse_texts_that_exceed([request.prompt])
+            self._refuse_if_it_exceeds(request.prompt)
             prompt = self._tokenizer.encode(request.prompt)
         elif not request.messages:
             raise ModelError("There is no message to answer.", kind="bad-input")
         else:
-            self._refuse_texts_that_exceed([message.content for message in request.messages])
-            variables = template_variables(request.thinking, request.effort)
-            prompt = self._history.prompt(request.messages, request.continue_last, cancelled, variables, tools)
+            prompt = self._history.prompt(self._rendered(self._tokenizer, request, tools, cancelled))
         if not prompt:
             raise ModelError("The prompt is empty: the model needs at least one token to go on from.", kind="bad-input")
         return prompt
 
-    def _refuse_texts_that_exceed(self, texts: Sequence[str]) -> None:
-        """Raises ModelError (context) before anything is made of texts that cannot fit."""
+    def _rendered(
+        self, tokenizer: ChatTokenizer, request: Generate, tools: Sequence[Tool], cancelled: Callable[[], bool]
+    ) -> str:
+        """``request``'s messages and ``tools`` through the chat template: all text that is tokenized. Raises ModelError
+        (context) if it cannot fit."""
+        variables = template_variables(request.thinking, request.effort)
+        text = tokenizer.render_chat(request.messages or [], request.continue_last, cancelled, variables, tools)
+        self._refuse_if_it_exceeds(text)
+        return text
+
+    def _refuse_if_it_exceeds(self, text: str) -> None:
+        """Raises ModelError (context) before all of a text is tokenized that cannot fit."""
         limit = self.facts.context_limit
-        if self._tokenizer is not None and self._tokenizer.exceeds(texts, limit):
+        if self._tokenizer is not None and self._tokenizer.exceeds(text, limit):
             raise ModelError(
-                f"The prompt has {sum(map(len, texts)):,} characters, and the context holds {limit:,} tokens, answer "
-                "included: shorten it, start a new conversation, or load the model with a larger context limit.",
+                f"The prompt has {len(text):,} characters, and the context holds {limit:,} tokens, answer included: "
+                "shorten it, start a new conversation, or load the model with a larger context limit.",
                 kind="context",
             )
 

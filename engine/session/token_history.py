@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -48,7 +48,7 @@ class ChatTokenizer(Protocol):
 
     def takes_several_calls(self, should_stop: Callable[[], bool] = ...) -> bool: ...
 
-    def exceeds(self, texts: Iterable[str], limit: int) -> bool: ...
+    def exceeds(self, text: str, limit: int) -> bool: ...
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -104,24 +104,9 @@ class TokenHistory:
         """The tokens of earlier prompts by a hash of their text, so that a repeated prompt gets the same tokens."""
         self._asked_tokens = 0
 
-    def prompt(
-        self,
-        messages: Sequence[Message],
-        continue_last: bool = False,
-        should_stop: Callable[[], bool] = lambda: False,
-        variables: Mapping[str, Any] | None = None,
-        tools: Sequence[Tool] = (),
-    ) -> list[int]:
-        """The token ids of ``messages`` and ``tools`` through the chat template, which may name ``variables``.
-
-        They are the recorded tokens as far as the text is the same, and the tokenizer's for the rest. Raises ModelError
-        if the template refuses the messages, and Cancelled as soon as ``should_stop()`` returns True.
-        """
-        text = self._tokenizer.render_chat(messages, continue_last, should_stop, variables, tools)
-        return self.prompt_of_text(text)
-
-    def prompt_of_text(self, text: str) -> list[int]:
-        """The token ids of a rendered ``text``, as of :meth:`prompt`."""
+    def prompt(self, text: str) -> list[int]:
+        """The token ids of a conversation that the chat template rendered as ``text``: the recorded ones as far as the
+        text is the same, and the tokenizer's for the rest."""
         found = [line.same(text) for line in self._lines]
         best = max(range(len(found)), key=lambda index: (found[index][-1].characters if found[index] else 0, index))
         line, same = self._lines[best], found[best]

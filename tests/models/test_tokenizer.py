@@ -15,6 +15,7 @@ from templates import QWEN3
 from engine.errors import ModelError
 from engine.generation.reasoning import ReasoningParser, Separated, separate
 from engine.ipc.messages import Message, ReasoningFacts
+from engine.models.control_tokens import MARK
 from engine.models.reasoning_formats import template_variables
 from engine.models.tokenizer import load_tokenizer
 
@@ -285,12 +286,14 @@ def test_a_text_is_tokenized_only_until_it_certainly_exceeds_the_context(
             seen.append(len(text))
             return library.encode(text, **options)
 
+    # Marks in control tokens that a message spells out are no tokens of the prompt.
+    spelled = found.render_chat([Message("user", "<|im_end|>" * 8_000)])
+    assert MARK in spelled and not found.exceeds(spelled, len(found.encode_rendered(spelled)))
     monkeypatch.setattr(found, "_library", Counting())
-    assert found.exceeds(["many words " * 1_000_000], 5_000) and sum(seen) < 200_000
-    assert found.exceeds(["some words "] * 100_000, 5_000)
+    assert found.exceeds("many words " * 1_000_000, 5_000) and sum(seen) < 200_000
     seen.clear()
-    assert not found.exceeds(["some words " * 400], 5_000) and seen == []
-    assert not found.exceeds(["some words " * 10_000], 200_000)
+    assert not found.exceeds("some words " * 400, 5_000) and seen == []
+    assert not found.exceeds("some words " * 10_000, 200_000)
 
 
 def test_more_messages_than_can_be_read_are_refused(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from engine.ipc.messages import AnyEvent, Finished, Generate, Message, Tool
@@ -48,8 +48,8 @@ class LetterTokenizer:
     def takes_several_calls(self, should_stop: Callable[[], bool] = lambda: False) -> bool:
         return True
 
-    def exceeds(self, texts: Iterable[str], limit: int) -> bool:
-        return sum(map(len, texts)) > limit * 9 // 8
+    def exceeds(self, text: str, limit: int) -> bool:
+        return len(text) > limit * 9 // 8
 
     def encode(self, text: str) -> list[int]:
         return self.encode_rendered(text)

@@ -276,32 +276,34 @@ def test_a_branch_is_made_by_the_passes_that_made_it(person: Person) -> None:
 
 def test_a_prompt_is_said_in_the_tokens_it_was_said_in() -> None:
     """Two answers of the same letters and other tokens: a question after the first keeps its tokens."""
+    rendered = LetterTokenizer().render_chat
     history = TokenHistory(LetterTokenizer())
     first = [Message("user", "hi")]
-    history.prompt(first)
+    history.prompt(rendered(first))
     history.answered("$&", [3, 5])
     after = [*first, Message("assistant", "$&"), Message("user", "so")]
-    said = history.prompt(after)
-    history.prompt(first)
+    said = history.prompt(rendered(after))
+    history.prompt(rendered(first))
     history.answered("$&", [93, 95])
-    assert history.prompt(after) == said
-    other = history.prompt([*after[:2], Message("user", "no")])
+    assert history.prompt(rendered(after)) == said
+    other = history.prompt(rendered([*after[:2], Message("user", "no")]))
     assert other[: len(said) - 5] == said[: len(said) - 5]
-    history.prompt(first)
+    history.prompt(rendered(first))
     history.answered("$&", [93, 95])
-    assert 93 in history.prompt([*after[:2], Message("user", "or")])
+    assert 93 in history.prompt(rendered([*after[:2], Message("user", "or")]))
 
 
 def test_two_conversations_in_turn_keep_the_tokens_of_both() -> None:
+    rendered = LetterTokenizer().render_chat
     history = TokenHistory(LetterTokenizer())
     first, other = [Message("user", "hi")], [Message("user", "ho")]
-    history.prompt(first)
+    history.prompt(rendered(first))
     history.answered("$&", [93, 95])
-    history.prompt(other)
+    history.prompt(rendered(other))
     history.answered("$&", [3, 95])
     for number in range(3):
-        assert 93 in history.prompt([*first, Message("assistant", "$&"), Message("user", f"so {number}")])
-        tokens = history.prompt([*other, Message("assistant", "$&"), Message("user", f"no {number}")])
+        assert 93 in history.prompt(rendered([*first, Message("assistant", "$&"), Message("user", f"so {number}")]))
+        tokens = history.prompt(rendered([*other, Message("assistant", "$&"), Message("user", f"no {number}")]))
         assert 95 in tokens and 93 not in tokens
 
 

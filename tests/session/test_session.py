@@ -18,6 +18,7 @@ from engine.ipc.messages import (
     Constraint,
     CountTokens,
     EstimateBeams,
+    Generate,
     Load,
     Message,
     Piece,
@@ -419,6 +420,25 @@ def test_prompt_longer_than_the_context(ask: Ask) -> None:
     refused(ask, "context", r"512 tokens and the context holds 512", [1] * 512)
     found = ask([1] * 510, max_tokens=50)
     assert (found.finish_reason, found.completion_tokens) == ("length", 2)
+
+
+def test_no_rendered_text_is_tokenized_whole_that_cannot_fit(ask: Ask) -> None:
+    """Whatever made it long: a message, thoughts, a call, or the description of a tool."""
+
+    class Rendering(LetterTokenizer):
+        def render_chat(self, *given: object, **more: object) -> str:
+            return "x" * 100_000
+
+        def encode_rendered(self, text: str, beginning: bool = True) -> list[int]:
+            raise AssertionError("tokenized")
+
+    tokenizer = Rendering()
+    ask.session._tokenizer, ask.session._history = tokenizer, TokenHistory(tokenizer)
+    question = [Message("user", "hi")]
+    refused(ask, "context", "100,000 characters, and the context holds 512", messages=question)
+    with pytest.raises(ModelError, match="100,000 characters") as caught:
+        ask.session.count_tokens(CountTokens(id=3, question=Generate(id=0, messages=question)))
+    assert caught.value.kind == "context"
 
 
 def test_context_limit_of_the_request(folders: dict[str, Path]) -> None:
