@@ -49,9 +49,15 @@ class TooLarge(jinja2.exceptions.TemplateError):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with limits on the result of one operation."""
+    """Jinja's sandbox with limits on the result of one operation, in which lists can grow and shrink.
+
+    Templates keep queues in them (Kimi K2). What is changed is gone when the text is rendered.
+    """
 
     intercepted_binops = frozenset(("*", "**", "%", "+"))
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        return (type(obj) is list and attr in ("append", "pop")) or super().is_safe_attribute(obj, attr, value)
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "*":

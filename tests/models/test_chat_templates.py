@@ -115,6 +115,7 @@ def test_the_process_renders_as_the_template_does(process: TemplateProcess) -> N
         "{% for a in range(99999) %}{{ 'a' * 100000 }}{% endfor %}",
         "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
         "{{ '\ud800' }}",
+        "{% set l = [1] %}{% for a in l %}{% set _ = l.append(a) %}{% endfor %}",
     ],
 )
 def test_what_would_take_memory_is_refused_in_a_sentence(hostile: TemplateProcess, template: str) -> None:
@@ -188,6 +189,24 @@ def test_the_process_ends_with_what_it_was_made_for() -> None:
 def test_ordinary_operations_are_as_in_transformers(template: str) -> None:
     chat = [{"role": "user", "content": "Hi"}]
     assert ChatTemplate(template).render(chat, {}, continue_last=False) == transformers_text(template, chat)
+
+
+def test_lists_are_queues_and_nothing_else_is_changed() -> None:
+    import jinja2
+    import jinja2.ext
+
+    queue = (
+        "{% set q = namespace(ids=[]) %}{% for m in messages %}{% set _ = q.ids.append(m.content ~ loop.index) %}"
+        "{% endfor %}{{ q.ids.pop(0) }} {{ q.ids }}"
+    )
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    plain = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols])
+    template = ChatTemplate(queue)
+    for _ in range(2):
+        assert template.render(chat, {}, continue_last=False) == plain.from_string(queue).render(messages=chat)
+    for changed in ("[].extend([1])", "[2, 1].sort()", "{'a': 1}.pop('a')", "{}.update({})", "[].append.__self__"):
+        with pytest.raises(jinja2.exceptions.TemplateError):
+            ChatTemplate("{{ " + changed + " + 1 }}").render(chat, {}, continue_last=False)
 
 
 @pytest.mark.sampled
