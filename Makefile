@@ -43,11 +43,13 @@ $(VENV)/.installed-bench: $(VENV)/.installed-test
 	@sh packaging/install.sh "$(VENV)" ".[bench]"
 	@touch $@
 
-# pytest rewrites the assertions of a file of tests once. Without this every worker would do so for all files. What fails
-# here is printed by the tests themselves.
+# pytest rewrites the assertions of a file of tests once. Without this every worker would do so for all files, except on
+# Linux, where workers are forked from one process that has done it. What fails here is printed by the tests themselves.
 $(VENV)/.collected: $(VENV)/.installed-test
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q --collect-only tests >/dev/null 2>&1 || true
 	@touch $@
+
+COLLECTED := $(VENV)/$(if $(filter Linux,$(shell uname)),.installed-test,.collected)
 
 install: $(VENV)/.installed
 
@@ -63,7 +65,7 @@ TESTS := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 8
 
 BENCHMARKS := tests/benchmarks tests/papers
 
-test: $(VENV)/.collected
+test: $(COLLECTED)
 	@$(TESTS) $(addprefix --ignore ,$(BENCHMARKS)) $(PYTEST_ARGS)
 
 # The folders whose tests need no ring of processes, no screen and none of the three runtimes.
@@ -72,10 +74,10 @@ FAST := $(addprefix tests/,planning generation models moe discovery test_import_
 test-fast: $(VENV)/.installed-test
 	@$(TESTS) -m "not slow and not soak" $(FAST) $(PYTEST_ARGS)
 
-test-soak: $(VENV)/.collected
+test-soak: $(COLLECTED)
 	@NEW_EXAMPLES=1 $(TESTS) -m "soak or hypothesis" tests $(PYTEST_ARGS)
 
-test-papers: $(VENV)/.collected
+test-papers: $(COLLECTED)
 	@$(TESTS) $(BENCHMARKS) $(PYTEST_ARGS)
 
 check: $(VENV)/.installed-test

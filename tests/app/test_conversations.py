@@ -9,6 +9,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from random_examples import examples
 
 from app.conversations.database import SqliteStore
 from app.conversations.deleting import title_from
@@ -210,7 +211,7 @@ def test_search_follows_updates(store: SqliteStore) -> None:
     assert len(store.search("gamma")) == 1
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(12), deadline=None)
 @given(text=st.text(st.one_of(st.sampled_from("\"'*()^:-+{}[]%_ aANDORNEAR\0\ue000"), st.characters()), max_size=20))
 def test_any_text_may_be_searched_for_and_kept(store: SqliteStore, text: str) -> None:
     conversation = store.create(model="m", title="t").id

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from random_examples import examples
 
 from app.conversations.database import SqliteStore
 from app.conversations.opening import open_store
@@ -160,7 +161,7 @@ def test_deletions_of_a_program_that_crashed_are_removed_at_the_next_start(tmp_p
     again.close()
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40, deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(8), deadline=None)
 @given(choices=st.lists(st.tuples(st.integers(0, 30), st.booleans(), st.booleans()), max_size=8))
 def test_undoing_deletions_in_turn_brings_everything_back(
     store: SqliteStore, choices: list[tuple[int, bool, bool]]

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from paired_nodes import Nodes, make_identity
+from random_examples import examples
 
 from discovery.identity import load_identity
 from discovery.peers import PeersFile, new_peer
@@ -236,7 +237,7 @@ def test_message_over_the_limit_is_refused(pair: Nodes) -> None:
         messages.pack(messages.DataPiece(data=bytes(messages.MESSAGE_LIMIT)))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(st.binary(max_size=400), st.sampled_from([*messages.ControlBody.__subclasses__()]))
 def test_random_bytes_are_a_message_or_a_protocol_error(data: bytes, kind: type[messages.ControlBody]) -> None:
     try:

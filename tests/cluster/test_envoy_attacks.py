@@ -22,6 +22,7 @@ from eventually import eventually
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from linked_nodes import LinkedNodes, make_identity
+from random_examples import examples
 
 from discovery.identity import Identity
 from discovery.tls import TLS_NAME
@@ -272,7 +273,7 @@ def test_nobody_to_connect_to_is_said_in_time() -> None:
     assert process.poll() is not None
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(noise=st.binary(min_size=1, max_size=400))
 def test_an_engine_refuses_what_no_envoy_says(noise: bytes) -> None:
     exchange, other = bare_exchange()

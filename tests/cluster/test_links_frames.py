@@ -119,7 +119,7 @@ def test_a_frame_too_large_is_not_begun() -> None:
     close_all(left, right)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(noise=st.binary(min_size=1, max_size=2000))
 def test_random_bytes_on_a_live_plain_link_are_refused(noise: bytes) -> None:
     victim, attacker = plain_victim()
@@ -146,7 +146,7 @@ def test_random_bytes_on_a_live_tls_link_are_refused(noise: bytes) -> None:
     close_all(left, right)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(payload=st.binary(max_size=300), where=st.integers(0, 10_000), bit=st.integers(0, 7))
 def test_one_changed_bit_anywhere_is_refused(payload: bytes, where: int, bit: int) -> None:
     victim, attacker = plain_victim()
@@ -159,7 +159,7 @@ def test_one_changed_bit_anywhere_is_refused(payload: bytes, where: int, bit: in
     victim.close()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(payload=st.binary(max_size=300), kept=st.integers(0, 10_000))
 def test_a_truncated_frame_is_a_lost_peer(payload: bytes, kept: int) -> None:
     victim, attacker = plain_victim()

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_exchange import MemoryRing, must_succeed, on_all_ranks
 from numpy.typing import NDArray
+from random_examples import examples
 from ring_layer import run_layer
 
 from engine.cluster.all_gather import RingLayers
@@ -160,7 +161,7 @@ def test_an_array_that_cannot_be_written_is_copied() -> None:
 
 
 @given(st.integers(1, 60), st.integers(1, 4), st.integers(1, 4), st.booleans(), st.integers(0, 99))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 def test_every_route_has_one_owner_that_holds_its_expert(
     tokens: int, k: int, nodes: int, overlap: bool, seed: int
 ) -> None:

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from random_examples import examples
 
 from engine.cluster.transport.exchange import RingProtocolError
 from engine.cluster.weights import transfer
@@ -197,7 +198,7 @@ def test_a_share_is_not_written_through_a_link(tmp_path: Path):
 
 
 @given(st.lists(st.binary(min_size=1, max_size=40), max_size=6))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50, deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(10), deadline=None)
 def test_any_stream_ends_in_one_error_and_counts_nothing(tmp_path: Path, stream: list[bytes]):
     shares = ShardStore(tmp_path / "node", "head")
     offered = an_offer()

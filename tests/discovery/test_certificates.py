@@ -16,6 +16,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from discovery_machines import Machine
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_examples import examples
 
 from discovery.certificates import (
     CertificateError,
@@ -228,7 +229,7 @@ def test_every_other_form_is_refused(form: str) -> None:
         pem_of(FORMS[form]())
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(60))
 @given(st.data())
 def test_any_change_of_bytes_is_refused(data: st.DataObject) -> None:
     at = data.draw(st.integers(0, len(WHOLE) - 1))
@@ -240,7 +241,7 @@ def test_any_change_of_bytes_is_refused(data: st.DataObject) -> None:
             pem_of(mutated)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(8))
 @given(st.integers(1, 2**255), st.one_of(st.integers(1, 2**159 - 1), st.sampled_from([127, 128, 255, 256])))
 def test_whatever_is_made_is_taken_by_all_libraries(secret: int, serial: int) -> None:
     key = ec.derive_private_key(secret, ec.SECP256R1())

@@ -11,6 +11,7 @@ import pytest
 from eventually import PATIENCE_S, eventually
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_examples import examples
 
 from discovery import link_listener as listeners
 from discovery.errors import LinkListenerError
@@ -185,7 +186,7 @@ def test_too_large_a_body_is_not_sent(listener: LinkListener) -> None:
         dial(("127.0.0.1", listener.port), "echo", bytes(MAX_BODY + 1))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(st.binary(max_size=40), st.integers(0, 30))
 def test_frames_come_whole_or_not_at_all(content: bytes, limit: int) -> None:
     left, right = socket.socketpair()

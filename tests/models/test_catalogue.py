@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_examples import examples
 from tiny_gguf import ARCHITECTURES
 
 from engine.errors import ModelError
@@ -307,7 +308,7 @@ def test_one_writer_at_a_time(models: Path) -> None:
         assert (models / ".a.lock").exists()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(text=st.text(max_size=60))
 def test_any_text_is_a_model_or_a_model_error(text: str) -> None:
     try:

@@ -616,7 +616,7 @@ def test_damage_never_crashes(tmp_path: Path, tiny_llama: Path, data: st.DataObj
         assert "\n" not in str(error)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(st.lists(st.floats(width=32), min_size=1, max_size=50))
 def test_rounding_to_bfloat16_is_torchs(values: list[float]) -> None:
     import torch

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_examples import examples
 
 from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import Message
@@ -410,7 +411,7 @@ def test_sentencepiece_ids_are_sentencepieces(
     assert from_sentencepiece.decode(from_sentencepiece.encode(text)) == text
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(text=st.text(alphabet="abcdefgh thequick,.!?'\n12Ãé日🎉", min_size=1, max_size=40))
 def test_sentencepiece_ids_agree_on_any_text(
     from_sentencepiece: Tokenizer, sentencepiece_model: Any, text: str

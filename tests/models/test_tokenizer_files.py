@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_examples import examples
 
 from engine.errors import ModelError
 from engine.models import tokenizer_files
@@ -235,7 +236,7 @@ def test_the_ids_are_autotokenizers(tmp_path: Path, name: str) -> None:
     assert bool(ours.notices) == (name == "by transformers")
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(12))
 @given(text=st.text(max_size=60))
 def test_the_ids_agree_on_any_text(pairs: dict[str, tuple[Any, Any]], text: str) -> None:
     for name, (ours, theirs) in pairs.items():

@@ -128,7 +128,7 @@ def test_a_matrix_of_any_size_times_any_number_of_rows(name: str, dtype: str, po
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(8), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_matrices_anywhere_in_memory(name: str, dtype: str, pool: Pool, data: st.DataObject) -> None:
     """Unaligned by single elements, with gaps between the rows, strided inputs, a bias; what lies between is NaN."""

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from random_examples import examples
 
 from engine.ipc.messages import ExpertPolicy
 from engine.planning.policy import CacheRule, policy_named
@@ -153,7 +154,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestCacheMachine.settings = settings(max_examples=examples(12), stateful_step_count=40, deadline=None)
 
 
 def test_layers_are_whole_and_the_last_ones() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_examples import examples
 
 from engine.planning import cluster_load
 from engine.planning.cluster_load import expected_experts, load_outcomes, odds_of
@@ -40,7 +41,7 @@ def layers(draw: st.DrawFn) -> tuple[int, int, Rows]:
 
 
 @given(layers(), st.data())
-@settings(max_examples=75, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 def test_equal_to_enumeration(layer: tuple[int, int, Rows], data: st.DataObject) -> None:
     nodes, k, holders = layer
     use = data.draw(st.lists(st.integers(0, 50), min_size=len(holders), max_size=len(holders)))
@@ -56,7 +57,7 @@ def test_few_routes_counted() -> None:
 
 
 @given(layers())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 def test_all_experts_are_run_once(layer: tuple[int, int, Rows]) -> None:
     nodes, k, holders = layer
     outcomes = load_outcomes(Placement((0,), nodes, (holders,)), k)

@@ -113,7 +113,7 @@ def test_sums_add_up_nothing_is_negative_and_more_memory_never_hurts(
     assert large.shortfall <= small.shortfall
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(slots=st.floats(0, 7.5), name=st.sampled_from(["balanced", "twiddler", "layers", "lru-offload"]))
 def test_more_experts_on_the_gpu_are_never_slower(slots: float, name: ExpertPolicy) -> None:
     policy, even = policy_named(name, 8), Shares.even(8)

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_examples import examples
 
 from engine.ipc.messages import ExpertPolicy
 from engine.planning.calibration import CALIBRATION_VERSION, Calibration, Curve, ExpertShape
@@ -42,7 +43,7 @@ def active(*tokens: int, resident: tuple[int, ...] = ()) -> list[ActiveExpert]:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(pairs=st.lists(st.tuples(st.integers(1, 300), st.booleans()), max_size=20))
 def test_every_policy_gives_each_expert_a_place_that_it_can_have(
     name: ExpertPolicy, pairs: list[tuple[int, bool]]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_examples import examples
 
 from engine.planning import balancing
 from engine.planning.calibration import CALIBRATION_VERSION, Calibration, Curve, ExpertShape
@@ -85,7 +86,7 @@ def assignments(active: Sequence[ActiveExpert]) -> list[tuple[Place, ...]]:
     ]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(calibrations(), st.one_of(actives(8, 4), actives(8, 500)))
 def test_is_as_good_as_the_best_of_all_assignments(measured: Calibration, active: list[ActiveExpert]) -> None:
     decision = Balanced().decide(0, active, measured)
@@ -94,7 +95,7 @@ def test_is_as_good_as_the_best_of_all_assignments(measured: Calibration, active
     assert (decision.cpu_s, decision.gpu_s) == layer_sides(active, decision.places, measured)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(calibrations(), actives(40, 200))
 def test_every_place_suits_its_expert_and_the_answer_is_always_the_same(
     measured: Calibration, active: list[ActiveExpert]
@@ -200,7 +201,7 @@ def simulated_gpu(resident: Sequence[float], moved: Sequence[float], copy: float
     return done
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     st.lists(st.floats(0.01, 5.0), max_size=4),
     st.lists(st.floats(0.01, 5.0), min_size=1, max_size=5),
@@ -213,7 +214,7 @@ def test_the_gpus_time_is_that_of_the_best_order(resident: list[float], moved: l
     assert sides(load, measured)[1] == pytest.approx(best)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.floats(0.01, 10), st.floats(0.01, 10), st.floats(1, 3), st.floats(1, 3))
 def test_both_sides_slow_each_other_only_while_both_work(
     cpu: float, copy: float, slow_cpu: float, slow_copy: float
@@ -264,7 +265,7 @@ def soonest_cut(active: Sequence[ActiveExpert], measured: Calibration) -> float:
     return min(found)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(active=actives(40, 60), measured=calibrations())
 def test_no_cut_is_sooner_than_the_decision(active: list[ActiveExpert], measured: Calibration) -> None:
     decision = Balanced().decide(0, active, measured)

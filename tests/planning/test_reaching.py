@@ -54,7 +54,7 @@ def reach(members: Sequence[str], broken: set[Pair]) -> bool:
 
 
 @given(st.integers(0, 5), pairs)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_all_maximal_sets_and_no_other(count: int, broken: set[Pair]) -> None:
     others = NAMES[:count]
     subsets = [set(each) for size in range(count + 1) for each in itertools.combinations(others, size)]

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_examples import examples
 
 from engine.ipc.messages import ExpertPolicy
 from engine.ipc.messages.ring import RingChoice
@@ -235,7 +236,7 @@ def best_of_all(nodes: list[NodeMeasured]) -> float:
     memory=st.lists(st.sampled_from([2, 4, 8]), min_size=2, max_size=3),
     on_gpu=st.lists(st.sampled_from([None, 0, 2, 4, 8]), min_size=3, max_size=3),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(8), deadline=None)
 def test_close_to_the_best_of_all_placements(memory: list[int], on_gpu: list[int | None]) -> None:
     nodes = [node(str(rank), room, on_gpu[rank]) for rank, room in enumerate(memory)]
     found, best = decide(nodes, mode="exact"), best_of_all(nodes)

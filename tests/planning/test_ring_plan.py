@@ -620,7 +620,7 @@ def test_a_machine_that_would_hold_nothing_is_left_out() -> None:
     st.booleans(),
 )
 @example([(15, None), (6, None)], 4, "auto", False, True)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(8), deadline=None)
 def test_every_machine_of_a_ring_holds_experts(
     machines: list[tuple[int, float | None]], experts: int, mode: str, overlap: bool, even_if_slower: bool
 ) -> None:

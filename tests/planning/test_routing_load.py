@@ -39,7 +39,7 @@ def sorted_loads(owners: Sequence[int], sizes: Sequence[int], weights: Sequence[
 
 
 @given(layers(), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_few_tokens_are_shared_out_best(layer: tuple[int, Rows], data: st.DataObject) -> None:
     nodes, holders = layer
     weights = data.draw(st.lists(st.sampled_from([1.0, 1.3, 2.0, 5.0]), min_size=nodes, max_size=nodes))
@@ -111,7 +111,7 @@ def test_answers_are_remembered_within_bounds_and_cannot_be_spoilt() -> None:
 
 
 @given(layers(4, 6), st.lists(st.floats(0.01, 100.0), min_size=4, max_size=4))
-@settings(max_examples=50)
+@settings(max_examples=examples(10))
 def test_nodes_agree_whatever_the_unit_of_the_weights(layer: tuple[int, Rows], weights: list[float]) -> None:
     nodes, holders = layer
     placement = Placement((0,), nodes, (holders,))

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_oracle import load_native, needs_kernels
+from random_examples import examples
 from resident_memory import needs_smaps, resident_bytes
 from subjects import NATIVE, StoredModel, assert_close, fresh, prompt_of
 
@@ -149,7 +150,7 @@ class Writer:
 SHAPES = ((AlikeLayers(2, 1, 4),), (AlikeLayers(2, 2, 4), AlikeLayers(1, 1, 8)))
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(8))
 @given(st.data())
 def test_pages_hold_what_each_row_was_given(data: st.DataObject) -> None:
     shape = PageShape(data.draw(st.sampled_from(SHAPES)), "BF16", has_values=data.draw(st.booleans()))

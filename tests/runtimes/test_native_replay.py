@@ -104,7 +104,9 @@ def test_every_packed_family(family: str, stored: str, stored_model: StoredModel
     assert_equal(NATIVE.load(stored_model(NATIVE, family, stored)))
 
 
-@pytest.mark.parametrize("instructions", available())
+@pytest.mark.parametrize(
+    "instructions", [*available()[:1], *(pytest.param(name, marks=pytest.mark.soak) for name in available()[1:])]
+)
 @pytest.mark.parametrize("key_values", ["auto", "q8_0"])
 def test_where_attention_is_cut_into_parts(
     key_values: str, instructions: str, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch

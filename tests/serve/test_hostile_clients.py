@@ -12,6 +12,7 @@ import pytest
 from eventually import eventually
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_examples import examples
 from served import MODEL, Served, raw
 
 from app.serve import bodies
@@ -55,7 +56,7 @@ bodies_of_all_kinds = st.dictionaries(fields, json_values, max_size=5)
 
 
 @given(bodies_of_all_kinds, st.sampled_from(KINDS))
-@settings(max_examples=60)
+@settings(max_examples=examples(12))
 def test_any_json_is_taken_or_refused(fuzzed: dict[str, Any], kind: Any) -> None:
     base: dict[str, Any] = {**QUESTION, "input": "x", "prompt": "x"}
     try:
@@ -69,7 +70,7 @@ def test_any_json_is_taken_or_refused(fuzzed: dict[str, Any], kind: Any) -> None
 
 
 @given(st.binary(max_size=60), st.sampled_from(KINDS))
-@settings(max_examples=50)
+@settings(max_examples=examples(10))
 def test_any_bytes_are_taken_or_refused(body: bytes, kind: Any) -> None:
     with pytest.raises(Refused):
         decoded(body, kind)

@@ -164,7 +164,7 @@ def test_every_question_has_one_answer(person: Person, steps: list[tuple[str, in
 
 
 @pytest.mark.soak
-@settings(max_examples=40)
+@settings(max_examples=examples(8))
 @given(steps=STEPS)
 def test_every_question_has_one_answer_in_many_conversations(person: Person, steps: list[tuple[str, int]]) -> None:
     check_one_answer(person, steps)
@@ -177,7 +177,7 @@ def test_every_question_has_one_answer_whatever_else_is_kept(keeper: Person, ste
 
 
 @pytest.mark.soak
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(12), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=STEPS)
 def test_every_question_has_one_answer_whatever_many_keep(keeper: Person, steps: list[tuple[str, int]]) -> None:
     check_one_answer(keeper, steps)

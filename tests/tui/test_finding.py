@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_examples import examples
 from screen_helpers import MakeApp, controller, ready, shown, wait_until
 from textual.pilot import Pilot
 from textual.widgets import Static
@@ -25,7 +26,7 @@ def test_case_white_space_and_marks_do_not_matter() -> None:
     assert dots is not None and about(Entry("user", "a.b( axb("), dots) == 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(st.lists(st.integers(0, 3), max_size=12), st.integers(0, 11), st.integers(0, 11))
 def test_all_hits_come_in_turn_both_ways(counts: list[int], first: int, last: int) -> None:
     hits = Hits(counts)

@@ -59,6 +59,7 @@ async def test_a_key_that_is_not_possible_says_why(make_app: MakeApp, place: int
         assert not app.chat.notice.display
 
 
+@pytest.mark.sampled(least=6)
 @pytest.mark.parametrize("name", [name for name in SCREENS if name not in ("palette", "queue")])
 async def test_every_key_that_is_not_possible_says_something(
     make_app: MakeApp, engine: FakeEngine, few_settings: None, name: str, monkeypatch: pytest.MonkeyPatch

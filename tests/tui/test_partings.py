@@ -79,7 +79,7 @@ def test_two_candidates_never_look_alike(
     assert rows[0] != rows[1] and all(PARTING in row or row == " (empty)" for row in rows)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(st.lists(_words.map(" ".join), min_size=1, max_size=6))
 def test_partings_are_where_pairs_differ(texts: list[str]) -> None:
     places = partings(texts)

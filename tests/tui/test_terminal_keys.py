@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_examples import examples
 from textual import events
 from textual.app import App, ComposeResult
 from textual.message import Message
@@ -144,7 +145,7 @@ def test_a_sequence_that_is_cut_anywhere_is_never_typed(sequence: str, delay: fl
         assert (names(found), characters(found)) == (names(whole), characters(whole)), place
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     st.lists(st.sampled_from([*SEQUENCES, "x", "é", "word "]), min_size=1, max_size=5),
     st.lists(st.integers(0, 80), max_size=8),
@@ -236,7 +237,7 @@ def test_what_is_pasted_keeps_its_lines_and_its_joiners() -> None:
     ]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(20))
 @given(st.lists(st.text(max_size=20).filter(lambda text: END not in text), max_size=4), st.integers(1, 40))
 def test_pastes_come_whole_however_they_are_cut(texts: list[str], size: int) -> None:
     sent = "".join(f"{START}{text}{END}" for text in texts)
