@@ -22,8 +22,8 @@ TERMINAL_APP = frozenset(
         *(f"ctrl+{letter}" for letter in string.ascii_lowercase if letter not in "him"),
         *("enter", "escape", "tab", "shift+tab", "backspace", "space", "up", "down", "left", "right"),
         *("ctrl+underscore", "ctrl+right_square_bracket", "ctrl+backslash"),
-        *("question_mark", "slash", "left_square_bracket"),
-        "right_square_bracket",
+        *("question_mark", "slash", "left_square_bracket", "right_square_bracket"),
+        *("left_curly_bracket", "right_curly_bracket"),
     ]
 )  # fmt: skip
 """Keys that Terminal.app of macOS sends in its default configuration without ``fn``, by Textual's names.

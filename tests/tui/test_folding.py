@@ -6,7 +6,7 @@ import pytest
 from fake_engine import FakeEngine
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from screen_helpers import MakeApp, controller, ready, wait_until
+from screen_helpers import MakeApp, controller, ready, shown, wait_until
 from textual.app import App, ComposeResult
 from textual.binding import Binding
 from textual.events import Paste
@@ -14,7 +14,10 @@ from textual.widgets import TextArea
 
 from app.chat.folding import CHARACTERS, LINES, Folds
 from app.conversations.drafts import Draft
+from app.conversations.store import ConversationStore
+from app.tui.chat.message import MessageView
 from app.tui.chat.prompt import Prompt
+from app.tui.render.formatting import fold
 from app.tui.render.text_field import TextField
 from engine.ipc.messages import Generate
 
@@ -207,3 +210,52 @@ async def test_a_recalled_paste_is_not_replaced_by_that_of_another_draft_with_th
         prompt.fill("")
         await pilot.press("up")
         assert prompt.whole_text == LONG
+
+
+def test_of_a_long_question_the_ends_are_shown() -> None:
+    assert fold("a\n" * 39) is None and fold("x" * 4_000) is None
+    lines = fold(LONG + "\n\nWhat is it?\n")
+    assert lines is not None and lines.beginning == "\n".join(LONG.split("\n")[:6])
+    assert lines.end == "line 213\n\nWhat is it?" and lines.whole == "217 lines"
+    assert (lines.line(False).plain, lines.line(True).plain) == ("▸ 208 more lines", "▾ 217 lines")
+    characters = fold("x" * 100_000)
+    assert characters is not None and characters.line(False).plain == "▸ 99,100 more characters"
+    assert len(characters.beginning) + len(characters.end) == 900
+
+
+async def test_a_long_question_is_folded_found_and_copied_whole(make_app: MakeApp, store: ConversationStore) -> None:
+    question = "\n".join(f"line {number}" for number in range(10_000)) + "\nWhat is it?"
+    conversation = store.create(model="starter")
+    parent: int | None = None
+    for role, text in (("user", "hello"), ("assistant", "yes?"), ("user", question), ("assistant", "A list.")):
+        parent = store.add(conversation.id, role, text, parent=parent).id  # type: ignore[arg-type]
+    app = make_app()
+    async with app.run_test(size=(80, 30)) as pilot:
+        await ready(pilot, app)
+        controller(app).open_conversation(conversation.id)
+        await wait_until(pilot, lambda: len(shown(app)) == 4)
+        assert app.chat is not None
+        transcript = app.chat.transcript
+        assert shown(app)[2].split("\n")[6:] == [
+            "line 5",
+            "▸ 9,992 more lines",
+            "line 9998",
+            "line 9999",
+            "What is it?",
+        ]
+        await pilot.press("shift+tab")
+        for key, index in (("left_curly_bracket", 2), ("left_curly_bracket", 0), ("left_curly_bracket", 0),
+                           ("right_curly_bracket", 2), ("right_curly_bracket", 3)):  # fmt: skip
+            await pilot.press(key)
+            await wait_until(pilot, lambda index=index: app.focused is transcript.views[index])
+        await pilot.press("up", "c")
+        await wait_until(pilot, lambda: app.clipboard == question)
+        await pilot.press("t")
+        assert shown(app)[2].split("\n", 1)[1] == f"▾ 10,001 lines\n{question}"
+        await pilot.press("t")
+        assert "▸ 9,992 more lines" in shown(app)[2]
+        await pilot.press("slash", *"more lines")
+        await wait_until(pilot, lambda: "not found" in str(app.screen.query_one("#find-count").render()))
+        app.chat.find_line.open("line 7777")
+        await wait_until(pilot, lambda: "line 7777" in str(app.export_screenshot()).replace("&#160;", " "))
+        assert "▾ 10,001 lines" in shown(app)[2] and isinstance(transcript.views[2], MessageView)

@@ -33,7 +33,7 @@ async def test_notices_never_cover_the_prompt(make_app: MakeApp, size: tuple[int
     [
         (-1, "b", "This message has no code block."),
         (-1, "t", "This answer has no thoughts."),
-        (-2, "t", "This question has no files."),
+        (-2, "t", "This question has no files, and it is shown whole."),
         (-1, "left", "This message has no other versions."),
         (-1, "right", "This message has no other versions."),
         (-2, "m", "There is no answer to go on with; only an answer can be continued."),

@@ -62,6 +62,7 @@ SENT = {
     "up": "\x1b[A", "down": "\x1b[B", "right": "\x1b[C", "left": "\x1b[D", "ctrl+underscore": "\x1f",
     "ctrl+right_square_bracket": "\x1d", "ctrl+backslash": "\x1c",
     "question_mark": "?", "slash": "/", "left_square_bracket": "[", "right_square_bracket": "]",
+    "left_curly_bracket": "{", "right_curly_bracket": "}",
 }  # fmt: skip
 
 

@@ -10,10 +10,11 @@ from textual.content import Content
 from textual.message import Message
 
 from app.chat.continuing import why_not
+from app.chat.finding import about
 from app.chat.state import Entry
 from app.tui.keymap import bound
 from app.tui.render.attachments import attached
-from app.tui.render.formatting import footing, heading, thoughts_line
+from app.tui.render.formatting import fold, footing, heading, thoughts_line
 from app.tui.render.highlighting import Highlighter
 from app.tui.render.markdown import render_plain
 from app.tui.render.rendered import Written
@@ -40,12 +41,13 @@ class MessageView(Written, can_focus=True):
 
     HELP = (
         "A message of the conversation. `up` and `down` go to the previous and the next message, `g` and `G` to the "
-        "first and the last; `u` and `d` scroll. `c` copies the message, `b` its next code block. `t` opens and folds "
-        "what the model thought before its answer (while it is open, `c` copies it too), or the files attached to a "
-        "question. `e` edits the message; the old text stays as an alternative. `r` regenerates the answer, and `m` "
-        "lets the model go on from its end. `left` and `right` switch between alternatives. `x` deletes the message "
-        "and what follows it, `X` its alternatives too; `z` or `ctrl+z` brings back what was deleted. `/` finds a "
-        "text in the chat. `esc` returns to the prompt."
+        "first and the last, `{` and `}` to the previous and the next question; `u` and `d` scroll. `c` copies the "
+        "message, `b` its next code block. `t` opens and folds what the model thought before its answer (while it is "
+        "open, `c` copies it too), or the files attached to a question and a long question itself. `e` edits the "
+        "message; the old text stays as an alternative. `r` regenerates the answer, and `m` lets the model go on from "
+        "its end. `left` and `right` switch between alternatives. `x` deletes the message and what follows it, `X` "
+        "its alternatives too; `z` or `ctrl+z` brings back what was deleted. `/` finds a text in the chat. `esc` "
+        "returns to the prompt."
     )
     # The words are short, as all of them stand in one line; their tooltips say more.
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -55,7 +57,7 @@ class MessageView(Written, can_focus=True):
         Binding("c", "act('copy')", "Copy", id="message.copy"),
         Binding("b", "act('code')", "Code", tooltip="Copy code", id="message.copy_code"),
         Binding("t", "thoughts", "Thoughts", id="message.thoughts"),
-        Binding("t", "files", "Files", id="message.files"),
+        Binding("t", "files", "Unfold", id="message.files"),
         Binding("e", "act('edit')", "Edit", id="message.edit"),
         Binding("r", "act('again')", "Again", tooltip="Regenerate", id="message.again"),
         Binding("m", "act('continue')", "More", tooltip="Continue", id="message.continue"),
@@ -67,6 +69,8 @@ class MessageView(Written, can_focus=True):
         Binding(bound("page_down"), "screen.scroll(1)", "Page down", show=False, id="message.page_down"),
         Binding("up,k", "neighbour(-1)", "Message above", show=False, id="message.up"),
         Binding("down,j", "neighbour(1)", "Message below", show=False, id="message.down"),
+        Binding("left_curly_bracket", "question(-1)", "Previous question", show=False, id="message.question_before"),
+        Binding("right_curly_bracket", "question(1)", "Next question", show=False, id="message.question_after"),
         Binding("X", "act('delete_all')", "Delete all versions", show=False, id="message.delete_all"),
         Binding("z,ctrl+z", "act('undo')", "Undo deletion", show=False, id="message.undo"),
         Binding("escape,i", "act('leave')", "Back", id="message.leave"),
@@ -87,6 +91,14 @@ class MessageView(Written, can_focus=True):
             super().__init__()
             self.last = last
 
+    class Question(Message):
+        """The person goes from ``view`` to the next question (``offset`` 1) or the previous one (-1)."""
+
+        def __init__(self, view: MessageView, offset: int) -> None:
+            super().__init__()
+            self.view = view
+            self.offset = offset
+
     class Neighbour(Message):
         def __init__(self, view: MessageView, offset: int) -> None:
             super().__init__()
@@ -98,11 +110,14 @@ class MessageView(Written, can_focus=True):
         self.entry = entry
         self._parts: list[AnswerPart] | None = None
         self._thoughts_open = thoughts_open
-        self._files_open = False
+        self._open = False
+        """Whether files and a long question are shown whole."""
         self._stamp: Stamp | None = None
         self._unmarked = Content()
         self._body = 0, 0
         """The part of the content that is the message's text."""
+        self._left_out = 0, 0
+        """The line in it that stands for what is folded."""
         self._marks: tuple[re.Pattern[str] | None, int | None] = None, None
 
     @property
@@ -135,21 +150,34 @@ class MessageView(Written, can_focus=True):
 
     def written(self, width: int) -> Content:
         parts = [*self._day(width), heading(self.entry, self._stamp.time if self._stamp else ""), *self._thoughts()]
-        self._body = 0, 0
+        self._body = self._left_out = 0, 0
         if self._parts is not None:
             body = joined(self._parts, lambda source: self.markdown(source, width))
             return Content("\n").join([*parts, body] if self._parts else parts)
         if self.entry.content:
-            text = self.entry.content
-            body = render_plain(text) if self.entry.role == "user" else self.markdown(text, width)
             start = sum(len(part) + 1 for part in parts)
+            body = self._question(start) if self.entry.role == "user" else self.markdown(self.entry.content, width)
             self._body = start, start + len(body)
             parts.append(body)
-        parts += attached(self.entry.attachments, self._files_open)
+        parts += attached(self.entry.attachments, self._open)
         foot = footing(self.entry)
         if foot is not None:
             parts.append(foot)
         return Content("\n").join(parts)
+
+    def _question(self, start: int) -> Content:
+        """What was asked, which is drawn from the character ``start`` on. Of a long one only its ends are laid out."""
+        text = self.entry.content
+        folded = fold(text)
+        if folded is None:
+            return render_plain(text)
+        line = folded.line(self._open)
+        if self._open:
+            self._left_out = start, start + len(line)
+            return Content("\n").join([line, render_plain(text)])
+        beginning, end = render_plain(folded.beginning), render_plain(folded.end)
+        self._left_out = start + len(beginning) + 1, start + len(beginning) + 1 + len(line)
+        return Content("\n").join([beginning, line, end])
 
     # --- what is found in it --------------------------------------------------------------------------------------
 
@@ -163,9 +191,13 @@ class MessageView(Written, can_focus=True):
             self.refresh()
 
     def count(self, pattern: re.Pattern[str]) -> int:
-        """The number of hits in the text as it is drawn."""
+        """The number of hits in the text as it is drawn. A long question is opened if it has more."""
         self._content(self.size.width)
-        return len(self._found(pattern))
+        found = len(self._found(pattern))
+        if self._left_out[1] and not self._open and found < about(self.entry, pattern):
+            self.action_files()
+            found = len(self._found(pattern))
+        return found
 
     def line_of(self, hit: int) -> int:
         """The line of the message, from 0, in which the hit of :meth:`mark` with this index ends."""
@@ -177,7 +209,8 @@ class MessageView(Written, can_focus=True):
 
     def _found(self, pattern: re.Pattern[str]) -> list[tuple[int, int]]:
         start, end = self._body
-        return [match.span() for match in pattern.finditer(self._unmarked.plain, start, end)]
+        spans = (match.span() for match in pattern.finditer(self._unmarked.plain, start, end))
+        return [(start, end) for start, end in spans if end <= self._left_out[0] or start >= self._left_out[1]]
 
     def _with_marks(self, content: Content) -> Content:
         pattern, current = self._marks
@@ -220,7 +253,7 @@ class MessageView(Written, can_focus=True):
                 case "previous" | "next":
                     return self.entry.siblings > 1
         if action == "files":
-            return bool(self.entry.attachments)
+            return bool(self.entry.attachments) or (self.entry.role == "user" and fold(self.entry.content) is not None)
         return bool(self.entry.thoughts.text) if action == "thoughts" else True
 
     def why_not(self, action: str, parameters: tuple[object, ...]) -> str:
@@ -233,7 +266,7 @@ class MessageView(Written, can_focus=True):
             case "act", ("previous" | "next",):
                 return "This message has no other versions."
             case "thoughts" | "files", _ if self.entry.role == "user":
-                return "This question has no files."
+                return "This question has no files, and it is shown whole."
             case "thoughts" | "files", _:
                 return "This answer has no thoughts."
         return ""
@@ -244,12 +277,15 @@ class MessageView(Written, can_focus=True):
     def action_edge(self, last: bool) -> None:
         self.post_message(self.Edge(last))
 
+    def action_question(self, offset: int) -> None:
+        self.post_message(self.Question(self, offset))
+
     def action_thoughts(self) -> None:
         self.open_thoughts(not self._thoughts_open)
 
     def action_files(self) -> None:
-        """Show the texts of the attached files, or fold them."""
-        self._files_open = not self._files_open
+        """Show the texts of the attached files and the whole of a long question, or fold them."""
+        self._open = not self._open
         self.remake()
 
     def action_act(self, what: str) -> None:

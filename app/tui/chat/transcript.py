@@ -237,7 +237,11 @@ class Transcript(VerticalScroll, can_focus=False):
 
     def show_hit(self, view: MessageView, hit: int) -> None:
         """Bring a hit of :meth:`mark` into sight, with some of what is around it."""
-        line, height = view.virtual_region.y + view.line_of(hit), self.container_size.height
+        line = view.line_of(hit)
+        if line >= view.virtual_region.height:
+            # The message was opened for it just now.
+            self.screen._refresh_layout()
+        line, height = line + view.virtual_region.y, self.container_size.height
         if not self.scroll_y + 1 <= line < self.scroll_y + height - 1:
             self.scroll_to(y=line - height // 2, animate=False, immediate=True, force=True)
 
@@ -535,7 +539,22 @@ class Transcript(VerticalScroll, can_focus=False):
     @on(MessageView.Edge)
     async def _focus_edge(self, event: MessageView.Edge) -> None:
         event.stop()
-        view = await self.go_to(self.path[-1 if event.last else 0])
+        await self._look_at(self.path[-1 if event.last else 0])
+
+    @on(MessageView.Question)
+    async def _focus_question(self, event: MessageView.Question) -> None:
+        event.stop()
+        index = next((index for index, entry in enumerate(self.path) if entry is event.view.entry), 0)
+        others = self.path[index + 1 :] if event.offset > 0 else self.path[:index][::-1]
+        question = next((entry for entry in others if entry.role == "user"), None)
+        if question is not None:
+            await self._look_at(question)
+        elif event.offset > 0:
+            await self._look_at(self.path[-1])
+
+    async def _look_at(self, entry: Entry) -> None:
+        """Go to ``entry``, which gets the focus."""
+        view = await self.go_to(entry)
         if view is not None:
             view.focus(scroll_visible=False)
             self.call_after_refresh(lambda: view.scroll_visible(animate=False, top=True, immediate=True))

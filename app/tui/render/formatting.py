@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from textual.content import Content
 
@@ -47,6 +48,40 @@ def heading(entry: Entry, time: str = "") -> Content:
     if entry.record is None:
         parts.append(("  not saved", "$text-error"))
     return Content.assemble(*parts)
+
+
+LINES, CHARACTERS = 40, 4_000
+"""Maximum lines and characters of a question that is shown as it is."""
+_BEGINNING, _END = (6, 600), (3, 300)
+"""Maximum lines and characters that are shown of both ends of a longer one."""
+
+
+@dataclass(frozen=True)
+class Folded:
+    """The ends of a long question, and how much it has in all and between them: ``10,000 lines``."""
+
+    beginning: str
+    end: str
+    whole: str
+    between: str
+
+    def line(self, is_open: bool) -> Content:
+        """``▸ 9,991 more lines``: the line that stands for what is left out, or above all of it."""
+        return Content.styled(f"▾ {self.whole}" if is_open else f"▸ {self.between}", f"italic {_MUTED}")
+
+
+def fold(question: str) -> Folded | None:
+    """What is shown of a long question; None if it is short."""
+    lines = question.count("\n") + 1
+    if lines <= LINES and len(question) <= CHARACTERS:
+        return None
+    beginning = "\n".join(question[: _BEGINNING[1]].split("\n")[: _BEGINNING[0]])
+    end = "\n".join(question[-_END[1] :].rstrip().split("\n")[-_END[0] :])
+    if lines > LINES:
+        left_out = lines - beginning.count("\n") - end.count("\n") - 2
+        return Folded(beginning, end, f"{lines:,} lines", f"{left_out:,} more lines")
+    left_out = len(question) - len(beginning) - len(end)
+    return Folded(beginning, end, f"{len(question):,} characters", f"{left_out:,} more characters")
 
 
 def thoughts_line(thoughts: Thoughts, is_open: bool, live: bool = False) -> Content:
