@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import re
 import socket
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import psutil
 
@@ -34,6 +35,8 @@ class OwnAddress:
     """The address without its interface, without which link-local IPv6 addresses mean nothing."""
     prefix: int
     """Length of the network's prefix in bits."""
+    is_default: bool = field(default=False, compare=False)
+    """Whether its interface is a default route's."""
 
     @property
     def parsed(self) -> IP:
@@ -81,7 +84,9 @@ def own_addresses() -> list[OwnAddress]:
             except ValueError:
                 continue
             found.add(OwnAddress(interface, ip, _prefix(entry.netmask, width)))
-    return sorted(found)
+    routed = _default_ips()
+    defaults = {one.interface for one in found if one.ip in routed}
+    return sorted(replace(one, is_default=one.interface in defaults) for one in found)
 
 
 def is_inside(interface: str) -> bool:
@@ -90,8 +95,8 @@ def is_inside(interface: str) -> bool:
 
 
 def announced(own: Iterable[OwnAddress]) -> list[OwnAddress]:
-    """The addresses that are announced, best first: without loopback, inner bridges and the system's own tunnels,
-    unless there is nothing else."""
+    """The addresses that are announced, best first, a default route's before others of its kind. Left out are loopback,
+    inner bridges and the system's own tunnels, unless there is nothing else."""
     candidates = sorted(own, key=_rank)
     inside = [one for one in candidates if not one.is_loopback]
     outside = [one for one in inside if not is_inside(one.interface) and not _SYSTEM_TUNNEL.match(one.interface)]
@@ -136,9 +141,21 @@ def _rank(own: OwnAddress) -> tuple[object, ...]:
         _TUNNEL.match(own.interface) is not None,
         ip.version == 6,
         ip.is_link_local,
+        not own.is_default,
         own.interface,
         own.ip,
     )
+
+
+def _default_ips() -> set[str]:
+    """This machine's addresses for packets to networks that nobody has, which go where the default route leads. Sends
+    nothing."""
+    found = set()
+    for family, somewhere in ((socket.AF_INET, "203.0.113.1"), (socket.AF_INET6, "2001:db8::1")):
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((somewhere, 9))
+            found.add(str(probe.getsockname()[0]).partition("%")[0])
+    return found
 
 
 def _interface_into(ip: IP, own: list[OwnAddress]) -> str:

@@ -327,7 +327,8 @@ def test_version_problem_names_the_protocol_too() -> None:
     theirs = msgspec.structs.replace(ours, protocol=99, name="them")
     assert version_problem(ours, ours) == ""
     said = version_problem(theirs, ours)
-    assert said == "It speaks ring protocol 99 and this machine 1; install the same version on both."
+    mine = messages.CONTROL_PROTOCOL
+    assert said == f"It speaks ring protocol 99 and this machine {mine}; install the same version on both."
     odd = version_problem(msgspec.structs.replace(ours, version="2\x1b[31m"), ours)
     assert odd.startswith("It has privatellm 2") and "\x1b" not in odd
 

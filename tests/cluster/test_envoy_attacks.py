@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
+import re
 import socket
 import struct
 import subprocess
@@ -15,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
+import grpc.aio
 import msgspec
 import pytest
 from engine_forks import forked_module
@@ -40,6 +43,7 @@ from engine.cluster.transport.envoy_process import (
     EnvoyReady,
     EnvoySetup,
     EnvoyTargets,
+    _reason,
 )
 from engine.cluster.transport.epochs import Epoch, Member
 from engine.cluster.transport.exchange import PeerLost, RingProtocolError
@@ -52,6 +56,10 @@ PATIENCE_S = 120.0
 def envoy_process(connection: socket.socket) -> subprocess.Popen[bytes]:
     descriptor = connection.fileno()
     return forked_module("engine.cluster.transport.envoy_process", [str(descriptor)], pass_fds=[descriptor])  # type: ignore[return-value]
+
+
+def _rpc_error(code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
 
 
 class LoneEnvoy:
@@ -195,6 +203,7 @@ def test_a_message_that_no_envoy_sends_ends_the_stream(envoy: LoneEnvoy, message
     with pytest.raises(PeerLost) as lost:
         envoy.exchange.receive()
     assert lost.value.ranks == (0,)
+    assert lost.value.reason == "its envoy ended the exchange"
     hold.set()
     thread.join(PATIENCE_S)
 
@@ -304,6 +313,22 @@ class _Ended:
 
     def wait(self, _: float = 0.0) -> int:
         return 0
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (_rpc_error(grpc.StatusCode.UNKNOWN, "Stream removed (recvmsg:Connection reset by peer (104))"), "broke"),
+        (_rpc_error(grpc.StatusCode.UNAVAILABLE, "failed to connect to all addresses; ipv4:192.0.2.1:9"), "broke"),
+        (_rpc_error(grpc.StatusCode.RESOURCE_EXHAUSTED, "CLIENT: Received message larger than max"), "broke"),
+        (_rpc_error(grpc.StatusCode.PERMISSION_DENIED, ""), "does not know this machine"),
+        (asyncio.CancelledError("Cancelling all calls"), "its envoy was closed"),
+        (TimeoutError(), "no answer in time"),
+    ],
+)
+def test_why_a_stream_ended_is_told_in_words_of_ours(error: BaseException, words: str) -> None:
+    told = _reason(error)
+    assert words in told and not re.search(r"[(:\d]|stream", told.lower())
 
 
 def test_control_messages_are_read_one_by_one() -> None:

@@ -51,6 +51,13 @@ def test_what_is_announced_leaves_out_loopback_and_containers() -> None:
     assert announced([]) == []
 
 
+def test_the_interface_of_the_default_route_comes_first_of_its_kind() -> None:
+    bridge, eth = OwnAddress("br-lan", "10.0.5.1", 24), OwnAddress("eth0", "192.168.1.8", 24, is_default=True)
+    vpn = OwnAddress("tun0", "10.8.0.2", 24, is_default=True)
+    eth6, bridge6 = OwnAddress("eth0", "2001:db8::8", 64, is_default=True), OwnAddress("br-lan", "2001:db8:1::1", 64)
+    assert announced([bridge6, bridge, vpn, eth6, eth]) == [eth, bridge, eth6, bridge6, vpn]
+
+
 def test_addresses_in_a_network_of_this_machine_come_first_and_container_networks_last() -> None:
     heard = [(ip, 47820) for ip in ("172.17.0.2", "10.9.9.9", "100.90.1.2", "192.168.1.9", "169.254.9.9")]
     found = towards(heard, [WIFI, THUNDERBOLT, DOCKER, LOOP])

@@ -97,7 +97,7 @@ class HelpScreen(ModalScreen[None]):
         yield KeyFooter()
 
 
-class _Keys(Rendered):
+class _KeysOfPlace(Rendered):
     """The keys of ``screen`` where the focus is: those of the focused widget, of what is around it, and the others."""
 
     def __init__(self, screen: Screen[Any]) -> None:
@@ -149,7 +149,7 @@ class KeySheet(HelpScreen):
 
     def compose(self) -> ComposeResult:
         with VerticalScroll(classes="help"):
-            yield _Keys(self._of)
+            yield _KeysOfPlace(self._of)
         yield KeyFooter()
 
 

@@ -195,8 +195,7 @@ class EnvoyExchange:
         if kind == CONTROL or rank not in self._pieces:
             raise RingProtocolError("The envoy of this machine sent something else.", kind="network")
         if kind == LOST:
-            why = plain_text(payload.decode("utf-8", "replace"))
-            reason = f"its stream ended ({why})"
+            reason = plain_text(payload.decode("utf-8", "replace"))
             self._ended.setdefault(rank, PeerLost(f"{name} is gone: {reason}.", (rank,), reason=reason))
             return
         if kind == BYE:

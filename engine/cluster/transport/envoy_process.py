@@ -229,7 +229,7 @@ class NodeStream:
         """Carry both directions until one of them ends, then notify the engine."""
         await self._go.wait()  # not before the engine knows that the exchange begins
         writer = asyncio.create_task(self._send(write, engine), name=f"to {self.facts.rank}")
-        reason = "its stream ended"
+        reason = "its envoy ended the exchange"
         try:
             async for message in messages:
                 if not await self._received(message, engine):
@@ -402,9 +402,16 @@ def _settled(future: asyncio.Future[None]) -> bool:
 
 
 def _reason(error: BaseException) -> str:
-    if isinstance(error, grpc.aio.AioRpcError):
-        return str(error.details() or error.code())
-    return str(error) or "no answer in time"
+    """What a failed stream means, in words of a person's line: gRPC's own name sockets and numbers of errors."""
+    match error:
+        case grpc.aio.AioRpcError() if error.code() == grpc.StatusCode.PERMISSION_DENIED:  # see _accept
+            return "it does not know this machine"
+        case grpc.RpcError():
+            return "the connection to it broke"
+        case asyncio.CancelledError():
+            return "its envoy was closed"
+        case _:
+            return str(error) or "no answer in time"
 
 
 async def main(descriptor: int) -> None:
