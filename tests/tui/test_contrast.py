@@ -15,7 +15,19 @@ from textual.theme import BUILTIN_THEMES
 
 from app.settings.schema import THEMES
 from app.tui.application import ChatApp
-from app.tui.terminal.colours import FIELDS, HEATS, LEAST_CONTRAST, PAIRS, TEXTS, contrast, legible, seen
+from app.tui.terminal.colours import (
+    EDGES,
+    FIELDS,
+    HEATS,
+    LEAST_CONTRAST,
+    LEAST_EDGE,
+    MOST_FOOTER,
+    PAIRS,
+    TEXTS,
+    contrast,
+    legible,
+    seen,
+)
 
 XTERM = {
     "default": None, "black": (0, 0, 0), "red": (205, 0, 0), "green": (0, 205, 0), "yellow": (205, 205, 0),
@@ -49,6 +61,20 @@ def test_every_text_stands_out_from_what_it_is_drawn_on(theme: str) -> None:
         on = color(found[field], paper, paper)
         ratio = contrast(color(found[text], on, ink), on)
         assert ratio >= LEAST_CONTRAST, f"{theme}: {text} on {field}: {ratio:.2f}"
+
+
+@pytest.mark.parametrize("theme", [theme for theme in THEMES if not theme.startswith("ansi")])
+def test_edges_are_seen_and_the_line_of_keys_is_calm(theme: str) -> None:
+    found = variables(theme)
+    paper = Color.parse(found["background"])
+    dark = BUILTIN_THEMES[theme].dark
+    for name in EDGES:
+        edge = Color.parse(found[name])
+        assert contrast(edge, paper) >= LEAST_EDGE, name
+        assert (edge.brightness > paper.brightness) == dark, name
+    footer = Color.parse(found["footer-background"])
+    assert contrast(footer, paper) <= MOST_FOOTER
+    assert found["footer-key-foreground"] != found["footer-description-foreground"]
 
 
 def test_what_already_stands_out_stays_as_it_is() -> None:

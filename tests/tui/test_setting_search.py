@@ -10,6 +10,9 @@ from app.settings.schema import SCHEMA
 from app.tui.application import ChatApp
 from app.tui.screens.settings import SearchField, SettingRow, SettingsScreen
 
+WIDEST_HELP = 96
+"""Columns of a help text in a wide window: longer lines are hard to read."""
+
 
 def shown_keys(app: ChatApp) -> list[str]:
     return [row.setting.key for row in app.screen.query(SettingRow).results(SettingRow) if row.display]
@@ -46,8 +49,11 @@ async def test_settings_are_found_by_all_words_and_groups_without_them_hide(make
 
 async def test_esc_ends_the_search_before_it_leaves_the_settings(make_app: MakeApp) -> None:
     app = make_app()
-    async with app.run_test(size=(100, 40)) as pilot:
+    async with app.run_test(size=(200, 40)) as pilot:
         await opened(pilot, app)
+        await pilot.pause()
+        widths = [line.size.width for line in app.screen.query(".setting-help")]
+        assert max(widths) == WIDEST_HELP
         await pilot.press("ctrl+f", *"seed", "enter")
         assert len(shown_keys(app)) < len(SCHEMA) and not isinstance(app.focused, SearchField)
         await pilot.press("escape")

@@ -29,6 +29,10 @@ PAIRS = (
     ("input-selection-foreground", "input-selection-background"),
 )
 """Further variables of texts, each with the one background that it is drawn on."""
+EDGES = ("surface-lighten-2", "surface-lighten-3")
+"""Variables of frames, lines and scrollbars, all of which stand on the background."""
+LEAST_EDGE, MOST_FOOTER = 1.6, 2.0
+"""Ratios of luminances to the background: of an edge at least, of the line of keys at most."""
 HEATS = 10
 """Number of steps of the map of expert use: ``heat-0`` to ``heat-9``, with the texts ``heat-text-0`` and so on."""
 
@@ -84,6 +88,14 @@ def legible(variables: Mapping[str, str], *, dark: bool) -> dict[str, str]:
     fields = [background + Color.parse(found[name]) for name in FIELDS]
     for name in TEXTS:
         found[name] = _moved(seen(found[name], background), fields).hex
+    for name in EDGES:
+        # Textual makes them lighter also where the background is light.
+        if contrast(seen(found[name], background), background) < LEAST_EDGE:
+            found[name] = _moved(background, [background], LEAST_EDGE).hex
+    if contrast(seen(found["footer-background"], background), background) > MOST_FOOTER:
+        # The keys would be the brightest thing on the screen, and differ from their names by weight only.
+        found["footer-background"], found["footer-key-foreground"] = found["panel"], found["accent"]
+        found["footer-foreground"] = found["footer-description-foreground"] = found["foreground"]
     for text, field in PAIRS:
         on = seen(found[field], surface)
         found[field], found[text] = on.hex, _moved(seen(found[text], on), [on]).hex
@@ -107,12 +119,12 @@ def seen(value: str, field: Color) -> Color:
     return field + color.multiply_alpha(alpha)
 
 
-def _moved(text: Color, fields: Iterable[Color]) -> Color:
-    """``text``, moved towards black or white as far as it takes to stand out from all ``fields``."""
+def _moved(text: Color, fields: Iterable[Color], least: float = LEAST_CONTRAST) -> Color:
+    """``text``, moved towards black or white until its contrast with all ``fields`` is ``least``."""
     fields = list(fields)
     away = better(fields[-1])
     for step in range(101):
         color = text.blend(away, step / 100)
-        if all(contrast(color, field) >= LEAST_CONTRAST for field in fields):
+        if all(contrast(color, field) >= least for field in fields):
             return color
     return away
