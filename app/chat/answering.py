@@ -59,7 +59,7 @@ _LONG_CHAT = "Most of it is the chat before the question: /delete shortens it, /
 """What is added if it is not the question that is too long."""
 
 UNEXPECTED = "Something went wrong; details are in the log."
-"""What is said of an answer that an error of this program ended."""
+"""What is said when an error of this program ended an answer, or loading."""
 
 
 @dataclass(eq=False)
@@ -363,7 +363,7 @@ class AnswerLoop:
             self._status.problem = UNEXPECTED
             self._status.phase = Phase.UNAVAILABLE
         else:
-            self._end(turn, "failed", UNEXPECTED)
+            self._end(turn, "failed", f"{UNEXPECTED} /again answers the question again.")
         self._emit(StatusChanged())
         asyncio.get_running_loop().call_exception_handler({"message": "Answering failed.", "exception": error})
         if turn is not None:

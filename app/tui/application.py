@@ -208,10 +208,10 @@ class ChatApp(TerminalApp):
     def log_words(self) -> str:
         return "the log: /log"
 
-    def failure_words(self, log: str | Path) -> str:
+    @property
+    def kept_words(self) -> str:
         unsaved = self.chat.controller.unsaved if self.chat is not None else 0
-        kept = "what could be saved is saved" if unsaved else "your chats are saved"
-        return f"Something went wrong; {kept}. Details are in {log}."
+        return "what could be saved is saved" if unsaved else "your chats are saved"
 
     @property
     def may_write_copies(self) -> bool:

@@ -28,9 +28,9 @@ from app.tui.application import ChatApp
 from app.tui.screens.chat import ChatScreen
 from app.tui.terminal.guarded import MOST_FAILURES, GuardedApp
 
-SENTENCE = "Something went wrong; your chats are saved. Details are in the log: /log."
+SENTENCE = "Something went wrong; your chats are saved. Go on as before; details are in the log: /log."
 
-LAST_WORDS = "Something went wrong; your chats are saved. Details are in {}."
+LAST_WORDS = "Something went wrong; your chats are saved. Start the program again; details are in {}."
 
 
 class Broken(Exception):
@@ -337,6 +337,7 @@ async def test_an_error_while_answering_fails_that_answer_only(
         forgive(app)
         await wait_until(pilot, lambda: not controller(app).busy)
         assert controller(app).thread.path[-1].state == "failed"
+        assert any("/again answers the question again." in text for text in shown(app))
         engine.answer = lambda request: ["It goes on."]
         await ask(pilot, app, "Two?")
         assert any("It goes on." in text for text in shown(app))

@@ -48,9 +48,10 @@ class GuardedApp(App[int]):
         """The screen without which the application is of no use; None before there is one."""
         return self.screen_stack[0] if self.screen_stack else None
 
-    def failure_words(self, log: str | Path) -> str:
-        """What is said about an error of this program, whose details are in ``log``."""
-        return f"Something went wrong. Details are in {log}."
+    @property
+    def kept_words(self) -> str:
+        """What is kept whatever goes wrong, in words; empty if nothing is to be kept."""
+        return ""
 
     def end_soon(self, status: int) -> None:
         """End with the exit status ``status``, without asking the person."""
@@ -186,11 +187,16 @@ class GuardedApp(App[int]):
             screen.dismiss(None)
 
     def _tell_failure(self) -> None:
-        words = self.failure_words(self.log_words)
+        words = self._failure_words("Go on as before", self.log_words)
         if all(notice.message != words for notice in self._notifications):
             self.notify(words, severity="error", markup=False, timeout=10)
 
+    def _failure_words(self, next_step: str, log: str | Path) -> str:
+        """What is said about an error of this program, with what to do now and where the details are."""
+        kept = self.kept_words and f"; {self.kept_words}"
+        return f"Something went wrong{kept}. {next_step}; details are in {log}."
+
     def _end_failed(self) -> None:
-        self.last_words = self.failure_words(screen_log())
+        self.last_words = self._failure_words("Start the program again", screen_log())
         self._return_code = 1
         self.end_soon(1)
