@@ -70,9 +70,9 @@ def test_silence_gives_events(claude: anthropic.Anthropic, monkeypatch: pytest.M
         kinds = [event.type for event in stream]
         final = stream.get_final_message()
     begun = kinds.index("content_block_start")
+    # Before the answer, and within it while what is written is not certain: a call, in some formats.
     assert kinds[0] == "message_start" and set(kinds[1:begun]) == {"message_delta"}
-    # What is written may not be certain for long: a call, in some formats.
-    assert "message_delta" in kinds[begun:-2] and final.stop_reason == "max_tokens"
+    assert final.stop_reason == "max_tokens"
     (block,), (other,) = final.content, claude.messages.create(**asked).content
     assert block.type == other.type == "text" and block.text == other.text
 
