@@ -71,6 +71,13 @@ def test_a_pipe_in_the_code_of_a_head_is_no_column() -> None:
     assert lines("| a | b | c |\n|---|---|\n| x | y |")[0] == "| a | b | c |"
 
 
+def test_a_long_heading_is_whole_before_its_first_field_only() -> None:
+    head, row = f"| {'name ' * 400}| b | c |\n|---|---|---|\n", "| x | y | z |\n"
+    assert sum(line.count("name") for line in lines(head + row, width=8)) == 400
+    shown = lines(head + row * 200, width=8)
+    assert sum(line.count("name") for line in shown) < 400 + 200 * 13 and shown.count("b: y") == 200
+
+
 def test_a_table_stands_at_every_moment_in_which_it_is_written() -> None:
     text = HEAD + "| `ls | wc` | counts |\n| `a || b` | either |\n"
     for end in range(len(HEAD), len(text) + 1):

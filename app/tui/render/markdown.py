@@ -247,6 +247,8 @@ Alignment = Literal["left", "right", "center"]
 
 _GAP = "  "
 _NARROWEST_COLUMN = 5
+_WIDEST_LABEL = 60
+"""Cells of a column's name before its fields in rows after the first, which has it whole."""
 _RULE = "$foreground-muted"
 
 
@@ -318,10 +320,12 @@ def _aligned(line: Content, width: int, alignment: Alignment) -> Content:
 
 def _as_fields(header: Sequence[Content], rows: Sequence[Sequence[Content]], width: int) -> list[Content]:
     lines: list[Content] = []
+    names = header
     for row in rows:
         if lines:
             lines.append(Content.styled("─" * width, _RULE))
-        for name, cell in zip_longest(header, row, fillvalue=Content()):
+        for name, cell in zip_longest(names, row, fillvalue=Content()):
             label = name.stylize_before("bold") + ": " if name.plain else Content()
             lines += [line.rstrip() for line in (label + cell).wrap(width)]
+        names = [name.truncate(_WIDEST_LABEL, ellipsis=True) for name in header]
     return lines
