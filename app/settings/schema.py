@@ -75,7 +75,7 @@ class Settings(RingSettings):
         choices=choices(auto="Best for this machine", native="Own CPU kernels", torch="torch", mlx="mlx"),
     )  # fmt: skip
     partitioning: Partitioning = _loading(
-        "choice", "Partitioning", "auto",
+        "choice", "Devices", "auto",
         "Where the experts run: on this machine's CPU, on its GPU and CPU, or on a ring of machines.",
         choices=choices(auto="Best for this machine", cpu="This machine: CPU", hybrid="This machine: GPU and CPU",
                         ring="Ring of machines"),

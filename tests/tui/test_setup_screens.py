@@ -84,7 +84,7 @@ async def test_values_are_changed_in_place(make_app: MakeApp, engine: FakeEngine
         await ready(pilot, app)
         await pilot.press("ctrl+backslash")
         await wait_until(pilot, lambda: isinstance(app.screen, SamplingScreen))
-        assert line_of(app, "Temperature") == "Temperature 0.7 model"
+        assert line_of(app, "Temperature") == "Temperature 0.7 from model"
         assert line_of(app, "Top-p") == "Top-p 0.8 settings"
         assert line_of(app, "Beams") == "Beams 1 default"
 
@@ -98,7 +98,7 @@ async def test_values_are_changed_in_place(make_app: MakeApp, engine: FakeEngine
         await pilot.press("down", "enter")
         assert app.screen.query_one(".value-field", Input).value == "0.8"
         await pilot.press("escape", "up", "backspace")
-        assert line_of(app, "Temperature") == "Temperature 0.7 model"
+        assert line_of(app, "Temperature") == "Temperature 0.7 from model"
 
         values = app.screen.query_one(".values", OptionList)
         values.highlighted = [setting.setting.key for setting in _rows(app)].index("thinking")
@@ -107,7 +107,7 @@ async def test_values_are_changed_in_place(make_app: MakeApp, engine: FakeEngine
         await pilot.press("enter", "right")
         assert line_of(app, "Thinking") == "Thinking on ● chat"
         await pilot.press("backspace")
-        assert line_of(app, "Thinking") == "Thinking auto model"
+        assert line_of(app, "Thinking") == "Thinking auto from model"
 
         await pilot.press("e")
         assert line_of(app, "Temperature") == "Temperature 0 ● chat"

@@ -186,7 +186,7 @@ class _Found:
         if lost and not self._program and self.missed.keys() <= {(Unread.CUT, ""), (Unread.DAMAGED, "")}:
             raise ImportProblem(f"{file} is no JSON that can be read; export it again.")
         if lost:
-            raise ImportProblem(f"{file} has no conversation that can be read: it has {', '.join(lost)}.")
+            raise ImportProblem(f"{file} has no conversation that can be read. Left out: {', '.join(lost)}.")
         if not self._program:
             raise ImportProblem(
                 f"{file} has no conversations that are known; there are exports of privatellm, ChatGPT, Claude, "

@@ -221,7 +221,7 @@ class Candidates(Rendered, can_focus=True):
         texts = [one_line(_text_of(beam)) for beam in self._beams]
         places = partings(texts)
         if len(texts) > 1:
-            legend = Content.assemble((PARTING, _PARTED), (" candidates part here; … the same in several", _MUTED))
+            legend = Content.assemble((PARTING, _PARTED), (" from here candidates differ; … text they share", _MUTED))
             rows = legend.wrap(max(8, width))
             lines += rows
             self._rows += [-1] * len(rows)

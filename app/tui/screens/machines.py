@@ -50,7 +50,7 @@ class MachinesScreen(Screen[None]):
         Binding("escape," + bound("machines"), "leave", "Close", key_display="esc", id="machines.close"),
         Binding("l", "look", "Look", id="machines.look"),
         Binding("p", "pair", "Pair", id="machines.pair"),
-        Binding("f", "form", "Form", id="machines.form"),
+        Binding("f", "form", "Form ring", id="machines.form"),
         Binding("f", "leave_ring", "Leave", id="machines.leave_ring"),
         Binding("r", "form_anew", "Form again", id="machines.form_anew"),
         Binding("x", "forget", "Forget", id="machines.forget"),

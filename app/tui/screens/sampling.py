@@ -59,7 +59,7 @@ def _words(source: Source, setting: Setting, persona: str) -> str:
         case "settings":
             return "  settings"
         case _:
-            return "  model" if setting.optional or setting.default == "auto" else "  default"
+            return "  from model" if setting.optional or setting.default == "auto" else "  default"
 
 
 class SamplingScreen(Screen[None]):
