@@ -304,8 +304,8 @@ def test_a_silence_while_weights_are_sent_ends_neither_the_forming_nor_the_trans
         shutil.rmtree(follower.home / "models")
         (follower.home / "models").mkdir()
     for machine in ring.machines:
-        # Or all is sent before the silence begins.
-        machine.proxy.delay(0.05)  # type: ignore[union-attr]
+        # Or all is sent before the silence begins. To connect takes half a second, too, as on a busy machine.
+        machine.proxy.delay(0.1)  # type: ignore[union-attr]
     since = ring.mark()
     request = ring.begin_load(large)
     ring.engine.wait(

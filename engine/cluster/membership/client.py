@@ -21,7 +21,6 @@ CLIENT_OPTIONS = (
     ("grpc.max_receive_message_length", MESSAGE_LIMIT),
     ("grpc.max_send_message_length", MESSAGE_LIMIT),
     ("grpc.initial_reconnect_backoff_ms", 200),
-    ("grpc.min_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.keepalive_time_ms", 10_000),
     # Connections are not shared within the process, as each machine has its own certificate. No proxy is used.
@@ -30,6 +29,10 @@ CLIENT_OPTIONS = (
     ("grpc.enable_retries", 0),
 )
 
+CONNECT_MS = 200
+"""Milliseconds that connecting may take. One address after the other is tried."""
+PATIENT_CONNECT_MS = 5_000
+"""The same for a machine that is known to be there: a busy one takes its time."""
 KEEPALIVE_MS = 3_000
 """Milliseconds without an answer of the other system after which a connection counts as broken."""
 
@@ -86,16 +89,17 @@ class CallGroup:
 class PeerClient:
     """Calls methods of one paired machine at one of its addresses (``HOST:PORT``). From any thread."""
 
-    def __init__(
-        self, address: str, credentials: Credentials, server_name: str, keepalive_ms: int = KEEPALIVE_MS
-    ) -> None:
+    def __init__(self, address: str, credentials: Credentials, server_name: str, patient: bool = False) -> None:
+        """``patient``: connecting may take longer, and silences are borne."""
         self.address = address
         self._identity = credentials, server_name
         secured = grpc.ssl_channel_credentials(credentials.roots, credentials.key, credentials.certificate)
         options = (
             *CLIENT_OPTIONS,
             ("grpc.ssl_target_name_override", server_name),
-            ("grpc.keepalive_timeout_ms", keepalive_ms),
+            # To gRPC it is also the time in which a connection must be made.
+            ("grpc.min_reconnect_backoff_ms", PATIENT_CONNECT_MS if patient else CONNECT_MS),
+            ("grpc.keepalive_timeout_ms", PATIENT_KEEPALIVE_MS if patient else KEEPALIVE_MS),
         )
         self._channel = grpc.secure_channel(address, secured, options)
         self._closed = threading.Event()
@@ -167,7 +171,7 @@ class PeerClient:
     def apart(self) -> PeerClient:
         """A client of the same machine with a connection of its own, which bears longer silences. Closing either one
         does not end the calls of the other."""
-        return PeerClient(self.address, *self._identity, keepalive_ms=PATIENT_KEEPALIVE_MS)
+        return PeerClient(self.address, *self._identity, patient=True)
 
     def close(self) -> None:
         """Close the connection. Every running call raises Unreachable."""
