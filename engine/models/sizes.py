@@ -71,6 +71,10 @@ class Sizes:
     """Bytes of what a row keeps besides, whatever its length: the states of delta-nets."""
     padded_state_bytes: int = 0
     """As ``state_bytes``, in native's blocks of columns."""
+    windowed_bytes_per_token: int = 0
+    """Of ``key_value_bytes_per_token``, those of layers with a sliding window, which mlx drops in part."""
+    window: int = 0
+    """Tokens that such layers see."""
     head_width: int = 0
     """Numbers of a key or value of one head; 0: they cannot be kept in 8 bits."""
     shared_bytes: int = 0
@@ -260,6 +264,8 @@ def _sizes(whole: Mapping[str, Any], trunk: _Trunk, experts: _Routed | None, dty
         key_value_bytes_per_token=key_value_numbers(config) * _WIDTHS.get(chosen, 2),
         state_bytes=state_bytes(config),
         padded_state_bytes=state_bytes(config, STATE_COLUMNS),
+        windowed_bytes_per_token=windowed_numbers(config) * _WIDTHS.get(chosen, 2),
+        window=_window(config),
         head_width=_head_width(config),
         experts_are_packed=experts is not None and is_packed(experts.dtype),
         largest_expert_bytes=0 if experts is None else experts.largest,
@@ -300,6 +306,18 @@ def key_value_numbers(config: Mapping[str, Any]) -> int:
         return layers * (_number(config, "kv_lora_rank") + _number(config, "qk_rope_head_dim"))
     kinds = enumerate(layer_kinds(config))
     return sum(_width(layer_config(config, layer, kind)) for layer, kind in kinds if kind not in WITHOUT_KEYS)
+
+
+def windowed_numbers(config: Mapping[str, Any]) -> int:
+    """Of :func:`key_value_numbers`, those of the layers that ``layer_types`` says see a sliding window."""
+    kinds = enumerate(layer_kinds(config) if _window(config) else ())
+    return sum(_width(layer_config(config, layer, kind)) for layer, kind in kinds if kind == "sliding_attention")
+
+
+def _window(config: Mapping[str, Any]) -> int:
+    """Tokens that a layer with a sliding window sees; 0 if ``config`` does not say."""
+    window = config.get("sliding_window")
+    return window if isinstance(window, int) and window > 0 else 0
 
 
 def _width(config: Mapping[str, Any]) -> int:

@@ -14,6 +14,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+CUT_BACK_TOKENS = 1024
+"""Tokens before the last prefill chunk to which a row can always be cut back. An answer is kept whole until the next
+prompt is prefilled, as a template may drop the thoughts that it begins with. What the windows of a model's layers do
+not reach from there may be forgotten."""
+
+_NOT_YET_DROPPED = 256
+"""Tokens that are not worth a copy of the others."""
+
 
 @dataclass(frozen=True)
 class ModelCosts:
@@ -27,6 +35,8 @@ class ModelCosts:
     key_value_bytes_per_token: int
     state_bytes: int = 0
     """Of what a row keeps besides, whatever its length."""
+    unseen_bytes: int = 0
+    """Of the keys and values of a row's context, those that are not kept."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +47,17 @@ class BeamCost:
     memory_bytes: int
     fits: bool
     relative_step_time: float
+
+
+def windowed_tokens(window: int, chunk: int) -> int:
+    """Maximum number of a prompt's tokens, prefilled by ``chunk``, that a layer with a ``window`` keeps."""
+    return window + CUT_BACK_TOKENS + chunk + _NOT_YET_DROPPED
+
+
+def unseen_bytes(tokens: int, window: int, bytes_per_token: int, chunk: int) -> int:
+    """Bytes of a prompt of ``tokens``, prefilled by ``chunk`` tokens, that layers with a ``window``, which take
+    ``bytes_per_token``, have dropped after it, at least."""
+    return bytes_per_token * max(0, tokens - windowed_tokens(window, chunk))
 
 
 def beam_memory(
@@ -98,7 +119,8 @@ def step_bytes(costs: ModelCosts, width: int, context_tokens: int) -> float:
     """Bytes read in one step of ``width`` beams, each with ``context_tokens`` tokens in the cache."""
     per_expert = costs.expert_bytes / (costs.experts * costs.moe_layers) if costs.experts and costs.moe_layers else 0.0
     distinct = expected_distinct_experts(costs.experts, costs.experts_per_token, width)
-    cache = width * (context_tokens * costs.key_value_bytes_per_token + 2 * costs.state_bytes)
+    kept = context_tokens * costs.key_value_bytes_per_token - costs.unseen_bytes
+    cache = width * (kept + 2 * costs.state_bytes)
     return costs.trunk_bytes + costs.moe_layers * distinct * per_expert + cache
 
 
@@ -110,7 +132,7 @@ def estimate_beams(
     one = step_bytes(costs, 1, context_tokens)
     found = []
     for width in widths:
-        per_token, state = costs.key_value_bytes_per_token, costs.state_bytes
+        per_token, state = costs.key_value_bytes_per_token, costs.state_bytes - costs.unseen_bytes
         extra = extra_beam_memory(width, context_tokens, 0, per_token, cached_tokens, state)
         found.append(
             BeamCost(

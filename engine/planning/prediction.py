@@ -46,6 +46,9 @@ class ModelSizes:
     key_value_bytes_per_token: int
     state_bytes: int = 0
     """Of what a row keeps besides, whatever its length, and every pass replaces: the states of delta-nets."""
+    windowed_bytes_per_token: int = 0
+    """Of ``key_value_bytes_per_token``, those of layers that keep no more than ``windowed_tokens``."""
+    windowed_tokens: int = 0
     bytes_per_weight: int = 2
     """Of numbers that are computed with."""
     name: str = ""
@@ -74,7 +77,8 @@ class ModelSizes:
 
     def cache_bytes(self, tokens: int) -> int:
         """Bytes of the cache of a row of ``tokens``; a pass that replaces states has those of before and after."""
-        return tokens * self.key_value_bytes_per_token + 2 * self.state_bytes
+        dropped = self.windowed_bytes_per_token * max(0, tokens - self.windowed_tokens)
+        return tokens * self.key_value_bytes_per_token - dropped + 2 * self.state_bytes
 
     @property
     def trunk_file_bytes(self) -> int:

@@ -68,7 +68,22 @@ class TokenRows(ABC):
 
     @abstractmethod
     def truncate(self, length: int) -> None:
-        """Keep the first ``length`` tokens of the (only) row."""
+        """Keep the first ``length`` tokens of the (only) row, at least :attr:`shortest_cut`."""
+
+    @property
+    def shortest_cut(self) -> int:
+        """The fewest tokens to which :meth:`truncate` can cut the row."""
+        return 0 if self.can_truncate else self.length
+
+    def forget_unseen(self, length: int) -> None:
+        """Give back the memory of what is needed only if the (only) row is cut to fewer than ``length`` tokens, which
+        is then impossible. A runtime may keep all of it."""
+        return
+
+    @property
+    def forgotten_bytes(self) -> int:
+        """Bytes of keys and values of the (only) row that were given back."""
+        return 0
 
     @abstractmethod
     def fan_out(self, rows: int) -> TokenRows:

@@ -69,7 +69,7 @@ class CachedRow:
             self.passes,
             wanted,
             known=0 if self.known is None else self.known[0],
-            can_truncate=self.rows.can_truncate,
+            shortest_cut=self.rows.shortest_cut,
             begun=PassSequence() if saved is None or not saved.begins(prompt) else saved.passes,
         )
 
@@ -81,9 +81,10 @@ class CachedRow:
         return CachedRow(rows, list(self.tokens), self.passes, self.known, self.checkpoint)
 
     def nbytes(self, per_token: int, state: int) -> int:
-        """Bytes of memory, at ``per_token`` for keys and values and ``state`` for a state."""
+        """Bytes of memory, at ``per_token`` for keys and values that are kept and ``state`` for a state."""
         states = state * (1 if self.checkpoint is None else 2)
-        return len(self.tokens) * per_token + states
+        forgotten = 0 if self.rows is None else self.rows.forgotten_bytes
+        return len(self.tokens) * per_token - forgotten + states
 
 
 def reusable_length(
@@ -93,18 +94,19 @@ def reusable_length(
     wanted: PassSequence | None,
     *,
     known: int,
-    can_truncate: bool,
+    shortest_cut: int,
     begun: PassSequence,
 ) -> int:
     """Number of a ``prompt``'s tokens that need not be run, by the passes ``wanted`` (None: by any), if a row that
     ``passes`` made has the first ``shared`` in common with it.
 
-    ``known`` is the number of tokens after which the logits are known, ``begun`` the passes up to the checkpoint.
+    ``known`` is the number of tokens after which the logits are known, ``shortest_cut`` the fewest to which the row can
+    be cut back, ``begun`` the passes up to the checkpoint.
     """
     kept = (passes if wanted is None else wanted.shared(passes)).cut(shared)
     if kept.length == prompt and known != prompt:
         kept = kept.cut(prompt - 1)
-    if kept == passes or can_truncate:
+    if kept.length >= shortest_cut:
         return kept.length
     usable = begun.length <= shared and (wanted is None or wanted.shared(begun) == begun)
     return begun.length if usable else 0

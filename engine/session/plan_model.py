@@ -25,6 +25,7 @@ from engine.moe.popularity_file import known_counts
 from engine.planning.calibration import Calibration
 from engine.planning.hybrid import Device, HybridMachine, HybridPlan, HybridRequest, better, workspace_bytes
 from engine.planning.hybrid import plan as plan_placement
+from engine.planning.memory import windowed_tokens
 from engine.planning.runtime_choice import RuntimeChoice
 from engine.runtimes import choosing
 from engine.runtimes.choosing import choose_runtime
@@ -108,10 +109,12 @@ def _with_one_choice(load: Load, folder: Path, loaded: ModelFacts | None, notice
     context = min(sizes.context_limit, load.context_limit or HybridRequest().context_tokens)
     overhead_s, read_share = _beside_streaming(speed, runtime.name)
     model = sizes.for_planning(load.model)
-    needed = model.trunk_bytes + model.expert_bytes + model.cache_bytes(context)
     chunk = load.prefill_chunk
     if runtime.name == "mlx":
         chunk = eligible.prefill_chunk(chunk, eligible.architecture())
+        windowed, kept = sizes.windowed_bytes_per_token, windowed_tokens(sizes.window, chunk)
+        model = replace(model, windowed_bytes_per_token=windowed, windowed_tokens=kept)
+    needed = model.trunk_bytes + model.expert_bytes + model.cache_bytes(context)
     needed += workspace_bytes(model, chunk, gpu=False)
     plan = plan_placement(
         model,
@@ -239,7 +242,10 @@ def _choices(load: Load, sizes: Sizes, runtime: RuntimeChoice, context: int) -> 
         why = f"what the model was made for{asked}"
     else:
         why = f"usual for a conversation; the model takes up to {sizes.context_limit}"
-    per_thousand = 1000 * sizes.key_value_bytes_per_token / 1e6
+    per_token = sizes.key_value_bytes_per_token
+    if runtime.name == "mlx" and context > windowed_tokens(sizes.window, load.prefill_chunk):
+        per_token -= sizes.windowed_bytes_per_token
+    per_thousand = 1000 * per_token / 1e6
     if load.dtype != "auto":
         numbers = "as chosen"
     elif is_packed(sizes.stored):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from engine.errors import Cancelled, ModelError, PeerLost
 from engine.generation.sampling import Sampler
 from engine.ipc.messages import Notice, Prefill, RingChanged
+from engine.planning.memory import CUT_BACK_TOKENS
 from engine.runtimes.protocol import Interrupted, LoadedModel, Logits, TokenRows
 from engine.session.disk_prefixes import DiskPrefixes
 from engine.session.kept_rows import (
@@ -207,7 +208,7 @@ class PrefixCache:
         if shared == len(prompt) and not row.knows(shared):
             shared -= 1
         kept = passes.cut(shared)
-        if kept != passes and row.rows is not None and not row.rows.can_truncate:
+        if row.rows is not None and kept.length < row.rows.shortest_cut:
             saved = row.checkpoint
             kept = saved.passes if saved is not None and saved.begins(prompt) else PassSequence()
         tail = len(prompt) - CHECKPOINT_TAIL
@@ -307,7 +308,7 @@ class PrefixCache:
         if kept == passes and not now.knows(passes.length):
             kept = passes.cut(passes.length - 1)
         rows = now.rows
-        if rows is None or (kept != now.passes and not (kept.length and rows.can_truncate)):
+        if rows is None or (kept != now.passes and not kept.length) or kept.length < rows.shortest_cut:
             saved = now.checkpoint
             if saved is not None and saved.begins(tokens) and passes.shared(saved.passes) == saved.passes:
                 fresh = saved.rows.checkpoint() if saved.passes != passes else None
@@ -355,6 +356,7 @@ class PrefixCache:
                     return None
                 if run > 0:
                     self._append(part, self._now.passes.prefilled(count))
+                    rows.forget_unseen(begun - CUT_BACK_TOKENS)
                     if len(self.tokens) == len(tokens) - CHECKPOINT_TAIL and not rows.can_truncate:
                         self._save(rows)
                     if count >= LONG_CHUNK:

@@ -36,7 +36,7 @@ from engine.models.prefix_files import is_owner
 from engine.models.reasoning_formats import template_variables
 from engine.models.tool_formats import ToolFormat
 from engine.moe.popularity_file import ProfileModel
-from engine.planning.memory import ModelCosts, estimate_beams, extra_beam_memory, longest_answer
+from engine.planning.memory import ModelCosts, estimate_beams, extra_beam_memory, longest_answer, unseen_bytes
 from engine.planning.units import byte_size
 from engine.runtimes.protocol import (
     Interrupted,
@@ -120,6 +120,11 @@ class Session:
         """Bytes that keys and values may take."""
         shared = self._model.memory_for_rows()
         return available_bytes(self.facts.device) if shared is None else shared
+
+    def _unseen_bytes(self, tokens: int) -> int:
+        """Bytes of keys and values of a prompt of ``tokens`` that are not kept."""
+        facts = self.facts
+        return unseen_bytes(tokens, facts.window, facts.windowed_bytes_per_token, self.prefill_chunk)
 
     def _budget(self, kept: int) -> int:
         """Bytes that other conversations than the current one may take; ``kept`` are those that they take now."""
@@ -267,6 +272,7 @@ class Session:
             experts_per_token=self.facts.experts_per_token,
             key_value_bytes_per_token=self.facts.key_value_bytes_per_token,
             state_bytes=self.facts.state_bytes,
+            unseen_bytes=self._unseen_bytes(request.context_tokens),
         )
         found = estimate_beams(costs, request.widths, request.context_tokens, len(self._cache.tokens), available)
         return BeamEstimates(
@@ -392,7 +398,8 @@ class Session:
         most = room if wanted is None else min(room, wanted)
         if request.beams == 1:
             return most
-        per_token, state = self.facts.key_value_bytes_per_token, self.facts.state_bytes
+        per_token = self.facts.key_value_bytes_per_token
+        state = self.facts.state_bytes - self._unseen_bytes(prompt_tokens)
         available, cached = self._memory(), len(self._cache.tokens)
         fits = longest_answer(request.beams, prompt_tokens, available, per_token, cached, state)
         if fits < most and self._cache.kept_tokens:

@@ -59,6 +59,8 @@ class _Fields(msgspec.Struct, frozen=True, kw_only=True):
     begun: list[int]
     """Runs up to the checkpoint; empty: there is none."""
     can_truncate: bool
+    shortest_cut: int = 0
+    """The fewest tokens to which a row that can be truncated can be cut."""
     parts: list[RowPart]
 
 
@@ -93,7 +95,7 @@ class StoredPrefix:
             self.passes,
             wanted,
             known=self.fields.known,
-            can_truncate=self.fields.can_truncate,
+            shortest_cut=self.fields.shortest_cut if self.fields.can_truncate else len(self.tokens),
             begun=self.begun,
         )
 
@@ -162,6 +164,7 @@ def write_prefix(path: Path, identity: str, row: CachedRow, should_stop: Callabl
             known=0 if row.known is None else row.known[0],
             begun=[] if saved is None else list(saved.passes.runs),
             can_truncate=row.rows.can_truncate,
+            shortest_cut=row.rows.shortest_cut,
             parts=[part for part, _ in contents],
         )
     )

@@ -16,6 +16,7 @@ from engine.planning.memory import (
     extra_beam_memory,
     longest_answer,
     step_bytes,
+    unseen_bytes,
 )
 
 MIXTRAL = ModelCosts(
@@ -97,6 +98,19 @@ def test_every_row_has_states_of_its_own() -> None:
     assert longest_answer(4, 100, 3999, 0, 50, 1000) == -1 < longest_answer(4, 100, 4000, 0, 50, 1000)
     costs = ModelCosts(1_000_000, 0, 0, 0, 0, 100, state_bytes=50_000)
     assert step_bytes(costs, 3, 1000) == 1_000_000 + 3 * (100_000 + 100_000)
+
+
+def test_beams_do_not_pay_for_what_no_window_reaches() -> None:
+    assert unseen_bytes(1024 + 256 + 100 + 512, 100, 40, 512) == 0
+    dropped = unseen_bytes(1024 + 256 + 100 + 512 + 7, 100, 40, 512)
+    assert dropped == 7 * 40
+    costs = ModelCosts(1_000_000, 0, 0, 0, 0, 100, unseen_bytes=dropped)
+    assert step_bytes(costs, 3, 2000) == 1_000_000 + 3 * (200_000 - dropped)
+    (found,) = estimate_beams(costs, [3], 2000, 2000, 0)
+    assert found.memory_bytes == 4 * (200_000 - dropped)
+    needed = extra_beam_memory(3, 2000, 50, 100, 2000, -dropped)
+    assert needed == 3 * (200_000 - dropped) + 4 * 50 * 100
+    assert longest_answer(3, 2000, needed, 100, 2000, -dropped) == 50
 
 
 def test_a_model_without_cache_has_no_limit() -> None:

@@ -26,7 +26,7 @@ from engine.models.prefix_files import prefix_folder
 from engine.moe.kernels.bindings import choose
 from engine.runtimes import runtime_named
 from engine.runtimes.protocol import LoadedModel
-from engine.session import disk_prefixes, stored_prefix
+from engine.session import disk_prefixes, prefix_cache, stored_prefix
 from engine.session.passes import PassSequence
 from engine.session.session import Session
 
@@ -152,6 +152,30 @@ def test_an_answer_that_can_be_repeated_does_not_depend_on_the_disk(model: Loade
     assert found.samples == expected.samples and restarted.cached == without.cached
     # Whole chunks of the first prompt are reused; what a state cannot be cut back to is not.
     assert reused(restarted) == (144 if model.start().can_truncate else 0)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mlx_lm") is None, reason="mlx is not installed")
+def test_a_row_that_forgot_goes_on_after_a_restart_and_is_not_cut_further_back(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefix_cache, "CUT_BACK_TOKENS", 64)
+    load = Load(id=1, model="tiny", runtime="mlx", dtype="float32")
+    model = runtime_named("mlx").load(tiny_model("gpt_oss", eos_token_id=None), load, lambda *_: None)
+    prompt = [(7 * place + place // 9) % 90 + 3 for place in range(400)]
+    first = Run(model)
+    answer = first.ask(prompt)
+    first.keep()
+    (path,) = files()
+    stored = stored_prefix.open_prefix(path, IDENTITY, model.facts.vocabulary)
+    assert stored.fields.shortest_cut == 336 - 64
+    longer, other = [*prompt[:390], 9, 8, 7], [*prompt[:260], 9, 8, 7]
+    for asked, expected in ((longer, 384), (other, 0)):
+        again = Run(model)
+        found, without = again.ask(asked), Run(model, limit=0).ask(asked)
+        assert found.token_ids == without.token_ids and reused(again) == expected
+        assert stored.reusable(np.array(asked), None) == expected
+    assert Run(model).ask(prompt).token_ids == answer.token_ids
+    model.close()
 
 
 def test_nothing_of_another_conversation_is_in_a_file(model: LoadedModel) -> None:

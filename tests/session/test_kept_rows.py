@@ -11,13 +11,15 @@ from engine.session.passes import PassSequence
 
 
 class Rows(TokenRows):
-    """Rows of which only is known whether they can be cut back."""
+    """Rows of which only is known how far they can be cut back."""
 
     rows, length = 1, 0
     can_truncate = True
+    shortest_cut = 0
 
-    def __init__(self, can_truncate: bool) -> None:
+    def __init__(self, can_truncate: bool, shortest_cut: int) -> None:
         self.can_truncate = can_truncate
+        self.shortest_cut = shortest_cut
 
     def extend(self, tokens, want_logits=True):
         raise AssertionError
@@ -37,7 +39,8 @@ def cached(draw: st.DrawFn) -> CachedRow:
         count = draw(st.integers(1, rest))
         passes = passes.prefilled(count) if draw(st.booleans()) else passes.decoded(count)
     known = draw(st.sampled_from([None, len(tokens)]))
-    rows = Rows(draw(st.booleans()))
+    can_truncate = draw(st.booleans())
+    rows = Rows(can_truncate, draw(st.integers(0, len(tokens))) if can_truncate else len(tokens))
     begin = passes.cut(draw(st.integers(0, len(tokens))))
     saved = None if rows.can_truncate else RowCheckpoint(tokens[: begin.length], begin, rows)
     return CachedRow(rows, tokens, passes, None if known is None else (known, None), saved)  # type: ignore[arg-type]
@@ -62,10 +65,12 @@ def by_hand(row: CachedRow, prompt: list[int], wanted: PassSequence | None) -> i
 
     at = [n for n in range(len(row.tokens) + 1) if fits(n, row.tokens, row.passes)]
     at = [n for n in at if n < len(prompt) or row.knows(n)]
-    if (row.rows is not None and row.rows.can_truncate) or at[-1] == len(row.tokens):
+    assert row.rows is not None
+    if at[-1] >= row.rows.shortest_cut:
         return at[-1]
     saved = row.checkpoint
-    assert saved is not None
+    if saved is None:
+        return 0
     return len(saved.tokens) if fits(len(saved.tokens), saved.tokens, saved.passes) else 0
 
 

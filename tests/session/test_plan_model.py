@@ -14,6 +14,7 @@ from engine.errors import ModelError
 from engine.ipc.messages import Load, ModelFacts, Plan, Planned
 from engine.models.locations import profile_paths
 from engine.models.opening import open_model
+from engine.models.sizes import sizes_of
 from engine.models.store import profile_key
 from engine.moe.kernels import cpu_threads
 from engine.moe.popularity_file import model_of, save_profile
@@ -257,6 +258,16 @@ def test_what_native_takes_beside_streaming_is_a_share_and_not_a_time_per_layer(
     assert native == pytest.approx(2 * (planned(folder, runtime="native").tokens_per_s or 0.0))
     save_speed(key, 1e9, "torch", 0.25)
     assert 1 / (planned(folder, runtime="torch").tokens_per_s or 0.0) > 2 * 0.25 > 1 / (native or 0.0)
+
+
+def test_mlx_is_planned_with_what_windowed_layers_keep(tiny_model: Callable[..., Path]) -> None:
+    pytest.importorskip("mlx_lm")
+    folder = tiny_model("gpt_oss", max_position_embeddings=8192)
+    sizes = sizes_of(open_model(folder))
+    (memory,) = planned(folder, runtime="mlx", context_limit=8000).memory
+    (whole,) = planned(folder, runtime="torch", context_limit=8000).memory
+    assert whole.key_values == 8000 * sizes.key_value_bytes_per_token
+    assert whole.key_values - memory.key_values == sizes.windowed_bytes_per_token * (8000 - 16 - 1024 - 512 - 256) > 0
 
 
 def test_the_largest_macs_are_planned_with_their_long_chunks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from tiny_models import write_tiny_model
 from engine.ipc.messages import AnyEvent, Finished, Generate, Load
 from engine.runtimes import choosing
 from engine.runtimes.mlx import eligible
+from engine.session import prefix_cache
 from engine.session.loading import load_session
 from engine.session.session import Session
 
@@ -87,3 +88,34 @@ def test_a_gguf_file_on_a_mac_is_told_its_like_for_the_gpu(tmp_path: Path, monke
         session = load_session(Load(id=1, model=str(packed), cpu_threads=1), lambda *_: None)
         assert session.facts.runtime != "mlx" and (line in session.facts.notices) == mac
         session.close()
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma4_text"])
+def test_windowed_layers_forget_and_what_is_cut_further_back_is_prefilled_again(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_tiny_model(tmp_path / family, family, max_position_embeddings=4096)
+    document = [3 + number * number % 157 for number in range(640)]
+    found = []
+    for back in (64, 10**9):
+        monkeypatch.setattr(prefix_cache, "CUT_BACK_TOKENS", back)
+        session = load_session(
+            Load(id=1, model=str(folder), runtime="mlx", dtype="float32", prefill_chunk=128), lambda *_: None
+        )
+        session._ends = frozenset()
+        first = answer(session, document, max_tokens=100)
+        shortest = session._cache.rows.shortest_cut if session._cache.rows is not None else 0
+        assert shortest == (384 - 64 if back == 64 else 0)  # the last chunk but one was worth a copy of the rest
+        # The thoughts before an answer are dropped.
+        second = answer(session, [*document, *first.token_ids[60:], *PROMPT], max_tokens=8)
+        beams = answer(session, [*document, *first.token_ids[60:], *PROMPT, 4], max_tokens=8, beams=3)
+        edited = answer(session, [*document[:630], 9, 8, 7], max_tokens=8)
+        early = answer(session, [*document[:300], 9, 8, 7], max_tokens=8)
+        again = answer(session, document, max_tokens=100)
+        assert again.token_ids == first.token_ids
+        found.append([first, second, beams, edited, early])
+        session.close()
+    short, whole = found
+    assert [each.token_ids for each in short] == [each.token_ids for each in whole]
+    assert [each.prefilled_tokens for each in short[:4]] == [each.prefilled_tokens for each in whole[:4]]
+    assert (short[4].prefilled_tokens, whole[4].prefilled_tokens) == (303, 303 - 256)

@@ -91,6 +91,13 @@ class WatchedRows(TokenRows):
         found = self._rows.checkpoint()
         return None if found is None else WatchedRows(self._model, found)
 
+    @property
+    def shortest_cut(self) -> int:
+        return self._rows.shortest_cut
+
+    def forget_unseen(self, length: int) -> None:
+        self._rows.forget_unseen(length)
+
     def truncate(self, length: int) -> None:
         self._rows.truncate(length)
 

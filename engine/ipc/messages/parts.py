@@ -161,6 +161,10 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     parameters: int
     state_bytes: int = 0
     """Bytes that a row keeps besides keys and values, whatever its length: the states of delta-nets."""
+    windowed_bytes_per_token: int = 0
+    """Of ``key_value_bytes_per_token``, those of layers that drop what their ``window`` does not reach."""
+    window: int = 0
+    """Tokens that such layers see, in the widest of them."""
     load_s: float = 0.0
     weights: str = ""
     """Number format of most of the stored weights as people call it: ``Q4_K_M``, ``MXFP4``, ``bf16``; empty if it is

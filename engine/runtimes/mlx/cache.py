@@ -1,8 +1,8 @@
 """What one layer keeps of rows of equal length, on mlx-lm's own caches: keys and values, or a state.
 
-All layers with keys and values keep every position, also those that attend to a sliding window, which limits only what
-they read. Truncating therefore only moves the offset, for all families. mlx-lm's rotating cache would use less memory,
-but could not be cut back.
+Layers with keys and values keep their positions in order, also those that attend to a sliding window. Truncating
+therefore only moves the offset, for all families. mlx-lm's rotating cache keeps no more than the window, and could not
+be cut back; here what no window reaches is dropped when the rows' user asks for it.
 """
 
 from __future__ import annotations
@@ -23,22 +23,39 @@ Place = Any
 
 
 class RowCache(KVCache):  # type: ignore[misc]
-    """Keys and values [rows, heads, capacity, size], the first ``offset`` positions of which are filled.
+    """Keys and values [rows, heads, capacity, size] of the positions from ``start`` to ``offset``.
 
-    ``window``: the layer's queries see that many positions, themselves included; None: all.
+    ``window``: the layer's queries see that many positions, themselves included; None: all, and ``start`` stays 0.
     """
 
     def __init__(self, window: int | None = None) -> None:
         super().__init__()
         self.window = window
+        self.start = 0
+
+    @property
+    def shortest_cut(self) -> int:
+        """The smallest ``offset`` whose queries still find all that they see."""
+        return self.start + self.window - 1 if self.start and self.window is not None else 0
+
+    def forget_unseen(self, length: int) -> None:
+        """Drop what no query at ``length`` or later sees, if that is worth a copy of the rest."""
+        first = self._first_seen(length)
+        dropped = first - self.start
+        if dropped < self.step:
+            return
+        self.keys, self.values = (self._copied(stored, stored.shape[0], dropped) for stored in self.arrays)
+        self.start = first
 
     def _first_seen(self, position: int) -> int:
         """The oldest position that the query at ``position`` sees."""
         return 0 if self.window is None else max(0, position + 1 - self.window)
 
     def update_and_fetch(self, keys: Array, values: Array) -> tuple[Array, Array]:
-        first = self._first_seen(self.offset)
+        first = self._first_seen(self.offset) - self.start
+        self.offset -= self.start  # mlx-lm's is the place in the buffer, too
         keys, values = super().update_and_fetch(keys, values)
+        self.offset += self.start
         return (keys[..., first:, :], values[..., first:, :]) if first else (keys, values)
 
     def make_mask(self, count: int, return_array: bool = False, window_size: int | None = None) -> Any:
@@ -65,16 +82,18 @@ class RowCache(KVCache):  # type: ignore[misc]
     def copy_rows(self, rows: int) -> RowCache:
         """A new cache of ``rows`` rows, each like the only one of this. Shares no memory."""
         copy = RowCache(self.window)
-        copy.offset = self.offset
+        copy.start, copy.offset = self.start, self.offset
         if self.keys is not None:
             copy.keys, copy.values = (self._copied(stored, rows) for stored in (self.keys, self.values))
         return copy
 
-    def _copied(self, stored: Array, rows: int) -> Array:
+    def _copied(self, stored: Array, rows: int, dropped: int = 0) -> Array:
+        """``rows`` rows like ``stored`` without its first ``dropped`` positions, and with room for some more."""
         _, heads, _, size = stored.shape
-        capacity = (self.offset // self.step + 1) * self.step
+        end = self.offset - self.start
+        capacity = ((end - dropped) // self.step + 1) * self.step
         new = mx.zeros((rows, heads, capacity, size), stored.dtype)
-        new[:, :, : self.offset] = stored[:, :, : self.offset]
+        new[:, :, : end - dropped] = stored[:, :, dropped:end]
         return new
 
     def bytes_per_position(self) -> int:
@@ -84,6 +103,10 @@ class RowCache(KVCache):  # type: ignore[misc]
     def state_bytes(self) -> int:
         """Bytes of what one row keeps whatever its length."""
         return 0
+
+    def row_bytes(self) -> int:
+        """Bytes of what one row keeps now."""
+        return int(self.offset - self.start) * self.bytes_per_position()
 
 
 class StateCache(ArraysCache):  # type: ignore[misc]
@@ -127,6 +150,9 @@ class StateCache(ArraysCache):  # type: ignore[misc]
         """Bytes of what one row keeps whatever its length."""
         return sum(int(array.nbytes) // int(array.shape[0]) for array in self.arrays)
 
+    def row_bytes(self) -> int:
+        return self.state_bytes()
+
 
 LayerCache = RowCache | StateCache
 
@@ -166,15 +192,20 @@ def move_rows(caches: Sequence[LayerCache], parents: Sequence[int], first: int, 
         return 0
     sources = mx.array([parents[row] for row in changed])
     kept = [cache for cache in caches if isinstance(cache, RowCache)]
-    moved = [mx.take(stored[:, :, first:length], sources, axis=0) for cache in kept for stored in cache.arrays]
+    places = [slice(first - cache.start, length - cache.start) for cache in kept]
+    moved = [
+        mx.take(stored[:, :, place], sources, axis=0)
+        for cache, place in zip(kept, places, strict=True)
+        for stored in cache.arrays
+    ]
     # Evaluated before the rows are overwritten: nothing else then holds the old buffers, and the writes are in place.
     mx.eval(moved)
     pending = iter(moved)
-    for cache in kept:
+    for cache, place in zip(kept, places, strict=True):
         keys, values = next(pending), next(pending)
         for position, row in enumerate(changed):
-            cache.keys[row, :, first:length] = keys[position]
-            cache.values[row, :, first:length] = values[position]
+            cache.keys[row, :, place] = keys[position]
+            cache.values[row, :, place] = values[position]
     states = [cache for cache in caches if isinstance(cache, StateCache)]
     everyone = mx.array(list(parents))
     for state in states:

@@ -21,7 +21,7 @@ def contents_of(caches: Sequence[LayerCache], checkpoint: Sequence[LayerCache] =
     found: list[Any] = []
     for cache in caches:
         if isinstance(cache, RowCache):
-            found += [stored[:, :, : cache.offset] for stored in cache.arrays]
+            found += [stored[:, :, : cache.offset - cache.start] for stored in cache.arrays]
         else:
             found += cache.arrays
     found += [array for cache in checkpoint if isinstance(cache, StateCache) for array in cache.arrays]
@@ -49,14 +49,17 @@ def restored_caches(
     if [part.name for part in parts] != list(_names(caches, begun > 0)):
         raise ValueError("the layers of the model keep other parts")
     for part in parts:
-        positions = length if part.name.endswith(("keys", "values")) else None
-        wrong = positions is not None and (len(part.shape) != 4 or part.shape[2] != positions)
-        if part.numbers not in _DTYPES or not part.shape or part.shape[0] != 1 or wrong:
+        if part.numbers not in _DTYPES or not part.shape or part.shape[0] != 1:
             raise ValueError(f"{part.name} of the shape {part.shape} are not those of {length} tokens")
+    expected = iter(parts)
+    for cache in caches:
+        own = [next(expected) for _ in (("keys", "values") if isinstance(cache, RowCache) else cache.place)]
+        if isinstance(cache, RowCache):
+            cache.offset = length
+            cache.start = _start(own, length, None if begun else cache.window)
     given = iter(parts)
     for cache in caches:
         if isinstance(cache, RowCache):
-            cache.offset = length
             cache.keys, cache.values = (_with_room(_filled(next(given), fill), cache.step) for _ in range(2))
         else:
             cache.go_back([_filled(next(given), fill) for _ in cache.place])
@@ -66,6 +69,16 @@ def restored_caches(
     saved = [_begun(cache, begun, given, fill) for cache in caches]
     evaluate(saved)
     return caches, saved
+
+
+def _start(parts: Sequence[RowPart], length: int, window: int | None) -> int:
+    """The first position of the keys and values ``parts``, which end after ``length`` tokens. Raises ValueError if they
+    have others, or a pass would not find the ``window`` that it sees (None: everything)."""
+    positions = {part.shape[2] if len(part.shape) == 4 else 0 for part in parts}
+    least = length if window is None else min(length, window - 1)
+    if len(positions) != 1 or not least <= min(positions) <= length:
+        raise ValueError(f"{parts[0].name} of the shape {parts[0].shape} are not those of {length} tokens")
+    return length - min(positions)
 
 
 def _names(caches: Sequence[LayerCache], with_checkpoint: bool) -> Iterator[str]:

@@ -29,6 +29,7 @@ from engine.moe.kernels.file_guard import unchanged
 from engine.moe.rank_context import RankContext
 from engine.moe.timing import Recorder
 from engine.planning.hybrid import HybridRequest
+from engine.planning.memory import unseen_bytes
 from engine.runtimes.mlx import eligible, weights
 from engine.runtimes.mlx.backend import MlxBackend, slots_of
 from engine.runtimes.mlx.cache import cache_makers
@@ -94,17 +95,23 @@ def load(
             probe.extend([0])
     except RuntimeError as error:
         raise ModelError(f"mlx cannot run this model here ({error}): choose the torch runtime") from error
+    # The rows of a ring keep everything, as they are cut back together with other runtimes' rows.
+    windowed, window = probe.windowed_bytes_per_position if ring is None else (0, 0)
     model.facts = msgspec.structs.replace(
         model.facts,
         key_value_bytes_per_token=probe.bytes_per_position(),
         state_bytes=probe.state_bytes(),
+        windowed_bytes_per_token=windowed,
+        window=window,
         load_s=time.perf_counter() - started,
     )
     if request.keep_resident:
         # The usual size of a conversation, as most Macs do not have enough memory for the whole context of a long one.
         context = min(model.facts.context_limit, request.context_limit or HybridRequest().context_tokens)
         # The states of a row, those of the step begun ahead, and those of a checkpoint.
-        said = model.wire(model.facts.key_value_bytes_per_token * context + 3 * model.facts.state_bytes)
+        chunk = eligible.prefill_chunk(request.prefill_chunk, eligible.architecture())
+        kept = model.facts.key_value_bytes_per_token * context - unseen_bytes(context, window, windowed, chunk)
+        said = model.wire(kept + 3 * model.facts.state_bytes)
         if said:
             model.facts = msgspec.structs.replace(model.facts, notices=[*model.facts.notices, said])
     return model

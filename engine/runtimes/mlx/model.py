@@ -267,6 +267,35 @@ class MlxRows(TokenRows):
     def can_truncate(self) -> bool:
         return all(isinstance(cache, RowCache) for cache in self._caches)
 
+    @property
+    def shortest_cut(self) -> int:
+        if not self.can_truncate:
+            return self._length
+        return max((cache.shortest_cut for cache in self._caches if isinstance(cache, RowCache)), default=0)
+
+    def forget_unseen(self, length: int) -> None:
+        if not self.can_truncate:
+            return  # A checkpoint of the first tokens is made of these keys and values.
+        self.settle()
+        before = self.forgotten_bytes
+        with memory_named():
+            for cache in self._caches:
+                if isinstance(cache, RowCache):
+                    cache.forget_unseen(length)
+            if self.forgotten_bytes > before:
+                evaluate(self._caches)
+                mx.clear_cache()
+
+    @property
+    def forgotten_bytes(self) -> int:
+        return sum(cache.start * cache.bytes_per_position() for cache in self._caches if isinstance(cache, RowCache))
+
+    @property
+    def windowed_bytes_per_position(self) -> tuple[int, int]:
+        """Bytes of one position in the layers that :meth:`forget_unseen` shortens, and the widest of their windows."""
+        windowed = [cache for cache in self._caches if cache.window is not None] if self.can_truncate else []
+        return sum(cache.bytes_per_position() for cache in windowed), max((c.window or 0 for c in windowed), default=0)
+
     def extend(self, tokens: Sequence[int], want_logits: bool = True) -> Logits | None:
         self._needs_one_row("extend")
         if not tokens:
@@ -343,6 +372,8 @@ class MlxRows(TokenRows):
             raise ValueError(f"cannot keep {length} of {self._length} tokens")
         if length < self._length and not self.can_truncate:
             raise ModelError(f"The {self._model.facts.family} family keeps a state that cannot be cut back.")
+        if length < self.shortest_cut:
+            raise ValueError(f"cannot keep {length} tokens: what they see was forgotten")
         if length < self._length:
             self._length = length
             self._places = [length] * len(self._caches)
@@ -361,7 +392,7 @@ class MlxRows(TokenRows):
 
     def _refuse_copies(self, rows: int) -> None:
         """Raises ModelError (memory) if ``rows`` copies of the only row are more than is free."""
-        needed = rows * (self._length * self.bytes_per_position() + self.state_bytes())
+        needed = rows * sum(cache.row_bytes() for cache in self._caches)
         limit = eligible.working_set_bytes()
         free = int(psutil.virtual_memory().available) if limit is None else limit - mx.get_active_memory()
         if needed > free:
