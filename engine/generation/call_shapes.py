@@ -75,6 +75,9 @@ class CallReader:
         self._types = {tool.name: ArgumentTypes(tool.parameters) for tool in tools}
         self._properties = {tool.name: _properties(tool) for tool in tools}
         mark = re.sub(f"^{_ATTRIBUTES}", "", form.name_end.strip())
+        hidden = "|".join(re.escape(mark) for mark in form.hidden) or "(?!)"
+        self._hidden = re.compile(rf"(?:\s*(?:{hidden}))*")
+        self._hidden_end = re.compile(rf"(?:(?:{hidden})\s*)+\Z")
         self._repeated = re.compile(rf"\A\s*(?:{re.escape(form.begin)}\s*)*" if form.begin else "(?!)")
         self._after_name = re.compile(rf"{_ATTRIBUTES}\s*(?:{re.escape(mark)})?\s*")
 
@@ -146,9 +149,9 @@ class CallReader:
         return name, TaggedStream(self._form, self._types[name]), at
 
     def _cleaned(self, body: str) -> str:
-        for mark in self._form.hidden:
-            body = body.replace(mark, "")
-        return self._repeated.sub("", body, count=1).strip()
+        """``body`` without the marks around it. Within it they may be text of a value."""
+        text = self._hidden_end.sub("", self._hidden.sub("", body, count=1))
+        return self._repeated.sub("", text, count=1).strip()
 
     def _begun(self, text: str) -> Called | None:
         text = _without_fence(text)
@@ -274,14 +277,18 @@ class CallReader:
             if not name or (calls and not prefix):
                 return ReadCalls(calls, text[at:]) if calls and not prefix else None
             start = self._after_name.match(text, start + len(name)).end()  # type: ignore[union-attr]
-            found = self._arguments(text, start, name, last)
+            found = self._arguments(text, self._behind_hidden(text, start), name, last)
             if found is None:
                 return None
             arguments, at = found
+            at = self._behind_hidden(text, at)
             calls.append(Called(name, json_text(arguments)))
             end = form.last.strip()
             if end and text.startswith(end, _spaces(text, at)):
                 at = _spaces(text, at) + len(end)
+
+    def _behind_hidden(self, text: str, at: int) -> int:
+        return self._hidden.match(text, at).end()  # type: ignore[union-attr]
 
     def _name_at(self, text: str, at: int) -> str:
         """The tool's name that stands at ``at``, as a whole; empty if none does."""

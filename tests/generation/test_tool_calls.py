@@ -131,6 +131,19 @@ def test_an_argument_may_hold_the_end_mark() -> None:
     assert parsed(BY_NAME["hermes"], list(said)) == ("", [("weather", {"city": "a</tool_call>b"})])
 
 
+@pytest.mark.parametrize("name", SAID)
+def test_an_argument_may_hold_the_marks_of_its_format(name: str) -> None:
+    form = BY_NAME[name]
+    # What separates everything from everything else is a control token that no value can be written with.
+    marks = {mark for mark in form.all_marks if mark.strip() and form.shape not in ("elements", "braces")}
+    for mark in marks:
+        value = f"a{mark}b"
+        written = json.dumps(value)[1:-1] if form.shape in ("json", "named", "parts") else value
+        said = SAID[name].replace("12", written)
+        found = ("", [("weather", {"city": value, "days": 3}), ("clock", {})])
+        assert parsed(form, [said]) == parsed(form, list(said)) == found
+
+
 def test_an_answer_in_braces_that_is_no_call_is_text() -> None:
     assert parsed(BY_NAME["llama"], ['{"name": ', '"Ada"}']) == ('{"name": "Ada"}', [])
     assert parsed(BY_NAME["llama"], ['Here: {"name": "clock"}']) == ('Here: {"name": "clock"}', [])
