@@ -110,7 +110,9 @@ def test_stopped_while_a_machine_is_taken_back(two: Ring, model: Path, alone: Or
     asked = two.ask(8)
     assert two.finished(asked).token_ids == alone(8).token_ids
     assert not any(isinstance(event, Progress) and "sending" in event.stage for event in told_of(two, asked, since))
-    assert formed or any("this machine alone" in text for text in two.notices(since))
+    # While the links are measured the present ring, which is this machine alone, has not ended yet.
+    alone_again = any("this machine alone" in text for text in two.notices(since))
+    assert formed or alone_again or stage == STAGES[0]
     assert two.state_of(gone) == ("ring" if formed else "ready")
     # As another process it is taken back: the next test waits for that.
     gone.kill()

@@ -232,6 +232,12 @@ class RingFormer:
             return False
         try:
             self._change = self._plan_change(formed, regular, progress)
+        except Cancelled:
+            # The next question does not wait for them again.
+            stopped = [(one.node_id, one.process) for one in fresh]
+            self._considered.update(stopped)
+            self._rejoin_policy.put_off(one for one in stopped if one[0] not in formed.followers.values())
+            raise
         except (NodeRefused, PeerLost, ModelError) as error:
             # A machine that does not answer now is no reason to lose what was read. A later question asks it again.
             if isinstance(error, NodeRefused) and not error.gone:
