@@ -151,10 +151,10 @@ class ChatApp(TerminalApp):
         if self.settings.theme in self.available_themes:
             self.theme = self.settings.theme
 
-    def _theme_chosen(self, theme: Theme) -> None:
-        """Save a theme that was chosen in the palette."""
-        if self.chat is not None and theme.name != self.settings.theme and theme.name in THEMES:
-            problem = self.chat.controller.change_settings({"theme": theme.name})
+    def _theme_chosen(self, _: Theme) -> None:
+        """Save a theme that was chosen in the palette. What a terminal with few colours shows instead is not."""
+        if self.chat is not None and self.theme != self.settings.theme and self.theme in THEMES:
+            problem = self.chat.controller.change_settings({"theme": self.theme})
             if problem:
                 self.notify(problem, severity="error", markup=False)
 
