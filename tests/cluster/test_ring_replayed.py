@@ -127,7 +127,7 @@ def test_lost_at_any_moment(setting: Doomed, options: dict[str, Any]) -> None:
 
 
 @settings(max_examples=examples(2), deadline=None)
-@given(first=st.integers(0, 20), more=st.integers(0, 20), beams=st.booleans())
+@given(first=st.integers(0, 14), more=st.integers(0, 14), beams=st.booleans())
 def test_lost_again_while_it_is_run_again(setting: Doomed, first: int, more: int, beams: bool) -> None:
     options = BEAMS if beams else SEEDED
     prompt = second_question(setting.alone(PROMPT, **GREEDY))
