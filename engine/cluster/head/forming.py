@@ -804,25 +804,13 @@ class RingFormer:
         from engine.runtimes.loading import load_model
 
         layers = layers_for(rank_context_of(spec), links.keep(exchange), spec.one_by_one)
-        loading = LoadingNodes(ring.followers, ring.epoch, exchange, self._node.table.record_contact)
-        watches = [
-            watch for one in ring.followers.values() if (watch := self._node.table.watch(one.node_id)) is not None
-        ]
-        with (
-            tolerate_silence(watches),
-            ThreadPoolExecutor(len(ring.followers), thread_name_prefix="loading nodes") as pool,
-        ):
-            asked = {rank: pool.submit(loading.follow, rank) for rank in ring.followers}
-            try:
-                place = RingPlace(rank_context_of(spec), layers)
-                model = load_model(
-                    self._runtime, self._name, self.folder, self._load, loading.noticing(asked, progress), place
-                )
-                loading.wait(asked, progress)
-            except BaseException:
-                loading.cancel()
-                raise
-        ready = {rank: future.result() for rank, future in asked.items()}
+        place = RingPlace(rank_context_of(spec), layers)
+        table = self._node.table
+        watches = [watch for one in ring.followers.values() if (watch := table.watch(one.node_id)) is not None]
+        with tolerate_silence(watches):
+            model, ready = LoadingNodes(ring.followers, ring.epoch, exchange, table.record_contact).beside(
+                lambda told: load_model(self._runtime, self._name, self.folder, self._load, told, place), progress
+            )
         lines = [line for rank, one in ready.items() for line in notices_of(ring.followers[rank].name, one.notices)]
         return model, layers, lines
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
 from discovery.names import plain_text
 from engine.cluster.membership.client import AnswerStream
@@ -17,6 +18,7 @@ from engine.ipc.progress import ProgressCallback
 
 POLL_S = 0.1
 """Seconds between two progress reports."""
+Loaded = TypeVar("Loaded")
 SHOWN_NOTICES = 3
 """Maximum notices shown of one node, as a node may send any number."""
 
@@ -42,7 +44,24 @@ class LoadingNodes:
         self._stopped = False
         self._stages: dict[int, Forming] = {}
 
-    def follow(self, rank: int) -> Forming:
+    def beside(
+        self, load_here: Callable[[ProgressCallback], Loaded], progress: ProgressCallback
+    ) -> tuple[Loaded, dict[int, Forming]]:
+        """Have all followers load while ``load_here`` does. Returns what that returns, and the final report of each.
+
+        Raises NodeRefused as soon as one fails, and what ``load_here`` or ``progress`` raises.
+        """
+        with ThreadPoolExecutor(len(self._followers), thread_name_prefix="loading nodes") as pool:
+            asked = {rank: pool.submit(self._follow, rank) for rank in self._followers}
+            try:
+                loaded = load_here(self._noticing(asked, progress))
+                self._wait(asked, progress)
+            except BaseException:
+                self._cancel()
+                raise
+        return loaded, {rank: one.result() for rank, one in asked.items()}
+
+    def _follow(self, rank: int) -> Forming:
         """Have a follower load its shard. Returns its final report. Raises NodeRefused."""
         one = self._followers[rank]
 
@@ -62,9 +81,9 @@ class LoadingNodes:
 
         return ask(one, run)
 
-    def wait(self, asked: Mapping[int, Future[Forming]], progress: ProgressCallback) -> None:
+    def _wait(self, asked: Mapping[int, Future[Forming]], progress: ProgressCallback) -> None:
         """Wait until all are ready. Raises NodeRefused as soon as one fails, and what ``progress`` raises."""
-        noticing = self.noticing(asked, progress)
+        noticing = self._noticing(asked, progress)
         for rank, future in asked.items():
             while not future.done():
                 news = self._stages.get(rank)
@@ -73,7 +92,7 @@ class LoadingNodes:
                 time.sleep(POLL_S)
         check_all(asked.values())
 
-    def noticing(self, asked: Mapping[int, Future[Forming]], progress: ProgressCallback) -> ProgressCallback:
+    def _noticing(self, asked: Mapping[int, Future[Forming]], progress: ProgressCallback) -> ProgressCallback:
         """``progress``, wrapped to raise NodeRefused if a follower has failed meanwhile."""
 
         def checked(stage: str, done: int, total: int, unit: str) -> None:
@@ -82,7 +101,7 @@ class LoadingNodes:
 
         return checked
 
-    def cancel(self) -> None:
+    def _cancel(self) -> None:
         """End all calls. From any thread."""
         with self._lock:
             self._stopped = True

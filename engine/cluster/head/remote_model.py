@@ -6,7 +6,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from discovery.names import plain_text
@@ -224,14 +223,9 @@ def load_remote(
     one = ring.followers[RANK]
     loading = LoadingNodes(ring.followers, ring.epoch, "tls", table.record_contact)
     watch = table.watch(one.node_id)
-    with tolerate_silence([watch] if watch is not None else []), ThreadPoolExecutor(1, "loading elsewhere") as pool:
-        asked = {RANK: pool.submit(loading.follow, RANK)}
-        try:
-            loading.wait(asked, progress)
-        except BaseException:
-            loading.cancel()
-            raise
-    ready = asked[RANK].result()
+    with tolerate_silence([watch] if watch is not None else []):
+        _, reports = loading.beside(lambda told: None, progress)
+    ready = reports[RANK]
 
     def stop(number: int) -> None:
         with contextlib.suppress(ModelError, PeerLost, Unreachable):
