@@ -11,11 +11,12 @@ from app.chat.saving import rename
 from app.chat.state import TitleChanged, Update
 from app.chat.thread import Thread, prompt_messages
 from app.conversations.deleting import TITLE_LENGTH, title_from
+from app.conversations.kept_prefixes import prefix_owner
 from app.conversations.store import ConversationStore, StoreError
 from app.engine_client import Engine, EngineDied
 from app.settings.schema import Settings
 from app.text_safety import one_line, sanitize
-from engine.ipc.messages import Finished, Generate, Message, ModelFacts, Piece, Prefill, Sampling
+from engine.ipc.messages import Finished, Generate, Message, ModelFacts, Piece, Prefill, Sampling, Timing
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -35,9 +36,12 @@ _MARKS = "\"'“”„«»‘’`*#_-•:. "
 def can_title(facts: ModelFacts | None) -> bool:
     """Whether the model is asked for titles.
 
-    It is not if it always thinks first, nor if the conversation would have to be read again after the title.
+    It is not if it always thinks first, nor if the conversation would have to be read again after the title. A ring is
+    left alone: each request may form it again.
     """
     if facts is None or facts.parameters < LEAST_PARAMETERS or facts.state_bytes or not facts.has_chat_template:
+        return False
+    if facts.ring is not None:
         return False
     return facts.reasoning is None or facts.reasoning.switch
 
@@ -115,6 +119,7 @@ class TitleWriter:
             sampling=Sampling(temperature=0.0),
             max_tokens=_MOST_TOKENS,
             thinking=False,
+            conversation="" if thread.conversation is None else prefix_owner(thread.conversation),
         )
         events: AsyncGenerator[AnyEvent, None] = self._engine.stream(request)  # type: ignore[assignment]
         async with aclosing(events):
@@ -122,7 +127,7 @@ class TitleWriter:
                 match event:
                     case Prefill() if event.total - event.reused > _MOST_READ:
                         return ""
-                    case Prefill() | Piece():
+                    case Prefill() | Piece() | Timing():
                         continue
                     case Finished(finish_reason="stop"):
                         return clean_title(event.text)

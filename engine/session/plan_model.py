@@ -109,9 +109,8 @@ def _with_one_choice(load: Load, folder: Path, loaded: ModelFacts | None, notice
     context = min(sizes.context_limit, load.context_limit or HybridRequest().context_tokens)
     overhead_s, read_share = _beside_streaming(speed, runtime.name)
     model = sizes.for_planning(load.model)
-    chunk = load.prefill_chunk
+    chunk = _prefill_chunk(load, runtime.name)
     if runtime.name == "mlx":
-        chunk = eligible.prefill_chunk(chunk, eligible.architecture())
         windowed, kept = sizes.windowed_bytes_per_token, windowed_tokens(sizes.window, chunk)
         model = replace(model, windowed_bytes_per_token=windowed, windowed_tokens=kept)
     needed = model.trunk_bytes + model.expert_bytes + model.cache_bytes(context)
@@ -227,6 +226,11 @@ def _measured(
     return calibration, speed
 
 
+def _prefill_chunk(load: Load, runtime: str) -> int:
+    chunk = load.prefill_chunk
+    return eligible.prefill_chunk(chunk, eligible.architecture()) if runtime == "mlx" else chunk
+
+
 def _popularity(headers: Headers, notices: list[str]) -> list[list[int]]:
     if headers.profile is None:
         return []
@@ -243,7 +247,7 @@ def _choices(load: Load, sizes: Sizes, runtime: RuntimeChoice, context: int) -> 
     else:
         why = f"usual for a conversation; the model takes up to {sizes.context_limit}"
     per_token = sizes.key_value_bytes_per_token
-    if runtime.name == "mlx" and context > windowed_tokens(sizes.window, load.prefill_chunk):
+    if runtime.name == "mlx" and context > windowed_tokens(sizes.window, _prefill_chunk(load, runtime.name)):
         per_token -= sizes.windowed_bytes_per_token
     per_thousand = 1000 * per_token / 1e6
     if load.dtype != "auto":

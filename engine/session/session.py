@@ -64,6 +64,9 @@ STOP_MARGIN = 8
 RENDERED_CHARACTERS = 200
 """Number of the prompt's last characters in which a template may begin the thoughts, or a call."""
 
+MOST_COUNTED = 1_000_000
+"""Maximum tokens of a question that are counted, also where the context is smaller."""
+
 CONTEXT_TOKENS = 8
 """Number of the prompt's last tokens that are decoded together with an answer that continues them."""
 
@@ -294,7 +297,7 @@ class Session:
         elif asked is not None:
             assert tokenizer is not None
             asked, _ = with_usable_tools(asked, self._call_format)
-            text = self._rendered(tokenizer, asked, asked.tools, lambda: False)
+            text = self._rendered(tokenizer, asked, asked.tools, lambda: False, MOST_COUNTED)
             counts.append(len(tokenizer.encode_rendered(text)))
         return TokensCounted(id=request.id, counts=counts)
 
@@ -336,21 +339,35 @@ class Session:
         return prompt
 
     def _rendered(
-        self, tokenizer: ChatTokenizer, request: Generate, tools: Sequence[Tool], cancelled: Callable[[], bool]
+        self,
+        tokenizer: ChatTokenizer,
+        request: Generate,
+        tools: Sequence[Tool],
+        cancelled: Callable[[], bool],
+        most: int = 0,
     ) -> str:
         """``request``'s messages and ``tools`` through the chat template: all text that is tokenized. Raises ModelError
-        (context) if it cannot fit."""
+        (context) if it has more tokens than the context holds, and more than ``most``."""
+        messages = request.messages or []
+        # A text that is too long by itself is not rendered, either.
+        self._refuse_if_it_exceeds("\n".join(message.content for message in messages), most)
         variables = template_variables(request.thinking, request.effort)
-        text = tokenizer.render_chat(request.messages or [], request.continue_last, cancelled, variables, tools)
-        self._refuse_if_it_exceeds(text)
+        text = tokenizer.render_chat(messages, request.continue_last, cancelled, variables, tools)
+        self._refuse_if_it_exceeds(text, most)
         return text
 
-    def _refuse_if_it_exceeds(self, text: str) -> None:
-        """Raises ModelError (context) before all of a text is tokenized that cannot fit."""
-        limit = self.facts.context_limit
+    def _refuse_if_it_exceeds(self, text: str, most: int = 0) -> None:
+        """Raises ModelError (context) before all of a text is tokenized that has more tokens than the context holds,
+        and more than ``most``."""
+        limit = max(self.facts.context_limit, most)
         if self._tokenizer is not None and self._tokenizer.exceeds(text, limit):
+            held = (
+                f"at most {limit:,} tokens are counted"
+                if most
+                else f"the context holds {limit:,} tokens, answer included"
+            )
             raise ModelError(
-                f"The prompt has {len(text):,} characters, and the context holds {limit:,} tokens, answer included: "
+                f"The prompt has {len(text):,} characters, and {held}: "
                 "shorten it, start a new conversation, or load the model with a larger context limit.",
                 kind="context",
             )

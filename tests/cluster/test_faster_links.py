@@ -16,7 +16,7 @@ from tests_models import tiny_mixtral
 from app.ring_words import link_words
 from engine.cluster.commands import MoveLinks, decode_command, encode
 from engine.cluster.epoch_links import EpochLinks, connect_epoch
-from engine.cluster.head.faster_links import FasterLinks, moved_line, slower_lines, worth_trying
+from engine.cluster.head.faster_links import SELDOM, FasterLinks, moved_line, slower_lines, worth_trying
 from engine.cluster.head.forming import RingFormer
 from engine.cluster.head.head_model import RingModel
 from engine.cluster.head.survey import KnownLinks, Surveyor, candidates
@@ -24,6 +24,7 @@ from engine.cluster.membership.links import Way, is_clearly_faster, was_measured
 from engine.cluster.parts import Effort, EngineParts, TimeConstants
 from engine.cluster.transport.exchange import PeerLost
 from engine.cluster.worker.lending import ClusterWorker
+from engine.errors import Cancelled
 from engine.ipc.messages import Load
 from engine.ipc.messages.ring import LinkFacts, RingChoice
 from engine.runtimes import runtime_named
@@ -105,7 +106,12 @@ class Measured:
 
     def measure_addresses(self, node: Any, machines: Any, wanted: dict[Way, list[str]], progress: Any) -> Any:
         self.asked += wanted.values()
+        progress("measuring the links", 0, 0, "")
         return {way: [self.now[address] for address in addresses] for way, addresses in wanted.items()}
+
+
+def stopped(*_: object) -> None:
+    raise Cancelled("stopped")
 
 
 @pytest.mark.usefixtures("no_keyring")
@@ -122,15 +128,19 @@ def test_a_way_that_works_again_is_measured_and_taken_if_it_is_faster(
     looking = FasterLinks(head, surveyor, {way: WIFI}, lambda: candidates(head, ()))  # type: ignore[arg-type]
     try:
         eventually(looking.found.is_set)
+        with pytest.raises(Cancelled):
+            looking.take(stopped)
+        assert looking.found.is_set(), "the next question measures"
         surveyor.now = {address: replace(cable, latency_s=2e-3), WIFI.address: WIFI}
         assert looking.take(lambda *_: None) == {}
+        assert looking._seldom == 2 * SELDOM
         assert was_measured(looking.in_use[way], address) and looking.in_use[way].address == WIFI.address
         eventually(looking.found.is_set)
         surveyor.now[address] = cable
         (taken,) = looking.take(lambda *_: None).values()
         assert taken.address == looking.in_use[way].address == address
         assert was_measured(taken, WIFI.address)
-        assert surveyor.asked == [[address, WIFI.address]] * 2
+        assert surveyor.asked == [[address, WIFI.address]] * 3 and looking._seldom == SELDOM
     finally:
         looking.close()
 
@@ -222,6 +232,9 @@ def test_a_ring_takes_the_faster_way_and_keeps_its_conversation(
         eventually(former._faster_links.found.is_set)
         monkeypatch.setattr(surveyor, "measure_addresses", lambda *_: {way: [link, replace(WIFI, latency_s=60.0)]})
         notices: list[str] = []
+        with monkeypatch.context() as changing:
+            changing.setattr(former, "changed", stopped)
+            assert not model.between_turns(lambda *_: None, notices.append), "a stopped question keeps what was read"
         assert not model.between_turns(lambda *_: None, notices.append)
         assert notices == [moved_line({way: link}, way[0], head.table.name_of)]
         (shown,) = [one.link for one in head.table.facts()]

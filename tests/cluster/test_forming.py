@@ -17,8 +17,9 @@ from paired_nodes import Nodes, make_identity
 from tests_models import tiny_mixtral
 
 from discovery.addresses import shown_address
+from engine.cluster.head.connecting_nodes import NothingConnected
 from engine.cluster.head.formed import FormedRing
-from engine.cluster.head.forming import NothingConnected, RingFormer
+from engine.cluster.head.forming import RingFormer
 from engine.cluster.head.survey import (
     TORCH_LAYER_S,
     Candidate,
@@ -639,6 +640,31 @@ def test_a_machine_that_does_not_pay_yet_waits_and_is_named(
     assert former.changed(lambda *_: None, said.append, Rerun())
     assert list(former.form(lambda *_: None).names.values()) == ["Anna", "Bob"]
     assert [one.problem for one in head.table.facts()] == [""] and len(said) == 1
+
+
+def test_a_machine_whose_taking_in_was_stopped_is_not_waited_for_again(
+    lent: Callable[..., Lent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = lent("Bob")
+    former, head = made.former, made.head
+    monkeypatch.setattr(former, "_present_machines", list)
+    former.form(lambda *_: None)
+    monkeypatch.setattr(former, "_present_machines", lambda: candidates(head, []))
+    former._rejoin_policy.members.add(made.others[0].identity.node_id)
+    planned: list[int] = []
+
+    def plan(*_: object) -> None:
+        planned.append(len(planned))
+        if len(planned) == 1:
+            raise Cancelled("stopped")
+
+    monkeypatch.setattr(former, "_plan_change", plan)
+    with pytest.raises(Cancelled):
+        former.changed(lambda *_: None, lambda _: None, Rerun())
+    assert not former.changed(lambda *_: None, lambda _: None, Rerun()) and len(planned) == 1
+    # A link that is back is looked at whatever was planned before.
+    former._link_retry.restored.set()
+    assert not former.changed(lambda *_: None, lambda _: None, Rerun()) and len(planned) == 2
 
 
 def test_a_machine_that_was_left_out_as_silent_is_asked_again_when_it_answers(lent: Callable[..., Lent]) -> None:

@@ -28,6 +28,7 @@ from engine.ipc.messages import (
     Tool,
 )
 from engine.models.reasoning_formats import ReasoningFormat
+from engine.session import session
 from engine.session.loading import load_session, read_settings, stop_ids
 from engine.session.session import Session
 from engine.session.token_history import TokenHistory
@@ -422,8 +423,9 @@ def test_prompt_longer_than_the_context(ask: Ask) -> None:
     assert (found.finish_reason, found.completion_tokens) == ("length", 2)
 
 
-def test_no_rendered_text_is_tokenized_whole_that_cannot_fit(ask: Ask) -> None:
+def test_no_rendered_text_is_tokenized_whole_that_cannot_fit(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever made it long: a message, thoughts, a call, or the description of a tool."""
+    monkeypatch.setattr(session, "MOST_COUNTED", 2_000)
 
     class Rendering(LetterTokenizer):
         def render_chat(self, *given: object, **more: object) -> str:
@@ -436,9 +438,28 @@ def test_no_rendered_text_is_tokenized_whole_that_cannot_fit(ask: Ask) -> None:
     ask.session._tokenizer, ask.session._history = tokenizer, TokenHistory(tokenizer)
     question = [Message("user", "hi")]
     refused(ask, "context", "100,000 characters, and the context holds 512", messages=question)
-    with pytest.raises(ModelError, match="100,000 characters") as caught:
+    with pytest.raises(ModelError, match="100,000 characters, and at most 2,000 tokens are counted") as caught:
         ask.session.count_tokens(CountTokens(id=3, question=Generate(id=0, messages=question)))
     assert caught.value.kind == "context"
+
+
+def test_a_message_that_cannot_fit_is_not_rendered(ask: Ask) -> None:
+    class Unrendered(LetterTokenizer):
+        def render_chat(self, *given: object, **more: object) -> str:
+            raise AssertionError("rendered")
+
+    tokenizer = Unrendered()
+    ask.session._tokenizer, ask.session._history = tokenizer, TokenHistory(tokenizer)
+    long = [Message("user", "x" * 60_000), Message("assistant", "y"), Message("user", "x" * 60_000)]
+    refused(ask, "context", "characters, and the context holds 512", messages=long)
+
+
+def test_more_than_the_context_holds_is_counted(ask: Ask) -> None:
+    tokenizer = LetterTokenizer()
+    ask.session._tokenizer, ask.session._history = tokenizer, TokenHistory(tokenizer)
+    question = Generate(id=0, messages=[Message("user", "x" * 60_000)])
+    (count,) = ask.session.count_tokens(CountTokens(id=3, question=question)).counts
+    assert count >= 60_000
 
 
 def test_context_limit_of_the_request(folders: dict[str, Path]) -> None:

@@ -10,6 +10,7 @@ from chat_helpers import Chat, running
 from fake_engine import FACTS, FakeEngine
 
 from app.chat.titling import LEAST_PARAMETERS, can_title, clean_title
+from app.conversations.kept_prefixes import prefix_owner
 from app.conversations.store import ConversationStore
 from engine.ipc.messages import Generate, ReasoningFacts
 
@@ -36,7 +37,8 @@ async def test_the_first_answer_gives_the_chat_its_title(titled: FakeEngine, sto
         await chat.until(lambda: chat.controller.thread.title == "Rain in Spring")
         (request,) = asked_titles(titled)
         assert [message.content for message in request.messages or []][:2] == ["about rain", "an answer"]
-        assert request.sampling.temperature == 0 and request.thinking is False and not request.conversation
+        assert request.sampling.temperature == 0 and request.thinking is False
+        assert request.conversation == prefix_owner(store.conversations()[0].id), "its prefix stays the chat's"
         assert store.conversations()[0].title == "Rain in Spring"
         assert [entry.content for entry in chat.path] == ["about rain", "an answer"] and not chat.said
         chat.controller.submit("more")

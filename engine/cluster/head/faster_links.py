@@ -29,12 +29,13 @@ from engine.cluster.membership.links import (
 from engine.cluster.membership.node import Node
 from engine.cluster.membership.rpc_fanout import Candidate, NodeRefused
 from engine.cluster.transport.exchange import PeerLost
-from engine.errors import ModelError
+from engine.errors import Cancelled, ModelError
 from engine.ipc.messages.ring import LinkFacts
 from engine.ipc.progress import ProgressCallback
 
-SELDOM = 15
-"""Rounds after which addresses are tried that nobody has announced anew."""
+SELDOM, SELDOMEST = 15, 960
+"""Rounds after which addresses are tried that nobody has announced anew: at first, and at most. They double whenever
+measuring was in vain, as it delays an answer."""
 MOST_TRIED = 8
 """Maximum addresses of one link that are tried in a round."""
 
@@ -91,6 +92,7 @@ class FasterLinks:
         self._surveyor = surveyor
         self._present = present
         self._reached: dict[Way, str] = {}
+        self._seldom = SELDOM
         self._unfit: set[tuple[Way, str]] = set()
         """Addresses that took a link and could not be measured, until everything is tried again."""
         self._known: set[str] = set()
@@ -109,19 +111,24 @@ class FasterLinks:
         on. Raises Cancelled."""
         there = {way: [address, self.in_use[way].address] for way, address in self._reached.items()}
         faster: dict[Way, LinkFacts] = {}
-        with contextlib.suppress(NodeRefused, ModelError, PeerLost):
+        try:
             machines = self._present()
             ids = {self._node.identity.node_id, *(one.node_id for one in machines)}
             wanted = {way: addresses for way, addresses in there.items() if ids.issuperset(way)}
             measured = self._surveyor.measure_addresses(self._node, machines, wanted, progress)
-            for way, (new, now) in measured.items():
-                best, other = (new, now) if is_clearly_faster(new, now) else (now, new)
-                others = [*self.in_use[way].others, slower_link(other.interface, other.address, other.latency_s)]
-                link = msgspec.structs.replace(best, others=others)
-                self.in_use[way] = with_gone(link, self._surveyor.fastest_link(way))
-                if best is new:
-                    faster[way] = self.in_use[way]
-                del self._reached[way]
+        except Cancelled:
+            raise
+        except (NodeRefused, ModelError, PeerLost):
+            measured = {}
+        for way, (new, now) in measured.items():
+            best, other = (new, now) if is_clearly_faster(new, now) else (now, new)
+            others = [*self.in_use[way].others, slower_link(other.interface, other.address, other.latency_s)]
+            link = msgspec.structs.replace(best, others=others)
+            self.in_use[way] = with_gone(link, self._surveyor.fastest_link(way))
+            if best is new:
+                faster[way] = self.in_use[way]
+            del self._reached[way]
+        self._seldom = SELDOM if faster else min(2 * self._seldom, SELDOMEST)
         self._unfit.update(self._reached.items())
         self._reached = {}
         self.found.clear()
@@ -135,7 +142,7 @@ class FasterLinks:
             rounds += 1
             # A machine that is gone or refuses is tried again the next time.
             with contextlib.suppress(NodeRefused, ModelError):
-                self._look(rounds % SELDOM == 0)
+                self._look(rounds % self._seldom == 0)
 
     def _look(self, everything: bool) -> None:
         machines = {one.node_id: one for one in self._present()}

@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
-from engine.cluster.epoch_links import EpochLinks, connect_epoch, epoch_of, rank_context_of, rehearsal_of
+from engine.cluster.epoch_links import EpochLinks, epoch_of, rank_context_of
 from engine.cluster.expert_runners import layers_for
 from engine.cluster.formation import PassControl
 from engine.cluster.head.capacity_wait import CapacityError, CapacityWait
+from engine.cluster.head.connecting_nodes import NothingConnected, connect_nodes
 from engine.cluster.head.epoch_specs import Ring, Trial, epoch_specs
 from engine.cluster.head.exchange_choice import ExchangeChoice
 from engine.cluster.head.faster_links import FasterLinks, moved_line, slower_lines
@@ -29,8 +29,7 @@ from engine.cluster.head.ring_runtime import RuntimePlan, plan_by_runtime
 from engine.cluster.head.supply import Supply, WholeCopy
 from engine.cluster.head.survey import Survey, Surveyor, candidates
 from engine.cluster.head.upload import ShardUpload
-from engine.cluster.membership.client import CallGroup, Unreachable
-from engine.cluster.membership.control_messages import Connected, EpochSpec
+from engine.cluster.membership.control_messages import EpochSpec
 from engine.cluster.membership.heartbeat import FORMING, NOTIFIED_S, tolerate_silence
 from engine.cluster.membership.links import Tried
 from engine.cluster.membership.node import LentState, Node
@@ -38,12 +37,7 @@ from engine.cluster.membership.rpc_fanout import (
     POLL_S,
     Candidate,
     NodeRefused,
-    ask,
-    connected_or_refused,
-    most_likely,
-    stopped_by,
 )
-from engine.cluster.rehearsal import ranks_together
 from engine.cluster.transport.exchange import PeerLost
 from engine.cluster.transport.registry import TRANSPORTS
 from engine.errors import Cancelled, ModelError
@@ -63,9 +57,6 @@ from engine.runtimes.protocol import LoadedModel, RingPlace, Runtime
 
 MOST_LOSSES = 3
 """Maximum losses of links or of unknown machines during one forming."""
-CONNECT_S = 60.0
-"""Timeout in seconds for connecting and for measuring every allowed exchange."""
-
 BACK_S = 10.0
 """Seconds that a machine of the first forming may be silent and still be in it. Later an answer waits: a machine that
 counts as lost is not waited for, and any other for no longer than it takes to be lost."""
@@ -95,10 +86,6 @@ class MachinesChanged(Exception):
     def __init__(self, node_id: str) -> None:
         super().__init__(node_id)
         self.node_id = node_id
-
-
-class NothingConnected(ModelError):
-    """No node in particular failed: no exchange could be made between this machine and any other."""
 
 
 class RingFormer:
@@ -208,21 +195,25 @@ class RingFormer:
         formed = self._formed
         if formed is None or formed.lost() is not None:
             return True
-        if self._faster_links.found.is_set() and not self._moved(formed, progress, notify):
+        # Where the links cannot be made anew, the ring would have to be, and all of the conversation run again.
+        may_move = formed.moves or not (again.read or again.passes)
+        if self._faster_links.found.is_set() and may_move and not self._moved(formed, progress, notify):
             return True
         machines = self._present_machines()
         there = frozenset((one.node_id, one.process) for one in machines)
-        if self._change is not None and self._change_with == there:
+        due = [one.node_id for one in machines if self._rejoin_policy.take_due(one.node_id)]
+        known = self._change_with == there and not due and not self._link_retry.restored.is_set()
+        if self._change is not None and known:
             return self._change.pays(again)
         # Machines that left are forgotten, so that they count as new when they come back.
         now = {one.node_id for one in machines} | set(formed.followers.values())
         self._considered = {node_id: at for node_id, at in self._considered.items() if node_id in now}
-        due = [one.node_id for one in machines if self._rejoin_policy.take_due(one.node_id)]
         fresh = [one for one in machines if self._considered.get(one.node_id) != one.process or one.node_id in due]
         otherwise = self._link_retry.restored.is_set() or self._makeshift or self._change is not None
         if not fresh and not otherwise:
             return False
-        regular, others = self._rejoin_policy.split(machines, formed.facts.mode == "central", progress)
+        with self._put_off_if_stopped(formed, fresh):
+            regular, others = self._rejoin_policy.split(machines, formed.facts.mode == "central", progress)
         for line in self._rejoin_policy.lines(others):
             notify(line)
         if any(one.node_id in formed.followers.values() and one.node_id in self._considered for one in fresh):
@@ -231,12 +222,9 @@ class RingFormer:
         if not otherwise and not any(one in regular for one in fresh):
             return False
         try:
-            self._change = self._plan_change(formed, regular, progress)
+            with self._put_off_if_stopped(formed, fresh):
+                self._change = self._plan_change(formed, regular, progress)
         except Cancelled:
-            # The next question does not wait for them again.
-            stopped = [(one.node_id, one.process) for one in fresh]
-            self._considered.update(stopped)
-            self._rejoin_policy.put_off(one for one in stopped if one[0] not in formed.followers.values())
             raise
         except (NodeRefused, PeerLost, ModelError) as error:
             # A machine that does not answer now is no reason to lose what was read. A later question asks it again.
@@ -258,6 +246,17 @@ class RingFormer:
         notify(line)
         return False
 
+    @contextlib.contextmanager
+    def _put_off_if_stopped(self, formed: FormedRing, fresh: Sequence[Candidate]) -> Iterator[None]:
+        """The questions after one that is stopped here do not wait for ``fresh`` again."""
+        try:
+            yield
+        except Cancelled:
+            stopped = [(one.node_id, one.process) for one in fresh]
+            self._considered.update(stopped)
+            self._rejoin_policy.put_off(one for one in stopped if one[0] not in formed.followers.values())
+            raise
+
     def _moved(self, formed: FormedRing, progress: ProgressCallback, notify: Callable[[str], None]) -> bool:
         """Take the faster links that were found, if any is clearly faster now. Returns False if the ring must be formed
         again for that. Raises Cancelled."""
@@ -265,6 +264,7 @@ class RingFormer:
         if not faster:
             return True
         self._surveyor.took_links(faster)
+        self._change_with = frozenset()  # what was weighed was slower links
         self._notified -= self._notified_of_slower
         me = self._node.identity.node_id
         try:
@@ -636,7 +636,8 @@ class RingFormer:
         specs = epoch_specs(ring, self._node, self._name, self._load, exchanges, threads, self._trial, rehearse)
         links = EpochLinks(epoch_of(specs[HEAD], {rank: one.name for rank, one in ring.followers.items()}))
         try:
-            medians = self._connect(ring, specs, links, progress)
+            cpu_threads = self._load.cpu_threads
+            medians = connect_nodes(self._node, ring, specs, links, cpu_threads, self._try_links, progress)
             if elsewhere:
                 return self._elsewhere(ring, specs[HEAD], links, has, notices, progress)
             exchange, exchange_s = self._exchange.choose(medians, links.problems)
@@ -734,59 +735,6 @@ class RingFormer:
         )
 
     # --- links ----------------------------------------------------------------------------------------------------
-
-    def _connect(
-        self, ring: Ring, specs: Mapping[int, EpochSpec], links: EpochLinks, progress: ProgressCallback
-    ) -> dict[ExchangeName, float]:
-        """The median seconds of each exchange that every node opened, as measured on the slowest node."""
-        names = ", ".join(one.name for one in ring.followers.values())
-        calls = CallGroup()
-
-        def tick() -> None:
-            progress(f"connecting to {names}, measuring the exchange", 0, 0, "")
-
-        def stop() -> None:
-            calls.end()
-            links.close()
-
-        tick()
-
-        def connect(rank: int, one: Candidate) -> Connected:
-            return ask(one, lambda: one.client.call("Connect", specs[rank], Connected, CONNECT_S, calls))
-
-        with (
-            stopped_by(tick, stop),
-            ThreadPoolExecutor(len(ring.followers), thread_name_prefix="connecting nodes") as pool,
-        ):
-            asked = {rank: pool.submit(connect, rank, one) for rank, one in ring.followers.items()}
-            for future in asked.values():
-                # A node that failed never connects, so waiting for its links ends here.
-                future.add_done_callback(lambda done: links.close() if done.exception() is not None else None)
-            failure: Exception | None = None
-            try:
-                machines = [ring.survey.facts[node_id].machine for node_id in ring.decision.ranks]
-                rehearsal = rehearsal_of(specs[HEAD], self._load.cpu_threads, ranks_together(machines))
-                connect_epoch(self._node.links, links, specs[HEAD].exchanges, specs[HEAD].mode != "central", rehearsal)
-            except (ModelError, PeerLost) as error:
-                failure = error
-                links.close()
-                end_epoch(self._node.table, [one.node_id for one in ring.followers.values()], ring.epoch)
-            answers = [connected_or_refused(future) for future in asked.values()]
-        refused = [answer for answer in answers if isinstance(answer, NodeRefused)]
-        unreachable = any(isinstance(one.__cause__, Unreachable) for one in refused)
-        if (failure is not None or refused) and not unreachable:
-            self._try_links(ring, progress)
-        if isinstance(failure, ModelError) and len(refused) == len(answers) and not unreachable:
-            raise NothingConnected(str(failure), failure.kind) from failure
-        if refused:
-            raise most_likely(refused)
-        if failure is not None:
-            raise failure
-        return {
-            name: max([seconds, *(answer.medians[name] for answer in answers if isinstance(answer, Connected))])
-            for name, seconds in links.medians.items()
-            if all(isinstance(answer, Connected) and name in answer.medians for answer in answers)
-        }
 
     def _try_links(self, ring: Ring, progress: ProgressCallback) -> None:
         """Find out why links could not be opened. Raises LinksBroke if one of them does not work any more."""

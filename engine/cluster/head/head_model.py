@@ -15,7 +15,7 @@ from engine.cluster.formation import Formation, Former
 from engine.cluster.head.remote_model import RANK
 from engine.cluster.transport.exchange import PeerLost
 from engine.cluster.waiting import LIMIT_S
-from engine.errors import LinkLost, ModelError
+from engine.errors import Cancelled, LinkLost, ModelError
 from engine.generation.sampling import Sampler
 from engine.ipc.messages import ModelFacts, NodeTimes, Timing
 from engine.ipc.progress import ProgressCallback
@@ -424,8 +424,12 @@ class RingModel(LoadedModel):
                 self.recover(lost, progress, notify)
                 return True
             # After a stop the machines are still there, but their unfinished pass is not waited for.
-            if not stopped and not self._former.changed(progress, notify, self._epoch.rerun(read, passes)):
-                return False
+            if not stopped:
+                try:
+                    if not self._former.changed(progress, notify, self._epoch.rerun(read, passes)):
+                        return False
+                except Cancelled:
+                    return False  # the ring is as it was, and so is what it has read
             self._end()
         self._begin(progress, notify)
         return True

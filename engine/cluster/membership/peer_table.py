@@ -312,6 +312,8 @@ class PeerTable:
         with self._lock:
             if view is not None and view.greeting is not None and view.greeting.instance != instance:
                 # A machine that was moved, or started again, never answers as the former one after that.
+                if len(self._suspected) >= MOST_PROCESSES:
+                    self._suspected.clear()
                 first = self._suspected.setdefault((node_id, instance), now)
                 if watch is not None and watch.answered_since(first) and len(self._barred) < MOST_PROCESSES:
                     self._barred.add((node_id, instance))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -25,6 +26,7 @@ CONNECT_S = 10.0
 dead node is left behind until then; see :func:`engine.cluster.transport.collective.made_while_wanted`."""
 STORE_BYTES = 1 << 20
 """Maximum bytes that a node exchanges about its addresses, far more than it needs."""
+_log = logging.getLogger(__name__)
 _words = msgspec.msgpack.Decoder(dict[str, bytes])
 
 
@@ -66,6 +68,7 @@ class GlooGathering(Gathering):
         try:
             group.allgather([found], [given]).wait()
         except RuntimeError as error:
+            _log.info("gloo: %s", _first_line(error))
             raise PeerLost("gloo lost a node.") from error
         return [memoryview(each.numpy()) for each in found]
 

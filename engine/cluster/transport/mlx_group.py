@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import logging
 import os
 import re
 import socket
@@ -39,6 +40,8 @@ from engine.cluster.transport.mesh import Mesh
 from engine.errors import ModelError
 from engine.ipc.messages.ring import ExchangeName
 from engine.system.temporary_folders import temporary_folder
+
+_log = logging.getLogger(__name__)
 
 GROUP_STATE_LIMIT = 4096
 MOST_BOOTSTRAP = 1 << 20
@@ -112,6 +115,7 @@ class MlxGathering(Gathering):
             found = mx.distributed.all_gather(given, group=self._group, stream=mx.cpu)
             mx.eval(found)
         except RuntimeError as error:
+            _log.info("mlx: %s", error)
             raise PeerLost("mlx lost a node.") from error
         _Life.in_step = True
         rows = np.array(found).reshape(self.size, len(block))
