@@ -108,6 +108,8 @@ def test_a_copy_takes_the_place_of_the_machine_neither_while_it_is_connected_nor
         eventually(head.table.copies)
         heard = set()
         for _ in range(20):
+            # The machine itself answers after the copy was heard, by which the copy is known.
+            head.table.send_heartbeats(20.0)
             copy.table.send_heartbeats(20.0)
             view = head.table.view(vm.identity.node_id)
             assert view is not None and view.greeting is not None and view.load is not None
