@@ -8,12 +8,14 @@ Needs the starter model on this machine. The conversation is kept in a temporary
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+os.environ |= {"TERM": "xterm-256color", "COLORTERM": "truecolor"}  # whatever terminal this runs in
 
 from textual.pilot import Pilot
 

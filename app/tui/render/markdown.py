@@ -320,12 +320,12 @@ def _aligned(line: Content, width: int, alignment: Alignment) -> Content:
 
 def _as_fields(header: Sequence[Content], rows: Sequence[Sequence[Content]], width: int) -> list[Content]:
     lines: list[Content] = []
-    names = header
+    names, later = header, [name.truncate(_WIDEST_LABEL, ellipsis=True) for name in header]
     for row in rows:
         if lines:
             lines.append(Content.styled("─" * width, _RULE))
         for name, cell in zip_longest(names, row, fillvalue=Content()):
             label = name.stylize_before("bold") + ": " if name.plain else Content()
             lines += [line.rstrip() for line in (label + cell).wrap(width)]
-        names = [name.truncate(_WIDEST_LABEL, ellipsis=True) for name in header]
+        names = later
     return lines
