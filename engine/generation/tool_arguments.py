@@ -64,8 +64,8 @@ class ArgumentTypes:
     def from_text(self, key: str, text: str) -> Any:
         """The value of the argument ``key`` that is written as ``text`` between tags.
 
-        Where a string is allowed, the value is the text, unless it is a null that is allowed too. Where the schema
-        names no type, what looks like JSON is read as such.
+        Where a string is allowed and something else too, what is written as that is read as it. Where the schema names
+        no type, what looks like JSON is read as such.
         """
         self._steps = 0
         schema = self._property(key, self.root, 0)
@@ -73,8 +73,14 @@ class ArgumentTypes:
         if types is None:
             read = _read(text)
             return self._fit(text if isinstance(read, str) else read, schema, 0).value
-        if text in _NULLS and "null" in types and not self._names_choice(text, schema, 0):
-            return None
+        if "string" in types and len(types) > 1 and not self._names_choice(text, schema, 0):
+            if text in _NULLS and "null" in types:
+                return None
+            read = None if text.strip() in _NULLS else _read(text)
+            if read is not None and not isinstance(read, str) and _is_of(read, types):
+                other = self._fit(read, schema, 0)
+                if other.how == _FITS:
+                    return other.value
         fit = self._fit(text, schema, 0)
         if fit.how < _FITS and text != text.strip():
             stripped = self._fit(text.strip(), schema, 0)

@@ -394,11 +394,12 @@ class Session:
         return self._constraining.guide(request, request.constraint, self._parser, cancelled)
 
     def _calling(self, request: Generate, tools: Sequence[Tool]) -> Callable[[], ToolCallParser] | None:
-        """What makes the parser of the answer's calls of ``tools``; None without tools."""
+        """What makes the parser of the answer's calls of ``tools``; None without tools, unless the prompt ends with the
+        mark of a call, as a template's does that names the reader of each part of an answer."""
         form = self._call_format
-        if form is None or not tools:
-            return None
         rendered = self._history.text[-RENDERED_CHARACTERS:] if self._history is not None else ""
+        if form is None or not (tools or (form.begin and request.messages and rendered.endswith(form.begin))):
+            return None
         return lambda: ToolCallParser(form, tools, None if request.parallel_tool_calls else 1, rendered)
 
     def _most_tokens(self, request: Generate, prompt_tokens: int) -> int:

@@ -132,6 +132,20 @@ def test_stray_marks_are_never_shown(text: str, thoughts: str, answer: str) -> N
 
 
 @pytest.mark.parametrize(
+    ("text", "prompt"),
+    [
+        ("\nI think.\n[BEGIN FINAL RESPONSE]\nFour.\n[END FINAL RESPONSE]", "Here are my reasoning steps:\n"),
+        ("Here are my reasoning steps:\nI think.\n[BEGIN FINAL RESPONSE]\nFour.\n[END FINAL RESPONSE]", ""),
+        ("I think.\n[BEGIN FINAL RESPONSE]\nFour.", ""),
+    ],
+)
+def test_thoughts_may_be_marked_by_words(text: str, prompt: str) -> None:
+    for pieces in ([text], list(text)):
+        found = streamed(FORMATS["apriel"], pieces, prompt)
+        assert (found.thoughts, found.answer.strip()) == ("I think.", "Four.")
+
+
+@pytest.mark.parametrize(
     ("text", "answer"),
     [
         ("<think>a</think><response>Yes, <response>ok</response></response>", "Yes, <response>ok</response>"),

@@ -9,11 +9,22 @@ import sys
 from pathlib import Path
 
 import pytest
+from asking import Ask
 from speaking_model import write_speaking_model
 
 from engine.host import Host
-from engine.ipc.messages import AnyEvent, Cancel, Failed, Finished, Generate, Load, Loaded, Message
-from engine.session.loading import settings_not_applied
+from engine.ipc.messages import (
+    AnyEvent,
+    Cancel,
+    Constraint,
+    Failed,
+    Finished,
+    Generate,
+    Load,
+    Loaded,
+    Message,
+)
+from engine.session.loading import load_session, settings_not_applied
 
 
 def test_a_repetition_penalty_that_is_not_applied_is_said() -> None:
@@ -55,6 +66,14 @@ print([name for name in slow if name in sys.modules])
     command = [sys.executable, "-c", program, str(speaking)]
     result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert (result.stdout.strip(), result.returncode) == ("[]", 0), result.stderr
+
+
+def test_the_reader_that_a_part_of_an_answer_names_is_not_shown_without_tools_either(tmp_path: Path) -> None:
+    template = "{# tools >>>${recipient} #}{{ messages[0].content }}<|im_end|>>>>"
+    load = Load(id=1, model=str(write_speaking_model(tmp_path / "m", template)), partitioning="cpu", runtime="native")
+    ask = Ask(load_session(load, lambda stage, done, total, unit: None))
+    form = Constraint(kind="regex", text="all\nNoon\\.")
+    assert ask(messages=[Message("user", "When?")], constraint=form).text == "Noon."
 
 
 def test_a_question_is_given_up_while_its_template_runs(speaking: Path, monkeypatch: pytest.MonkeyPatch) -> None:
