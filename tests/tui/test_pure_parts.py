@@ -152,12 +152,6 @@ def test_markup_of_a_model_is_text(source: str) -> None:
     assert not any("click" in str(span.style) for span in content.spans)
 
 
-def test_links_cannot_be_clicked_but_read() -> None:
-    content = render_markdown("[here](https://example.org/x)", 80)
-    assert content.plain == "here (https://example.org/x)"
-    assert not any("link=" in str(span.style) or "click" in str(span.style) for span in content.spans)
-
-
 def test_escape_sequences_are_gone() -> None:
     assert render_markdown("a\x1b[31mb\x1b]0;t\x07c\x9b1md", 40).plain == "abcd"
 

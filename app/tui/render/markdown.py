@@ -1,8 +1,8 @@
 """A model's Markdown as one Textual ``Content``, which is rendered once and then cheap to show.
 
-The text cannot act: it is sanitised and never read as Textual markup, HTML stays text and links cannot be clicked.
-Colours are theme variables, so the result follows the theme. Text with an indent on every line (lists, quotes, code,
-tables) is wrapped here and depends on ``width``. Plain paragraphs are wrapped by the widget.
+The text cannot act: it is sanitised and never read as Textual markup, and HTML stays text. The address of a link is
+shown, and is what opens. Colours are theme variables, so the result follows the theme. Text with an indent on every
+line (lists, quotes, code, tables) is wrapped here and depends on ``width``. Plain paragraphs are wrapped by the widget.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from app.text_safety import sanitize
 from app.tui.render.formula_symbols import scripted
 from app.tui.render.formulas import display_formula, inline_formula
 from app.tui.render.markdown_parser import parse
+from app.tui.terminal.links import linked, unlinked
 
 if TYPE_CHECKING:
     from markdown_it.tree import SyntaxTreeNode
@@ -29,7 +30,8 @@ EDGE = "▏"
 INLINE_CODE = "bold $text-accent"
 KEY = "bold $text-accent"
 MUTED = "$foreground-muted"
-LINK = "underline $text-accent"
+LINK = "$text-accent"
+"""Style of a link's text. Underlined is the address behind it, which opens."""
 _BULLETS = ("•", "◦", "▪")
 MARKDOWN_LIMIT = 30_000
 """Maximum characters of a text that are read as Markdown; the rest is shown as it is. Hostile Markdown of this length
@@ -134,7 +136,7 @@ class _Blocks:
         inner = max(width - 2, _NARROWEST)
         code = code.rstrip("\n").expandtabs(4)
         lines: list[Content] = []
-        content = Content(code, list(self._colours(code, language)))
+        content = linked(Content(code, list(self._colours(code, language))))
         if language:
             content = content.stylize_before("$text")
             lines.append(_barred(Content.styled(language, f"{MUTED} italic"), inner))
@@ -198,7 +200,7 @@ def _inline(node: SyntaxTreeNode) -> Content:
 
     _put_inline(node.children, put, lambda start, style: spans.append(Span(start, position, style)), lambda: position)
     spans.sort(key=lambda span: (span.start, -span.end))
-    return Content("".join(text), spans)
+    return linked(Content("".join(text), spans))
 
 
 def _put_inline(
@@ -320,7 +322,11 @@ def _aligned(line: Content, width: int, alignment: Alignment) -> Content:
 
 def _as_fields(header: Sequence[Content], rows: Sequence[Sequence[Content]], width: int) -> list[Content]:
     lines: list[Content] = []
-    names, later = header, [name.truncate(_WIDEST_LABEL, ellipsis=True) for name in header]
+    names = header
+    later = [
+        name if name.cell_length <= _WIDEST_LABEL else unlinked(name).truncate(_WIDEST_LABEL, ellipsis=True)
+        for name in header
+    ]
     for row in rows:
         if lines:
             lines.append(Content.styled("─" * width, _RULE))

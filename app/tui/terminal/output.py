@@ -18,6 +18,7 @@ from textual.color import Color
 from textual.filter import LineFilter
 
 from app.text_safety import HIDDEN, UNSAFE, visible
+from app.tui.terminal.links import checked
 
 _LOG_LIMIT = 1_000_000
 """Size in bytes from which on the log is begun again."""
@@ -106,12 +107,17 @@ def _flush(*streams: IO[str] | None) -> None:
 
 class SafeLines(LineFilter):
     """Replaces in each drawn line the characters that act on a terminal or that nobody can see, which Textual passes
-    through.
+    through, and removes each link that opens something else than what is shown.
 
     It is the last check of all text. Replacements have the same width, so the layout stays.
     """
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
+        readable = self._readable(segments)
+        linked = any(segment.style is not None and segment.style.link for segment in readable)
+        return checked(readable) if linked else readable
+
+    def _readable(self, segments: list[Segment]) -> list[Segment]:
         if all(segment.text.isascii() and not UNSAFE.search(segment.text) for segment in segments):
             return segments
         safe, before = [], ""
@@ -132,4 +138,5 @@ _SAFE_LINES = SafeLines()
 
 def with_safe_lines(filters: Sequence[LineFilter]) -> list[LineFilter]:
     """``filters`` and :class:`SafeLines`, for ``App.get_line_filters``."""
-    return [_SAFE_LINES, *filters]
+    # The last one: a filter that changes a colour gives a link another id.
+    return [*filters, _SAFE_LINES]
