@@ -51,6 +51,23 @@ def test_a_cable_that_is_gone_is_shown_until_it_is_back() -> None:
     )
 
 
+def test_a_cable_whose_end_has_a_new_address_is_back() -> None:
+    # It is measured while the machines are busy, and is not the fastest measurement.
+    moved = replace(CABLE, address="10.0.0.7:2", latency_s=4e-4)
+    assert with_gone(moved, BOTH).gone == ""
+    assert with_gone(replace(WIFI, others=["eth0 10.0.0.7:2: 2500 µs"]), BOTH).gone == ""
+    # An address that was there beside the cable's is another way, though it leaves by the same interface.
+    bridged = replace(moved, address="10.0.0.8:2")
+    assert with_gone(bridged, replace(BOTH, others=[*BOTH.others, "eth0 10.0.0.8:2: 900 µs"])).gone == "eth0 (80 µs)"
+    assert with_gone(replace(moved, interface=""), replace(CABLE, interface="")).gone
+    known, way = KnownLinks(), ("a", "b")
+    for link in (BOTH, moved):
+        known.put(way, [], link)
+    assert known.fastest(way) == moved, "nobody looks for the address that is gone"
+    known.put(way, [], WIFI)
+    assert known.fastest(way) == moved
+
+
 def test_only_what_may_be_faster_is_tried() -> None:
     all_known = [CABLE.address, WIFI.address]
     assert worth_trying(BOTH, BOTH, all_known) == []

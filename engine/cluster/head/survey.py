@@ -28,7 +28,7 @@ from engine.cluster.membership.control_messages import (
     check_facts,
 )
 from engine.cluster.membership.heartbeat import PeerView
-from engine.cluster.membership.links import LinkTrial, Tried, Way, all_ways, measure_best, with_gone
+from engine.cluster.membership.links import LinkTrial, Tried, Way, all_ways, has_new_address, measure_best, with_gone
 from engine.cluster.membership.measuring_node import measure_node
 from engine.cluster.membership.node import Node, listener_addresses
 from engine.cluster.membership.rpc_fanout import Candidate, NodeRefused, ask, until_done
@@ -535,7 +535,12 @@ class KnownLinks:
         """Store a measurement that was made now."""
         self._known[pair] = _Known(frozenset(ends), self._clock(), link)
         fastest = self._fastest.get(pair)
-        if fastest is None or fastest.address == link.address or link.latency_s < fastest.latency_s:
+        if (
+            fastest is None
+            or fastest.address == link.address
+            or link.latency_s < fastest.latency_s
+            or has_new_address(link.interface, link.address, fastest)
+        ):
             self._fastest[pair] = link
 
     def fastest(self, pair: tuple[str, str]) -> LinkFacts | None:

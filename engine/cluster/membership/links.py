@@ -89,11 +89,22 @@ def shown_way(link: LinkFacts) -> str:
     return f"{link.interface or link.address} ({link.latency_s * 1e6:,.0f} µs)"
 
 
+def has_new_address(interface: str, address: str, before: LinkFacts) -> bool:
+    """Whether ``address``, to which packets leave by ``interface``, is the new one of the cable of ``before``.
+
+    An address that was measured beside ``before`` belongs to another way through the same interface.
+    """
+    return interface == before.interface != "" and not was_measured(before, address)
+
+
 def with_gone(link: LinkFacts, fastest: LinkFacts | None) -> LinkFacts:
     """``link``, which says whether the ``fastest`` one that was ever measured between its ends is gone."""
     gone = ""
     if fastest is not None and not was_measured(link, fastest.address) and is_clearly_faster(fastest, link):
-        gone = shown_way(fastest)
+        others = (other.partition(": ")[0].rpartition(" ") for other in link.others)
+        measured = [(link.interface, link.address), *((interface, address) for interface, _, address in others)]
+        is_back = any(has_new_address(interface, address, fastest) for interface, address in measured)
+        gone = "" if is_back else shown_way(fastest)
     return msgspec.structs.replace(link, gone=gone)
 
 
