@@ -20,6 +20,8 @@ from discovery.storage import locked, put_aside, write_private
 
 MAX_ADDRESSES = 8
 """Maximum addresses remembered per machine, the last one that worked first."""
+MAX_COPIES = 16
+"""Maximum copies of an identity that are remembered, the last ones found."""
 _FORMAT = 1
 _FILE = "peers.json"
 _LOCK = "peers.lock"
@@ -39,6 +41,8 @@ class Peer(msgspec.Struct, frozen=True, kw_only=True):
     """Time of pairing in seconds since 1970, by this machine's clock."""
     addresses: list[str] = []
     """Addresses (``HOST:PORT``) of its control port, the last one that worked first."""
+    copies: list[str] = []
+    """Instances with a copy of its identity. They stay out until a person pairs the machine anew."""
 
     @property
     def label(self) -> str:
@@ -132,6 +136,17 @@ class PeersFile:
         def remember(peers: dict[str, Peer]) -> None:
             if node_id in peers:
                 peers[node_id] = msgspec.structs.replace(peers[node_id], addresses=addresses)
+
+        self._change(remember)
+
+    def remember_copy(self, node_id: str, instance: str) -> None:
+        """Remember that ``instance`` has a copy of the machine's identity. A machine that is not paired is ignored."""
+
+        def remember(peers: dict[str, Peer]) -> None:
+            known = peers.get(node_id)
+            if known is not None and instance not in known.copies:
+                copies = [*known.copies, instance][-MAX_COPIES:]
+                peers[node_id] = msgspec.structs.replace(known, copies=copies)
 
         self._change(remember)
 

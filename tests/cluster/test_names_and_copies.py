@@ -31,6 +31,17 @@ def pair(tmp_path: Path) -> Iterator[Nodes]:
     nodes.close()
 
 
+def options_to(*others: Node) -> OpenNetwork:
+    return OpenNetwork(id=1, name="head", listen=LOCAL, peers=[one.listening[0] for one in others])
+
+
+def known(file: Path, copy: tuple[str, str]) -> bool:
+    """Whether it is written down that the instance of ``copy`` has the identity of another machine."""
+    node_id, instance = copy
+    found = PeersFile(file.parent).get(node_id)
+    return found is not None and found.copies == [instance]
+
+
 def only(node: Node) -> PeerFacts:
     (facts,) = node.table.facts()
     return facts
@@ -123,6 +134,13 @@ def test_a_copy_takes_the_place_of_the_machine_neither_while_it_is_connected_nor
             copy.table.send_heartbeats(20.0)
             head.table.send_heartbeats(20.0)
             assert [(view.client, view.alive) for view in head.table.views()] == [(None, False)]
+        # A head that starts again knows of the copy.
+        restarted = Node(pair.identities[0], PeersFile(tmp_path / "head"), options_to(copy))
+        try:
+            eventually(lambda: only(restarted).problem == COPIED)
+            assert [(view.client, view.alive) for view in restarted.table.views()] == [(None, False)]
+        finally:
+            restarted.close()
         options = OpenNetwork(id=1, name="vm", listen=where, lend=True)
         again = Node(load_identity(tmp_path / "vm"), pair.peers[1], options)
         try:
@@ -139,6 +157,25 @@ def test_a_copy_takes_the_place_of_the_machine_neither_while_it_is_connected_nor
         assert watch is not None
         watch.try_addresses(copy.listening, keep=True)  # where it was paired
         eventually(lambda: [view.greeting.process for view in head.table.views() if view.greeting] == [copy.process])
+    finally:
+        copy.close()
+
+
+def test_pairing_anew_takes_a_copy_in_again_also_without_forgetting_it(tmp_path: Path, pair: Nodes) -> None:
+    head, vm = pair.nodes
+    shutil.copytree(tmp_path / "vm", tmp_path / "copy")
+    options = OpenNetwork(id=1, name="copy", listen=LOCAL, lend=True, peers=[head.listening[0]])
+    copy = Node(load_identity(tmp_path / "copy"), PeersFile(tmp_path / "copy"), options)
+    try:
+        where = (vm.identity.node_id, copy.identity.instance)
+        copies = tmp_path / "head" / "peers.json"
+        eventually(lambda: copy.table.send_heartbeats(20.0) or head.table.send_heartbeats(20.0) or known(copies, where))
+        vm.close()
+        eventually(lambda: only(head).problem == COPIED)
+        head.peers.add(new_peer(pair.identities[1].certificate_der, "copy", copy.listening[0]))
+        head.table.refresh()
+        eventually(lambda: [view.greeting.process for view in head.table.views() if view.greeting] == [copy.process])
+        assert not known(copies, where)
     finally:
         copy.close()
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from discovery import peers as peers_module
 from discovery.errors import PeersError
 from discovery.names import MAX_NAME, clean_name
-from discovery.peers import MAX_ADDRESSES, Peer, PeersFile, PeersWatch, new_peer
+from discovery.peers import MAX_ADDRESSES, MAX_COPIES, Peer, PeersFile, PeersWatch, new_peer
 
 MakeMachine = Callable[[str], Machine]
 
@@ -37,6 +37,21 @@ def test_what_is_added_is_read_by_everybody_and_closed_to_others(
     assert PeersFile(tmp_path / "folder").all() == [peer] == file.all()
     assert file.get(peer.node_id) == peer and file.get("00" * 32) is None
     assert stat.S_IMODE((tmp_path / "folder" / "peers.json").stat().st_mode) == 0o600
+
+
+def test_copies_of_an_identity_are_remembered_until_it_is_paired_anew(file: PeersFile, machine: MakeMachine) -> None:
+    peer = machine("Attic").as_peer()
+    file.remember_copy(peer.node_id, "0" * 16)
+    assert file.all() == []
+    file.add(peer)
+    found = [f"{number:016x}" for number in range(MAX_COPIES + 2)]
+    for instance in [*found, found[-1]]:
+        file.remember_copy(peer.node_id, instance)
+    file.rename(peer.node_id, "Cellar")
+    (kept,) = file.all()
+    assert kept.copies == found[2:]
+    file.add(peer)
+    assert file.all() == [peer] and peer.copies == []
 
 
 def test_another_process_is_seen(file: PeersFile, machine: MakeMachine, tmp_path: Path) -> None:

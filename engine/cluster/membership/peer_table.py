@@ -93,6 +93,8 @@ class PeerTable:
         """Time of the first message by node id and instance, of those that are not the connected one."""
         self._barred: set[tuple[str, str]] = set()
         """Node ids and instances of copies. They stay out until a person pairs the machine anew."""
+        self._paired_at: dict[str, float] = {}
+        """Time of pairing by node id."""
         self._closed = False
 
     # --- whom this machine trusts ---------------------------------------------------------------------------------
@@ -126,6 +128,10 @@ class PeerTable:
             for node_id in [node_id for node_id in self._watches if node_id not in paired]:
                 gone.append(self._watches.pop(node_id))
             fresh = {node_id: peer for node_id, peer in paired.items() if node_id not in self._watches}
+            anew = {one for one, peer in paired.items() if self._paired_at.get(one) != peer.paired_at}
+            self._barred = {one for one in self._barred if one[0] not in anew}
+            self._barred |= {(one, instance) for one in anew for instance in paired[one].copies}
+            self._paired_at = {node_id: peer.paired_at for node_id, peer in paired.items()}
             for node_id, peer in fresh.items():
                 watch = self._watches[node_id] = PeerWatch(
                     node_id,
@@ -309,6 +315,7 @@ class PeerTable:
         """
         view, watch = self.view(node_id), self.watch(node_id)
         now = time.monotonic()
+        barred = False
         with self._lock:
             if view is not None and view.greeting is not None and view.greeting.instance != instance:
                 # A machine that was moved, or started again, never answers as the former one after that.
@@ -316,6 +323,7 @@ class PeerTable:
                     self._suspected.clear()
                 first = self._suspected.setdefault((node_id, instance), now)
                 if watch is not None and watch.answered_since(first) and len(self._barred) < MOST_PROCESSES:
+                    barred = (node_id, instance) not in self._barred
                     self._barred.add((node_id, instance))
             heard = {
                 one: at for one, at in self._heard_instances.get(node_id, {}).items() if now - at < self.times.lost_s
@@ -326,6 +334,10 @@ class PeerTable:
             news = len(self._heard_instances[node_id]) > 1
             if news:
                 self._copies[node_id] = (now, set(self._heard_instances[node_id]))
+        if barred:
+            # Where the file cannot be written, the copy stays out until this process ends.
+            with contextlib.suppress(DiscoveryError):
+                self._peers.remember_copy(node_id, instance)
         if news:
             self._changed()
 
