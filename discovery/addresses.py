@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 import re
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 import psutil
@@ -103,11 +102,26 @@ def announced(own: Iterable[OwnAddress]) -> list[OwnAddress]:
     return outside or inside or candidates
 
 
-def towards(others: Iterable[tuple[str, int]], own: Iterable[OwnAddress]) -> tuple[Address, ...]:
+def source_towards(host: str) -> str:
+    """This machine's address for packets to ``host``, a link-local IPv6 one with its interface; empty if unknown. Sends
+    nothing."""
+    try:
+        family, kind, _, _, there = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(there)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
+
+
+def towards(
+    others: Iterable[tuple[str, int]], own: Iterable[OwnAddress], source: Callable[[str], str] = source_towards
+) -> tuple[Address, ...]:
     """Another machine's (ip, port) pairs without duplicates, best first.
 
     Pairs in a network of this machine come first, then those behind a router. Those on an inner bridge of this machine
-    come last, as other hosts have the same addresses there.
+    come last, as other hosts have the same addresses there. ``source`` returns this machine's address for packets to
+    another one.
     """
     mine = list(own)
     found: dict[str, tuple[tuple[int, ...], Address]] = {}
@@ -119,7 +133,7 @@ def towards(others: Iterable[tuple[str, int]], own: Iterable[OwnAddress]) -> tup
         if parsed.is_unspecified or parsed.is_multicast:
             continue
         scope = ip.partition("%")[2]
-        interface = _named(scope) if scope else _interface_into(parsed, mine)
+        interface = _named(scope) if scope else _interface_into(parsed, mine, source)
         shown = f"{parsed}%{interface}" if parsed.version == 6 and parsed.is_link_local and interface else str(parsed)
         rank = (
             int(is_inside(interface)),
@@ -150,22 +164,27 @@ def _rank(own: OwnAddress) -> tuple[object, ...]:
 def _default_ips() -> set[str]:
     """This machine's addresses for packets to networks that nobody has, which go where the default route leads. Sends
     nothing."""
-    found = set()
-    for family, somewhere in ((socket.AF_INET, "203.0.113.1"), (socket.AF_INET6, "2001:db8::1")):
-        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((somewhere, 9))
-            found.add(str(probe.getsockname()[0]).partition("%")[0])
-    return found
+    return {source_towards(somewhere).partition("%")[0] for somewhere in ("203.0.113.1", "2001:db8::1")}
 
 
-def _interface_into(ip: IP, own: list[OwnAddress]) -> str:
-    """The interface whose network has ``ip``, the narrowest network first."""
+def _interface_into(ip: IP, own: list[OwnAddress], source: Callable[[str], str]) -> str:
+    """The interface whose network has ``ip``, the narrowest network first.
+
+    Two cables with self-assigned addresses are both in 169.254.0.0/16. Packets to any address there leave by the
+    interface that the system's routes say. A machine on the other cable is reached by its link-local IPv6 address.
+    """
     matching = [
         one
         for one in own
         if one.parsed.version == ip.version and ip in ipaddress.ip_network(f"{one.ip}/{one.prefix}", strict=False)
     ]
-    return max(matching, key=lambda one: one.prefix).interface if matching else ""
+    narrowest = max((one.prefix for one in matching), default=0)
+    found = [one for one in matching if one.prefix == narrowest]
+    if len({one.interface for one in found}) > 1:
+        routed = source(str(ip)).partition("%")[0]
+        leaving = {one.interface for one in own if one.ip == routed}
+        found = [one for one in found if one.interface in leaving] or found
+    return found[0].interface if found else ""
 
 
 def _named(scope: str) -> str:

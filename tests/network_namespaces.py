@@ -146,6 +146,16 @@ class Network:
         self._addresses[space, lan] = now
         return now
 
+    def assign_local(self, machine: int, lan: int = 0) -> None:
+        """The machine gives itself link-local addresses there, as on a cable without a router."""
+        space = self.spaces[machine]
+        settings = f"/proc/sys/net/ipv6/conf/lan{lan}"
+        enabled = f"echo 1 >{settings}/addr_gen_mode && echo 0 >{settings}/disable_ipv6"
+        subprocess.run([*space.prefix, "sh", "-c", enabled], check=True, capture_output=True)
+        ip("-n", space.name, "addr", "add", f"169.254.{lan}.{space.number}/16", "dev", f"lan{lan}")
+        address = f"fe80::{lan}:{space.number}/64"
+        ip("-n", space.name, "addr", "add", address, "dev", f"lan{lan}", "nodad")
+
     def close(self) -> None:
         for space in self.spaces:
             with contextlib.suppress(RuntimeError):

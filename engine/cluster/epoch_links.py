@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from engine.cluster.membership.control_messages import EpochSpec
 from engine.cluster.rehearsal import LARGEST_WIDTH, Rehearsal
 from engine.cluster.transport.accepting import Links
+from engine.cluster.transport.addresses import as_dialled
 from engine.cluster.transport.connecting import connect_commands
 from engine.cluster.transport.epochs import CONNECT_S, Epoch, Member
 from engine.cluster.transport.exchange import Exchange, Link, PeerLost
@@ -164,7 +165,7 @@ def rehearsal_of(spec: EpochSpec, threads: int | None, machines: tuple[tuple[int
 def epoch_of(spec: EpochSpec, names: Mapping[int, str]) -> Epoch:
     """The epoch as the links need it. ``names`` by rank, as far as this node knows them."""
     members = tuple(
-        Member(one.rank, one.node_id, one.certificate, tuple(one.addresses), names.get(one.rank, ""))
+        Member(one.rank, one.node_id, one.certificate, tuple(as_dialled(one.addresses)), names.get(one.rank, ""))
         for one in spec.members
     )
     return Epoch(spec.epoch, spec.rank, members, spec.key, tuple(spec.trusted))

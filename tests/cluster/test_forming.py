@@ -16,7 +16,7 @@ from eventually import eventually
 from paired_nodes import Nodes, make_identity
 from tests_models import tiny_mixtral
 
-from discovery.addresses import shown_address
+from discovery.addresses import OwnAddress, shown_address
 from engine.cluster.head.connecting_nodes import NothingConnected
 from engine.cluster.head.formed import FormedRing
 from engine.cluster.head.forming import RingFormer
@@ -52,7 +52,15 @@ from engine.cluster.membership.links import measure_best, one_of_each_first, rea
 from engine.cluster.membership.measuring_node import measure_node
 from engine.cluster.membership.node import LentState, Node
 from engine.cluster.parts import Effort, EngineParts, Moment
-from engine.cluster.transport.addresses import listener_address, own_addresses, parse_address, plain_ip
+from engine.cluster.transport import addresses as transport_addresses
+from engine.cluster.transport.addresses import (
+    as_dialled,
+    as_sent,
+    listener_address,
+    own_addresses,
+    parse_address,
+    plain_ip,
+)
 from engine.cluster.transport.exchange import PeerLost
 from engine.cluster.weights.transfer import encode_offer, offer
 from engine.cluster.worker import lending
@@ -113,6 +121,42 @@ def test_own_addresses_are_those_that_are_listened_at() -> None:
         host, port = parse_address(address)
         assert port == 9
         assert not host.startswith("127.")
+
+
+def test_a_link_local_address_is_sent_without_scope_and_dialled_on_every_cable(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = [
+        OwnAddress("lo", "::1", 128),
+        OwnAddress("eth0", "192.168.1.7", 24),
+        OwnAddress("eth0", "fe80::7", 64),
+        OwnAddress("eth1", "fe80::8", 64),
+        OwnAddress("docker0", "fe80::9", 64),
+        OwnAddress("wlan0", "10.0.0.7", 24),
+    ]
+    monkeypatch.setattr(transport_addresses, "addresses_here", lambda: own)
+    sent = ["192.168.1.7:9", "10.0.0.7:9", "[fe80::7]:9", "[fe80::8]:9"]
+    assert sorted(own_addresses("", 9)) == sorted(sent)
+    assert own_addresses("fe80::7%eth0", 9) == ["[fe80::7]:9"]
+    assert as_sent(["[fe80::1%en7]:9", "[fe80::1%en8]:9", "10.0.0.1:9", "name:9", "[fd00::1]:9", "wrong"]) == [
+        "[fe80::1]:9",
+        "10.0.0.1:9",
+        "name:9",
+        "[fd00::1]:9",
+        "wrong",
+    ]
+    assert as_dialled(["[fe80::1]:9", "10.0.0.1:9", "wrong"]) == [
+        "[fe80::1%eth0]:9",
+        "[fe80::1%eth1]:9",
+        "10.0.0.1:9",
+        "wrong",
+    ]
+    # Where it is known by which interface it is reached, no other is tried.
+    assert as_dialled(["[fe80::1]:9", "[fe80::1%eth1]:9", "[fe80::2]:9"]) == [
+        "[fe80::1%eth1]:9",
+        "[fe80::2%eth0]:9",
+        "[fe80::2%eth1]:9",
+    ]
+    monkeypatch.setattr(transport_addresses, "addresses_here", lambda: own[:2])
+    assert as_dialled(["[fe80::1]:9", "10.0.0.1:9"]) == ["10.0.0.1:9"], "no cable has such an address"
 
 
 def test_ipv4_in_an_ipv6_socket_is_ipv4() -> None:

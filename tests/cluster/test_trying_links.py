@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,14 +14,16 @@ from paired_nodes import Nodes
 from tests_models import tiny_mixtral
 
 from discovery.peers import new_peer
+from engine.cluster.head import survey as surveying
+from engine.cluster.head.epoch_specs import Ring, _best_first
 from engine.cluster.head.formed import what_broke
 from engine.cluster.head.forming import RingFormer
 from engine.cluster.head.missing_links import LinkRetry, plan_connected
-from engine.cluster.head.survey import Surveyor, candidates
+from engine.cluster.head.survey import Survey, Surveyor, candidates
 from engine.cluster.membership import links
 from engine.cluster.membership.client import CallGroup
 from engine.cluster.membership.links import LinkTrial, Tried, Way, all_ways
-from engine.cluster.membership.rpc_fanout import NodeRefused
+from engine.cluster.membership.rpc_fanout import Candidate, NodeRefused
 from engine.cluster.parts import EngineParts, TimeConstants
 from engine.cluster.transport import connecting
 from engine.cluster.transport.addresses import listener_address
@@ -29,7 +32,7 @@ from engine.cluster.transport.epochs import Epoch, Member
 from engine.cluster.worker.lending import ClusterWorker
 from engine.errors import LinkLost, ModelError, PeerLost
 from engine.ipc.messages import Load
-from engine.ipc.messages.ring import RingChoice
+from engine.ipc.messages.ring import LinkFacts, RingChoice
 from engine.planning.reaching import Pair
 from engine.planning.ring_change import Rerun
 from engine.runtimes import runtime_named
@@ -254,3 +257,37 @@ def test_a_link_that_nobody_takes_is_given_up_long_before_its_time(
     )
     with pytest.raises(ModelError, match="The link to Bob cannot be made"):
         connect_commands(three.head.links, Epoch("an epoch", 0, members, bytes(32)), seconds=250)
+
+
+def test_no_scope_of_this_machine_is_sent_to_another_one(three: Three) -> None:
+    """What a machine found itself comes back to it as it said it."""
+    listeners = ("[fe80::1%here]:1", "10.0.0.1:1")
+    bob, carl = sorted((replace(one, listeners=listeners) for one in candidates(three.head, [])), key=carl_last(three))
+    way = (three.bob, three.carl)
+    trial = LinkTrial(three.head, [bob, carl], [(three.anna, three.bob), way], "e", {way: "[fe80::1%there]:1"})
+    assert [one.addresses for one in trial._wanted[three.anna]] == [list(listeners)]
+    assert [one.addresses for one in trial._wanted[three.bob]] == [["[fe80::1%there]:1", "[fe80::1]:1", "10.0.0.1:1"]]
+    ring = Ring("e", None, None, Survey(), {1: bob, 2: carl}, b"")  # type: ignore[arg-type]
+    assert _best_first(ring, three.head, three.anna, three.bob, 1) == list(listeners)
+    assert _best_first(ring, three.head, three.bob, three.carl, 2) == ["[fe80::1]:1", "10.0.0.1:1"]
+
+
+def carl_last(three: Three) -> Callable[[Candidate], bool]:
+    return lambda one: one.node_id == three.carl
+
+
+def test_links_between_others_are_measured_at_addresses_without_scope(
+    three: Three, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[tuple[str, ...]] = []
+
+    def measured(node: object, first: Candidate, second: Candidate, *_: object) -> LinkFacts:
+        sent.append(second.listeners)
+        return LinkFacts(interface="eth0", address="10.0.0.1:1", latency_s=1e-4, bytes_per_s=1e8)
+
+    monkeypatch.setattr(surveying, "_between", measured)
+    monkeypatch.setattr(surveying, "_to", lambda *_: measured(None, *[replace(bob, listeners=())] * 2))
+    bob, carl = (replace(one, listeners=("[fe80::1%here]:1",)) for one in candidates(three.head, []))
+    surveyor = Surveyor(three.anna, tiny_mixtral(tmp_path), Load(id=0, model="tiny", runtime="native"))
+    surveyor._measure_links(three.head, [bob, carl], Survey(), lambda *_: None, False)
+    assert sent == [(), (), ("[fe80::1]:1",)]

@@ -65,6 +65,25 @@ def test_addresses_in_a_network_of_this_machine_come_first_and_container_network
     assert [address.interface for address in found] == ["en0", "bridge0", "", "", "docker0"]
 
 
+def test_an_address_in_the_network_of_two_cables_is_where_its_packets_go() -> None:
+    cables = [
+        OwnAddress("en5", "169.254.5.1", 16),
+        OwnAddress("en6", "169.254.6.1", 16),
+        OwnAddress("en0", "10.0.0.1", 8),
+    ]
+    routes = {"169.254.1.2": "169.254.6.1", "169.254.1.3": "169.254.5.1"}
+    heard = [("169.254.1.2", 1), ("169.254.1.3", 1), ("169.254.1.4", 1), ("10.0.0.2", 1)]
+    asked: list[str] = []
+
+    def source(ip: str) -> str:
+        asked.append(ip)
+        return routes.get(ip, "")
+
+    found = {address.ip: address.interface for address in towards(heard, cables, source)}
+    assert found == {"169.254.1.2": "en6", "169.254.1.3": "en5", "169.254.1.4": "en5", "10.0.0.2": "en0"}
+    assert "10.0.0.2" not in asked
+
+
 def test_link_local_ipv6_keeps_its_interface() -> None:
     (found,) = towards([("fe80::9%en0", 47820), ("fe80::9%en0", 47820)], [WIFI6])
     assert found == Address("fe80::9%en0", 47820, "en0")

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator
 
 import pytest
 from announcing_machines import Process, ids
-from network_namespaces import Network, network
+from network_namespaces import Network, ip, network
+
+from discovery.addresses import own_addresses, towards
+from engine.cluster.membership.links import reachable
+from engine.cluster.transport.addresses import as_dialled, as_sent, interface_towards
 
 
 @pytest.fixture
@@ -14,6 +19,40 @@ def cables() -> Iterator[Network]:
     """Two machines with two cables between them."""
     with network(2, lans=2) as made:
         yield made
+
+
+def test_two_cables_with_self_assigned_addresses_are_told_apart(cables: Network) -> None:
+    """The last machine is on the second cable. Packets to its IPv4 address go where the route says, and its link-local
+    IPv6 address leads there in any case, without the name that its interface has there."""
+    here, there = cables.spaces
+    for machine in (0, 1):
+        for lan in (0, 1):
+            cables.assign_local(machine, lan)
+    port, listening = there.call(_listening)
+    mine = here.call(own_addresses)
+    theirs = there.call(own_addresses)
+    assert {one.interface for one in mine if one.ip.startswith("169.254.")} == {"lan0", "lan1"}
+    second = next(one.ip for one in theirs if one.interface == "lan1" and one.ip.startswith("169.254."))
+
+    def interface() -> str:
+        (found,) = towards([(second, port)], mine)
+        return found.interface
+
+    with listening:
+        assert here.call(interface) == "lan0"
+        ip("-n", here.name, "route", "add", second, "dev", "lan1")
+        assert here.call(interface) == here.call(lambda: interface_towards(f"{second}:{port}")) == "lan1"
+        (local,) = [one.ip for one in theirs if one.interface == "lan1" and one.ip.startswith("fe80:")]
+        sent = as_sent([f"[{local}%their-name]:{port}"])
+        assert here.call(lambda: sorted(as_dialled(sent))) == [f"[{local}%lan0]:{port}", f"[{local}%lan1]:{port}"]
+        reached = here.call(lambda: reachable(as_dialled(sent)))
+        assert reached == [f"[{local}%lan1]:{port}"]
+        assert here.call(lambda: interface_towards(reached[0])) == "lan1"
+
+
+def _listening() -> tuple[int, socket.socket]:
+    listening = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return listening.getsockname()[1], listening
 
 
 @pytest.mark.slow

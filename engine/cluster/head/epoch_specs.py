@@ -9,7 +9,7 @@ from engine.cluster.head.survey import Survey
 from engine.cluster.membership.control_messages import EpochMember, EpochSpec
 from engine.cluster.membership.node import Node, listener_addresses
 from engine.cluster.membership.rpc_fanout import Candidate
-from engine.cluster.transport.addresses import own_ip_towards, parse_address
+from engine.cluster.transport.addresses import as_sent, own_ip_towards, parse_address
 from engine.ipc.messages import Load
 from engine.ipc.messages.ring import ExchangeName, RingFacts
 from engine.moe.rank_context import HEAD
@@ -109,10 +109,11 @@ def _best_first(ring: Ring, node: Node, from_id: str, to_id: str, rank: int) -> 
     survey = ring.survey
     if rank == HEAD:
         # The head dials, but transports that make their own connections need its address.
-        own = listener_addresses(node.listening)
+        own = listener_addresses(node.addresses)
         link = survey.links.get((to_id, from_id)) or next(iter(survey.links.values()))
         near = own_ip_towards(link.address)
         return sorted(own, key=lambda address: parse_address(address)[0] != near)
     reached, measured = survey.tried.reached.get((from_id, to_id)), survey.links.get((from_id, to_id))
     best = [*([measured.address] if measured is not None else []), *([reached] if reached else [])]
-    return list(dict.fromkeys([*best, *ring.followers[rank].listeners]))
+    others = ring.followers[rank].listeners
+    return list(dict.fromkeys([*best, *(others if from_id == node.identity.node_id else as_sent(others))]))

@@ -28,6 +28,7 @@ from engine.cluster.membership.links import (
 )
 from engine.cluster.membership.node import Node
 from engine.cluster.membership.rpc_fanout import Candidate, NodeRefused
+from engine.cluster.transport.addresses import as_sent
 from engine.cluster.transport.exchange import PeerLost
 from engine.errors import Cancelled, ModelError
 from engine.ipc.messages.ring import LinkFacts
@@ -147,7 +148,7 @@ class FasterLinks:
     def _look(self, everything: bool) -> None:
         machines = {one.node_id: one for one in self._present()}
         me = self._node.identity.node_id
-        known = {address for one in machines.values() for address in one.listeners} | set(self._node.listening)
+        known = {address for one in machines.values() for address in one.listeners} | set(self._node.addresses)
         everything = everything or not known <= self._known
         self._known = known
         if everything:
@@ -157,7 +158,10 @@ class FasterLinks:
             first, second = way
             if second in machines and (first == me or first in machines):
                 fastest = self._surveyor.fastest_link(way)
-                addresses = worth_trying(link, fastest, machines[second].listeners, everything)
+                listeners = machines[second].listeners
+                if first != me:
+                    listeners = tuple(as_sent(listeners))
+                addresses = worth_trying(link, fastest, listeners, everything)
                 wanted[way] = [address for address in addresses if (way, address) not in self._unfit]
         for turn in range(max(map(len, wanted.values()), default=0)):
             if self._closed.is_set():

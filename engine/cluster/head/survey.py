@@ -32,7 +32,7 @@ from engine.cluster.membership.links import LinkTrial, Tried, Way, all_ways, has
 from engine.cluster.membership.measuring_node import measure_node
 from engine.cluster.membership.node import Node, listener_addresses
 from engine.cluster.membership.rpc_fanout import Candidate, NodeRefused, ask, until_done
-from engine.cluster.transport.addresses import parse_address
+from engine.cluster.transport.addresses import as_dialled, as_sent, parse_address
 from engine.cluster.transport.exchange import PeerLost, RingProtocolError
 from engine.cluster.weights.local_weights import held_of
 from engine.cluster.weights.weight_fingerprint import identity_of, known_weights
@@ -95,8 +95,8 @@ def candidates(node: Node, wanted: Sequence[str]) -> list[Candidate]:
 
 
 def _others(view: PeerView) -> list[str]:
-    known = [*(view.greeting.listening if view.greeting else ()), *view.addresses]
-    return [address for address in dict.fromkeys(known) if view.client is None or address != view.client.address]
+    known = as_dialled([*as_sent(view.greeting.listening if view.greeting else ()), *view.addresses])
+    return [address for address in known if view.client is None or address != view.client.address]
 
 
 class Surveyor:
@@ -225,7 +225,7 @@ class Surveyor:
                 found.links[way] = with_gone(link, self._links.fastest(way))
                 done += 1
 
-            here = listener_addresses(node.listening)
+            here = listener_addresses(node.addresses)
             for one in machines:
                 ends = (*here, one.process, *one.listeners)
                 measure((me, one.node_id), ends, partial(_to, node, one, epoch))
@@ -235,7 +235,8 @@ class Surveyor:
                 for second in machines[index + 1 :]:
                     way = first.node_id, second.node_id
                     ends = (first.process, *first.listeners, second.process, *second.listeners)
-                    measure(way, ends, partial(_between, node, first, second, epoch, calls))
+                    sent = replace(second, listeners=tuple(as_sent(second.listeners)))
+                    measure(way, ends, partial(_between, node, first, sent, epoch, calls))
 
     def fastest_link(self, way: Way) -> LinkFacts | None:
         """The fastest link of ``way`` that was ever measured."""
@@ -331,7 +332,8 @@ def check_link(link: LinkFacts) -> None:
 
 
 def _between(node: Node, first: Candidate, second: Candidate, epoch: str, calls: CallGroup) -> LinkFacts:
-    """Measure the link between two followers. They need not be paired: the head vouches for both during this call."""
+    """Measure the link between two followers, at the addresses of ``second`` as ``first`` knows them. They need not be
+    paired: the head vouches for both during this call."""
     certificates = {one.node_id: node.table.peer(one.node_id).certificate_pem.encode() for one in (first, second)}
     vouched = Linked(epoch=epoch, node_id=first.node_id, certificate=certificates[first.node_id])
     ask(second, lambda: second.client.call("MeasureLinks", vouched, MeasuredLink, LINKS_S, calls))

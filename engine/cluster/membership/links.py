@@ -20,7 +20,7 @@ from engine.cluster.membership.control_messages import Linked, LinksTried, TryLi
 from engine.cluster.membership.node import Node
 from engine.cluster.membership.rpc_fanout import Candidate, ask
 from engine.cluster.transport.accepting import Links
-from engine.cluster.transport.addresses import interface_towards, parse_address
+from engine.cluster.transport.addresses import as_dialled, as_sent, interface_towards, parse_address
 from engine.cluster.transport.epochs import Epoch, Member
 from engine.cluster.transport.link_probe import LinkSpeed, measure_link, try_link
 from engine.errors import ModelError
@@ -79,9 +79,15 @@ def slower_link(interface: str, address: str, latency_s: float) -> str:
     return f"{interface} {address}: {latency_s * 1e6:.0f} µs".strip()
 
 
+def _measured(link: LinkFacts) -> list[tuple[str, str]]:
+    """Interface and address of ``link`` and of the slower ones."""
+    others = (other.partition(": ")[0].rpartition(" ") for other in link.others)
+    return [(link.interface, link.address), *((interface, address) for interface, _, address in others)]
+
+
 def was_measured(link: LinkFacts, address: str) -> bool:
-    """Whether ``address`` was among those of which ``link`` is the fastest."""
-    return address == link.address or any(f" {address}: " in f" {other}" for other in link.others)
+    """Whether ``address``, with or without its scope, was among those of which ``link`` is the fastest."""
+    return any(address in (one, *as_sent([one])) for _, one in _measured(link))
 
 
 def shown_way(link: LinkFacts) -> str:
@@ -101,9 +107,7 @@ def with_gone(link: LinkFacts, fastest: LinkFacts | None) -> LinkFacts:
     """``link``, which says whether the ``fastest`` one that was ever measured between its ends is gone."""
     gone = ""
     if fastest is not None and not was_measured(link, fastest.address) and is_clearly_faster(fastest, link):
-        others = (other.partition(": ")[0].rpartition(" ") for other in link.others)
-        measured = [(link.interface, link.address), *((interface, address) for interface, _, address in others)]
-        is_back = any(has_new_address(interface, address, fastest) for interface, address in measured)
+        is_back = any(has_new_address(interface, address, fastest) for interface, address in _measured(link))
         gone = "" if is_back else shown_way(fastest)
     return msgspec.structs.replace(link, gone=gone)
 
@@ -176,9 +180,10 @@ def try_own(links: Links, wanted: Sequence[Linked], stop: threading.Event, names
     asked = [one for one in wanted if one.addresses]
 
     def attempt(one: Linked) -> tuple[str, str]:
-        member = Member(1, one.node_id, one.certificate, tuple(one.addresses), names.get(one.node_id, ""))
+        addresses = as_dialled(one.addresses)
+        member = Member(1, one.node_id, one.certificate, tuple(addresses), names.get(one.node_id, ""))
         try:
-            return try_link(links, one.epoch, member, one.addresses, stop), ""
+            return try_link(links, one.epoch, member, addresses, stop), ""
         except ModelError as error:
             return "", str(error)[:LONGEST_REASON] or "unknown"
 
@@ -207,6 +212,8 @@ class LinkTrial:
         self._wanted: dict[str, list[Linked]] = {}
         for first, second in ways:
             listeners = self._by_id[second].listeners
+            if first != self._me:
+                listeners = tuple(as_sent(listeners))
             addresses = list(dict.fromkeys([*([best[first, second]] if (first, second) in best else []), *listeners]))
             self._wanted.setdefault(first, []).append(self._linked(epoch, second, addresses))
             if first != self._me:

@@ -34,7 +34,7 @@ from engine.cluster.membership.peer_table import AnnouncedPeer, PeerTable
 from engine.cluster.membership.server import Caller, ControlServer, RpcMethod
 from engine.cluster.parts import THE_PRODUCT, EngineParts
 from engine.cluster.transport.accepting import Links
-from engine.cluster.transport.addresses import listener_address, own_addresses, parse_address
+from engine.cluster.transport.addresses import is_link_local, listener_address, own_addresses, parse_address
 from engine.cluster.transport.link_probe import answer_measuring
 from engine.errors import ModelError
 from engine.ipc.messages import OpenNetwork
@@ -128,8 +128,14 @@ class Node:
             self._opened = opened.pop_all()
 
     @property
-    def listening(self) -> list[str]:
+    def addresses(self) -> list[str]:
+        """Where other machines may reach this one, as it tells them; see :func:`own_addresses`."""
         return own_addresses(self._host, self.server.port)
+
+    @property
+    def listening(self) -> list[str]:
+        """The addresses that a person can type on another machine."""
+        return [address for address in self.addresses if not is_link_local(address)]
 
     @property
     def me(self) -> NodeId:
@@ -199,7 +205,7 @@ class Node:
             process=self.process,
             name=self.name,
             port=self.server.port,
-            listening=self.listening,
+            listening=self.addresses,
             lends=self.lends,
         )
         return msgspec.structs.replace(said, **self.parts.greeting)

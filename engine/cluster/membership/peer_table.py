@@ -21,7 +21,7 @@ from engine.cluster.membership.control_messages import MOST_ADDRESSES, Greeting,
 from engine.cluster.membership.heartbeat import PeerView, PeerWatch, version_problem
 from engine.cluster.membership.server import Caller, Credentials
 from engine.cluster.parts import THE_PRODUCT, TimeConstants
-from engine.cluster.transport.addresses import literal_addresses, parse_address, plain_ip
+from engine.cluster.transport.addresses import as_dialled, as_sent, literal_addresses, parse_address, plain_ip
 from engine.errors import ModelError
 from engine.ipc.messages.ring import LinkFacts, PeerFacts, PeerState
 
@@ -187,7 +187,7 @@ class PeerTable:
             self._rename(caller.node_id, greeting.name)
         if watch is not None:
             here = shown_address(plain_ip(caller.address), greeting.port)
-            said = literal_addresses([here, *greeting.listening[:MOST_ADDRESSES]])
+            said = literal_addresses(as_dialled([here, *as_sent(greeting.listening[:MOST_ADDRESSES])]))
             # A copy of the connected machine must not be found before it, nor hide its silence.
             other = watch.is_another(greeting.process)
             watch.try_addresses(said, sure=not other)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ipaddress
-import socket
 from collections.abc import Iterable
 
 import psutil
 
-from discovery.addresses import announced, shown_address
+from discovery.addresses import announced, shown_address, source_towards
 from discovery.addresses import own_addresses as addresses_here
 from engine.errors import ModelError
 
@@ -61,30 +60,67 @@ def plain_ip(host: str) -> str:
 def own_addresses(host: str, port: int) -> list[str]:
     """Addresses at which this node can be reached, best first: ``host``, or all of this machine's if it listens on all.
 
-    Link-local IPv6 addresses are left out: they mean nothing without the other machine's name of the interface.
+    Link-local IPv6 addresses have no scope, as each machine has its own; see :func:`as_dialled`.
     """
     if host not in ("", "0.0.0.0", "::"):
-        return [shown_address(host, port)]
-    own = [one for one in announced(addresses_here()) if not (one.parsed.version == 6 and one.parsed.is_link_local)]
-    return [shown_address(one.ip, port) for one in own][:MOST_LISTED]
+        return as_sent([shown_address(host, port)])
+    return [shown_address(one.ip, port) for one in announced(addresses_here())][:MOST_LISTED]
+
+
+def is_link_local(address: str) -> bool:
+    """Whether ``address`` (``HOST:PORT``) is a link-local IPv6 one, which is valid on one cable only."""
+    try:
+        ip = ipaddress.ip_address(parse_address(address)[0])
+    except (ModelError, ValueError):
+        return False
+    return ip.version == 6 and ip.is_link_local
+
+
+def as_sent(addresses: Iterable[str]) -> list[str]:
+    """``addresses`` (``HOST:PORT``) for another machine: without scopes, which are names of this machine's
+    interfaces."""
+    return list(dict.fromkeys(_without_scope(one) if is_link_local(one) else one for one in addresses))
+
+
+def as_dialled(addresses: Iterable[str]) -> list[str]:
+    """``addresses`` (``HOST:PORT``) of another machine as they are dialled from here.
+
+    One that is link-local and has no scope may be on any cable: it gets the scope of each interface here that has a
+    link-local address, unless one of ``addresses`` says which.
+    """
+    given = list(dict.fromkeys(addresses))
+    open_ones = {one for one in given if is_link_local(one) and "%" not in one}
+    if not open_ones:
+        return given
+    known = {_without_scope(one) for one in given if "%" in one}
+    own = [one for one in announced(addresses_here()) if is_link_local(shown_address(one.ip, 0))]
+    scopes = list(dict.fromkeys(one.interface for one in own))
+    found = []
+    for one in given:
+        if one not in open_ones:
+            found.append(one)
+        elif one not in known:
+            host, port = parse_address(one)
+            found += [shown_address(f"{host}%{scope}", port) for scope in scopes]
+    return found
+
+
+def _without_scope(address: str) -> str:
+    host, port = parse_address(address)
+    return shown_address(host.partition("%")[0], port)
 
 
 def own_ip_towards(address: str) -> str:
     """This machine's IP address for packets to ``address`` (``HOST:PORT``); empty if unknown. Sends nothing."""
-    host, port = parse_address(address)
-    try:
-        family, kind, _, _, there = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(there)
-            return plain_ip(str(probe.getsockname()[0]))
-    except OSError:
-        return ""
+    return plain_ip(source_towards(parse_address(address)[0]))
 
 
 def interface_towards(address: str) -> str:
     """The interface that packets to ``address`` (``HOST:PORT``) leave by; empty if unknown."""
-    own = own_ip_towards(address)
+    own, _, scope = own_ip_towards(address).partition("%")
+    if scope:
+        return scope
     for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address.partition("%")[0] == own.partition("%")[0] for one in addresses if own):
+        if any(one.address.partition("%")[0] == own for one in addresses if own):
             return str(name)
     return ""

@@ -39,6 +39,7 @@ from engine.cluster.membership.links import measure_best, try_own
 from engine.cluster.membership.measuring_node import measure_node, torch_gpu
 from engine.cluster.membership.node import LentState, Node
 from engine.cluster.membership.server import Caller, RpcMethod
+from engine.cluster.transport.addresses import as_dialled
 from engine.cluster.transport.epochs import CONNECT_S, check_certificate
 from engine.cluster.transport.exchange import RingProtocolError
 from engine.cluster.transport.registry import available_exchanges
@@ -307,7 +308,8 @@ class ClusterWorker:
         if not linked.addresses:
             self._vouch([linked])
             return MeasuredLink(link=None)
-        found = measure_best(self._node.links, linked.epoch, linked.node_id, linked.certificate, linked.addresses)
+        addresses = as_dialled(linked.addresses)
+        found = measure_best(self._node.links, linked.epoch, linked.node_id, linked.certificate, addresses)
         return MeasuredLink(link=found)
 
     def _try_links(self, caller: Caller, wanted: TryLinks) -> LinksTried:
