@@ -333,6 +333,35 @@ def test_a_silence_while_weights_are_sent_ends_neither_the_forming_nor_the_trans
 
 
 @pytest.mark.soak
+def test_a_cable_pulled_beside_another_one_is_a_broken_link_and_no_lost_machine(model: Path, alone: Oracle) -> None:
+    """Also though the heartbeats went over it."""
+    with network(2, lans=2) as cables:
+        places = {rank: hooked(hooks.in_namespace, name=space.name) for rank, space in enumerate(cables.spaces)}
+        with Ring(1, arguments=places, hosts=("0.0.0.0", "0.0.0.0")) as ring:
+            ring.load(model)
+
+            def link_and_path() -> tuple[str, str]:
+                state = ring.engine.ask(ListPeers(id=ring.engine.new_id()))
+                assert isinstance(state, NetworkState)
+                (peer,) = [peer for peer in state.peers if peer.state == "ring"]
+                assert peer.link is not None
+                return peer.link.address.partition(":")[0], peer.addresses[0].partition(":")[0]
+
+            eventually(lambda: len(set(link_and_path())) == 1)
+            address, _ = link_and_path()
+            (lan,) = [lan for lan in (0, 1) if cables.spaces[1].address(lan) == address]
+            since = ring.mark()
+            asked = ring.ask(LONG)
+            ring.until_tokens(asked, 8)
+            cables.pull(1, lan=lan)
+            assert ring.finished(asked).token_ids == alone(LONG).token_ids
+            said = ring.notices(since)
+            assert any(text.startswith("The link to node 1 broke; forming the ring again") for text in said), said
+            assert not [text for text in said if "Lost" in text]
+            eventually(lambda: link_and_path() == (cables.spaces[1].address(1 - lan),) * 2)
+
+
+@pytest.mark.soak
 def test_the_fast_way_is_taken_again_when_it_is_back(model: Path, alone: Oracle) -> None:
     """Nothing of the conversation is run again for it."""
     with network(2, lans=2) as cables:

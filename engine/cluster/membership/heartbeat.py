@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import zip_longest
 
+from discovery.addresses import shown_address
 from discovery.names import plain_text
 from engine.cluster.membership.client import NobodyListens, NotInTime, PeerClient, Unreachable
 from engine.cluster.membership.control_messages import CONTROL_PROTOCOL, Greeting, NodeLoad
 from engine.cluster.parts import THE_PRODUCT, TimeConstants
+from engine.cluster.transport.addresses import parse_address
 from engine.cluster.transport.exchange import PeerLost
 from engine.errors import ModelError
 
@@ -30,6 +34,9 @@ NOTIFIED_S = 0.5
 """Maximum seconds for notifying the others that the ring is formed. Later heartbeats report it otherwise."""
 HEARTBEAT_TIMEOUT_S = 1.5
 HELLO_TIMEOUT_S = 2.0
+PATH_S = 0.3
+"""Timeout in seconds of a connection that finds out whether a path leads to a machine. The system there accepts it
+however busy the program is."""
 ASK_AGAIN_S = 10.0
 """Seconds between two questions to an unreachable machine whether it has forgotten this one."""
 MOST_ASKED = 2
@@ -42,6 +49,8 @@ COPIED = (
 SOON_S = 0.01
 STALLED_S = 1.0
 """Seconds by which a look at a machine may be late before this process itself counts as stalled."""
+MOST_PATHS = 4
+"""Maximum other addresses at which a machine is looked for whose path broke, before it counts as lost."""
 MOST_ADDRESSES = 16
 MOST_LASTING = 8
 
@@ -62,6 +71,15 @@ class PeerView:
     problem: str
     reachable: bool = True
     """Alive, and it answers. A machine that cannot be called may still call this one."""
+
+
+def leads_there(address: str) -> bool:
+    """Whether somebody listens at ``address`` (``HOST:PORT``)."""
+    try:
+        socket.create_connection(parse_address(address), PATH_S).close()
+    except (OSError, ModelError):
+        return False
+    return True
 
 
 def silence_allowed(refused: bool, tolerant: bool, times: TimeConstants = THE_PRODUCT.times) -> float:
@@ -117,6 +135,14 @@ class PeerWatch:
         self._lasting: list[str] = []
         """Addresses that hints never displace: the machine was found there, or a person named them."""
         self._client: PeerClient | None = None
+        self._former: PeerClient | None = None
+        """The connection before the last move, which calls may still use."""
+        self._path = ""
+        """Address by which the heartbeats are to go from the next one on."""
+        self._heard_from = ""
+        """Address of the machine's control port by its last heartbeat."""
+        self._followed = ""
+        """Address at which it was looked for because its heartbeats came from there. That is done once."""
         self._apart: list[PeerClient] = []
         """Connections that :meth:`apart` made."""
         self._greeting: Greeting | None = None
@@ -164,6 +190,29 @@ class PeerWatch:
         """Whether the connection is to another process than ``process``, as with a copied identity."""
         with self._lock:
             return self._client is not None and self._greeting is not None and self._greeting.process != process
+
+    def go_over(self, address: str) -> None:
+        """Heartbeats go to ``address`` from now on if the connected machine is there, as the ring's links do."""
+        with self._lock:
+            if self._client is None or self._client.address == address:
+                return
+            self._path = address
+        self._poke.set()
+
+    def follow(self) -> None:
+        """Heartbeats go where those of the machine come from."""
+        with self._lock:
+            address = self._heard_from
+            if self._client is None or address in ("", self._followed):
+                return
+            self._followed = address
+        self.go_over(address)
+
+    def heard_from(self, ip: str) -> None:
+        """A heartbeat of the connected machine came from ``ip``."""
+        with self._lock:
+            if self._greeting is not None:
+                self._heard_from = shown_address(ip, self._greeting.port)
 
     def record_contact(self, load: NodeLoad | None = None) -> None:
         """The machine called this one, or answered.
@@ -233,8 +282,8 @@ class PeerWatch:
         self._closed = True
         self._poke.set()
         with self._lock:
-            client, self._client = self._client, None
-            clients = [*self._apart, *([client] if client is not None else [])]
+            clients = [*self._apart, *(one for one in (self._client, self._former) if one is not None)]
+            self._client = self._former = None
         for one in clients:
             one.close()
 
@@ -262,6 +311,11 @@ class PeerWatch:
         client = self._client
         if client is None:
             return self._times.heartbeat_s if self._find() else self._within(self._times.retry_s)
+        with self._lock:
+            path, self._path = self._path, ""
+        if path:
+            self._move([path])
+        client = self._client or client
         self._send_heartbeat(client)
         self._look_for_a_copy()
         return self._times.heartbeat_s if self._client is not None else 0.0
@@ -306,6 +360,8 @@ class PeerWatch:
             # Weights may be on their way over the same connection, and a silence that is not a loss must not end them.
             if not self._may_still_answer():
                 self._drop(client, refused=False)
+            else:
+                self._look_elsewhere(client.address)
             return
         except (Unreachable, ModelError, PeerLost) as error:
             self._drop(client, refused=isinstance(error, NobodyListens))
@@ -323,6 +379,38 @@ class PeerWatch:
             self._drop(client, refused=False)
         elif news:
             self._changed()
+
+    def _look_elsewhere(self, address: str) -> None:
+        """Where the path to ``address`` broke, the machine may still be there on another one."""
+        with self._lock:
+            others = [other for other in self._addresses if other != address][:MOST_PATHS]
+        if others:
+            with ThreadPoolExecutor(1 + len(others), thread_name_prefix="looking for a path") as pool:
+                here, *found = pool.map(leads_there, [address, *others])
+            if not here:
+                self._move([other for other, leads in zip(others, found, strict=True) if leads])
+
+    def _move(self, addresses: Sequence[str]) -> None:
+        """Go on at the first of ``addresses`` at which the connected process answers, if there is one."""
+        for address in addresses:
+            client = self._connect(address)
+            try:
+                greeting = client.call("Hello", self._greet(), Greeting, self._within(HEARTBEAT_TIMEOUT_S))
+            except (Unreachable, ModelError, PeerLost):
+                client.close()
+                continue
+            with self._lock:
+                same = self._greeting is not None and greeting.process == self._greeting.process
+                moved = same and self._client is not None and not self._closed
+                if moved:
+                    over, self._former, self._client = self._former, self._client, client
+                    self._last_contact = self._answered = self._clock()
+                    self._addresses = [address] + [other for other in self._addresses if other != address]
+            if moved:
+                if over is not None:
+                    over.close()
+                return
+            client.close()
 
     def _may_still_answer(self) -> bool:
         """Whether the machine was heard lately, if only by its own calls."""
@@ -352,7 +440,10 @@ class PeerWatch:
             if self._client is client:
                 self._client = None
             self._refused = refused
+            former, self._former = self._former, None
         client.close()
+        if former is not None:
+            former.close()
 
     def _find(self) -> bool:
         """Greet the machine at one address after the other. Returns whether it was found."""

@@ -21,7 +21,14 @@ from engine.cluster.membership.control_messages import MOST_ADDRESSES, Greeting,
 from engine.cluster.membership.heartbeat import PeerView, PeerWatch, version_problem
 from engine.cluster.membership.server import Caller, Credentials
 from engine.cluster.parts import THE_PRODUCT, TimeConstants
-from engine.cluster.transport.addresses import as_dialled, as_sent, literal_addresses, parse_address, plain_ip
+from engine.cluster.transport.addresses import (
+    as_dialled,
+    as_sent,
+    control_address,
+    literal_addresses,
+    parse_address,
+    plain_ip,
+)
 from engine.errors import ModelError
 from engine.ipc.messages.ring import LinkFacts, PeerFacts, PeerState
 
@@ -201,6 +208,8 @@ class PeerTable:
         if instance:
             self._record_instance(caller.node_id, instance)
         if watch is not None and (caller.node_id, instance) not in self._barred:
+            if not watch.is_another(load.process):
+                watch.heard_from(plain_ip(caller.address))
             watch.record_contact(load)
 
     def record_contact(self, node_id: str) -> None:
@@ -377,8 +386,12 @@ class PeerTable:
             self._changed()
 
     def set_link(self, node_id: str, link: LinkFacts) -> None:
+        """The link to a machine as it was measured. Heartbeats take the same path."""
         with self._lock:
             self._links[node_id] = link
+            watch = self._watches.get(node_id)
+        if watch is not None:
+            watch.go_over(control_address(link.address))
         self._changed()
 
     def facts(self) -> list[PeerFacts]:

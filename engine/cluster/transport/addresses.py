@@ -46,6 +46,12 @@ def listener_address(address: str) -> str:
     return shown_address(host, port + 1)
 
 
+def control_address(listener: str) -> str:
+    """The address of the control port of the node whose link listener is at ``listener``."""
+    host, port = parse_address(listener)
+    return shown_address(host, port - 1)
+
+
 def plain_ip(host: str) -> str:
     """``host``, with an IPv4 address mapped into IPv6 as plain IPv4."""
     try:

@@ -264,6 +264,7 @@ class ClusterWorker:
                 continue
             watch, forming = self._node.table.watch(head), self._is_forming(head)
             if watch is not None:
+                watch.follow()
                 watch.tolerant = forming and idle < RESERVED_S
             view = self._node.table.view(head)
             if view is None or not view.alive:
