@@ -163,8 +163,12 @@ class RingExecutor(Executor[Array]):
 
         What ``meanwhile`` raises is raised after the exchange, so that the nodes stay in step.
         """
-        backend, exchange = self.backend, self._exchange
+        backend, exchange, recorder = self.backend, self._exchange, self._recorder
+        began = recorder.clock() if recorder.enabled else 0.0
         call = backend.begin(layer, hidden, indices, weights, scale_input, exchange.needs_hidden)
+        if recorder.enabled:
+            # A backend may have run the experts already.
+            recorder.add(layer, "experts", recorder.clock() - began)
         rows = None if call.rows is None else HostRows(call.rows, scale_input)
         problem: BaseException | None = None
         routes = call.routes

@@ -89,7 +89,7 @@ class Waits:
 
 @pytest.mark.parametrize("mode", ["exact", "fast"])
 @pytest.mark.parametrize("loading", ["selected", "busy-full"])
-def test_the_gpu_is_waited_for_twice_per_layer(
+def test_the_gpu_is_waited_for_once_per_layer_and_twice_for_a_long_prompt(
     mode: Mode, loading: Loading, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_model(tmp_path, "mixtral", dtype="bfloat16")
@@ -101,7 +101,38 @@ def test_the_gpu_is_waited_for_twice_per_layer(
     waits = Waits(monkeypatch)
     rows.step([6])
     layers = len(model.facts.moe_layers)
-    assert waits.count == 2 * layers + 1, "and once for the caches"
+    assert waits.count == layers + 1, "and once for the caches"
+    waits.count = 0
+    rows.extend(list(range(3, 3 + backend_module.SORTED_FROM)))
+    assert waits.count == 2 * layers + 1
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_experts_that_are_begun_with_the_router_give_the_results_of_those_that_are_chosen(
+    dtype: str, tmp_path: Path
+) -> None:
+    """Also where a machine holds no expert of a token, and where its part of the routes is the smaller one."""
+    folder = write_model(tmp_path, "mixtral", dtype=dtype)
+    model = load(folder, places(placement_for(load(folder), 3, "even"))[1])
+    ring, generator = model._ring, np.random.default_rng(0)
+    assert ring is not None
+    backend, layer = ring.backend, 0
+    held = {int(expert) for expert in np.flatnonzero(backend._slots[layer] >= 0)}
+    assert 0 < len(held) < 8
+    for tokens in (1, 1, 1, 4):
+        hidden = mx.array(generator.normal(size=(tokens, 48)).astype(np.float32)).astype(getattr(mx, dtype))
+        chosen = np.stack([generator.permutation(8)[:2] for _ in range(tokens)]).astype(np.int32)
+        chosen[0] = [each for each in range(8) if each not in held][:2] if tokens == 4 else chosen[0]
+        call = backend.begin(layer, hidden, mx.array(chosen), mx.array(generator.random(chosen.shape, np.float32)))
+        mine = np.where(np.isin(chosen, list(held)), chosen, np.int32(-1))
+        weights = call.routes.weights
+        others = weights.copy()  # Routes that the head has mended are run by themselves.
+        found = backend.results(call, mine, weights, (), call.word)
+        expected = backend.results(call, mine, others, (), call.word)
+        rows = np.flatnonzero(mine >= 0)
+        assert found is call.ready and np.array_equal(found[rows], expected[rows])
+        sums, expected = backend.sums(call, mine, weights, ()), backend.sums(call, mine, others, ())
+        assert sums.dtype == np.float32 and np.allclose(sums, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_place_that_does_not_fit_the_model_is_refused(tmp_path: Path) -> None:

@@ -79,8 +79,8 @@ def measure_node(wanted: WantedFacts, threads: int | None = None) -> NodeFacts:
         else:
             rate = speed.memory_read if speed is not None else memory_rate(count)
             curve = None if wanted.shape is None else expert_curve(wanted.shape, dtype, threads, rate)
-    # A layer of a ring waits for the GPU twice: for the routes, and for the results.
-    waits_s = 0.0 if gpu is None else 2 * gpu.wait_s
+    # A layer of a ring waits for the GPU once for each token that is written, for routes and results together.
+    waits_s = 0.0 if gpu is None else gpu.wait_s
     chosen = choose("bfloat16" if dtype == "bfloat16" else "float32")
     width = wanted.shape.hidden if wanted.shape is not None else 0
     there = memory()

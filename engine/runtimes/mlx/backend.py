@@ -1,7 +1,9 @@
 """Experts in mlx's memory: mlx-lm's ``SwitchGLU`` modules, and which of a layer's experts are in them.
 
-In a ring, routes and results are copied to the host, where the exchange runs, so the GPU is waited for twice per MoE
-layer. The results of all machines are added up by the same expression as on one machine.
+In a ring, routes and results are copied to the host, where the exchange runs. For few routes the experts are begun
+before the host knows which, so that the GPU is waited for once per MoE layer; for many, the host sorts out first which
+are run here, and the GPU is waited for twice. The results of all machines are added up by the same expression as on one
+machine.
 """
 
 from __future__ import annotations
@@ -33,9 +35,12 @@ _WORDS: dict[Any, np.dtype[Any]] = {
 
 @dataclass(slots=True)
 class _MlxCall(LayerCall[Array]):
-    """``dtype`` is that of the experts' results."""
+    """``dtype`` is that of the experts' results. ``ready`` [tokens * k, width] are those of the experts that are here,
+    where they were run with the router; other rows are of no use. float32 if the hidden states are wanted on the host,
+    where results are sent as such."""
 
     dtype: Any = None
+    ready: Words | None = None
 
 
 class MlxBackend(ExpertBackend[Array]):
@@ -54,6 +59,8 @@ class MlxBackend(ExpertBackend[Array]):
         self._slots = slots or {}
         self._device = device
         self._dtypes: dict[Any, Any] = {}
+        self._places: dict[int, Array] = {}
+        """``slots`` of the layers in mlx's memory."""
 
     @property
     def description(self) -> str:
@@ -79,16 +86,35 @@ class MlxBackend(ExpertBackend[Array]):
     ) -> _MlxCall:
         if scale_input:
             raise _scales()
-        # Everything for the host is converted first, so that the GPU is waited for once here, and once for results.
+        # Everything for the host is converted first, so that the GPU is waited for once here.
         routes, scales = indices.astype(mx.int32), weights.astype(mx.float32)
         floats = hidden.astype(mx.float32) if rows_too else hidden
-        mx.eval(hidden, routes, scales, floats)
+        dtype = self._result_dtype(hidden.dtype)
+        found = self._at_once(layer, hidden, routes.reshape(-1), mx.float32 if rows_too else dtype)
+        mx.eval(hidden, routes, scales, floats, *found)
         chosen = np.array(routes).reshape(-1, indices.shape[-1])
         shares = np.array(scales).reshape(chosen.shape)
-        dtype = self._result_dtype(hidden.dtype)
         rows = np.array(floats) if rows_too else None
+        ready = np.array(found[0]) if found else None
         width, word = int(hidden.shape[1]), _WORDS[dtype]
-        return _MlxCall(layer, hidden, weights, Routes(chosen, shares), width, word, False, rows, dtype)
+        return _MlxCall(layer, hidden, weights, Routes(chosen, shares), width, word, False, rows, dtype, ready)
+
+    def _at_once(self, layer: int, hidden: Array, routes: Array, dtype: Any) -> list[Array]:
+        """The results of the ``routes`` [tokens * k] whose experts are here, not evaluated, in words; none if there are
+        too many routes, or no experts of the layer here.
+
+        A route of another machine takes an expert of one that is here, whose weights are read anyway.
+        """
+        if layer not in self._experts or routes.size >= SORTED_FROM:
+            return []
+        places = self._places.get(layer)
+        if places is None:
+            places = self._places[layer] = mx.array(self._slots[layer])
+        slots = places[routes]
+        slots = mx.where(slots < 0, mx.maximum(mx.max(slots), 0), slots)
+        tokens = mx.array(np.repeat(np.arange(hidden.shape[0], dtype=np.int32), routes.size // hidden.shape[0]))
+        found = self._experts[layer](hidden[tokens], slots[:, None])[:, 0].astype(dtype)
+        return [found if dtype == mx.float32 else found.view(mx.uint16)]
 
     def begin_on_host(self, layer: int, hidden: HostRows, routes: Routes) -> _MlxCall:
         if hidden.scale_input:
@@ -101,12 +127,29 @@ class MlxBackend(ExpertBackend[Array]):
         self, call: LayerCall[Array], mine: Indices, weights: Floats, extra: Sequence[int], word: np.dtype[Any]
     ) -> Words:
         dtype = _dtype_of(call)
+        ready = self._ready(call, weights, extra)
+        if ready is not None and ready.dtype == word:
+            return ready
         found = self.arrays(call.layer, call.hidden, mine, dtype, extra)
         return _to_words(found if word == _WORDS[dtype] else found.astype(mx.float32))
 
+    def _ready(self, call: LayerCall[Array], weights: Floats, extra: Sequence[int]) -> Words | None:
+        """What was run with the router, unless the routes are others now. ``extra`` are then begun by themselves."""
+        assert isinstance(call, _MlxCall)
+        if call.ready is None or weights is not call.routes.weights:
+            return None
+        if extra:
+            self.arrays(call.layer, call.hidden, np.full_like(call.routes.indices, -1), call.dtype, extra)
+        return call.ready
+
     def sums(self, call: LayerCall[Array], mine: Indices, weights: Floats, extra: Sequence[int]) -> Words:
-        results = self.arrays(call.layer, call.hidden, mine, _dtype_of(call), extra)
         tokens, k = mine.shape
+        ready = self._ready(call, weights, extra)
+        if ready is not None:
+            outputs = _floats(ready, _dtype_of(call)).reshape(tokens, k, -1)
+            sums: Words = (np.where(mine[..., None] >= 0, outputs, np.float32(0)) * weights[..., None]).sum(axis=1)
+            return sums
+        results = self.arrays(call.layer, call.hidden, mine, _dtype_of(call), extra)
         shares = mx.array(np.where(mine >= 0, weights, np.float32(0)))
         return _to_words(_weighted_sum(results.reshape(tokens, k, -1).astype(mx.float32), shares))
 
@@ -125,7 +168,7 @@ class MlxBackend(ExpertBackend[Array]):
         return total.astype(_dtype_of(call))
 
     def run_here(self, layer: int, hidden: Array, indices: Array, weights: Array) -> Array:
-        """As :meth:`run`, without the experts that are not here."""
+        """As much work as this machine has in a ring; what comes out is of no use."""
         call = self.begin(layer, hidden, indices, weights)
         chosen = call.routes.indices
         held = np.where(self._slots[layer][chosen] >= 0, chosen, np.int32(-1))
@@ -214,6 +257,15 @@ def slots_of(placement: Placement, rank: int, layer: int) -> NDArray[np.int32]:
 def _to_words(array: Array) -> Words:
     words: Words = np.array(array if array.dtype == mx.float32 else array.view(mx.uint16))
     return words
+
+
+def _floats(words: Words, dtype: Any) -> Floats:
+    """The numbers of ``words``, which are of ``dtype`` or float32."""
+    if words.dtype == np.float32:
+        return words
+    if dtype == mx.float16:
+        return words.view(np.float16).astype(np.float32)
+    return (words.astype(np.uint32) << 16).view(np.float32)
 
 
 def _from_words(words: Words, dtype: Any) -> Array:
