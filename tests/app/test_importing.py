@@ -229,7 +229,7 @@ def test_an_error_imports_nothing(store: SqliteStore, tmp_path: Path) -> None:
         (b"[]", "no conversations that are known"),
         (b'"text"', "no conversations that are known"),
         (b'[{"a": 1}, 3, null]', "no conversations that are known"),
-        (b"PK\3\4 no archive", "cannot be unpacked"),
+        (b"PK\3\4 no archive", "whose end is missing, as after a download that stopped. Download or copy it again."),
         (b'[{"mapping": {}}, {"mapping": {"a": {}}}]', "export of ChatGPT with 2 chats, and no message in it has text"),
         (b'{"chat_messages": []}', "export of Claude with 1 chat, and no message"),
         (b'{"chat": {"messages": [{"role": "user", "content": " "}]}}', "Open WebUI with 1 chat, and no message"),

@@ -253,7 +253,13 @@ def _archived(path: Path, size: int, lost: list[str]) -> Iterator[tuple[str, byt
                     raise ImportProblem(f"{one_line(str(path))} has more than {byte_size(most)} of conversations.")
                 yield member.filename, data
     except _NOT_UNPACKED as error:
-        raise ImportProblem(f"{one_line(str(path))} cannot be unpacked: {one_line(str(error)).rstrip('.')}.") from error
+        if not zipfile.is_zipfile(path):
+            raise ImportProblem(
+                f"{one_line(str(path))} is an archive whose end is missing, as after a download that stopped. Download "
+                "or copy it again."
+            ) from error
+        why = one_line(str(error)).rstrip(".")
+        raise ImportProblem(f"{one_line(str(path))} cannot be unpacked ({why}). Export it again.") from error
 
 
 def _unpacked(archive: zipfile.ZipFile, member: zipfile.ZipInfo, most: int) -> bytes:
