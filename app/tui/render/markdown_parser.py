@@ -150,24 +150,35 @@ def _display_formula(state: StateBlock, start: int, end: int, silent: bool) -> b
 
 
 def _details(state: StateBlock, start: int, end: int, silent: bool) -> bool:
-    """A line of ``<details>`` and ``</details>`` is left out; what stands in ``<summary>`` is a line of its own."""
+    """A line of ``<details>`` and ``</details>`` is left out; what stands in ``<summary>`` is a line of its own, and so
+    is what stands behind it."""
     if state.is_code_block(start):
         return False
     line = _line(state, start)
     if not line.startswith("<"):
         return False
     summary = _SUMMARY.search(line)
-    if _DETAILS.sub("", line[: summary.start()] + line[summary.end() :] if summary else line).strip():
+    before, behind = (line[: summary.start()], line[summary.end() :]) if summary else (line, "")
+    if summary is None and _DETAILS.match(line) and _END_OF_DETAILS.search(line):
+        before, behind = "", line
+    if _DETAILS.sub("", before).strip():
         return False
     if silent:
         return True
     state.line = start + 1
     if summary is not None:
-        state.push("summary_open", "p", 1)
-        inline = state.push("inline", "", 0)
-        inline.content, inline.children = summary[1].strip(), []
-        state.push("summary_close", "p", -1)
+        _push(state, "summary", summary[1].strip())
+    if rest := _DETAILS.sub("", behind).strip():
+        _push(state, "paragraph", rest)
     return True
+
+
+def _push(state: StateBlock, kind: str, text: str) -> None:
+    """Add a block of the ``kind`` with the Markdown ``text``."""
+    state.push(f"{kind}_open", "p", 1)
+    inline = state.push("inline", "", 0)
+    inline.content, inline.children = text, []
+    state.push(f"{kind}_close", "p", -1)
 
 
 def _shown_reference(state: StateBlock, start: int, end: int, silent: bool) -> bool:
@@ -179,11 +190,7 @@ def _shown_reference(state: StateBlock, start: int, end: int, silent: bool) -> b
     if state.src.startswith("[^", first) or not reference(state, start, end, silent):
         return False
     if not silent:
-        state.push("paragraph_open", "p", 1)
-        line = state.push("inline", "", 0)
-        line.content = "\\" + state.getLines(start, state.line, state.blkIndent, False).strip()
-        line.children = []
-        state.push("paragraph_close", "p", -1)
+        _push(state, "paragraph", "\\" + state.getLines(start, state.line, state.blkIndent, False).strip())
     return True
 
 
