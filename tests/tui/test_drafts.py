@@ -20,6 +20,7 @@ from app.conversations.drafts import Draft
 from app.conversations.opening import open_store
 from app.conversations.store import ConversationStore, StoreError
 from app.tui.application import ChatApp
+from app.tui.panels.beam_panel import Widths
 
 LONG = "\n".join(f"line {number}" for number in range(214))
 
@@ -355,16 +356,19 @@ def test_the_history_has_each_question_once_and_those_not_saved() -> None:
     assert history.recalled is None
 
 
-async def test_typing_where_a_panel_fills_the_screen_is_not_lost_silently(make_app: MakeApp) -> None:
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)], ids=["over", "beside"])
+async def test_what_is_typed_in_a_panel_is_written_in_the_prompt(make_app: MakeApp, size: tuple[int, int]) -> None:
     app = make_app()
-    async with app.run_test(size=(80, 24)) as pilot:
+    async with app.run_test(size=size) as pilot:
         await ready(pilot, app)
         assert app.chat is not None
         prompt = app.chat.prompt
-        await pilot.press(*"draft ", "f5")
-        await wait_until(pilot, lambda: app.screen is not app.chat)
-        await pilot.press(*"xyz")
-        assert [said.message for said in app._notifications] == ["Press esc to close the panel; then you can type."]
+        await pilot.press(*"draft ", "f4")
+        await wait_until(pilot, lambda: isinstance(app.focused, Widths))
+        await pilot.press("right", *"one")
+        await wait_until(pilot, lambda: app.screen is app.chat and app.focused is prompt)
+        assert prompt.text == "draft one"
+        await pilot.press("f5")
+        await wait_until(pilot, lambda: app.screen is not app.chat or size[0] > 100)
         app.screen.post_message(Paste("pasted"))
-        await wait_until(pilot, lambda: app.screen is app.chat)
-        assert prompt.text == "draft pasted" and app.focused is prompt
+        await wait_until(pilot, lambda: app.screen is app.chat and prompt.text == "draft onepasted")

@@ -13,16 +13,16 @@ from app.tui.panels.panel import Panel, PanelSlot
 
 
 class ChatPanels(PanelSlot):
-    """Makes the chat's panels where there is room for them. ``on_left`` and ``on_paste`` are those of the slot."""
+    """Makes the chat's panels where there is room for them. ``on_left`` and ``on_text`` are those of the slot."""
 
     def __init__(
         self,
         screen: Screen[Any],
         controller: ChatController,
         on_left: Callable[[], None],
-        on_paste: Callable[[str], None],
+        on_text: Callable[[str], None],
     ) -> None:
-        super().__init__(screen, self._made, on_left, on_paste)
+        super().__init__(screen, self._made, on_left, on_text)
         self._controller = controller
         self._focus_prompt = on_left
 

@@ -31,6 +31,13 @@ class Panel(VerticalScroll):
         super().__init__(classes="panel")
         self.covers = False
         """True if the panel fills the screen, so that there is no prompt to ask from."""
+        self.on_typed: Callable[[str], None] = lambda text: None
+        """Called with a character that is no key of the panel: the person writes a question."""
+
+    def on_key(self, event: events.Key) -> None:
+        if event.is_printable and event.character and event.key not in self.screen.active_bindings:
+            event.stop()
+            self.on_typed(event.character)
 
     def handle_update(self, update: Update) -> None:
         """The controller changed something."""
@@ -48,8 +55,7 @@ class Panel(VerticalScroll):
 class PanelScreen(Screen[None]):
     """A panel that fills the screen, where it would not fit beside the conversation.
 
-    There is nothing to type into: what is typed is ignored, and the person told. ``on_paste`` is called with pasted
-    text when the panel has been closed for it.
+    ``on_text`` is called with what is typed or pasted when the panel has been closed for it.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -57,12 +63,12 @@ class PanelScreen(Screen[None]):
         Binding(bound("help"), "app.help", "Help", id="panel.help"),
     ]
 
-    def __init__(self, panel: Panel, on_paste: Callable[[str], None]) -> None:
+    def __init__(self, panel: Panel, on_text: Callable[[str], None]) -> None:
         super().__init__()
         self._panel = panel
-        self._on_paste_there = on_paste
-        self._told = False
+        self._on_text = on_text
         panel.covers = True
+        panel.on_typed = self._leave_with
 
     def compose(self) -> ComposeResult:
         yield Static(self._panel.TITLE, classes="screen-title", markup=False)
@@ -73,15 +79,14 @@ class PanelScreen(Screen[None]):
         self._panel.focus_first()
         self._panel.opened()
 
-    def on_key(self, event: events.Key) -> None:
-        if event.is_printable and event.key not in self.active_bindings and not self._told:
-            self._told = True
-            self.notify("Press esc to close the panel; then you can type.", markup=False, timeout=4)
-
     def on_paste(self, event: events.Paste) -> None:
         event.stop()
-        self.action_close_panel()
-        self._on_paste_there(event.text)
+        self._leave_with(event.text)
+
+    def _leave_with(self, text: str) -> None:
+        if self.is_current:
+            self.action_close_panel()
+        self._on_text(text)
 
     def action_close_panel(self) -> None:
         self._panel.closed()
@@ -91,8 +96,8 @@ class PanelScreen(Screen[None]):
 class PanelSlot:
     """The place of the open panel: the side of a wide terminal, a screen of its own on a narrow one.
 
-    ``make`` builds the panel of a name. ``on_left`` is called when no panel is open any more, ``on_paste`` with text
-    that was pasted where the panel fills the screen.
+    ``make`` builds the panel of a name. ``on_left`` is called when no panel is open any more, ``on_text`` with what is
+    typed in the panel, or pasted where it fills the screen.
     """
 
     def __init__(
@@ -100,7 +105,7 @@ class PanelSlot:
         screen: Screen[Any],
         make: Callable[[str], Panel],
         on_left: Callable[[], None],
-        on_paste: Callable[[str], None],
+        on_text: Callable[[str], None],
     ) -> None:
         self.panel: Panel | None = None
         self.on_moved: Callable[[], None] = lambda: None
@@ -108,7 +113,7 @@ class PanelSlot:
         self._screen = screen
         self._make = make
         self._on_left = on_left
-        self._on_paste = on_paste
+        self._on_text = on_text
         self._cover: PanelScreen | None = None
 
     @property
@@ -167,6 +172,7 @@ class PanelSlot:
 
     def _place(self, panel: Panel, columns: int) -> None:
         self.panel = panel
+        panel.on_typed = self._on_text
         if columns >= WIDE:
             side = self._screen.query_one("#side")
             side.display = True
@@ -176,7 +182,7 @@ class PanelSlot:
             self.on_moved()
             self._screen.call_after_refresh(self._opened, panel)
             return
-        self._cover = PanelScreen(panel, self._on_paste)
+        self._cover = PanelScreen(panel, self._on_text)
         self._screen.app.push_screen(self._cover, self._left)
 
     def _opened(self, panel: Panel) -> None:
