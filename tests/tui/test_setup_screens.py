@@ -87,6 +87,9 @@ async def test_values_are_changed_in_place(make_app: MakeApp, engine: FakeEngine
         assert line_of(app, "Temperature") == "Temperature 0.7 from model"
         assert line_of(app, "Top-p") == "Top-p 0.8 settings"
         assert line_of(app, "Beams") == "Beams 1 default"
+        assert (
+            line_of(app, "Seed") == "Seed – new each time" and line_of(app, "Answer limit") == "Answer limit – no limit"
+        )
 
         await pilot.press("0", ".", "2", "enter")
         assert line_of(app, "Temperature") == "Temperature 0.2 ● chat"

@@ -82,6 +82,10 @@ class _HelpText(Rendered):
         return render_markdown(self._text, width)
 
 
+NOT_NOW = "Not now"
+"""Title of the keys that do nothing at present."""
+
+
 class HelpScreen(ModalScreen[None]):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,q,question_mark," + bound("help"), "dismiss(None)", "Close", key_display="esc", id="help.close")
@@ -107,7 +111,8 @@ class _KeysOfPlace(Rendered):
     def make(self, width: int) -> Content:
         lines: list[Content] = []
         for title, rows in keys_here(self._of).items():
-            cells = [[Content.styled(" ".join(keys), "bold"), about] for keys, about in rows]
+            style = "$foreground-muted" if title == NOT_NOW else "bold"
+            cells = [[Content.styled(" ".join(keys), style), about] for keys, about in rows]
             lines += [*([Content()] if lines else []), Content.styled(title, HEADINGS[1])]
             lines += render_table([], cells, ["left", "left"], width)
         return Content("\n").join(lines)
@@ -116,10 +121,11 @@ class _KeysOfPlace(Rendered):
 def keys_here(screen: Screen[Any]) -> dict[str, list[tuple[list[str], Content]]]:
     """The keys that count on ``screen`` now, and what each does, by where they come from.
 
-    A key that does nothing at present is among them, with the reason.
+    Those that do nothing at present come last, with the reason.
     """
     active = screen.active_bindings
-    impossible: set[str] = set()
+    impossible: dict[tuple[DOMNode, str], tuple[list[str], Content]] = {}
+    told: set[str] = set()
     found: dict[str, dict[tuple[DOMNode, str], tuple[list[str], Content]]] = {}
     for node, bindings in screen._modal_binding_chain:
         place = "Everywhere" if isinstance(node, App) else "On this screen" if isinstance(node, Screen) else "Here"
@@ -127,17 +133,18 @@ def keys_here(screen: Screen[Any]) -> dict[str, list[tuple[list[str], Content]]]
             at = active.get(name)
             if not binding.description or binding.system or (at is not None and at.binding is not binding):
                 continue
-            if at is None and name in impossible:
+            if at is None and name in told:
                 continue
-            about = Content(title_of(binding))
+            about, rows = Content(title_of(binding)), found.setdefault(place, {})
             if at is None:
-                impossible.add(name)
+                told.add(name)
+                rows = impossible
                 _, action, parameters = screen.app._parse_action(binding.action, node)
                 why = why_not(node, action, parameters) or "Not possible now."
                 about = Content.styled(f"{title_of(binding)}: {why}", "$foreground-muted")
-            keys, _ = found.setdefault(place, {}).setdefault((node, binding.action), ([], about))
+            keys, _ = rows.setdefault((node, binding.action), ([], about))
             keys.append(readable(name))
-    return {place: list(rows.values()) for place, rows in found.items()}
+    return {place: list(rows.values()) for place, rows in {**found, NOT_NOW: impossible}.items() if rows}
 
 
 class KeySheet(HelpScreen):

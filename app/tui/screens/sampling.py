@@ -36,10 +36,10 @@ class ChatValueList:
             source = setup.values.source(setting.key, settings)
             idle = setting.key in SAMPLED and options.beams > 1
             idle |= setting.key == "length_penalty" and options.beams == 1
-            words = _words(source, setting, setup.values.persona)
             value = value_in_effect(setting.key, options, own)
             if value is None and setting.key == "max_tokens" and facts is not None:
                 value = facts.answer_limit
+            words = _words(source, setting, value, setup.values.persona, known=facts is not None)
             found.append(ValueRow(setting, value, words, source in ("chat", "persona"), idle))
         return found
 
@@ -50,7 +50,8 @@ class ChatValueList:
         self._controller.setup.reset([key])
 
 
-def _words(source: Source, setting: Setting, persona: str) -> str:
+def _words(source: Source, setting: Setting, value: Value, persona: str, *, known: bool) -> str:
+    """Where ``value`` comes from. ``known``: what the model brings of its own is known."""
     match source:
         case "chat":
             return "● chat"
@@ -58,6 +59,10 @@ def _words(source: Source, setting: Setting, persona: str) -> str:
             return f"◆ {persona}"
         case "settings":
             return "  settings"
+        case _ if setting.key == "seed":
+            return "  new each time"
+        case _ if setting.key == "max_tokens" and value is None and known:
+            return "  no limit"
         case _:
             return "  from model" if setting.optional or setting.default == "auto" else "  default"
 
