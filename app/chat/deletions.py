@@ -70,8 +70,8 @@ class Deletions:
 
     def __init__(self, chat: OpenChat) -> None:
         self._chat = chat
-        self.undo_words = "/undo"
-        """How a person undoes a deletion here: a command, and keys where there are any."""
+        self.undo_words = "/undo", "/undo"
+        """How a person brings back a message here, and a chat: a command, and keys where there are any."""
         self._steps: list[Deleted] = []
 
     @property
@@ -143,7 +143,7 @@ class Deletions:
             else:
                 thread.title = title
                 self._chat.show(left, focus=_nearest(thread, entry, left))
-        self._tell(what)
+        self._tell(what, self.undo_words[0])
 
     async def _conversations(self, numbers: Sequence[int], what: str, done: Callable[[], object]) -> None:
         store = self._chat.store
@@ -161,7 +161,7 @@ class Deletions:
         if parts:
             self._chat.forget_prefixes([part.conversation for part in parts])
             self._steps.append(Deleted(what, None, tuple(parts), shown))
-            self._tell(what)
+            self._tell(what, self.undo_words[1])
         done()
 
     async def _undo(self, step: Deleted, done: Callable[[], object]) -> None:
@@ -189,8 +189,8 @@ class Deletions:
         except StoreError as error:
             chat.notify(str(error), "error")
 
-    def _tell(self, what: str) -> None:
-        self._chat.notify(f"Deleted {what}. {self.undo_words} brings it back.")
+    def _tell(self, what: str, words: str) -> None:
+        self._chat.notify(f"Deleted {what}. {words} brings it back.")
 
 
 def _messages(entry: Entry, count: int) -> str:

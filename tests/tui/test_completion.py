@@ -168,7 +168,7 @@ async def test_a_candidate_can_be_put_in_amid_the_text_and_in_later_lines() -> N
     async with app.run_test() as pilot:
         await pilot.press(*"see", "ctrl+j", *"the # one", *["left"] * 4, "down", "enter")
         assert app.query_one(Prompt).text == "see\nthe two one" and not app.sent
-        await pilot.press("ctrl+z", "enter")
+        await pilot.press("alt+z", "enter")
         assert app.query_one(Prompt).text == "see\nthe one one"
 
 

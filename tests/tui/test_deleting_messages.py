@@ -137,7 +137,7 @@ async def test_the_keys_of_deleting_and_undoing(make_app: MakeApp, home: Path) -
         await pilot.press("shift+tab", "up", "x")
         await wait_until(pilot, lambda: len(shown(app)) == 2)
         await wait_until(pilot, lambda: isinstance(app.focused, MessageView))
-        await pilot.press("ctrl+z")
+        await pilot.press("z")
         await wait_until(pilot, lambda: len(shown(app)) == 4)
         brought_back = app.chat.transcript.views[2]
         await wait_until(pilot, lambda: app.focused is brought_back)

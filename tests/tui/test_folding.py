@@ -184,7 +184,7 @@ async def test_a_long_paste_is_folded_sent_whole_and_recalled(make_app: MakeApp,
         await wait_until(pilot, lambda: prompt.text == "a[Pasted 214 lines]")
         await pilot.press("backspace")
         assert prompt.text == "a"
-        await pilot.press("ctrl+z")
+        await pilot.press("alt+z")
         assert prompt.text == "a[Pasted 214 lines]"
         await pilot.press("b", "enter")
         await wait_until(pilot, lambda: engine.sent(Generate) and not controller(app).busy)

@@ -106,7 +106,7 @@ async def test_a_lent_machine_has_the_keys_of_the_person(engine: FakeEngine, hom
     use({})
 
 
-async def test_ctrl_z_undoes_in_the_prompt_and_suspends_where_there_is_nothing_to_undo(
+async def test_ctrl_z_suspends_and_leaves_the_draft_which_alt_z_undoes(
     make_app: MakeApp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app = make_app()
@@ -118,13 +118,22 @@ async def test_ctrl_z_undoes_in_the_prompt_and_suspends_where_there_is_nothing_t
         assert app.chat is not None and app._driver is not None
         monkeypatch.setattr(type(app._driver), "can_suspend", True)
         await pilot.press("a", "ctrl+z")
-        assert app.chat.prompt.text == "" and not sent
-        # A command that was run is not undone either.
-        await pilot.press(*"/stop", "enter", "ctrl+z")
-        assert app.chat.prompt.text == "" and sent == [(os.getpid(), signal.SIGTSTP)]
+        assert app.chat.prompt.text == "a" and sent == [(os.getpid(), signal.SIGTSTP)]
+        await pilot.press("alt+z")
+        assert app.chat.prompt.text == ""
+        await pilot.press("alt+shift+z")
+        assert app.chat.prompt.text == "a"
+        # Terminals that do not send alt have the palette.
+        assert offered(app)["Undo typing"] == "Here: alt+z"
+        await pilot.press(*"bc de", "home", "alt+d")
+        assert app.chat.prompt.text.strip() == "de"
+        # A question that was asked is not undone.
+        app.chat.prompt.done()
         await ask(pilot, app, "Hello")
-        await pilot.press("ctrl+z")
-        assert app.chat.prompt.text == "" and len(sent) == 2
+        await pilot.press("alt+z")
+        assert app.chat.prompt.text == "" and len(sent) == 1
+        await pilot.press("shift+tab", "ctrl+z", "escape")
+        assert len(sent) == 2
         # A terminal that was opened for this program alone has no shell that could continue it.
         monkeypatch.setattr(os, "getsid", lambda process: os.getpgrp())
         await pilot.press("ctrl+z")

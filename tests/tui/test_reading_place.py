@@ -156,6 +156,14 @@ async def test_the_text_stays_whatever_opens_and_resizes(make_app: MakeApp, stor
             await wait_until(pilot, lambda: transcript.size.width == wide)
             await same()
         assert transcript.scroll_y == before
+        # Where all of it is on the screen there is no newer text to go to.
+        assert "newest text" in str(app.chat.prompt.border_subtitle)
+        await pilot.resize_terminal(140, 400)
+        await wait_until(pilot, lambda: app.chat and not app.chat.prompt.border_subtitle)
+        await pilot.resize_terminal(140, 30)
+        await wait_until(pilot, lambda: transcript.scroll_y == before)
+        await same()
+        assert "newest text" in str(app.chat.prompt.border_subtitle)
         assert transcript.toggle_thoughts()
         await same()
         assert transcript.scroll_y > before

@@ -178,7 +178,13 @@ async def test_thoughts_are_folded_and_a_key_opens_them(make_app: MakeApp, engin
         await pilot.press("ctrl+right_square_bracket")
         assert not any(WHOLE.text in text for text in shown(app))
         await pilot.press("shift+up", "t")
-        assert [WHOLE.text in text for text in shown(app)] == [False, False, False, True]
+        assert [WHOLE.text in text for text in shown(app)] == [False, False, False, True] and notice(app) == ""
+        # What is above the screen is said.
+        engine.answer = lambda request: ["\n\n".join(map(str, range(60)))]
+        await pilot.press("escape")
+        await ask(pilot, app, "Count")
+        await pilot.press("f9")
+        await wait_until(pilot, lambda: notice(app).startswith("The thoughts are folded now, above"))
 
 
 async def test_no_thoughts_to_open_is_said(make_app: MakeApp) -> None:

@@ -46,8 +46,8 @@ class MessageView(Written, can_focus=True):
         "open, `c` copies it too), or the files attached to a question and a long question itself. `e` edits the "
         "message; the old text stays as an alternative. `r` regenerates the answer, and `m` lets the model go on from "
         "its end. `left` and `right` switch between alternatives. `x` deletes the message and what follows it, `X` "
-        "its alternatives too; `z` or `ctrl+z` brings back what was deleted. `/` finds a text in the chat. `esc` "
-        "returns to the prompt."
+        "its alternatives too; `z` brings back what was deleted. `/` finds a text in the chat. `esc` returns to the "
+        "prompt."
     )
     # The words are short, as all of them stand in one line; their tooltips say more.
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -72,7 +72,7 @@ class MessageView(Written, can_focus=True):
         Binding("left_curly_bracket", "question(-1)", "Previous question", show=False, id="message.question_before"),
         Binding("right_curly_bracket", "question(1)", "Next question", show=False, id="message.question_after"),
         Binding("X", "act('delete_all')", "Delete all versions", show=False, id="message.delete_all"),
-        Binding("z,ctrl+z", "act('undo')", "Undo deletion", show=False, id="message.undo"),
+        Binding("z", "act('undo')", "Undo deletion", show=False, id="message.undo"),
         Binding("escape,i", "act('leave')", "Back", id="message.leave"),
     ]  # fmt: skip
 
@@ -282,6 +282,7 @@ class MessageView(Written, can_focus=True):
 
     def action_thoughts(self) -> None:
         self.open_thoughts(not self._thoughts_open)
+        self.action_act("thoughts")
 
     def action_files(self) -> None:
         """Show the texts of the attached files and the whole of a long question, or fold them."""

@@ -29,7 +29,8 @@ class Prompt(FoldingArea):
         "Type a question and press {send} to send it. {newline} starts a new line. Pasted text keeps its lines; "
         "a long paste is folded to a label and sent whole, and `tab` beside the label shows it. `@` and a file, a "
         "folder or a pattern attaches text files. `up` recalls earlier questions that begin with what is typed. "
-        "{editor} opens the draft in your own editor. "
+        "{editor} opens the draft in your own editor. `alt+z` undoes what was typed, `alt+shift+z` does it again; "
+        "`ctrl+z` goes back to the shell, and `fg` there continues. "
         "{messages} goes to the messages. `/help` lists the commands."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -160,9 +161,6 @@ class Prompt(FoldingArea):
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         if action in ("complete", "close_completions"):
             return self.completion is not None
-        if action == "undo":
-            # In an empty field its key is left to the application, which suspends the program.
-            return bool(self.text or self.history.undo_stack)
         return super().check_action(action, parameters)
 
     def action_complete(self) -> None:

@@ -120,12 +120,12 @@ class Elsewhere(Static, can_focus=True):
 class Transcript(VerticalScroll, can_focus=False):
     """Shows a path of entries. It follows the newest text until the reader scrolls up."""
 
-    class FollowingChanged(Message):
-        """The reader scrolled away from the end, or came back."""
+    class EndMoved(Message):
+        """The end of the conversation left the screen, or is ``in_sight`` again."""
 
-        def __init__(self, following: bool) -> None:
+        def __init__(self, in_sight: bool) -> None:
             super().__init__()
-            self.following = following
+            self.in_sight = in_sight
 
     class Leave(Message):
         """The reader moved down from the last message."""
@@ -143,6 +143,7 @@ class Transcript(VerticalScroll, can_focus=False):
         self._pace = Pace(UPDATE_S, SLOWEST_S)
         self._timer: Timer | None = None
         self._following = True
+        self._end_in_sight = True
         self._place = Place()
         """Where the reader went last. It stays when a layout moves the text."""
         self._arranged: DockArrangeResult | None = None
@@ -180,6 +181,13 @@ class Transcript(VerticalScroll, can_focus=False):
             view.open_thoughts(self._thoughts_open)
         self.call_after_refresh(self._keep_end)
         return any(entry.thoughts.text for entry in self.path)
+
+    @property
+    def thoughts_in_sight(self) -> bool:
+        """Is there an answer with thoughts whose beginning, where they stand, is on the screen?"""
+        bottom = self.scroll_y + self.container_size.height
+        tops = [view.virtual_region.y for view in self.views if view.entry.thoughts.text]
+        return any(self.scroll_y - 2 <= top < bottom - 2 for top in tops)
 
     def _made(self, entry: Entry) -> MessageView:
         view = MessageView(entry, self._highlighter, self._thoughts_open)
@@ -465,7 +473,10 @@ class Transcript(VerticalScroll, can_focus=False):
             line = None if self._following else self._line_of(self._place)
             if line is not None:
                 # As Textual's anchor does it: before anything is drawn, and not as if the reader had scrolled.
-                line = clamp(line, 0, max(0, arranged.total_region.bottom - size.height))
+                bottom = max(0, arranged.total_region.bottom - size.height)
+                line = clamp(line, 0, bottom)
+                # A wider or higher terminal shows the end to a reader who did not go there.
+                self._tell_end(not self.window.newer and line >= bottom - 1)
                 self.set_reactive(Widget.scroll_y, line)
                 self.set_reactive(Widget.scroll_target_y, line)
                 if self.show_vertical_scrollbar:
@@ -534,7 +545,12 @@ class Transcript(VerticalScroll, can_focus=False):
         self._following = following
         if following and self._pending is not None:
             self._draw_live()
-        self.post_message(self.FollowingChanged(following))
+        self._tell_end(following)
+
+    def _tell_end(self, in_sight: bool) -> None:
+        if in_sight != self._end_in_sight:
+            self._end_in_sight = in_sight
+            self.post_message(self.EndMoved(in_sight))
 
     @on(MessageView.Edge)
     async def _focus_edge(self, event: MessageView.Edge) -> None:

@@ -100,7 +100,7 @@ class ChatScreen(Screen[None]):
     ) -> None:
         super().__init__()
         self.controller = ChatController(engine, store, settings, self._post_update, is_missing=is_missing)
-        self.controller.deletions.undo_words = "ctrl+z or /undo"
+        self.controller.deletions.undo_words = "z in the messages or /undo", "ctrl+z in the list of chats or /undo"
         self.prompt = Prompt(id="prompt")
         self.drafting = Drafting(self.prompt, self.controller)
         self.panels = ChatPanels(self, self.controller, self.focus_prompt, self.prompt.paste)
@@ -398,10 +398,10 @@ class ChatScreen(Screen[None]):
     def _to_prompt(self) -> None:
         self.prompt.focus()
 
-    @on(Transcript.FollowingChanged)
-    def _following(self, event: Transcript.FollowingChanged) -> None:
-        self.query_one("#prompt").set_class(not event.following, "-elsewhere")
-        self.prompt.border_subtitle = "" if event.following else f"▼ {key('newest')}: newest text"
+    @on(Transcript.EndMoved)
+    def _end_moved(self, event: Transcript.EndMoved) -> None:
+        self.prompt.set_class(not event.in_sight, "-elsewhere")
+        self.prompt.border_subtitle = "" if event.in_sight else f"▼ {key('newest')}: newest text"
 
     # --- commands -------------------------------------------------------------------------------------------------
 
@@ -450,6 +450,14 @@ class ChatScreen(Screen[None]):
     def action_thoughts(self) -> None:
         if not self.transcript.toggle_thoughts():
             self.show_notice("No answer here has thoughts.")
+        else:
+            self._tell_thoughts()
+
+    def _tell_thoughts(self) -> None:
+        """Say that thoughts were opened or folded where nothing on the screen shows it."""
+        if not self.transcript.thoughts_in_sight:
+            are = "open" if any(view.thoughts_open for view in self.transcript.views) else "folded"
+            self.notice.whisper(f"The thoughts are {are} now, above, where the answer begins.")
 
     def action_again(self) -> None:
         self.notice.hide()
@@ -512,6 +520,8 @@ class ChatScreen(Screen[None]):
                 self.prompt.focus()
             case "find":
                 self.action_find()
+            case "thoughts":
+                self._tell_thoughts()
             case "continue":
                 self._continue(entry)
             case "delete" | "delete_all":
