@@ -49,6 +49,18 @@ def test_figures_are_of_what_runs() -> None:
     assert measure_gpu(None, 1 << 20).expert is None
 
 
+def test_experts_are_measured_as_a_layer_runs_them_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes: list[tuple[int, ...]] = []
+    run = measuring.SwitchGLU.__call__
+    monkeypatch.setattr(
+        measuring.SwitchGLU,
+        "__call__",
+        lambda self, rows, slots: (shapes.append(slots.shape), run(self, rows, slots))[1],
+    )
+    measure_gpu(SHAPE, 1 << 22)
+    assert shapes == [(tokens, measuring.AT_ONCE) for tokens in measuring.TOKENS] * measuring.ROUNDS
+
+
 def test_more_tokens_never_cost_less() -> None:
     found = measure_gpu(SHAPE, 1 << 22).expert
     assert found is not None and list(found.seconds) == sorted(found.seconds)

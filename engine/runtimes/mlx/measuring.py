@@ -24,7 +24,7 @@ Array = Any
 
 TOKENS = (1, 2, 4, 8, 16, 64)
 AT_ONCE = 8
-"""Number of experts in one evaluation, so that waiting for it does not dominate the time of one."""
+"""Number of experts in one call, as in a layer: neither waiting for it nor its beginning dominates the time of one."""
 CYCLE_BYTES = 512 << 20
 """Total bytes of the experts that are run in turn, more than the chips' caches."""
 READ_BYTES = 256 << 20
@@ -91,8 +91,10 @@ def like(shape: ExpertShape, count: int) -> Any:
     return experts
 
 
-def _run(experts: Any, rows: Array, chosen: Sequence[int]) -> list[Array]:
-    return [experts(rows, mx.full((rows.shape[0], 1), expert, mx.int32)) for expert in chosen]
+def _run(experts: Any, rows: Array, chosen: Sequence[int]) -> Array:
+    """All ``rows`` through each of the experts."""
+    slots = mx.array(list(chosen), dtype=mx.int32)
+    return experts(rows, mx.broadcast_to(slots, (rows.shape[0], len(chosen))))
 
 
 def _seconds(work: Callable[[], Any], clock: Callable[[], float]) -> float:
