@@ -7,6 +7,9 @@ import subprocess
 import sys
 from collections.abc import Iterable
 
+import psutil
+from eventually import eventually
+
 # PR_CAPBSET_DROP of all capabilities: a program that root executes afterwards may do no more than anybody's.
 _DROP = """
 import ctypes, os, sys
@@ -38,3 +41,15 @@ def readable(processes: Iterable[int]) -> dict[int, list[str]]:
     command = unprivileged(sys.executable, "-c", _READ, *map(str, processes))
     found: dict[str, list[str]] = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
     return {int(number): names for number, names in found.items()}
+
+
+def children(process: int) -> list[psutil.Process]:
+    return psutil.Process(process).children(recursive=True)
+
+
+def check_private(process: int) -> None:
+    """``process``, started :func:`unprivileged`, and all that it started. Of these only engines have a token."""
+    everything = [psutil.Process(process), *children(process)]
+    eventually(lambda: readable(each.pid for each in everything) == {})
+    for each in everything[1:]:
+        assert "engine.host" in each.cmdline() or "HF_TOKEN" not in each.environ(), each.cmdline()

@@ -16,7 +16,7 @@ import pytest
 from eventually import eventually
 from speaking_model import write_speaking_model
 from terminals import ROOT, Terminal
-from unprivileged_reader import readable, unprivileged
+from unprivileged_reader import check_private, children, readable, unprivileged
 
 from app.conversations.opening import open_store
 
@@ -64,22 +64,10 @@ def test_every_program_protects_itself(program: str, tmp_path: Path) -> None:
         theirs.close()
 
 
-def children(process: int) -> list[psutil.Process]:
-    return psutil.Process(process).children(recursive=True)
-
-
 def running(process: int) -> set[str]:
     """The modules that ``process`` has started."""
     known = set(programs())
     return {word for child in children(process) for word in child.cmdline() if word in known}
-
-
-def check_private(process: int) -> None:
-    """``process`` and all that it started."""
-    everything = [psutil.Process(process), *children(process)]
-    eventually(lambda: readable(each.pid for each in everything) == {})
-    for each in everything[1:]:
-        assert "engine.host" in each.cmdline() or "HF_TOKEN" not in each.environ(), each.cmdline()
 
 
 @pytest.fixture

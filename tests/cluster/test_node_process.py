@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import machine_hooks
+import msgspec
 import psutil
 import pytest
 from engine_forks import ForkedProcess, forked, measured_before
 from eventually import eventually
 from hooked_engine import hooked
 from tiny_models import write_tiny_model
+from unprivileged_reader import check_private, children, unprivileged
 
 from engine.bench.local_ring import Launcher, LocalEngine, LocalRing, open_network
 from engine.errors import ModelError
@@ -311,3 +314,30 @@ def test_opening_twice_is_refused(tmp_path: Path) -> None:
             second.close()
     finally:
         engine.close()
+
+
+def started_unprivileged(arguments: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    command = unprivileged(sys.executable, *hooked(machine_hooks.quick))
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=dict(environment))
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.parametrize("exchange", ["tls", "envoy"])
+def test_no_process_of_a_ring_can_be_read(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, exchange: ExchangeName
+) -> None:
+    """As those of a chat and of a server."""
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    head = Head(tmp_path / "head", 1, started_unprivileged)
+    try:
+        head.load(model, msgspec.structs.replace(RING, exchange=exchange))
+        assert head.answer()
+        for engine in (head.engine, *head.ring.engines):
+            envoys = [
+                "engine.cluster.transport.envoy_process" in child.cmdline() for child in children(engine.process.pid)
+            ]
+            assert any(envoys) == (exchange == "envoy")
+            check_private(engine.process.pid)
+    finally:
+        head.close()
