@@ -6,6 +6,7 @@ import heapq
 import os
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,6 +17,11 @@ _DEPTH = 12
 """Maximum depth of folders that are looked into."""
 _PATIENCE_S = 3.0
 """Seconds after which the listing ends with what was found."""
+_GIT_OUTPUT = 8_000_000
+"""Maximum bytes of names that are taken from git. An index of a few kilobytes may name gigabytes, as each of its names
+may say how much it has in common with the one before."""
+_GIT_MEMORY = 500_000
+"""Maximum kilobytes of data in git's memory. A repository of half a million files takes a quarter of that."""
 _SKIPPED = frozenset({"node_modules", "__pycache__", "venv", "target", "build", "dist"})
 """Folders of made files. They are skipped, like hidden ones, where no ``.gitignore`` says so."""
 
@@ -103,23 +109,33 @@ def _by_git(folder: Path) -> list[str] | None:
     # A repository's own configuration may name programs to run; listing needs none of them. Git runs one to watch the
     # files, and others to fetch objects that the repository lacks: without any protocol, and without fetching, none.
     command = [git, "-c", "core.fsmonitor=false", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    limited = ["/bin/sh", "-c", f'ulimit -d {_GIT_MEMORY}; exec "$@"', "sh", *command]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     environment |= {"GIT_ALLOW_PROTOCOL": "none", "GIT_NO_LAZY_FETCH": "1"}
     try:
-        done = subprocess.run(
-            command,
+        with subprocess.Popen(
+            limited,
             cwd=folder,
             env=environment,
             stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=_PATIENCE_S,
-            check=False,
-        )
-    except (OSError, subprocess.SubprocessError, ValueError):
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        ) as process:
+            assert process.stdout is not None
+            patience = threading.Timer(_PATIENCE_S, process.kill)
+            patience.start()
+            try:
+                said = process.stdout.read(_GIT_OUTPUT)
+            finally:
+                patience.cancel()
+            more = len(said) == _GIT_OUTPUT
+            if more:
+                process.kill()
+    except (OSError, ValueError):
         return None
-    if done.returncode != 0:
+    if process.returncode != 0 and not more:
         return None
-    return [os.fsdecode(name) for name in done.stdout.split(b"\0")[:MOST_LISTED] if name]
+    return [os.fsdecode(name) for name in said.split(b"\0")[:-1][:MOST_LISTED] if name]
 
 
 def _by_walking(folder: Path) -> list[str]:

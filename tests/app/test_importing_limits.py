@@ -184,6 +184,17 @@ def test_an_archive_that_unpacks_to_far_more_than_it_has_is_refused(tmp_path: Pa
         read_conversations(path)
 
 
+def test_entries_beyond_a_number_are_not_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "_MOST_ENTRIES", 5)
+    members = {f"conversations-{number}.json": b"[{}, []]" for number in range(2)}
+    kept = {"conversations-2.json": json.dumps([SHORT]).encode(), "conversations-3.json": b"[1, 2]"}
+    found = read_conversations(archive_of(tmp_path / "x.zip", members | kept))
+    assert titles(found) == ["Short"]
+    assert found.left_out == "Left out: 4 entries that are no chats, all that follows 5 entries."
+    found = read_conversations(archive_of(tmp_path / "x.zip", members | dict([*kept.items()][:1])))
+    assert found.left_out == "Left out: 4 entries that are no chats."
+
+
 def test_a_chat_whose_values_would_fill_the_memory_is_left_out(tmp_path: Path) -> None:
     # As much memory as is taken for these is twenty times the file's size.
     full = b'{"messages": [' + b"[]," * 2_000_000 + b"[]]}"

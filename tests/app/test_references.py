@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.attachments import listing
 from app.attachments.attachment import Attachment
 from app.attachments.listing import best, entries_of, files_below, fitting, folders_of
 from app.attachments.references import MOST_FILES, pattern, reference_to, references, resolve
@@ -237,3 +240,30 @@ def test_listing_a_folder_runs_nothing_that_its_repository_names(
     offered = typed.complete("look at @a", "")
     assert offered is not None and [file.replacement for file in offered.candidates] == ["@keep/a.py "]
     assert not marker.exists()
+
+
+def with_long_names(folder: Path, count: int, length: int) -> Path:
+    """A repository whose index names ``count`` files with ``length`` letters in common, each in 73 bytes."""
+    folder.mkdir()
+    git(folder, "init", "-q", ".")
+    (folder / "a.py").write_text("")
+    index = b"DIRC" + (4).to_bytes(4, "big") + count.to_bytes(4, "big")
+    facts = bytes(24) + (0o100644).to_bytes(4, "big") + bytes(31) + b"\1" + b"\x0f\xff"
+    for number in range(count):
+        kept, new = (b"\0", b"a" * length) if number == 0 else (b"\6", b"")
+        index += facts + kept + new + b"%06d\0" % number
+    (folder / ".git/index").write_bytes(index + hashlib.sha1(index).digest())
+    return folder
+
+
+def test_a_small_index_does_not_make_a_long_listing(tmp_path: Path) -> None:
+    found = files_below(with_long_names(tmp_path / "hostile", 300, 100_000))
+    assert 1 < len(found) < 300
+    assert sum(map(len, found)) <= 8_000_000
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system must limit a program's memory")
+def test_a_small_index_does_not_take_much_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = with_long_names(tmp_path / "hostile", 300, 100_000)
+    monkeypatch.setattr(listing, "_GIT_MEMORY", 20_000)
+    assert files_below(folder) == ["a.py"]

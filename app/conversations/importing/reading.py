@@ -9,6 +9,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -32,6 +33,8 @@ _MOST_UNPACKED = 50
 _SMALL = 10_000_000
 """Size in bytes up to which that ratio does not matter."""
 _MOST_MEMBERS = 100_000
+_MOST_ENTRIES = 500_000
+"""Largest number of entries that are looked at. An archive of a few kilobytes may have millions of empty ones."""
 _MOST_DAMAGED = 100
 """Number of files in an archive that cannot be unpacked after which it is given up."""
 _MOST_NAMED = 5
@@ -113,16 +116,18 @@ def _read(path: Path) -> ReadFile:
         return found.result()
     documents = _archived(path, size, found.lost) if start.startswith(b"PK\3\4") else iter([("", _plain(path))])
     printed = llm_log.LoggedAnswers(found.allowance)
-    for member, data in documents:
-        for entry in entries(data):
-            if entry is None:
-                found.unread += 1
-            elif isinstance(entry, Unread):
-                found.missed[entry, member] += 1
-            elif llm_log.is_printed(entry):
-                printed.add(entry)
-            else:
-                found.take_entry(entry, member)
+    every = ((member, entry) for member, data in documents for entry in entries(data))
+    for member, entry in islice(every, _MOST_ENTRIES):
+        if entry is None:
+            found.unread += 1
+        elif isinstance(entry, Unread):
+            found.missed[entry, member] += 1
+        elif llm_log.is_printed(entry):
+            printed.add(entry)
+        else:
+            found.take_entry(entry, member)
+    if next(every, None) is not None:
+        found.lost.append(f"all that follows {_MOST_ENTRIES:,} entries")
     if printed:
         found.take("llm", printed.conversations())
     return found.result()
@@ -183,7 +188,7 @@ class _Found:
         if self._chats:
             return ReadFile(self._program, self._chats, self.unread, self._empty, lost)
         file = one_line(str(self._path))
-        if lost and not self._program and self.missed.keys() <= {(Unread.CUT, ""), (Unread.DAMAGED, "")}:
+        if self.missed and not self._program and self.missed.keys() <= {(Unread.CUT, ""), (Unread.DAMAGED, "")}:
             raise ImportProblem(f"{file} is no JSON that can be read; export it again.")
         if lost:
             raise ImportProblem(f"{file} has no conversation that can be read. Left out: {', '.join(lost)}.")
