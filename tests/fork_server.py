@@ -113,12 +113,14 @@ def fork_for(listener: socket.socket) -> None:
 
 def warm_up(libraries: bool) -> None:
     """What is measured or compiled once per process for the first model is done here, for all engines and workers."""
-    from engine.calibration import memory_rate
+    from engine.calibration import memory_rate, synthetic_experts
     from engine.cluster.membership.measuring_node import central_seconds, layer_seconds
     from engine.models.families import FAMILIES, match_tensor
 
     # The smallest buffer is read to measure the memory, as with no memory free: a GiB takes a second to be made.
     memory_rate.available_bytes = _nothing_free
+    # Experts are measured in the fewest rounds.
+    synthetic_experts.BUDGET_S = 0.0
     for measured in (layer_seconds, central_seconds):
         measured(HIDDEN)
     for family in FAMILIES.values():

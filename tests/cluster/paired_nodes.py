@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from machine_hooks import QUICK
+
 from discovery.identity import Identity, load_identity
 from discovery.peers import PeersFile, new_peer
 from engine.cluster.membership.client import PeerClient
@@ -37,7 +39,7 @@ class Nodes:
             tried = [node.listening[0] for node in self.nodes] if index == 0 else []
             lent: dict[str, Any] = {"lend": lend, **(terms or {})} if index else {}
             options = OpenNetwork(id=1, name=names[index], listen="127.0.0.1:0", peers=tried, **lent)
-            node = Node(self.identities[index], self.peers[index], options)
+            node = Node(self.identities[index], self.peers[index], options, parts=QUICK)
             self.nodes.insert(0 if index == 0 else len(self.nodes), node)
 
     def pair(self, one: int, other: int, names: tuple[str, ...]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 from eventually import PATIENCE_S, eventually
-from test_node_process import Head, model
+from test_node_process import Head, measuring_little, model
 
 from discovery.peers import PeersFile
 from engine.bench.local_ring import NETWORK, LocalEngine
@@ -42,7 +42,7 @@ def until_apart(one: LocalEngine, other: LocalEngine) -> None:
 
 @pytest.fixture
 def ring(tmp_path: Path, model: Path) -> Iterator[Head]:
-    head = Head(tmp_path / "head", 2)
+    head = Head(tmp_path / "head", 2, measuring_little)
     try:
         loaded = head.load(model, RingChoice(even_if_slower=True, mode="exact", exchange="tls", overlap=False))
         assert isinstance(loaded, Loaded)

@@ -584,7 +584,13 @@ class Lent:
         for node in self.nodes.nodes:
             node.parts = EngineParts(effort=Effort(link_s=0.01, exchange_rounds=5, rehearse=False))
         self.lenders = [ClusterWorker(node) for node in self.others]
-        load = Load(id=0, model="tiny", runtime="native", partitioning="cpu", ring=RingChoice(even_if_slower=True))
+        load = Load(
+            id=0,
+            model="tiny",
+            runtime="native",
+            partitioning="cpu",
+            ring=RingChoice(even_if_slower=True, exchange="tls"),
+        )
         surveyor = Surveyor(self.head.identity.node_id, model, load)
         self.former = RingFormer(self.head, "tiny", model, runtime_named("native"), load, surveyor)
         eventually(self.nodes.ready)

@@ -131,7 +131,7 @@ def two(processes: Head, model: Path) -> Head:
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
-    head = Head(tmp_path_factory.mktemp("three") / "head", 2)
+    head = Head(tmp_path_factory.mktemp("three") / "head", 2, measuring_little)
     yield head
     head.close()
 
@@ -262,7 +262,7 @@ def test_nothing_listens_before_the_network_is_opened(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rounds", "exchange"), [(5, "tls"), pytest.param(30, "auto", marks=pytest.mark.soak)], ids=["few", "many"]
+    ("rounds", "exchange"), [(3, "tls"), pytest.param(30, "auto", marks=pytest.mark.soak)], ids=["few", "many"]
 )
 def test_formings_and_closings_leave_nothing_behind(
     two: Head, model: Path, rounds: int, exchange: ExchangeName

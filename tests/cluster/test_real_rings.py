@@ -145,6 +145,7 @@ def test_every_exchange_gives_the_same_answer(
     assert ring.answer(24) == alone
 
 
+@pytest.mark.soak
 def test_a_group_of_mlx_serves_one_ring_after_another(ring: RealRing, models: dict[str, Path]) -> None:
     """A process can have one group in its life; that it was measured, or used before, must not use it up."""
     need("mlx")

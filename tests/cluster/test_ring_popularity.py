@@ -66,7 +66,7 @@ def test_a_ring_adds_to_the_profile_of_the_whole_model(ring: OneRing, tmp_path: 
     assert experts is not None
     own, _ = profile_paths(profile_key(folder))
     said: list[str] = []
-    choice = RingChoice(even_if_slower=True, overlap=False)
+    choice = RingChoice(even_if_slower=True, overlap=False, exchange="tls")
     alone = Load(id=1, model=str(folder), runtime="native", dtype="float32", cpu_threads=1, partitioning="cpu")
     shared = msgspec.structs.replace(alone, partitioning="ring", ring=choice)
     totals = []

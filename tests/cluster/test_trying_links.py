@@ -135,7 +135,9 @@ def test_a_ring_is_planned_with_those_who_reach_one_another(
     monkeypatch.setattr(links, "ANSWER_S", 60.0)
     monkeypatch.setattr(links, "TRIED_S", 60.0)
     folder = tiny_mixtral(tmp_path / "model")
-    load = Load(id=0, model="tiny", runtime="native", ring=RingChoice(even_if_slower=True, overlap=False))
+    load = Load(
+        id=0, model="tiny", runtime="native", ring=RingChoice(even_if_slower=True, overlap=False, exchange="tls")
+    )
     surveyor = Surveyor(three.anna, folder, load)
     order = [(three.anna, "Anna"), *((one.node_id, one.name) for one in candidates(three.head, []))]
     three.forgets(2, 1)
@@ -183,7 +185,7 @@ def test_a_link_that_breaks_while_the_ring_is_formed(tmp_path: Path, monkeypatch
     folder = tiny_mixtral(tmp_path / "model")
     nodes = Nodes(tmp_path / "nodes", "Anna", "Bob", lend=True)
     lender = ClusterWorker(nodes.nodes[1])
-    choice = RingChoice(even_if_slower=True, overlap=False)
+    choice = RingChoice(even_if_slower=True, overlap=False, exchange="tls")
     load = Load(id=0, model="tiny", runtime="native", partitioning="cpu", ring=choice)
     surveyor = Surveyor(nodes.identities[0].node_id, folder, load)
     former = RingFormer(nodes.nodes[0], "tiny", folder, runtime_named("native"), load, surveyor)

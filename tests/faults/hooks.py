@@ -21,15 +21,19 @@ from engine.cluster.worker.follower import Follower
 from engine.errors import ModelError
 from engine.planning.calibration import Curve
 
-STEP_S = 0.005
+STEP_S = 0.01
 """Least seconds that a follower takes for a token, so that an answer of few tokens can be disturbed."""
+BYTES_A_SECOND = 10e6
+"""At which a follower takes weights, so that sending a few megabytes can be disturbed."""
 AFTER = 15
 """Commands, or layers of experts, that a node which falls silent runs before."""
 
 
 def unhurried(moment: Moment, *subjects: object) -> None:
-    """The observer of a follower that takes its time for every token."""
+    """The observer of a follower that takes its time for every token, and for weights."""
     match subjects:
+        case [int() as nbytes] if moment == "piece":
+            time.sleep(nbytes / BYTES_A_SECOND)
         case [Follower(), commands.Step() | commands.Choose(), _]:
             time.sleep(STEP_S)
 

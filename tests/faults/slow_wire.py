@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-import selectors
+import select
 import socket
 import struct
 import threading
@@ -18,6 +18,10 @@ from collections import deque
 READ = 1 << 16
 WAITING = 1 << 22
 """Bytes on their way, per direction, before no more are taken."""
+LOOK_S, STALLING_LOOK_S = 0.03, 0.005
+"""Most seconds between two looks at what the wire is told."""
+LEAST_S = 0.0005
+"""Least seconds between two tries to hand on what a full socket did not take."""
 
 
 class _Way:
@@ -120,17 +124,17 @@ class PairProxy:
                 self._ways = [way for way in self._ways if not way.told]
 
     def _wait(self, ways: list[_Way], now: float, blocked: bool) -> None:
-        """Until there is something to do, 5 ms at most."""
-        with selectors.DefaultSelector() as selector:
-            for listener in self._listening:
-                selector.register(listener, selectors.EVENT_READ)
-            if not blocked:
-                for way in ways:
-                    if not way.ended and way.nbytes < WAITING and way.source.fileno() >= 0:
-                        with contextlib.suppress(KeyError, ValueError):
-                            selector.register(way.source, selectors.EVENT_READ)
-            due = min((way.waiting[0][0] for way in ways if way.waiting), default=now + 0.005)
-            selector.select(0.005 if blocked else min(0.005, max(0.0, due - now)))
+        """Until there is something to do, or it is time to look whether the wire is to behave otherwise."""
+        poll = select.poll()
+        for listener in self._listening:
+            poll.register(listener, select.POLLIN)
+        most = LOOK_S if self._stalls is None else STALLING_LOOK_S
+        if not blocked:
+            for way in ways:
+                if not way.ended and way.nbytes < WAITING and (descriptor := way.source.fileno()) >= 0:
+                    poll.register(descriptor, select.POLLIN)
+            most = min([most, *(max(LEAST_S, way.waiting[0][0] - now) for way in ways if way.waiting)])
+        poll.poll(1000 * most)
 
     def _accept(self) -> None:
         for index, listener in enumerate(self._listening):

@@ -19,7 +19,7 @@ from engine.ipc.messages.ring import ExchangeName
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-LONG = 50
+LONG = 30
 LOOPBACK = ["127.0.0.0/8"]
 
 
@@ -67,7 +67,7 @@ def test_killed_and_back_over_every_exchange(
     eventually(lambda: ring.state_of(gone) in ("lost", "paired"))
     gone.returns()
     eventually(lambda: ring.state_of(gone) == "ready")
-    assert ring.answered_by_all(24, OTHER_PROMPT) == alone(24, OTHER_PROMPT).token_ids
+    assert ring.answered_by_all(12, OTHER_PROMPT) == alone(12, OTHER_PROMPT).token_ids
     told = " ".join(ring.notices(since))
     assert ("could not be made again" in told) == (exchange == "mlx")
 
@@ -85,4 +85,4 @@ def test_a_node_whose_cache_is_stale_is_refused(model: Path, alone: Oracle) -> N
         told_here = [text for text in ring.notices(since) if "Lost" in text or "going on with" in text]
         assert len(told_here) == 2 and told_here[0].startswith("Lost node 1: ")
         assert told_here[1] == "node 1 came back; going on with 3 machines."
-        assert ring.answered_by_all(24, OTHER_PROMPT) == alone(24, OTHER_PROMPT).token_ids
+        assert ring.answered_by_all(12, OTHER_PROMPT) == alone(12, OTHER_PROMPT).token_ids

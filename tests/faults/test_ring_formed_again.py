@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 STAGES = ["measuring the links", "comparing weights", "sending weights", "connecting", "opening the model"]
 SAMPLED = ["sending weights", "opening the model"]
-LARGE = {"num_local_experts": 8, "hidden_size": 288, "intermediate_size": 1408, "num_hidden_layers": 2}
+LARGE = {"num_local_experts": 8, "hidden_size": 144, "intermediate_size": 704, "num_hidden_layers": 2}
 """Its weights take a moment to send."""
 
 
@@ -123,7 +123,7 @@ def test_stopped_while_the_others_take_over(three: Ring, alone: Oracle) -> None:
     ring = three
     gone, left = ring.followers
     since = ring.mark()
-    asked = ring.ask(60)
+    asked = ring.ask(30)
     ring.until_tokens(asked, 8)
     gone.kill()
     assert reached(ring, asked, "connecting")
@@ -142,10 +142,10 @@ def test_a_loss_is_told_before_the_ring_is_formed_again(three: Ring, alone: Orac
     ring = three
     gone = ring.followers[0]
     since = ring.mark()
-    asked = ring.ask(60)
+    asked = ring.ask(30)
     ring.until_tokens(asked, 8)
     gone.kill()
-    assert ring.finished(asked).token_ids == alone(60).token_ids
+    assert ring.finished(asked).token_ids == alone(30).token_ids
     order = [
         "progress" if isinstance(event, Progress) else event.text.split()[0]
         for event in told_of(ring, asked, since)

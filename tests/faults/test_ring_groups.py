@@ -64,7 +64,7 @@ def test_lost_while_a_group_is_made(model: Path, alone: Oracle, exchange: Exchan
         assert loaded.facts.ring is not None
         assert gone.identity.node_id not in [node.node_id for node in loaded.facts.ring.nodes]
         assert len(loaded.facts.ring.nodes) == 2
-        assert ring.answer(24, OTHER_PROMPT).token_ids == alone(24, OTHER_PROMPT).token_ids
+        assert ring.answer(12, OTHER_PROMPT).token_ids == alone(12, OTHER_PROMPT).token_ids
 
 
 STUCK = """

@@ -39,6 +39,6 @@ def test_a_network_that_loses_packets_changes_nothing_but_the_time(wire: LossyWi
         since = ring.mark()
         ring.load(model)
         for prompt in (PROMPT, OTHER_PROMPT):
-            assert ring.answered_by_all(60, prompt) == alone(60, prompt).token_ids
+            assert ring.answered_by_all(30, prompt) == alone(30, prompt).token_ids
         assert not [text for text in ring.notices(since) if "Lost" in text or "left out" in text]
         assert wire.lost() > 10

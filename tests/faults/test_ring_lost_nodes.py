@@ -19,7 +19,7 @@ from engine.ipc.messages.ring import RingChoice, RingFacts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-LONG = 60
+LONG = 30
 LONG_PROMPT = [3 + (7 * place + place // 11) % 150 for place in range(600)]
 
 
@@ -64,7 +64,7 @@ def test_lost_in_an_answer(three: Ring, model: Path, alone: Oracle, number: sign
     since = three.mark()
     gone.signal(signal.SIGCONT)
     three.until_ready(since)
-    assert three.answered_by_all(40, OTHER_PROMPT) == alone(40, OTHER_PROMPT).token_ids
+    assert three.answered_by_all(12, OTHER_PROMPT) == alone(12, OTHER_PROMPT).token_ids
     assert any(f"{gone.name} came back" in text for text in three.notices(since))
     eventually(lambda: (found := gone.lending()) is not None and found.nodes == 3)
 
@@ -72,23 +72,23 @@ def test_lost_in_an_answer(three: Ring, model: Path, alone: Oracle, number: sign
 def test_killed_in_a_prompt(three: Ring, model: Path, alone: Oracle) -> None:
     three.whole(model, prefill_chunk=16)
     since = three.mark()
-    asked = three.ask(40, LONG_PROMPT)
+    asked = three.ask(12, LONG_PROMPT)
     three.engine.wait(lambda event: isinstance(event, Prefill) and event.id == asked and event.done >= 160, PATIENCE_S)
     gone = three.followers[1]
     gone.kill()
     noticed(three, gone, since)
-    assert three.finished(asked).token_ids == alone(40, LONG_PROMPT).token_ids
+    assert three.finished(asked).token_ids == alone(12, LONG_PROMPT).token_ids
     assert any(f"Lost {gone.name}" in text for text in three.notices(since))
 
 
 def test_killed_in_a_beam_search(three: Ring, model: Path, alone: Oracle) -> None:
     since = three.mark()
-    asked = three.ask(40, beams=4)
+    asked = three.ask(24, beams=4)
     three.engine.wait(lambda event: isinstance(event, BeamProgress) and event.step >= 5, PATIENCE_S, since)
     gone = three.followers[0]
     gone.kill()
     noticed(three, gone, since)
-    found, expected = three.finished(asked), alone(40, beams=4)
+    found, expected = three.finished(asked), alone(24, beams=4)
     assert [(beam.token_ids, beam.score) for beam in found.beams] == [(b.token_ids, b.score) for b in expected.beams]
     assert any(f"Lost {gone.name}" in text for text in three.notices(since))
 
@@ -111,7 +111,7 @@ def test_killed_between_two_questions(three: Ring, model: Path, alone: Oracle) -
     gone.kill()
     noticed(three, gone, since)
     longer = [*PROMPT, *first.token_ids, 11, 12]
-    assert three.answer(24, longer).token_ids == alone(24, longer).token_ids
+    assert three.answer(12, longer).token_ids == alone(12, longer).token_ids
     assert len([text for text in three.notices(since) if f"Lost {gone.name}" in text]) == 1
 
 
@@ -120,7 +120,7 @@ def test_killed_and_asked_at_once(three: Ring, model: Path, alone: Oracle) -> No
     assert three.answer(8).finish_reason == "length"
     since = three.mark()
     three.followers[1].kill()
-    assert three.answer(24, OTHER_PROMPT).token_ids == alone(24, OTHER_PROMPT).token_ids
+    assert three.answer(12, OTHER_PROMPT).token_ids == alone(12, OTHER_PROMPT).token_ids
     assert len([text for text in three.notices(since) if "Lost" in text]) == 1
 
 
@@ -138,7 +138,7 @@ def test_killed_while_the_ring_is_formed(three: Ring, model: Path, alone: Oracle
     gone, left = three.followers
     gone.kill()
     assert isinstance(three.last_of_load(request, since), Loaded)
-    assert three.answer(24).token_ids == alone(24).token_ids
+    assert three.answer(12).token_ids == alone(12).token_ids
     eventually(lambda: (found := left.lending()) is not None and found.nodes == 2)
 
 
@@ -167,13 +167,13 @@ def begun(ring: Ring, model: Path, stage: str) -> int:
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """100 MB, which take a moment to send."""
+    """20 MB, which take a moment to send."""
     return write_tiny_model(
         tmp_path_factory.mktemp("models") / "larger",
         "mixtral",
         num_local_experts=8,
-        hidden_size=576,
-        intermediate_size=928,
+        hidden_size=144,
+        intermediate_size=704,
         num_hidden_layers=2,
     )
 
@@ -245,16 +245,16 @@ def test_stopped_head_frees_its_follower_for_another(two: Ring, model: Path, tmp
         loaded = borrowed.load(model)
         assert loaded.facts.ring is not None
         assert len(loaded.facts.ring.nodes) == 2
-        assert borrowed.answer(24).token_ids == alone(24).token_ids
+        assert borrowed.answer(12).token_ids == alone(12).token_ids
         # The first head wakes up: its ring is over, the machine is lent elsewhere, and it goes on by itself.
         since = two.mark()
         two.head.signal(signal.SIGCONT)
         two.until(lambda peers: peers[0].state == "busy", since=since)
-        assert two.answer(24, OTHER_PROMPT).token_ids == alone(24, OTHER_PROMPT).token_ids
+        assert two.answer(12, OTHER_PROMPT).token_ids == alone(12, OTHER_PROMPT).token_ids
         lending = follower.lending()
         assert lending is not None
         assert lending.head == "other head"
-        assert borrowed.answer(24, OTHER_PROMPT).token_ids == alone(24, OTHER_PROMPT).token_ids
+        assert borrowed.answer(12, OTHER_PROMPT).token_ids == alone(12, OTHER_PROMPT).token_ids
     finally:
         other.close()
 
@@ -302,10 +302,10 @@ def test_an_answer_waits_for_the_machine_it_cannot_go_on_without(two: Ring, mode
     assert piece.tokens <= len(stopped.token_ids) < LONG
     assert stopped.token_ids == alone(LONG).token_ids[: len(stopped.token_ids)]
     since = two.mark()
-    asked = two.ask(24, OTHER_PROMPT)
+    asked = two.ask(12, OTHER_PROMPT)
     waits_for(two, gone, since)
     gone.start(lend=True)
-    assert two.finished(asked).token_ids == alone(24, OTHER_PROMPT).token_ids
+    assert two.finished(asked).token_ids == alone(12, OTHER_PROMPT).token_ids
 
 
 def test_both_are_lost_and_one_comes_back(three: Ring, model: Path, alone: Oracle) -> None:

@@ -18,7 +18,7 @@ from engine.ipc.messages import Notice
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-LONG = 60
+LONG = 30
 
 
 class Wired:
@@ -76,7 +76,7 @@ def test_two_followers_that_cannot_reach_each_other(three: Wired, model: Path, a
     assert set(ring.states().values()) == {"ring", "ready"}
     three.net.mend(1, 2)
     since = ring.mark()
-    assert ring.answered_by_all(24, OTHER_PROMPT) == alone(24, OTHER_PROMPT).token_ids
+    assert ring.answered_by_all(12, OTHER_PROMPT) == alone(12, OTHER_PROMPT).token_ids
     assert any("came back; going on with 3 machines." in text for text in ring.notices(since))
 
 
@@ -119,4 +119,4 @@ def test_a_ring_is_formed_of_those_who_reach_one_another(three: Wired, model: Pa
     assert loaded.facts.ring is not None
     assert [node.name for node in loaded.facts.ring.nodes] in (["head", "node 1"], ["head", "node 2"])
     eventually(lambda: [text for text in ring.notices() if text.startswith("The link between node ")])
-    assert ring.answer(24).token_ids == alone(24).token_ids
+    assert ring.answer(12).token_ids == alone(12).token_ids

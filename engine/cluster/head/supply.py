@@ -18,6 +18,7 @@ from engine.cluster.weights.own_shard import OwnShard
 from engine.cluster.weights.transfer import Chunk, Item, Offer, Wanted, decode_chunk, encode_chunk, offer, stream
 from engine.errors import ModelError
 from engine.ipc.progress import ProgressCallback
+from engine.models.weight_layout import WeightLayout, layout_of
 from engine.planning.units import byte_size
 
 
@@ -47,10 +48,12 @@ class WholeCopy:
     def __init__(self, folder: Path, name: str) -> None:
         self._folder = folder
         self._name = name
+        self._layout: WeightLayout | None = None
 
     def offer(self, held: Mapping[int, Sequence[int]], trunk: bool, progress: ProgressCallback) -> Offer:
         """See Supply."""
-        return offer(self._folder, held, progress, trunk=trunk, name=self._name)
+        self._layout = self._layout or layout_of(self._folder)
+        return offer(self._folder, held, progress, trunk=trunk, name=self._name, layout=self._layout)
 
     def chunks(self, offered: Offer, wanted: Sequence[Wanted], tick: Callable[[], None]) -> Iterator[bytes]:
         """See Supply."""

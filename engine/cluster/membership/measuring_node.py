@@ -164,11 +164,17 @@ def runtimes() -> list[str]:
 
 def libraries() -> dict[str, str]:
     """Versions of the libraries by runtime. The native runtime needs none."""
-    found = {}
-    for name in set(runtimes()) - {"native"}:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+    versions = {name: _version_of(name) for name in set(runtimes()) - {"native"}}
+    return {name: version for name, version in versions.items() if version}
+
+
+@functools.cache
+def _version_of(name: str) -> str:
+    """Empty if the library is not installed."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def disk_free() -> int:

@@ -133,14 +133,17 @@ def offer(
     progress: ProgressCallback,
     trunk: bool = True,
     name: str = "",
+    layout: WeightLayout | None = None,
 ) -> Offer:
     """The offer for a node with the experts ``held`` (by decoder layer) of the model in ``folder``.
 
-    ``trunk`` is False for a node that serves experts only. ``name`` is the head's name of the model. Weights whose
-    checksums are unknown are read. Raises ModelError, and IndexError for experts that the model lacks. ``progress`` may
-    raise Cancelled.
+    ``trunk`` is False for a node that serves experts only. ``name`` is the head's name of the model. ``layout`` is that
+    of ``folder``, if it is known.
+
+    Weights whose checksums are unknown are read. Raises ModelError, and IndexError for experts that the model lacks.
+    ``progress`` may raise Cancelled.
     """
-    layout = layout_of(folder)
+    layout = layout or layout_of(folder)
     checksums = ItemChecksums(layout)
     identity = identity_with(layout, checksums, progress)
     named = msgspec.structs.replace(identity, name=shown(name or identity.name, _LONGEST_WORD))
@@ -150,7 +153,7 @@ def offer(
 def offer_whole(folder: Path, progress: ProgressCallback, name: str = "") -> Offer:
     """As :func:`offer`, of the whole model in ``folder``."""
     layout = layout_of(folder)
-    return offer(folder, dict.fromkeys(layout.layers, range(layout.count)), progress, name=name)
+    return offer(folder, dict.fromkeys(layout.layers, range(layout.count)), progress, name=name, layout=layout)
 
 
 def offer_of_shard(folder: Path) -> Offer:
