@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from app.tui.chat.message import LiveTail
 from app.tui.render.highlighting import Highlighter
-from app.tui.render.markdown import render_markdown
+from app.tui.render.markdown import COPY_MARK, copy_marks, fences, render_markdown
 
 
 def lines(source: str, width: int = 60) -> list[str]:
@@ -117,3 +117,65 @@ def test_whatever_is_in_its_rows_the_letters_of_a_table_are_all_there(rows: list
 )
 def test_the_html_that_models_use_means_what_it_means(source: str, shown: list[str]) -> None:
     assert lines(source) == shown
+
+
+FENCES = """\
+```python
+one
+```
+
+    two
+
+- three:
+  1. ~~~
+     four
+     ~~~
+  > ```
+  > five
+  > ```
+  >
+  > > ```sh
+  > > six
+| a |
+|---|
+| `seven` |
+
+$$
+```
+eight
+```
+"""
+
+
+def test_each_code_has_a_mark_at_the_end_of_its_first_line() -> None:
+    content = render_markdown(FENCES, 30, marked=True)
+    codes = fences(FENCES)
+    firsts = ["▏python", "▏two", "1. ▏four", "▎ ▏five", "▎ ▎ ▏sh"]
+    shown = [line for line in content.plain.splitlines() if COPY_MARK in line]
+    assert len(shown) == len(codes) == len(copy_marks(content)) and codes[:5] == ["one", "two", "four", "five", "six"]
+    assert all(
+        first in line and line.rstrip().endswith(COPY_MARK) and len(line) == 30
+        for first, line in zip(firsts, shown, strict=False)
+    )
+    plain = render_markdown(FENCES, 30).plain
+    assert COPY_MARK not in plain and content.plain.replace(COPY_MARK, " ") == plain
+    full = render_markdown("    " + "a" * 30, 30, marked=True).plain.splitlines()
+    assert full == [f"▏{'a' * 28}{COPY_MARK}", f"▏{'a' * 2}{' ' * 27}"]
+
+
+BLOCKS = st.sampled_from(
+    ["```\n", "~~~\n", "    ", "- ", "> ", "1. ", "a", "\n", "\n\n", "$$\n", "| a |\n|---|\n", "<details>\n"]
+)
+
+
+@given(st.lists(BLOCKS, max_size=30), st.integers(1, 40))
+def test_the_marks_of_code_are_as_many_as_the_codes(pieces: list[str], width: int) -> None:
+    source = "".join(pieces)
+    content = render_markdown(source, width, marked=True)
+    numbers = [
+        span.style.meta["fence"]
+        for span in content.spans
+        if span.start in copy_marks(content) and hasattr(span.style, "meta")
+    ]
+    assert numbers == list(range(len(fences(source))))
+    assert all(content.plain[place] == COPY_MARK for place in copy_marks(content))

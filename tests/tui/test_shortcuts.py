@@ -25,6 +25,7 @@ from app.tui.application import ChatApp
 from app.tui.chat.message import MessageView
 from app.tui.keymap import TERMINAL_APP, either, key, keys
 from app.tui.render.key_footer import KeyFooter
+from app.tui.render.markdown import COPY_MARK
 from app.tui.render.rendered import Rendered
 from app.tui.screens.dialogues import HelpScreen, KeySheet
 from app.tui.screens.settings import SettingsScreen
@@ -130,7 +131,7 @@ async def test_what_is_selected_goes_to_the_machine_s_clipboard_too(
     for name in ("SSH_CONNECTION", "SSH_CLIENT", "SSH_TTY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(clipboard.sys, "platform", "linux")
-    engine.answer = lambda request: ["Roses are red"]
+    engine.answer = lambda request: ["Roses are red\n\n```py\na = 1\n```\n\n- as\n  ```\n  b\n  ```"]
     app = make_app()
     async with app.run_test(size=(80, 24)) as pilot:
         await ready(pilot, app)
@@ -153,6 +154,20 @@ async def test_what_is_selected_goes_to_the_machine_s_clipboard_too(
         await wait_until(pilot, lambda: app._notifications)
         copied = target.read_text("utf-8")
         assert copied == answer.render().plain[: len(copied)] and len(copied) >= 4
+        # A selection that ends at the mark of code has it not, and copies no code; a click on the mark does.
+        lines = answer.render().plain.splitlines()
+        rows = [row for row, line in enumerate(lines) if COPY_MARK in line]
+        ends = [(start[0] + lines[row].index(COPY_MARK), start[1] + row) for row in rows]
+        await pilot.mouse_down(answer, offset=start)
+        await pilot.hover(answer, offset=ends[0])
+        app.clear_notifications()
+        await pilot.mouse_up(answer, offset=ends[0])
+        selected = app.screen.get_selected_text()
+        assert selected is not None and selected.split()[-1] == "py" and len(selected.splitlines()) == rows[0] + 1
+        assert not app._notifications
+        for end, code in zip(ends, ["a = 1", "b"], strict=True):
+            await pilot.click(answer, offset=end)
+            await wait_until(pilot, lambda code=code: app.clipboard == target.read_text("utf-8") == code)
 
 
 def sheet(app: ChatApp) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
+from textual import events
 from textual.binding import Binding, BindingType
 from textual.content import Content
 from textual.message import Message
@@ -16,10 +17,11 @@ from app.tui.keymap import bound
 from app.tui.render.attachments import attached
 from app.tui.render.formatting import fold, footing, heading, thoughts_line
 from app.tui.render.highlighting import Highlighter
-from app.tui.render.markdown import render_plain
+from app.tui.render.markdown import FENCE, fences, render_plain
 from app.tui.render.rendered import Written
 from app.tui.render.stamps import Stamp
 from app.tui.render.streaming import AnswerPart, GrowingText, Joint, joined
+from app.tui.terminal.application import CopyRequested
 
 _CURSOR = "▍"
 FAST = 25.0
@@ -156,7 +158,7 @@ class MessageView(Written, can_focus=True):
             return Content("\n").join([*parts, body] if self._parts else parts)
         if self.entry.content:
             start = sum(len(part) + 1 for part in parts)
-            body = self._question(start) if self.entry.role == "user" else self.markdown(self.entry.content, width)
+            body = self._question(start) if self.entry.role == "user" else self._answer(width)
             self._body = start, start + len(body)
             parts.append(body)
         parts += attached(self.entry.attachments, self._open)
@@ -164,6 +166,9 @@ class MessageView(Written, can_focus=True):
         if foot is not None:
             parts.append(foot)
         return Content("\n").join(parts)
+
+    def _answer(self, width: int) -> Content:
+        return self.markdown(self.entry.content, width, marked=self.entry.state != "writing")
 
     def _question(self, start: int) -> Content:
         """What was asked, which is drawn from the character ``start`` on. Of a long one only its ends are laid out."""
@@ -242,6 +247,14 @@ class MessageView(Written, can_focus=True):
         self._parts = list(text.frozen)
         self.set_class(not text.frozen or text.tail.joint is not Joint.BLOCK, "-begun")
         self.remake()
+
+    def on_click(self, event: events.Click) -> None:
+        """Copy the code whose mark was clicked. A selection that ends at a mark is none."""
+        number = event.style.meta.get(FENCE)
+        if number is not None and not self.screen.selections:
+            codes = fences(self.entry.content)
+            what = f"Block {number + 1} of {len(codes)}" if len(codes) > 1 else "The code"
+            self.post_message(CopyRequested(codes[number], what))
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         if action == "act" and parameters:

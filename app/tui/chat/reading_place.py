@@ -1,7 +1,7 @@
 """Where the reader of a conversation is, kept by its text: the line is found again whatever changed it. Pure.
 
 A message is wrapped anew for each width, and what is above the reader's line opens and folds. Letters are what stays:
-all characters but white space and what is drawn to fill a line.
+all characters but white space, what is drawn to fill a line, and the marks of code.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from textual.content import Content
 
 from app.chat.state import Entry
 
-_NOT_LETTERS = re.compile(r"[\s─▎]+")
+_NOT_LETTERS = re.compile(r"[\s─▎⧉]+")
 _SNIPPET = 24
 """Letters from the reader's line on by which it is found in text whose letters have changed around it."""
 

@@ -8,10 +8,11 @@ line (lists, quotes, code, tables) is wrapped here and depends on ``width``. Pla
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import zip_longest
+from itertools import count, zip_longest
 from typing import TYPE_CHECKING, Literal
 
 from textual.content import Content, Span
+from textual.style import Style
 
 from app.text_safety import sanitize
 from app.tui.render.formula_symbols import scripted
@@ -33,6 +34,10 @@ MUTED = "$foreground-muted"
 LINK = "$text-accent"
 """Style of a link's text. Underlined is the address behind it, which opens."""
 _BULLETS = ("•", "◦", "▪")
+COPY_MARK = "⧉"
+"""Stands at the end of the first line of code, where nothing else does. A click on it copies the code."""
+FENCE = "fence"
+"""Key in a style's meta, at a copy mark, of the number of its code in :func:`fences`."""
 MARKDOWN_LIMIT = 30_000
 """Maximum characters of a text that are read as Markdown; the rest is shown as it is. Hostile Markdown of this length
 blocks the screen for some tenths of a second."""
@@ -46,19 +51,35 @@ def no_colours(code: str, language: str) -> Sequence[Span]:
     return ()
 
 
-def render_markdown(source: str, width: int, colours: Colours = no_colours) -> Content:
-    """``source`` as content for a widget ``width`` cells wide."""
-    text = sanitize(source)
-    rest = ""
-    if len(text) > MARKDOWN_LIMIT:
-        cut = text.rfind("\n", 0, MARKDOWN_LIMIT) + 1 or MARKDOWN_LIMIT
-        text, rest = text[:cut], text[cut:]
+def render_markdown(source: str, width: int, colours: Colours = no_colours, *, marked: bool = False) -> Content:
+    """``source`` as content for a widget ``width`` cells wide. If it is ``marked``, each code has a copy mark."""
+    text, rest = _read_as_markdown(source)
     try:
-        lines = _Blocks(colours).of(parse(text), max(width, _NARROWEST), nested=False)
+        lines = _Blocks(colours, marked).of(parse(text), max(width, _NARROWEST), nested=False)
     except RecursionError:
         # Hundreds of levels of nested emphasis, which no honest text has.
         lines = [Content(text)]
     return Content("\n").join([*lines, Content(rest)] if rest else lines)
+
+
+def fences(source: str) -> list[str]:
+    """The code in ``source``, in the order of its copy marks."""
+    nodes = parse(_read_as_markdown(source)[0]).walk()
+    return [node.content.rstrip("\n") for node in nodes if node.type in ("fence", "code_block")]
+
+
+def copy_marks(content: Content) -> list[int]:
+    """The places of the copy marks in ``content``."""
+    return [span.start for span in content.spans if isinstance(span.style, Style) and FENCE in span.style.meta]
+
+
+def _read_as_markdown(source: str) -> tuple[str, str]:
+    """What of ``source`` is read as Markdown, and the rest."""
+    text = sanitize(source)
+    if len(text) <= MARKDOWN_LIMIT:
+        return text, ""
+    cut = text.rfind("\n", 0, MARKDOWN_LIMIT) + 1 or MARKDOWN_LIMIT
+    return text[:cut], text[cut:]
 
 
 def render_plain(text: str) -> Content:
@@ -70,10 +91,11 @@ def render_plain(text: str) -> Content:
 
 
 class _Blocks:
-    """Renders blocks to lines. ``colours`` are those of their code."""
+    """Renders blocks to lines. ``colours`` are those of their code, which has copy marks if it is ``marked``."""
 
-    def __init__(self, colours: Colours) -> None:
+    def __init__(self, colours: Colours, marked: bool) -> None:
         self._colours = colours
+        self._numbers = count() if marked else None
 
     def of(
         self, parent: SyntaxTreeNode, width: int, *, nested: bool, tight: bool = False, depth: int = 0
@@ -135,14 +157,14 @@ class _Blocks:
         """The language if it is given, and the lines on a background of their own."""
         inner = max(width - 2, _NARROWEST)
         code = code.rstrip("\n").expandtabs(4)
-        lines: list[Content] = []
         content = linked(Content(code, list(self._colours(code, language))))
+        lines = [Content.styled(language, f"{MUTED} italic")] if language else []
         if language:
             content = content.stylize_before("$text")
-            lines.append(_barred(Content.styled(language, f"{MUTED} italic"), inner))
         for line in content.split("\n", allow_blank=True):
-            lines += [_barred(piece, inner) for piece in (line.fold(inner) or [Content()])]
-        return lines
+            lines += line.fold(inner) or [Content()]
+        marks = [] if self._numbers is None else [next(self._numbers)]
+        return [_barred(line, inner, mark) for line, mark in zip_longest(lines, marks)]
 
 
 def _display(node: SyntaxTreeNode, width: int) -> Content:
@@ -157,9 +179,15 @@ def _flow(content: Content, width: int, nested: bool) -> list[Content]:
     return list(content.split("\n", allow_blank=True))
 
 
-def _barred(line: Content, inner: int) -> Content:
-    gap = max(0, inner - line.cell_length)
-    return Content.assemble((EDGE, "$code-edge"), line, " " * (gap + 1)).stylize_before(CODE_BACKGROUND)
+def _barred(line: Content, inner: int, fence: int | None = None) -> Content:
+    """``line`` of code with its edge, and with the copy mark of ``fence`` if it is one's first."""
+    gap = max(0, inner - line.cell_length) + 1
+    end = Content(" " * gap)
+    if fence is not None:
+        # Some fonts draw the mark wider than a cell: another one is left for it where there is room.
+        mark = Content.styled(f"{COPY_MARK} "[:gap], MUTED).stylize(Style.from_meta({FENCE: fence}))
+        end = end[len(mark) :] + mark
+    return Content.assemble((EDGE, "$code-edge"), line, end).stylize_before(CODE_BACKGROUND)
 
 
 def _table_cells(table: SyntaxTreeNode) -> tuple[list[Content], list[list[Content]], list[Alignment]]:

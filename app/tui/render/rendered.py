@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 
-from textual.content import Content
+from textual.content import Content, Span
 from textual.geometry import Size
 from textual.selection import Selection
 from textual.widget import Widget
 
 from app.tui.render.highlighting import Highlighter
-from app.tui.render.markdown import EDGE, render_markdown
+from app.tui.render.markdown import EDGE, copy_marks, render_markdown
 
 
 class Rendered(Widget):
@@ -74,12 +75,18 @@ class Written(Rendered):
     def written(self, width: int) -> Content:
         """The content for ``width`` cells."""
 
-    def markdown(self, source: str, width: int) -> Content:
-        return render_markdown(source, width, lambda code, language: self._highlighter.spans(code, language, self))
+    def markdown(self, source: str, width: int, *, marked: bool = False) -> Content:
+        def colours(code: str, language: str) -> Sequence[Span]:
+            return self._highlighter.spans(code, language, self)
+
+        return render_markdown(source, width, colours, marked=marked)
 
     def get_selection(self, selection: Selection) -> tuple[str, str] | None:
-        selected = super().get_selection(selection)
-        return None if selected is None else (selected[0].replace(EDGE, " "), selected[1])
+        content = self.render()
+        drawn = list(content.plain.replace(EDGE, " "))
+        for place in copy_marks(content):
+            drawn[place] = " "
+        return selection.extract("".join(drawn)), "\n"
 
     def on_unmount(self) -> None:
         self._highlighter.begin(self)
