@@ -86,14 +86,20 @@ class Tokenizer:
     def end_of_turn_ids(self) -> frozenset[int]:
         """Ids that end the model's turn: those that its files name, what its chat template writes after an answer, what
         ends a turn after a call of a tool, and what ends a text. Waits for the template's process."""
+        added = {token.content: number for number, token in self._added.items()}
         special = {token.content: number for number, token in self._added.items() if token.special}
-        named = END_OF_TEXT_TOKENS if self.tool_format is None else (*END_OF_TEXT_TOKENS, *self.tool_format.turn_ends)
+        # Files call what ends a turn after a call a text like any other, as it begins the tool's answer.
+        after_calls = () if self.tool_format is None else self.tool_format.turn_ends
+        named: tuple[str, ...] = END_OF_TEXT_TOKENS
         written = self._written_after_answers()
         if not written:
             # gpt-oss: <|end|> ends a message within the turn, and the answer proper comes after it.
             within = {*self._marks, *(("<|end|>",) if "<|return|>" in special else ())}
             named += tuple(each for each in END_OF_TURN_TOKENS if each not in within)
-        return self._configured_ends | written | {special[each] for each in named if each in special}
+        found = {special[each] for each in named if each in special} | {
+            added[each] for each in after_calls if each in added
+        }
+        return self._configured_ends | written | found
 
     def _written_after_answers(self) -> set[int]:
         """The token that the template writes behind an assistant's message; none if it writes other text there.

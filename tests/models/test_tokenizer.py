@@ -219,6 +219,11 @@ def test_the_mark_after_a_call_ends_a_turn(tmp_path: Path) -> None:
     assert ends(tmp_path / "taking", CHATML + "{{ tools }}", *marks, "<|im_end|>") == {"<|im_end|>", "<|call|>"}
     assert ends(tmp_path / "no", CHATML, *marks, "<|im_end|>") == {"<|im_end|>"}
     assert ends(tmp_path / "none", None, *marks, "<|im_end|>") == {"<|im_end|>"}
+    gemma = ("<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_response>")
+    template = CHATML + "{{ tools }}" + "".join(gemma)
+    for special, added in ((gemma, ()), ((), gemma)):
+        found = ends(tmp_path / f"{len(added)}", template, *special, "<|im_end|>", added=added)
+        assert found == {"<|im_end|>", "<|tool_response>"}
 
 
 def test_a_folder_without_tokenizer(tmp_path: Path) -> None:
