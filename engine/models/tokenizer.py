@@ -39,7 +39,7 @@ END_OF_TEXT_TOKENS = ("<|end_of_text|>", "<|endoftext|>")
 
 
 MOST_MESSAGES = 10_000
-"""Maximum number of messages of a conversation."""
+"""Maximum number of messages of a conversation, each call of a tool counted as another one."""
 _CHUNK = 65_536
 """Characters that are tokenized at once to see whether a text can fit at all."""
 
@@ -207,10 +207,12 @@ class Tokenizer:
         """
         if not messages:
             raise ModelError("There is no message to answer; type one.", "bad-input")
-        if len(messages) > MOST_MESSAGES:
+        calls = sum(len(message.tool_calls) for message in messages)
+        if len(messages) + calls > MOST_MESSAGES:
+            called = f" and {calls:,} calls of tools" if calls else ""
             raise ModelError(
-                f"There are {len(messages):,} messages, and at most {MOST_MESSAGES:,} can be read: leave out the first "
-                "ones.",
+                f"There are {len(messages):,} messages{called}, and at most {MOST_MESSAGES:,} can be read: leave out "
+                "the first ones.",
                 "bad-input",
             )
         if continue_last and messages[-1].role != "assistant":

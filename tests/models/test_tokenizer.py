@@ -14,7 +14,7 @@ from templates import QWEN3
 
 from engine.errors import ModelError
 from engine.generation.reasoning import ReasoningParser, Separated, separate
-from engine.ipc.messages import Message, ReasoningFacts
+from engine.ipc.messages import Message, ReasoningFacts, ToolCall
 from engine.models.control_tokens import MARK
 from engine.models.reasoning_formats import template_variables
 from engine.models.tokenizer import load_tokenizer
@@ -306,3 +306,6 @@ def test_more_messages_than_can_be_read_are_refused(tmp_path: Path) -> None:
     assert found is not None
     with pytest.raises(ModelError, match="10,001 messages"):
         found.render_chat([Message("user", "x")] * 10_001)
+    called = Message("assistant", "", tool_calls=[ToolCall(id="c", name="f", arguments="{}")] * 9_999)
+    with pytest.raises(ModelError, match="2 messages and 9,999 calls of tools, and at most 10,000 can be read"):
+        found.render_chat([Message("user", "x"), called])
