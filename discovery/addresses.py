@@ -133,7 +133,7 @@ def towards(
         if parsed.is_unspecified or parsed.is_multicast:
             continue
         scope = ip.partition("%")[2]
-        interface = _named(scope) if scope else _interface_into(parsed, mine, source)
+        interface = interface_of(scope) if scope else _interface_into(parsed, mine, source)
         shown = f"{parsed}%{interface}" if parsed.version == 6 and parsed.is_link_local and interface else str(parsed)
         rank = (
             int(is_inside(interface)),
@@ -187,8 +187,8 @@ def _interface_into(ip: IP, own: list[OwnAddress], source: Callable[[str], str])
     return found[0].interface if found else ""
 
 
-def _named(scope: str) -> str:
-    """The name of the interface of a scope, which may be its number."""
+def interface_of(scope: str) -> str:
+    """The name of the interface of a scope, which may be its number; empty if there is no such interface."""
     if not scope.isdecimal():
         return scope
     try:

@@ -23,6 +23,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -307,5 +308,5 @@ def measured_before(home: Path) -> None:
     """Put down how fast this machine reads its memory, as its benchmark does, so that no node measures it anew."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PRIVATELLM_HOME", str(home))
-        for dtype in ("float32", "bfloat16"):
-            save_speed(calibration_key(dtype, None, None), MEMORY_READ, "native", LAYER_S)
+        for dtype, threads in product(("float32", "bfloat16"), (None, 1)):
+            save_speed(calibration_key(dtype, threads, None), MEMORY_READ, "native", LAYER_S)

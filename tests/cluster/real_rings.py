@@ -11,9 +11,10 @@ from typing import Any
 import machine_hooks
 from engine_forks import forked, measured_before
 from hooked_engine import hooked
+from msgspec.structs import replace
 
 from engine.bench.local_ring import Launcher, LocalEngine, open_network, pair_homes
-from engine.ipc.messages import Beam, Finished, Generate, Load, Loaded, NetworkState, Sampling, Shutdown
+from engine.ipc.messages import Beam, Finished, Generate, Load, Loaded, NetworkState, OpenNetwork, Sampling, Shutdown
 from engine.ipc.messages.ring import RingChoice, RingFacts
 
 PROMPT = [5, 17, 101, 42, 9, 77, 30, 12, 64, 3, 88, 120, 7, 55, 90, 33]
@@ -46,7 +47,10 @@ FORMATIONS = 3
 class RealRing:
     """The first of ``machines`` is the head. ``launch``: ``with_libraries`` where models are loaded with torch."""
 
-    def __init__(self, folder: Path, machines: Sequence[Machine], launch: Launcher = forked) -> None:
+    def __init__(
+        self, folder: Path, machines: Sequence[Machine], launch: Launcher = forked, lent_threads: int | None = 1
+    ) -> None:
+        """``lent_threads``: that each of the others lends; None: all it has."""
         homes = [folder / f"node-{rank}" for rank in range(len(machines))]
         for home, machine in zip(homes, machines, strict=True):
             (home / "config" / "network").mkdir(parents=True)
@@ -60,9 +64,13 @@ class RealRing:
         """That the head is told to compute with."""
         try:
             self.engines = [_started(home, machine, launch) for home, machine in zip(homes, machines, strict=True)]
-            addresses = [
-                open_network(engine, f"node {rank}", lend=True) for rank, engine in enumerate(self.engines) if rank
-            ]
+            addresses = []
+            for rank, engine in enumerate(self.engines[1:], 1):
+                opened = OpenNetwork(id=engine.new_id(), name=f"node {rank}", listen="127.0.0.1:0", lend=True)
+                engine.ask(replace(opened, cpu_threads=lent_threads))
+                state = engine.wait(lambda event: isinstance(event, NetworkState) and bool(event.me.listening))
+                assert isinstance(state, NetworkState)
+                addresses += state.me.listening
             self.head = self.engines[0]
             open_network(self.head, "head", peers=addresses)
             self.all_ready()

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 import threading
 from collections.abc import Callable, Iterator
+from ipaddress import ip_address
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import msgspec
+import psutil
 import pytest
 from eventually import PATIENCE_S, eventually
 from hypothesis import given, settings
@@ -20,9 +23,11 @@ from msgspec.structs import replace
 from paired_nodes import Nodes, make_identity
 from random_examples import examples
 
+from discovery.addresses import shown_address
 from discovery.identity import load_identity
 from discovery.peers import PeersFile, new_peer
 from engine.cluster.membership import control_messages as messages
+from engine.cluster.membership import server as control_server
 from engine.cluster.membership.client import Unreachable
 from engine.cluster.membership.control_messages import (
     LENDING,
@@ -35,7 +40,7 @@ from engine.cluster.membership.control_messages import (
 )
 from engine.cluster.membership.heartbeat import BUSY_S, STALLED_S, PeerWatch, silence_allowed, version_problem
 from engine.cluster.membership.node import LentState, Node
-from engine.cluster.membership.server import ControlServer, Credentials, RpcMethod
+from engine.cluster.membership.server import ControlServer, Credentials, CrowdLimit, RpcMethod, _end_of
 from engine.cluster.parts import TimeConstants
 from engine.cluster.transport.exchange import RingProtocolError
 from engine.cluster.worker.lending import ClusterWorker
@@ -135,6 +140,37 @@ def silent_for(watch: PeerWatch, now: list[float], seconds: float) -> bool:
 def watch_of(clock: Callable[[], float]) -> PeerWatch:
     unused: Any = None
     return PeerWatch("a" * 64, "one", unused, unused, unused, lambda: None, clock=clock, times=TimeConstants())
+
+
+@pytest.mark.parametrize(
+    ("said", "address", "port"),
+    [
+        ("ipv4:127.0.0.1:59584", "127.0.0.1", 59584),
+        ("ipv6:%5B::ffff:10.0.0.1%5D:7", "::ffff:10.0.0.1", 7),
+        ("ipv6:%5Bfe80::5%251%5D:56286", f"fe80::5%{socket.if_indextoname(1)}", 56286),
+        ("unix:", "", 0),
+    ],
+)
+def test_the_caller_is_where_it_can_be_called_back(said: str, address: str, port: int) -> None:
+    """gRPC writes brackets and the number of an interface as in an address of the web."""
+    context: Any = SimpleNamespace(peer=lambda: said)
+    assert _end_of(context) == (address, port)
+    assert shown_address(*_end_of(context)).endswith(f":{port}")
+    if address:
+        assert ip_address(_end_of(context)[0])
+
+
+def test_a_proven_caller_is_recognised_by_a_link_local_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    crowds = CrowdLimit()
+    here = SimpleNamespace(port=1)
+    one = SimpleNamespace(fd=3, raddr=SimpleNamespace(ip="fe80::5", port=7), laddr=here, status=psutil.CONN_ESTABLISHED)
+    seen: list[tuple[object, object]] = []
+    monkeypatch.setattr(psutil.Process, "net_connections", lambda *_: [one])
+    monkeypatch.setattr(control_server, "too_many", lambda ends, proved: seen.append((ends, proved)) or [])
+    crowds.proved("fe80::5%eth0", 7)
+    crowds._look(1)
+    crowds.close()
+    assert ({3: ("fe80::5", 7)}, {("fe80::5", 7)}) in seen  # others may look at this moment
 
 
 def test_one_paired_by_another_process_is_found(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def unlike(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealRing]:
         with_runtimes("mlx"),
         Machine(arguments=hooked(machine_hooks.on_one_cpu)),
     ]
-    with RealRing(tmp_path_factory.mktemp("ring"), machines, with_libraries) as made:
+    with RealRing(tmp_path_factory.mktemp("ring"), machines, with_libraries, lent_threads=None) as made:
         yield made
 
 
@@ -80,6 +80,7 @@ def test_other_modes_are_refused_between_unlike_machines(unlike: RealRing, model
         unlike.load(model, "native", mode=mode, nodes=[unlike.ids[2]])
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity") or usable_cpus() < 2, reason="needs two CPUs to take one away")
 def test_torch_computes_alike_on_equally_many_threads_only(unlike: RealRing, model: Path) -> None:
     """Native gives the same bits on any number; the nodes of torch are told the head's, as far as they can have it."""
@@ -99,6 +100,7 @@ def test_torch_computes_alike_on_equally_many_threads_only(unlike: RealRing, mod
         unlike.threads = 1
 
 
+@pytest.mark.soak
 def test_another_version_is_refused_with_both_named(tmp_path: Path, model: Path) -> None:
     """Whether the head finds it out at the greeting or at forming."""
     older = Machine(arguments=hooked(machine_hooks.saying, version="0.0.1"))

@@ -49,6 +49,8 @@ READY = {"ready", "ring"}
 """States of machines that are there."""
 EXACT = RingChoice(even_if_slower=True, mode="exact", exchange="tls")
 NETWORK = Path("config") / "network"
+THREADS = 1
+"""That each machine computes with: as many machines as there are cores share them."""
 LAYERS = 2
 EXPERT_BYTES = LAYERS * 8 * 3 * 48 * 56 * 4
 """Of :func:`write_model`."""
@@ -113,7 +115,7 @@ class Machine:
         self.arguments: Sequence[str] = hooked(hooks.quick)
         """Of its interpreter; see hooked_engine.py."""
         self.environment: dict[str, str] = {}
-        self.terms: dict[str, Any] = {}
+        self.terms: dict[str, Any] = {"cpu_threads": THREADS}
         """On which it is lent; see OpenNetwork."""
         self.proxy: PairProxy | None = None
         self.launch: Launcher = forked
@@ -219,7 +221,7 @@ class Ring:
                 machine.arguments = (arguments or {}).get(rank, machine.arguments)
                 machine.launch = launch
                 machine.environment = dict((environments or {}).get(rank, {}))
-                machine.terms = dict((terms or {}).get(rank, {}))
+                machine.terms |= (terms or {}).get(rank, {})
                 if proxied:
                     machine.proxy = PairProxy(machine.port)
                     named = machine.name if slow else ""
@@ -276,7 +278,7 @@ class Ring:
             partitioning="ring",
             runtime=runtime,  # type: ignore[arg-type]
             ring=choice,
-            **options,
+            **{"cpu_threads": THREADS, **options},
         )
         self._loaded = ""
         found = self.engine.ask(request, 120)
@@ -287,7 +289,7 @@ class Ring:
     def begin_load(self, model: Path, choice: RingChoice = EXACT) -> int:
         """Load, and do not wait: the request's id."""
         self._loaded = ""
-        request = Load(id=self.engine.new_id(), model=str(model), partitioning="ring", ring=choice)
+        request = Load(id=self.engine.new_id(), model=str(model), partitioning="ring", ring=choice, cpu_threads=THREADS)
         self.engine.send(request)
         return request.id
 
@@ -397,7 +399,7 @@ class Oracle:
         folder.mkdir(parents=True)
         self.engine = LocalEngine(folder, {"OMP_NUM_THREADS": "1"}, launch=forked)
         self._known: dict[str, Finished] = {}
-        load = Load(id=self.engine.new_id(), model=str(model), partitioning="cpu", runtime=runtime)  # type: ignore[arg-type]
+        load = Load(id=self.engine.new_id(), model=str(model), partitioning="cpu", runtime=runtime, cpu_threads=THREADS)  # type: ignore[arg-type]
         assert isinstance(self.engine.ask(load, 120), Loaded)
 
     def __call__(self, tokens: int = 24, prompt: Sequence[int] = PROMPT, **options: Any) -> Finished:

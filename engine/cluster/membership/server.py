@@ -17,10 +17,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import unquote
 
 import grpc
 import psutil
 
+from discovery.addresses import interface_of
 from discovery.tls import shown_to_grpc
 from engine.cluster.membership.control_messages import MESSAGE_LIMIT, SERVICE, CallKind, ControlBody, pack, unpack
 from engine.cluster.transport.addresses import plain_ip
@@ -227,12 +229,13 @@ def _configuration(shown: Credentials) -> grpc.ServerCertificateConfiguration:
 
 
 def _end_of(context: grpc.ServicerContext) -> tuple[str, int]:
-    """The other end of the connection: its IP address (IPv6 without brackets) and port."""
-    kind, _, rest = context.peer().partition(":")
-    host, _, port = str(rest).rpartition(":")
-    if kind == "ipv6":
-        host = host.replace("%5B", "").replace("%5D", "").strip("[]")
-    return host, int(port) if port.isdecimal() else 0
+    """The other end of the connection: its IP address (IPv6 without brackets) and port.
+
+    A link-local address has the name of this machine's interface behind it, whose number gRPC says.
+    """
+    host, _, port = unquote(context.peer().partition(":")[2]).rpartition(":")
+    ip, mark, scope = host.strip("[]").partition("%")
+    return f"{ip}{mark}{interface_of(scope) if scope else ''}", int(port) if port.isdecimal() else 0
 
 
 def _refuse(context: grpc.ServicerContext, error: Exception) -> None:
@@ -291,7 +294,7 @@ class CrowdLimit:
     def proved(self, address: str, port: int) -> None:
         """A paired machine called from this end."""
         with self._lock:
-            self._proved[plain_ip(address), port] = None
+            self._proved[_without_scope(address), port] = None
             if len(self._proved) > _MOST_PROVED:
                 del self._proved[next(iter(self._proved))]
 
@@ -310,7 +313,7 @@ class CrowdLimit:
             ends: dict[int, End] = {}
             for one in psutil.Process().net_connections("tcp"):
                 if one.fd >= 0 and one.raddr and one.laddr.port == port and one.status == psutil.CONN_ESTABLISHED:
-                    ends[one.fd] = (plain_ip(one.raddr.ip), one.raddr.port)
+                    ends[one.fd] = (_without_scope(one.raddr.ip), one.raddr.port)
             for descriptor in too_many(ends, proved):
                 _end(descriptor, port, ends[descriptor])
 
@@ -327,9 +330,14 @@ def too_many(ends: Mapping[int, End], proved: Collection[End], most: int = MOST_
     return [descriptor for each in strangers.values() for descriptor in each[:-most]]
 
 
+def _without_scope(address: str) -> str:
+    """An IP address as the system's list of sockets has it."""
+    return plain_ip(address).partition("%")[0]
+
+
 def _end(descriptor: int, port: int, end: End) -> None:
     """Shut the connection down if the descriptor still belongs to it. Its owner closes it."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
         host, number = connection.getpeername()[:2]
-        if (plain_ip(str(host)), number) == end and connection.getsockname()[1] == port:
+        if (_without_scope(str(host)), number) == end and connection.getsockname()[1] == port:
             connection.shutdown(socket.SHUT_RDWR)
