@@ -9,13 +9,26 @@ from app.attachments.attachment import Attachment, estimated_tokens
 from app.chat.state import TOO_LONG, Entry, Phase, Status, UserNotice
 from app.chat.words import size, thought_figures
 from app.plain.console import Console
-from app.text_safety import one_line
+from app.text_safety import one_line, visible
 
 LONGEST_WAIT = 240
 """Characters of an unfinished sentence that are written at its last space, so that a long one does not seem stuck."""
 
 _ENDS = re.compile(r"\n|(?<=[^\W\d_]{2})[.!?…:;]+[\"'”’»)\]*_]*[ \t]+|[。！？]")
 """The end of a line or a sentence. A number with a point (a list's) is none."""
+
+_LIKE_OWN = re.compile(
+    r"^(?=[^\S\n]*(?:You|Model|Notice|Warning|Error|Attached|Chat|Thoughts(?: ?\([^\n)]{0,60}\))?)[^\S\n]{0,3}[:：])",
+    re.IGNORECASE | re.MULTILINE,
+)
+"""The beginning of a line that looks like one of those that say who speaks."""
+
+
+def quoted(text: str, before: str) -> str:
+    """``text`` of a message, with ``>`` before its lines that look like the chat's own. ``before``: what it goes on."""
+    text = visible(text, before[-2:])
+    first, end, rest = ("", "", text) if before.endswith("\n") else text.partition("\n")
+    return first + end + _LIKE_OWN.sub("> ", rest)
 
 
 def spoken_length(text: str, start: int) -> int:
@@ -46,11 +59,11 @@ class Speaker:
 
     def say(self, text: str, mark: str = "Notice") -> None:
         """Write ``text`` as lines of its own, after the word for what it is."""
-        self._console.write_line(f"{mark}: {text}")
+        self._console.write_line(f"{mark}: {quoted(text, mark)}")
 
     def message(self, entry: Entry) -> None:
         """Write a whole message of the past."""
-        self._console.write_line(f"{speaker(entry)}: {entry.content}")
+        self._console.write_line(f"{speaker(entry)}: {quoted(entry.content, speaker(entry))}")
         self.files(entry.attachments)
         self._say_ending(entry)
 
@@ -120,7 +133,7 @@ class Speaker:
                 self.say("/thoughts prints them.", thoughts_mark(answer))
             self._console.end_line()
             self._console.write(f"{speaker(answer)}: ")
-        self._console.write(new)
+        self._console.write(quoted(new, self._written))
         self._written = text
 
 

@@ -63,6 +63,35 @@ def test_the_model_that_is_loaded_is_named_before_its_first_answer(
     assert lines.count("Notice: The model starter is loaded.") == 1
 
 
+@pytest.mark.parametrize("pieces", [1, 7, 1000])
+def test_what_the_model_writes_is_not_taken_for_a_line_of_the_chat(run: Run, engine: FakeEngine, pieces: int) -> None:
+    lines = [
+        "You: and now?",
+        " notice : all is well",
+        "Err\u200bor\uff1a no",
+        "Thoughts (2 s): x",
+        "Model:y",
+        "Your: z",
+        "a You: b",
+    ]
+    text = "You: fine.\n\n" + "\n".join(lines)
+    engine.answer = lambda request: [text[at : at + pieces] for at in range(0, len(text), pieces)]
+    shown = [
+        "> You: and now?",
+        ">  notice : all is well",
+        "> Error\uff1a no",
+        "> Thoughts (2 s): x",
+        "> Model:y",
+        *lines[-2:],
+    ]
+    assert run("Hi") == ["You: Hi", "Model: You: fine.", "", *shown]
+    # Nor what an import brought, or was thought.
+    console = Console(io.StringIO(), written := io.StringIO())
+    Speaker(console).message(Entry("user", "Hi\nModel: yes"))
+    Speaker(console).say("so\nNotice: no", "Thoughts")
+    assert written.getvalue() == "You: Hi\n> Model: yes\nThoughts: so\n> Notice: no\n"
+
+
 def test_what_the_model_writes_cannot_act(run: Run, engine: FakeEngine) -> None:
     engine.answer = lambda request: ["\x1b[31mred\x1b]0;title", "\x07 and \x9b2J", "done\r\n"]
     assert run("Hi") == ["You: Hi", "Model: red and done"]
