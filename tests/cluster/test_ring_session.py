@@ -77,7 +77,6 @@ def test_beams_are_those_of_one_machine(setting: Setting) -> None:
     assert {len(follower._rows) for follower in setting.formation.followers.values()} == {1}
 
 
-@both
 def test_two_conversations_are_kept_on_every_node(setting: Setting) -> None:
     for chat in (setting.alone, setting.ring):
         chat.session._prefix_bytes = 1 << 30
@@ -111,7 +110,6 @@ def test_a_lost_machine_does_not_change_the_answer(setting: Setting, rank: int) 
     in_step(setting)
 
 
-@both
 def test_both_machines_lost_one_after_the_other(setting: Setting) -> None:
     expected = setting.alone()
     setting.kill_at(3, 1)
@@ -171,7 +169,6 @@ def test_too_few_are_left(setting: Setting) -> None:
     assert setting.ring().token_ids == setting.alone().token_ids
 
 
-@both
 def test_a_machine_that_returns_is_taken_back(setting: Setting) -> None:
     setting.kill_at(4, 1)
     setting.ring()

@@ -12,12 +12,12 @@ from engine.models.shard_files import read_shard
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-LENT = 15_000_000
+LENT = 7_000_000
 
 
 def test_less_memory_is_lent_than_is_free(tmp_path: Path) -> None:
-    """Of 32 experts of 1.2 MB the follower would hold half."""
-    folder = write_large_model(tmp_path / "large", hidden_size=144, intermediate_size=704)
+    """Of 32 experts of 0.55 MB the follower would hold half."""
+    folder = write_large_model(tmp_path / "large", hidden_size=96, intermediate_size=480)
     choice = replace(EXACT, overlap=False)
     with Ring(1) as ring:
         freely = ring.load(folder, choice).facts.ring

@@ -168,11 +168,11 @@ def test_a_slow_node_is_no_lost_node(three: Ring, model: Path, alone: Oracle, mo
     pulsing.start()
     try:
         while len(pulses) < 4:
-            found.append(three.answer(40).token_ids)
+            found.append(three.answer(20).token_ids)
     finally:
         over.set()
         pulsing.join()
-    assert found == [alone(40).token_ids] * len(found)
+    assert found == [alone(20).token_ids] * len(found)
     assert not [text for text in three.notices(since) if "Lost" in text]
 
 

@@ -42,6 +42,7 @@ def test_a_machine_that_refuses_is_tried_once_more(
     assert len(said) == 1
 
 
+@pytest.mark.soak
 def test_a_machine_that_was_in_the_ring_since_may_refuse_again(
     ring: Ring, asked: Path, model: Path, alone: Oracle
 ) -> None:

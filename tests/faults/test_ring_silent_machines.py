@@ -24,7 +24,7 @@ def rings() -> Iterator[dict[str, Ring]]:
     """By whether the head soon loses its patience."""
     made: dict[str, Ring] = {}
     try:
-        made["patient"] = Ring(2, {2: hooked(hooks.falls_silent)})
+        made["patient"] = Ring(1, {1: hooked(hooks.falls_silent)})
         made["impatient"] = Ring(2, {0: hooked(hooks.impatient), 2: hooked(hooks.falls_silent)})
         yield made
     finally:
@@ -35,7 +35,7 @@ def rings() -> Iterator[dict[str, Ring]]:
 @pytest.mark.parametrize("mode", ["exact", pytest.param("central", marks=pytest.mark.soak)])
 def test_esc_does_not_wait_for_it(rings: dict[str, Ring], model: Path, mode: RingMode) -> None:
     ring = rings["patient"]
-    silent = ring.machines[2].home / "silent"
+    silent = ring.machines[1].home / "silent"
     ring.load(model, replace(EXACT, mode=mode))
     silent.unlink(missing_ok=True)
     asked = ring.ask(1500)
