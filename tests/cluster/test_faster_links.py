@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace as replace_parts
 from pathlib import Path
 from typing import Any
 
 import pytest
 from eventually import eventually
 from linked_nodes import LinkedNode, LinkedNodes
+from machine_hooks import QUICK
 from msgspec.structs import replace
 from paired_nodes import Nodes
 from tests_models import tiny_mixtral
@@ -230,7 +232,7 @@ def test_a_ring_takes_the_faster_way_and_keeps_its_conversation(
 ) -> None:
     monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
     head, _ = pair.nodes
-    monkeypatch.setattr(head, "parts", EngineParts(TimeConstants(links_again_s=0.02), Effort(rehearse=False)))
+    monkeypatch.setattr(head, "parts", replace_parts(QUICK, times=TimeConstants(links_again_s=0.02)))
     folder = tiny_mixtral(tmp_path / "model")
     choice = RingChoice(even_if_slower=True, overlap=False, exchange="tls")
     load = Load(id=0, model="tiny", runtime="native", partitioning="cpu", ring=choice)

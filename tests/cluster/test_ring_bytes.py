@@ -69,7 +69,7 @@ seeds = itertools.count()
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """One that no machine has."""
-    sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "intermediate_size": 256, "num_experts": 16}
+    sizes = {"hidden_size": 160, "moe_intermediate_size": 160, "intermediate_size": 160, "num_experts": 16}
     return write_tiny_model(tmp_path / "tiny", "qwen3_moe", seed=next(seeds), **sizes)
 
 
@@ -106,6 +106,6 @@ def test_another_division_moves_only_what_is_new(counted: Counted, model: Path) 
 
 def check_sent(share: NodeShard, received: int, kept: int) -> None:
     expected = share.trunk_bytes + share.expert_bytes
-    assert share.expert_bytes > 5_000_000  # what is added for small files is next to nothing
+    assert share.expert_bytes > 2_000_000  # what is added for small files is next to nothing
     assert expected <= received <= expected + SMALL
     assert expected <= kept <= expected + SMALL
