@@ -132,6 +132,7 @@ def with_keys(text: str) -> str:
 
 _PRINTED = {
     "underscore": "_", "question_mark": "?", "left_square_bracket": "[", "right_square_bracket": "]", "slash": "/",
+    "left_curly_bracket": "{", "right_curly_bracket": "}",
     "backslash": "\\", "full_stop": ".", "comma": ",", "escape": "esc", "minus": "-", "at": "@",
 }  # fmt: skip
 

@@ -190,7 +190,7 @@ async def test_a_question_mark_shows_the_keys_of_the_place(make_app: MakeApp) ->
         app.chat.prompt.done()
         await pilot.press("shift+tab", "question_mark")
         here = sheet(app).partition("On this screen")[0]
-        for line in (r"c +Copy", r"r +Regenerate", r"G end +Last message"):
+        for line in (r"c +Copy", r"r +Regenerate", r"G end +Last message", r"\{ +Previous question"):
             assert re.search(rf"^{line}", here, re.MULTILINE), here
         # What is not possible comes after all that is.
         possible, _, impossible = sheet(app).partition("Not now")

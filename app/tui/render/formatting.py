@@ -41,7 +41,9 @@ def heading(entry: Entry, time: str = "") -> Content:
     if entry.siblings > 1:
         parts.append((f"  ‹ {entry.sibling_index + 1}/{entry.siblings} ›", "$text-accent"))
     if entry.role == "assistant" and entry.state != "writing" and entry.tokens:
-        figures = " · ".join(filter(None, [f"{entry.tokens:,} tokens", rate(entry.tokens_per_s)]))
+        figures = " · ".join(
+            filter(None, [f"{entry.tokens:,} token{'' if entry.tokens == 1 else 's'}", rate(entry.tokens_per_s)])
+        )
         parts.append((f"  {figures}", _MUTED))
     if time:
         parts.append((f"  {time}", _MUTED))

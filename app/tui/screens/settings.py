@@ -255,9 +255,9 @@ class SettingsScreen(Screen[str]):
         "A setting is saved and used as soon as you change it, a field when you leave it or press `enter`. "
         "Settings marked ↻ load the model again, so they wait until you close this screen. Until then the bottom "
         "of the screen shows the expected memory and speed, and {undo} discards the changes. "
-        "{group} goes to the next group. `/` finds settings by words of their names, help and choices. "
-        "A choice that is not available on this machine is grey, with "
-        "the reason beside it. An empty field means the default."
+        "{group} goes to the next group. `ctrl+f`, and outside of a field `/`, finds settings by words of their "
+        "names, help and choices. A choice that is not available on this machine is grey, with the reason beside it. "
+        "An empty field means the default."
     )
     AUTO_FOCUS = "SettingRow *"  # the field for the search has no place yet, and would take it
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -267,7 +267,8 @@ class SettingsScreen(Screen[str]):
         Binding(bound("group"), "group", "Group", priority=True, id="settings.group"),
         Binding("tab", "app.focus_next", "Next", id="settings.next"),
         Binding("shift+tab", "app.focus_previous", "Previous", show=False, id="settings.previous"),
-        Binding("slash,ctrl+f", "search", "Search", key_display="/", id="settings.search"),
+        Binding("ctrl+f", "search", "Search", priority=True, id="settings.search"),
+        Binding("slash", "search", "Search", show=False, id="settings.search_outside"),  # typed in a field, it is text
         Binding(bound("help"), "app.help", "Help", id="settings.help"),
     ]
 
