@@ -21,6 +21,7 @@ from engine.generation.tool_arguments import (
     named_types,
     schema_parts,
     target_of,
+    type_names,
 )
 
 MOST_ALTERNATIVES = 64
@@ -71,6 +72,8 @@ def self_contained(schema: Any, root: Any) -> dict[str, Any]:
     def _moved_member(key: str, value: Any) -> Any:
         if key in ("const", "enum", "default", "examples"):
             return value
+        if key == "type" and not isinstance(value, dict):
+            return type_names(value)
         if key != "$ref" or not isinstance(value, str) or not value.startswith("#"):
             return moved(value)
         if value not in names:

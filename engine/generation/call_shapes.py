@@ -34,6 +34,7 @@ _PLAIN = re.compile(r"[^,\]}]*")
 _CDATA = re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", re.DOTALL)
 _TEXT_TYPE = re.compile(r'\b(string="true"|type="string")')
 _ATTRIBUTES = r'"?(?:\s+\w+="[^"]*")*'
+_BRACE_HEAD = re.compile(r"\s*(?:call:)?\s*([A-Za-z0-9_.-]+)\s*(?=\{)")
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
 _NAME_KEYS, _ARGUMENT_KEYS = ("name", "tool_name", "function"), ("arguments", "parameters")
 _BEGUN_OBJECT = re.compile(
@@ -247,6 +248,18 @@ class CallReader:
         return name, is_whole, _without_fence(rest.strip())
 
     def _named(self, text: str) -> ReadCalls | None:
+        found = self._one_named(text)
+        mark = self._form.separator
+        while found is not None and mark.strip():
+            name = found.rest.lstrip().partition(mark)[0]
+            following = self._one_named(found.rest.lstrip()) if mark in found.rest and name in self._types else None
+            if following is None:
+                break
+            found = ReadCalls(found.calls + following.calls, following.rest)
+        return found
+
+    def _one_named(self, text: str) -> ReadCalls | None:
+        """The first of the calls that ``text`` writes; some write several without a mark between them."""
         name, is_whole, written = self._name_and_rest(text)
         if not is_whole:
             return None
@@ -299,7 +312,7 @@ class CallReader:
 
     def _arguments(self, text: str, at: int, name: str, last: bool) -> tuple[dict[str, Any], int] | None:
         """The arguments of ``name`` that begin at ``at``, and where they end."""
-        key_begin, key_end, value_begin, _ = self._form.tags
+        key_begin, _, value_begin, value_end = self._form.tags
         if text.startswith("{", at):
             try:
                 end = _DECODER.raw_decode(text, at)[1]
@@ -310,12 +323,12 @@ class CallReader:
         found: dict[str, Any] = {}
         while text.startswith(key_begin, _spaces(text, at)):
             start = _spaces(text, at) + len(key_begin)
-            stop = text.find(key_end, start)
+            stop, value_at = self._key_end(text, start)
             if stop < 0:
                 return None
             # Other attributes may follow the name of an argument.
             key, _, attributes = text[start:stop].partition('"')
-            key, start = key.strip(), stop + len(key_end)
+            key, start = key.strip(), value_at
             if value_begin and text.startswith(value_begin, _spaces(text, start)):
                 start = _spaces(text, start) + len(value_begin)
             stop, at = self._value_end(text, start, name, found, last)
@@ -326,9 +339,21 @@ class CallReader:
                 value = value.removeprefix("\n").removesuffix("\n")
             if (quoted := _CDATA.fullmatch(value)) is not None:
                 value = quoted[1]
-            is_text = _TEXT_TYPE.search(attributes) is not None
+            is_text = _TEXT_TYPE.search(f'{attributes}"') is not None  # the mark after a key begins with its quote
             found[key] = value if is_text else self._types[name].from_text(key, value)
+        if self._form.lines and text.startswith(value_end, _spaces(text, at)):
+            at = _spaces(text, at) + len(value_end)
         return found, at
+
+    def _key_end(self, text: str, start: int) -> tuple[int, int]:
+        """Where the key ends that begins at ``start``, and where the text goes on; -1 if it does not end.
+
+        Where a value has lines of its own, the end of the key's line ends it too.
+        """
+        mark = self._form.tags[1]
+        stop = text.find(mark, start)
+        line = text.find("\n", start) if self._form.lines else -1
+        return (line, line) if 0 <= line < stop else (stop, stop + len(mark))
 
     def _value_end(self, text: str, start: int, name: str, found: Mapping[str, Any], last: bool) -> tuple[int, int]:
         """Where the value that begins at ``start`` ends, and where the text goes on; -1 if it does not end.
@@ -396,15 +421,15 @@ class CallReader:
         return ReadCalls(calls) if calls else None
 
     def _braces(self, text: str) -> ReadCalls | None:
-        head = re.match(r"(?:call:)?\s*([A-Za-z0-9_.-]+)\s*(?=\{)", text)
-        if head is None:
-            return None
-        try:
-            value, end = _BraceReader(text, self._form.quote).value(head.end(), 0)
-        except ValueError:
-            return None
-        rest = text[end:]
-        return ReadCalls([self._typed(head[1], value)], "" if _TOO_MANY.fullmatch(rest) else rest)
+        calls: list[Called] = []
+        at = 0
+        while (head := _BRACE_HEAD.match(text, at)) is not None:
+            try:
+                value, at = _BraceReader(text, self._form.quote).value(head.end(), 0)
+            except ValueError:
+                return None
+            calls.append(self._typed(head[1], value))
+        return ReadCalls(calls, "" if _TOO_MANY.fullmatch(text, at) else text[at:]) if calls else None
 
     def _elements(self, text: str) -> ReadCalls | None:
         head = re.match(r'([A-Za-z0-9_.-]+)"?>', text)

@@ -21,6 +21,18 @@ DEEPEST_SCHEMA = 100
 _ANY: dict[str, Any] = {}
 _NULLS = ("null", "None")
 _WORDS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
+_TYPE_NAMES = {
+    "str": "string",
+    "int": "integer",
+    "float": "number",
+    "double": "number",
+    "bool": "boolean",
+    "dict": "object",
+    "list": "array",
+    "tuple": "array",
+    "None": "null",
+}
+"""Names of types that are no JSON schema's, as schemas have them that were written by hand."""
 _WRONG, _ALMOST, _FITS = range(3)
 """How well a value fits a schema: its type is wrong, something in it is, or nothing."""
 
@@ -293,11 +305,18 @@ def _listed(value: Any) -> list[Any]:
 
 def named_types(own: Mapping[str, Any]) -> frozenset[str] | None:
     """The types that a schema names itself."""
-    named = own.get("type")
+    named = type_names(own.get("type"))
     types = [named] if isinstance(named, str) else [each for each in _listed(named) if isinstance(each, str)]
     if not types:
         return None
     return frozenset([*types, "null"] if own.get("nullable") is True else types)
+
+
+def type_names(named: Any) -> Any:
+    """The ``type`` of a schema in the words of JSON schema."""
+    if isinstance(named, list):
+        return [type_names(each) for each in named]
+    return _TYPE_NAMES.get(named, named) if isinstance(named, str) else named
 
 
 def choices_of(own: Mapping[str, Any]) -> Sequence[Any] | None:

@@ -108,6 +108,8 @@ def test_json_as_models_write_it(name: str, body: str, calls: Calls | None) -> N
         ("mistral", "[TOOL_CALLS]clock", "[TOOL_CALLS]clock", []),
         ("mistral", "[TOOL_CALLS]the clock[ARGS]{}", "[TOOL_CALLS]the clock[ARGS]{}", []),
         ("mistral", "[TOOL_CALLS]clock[ARGS]{}[TOOL_CALLS]clock[ARGS]{} Wait.", "Wait.", CLOCK * 2),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"s": "a", "n": 2}clock[ARGS]{} Wait.', "Wait.", ONE + CLOCK),
+        ("mistral", '[TOOL_CALLS]clock[ARGS]{}other[ARGS]{}', "other[ARGS]{}", CLOCK),
         ("mistral-list", '[TOOL_CALLS][{"name": "clock", "arguments": {}}]\n\nI look now.', "I look now.", CLOCK),
         ("mistral-list", '[TOOL_CALLS]f{"s": "a", "n": 2}', '[TOOL_CALLS]f{"s": "a", "n": 2}', []),
         # Qwen3-Coder
@@ -127,6 +129,9 @@ def test_json_as_models_write_it(name: str, body: str, calls: Calls | None) -> N
         ("qwen-coder", f"<tool_call>\n{BODY}\n</tool_call>", "", ONE),
         ("qwen-coder", "<tool_call>\n<function=clock>\n</function>", "", CLOCK),
         ("qwen-coder", "<tool_call>\n<function=clock>\n</tool_call>", "", CLOCK),
+        ("qwen-coder", "<tool_call>\n<function=clock\n</parameter>\n</function>\n</tool_call>", "", CLOCK),
+        ("qwen-coder", "<tool_call>\n<function=f>\n<parameter=s\na>b\n</parameter>\n<parameter=n\n2\n</parameter>\n"
+         "</function>\n</tool_call>", "", [("f", {"s": "a>b", "n": 2})]),
         ("qwen-coder", "<function=other>\n</function>\n</tool_call>",
          "<function=other>\n</function>\n</tool_call>", []),
         ("qwen-coder", "Say <function=x> or </tool_call>.", "Say <function=x> or </tool_call>.", []),
@@ -193,6 +198,9 @@ def test_json_as_models_write_it(name: str, body: str, calls: Calls | None) -> N
         ("gemma", '<|tool_call>call:f{s:<|"|>{a}\n<tool_call|> "<|"|>, n: 2}<tool_call|>', "",
          [("f", {"s": '{a}\n<tool_call|> "', "n": 2})]),
         ("gemma", '<|tool_call>call:f{"s": "a", "n": 2}<tool_call|>', "", ONE),
+        ("gemma", '<|tool_call>call:f{s:<|"|>a<|"|>,n:2}call:clock{}\nclock{}<tool_call|>', "", ONE + CLOCK * 2),
+        ("gemma", "<|tool_call>call:clock{}call:other{}<tool_call|>",
+         "<|tool_call>call:clock{}call:other{}<tool_call|>", []),
         ("gemma", "<|tool_call>f{s:a,n:2}<tool_call|>", "", ONE),
         ("gemma", "<|tool_call>call:f{s:}<tool_call|>", "<|tool_call>call:f{s:}<tool_call|>", []),
         ("gemma", f"<|tool_call>call:f{'{a:' * 2000}<tool_call|>", f"<|tool_call>call:f{'{a:' * 2000}<tool_call|>", []),
@@ -206,6 +214,12 @@ def test_json_as_models_write_it(name: str, body: str, calls: Calls | None) -> N
         # Others
         ("kimi-k3", '<|open|>call tool="f" index="1"<|sep|><|open|>json type="object"<|sep|>{"s": "a", "n": 2}<|close|>'
          "json<|sep|><|close|>call<|sep|>", "", ONE),
+        ("kimi-k3", '<|open|>call tool="clock" index="1"<|sep|><|open|>argument key="a" type="string"<|sep|>{"b": 1}'
+         '<|close|>argument<|sep|><|open|>argument key="c" type="number"<|sep|>5<|close|>argument<|sep|><|close|>call'
+         "<|sep|>", "", [("clock", {"a": '{"b": 1}', "c": 5})]),
+        ("deepseek-dsml", '<｜DSML｜invoke name="clock">\n<｜DSML｜parameter name="a" string="true">5</｜DSML｜parameter>\n'
+         '<｜DSML｜parameter name="b" string="false">5</｜DSML｜parameter>\n</｜DSML｜invoke>', "",
+         [("clock", {"a": "5", "b": 5})]),
         ("deepseek", '<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"s": "```", "n": 2}\n```<｜tool▁call▁end'
          "｜>", "", [("f", {"s": "```", "n": 2})]),
         ("command-r", 'Action: I act.', 'Action: I act.', []),
