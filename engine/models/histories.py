@@ -58,6 +58,7 @@ _NO_QUESTION = _Trial((_ANSWER,), ())
 _TWO_QUESTIONS = _Trial((_QUESTION, _NEXT), ("qquestion", "qnext"))
 _CALL = _Trial(_LOOP, ())
 _ONE_CALL = _Trial(_LOOP, ("qvalue0", "qresult0"))
+_NAMED_CALL = _Trial(_LOOP, ("qtool",))
 _TWO_CALLS = _Trial((_QUESTION, _called("qtool", "qother"), _RESULT, _OTHER_RESULT), ("qvalue0", "qvalue1"))
 _LONG_ID = _Trial(
     (_QUESTION, _called("qtool", digits="call_"), msgspec.structs.replace(_RESULT, tool_call_id="0" + "call_" * 8)), ()
@@ -107,6 +108,8 @@ class Histories:
             not self._takes(_LONG_ID, render)
         ):
             messages = [_with_short_ids(message) for message in messages]
+        if self._takes(_ONE_CALL, render) and not self._takes(_NAMED_CALL, render):
+            messages = _with_naming_ids(messages)
         if any(message.tool_calls and message.reasoning and message.content for message in messages) and (
             not self._takes(_TEXT_AND_THOUGHTS, render)
         ):
@@ -225,6 +228,25 @@ def _with_short_ids(message: Message) -> Message:
     calls = [msgspec.structs.replace(call, id=_short(call.id)) for call in message.tool_calls]
     named = _short(message.tool_call_id) if message.role == "tool" else ""
     return msgspec.structs.replace(message, tool_calls=calls, tool_call_id=named)
+
+
+def _with_naming_ids(messages: Sequence[Message]) -> list[Message]:
+    """``messages`` with ids that name the tool, for a template that writes nothing else of it."""
+    found: list[Message] = []
+    ids: dict[str, str] = {}
+    count = 0
+    for message in messages:
+        if message.tool_calls:
+            calls = message.tool_calls
+            ids = {call.id: f"functions.{call.name}:{count + place}" for place, call in enumerate(calls)}
+            count += len(calls)
+            message = msgspec.structs.replace(
+                message, tool_calls=[msgspec.structs.replace(call, id=ids[call.id]) for call in calls]
+            )
+        elif message.role == "tool":
+            message = msgspec.structs.replace(message, tool_call_id=ids[message.tool_call_id])
+        found.append(message)
+    return found
 
 
 def _short(identifier: str) -> str:

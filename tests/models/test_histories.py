@@ -56,6 +56,14 @@ LOOP = [QUESTION, called(("a", "clock")), result("a", "noon")]
             id="results in the order of their calls",
         ),
         pytest.param(
+            WRITTEN.replace("{{ call.function.name }} ", "").replace("{{ m.name }}", ""), [*TWO, *LOOP],
+            "[user]When?\n[assistant]<tool_call>functions.clock:0 {}</tool_call><tool_call>functions.map:1 {}</tool_call>"
+            "\n[tool]noon <- functions.clock:0 \n[tool]here <- functions.map:1 \n"
+            "[user]When?\n[assistant]<tool_call>functions.clock:2 {}</tool_call>\n[tool]noon <- functions.clock:2 \n"
+            "[assistant]",
+            id="a tool is named by its call's id",
+        ),
+        pytest.param(
             refusing("m.tool_calls and m.tool_calls | length > 1"), TWO,
             "[user]When?\n[assistant]<tool_call>a clock {}</tool_call>\n[tool]noon <- a clock\n"
             "[assistant]<tool_call>b map {}</tool_call>\n[tool]here <- b map\n[assistant]",
