@@ -25,6 +25,9 @@ SAID = {
     "</function>\n</seed:tool_call>\n<seed:tool_call>\n<function=clock>\n</function>\n</seed:tool_call>",
     "glm": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>12</arg_value>\n<arg_key>days</arg_key>"
     "<arg_value>3</arg_value></tool_call><tool_call>clock\n</tool_call>",
+    "longcat": "<longcat_tool_call>weather\n<longcat_arg_key>city</longcat_arg_key>\n<longcat_arg_value>12"
+    "</longcat_arg_value>\n<longcat_arg_key>days</longcat_arg_key>\n<longcat_arg_value>3</longcat_arg_value>\n"
+    "</longcat_tool_call>\n<longcat_tool_call>clock\n</longcat_tool_call>",
     "hunyuan": "<tool_calls:opensource>\n<tool_call:opensource>weather<tool_sep:opensource>\n<arg_key:opensource>city"
     "</arg_key:opensource>\n<arg_value:opensource>12</arg_value:opensource>\n<arg_key:opensource>days"
     "</arg_key:opensource>\n<arg_value:opensource>3</arg_value:opensource>\n</tool_call:opensource>\n"
@@ -69,5 +72,7 @@ SAID = {
     "llama": f'<|python_tag|>{{"name": "weather", "parameters": {_ARGUMENTS}}};{{"name": "clock", "parameters": {{}}}}',
     "llama4": '<|python_start|>[weather(city="12", days=3), clock()]<|python_end|>',
     "lfm": "<|tool_call_start|>[weather(city='12', days=3), clock()]<|tool_call_end|>",
+    "functiongemma": "<start_function_call>call:weather{city:<escape>12<escape>,days:3}<end_function_call>"
+    "<start_function_call>call:clock{}<end_function_call>",
     "gemma": '<|tool_call>call:weather{city:<|"|>12<|"|>,days:3}<tool_call|><|tool_call>call:clock{}<tool_call|>',
 }
