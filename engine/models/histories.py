@@ -237,15 +237,11 @@ def _with_naming_ids(messages: Sequence[Message]) -> list[Message]:
     count = 0
     for message in messages:
         if message.tool_calls:
-            calls = message.tool_calls
-            ids = {call.id: f"functions.{call.name}:{count + place}" for place, call in enumerate(calls)}
-            count += len(calls)
-            message = msgspec.structs.replace(
-                message, tool_calls=[msgspec.structs.replace(call, id=ids[call.id]) for call in calls]
-            )
-        elif message.role == "tool":
-            message = msgspec.structs.replace(message, tool_call_id=ids[message.tool_call_id])
-        found.append(message)
+            ids = {call.id: f"functions.{call.name}:{count + place}" for place, call in enumerate(message.tool_calls)}
+            count += len(ids)
+        calls = [msgspec.structs.replace(call, id=ids[call.id]) for call in message.tool_calls]
+        named = ids[message.tool_call_id] if message.role == "tool" else ""
+        found.append(msgspec.structs.replace(message, tool_calls=calls, tool_call_id=named))
     return found
 
 

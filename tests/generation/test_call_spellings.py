@@ -217,9 +217,9 @@ def test_json_as_models_write_it(name: str, body: str, calls: Calls | None) -> N
         ("kimi-k3", '<|open|>call tool="clock" index="1"<|sep|><|open|>argument key="a" type="string"<|sep|>{"b": 1}'
          '<|close|>argument<|sep|><|open|>argument key="c" type="number"<|sep|>5<|close|>argument<|sep|><|close|>call'
          "<|sep|>", "", [("clock", {"a": '{"b": 1}', "c": 5})]),
-        ("deepseek-dsml", '<｜DSML｜invoke name="clock">\n<｜DSML｜parameter name="a" string="true">5</｜DSML｜parameter>\n'
-         '<｜DSML｜parameter name="b" string="false">5</｜DSML｜parameter>\n</｜DSML｜invoke>', "",
-         [("clock", {"a": "5", "b": 5})]),
+        ("deepseek-dsml", '<｜DSML｜invoke name="clock">\n<｜DSML｜parameter name="a" string="true">5'
+         '</｜DSML｜parameter>\n<｜DSML｜parameter name="b" string="false">5</｜DSML｜parameter>\n'
+         "</｜DSML｜invoke>", "", [("clock", {"a": "5", "b": 5})]),
         ("deepseek", '<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"s": "```", "n": 2}\n```<｜tool▁call▁end'
          "｜>", "", [("f", {"s": "```", "n": 2})]),
         ("command-r", 'Action: I act.', 'Action: I act.', []),

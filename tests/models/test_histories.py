@@ -57,8 +57,9 @@ LOOP = [QUESTION, called(("a", "clock")), result("a", "noon")]
         ),
         pytest.param(
             WRITTEN.replace("{{ call.function.name }} ", "").replace("{{ m.name }}", ""), [*TWO, *LOOP],
-            "[user]When?\n[assistant]<tool_call>functions.clock:0 {}</tool_call><tool_call>functions.map:1 {}</tool_call>"
-            "\n[tool]noon <- functions.clock:0 \n[tool]here <- functions.map:1 \n"
+            "[user]When?\n[assistant]<tool_call>functions.clock:0 {}</tool_call>"
+            "<tool_call>functions.map:1 {}</tool_call>\n"
+            "[tool]noon <- functions.clock:0 \n[tool]here <- functions.map:1 \n"
             "[user]When?\n[assistant]<tool_call>functions.clock:2 {}</tool_call>\n[tool]noon <- functions.clock:2 \n"
             "[assistant]",
             id="a tool is named by its call's id",
