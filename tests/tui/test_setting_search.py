@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from screen_helpers import MakeApp, ready, wait_until
+from textual.events import Key
 from textual.pilot import Pilot
 from textual.widgets import Input
 
@@ -57,7 +58,10 @@ async def test_esc_ends_the_search_before_it_leaves_the_settings(make_app: MakeA
         assert max(widths) == WIDEST_HELP
         # A slash that is typed in a field is text: a model can be a path.
         app.screen.query_one("SettingRow Input", Input).focus()
-        await pilot.press("ctrl+f", *"seed", "enter")
+        for name, character in (("ctrl+f", None), *((letter, letter) for letter in "seed")):
+            app.post_message(Key(name, character))
+        await wait_until(pilot, lambda: app.screen.query_one(SearchField).value == "seed")
+        await pilot.press("enter")
         assert len(shown_keys(app)) < len(SCHEMA) and not isinstance(app.focused, SearchField)
         await pilot.press("escape")
         await wait_until(pilot, lambda: len(shown_keys(app)) == len(SCHEMA))

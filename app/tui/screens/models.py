@@ -61,7 +61,9 @@ class ModelsScreen(Screen[str | None]):
         yield OptionList(id="models")
         with VerticalScroll(id="model-details", can_focus=False):
             yield Static("")
-        yield Static(Content.assemble(("↓", "$text-warning"), " Not downloaded. Enter downloads it."), id="models-hint")
+        yield Static(
+            Content.assemble(("↓", "$text-warning"), " marks what is not here; enter downloads it."), id="models-hint"
+        )
         yield Static("", id="model-problem", classes="problem", markup=False)
         yield Input(placeholder="another model: owner/name, owner/name:Q4_K_M, a folder, or a .gguf file", id="other")
         yield KeyFooter()

@@ -358,7 +358,8 @@ class SettingsScreen(Screen[str]):
     def action_search(self) -> None:
         field = self.query_one(SearchField)
         field.display = True
-        field.focus()
+        # At once: what was typed just behind the key is no setting's value.
+        self.set_focus(field)
 
     @on(SearchField.Wanted)
     def _search(self) -> None:
