@@ -22,6 +22,7 @@ from textual.message import Message
 
 from app.text_safety import one_line
 from app.tui.terminal.keys import KeyParser
+from app.tui.terminal.output import kept_in_place
 
 if TYPE_CHECKING:
     from textual.app import App
@@ -124,7 +125,7 @@ class TerminalDriver(LinuxDriver):
     def write(self, data: str) -> None:
         """Draw, unless another program has the terminal now."""
         if not self._given_away:
-            super().write(data)
+            super().write(kept_in_place(data))
 
     def suspend_application_mode(self) -> None:
         """Give the terminal to another program. What is drawn from now on is dropped."""

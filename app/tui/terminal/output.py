@@ -128,6 +128,31 @@ class SafeLines(LineFilter):
         return safe
 
 
+_FORMS = "\ufe0f\u20e3\U0001f3fb-\U0001f3ff\U000e0020-\U000e007f"
+_PICTURES = "\U0001f000-\U0001f1e5\U0001f200-\U0001faff"
+_EMOJI = re.compile(f"[{_PICTURES}\U0001f1e6-\U0001f1ff{_FORMS}\u200d]")
+_MAY_DIFFER = re.compile(
+    # Command strings, in which no text is drawn; flags; pictures, and other characters with a form, alone or joined.
+    r"\x1b\][^\x07\x1b]*|([\U0001f1e6-\U0001f1ff]{1,2}"
+    rf"|(?:[{_PICTURES}]|[#*0-9\xa9\xae\u2010-\u33ff](?=[{_FORMS}\u200d]))[{_FORMS}]*"
+    rf"(?:\u200d[{_PICTURES}\u2010-\u33ff][{_FORMS}]*)*)"
+)
+
+
+def kept_in_place(drawn: str) -> str:
+    """``drawn``, what is sent to the terminal, with what follows an emoji where it belongs.
+
+    Terminals and Rich disagree on how many cells the newer ones have, and those of several characters. After each of
+    them the cursor is therefore moved from where it was by the cells that the layout counted, which are blank before.
+    """
+    return _MAY_DIFFER.sub(_placed, drawn) if _EMOJI.search(drawn) else drawn
+
+
+def _placed(found: re.Match[str]) -> str:
+    cells = cell_len(found[1] or "")
+    return f"\x1b7{' ' * cells}\x1b8{found[1]}\x1b8\x1b[{cells}C" if cells else found[0]
+
+
 def _blank(unseen: re.Match[str]) -> str:
     # Terminals draw a soft hyphen as a hyphen, or not at all.
     return "-" if unseen.group() == "\xad" else " " * cell_len(unseen.group())
