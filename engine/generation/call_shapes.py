@@ -34,6 +34,7 @@ _PLAIN = re.compile(r"[^,\]}]*")
 _CDATA = re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", re.DOTALL)
 _TEXT_TYPE = re.compile(r'\b(string="true"|type="string")')
 _ATTRIBUTES = r'"?(?:\s+\w+="[^"]*")*'
+_STRING = re.compile(r"""'[^'\\]*(?:\\[^\n][^'\\]*)*'|"[^"\\]*(?:\\[^\n][^"\\]*)*\"""")
 _BRACE_HEAD = re.compile(r"\s*(?:call:)?\s*([A-Za-z0-9_.-]+)\s*(?=\{)")
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
 _NAME_KEYS, _ARGUMENT_KEYS = ("name", "tool_name", "function"), ("arguments", "parameters")
@@ -487,7 +488,10 @@ def _expressions(text: str) -> list[ast.expr]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            tree = ast.parse(text.strip())
+            try:
+                tree = ast.parse(text.strip())
+            except (ValueError, SyntaxError):
+                tree = ast.parse(_STRING.sub(_on_one_line, text.strip()))
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         return []
     found: list[ast.expr] = []
@@ -497,6 +501,11 @@ def _expressions(text: str) -> list[ast.expr]:
         value = statement.value
         found += value.elts if isinstance(value, ast.List | ast.Tuple) else [value]
     return found
+
+
+def _on_one_line(string: re.Match[str]) -> str:
+    """A string of Python with escapes for what it may not hold as it is."""
+    return string[0].replace("\n", "\\n").replace("\r", "\\r").replace("\0", "\\x00")
 
 
 def _depth(text: str) -> int:

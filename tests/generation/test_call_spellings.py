@@ -186,6 +186,8 @@ def test_json_as_models_write_it(name: str, body: str, calls: Calls | None) -> N
         ("lfm", "<|tool_call_start|>[f(s='a;\"', n=2), a.b(x=[1, {'k': None}, (2,)])]<|tool_call_end|>And?",
          "And?", [("f", {"s": 'a;"', "n": 2}), ("a.b", {"x": [1, {"k": None}, [2]]})]),
         ("lfm", '<|tool_call_start|>f({"s": "a", "n": 2})<|tool_call_end|>', "", ONE),
+        ("lfm", "<|tool_call_start|>[f(s='a\n\\'b\\n\0', t=\"it's\n\r\", n=2)]<|tool_call_end|>", "",
+         [("f", {"s": "a\n'b\n\0", "t": "it's\n\r", "n": 2})]),
         ("lfm", "<|tool_call_start|>clock()\nclock()<|tool_call_end|>", "", CLOCK * 2),
         ("lfm", "<|tool_call_start|>[f(s=open('x'))]<|tool_call_end|>",
          "<|tool_call_start|>[f(s=open('x'))]<|tool_call_end|>", []),
