@@ -1,7 +1,7 @@
 # make chat           set everything up on a fresh machine (the first time) and open the chat
 # make test           install what the tests need and run them
 # make test-fast      the tests that start no engine and load no large model: for while something is being changed
-# make test-soak      many rounds of kills, full products of what the other tests sample, new random examples
+# make test-soak      what takes longer: many rounds of kills, full products, whole programs, new random examples
 # make test-papers    the tests of the benchmarks, the papers' comparisons among them
 # make papers         the three papers, rerun: prints docs/papers.md (wants a quiet machine, under ten minutes)
 # make check          linters, type checker, import contracts

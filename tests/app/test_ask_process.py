@@ -67,6 +67,7 @@ def ask_json(environment: dict[str, str], *arguments: str) -> dict[str, Any]:
     return answer
 
 
+@pytest.mark.soak
 def test_greedy_tokens_equal_transformers(model: Path, environment: dict[str, str]) -> None:
     answer = ask_json(
         environment, "--model", str(model), "--prompt-ids", PROMPT, "--temperature", "0", "--max-tokens", "12",
@@ -216,6 +217,7 @@ def test_ctrl_c_while_starting(model: Path, environment: dict[str, str], imports
     wait_until(lambda: engines(environment) == [], "the engine ends")
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=SOAK) for seed in range(1, 6))])
 def test_ctrl_c_at_any_later_moment(model: Path, environment: dict[str, str], seed: int) -> None:
     asked = Interrupted(environment, asking(model))

@@ -96,6 +96,7 @@ def test_beams_are_shown_when_they_are_done(home: Path, capsys: pytest.CaptureFi
     assert (beam["text"], beam["token_ids"], beam["score"]) == ("best \x1b[1mone", [4, 5], -0.5)
 
 
+@pytest.mark.soak
 def test_thoughts_are_no_part_of_the_answer(
     home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -438,6 +439,7 @@ def test_locate_a_file(home: Path, capsys: pytest.CaptureFixture[str], what: str
     assert capsys.readouterr().out == f"{home / file}\n"
 
 
+@pytest.mark.soak
 def test_doctor(home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(["doctor", "--json"]) == 0
     findings = {finding["about"]: finding for finding in json.loads(capsys.readouterr().out)}

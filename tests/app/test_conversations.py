@@ -129,6 +129,7 @@ def test_branches(store: SqliteStore) -> None:
     assert _texts(list(store.messages(conversation))) == ["q1", "a1", "q2", "a2", "b1", "q1 better"]
 
 
+@pytest.mark.soak
 def test_a_thousand_turns_deep(store: SqliteStore) -> None:
     conversation = store.create(model="m").id
     parent: int | None = None

@@ -399,6 +399,7 @@ def test_opening_waits_while_another_program_makes_the_database(path: Path, monk
     other.close()
 
 
+@pytest.mark.soak
 def test_two_programs_may_make_the_database_at_once(path: Path) -> None:
     script = "import sys; from pathlib import Path; from app.conversations.opening import open_store;" \
         "s = open_store(Path(sys.argv[1])); s.create(model='m'); s.close()"  # fmt: skip

@@ -60,6 +60,7 @@ def test_json_tells_who_shared_the_experts_and_what_that_moved() -> None:
     assert result_object(msgspec.structs.replace(finished, timing=None), facts)["movement"] is None
 
 
+@pytest.mark.soak
 def test_doctor_says_which_kernels_run_and_why(
     home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,6 +114,7 @@ def test_doctor_says_what_runs_the_model(
     assert "✗ kernels        it was ended by signal 4" in capsys.readouterr().out
 
 
+@pytest.mark.soak
 def test_a_damaged_model_is_a_problem_and_a_missing_one_is_not(
     home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -110,6 +110,7 @@ def terminal(tmp_path: Path) -> Iterator[Terminal]:
     opened.close()
 
 
+@pytest.mark.soak
 def test_nothing_that_an_engine_says_reaches_a_terminal_as_it_is(terminal: Terminal) -> None:
     terminal.until_drawn("sk something")
     terminal.until_drawn("XY")

@@ -16,8 +16,6 @@ from tiny_models import write_tiny_model
 
 from engine.models.locations import ensure
 
-pytestmark = pytest.mark.timeout(180)
-
 
 @pytest.fixture(autouse=True)
 def usual_umask() -> Iterator[None]:
@@ -26,6 +24,7 @@ def usual_umask() -> Iterator[None]:
     os.umask(before)
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_a_chat_writes_for_its_owner_only(tmp_path: Path) -> None:
     home = tmp_path / "home"

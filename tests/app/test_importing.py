@@ -368,6 +368,7 @@ MESSAGES = st.lists(
 )  # fmt: skip
 
 
+@pytest.mark.soak
 @settings(max_examples=examples(15), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(MESSAGES, st.booleans())
 def test_our_own_export_comes_back_whole(

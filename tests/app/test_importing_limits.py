@@ -195,6 +195,7 @@ def test_entries_beyond_a_number_are_not_looked_at(tmp_path: Path, monkeypatch: 
     assert found.left_out == "Left out: 4 entries that are no chats."
 
 
+@pytest.mark.soak
 def test_a_chat_whose_values_would_fill_the_memory_is_left_out(tmp_path: Path) -> None:
     # As much memory as is taken for these is twenty times the file's size.
     full = b'{"messages": [' + b"[]," * 2_000_000 + b"[]]}"
@@ -357,6 +358,7 @@ def mutated(data: bytes, chance: random.Random) -> bytes:
     return bytes(changed)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_changed_export_is_read_or_refused_and_never_grows(tmp_path: Path, kind: str) -> None:
     data, path = kinds(tmp_path)[kind], tmp_path / "file"

@@ -100,6 +100,7 @@ def ends_with(joined: Joined, number: int, status: int) -> None:
     assert all(map(has_ended, engines))
 
 
+@pytest.mark.soak
 def test_it_says_who_it_is_heeds_nohup_and_sigterm_is_an_orderly_end(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
@@ -124,6 +125,7 @@ def test_it_says_who_it_is_heeds_nohup_and_sigterm_is_an_orderly_end(tmp_path: P
     assert seen_by_others(tmp_path) == []
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_an_engine_that_dies_is_started_again_and_a_closed_terminal_is_an_orderly_end(joined: Joined) -> None:
     joined.until(lambda: "Code: " in joined.said)
@@ -135,6 +137,7 @@ def test_an_engine_that_dies_is_started_again_and_a_closed_terminal_is_an_orderl
     assert joined.said.splitlines()[-1].endswith("This machine is no longer lent.")
 
 
+@pytest.mark.soak
 def test_nobody_reading_ends_it(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "app.cli", "join", "--plain", "--listen", "127.0.0.1:0"],
@@ -150,6 +153,7 @@ def test_nobody_reading_ends_it(tmp_path: Path) -> None:
         process.kill()
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_two_machines_are_paired_by_the_code_one_forgets_the_other_and_ctrl_c_ends_the_lending(
     joined: Joined, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

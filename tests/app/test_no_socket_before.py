@@ -18,7 +18,7 @@ import pytest
 from test_join_process import ROOT, WAIT_S, Joined, environment
 from tiny_models import write_tiny_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow
 
 LOOKS = 20
 """Number of looks at the sockets of a chat whose model is loaded."""
@@ -65,6 +65,7 @@ def watched(process: subprocess.Popen[bytes]) -> Iterator[Watch]:
         process.wait(WAIT_S)
 
 
+@pytest.mark.soak
 def test_the_chat_opens_none(tmp_path: Path) -> None:
     # With a model that is here: the first start without one fetches the starter model.
     model = write_tiny_model(tmp_path / "tiny", "mixtral")
@@ -103,6 +104,7 @@ def test_the_chat_opens_none(tmp_path: Path) -> None:
     assert watch.seen == set()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("command", ["peers list", "plan tiny", "doctor", "models list"])
 def test_commands_open_none(tmp_path: Path, command: str) -> None:
     model = write_tiny_model(tmp_path / "tiny", "mixtral")
@@ -117,6 +119,7 @@ def test_commands_open_none(tmp_path: Path, command: str) -> None:
     assert watch.seen == set()
 
 
+@pytest.mark.soak
 def test_joining_opens_them(tmp_path: Path) -> None:
     """The same look sees sockets where there are some."""
     joined = Joined(tmp_path)

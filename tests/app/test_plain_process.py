@@ -62,6 +62,7 @@ def piped(home: Path, text: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.soak
 def test_a_script_sends_questions_line_by_line(tmp_path: Path) -> None:
     install(tmp_path)
     result = piped(tmp_path, "say:one two\nraw:\n")
@@ -78,6 +79,7 @@ def test_a_script_downloads_nothing_unasked(tmp_path: Path) -> None:
     assert "ownload" not in result.stdout
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("term", ["dumb", "xterm-256color"])
 def test_on_a_terminal_nothing_is_drawn_over(opened: Open, tmp_path: Path, term: str) -> None:
     terminal = opened("--plain", term=term)
@@ -99,6 +101,7 @@ def test_on_a_terminal_nothing_is_drawn_over(opened: Open, tmp_path: Path, term:
     assert escapes <= (set() if term == "dumb" else {b"\x1b[?2004h", b"\x1b[?2004l", b"\x1b[?1034h"})
 
 
+@pytest.mark.soak
 def test_up_brings_back_the_questions_of_earlier_chats(opened: Open, tmp_path: Path) -> None:
     store = open_store(tmp_path / "data" / "conversations.sqlite")
     for question in ("say:older", "say:newest"):
@@ -112,6 +115,7 @@ def test_up_brings_back_the_questions_of_earlier_chats(opened: Open, tmp_path: P
     assert terminal.end() == 0
 
 
+@pytest.mark.soak
 def test_a_dumb_terminal_gets_lines_by_itself(opened: Open) -> None:
     terminal = opened(term="dumb")
     terminal.until_drawn("privatellm in plain lines.")
@@ -120,6 +124,7 @@ def test_a_dumb_terminal_gets_lines_by_itself(opened: Open) -> None:
     assert b"\x1b" not in terminal.drawn
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("hang_up", [False, True], ids=["SIGTERM", "closed"])
 def test_it_ends_with_its_terminal_and_keeps_the_answer(opened: Open, tmp_path: Path, hang_up: bool) -> None:
     terminal = opened("--plain")
@@ -148,6 +153,7 @@ def test_plain_is_no_flag_of_a_command(tmp_path: Path) -> None:
     assert "--plain" in result.stderr
 
 
+@pytest.mark.soak
 def test_a_chat_has_its_own_setup(tmp_path: Path) -> None:
     install(tmp_path)
     open_personas(tmp_path / "config" / "personas.toml").put(Persona("Poet", "Rhyme.", "", {"temperature": 1.2}))

@@ -20,7 +20,7 @@ from unprivileged_reader import check_private, children, readable, unprivileged
 
 from app.conversations.opening import open_store
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")]
+pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")]
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}{{ m.content }}<|im_end|>{% endfor %}<|im_start|>assistant"
 CODE = "Read this:\n\n```python\nfor number in range(10):\n    print(number)\n```\n"
 ARGUMENTS = {"app.tui.render.highlight_process": ["2.0"], "engine.system.temporary_folders": ["/nonexistent/folder"]}
@@ -42,6 +42,7 @@ def test_a_process_that_does_nothing_for_it_is_readable() -> None:
         process.communicate(b"\n")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("program", list(programs()))
 def test_every_program_protects_itself(program: str, tmp_path: Path) -> None:
     """Each waits for what it is told."""
@@ -76,6 +77,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_speaking_model(tmp_path / "model", TEMPLATE)
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_the_processes_of_a_chat(tmp_path: Path, model: Path) -> None:
     home = tmp_path / "home"
@@ -99,6 +101,7 @@ def test_the_processes_of_a_chat(tmp_path: Path, model: Path) -> None:
         terminal.close()
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_the_processes_of_a_server(tmp_path: Path, model: Path) -> None:
     command = [sys.executable, "-P", "-m", "app.cli", "serve", "--listen", "127.0.0.1:0", "--runtime", "native"]

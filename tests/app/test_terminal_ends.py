@@ -60,6 +60,7 @@ def messages(home: Path) -> list[MessageRecord]:
         store.close()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("ignored", [True, False], ids=["SIGHUP ignored", "SIGHUP"])
 def test_a_closed_terminal_ends_the_chat_and_keeps_the_answer(opened: Open, tmp_path: Path, ignored: bool) -> None:
     terminal = opened(ignore_hangup=ignored)
@@ -105,6 +106,7 @@ def test_the_real_engine_goes_with_an_idle_chat(opened: Open, hang_up: bool) -> 
     assert gone(engines)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("hang_up", [False, True], ids=["SIGTERM", "closed"])
 def test_lending_ends_with_its_terminal(opened: Open, hang_up: bool) -> None:
     terminal = opened("join", "--listen", "127.0.0.1:0", ignore_hangup=True)
@@ -122,6 +124,7 @@ def test_lending_ends_with_its_terminal(opened: Open, hang_up: bool) -> None:
         assert termios.tcgetattr(terminal.slave) == terminal.modes
 
 
+@pytest.mark.soak
 def test_a_terminal_that_takes_nothing_more_does_not_keep_the_process(opened: Open, tmp_path: Path) -> None:
     """Its output is stopped (ctrl+s in a screen multiplexer, a frozen window), so that even drawing does not end."""
     terminal = opened(patience_s=0.5)
@@ -146,6 +149,7 @@ while True:
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False, timeout=WAIT_S).returncode == 143
 
 
+@pytest.mark.soak
 def test_what_is_typed_on_a_real_terminal_arrives(opened: Open, tmp_path: Path) -> None:
     terminal = opened()
     answering(terminal)
@@ -160,6 +164,7 @@ def test_what_is_typed_on_a_real_terminal_arrives(opened: Open, tmp_path: Path) 
     assert terminal.end() == 143
 
 
+@pytest.mark.soak
 def test_the_window_has_the_title_of_the_chat_until_the_end(opened: Open) -> None:
     terminal = opened()
     terminal.until_drawn("\x1b[22;2t\x1b]2;privatellm\x07")
@@ -171,6 +176,7 @@ def test_the_window_has_the_title_of_the_chat_until_the_end(opened: Open) -> Non
     assert b"\x1b]2;\x07\x1b[23;2t" in terminal.drawn[before:]
 
 
+@pytest.mark.soak
 def test_without_colours_no_colour_is_sent(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     terminal = opened()

@@ -15,8 +15,6 @@ from tiny_models import write_tiny_model
 from engine.ipc.messages import Cancel, Finished, Notice, Piece
 from engine.moe.kernels.bindings import choose
 
-pytestmark = pytest.mark.timeout(300)
-
 LONG = 100
 """Tokens of an answer in which there is time to kill a process."""
 SLOW = Machine(arguments=hooked(machine_hooks.slow))

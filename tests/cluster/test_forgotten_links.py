@@ -16,7 +16,7 @@ from engine.ipc.messages import ForgetPeer, Loaded, NetworkState
 from engine.ipc.messages.ring import RingChoice
 
 __all__ = ["model"]
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 
 def between(one: LocalEngine, other: LocalEngine) -> list[tuple[int, int]]:

@@ -18,7 +18,7 @@ from engine.ipc.messages.ring import RingChoice
 from engine.models.prepare import prepare
 from engine.models.shard_files import read_shard
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 PLAIN, BANK = "owner--plain", "owner--bank"
 
 

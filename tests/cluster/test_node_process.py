@@ -40,7 +40,7 @@ from engine.ipc.messages import (
 )
 from engine.ipc.messages.ring import ExchangeName, RingChoice
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 PROMPT = [3, 14, 15, 9, 26, 5]
 PATIENCE_S = 120.0

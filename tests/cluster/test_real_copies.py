@@ -23,7 +23,7 @@ from engine.models.gguf_file import GgufFile
 from engine.models.gguf_folder import write_settings
 from engine.models.prepare import prepare
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 PLAIN, BANK, SHARED, PACKED = "owner--plain", "owner--bank", "owner--shared", "owner--packed--Q4_K_M"
 ANSWER = 6
 

@@ -19,7 +19,7 @@ from engine.ipc.messages import Notice
 from engine.ipc.messages.ring import RingMode
 from engine.moe.kernels.bindings import choose
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 NEAR = 1e-4
 """Weighted sums are added in another order than on one machine."""

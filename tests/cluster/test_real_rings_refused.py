@@ -20,7 +20,6 @@ from engine.moe.kernels.bindings import choose
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(300),
     pytest.mark.skipif(not choose("float32").native, reason="the native kernels are not built"),
 ]
 OTHER_PROTOCOL = Machine(arguments=hooked(machine_hooks.saying, protocol=77))

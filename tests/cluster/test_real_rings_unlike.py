@@ -20,7 +20,6 @@ from engine.moe.kernels.cpu_threads import usable_cpus
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(300),
     pytest.mark.skipif(not choose("float32").native, reason="the native kernels are not built"),
 ]
 NEAR = 1e-4

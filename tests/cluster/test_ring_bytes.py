@@ -14,7 +14,7 @@ from tiny_models import write_tiny_model
 
 from engine.ipc.messages.ring import NodeShard, RingMode
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 SMALL = 128 * 1024
 """Configuration, tokenizer, manifest and the outlines of files; blocks of a disk that are begun."""

@@ -12,7 +12,7 @@ from tiny_models import write_tiny_model
 from engine.ipc.messages import Load
 from engine.runtimes.model_headers import read_headers
 
-pytestmark = [pytest.mark.slow, pytest.mark.soak, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.soak]
 
 AS_PEOPLE_START_IT = Machine(arguments=("-m", "engine.host"))
 """It measures as much as it does for people."""

@@ -96,7 +96,6 @@ def removers() -> list[psutil.Process]:
 
 @pytest.mark.sampled(least=1)
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("kind", "stage", "number", "whom"),
     [

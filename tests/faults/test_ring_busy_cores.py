@@ -26,7 +26,6 @@ from engine.moe.kernels.cpu_threads import usable_cpus
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.soak,
-    pytest.mark.timeout(300),
     pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="processes cannot be bound to cores here"),
 ]
 

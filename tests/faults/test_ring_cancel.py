@@ -14,7 +14,7 @@ from ring_faults import EXACT, OTHER_PROMPT, Oracle, Ring
 from engine.ipc.messages import BeamProgress, Cancel, Finished, Prefill
 from engine.ipc.messages.ring import RingMode
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 LONG_PROMPT = [3 + (7 * place + place // 11) % 150 for place in range(3000)]
 LOOK_S = 0.3

@@ -23,7 +23,7 @@ from engine.errors import ModelError
 from engine.ipc.messages import Failed, Load, Loaded, NetworkState, Pair, Progress
 from engine.models.shard_files import read_shard
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 CLOCK = r"""
 #define _GNU_SOURCE

@@ -19,7 +19,7 @@ from ring_faults import Machine, Oracle, Ring
 from engine.bench.local_ring import LocalEngine
 from engine.ipc.messages import OpenNetwork
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow
 
 WARM = 2
 SETTLE_LOOKS = 20

@@ -17,7 +17,7 @@ from ring_faults import EXACT, OTHER_PROMPT, Oracle, Ring
 from engine.ipc.messages import Notice
 from engine.ipc.messages.ring import ExchangeName
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 LONG = 30
 LOOPBACK = ["127.0.0.0/8"]

@@ -14,7 +14,7 @@ from tiny_models import write_tiny_model
 
 from engine.ipc.messages import AnyEvent, Cancel, Finished, Loaded, Notice, Piece, Progress, RingChanged
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 STAGES = ["measuring the links", "comparing weights", "sending weights", "connecting", "opening the model"]
 SAMPLED = ["sending weights", "opening the model"]

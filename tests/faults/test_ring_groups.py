@@ -22,7 +22,7 @@ from ring_faults import EXACT, OTHER_PROMPT, Oracle, Ring
 from engine.ipc.messages import Failed, Load, Loaded, Progress
 from engine.ipc.messages.ring import ExchangeName
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from eventually import eventually
 from ring_faults import Ring
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 
 def test_lost_while_it_is_only_paired(ring_of_three: Ring) -> None:

@@ -10,7 +10,7 @@ from ring_faults import EXACT, Ring, write_large_model
 
 from engine.models.shard_files import read_shard
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 LENT = 7_000_000
 

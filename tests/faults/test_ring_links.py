@@ -27,7 +27,7 @@ from ring_faults import EXACT, LAYERS, OTHER_PROMPT, READY, Machine, Oracle, Rin
 from engine.ipc.messages import Failed, ListPeers, Loaded, NetworkState, Notice, Progress, RingChanged
 from engine.ipc.messages.ring import LinkFacts, RingMode
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 LONG = 30
 

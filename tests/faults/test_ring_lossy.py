@@ -13,7 +13,7 @@ from hooked_engine import hooked
 from lossy_wire import LossyWire, NetemWire, TunWire
 from ring_faults import OTHER_PROMPT, PROMPT, Oracle, Ring
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 LOST = 0.02
 DELAY_S = 0.005

@@ -17,7 +17,7 @@ from tiny_models import write_tiny_model
 from engine.ipc.messages import BeamProgress, Cancel, Failed, Loaded, Notice, Piece, Prefill, Progress, RingChanged
 from engine.ipc.messages.ring import RingChoice, RingFacts
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 LONG = 30
 LONG_PROMPT = [3 + (7 * place + place // 11) % 150 for place in range(600)]

@@ -16,7 +16,7 @@ from ring_faults import EXACT, EXPERT_BYTES, OTHER_PROMPT, Oracle, Ring
 
 from engine.ipc.messages import Notice
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 LONG = 30
 

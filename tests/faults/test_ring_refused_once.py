@@ -11,7 +11,7 @@ from eventually import eventually
 from hooked_engine import hooked
 from ring_faults import Oracle, Ring
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from ring_faults import EXACT, OTHER_PROMPT, Oracle, Ring
 from engine.ipc.messages import Cancel
 from engine.ipc.messages.ring import RingMode
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

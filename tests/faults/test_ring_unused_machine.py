@@ -10,7 +10,7 @@ from eventually import eventually
 from msgspec.structs import replace
 from ring_faults import EXACT, PROMPT, Oracle, Ring
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -43,6 +43,7 @@ def pieces(text: str, cuts: list[int]) -> list[str]:
     return [text[left:right] for left, right in zip([0, *places], [*places, len(text)], strict=True)]
 
 
+@pytest.mark.soak
 @settings(max_examples=examples(80), deadline=None)
 @given(OBJECTS, st.lists(st.integers(0, 10**6), max_size=30), st.booleans(), st.sampled_from([None, 1]), st.booleans())
 def test_what_is_given_out_is_the_beginning_of_the_whole(
@@ -133,6 +134,7 @@ def test_a_text_grows_between_tags(name: str, city: str) -> None:
     assert len(set(grown[first.id])) > len(city) - 20 and first.arguments[:-2] not in ("", grown[first.id][0])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", [*GROWING, *TAGGED])
 @pytest.mark.parametrize("cut", [True, False])
 def test_a_call_that_was_begun_is_one_of_the_calls_wherever_it_ends(name: str, cut: bool) -> None:

@@ -51,6 +51,7 @@ ONE = [("f", {"s": "a", "n": 2})]
 BODY = '{"name": "f", "arguments": {"s": "a", "n": 2}}'
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("body", "calls"),
     [

@@ -106,6 +106,7 @@ def test_largest(values: list[int], count: int) -> None:
     assert largest(array, count).tolist() == [i for i, value in enumerate(values) if value >= smallest]
 
 
+@pytest.mark.soak
 def test_draws_follow_the_probabilities() -> None:
     logits = np.log(np.array([0.5, 0.1, 0.3, 0.1], dtype=np.float32))
     sampler = Sampler(SamplingRule(temperature=1.0, seed=3))
@@ -141,6 +142,7 @@ def test_a_temperature_next_to_nothing_is_greedy(temperature: float, top_p: floa
     assert {sampler.choose(logits) for _ in range(20)} == {greedy_token(logits)}
 
 
+@pytest.mark.soak
 def test_draws_from_a_large_vocabulary_follow_the_probabilities() -> None:
     """Where the weights are summed by blocks: each block is drawn as often as it should be, and no weight of zero."""
     logits = np.full(5000, -np.inf, dtype=np.float32)

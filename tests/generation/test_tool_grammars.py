@@ -191,6 +191,7 @@ def test_a_forced_call_satisfies_its_schema(name: str, control: bool) -> None:
         assert ended, what
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", BY_NAME)
 def test_one_of_several_tools_is_called(name: str) -> None:
     form, spoken = BY_NAME[name], model(name, True)

@@ -84,6 +84,7 @@ def test_the_process_renders_as_the_template_does(process: TemplateProcess) -> N
     assert any("<|im_start|>" in text for text in process.facts({}).literals)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "template",
     [

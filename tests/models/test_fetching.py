@@ -420,6 +420,7 @@ def test_a_new_revision_is_not_glued_to_an_old_beginning(hub: LoopbackHub, repo:
     assert not list(folder.glob("*.part"))
 
 
+@pytest.mark.soak
 def test_kill_at_any_moment_then_pull_again(hub: LoopbackHub, repo: Repo) -> None:
     program = (
         "import sys\nfrom engine.models.fetching import pull\n"
@@ -660,6 +661,7 @@ def test_cancelling_keeps_what_came_of_each_range(hub: LoopbackHub, repo: Repo) 
     assert any(1_600_000 <= done < 1_601_000 for done, _ in again.downloading()), "what was here counts"
 
 
+@pytest.mark.soak
 def test_ranges_go_on_after_a_kill(hub: LoopbackHub, repo: Repo, monkeypatch: pytest.MonkeyPatch) -> None:
     program = (
         "import sys\nfrom engine.models import downloading, partial_file\nfrom engine.models.fetching import pull\n"

@@ -46,6 +46,7 @@ TWO = [QUESTION, called(("a", "clock"), ("b", "map")), result("b", "here"), resu
 LOOP = [QUESTION, called(("a", "clock")), result("a", "noon")]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("template", "messages", "written"),
     [

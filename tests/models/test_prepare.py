@@ -296,6 +296,7 @@ def killing(source: Path, destination: Path) -> Iterator[Callable[[int], bool]]:
         stdin.close()
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_killed_at_every_change_of_the_file_system(source: Path, tmp_path: Path):
     destination, at = tmp_path / "bank", 1
@@ -315,6 +316,7 @@ def test_killed_at_every_change_of_the_file_system(source: Path, tmp_path: Path)
     assert_equal_models(destination, source)
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_killed_while_replacing_a_bank(source: Path, tmp_path: Path):
     plain = Path(shutil.copytree(source, tmp_path / "plain"))

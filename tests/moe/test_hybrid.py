@@ -260,6 +260,7 @@ def test_new_room_is_filled_at_once_also_where_copying_never_pays(folder: Path) 
             assert len(executor.cache) == layers * 8, policy
 
 
+@pytest.mark.soak
 def test_where_copying_never_pays_the_cache_follows_the_use_all_the_same(folder: Path) -> None:
     # A copy takes as long as fifty experts on the CPU, so no expert is ever copied to be run.
     device = StandInDevice(speeds=Speeds(copy_s=50.0))
@@ -284,6 +285,7 @@ def test_where_copying_never_pays_the_cache_follows_the_use_all_the_same(folder:
     assert movement.total_s < steps * 3 * (device.speeds.on_cpu(1) * 2 + 10 * device.speeds.activation_s)
 
 
+@pytest.mark.soak
 def test_even_use_moves_nothing(folder: Path) -> None:
     device = StandInDevice(speeds=Speeds(copy_s=50.0))
     executor, recorder = hybrid_on(folder, device, "balanced", 12)

@@ -101,6 +101,7 @@ def test_memory_taken_before_loading_makes_a_smaller_cache(folder: Path, expecte
     assert same(greedy(model), expected)
 
 
+@pytest.mark.soak
 def test_memory_taken_while_running_shrinks_the_cache_and_it_grows_again(
     folder: Path, expected: list[np.ndarray], monkeypatch: pytest.MonkeyPatch, small_groups: None
 ) -> None:

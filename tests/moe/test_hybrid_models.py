@@ -138,6 +138,7 @@ def test_families_give_the_same_bits_for_every_policy_and_cache(
         assert np.abs(ours - theirs).max() <= 1e-4 * np.abs(theirs).max()
 
 
+@pytest.mark.soak
 def test_bfloat16_and_another_dtype_than_the_stored_one(tiny_model: Callable[..., Path]) -> None:
     folder = tiny_model("qwen3_moe", dtype="bfloat16")
     for dtype in ("auto", "float32"):

@@ -26,7 +26,6 @@ def extension_settings() -> dict[str, Any]:
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("target", ["aarch64-macos", "x86_64-macos", "x86_64-linux-gnu"])
 def test_clang_builds_them_without_a_warning(tmp_path: Path, target: str) -> None:
     """A Python for both kinds of Mac compiles for both."""

@@ -94,6 +94,7 @@ def test_the_python_that_libraries_have_packages_for_is_taken(
     )
 
 
+@pytest.mark.soak
 def test_an_optimised_python_is_taken_before_others(tmp_path: Path, tools: Path) -> None:
     """Of one folder of PATH as of several; one that cannot make environments is passed over."""
     own, system = tmp_path / "own", tmp_path / "system"
@@ -160,6 +161,7 @@ def test_the_versions_are_those_of_the_project() -> None:
     assert "(3, 11) <= sys.version_info[:2] <= (3, 14)" in INSTALL.read_text(encoding="utf-8")
 
 
+@pytest.mark.soak
 def test_a_failed_installation_leaves_no_stamp_behind(tmp_path: Path) -> None:
     """pip fails (there is nothing to install here): make must not take the environment for finished."""
     shutil.copy(ROOT / "Makefile", tmp_path)

@@ -96,6 +96,7 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.soak
 def test_every_file_of_the_packages_is_in_the_wheel(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         inside = set(archive.namelist())
@@ -110,6 +111,7 @@ def test_every_file_of_the_packages_is_in_the_wheel(wheel: Path) -> None:
     assert strangers == set()
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(shutil.which(COMPILER) is None, reason="no C compiler here")
 def test_the_native_kernels_are_built_and_run_from_the_wheel(environment: Path, tmp_path: Path) -> None:
     program = (
@@ -122,6 +124,7 @@ def test_the_native_kernels_are_built_and_run_from_the_wheel(environment: Path, 
     assert works == "True"
 
 
+@pytest.mark.soak
 def test_without_a_compiler_it_installs_all_the_same(tmp_path: Path) -> None:
     """Editable, as `make chat` does it: everything but the native kernels."""
     folder = copied(tmp_path)
@@ -142,6 +145,7 @@ def test_styles_catalogue_and_migrations_are_among_them(wheel: Path) -> None:
     assert "License-Expression: Apache-2.0" in metadata["METADATA"]
 
 
+@pytest.mark.soak
 def test_the_installed_program_runs_from_the_wheel(environment: Path, tmp_path: Path) -> None:
     home = tmp_path / "home"
     program = environment / "bin" / "privatellm"

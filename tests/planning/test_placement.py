@@ -50,6 +50,7 @@ def problems(draw: st.DrawFn) -> tuple[ExpertGrid, list[NodeRoom], list[list[int
     return grid, rooms, use
 
 
+@pytest.mark.soak
 @given(problems(), st.booleans())
 @settings(max_examples=examples(12), deadline=None)
 def test_feasible_exactly_if_the_slabs_fit(
@@ -199,6 +200,7 @@ def test_the_hottest_experts_are_spread() -> None:
     assert {found.holders[0][expert] for expert in range(4)} == {(0,), (1,), (2,), (3,)}
 
 
+@pytest.mark.soak
 def test_copies_lower_the_expected_maximum() -> None:
     grid = ExpertGrid(tuple(range(4)), 32, 4, MB)
     reached = []
@@ -244,6 +246,7 @@ def test_what_is_there_already_stays() -> None:
     assert [shared.count_of(rank) for rank in range(2)] == [36, 36]
 
 
+@pytest.mark.soak
 def test_a_model_of_94_layers_on_eight_nodes_is_placed_at_once() -> None:
     """The work is bounded: layers that are alike are placed once, and what would take long is not improved."""
     grid = ExpertGrid(tuple(range(94)), 128, 8, MB)

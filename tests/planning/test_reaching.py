@@ -66,6 +66,7 @@ def test_all_maximal_sets_and_no_other(count: int, broken: set[Pair]) -> None:
     assert [len(each) for each in found] == sorted(map(len, found), reverse=True)
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @given(memories, pairs)
 @settings(max_examples=examples(8))

@@ -177,6 +177,7 @@ def test_a_machine_that_is_hardly_faster_is_not_worth_moving_to() -> None:
     assert any(line.startswith("attic alone would be faster") for line in much.notices)
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @given(
     machines=st.lists(
@@ -286,6 +287,7 @@ def test_a_machine_without_room_for_the_trunk_is_left_out_unless_it_was_named() 
     assert named.shortfall > 0
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_a_slow_machine_is_left_out_unless_it_was_named_or_is_needed() -> None:
     fast = [node("head", 40), node("second", 40)]
@@ -528,6 +530,7 @@ def test_while_an_answer_waits_nothing_is_sent_that_need_not_be() -> None:
     assert waiting(too_large) == decide(too_large, RDMA)
 
 
+@pytest.mark.soak
 def test_while_an_answer_waits_a_ring_of_what_the_machines_have_goes_on() -> None:
     """The third machine is gone. What it had is on the head's disk, and the head has memory for it."""
     nodes = [node("head", 50), node("second", 50, **holding(range(50, 128)))]

@@ -65,6 +65,7 @@ def test_the_language_model_is_that_of_its_own_family(
     assert worst(our_run(model, tokens, 2, answer), theirs) < limit
 
 
+@pytest.mark.soak
 @needs_kernels
 @pytest.mark.parametrize("loader", [load_native, load, pytest.param(load_mlx, marks=needs_mlx)])
 def test_layers_with_numbers_of_two_digits_have_heads_of_their_own(
@@ -82,6 +83,7 @@ def test_layers_with_numbers_of_two_digits_have_heads_of_their_own(
     assert model.facts.key_value_bytes_per_token == 4 * 6 * 2 * (3 * 16 + 2 * 24)
 
 
+@pytest.mark.soak
 @needs_mlx
 @needs_kernels
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "gemma4"])

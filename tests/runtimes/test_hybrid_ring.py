@@ -112,6 +112,7 @@ def test_a_ring_with_devices_is_one_machine_to_the_bit(
     assert all(device is None or device.buffers == {} for device in devices)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("stored", "kernels", "policy"), [("Q4_K_M", "native", "lru-offload"), ("MXFP4", "off", "balanced")]
 )

@@ -74,6 +74,7 @@ def test_in_four_bits_too(tmp_path: Path) -> None:
 AFTER = ("step", "other step", "other draw", "extend", "truncate", "fan_out", "reorder", "settle")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("family", "after"),
     [
@@ -165,6 +166,7 @@ def test_the_step_after_is_begun_before_a_token_is_read(tmp_path: Path, monkeypa
     assert evaluated == []
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("on_device", [True, False], ids=["device", "host"])
 def test_buffers_are_given_back_while_an_answer_grows_and_at_its_end(
     on_device: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -151,6 +151,7 @@ def test_importing_the_runtime_imports_nothing_heavy() -> None:
     assert result.stdout.strip() == "[]"
 
 
+@pytest.mark.soak
 def test_mlx_lm_lowers_no_limit_of_open_files() -> None:
     pytest.importorskip("mlx_lm")
     code = """

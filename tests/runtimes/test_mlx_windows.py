@@ -64,6 +64,7 @@ def library_logits(model: Any, prompt: list[int], answer: list[int]) -> NDArray[
     return np.stack([log_softmax(np.array(logits.astype(mx.float32))) for logits in found])
 
 
+@pytest.mark.soak
 def test_what_is_forgotten_changes_no_bit_and_equals_mlx_lm(family: str, tmp_path: Path) -> None:
     folder, model = written(tmp_path, family)
     whole, expected = prefilled(model, TOKENS, None)
@@ -81,6 +82,7 @@ def test_what_is_forgotten_changes_no_bit_and_equals_mlx_lm(family: str, tmp_pat
     assert relative_error(np.stack([log_softmax(each) for each in found]), library) < 1e-4
 
 
+@pytest.mark.soak
 def test_a_row_is_cut_back_as_far_as_its_windows_reach_and_no_further(family: str, tmp_path: Path) -> None:
     _, model = written(tmp_path, family)
     short, _ = prefilled(model, TOKENS, 64)
@@ -98,6 +100,7 @@ def test_a_row_is_cut_back_as_far_as_its_windows_reach_and_no_further(family: st
     assert short.length == whole.length == 555
 
 
+@pytest.mark.soak
 def test_beams_and_copies_of_a_shortened_row_go_on_alike(family: str, tmp_path: Path) -> None:
     _, model = written(tmp_path, family)
     found = []
@@ -134,6 +137,7 @@ def test_a_shortened_row_is_restored_from_its_contents(family: str, tmp_path: Pa
         model.restored(900, 0, contents.parts, fill)
 
 
+@pytest.mark.soak
 def test_copies_are_refused_by_what_a_shortened_row_takes(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

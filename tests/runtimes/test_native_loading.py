@@ -311,6 +311,7 @@ def test_a_prompts_workspace_is_kept_where_there_is_plenty_of_memory(
     rows.step([3])
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 def test_all_weights_stay_file_backed(tmp_path: Path) -> None:

@@ -88,6 +88,7 @@ def test_every_family(family: str, stored: str, stored_model: StoredModel) -> No
     assert_equal(NATIVE.load(stored_model(NATIVE, family, stored)))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("instructions", available())
 @pytest.mark.parametrize("stored", ["float16", *PACKED_MODELS, *GROUPED_MODELS, FP8, PUBLISHED])
 def test_every_format_and_instruction_set(
@@ -134,6 +135,7 @@ def placement_of(folder: Path, how: str) -> Placement:
 RING_FAMILIES = ("mixtral", "qwen2_moe", "deepseek_v3", "qwen3_5_moe_text", "gpt_oss")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("mode", "how"), [("exact", "overlapping"), ("fast", "even")])
 @pytest.mark.parametrize("family", RING_FAMILIES)
 def test_in_a_ring(family: str, mode: Mode, how: str, stored_model: StoredModel) -> None:

@@ -157,6 +157,7 @@ def test_a_ring_is_one_machine_to_the_bit(
     close(models)
 
 
+@pytest.mark.soak
 @each_runtime
 @settings(max_examples=examples(3))
 @given(data=st.data())

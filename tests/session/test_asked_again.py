@@ -170,6 +170,7 @@ def test_every_question_has_one_answer_in_many_conversations(person: Person, ste
     check_one_answer(person, steps)
 
 
+@pytest.mark.soak
 @settings(max_examples=examples(2), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=STEPS)
 def test_every_question_has_one_answer_whatever_else_is_kept(keeper: Person, steps: list[tuple[str, int]]) -> None:
@@ -211,6 +212,7 @@ def test_a_changed_question_leaves_the_old_branch_in_place(keeper: Person) -> No
         assert keeper(longer, **greedy)[0].prefilled_tokens <= 24
 
 
+@pytest.mark.sampled
 def test_the_least_recently_used_is_forgotten_first(keeper: Person) -> None:
     for letter in "abcdef":
         keeper([Message("user", letter * 60)], sampling=Sampling(temperature=0.0))
@@ -256,6 +258,7 @@ def test_asked_again_at_once_nothing_is_run_before_the_answer(person: Person) ->
         assert all(tokens == -1 for tokens in person.model.passes)
 
 
+@pytest.mark.sampled
 def test_a_branch_is_made_by_the_passes_that_made_it(person: Person) -> None:
     one = [Message("user", "the first question of a conversation")]
     first, _ = person(one, sampling=Sampling(temperature=0.0))

@@ -42,6 +42,7 @@ def test_figures_are_kept_of_a_quiet_and_steady_machine_alone(samples: list[floa
     assert (unsteady_reason(share, samples) == "") == (share <= MOST_SHARE and steady)
 
 
+@pytest.mark.soak
 def test_processors_that_others_keep_busy_are_noticed() -> None:
     """Two real processes, for as long as it takes to see them."""
     spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(psutil.cpu_count() or 1)]
@@ -57,6 +58,7 @@ def test_processors_that_others_keep_busy_are_noticed() -> None:
             process.wait()
 
 
+@pytest.mark.soak
 def test_a_busy_machine_leaves_what_was_known(
     tiny_model: Callable[..., Path], home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

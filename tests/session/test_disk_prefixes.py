@@ -140,6 +140,7 @@ def test_a_repeated_question_is_answered_at_once_with_the_same_bits(model: Loade
     assert restarted.cached == first.cached
 
 
+@pytest.mark.sampled
 def test_an_answer_that_can_be_repeated_does_not_depend_on_the_disk(model: LoadedModel) -> None:
     first = Run(model)
     answer = first.ask(PROMPT)
@@ -154,6 +155,7 @@ def test_an_answer_that_can_be_repeated_does_not_depend_on_the_disk(model: Loade
     assert reused(restarted) == (144 if model.start().can_truncate else 0)
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(importlib.util.find_spec("mlx_lm") is None, reason="mlx is not installed")
 def test_a_row_that_forgot_goes_on_after_a_restart_and_is_not_cut_further_back(
     tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
@@ -402,6 +404,7 @@ def put(name: str, content: bytes) -> Path:
     return path
 
 
+@pytest.mark.soak
 @settings(max_examples=examples(12), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_damaged_file_is_removed(
@@ -436,6 +439,7 @@ def header_tokens(path: Path) -> list[int]:
     return [int(token) for token in stored_prefix.open_prefix(path, IDENTITY, 10**9).tokens]
 
 
+@pytest.mark.soak
 @settings(max_examples=examples(12), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_lie_with_a_right_checksum_is_refused(

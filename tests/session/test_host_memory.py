@@ -24,6 +24,7 @@ def anonymous_bytes(pid: int) -> int:
     return int(next(line for line in lines if line.startswith("RssAnon")).split()[1]) * 1024
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="RssAnon is Linux's")
 def test_a_long_prefill_and_beams_leave_nothing_behind(tmp_path: Path) -> None:

@@ -285,6 +285,7 @@ def test_a_stopped_engine_goes_on(home: Path, model: Path) -> None:
 # --- the pipes --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.soak
 def test_stray_prints_go_to_the_log(tmp_path: Path, model: Path) -> None:
     with EngineProcess(tmp_path, hooked(host_hooks.noisy), cold=True) as process:
         assert isinstance(process.ask(Load(id=1, model=str(model)))[-1], Loaded)

@@ -43,6 +43,7 @@ def speaking(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_speaking_model(tmp_path_factory.mktemp("speaking"), TEMPLATE)
 
 
+@pytest.mark.soak
 def test_a_native_answer_imports_neither_torch_nor_transformers(speaking: Path) -> None:
     program = """
 import sys

@@ -89,7 +89,6 @@ def check(result: BenchResult, models: list[str], nodes: list[int]) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(900)
 def test_a_ring_is_measured_beside_its_prediction(
     folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,7 +104,6 @@ def test_a_ring_is_measured_beside_its_prediction(
 
 @pytest.mark.soak
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_without_a_model_the_starter_and_one_made_up_are_measured(
     folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,8 +113,8 @@ def test_without_a_model_the_starter_and_one_made_up_are_measured(
     check(bench_ring(request, quiet, lambda: False, SMALL, forked), ["tiny-starter", ring.MADE_UP], [2])
 
 
+@pytest.mark.soak
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("when", ["measuring the links", "measuring experts"])
 def test_stopping_leaves_nothing_behind(folders: Path, tmp_path: Path, when: str) -> None:
     folder = write_tiny_model(tmp_path / "tiny-mixtral", "mixtral")

@@ -221,6 +221,7 @@ def test_a_tool_that_must_be_called_is_called(caller: Ask) -> None:
     assert "".join(piece.arguments for piece in (first, *others)) == call.arguments
 
 
+@pytest.mark.soak
 def test_a_call_that_is_a_part_of_the_answer_can_be_forced(part_caller: Ask) -> None:
     found = [part_caller(max_tokens=400, forced_tool="clock", sampling=drawn(seed), **CLOCK) for seed in range(4)]
     called = [each for each in found if each.finish_reason != "length"]
@@ -239,6 +240,7 @@ def test_a_tool_that_cannot_be_named_is_left_out_and_named(caller: Ask) -> None:
     assert notice.id == found.id and "it is not told of that one" in notice.text
 
 
+@pytest.mark.soak
 def test_samples_have_calls_of_their_own(caller: Ask) -> None:
     found = caller(max_tokens=200, forced_tool="clock", sampling=drawn(1), samples=3, **CLOCK)
     assert len({sample.tool_calls[0].id for sample in found.samples}) == 3

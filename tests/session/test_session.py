@@ -70,6 +70,7 @@ def continuation(model: Any, prompt: list[int], **options: Any) -> list[int]:
     return found[0, len(prompt) :].tolist()
 
 
+@pytest.mark.soak
 def test_greedy_equals_transformers(ask: Ask, reference: Any) -> None:
     found = ask(PROMPT, max_tokens=30)
     assert found.token_ids == continuation(reference, PROMPT, max_new_tokens=30, eos_token_id=None)
@@ -227,6 +228,7 @@ def test_messages_and_continuing(ask: Ask) -> None:
     assert beams.text == LetterTokenizer().decode(beams.token_ids)
 
 
+@pytest.mark.soak
 def test_thoughts_are_no_part_of_the_answer(ask: Ask) -> None:
     messages = [Message("user", "hello")]
     whole = ask(messages=messages, max_tokens=30)
@@ -416,6 +418,7 @@ def refused(ask: Ask, kind: str, text: str, prompt: list[int] | None = None, **o
     ask.check_cache()
 
 
+@pytest.mark.soak
 def test_prompt_longer_than_the_context(ask: Ask) -> None:
     refused(ask, "context", r"600 tokens and the context holds 512", [1] * 600)
     refused(ask, "context", r"512 tokens and the context holds 512", [1] * 512)
@@ -472,6 +475,7 @@ def test_context_limit_of_the_request(folders: dict[str, Path]) -> None:
         open_session(folders["mixtral"], context_limit=1)
 
 
+@pytest.mark.soak
 def test_beams_beyond_memory(ask: Ask) -> None:
     per_token = ask.session.facts.key_value_bytes_per_token
     ask.session._memory = lambda: 200 * per_token

@@ -93,6 +93,7 @@ def test_equals_transformers(
     session.close()
 
 
+@pytest.mark.soak
 def test_beams_of_a_packed_model_equal_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On what its weights stand for; in torch, as the native kernels round the inputs of packed weights."""
     from transformers import AutoModelForCausalLM

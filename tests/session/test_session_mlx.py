@@ -90,6 +90,7 @@ def test_a_gguf_file_on_a_mac_is_told_its_like_for_the_gpu(tmp_path: Path, monke
         session.close()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("family", ["gpt_oss", "gemma4_text"])
 def test_windowed_layers_forget_and_what_is_cut_further_back_is_prefilled_again(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

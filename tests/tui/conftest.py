@@ -81,12 +81,17 @@ async def screen_settled(pilot: Pilot[int], *_: float) -> bool:
     for widget in [pilot.app, *pilot.app.screen.walk_children(with_self=True)]:
         if not _has_nothing_to_do(widget) and widget.call_later(has_handled, widget):
             waiting.add(widget)
-    while any(not widget._closed for widget in waiting):
+    while any(not _has_ended(widget) for widget in waiting):
         if pilot.app._exception is not None:
             return False
         with suppress(TimeoutError):
             await asyncio.wait_for(handled.wait(), 0.05)
     return True
+
+
+def _has_ended(widget: MessagePump) -> bool:
+    """Whether it handles nothing any more: it was closed, or an exception ended the task that handles its messages."""
+    return widget._closed or (widget._task is not None and widget._task.done())
 
 
 def _has_nothing_to_do(widget: MessagePump) -> bool:

@@ -18,6 +18,7 @@ def no_multiplexer(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.mark.sampled
 @pytest.mark.usefixtures("no_multiplexer")
 @pytest.mark.parametrize(
     ("wanted", "mark", "sent"),

@@ -68,6 +68,7 @@ async def test_a_queued_question_keeps_its_files(engine: FakeEngine, store: Conv
         assert chat.path[2].attachments == (file,)
 
 
+@pytest.mark.soak
 async def test_a_file_is_announced_sent_folded_and_opened(make_app: MakeApp, engine: FakeEngine, folder: Path) -> None:
     app = make_app()
     async with app.run_test() as pilot:
@@ -93,6 +94,7 @@ async def test_a_file_is_announced_sent_folded_and_opened(make_app: MakeApp, eng
         assert controller(app).thread.path[0].attachments == (Attachment("a.py", "print(1)\n"),)
 
 
+@pytest.mark.soak
 async def test_a_file_that_changes_before_it_is_sent_is_announced_as_it_is_now(
     make_app: MakeApp, engine: FakeEngine, folder: Path
 ) -> None:

@@ -148,6 +148,7 @@ async def test_up_recalls_earlier_questions(make_app: MakeApp) -> None:
         assert prompt.text == "x"
 
 
+@pytest.mark.soak
 async def test_messages_can_be_walked_edited_and_switched(make_app: MakeApp, engine: FakeEngine) -> None:
     engine.answer = lambda request: [f"to {request.messages[-1].content if request.messages else ''}"]
     app = make_app()
@@ -240,6 +241,7 @@ async def test_a_question_asked_just_after_a_change_of_chats_is_shown_once(make_
         assert len(shown(app)) == 2
 
 
+@pytest.mark.soak
 async def test_a_long_history_is_windowed(make_app: MakeApp, store: ConversationStore) -> None:
     conversation = store.create(model="starter")
     parent: int | None = None
@@ -404,6 +406,7 @@ def test_a_fast_answer_grows_by_several_lines_at_a_time() -> None:
     assert tail.height_of(content, 40) == STEP + 1
 
 
+@pytest.mark.soak
 async def test_a_fast_answer_is_shown_whole_with_few_drawings_of_the_status(
     make_app: MakeApp, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,6 +41,7 @@ def saved(store: ConversationStore, *names: str) -> list[int]:
     return numbers
 
 
+@pytest.mark.soak
 async def test_typing_searches_wherever_one_is_and_enter_opens(make_app: MakeApp) -> None:
     app = make_app()
     async with app.run_test() as pilot:
@@ -106,6 +107,7 @@ def test_the_hit_of_a_snippet_is_within_its_line(width: int) -> None:
     assert around_hit("no hit in a long line", 5) == "no hit in a long line"
 
 
+@pytest.mark.soak
 async def test_chats_are_pinned_renamed_archived_deleted_and_brought_back(
     make_app: MakeApp, store: ConversationStore
 ) -> None:
@@ -197,6 +199,7 @@ async def test_a_long_list_is_turned_by_pages(make_app: MakeApp, store: Conversa
         assert rows.marked == 0 and rows.scroll_offset.y == 0
 
 
+@pytest.mark.soak
 async def test_chats_are_imported_pinned_and_archived_by_commands(
     make_app: MakeApp, store: ConversationStore, home: Path
 ) -> None:
@@ -234,6 +237,7 @@ def beside(app: ChatApp) -> bool:
     return app.chat.query_one("#chats-side").display
 
 
+@pytest.mark.soak
 async def test_the_list_stands_beside_the_chat_where_there_is_room(
     make_app: MakeApp, store: ConversationStore, engine: FakeEngine
 ) -> None:
@@ -290,6 +294,7 @@ async def test_a_terminal_may_become_narrow_beside_the_list(make_app: MakeApp) -
         await wait_until(pilot, lambda: app.chat and app.chat.prompt.size.width == 6)
 
 
+@pytest.mark.soak
 async def test_the_list_beside_the_chat_takes_its_own_keys_only(make_app: MakeApp) -> None:
     app = make_app(show_chats=True)
     async with app.run_test(size=(160, 40)) as pilot:

@@ -101,6 +101,7 @@ def test_marks_go_round_and_begin_again_with_each_text() -> None:
     assert completer.marked is None
 
 
+@pytest.mark.soak
 async def test_typing_a_slash_offers_commands_and_the_keys_choose(make_app: MakeApp, engine: FakeEngine) -> None:
     app = make_app()
     async with app.run_test(size=(80, 24)) as pilot:

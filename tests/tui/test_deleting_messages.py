@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
 from chat_helpers import Chat, on_disk, running
 from fake_engine import FakeEngine
 from screen_helpers import MakeApp, ask, controller, ready, shown, wait_until
@@ -127,6 +128,7 @@ async def test_a_temporary_conversation_leaves_nothing_on_disk(engine: FakeEngin
     assert b"kept" in written and b"uetzalcoatl" not in written.lower()
 
 
+@pytest.mark.soak
 async def test_the_keys_of_deleting_and_undoing(make_app: MakeApp, home: Path) -> None:
     app = make_app()
     async with app.run_test(size=(80, 24)) as pilot:

@@ -196,6 +196,7 @@ async def test_a_crash_costs_no_draft_and_no_queued_question(
         await wait_until(pilot, lambda: second.chat and second.chat.prompt.text == "queued\n\ntyped")
 
 
+@pytest.mark.soak
 async def test_editing_an_earlier_question_sets_the_draft_aside(make_app: MakeApp, engine: FakeEngine) -> None:
     app = make_app()
     async with app.run_test() as pilot:
@@ -250,6 +251,7 @@ async def leave_for_another_message(pilot: Pilot[int], app: ChatApp) -> None:
     await pilot.press("escape")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("leave", [leave_by_escape, leave_for_another_chat, leave_for_another_message])
 @pytest.mark.parametrize("place", [0, 1])
 async def test_an_edit_that_is_left_is_there_when_the_message_is_edited_again(

@@ -87,6 +87,7 @@ def test_without_an_editor_it_is_said_which_variable_to_set() -> None:
     assert editor_command({"VISUAL": "sh -c", "EDITOR": "other"}) == ["sh", "-c"]
 
 
+@pytest.mark.soak
 async def test_answers_go_on_while_the_editor_is_open_and_no_question_is_lost(
     make_app: MakeApp, engine: FakeEngine, use_editor: UseEditor, monkeypatch: pytest.MonkeyPatch, home: Path
 ) -> None:

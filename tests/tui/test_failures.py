@@ -244,6 +244,7 @@ async def test_no_error_on_any_screen_ends_the_chat(
     assert asked_early
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", ["chat", "chats", "timing", "sampling", "a persona", "palette", "help", "confirm"])
 async def test_a_screen_that_is_closed_twice_closes_no_other(
     name: str, make_app: MakeApp, engine: FakeEngine, few_settings: None
@@ -283,6 +284,7 @@ async def test_keys_in_a_burst_never_close_the_chat(make_app: MakeApp, every: in
                 await pilot.pause()
 
 
+@pytest.mark.soak
 def test_no_attribute_of_ours_is_one_of_textual_s_own() -> None:
     """A widget that sets `_running` for itself does not run for Textual."""
     all_actions()  # imports all screens

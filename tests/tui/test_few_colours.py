@@ -54,11 +54,9 @@ def weak_pairs(app: ChatApp, palette: dict[str, tuple[int, int, int]], paper: Co
 
 @pytest.mark.parametrize(
     ("theme", "palettes"),
-    [
-        ("textual-dark", (XTERM, VGA)),
-        pytest.param("textual-light", (XTERM,), marks=pytest.mark.soak),
-    ],
+    [("textual-dark", (XTERM, VGA)), ("textual-light", (XTERM,))],
 )
+@pytest.mark.soak
 @pytest.mark.usefixtures("few_settings")
 async def test_everything_can_be_seen_in_sixteen_colours(
     make_app: MakeApp,
@@ -111,6 +109,7 @@ def without_colours(app: ChatApp) -> Drawn:
     )
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("few_settings")
 async def test_where_the_focus_is_can_be_seen_without_colours(
     make_app: MakeApp, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_examples import examples
@@ -95,6 +96,7 @@ async def _type(pilot: Pilot[int], app: ChatApp, text: str) -> None:
     await pilot.pause()
 
 
+@pytest.mark.soak
 async def test_hits_are_found_while_typing_in_older_messages_too(make_app: MakeApp, store: ConversationStore) -> None:
     conversation = _long(store)
     app = make_app()
@@ -121,6 +123,7 @@ async def test_hits_are_found_while_typing_in_older_messages_too(make_app: MakeA
         assert "message 99" in shown(app)[-1] and not any(_styled(view, HIT) for view in app.chat.transcript.views)
 
 
+@pytest.mark.soak
 async def test_the_reader_may_stay_or_return(make_app: MakeApp, store: ConversationStore) -> None:
     conversation = _long(store)
     app = make_app()

@@ -223,6 +223,7 @@ def test_of_a_long_question_the_ends_are_shown() -> None:
     assert len(characters.beginning) + len(characters.end) == 900
 
 
+@pytest.mark.soak
 async def test_a_long_question_is_folded_found_and_copied_whole(make_app: MakeApp, store: ConversationStore) -> None:
     question = "\n".join(f"line {number}" for number in range(10_000)) + "\nWhat is it?"
     conversation = store.create(model="starter")

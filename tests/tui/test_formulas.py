@@ -104,6 +104,7 @@ PIECES = (
 )  # fmt: skip
 
 
+@pytest.mark.soak
 @settings(max_examples=examples(300))
 @given(st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=3)), max_size=60).map("".join), st.integers(8, 90))
 def test_any_formula_can_be_shown(source: str, width: int) -> None:

@@ -147,6 +147,7 @@ async def test_other_languages_and_large_blocks_stay_plain(highlighter: Highligh
     assert not highlighter.busy
 
 
+@pytest.mark.soak
 async def test_a_lexer_that_runs_out_of_time_is_ended_and_the_others_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -191,6 +192,7 @@ async def test_no_process_is_started_without_code_nor_left_behind(monkeypatch: p
 # --- the screen ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("allowed", [False, True])
 async def test_74_characters_of_an_answer_leave_the_screen_alive(
     make_app: MakeApp, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, allowed: bool

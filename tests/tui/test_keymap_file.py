@@ -167,6 +167,7 @@ def test_no_binding_lacks_an_id() -> None:
             assert binding.id is not None or binding.action in library, (kind, binding)
 
 
+@pytest.mark.soak
 def test_hints_are_not_made_before_the_keys_are_known() -> None:
     """A hint in a class or a module would keep the key that was there when it was imported."""
     for path in sorted((Path(app.__file__).parent / "tui").rglob("*.py")):

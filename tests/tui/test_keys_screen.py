@@ -63,6 +63,7 @@ async def opened(pilot: Pilot[int], app: ChatApp) -> KeysScreen:
     return app.screen
 
 
+@pytest.mark.soak
 async def test_every_key_is_shown_and_does_nothing_until_esc_twice(make_app: MakeApp) -> None:
     app = make_app()
     async with app.run_test(size=(80, 24)) as pilot:

@@ -88,6 +88,7 @@ async def test_a_notice_says_how_bad_it_is_by_its_mark(make_app: MakeApp) -> Non
         assert str(app.chat.query_one(NoticeLine).visual) == "! Careful.\n✗ Broken."
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("few_settings")
 async def test_a_choice_that_is_made_has_another_mark(make_app: MakeApp) -> None:
     app = make_app()
@@ -125,6 +126,7 @@ def test_picture_of_time_stamps_in_a_narrow_column(
 STAMPS = (Stamp("12:00", "Monday, 3 May 2027"), Stamp("12:01"))
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("few_settings")
 async def test_a_switch_says_its_state_in_a_word(make_app: MakeApp) -> None:
     app = make_app()

@@ -112,6 +112,7 @@ def _problem(app: ChatApp) -> str:
     return str(app.screen.query_one("#machines-problem", Static).visual)
 
 
+@pytest.mark.soak
 async def test_pairing_asks_for_the_code_and_says_what_went_wrong(make_app: MakeApp, engine: FakeEngine) -> None:
     app = make_app()
     async with app.run_test(size=(80, 24)) as pilot:
@@ -175,6 +176,7 @@ async def test_forgetting_is_confirmed(make_app: MakeApp, engine: FakeEngine) ->
         await wait_until(pilot, lambda: engine.sent(ForgetPeer) and "studio" not in listed(app))
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("few_settings")
 async def test_forming_a_ring_loads_the_model_on_it_and_leaving_closes_the_network(
     make_app: MakeApp, engine: FakeEngine
@@ -313,6 +315,7 @@ async def test_what_becomes_of_a_ring_is_the_engines_to_say_while_it_answers(
 # --- settings -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("few_settings")
 async def test_a_ring_is_predicted_before_it_is_applied(make_app: MakeApp, engine: FakeEngine) -> None:
     engine.planned = msgspec.structs.replace(PLANNED, ring=RING)
@@ -410,6 +413,7 @@ def test_the_overview_fits(width: int, name: str) -> None:
     assert "[all]" in node_line(NODES, None, width).plain and "[3 mini]" in node_line(NODES, 2, width).plain
 
 
+@pytest.mark.soak
 async def test_a_key_goes_through_the_nodes(make_app: MakeApp, engine: FakeEngine) -> None:
     engine.timing = TIMING
     app = make_app(show_timing=True)
@@ -494,6 +498,7 @@ def test_timing_by_node(snap_compare: Compare, make_app: MakeApp, engine: FakeEn
     assert snap_compare(app, terminal_size=size, run_before=before)
 
 
+@pytest.mark.soak
 def test_a_ring_in_the_settings(snap_compare: Compare, make_app: MakeApp, engine: FakeEngine) -> None:
     planned: Planned = msgspec.structs.replace(PLANNED, ring=RING)
     engine.planned = planned

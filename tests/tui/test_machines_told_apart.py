@@ -184,6 +184,7 @@ async def test_forming_again_in_the_middle_of_an_answer_is_said(make_app: MakeAp
         assert status.progress is None and "sending" not in status_line(status, 80).plain
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("few_settings")
 async def test_the_settings_go_from_group_to_group(make_app: MakeApp) -> None:
     app = make_app()

@@ -28,6 +28,7 @@ async def test_notices_never_cover_the_prompt(make_app: MakeApp, size: tuple[int
             assert toast.region.bottom <= app.chat.prompt.region.y
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("place", "key", "why"),
     [

@@ -40,6 +40,7 @@ async def choose(pilot: Pilot[int], title: str) -> None:
     await wait_until(pilot, lambda: not isinstance(app.screen, CommandPalette))
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("few_settings")
 async def test_each_screen_offers_its_own_actions_and_runs_them(make_app: MakeApp, engine: FakeEngine) -> None:
     app = make_app()
@@ -67,6 +68,7 @@ async def test_each_screen_offers_its_own_actions_and_runs_them(make_app: MakeAp
         assert {"Group", "Help"} <= set(offered(app))
 
 
+@pytest.mark.soak
 async def test_dialogues_have_it_too(make_app: MakeApp) -> None:
     app = make_app()
     async with app.run_test(size=(80, 24)) as pilot:
@@ -141,6 +143,7 @@ async def test_ctrl_z_suspends_and_leaves_the_draft_which_alt_z_undoes(
         assert len(sent) == 2
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("few_settings")
 async def test_the_palette_shows_first_what_was_run_last(make_app: MakeApp, engine: FakeEngine) -> None:
     app = make_app()

@@ -147,6 +147,7 @@ async def test_sharing_is_shown_where_there_is_any(make_app: MakeApp, engine: Fa
         assert "in GPU memory: 4 of 16 experts" in str(app.screen.query_one(".experts").render())
 
 
+@pytest.mark.soak
 async def test_a_panel_becomes_a_screen_where_it_is_narrow(make_app: MakeApp, engine: FakeEngine) -> None:
     app = make_app()
     async with app.run_test(size=(120, 40)) as pilot:
@@ -164,6 +165,7 @@ async def test_a_panel_becomes_a_screen_where_it_is_narrow(make_app: MakeApp, en
         await wait_until(pilot, lambda: engine.watching)
 
 
+@pytest.mark.soak
 async def test_a_setting_is_changed_saved_and_used(make_app: MakeApp, engine: FakeEngine, home: Path) -> None:
     app = make_app()
     async with app.run_test(size=(100, 40)) as pilot:
@@ -186,6 +188,7 @@ async def test_a_setting_is_changed_saved_and_used(make_app: MakeApp, engine: Fa
         assert request.max_tokens == 7
 
 
+@pytest.mark.soak
 async def test_leaving_does_not_drop_a_wrong_value_unsaid(make_app: MakeApp, home: Path) -> None:
     app = make_app()
     async with app.run_test(size=(80, 24)) as pilot:
@@ -218,6 +221,7 @@ def planned_loads(engine: FakeEngine) -> list[Load]:
     return [request.load for request in engine.sent(Plan) if isinstance(request, Plan)]
 
 
+@pytest.mark.soak
 async def test_the_prediction_comes_before_the_model_is_loaded_again(make_app: MakeApp, engine: FakeEngine) -> None:
     app = make_app()
     async with app.run_test(size=(80, 24)) as pilot:
@@ -241,6 +245,7 @@ async def test_the_prediction_comes_before_the_model_is_loaded_again(make_app: M
         assert (app.settings.runtime, app.settings.cpu_threads) == ("native", 3)
 
 
+@pytest.mark.soak
 async def test_changes_that_are_taken_back_load_nothing(make_app: MakeApp, engine: FakeEngine) -> None:
     app = make_app()
     async with app.run_test(size=(80, 24)) as pilot:
@@ -258,6 +263,7 @@ async def test_changes_that_are_taken_back_load_nothing(make_app: MakeApp, engin
         assert len(engine.sent(Load)) == 1
 
 
+@pytest.mark.soak
 async def test_policy_and_gpu_memory_go_into_the_load(make_app: MakeApp, engine: FakeEngine) -> None:
     app = make_app()
     app.machine = dataclasses.replace(MACHINE, gpu=True)
@@ -275,6 +281,7 @@ async def test_policy_and_gpu_memory_go_into_the_load(make_app: MakeApp, engine:
         assert isinstance(load, Load) and (load.policy, load.gpu_expert_bytes) == ("monde", 3 * 2**29)
 
 
+@pytest.mark.soak
 async def test_sharing_is_greyed_as_a_whole_without_a_gpu(make_app: MakeApp) -> None:
     app = make_app()
     async with app.run_test(size=(100, 40)) as pilot:
@@ -287,6 +294,7 @@ async def test_sharing_is_greyed_as_a_whole_without_a_gpu(make_app: MakeApp) -> 
         assert not rows["cpu_threads"].query_one(Input).disabled
 
 
+@pytest.mark.soak
 async def test_what_cannot_be_predicted_is_said_in_a_line(make_app: MakeApp, engine: FakeEngine) -> None:
     engine.planned = Failed(error="There is no model called 'x'; did you mean starter?", kind="bad-input")
     app = make_app()
@@ -296,6 +304,7 @@ async def test_what_cannot_be_predicted_is_said_in_a_line(make_app: MakeApp, eng
         await wait_until(pilot, lambda: "No prediction: There is no model called 'x'" in prediction_of(app))
 
 
+@pytest.mark.soak
 async def test_the_prediction_waits_for_an_engine_that_is_not_up(make_app: MakeApp, engine: FakeEngine) -> None:
     engine.start_gate = asyncio.Event()
     app = make_app()
@@ -307,6 +316,7 @@ async def test_the_prediction_waits_for_an_engine_that_is_not_up(make_app: MakeA
         await wait_until(pilot, lambda: "96.4 tok/s" in prediction_of(app))
 
 
+@pytest.mark.soak
 async def test_the_prediction_comes_while_an_answer_is_written(make_app: MakeApp, engine: FakeEngine) -> None:
     engine.gate = asyncio.Event()
     app = make_app()
@@ -326,6 +336,7 @@ async def test_the_prediction_comes_while_an_answer_is_written(make_app: MakeApp
         assert controller(app).thread.path[-1].content == "Paris is the capital."
 
 
+@pytest.mark.soak
 async def test_what_cannot_be_had_is_greyed_with_the_reason(make_app: MakeApp) -> None:
     app = make_app()
     async with app.run_test(size=(100, 40)) as pilot:
@@ -475,6 +486,7 @@ def test_an_export_that_fails_says_why(tmp_path: Path) -> None:
     assert export_problem(there, failed.value) == f"Export failed: {there} already exists; choose another name."
 
 
+@pytest.mark.soak
 async def test_settings_may_be_left_before_all_of_them_are_shown(make_app: MakeApp) -> None:
     app = make_app()
     async with app.run_test(size=(80, 24)) as pilot:

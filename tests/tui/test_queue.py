@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from fake_engine import FakeEngine
 from screen_helpers import MakeApp, controller, ready, wait_until
 from textual.pilot import Pilot
@@ -26,6 +27,7 @@ async def busy_with_three(pilot: Pilot[int], app: ChatApp) -> QueueView:
     return view
 
 
+@pytest.mark.soak
 async def test_queued_questions_are_edited_and_removed_one_by_one(make_app: MakeApp, engine: FakeEngine) -> None:
     engine.gate = asyncio.Event()
     engine.answer = lambda request: [f"to {request.messages[-1].content if request.messages else ''}", "."]
@@ -63,6 +65,7 @@ async def test_esc_stops_the_answer_only_and_brings_the_questions_back(make_app:
         assert not view.display and app.focused is prompt
 
 
+@pytest.mark.soak
 async def test_removing_the_last_queued_question_returns_to_the_prompt(make_app: MakeApp, engine: FakeEngine) -> None:
     engine.gate = asyncio.Event()
     app = make_app()

@@ -122,6 +122,7 @@ async def _resized(pilot: Pilot[int], app: ChatApp, columns: int) -> None:
     await wait_until(pilot, lambda: transcript.size.width - columns == before, "the new width")
 
 
+@pytest.mark.soak
 async def test_the_text_stays_whatever_opens_and_resizes(make_app: MakeApp, store: ConversationStore) -> None:
     conversation = store.create(model="starter")
     parent: int | None = None
@@ -185,6 +186,7 @@ async def test_the_text_stays_whatever_opens_and_resizes(make_app: MakeApp, stor
             await wait_until(pilot, lambda: transcript.following and transcript.scroll_y == transcript.max_scroll_y)
 
 
+@pytest.mark.soak
 async def test_the_text_stays_while_an_answer_is_written(make_app: MakeApp, engine: FakeEngine) -> None:
     engine.gate = asyncio.Event()
     tail = "Tail " + "of many words " * 120

@@ -28,6 +28,7 @@ async def opened(pilot: Pilot[int], app: ChatApp) -> None:
     app.screen.set_focus(None)
 
 
+@pytest.mark.soak
 async def test_settings_are_found_by_all_words_and_groups_without_them_hide(make_app: MakeApp) -> None:
     app = make_app()
     async with app.run_test(size=(100, 40)) as pilot:
@@ -49,6 +50,7 @@ async def test_settings_are_found_by_all_words_and_groups_without_them_hide(make
         assert isinstance(app.screen, SettingsScreen)
 
 
+@pytest.mark.soak
 async def test_esc_ends_the_search_before_it_leaves_the_settings(make_app: MakeApp) -> None:
     app = make_app()
     async with app.run_test(size=(200, 40)) as pilot:
@@ -70,6 +72,7 @@ async def test_esc_ends_the_search_before_it_leaves_the_settings(make_app: MakeA
         await wait_until(pilot, lambda: app.screen is app.chat)
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("few_settings")
 async def test_the_first_setting_has_the_focus_and_not_the_hidden_search(make_app: MakeApp) -> None:
     app = make_app()

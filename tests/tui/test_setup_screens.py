@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import msgspec
+import pytest
 from fake_engine import FACTS, FakeEngine
 from screen_helpers import MakeApp, ask, controller, notice, ready, shown, wait_until
 from textual.pilot import Pilot
@@ -48,6 +49,7 @@ def toasts(app: ChatApp) -> str:
     return " ".join(notification.message for notification in app._notifications)
 
 
+@pytest.mark.soak
 async def test_the_system_prompt_is_typed_or_edited_in_a_dialogue(make_app: MakeApp, engine: FakeEngine) -> None:
     app = make_app()
     async with app.run_test() as pilot:
@@ -75,6 +77,7 @@ async def test_the_system_prompt_is_typed_or_edited_in_a_dialogue(make_app: Make
         assert controller(app).setup.system == "" and "no system prompt now" in toasts(app)
 
 
+@pytest.mark.soak
 async def test_values_are_changed_in_place(make_app: MakeApp, engine: FakeEngine) -> None:
     engine.facts = msgspec.structs.replace(
         FACTS, sampling=Sampling(temperature=0.7, top_p=0.9, top_k=20, min_p=0.0, repetition_penalty=1.0)
@@ -146,6 +149,7 @@ def _rows(app: ChatApp) -> list[ValueRow]:
     return list(app.screen.query_one(ValueEditor)._values.rows())
 
 
+@pytest.mark.soak
 async def test_a_persona_is_saved_chosen_edited_deleted_and_brought_back(make_app: MakeApp, engine: FakeEngine) -> None:
     app = make_app()
     async with app.run_test() as pilot:
@@ -202,6 +206,7 @@ async def test_a_persona_is_saved_chosen_edited_deleted_and_brought_back(make_ap
         assert heading(app) == ""
 
 
+@pytest.mark.soak
 async def test_saving_under_a_name_that_is_taken_asks_first(make_app: MakeApp, home: Path) -> None:
     open_personas().put(POET)
     app = make_app()

@@ -229,6 +229,7 @@ async def test_the_list_that_fills_a_narrow_screen_marks_them_too(
         await wait_until(pilot, lambda: rows._mark(1) == "✓ ")
 
 
+@pytest.mark.soak
 async def test_what_waits_and_what_is_typed_are_there_on_coming_back_and_on_disk_meanwhile(
     make_app: MakeApp, engine: FakeEngine, gate: asyncio.Event, store: ConversationStore
 ) -> None:

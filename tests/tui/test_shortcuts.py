@@ -90,6 +90,7 @@ def test_hints_name_the_key_of_the_system() -> None:
     assert (either("help", "linux"), either("help", "darwin")) == ("f1 or ctrl+_", "ctrl+_ or f1")
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("few_settings")
 async def test_the_keys_of_a_mac_work(make_app: MakeApp, engine: FakeEngine) -> None:
     engine.answer = lambda request: [f"line {number}\n\n" for number in range(200)]
@@ -175,6 +176,7 @@ def sheet(app: ChatApp) -> str:
     return app.screen.query_one(".help-text", Rendered).render().plain if isinstance(app.screen, KeySheet) else ""
 
 
+@pytest.mark.soak
 async def test_a_question_mark_shows_the_keys_of_the_place(make_app: MakeApp) -> None:
     app = make_app()
     async with app.run_test(size=(80, 24)) as pilot:
@@ -205,6 +207,7 @@ async def test_a_question_mark_shows_the_keys_of_the_place(make_app: MakeApp) ->
         assert app.screen is app.chat
 
 
+@pytest.mark.soak
 async def test_the_line_of_keys_has_all_that_a_message_takes_and_what_stops_an_answer(
     make_app: MakeApp, engine: FakeEngine
 ) -> None:

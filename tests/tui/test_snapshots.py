@@ -272,6 +272,7 @@ def test_timing_of_shared_experts(
     assert snap_compare(make_app(), terminal_size=size, run_before=before)
 
 
+@pytest.mark.soak
 @sizes
 def test_settings(snap_compare: Compare, make_app: MakeApp, size: tuple[int, int]) -> None:
     async def before(pilot: Pilot[int]) -> None:
@@ -286,6 +287,7 @@ def test_settings(snap_compare: Compare, make_app: MakeApp, size: tuple[int, int
     assert snap_compare(make_app(), terminal_size=size, run_before=before)
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("few_settings")
 @pytest.mark.parametrize("size", [(80, 24), (40, 20)], ids=lambda size: f"{size[0]}x{size[1]}")
 def test_settings_that_do_not_fit(

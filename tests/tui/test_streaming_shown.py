@@ -100,6 +100,7 @@ ENDED = [
 that began many lines above."""
 
 
+@pytest.mark.soak
 @settings(max_examples=examples(100))
 @given(
     st.lists(st.sampled_from(ENDED), min_size=1, max_size=12).map(filled),
