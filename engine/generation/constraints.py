@@ -36,6 +36,8 @@ _NAMES = {
     "regex": "The regular expression",
     "grammar": "The grammar",
 }
+_PLAINLY = {"NoExtensionBias": "a part of it is defined by nothing but itself"}
+"""The library's reasons that say nothing to a person."""
 _ANY_OBJECT = '{"type": "object"}'
 
 
@@ -225,4 +227,5 @@ def _check_size(name: str, text: str) -> None:
 def refused(name: str, reason: str) -> ModelError:
     """The error of a constraint that cannot be followed; ``name`` is how a sentence calls it."""
     reason = " ".join(reason.replace("<non-verbose/>", "").split()).rstrip(". ")
+    reason = _PLAINLY.get(reason, reason)
     return ModelError(f"{name} cannot be used: {shown(reason, 300)}.", kind="bad-input")

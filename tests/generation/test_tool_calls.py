@@ -183,6 +183,7 @@ def test_tools_that_cannot_be_named_are_left_out_one_by_one() -> None:
     offered, left_out = offered_tools([Tool(name=name) for name in names], "", BY_NAME["hermes"])
     assert [tool.name for tool in offered] == ["a", "b"]
     assert len(left_out) == 4 and left_out[1] == "Two tools are called a: the model is told of the first one only."
+    assert left_out[0].startswith("The model cannot call a tool by the name '':")
     assert all(sentence.isprintable() for sentence in left_out)
 
 
