@@ -83,6 +83,8 @@ class ArgumentStream:
         name = read_json(key[1])
         if not isinstance(name, str):
             self._broken = True
+        elif self.text == "{" and self._types.may_wrap(name):
+            return
         elif rest[key.end()] == '"' and self._types.keeps_strings(name):
             self._rest, self._in_string = rest[key.end() + 1 :], True
             self._add(name, '"')

@@ -5,6 +5,7 @@ models misspell them. What cannot be read is no call; nothing is guessed about a
 from __future__ import annotations
 
 import ast
+import bisect
 import json
 import math
 import re
@@ -16,7 +17,7 @@ from typing import Any
 from engine.generation.argument_stream import ArgumentStream
 from engine.generation.reasoning import MESSAGE
 from engine.generation.tagged_stream import TaggedStream
-from engine.generation.tool_arguments import ArgumentTypes, json_text, read_json
+from engine.generation.tool_arguments import ArgumentTypes, WrittenInteger, json_text, read_json
 from engine.ipc.messages import Tool
 from engine.models.tool_formats import ToolFormat
 
@@ -33,9 +34,15 @@ _BRACKET = re.compile(r"[\[\](){}]")
 _PLAIN = re.compile(r"[^,\]}]*")
 _CDATA = re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", re.DOTALL)
 _TEXT_TYPE = re.compile(r'\b(string="true"|type="string")')
-_ATTRIBUTES = r'"?(?:\s+\w+="[^"]*")*'
-_STRING = re.compile(r"""'[^'\\]*(?:\\[^\n][^'\\]*)*'|"[^"\\]*(?:\\[^\n][^"\\]*)*\"""")
-_BRACE_HEAD = re.compile(r"\s*(?:call:)?\s*([A-Za-z0-9_.-]+)\s*(?=\{)")
+_ATTRIBUTES = r"""["']?(?:\s+\w+="[^"]*")*"""
+_STRING_OR_ZEROS = re.compile(
+    r"""'[^'\\]*(?:\\[^\n][^'\\]*)*'|"[^"\\]*(?:\\[^\n][^"\\]*)*"|(?<![\w.])0[0-9]*[1-9][0-9]*(?![\w.])"""
+)
+_STRING_BEGIN = re.compile(r"""[(,]\s*\w+\s*=\s*(['"])""")
+_STRING_END = re.compile(r"""(['"])(?=\s*(?:,\s*\w+\s*=|\)\s*(?:,\s*[\w.]+\(|\]?\s*\Z)))""")
+"""The end of a keyword argument: another one follows, or the end of the call."""
+_PAIR = re.compile(r"""\s+(\w+)=("[^"]*"|'[^']*'|[^\s"'<>]+)""")
+_BRACE_HEAD = re.compile(r"\s*(?:(?:call)?:)?\s*([A-Za-z0-9_.-]+)\s*(?=\{)")
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
 _NAME_KEYS, _ARGUMENT_KEYS = ("name", "tool_name", "function"), ("arguments", "parameters")
 _BEGUN_OBJECT = re.compile(
@@ -81,6 +88,9 @@ class CallReader:
         self._hidden = re.compile(rf"(?:\s*(?:{hidden}))*")
         self._hidden_end = re.compile(rf"(?:(?:{hidden})\s*)+\Z")
         self._repeated = re.compile(rf"\A\s*(?:{re.escape(form.begin)}\s*)*" if form.begin else "(?!)")
+        key_begin = form.tags[0] if form.tags else ""
+        self._key_begins = (key_begin, re.sub('"$', "'", key_begin))
+        """What is before a key: some write its quotation marks otherwise."""
         self._after_name = re.compile(rf"{_ATTRIBUTES}\s*(?:{re.escape(mark)})?\s*")
 
     def read(self, body: str, last: bool = False) -> ReadCalls | None:
@@ -91,7 +101,7 @@ class CallReader:
         text = self._cleaned(body)
         found: ReadCalls | None = None
         if _without_fence(text)[:1] in ("{", "["):
-            found = self._objects(_without_fence(text))
+            found = self._objects(_without_fence(text), last)
         if found is None:
             match self._form.shape:
                 case "named" | "parts":
@@ -143,7 +153,7 @@ class CallReader:
     def _opening_tags(self, body: str) -> tuple[str, TaggedStream, int] | None:
         start = _spaces(body, 0)
         prefix = next((prefix for prefix in self._form.prefixes if body.startswith(prefix, start)), "")
-        start = _spaces(body, start + len(prefix), '"')
+        start = _spaces(body, start + len(prefix), ('"', "'"))
         name = self._name_at(body, start)
         at = self._after_name.match(body, start + len(name)).end()  # type: ignore[union-attr]
         if not name or not body.startswith(self._form.tags[0], at):
@@ -165,13 +175,13 @@ class CallReader:
             case "named" | "parts":
                 name, is_whole, arguments = self._name_and_rest(text)
                 return Called(name, arguments) if is_whole else None
-        begun = re.match(r"[\[\s]*(?:call:)?([A-Za-z0-9_.-]+)[({\"]", text)
+        begun = re.match(r"[\[\s]*(?:(?:call)?:)?([A-Za-z0-9_.-]+)[({\"]", text)
         return None if begun is None else Called(begun[1], "")
 
     # --- JSON -----------------------------------------------------------------------------------------------------
 
-    def _objects(self, text: str) -> ReadCalls | None:
-        values, rest = self._values(text)
+    def _objects(self, text: str, last: bool) -> ReadCalls | None:
+        values, rest = self._values(text, last)
         calls = []
         for value in values:
             for each in value if isinstance(value, list) else [value]:
@@ -181,8 +191,11 @@ class CallReader:
                 calls.append(found)
         return ReadCalls(calls, rest) if calls else None
 
-    def _values(self, text: str) -> tuple[list[Any], str]:
-        """The values that follow each other in ``text``, and the text behind them."""
+    def _values(self, text: str, last: bool) -> tuple[list[Any], str]:
+        """The values that follow each other in ``text``, and the text behind them.
+
+        ``last``: no more text follows, so that brackets behind the arguments that are not there were forgotten.
+        """
         found: list[Any] = []
         at = 0
         while True:
@@ -198,6 +211,10 @@ class CallReader:
             except (ValueError, RecursionError):
                 if not found and isinstance(value := _python_value(text[at:]), dict | list):
                     return [value], ""
+                written = text[at:].removesuffix(self._form.end).rstrip() if last and not found else ""
+                tries = (read_json(written + more) for more in ("]", "}", "}]")) if written.endswith("}") else ()
+                if (whole := next((each for each in tries if each is not None), None)) is not None:
+                    return [whole], ""
                 break
             found.append(read_json(text[at:end]))
             at = end
@@ -224,7 +241,8 @@ class CallReader:
 
     def _typed(self, name: str, arguments: Mapping[str, Any]) -> Called:
         types = self._types.get(name)
-        return Called(name, json_text(dict(arguments) if types is None else types.typed(arguments)))
+        typed = dict(arguments) if types is None else types.typed(types.unwrapped(arguments))
+        return Called(name, json_text(typed))
 
     # --- a name, and arguments as JSON ------------------------------------------------------------------------------
 
@@ -286,17 +304,18 @@ class CallReader:
         while True:
             start = _spaces(text, at)
             prefix = next((prefix for prefix in form.prefixes if text.startswith(prefix, start)), "")
-            start = _spaces(text, start + len(prefix), '"')
+            start = _spaces(text, start + len(prefix), ('"', "'"))
             name = self._name_at(text, start)
             if not name or (calls and not prefix):
                 return ReadCalls(calls, text[at:]) if calls and not prefix else None
-            start = self._after_name.match(text, start + len(name)).end()  # type: ignore[union-attr]
-            found = self._arguments(text, self._behind_hidden(text, start), name, last)
+            at = start + len(name)
+            start = self._after_name.match(text, at).end()  # type: ignore[union-attr]
+            found = self._pairs(text, at, name) or self._arguments(text, self._behind_hidden(text, start), name, last)
             if found is None:
                 return None
             arguments, at = found
             at = self._behind_hidden(text, at)
-            calls.append(Called(name, json_text(arguments)))
+            calls.append(Called(name, json_text(self._types[name].unwrapped(arguments))))
             end = form.last.strip()
             if end and text.startswith(end, _spaces(text, at)):
                 at = _spaces(text, at) + len(end)
@@ -311,9 +330,19 @@ class CallReader:
         ]
         return max(found, key=len, default="")
 
+    def _pairs(self, text: str, at: int, name: str) -> tuple[dict[str, Any], int] | None:
+        """The arguments that are all of ``text`` from ``at``, written as in ``clock zone=UTC``, and where they end."""
+        found: dict[str, Any] = {}
+        while not self._form.begin.endswith('"') and (pair := _PAIR.match(text, at)) is not None:
+            key, value, at = pair[1], pair[2], pair.end()
+            if key not in self._properties[name] or key in found:
+                return None
+            found[key] = self._types[name].from_text(key, value[1:-1] if value[0] in "'\"" else value)
+        return (found, at) if found and at == len(text) else None
+
     def _arguments(self, text: str, at: int, name: str, last: bool) -> tuple[dict[str, Any], int] | None:
         """The arguments of ``name`` that begin at ``at``, and where they end."""
-        key_begin, _, value_begin, value_end = self._form.tags
+        _, _, value_begin, value_end = self._form.tags
         if text.startswith("{", at):
             try:
                 end = _DECODER.raw_decode(text, at)[1]
@@ -322,8 +351,8 @@ class CallReader:
             written = read_json(text[at:end])
             return (self._types[name].typed(written), end) if isinstance(written, dict) else None
         found: dict[str, Any] = {}
-        while text.startswith(key_begin, _spaces(text, at)):
-            start = _spaces(text, at) + len(key_begin)
+        while text.startswith(self._key_begins, _spaces(text, at)):
+            start = _spaces(text, at) + len(self._key_begins[0])
             stop, value_at = self._key_end(text, start)
             if stop < 0:
                 return None
@@ -341,7 +370,8 @@ class CallReader:
             if (quoted := _CDATA.fullmatch(value)) is not None:
                 value = quoted[1]
             is_text = _TEXT_TYPE.search(f'{attributes}"') is not None  # the mark after a key begins with its quote
-            found[key] = value if is_text else self._types[name].from_text(key, value)
+            types = self._types[name]
+            found[key] = types.typed({key: value})[key] if is_text else types.from_text(key, value)
         if self._form.lines and text.startswith(value_end, _spaces(text, at)):
             at = _spaces(text, at) + len(value_end)
         return found, at
@@ -352,6 +382,8 @@ class CallReader:
         Where a value has lines of its own, the end of the key's line ends it too.
         """
         mark = self._form.tags[1]
+        if text[start - 1] == "'":
+            mark = mark.replace('"', "'")
         stop = text.find(mark, start)
         line = text.find("\n", start) if self._form.lines else -1
         return (line, line) if 0 <= line < stop else (stop, stop + len(mark))
@@ -362,7 +394,7 @@ class CallReader:
         A value may hold its own end mark, which then is not followed by what may follow an argument. ``found`` are the
         arguments before it.
         """
-        value_end, end = self._form.tags[3], self._form.last.strip()
+        value_end, end = self._form.tags[3], self._form.last.strip() or self._form.end
         begin = _spaces(text, start)
         from_ = text.find("]]>", begin) if text.startswith("<![CDATA[", begin) else start
         stop = text.find(value_end, from_) if from_ >= 0 else -1
@@ -376,7 +408,7 @@ class CallReader:
         return stop, stop + len(value_end)
 
     def _may_follow(self, text: str, at: int) -> bool:
-        marks = (self._form.tags[0], self._form.last.strip(), *self._form.prefixes)
+        marks = (*self._key_begins, self._form.last.strip(), *self._form.prefixes)
         return at == len(text) or any(text.startswith(mark, at) for mark in marks if mark)
 
     def _next_argument(self, text: str, start: int, stop: int, name: str, found: Mapping[str, Any]) -> int:
@@ -458,10 +490,10 @@ def _properties(tool: Tool) -> frozenset[str]:
     return frozenset(found if isinstance(found, dict) else ())
 
 
-def _spaces(text: str, at: int, more: str = "") -> int:
-    """Where the white space ends that begins at ``at``; ``more`` may follow it."""
+def _spaces(text: str, at: int, more: tuple[str, ...] = ()) -> int:
+    """Where the white space ends that begins at ``at``; one of the letters ``more`` may follow it."""
     end = _SPACE.match(text, at).end()  # type: ignore[union-attr]
-    return end + len(more) if more and text.startswith(more, end) else end
+    return end + 1 if text.startswith(more, end) else end
 
 
 def _without_fence(text: str) -> str:
@@ -491,7 +523,7 @@ def _expressions(text: str) -> list[ast.expr]:
             try:
                 tree = ast.parse(text.strip())
             except (ValueError, SyntaxError):
-                tree = ast.parse(_STRING.sub(_on_one_line, text.strip()))
+                tree = _mended(text.strip())
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         return []
     found: list[ast.expr] = []
@@ -503,9 +535,33 @@ def _expressions(text: str) -> list[ast.expr]:
     return found
 
 
-def _on_one_line(string: re.Match[str]) -> str:
-    """A string of Python with escapes for what it may not hold as it is."""
-    return string[0].replace("\n", "\\n").replace("\r", "\\r").replace("\0", "\\x00")
+def _mended(text: str) -> ast.Module:
+    """``text`` read with what it lacks to be Python. Raises ValueError or SyntaxError if it is none all the same."""
+    try:
+        return ast.parse(_STRING_OR_ZEROS.sub(_as_python, text))
+    except (ValueError, SyntaxError):
+        return ast.parse(_STRING_OR_ZEROS.sub(_as_python, _with_inner_quotes(text)))
+
+
+def _as_python(found: re.Match[str]) -> str:
+    """A string of Python with escapes for what it may not hold as it is; the name of a number with leading zeros."""
+    if found[0].startswith("0"):
+        return f"_{found[0]}"
+    return found[0].replace("\n", "\\n").replace("\r", "\\r").replace("\0", "\\x00")
+
+
+def _with_inner_quotes(text: str) -> str:
+    """``text`` with escapes for the quotation marks within its keyword arguments that do not end them."""
+    ends = {mark: [each.start() for each in _STRING_END.finditer(text) if each[1] == mark] for mark in "'\""}
+    written, at = "", 0
+    for begin in _STRING_BEGIN.finditer(text):
+        mark = begin[1]
+        place = bisect.bisect_left(ends[mark], begin.end())
+        if begin.start() >= at and place < len(ends[mark]):
+            inner = text[begin.end() : ends[mark][place]]
+            written += text[at : begin.end()] + re.sub(rf"(\\.)|{mark}", lambda each: each[1] or f"\\{each[0]}", inner)
+            at = ends[mark][place]
+    return written + text[at:]
 
 
 def _depth(text: str) -> int:
@@ -536,9 +592,11 @@ def _literal(node: ast.expr) -> Any:
             raise ValueError("it is no number of JSON")
         case ast.Constant(value=str() | bool() | int() | float() | None):
             return node.value
+        case ast.Name(id=word) if word[:1] == "_" and word[1:].isdecimal():
+            return WrittenInteger.of(word[1:])
         case ast.Name(id=word) if word.lower() in _WORDS:
             return _WORDS[word.lower()]
-        case ast.List() | ast.Tuple():
+        case ast.List() | ast.Tuple() | ast.Set():
             return [_literal(each) for each in node.elts]
         case ast.Dict():
             keys = [_literal(key) if key is not None else None for key in node.keys]

@@ -32,7 +32,9 @@ class TaggedStream:
         self._waits = False
         """Whether the rest is left to the end of the call."""
         others = (form.last.strip(), *form.prefixes, form.begin, form.end, *form.hidden)
-        self._followers = tuple(mark for mark in (form.tags[0], *others) if mark)
+        self._stops = (f"\n{form.tags[0]}", form.last.strip() or form.end)
+        """What may show that the end mark of a value was forgotten."""
+        self._followers = tuple(mark for mark in (form.tags[0], form.tags[0].replace('"', "'"), *others) if mark)
 
     def push(self, piece: str) -> None:
         self._rest += piece
@@ -76,6 +78,9 @@ class TaggedStream:
         if value.lstrip().startswith(_CDATA) or '"' in name or "\n" in name or name.strip() in self._keys:
             self._waits = True
             return
+        if not self._keys and self._types.may_wrap(name.strip()):
+            self._waits = True
+            return
         self._key = name.strip()
         self._keys.add(self._key)
         self._rest = value
@@ -92,7 +97,7 @@ class TaggedStream:
         """Up to where the rest is certainly the value, and whether another argument follows that."""
         key_begin, _, _, value_end = self._form.tags
         rest, start = self._rest, 0
-        forgotten = rest.find(f"\n{key_begin}")
+        forgotten = min((at for mark in self._stops if (at := rest.find(mark)) >= 0), default=-1)
         while (end := rest.find(value_end, start)) >= 0:
             follows = rest[end + len(value_end) :].lstrip()
             if 0 <= forgotten < end:
@@ -105,7 +110,7 @@ class TaggedStream:
         if forgotten >= 0:
             self._waits = True
             return forgotten, False
-        return len(rest) - max(overlap(rest, value_end), overlap(rest, f"\n{key_begin}")), False
+        return len(rest) - max(overlap(rest, mark) for mark in (value_end, *self._stops)), False
 
     def _read_text(self) -> None:
         end, is_over = self._value_end()

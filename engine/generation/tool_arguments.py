@@ -10,6 +10,7 @@ import ast
 import contextlib
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -33,6 +34,9 @@ _TYPE_NAMES = {
     "None": "null",
 }
 """Names of types that are no JSON schema's, as schemas have them that were written by hand."""
+_LEADING_ZEROS = re.compile(r"(?<![^\s-])0+(?=\d+(\.\d+)?\s*\Z)")
+_WRAPPERS = ("arguments", "parameters", "properties", "input")
+"""Names of the one argument in which models write all of them."""
 _WRONG, _ALMOST, _FITS = range(3)
 """How well a value fits a schema: its type is wrong, something in it is, or nothing."""
 
@@ -48,6 +52,18 @@ class _WrittenFloat(float):
     """A number that knows how it was written."""
 
     written = ""
+
+
+class WrittenInteger(int):
+    """An integer that knows how it was written: with leading zeros."""
+
+    written = ""
+
+    @classmethod
+    def of(cls, written: str) -> WrittenInteger:
+        found = cls(written)
+        found.written = written
+        return found
 
 
 class SchemaParts(NamedTuple):
@@ -98,6 +114,20 @@ class ArgumentTypes:
             stripped = self._fit(text.strip(), schema, 0)
             return stripped.value if stripped.how == _FITS else fit.value
         return fit.value
+
+    def unwrapped(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """``arguments`` without one around all of them that the schema does not know."""
+        for key, value in arguments.items() if len(arguments) == 1 else ():
+            inner = _read(value) if isinstance(value, str) else value
+            known = self.root.get("properties")
+            if self.may_wrap(key) and isinstance(inner, dict) and inner and known and inner.keys() <= known.keys():
+                return self.typed(inner)
+        return arguments
+
+    def may_wrap(self, key: str) -> bool:
+        """Whether the argument ``key`` may be one around all of them: the schema knows others and not this one."""
+        known = self.root.get("properties")
+        return key in _WRAPPERS and isinstance(known, dict) and bool(known) and key not in known
 
     def is_text(self, key: str) -> bool:
         """Whether the argument ``key`` is a string whatever is written between tags."""
@@ -352,7 +382,7 @@ def _is_of(value: Any, types: frozenset[str]) -> bool:
 def _as_type(value: Any, types: frozenset[str] | None) -> _Fit:
     if types is None or _is_of(value, types):
         return _Fit(value, _FITS)
-    read = _read(value) if isinstance(value, str) else value
+    read = _read(_LEADING_ZEROS.sub("", value)) if isinstance(value, str) else value
     if not isinstance(read, str) and _is_of(read, types):
         return _Fit(read, _FITS)
     if isinstance(read, float) and read.is_integer() and "integer" in types:
@@ -364,7 +394,7 @@ def _as_type(value: Any, types: frozenset[str] | None) -> _Fit:
 
 def _spelled(value: float) -> str:
     """A number, or a truth value, as it was written."""
-    return value.written if isinstance(value, _WrittenFloat) else json.dumps(value)
+    return value.written if isinstance(value, _WrittenFloat | WrittenInteger) else json.dumps(value)
 
 
 def _chosen(value: Any, choices: Sequence[Any]) -> _Fit:

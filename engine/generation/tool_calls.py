@@ -63,7 +63,8 @@ class ToolCallParser:
         self._reader = CallReader(form, tools)
         self._most = most
         first = (RECIPIENT, "") if form.shape == "parts" else (form.begin, form.end)
-        self._ends = {begin: end for begin, end in (first, *form.also) if begin}
+        otherwise = (form.begin.replace('"', "'"), form.end)
+        self._ends = {begin: end for begin, end in (first, *form.also, otherwise) if begin}
         """The end of a call by the mark that begins it; empty: it goes on to the next one, or to the answer's end."""
         self._held = form.begin if form.begin and prompt.endswith(form.begin) else ""
         self._space = ""

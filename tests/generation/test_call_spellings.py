@@ -48,6 +48,7 @@ def check(name: str, said: str, text: str, calls: Calls, prompt: str = "") -> No
 
 
 ONE = [("f", {"s": "a", "n": 2})]
+ONE_TURNED = [("f", {"n": 2, "s": "a"})]
 BODY = '{"name": "f", "arguments": {"s": "a", "n": 2}}'
 
 
@@ -189,6 +190,14 @@ def test_json_as_models_write_it(name: str, body: str, calls: Calls | None) -> N
         ("lfm", '<|tool_call_start|>f({"s": "a", "n": 2})<|tool_call_end|>', "", ONE),
         ("lfm", "<|tool_call_start|>[f(s='a\n\\'b\\n\0', t=\"it's\n\r\", n=2)]<|tool_call_end|>", "",
          [("f", {"s": "a\n'b\n\0", "t": "it's\n\r", "n": 2})]),
+        ("lfm", "<|tool_call_start|>[f(s='sed -n '1,2p' \\'a\\' b', t='print(x, y='\\,')\n\"c\"', n=2), clock()]"
+         "<|tool_call_end|>", "",
+         [("f", {"s": "sed -n '1,2p' 'a' b", "t": "print(x, y='\\,')\n\"c\"", "n": 2}), *CLOCK]),
+        ("lfm", '<|tool_call_start|>[f(s="a "b" c", t="d")]<|tool_call_end|>', "",
+         [("f", {"s": 'a "b" c', "t": "d"})]),
+        ("lfm", "<|tool_call_start|>[f(n=007, s=02134, t='a 01'), a.b(x=[01, 1.05, 0, 00])]<|tool_call_end|>", "",
+         [("f", {"n": 7, "s": "02134", "t": "a 01"}), ("a.b", {"x": [1, 1.05, 0, 0]})]),
+        ("lfm", "<|tool_call_start|>[a.b(x={'b', 'a'})]<|tool_call_end|>", "", [("a.b", {"x": ["b", "a"]})]),
         ("lfm", "<|tool_call_start|>clock()\nclock()<|tool_call_end|>", "", CLOCK * 2),
         ("lfm", "<|tool_call_start|>[f(s=open('x'))]<|tool_call_end|>",
          "<|tool_call_start|>[f(s=open('x'))]<|tool_call_end|>", []),
@@ -207,6 +216,40 @@ def test_json_as_models_write_it(name: str, body: str, calls: Calls | None) -> N
         ("gemma", "<|tool_call>f{s:a,n:2}<tool_call|>", "", ONE),
         ("gemma", "<|tool_call>call:f{s:}<tool_call|>", "<|tool_call>call:f{s:}<tool_call|>", []),
         ("gemma", f"<|tool_call>call:f{'{a:' * 2000}<tool_call|>", f"<|tool_call>call:f{'{a:' * 2000}<tool_call|>", []),
+        ("gemma", "<|tool_call>:f{s:a,n:2}<tool_call|><|tool_call>:clock{}<tool_call|>", "", ONE + CLOCK),
+        # Quotation marks of another kind, and pairs
+        ("minicpm", "<function name='f'>\n<param name='s'>a</param>\n<param name=\"n\">2</param></function>", "", ONE),
+        ("minicpm", "<function name=\"f\"><param name=\"s\">a</param><param name='n'>2</param></function>", "", ONE),
+        ("minicpm", "<function name=\"f\"><param name=\"s\">a <param name='n'>2</param> b</param></function>", "",
+         [("f", {"s": "a <param name='n'>2</param> b"})]),
+        ("minicpm", "<function name='other'></function>", "<function name='other'></function>", []),
+        ("minimax", "<invoke name='f'>\n<parameter name='s'>a</parameter>\n<parameter name='n'>2</parameter>\n"
+         "</invoke>", "", ONE),
+        ("glm", "<tool_call>f s=a n=2</tool_call>", "", ONE),
+        ("glm", "<tool_call>f s='a b' t=\"c\"</tool_call>", "", [("f", {"s": "a b", "t": "c"})]),
+        ("glm", "<tool_call>f s=a m=2</tool_call>", "<tool_call>f s=a m=2</tool_call>", []),
+        ("glm", "<tool_call>f s=a and more</tool_call>", "<tool_call>f s=a and more</tool_call>", []),
+        # An end that was forgotten
+        ("minicpm", '<function name="f"><param name="n">2</param><param name="s">a</function>', "", ONE_TURNED),
+        ("minicpm", '<function name="f"><param name="s">a</function> b</param><param name="n">2</param></function>', "",
+         [("f", {"s": "a</function> b", "n": 2})]),
+        ("apertus", '<|tools_prefix|>[{"f": {"s": "a", "n": 2}}]', "", ONE),
+        ("apertus", '<|tools_prefix|>[{"f": {"s": "a", "n": 2}}', "", ONE),
+        ("apertus", '<|tools_prefix|>[{"f": {"s": "a", "n": 2}<|tools_suffix|>', "", ONE),
+        ("apertus", '<|tools_prefix|>[{"f": {"s": "a", "n": 2', '<|tools_prefix|>[{"f": {"s": "a", "n": 2', []),
+        # Arguments within one
+        ("deepseek-dsml", '<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="arguments" string="false">{"s": "a", '
+         '"n": "2"}</｜DSML｜parameter>\n</｜DSML｜invoke>', "", ONE),
+        ("deepseek-dsml", '<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="input" string="true">{"s": "a", "n": 2}'
+         "</｜DSML｜parameter>\n</｜DSML｜invoke>", "", ONE),
+        ("minicpm", "<function name=\"f\"><param name=\"properties\">{'s': 'a', 'n': 2}</param></function>", "", ONE),
+        ("minicpm", '<function name="f"><param name="properties">{"other": 2}</param></function>', "",
+         [("f", {"properties": {"other": 2}})]),
+        ("minicpm", '<function name="clock"><param name="input">{"s": 2}</param></function>', "",
+         [("clock", {"input": {"s": 2}})]),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"parameters": {"s": "a", "n": 2}}}</tool_call>', "", ONE),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"input": "a"}}</tool_call>', "", [("f", {"input": "a"})]),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"arguments": "{\\"s\\": \\"a\\", \\"n\\": 2}"}', "", ONE),
         # Elements
         ("minimax-m3", ']<]minimax[>[<invoke name="weather">]<]minimax[>[<a>]<]minimax[>[<item>x</b>]<]minimax[>['
          "</item>]<]minimax[>[<item>y]<]minimax[>[</item>]<]minimax[>[</a>]<]minimax[>[<b>]<]minimax[>[<c> d\n]<]"
@@ -223,6 +266,9 @@ def test_json_as_models_write_it(name: str, body: str, calls: Calls | None) -> N
         ("deepseek-dsml", '<｜DSML｜invoke name="clock">\n<｜DSML｜parameter name="a" string="true">5'
          '</｜DSML｜parameter>\n<｜DSML｜parameter name="b" string="false">5</｜DSML｜parameter>\n'
          "</｜DSML｜invoke>", "", [("clock", {"a": "5", "b": 5})]),
+        ("deepseek-dsml", '<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="n" string="true">2</｜DSML｜parameter>\n'
+         '<｜DSML｜parameter name="s" string="true">2</｜DSML｜parameter>\n</｜DSML｜invoke>', "",
+         [("f", {"n": 2, "s": "2"})]),
         ("deepseek", '<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"s": "```", "n": 2}\n```<｜tool▁call▁end'
          "｜>", "", [("f", {"s": "```", "n": 2})]),
         ("command-r", 'Action: I act.', 'Action: I act.', []),
