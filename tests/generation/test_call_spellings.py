@@ -175,6 +175,10 @@ def test_json_as_models_write_it(name: str, body: str, calls: Calls | None) -> N
         ("command", '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "directly_answer", "parameters": {}}]'
          "<|END_ACTION|>", '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "directly_answer", "parameters": {}}]'
          "<|END_ACTION|>", []),
+        ("phi", f"functools[{BODY}, {BODY}]", "", ONE * 2),
+        ("phi", 'functools[\n  {"name": "clock", "arguments": {}}\n] Now.', "Now.", CLOCK),
+        ("phi", "Use functools [1] or functools.cache.", "Use functools [1] or functools.cache.", []),
+        ("granite-function", '<function_call> {"name": "clock", "arguments": {}} Now.', "Now.", CLOCK),
         # Python
         ("llama", '<|python_tag|>f.call(s="a", n=2)', "", ONE),
         ("llama", '<|python_tag|>f(s="a", n=2)', "", ONE),

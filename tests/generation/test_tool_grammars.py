@@ -191,6 +191,35 @@ def test_a_forced_call_satisfies_its_schema(name: str, control: bool) -> None:
         assert ended, what
 
 
+@pytest.mark.parametrize("name", ["hermes", "glm", "qwen-coder"])
+@pytest.mark.parametrize(
+    ("written", "named"),
+    [
+        ("str", "string"),
+        ("int", "integer"),
+        ("float", "number"),
+        ("double", "number"),
+        ("bool", "boolean"),
+        (["str", "None"], ["string", "null"]),
+        ("dict", "object"),
+        ("list", "array"),
+        ("tuple", "array"),
+    ],
+)
+def test_types_by_their_names_in_python_are_forced(name: str, written: Any, named: Any) -> None:
+    by_name = [
+        [
+            Tool(
+                name="f",
+                parameters=json.dumps(properties(s={"type": each}, a={"type": "array", "items": {"type": each}})),
+            )
+        ]
+        for each in (written, named, "null")
+    ]
+    found = [model(name, True).forced(BY_NAME[name], tools) for tools in by_name]
+    assert found[0] == found[1] != found[2]
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", BY_NAME)
 def test_one_of_several_tools_is_called(name: str) -> None:

@@ -32,6 +32,17 @@ SAID = {
     "</arg_key:opensource>\n<arg_value:opensource>12</arg_value:opensource>\n<arg_key:opensource>days"
     "</arg_key:opensource>\n<arg_value:opensource>3</arg_value:opensource>\n</tool_call:opensource>\n"
     "<tool_call:opensource>clock<tool_sep:opensource>\n</tool_call:opensource>\n</tool_calls:opensource>",
+    "hunyuan-plain": "<tool_calls>\n<tool_call>weather<tool_sep>\n<arg_key>city</arg_key>\n<arg_value>12</arg_value>\n"
+    "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>clock<tool_sep>\n</tool_call>\n"
+    "</tool_calls>",
+    "step": '<｜tool_calls_begin｜>\n<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="weather">'
+    '<steptml:parameter name="city">12</steptml:parameter><steptml:parameter name="days">3</steptml:parameter>'
+    "</steptml:invoke><｜tool_call_end｜>\n<｜tool_call_begin｜>function<｜tool_sep｜>"
+    '<steptml:invoke name="clock">\n</steptml:invoke><｜tool_call_end｜>\n<｜tool_calls_end｜>',
+    "olmo": "<function_calls>weather(city='12', days=3)\nclock()</function_calls>",
+    "intern": f"<|action_start|><|plugin|>\n{_WEATHER.replace('arguments', 'parameters')}<|action_end|>"
+    f"<|action_start|><|plugin|>{_CLOCK}<|action_end|>",
+    "granite-function": f"<function_call> {_WEATHER}\n<function_call> {_CLOCK}",
     "minimax": _elements("minimax:tool_call", "invoke", "parameter"),
     "muse": _elements("atem:function_calls", "atem:invoke", "atem:parameter"),
     "deepseek-dsml": _elements("｜DSML｜function_calls", "｜DSML｜invoke", "｜DSML｜parameter")
