@@ -74,6 +74,8 @@ class ReasoningParser:
         """What was written since the part's beginning, with the marks after it."""
         self._named = False
         """Whether the text belongs to a part whose name was read."""
+        self.for_user = False
+        """Whether the text belongs to a part that is for the user by its name: it holds no calls."""
         self._thought = begun
         self._filled: set[_AnswerPart] = set()
         self._opened = False
@@ -103,6 +105,11 @@ class ReasoningParser:
     def in_name(self) -> bool:
         """Whether the next text belongs to the name of a part."""
         return self._state is _AnswerPart.HEADER
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether the parts of the answer have names."""
+        return bool(self._form.headers)
 
     @property
     def name_ends(self) -> tuple[str, ...]:
@@ -207,14 +214,16 @@ class ReasoningParser:
             # The recipient may stand before a further mark of the same header.
             header = "" if mark == form.headers[0] else self._header
             self._state, self._header, self._named = _AnswerPart.HEADER, header + mark, False
-            self._header_begun = False
+            self._header_begun = self.for_user = False
         elif mark in form.within:
             self._header += " " if self._header else ""
         elif mark == form.body:
             header = self._header
             self._named, self._header_begun = True, False
             words = re.split("|".join(map(re.escape, form.headers)), header)[-1].split()
-            recipient = _RECIPIENT.search(header) if self._recipients else None
+            recipient = _RECIPIENT.search(header)
+            self.for_user = recipient is not None and recipient[1] == "user"
+            recipient = recipient if self._recipients else None
             recipient = None if recipient is not None and recipient[1] in _NO_TOOLS else recipient
             self._begin(
                 _AnswerPart.ANSWER if recipient or set(words).isdisjoint(form.thoughts) else _AnswerPart.THOUGHTS
@@ -232,7 +241,7 @@ class ReasoningParser:
             if withdrawn:
                 self._filled = {_AnswerPart.THOUGHTS}
             self._thought = self._thought or not form.headers
-            self._named = False
+            self._named = self.for_user = False
             self._begin(_AnswerPart.ANSWER)
             return Separated(withdrawn, withdrawn=bool(withdrawn))
         else:

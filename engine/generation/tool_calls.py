@@ -108,6 +108,15 @@ class ToolCallParser:
         text = "".join(map(self._read_letter, piece))
         return WithCalls(text, self.calls[before:])
 
+    def pass_on(self, piece: str) -> str:
+        """What is shown of ``piece``, which certainly holds no call, and of what was held before it. A call that was
+        begun ends before it."""
+        if not piece:
+            return ""
+        self._take_begun()
+        held = self._as_text(len(self._held)) if self._held else ""
+        return held + self._spaced(piece)
+
     def _read_letter(self, letter: str) -> str:
         """The text that is then certain."""
         self._held += letter

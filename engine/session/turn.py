@@ -323,7 +323,9 @@ class TextStream:
         if self._parser is None:
             self._wait(Separated(answer=text))
             return
-        self._wait(self._settled(self._parser.push(text)))
+        for piece in text if self._parser.has_parts else [text]:
+            for_user = self._parser.for_user
+            self._wait(self._settled(self._parser.push(piece)), for_user=for_user)
         if self._parser.thinking and not (self._calls_in_thoughts and self._calls_in_thoughts.holding):
             self.thought_tokens, self.thought_s = self._turn.tokens, self._turn.answering_s
 
@@ -336,15 +338,17 @@ class TextStream:
             thoughts += self._calls_in_thoughts.closed()
         return Separated(thoughts, found.answer, found.withdrawn)
 
-    def _wait(self, found: Separated, stops: bool = True, last_of_calls: bool = False) -> None:
+    def _wait(self, found: Separated, stops: bool = True, last_of_calls: bool = False, for_user: bool = False) -> None:
         """Add what was found to what is sent next, through what separates calls (unless it is the ``last_of_calls``)
-        and cuts at ``stops``."""
+        and cuts at ``stops``. What is ``for_user`` holds no calls."""
         if found.withdrawn:
             self._stops.flush()
             self.thought_tokens, self.thought_s = self._turn.tokens, self._turn.answering_s
             self._waiting = Separated(withdrawn=True)
         before = self._waiting
-        answer = found.answer if self._calls is None or last_of_calls else self._calls.push(found.answer).text
+        answer = found.answer
+        if self._calls is not None and not last_of_calls:
+            answer = self._calls.pass_on(answer) if for_user else self._calls.push(answer).text
         answer = self._stops.push(answer) if stops else answer
         self._waiting = Separated(before.thoughts + found.thoughts, before.answer + answer, before.withdrawn)
 

@@ -141,6 +141,8 @@ def test_a_part_for_a_tool(text: str, thoughts: str, answer: str, called: Any, s
         ("muse", "muse", "<|start|>assistant", " to=self<|message|>Hm.<|eom|><|start|>assistant to=user<|message|>I "
          'look.<|eom|><|start|>assistant to=clock<|message|><atem:function_calls>\n<atem:invoke name="clock">\n</atem:'
          "invoke>\n</atem:function_calls>"),
+        ("muse", "muse", "<|start|>assistant", " to=self<|message|>Hm.<|eom|><|start|>assistant to=clock<|message|>"
+         '<atem:invoke name="clock">\n</atem:invoke><|eom|><|start|>assistant to=user<|message|>I look.'),
         ("minimax", "minimax-m3", "ai\n<mm:think>", "Hm.</mm:think>I look.]<]minimax[>[<tool_call>\n]<]minimax[>["
          '<invoke name="clock">]<]minimax[>[</invoke>\n]<]minimax[>[</tool_call>'),
         ("command-text", "command", "", "<|START_THINKING|>Hm.<|END_THINKING|><|START_TEXT|>I look.<|END_TEXT|>"
@@ -157,3 +159,20 @@ def test_a_part_for_a_tool(text: str, thoughts: str, answer: str, called: Any, s
 def test_thoughts_words_and_a_call(thoughts: str, calls: str, prompt: str, text: str, size: int) -> None:
     form = CALLS[calls]
     assert read(thoughts, calls, prompt, text, size, recipients=form.shape == "parts") == ("Hm.", "I look.", CALLED)
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+def test_a_call_that_is_shown_to_the_user_is_none(size: int) -> None:
+    def found(text: str) -> tuple[str, str, list[tuple[str, str]]]:
+        return read("muse", "muse", "<|start|>assistant", text, size, recipients=False)
+
+    call = '<atem:invoke name="clock">\n</atem:invoke>'
+    said = f" to=user<|message|>Write {call} here.\n"
+    wanted = f"Write {call} here."
+    assert found(said) == ("", f"{wanted}\n", [])
+    after = f"{said}<|eom|><|start|>assistant to=clock<|message|>{call}"
+    assert found(after) == ("", wanted, CALLED)
+    begun = f" to=clock<|message|>{call[:12]}<|eom|><|start|>assistant{after}"
+    assert found(begun) == ("", f"{call[:12]}\n\n{wanted}", CALLED)
+    open_argument = f'{call[: call.index(">") + 1]}\n<atem:parameter name="a">1<|eom|><|start|>assistant'
+    assert found(f" to=clock<|message|>{open_argument}{said}")[1] == f"{wanted}\n"
