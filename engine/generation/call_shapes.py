@@ -10,7 +10,7 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -474,7 +474,7 @@ class CallReader:
         before, *pieces = text[head.end() :].split(self._form.separator)
         types = self._types[head[1]]
         try:
-            found = dict(_elements(iter(pieces), "", 0))
+            found = _by_name(_elements(iter(pieces), "", 0))
         except ValueError:
             return None
         arguments = {key: types.from_text(key, each) if isinstance(each, str) else each for key, each in found.items()}
@@ -696,6 +696,14 @@ def _elements(pieces: Iterator[str], end: str, depth: int) -> Iterator[tuple[str
         elif all(name == "item" for name, _ in inner):
             yield tag[1], [value for _, value in inner]
         else:
-            yield tag[1], dict(inner)
+            yield tag[1], _by_name(inner)
     if end:
         raise ValueError("an element does not end")
+
+
+def _by_name(elements: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """The values of ``elements``: a list of them for a name that several have."""
+    found: dict[str, list[Any]] = {}
+    for name, value in elements:
+        found.setdefault(name, []).append(value)
+    return {name: values if len(values) > 1 else values[0] for name, values in found.items()}

@@ -259,6 +259,9 @@ def test_json_as_models_write_it(name: str, body: str, calls: Calls | None) -> N
          "</item>]<]minimax[>[<item>y]<]minimax[>[</item>]<]minimax[>[</a>]<]minimax[>[<b>]<]minimax[>[<c> d\n]<]"
          "minimax[>[</c>]<]minimax[>[</b>]<]minimax[>[</invoke>", "",
          [("weather", {"a": ["x</b>", "y"], "b": {"c": " d\n"}})]),
+        ("minimax-m3", ']<]minimax[>[<invoke name="a.b">]<]minimax[>[<x>1]<]minimax[>[</x>]<]minimax[>[<x>2]<]'
+         "minimax[>[</x>]<]minimax[>[<y>]<]minimax[>[<z>3]<]minimax[>[</z>]<]minimax[>[<z>4]<]minimax[>[</z>]<]"
+         "minimax[>[</y>]<]minimax[>[</invoke>", "", [("a.b", {"x": ["1", "2"], "y": {"z": ["3", "4"]}})]),
         ("minimax-m3", ']<]minimax[>[<invoke name="f">]<]minimax[>[<s>a]<]minimax[>[</invoke>',
          ']<]minimax[>[<invoke name="f">]<]minimax[>[<s>a]<]minimax[>[</invoke>', []),
         # Others
