@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import bisect
+import html
 import json
 import math
 import re
@@ -154,8 +155,8 @@ class CallReader:
         start = _spaces(body, 0)
         prefix = next((prefix for prefix in self._form.prefixes if body.startswith(prefix, start)), "")
         start = _spaces(body, start + len(prefix), ('"', "'"))
-        name = self._name_at(body, start)
-        at = self._after_name.match(body, start + len(name)).end()  # type: ignore[union-attr]
+        name, at = self._name_at(body, start)
+        at = self._after_name.match(body, at).end()  # type: ignore[union-attr]
         if not name or not body.startswith(self._form.tags[0], at):
             return None
         return name, TaggedStream(self._form, self._types[name]), at
@@ -302,13 +303,12 @@ class CallReader:
         calls: list[Called] = []
         at = 0
         while True:
-            start = _spaces(text, at)
+            before, start = at, _spaces(text, at)
             prefix = next((prefix for prefix in form.prefixes if text.startswith(prefix, start)), "")
             start = _spaces(text, start + len(prefix), ('"', "'"))
-            name = self._name_at(text, start)
+            name, at = self._name_at(text, start)
             if not name or (calls and not prefix):
-                return ReadCalls(calls, text[at:]) if calls and not prefix else None
-            at = start + len(name)
+                return ReadCalls(calls, text[before:]) if calls and not prefix else None
             start = self._after_name.match(text, at).end()  # type: ignore[union-attr]
             found = self._pairs(text, at, name) or self._arguments(text, self._behind_hidden(text, start), name, last)
             if found is None:
@@ -323,12 +323,16 @@ class CallReader:
     def _behind_hidden(self, text: str, at: int) -> int:
         return self._hidden.match(text, at).end()  # type: ignore[union-attr]
 
-    def _name_at(self, text: str, at: int) -> str:
-        """The tool's name that stands at ``at``, as a whole; empty if none does."""
+    def _name_at(self, text: str, at: int) -> tuple[str, int]:
+        """The tool's name that stands at ``at``, as a whole, and where it ends; empty if none does. Some write it as in
+        XML."""
+        spelled = ((name, each) for name in self._types for each in (name, name.replace("&", "&amp;")))
         found = [
-            name for name in self._types if text.startswith(name, at) and _NAME.match(text, at + len(name)) is None
+            (name, at + len(each))
+            for name, each in spelled
+            if text.startswith(each, at) and _NAME.match(text, at + len(each)) is None
         ]
-        return max(found, key=len, default="")
+        return max(found, key=lambda each: each[1], default=("", at))
 
     def _pairs(self, text: str, at: int, name: str) -> tuple[dict[str, Any], int] | None:
         """The arguments that are all of ``text`` from ``at``, written as in ``clock zone=UTC``, and where they end."""
@@ -359,6 +363,8 @@ class CallReader:
             # Other attributes may follow the name of an argument.
             key, _, attributes = text[start:stop].partition('"')
             key, start = key.strip(), value_at
+            if key not in self._properties[name] and html.unescape(key) in self._properties[name]:
+                key = html.unescape(key)
             if value_begin and text.startswith(value_begin, _spaces(text, start)):
                 start = _spaces(text, start) + len(value_begin)
             stop, at = self._value_end(text, start, name, found, last)

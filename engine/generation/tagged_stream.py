@@ -75,7 +75,13 @@ class TaggedStream:
         value = value.removeprefix(value_begin)
         if not value or _CDATA.startswith(value.lstrip()):
             return
-        if value.lstrip().startswith(_CDATA) or '"' in name or "\n" in name or name.strip() in self._keys:
+        if (
+            value.lstrip().startswith(_CDATA)
+            or '"' in name
+            or "&" in name
+            or "\n" in name
+            or name.strip() in self._keys
+        ):
             self._waits = True
             return
         if not self._keys and self._types.may_wrap(name.strip()):

@@ -22,6 +22,7 @@ TOOLS = [
     Tool(name="f", parameters=json.dumps(TEXTS)),
     Tool(name="clock"),
     Tool(name="weather"),
+    Tool(name="r&d", parameters=json.dumps({"type": "object", "properties": {"a&b": {}, "c&amp;d": {}}})),
     Tool(name="a.b", parameters=json.dumps({"type": "object", "properties": {"x": {"type": "array"}}})),
 ]
 Calls = list[tuple[str, Any]]
@@ -267,6 +268,10 @@ def test_json_as_models_write_it(name: str, body: str, calls: Calls | None) -> N
         # Others
         ("kimi-k3", '<|open|>call tool="f" index="1"<|sep|><|open|>json type="object"<|sep|>{"s": "a", "n": 2}<|close|>'
          "json<|sep|><|close|>call<|sep|>", "", ONE),
+        ("kimi-k3", '<|open|>call tool="r&amp;d" index="1"<|sep|><|open|>argument key="a&amp;b" type="string"<|sep|>'
+         '&amp;<|close|>argument<|sep|><|open|>argument key="c&amp;d" type="string"<|sep|>x<|close|>argument<|sep|>'
+         "<|close|>call<|sep|>", "", [("r&d", {"a&b": "&amp;", "c&amp;d": "x"})]),
+        ("glm", "<tool_call>r&d</tool_call>", "", [("r&d", {})]),
         ("kimi-k3", '<|open|>call tool="clock" index="1"<|sep|><|open|>argument key="a" type="string"<|sep|>{"b": 1}'
          '<|close|>argument<|sep|><|open|>argument key="c" type="number"<|sep|>5<|close|>argument<|sep|><|close|>call'
          "<|sep|>", "", [("clock", {"a": '{"b": 1}', "c": 5})]),
