@@ -119,9 +119,10 @@ def test_killed_and_asked_at_once(three: Ring, model: Path, alone: Oracle) -> No
     """The question comes before anybody has noticed."""
     assert three.answer(8).finish_reason == "length"
     since = three.mark()
-    three.followers[1].kill()
+    gone = three.followers[1]
+    gone.kill()
     assert three.answer(12, OTHER_PROMPT).token_ids == alone(12, OTHER_PROMPT).token_ids
-    assert len([text for text in three.notices(since) if "Lost" in text]) == 1
+    assert len([text for text in three.notices(since) if f"Lost {gone.name}" in text]) == 1
 
 
 @pytest.mark.parametrize(
