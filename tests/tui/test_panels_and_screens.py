@@ -53,6 +53,24 @@ async def test_a_width_of_beams_is_chosen_and_a_candidate_picked(make_app: MakeA
         assert "2/2" in shown(app)[1]
 
 
+async def test_a_width_is_typed_in_the_panel(make_app: MakeApp) -> None:
+    app = make_app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await ready(pilot, app)
+        assert app.chat is not None
+        await pilot.press("f4")
+        await wait_until(pilot, lambda: isinstance(app.focused, Widths))
+        widths = app.screen.query_one(Widths)
+        marked = []
+        for pressed in ("0", "1", "2", "1", "6", "6", "right", "1", "left", "4"):
+            await pilot.press(pressed)
+            marked.append(widths.marked)
+        assert marked == [1, 1, 12, 1, 16, 6, 7, 1, 1, 4]
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: app.screen is app.chat)
+        assert controller(app).setup.options.beams == 4 and app.chat.prompt.text == ""
+
+
 async def test_the_panel_follows_a_width_that_is_set_elsewhere(make_app: MakeApp) -> None:
     app = make_app()
     async with app.run_test(size=(120, 40)) as pilot:

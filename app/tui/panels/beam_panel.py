@@ -30,8 +30,8 @@ class BeamPanel(Panel):
     PANEL = "beams"
     TITLE = "Beams"
     HELP = (
-        "A beam search keeps several candidates and returns the likeliest complete answer. `left` and `right` "
-        "choose the beam width and show its cost; `enter` uses it from the next question on. `tab` goes to the "
+        "A beam search keeps several candidates and returns the likeliest complete answer. `left` and `right`, or its "
+        "number, choose the beam width and show its cost; `enter` uses it from the next question on. `tab` goes to the "
         "candidates. There, `enter` makes the marked candidate the answer, and the others stay as alternatives."
     )
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "screen.close_panel", "Close", id="panel.close")]
@@ -89,6 +89,8 @@ class Widths(Rendered, can_focus=True):
         self._apply = apply
         self._costs: BeamEstimates | str = "Estimating the cost…"
         self._tokens = 0
+        self._typed = ""
+        """Digits that were typed one after the other."""
 
     def use(self, width: int) -> None:
         """``width`` was set, here or elsewhere, for the next question."""
@@ -100,6 +102,19 @@ class Widths(Rendered, can_focus=True):
         """``costs`` hold for a context of ``tokens``."""
         self._costs, self._tokens = costs, tokens
         self.remake()
+
+    def on_key(self, event: events.Key) -> None:
+        """Mark the width whose number is typed. Elsewhere digits begin a question, as other letters do here."""
+        if event.character is None or event.character not in "0123456789":
+            self._typed = ""
+            return
+        event.stop()
+        self._typed = next(
+            (typed for typed in (self._typed + event.character, event.character) if 1 <= int(typed) <= WIDEST), ""
+        )
+        if self._typed:
+            self.marked = int(self._typed)
+            self.remake()
 
     def action_move(self, offset: int) -> None:
         self.marked = min(WIDEST, max(1, self.marked + offset))
