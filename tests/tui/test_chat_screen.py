@@ -103,17 +103,21 @@ async def test_pasted_lines_stay_lines_and_the_field_grows(make_app: MakeApp) ->
         await wait_until(pilot, lambda: app.chat and app.chat.prompt.size.height == 10)
 
 
-async def test_esc_stops_and_keeps_the_text(make_app: MakeApp, engine: FakeEngine) -> None:
+@pytest.mark.parametrize("stop", ["escape", "ctrl+c"])
+async def test_esc_stops_and_keeps_the_text(make_app: MakeApp, engine: FakeEngine, stop: str) -> None:
     engine.gate = asyncio.Event()
     app = make_app()
     async with app.run_test() as pilot:
         await ready(pilot, app)
         await pilot.press(*"go", "enter")
         await wait_until(pilot, lambda: controller(app).thread.path and controller(app).thread.path[-1].content)
-        await pilot.press("escape")
+        await pilot.press(stop)
         await wait_until(pilot, lambda: not controller(app).busy)
         assert "Paris" in shown(app)[1]
         assert "Stopped." in shown(app)[1]
+        # With nothing to stop and nothing selected, ctrl+c says how to leave.
+        await pilot.press("ctrl+c")
+        assert [notice.message for notice in app._notifications] == ["Press ctrl+q to quit."]
 
 
 async def test_an_early_question_waits_visibly(make_app: MakeApp, engine: FakeEngine) -> None:

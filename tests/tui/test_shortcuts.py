@@ -198,6 +198,8 @@ async def test_a_question_mark_shows_the_keys_of_the_place(make_app: MakeApp) ->
         possible, _, impossible = sheet(app).partition("Not now")
         assert "Next version: This message has no other versions." in " ".join(impossible.split())
         assert "Copy code: This message has no code block." in impossible and "Copy code" not in possible
+        assert re.search(r"^left \[ +Previous version: This message has no other", impossible, re.MULTILINE), impossible
+        assert "Scroll Left" not in sheet(app)
         assert "f3 ctrl+g" in possible.partition("On this screen")[2]
         await pilot.press("question_mark")
         await pilot.press("f3", "question_mark")

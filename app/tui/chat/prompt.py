@@ -110,11 +110,11 @@ class Prompt(FoldingArea):
         # TextArea takes enter as a character before it looks at bindings, and other bindings would take effect
         # only after the characters that were typed just behind them: the library offers a key to all widgets around
         # the field first.
-        bound_here = None if event.is_printable else self.screen.active_bindings.get(event.key)
-        if bound_here is not None and bound_here.node is self and bound_here.enabled:
+        at = None if event.is_printable else self.screen.active_bindings.get(event.key)
+        # An action may leave its key to others: ctrl+c copies only where something is selected.
+        if at and at.node is self and at.enabled and await self.app.run_action(at.binding.action, self):
             event.stop()
             event.prevent_default()
-            await self.run_action(bound_here.binding.action)
             return
         await super()._on_key(event)
 

@@ -123,7 +123,7 @@ def keys_here(screen: Screen[Any]) -> dict[str, list[tuple[list[str], Content]]]
 
     Those that do nothing at present come last, with the reason.
     """
-    active = screen.active_bindings
+    active = {name: at for name, at in screen.active_bindings.items() if not _scrolls_nothing(at.node, at.binding)}
     impossible: dict[tuple[DOMNode, str], tuple[list[str], Content]] = {}
     told: set[str] = set()
     found: dict[str, dict[tuple[DOMNode, str], tuple[list[str], Content]]] = {}
@@ -133,7 +133,7 @@ def keys_here(screen: Screen[Any]) -> dict[str, list[tuple[list[str], Content]]]
             at = active.get(name)
             if not binding.description or binding.system or (at is not None and at.binding is not binding):
                 continue
-            if at is None and name in told:
+            if at is None and (name in told or _scrolls_nothing(node, binding)):
                 continue
             about, rows = Content(title_of(binding)), found.setdefault(place, {})
             if at is None:
@@ -145,6 +145,12 @@ def keys_here(screen: Screen[Any]) -> dict[str, list[tuple[list[str], Content]]]
             keys, _ = rows.setdefault((node, binding.action), ([], about))
             keys.append(readable(name))
     return {place: list(rows.values()) for place, rows in {**found, NOT_NOW: impossible}.items() if rows}
+
+
+def _scrolls_nothing(node: DOMNode, binding: Binding) -> bool:
+    """Whether ``binding`` scrolls to the side, and there is nothing: the library's containers have it all the same."""
+    sideways = binding.action in ("scroll_left", "scroll_right")
+    return sideways and isinstance(node, Widget) and not node.allow_horizontal_scroll
 
 
 class KeySheet(HelpScreen):
