@@ -88,6 +88,8 @@ class LocalEngine:
         self.events: list[AnyEvent] = []
         self._news = threading.Condition()
         self._ended = False
+        self._end = ""
+        """How it ended."""
         self._next = 0
         self._reader = threading.Thread(target=self._read, name="reading events", daemon=True)
         self._reader.start()
@@ -121,7 +123,8 @@ class LocalEngine:
                         return self.events[since]
                     since += 1
                 if self._ended or not self._news.wait(max(0.0, by - time.monotonic())):
-                    what = "ended" if self._ended else f"sent nothing of that within {seconds:g} s"
+                    ended = f"ended ({self._end}; status {self.process.poll()})"
+                    what = ended if self._ended else f"sent nothing of that within {seconds:g} s"
                     raise ModelError(f"An engine process on this machine {what} ({self.home}).", kind="internal")
 
     def state(self) -> NetworkState | None:
@@ -156,8 +159,9 @@ class LocalEngine:
                 with self._news:
                     self.events += found
                     self._news.notify_all()
-        except (OSError, ValueError, ProtocolError):
-            return
+            self._end = "it has closed its output"
+        except (OSError, ValueError, ProtocolError) as error:
+            self._end = str(error) or type(error).__name__
         finally:
             with self._news:
                 self._ended = True

@@ -71,10 +71,10 @@ def remove(folder: Path) -> None:
     """Remove ``folder`` until it stays away."""
     gone = 0
     for _ in range(MOST_LOOKS):
-        shutil.rmtree(folder, ignore_errors=True)
         gone = 0 if folder.exists() else gone + 1
         if gone >= QUIET_LOOKS:
             return
+        shutil.rmtree(folder, ignore_errors=True)
         time.sleep(LOOK_S)
 
 

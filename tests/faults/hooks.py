@@ -143,7 +143,10 @@ def refuses(path: str) -> EngineParts:
     def observe(moment: Moment, *subjects: object) -> None:
         if moment == "offered":
             left, count = map(int, asked.read_text().split())
-            asked.write_text(f"{left - 1} {count + 1}")
+            # Replaced as a whole, as the test reads it meanwhile.
+            changed = asked.with_suffix(".new")
+            changed.write_text(f"{left - 1} {count + 1}")
+            changed.replace(asked)
             if left > 0:
                 raise ModelError("It is still busy.", kind="disk")
 

@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from eventually import eventually
 from ring_faults import write_model
 
-from engine.system.temporary_folders import is_remover, remove, temporary_folder
+from engine.system.temporary_folders import QUIET_LOOKS, is_remover, remove, temporary_folder
 
 THERE_S = 100.0
 GONE_S = 120.0
@@ -154,13 +155,17 @@ def test_a_folder_is_removed_when_what_it_is_used_for_fails(tmp_path: Path) -> N
 def test_a_folder_that_is_written_into_meanwhile_is_removed_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.system.temporary_folders.LOOK_S", 0.02)
     folder = tmp_path / "folder"
-    late = subprocess.Popen(
-        [sys.executable, "-c", "import os, sys, time; time.sleep(0.05); os.makedirs(sys.argv[1])", str(folder / "late")]
-    )
     (folder / "early").mkdir(parents=True)
-    monkeypatch.setattr("engine.system.temporary_folders.QUIET_LOOKS", 50)
+    looks = 0
+
+    def writes_late(seconds: float) -> None:
+        nonlocal looks
+        looks += 1
+        if looks in (2, 2 + QUIET_LOOKS):
+            (folder / "late").mkdir(parents=True)
+
+    monkeypatch.setattr("engine.system.temporary_folders.time", SimpleNamespace(sleep=writes_late))
     remove(folder)
-    assert late.wait(GONE_S) == 0
+    assert looks == 2 + 2 * QUIET_LOOKS
     assert not folder.exists()
