@@ -208,6 +208,25 @@ def test_closing_from_another_thread_wakes_who_waits(linked_nodes: Make, transpo
         exchange.close()
 
 
+def test_who_lost_a_node_tells_the_others_when_it_closes(linked_nodes: Make) -> None:
+    """By then it can say whom it lost: the others ask it for that as soon as it leaves them."""
+    zero, one, two = linked_nodes(3).meshes("tls")
+    two._sockets[1].cut()
+    for mesh in (zero, one):
+        mesh.send((b"x",), 1)
+    with pytest.raises(PeerLost) as lost:
+        one.receive()
+    assert lost.value.ranks == (2,)
+    from_one = zero._sockets[0]
+    assert bytes(from_one.pull(1) or b"") == b"x" and from_one.pull(1) is None
+    one.close()
+    with pytest.raises(PeerLost, match="left the ring"):
+        while from_one.pull(1) is None:
+            pass
+    for mesh in (zero, two):
+        mesh.close()
+
+
 @pytest.mark.parametrize("transport", OURS)
 def test_one_that_leaves_after_the_last_exchange_disturbs_nobody_in_it(
     linked_nodes: Make, transport: ExchangeName

@@ -25,8 +25,8 @@ from engine.cluster.transport.accepting import Links
 from engine.cluster.transport.connecting import connect_commands, connect_mesh, dial_link
 from engine.cluster.transport.epochs import LINK_KIND, Epoch, LinkRequest, Member, Transport, in_networks, split_address
 from engine.cluster.transport.exchange import PeerLost, RingProtocolError
-from engine.cluster.transport.framed_socket import FramedSocket
-from engine.cluster.transport.link_probe import measure_link
+from engine.cluster.transport.framed_socket import FramedLink, FramedSocket
+from engine.cluster.transport.link_probe import measure_latency, measure_link
 from engine.errors import ModelError
 from engine.ipc.messages.ring import ExchangeName
 
@@ -363,6 +363,25 @@ def test_a_link_is_measured_only_by_those_who_are_known(linked_nodes: Make) -> N
     stranger = Links(make_identity())
     with pytest.raises(ModelError, match="cannot be measured"):
         measure_link(stranger, Epoch("x", 0, (), bytes(32)), nodes.members[1], address(nodes, 1))
+
+
+def test_only_the_measurements_of_a_forgotten_machine_are_cut(linked_nodes: Make) -> None:
+    nodes = linked_nodes(3)
+    zero, one, two = nodes.nodes
+
+    def measuring(node: LinkedNode) -> FramedLink:
+        at = address(nodes, 1)
+        return FramedLink(dial_link(node.links, node.epoch, nodes.members[1], "measure", "tls", at, by()))
+
+    kept, cut = measuring(zero), measuring(two)
+    eventually(lambda: len(one.links._measuring) == 2)
+    one.links.cut_measuring(two.identity.node_id)
+    with pytest.raises(PeerLost):
+        cut.receive(1)
+    assert measure_latency(kept) > 0
+    one.links.close()
+    with pytest.raises(PeerLost):
+        kept.receive(1)
 
 
 def test_many_connections_leave_no_descriptor_behind(linked_nodes: Make) -> None:

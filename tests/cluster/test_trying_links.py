@@ -143,6 +143,7 @@ def test_a_ring_is_planned_with_those_who_reach_one_another(
     three.forgets(2, 1)
     survey = surveyor.survey(three.head, candidates(three.head, []), "native", lambda *_: None, to_send=False)
     found = plan_connected(surveyor.headers, "tiny", load, order, survey)
+    assert list(survey.tried.broken) == [three.pair(three.bob, three.carl)], survey.tried.broken
     ((left, pairs),) = found.without_links.items()
     assert pairs == {three.pair(three.bob, three.carl)}
     name, other = ("Bob", "Carl") if left == three.bob else ("Carl", "Bob")

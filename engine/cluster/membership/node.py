@@ -348,7 +348,7 @@ class Node:
         """End the calls and cut the links of a machine that is no longer paired. May be called twice."""
         self.server.cut(node_id)
         self.table.forget(node_id)
-        self.links.close_peer_measuring()
+        self.links.cut_measuring(node_id)
         for call in list(self._forgotten):
             call(node_id)
 

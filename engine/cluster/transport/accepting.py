@@ -75,7 +75,8 @@ class Links:
         self._certificate_of = certificate_of
         self._serve_measuring = serve_measuring
         self._expected: dict[_Key, _Expected] = {}
-        self._measuring: set[FramedLink] = set()
+        self._measuring: dict[FramedLink, str] = {}
+        """Links on which a measurement runs, with the node id of the machine that measures."""
         self._mutex = threading.Lock()
         self._closed = False
 
@@ -150,7 +151,7 @@ class Links:
             if self._closed or len(self._measuring) >= _MOST_MEASURING:
                 link.close()
                 return False
-            self._measuring.add(link)
+            self._measuring[link] = request.node_id
         threading.Thread(target=self._measured, args=(link,), name="measuring a link", daemon=True).start()
         return True
 
@@ -162,7 +163,7 @@ class Links:
         finally:
             link.close()
             with self._mutex:
-                self._measuring.discard(link)
+                del self._measuring[link]
 
     def _prove(
         self, connection: socket.socket, body: bytes, request: LinkRequest, member: Member, key: bytes, by: float
@@ -205,10 +206,10 @@ class Links:
         for expected in gone:
             expected.framed.cancel()
 
-    def close_peer_measuring(self) -> None:
-        """Cut every running measurement, as a peer was forgotten."""
+    def cut_measuring(self, node_id: str) -> None:
+        """Cut the running measurements of the machine ``node_id``, which is no longer paired."""
         with self._mutex:
-            links = list(self._measuring)
+            links = [link for link, other in self._measuring.items() if other == node_id]
         for link in links:
             link.close()
 
@@ -218,6 +219,8 @@ class Links:
             self._closed = True
             gone = list(self._expected.values())
             self._expected.clear()
+            measuring = list(self._measuring)
         for expected in gone:
             expected.framed.cancel()
-        self.close_peer_measuring()
+        for link in measuring:
+            link.close()

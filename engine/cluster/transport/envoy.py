@@ -134,7 +134,10 @@ class EnvoyExchange:
                             f"{self._names[rank]} sent {len(frame)} bytes where {self._capacity} are allowed.",
                             kind="network",
                         )
-            except (PeerLost, RingProtocolError):
+            except PeerLost:
+                self._closed = True
+                raise
+            except RingProtocolError:
                 self._end()
                 raise
         frames.insert(self._epoch.rank, self._own)

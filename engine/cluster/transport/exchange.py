@@ -52,7 +52,8 @@ class Exchange(Protocol):
         :meth:`send`.
 
         Waits as long as the others live. Raises PeerLost if one is gone. Raises RingProtocolError if one sent more than
-        ``capacity`` or anything that is not the expected exchange.
+        ``capacity`` or anything that is not the expected exchange. The exchange is over then. After
+        PeerLost the others hear of it when :meth:`close` is called: by then this node must be able to say whom it lost.
         """
         ...
 

@@ -59,7 +59,10 @@ class Mesh:
             try:
                 for framed in self._sockets:
                     framed.push(parts)
-            except (PeerLost, RingProtocolError):
+            except PeerLost:
+                self._closed = True
+                raise
+            except RingProtocolError:
                 self._end()
                 raise
             # A copy, because the caller may reuse the parts while the contributions are still in use.
@@ -71,7 +74,10 @@ class Mesh:
             self._usable()
             try:
                 frames = self._gather()
-            except (PeerLost, RingProtocolError):
+            except PeerLost:
+                self._closed = True
+                raise
+            except RingProtocolError:
                 self._end()
                 raise
         frames.insert(self._rank, self._own)
