@@ -1,16 +1,90 @@
-"""The documents name files that exist."""
+"""The documents name files, commands, options, settings and figures that exist, and stay short."""
 
 from __future__ import annotations
 
 import re
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
+
+from app.commands.root import privatellm
+from app.settings.schema import setting_named
+from app.tui.keymap import parse
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("app", "engine", "discovery", "assets", "packaging", "benchmarks", "tests", "docs")
+RESULTS = ROOT / "benchmarks" / "results"
+"""Printed tables, which are no documents."""
 OF_PEOPLE = {"settings.toml", "personas.toml", "keymap.toml", "config.toml"}
 """Files on a person's machine."""
+
+DOCUMENTS = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("README.md") if path.parent != RESULTS),
+]
+PAGES = [*DOCUMENTS, *sorted(RESULTS.glob("*.md"))]
+
+_FENCED = re.compile(r"^```[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_SPAN = re.compile(r"`([^`\n]+)`")
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+documents = pytest.mark.parametrize("document", DOCUMENTS, ids=name)
+pages = pytest.mark.parametrize("page", PAGES, ids=name)
+
+
+def code(document: Path) -> Iterator[tuple[str, bool]]:
+    """Each line of a block of code, and each piece of code in a sentence, for which the second value is true."""
+    text = document.read_text(encoding="utf-8")
+    for block in _FENCED.findall(text):
+        yield from ((line, False) for line in block.replace("\\\n", " ").splitlines())
+    yield from ((span, True) for span in _SPAN.findall(_FENCED.sub("", text)))
+
+
+def arguments(line: str, program: str) -> Iterator[list[str]]:
+    """The arguments of every call of ``program`` in a line of shell."""
+    lexer = shlex.shlex(line.replace("<(", "; "), posix=True, punctuation_chars=True)
+    lexer.whitespace_split = True
+    call: list[str] | None = None
+    first = True
+    try:
+        words = list(lexer)
+    except ValueError:  # a quotation mark of another language than the shell's
+        return
+    for word in [*words, ";"]:
+        if set(word) <= set("();<>|&"):
+            if call is not None:
+                yield call
+            call, first = None, True
+        elif call is not None:
+            call.append(word)
+        elif first and Path(word).name == program:
+            call = []
+        else:
+            first = first and re.match(r"\w+=", word) is not None
+
+
+def parsed(command: click.Command, call: list[str], *, mentioned: bool) -> None:
+    """Raises click.UsageError for a command, an option or a value that does not exist."""
+    if isinstance(command, click.Group) and call and not call[0].startswith("-"):
+        _, inner, rest = command.resolve_command(click.Context(command), call)
+        assert inner is not None
+        parsed(inner, rest, mentioned=mentioned)
+        return
+    try:
+        command.make_context(command.name, list(call))
+    except click.exceptions.Exit:
+        pass  # --help and --version
+    except click.MissingParameter:
+        if not mentioned:
+            raise
 
 
 @pytest.fixture(scope="module")
@@ -19,13 +93,93 @@ def files() -> list[str]:
     return ["/" + path.relative_to(ROOT).as_posix() for path in [*found, *ROOT.glob("*.*")]]
 
 
-@pytest.mark.parametrize("document", sorted(path.name for path in (ROOT / "docs").glob("*.md")))
-def test_every_file_that_is_named_exists(document: str, files: list[str]) -> None:
-    text = (ROOT / "docs" / document).read_text(encoding="utf-8")
+@documents
+def test_every_file_that_is_named_exists(document: Path, files: list[str]) -> None:
+    text = document.read_text(encoding="utf-8")
     named = set(re.findall(r"[\w/-]+\.(?:py|c|h|toml|sql|svg)\b", text)) - OF_PEOPLE
     missing = sorted(name for name in named if not any(path.endswith("/" + name.lstrip("/")) for path in files))
     assert missing == []
 
 
+def anchors(page: Path) -> set[str]:
+    """The parts of ``page`` that a link can name, as GitHub makes them of headings."""
+    text = _FENCED.sub("", page.read_text(encoding="utf-8"))
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pages
+def test_every_link_leads_somewhere(page: Path) -> None:
+    text = _SPAN.sub("", _FENCED.sub("", page.read_text(encoding="utf-8")))
+    targets = [target for target in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in target]
+    for target in targets:
+        path, _, part = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.is_file(), target
+        assert not part or part in anchors(file), target
+
+
+@documents
+def test_every_command_of_the_program_exists_with_its_options(document: Path) -> None:
+    for line, mentioned in code(document):
+        for call in arguments(line, "privatellm"):
+            try:
+                parsed(privatellm, call, mentioned=mentioned)
+            except click.UsageError as error:
+                pytest.fail(f"{line}: {error.format_message()}")
+
+
+def test_a_command_that_does_not_exist_is_noticed() -> None:
+    for wrong in ("sing", "ask Hi --loud", "models push M", "locate moon", "ask --beams many"):
+        (call,) = arguments(f"cat a | .venv/bin/privatellm {wrong} > b", "privatellm")
+        with pytest.raises(click.UsageError):
+            parsed(privatellm, call, mentioned=True)
+
+
+@documents
+def test_every_target_of_make_and_every_benchmark_exists(document: Path) -> None:
+    rules = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    for line, _ in code(document):
+        for call in arguments(line, "make"):
+            assert not call or call[0] in rules, line
+        for module, rest in re.findall(r"\b(benchmarks(?:\.\w+)+)\b([^|&#]*)", line):
+            path = ROOT / module.replace(".", "/")
+            assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), line
+            text = "".join(source.read_text(encoding="utf-8") for source in (ROOT / "benchmarks").rglob("*.py"))
+            for option in re.findall(r"(?<!\S)--[a-z-]+", rest):
+                assert f'"{option}"' in text, line
+
+
+@documents
+def test_every_command_of_the_chat_exists(document: Path) -> None:
+    if document.name == "serve.md":
+        return  # its slashes are paths of HTTP
+    for span, mentioned in code(document):
+        if mentioned and re.match(r"/[a-z]+\b(?!/)", span):
+            assert parse(span) is not None, span
+
+
+@documents
+def test_every_setting_that_is_named_exists(document: Path) -> None:
+    for span, mentioned in code(document):
+        if mentioned and re.fullmatch(r"(?:ring|prefix)_[a-z_]+", span):
+            assert setting_named(span).key == span
+
+
+def test_the_speeds_of_the_first_page_are_printed_in_the_results() -> None:
+    printed = (RESULTS / "packed.md").read_text(encoding="utf-8")
+    figures = re.findall(r"([\d.]+ / [\d.]+): \*\*([\d.]+)\*\*", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert len(figures) == 18
+    assert [figure for figure in figures if f"{figure[0]}: {figure[1]} " not in printed] == []
+
+
 def test_the_architecture_takes_two_pages() -> None:
     assert len((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").splitlines()) <= 120
+
+
+def words(document: Path) -> int:
+    return len(document.read_text(encoding="utf-8").split())
+
+
+def test_the_first_page_is_short() -> None:
+    assert words(ROOT / "README.md") <= 1_200
