@@ -3,6 +3,7 @@
 # make test-fast      the tests that start no engine and load no large model: for while something is being changed
 # make test-soak      what takes longer: many rounds of kills, full products, whole programs, new random examples
 # make test-papers    the tests of the benchmarks, the papers' comparisons among them
+# make inventory      list anew what privatellm offers and says, which the tests compare with tests/inventory
 # make papers         the three papers, rerun: prints docs/papers.md (wants a quiet machine, under ten minutes)
 # make check          linters, type checker, import contracts
 # make bench          the starter and two synthetic models against transformers and llama.cpp (wants a quiet machine,
@@ -19,7 +20,7 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?= --markdown
 export PYTHON TORCH_INDEX
 
-.PHONY: help chat install test test-fast test-soak test-papers check format bench papers clean
+.PHONY: help chat install test test-fast test-soak test-papers check format inventory bench papers clean
 
 help:
 	@sed -n '/^#/!q;s/^# \{0,1\}//p' Makefile
@@ -89,6 +90,9 @@ check: $(VENV)/.installed-test
 format: $(VENV)/.installed-test
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+
+inventory: $(VENV)/.installed-test
+	@$(BIN)/python tests/inventory/write_inventory.py
 
 bench: $(VENV)/.installed-bench
 	@$(BIN)/python -m benchmarks.compare $(BENCH_ARGS)
