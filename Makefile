@@ -4,7 +4,7 @@
 # make test-soak      what takes longer: many rounds of kills, full products, whole programs, new random examples
 # make test-papers    the tests of the benchmarks, the papers' comparisons among them
 # make inventory      list anew what privatellm offers and says, which the tests compare with tests/inventory
-# make papers         the three papers, rerun: prints docs/papers.md (wants a quiet machine, under ten minutes)
+# make papers         the three papers, rerun: prints benchmarks/results/papers.md (wants a quiet machine, under ten minutes)
 # make check          linters, type checker, import contracts
 # make bench          the starter and two synthetic models against transformers and llama.cpp (wants a quiet machine,
 #                     28 GB of disk)
@@ -98,7 +98,7 @@ bench: $(VENV)/.installed-bench
 	@$(BIN)/python -m benchmarks.compare $(BENCH_ARGS)
 
 papers: $(VENV)/.installed-test
-	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.papers --out docs/papers.md
+	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.papers --out benchmarks/results/papers.md
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info engine/moe/kernels/_native*.so .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -1,8 +1,8 @@
-"""The three papers, rerun: ``python -m benchmarks.papers``, or ``make papers``, which writes docs/papers.md.
+"""The three papers, rerun: ``python -m benchmarks.papers``. ``make papers`` writes benchmarks/results/papers.md.
 
 python -m benchmarks.papers --list
 python -m benchmarks.papers --only cluster-model
-python -m benchmarks.papers --untimed --out docs/papers.md
+python -m benchmarks.papers --untimed --out benchmarks/results/papers.md
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ INTRODUCTION = (
     "Printed by `make papers`. Every table and figure of the three papers, with what comes out here. The papers: "
     "*Towards Building Private LLMs: Exploring Multi-Node Expert Parallelism on Apple Silicon* (RACS '24), *MoNDE: "
     "Mixture of Near-Data Experts* (DAC '24), and *Twiddler*. What is ours alone is in "
-    "[performance.md](performance.md)."
+    "[docs/performance.md](../../docs/performance.md); [docs/papers.md](../../docs/papers.md) says it in short."
 )
 RULES = (
     "A row that was fitted on a figure says so, has no deviation, and counts for nothing. In brackets is a band: the "

@@ -274,7 +274,7 @@ ABSENT = (
         where="figures 1–3",
         what="overview, execution strategies, Algorithm 1",
         tag="executed",
-        note="engine/planning/policy.py, run on the stand-in device: see performance.md",
+        note="engine/planning/policy.py, run on the stand-in device: see gpu.md",
     ),
 )
 

@@ -10,11 +10,11 @@ import pytest
 from benchmarks.papers.findings import Row
 from benchmarks.papers.page import cells, markdown
 
-PAGE = Path(__file__).parents[2] / "docs" / "papers.md"
+PAGE = Path(__file__).parents[2] / "benchmarks" / "results" / "papers.md"
 
 
 @pytest.fixture(scope="session")
 def not_on_the_page() -> Callable[[Iterable[Row]], list[str]]:
-    """The lines of rows that docs/papers.md does not have as they are now."""
+    """The lines of rows that benchmarks/results/papers.md does not have as they are now."""
     printed = set(PAGE.read_text().splitlines())
     return lambda rows: [line for line in markdown((), [cells(row) for row in rows])[2:] if line not in printed]

@@ -11,7 +11,7 @@ from benchmarks.papers.findings import TAGS, Findings, Group, Input, Row, Table
 from benchmarks.papers.page import IN_SHORT, Done, cells, figure, page, paragraph, percent
 from benchmarks.papers.registry import GROUPS
 
-PAGE = Path(__file__).parents[2] / "docs" / "papers.md"
+PAGE = Path(__file__).parents[2] / "benchmarks" / "results" / "papers.md"
 MISSED = ("Switch-Large-128 encoder", "Switch-Large-128 decoder", "NLLB-MoE decoder")
 """Stacks whose gain does not follow from data sheets."""
 MEASURED = Row(where="table 9", what="time, s", tag="executed", paper="0.020", ours=0.0204)
@@ -84,7 +84,7 @@ def test_percents() -> None:
 
 
 def printed_rows() -> list[list[str]]:
-    """The cells of every row of docs/papers.md that has a tag."""
+    """The cells of every row of benchmarks/results/papers.md that has a tag."""
     lines = [line.strip().strip("|").split("|") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
     rows = [[cell.strip() for cell in cells] for cells in lines]
     return [cells for cells in rows if len(cells) == 7 and cells[2] in TAGS]
