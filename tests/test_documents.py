@@ -12,7 +12,7 @@ import pytest
 
 from app.commands.root import privatellm
 from app.settings.schema import setting_named
-from app.tui.keymap import parse
+from app.tui.keymap import HOMES, defaults, parse, readable
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("app", "engine", "discovery", "assets", "packaging", "benchmarks", "tests", "docs")
@@ -157,6 +157,17 @@ def test_every_command_of_the_chat_exists(document: Path) -> None:
     for span, mentioned in code(document):
         if mentioned and re.match(r"/[a-z]+\b(?!/)", span):
             assert parse(span) is not None, span
+
+
+def test_the_keys_of_the_chat_are_those_of_the_program() -> None:
+    keys = [{readable(key) for key in defaults(function)} for function in HOMES]
+    text = (ROOT / "docs" / "chat.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (f\d) \| (\S+) \|", text, re.MULTILINE)
+    assert len(rows) == 8
+    assert [row for row in rows if not any(set(row) <= function for function in keys)] == []
+    alone = re.findall(r"^\| (\S+) \| +\|", text, re.MULTILINE)
+    assert {"enter", "esc", "ctrl+s", "ctrl+q"} <= set(alone)
+    assert set(alone) - set().union(*keys) == {"ctrl+z"}
 
 
 @documents
