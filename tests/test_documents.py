@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import click
@@ -13,6 +14,9 @@ import pytest
 from app.commands.root import privatellm
 from app.settings.schema import setting_named
 from app.tui.keymap import HOMES, defaults, parse, readable
+from engine.models import families, gguf_architectures, quantisation
+from engine.runtimes.mlx import families as mlx_families
+from engine.runtimes.native import traits
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("app", "engine", "discovery", "assets", "packaging", "benchmarks", "tests", "docs")
@@ -129,6 +133,18 @@ def test_every_command_of_the_program_exists_with_its_options(document: Path) ->
                 pytest.fail(f"{line}: {error.format_message()}")
 
 
+@documents
+def test_every_model_that_is_named_is_in_the_catalogue(document: Path) -> None:
+    catalogue = tomllib.loads((ROOT / "assets" / "catalogue.toml").read_text(encoding="utf-8"))
+    names = {model["name"] for model in catalogue["model"]}
+    for line, _ in code(document):
+        for call in arguments(line, "privatellm"):
+            words = " ".join(call)
+            named = re.findall(r"^(?:plan|models (?:pull|prepare|remove)) ([\w.-]+)(?!\S)", words)
+            named += re.findall(r"--model ([\w.-]+)(?!\S)", words)
+            assert set(named) - {"M"} <= names, line
+
+
 def test_a_command_that_does_not_exist_is_noticed() -> None:
     for wrong in ("sing", "ask Hi --loud", "models push M", "locate moon", "ask --beams many"):
         (call,) = arguments(f"cat a | .venv/bin/privatellm {wrong} > b", "privatellm")
@@ -175,6 +191,29 @@ def test_every_setting_that_is_named_exists(document: Path) -> None:
     for span, mentioned in code(document):
         if mentioned and re.fullmatch(r"(?:ring|prefix)_[a-z_]+", span):
             assert setting_named(span).key == span
+
+
+def test_the_table_of_models_is_what_runs() -> None:
+    text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    (head,) = re.findall(r"^\| family \|.*", text, re.MULTILINE)
+    columns = [cell.strip() for cell in head.strip("|").split("|")]
+    lines = [line.strip("|").split("|") for line in text[text.index(head) :].split("\n\n")[0].splitlines()[2:]]
+    rows = [dict(zip(columns, map(str.strip, cells), strict=True)) for cells in lines]
+
+    def having(column: str) -> set[str]:
+        """The families of all rows that do not say no in ``column``."""
+        named = [re.sub(r" \(.*\)", "", row["family"]) for row in rows if row[column] != "no"]
+        return {family for names in named for family in names.split(", ")}
+
+    def listed(names: Iterable[str]) -> set[str]:
+        return {name.removesuffix("_text") for name in names}
+
+    assert having("torch") == listed(families.SUPPORTED)
+    assert having("native") == listed(traits.TABLE)
+    assert having("mlx") == listed(mlx_families.SUPPORTED)
+    assert having("mlx-lm, 4 and 8 bits") == listed(quantisation.FAMILIES_OF_MLX)
+    files = {name for row in rows if row["GGUF"] != "no" for name in row["GGUF"].split(", ")}
+    assert files == set(gguf_architectures.ARCHITECTURES)
 
 
 def test_the_speeds_of_the_first_page_are_printed_in_the_results() -> None:
