@@ -193,6 +193,17 @@ def test_every_setting_that_is_named_exists(document: Path) -> None:
             assert setting_named(span).key == span
 
 
+def test_the_messages_about_rings_are_those_of_the_program() -> None:
+    said = (ROOT / "tests" / "inventory" / "inventory.txt").read_text(encoding="utf-8").splitlines()
+    text = (ROOT / "docs" / "ring.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (.*?) \|", text[text.index("## When it does not form") :], re.MULTILINE)
+    messages = [message for row in rows for message in re.findall(r'"([^"]+)"', row) if message != "AP isolation"]
+    assert len(messages) > 15
+    for message in messages:
+        parts = [part.strip() for part in re.split(r"…|[\d.]+ GB|\b\d+ minutes|\d+ or \d+", message)]
+        assert any(all(part in line for part in parts) for line in said), message
+
+
 def test_the_table_of_models_is_what_runs() -> None:
     text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
     (head,) = re.findall(r"^\| family \|.*", text, re.MULTILINE)
