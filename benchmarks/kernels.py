@@ -21,11 +21,11 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.models.number_formats import BLOCK_SIDE, GROUPED, scales_shape
+from benchmarks.packed_blocks import SCALES
+from engine.models.number_formats import BLOCK_SIDE, block_size, is_grouped, scales_shape
 from engine.moe.kernels.bindings import (
     ACTIVATIONS,
     FORMATS,
-    GROUPED_FORMATS,
     SETS,
     WEIGHT_DTYPES,
     CActivation,
@@ -38,17 +38,6 @@ from engine.moe.kernels.bindings import (
 from engine.moe.kernels.pool import Pool, physical_cores
 
 ROWS = (1, 2, 4, 8, 12, 16, 64, 256)
-
-BLOCKS = {
-    "BF16": (1, 2), "F16": (1, 2), "F32": (1, 4), "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22),
-    "Q5_1": (32, 24), "Q8_0": (32, 34), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210),
-    "IQ4_NL": (32, 18), "IQ4_XS": (256, 136), "MXFP4": (32, 17), **GROUPED,
-}  # fmt: skip
-"""Values and bytes of a block of each format, of grouped ones without scales and biases."""
-
-SCALES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
-"""Where the float16 scales of a block are, in bytes; in the other packed formats at its beginning."""
-
 
 _AFFINE = (0x3A80, 0xBC00)
 """A scale and a bias, 2**-10 and -2**-7, as words of bfloat16."""
@@ -91,7 +80,7 @@ class Figure:
 def stored(generator: np.random.Generator, rows: int, columns: int, dtype: str) -> NDArray[np.uint8]:
     """Random weights [rows, bytes] of about 1 / sqrt(columns), made from random bits: quick for gigabytes. They
     begin at a multiple of 64 bytes."""
-    values, nbytes = BLOCKS[dtype]
+    values, nbytes = block_size(dtype)
     memory = np.empty(rows * columns // values * nbytes + 64, np.uint8)
     weights = memory[-memory.ctypes.data % 64 :][: memory.size - 64]
     weights[:] = np.frombuffer(generator.bytes(weights.size), np.uint8)
@@ -108,7 +97,7 @@ def stored(generator: np.random.Generator, rows: int, columns: int, dtype: str) 
         weights &= np.uint8(0xBF)  # below 2, and none that is no number
     elif dtype == "MXFP4":
         weights.reshape(-1, nbytes)[:, 0] = exponent
-    elif dtype not in GROUPED:
+    elif not is_grouped(dtype):
         scale = np.array([2.0**-12], np.float16).view(np.uint8)
         for at in SCALES.get(dtype, (0,)):
             weights.reshape(-1, nbytes)[:, at : at + 2] = scale
@@ -127,7 +116,7 @@ class RandomLayer:
         def matrix(rows: int, columns: int) -> Matrix:
             self._kept.append(stored(generator, rows, columns, dtype))
             found = Matrix(self._kept[-1].ctypes.data, rows, columns, columns, number, 0)
-            if dtype in GROUPED_FORMATS:
+            if is_grouped(dtype):
                 self._add_scales(found, dtype)
             return found
 
@@ -258,7 +247,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=tuple(SHAPES), default="mixtral")
     parser.add_argument("--sets", default=",".join(available()[:1]), help="sets of kernels, separated by commas")
     parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="numbers of tokens, separated by commas")
-    parser.add_argument("--formats", default="BF16", help=f"of the weights, separated by commas: {', '.join(BLOCKS)}")
+    parser.add_argument("--formats", default="BF16", help=f"of the weights, separated by commas: {', '.join(FORMATS)}")
     parser.add_argument("--threads", type=int, default=physical_cores())
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()

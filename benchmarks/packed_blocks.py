@@ -61,7 +61,7 @@ def random_values(
     root of ``columns``)."""
     words = random_blocks(name, rows, columns, seed)
     factor = (columns**-0.5 if deviation is None else deviation) / unpacked(name, words[:64]).std()
-    for scale in _SCALES.get(name, (0,)):
+    for scale in SCALES.get(name, (0,)):
         blocks = words.reshape(-1, block_of(name)[1])
         if name == "MXFP4":
             blocks[:, 0] = np.clip(blocks[:, 0].astype(int) + round(np.log2(factor)), 0, 254)
@@ -71,5 +71,5 @@ def random_values(
     return words, unpacked(name, words)
 
 
-_SCALES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
-"""Where the scales of a block lie; at its beginning in formats that are not here."""
+SCALES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+"""Where the float16 scales of a block are, in bytes; in formats that are not here at its beginning."""

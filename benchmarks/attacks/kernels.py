@@ -21,8 +21,7 @@ from benchmarks.attacks.campaign import Attack, Attempt, Draw, Refused
 from engine.errors import ModelError
 from engine.models.files import ExpertWeights, StoredTensor
 from engine.models.number_formats import (
-    BLOCKS,
-    GROUPED,
+    block_size,
     is_grouped,
     is_packed,
     scales_shape,
@@ -94,7 +93,7 @@ def stored(draw: Draw, number_format: str, rows: int, columns: int) -> StoredTen
 
 def unit(*formats: str) -> int:
     """Numbers that are whole blocks in all ``formats``."""
-    return max({**BLOCKS, **GROUPED}.get(each, (1, 1))[0] for each in formats)
+    return max(block_size(each)[0] for each in formats)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from engine.errors import ModelError
 from engine.models.gguf_names import missing_part, parts_of
-from engine.models.number_formats import BLOCKS, WIDTHS
+from engine.models.number_formats import GGML_TYPES, block_size
 from engine.models.wording import shown
 
 _MAGIC = b"GGUF"
@@ -30,11 +30,6 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING = 8
 _ARRAY = 9
 _VERSIONS = (2, 3)
-_FORMATS = {
-    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K",
-    20: "IQ4_NL", 23: "IQ4_XS", 30: "BF16", 39: "MXFP4",
-}  # fmt: skip
-"""ggml's numbers of the types that can be run."""
 _PEEK_BYTES = 1 << 16
 _PEEK_ENTRIES = 100
 """Maximum metadata keys that are read for the architecture, which is usually the first."""
@@ -370,9 +365,9 @@ def _format_of(kind: int) -> tuple[str, int, int]:
 
     Raises ValueError or KeyError for a number that ggml does not use.
     """
-    if kind in _FORMATS:
-        name = _FORMATS[kind]
-        return (name, *BLOCKS[name]) if name in BLOCKS else (name, 1, WIDTHS[name])
+    if kind in GGML_TYPES:
+        name = GGML_TYPES[kind]
+        return (name, *block_size(name))
     # The package takes as long to import as the rest of opening a file does, and only names what cannot be run.
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 

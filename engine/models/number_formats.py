@@ -22,11 +22,19 @@ WIDTHS: Mapping[str, int] = {
 }  # fmt: skip
 """Bytes per number of the plain formats."""
 
-BLOCKS: Mapping[str, tuple[int, int]] = {
-    "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24), "Q8_0": (32, 34), "IQ4_NL": (32, 18),
-    "MXFP4": (32, 17), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210), "IQ4_XS": (256, 136),
+_BLOCKS = {
+    "Q4_0": (2, 32, 18), "Q4_1": (3, 32, 20), "Q5_0": (6, 32, 22), "Q5_1": (7, 32, 24), "Q8_0": (8, 32, 34),
+    "Q4_K": (12, 256, 144), "Q5_K": (13, 256, 176), "Q6_K": (14, 256, 210), "IQ4_NL": (20, 32, 18),
+    "IQ4_XS": (23, 256, 136), "MXFP4": (39, 32, 17),
 }  # fmt: skip
+"""ggml's number of each packed format, and the numbers and bytes per block. The kernels' ``native/formats.h`` has the
+same formats in the same order."""
+
+BLOCKS: Mapping[str, tuple[int, int]] = {name: (numbers, nbytes) for name, (_, numbers, nbytes) in _BLOCKS.items()}
 """Numbers and bytes per block of the packed formats. A block never goes beyond its row."""
+
+GGML_TYPES: Mapping[int, str] = {0: "F32", 1: "F16", 30: "BF16"} | {kind: name for name, (kind, *_) in _BLOCKS.items()}
+"""The formats of GGUF files that can be run, by ggml's numbers of its types."""
 
 GROUPED: Mapping[str, tuple[int, int]] = {
     "AFFINE4": (32, 16), "AFFINE8": (32, 32), "OCP_MXFP4": (32, 16), "BLOCK_FP8": (1, 1),
@@ -52,6 +60,11 @@ def is_packed(number_format: str) -> bool:
 def is_grouped(number_format: str) -> bool:
     """Whether scales lie in tensors of their own."""
     return number_format in GROUPED
+
+
+def block_size(number_format: str) -> tuple[int, int]:
+    """Numbers and bytes of a block, or of the smallest group's codes; of a plain format 1 and the bytes of a number."""
+    return _PACKED.get(number_format) or (1, WIDTHS[number_format])
 
 
 def scales_shape(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -46,6 +46,7 @@ static float sum_of_lanes(float number) {
 
 #define EMULATED
 #include "experts.cu"
+#include "formats.h"
 
 typedef void (*Caller)(void **);
 
@@ -76,12 +77,11 @@ template <typename Format, typename Output> void call_unpack(void **a) {
         {"unpack<" name ", float>", call_unpack<__VA_ARGS__, float>},                                                  \
         {"unpack<" name ", bfloat16>", call_unpack<__VA_ARGS__, bfloat16>}
 #define WHOLE(format) KERNELS(#format, format)
-#define BLOCKS(format) KERNELS("Blocks<" #format ">", Blocks<format>)
+#define BLOCKS(format, ...) KERNELS("Blocks<" #format ">", Blocks<format>),
 
 static const std::map<std::string, Caller> kernels = {
     WHOLE(F32), WHOLE(BF16), WHOLE(F16), WHOLE(AFFINE4), WHOLE(AFFINE8), WHOLE(OCP_MXFP4), WHOLE(BLOCK_FP8),
-    BLOCKS(Q4_0), BLOCKS(Q4_1), BLOCKS(Q5_0), BLOCKS(Q5_1), BLOCKS(Q8_0), BLOCKS(IQ4_NL), BLOCKS(MXFP4),
-    BLOCKS(Q4_K), BLOCKS(Q5_K), BLOCKS(Q6_K), BLOCKS(IQ4_XS),
+    PLLM_BLOCK_FORMATS(BLOCKS)
 };
 
 // Whether there is a kernel of that name.

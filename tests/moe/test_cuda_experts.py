@@ -20,6 +20,7 @@ from shared_folders import shared_root, written_once
 from benchmarks.packed_blocks import block_of, random_blocks
 from engine.models.number_formats import BLOCK_SIDE, BLOCKS
 from engine.models.opening import open_model
+from engine.moe.kernels import bindings
 from engine.runtimes.torch.offload import cuda_experts
 from engine.runtimes.torch.offload.cuda_experts import CudaExperts, ExpertRows, part_of, parts_of
 from engine.runtimes.torch.offload.cuda_launcher import SOURCE, CompilingFailed, CudaLauncher, Grid
@@ -28,6 +29,7 @@ from engine.runtimes.torch.offload.gates import Activation
 from engine.runtimes.torch.offload.host_memory import HostExperts
 from engine.runtimes.torch.offload.local_torch import run_expert
 
+NATIVE = Path(bindings.__file__).parent / "native"
 SILU = Activation("silu")
 FORMATS = ("F32", "BF16", "F16", *BLOCKS, "AFFINE4", "AFFINE8", "OCP_MXFP4", "BLOCK_FP8")
 
@@ -59,7 +61,15 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
     def build(folder: Path) -> None:
         folder.mkdir()
-        command = [compiler, *options, f"-I{SOURCE.parent}", str(source), "-o", str(folder / "emulated.so")]
+        command = [
+            compiler,
+            *options,
+            f"-I{SOURCE.parent}",
+            f"-I{NATIVE}",
+            str(source),
+            "-o",
+            str(folder / "emulated.so"),
+        ]
         subprocess.run(command, check=True)
 
     folder = written_once(shared_root(tmp_path_factory) / "emulated-cuda", build)

@@ -18,15 +18,16 @@ import pytest
 from numpy.typing import NDArray
 
 from benchmarks.packed_blocks import block_of, random_blocks
+from engine.models.number_formats import BLOCKS
 from engine.moe.kernels import bindings
-from engine.moe.kernels.bindings import FORMATS, PACKED_FORMATS, Matrix
+from engine.moe.kernels.bindings import FORMATS, Matrix
 from engine.moe.kernels.pool import Pool
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 NATIVE = Path(bindings.__file__).parent / "native"
 I8MM, DOTPROD, NEITHER = "max", "cortex-a76", "cortex-a72"
 """Processors: with matrix products of bytes, with dot products of bytes, with neither."""
-NAMES = (*PACKED_FORMATS, "AFFINE4", "AFFINE8", "OCP_MXFP4")
+NAMES = (*BLOCKS, "AFFINE4", "AFFINE8", "OCP_MXFP4")
 ROWS, TOKENS = 35, 20
 FEW_BYTES, FEW_FLOATS = 8, 16
 """Most tokens that are not multiplied in panels, with panels of bytes and of float32."""
@@ -74,11 +75,11 @@ class Weights:
 def weights(name: str) -> Weights:
     """More columns than a panel has, and no whole number of units where the blocks are small."""
     generator = np.random.default_rng(1)
-    columns = 1280 if name in PACKED_FORMATS and block_of(name)[0] == 256 else 1024 + 256 + 64
-    columns += 32 * (name in PACKED_FORMATS and block_of(name)[0] == 32)
+    columns = 1280 if name in BLOCKS and block_of(name)[0] == 256 else 1024 + 256 + 64
+    columns += 32 * (name in BLOCKS and block_of(name)[0] == 32)
     x = generator.standard_normal((TOKENS, columns)).astype(np.float32)
     x[generator.random(x.shape) < 0.005] *= 30
-    if name in PACKED_FORMATS:
+    if name in BLOCKS:
         return Weights(name, columns, random_blocks(name, ROWS, columns), None, None, x)
     codes = generator.integers(0, 256, (ROWS, columns if name == "AFFINE8" else columns // 2), np.uint8)
     if name == "OCP_MXFP4":

@@ -17,9 +17,9 @@ from pairwise import pairwise
 from tiny_grouped import HALVES_OF_FP4, pack
 
 from engine.models.files import ExpertWeights, StoredTensor
-from engine.models.number_formats import words_dtype
+from engine.models.number_formats import GROUPED, words_dtype
 from engine.moe.kernels import bindings
-from engine.moe.kernels.bindings import GROUPED_FORMATS, KernelChoice, Matrix
+from engine.moe.kernels.bindings import KernelChoice, Matrix
 from engine.moe.kernels.layers import Gate, LayerExperts, matrix, unsupported_reason
 from engine.moe.kernels.pool import Pool
 from engine.runtimes.torch.offload.torch_tensors import unpacked
@@ -297,4 +297,4 @@ def test_descriptions_that_cannot_be_are_refused(pool: Pool, change: dict[str, i
 
 
 def test_every_grouped_format_is_tested() -> None:
-    assert {kind.name for kind in KINDS} | {"BLOCK_FP8"} == set(GROUPED_FORMATS)  # test_fp8_kernels.py
+    assert {kind.name for kind in KINDS} | {"BLOCK_FP8"} == set(GROUPED)  # test_fp8_kernels.py

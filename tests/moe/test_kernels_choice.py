@@ -66,6 +66,31 @@ def test_a_set_that_is_none_is_refused() -> None:
 
 
 @pytest.mark.skipif(bindings.path() is None, reason="not built")
+@pytest.mark.parametrize(
+    "formats",
+    [
+        (*bindings.FORMATS, "F64"),
+        tuple(bindings.FORMATS)[:-1],
+        ("F32", "BF16", *tuple(bindings.FORMATS)[2:]),
+        ("F16", *tuple(bindings.FORMATS)[1:]),
+    ],
+)
+def test_a_library_with_other_number_formats_is_refused(
+    monkeypatch: pytest.MonkeyPatch, formats: tuple[str, ...]
+) -> None:
+    assert bindings.choose("float32", {}).native
+    monkeypatch.setattr(bindings, "FORMATS", dict.fromkeys(formats, 0))
+    bindings._opened.cache_clear()
+    try:
+        choice = bindings.choose("float32", {})
+    finally:
+        monkeypatch.undo()
+        bindings._opened.cache_clear()
+    assert not choice.native
+    assert "has other number formats than this program; `pip install` again" in choice.reason
+
+
+@pytest.mark.skipif(bindings.path() is None, reason="not built")
 def test_a_set_this_cpu_lacks_is_refused() -> None:
     missing = next(name for name in bindings.SETS if name not in bindings.available())
     with pytest.raises(ModelError, match=f"PRIVATELLM_KERNELS={missing}, but this CPU lacks it .it has .*scalar"):

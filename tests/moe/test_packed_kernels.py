@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from pairwise import pairwise
 
 from benchmarks.packed_blocks import block_of, random_blocks, unpacked
+from engine.models.number_formats import BLOCKS
 from engine.moe.kernels import bindings
-from engine.moe.kernels.bindings import PACKED_FORMATS, SETS, CActivation, Expert, Layer, Matrix
+from engine.moe.kernels.bindings import FORMATS, SETS, CActivation, Expert, Layer, Matrix
 from engine.moe.kernels.pool import Pool
 
 
@@ -36,7 +37,7 @@ class CInput(ctypes.Structure):
 
 def multiplies_panels_of_bytes(instructions: str) -> bool:
     """Nine rows are many only for sets that do."""
-    described, dtype, rows, columns = CInput(), PACKED_FORMATS["Q4_0"], ctypes.c_int64(9), ctypes.c_int64(256)
+    described, dtype, rows, columns = CInput(), FORMATS["Q4_0"], ctypes.c_int64(9), ctypes.c_int64(256)
     bindings.load().pllm_input_describe(ctypes.byref(described), SETS[instructions], dtype, None, rows, columns)
     return not described.few
 
@@ -44,7 +45,6 @@ def multiplies_panels_of_bytes(instructions: str) -> bool:
 AVAILABLE = bindings.available()
 BYTE_PANELS = tuple(filter(multiplies_panels_of_bytes, AVAILABLE))
 """Sets that multiply many rows as bytes, in panels, on this CPU."""
-FORMATS = tuple(PACKED_FORMATS)
 GAUSSIAN, OUTLIERS = 0.008, 0.013
 """Largest root mean square of the error, as a share of the result's, for inputs that are normal, and with some that
 are thirty times as large."""
@@ -63,7 +63,7 @@ def matrix(name: str, words: NDArray[np.uint8]) -> Matrix:
     values, nbytes = block_of(name)
     rows, columns = words.shape[0], words.shape[1] // nbytes * values
     stride = words.strides[0] // nbytes * values
-    return Matrix(words.ctypes.data, rows, columns, stride, PACKED_FORMATS[name], 0)
+    return Matrix(words.ctypes.data, rows, columns, stride, FORMATS[name], 0)
 
 
 def product(pool: Pool, instructions: str, weight: Matrix, x: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -86,14 +86,14 @@ def columns_of(name: str) -> int:
     return 768 if block_of(name)[0] == 256 else 704 + 32
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", BLOCKS)
 @given(data=st.data())
 def test_every_block_is_unpacked_to_the_bit(name: str, data: st.DataObject) -> None:
     """Any bytes are a block: scales that are zero, subnormal, infinite or no number included."""
     values, nbytes = block_of(name)
     words = np.frombuffer(data.draw(st.binary(min_size=3 * nbytes, max_size=3 * nbytes)), np.uint8)
     out = np.empty(3 * values, np.float32)
-    bindings.load().pllm_unpack_row(PACKED_FORMATS[name], words.ctypes.data, out.ctypes.data, out.size)
+    bindings.load().pllm_unpack_row(FORMATS[name], words.ctypes.data, out.ctypes.data, out.size)
     wanted = unpacked(name, words.reshape(1, -1))[0]
     same = out.view(np.uint32) == wanted.view(np.uint32)
     assert (same | (np.isnan(out) & np.isnan(wanted))).all()
@@ -104,11 +104,11 @@ def test_exponents_at_the_ends_of_mxfp4(exponent: int) -> None:
     words = np.full((1, 17), 0x9A, np.uint8)
     words[0, 0] = exponent
     out = np.empty(32, np.float32)
-    bindings.load().pllm_unpack_row(PACKED_FORMATS["MXFP4"], words.ctypes.data, out.ctypes.data, 32)
+    bindings.load().pllm_unpack_row(FORMATS["MXFP4"], words.ctypes.data, out.ctypes.data, 32)
     assert (out == unpacked("MXFP4", words)[0]).all()
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", BLOCKS)
 @pytest.mark.parametrize("instructions", AVAILABLE)
 def test_products_are_those_of_the_unpacked_weights(pool: Pool, instructions: str, name: str) -> None:
     """With few rows, where inputs are rounded to eight bits, and with many."""
@@ -123,7 +123,7 @@ def test_products_are_those_of_the_unpacked_weights(pool: Pool, instructions: st
     assert error(product(pool, instructions, matrix(name, words), x), x @ wide.T) < OUTLIERS
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", BLOCKS)
 def test_all_sets_add_up_the_same_whole_numbers(pool: Pool, name: str) -> None:
     words = random_blocks(name, 37, columns_of(name))
     x = np.random.default_rng(2).standard_normal((5, columns_of(name))).astype(np.float32)
@@ -134,7 +134,7 @@ def test_all_sets_add_up_the_same_whole_numbers(pool: Pool, name: str) -> None:
         )
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", BLOCKS)
 @pytest.mark.parametrize("instructions", BYTE_PANELS)
 def test_many_rows_are_multiplied_as_the_same_whole_numbers(pool: Pool, instructions: str, name: str) -> None:
     """Panels of 32 rows of weights, and what is left; more columns than a panel has, and in places outliers."""
@@ -149,7 +149,7 @@ def test_many_rows_are_multiplied_as_the_same_whole_numbers(pool: Pool, instruct
         np.testing.assert_allclose(found, alone[:rows], rtol=0, atol=2e-6 * float(np.abs(alone).max()))
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", BLOCKS)
 @pytest.mark.parametrize("instructions", AVAILABLE)
 def test_a_row_depends_neither_on_its_neighbours_nor_on_the_threads(pool: Pool, instructions: str, name: str) -> None:
     words = random_blocks(name, 67, columns_of(name))
@@ -167,7 +167,7 @@ def test_a_row_depends_neither_on_its_neighbours_nor_on_the_threads(pool: Pool, 
         alone.close()
 
 
-@pytest.mark.parametrize(("instructions", "name"), pairwise(AVAILABLE, FORMATS))
+@pytest.mark.parametrize(("instructions", "name"), pairwise(AVAILABLE, tuple(BLOCKS)))
 def test_rows_that_are_passed_in_parts_give_the_same(pool: Pool, instructions: str, name: str) -> None:
     """Several tokens' input is larger than the cache that it is kept in, and is taken in parts; one token's is not."""
     columns = 10240
@@ -179,7 +179,7 @@ def test_rows_that_are_passed_in_parts_give_the_same(pool: Pool, instructions: s
         assert (product(pool, instructions, matrix(name, words), x[row : row + 1]) == together[row]).all()
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", BLOCKS)
 @pytest.mark.parametrize("instructions", AVAILABLE)
 def test_nothing_is_read_past_the_last_block(pool: Pool, instructions: str, name: str) -> None:
     """The matrix ends where the memory does: the page after it cannot be read."""
@@ -224,7 +224,7 @@ def test_experts_whose_matrices_have_formats_of_their_own(
     ]
     layer = Layer(
         (Expert * count)(*experts), count, hidden, ffn, CActivation(0, 0, 0, 0), SETS[instructions],
-        *(PACKED_FORMATS[name] for name in formats),
+        *(FORMATS[name] for name in formats),
     )  # fmt: skip
     x = generator.standard_normal((tokens, hidden)).astype(np.float32) / 8
     routes = np.array([generator.permutation(count)[:k] for _ in range(tokens)], np.int32)
@@ -244,7 +244,7 @@ def test_experts_whose_matrices_have_formats_of_their_own(
     assert error(found, np.asarray(wanted)) < 2 * GAUSSIAN  # inputs are rounded twice
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", BLOCKS)
 def test_random_weights_are_around_zero(name: str) -> None:
     """Otherwise the layers of a benchmark's model make all tokens alike, and they use the same experts."""
     values = unpacked(name, random_blocks(name, 512, 1024))

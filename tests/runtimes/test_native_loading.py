@@ -20,10 +20,10 @@ from engine import runtimes
 from engine.errors import ModelError
 from engine.ipc.messages import Load
 from engine.models.files import StoredTensor
+from engine.models.number_formats import BLOCKS
 from engine.models.opening import open_model
 from engine.models.safetensors_files import read_header
 from engine.models.sizes import sizes_of
-from engine.moe.kernels.bindings import PACKED_FORMATS
 from engine.moe.kernels.layers import unreadable
 from engine.planning.runtime_choice import RuntimeChoice
 from engine.runtimes import choosing
@@ -287,7 +287,7 @@ BUFFERS = 48 * 10**6
 """What the threads' buffers and a page of keys and values per beam may take."""
 
 
-@pytest.mark.parametrize("name", PACKED_FORMATS)
+@pytest.mark.parametrize("name", BLOCKS)
 def test_packed_routers_and_gates_are_multiplied_in_float32(name: str) -> None:
     words = random_blocks(name, 6, 512)
     found = opened(StoredTensor(name, words))

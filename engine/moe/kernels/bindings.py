@@ -9,39 +9,32 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.machinery
+import itertools
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from engine.errors import ModelError
+from engine.models.number_formats import BLOCKS, GROUPED, block_size
 
 Dtype = Literal["bfloat16", "float32"]
 """What a model computes with; ``float32`` keeps activations in float32 whatever the weights are stored as."""
 
-VERSION = 12
+VERSION = 13
 """PLLM_VERSION of native/privatellm_kernels.h; a library of another version is not used."""
 
 VARIABLE = "PRIVATELLM_KERNELS"
 SETS = {"scalar": 0, "avx2": 1, "avx512f": 2, "avx512_bf16": 3, "neon": 4}
 """The instruction sets and their numbers in privatellm_kernels.h."""
 
-WEIGHT_DTYPES = {"BF16": 1, "F32": 2, "F16": 14}
+FORMATS = {name: number for number, name in enumerate(("BF16", "F32", *BLOCKS, "F16", *GROUPED), start=1)}
+"""All formats of weights that the kernels read, and their numbers in the library, which are their places in
+native/formats.h."""
+
+WEIGHT_DTYPES = {name: FORMATS[name] for name in ("BF16", "F32", "F16")}
 """Plain formats of weights (safetensors' names) that the kernels read, and their numbers in the library."""
-
-PACKED_FORMATS = {
-    "Q4_0": 3, "Q4_1": 4, "Q5_0": 5, "Q5_1": 6, "Q8_0": 7, "Q4_K": 8, "Q5_K": 9, "Q6_K": 10, "IQ4_NL": 11,
-    "IQ4_XS": 12, "MXFP4": 13,
-}  # fmt: skip
-"""Formats of blocks (by ggml's names) that the kernels multiply where they lie, and their numbers in the library."""
-
-GROUPED_FORMATS = {"AFFINE4": 15, "AFFINE8": 16, "OCP_MXFP4": 17, "BLOCK_FP8": 18}
-"""Formats with scales in arrays of their own that the kernels multiply where they lie, and their numbers in the
-library."""
-
-FORMATS = {**WEIGHT_DTYPES, **PACKED_FORMATS, **GROUPED_FORMATS}
-"""All formats of weights that the kernels read, and their numbers in the library."""
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "clamped": 4}
 
@@ -161,6 +154,9 @@ def _opened() -> tuple[ctypes.CDLL | None, KernelChoice]:
         cause = f"{found} is of another version of this program ({version}, not {VERSION})"
         return None, KernelChoice("none", cause, "`pip install` again")
     _declare(native)
+    if tuple(_formats(native)) != tuple((name, *block_size(name)) for name in FORMATS):
+        cause = f"{found} has other number formats than this program"
+        return None, KernelChoice("none", cause, "`pip install` again")
     return native, KernelChoice("none", "")
 
 
@@ -184,10 +180,21 @@ def _declare(native: ctypes.CDLL) -> None:
     native.pllm_gate.argtypes, native.pllm_gate.restype = [number, pointer, pointer, pointer, whole], None
     native.pllm_exp_sum.argtypes = [number, pointer, ctypes.c_float, whole]
     native.pllm_exp_sum.restype = ctypes.c_float
+    native.pllm_format.argtypes, native.pllm_format.restype = [number, pointer, pointer], ctypes.c_char_p
     native.pllm_unpack_row.argtypes, native.pllm_unpack_row.restype = [number, pointer, pointer, whole], None
     native.pllm_open_row.argtypes, native.pllm_open_row.restype = [pointer, whole, pointer], None
     native.pllm_read_seconds.argtypes = [pointer, pointer, size]
     native.pllm_read_seconds.restype = ctypes.c_double
+
+
+def _formats(native: ctypes.CDLL) -> Iterator[tuple[str, int, int]]:
+    """The library's number formats in the order of their numbers: name, numbers and bytes of a block."""
+    numbers, nbytes = ctypes.c_int64(), ctypes.c_int64()
+    for number in itertools.count(1):
+        name = native.pllm_format(number, ctypes.byref(numbers), ctypes.byref(nbytes))
+        if name is None:
+            return
+        yield name.decode("ascii"), numbers.value, nbytes.value
 
 
 def load() -> ctypes.CDLL:

@@ -18,6 +18,16 @@
 
 int pllm_version(void) { return PLLM_VERSION; }
 
+#define FORMAT_NAME(NAME, ...) [PLLM_##NAME] = #NAME,
+
+const char *pllm_format(int dtype, int64_t *values, int64_t *bytes) {
+    static const char *const names[PLLM_DTYPES] = {PLLM_FORMATS(FORMAT_NAME)};
+    if (dtype <= PLLM_NO_DTYPE || dtype >= PLLM_DTYPES) return NULL;
+    *values = block_values(dtype);
+    *bytes = block_bytes(dtype);
+    return names[dtype];
+}
+
 /* Whether the CPU adds up products of four bytes by itself: AVX-512 with VNNI, or NEON with dot products (every Apple
    processor). What comes out is the same to the bit with AVX-512 without it. */
 static int has_byte_products(void) {

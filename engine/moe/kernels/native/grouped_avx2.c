@@ -23,7 +23,7 @@ ALWAYS_INLINE float added_up(lanes v) { return eight_added_up(v); }
 ALWAYS_INLINE __m256i loaded(const void *from) { return _mm256_loadu_si256((const __m256i *)from); }
 
 ALWAYS_INLINE __m256i halves(__m256i v, const int dtype) {
-    static const int8_t fp4[16] = {MXFP4_TABLE};
+    static const int8_t fp4[16] = {FP4_VALUES};
     if (dtype == PLLM_AFFINE4) return v;
     const __m128i table = _mm_loadu_si128((const __m128i *)(const void *)fp4);
     const __m256i raised = _mm256_broadcastsi128_si256(_mm_add_epi8(table, _mm_set1_epi8(FP4_RAISED)));

@@ -30,7 +30,7 @@ ALWAYS_INLINE float added_up(lanes v) {
 }
 
 ALWAYS_INLINE __m512i fp4_table(void) {
-    static const int8_t fp4[16] = {MXFP4_TABLE};
+    static const int8_t fp4[16] = {FP4_VALUES};
     return _mm512_broadcast_i32x4(_mm_add_epi8(_mm_loadu_si128((const __m128i *)(const void *)fp4),
                                                _mm_set1_epi8(FP4_RAISED)));
 }

@@ -87,12 +87,14 @@ ALWAYS_INLINE void open_panel(panel_block *to, const pllm_matrix *matrix, const 
     }
 }
 
+#define OPEN_PANEL(NAME, ...)                                                                                      \
+    case PLLM_##NAME: open_panel(to, matrix, row, rows, first, count, PLLM_##NAME); break;
+
 void pllm_grouped_avx512_vnni_open_panel(panel_block *to, const pllm_matrix *matrix, int64_t row, int64_t rows,
                                          int64_t first, int64_t count) {
     switch (matrix->dtype) {
-    case PLLM_AFFINE4: open_panel(to, matrix, row, rows, first, count, PLLM_AFFINE4); break;
-    case PLLM_AFFINE8: open_panel(to, matrix, row, rows, first, count, PLLM_AFFINE8); break;
-    default: open_panel(to, matrix, row, rows, first, count, PLLM_OCP_MXFP4); break;
+        PLLM_GROUPED_FORMATS(OPEN_PANEL)
+    default: break;
     }
 }
 

@@ -104,7 +104,7 @@ ALWAYS_INLINE __m512 sixteen_values(const uint8_t *codes, const int64_t i, const
     const __m128i bytes = _mm_and_si128(_mm_or_si128(wide, _mm_slli_epi16(wide, 4)), _mm_set1_epi8(15));
     const __m512i code = _mm512_cvtepu8_epi32(bytes);
     if (dtype == PLLM_AFFINE4) return _mm512_cvtepi32_ps(code);
-    static const float fp4[16] = {MXFP4_TABLE};
+    static const float fp4[16] = {FP4_VALUES};
     return _mm512_permutexvar_ps(code, _mm512_loadu_ps(fp4));
 }
 
@@ -126,11 +126,13 @@ ALWAYS_INLINE void open_row(const pllm_matrix *matrix, int64_t row, int64_t firs
     }
 }
 
+#define OPEN_ROW(NAME, ...)                                                                                        \
+    case PLLM_##NAME: open_row(matrix, row, first, count, to, PLLM_##NAME); break;
+
 void pllm_grouped_avx512f_open(const pllm_matrix *matrix, int64_t row, int64_t first, int64_t count, float *to) {
     switch (matrix->dtype) {
-    case PLLM_AFFINE4: open_row(matrix, row, first, count, to, PLLM_AFFINE4); break;
-    case PLLM_AFFINE8: open_row(matrix, row, first, count, to, PLLM_AFFINE8); break;
-    default: open_row(matrix, row, first, count, to, PLLM_OCP_MXFP4); break;
+        PLLM_GROUPED_FORMATS(OPEN_ROW)
+    default: break;
     }
 }
 

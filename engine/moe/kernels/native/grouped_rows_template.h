@@ -51,30 +51,27 @@ typedef void (*products_function)(const uint8_t *codes, const uint8_t *scales, c
                                   const group_reader *reader, int64_t columns, const void *const *x, float *y,
                                   int64_t y_stride, int add);
 
-#define PRODUCTS(DTYPE, M)                                                                                         \
-    NOINLINE void DTYPE##_##M(const uint8_t *codes, const uint8_t *scales, const uint8_t *biases,                  \
-                              const group_reader *reader, int64_t columns, const void *const *x, float *y,         \
-                              int64_t y_stride, int add) {                                                         \
-        products(codes, scales, biases, reader, columns, x, y, y_stride, add, DTYPE, M);                           \
+#define PRODUCTS(NAME, M)                                                                                          \
+    NOINLINE void NAME##_##M(const uint8_t *codes, const uint8_t *scales, const uint8_t *biases,                   \
+                             const group_reader *reader, int64_t columns, const void *const *x, float *y,          \
+                             int64_t y_stride, int add) {                                                          \
+        products(codes, scales, biases, reader, columns, x, y, y_stride, add, PLLM_##NAME, M);                     \
     }
-#define UP_TO_4(DTYPE) PRODUCTS(DTYPE, 1) PRODUCTS(DTYPE, 2) PRODUCTS(DTYPE, 3) PRODUCTS(DTYPE, 4)
+#define UP_TO_4(NAME) PRODUCTS(NAME, 1) PRODUCTS(NAME, 2) PRODUCTS(NAME, 3) PRODUCTS(NAME, 4)
 #if MOST_TOKENS == 8
-#define ALL(DTYPE)                                                                                                 \
-    UP_TO_4(DTYPE) PRODUCTS(DTYPE, 5) PRODUCTS(DTYPE, 6) PRODUCTS(DTYPE, 7) PRODUCTS(DTYPE, 8)
-#define NAMES(DTYPE)                                                                                               \
-    {DTYPE##_1, DTYPE##_2, DTYPE##_3, DTYPE##_4, DTYPE##_5, DTYPE##_6, DTYPE##_7, DTYPE##_8}
+#define ALL(NAME, ...)                                                                                             \
+    UP_TO_4(NAME) PRODUCTS(NAME, 5) PRODUCTS(NAME, 6) PRODUCTS(NAME, 7) PRODUCTS(NAME, 8)
+#define NAMES(NAME, ...)                                                                                           \
+    [PLLM_##NAME] = {NAME##_1, NAME##_2, NAME##_3, NAME##_4, NAME##_5, NAME##_6, NAME##_7, NAME##_8},
 #else
-#define ALL(DTYPE) UP_TO_4(DTYPE)
-#define NAMES(DTYPE) {DTYPE##_1, DTYPE##_2, DTYPE##_3, DTYPE##_4}
+#define ALL(NAME, ...) UP_TO_4(NAME)
+#define NAMES(NAME, ...) [PLLM_##NAME] = {NAME##_1, NAME##_2, NAME##_3, NAME##_4},
 #endif
 
-ALL(PLLM_AFFINE4)
-ALL(PLLM_AFFINE8)
-ALL(PLLM_OCP_MXFP4)
+PLLM_GROUPED_FORMATS(ALL)
 
 /* By dtype, and tokens - 1. */
-static const products_function table[][MOST_TOKENS] = {NAMES(PLLM_AFFINE4), NAMES(PLLM_AFFINE8),
-                                                       NAMES(PLLM_OCP_MXFP4)};
+static const products_function table[PLLM_DTYPES][MOST_TOKENS] = {PLLM_GROUPED_FORMATS(NAMES)};
 
 void SET(few)(const void *w, int dtype, int64_t stride, int64_t rows, int64_t columns, const void *const *x,
               int64_t tokens, float *y, int64_t y_stride, int add) {
@@ -90,7 +87,7 @@ void SET(few)(const void *w, int dtype, int64_t stride, int64_t rows, int64_t co
         for (int64_t part = 0; part < parts; part++) {
             const int64_t first = tokens * part / parts, width = tokens * (part + 1) / parts - first;
             for (int64_t row = group; row < end; row++)
-                table[dtype - PLLM_AFFINE4][width - 1](
+                table[dtype][width - 1](
                     codes + row * reader.code_bytes, scales + row * reader.scale_bytes,
                     biases + row * reader.scale_bytes, &reader, columns, x + first, y + first * y_stride + row,
                     y_stride, add);

@@ -4,7 +4,7 @@
 
 #include "grouped_internal.h"
 
-static const int8_t FP4[16] = {MXFP4_TABLE};
+static const int8_t FP4[16] = {FP4_VALUES};
 
 /* The code of value i of the row whose codes are at `codes`. */
 static int code_of(const uint8_t *codes, int dtype, int64_t i) {

@@ -41,19 +41,7 @@ ALWAYS_INLINE int raised_by(const int dtype) { return dtype == PLLM_MXFP4 ? 16 :
 ALWAYS_INLINE int is_signed(const int dtype) { return !has_minimums(dtype) && raised_by(dtype) == 0; }
 
 /* The largest size of a code. */
-ALWAYS_INLINE int largest(const int dtype) {
-    switch (dtype) {
-    case PLLM_Q4_0:
-    case PLLM_Q4_1:
-    case PLLM_Q4_K: return 15;
-    case PLLM_Q5_0:
-    case PLLM_Q5_1:
-    case PLLM_Q5_K: return 31;
-    case PLLM_Q6_K: return 63;
-    case PLLM_MXFP4: return 28;
-    default: return 128;
-    }
-}
+ALWAYS_INLINE int largest(const int dtype) { return code_bits(dtype) == 8 ? 128 : (1 << code_bits(dtype)) - 1; }
 
 ALWAYS_INLINE __m256i masked(__m256i v, int bits) { return _mm256_and_si256(v, _mm256_set1_epi8((char)bits)); }
 
@@ -66,8 +54,8 @@ ALWAYS_INLINE __m256i nibbles(const uint8_t *from) {
 }
 
 ALWAYS_INLINE __m256i looked_up(__m256i codes, const int dtype) {
-    static const int8_t iq4[16] = {IQ4_TABLE}, mxfp4[16] = {MXFP4_TABLE};
-    __m128i table = _mm_loadu_si128((const __m128i *)(const void *)(dtype == PLLM_MXFP4 ? mxfp4 : iq4));
+    static const int8_t iq4[16] = {IQ4_VALUES}, fp4[16] = {FP4_VALUES};
+    __m128i table = _mm_loadu_si128((const __m128i *)(const void *)(table_of(dtype) == IQ4_TABLE ? iq4 : fp4));
     if (raised_by(dtype) > 0) table = _mm_add_epi8(table, _mm_set1_epi8((char)raised_by(dtype)));
     return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), codes);
 }
@@ -85,14 +73,14 @@ ALWAYS_INLINE __m256i with_fifth_bits(__m256i codes, const uint8_t *bits) {
 
 /* Codes 32 g .. 32 g + 31 of the unit at b, raised. */
 ALWAYS_INLINE __m256i codes_of(const uint8_t *b, const int g, const int dtype) {
-    const uint8_t *block = b + g * block_bytes(dtype);
+    const uint8_t *from = b + codes_at(dtype) + g * codes_apart(dtype);
     switch (dtype) {
     case PLLM_Q4_K: {
-        const __m256i both = loaded(b + Q4_K_CODES + g / 2 * 32);
+        const __m256i both = loaded(b + codes_at(dtype) + g / 2 * 32);
         return masked(g % 2 ? _mm256_srli_epi16(both, 4) : both, 15);
     }
     case PLLM_Q5_K: {
-        const __m256i both = loaded(b + Q5_K_CODES + g / 2 * 32), high = loaded(b + Q5_K_HIGH);
+        const __m256i both = loaded(b + codes_at(dtype) + g / 2 * 32), high = loaded(b + Q5_K_HIGH);
         const __m256i low = masked(g % 2 ? _mm256_srli_epi16(both, 4) : both, 15);
         return _mm256_or_si256(low, _mm256_slli_epi16(masked(_mm256_srli_epi16(high, g), 1), 4));
     }
@@ -102,14 +90,12 @@ ALWAYS_INLINE __m256i codes_of(const uint8_t *b, const int g, const int dtype) {
         const __m256i low = masked(quarter / 2 ? _mm256_srli_epi16(both, 4) : both, 15);
         return _mm256_or_si256(low, _mm256_slli_epi16(masked(_mm256_srli_epi16(high, 2 * quarter), 3), 4));
     }
-    case PLLM_IQ4_XS: return looked_up(nibbles(b + IQ4_XS_CODES + 16 * g), dtype);
-    case PLLM_Q4_0: return nibbles(block + 2);
-    case PLLM_Q4_1: return nibbles(block + 4);
-    case PLLM_Q5_0: return with_fifth_bits(nibbles(block + 6), block + 2);
-    case PLLM_Q5_1: return with_fifth_bits(nibbles(block + 8), block + 4);
-    case PLLM_IQ4_NL: return looked_up(nibbles(block + 2), dtype);
-    case PLLM_MXFP4: return looked_up(nibbles(block + 1), dtype);
-    default: return loaded(block + 2);
+    case PLLM_Q8_0: return loaded(from);
+    default: {
+        const __m256i low = nibbles(from);
+        if (table_of(dtype) != NO_TABLE) return looked_up(low, dtype);
+        return has_fifth_bits(dtype) ? with_fifth_bits(low, from - 4) : low;
+    }
     }
 }
 

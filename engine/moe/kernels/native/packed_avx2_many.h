@@ -20,16 +20,7 @@ _Static_assert(sizeof(panel_block) * (PANEL_COLUMNS / INPUT_BLOCK) <= PANEL_BYTE
 enum { FOUR_BITS, FIVE_BITS, SIX_BITS, EIGHT_BITS };
 
 ALWAYS_INLINE int width_of(const int dtype) {
-    switch (dtype) {
-    case PLLM_Q4_0:
-    case PLLM_Q4_1:
-    case PLLM_Q4_K: return FOUR_BITS;
-    case PLLM_Q6_K: return SIX_BITS;
-    case PLLM_Q8_0:
-    case PLLM_IQ4_NL:
-    case PLLM_IQ4_XS: return EIGHT_BITS;
-    default: return FIVE_BITS;
-    }
+    return code_bits(dtype) == 8 ? EIGHT_BITS : FOUR_BITS + code_bits(dtype) - 4;
 }
 
 /* ---- Opening a panel -------------------------------------------------------------------------------------------- */
@@ -51,7 +42,7 @@ ALWAYS_INLINE void open_q4_k_codes(const uint8_t *const rows[ROWS_OF_VECTOR], pa
     for (int pair = 0; pair < BLOCKS_OF_UNIT / 2; pair++) {
         __m256 lanes[ROWS_OF_VECTOR];
         UNROLL for (int r = 0; r < ROWS_OF_VECTOR; r++)
-            lanes[r] = _mm256_castsi256_ps(loaded(rows[r] + Q4_K_CODES + 32 * pair));
+            lanes[r] = _mm256_castsi256_ps(loaded(rows[r] + codes_at(PLLM_Q4_K) + 32 * pair));
         avx2_transpose(lanes);
         UNROLL for (int i = 0; i < 8; i++) {
             const __m256i both = _mm256_castps_si256(lanes[i]);
@@ -112,32 +103,19 @@ ALWAYS_INLINE void open_panel(panel_block *to, const uint8_t *w, const int64_t r
     }
 }
 
-#define OPEN_PANEL(DTYPE)                                                                                          \
-    NOINLINE void DTYPE##_panel(panel_block *to, const uint8_t *w, int64_t row_bytes, int64_t count,               \
+#define OPEN_PANEL(NAME, ...)                                                                                      \
+    NOINLINE void NAME##_panel(panel_block *to, const uint8_t *w, int64_t row_bytes, int64_t count,               \
                                 int64_t columns, int64_t ahead) {                                                  \
-        open_panel(to, w, row_bytes, count, columns, ahead, DTYPE);                                                \
+        open_panel(to, w, row_bytes, count, columns, ahead, PLLM_##NAME);                                                \
     }
-OPEN_PANEL(PLLM_Q4_0)
-OPEN_PANEL(PLLM_Q4_1)
-OPEN_PANEL(PLLM_Q5_0)
-OPEN_PANEL(PLLM_Q5_1)
-OPEN_PANEL(PLLM_Q8_0)
-OPEN_PANEL(PLLM_Q4_K)
-OPEN_PANEL(PLLM_Q5_K)
-OPEN_PANEL(PLLM_Q6_K)
-OPEN_PANEL(PLLM_IQ4_NL)
-OPEN_PANEL(PLLM_IQ4_XS)
-OPEN_PANEL(PLLM_MXFP4)
+#define PANEL_NAME(NAME, ...) [PLLM_##NAME] = NAME##_panel,
+
+PLLM_BLOCK_FORMATS(OPEN_PANEL)
 
 typedef void (*open_function)(panel_block *to, const uint8_t *w, int64_t row_bytes, int64_t count, int64_t columns,
                               int64_t ahead);
 
-static const open_function open_table[PLLM_DTYPES] = {
-    [PLLM_Q4_0] = PLLM_Q4_0_panel,     [PLLM_Q4_1] = PLLM_Q4_1_panel,     [PLLM_Q5_0] = PLLM_Q5_0_panel,
-    [PLLM_Q5_1] = PLLM_Q5_1_panel,     [PLLM_Q8_0] = PLLM_Q8_0_panel,     [PLLM_Q4_K] = PLLM_Q4_K_panel,
-    [PLLM_Q5_K] = PLLM_Q5_K_panel,     [PLLM_Q6_K] = PLLM_Q6_K_panel,     [PLLM_IQ4_NL] = PLLM_IQ4_NL_panel,
-    [PLLM_IQ4_XS] = PLLM_IQ4_XS_panel, [PLLM_MXFP4] = PLLM_MXFP4_panel,
-};
+static const open_function open_table[PLLM_DTYPES] = {PLLM_BLOCK_FORMATS(PANEL_NAME)};
 
 /* ---- Products --------------------------------------------------------------------------------------------------- */
 

@@ -98,7 +98,7 @@ ALWAYS_INLINE void spread_blocks(const uint8_t *from, const int64_t step, __m512
     to[3] = both_nibbles(_mm256_alignr_epi8(odd_end, even_end, 8));
 }
 
-ALWAYS_INLINE __m512i two_of_five_bits(const uint8_t *a, const uint8_t *b, const int high, const int codes) {
+ALWAYS_INLINE __m512i two_of_five_bits(const uint8_t *a, const uint8_t *b, const int64_t high, const int64_t codes) {
     uint32_t first, second;
     memcpy(&first, a + high, 4);
     memcpy(&second, b + high, 4);
@@ -122,7 +122,7 @@ ALWAYS_INLINE void unit_codes(const uint8_t *b, const int dtype, __m512i to[4]) 
     const int64_t size = block_bytes(dtype);
     switch (dtype) {
     case PLLM_Q4_K:
-        spread_nibbles(b + Q4_K_CODES, to);
+        spread_nibbles(b + codes_at(dtype), to);
         UNROLL for (int i = 0; i < 4; i++)
             to[i] = LARGE_CODES ? _mm512_and_si512(to[i], nibble_bits()) : masked(nibbles_lowered(to[i]), 15);
         return;
@@ -130,7 +130,7 @@ ALWAYS_INLINE void unit_codes(const uint8_t *b, const int dtype, __m512i to[4]) 
         /* From the bit of a block's number to bit 4. */
         const __m512i turns = _mm512_setr_epi32(4, 0, 3, 31, 4, 0, 3, 31, 2, 30, 1, 29, 2, 30, 1, 29);
         const __m512i high = twice(b + Q5_K_HIGH);
-        spread_nibbles(b + Q5_K_CODES, to);
+        spread_nibbles(b + codes_at(dtype), to);
         UNROLL for (int i = 0; i < 4; i++) to[i] = nibbles_lowered(to[i]);
         to[0] = joined(to[0], _mm512_rolv_epi32(_mm512_shuffle_epi32(high, 0x50), turns), 15);
         to[1] = joined(to[1], _mm512_rolv_epi32(_mm512_shuffle_epi32(high, 0x05), turns), 15);
@@ -148,24 +148,21 @@ ALWAYS_INLINE void unit_codes(const uint8_t *b, const int dtype, __m512i to[4]) 
         return;
     }
     case PLLM_Q8_0:
-        b += 2;
+        b += codes_at(dtype);
         spread(two_of_eight_bits(b, b + 2 * size), two_of_eight_bits(b + size, b + 3 * size),
                two_of_eight_bits(b + 4 * size, b + 6 * size), two_of_eight_bits(b + 5 * size, b + 7 * size), to);
         return;
-    case PLLM_Q5_0:
-    case PLLM_Q5_1: {
-        const int high = dtype == PLLM_Q5_0 ? 2 : 4, at = high + 4;
-        spread(two_of_five_bits(b, b + 2 * size, high, at), two_of_five_bits(b + size, b + 3 * size, high, at),
-               two_of_five_bits(b + 4 * size, b + 6 * size, high, at),
-               two_of_five_bits(b + 5 * size, b + 7 * size, high, at), to);
-        return;
-    }
     default: {
-        const int64_t step = dtype == PLLM_IQ4_XS ? 16 : size;
-        b += dtype == PLLM_IQ4_XS ? IQ4_XS_CODES : dtype == PLLM_Q4_1 ? 4 : dtype == PLLM_MXFP4 ? 1 : 2;
-        spread_blocks(b, step, to);
-        if (dtype == PLLM_IQ4_NL || dtype == PLLM_IQ4_XS || dtype == PLLM_MXFP4)
-            UNROLL for (int i = 0; i < 4; i++) to[i] = looked_up(to[i], dtype);
+        const int64_t at = codes_at(dtype);
+        if (has_fifth_bits(dtype)) {
+            spread(two_of_five_bits(b, b + 2 * size, at - 4, at),
+                   two_of_five_bits(b + size, b + 3 * size, at - 4, at),
+                   two_of_five_bits(b + 4 * size, b + 6 * size, at - 4, at),
+                   two_of_five_bits(b + 5 * size, b + 7 * size, at - 4, at), to);
+            return;
+        }
+        spread_blocks(b + at, codes_apart(dtype), to);
+        if (table_of(dtype) != NO_TABLE) UNROLL for (int i = 0; i < 4; i++) to[i] = looked_up(to[i], dtype);
     }
     }
 }
@@ -232,11 +229,11 @@ ALWAYS_INLINE __m512 unit_scales(const uint8_t *b, const int dtype, __m512 *mini
         return _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_shuffle_epi8(own, order))),
                              half_in_all(b + Q6_K_SCALE));
     }
-    case PLLM_IQ4_XS:
-        return _mm512_permutexvar_ps(lanes_of_blocks(), _mm512_castps256_ps512(eight_iq4_xs(b)));
     case PLLM_MXFP4: return powers(b);
     case PLLM_Q8_0: return _mm512_cvtph_ps(wide_headers(b));
     default:
+        if (block_values(dtype) == UNIT)
+            return _mm512_permutexvar_ps(lanes_of_blocks(), _mm512_castps256_ps512(eight_scales(b, dtype)));
         if (has_minimums(dtype))
             *minimums = _mm512_sub_ps(_mm512_setzero_ps(), _mm512_cvtph_ps(headers(b, size, 2, 1)));
         return _mm512_cvtph_ps(headers(b, size, 0, 0));
@@ -386,34 +383,21 @@ ALWAYS_INLINE void add_rows(const uint8_t *w, const int64_t row_bytes, const int
 typedef void (*add_rows_function)(const uint8_t *w, int64_t row_bytes, int64_t rows, int64_t first, int64_t last,
                                   int64_t values, const void *const *x, __m512 *all, int fresh);
 
-#define ADD_ROWS(DTYPE, M)                                                                                         \
-    NOINLINE void DTYPE##_##M(const uint8_t *w, int64_t row_bytes, int64_t rows, int64_t first, int64_t last,      \
-                              int64_t values, const void *const *x, __m512 *all, int fresh) {                      \
-        add_rows(w, row_bytes, rows, first, last, values, x, all, fresh, DTYPE, M);                                \
+#define ADD_ROWS(NAME, M)                                                                                          \
+    NOINLINE void NAME##_##M(const uint8_t *w, int64_t row_bytes, int64_t rows, int64_t first, int64_t last,       \
+                             int64_t values, const void *const *x, __m512 *all, int fresh) {                       \
+        add_rows(w, row_bytes, rows, first, last, values, x, all, fresh, PLLM_##NAME, M);                          \
     }
-#define ALL(DTYPE)                                                                                                 \
-    ADD_ROWS(DTYPE, 1) ADD_ROWS(DTYPE, 2) ADD_ROWS(DTYPE, 3) ADD_ROWS(DTYPE, 4)                                    \
-    ADD_ROWS(DTYPE, 5) ADD_ROWS(DTYPE, 6) ADD_ROWS(DTYPE, 7) ADD_ROWS(DTYPE, 8)
-#define NAMES(DTYPE)                                                                                               \
-    [DTYPE] = {DTYPE##_1, DTYPE##_2, DTYPE##_3, DTYPE##_4, DTYPE##_5, DTYPE##_6, DTYPE##_7, DTYPE##_8}
+#define ALL(NAME, ...)                                                                                             \
+    ADD_ROWS(NAME, 1) ADD_ROWS(NAME, 2) ADD_ROWS(NAME, 3) ADD_ROWS(NAME, 4)                                        \
+    ADD_ROWS(NAME, 5) ADD_ROWS(NAME, 6) ADD_ROWS(NAME, 7) ADD_ROWS(NAME, 8)
+#define NAMES(NAME, ...)                                                                                           \
+    [PLLM_##NAME] = {NAME##_1, NAME##_2, NAME##_3, NAME##_4, NAME##_5, NAME##_6, NAME##_7, NAME##_8},
 
-ALL(PLLM_Q4_0)
-ALL(PLLM_Q4_1)
-ALL(PLLM_Q5_0)
-ALL(PLLM_Q5_1)
-ALL(PLLM_Q8_0)
-ALL(PLLM_Q4_K)
-ALL(PLLM_Q5_K)
-ALL(PLLM_Q6_K)
-ALL(PLLM_IQ4_NL)
-ALL(PLLM_IQ4_XS)
-ALL(PLLM_MXFP4)
+PLLM_BLOCK_FORMATS(ALL)
 
 /* By dtype and tokens. */
-static const add_rows_function add_rows_table[PLLM_DTYPES][MOST_TOKENS] = {
-    NAMES(PLLM_Q4_0), NAMES(PLLM_Q4_1), NAMES(PLLM_Q5_0),   NAMES(PLLM_Q5_1),   NAMES(PLLM_Q8_0),  NAMES(PLLM_Q4_K),
-    NAMES(PLLM_Q5_K), NAMES(PLLM_Q6_K), NAMES(PLLM_IQ4_NL), NAMES(PLLM_IQ4_XS), NAMES(PLLM_MXFP4),
-};
+static const add_rows_function add_rows_table[PLLM_DTYPES][MOST_TOKENS] = {PLLM_BLOCK_FORMATS(NAMES)};
 
 /* The lanes of each of `count` vectors added up. */
 static void add_lanes(const __m512 *sums, int64_t count, float *to) {

@@ -30,7 +30,7 @@ ALWAYS_INLINE void open_codes(const uint8_t *const rows[16], panel_block *to, co
     __m512 lanes[16];
     if (dtype == PLLM_Q4_K) { /* a nibble of each byte, so that they are exchanged together */
         for (int half = 0; half < 2; half++) {
-            UNROLL for (int r = 0; r < 16; r++) lanes[r] = _mm512_loadu_ps(rows[r] + Q4_K_CODES + 64 * half);
+            UNROLL for (int r = 0; r < 16; r++) lanes[r] = _mm512_loadu_ps(rows[r] + codes_at(dtype) + 64 * half);
             avx512f_transpose(lanes);
             UNROLL for (int i = 0; i < 16; i++) {
                 const __m512i both = _mm512_castps_si512(lanes[i]);
@@ -143,31 +143,18 @@ ALWAYS_INLINE void open_panel(panel_block *to, const uint8_t *w, const int64_t r
     }
 }
 
-#define OPEN_PANEL(DTYPE)                                                                                          \
-    NOINLINE void DTYPE##_panel(panel_block *to, const uint8_t *w, int64_t row_bytes, int64_t count,               \
+#define OPEN_PANEL(NAME, ...)                                                                                      \
+    NOINLINE void NAME##_panel(panel_block *to, const uint8_t *w, int64_t row_bytes, int64_t count,               \
                                 int64_t columns) {                                                                 \
-        open_panel(to, w, row_bytes, count, columns, DTYPE);                                                       \
+        open_panel(to, w, row_bytes, count, columns, PLLM_##NAME);                                                       \
     }
-OPEN_PANEL(PLLM_Q4_0)
-OPEN_PANEL(PLLM_Q4_1)
-OPEN_PANEL(PLLM_Q5_0)
-OPEN_PANEL(PLLM_Q5_1)
-OPEN_PANEL(PLLM_Q8_0)
-OPEN_PANEL(PLLM_Q4_K)
-OPEN_PANEL(PLLM_Q5_K)
-OPEN_PANEL(PLLM_Q6_K)
-OPEN_PANEL(PLLM_IQ4_NL)
-OPEN_PANEL(PLLM_IQ4_XS)
-OPEN_PANEL(PLLM_MXFP4)
+#define PANEL_NAME(NAME, ...) [PLLM_##NAME] = NAME##_panel,
+
+PLLM_BLOCK_FORMATS(OPEN_PANEL)
 
 typedef void (*open_function)(panel_block *to, const uint8_t *w, int64_t row_bytes, int64_t count, int64_t columns);
 
-static const open_function open_table[PLLM_DTYPES] = {
-    [PLLM_Q4_0] = PLLM_Q4_0_panel,     [PLLM_Q4_1] = PLLM_Q4_1_panel,     [PLLM_Q5_0] = PLLM_Q5_0_panel,
-    [PLLM_Q5_1] = PLLM_Q5_1_panel,     [PLLM_Q8_0] = PLLM_Q8_0_panel,     [PLLM_Q4_K] = PLLM_Q4_K_panel,
-    [PLLM_Q5_K] = PLLM_Q5_K_panel,     [PLLM_Q6_K] = PLLM_Q6_K_panel,     [PLLM_IQ4_NL] = PLLM_IQ4_NL_panel,
-    [PLLM_IQ4_XS] = PLLM_IQ4_XS_panel, [PLLM_MXFP4] = PLLM_MXFP4_panel,
-};
+static const open_function open_table[PLLM_DTYPES] = {PLLM_BLOCK_FORMATS(PANEL_NAME)};
 
 /* ---- Products --------------------------------------------------------------------------------------------------- */
 

@@ -38,8 +38,8 @@ ALWAYS_INLINE __m512i twice(const uint8_t *from) {
 }
 
 ALWAYS_INLINE __m512i looked_up(__m512i codes, const int dtype) {
-    static const int8_t iq4[16] = {IQ4_TABLE}, mxfp4[16] = {MXFP4_TABLE};
-    const __m128i table = _mm_loadu_si128((const __m128i *)(const void *)(dtype == PLLM_MXFP4 ? mxfp4 : iq4));
+    static const int8_t iq4[16] = {IQ4_VALUES}, fp4[16] = {FP4_VALUES};
+    const __m128i table = _mm_loadu_si128((const __m128i *)(const void *)(table_of(dtype) == IQ4_TABLE ? iq4 : fp4));
     const __m128i raised = _mm_xor_si128(table, _mm_set1_epi8((char)0x80));
     return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(raised), codes);
 }
@@ -54,12 +54,12 @@ ALWAYS_INLINE __m512i with_fifth_bits(__m512i codes, const uint8_t *a, const uin
 
 /* Codes 64 g .. 64 g + 63 of the unit at b, unsigned. */
 ALWAYS_INLINE __m512i codes_of(const uint8_t *b, const int g, const int dtype) {
-    const uint8_t *first = b + 2 * g * block_bytes(dtype), *second = first + block_bytes(dtype);
+    const uint8_t *first = b + codes_at(dtype) + 2 * g * codes_apart(dtype), *second = first + codes_apart(dtype);
     switch (dtype) {
     case PLLM_Q4_K:
-        return masked(halves_shifted(twice(b + Q4_K_CODES + 32 * g), 0, 4), 15);
+        return masked(halves_shifted(twice(b + codes_at(dtype) + 32 * g), 0, 4), 15);
     case PLLM_Q5_K: {
-        const __m512i low = masked(halves_shifted(twice(b + Q5_K_CODES + 32 * g), 0, 4), 15);
+        const __m512i low = masked(halves_shifted(twice(b + codes_at(dtype) + 32 * g), 0, 4), 15);
         const __m512i high = masked(halves_shifted(twice(b + Q5_K_HIGH), 2 * g, 2 * g + 1), 1);
         return _mm512_or_si512(low, _mm512_slli_epi16(high, 4));
     }
@@ -69,19 +69,16 @@ ALWAYS_INLINE __m512i codes_of(const uint8_t *b, const int g, const int dtype) {
         const __m512i high = masked(halves_shifted(twice(b + Q6_K_HIGH + g / 2 * 32), g % 2 * 4, g % 2 * 4 + 2), 3);
         return _mm512_or_si512(low, _mm512_slli_epi16(high, 4));
     }
-    case PLLM_IQ4_XS:
-        return looked_up(nibbles(pair_of_blocks(b + IQ4_XS_CODES + 32 * g, b + IQ4_XS_CODES + 32 * g + 16)), dtype);
-    case PLLM_Q4_0: return nibbles(pair_of_blocks(first + 2, second + 2));
-    case PLLM_Q4_1: return nibbles(pair_of_blocks(first + 4, second + 4));
-    case PLLM_Q5_0: return with_fifth_bits(nibbles(pair_of_blocks(first + 6, second + 6)), first + 2, second + 2);
-    case PLLM_Q5_1: return with_fifth_bits(nibbles(pair_of_blocks(first + 8, second + 8)), first + 4, second + 4);
-    case PLLM_IQ4_NL: return looked_up(nibbles(pair_of_blocks(first + 2, second + 2)), dtype);
-    case PLLM_MXFP4: return looked_up(nibbles(pair_of_blocks(first + 1, second + 1)), dtype);
-    default: {
-        const __m256i low = _mm256_loadu_si256((const __m256i *)(const void *)(first + 2));
-        const __m256i high = _mm256_loadu_si256((const __m256i *)(const void *)(second + 2));
+    case PLLM_Q8_0: {
+        const __m256i low = _mm256_loadu_si256((const __m256i *)(const void *)first);
+        const __m256i high = _mm256_loadu_si256((const __m256i *)(const void *)second);
         const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
         return _mm512_xor_si512(both, _mm512_set1_epi8((char)0x80));
+    }
+    default: {
+        const __m512i low = nibbles(pair_of_blocks(first, second));
+        if (table_of(dtype) != NO_TABLE) return looked_up(low, dtype);
+        return has_fifth_bits(dtype) ? with_fifth_bits(low, first - 4, second - 4) : low;
     }
     }
 }

@@ -112,22 +112,12 @@ ALWAYS_INLINE void open_row(const int dtype, const uint8_t *from, float *to, int
     }
 }
 
-#define OPEN(DTYPE)                                                                                                \
-    case DTYPE: open_row(DTYPE, from, to, count); break;
+#define OPEN(NAME, ...)                                                                                            \
+    case PLLM_##NAME: open_row(PLLM_##NAME, from, to, count); break;
 
 void SET(open_row)(int dtype, const void *from, float *to, int64_t count) {
     switch (dtype) {
-        OPEN(PLLM_Q4_0)
-        OPEN(PLLM_Q4_1)
-        OPEN(PLLM_Q5_0)
-        OPEN(PLLM_Q5_1)
-        OPEN(PLLM_Q8_0)
-        OPEN(PLLM_Q4_K)
-        OPEN(PLLM_Q5_K)
-        OPEN(PLLM_Q6_K)
-        OPEN(PLLM_IQ4_NL)
-        OPEN(PLLM_IQ4_XS)
-        OPEN(PLLM_MXFP4)
+        PLLM_BLOCK_FORMATS(OPEN)
     default: break;
     }
 }

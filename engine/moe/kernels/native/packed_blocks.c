@@ -1,7 +1,11 @@
 /* Packed weights one value at a time: what the instruction sets are compared with, and what runs where there is none. */
 #include "packed_blocks.h"
 
-static const int8_t IQ4[16] = {IQ4_TABLE}, MXFP4[16] = {MXFP4_TABLE};
+static const int8_t IQ4[16] = {IQ4_VALUES}, FP4[16] = {FP4_VALUES};
+
+#define FITS(NAME, VALUES, BYTES, ...)                                                                             \
+    _Static_assert(UNIT % (VALUES) == 0 && UNIT / (VALUES) * (BYTES) <= UNIT_BYTES_LIMIT, #NAME " fits into a unit");
+PLLM_BLOCK_FORMATS(FITS)
 
 /* The codes of a block of 32 whose low nibbles are its first half. */
 static void nibbles(const uint8_t *from, int8_t *to) {
@@ -11,7 +15,8 @@ static void nibbles(const uint8_t *from, int8_t *to) {
     }
 }
 
-static void look_up(const int8_t *table, int8_t *codes) {
+static void look_up(int dtype, int8_t *codes) {
+    const int8_t *table = table_of(dtype) == IQ4_TABLE ? IQ4 : FP4;
     for (int i = 0; i < 32; i++) codes[i] = table[codes[i]];
 }
 
@@ -23,43 +28,23 @@ static void fifth_bits(const uint8_t *from, int8_t *codes) {
 
 /* A block of 32 values. */
 static void open_small(int dtype, const uint8_t *b, int8_t *codes, float *scale, float *minimum) {
+    const int above = (int)raised_in_file(dtype);
     *scale = dtype == PLLM_MXFP4 ? e8m0_half(b[0]) : half_to_float(b);
-    *minimum = 0;
-    switch (dtype) {
-    case PLLM_Q8_0:
-        memcpy(codes, b + 2, 32);
+    *minimum = has_minimums(dtype) ? -half_to_float(b + 2) : 0;
+    b += codes_at(dtype);
+    if (dtype == PLLM_Q8_0) {
+        memcpy(codes, b, 32);
         return;
-    case PLLM_Q4_0:
-        nibbles(b + 2, codes);
-        for (int i = 0; i < 32; i++) codes[i] = (int8_t)(codes[i] - 8);
-        return;
-    case PLLM_Q4_1:
-        nibbles(b + 4, codes);
-        *minimum = -half_to_float(b + 2);
-        return;
-    case PLLM_Q5_0:
-        nibbles(b + 6, codes);
-        fifth_bits(b + 2, codes);
-        for (int i = 0; i < 32; i++) codes[i] = (int8_t)(codes[i] - 16);
-        return;
-    case PLLM_Q5_1:
-        nibbles(b + 8, codes);
-        fifth_bits(b + 4, codes);
-        *minimum = -half_to_float(b + 2);
-        return;
-    case PLLM_IQ4_NL:
-        nibbles(b + 2, codes);
-        look_up(IQ4, codes);
-        return;
-    default:
-        nibbles(b + 1, codes);
-        look_up(MXFP4, codes);
     }
+    nibbles(b, codes);
+    if (has_fifth_bits(dtype)) fifth_bits(b - 4, codes);
+    if (table_of(dtype) != NO_TABLE) look_up(dtype, codes);
+    for (int i = 0; i < 32; i++) codes[i] = (int8_t)(codes[i] - above);
 }
 
 static void open_k(const uint8_t *b, int five, packed_unit *to) {
     const float scale = half_to_float(b), minimum = half_to_float(b + 2);
-    const uint8_t *codes = b + (five ? Q5_K_CODES : Q4_K_CODES), *high = b + Q5_K_HIGH;
+    const uint8_t *codes = b + codes_at(five ? PLLM_Q5_K : PLLM_Q4_K), *high = b + Q5_K_HIGH;
     for (int j = 0; j < 8; j++) {
         int own_scale, own_minimum;
         k_scale(b + Q4_K_SCALES, j, &own_scale, &own_minimum);
@@ -98,8 +83,8 @@ static void open_iq4_xs(const uint8_t *b, packed_unit *to) {
             to->scales[2 * j + i] = scale * (float)(own - 32);
             to->minimums[2 * j + i] = 0;
         }
-        nibbles(b + IQ4_XS_CODES + 16 * j, to->codes + 32 * j);
-        look_up(IQ4, to->codes + 32 * j);
+        nibbles(b + codes_at(PLLM_IQ4_XS) + codes_apart(PLLM_IQ4_XS) * j, to->codes + 32 * j);
+        look_up(PLLM_IQ4_XS, to->codes + 32 * j);
     }
 }
 
@@ -128,7 +113,7 @@ void pllm_unpack_row(int dtype, const void *from, float *to, int64_t values) {
         for (int64_t i = 0; i < values; i++) to[i] = half_to_float(at + 2 * i);
         return;
     }
-    const int lowered = dtype == PLLM_Q4_1 || dtype == PLLM_Q5_1 || dtype == PLLM_Q4_K || dtype == PLLM_Q5_K;
+    const int lowered = has_minimums(dtype);
     for (int64_t first = 0; first < values; first += UNIT) {
         packed_unit unit;
         const int64_t count = values - first < UNIT ? values - first : UNIT;

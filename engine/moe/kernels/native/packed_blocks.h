@@ -1,7 +1,6 @@
 /* Weights in blocks of four to eight bits, as GGUF files hold them: what lies where in a block.
 
-   Formats are described in ggml's ggml-common.h and gguf's quants.py. A row is a whole number of blocks; a block may begin
-   at any address. Not part of the library's interface. */
+   A row is a whole number of blocks; a block may begin at any address. Not part of the library's interface. */
 #ifndef PRIVATELLM_PACKED_BLOCKS_H
 #define PRIVATELLM_PACKED_BLOCKS_H
 
@@ -20,60 +19,41 @@
 static inline int is_packed(int dtype) { return dtype > PLLM_F32 && dtype < PLLM_F16; }
 static inline int is_grouped(int dtype) { return dtype > PLLM_F16; }
 
-static inline int64_t block_values(int dtype) {
-    switch (dtype) {
-    case PLLM_BF16:
-    case PLLM_F16:
-    case PLLM_F32:
-    case PLLM_BLOCK_FP8: return 1;
-    case PLLM_Q4_K:
-    case PLLM_Q5_K:
-    case PLLM_Q6_K:
-    case PLLM_IQ4_XS: return 256;
-    default: return 32;
-    }
-}
+typedef struct format_row {
+    int values, bytes, codes, bits, above, minimums, table;
+} format_row;
 
-static inline int64_t block_bytes(int dtype) {
-    switch (dtype) {
-    case PLLM_BF16:
-    case PLLM_F16: return 2;
-    case PLLM_F32: return 4;
-    case PLLM_BLOCK_FP8: return 1;
-    case PLLM_Q4_0:
-    case PLLM_IQ4_NL: return 18;
-    case PLLM_Q4_1: return 20;
-    case PLLM_Q5_0: return 22;
-    case PLLM_Q5_1: return 24;
-    case PLLM_Q8_0: return 34;
-    case PLLM_Q4_K: return 144;
-    case PLLM_Q5_K: return 176;
-    case PLLM_Q6_K: return 210;
-    case PLLM_IQ4_XS: return 136;
-    case PLLM_AFFINE4: /* of grouped weights, the codes */
-    case PLLM_OCP_MXFP4: return 16;
-    case PLLM_AFFINE8: return 32;
-    default: return 17; /* PLLM_MXFP4 */
-    }
+#define FORMAT_ROW(NAME, ...) [PLLM_##NAME] = {__VA_ARGS__},
+static const format_row format_rows[PLLM_DTYPES] = {PLLM_FORMATS(FORMAT_ROW)};
+#undef FORMAT_ROW
+
+static inline int64_t block_values(int dtype) { return format_rows[dtype].values; }
+static inline int64_t block_bytes(int dtype) { return format_rows[dtype].bytes; }
+
+/* Whether the blocks of a format say what is to be taken away from its values. */
+static inline int has_minimums(int dtype) { return format_rows[dtype].minimums; }
+
+/* By how much the unsigned codes of a format, as they lie in the file, are above what they stand for. */
+static inline float raised_in_file(int dtype) { return (float)format_rows[dtype].above; }
+
+/* Bits of a code as it is multiplied; one of 8 bits is signed. */
+static inline int code_bits(int dtype) { return format_rows[dtype].bits; }
+
+static inline int table_of(int dtype) { return format_rows[dtype].table; }
+
+/* Where the codes of a block begin, and how far those of 32 values are from the next ones, where a nibble holds one. */
+static inline int64_t codes_at(int dtype) { return format_rows[dtype].codes; }
+static inline int64_t codes_apart(int dtype) { return block_values(dtype) == 32 ? block_bytes(dtype) : 16; }
+
+/* Whether the four bytes before the codes of 32 values are a fifth bit of each. */
+static inline int has_fifth_bits(int dtype) {
+    return block_values(dtype) == 32 && code_bits(dtype) == 5 && table_of(dtype) == NO_TABLE;
 }
 
 /* Bytes of so many values, which are whole blocks. */
 static inline int64_t bytes_of_values(int dtype, int64_t values) {
     return values / block_values(dtype) * block_bytes(dtype);
 }
-
-/* Where the parts of a block begin, in bytes. */
-enum {
-    Q4_K_SCALES = 4, Q4_K_CODES = 16,
-    Q5_K_HIGH = 16, Q5_K_CODES = 48,
-    Q6_K_HIGH = 128, Q6_K_SCALES = 192, Q6_K_SCALE = 208,
-    IQ4_XS_HIGH = 2, IQ4_XS_LOW = 4, IQ4_XS_CODES = 8
-};
-
-/* IQ4_NL and IQ4_XS: what a code of four bits stands for. */
-#define IQ4_TABLE -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113
-/* MXFP4: the same, doubled; the scale is halved for it. */
-#define MXFP4_TABLE 0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12
 
 static inline float half_to_float(const void *from) {
     uint16_t half;

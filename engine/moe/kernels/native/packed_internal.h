@@ -15,16 +15,6 @@ typedef struct packed_input {
 /* Values that share a scale. A part of a row that is converted by itself begins and ends at a multiple of it. */
 #define INPUT_BLOCK 32
 
-/* Whether the blocks of a format say what is to be taken away from its values. */
-ALWAYS_INLINE int has_minimums(const int dtype) {
-    return dtype == PLLM_Q4_1 || dtype == PLLM_Q5_1 || dtype == PLLM_Q4_K || dtype == PLLM_Q5_K;
-}
-
-/* By how much the unsigned codes of a format, as they lie in the file, are above what they stand for. */
-ALWAYS_INLINE float raised_in_file(const int dtype) {
-    return dtype == PLLM_Q4_0 ? 8 : dtype == PLLM_Q5_0 ? 16 : dtype == PLLM_Q6_K ? 32 : 0;
-}
-
 /* kernel_set.few for packed weights, by instruction set. */
 #define PACKED_FEW(SET)                                                                                            \
     void pllm_packed_##SET##_few(const void *w, int dtype, int64_t stride, int64_t rows, int64_t columns,          \

@@ -22,8 +22,8 @@ ALWAYS_INLINE uint8x16_t nibbles_in_order(const uint8_t *from, const int second)
 }
 
 ALWAYS_INLINE int8x16_t looked_up(uint8x16_t codes, const int dtype) {
-    static const int8_t iq4[16] = {IQ4_TABLE}, mxfp4[16] = {MXFP4_TABLE};
-    return vqtbl1q_s8(vld1q_s8(dtype == PLLM_MXFP4 || dtype == PLLM_OCP_MXFP4 ? mxfp4 : iq4), codes);
+    static const int8_t iq4[16] = {IQ4_VALUES}, fp4[16] = {FP4_VALUES};
+    return vqtbl1q_s8(vld1q_s8(table_of(dtype) == IQ4_TABLE ? iq4 : fp4), codes);
 }
 
 /* 16 added to the codes whose bit is set in the two bytes at `bits`. */
@@ -41,13 +41,13 @@ ALWAYS_INLINE uint8x16_t high_bits(const uint8_t *from, const int shift, const i
 
 /* Codes 16 g .. 16 g + 15 of the unit at b. Those of PLLM_AFFINE8 are 128 less than in the file. */
 ALWAYS_INLINE int8x16_t codes_of(const uint8_t *b, const int g, const int dtype) {
-    const uint8_t *block = b + g / 2 * block_bytes(dtype);
+    const uint8_t *from = b + codes_at(dtype) + g / 2 * codes_apart(dtype);
     const int half = g % 2;
     uint8x16_t codes;
     switch (dtype) {
-    case PLLM_Q4_K: codes = nibble(b + Q4_K_CODES + g / 4 * 32 + half * 16, g / 2 % 2); break;
+    case PLLM_Q4_K: codes = nibble(b + codes_at(dtype) + g / 4 * 32 + half * 16, g / 2 % 2); break;
     case PLLM_Q5_K:
-        codes = vorrq_u8(nibble(b + Q5_K_CODES + g / 4 * 32 + half * 16, g / 2 % 2),
+        codes = vorrq_u8(nibble(b + codes_at(dtype) + g / 4 * 32 + half * 16, g / 2 % 2),
                          high_bits(b + Q5_K_HIGH + half * 16, g / 2, 1));
         break;
     case PLLM_Q6_K: {
@@ -56,17 +56,14 @@ ALWAYS_INLINE int8x16_t codes_of(const uint8_t *b, const int g, const int dtype)
                          high_bits(b + Q6_K_HIGH + part * 32 + half * 16, 2 * quarter, 3));
         break;
     }
-    case PLLM_IQ4_XS: return looked_up(nibble(b + IQ4_XS_CODES + g / 2 * 16, half), dtype);
-    case PLLM_Q4_0: codes = nibble(block + 2, half); break;
-    case PLLM_Q4_1: codes = nibble(block + 4, half); break;
-    case PLLM_Q5_0: codes = with_fifth_bits(nibble(block + 6, half), block + 2 + 2 * half); break;
-    case PLLM_Q5_1: codes = with_fifth_bits(nibble(block + 8, half), block + 4 + 2 * half); break;
-    case PLLM_IQ4_NL: return looked_up(nibble(block + 2, half), dtype);
-    case PLLM_MXFP4: return looked_up(nibble(block + 1, half), dtype);
-    case PLLM_AFFINE4: codes = nibbles_in_order(block, half); break;
-    case PLLM_AFFINE8: codes = veorq_u8(vld1q_u8(block + 16 * half), vdupq_n_u8(0x80)); break;
-    case PLLM_OCP_MXFP4: return looked_up(nibbles_in_order(block, half), dtype);
-    default: return vld1q_s8((const int8_t *)block + 2 + 16 * half);
+    case PLLM_AFFINE4: codes = nibbles_in_order(from, half); break;
+    case PLLM_AFFINE8: codes = veorq_u8(vld1q_u8(from + 16 * half), vdupq_n_u8(0x80)); break;
+    case PLLM_OCP_MXFP4: return looked_up(nibbles_in_order(from, half), dtype);
+    case PLLM_Q8_0: return vld1q_s8((const int8_t *)from + 16 * half);
+    default:
+        codes = nibble(from, half);
+        if (table_of(dtype) != NO_TABLE) return looked_up(codes, dtype);
+        if (has_fifth_bits(dtype)) codes = with_fifth_bits(codes, from - 4 + 2 * half);
     }
     return vreinterpretq_s8_u8(codes);
 }

@@ -130,31 +130,17 @@ ALWAYS_INLINE void open_panel(panel_block *panel, const panel_source *from, cons
     }
 }
 
-#define OPEN_PANEL(DTYPE)                                                                                          \
-    NOINLINE void DTYPE##_panel(panel_block *to, const panel_source *from) { open_panel(to, from, DTYPE); }
-OPEN_PANEL(PLLM_Q4_0)
-OPEN_PANEL(PLLM_Q4_1)
-OPEN_PANEL(PLLM_Q5_0)
-OPEN_PANEL(PLLM_Q5_1)
-OPEN_PANEL(PLLM_Q8_0)
-OPEN_PANEL(PLLM_Q4_K)
-OPEN_PANEL(PLLM_Q5_K)
-OPEN_PANEL(PLLM_Q6_K)
-OPEN_PANEL(PLLM_IQ4_NL)
-OPEN_PANEL(PLLM_IQ4_XS)
-OPEN_PANEL(PLLM_MXFP4)
-OPEN_PANEL(PLLM_AFFINE4)
-OPEN_PANEL(PLLM_AFFINE8)
-OPEN_PANEL(PLLM_OCP_MXFP4)
+#define OPEN_PANEL(NAME, ...)                                                                                      \
+    NOINLINE void NAME##_panel(panel_block *to, const panel_source *from) { open_panel(to, from, PLLM_##NAME); }
+#define PANEL_NAME(NAME, ...) [PLLM_##NAME] = NAME##_panel,
+
+PLLM_BLOCK_FORMATS(OPEN_PANEL)
+PLLM_GROUPED_FORMATS(OPEN_PANEL)
 
 typedef void (*open_function)(panel_block *to, const panel_source *from);
 
 static const open_function open_table[PLLM_DTYPES] = {
-    [PLLM_Q4_0] = PLLM_Q4_0_panel,       [PLLM_Q4_1] = PLLM_Q4_1_panel,     [PLLM_Q5_0] = PLLM_Q5_0_panel,
-    [PLLM_Q5_1] = PLLM_Q5_1_panel,       [PLLM_Q8_0] = PLLM_Q8_0_panel,     [PLLM_Q4_K] = PLLM_Q4_K_panel,
-    [PLLM_Q5_K] = PLLM_Q5_K_panel,       [PLLM_Q6_K] = PLLM_Q6_K_panel,     [PLLM_IQ4_NL] = PLLM_IQ4_NL_panel,
-    [PLLM_IQ4_XS] = PLLM_IQ4_XS_panel,   [PLLM_MXFP4] = PLLM_MXFP4_panel,   [PLLM_AFFINE4] = PLLM_AFFINE4_panel,
-    [PLLM_AFFINE8] = PLLM_AFFINE8_panel, [PLLM_OCP_MXFP4] = PLLM_OCP_MXFP4_panel,
+    PLLM_BLOCK_FORMATS(PANEL_NAME) PLLM_GROUPED_FORMATS(PANEL_NAME)
 };
 
 /* ---- Products --------------------------------------------------------------------------------------------------- */

@@ -42,34 +42,21 @@ ALWAYS_INLINE void products(const uint8_t *w, const int64_t row_bytes, const int
 typedef void (*products_function)(const uint8_t *w, int64_t row_bytes, int64_t columns, const void *const *x, float *y,
                                   int64_t y_stride, int add);
 
-#define PRODUCTS(DTYPE, KIND, R, M)                                                                                \
-    NOINLINE void DTYPE##_##KIND##_##M(const uint8_t *w, int64_t row_bytes, int64_t columns,                       \
-                                       const void *const *x, float *y, int64_t y_stride, int add) {                \
-        products(w, row_bytes, columns, x, y, y_stride, add, DTYPE, R, M);                                         \
+#define PRODUCTS(NAME, KIND, R, M)                                                                                 \
+    NOINLINE void NAME##_##KIND##_##M(const uint8_t *w, int64_t row_bytes, int64_t columns,                        \
+                                      const void *const *x, float *y, int64_t y_stride, int add) {                 \
+        products(w, row_bytes, columns, x, y, y_stride, add, PLLM_##NAME, R, M);                                   \
     }
-#define ALL(DTYPE)                                                                                                 \
-    PRODUCTS(DTYPE, several, ROWS_OF_1, 1) PRODUCTS(DTYPE, several, ROWS_OF_2, 2)                                  \
-    PRODUCTS(DTYPE, several, ROWS_OF_3, 3) PRODUCTS(DTYPE, several, ROWS_OF_4, 4) PRODUCTS(DTYPE, one, 1, 1)
-#define NAMES(DTYPE)                                                                                               \
-    [DTYPE] = {DTYPE##_one_1, DTYPE##_several_1, DTYPE##_several_2, DTYPE##_several_3, DTYPE##_several_4}
+#define ALL(NAME, ...)                                                                                             \
+    PRODUCTS(NAME, several, ROWS_OF_1, 1) PRODUCTS(NAME, several, ROWS_OF_2, 2)                                    \
+    PRODUCTS(NAME, several, ROWS_OF_3, 3) PRODUCTS(NAME, several, ROWS_OF_4, 4) PRODUCTS(NAME, one, 1, 1)
+#define NAMES(NAME, ...)                                                                                           \
+    [PLLM_##NAME] = {NAME##_one_1, NAME##_several_1, NAME##_several_2, NAME##_several_3, NAME##_several_4},
 
-ALL(PLLM_Q4_0)
-ALL(PLLM_Q4_1)
-ALL(PLLM_Q5_0)
-ALL(PLLM_Q5_1)
-ALL(PLLM_Q8_0)
-ALL(PLLM_Q4_K)
-ALL(PLLM_Q5_K)
-ALL(PLLM_Q6_K)
-ALL(PLLM_IQ4_NL)
-ALL(PLLM_IQ4_XS)
-ALL(PLLM_MXFP4)
+PLLM_BLOCK_FORMATS(ALL)
 
 /* By dtype, and tokens; before them one row of one token. */
-static const products_function table[PLLM_DTYPES][1 + MOST_TOKENS] = {
-    NAMES(PLLM_Q4_0), NAMES(PLLM_Q4_1), NAMES(PLLM_Q5_0),   NAMES(PLLM_Q5_1),   NAMES(PLLM_Q8_0),  NAMES(PLLM_Q4_K),
-    NAMES(PLLM_Q5_K), NAMES(PLLM_Q6_K), NAMES(PLLM_IQ4_NL), NAMES(PLLM_IQ4_XS), NAMES(PLLM_MXFP4),
-};
+static const products_function table[PLLM_DTYPES][1 + MOST_TOKENS] = {PLLM_BLOCK_FORMATS(NAMES)};
 
 static const int rows_together[1 + MOST_TOKENS] = {1, ROWS_OF_1, ROWS_OF_2, ROWS_OF_3, ROWS_OF_4};
 

@@ -12,6 +12,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "formats.h"
+
 #if defined(__GNUC__)
 #define PLLM_API __attribute__((visibility("default")))
 #else
@@ -19,7 +21,7 @@
 #endif
 
 /* Raised whenever a structure or a function of this file changes: the Python side refuses another number. */
-#define PLLM_VERSION 12
+#define PLLM_VERSION 13
 
 enum { PLLM_OK = 0, PLLM_E_SET = -1, PLLM_E_MEMORY = -2, PLLM_E_ARGUMENT = -3, PLLM_E_STOPPED = -4 };
 
@@ -59,17 +61,18 @@ PLLM_API void *pllm_pool_shared(pllm_pool *pool);
 
 /* ---- Matrices --------------------------------------------------------------------------------------------- */
 
-/* From PLLM_Q4_0 to PLLM_MXFP4 they are packed: blocks of 32 or 256 values, as GGUF files hold them. PLLM_F16 is IEEE's
+/* Those of PLLM_BLOCK_FORMATS are packed: blocks of 32 or 256 values, as GGUF files hold them. PLLM_F16 is IEEE's
    half precision. From PLLM_AFFINE4 on they are grouped: codes of four or eight bits, and in arrays of their own the
    scales and biases of groups of 32, 64 or 128 values, as mlx saves them; PLLM_OCP_MXFP4 has groups of 32 with exponents
    of two (E8M0) for scales, and no biases. PLLM_BLOCK_FP8 has numbers of eight bits (E4M3 without infinities) for codes
    and scales for blocks of 128 rows and 128 columns; its kernels take the input that plain weights do. */
-enum {
-    PLLM_BF16 = 1, PLLM_F32 = 2, PLLM_Q4_0 = 3, PLLM_Q4_1 = 4, PLLM_Q5_0 = 5, PLLM_Q5_1 = 6, PLLM_Q8_0 = 7,
-    PLLM_Q4_K = 8, PLLM_Q5_K = 9, PLLM_Q6_K = 10, PLLM_IQ4_NL = 11, PLLM_IQ4_XS = 12, PLLM_MXFP4 = 13,
-    PLLM_F16 = 14, PLLM_AFFINE4 = 15, PLLM_AFFINE8 = 16, PLLM_OCP_MXFP4 = 17,
-    PLLM_BLOCK_FP8 = 18, PLLM_DTYPES = 19
-};
+#define NUMBERED(NAME, ...) PLLM_##NAME,
+enum { PLLM_NO_DTYPE, PLLM_FORMATS(NUMBERED) PLLM_DTYPES };
+#undef NUMBERED
+
+/* The name of the format with the number `dtype`, and the values and bytes of its blocks, or of its smallest groups without
+   their scales; 1 and the bytes of a number where there are neither. NULL if no format has that number. */
+PLLM_API const char *pllm_format(int dtype, int64_t *values, int64_t *bytes);
 
 typedef struct pllm_matrix {
     const void *data;

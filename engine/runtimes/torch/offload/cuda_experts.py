@@ -8,6 +8,7 @@ matrix, and to begin a step takes longer than the step.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -35,8 +36,8 @@ _UNPACKING_THREADS = 256
 _INPUTS = {torch.float32: "float", torch.bfloat16: "bfloat16"}
 """What the kernels call the dtypes of a token."""
 _PLAIN = ("F32", "BF16", "F16")
-_ALIGNMENT = {"Q4_0": 2, "Q5_0": 2, "Q8_0": 2, "IQ4_NL": 2, "Q6_K": 2, "MXFP4": 1}
-"""Bytes of which the addresses of blocks are multiples, where the kernels do not take that to be four."""
+_ALIGNMENT = 4
+"""Bytes of which addresses of weights are multiples, or the largest power of two of which a block's bytes are one."""
 _KINDS = {"F32": 0, "BF16": 1, "F16": 2, "U8": 3}
 """Kinds of scales and biases in ``experts.cu``."""
 
@@ -123,7 +124,8 @@ def supports(dtype: torch.dtype) -> bool:
 def part_of(matrix: SlotMatrix) -> Part | None:
     """``matrix`` as the kernels read it; None if they do not."""
     rows, columns = matrix.shape
-    if columns % PIECE or matrix.offset % _ALIGNMENT.get(matrix.format, 4):
+    alignment = math.gcd(_ALIGNMENT, BLOCKS.get(matrix.format, (1, _ALIGNMENT))[1])
+    if columns % PIECE or matrix.offset % alignment:
         return None
     if matrix.format in BLOCKS:
         return Part(f"Blocks<{matrix.format}>", rows, columns, matrix.offset, matrix.nbytes // rows)

@@ -1,0 +1,64 @@
+/* The number formats of weights: one row for each, of which the numbers, sizes and tables of kernels are made.
+
+   A format's number is its place in PLLM_FORMATS, from 1 on. engine/models/number_formats.py has the same names and
+   sizes in the same order; the Python side refuses a library that has others. */
+#ifndef PRIVATELLM_FORMATS_H
+#define PRIVATELLM_FORMATS_H
+
+enum { NO_TABLE, IQ4_TABLE, FP4_TABLE };
+
+/* Packed in blocks, as GGUF files hold them: ggml's ggml-common.h and gguf's quants.py describe them.
+
+   values, bytes   of a block
+   codes           where its codes begin, in bytes
+   bits            of a code as it is multiplied; codes of 8 bits are signed
+   above           by how much the codes in the file are above what they stand for
+   minimums        whether a block says what is to be taken away from its values
+   table           what codes of four bits stand for, IQ4_VALUES or FP4_VALUES; NO_TABLE: themselves */
+#define PLLM_BLOCK_FORMATS(ROW)                                                                                    \
+    /*  name    values bytes codes bits above minimums table */                                                    \
+    ROW(Q4_0,     32,   18,   2,   4,    8,   0,   NO_TABLE)                                                       \
+    ROW(Q4_1,     32,   20,   4,   4,    0,   1,   NO_TABLE)                                                       \
+    ROW(Q5_0,     32,   22,   6,   5,   16,   0,   NO_TABLE)                                                       \
+    ROW(Q5_1,     32,   24,   8,   5,    0,   1,   NO_TABLE)                                                       \
+    ROW(Q8_0,     32,   34,   2,   8,    0,   0,   NO_TABLE)                                                       \
+    ROW(Q4_K,    256,  144,  16,   4,    0,   1,   NO_TABLE)                                                       \
+    ROW(Q5_K,    256,  176,  48,   5,    0,   1,   NO_TABLE)                                                       \
+    ROW(Q6_K,    256,  210,   0,   6,   32,   0,   NO_TABLE)                                                       \
+    ROW(IQ4_NL,   32,   18,   2,   8,    0,   0,   IQ4_TABLE)                                                      \
+    ROW(IQ4_XS,  256,  136,   8,   8,    0,   0,   IQ4_TABLE)                                                      \
+    ROW(MXFP4,    32,   17,   1,   5,    0,   0,   FP4_TABLE)
+
+/* What formats without blocks have in the other columns. */
+#define UNPACKED 0, 0, 0, 0, NO_TABLE
+
+/* Grouped: codes of four or eight bits, and the scales of their groups in arrays of their own. Values of the smallest
+   group, and bytes of their codes. */
+#define PLLM_GROUPED_FORMATS(ROW)                                                                                  \
+    ROW(AFFINE4, 32, 16, UNPACKED)                                                                                 \
+    ROW(AFFINE8, 32, 32, UNPACKED)                                                                                 \
+    ROW(OCP_MXFP4, 32, 16, UNPACKED)
+
+/* All, in the order of their numbers. */
+#define PLLM_FORMATS(ROW)                                                                                          \
+    ROW(BF16, 1, 2, UNPACKED)                                                                                      \
+    ROW(F32, 1, 4, UNPACKED)                                                                                       \
+    PLLM_BLOCK_FORMATS(ROW)                                                                                        \
+    ROW(F16, 1, 2, UNPACKED)                                                                                       \
+    PLLM_GROUPED_FORMATS(ROW)                                                                                      \
+    ROW(BLOCK_FP8, 1, 1, UNPACKED)
+
+/* Where the other parts of a block begin, in bytes. */
+enum {
+    Q4_K_SCALES = 4,
+    Q5_K_HIGH = 16,
+    Q6_K_HIGH = 128, Q6_K_SCALES = 192, Q6_K_SCALE = 208,
+    IQ4_XS_HIGH = 2, IQ4_XS_LOW = 4
+};
+
+/* IQ4_NL and IQ4_XS: what a code of four bits stands for. */
+#define IQ4_VALUES -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113
+/* MXFP4: the same, doubled; the scale is halved for it. */
+#define FP4_VALUES 0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12
+
+#endif
