@@ -125,7 +125,7 @@ class Clipboard:
 
 def copies_file() -> Path:
     """Where a copied text is written if there is no clipboard. Raises OSError."""
-    from engine.models.locations import ensure
+    from engine.system.locations import ensure
 
     return ensure("data") / "clipboard.txt"
 

@@ -31,7 +31,7 @@ from engine.ipc.messages import (
     WarmUp,
     pack,
 )
-from engine.models import catalogue
+from engine.models.store import catalogue
 
 __all__ = ["Engine", "EngineClient", "EngineDied", "ends", "how_it_ended"]
 

@@ -14,6 +14,7 @@ from contextlib import suppress
 
 from app import engine_process
 from app.text_safety import made_safe, one_line
+from engine.ipc.engine_sockets import connect, reachable_engines
 from engine.ipc.messages import (
     PROTOCOL_VERSION,
     TERMINAL_EVENTS,
@@ -30,8 +31,7 @@ from engine.ipc.messages import (
     event_reader,
     pack,
 )
-from engine.models.engine_sockets import connect, reachable_engines
-from engine.models.locations import locate
+from engine.system.locations import locate
 
 
 class EngineDied(Exception):

@@ -15,9 +15,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from engine.models.engine_sockets import reachable_engines
-from engine.models.locations import ensure
-from engine.models.privacy import secrets
+from engine.ipc.engine_sockets import reachable_engines
+from engine.system.locations import ensure
+from engine.system.privacy import secrets
 
 _REAP_WAIT_S = 2.0
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from app.text_safety import sanitize
-from engine.models.locations import locate
+from engine.system.locations import locate
 
 LOGS = ("engine", "screen")
 """Names of the logs: of the engine process, and of the process with the screen."""

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from discovery.storage import PRIVATE, PRIVATE_FOLDER
-from engine.models.locations import locate
+from engine.system.locations import locate
 
 _MOST_BYTES = 64 << 10
 """Maximum bytes of a server's file that are read."""

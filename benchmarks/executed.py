@@ -27,8 +27,8 @@ from benchmarks.policies import ENVIRONMENTS, MIXTRAL, MIXTRAL_SHAPE, POLICIES, 
 from benchmarks.routes import Floats, counted, mixtral_popularity, popular_order, routed_steps
 from benchmarks.stand_in_device import CalibratedSpeeds, StandInDevice, TimedCpu
 from engine.ipc.messages import ExpertMovement, ExpertPolicy
-from engine.models.byte_map import ExpertPlace, FileSpan, MatrixPlace
-from engine.models.files import ExpertWeights, StoredTensor
+from engine.models.formats.byte_map import ExpertPlace, FileSpan, MatrixPlace
+from engine.models.formats.model_files import ExpertWeights, StoredTensor
 from engine.moe.timing import Recorder
 from engine.planning.calibration import Calibration, estimated
 from engine.planning.policy import policy_named
@@ -50,7 +50,7 @@ Routed = list[list[npt.NDArray[np.intp]]]
 
 
 class SmallExperts:
-    """Random experts in this process's memory. See :class:`engine.models.files.Experts`."""
+    """Random experts in this process's memory. See :class:`engine.models.formats.model_files.Experts`."""
 
     dtype = "F32"
 
@@ -88,7 +88,8 @@ class SmallExperts:
 
 @dataclass(frozen=True)
 class InMemory:
-    """Memory of this process in the place of a mapped file. See :class:`engine.models.files.FileMapping`."""
+    """Memory of this process in the place of a mapped file. See
+    :class:`engine.models.formats.model_files.FileMapping`."""
 
     path: Path
     size: int

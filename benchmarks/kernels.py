@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.packed_blocks import SCALES
-from engine.models.number_formats import BLOCK_SIDE, block_size, is_grouped, scales_shape
+from engine.models.formats.number_formats import BLOCK_SIDE, block_size, is_grouped, scales_shape
 from engine.moe.kernels.bindings import (
     ACTIVATIONS,
     FORMATS,

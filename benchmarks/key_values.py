@@ -24,8 +24,8 @@ from benchmarks.measuring import table
 from benchmarks.worker import random_tokens
 from engine.calibration.samples import Spread
 from engine.ipc.messages import Load
-from engine.models.store import resolve
-from engine.models.tokenizer import load_tokenizer
+from engine.models.store.local_models import resolve
+from engine.models.text.tokenizer import load_tokenizer
 from engine.runtimes import runtime_named
 from engine.runtimes.protocol import LoadedModel
 

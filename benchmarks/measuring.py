@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from benchmarks.packed_tensors import PackedTensor
 from engine.calibration.samples import Spread
-from engine.models.families import stated_experts_per_token
+from engine.models.architectures.families import stated_experts_per_token
 
 OURS = "privatellm"
 REFERENCE = "transformers-eager"

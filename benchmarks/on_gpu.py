@@ -36,8 +36,8 @@ from engine.calibration.calibration_file import shape_of
 from engine.calibration.expert_cost import calibration_of, measure
 from engine.calibration.memory_rate import StreamingRead
 from engine.ipc.messages import ExpertMovement, ExpertPolicy
-from engine.models.files import Experts
-from engine.models.opening import open_model
+from engine.models.folders.opening import open_model
+from engine.models.formats.model_files import Experts
 from engine.moe.timing import Recorder
 from engine.planning.calibration import Calibration
 from engine.planning.policy import policy_named

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gguf
 
 from benchmarks.packed_tensors import Config, head_width, layer_kind
-from engine.models.families import FAMILIES, ExpertLayers, expert_shape, stated_experts_per_token
+from engine.models.architectures.families import FAMILIES, ExpertLayers, expert_shape, stated_experts_per_token
 
 _UNTURNED = 1e30
 """Divisor of a rotary frequency that stands for values that are not rotated."""

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from benchmarks.packed_blocks import block_of
-from engine.models.families import FAMILIES, ExpertLayers, expert_shape
+from engine.models.architectures.families import FAMILIES, ExpertLayers, expert_shape
 
 Mix = Literal["Q4_K_M", "Q8_0", "MXFP4"]
 """The types of a file, as publishers name them."""

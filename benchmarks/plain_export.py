@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from engine.models.files import ModelFiles, StoredTensor
-from engine.models.opening import open_model
+from engine.models.folders.opening import open_model
+from engine.models.formats.model_files import ModelFiles, StoredTensor
 
 
 def _tensors(files: ModelFiles) -> Iterator[tuple[str, StoredTensor]]:

@@ -185,7 +185,7 @@ def main(values: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(values)
     if min(arguments.rounds, arguments.tokens, arguments.threads) < 1:
         parser.error("--rounds, --tokens and --threads must be 1 or more")
-    from engine.models.locations import locate
+    from engine.system.locations import locate
 
     panel = not arguments.no_panel
     with tempfile.TemporaryDirectory(prefix="privatellm-screen-") as folder:

@@ -18,9 +18,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from engine.models.byte_map import ExpertPlace
-from engine.models.files import ExpertWeights, StoredTensor
-from engine.models.number_formats import is_grouped, is_packed, stored_bytes
+from engine.models.formats.byte_map import ExpertPlace
+from engine.models.formats.model_files import ExpertWeights, StoredTensor
+from engine.models.formats.number_formats import is_grouped, is_packed, stored_bytes
 from engine.planning.calibration import CALIBRATION_VERSION, Calibration, Curve, ExpertShape
 from engine.runtimes.torch.offload.devices import (
     CopyFailed,
@@ -369,7 +369,7 @@ class StandInDevice:
 
 
 class SlotExperts:
-    """One expert whose weights are a slot's bytes. See :class:`engine.models.files.Experts`."""
+    """One expert whose weights are a slot's bytes. See :class:`engine.models.formats.model_files.Experts`."""
 
     layers = (0,)
     count = 1

@@ -29,7 +29,7 @@ import psutil
 from benchmarks.measuring import table
 from engine.generation.sampling import PENALISES_PROMPT
 from engine.ipc.messages import AnyEvent, Generate, Load, Message, Sampling
-from engine.models.starter_defaults import PUBLISHED_PROMPT, SYSTEM_PROMPT
+from engine.models.store.starter_defaults import PUBLISHED_PROMPT, SYSTEM_PROMPT
 from engine.session.loading import find_folder, load_session
 from engine.session.session import Session
 

@@ -36,8 +36,8 @@ from benchmarks.shapes import (
     model_bytes,
 )
 from benchmarks.synthetic import write_synthetic
-from engine.models.gguf_architectures import config_of
-from engine.models.gguf_file import GgufFile
+from engine.models.architectures.gguf_architectures import config_of
+from engine.models.formats.gguf_file import GgufFile
 
 MEMORY_SHARE = 0.8
 """How much of the free memory or disk the benchmark takes."""
@@ -159,10 +159,10 @@ def packed_folder(subject: Subject) -> Subject:
 
 def starter_subject(work: Path) -> Subject:
     """The starter model, fetched if it is not on this machine."""
-    from engine.models.store import resolve
+    from engine.models.store.local_models import resolve
 
     if resolve("starter").folder is None:
-        from engine.models.starter import build_starter
+        from engine.models.store.starter import build_starter
 
         say("Fetching the starter model")
         build_starter(lambda stage, done, total, unit: None, lambda: False)
@@ -207,7 +207,7 @@ def check_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namespa
 
 def work_folder(arguments: argparse.Namespace) -> Path:
     """``--work``, or a folder beside the models; made if it is not there."""
-    from engine.models.locations import locate
+    from engine.system.locations import locate
 
     work: Path = arguments.work or locate("models") / "benchmarks"
     work.mkdir(parents=True, exist_ok=True)

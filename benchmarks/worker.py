@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.engines import KINDS, Engine, PrivatellmEngine
-from engine.models.locations import profile_paths
-from engine.models.opening import open_model
-from engine.models.store import profile_key
+from engine.models.folders.opening import open_model
+from engine.models.store.local_models import profile_key
 from engine.moe.popularity_file import model_of, save_profile
 from engine.moe.timing import PARTS
 from engine.residency.mapped import MappedWeights
+from engine.system.locations import profile_paths
 
 LEARNED_STEPS = 48
 """Steps of 16 rows from which the popularity of experts is learned."""

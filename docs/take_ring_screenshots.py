@@ -28,7 +28,7 @@ from app.settings.file import SettingsFile, open_settings
 from app.tui.application import ChatApp
 from app.tui.lending import LendingApp
 from engine.ipc.messages import OpenNetwork
-from engine.models.locations import locate
+from engine.system.locations import locate
 
 HEAD = "laptop"
 LENT = ("studio", "attic")

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, NoReturn, Protocol, TypeVar
 
+from engine.ipc.engine_sockets import CAN_SHARE, is_same_user, listen
 from engine.ipc.event_writer import EventWriter
 from engine.ipc.messages import (
     PROTOCOL_VERSION,
@@ -23,7 +24,6 @@ from engine.ipc.messages import (
     Shutdown,
     request_reader,
 )
-from engine.models.engine_sockets import CAN_SHARE, is_same_user, listen
 
 READ_BYTES = 1 << 16
 MOST_ATTACHED = 64
@@ -69,7 +69,7 @@ class Connections(Generic[ClientT]):
     """Reads the requests of all programs. ``on_empty`` is called when the last one is gone, and never returns.
 
     ``on_bad_frame``: called with the writer of the program that started this process and what was wrong, if that sent
-    something that is no request. ``key``: see :func:`engine.models.engine_sockets.listen`.
+    something that is no request. ``key``: see :func:`engine.ipc.engine_sockets.listen`.
     """
 
     def __init__(

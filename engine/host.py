@@ -22,6 +22,7 @@ import msgspec
 from engine.cluster.parts import THE_PRODUCT, EngineParts
 from engine.connections import Connections
 from engine.errors import ErrorKind, ModelError
+from engine.ipc.engine_sockets import engine_key
 from engine.ipc.event_writer import EventWriter
 from engine.ipc.messages import (
     AnyEvent,
@@ -62,15 +63,14 @@ from engine.ipc.pipes import Pipes, claim_standard_streams
 from engine.ipc.progress import Reports
 from engine.ipc.turn_queue import TurnQueue
 from engine.model_in_use import ModelInUse
-from engine.models.engine_sockets import engine_key
-from engine.models.locations import locate
-from engine.models.privacy import keep_to_owner
-from engine.models.starter_defaults import renew_defaults
+from engine.models.store.starter_defaults import renew_defaults
 from engine.moe.kernels.cpu_threads import within_this_machine
 from engine.moe.kernels.pool import physical_cores
 from engine.process_life import EXIT_BAD_FRAME, end_process, end_with_thread, environment
 from engine.system.awake import AWAKE
+from engine.system.locations import locate
 from engine.system.own_memory import memory_in_use
+from engine.system.privacy import keep_to_owner
 
 if TYPE_CHECKING:
     from engine.cluster.network import ClusterNetwork
@@ -381,9 +381,9 @@ class Host:
         return Loaded(id=task.request.id, facts=facts, memory=memory_in_use())
 
     def _pull(self, task: Task, request: Pull) -> AnyEvent:
-        from engine.models import store
+        from engine.models.store import local_models
 
-        resolved = store.resolve(request.model)
+        resolved = local_models.resolve(request.model)
         node = self._network.open_node() if self._network is not None else None
         if node is not None and resolved.folder is None and resolved.kind in ("hub", "starter"):
             from engine.cluster.head.model_download import Copier
@@ -392,10 +392,10 @@ class Host:
             if taken is not None:
                 return Done(id=request.id, path=str(taken[0]), detail=taken[1])
         if resolved.kind == "starter":
-            from engine.models.starter import build_starter
+            from engine.models.store.starter import build_starter
 
             return Done(id=request.id, path=str(build_starter(task.report, task.cancelled)))
-        from engine.models.fetching import pull
+        from engine.models.store.fetching import pull
         from engine.runtimes.choosing import refuse_download
 
         folder = pull(request.model, task.report, task.cancelled, refuse_download)
@@ -498,11 +498,11 @@ def _measured(request: MeasureMachine) -> AnyEvent:
 
 
 def _prepare(task: Task, request: Prepare) -> AnyEvent:
-    from engine.models import store
-    from engine.models.gguf_folder import open_gguf
-    from engine.models.prepare import needs_preparing, prepare
+    from engine.models.folders.prepare import needs_preparing, prepare
+    from engine.models.store import local_models
+    from engine.models.store.gguf_folder import open_gguf
 
-    resolved = store.resolve(request.model)
+    resolved = local_models.resolve(request.model)
     if resolved.kind == "gguf":
         open_gguf(resolved.source, task.report, task.cancelled, resolved.plain_folder)
     folder = resolved.require_folder()

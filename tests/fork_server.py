@@ -115,7 +115,7 @@ def warm_up(libraries: bool) -> None:
     """What is measured or compiled once per process for the first model is done here, for all engines and workers."""
     from engine.calibration import memory_rate, synthetic_experts
     from engine.cluster.membership.measuring_node import central_seconds, layer_seconds
-    from engine.models.families import FAMILIES, match_tensor
+    from engine.models.architectures.families import FAMILIES, match_tensor
 
     # The smallest buffer is read to measure the memory, as with no memory free: a GiB takes a second to be made.
     memory_rate.available_bytes = _nothing_free

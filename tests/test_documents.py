@@ -14,7 +14,8 @@ import pytest
 from app.commands.root import privatellm
 from app.settings.schema import setting_named
 from app.tui.keymap import HOMES, defaults, parse, readable
-from engine.models import families, gguf_architectures, quantisation
+from engine.models.architectures import families, gguf_architectures
+from engine.models.formats import quantisation
 from engine.runtimes.mlx import families as mlx_families
 from engine.runtimes.native import traits
 

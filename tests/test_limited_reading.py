@@ -22,12 +22,12 @@ UNLIMITED = ("read_bytes", "read_text", "read")
 
 OWN_WORDS = {
     # What comes with the program.
-    "engine/models/catalogue.py", "engine/models/reasoning_formats.py", "engine/models/tool_formats.py",
+    "engine/models/store/catalogue.py", "engine/models/text/reasoning_formats.py", "engine/models/text/tool_formats.py",
     # What another process of the program has written.
     "app/commands/doctor.py", "engine/doctor_facts.py", "engine/bench/bench_node.py", "engine/bench/exchange.py",
     "engine/cluster/transport/envoy.py", "engine/cluster/transport/envoy_process.py",
-    "app/tui/render/highlighting.py", "app/tui/render/highlight_process.py", "engine/models/template_sandbox.py",
-    "engine/models/template_process.py", "engine/models/token_bytes.py",
+    "app/tui/render/highlighting.py", "app/tui/render/highlight_process.py", "engine/models/text/template_sandbox.py",
+    "engine/models/text/template_process.py", "engine/models/text/token_bytes.py",
     # What was parsed before: a tool's parameters, as they came with a request.
     "engine/generation/tool_grammars.py",
     # A table of bytes, whose reader refuses a nested value.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.models.families import check_supported, expert_shape, match_tensor
+from engine.models.architectures.families import check_supported, expert_shape, match_tensor
 
 LARGEST = 448.0
 """Largest number of E4M3."""

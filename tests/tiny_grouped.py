@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from tiny_gguf import fp4_codes, fp4_exponents
 
-from engine.models.families import Match, check_supported, expert_shape, match_tensor, part_views
+from engine.models.architectures.families import Match, check_supported, expert_shape, match_tensor, part_views
 
 Floats = NDArray[np.float32]
 Form = Literal["stacked", "separate", "published"]

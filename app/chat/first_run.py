@@ -30,7 +30,7 @@ class FirstRun:
     async def look(self) -> None:
         """Look at this machine, and find the models to offer."""
         self.machine = await machine_figures(self.controller.link)
-        from engine.models.catalogue import offered_here
+        from engine.models.store.catalogue import offered_here
 
         self.offers = offers(offered_here(), self.machine)
         self.on_change()
@@ -73,7 +73,7 @@ async def machine_figures(link: EngineLink) -> MachineFigures:
 
 def begun(name: str) -> int:
     """Bytes that an earlier start has downloaded of ``name``, which is not complete. Reads the disk."""
-    from engine.models.store import begun_bytes, resolve
+    from engine.models.store.local_models import begun_bytes, resolve
 
     try:
         return begun_bytes(resolve(name))
@@ -82,7 +82,7 @@ def begun(name: str) -> int:
 
 
 def _free_disk() -> int:
-    from engine.models.locations import ensure
+    from engine.system.locations import ensure
 
     try:
         return shutil.disk_usage(ensure("models")).free

@@ -10,8 +10,8 @@ from app.chat.words import size
 from app.text_safety import one_line
 
 if TYPE_CHECKING:
-    from engine.models.catalogue import CatalogueEntry
-    from engine.models.store import InstalledModel
+    from engine.models.store.catalogue import CatalogueEntry
+    from engine.models.store.local_models import InstalledModel
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ def model_options(machine: MachineFigures | None = None) -> list[ModelOption]:
 
     Without ``machine`` nothing is said of speeds.
     """
-    from engine.models import found_elsewhere
-    from engine.models.catalogue import catalogue, offered_here
-    from engine.models.store import installed
+    from engine.models.store import found_elsewhere
+    from engine.models.store.catalogue import catalogue, offered_here
+    from engine.models.store.local_models import installed
 
     entries = {entry.name: entry for entry in catalogue()}
     theirs = found_elsewhere.find_all(found_elsewhere.here())

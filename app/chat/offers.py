@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from app.chat.words import size
-from engine.models.catalogue import STARTER, CatalogueEntry
+from engine.models.store.catalogue import STARTER, CatalogueEntry
 from engine.planning.rough_speed import rough_tokens_per_s
 
 STARTER_DOWNLOAD_BYTES = 92_871_040

@@ -29,7 +29,7 @@ from engine.ipc.messages import (
     Progress,
     Pull,
 )
-from engine.models.store import resolve
+from engine.models.store.local_models import resolve
 
 
 def ask(question: Question) -> int:

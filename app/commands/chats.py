@@ -17,7 +17,7 @@ from app.conversations.opening import DATABASE, open_store
 from app.conversations.records import Conversation
 from app.conversations.store import ConversationStore, StoreError
 from app.text_safety import one_line
-from engine.models.locations import ensure
+from engine.system.locations import ensure
 
 _MOST = 1_000_000
 

@@ -27,10 +27,10 @@ from app.settings.file import open_settings
 from app.text_safety import one_line
 from engine.errors import ModelError
 from engine.ipc.messages import DoctorFacts, Load
-from engine.models import store
-from engine.models.locations import KINDS, Kind, locate
+from engine.models.store import local_models
 from engine.planning.runtime_choice import WSL_LIBRARIES
 from engine.planning.units import byte_size
+from engine.system.locations import KINDS, Kind, locate
 
 _SIGNS: dict[Mark, str] = {"ok": "✓", "note": "·", "problem": "✗"}
 _LIBRARIES = ("torch", "transformers", "mlx", "mlx-lm", "textual", "safetensors", "gguf", "huggingface-hub", "msgspec")
@@ -245,7 +245,7 @@ def _model(facts: DoctorFacts, model: str) -> list[Finding]:
 
 def _is_here(model: str) -> bool:
     try:
-        return store.resolve(model).folder is not None
+        return local_models.resolve(model).folder is not None
     except ModelError:
         return False
 
@@ -311,7 +311,7 @@ def _conversations() -> list[Finding]:
 def _models() -> list[Finding]:
     there = _existing(locate("models"))
     try:
-        names = [model.name for model in store.installed()]
+        names = [model.name for model in local_models.installed()]
         free = shutil.disk_usage(there).free
     except (ModelError, OSError) as error:
         return [Finding("models", str(error), "problem")]

@@ -19,8 +19,8 @@ from app.settings.file import open_settings
 from app.settings.ring import open_network
 from app.text_safety import one_line
 from engine.ipc.messages import PeerFacts
-from engine.models.locations import locate
 from engine.planning.absent_machines import as_clause
+from engine.system.locations import locate
 
 if TYPE_CHECKING:
     from discovery.checks import NetworkFacts, PeerStep

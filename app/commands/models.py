@@ -13,10 +13,10 @@ from app.settings.file import open_settings
 from app.text_safety import one_line
 from engine.errors import ModelError
 from engine.ipc.messages import AnyRequest, Done, Prepare, Pull
-from engine.models import found_elsewhere, store
-from engine.models.catalogue import CatalogueEntry, catalogue, offered_here
-from engine.models.locations import locate
+from engine.models.store import found_elsewhere, local_models
+from engine.models.store.catalogue import CatalogueEntry, catalogue, offered_here
 from engine.planning.units import byte_size
+from engine.system.locations import locate
 
 
 @dataclass(frozen=True)
@@ -50,25 +50,27 @@ def rows() -> list[ModelRow]:
             _about(model, known),
             str(model.path),
         )
-        for model in store.installed()
+        for model in local_models.installed()
         if model.linked not in held
     ]
     names = {row.name for row in here}
     begun = [
-        ModelRow(name, "unfinished", nbytes, "", "") for name, nbytes in store.partial_downloads() if name not in names
+        ModelRow(name, "unfinished", nbytes, "", "")
+        for name, nbytes in local_models.partial_downloads()
+        if name not in names
     ]
     names |= {row.name for row in begun}
-    begun += [ModelRow(name, "share of a ring", nbytes, "", "") for name, nbytes in store.shards()]
+    begun += [ModelRow(name, "share of a ring", nbytes, "", "") for name, nbytes in local_models.shards()]
     begun += [
         ModelRow(
             name,
             "bank",
             nbytes,
-            store.family_of(locate("models") / name),
+            local_models.family_of(locate("models") / name),
             "Bank of a model in another folder.",
             str(locate("models") / name),
         )
-        for name, nbytes in store.banks_of_elsewhere()
+        for name, nbytes in local_models.banks_of_elsewhere()
     ]
     absent = [
         ModelRow(
@@ -89,7 +91,7 @@ def rows() -> list[ModelRow]:
     return here + begun + absent + others
 
 
-def _about(model: store.InstalledModel, known: Mapping[str, CatalogueEntry]) -> str:
+def _about(model: local_models.InstalledModel, known: Mapping[str, CatalogueEntry]) -> str:
     if model.linked is not None:
         return f"Links to {model.linked}."
     return known[model.name].description if model.name in known else ""
@@ -153,12 +155,12 @@ def remove(model: str, *, ask_first: bool) -> int:
     """Delete a model. ``ask_first``: a person at a terminal is asked to confirm; a script is not."""
     try:
         if ask_first and sys.stdin is not None and not sys.stdin.closed and sys.stdin.isatty():
-            name = store.resolve(model).name
+            name = local_models.resolve(model).name
             notify(f"Delete {name} from {locate('models')}? [y/N]")
             if sys.stdin.readline().strip().lower() not in ("y", "yes"):
                 notify("Nothing was deleted.")
                 return 1
-        freed = store.remove(model)
+        freed = local_models.remove(model)
     except ModelError as error:
         raise WorkFailed(str(error)) from error
     notify(f"Deleted {model}: {byte_size(freed)} freed.")
@@ -167,7 +169,7 @@ def remove(model: str, *, ask_first: bool) -> int:
 
 def _work(model: str, request: Callable[[EngineClient], AnyRequest], *, machines: bool = False) -> int:
     try:
-        store.resolve(model)
+        local_models.resolve(model)
     except ModelError as error:
         raise WorkFailed(str(error)) from error
 

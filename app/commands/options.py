@@ -15,7 +15,7 @@ from app.settings.ring import may_be_copied
 from app.settings.schema import Settings
 from engine.errors import ModelError
 from engine.ipc.messages import Load
-from engine.models.store import resolve
+from engine.models.store.local_models import resolve
 
 
 @dataclass(frozen=True)

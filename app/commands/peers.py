@@ -75,7 +75,7 @@ def show_code() -> int:
     """Have the ``join`` that runs here show a new code, and print it. Raises WorkFailed if none runs."""
     from discovery.code_requests import ask_for_code
     from discovery.errors import DiscoveryError
-    from engine.models.locations import ensure
+    from engine.system.locations import ensure
 
     folder = ensure("config") / "network"
     try:
@@ -114,7 +114,7 @@ def renew_identity(*, ask_first: bool) -> int:
     """
     from discovery.errors import DiscoveryError
     from discovery.identity import fingerprint_words, new_identity, short
-    from engine.models.locations import ensure
+    from engine.system.locations import ensure
 
     if ask_first and sys.stdin is not None and not sys.stdin.closed and sys.stdin.isatty():
         notify("Give this machine a new identity? You must pair it with every other machine again. [y/N]")

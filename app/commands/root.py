@@ -554,7 +554,7 @@ def doctor(in_json: bool, network: bool, peer: str | None) -> int:
 @click.argument("what", metavar="WHAT", type=_one_of(LocationKind), help="config, data, db, models, logs or keymap.")
 def locate(what: LocationKind) -> None:
     """Print the folder of the configuration, data, models or logs, or the file of all chats, or that of the keys."""
-    from engine.models.locations import locate as folder_for
+    from engine.system.locations import locate as folder_for
 
     if what == "keymap":
         answer(f"{folder_for('config') / 'keymap.toml'}\n")

@@ -24,7 +24,7 @@ from app.running_servers import RunningServer, announced, running_servers, serve
 from app.settings.schema import Settings
 from app.text_safety import one_line
 from engine.ipc.messages import Progress
-from engine.models.locations import ensure
+from engine.system.locations import ensure
 
 if TYPE_CHECKING:
     from app.serve.asking import Defaults

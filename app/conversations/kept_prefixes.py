@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from engine.models.prefix_files import prefix_files, remove_prefixes
+from engine.models.store.prefix_files import prefix_files, remove_prefixes
 
 _CHAT = "chat"
 

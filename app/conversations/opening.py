@@ -16,7 +16,7 @@ from app.conversations.following import copy_database
 from app.conversations.kept_prefixes import remove_orphaned_prefixes
 from app.conversations.recovering import put_aside, recover_into
 from app.conversations.store import StoreError, explain, is_damage, primary_code
-from engine.models.prefix_files import prefix_folder
+from engine.models.store.prefix_files import prefix_folder
 
 DATABASE = "conversations.sqlite"
 """Name of the file of all chats, in the data folder."""

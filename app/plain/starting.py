@@ -22,7 +22,7 @@ from app.settings.file import SettingsFile, open_settings
 
 def run_plain(start: Start | None = None) -> int:
     """Chat in lines on stdin and stdout until the person leaves or stdin ends; the exit status. Raises SettingError."""
-    from engine.models.locations import ensure
+    from engine.system.locations import ensure
 
     if any(stream is None or stream.closed for stream in (sys.stdin, sys.stdout)):
         return 2
@@ -66,8 +66,8 @@ def _may_fetch(console: Console, settings: SettingsFile) -> bool:
 
 def _is_missing(model: str) -> bool:
     """Is ``model`` the starter, and not on this machine?"""
-    from engine.models.catalogue import STARTER
-    from engine.models.store import resolve
+    from engine.models.store.catalogue import STARTER
+    from engine.models.store.local_models import resolve
 
     return model.strip().casefold() == STARTER and resolve(STARTER).folder is None
 

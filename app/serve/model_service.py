@@ -29,7 +29,7 @@ from engine.ipc.messages import (
     TokensCounted,
     Watch,
 )
-from engine.models.prefix_files import SERVED
+from engine.models.store.prefix_files import SERVED
 
 WATCHED_S = 300.0
 """Seconds for which steps are measured after the figures were read: nobody pays for what nobody reads."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from app.files import name_aside, read_whole, write_whole
 from app.settings.fields import GROUPS, SettingError, Value
 from app.settings.schema import SCHEMA, Settings, setting_named
-from engine.models.locations import locate
+from engine.system.locations import locate
 
 if TYPE_CHECKING:
     from tomlkit import TOMLDocument

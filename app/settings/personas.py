@@ -16,7 +16,7 @@ from app.settings.fields import Setting, SettingError, Value
 from app.settings.layers import ADJUSTABLE
 from app.settings.schema import Settings, setting_named
 from engine.ipc.messages import Sampling
-from engine.models.locations import locate
+from engine.system.locations import locate
 
 if TYPE_CHECKING:
     from tomlkit import TOMLDocument

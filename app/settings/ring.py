@@ -24,7 +24,7 @@ from engine.ipc.messages import (
     RingChoice,
     RingMode,
 )
-from engine.models.store import resolve
+from engine.models.store.local_models import resolve
 
 HEAD_NAMES = ("here", "this")
 """Names of this machine in the settings of a ring, besides its own name."""

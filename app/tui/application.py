@@ -38,8 +38,8 @@ from app.tui.terminal.application import TerminalApp
 
 def starter_is_missing(model: str) -> bool:
     """Is ``model`` the starter, and not yet on this machine?"""
-    from engine.models.catalogue import STARTER
-    from engine.models.store import resolve
+    from engine.models.store.catalogue import STARTER
+    from engine.models.store.local_models import resolve
 
     return model.strip().casefold() == STARTER and resolve(STARTER).folder is None
 
@@ -269,7 +269,7 @@ class ChatApp(TerminalApp):
 
 
 def database_path() -> Path:
-    from engine.models.locations import ensure
+    from engine.system.locations import ensure
 
     return ensure("data") / DATABASE
 

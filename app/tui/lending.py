@@ -35,7 +35,7 @@ from app.tui.render.ring_view import peer_lines
 from app.tui.screens.dialogues import Confirm
 from app.tui.terminal.application import TerminalApp
 from engine.ipc.messages import LendingFacts, LinkFacts, NetworkState, OpenNetwork
-from engine.models.locations import locate
+from engine.system.locations import locate
 
 _MESSAGES = 200
 """Maximum lines of events that are kept."""

@@ -87,7 +87,7 @@ def _settings(home: Path) -> Iterator[Callable[[], None]]:
 
 def _templates(home: Path) -> Iterator[Callable[[], None]]:
     from engine.ipc.messages import Message
-    from engine.models.tokenizer import load_tokenizer
+    from engine.models.text.tokenizer import load_tokenizer
 
     folder = home / "tokenizer"
     write_tokenizer(folder)
@@ -107,7 +107,7 @@ def _templates(home: Path) -> Iterator[Callable[[], None]]:
 
 
 def _ggufs(home: Path) -> Iterator[Callable[[], None]]:
-    from engine.models.gguf_folder import open_gguf
+    from engine.models.store.gguf_folder import open_gguf
 
     data = tiny_gguf(home / "model.gguf").read_bytes()
 

@@ -109,8 +109,8 @@ def headers(home: Path) -> Iterator[Attempt]:
 @contextlib.contextmanager
 def banks(home: Path) -> Iterator[Attempt]:
     """Prepared folders with a spoiled manifest."""
-    from engine.models.bank import MANIFEST
-    from engine.models.prepare import prepare
+    from engine.models.folders.bank import MANIFEST
+    from engine.models.folders.prepare import prepare
 
     prepare(write_moe(home / "model", SHAPE, quiet), home / "bank", quiet)
     manifest = json.loads((home / "bank" / MANIFEST).read_bytes())
@@ -128,8 +128,8 @@ def banks(home: Path) -> Iterator[Attempt]:
 @contextlib.contextmanager
 def ggufs(home: Path) -> Iterator[Attempt]:
     """GGUFs of a dense model with spoiled bytes, most of them in the header."""
-    from engine.models.gguf_folder import open_gguf
-    from engine.models.opening import open_model
+    from engine.models.folders.opening import open_model
+    from engine.models.store.gguf_folder import open_gguf
 
     data = tiny_gguf(home / "model.gguf").read_bytes()
     path = home / "hostile.gguf"
@@ -200,7 +200,7 @@ def tiny_gguf(path: Path) -> Path:
 def tokenizers(home: Path) -> Iterator[Attempt]:
     """Folders with a spoiled ``tokenizer.json``, settings of it, or chat template; a conversation is rendered."""
     from engine.ipc.messages import Message
-    from engine.models.tokenizer import load_tokenizer
+    from engine.models.text.tokenizer import load_tokenizer
 
     folder = home / "tokenizer"
     files = write_tokenizer(folder)

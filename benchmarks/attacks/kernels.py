@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from benchmarks.attacks.campaign import Attack, Attempt, Draw, Refused
 from engine.errors import ModelError
-from engine.models.files import ExpertWeights, StoredTensor
-from engine.models.number_formats import (
+from engine.models.formats.model_files import ExpertWeights, StoredTensor
+from engine.models.formats.number_formats import (
     block_size,
     is_grouped,
     is_packed,

@@ -11,8 +11,8 @@ from benchmarks.papers.findings import Findings, Input, Row, Table
 from engine.bench.experts import calibration_prompts
 from engine.errors import ModelError
 from engine.ipc.messages import Load
-from engine.models.catalogue import STARTER
-from engine.models.tokenizer_files import read_tokenizer
+from engine.models.store.catalogue import STARTER
+from engine.models.text.tokenizer_files import read_tokenizer
 from engine.runtimes import runtime_named
 from engine.runtimes.choosing import choose_runtime, on_one_machine
 from engine.runtimes.loading import load_model

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from engine.models.files import Experts
+from engine.models.formats.model_files import Experts
 from engine.runtimes.torch.offload.tensor_backend import TensorBackend
 
 READERS = 4

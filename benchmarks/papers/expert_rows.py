@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from benchmarks.papers.findings import Findings, Input, Row, Table
 from engine.bench.synthetic_moe import MoeShape, write_moe
-from engine.models.files import Experts
-from engine.models.opening import open_model
+from engine.models.folders.opening import open_model
+from engine.models.formats.model_files import Experts
 from engine.runtimes.torch.offload.measuring_sides import LocalCpuSide
 from engine.system.temporary_folders import temporary_folder
 

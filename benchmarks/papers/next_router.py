@@ -19,8 +19,8 @@ from benchmarks.papers.beam_rows import prompts_of
 from benchmarks.papers.capped_experts import CappedBackend, CappedExperts, Guess, LayerRun, reads_past_the_cache
 from engine.errors import ModelError
 from engine.ipc.messages import Load
-from engine.models.catalogue import STARTER
-from engine.models.opening import open_model
+from engine.models.folders.opening import open_model
+from engine.models.store.catalogue import STARTER
 from engine.runtimes import runtime_named
 from engine.runtimes.choosing import on_one_machine
 from engine.runtimes.loading import load_model

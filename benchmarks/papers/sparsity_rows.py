@@ -15,7 +15,7 @@ from benchmarks.papers.beam_rows import prompts_of
 from benchmarks.papers.findings import Findings, Input, Row
 from engine.errors import ModelError
 from engine.ipc.messages import Load
-from engine.models.catalogue import STARTER
+from engine.models.store.catalogue import STARTER
 from engine.moe.kernels.bindings import VARIABLE
 from engine.runtimes import runtime_named
 from engine.runtimes.choosing import on_one_machine

@@ -20,7 +20,7 @@ from engine.cluster.transport.exchange_timing import time_exchanges
 from engine.cluster.transport.registry import open_exchange
 from engine.errors import ModelError
 from engine.ipc.messages.ring import ExchangeName
-from engine.models.privacy import keep_to_owner
+from engine.system.privacy import keep_to_owner
 
 WAIT_S = 0.3
 """Time in seconds that a node is kept waiting to measure the CPU time of waiting."""

@@ -19,13 +19,13 @@ from engine.calibration.memory_rate import StreamingRead
 from engine.calibration.samples import Spread, figure, milliseconds
 from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import BenchResult
-from engine.models.files import Experts, ModelFiles
-from engine.models.locations import profile_paths
-from engine.models.store import profile_key
+from engine.models.formats.model_files import Experts, ModelFiles
+from engine.models.store.local_models import profile_key
 from engine.moe.popularity import Popularity
 from engine.moe.popularity_file import model_of, save_profile
 from engine.planning.calibration import Calibration
 from engine.runtimes.protocol import TokenRows
+from engine.system.locations import profile_paths
 
 SHORT_PROMPT = 16
 """Tokens of the prompt of the short decoding run beside the experts."""

@@ -32,9 +32,9 @@ from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import Bench, BenchResult, OpenNetwork, PhaseTimes
 from engine.ipc.messages.ring import ExchangeName, LoadingName, RingChoice, RingFacts, RingMode
 from engine.ipc.progress import ProgressCallback
-from engine.models.catalogue import STARTER
-from engine.models.opening import open_model
-from engine.models.sizes import sizes_of
+from engine.models.folders.opening import open_model
+from engine.models.folders.sizes import sizes_of
+from engine.models.store.catalogue import STARTER
 from engine.moe.kernels.pool import physical_cores
 from engine.moe.rank_context import HEAD, RankContext
 from engine.planning.placement import Placement

@@ -16,9 +16,9 @@ from engine.calibration.samples import OtherPrograms
 from engine.errors import ModelError
 from engine.ipc.messages import Bench, BenchResult, ExpertMovement, Load, Message, ModelFacts
 from engine.ipc.progress import ProgressCallback
-from engine.models.opening import open_model
-from engine.models.sizes import Sizes
-from engine.models.tokenizer import load_tokenizer
+from engine.models.folders.opening import open_model
+from engine.models.folders.sizes import Sizes
+from engine.models.text.tokenizer import load_tokenizer
 from engine.moe.kernels.pool import physical_cores
 from engine.runtimes.choosing import on_one_machine
 from engine.runtimes.model_headers import read_headers

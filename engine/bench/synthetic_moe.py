@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from engine.errors import ModelError
 from engine.ipc.progress import ProgressCallback
-from engine.models.safetensors_files import encode_header
+from engine.models.formats.safetensors_files import encode_header
 
 _WORDS = (1 << 22) + 1031
 """Random words drawn once and repeated: a length that no row length divides, so that repeated rows differ."""

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import msgspec
 
-from engine.models.durable_files import new_file
-from engine.models.files import Experts, first_place, whole_bytes
-from engine.models.locations import ensure, locate
+from engine.models.formats.model_files import Experts, first_place, whole_bytes
 from engine.moe.kernels.bindings import choose
 from engine.moe.kernels.pool import physical_cores
 from engine.planning.calibration import CALIBRATION_VERSION, Calibration, ExpertShape, check_calibration
+from engine.system.durable_files import new_file
+from engine.system.locations import ensure, locate
 from engine.system.machine import processor
 
 _FILE_LIMIT = 1_000_000

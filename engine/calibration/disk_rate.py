@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.models.byte_map import FileMapping
+from engine.models.formats.byte_map import FileMapping
 
 SAMPLE_BYTES = 256 * 2**20
 """Maximum bytes read to measure a disk."""

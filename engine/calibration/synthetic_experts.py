@@ -17,8 +17,8 @@ from engine.calibration.calibration_file import calibration_key, load_calibratio
 from engine.calibration.expert_cost import curve_of, measure
 from engine.calibration.memory_rate import memory_rate
 from engine.errors import ModelError
-from engine.models.files import ExpertWeights, StoredTensor
-from engine.models.number_formats import (
+from engine.models.formats.model_files import ExpertWeights, StoredTensor
+from engine.models.formats.number_formats import (
     BLOCKS,
     is_grouped,
     is_packed,

@@ -41,7 +41,7 @@ from engine.ipc.messages import (
 )
 from engine.ipc.messages.ring import NodeId, PeerFacts
 from engine.ipc.progress import ProgressCallback
-from engine.models.store import ResolvedModel
+from engine.models.store.local_models import ResolvedModel
 from engine.planning.runtime_choice import RuntimeChoice
 from engine.runtimes.choosing import as_ring_node
 from engine.runtimes.protocol import Runtime

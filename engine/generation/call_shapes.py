@@ -20,7 +20,7 @@ from engine.generation.reasoning import MESSAGE
 from engine.generation.tagged_stream import TaggedStream
 from engine.generation.tool_arguments import ArgumentTypes, WrittenInteger, json_text, read_json
 from engine.ipc.messages import Tool
-from engine.models.tool_formats import ToolFormat
+from engine.models.text.tool_formats import ToolFormat
 
 DEEPEST_VALUE = 100
 """Maximum levels of lists and dictionaries in arguments that are no JSON."""

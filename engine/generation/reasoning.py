@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.generation.text import overlap
-from engine.models.reasoning_formats import ReasoningFormat
+from engine.models.text.reasoning_formats import ReasoningFormat
 
 RECIPIENT, MESSAGE = "<|recipient|>", "<|message|>"
 """Marks around the name of a tool that a part of an answer is for."""

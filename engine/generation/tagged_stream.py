@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.generation.text import overlap
 from engine.generation.tool_arguments import ArgumentTypes, json_text
-from engine.models.tool_formats import ToolFormat
+from engine.models.text.tool_formats import ToolFormat
 
 _CDATA = "<![CDATA["
 

@@ -17,7 +17,7 @@ from engine.generation.reasoning import MESSAGE, RECIPIENT
 from engine.generation.tagged_stream import TaggedStream
 from engine.generation.text import overlap
 from engine.ipc.messages import Tool, ToolCall
-from engine.models.tool_formats import ToolFormat
+from engine.models.text.tool_formats import ToolFormat
 
 _LETTERS = string.ascii_lowercase + string.digits
 ID_LETTERS = 9

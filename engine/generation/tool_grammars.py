@@ -10,8 +10,8 @@ from engine.errors import ModelError
 from engine.generation.argument_grammars import TextRules, arguments_of, json_value
 from engine.generation.tool_arguments import ArgumentTypes
 from engine.ipc.messages import Constraint, Tool
-from engine.models.reasoning_formats import ReasoningFormat
-from engine.models.tool_formats import ToolFormat
+from engine.models.text.reasoning_formats import ReasoningFormat
+from engine.models.text.tool_formats import ToolFormat
 
 Literal = Callable[[str], str]
 """Makes the part of a grammar that is a mark."""

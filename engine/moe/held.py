@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from engine.errors import ModelError
-from engine.models.byte_map import ExpertPlace
-from engine.models.files import Experts, ExpertWeights
+from engine.models.formats.byte_map import ExpertPlace
+from engine.models.formats.model_files import Experts, ExpertWeights
 from engine.planning.placement import Placement
 
 
 class HeldExperts:
-    """See :class:`engine.models.files.Experts`: of ``experts`` only those of ``held``, by layer, ascending."""
+    """See :class:`engine.models.formats.model_files.Experts`: of ``experts`` only those of ``held``, by layer,
+    ascending."""
 
     def __init__(self, experts: Experts, held: Mapping[int, tuple[int, ...]]) -> None:
         self._experts = experts
@@ -56,7 +57,7 @@ class HeldExperts:
         return self._experts.expert(layer, expert)
 
     def place(self, layer: int, expert: int) -> ExpertPlace:
-        """See :meth:`engine.models.files.Experts.place`."""
+        """See :meth:`engine.models.formats.model_files.Experts.place`."""
         return self._experts.place(layer, expert)
 
     def check_unchanged(self, layer: int | None = None) -> None:

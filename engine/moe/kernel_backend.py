@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import ModelError
-from engine.models.files import Experts
+from engine.models.formats.model_files import Experts
 from engine.moe.backend import ExpertBackend, LayerCall
 from engine.moe.expert_parallel import FLOAT32, Floats, HostRows, Indices, Routes, Words
 from engine.moe.kernels.bindings import FORMATS, KernelChoice, load

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import msgspec
 
-from engine.models.durable_files import new_file
-from engine.models.files import Experts, ModelFiles, whole_bytes
-from engine.models.locations import ensure, profile_paths
-from engine.models.store import profile_key
+from engine.models.formats.model_files import Experts, ModelFiles, whole_bytes
+from engine.models.store.local_models import profile_key
 from engine.moe.popularity import Popularity
+from engine.system.durable_files import new_file
+from engine.system.locations import ensure, profile_paths
 
 PROFILE_VERSION = 1
 HALF_LIFE_TOKENS = 50_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING
 
-from engine.models.files import Experts
+from engine.models.formats.model_files import Experts
 
 if TYPE_CHECKING:
     import torch

@@ -20,10 +20,10 @@ from pathlib import Path
 import numpy as np
 
 from engine.errors import ModelError
-from engine.models.byte_map import FileMapping, Run, merged
-from engine.models.mapped_file import SharedMapping
-from engine.models.shard_files import part_of
-from engine.models.weight_layout import layout_of, runs_of
+from engine.models.folders.shard_files import part_of
+from engine.models.folders.weight_layout import layout_of, runs_of
+from engine.models.formats.byte_map import FileMapping, Run, merged
+from engine.models.formats.mapped_file import SharedMapping
 from engine.planning.residency import lockable
 
 PIECE_BYTES = 8 * 1024 * 1024

@@ -64,7 +64,7 @@ def native_unsupported_reason(folder: Path, request: Load, progress: ProgressCal
 
     Raises ModelError if the model cannot be opened.
     """
-    from engine.models.opening import open_model
+    from engine.models.folders.opening import open_model
     from engine.runtimes.native.runtime import unsupported_reason
 
     files = open_model(folder, progress, as_whole=True)
@@ -74,7 +74,7 @@ def native_unsupported_reason(folder: Path, request: Load, progress: ProgressCal
 def refuse_download(config: Mapping[str, Any], nbytes: int) -> None:
     """Raises ModelError if no runtime of this machine would run a model with this ``config``, whose files of weights
     have ``nbytes``. What mlx alone reads must fit in the memory of a Mac's GPU."""
-    from engine.models.quantisation import readable_quantised, refuse_quantized
+    from engine.models.formats.quantisation import readable_quantised, refuse_quantized
     from engine.runtimes.mlx import eligible, families
 
     quantised = eligible.quantisation_of(config) is not None
@@ -107,7 +107,7 @@ def on_apple_silicon() -> bool:
 def _mlx_unsupported_reason(folder: Path, request: Load) -> str | None:
     if not mlx_installed():
         return "mlx-lm is not installed; `pip install mlx-lm` gives the faster runtime here"
-    from engine.models.weight_layout import is_library
+    from engine.models.folders.weight_layout import is_library
     from engine.runtimes.mlx.eligible import unsupported_reason
 
     if is_library(folder) and not _others_read(folder):
@@ -117,7 +117,7 @@ def _mlx_unsupported_reason(folder: Path, request: Load) -> str | None:
 
 def _others_read(folder: Path) -> bool:
     """Whether a runtime besides mlx reads the model in ``folder``."""
-    from engine.models.opening import open_model
+    from engine.models.folders.opening import open_model
 
     try:
         open_model(folder, as_whole=True)

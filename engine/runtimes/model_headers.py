@@ -12,12 +12,12 @@ from pathlib import Path
 from engine.calibration.calibration_file import shape_of
 from engine.errors import ModelError
 from engine.ipc.messages import Load
-from engine.models.byte_map import FileMapping
-from engine.models.families import check_supported, expert_shape
-from engine.models.files import ModelFiles
-from engine.models.opening import open_model
-from engine.models.sizes import Sizes, sizes_in_library, sizes_of
-from engine.models.weight_layout import WeightLayout, is_library, layout_of
+from engine.models.architectures.families import check_supported, expert_shape
+from engine.models.folders.opening import open_model
+from engine.models.folders.sizes import Sizes, sizes_in_library, sizes_of
+from engine.models.folders.weight_layout import WeightLayout, is_library, layout_of
+from engine.models.formats.byte_map import FileMapping
+from engine.models.formats.model_files import ModelFiles
 from engine.moe.kernels.bindings import VARIABLE
 from engine.moe.popularity_file import ProfileModel, model_of
 from engine.planning.calibration import ExpertShape

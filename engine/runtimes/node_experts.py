@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.errors import ModelError
-from engine.models.byte_map import FileMapping
-from engine.models.files import Experts
+from engine.models.formats.byte_map import FileMapping
+from engine.models.formats.model_files import Experts
 from engine.moe.backend import Array, ExpertBackend
 from engine.moe.expert_parallel import FLOAT32, Floats, HostRows, Indices, Routes
 from engine.moe.kernels.file_guard import FileGuard

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from engine.errors import ModelError, PeerLost
 from engine.ipc.messages import Load, ModelFacts
 from engine.ipc.progress import ProgressCallback
-from engine.models.byte_map import FileMapping
+from engine.models.formats.byte_map import FileMapping
 from engine.moe.expert_parallel import LayerExchange
 from engine.moe.popularity import Popularity
 from engine.moe.rank_context import RankContext

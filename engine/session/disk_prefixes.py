@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.models.prefix_files import (
+from engine.models.store.prefix_files import (
     PrefixFile,
     is_owner,
     new_path,

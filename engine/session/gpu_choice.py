@@ -70,7 +70,7 @@ def _measured(
 ) -> tuple[bool, list[str]]:
     from engine.calibration.expert_cost import calibration_of, measure
     from engine.calibration.memory_rate import StreamingRead
-    from engine.models.opening import open_model
+    from engine.models.folders.opening import open_model
     from engine.moe.kernels.cpu_threads import threads_of
     from engine.moe.kernels.file_guard import unchanged
     from engine.runtimes.torch.offload import cuda_device

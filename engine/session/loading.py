@@ -12,8 +12,8 @@ import msgspec
 from engine.generation.sampling import own_sampling, stated_penalty, usual_limit
 from engine.ipc.messages import Load, ModelFacts
 from engine.ipc.progress import ProgressCallback
-from engine.models.config_values import check_config
-from engine.models.json_files import SMALL_FILE, read_object
+from engine.models.architectures.config_values import check_config
+from engine.models.formats.json_files import SMALL_FILE, read_object
 from engine.models.wording import shown
 from engine.runtimes.loading import load_model
 from engine.session.refusals import check_request
@@ -41,10 +41,10 @@ def load_session(
     is needed, so that the old model is kept if the new one is refused. Raises ModelError: unknown model (bad-input),
     not on this machine, damaged, unsupported, or too large (memory).
     """
-    from engine.models.catalogue import for_gpu_instead
-    from engine.models.prefix_files import remove_prefixes
-    from engine.models.store import refuse_shard
-    from engine.models.tokenizer import load_tokenizer
+    from engine.models.store.catalogue import for_gpu_instead
+    from engine.models.store.local_models import refuse_shard
+    from engine.models.store.prefix_files import remove_prefixes
+    from engine.models.text.tokenizer import load_tokenizer
     from engine.runtimes import runtime_named
     from engine.runtimes.choosing import choose_runtime, mlx_by_default
     from engine.runtimes.mlx import eligible
@@ -132,11 +132,11 @@ def find_folder(name: str, progress: ProgressCallback, should_stop: Callable[[],
 
     Raises ModelError: unknown (bad-input), or known but not on this machine (saying how to get it).
     """
-    from engine.models import store
+    from engine.models.store import local_models
 
-    resolved = store.resolve(name)
+    resolved = local_models.resolve(name)
     if resolved.kind == "gguf":
-        from engine.models.gguf_folder import open_gguf
+        from engine.models.store.gguf_folder import open_gguf
 
         open_gguf(resolved.source, progress, should_stop, resolved.plain_folder)
     # A person's own folder without a config is opened, too, because opening gives the best error message.
@@ -146,9 +146,9 @@ def find_folder(name: str, progress: ProgressCallback, should_stop: Callable[[],
 
 def find_in_ring(name: str, network: ClusterNetwork, progress: ProgressCallback) -> LackedModel | None:
     """A hub model that is not on this machine but on machines of the ring; None for any other."""
-    from engine.models import store
+    from engine.models.store import local_models
 
-    resolved = store.resolve(name)
+    resolved = local_models.resolve(name)
     return network.lacked(resolved, progress) if resolved.kind == "hub" and resolved.folder is None else None
 
 

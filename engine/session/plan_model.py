@@ -17,9 +17,9 @@ from engine.calibration.calibration_file import MLX_GPU, MachineSpeed, calibrati
 from engine.calibration.disk_rate import disk_rate
 from engine.errors import ModelError
 from engine.ipc.messages import Load, ModelFacts, Plan, Planned, PlannedChoice
-from engine.models.number_formats import is_packed
-from engine.models.sizes import Sizes
-from engine.models.store import ResolvedModel, resolve
+from engine.models.folders.sizes import Sizes
+from engine.models.formats.number_formats import is_packed
+from engine.models.store.local_models import ResolvedModel, resolve
 from engine.moe.kernels.cpu_threads import reason_for, threads_of, within_this_machine
 from engine.moe.popularity_file import known_counts
 from engine.planning.calibration import Calibration
@@ -169,7 +169,7 @@ def _plan_ring(request: Plan, load: Load, loaded: ModelFacts | None, network: Cl
 def _folder_of(resolved: ResolvedModel) -> Path:
     """The folder to plan for; a GGUF file gets it now, if it has none. Raises ModelError."""
     if resolved.kind == "gguf":
-        from engine.models.gguf_folder import open_gguf
+        from engine.models.store.gguf_folder import open_gguf
 
         return open_gguf(resolved.source, lambda stage, done, total, unit: None, folder=resolved.plain_folder)
     return resolved.require_folder()

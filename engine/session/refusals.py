@@ -6,7 +6,7 @@ import msgspec
 
 from engine.errors import ModelError
 from engine.ipc.messages import MOST_SAMPLES, Generate, Load
-from engine.models.tool_formats import ToolFormat, offered_tools
+from engine.models.text.tool_formats import ToolFormat, offered_tools
 
 
 def check_request(request: Load) -> None:

@@ -32,9 +32,9 @@ from engine.ipc.messages import (
     TokensCounted,
     Tool,
 )
-from engine.models.prefix_files import is_owner
-from engine.models.reasoning_formats import template_variables
-from engine.models.tool_formats import ToolFormat
+from engine.models.store.prefix_files import is_owner
+from engine.models.text.reasoning_formats import template_variables
+from engine.models.text.tool_formats import ToolFormat
 from engine.moe.popularity_file import ProfileModel
 from engine.planning.memory import ModelCosts, estimate_beams, extra_beam_memory, longest_answer, unseen_bytes
 from engine.planning.units import byte_size

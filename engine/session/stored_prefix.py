@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.models.prefix_files import part_of
+from engine.models.store.prefix_files import part_of
 from engine.runtimes.protocol import LoadedModel, Logits
 from engine.runtimes.row_contents import Bytes, RowPart, as_bytes
 from engine.session.kept_rows import CachedRow, RowCheckpoint, reusable_length

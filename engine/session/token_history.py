@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from engine.ipc.messages import Message, Tool
-from engine.models.reasoning_formats import ReasoningFormat
-from engine.models.token_bytes import TokenBytes
-from engine.models.tool_formats import ToolFormat
+from engine.models.text.reasoning_formats import ReasoningFormat
+from engine.models.text.token_bytes import TokenBytes
+from engine.models.text.tool_formats import ToolFormat
 
 TRIES = 4
 """Number of boundaries tried, the latest first, before the whole prompt is tokenized from its text."""
@@ -29,7 +29,7 @@ REMEMBERED_TOKENS = 2_000_000
 
 
 class ChatTokenizer(Protocol):
-    """The part of :class:`engine.models.tokenizer.Tokenizer` that a session uses."""
+    """The part of :class:`engine.models.text.tokenizer.Tokenizer` that a session uses."""
 
     reasoning: ReasoningFormat | None
     tool_format: ToolFormat | None

@@ -14,7 +14,7 @@ from terminals import ROOT, Terminal
 from test_join_process import seen_by_others
 from tiny_models import write_tiny_model
 
-from engine.models.locations import ensure
+from engine.system.locations import ensure
 
 
 @pytest.fixture(autouse=True)

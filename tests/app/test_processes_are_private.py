@@ -94,7 +94,7 @@ def test_the_processes_of_a_chat(tmp_path: Path, model: Path) -> None:
         terminal.until_drawn("range")
         terminal.until_quiet()
         terminal.type(b"hello\r")
-        wanted = {"engine.host", "engine.models.template_sandbox", "app.tui.render.highlight_process"}
+        wanted = {"engine.host", "engine.models.text.template_sandbox", "app.tui.render.highlight_process"}
         terminal.until(lambda: running(terminal.process.pid) == wanted, "the processes of a chat")
         check_private(terminal.process.pid)
     finally:
@@ -122,7 +122,7 @@ def test_the_processes_of_a_server(tmp_path: Path, model: Path) -> None:
         )
         with urllib.request.urlopen(request) as answer:
             assert json.load(answer)["choices"]
-        assert running(process.pid) == {"engine.host", "engine.models.template_sandbox"}
+        assert running(process.pid) == {"engine.host", "engine.models.text.template_sandbox"}
         check_private(process.pid)
     finally:
         for child in children(process.pid):

@@ -26,10 +26,10 @@ from benchmarks.profile_step import main as profile
 from benchmarks.shapes import MixtralShape, Qwen3MoeShape, Shape, model_bytes
 from benchmarks.subjects import PACKED, Subject, model_subject
 from benchmarks.synthetic import bf16_words, write_synthetic
-from engine.models.gguf_architectures import architecture_of, config_of
-from engine.models.gguf_file import GgufFile
-from engine.models.gguf_tensors import entries_of
-from engine.models.prepare import prepare
+from engine.models.architectures.gguf_architectures import architecture_of, config_of
+from engine.models.architectures.gguf_tensors import entries_of
+from engine.models.folders.prepare import prepare
+from engine.models.formats.gguf_file import GgufFile
 
 TINY = MixtralShape(layers=2, hidden=256, ffn=320, experts=4, heads=2, key_value_heads=1, vocabulary=500)
 TINY_QWEN3 = Qwen3MoeShape(

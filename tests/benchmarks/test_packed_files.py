@@ -27,10 +27,10 @@ from benchmarks.packed_shapes import (
 from benchmarks.packed_tensors import PACKED_FAMILIES, packed_tensors
 from benchmarks.subjects import PACKED, Subject, packed_folder
 from benchmarks.worker import logits, random_tokens
-from engine.models.families import stated_experts_per_token
-from engine.models.gguf_architectures import architecture_of, config_of
-from engine.models.gguf_file import GgufFile
-from engine.models.gguf_tensors import entries_of
+from engine.models.architectures.families import stated_experts_per_token
+from engine.models.architectures.gguf_architectures import architecture_of, config_of
+from engine.models.architectures.gguf_tensors import entries_of
+from engine.models.formats.gguf_file import GgufFile
 
 needs_llama_cpp = pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="needs llama-cpp-python")
 

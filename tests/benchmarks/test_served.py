@@ -11,8 +11,8 @@ from benchmarks.letters import END
 from benchmarks.packed_export import write_packed
 from benchmarks.served import OURS, SPEEDS, THEIRS, WAITS, choices_of, report
 from benchmarks.shapes import LlamaShape
-from engine.models.gguf_file import GgufFile
-from engine.models.gguf_tokenizer import write_tokenizer
+from engine.models.formats.gguf_file import GgufFile
+from engine.models.text.gguf_tokenizer import write_tokenizer
 
 TINY = LlamaShape(layers=1, hidden=256, ffn=256, heads=4, key_value_heads=1, vocabulary=512)
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from benchmarks.starter_answers import PROMPTS, QUESTIONS, is_right, runs_away, with_prompt
-from engine.models.template_sandbox import ChatTemplate
+from engine.models.text.template_sandbox import ChatTemplate
 
 OWN = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"

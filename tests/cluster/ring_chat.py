@@ -9,7 +9,7 @@ from thread_ring import ThreadFormer, loaded_model
 
 from engine.cluster.head.head_model import RingModel
 from engine.ipc.messages import AnyEvent, Finished, Generate, Load, Notice, Piece
-from engine.models.opening import open_model
+from engine.models.folders.opening import open_model
 from engine.session.session import Session
 
 PROMPT = [5, 17, 101, 42, 9, 77, 30, 12, 64, 3, 88, 120, 7, 55, 90, 33]

@@ -20,7 +20,7 @@ from engine.cluster.expert_runners import layers_for, load_experts
 from engine.cluster.transport.exchange import PeerLost, RingProtocolError
 from engine.errors import ModelError
 from engine.ipc.messages import Load
-from engine.models.opening import open_model
+from engine.models.folders.opening import open_model
 from engine.moe.rank_context import Loading, RankContext
 from engine.runtimes import runtime_named
 from engine.runtimes.protocol import Interrupted, LoadedModel, Logits, RingPlace

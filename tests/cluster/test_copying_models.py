@@ -26,16 +26,16 @@ from engine.cluster.worker.lending import ClusterWorker
 from engine.cluster.worker.model_provider import ProvidedModel, find_provided
 from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import LendTerms
-from engine.models import store
-from engine.models.prepare import prepare
-from engine.models.shard_files import read_shard
+from engine.models.folders.prepare import prepare
+from engine.models.folders.shard_files import read_shard
+from engine.models.store import local_models
 
 __all__ = ["models", "there"]
 pytestmark = pytest.mark.usefixtures("no_keyring")
 
 
 def taking(*sources: Any, progress: Any = quiet) -> ModelReceiver:
-    return ModelReceiver(store.resolve(NAME), "me", sources, progress)
+    return ModelReceiver(local_models.resolve(NAME), "me", sources, progress)
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -61,10 +61,10 @@ def test_what_arrives_is_what_was_there(
         prepare(folder, tmp_path / "bank", quiet)
         folder = tmp_path / "bank"
     got = taking(Having(folder)).run()
-    assert got == models / (KEY + store.PREPARED if prepared else KEY)
+    assert got == models / (KEY + local_models.PREPARED if prepared else KEY)
     assert content(got) == content(folder)
-    assert store.resolve(NAME).folder == got
-    assert store.partial_downloads() == []
+    assert local_models.resolve(NAME).folder == got
+    assert local_models.partial_downloads() == []
 
 
 def test_what_was_stopped_goes_on_where_it_was(there: Path, models: Path):
@@ -80,8 +80,8 @@ def test_what_was_stopped_goes_on_where_it_was(there: Path, models: Path):
     first.change = stop
     with pytest.raises(Cancelled):
         taking(first).run()
-    assert [name for name, _ in store.partial_downloads()] == [NAME]
-    assert store.resolve(NAME).folder is None
+    assert [name for name, _ in local_models.partial_downloads()] == [NAME]
+    assert local_models.resolve(NAME).folder is None
     # Another machine that has the same goes on.
     second = Having(there)
     got = taking(second).run()
@@ -104,7 +104,7 @@ def test_removing_the_model_removes_what_has_arrived_of_it(there: Path, models: 
 
     with pytest.raises(Cancelled):
         taking(source, progress=stop).run()
-    store.remove(NAME)
+    local_models.remove(NAME)
     assert [path for path in models.iterdir() if not path.name.startswith(".")] == []
 
 
@@ -152,7 +152,7 @@ def test_a_file_that_belongs_to_no_model_is_refused_before_anything_comes(there:
     with pytest.raises(RingProtocolError, match="belongs to no model"):
         taking(source).run()
     assert source.asked == []
-    assert store.partial_downloads() == []
+    assert local_models.partial_downloads() == []
 
 
 def test_a_model_that_cannot_run_is_refused_before_its_weights_come(there: Path, tmp_path: Path):
@@ -189,7 +189,7 @@ def test_another_model_than_was_offered_is_not_kept(tiny_model: TinyModel, there
     lie = msgspec.structs.replace(offer_whole(wrong, quiet), identity=offer_whole(there, quiet).identity)
     with pytest.raises(RingProtocolError, match="another model arrived"):
         taking(Having(wrong, lie)).run()
-    assert store.resolve(NAME).folder is None
+    assert local_models.resolve(NAME).folder is None
     assert content(taking(Having(there)).run()) == content(there)
 
 
@@ -205,7 +205,7 @@ def test_what_is_no_file_of_this_model_is_not_taken_over(there: Path, tiny_model
     source.change = stop
     with pytest.raises(Cancelled):
         taking(source).run()
-    assert (models / f"{KEY}{store.RECEIVED}{store.PARTIAL}").is_dir()
+    assert (models / f"{KEY}{local_models.RECEIVED}{local_models.PARTIAL}").is_dir()
     assert content(taking(Having(there)).run()) == content(there)
 
 
@@ -234,12 +234,12 @@ def test_only_a_folder_of_the_models_folder_can_be_named(installed: Path, key: s
 
 
 def test_unfinished_and_borrowed_folders_are_not_given(installed: Path, models: Path):
-    installed.rename(models / f"{KEY}{store.PARTIAL}")
+    installed.rename(models / f"{KEY}{local_models.PARTIAL}")
     (models / "local--mine--0123456789abcdef").mkdir()
-    shutil.copytree(models / f"{KEY}{store.PARTIAL}", models / "local--mine--0123456789abcdef.prepared")
+    shutil.copytree(models / f"{KEY}{local_models.PARTIAL}", models / "local--mine--0123456789abcdef.prepared")
     for key in (
         KEY,
-        f"{KEY}{store.PARTIAL}",
+        f"{KEY}{local_models.PARTIAL}",
         "local--mine--0123456789abcdef",
         "local--mine--0123456789abcdef.prepared",
     ):
@@ -299,7 +299,7 @@ def lent(pair: Nodes, there: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 
 def copier(pair: Nodes, progress: Any = quiet, name: str = NAME) -> Copier:
-    return Copier(pair.nodes[0], store.resolve(name), progress)
+    return Copier(pair.nodes[0], local_models.resolve(name), progress)
 
 
 def test_a_model_is_copied_over_the_link_of_paired_machines(
@@ -335,7 +335,7 @@ def test_copying_ends_when_it_is_stopped_although_nothing_comes(
             copier(pair, progress).run()
     finally:
         release.set()
-    assert store.resolve(NAME).folder is None
+    assert local_models.resolve(NAME).folder is None
 
 
 def test_a_machine_that_fails_is_named_and_the_internet_is_not_asked_by_itself(

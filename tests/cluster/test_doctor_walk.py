@@ -16,7 +16,7 @@ from app.commands.doctor_network import Finding
 from discovery.link_listener import bind_pair
 from engine.cluster.membership.node import LentState, Node
 from engine.ipc.messages import OpenNetwork, PeerFacts
-from engine.models.locations import locate
+from engine.system.locations import locate
 
 
 @pytest.fixture

@@ -69,12 +69,12 @@ from engine.cluster.worker.lending import ClusterWorker
 from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import Load, OpenNetwork
 from engine.ipc.messages.ring import LinkFacts, RingChoice
-from engine.models.locations import locate
 from engine.planning.calibration import Curve, ExpertShape
 from engine.planning.placement import Placement
 from engine.planning.ring_change import FORMING_S, Rerun, RingChange
 from engine.runtimes import runtime_named
 from engine.runtimes.model_headers import read_headers
+from engine.system.locations import locate
 
 pytestmark = pytest.mark.usefixtures("no_keyring")
 

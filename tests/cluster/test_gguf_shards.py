@@ -19,14 +19,14 @@ from engine.cluster.weights.transfer import Offer, decode_offer, encode_offer, o
 from engine.cluster.weights.weight_fingerprint import identity_of, known_weights
 from engine.cluster.worker.model_provider import find_provided
 from engine.errors import ModelError
-from engine.models import store
-from engine.models.gguf_architectures import llama3_divisors
-from engine.models.gguf_file import GgufFile
-from engine.models.gguf_folder import open_gguf
-from engine.models.opening import open_model
-from engine.models.prepare import prepare
-from engine.models.sizes import sizes_of
-from engine.models.weight_layout import layout_of
+from engine.models.architectures.gguf_architectures import llama3_divisors
+from engine.models.folders.opening import open_model
+from engine.models.folders.prepare import prepare
+from engine.models.folders.sizes import sizes_of
+from engine.models.folders.weight_layout import layout_of
+from engine.models.formats.gguf_file import GgufFile
+from engine.models.store import local_models
+from engine.models.store.gguf_folder import open_gguf
 
 
 def quiet(stage: str, done: int, total: int, unit: str) -> None:
@@ -131,7 +131,7 @@ def test_the_same_file_on_another_machine_is_the_same_model(
     other = open_gguf(there / file.name, quiet)
     assert other != folder and identity_of(other, quiet) == mine
     assert mine.quantisation == "Q4_0" and mine.weights
-    need = ShardStore(store.locate("models"), "head").need(offered, quiet)
+    need = ShardStore(local_models.locate("models"), "head").need(offered, quiet)
     assert need.whole and need.folder == other and need.wanted == ()
     # One bit of an expert makes another model, of which nothing is taken over.
     layout = layout_of(other)
@@ -141,7 +141,7 @@ def test_the_same_file_on_another_machine_is_the_same_model(
     damaged[run.start + 3] ^= 1
     name.write_bytes(damaged)
     assert identity_of(other, quiet).weights != mine.weights
-    assert not ShardStore(store.locate("models"), "head").need(offered, quiet).whole
+    assert not ShardStore(local_models.locate("models"), "head").need(offered, quiet).whole
 
 
 def test_a_link_in_place_of_a_file_is_not_written_through(file: Path, folder: Path, tmp_path: Path) -> None:
@@ -161,9 +161,9 @@ def test_a_copy_of_the_model_has_real_files(folder: Path, tmp_path: Path, monkey
     source = Having(folder)
     mine = identity_of(folder, quiet)
     monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "other"))
-    got = ModelReceiver(store.resolve("owner/name:Q4_0"), "me", [source], quiet).run()
-    assert got == store.locate("models") / "owner--name--Q4_0"
-    assert store.resolve("owner/name:Q4_0").folder == got
+    got = ModelReceiver(local_models.resolve("owner/name:Q4_0"), "me", [source], quiet).run()
+    assert got == local_models.locate("models") / "owner--name--Q4_0"
+    assert local_models.resolve("owner/name:Q4_0").folder == got
     files = sorted(got.glob("*.gguf"))
     assert len(files) == 3 and not any(path.is_symlink() for path in files)
     assert all(path.read_bytes() == (folder / path.name).read_bytes() for path in files)
@@ -180,7 +180,7 @@ def test_a_copy_has_what_only_the_configuration_is_made_of(tmp_path: Path, monke
     path = write_tiny_gguf(tmp_path / "l3.gguf", source, "llama", extra_tensors={"rope_freqs.weight": divisors})
     having = Having(open_gguf(path, quiet))
     monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "other"))
-    got = ModelReceiver(store.resolve("owner/name:F32"), "me", [having], quiet).run()
+    got = ModelReceiver(local_models.resolve("owner/name:F32"), "me", [having], quiet).run()
     assert (got / "l3.gguf").read_bytes() == path.read_bytes()
 
 
@@ -199,7 +199,7 @@ def test_a_head_keeps_only_its_share(folder: Path, tmp_path: Path, monkeypatch: 
 
 def test_a_persons_own_file_is_not_given(folder: Path) -> None:
     """Its folder lies in the models folder; the file does not."""
-    assert folder.parent == store.locate("models") and store.is_complete(folder)
+    assert folder.parent == local_models.locate("models") and local_models.is_complete(folder)
     assert find_provided(folder.name, "tiny", "anybody") is None
 
 

@@ -15,8 +15,8 @@ from engine.bench.local_ring import LocalEngine
 from engine.errors import ModelError
 from engine.ipc.messages import Load, NetworkState, Plan, Planned
 from engine.ipc.messages.ring import RingChoice
-from engine.models.prepare import prepare
-from engine.models.shard_files import read_shard
+from engine.models.folders.prepare import prepare
+from engine.models.folders.shard_files import read_shard
 
 pytestmark = pytest.mark.slow
 PLAIN, BANK = "owner--plain", "owner--bank"

@@ -28,10 +28,10 @@ from engine.cluster.worker.lending import ClusterWorker
 from engine.cluster.worker.model_provider import ProvidedModel
 from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import Load
-from engine.models import store
-from engine.models.prepare import prepare
-from engine.models.shard_files import read_shard
-from engine.models.tokenizer import load_tokenizer
+from engine.models.folders.prepare import prepare
+from engine.models.folders.shard_files import read_shard
+from engine.models.store import local_models
+from engine.models.text.tokenizer import load_tokenizer
 from engine.runtimes.choosing import choose_runtime
 from engine.runtimes.model_headers import read_headers
 
@@ -73,7 +73,7 @@ def test_headers_are_all_that_a_plan_takes(
     assert choose_runtime(load, own.folder) == choose_runtime(load, folder)
     assert (load_tokenizer(own.folder) is None) == (load_tokenizer(folder) is None)
     # It is no model to load by itself, and found again when it is asked for once more.
-    assert store.installed() == []
+    assert local_models.installed() == []
     found = OwnShard.find(NAME, "me")
     assert found is not None and found.offered == own.offered == source.offered
     assert OwnShard.find(NAME, "another") is None
@@ -168,7 +168,7 @@ def places(three: Nodes, there: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 
 def lacked(nodes: Nodes, progress: Any = quiet) -> LackedModel:
-    found = find_lacked(nodes.nodes[0], store.resolve(NAME), progress)
+    found = find_lacked(nodes.nodes[0], local_models.resolve(NAME), progress)
     assert found is not None
     return found
 
@@ -198,7 +198,7 @@ def test_the_head_takes_its_share_and_no_more(three: Nodes, places: Places, ther
 
 def test_nobody_has_it(three: Nodes, places: Places):
     places.folders.clear()
-    assert find_lacked(three.nodes[0], store.resolve(NAME), quiet) is None
+    assert find_lacked(three.nodes[0], local_models.resolve(NAME), quiet) is None
 
 
 def test_what_a_machine_failed_to_give_comes_from_another_one(three: Nodes, places: Places, there: Path):

@@ -26,7 +26,7 @@ from engine.cluster.worker.follower_work import gpu_shard_bytes, lent_gpu, lent_
 from engine.cluster.worker.lending import ClusterWorker
 from engine.errors import ModelError
 from engine.ipc.messages import LendTerms, OpenNetwork
-from engine.models.weight_layout import layout_of
+from engine.models.folders.weight_layout import layout_of
 from engine.planning.placement import Placement
 
 pytestmark = pytest.mark.usefixtures("no_keyring")

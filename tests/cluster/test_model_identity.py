@@ -12,9 +12,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from engine.cluster.weights.weight_fingerprint import differences, identity_of
-from engine.models.prepare import prepare
-from engine.models.shard_files import ModelIdentity
-from engine.models.weight_layout import layout_of
+from engine.models.folders.prepare import prepare
+from engine.models.folders.shard_files import ModelIdentity
+from engine.models.folders.weight_layout import layout_of
 
 TinyModel = Callable[..., Path]
 

@@ -19,9 +19,9 @@ from tiny_models import write_tiny_model
 from engine.bench.local_ring import LocalEngine, open_network, pair_homes
 from engine.errors import ModelError
 from engine.ipc.messages import Done, Pull
-from engine.models.gguf_file import GgufFile
-from engine.models.gguf_folder import write_settings
-from engine.models.prepare import prepare
+from engine.models.folders.prepare import prepare
+from engine.models.formats.gguf_file import GgufFile
+from engine.models.store.gguf_folder import write_settings
 
 pytestmark = pytest.mark.slow
 PLAIN, BANK, SHARED, PACKED = "owner--plain", "owner--bank", "owner--shared", "owner--packed--Q4_K_M"

@@ -78,7 +78,7 @@ def write_quantised(folder: Path) -> Path:
     """4-bit weights in groups of 32, as mlx-lm makes and writes them."""
     from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 
-    from engine.models.opening import read_config
+    from engine.models.folders.opening import read_config
     from engine.runtimes.mlx.configuration import complete_config, translate_config
 
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 64, "moe_intermediate_size": 32}

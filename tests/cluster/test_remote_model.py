@@ -25,7 +25,7 @@ from engine.errors import ModelError, PeerLost
 from engine.ipc.messages import AnyEvent, Load, Piece, RingFacts, Sampling, Timing
 from engine.ipc.messages.ring import NodeShard
 from engine.ipc.progress import ProgressCallback
-from engine.models.opening import open_model
+from engine.models.folders.opening import open_model
 from engine.moe.kernels.bindings import choose
 from engine.moe.rank_context import RankContext
 from engine.planning.ring_change import Rerun

@@ -18,12 +18,12 @@ from engine.cluster.worker.lending import ClusterWorker
 from engine.ipc.messages import LendTerms, Load
 from engine.ipc.messages.ring import RingChoice
 from engine.model_in_use import popularity_writer_for
-from engine.models.locations import profile_paths
-from engine.models.opening import open_model
-from engine.models.store import profile_key
+from engine.models.folders.opening import open_model
+from engine.models.store.local_models import profile_key
 from engine.moe.popularity_file import load_profile, model_of
 from engine.runtimes.choosing import as_ring_node
 from engine.session.loading import load_session
+from engine.system.locations import profile_paths
 
 pytestmark = pytest.mark.usefixtures("no_keyring")
 

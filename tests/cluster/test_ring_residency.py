@@ -24,7 +24,7 @@ from engine.cluster.worker.follower import Follower
 from engine.cluster.worker.follower_work import CentralWork, FollowerTask
 from engine.errors import ModelError
 from engine.ipc.messages import AnyEvent, Finished, LendTerms, Load, Notice, WarmUp
-from engine.models.weight_layout import layout_of
+from engine.models.folders.weight_layout import layout_of
 from engine.moe.rank_context import RankContext
 from engine.planning.placement import Placement
 from engine.residency import page_warmer

@@ -15,10 +15,10 @@ import pytest
 from engine.cluster.weights.shard_store import ShardStore
 from engine.cluster.weights.transfer import Offer, encode_offer, offer, stream
 from engine.errors import ModelError
-from engine.models.opening import open_model
-from engine.models.prepare import prepare
-from engine.models.shard_files import read_shard
-from engine.models.weight_layout import layout_of
+from engine.models.folders.opening import open_model
+from engine.models.folders.prepare import prepare
+from engine.models.folders.shard_files import read_shard
+from engine.models.folders.weight_layout import layout_of
 
 TinyModel = Callable[..., Path]
 

@@ -24,11 +24,11 @@ from engine.cluster.weights.local_weights import held_of
 from engine.cluster.weights.shard_store import Need, ShardStore
 from engine.cluster.weights.transfer import Offer, Wanted, decode_offer, encode_offer, offer, outline, stream
 from engine.errors import Cancelled, ModelError
-from engine.models import store
-from engine.models.opening import open_model
-from engine.models.prepare import prepare
-from engine.models.shard_files import read_shard
-from engine.models.weight_layout import layout_of
+from engine.models.folders.opening import open_model
+from engine.models.folders.prepare import prepare
+from engine.models.folders.shard_files import read_shard
+from engine.models.folders.weight_layout import layout_of
+from engine.models.store import local_models
 
 TinyModel = Callable[..., Path]
 PARTS = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
@@ -402,22 +402,22 @@ def test_a_share_is_no_model_to_load_or_list(bank: Path, home: Path):
     models = home / "models"
     need = send(ShardStore(models, "head"), bank, offer(bank, every_second(bank), quiet, name="a model"))
     assert need.folder.parent == models and need.folder.name.startswith("a-model--")
-    assert store.installed() == []
+    assert local_models.installed() == []
     with pytest.raises(ModelError, match="share of a model that a ring runs"):
-        store.resolve(str(need.folder))
+        local_models.resolve(str(need.folder))
     with pytest.raises(ModelError, match="There is no model"):
-        store.resolve(need.folder.name)
-    assert store.shards() == [(need.folder.name, pytest.approx(need.nbytes, abs=200_000))]
-    freed = store.shards()[0][1]
-    assert store.remove(need.folder.name) == freed > 0
-    assert store.shards() == [] and not need.folder.exists()
+        local_models.resolve(need.folder.name)
+    assert local_models.shards() == [(need.folder.name, pytest.approx(need.nbytes, abs=200_000))]
+    freed = local_models.shards()[0][1]
+    assert local_models.remove(need.folder.name) == freed > 0
+    assert local_models.shards() == [] and not need.folder.exists()
 
 
 def test_a_damaged_or_foreign_share_is_received_anew(bank: Path, shares: ShardStore):
     held = every_second(bank)
     offered = offer(bank, held, quiet)
     folder = send(shares, bank, offered).folder
-    (folder / store.SHARD_MANIFEST).write_bytes(b"{")
+    (folder / local_models.SHARD_MANIFEST).write_bytes(b"{")
     with pytest.raises(ModelError, match="is damaged"):
         open_model(folder)
     assert send(shares, bank, offered).nbytes == offered.nbytes

@@ -31,8 +31,8 @@ from engine.cluster.weights.transfer import (
     encode_wanted,
 )
 from engine.errors import ModelError
-from engine.models.byte_map import Run, merged
-from engine.models.shard_files import ModelIdentity, read_shard
+from engine.models.folders.shard_files import ModelIdentity, read_shard
+from engine.models.formats.byte_map import Run, merged
 
 TinyModel = Callable[..., Path]
 IDENTITY = ModelIdentity(

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from engine.errors import ModelError
 from engine.ipc.messages import Load
-from engine.models.mapped_file import MappedFile
+from engine.models.formats.mapped_file import MappedFile
 from engine.moe.kernels import file_guard
 from engine.runtimes import runtime_named
 

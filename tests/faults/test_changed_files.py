@@ -23,8 +23,8 @@ from app.engine_client import how_it_ended
 from engine.bench.local_ring import LocalEngine
 from engine.errors import ModelError
 from engine.ipc.messages import Finished, Generate, Load, Loaded
-from engine.models.gguf_folder import open_gguf
-from engine.models.prepare import prepare
+from engine.models.folders.prepare import prepare
+from engine.models.store.gguf_folder import open_gguf
 from engine.moe.kernels import bindings
 
 needs_library = pytest.mark.skipif(bindings.path() is None, reason="the native library was not built")
@@ -189,7 +189,7 @@ def test_other_bus_errors_still_end_the_process(tmp_path: Path, prepared: Path) 
     code = """
 import ctypes, mmap, os, sys
 from pathlib import Path
-from engine.models.mapped_file import MappedFile
+from engine.models.formats.mapped_file import MappedFile
 from engine.moe.kernels.file_guard import FileGuard
 guarded, other = Path(sys.argv[1]), Path(sys.argv[2])
 guard = FileGuard([MappedFile(guarded)])

@@ -28,10 +28,10 @@ from engine.cluster.membership.control_messages import WantedFacts
 from engine.cluster.membership.measuring_node import measure_node
 from engine.doctor_facts import doctor_facts
 from engine.ipc.messages import Load, Plan
-from engine.models.byte_map import FileMapping
-from engine.models.files import Experts
-from engine.models.opening import open_model
-from engine.models.prepare import prepare
+from engine.models.folders.opening import open_model
+from engine.models.folders.prepare import prepare
+from engine.models.formats.byte_map import FileMapping
+from engine.models.formats.model_files import Experts
 from engine.moe.kernels import bindings
 from engine.moe.prefetch import ReadAhead
 from engine.runtimes.native import runtime as native_runtime

@@ -21,7 +21,7 @@ from ring_faults import EXACT, Machine, Oracle, Ring, write_large_model
 
 from engine.errors import ModelError
 from engine.ipc.messages import Failed, Load, Loaded, NetworkState, Pair, Progress
-from engine.models.shard_files import read_shard
+from engine.models.folders.shard_files import read_shard
 
 pytestmark = pytest.mark.slow
 
@@ -154,7 +154,7 @@ def form(ring: Ring, model: Path) -> Loaded | Failed:
 
 def check_shard(folder: Path, model: Path) -> int:
     """What a share says that it holds is there, byte by byte; how many experts that is."""
-    from engine.models.weight_layout import layout_of
+    from engine.models.folders.weight_layout import layout_of
 
     shares = [path for path in folder.iterdir() if path.name.endswith("share")]
     if not shares or not (shares[0] / "share.json").exists():

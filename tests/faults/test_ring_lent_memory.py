@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 from ring_faults import EXACT, Ring, write_large_model
 
-from engine.models.shard_files import read_shard
+from engine.models.folders.shard_files import read_shard
 
 pytestmark = pytest.mark.slow
 

@@ -16,7 +16,7 @@ from engine.generation.argument_stream import ArgumentStream
 from engine.generation.tool_arguments import ArgumentTypes, json_text, read_json
 from engine.generation.tool_calls import ToolCallParser
 from engine.ipc.messages import Tool
-from engine.models.tool_formats import tool_formats
+from engine.models.text.tool_formats import tool_formats
 
 BY_NAME = {form.name: form for form in tool_formats()}
 SCHEMA = {

@@ -14,7 +14,7 @@ from written_calls import SAID
 from engine.generation.tool_arguments import read_json
 from engine.generation.tool_calls import ToolCallParser
 from engine.ipc.messages import Tool
-from engine.models.tool_formats import tool_formats
+from engine.models.text.tool_formats import tool_formats
 
 BY_NAME = {form.name: form for form in tool_formats()}
 TEXTS = {"type": "object", "properties": {"s": {"type": "string"}, "t": {"type": "string"}, "n": {"type": "integer"}}}

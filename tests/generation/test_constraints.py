@@ -22,7 +22,7 @@ from engine.generation.constraints import LARGEST_CONSTRAINT, ConstraintVocabula
 from engine.generation.reasoning import ReasoningParser
 from engine.generation.sampling import Sampler, SamplingRule
 from engine.ipc.messages import Constraint
-from engine.models.reasoning_formats import ReasoningFormat, formats
+from engine.models.text.reasoning_formats import ReasoningFormat, formats
 
 WORDS = ['{"', '": "', '", "', '"}', "]}", "true", "null", " the", "12", "\n\n", "  ", "é", "日本", "<", "think", ">"]
 MARKS = ["<think>", "</think>", "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "[END]", "[STOP]"]

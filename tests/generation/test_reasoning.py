@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from random_examples import examples
 
 from engine.generation.reasoning import ReasoningParser, Separated, separate
-from engine.models.reasoning_formats import ReasoningFormat, formats
+from engine.models.text.reasoning_formats import ReasoningFormat, formats
 
 FORMATS = {form.name: form for form in formats()}
 THINK, GPT_OSS = FORMATS["think"], FORMATS["gpt-oss"]

@@ -15,7 +15,7 @@ from random_examples import examples
 from engine.generation.tool_arguments import ArgumentTypes, json_text, read_json
 from engine.generation.tool_calls import ToolCallParser
 from engine.ipc.messages import Tool
-from engine.models.tool_formats import tool_formats
+from engine.models.text.tool_formats import tool_formats
 
 NULLABLE = {"type": ["string", "null"]}
 EITHER = {"anyOf": [{"type": "string"}, {"type": "null"}]}

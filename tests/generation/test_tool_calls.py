@@ -18,8 +18,8 @@ from engine.generation.call_shapes import CallReader
 from engine.generation.reasoning import ReasoningParser
 from engine.generation.tool_calls import ID_LETTERS, ToolCallParser
 from engine.ipc.messages import Tool, ToolCall
-from engine.models.reasoning_formats import formats
-from engine.models.tool_formats import (
+from engine.models.text.reasoning_formats import formats
+from engine.models.text.tool_formats import (
     ToolFormat,
     offered_tools,
     rendered_calls,

@@ -23,8 +23,8 @@ from engine.generation.sampling import Sampler, SamplingRule
 from engine.generation.tool_calls import ToolCallParser
 from engine.generation.tool_grammars import call_grammar
 from engine.ipc.messages import Constraint, Tool
-from engine.models.reasoning_formats import formats
-from engine.models.tool_formats import ToolFormat, tool_formats
+from engine.models.text.reasoning_formats import formats
+from engine.models.text.tool_formats import ToolFormat, tool_formats
 
 BY_NAME = {form.name: form for form in tool_formats()}
 PARTS = next(each for each in formats() if each.headers)

@@ -30,11 +30,11 @@ from app.tui.keymap import COMMANDS, aliases, defaults
 from engine.cluster.transport.registry import TRANSPORTS
 from engine.errors import ErrorKind, ModelError
 from engine.ipc.messages import AnyEvent, AnyRequest, ExpertPolicy
-from engine.models.catalogue import catalogue
-from engine.models.families import SUPPORTED
-from engine.models.gguf_architectures import ARCHITECTURES
-from engine.models.number_formats import BLOCKS, GROUPED, WIDTHS
-from engine.models.quantisation import refuse_quantized
+from engine.models.architectures.families import SUPPORTED
+from engine.models.architectures.gguf_architectures import ARCHITECTURES
+from engine.models.formats.number_formats import BLOCKS, GROUPED, WIDTHS
+from engine.models.formats.quantisation import refuse_quantized
+from engine.models.store.catalogue import catalogue
 from engine.planning.policy import policy_named
 from engine.runtimes.mlx.families import unsupported_config
 from engine.runtimes.native.shape import unsupported_shape

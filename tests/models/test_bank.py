@@ -17,11 +17,11 @@ from random_examples import examples
 from tiny_models import TINY_MOE_FAMILIES
 
 from engine.errors import ModelError
-from engine.models.bank import BankExperts, layer_path, slab_layout, verify
-from engine.models.families import ExpertLayers
-from engine.models.files import ExpertWeights
-from engine.models.opening import open_model
-from engine.models.prepare import prepare
+from engine.models.architectures.families import ExpertLayers
+from engine.models.folders.bank import BankExperts, layer_path, slab_layout, verify
+from engine.models.folders.opening import open_model
+from engine.models.folders.prepare import prepare
+from engine.models.formats.model_files import ExpertWeights
 
 TinyModel = Callable[..., Path]
 PARTS = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")

@@ -15,11 +15,11 @@ from random_examples import examples
 from tiny_gguf import ARCHITECTURES
 
 from engine.errors import ModelError
-from engine.models import store
-from engine.models.catalogue import catalogue, find, for_gpu_instead, offered, parse_catalogue
-from engine.models.families import SUPPORTED
-from engine.models.gguf_names import tag_of
-from engine.models.store import installed, partial_downloads, remove, resolve
+from engine.models.architectures.families import SUPPORTED
+from engine.models.formats.gguf_names import tag_of
+from engine.models.store import local_models
+from engine.models.store.catalogue import catalogue, find, for_gpu_instead, offered, parse_catalogue
+from engine.models.store.local_models import installed, partial_downloads, remove, resolve
 
 
 @pytest.fixture(autouse=True)
@@ -297,14 +297,14 @@ def test_removing(models: Path) -> None:
 
 
 def test_one_writer_at_a_time(models: Path) -> None:
-    second = store.exclusive(models / "a")
+    second = local_models.exclusive(models / "a")
     with (
-        store.exclusive(models / "a"),
-        store.exclusive(models / "b"),
+        local_models.exclusive(models / "a"),
+        local_models.exclusive(models / "b"),
         pytest.raises(ModelError, match="already working on a"),
     ):
         second.__enter__()
-    with store.exclusive(models / "a"):
+    with local_models.exclusive(models / "a"):
         assert (models / ".a.lock").exists()
 
 
@@ -316,5 +316,5 @@ def test_any_text_is_a_model_or_a_model_error(text: str) -> None:
     except ModelError as error:
         assert str(error)
     else:
-        models_folder = store.locate("models")
+        models_folder = local_models.locate("models")
         assert model.prepared_folder.parent == models_folder, "nothing is ever written outside the models folder"

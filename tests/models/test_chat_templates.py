@@ -15,8 +15,8 @@ from test_tokenizer import write_tokenizer_folder
 
 from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import Message
-from engine.models.template_process import TemplateProcess
-from engine.models.template_sandbox import ChatTemplate
+from engine.models.text.template_process import TemplateProcess
+from engine.models.text.template_sandbox import ChatTemplate
 
 MARKS = ("<|im_start|>", "<|im_end|>", "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<think>", "</think>")
 """Control tokens of some of the templates; the others' are text like any other."""
@@ -133,14 +133,14 @@ def test_what_takes_too_long_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> 
     process = TemplateProcess(ENDLESS, cpu_s=0.2)
     try:
         # Of processor time, which it gets slowly on a busy machine.
-        monkeypatch.setattr("engine.models.template_process.DEADLINE_S", 1e6)
+        monkeypatch.setattr("engine.models.text.template_process.DEADLINE_S", 1e6)
         with pytest.raises(ModelError, match=r"does not end within 0\.2 seconds"):
             process.render([{"role": "user", "content": "Hi"}], {})
     finally:
         process.close()
     process = TemplateProcess(ENDLESS, cpu_s=1e6)
     try:
-        monkeypatch.setattr("engine.models.template_process.DEADLINE_S", 0.5)
+        monkeypatch.setattr("engine.models.text.template_process.DEADLINE_S", 0.5)
         with pytest.raises(ModelError, match=r"does not end within 0\.5 seconds"):
             process.render([{"role": "user", "content": "Hi"}], {})
     finally:
@@ -215,7 +215,7 @@ def test_lists_are_queues_and_nothing_else_is_changed() -> None:
 def test_an_answer_that_goes_on_has_transformers_tokens(tmp_path: Path, name: str) -> None:
     from transformers import PreTrainedTokenizerFast
 
-    from engine.models.tokenizer import load_tokenizer
+    from engine.models.text.tokenizer import load_tokenizer
 
     folder = write_tokenizer_folder(tmp_path, TEMPLATES[name], special=("<|endoftext|>", *MARKS))
     theirs = PreTrainedTokenizerFast(

@@ -15,9 +15,9 @@ from safetensors.numpy import load_file, save_file
 from tiny_models import TINY_FAMILIES, TINY_MOE_FAMILIES
 
 from engine.errors import ModelError
-from engine.models.composite import language_tensors
-from engine.models.opening import open_model
-from engine.models.safetensors_files import TensorEntry
+from engine.models.architectures.composite import language_tensors
+from engine.models.folders.opening import open_model
+from engine.models.formats.safetensors_files import TensorEntry
 
 TinyModel = Callable[..., Path]
 

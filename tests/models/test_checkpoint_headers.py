@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from engine.errors import ModelError
-from engine.models.mapped_file import MappedFile
-from engine.models.safetensors_files import HEADER_LIMIT, encode_header, parse_header, read_header
+from engine.models.formats.mapped_file import MappedFile
+from engine.models.formats.safetensors_files import HEADER_LIMIT, encode_header, parse_header, read_header
 
 
 def file_bytes(header: object, data: bytes = b"") -> bytes:
@@ -173,7 +173,7 @@ def test_a_file_larger_than_memory_can_be_mapped(tmp_path):
     """Linux refuses a private writable mapping larger than memory unless told that it will not be filled."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     code = (
-        "import sys; from pathlib import Path; from engine.models.mapped_file import MappedFile;"
+        "import sys; from pathlib import Path; from engine.models.formats.mapped_file import MappedFile;"
         "mapped = MappedFile(Path(sys.argv[1])); last = mapped.tensor('U8', (1,), mapped.size - 1);"
         "print(mapped.size, last.words[0])"
     )

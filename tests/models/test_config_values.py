@@ -13,8 +13,8 @@ from tiny_models import write_tiny_model
 
 from engine.errors import ModelError
 from engine.ipc.messages import Load, Plan
-from engine.models.config_values import without_implementations
-from engine.models.opening import open_model, read_config
+from engine.models.architectures.config_values import without_implementations
+from engine.models.folders.opening import open_model, read_config
 from engine.session.loading import load_session
 from engine.session.plan_model import plan_model
 
@@ -105,7 +105,7 @@ def test_a_plan_refuses_tensors_that_loading_refuses(tmp_path: Path, kept: int) 
     """Tensors that are missing, of another shape or in numbers that nothing reads."""
     import numpy as np
 
-    from engine.models.safetensors_files import encode_header, read_header
+    from engine.models.formats.safetensors_files import encode_header, read_header
 
     folder = write_tiny_model(tmp_path / "model", "qwen3")
     path = folder / "model.safetensors"
@@ -210,7 +210,7 @@ def test_more_experts_than_any_model_has_are_refused_before_they_are_counted(tmp
     config |= {"num_hidden_layers": 10_000, "num_local_experts": 100_000, "quantization": {"bits": 4}}
     config.pop("layer_types", None)
     (folder / "config.json").write_text(json.dumps(config))
-    from engine.models.weight_layout import layout_of
+    from engine.models.folders.weight_layout import layout_of
 
     with pytest.raises(ModelError, match="asks for 100000 experts in each of 10000 layers"):
         layout_of(folder)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import ModelError
-from engine.models.families import (
+from engine.models.architectures.families import (
     FAMILIES,
     SUPPORTED,
     ExpertLayers,
@@ -185,8 +185,9 @@ def test_any_configuration_gives_a_shape_or_one_sentence(name, config):
 
 def test_importing_the_models_package_stays_light():
     code = (
-        "import sys, json, engine.models.opening, engine.models.prepare; heavy = ('torch', 'transformers', 'mlx', "
-        "'huggingface_hub', 'safetensors'); print(json.dumps([name for name in heavy if name in sys.modules]))"
+        "import sys, json, engine.models.folders.opening, engine.models.folders.prepare; "
+        "heavy = ('torch', 'transformers', 'mlx', 'huggingface_hub', 'safetensors'); "
+        "print(json.dumps([name for name in heavy if name in sys.modules]))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(result.stdout) == []

@@ -25,9 +25,9 @@ from eventually import eventually
 from loopback_hub import REVISION, LoopbackHub, Repo, git_blob_id
 
 from engine.errors import Cancelled, ModelError
-from engine.models import downloading, store
-from engine.models import hub as hub_module
-from engine.models.fetching import pull
+from engine.models.store import downloading, local_models
+from engine.models.store import hub as hub_module
+from engine.models.store.fetching import pull
 
 REPO = "someone/tiny-mixtral"
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -96,7 +96,7 @@ def hub(repo: Repo, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub]:
 
 
 def partial_folder() -> Path:
-    return store.resolve(REPO).plain_folder.with_name("someone--tiny-mixtral.partial")
+    return local_models.resolve(REPO).plain_folder.with_name("someone--tiny-mixtral.partial")
 
 
 def test_a_model_is_downloaded_whole_and_nothing_else(hub: LoopbackHub, repo: Repo) -> None:
@@ -109,9 +109,9 @@ def test_a_model_is_downloaded_whole_and_nothing_else(hub: LoopbackHub, repo: Re
     seen = progress.downloading()
     assert seen == sorted(seen, key=lambda pair: (pair[1], pair[0])), "progress never goes back within a total"
     assert seen[-1][0] == seen[-1][1] > 6_000_000
-    assert store.resolve(REPO).folder == folder
+    assert local_models.resolve(REPO).folder == folder
     assert not partial_folder().exists()
-    assert [item.name for item in store.installed()] == [REPO]
+    assert [item.name for item in local_models.installed()] == [REPO]
 
 
 def test_a_model_that_is_here_asks_nothing(hub: LoopbackHub) -> None:
@@ -135,9 +135,9 @@ def test_a_server_that_gives_up_leaves_what_came_for_the_next_time(hub: Loopback
     with pytest.raises(ModelError, match=r"broke off .* are kept: run it again") as raised:
         pull(REPO, silent)
     assert raised.value.kind == "network"
-    assert store.resolve(REPO).folder is None
-    assert [name for name, _ in store.partial_downloads()] == [REPO]
-    assert store.installed() == []
+    assert local_models.resolve(REPO).folder is None
+    assert [name for name, _ in local_models.partial_downloads()] == [REPO]
+    assert local_models.installed() == []
     first_shard = len(hub.file_requests(SHARDS[0]))
     repo.cut_after = {}
     folder = pull(REPO, silent)
@@ -175,7 +175,7 @@ def test_a_part_longer_than_the_file_is_thrown_away(hub: LoopbackHub, repo: Repo
 
 def test_a_busy_server_is_asked_again(hub: LoopbackHub, repo: Repo) -> None:
     repo.busy_times = 2
-    assert store.is_complete(pull(REPO, silent))
+    assert local_models.is_complete(pull(REPO, silent))
 
 
 @pytest.mark.parametrize("name", ["config.json", SHARDS[1]])
@@ -185,7 +185,7 @@ def test_a_file_with_the_wrong_digest_is_refused_and_removed(hub: LoopbackHub, r
         pull(REPO, silent)
     assert raised.value.kind == "network"
     assert not list(partial_folder().glob(f"{name}*"))
-    assert store.resolve(REPO).folder is None
+    assert local_models.resolve(REPO).folder is None
 
 
 def test_more_bytes_than_stated_are_refused(hub: LoopbackHub, repo: Repo) -> None:
@@ -241,7 +241,7 @@ def test_an_unknown_repo_is_said_in_one_line(hub: LoopbackHub) -> None:
     with pytest.raises(ModelError, match="knows no model someone/else") as raised:
         pull("someone/else", silent)
     assert raised.value.kind == "bad-input"
-    assert store.partial_downloads() == []
+    assert local_models.partial_downloads() == []
 
 
 def test_a_gated_repo_says_where_to_accept_its_terms(hub: LoopbackHub, repo: Repo) -> None:
@@ -423,7 +423,7 @@ def test_a_new_revision_is_not_glued_to_an_old_beginning(hub: LoopbackHub, repo:
 @pytest.mark.soak
 def test_kill_at_any_moment_then_pull_again(hub: LoopbackHub, repo: Repo) -> None:
     program = (
-        "import sys\nfrom engine.models.fetching import pull\n"
+        "import sys\nfrom engine.models.store.fetching import pull\n"
         "pull(sys.argv[1], lambda s, d, t, u: (print(d, flush=True), sys.stdin.readline()))"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
@@ -438,13 +438,16 @@ def test_kill_at_any_moment_then_pull_again(hub: LoopbackHub, repo: Repo) -> Non
             for _ in range(lines):
                 assert process.stdout.readline()
             process.send_signal(signal.SIGKILL)
-        assert store.resolve(REPO).folder is None
+        assert local_models.resolve(REPO).folder is None
     folder = pull(REPO, silent)
     assert all((folder / name).read_bytes() == repo.files[name] for name in SHARDS)
 
 
 def test_two_pulls_at_once_do_not_mix(hub: LoopbackHub) -> None:
-    with store.exclusive(store.resolve(REPO).plain_folder), pytest.raises(ModelError, match="already working"):
+    with (
+        local_models.exclusive(local_models.resolve(REPO).plain_folder),
+        pytest.raises(ModelError, match="already working"),
+    ):
         pull(REPO, silent)
 
 
@@ -452,25 +455,25 @@ def test_the_hub_switched_off_for_the_engine_does_not_stop_a_pull(
     hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    program = "import sys\nfrom engine.models.fetching import pull\nprint(pull(sys.argv[1], lambda *a: None))"
+    program = "import sys\nfrom engine.models.store.fetching import pull\nprint(pull(sys.argv[1], lambda *a: None))"
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
         [sys.executable, "-c", program, REPO], check=False, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert store.is_complete(Path(done.stdout.strip()))
+    assert local_models.is_complete(Path(done.stdout.strip()))
 
 
 def test_what_lies_in_the_way_is_not_touched(hub: LoopbackHub) -> None:
-    folder = store.resolve(REPO).plain_folder
+    folder = local_models.resolve(REPO).plain_folder
     folder.mkdir(parents=True)
     (folder / "notes.txt").write_text("mine")
     with pytest.raises(ModelError, match=f"in the way.*models remove {REPO}"):
         pull(REPO, silent)
     assert (folder / "notes.txt").read_text() == "mine"
     assert hub.requests == []
-    store.remove(REPO)
-    assert store.is_complete(pull(REPO, silent))
+    local_models.remove(REPO)
+    assert local_models.is_complete(pull(REPO, silent))
 
 
 def test_pulling_a_local_folder_returns_it(tmp_path: Path) -> None:
@@ -485,7 +488,8 @@ def test_pulling_a_local_folder_returns_it(tmp_path: Path) -> None:
 
 def test_importing_the_module_opens_nothing_and_imports_nothing_heavy() -> None:
     program = (
-        "import sys, socket\nsocket.socket = None\nimport engine.models.fetching, engine.models.store\n"
+        "import sys, socket\nsocket.socket = None\n"
+        "import engine.models.store.fetching, engine.models.store.local_models\n"
         "print([m for m in ('torch', 'transformers', 'huggingface_hub', 'httpx2', 'gguf') if m in sys.modules])"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
@@ -504,7 +508,7 @@ def test_waiting_between_tries_can_be_cancelled(hub: LoopbackHub, repo: Repo, mo
 def test_a_server_that_says_nothing_cannot_keep_a_download_from_stopping(
     hub: LoopbackHub, repo: Repo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from engine.models import hub as engine_hub
+    from engine.models.store import hub as engine_hub
 
     patient = engine_hub.new_client()
     patient.timeout = None
@@ -523,7 +527,7 @@ def test_a_server_that_says_nothing_cannot_keep_a_download_from_stopping(
 
 
 def test_checking_a_large_file_can_be_stopped(tmp_path: Path) -> None:
-    from engine.models.hub import digest_of
+    from engine.models.store.hub import digest_of
 
     path = tmp_path / "large"
     path.write_bytes(b"1")
@@ -596,7 +600,7 @@ def test_a_large_file_comes_in_ranges_at_once(hub: LoopbackHub, repo: Repo) -> N
     seen = progress.downloading()
     assert seen == sorted(seen, key=lambda pair: (pair[1], pair[0])) and seen[-1][0] == seen[-1][1] > 6_000_000
     assert len(list(folder.iterdir())) == 6
-    assert store.partial_downloads() == []
+    assert local_models.partial_downloads() == []
 
 
 @pytest.mark.usefixtures("in_ranges")
@@ -623,7 +627,7 @@ def test_a_range_that_fails_leaves_all_for_the_next_time(hub: LoopbackHub, repo:
     assert raised.value.kind == "network"
     ranges = noted()
     assert ranges[3] == [2_250_000, 3_000_000] and [end for _, end in ranges] == [*QUARTERS[1:], 3_000_000]
-    assert dict(store.partial_downloads())[REPO] < 2_700_000, "what is missing takes no space"
+    assert dict(local_models.partial_downloads())[REPO] < 2_700_000, "what is missing takes no space"
     before = len(hub.file_requests(SHARDS[0]))
     repo.refused_from = None
     folder = pull(REPO, silent)
@@ -664,7 +668,8 @@ def test_cancelling_keeps_what_came_of_each_range(hub: LoopbackHub, repo: Repo) 
 @pytest.mark.soak
 def test_ranges_go_on_after_a_kill(hub: LoopbackHub, repo: Repo, monkeypatch: pytest.MonkeyPatch) -> None:
     program = (
-        "import sys\nfrom engine.models import downloading, partial_file\nfrom engine.models.fetching import pull\n"
+        "import sys\nfrom engine.models.store import downloading, partial_file\n"
+        "from engine.models.store.fetching import pull\n"
         "downloading.LARGE, partial_file._NOTED, downloading._CHUNK = 1_000_000, 100_000, 50_000\n"
         "pull(sys.argv[1], lambda s, d, t, u: print(d, flush=True))"
     )
@@ -690,7 +695,7 @@ def test_ranges_go_on_after_a_kill(hub: LoopbackHub, repo: Repo, monkeypatch: py
         here = noted()
         repo.stalled.set()
         repo.stalled = threading.Event()
-        assert store.resolve(REPO).folder is None
+        assert local_models.resolve(REPO).folder is None
     repo.stall_after = {}
     before = len(hub.file_requests(SHARDS[0]))
     folder = pull(REPO, silent)

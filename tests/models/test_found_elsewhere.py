@@ -14,11 +14,11 @@ from tiny_models import write_tiny_model
 
 from engine.errors import ModelError
 from engine.ipc.messages import Load, Plan
-from engine.models import found_elsewhere, store
-from engine.models.fetching import pull
-from engine.models.found_elsewhere import FoundModel, Places, find, find_all, find_repo, in_llama_cpp, places
-from engine.models.opening import open_model
-from engine.models.prepare import prepare
+from engine.models.folders.opening import open_model
+from engine.models.folders.prepare import prepare
+from engine.models.store import found_elsewhere, local_models
+from engine.models.store.fetching import pull
+from engine.models.store.found_elsewhere import FoundModel, Places, find, find_all, find_repo, in_llama_cpp, places
 from engine.session.loading import find_folder
 from engine.session.plan_model import plan_model
 
@@ -321,45 +321,47 @@ def test_a_model_of_another_program_is_named_like_any_other(
     ollama: Path, hub_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OLLAMA_MODELS", str(ollama))
-    model = store.resolve("ollama:Qwen3:30b")
+    model = local_models.resolve("ollama:Qwen3:30b")
     assert (model.kind, model.name, model.source.parent) == ("gguf", "ollama:qwen3:30b", ollama / "blobs")
-    assert model.plain_folder.parent == store.locate("models")
+    assert model.plain_folder.parent == local_models.locate("models")
     assert model.plain_folder.name.startswith("gguf--qwen3-30b--")
     with pytest.raises(ModelError, match="no whole model gemma4:26b among the files of ollama; `privatellm models`"):
-        store.resolve("ollama:gemma4:26b")
+        local_models.resolve("ollama:gemma4:26b")
     weights = safetensors(snapshot(hub_cache, "a/M"))
-    model = store.resolve("huggingface:a/M")
+    model = local_models.resolve("huggingface:a/M")
     assert (model.kind, model.name, model.folder) == ("folder", "huggingface:a/M", weights)
-    assert model.prepared_folder.parent == store.locate("models"), "nothing is written beside another program's files"
+    assert model.prepared_folder.parent == local_models.locate("models"), (
+        "nothing is written beside another program's files"
+    )
     with pytest.raises(ModelError, match="Nothing of huggingface:a/M"):
-        store.remove("huggingface:a/M")
-    assert store.is_complete(weights)
+        local_models.remove("huggingface:a/M")
+    assert local_models.is_complete(weights)
 
 
 def test_a_repo_that_the_hugging_face_cache_holds_is_used_from_there(hub_cache: Path) -> None:
-    assert store.resolve("a/M").kind == "hub" and store.resolve("a/M").elsewhere == ""
+    assert local_models.resolve("a/M").kind == "hub" and local_models.resolve("a/M").elsewhere == ""
     weights = safetensors(snapshot(hub_cache, "a/M"))
-    model = store.resolve("a/M")
+    model = local_models.resolve("a/M")
     assert (model.kind, model.name, model.folder) == ("folder", "a/M", weights)
     assert model.elsewhere == f"a/M is in the Hugging Face cache already, and is used from there: {weights}"
     assert pull("a/M", silent) == weights, "nothing is downloaded"
     file = write(snapshot(hub_cache, "a/M-GGUF") / "M-Q4_K_M.gguf")
-    model = store.resolve("a/M-GGUF:q4_k_m")
+    model = local_models.resolve("a/M-GGUF:q4_k_m")
     assert (model.kind, model.name, model.source) == ("gguf", "a/M-GGUF:Q4_K_M", file)
-    assert store.resolve("a/M-GGUF:Q8_0").kind == "hub"
+    assert local_models.resolve("a/M-GGUF:Q8_0").kind == "hub"
 
 
 def test_the_own_download_comes_before_the_cache(hub_cache: Path) -> None:
     safetensors(snapshot(hub_cache, "a/M"))
-    own = safetensors(store.locate("models") / "a--M")
-    assert store.resolve("a/M").folder == own
-    assert store.remove("a/M") > 0 and not own.exists()
+    own = safetensors(local_models.locate("models") / "a--M")
+    assert local_models.resolve("a/M").folder == own
+    assert local_models.remove("a/M") > 0 and not own.exists()
 
 
 def test_what_was_begun_of_a_cached_repo_can_be_removed(hub_cache: Path) -> None:
     safetensors(snapshot(hub_cache, "a/M"))
-    begun = write(store.locate("models") / "a--M.partial" / "config.json", "{}")
-    assert store.remove("a/M") > 0 and not begun.exists()
+    begun = write(local_models.locate("models") / "a--M.partial" / "config.json", "{}")
+    assert local_models.remove("a/M") > 0 and not begun.exists()
 
 
 def test_what_ollama_holds_is_opened_where_it_lies(
@@ -377,11 +379,11 @@ def test_what_ollama_holds_is_opened_where_it_lies(
         assert name == "ollama:tiny:latest" and open_model(folder).trunk_bytes > 0
         assert [path.readlink() for path in folder.iterdir() if path.is_symlink()] == [blob]
     assert pull("ollama:tiny", silent) == folder
-    assert [item.linked for item in store.installed()] == [blob]
+    assert [item.linked for item in local_models.installed()] == [blob]
     planned = plan_model(Plan(id=1, load=Load(id=1, model="ollama:tiny", runtime="native")), None)
     assert planned.model == "ollama:tiny:latest" and planned.family == "llama"
     assert {path: path.lstat().st_mtime_ns for path in root.rglob("*")} == before
-    assert store.remove("ollama:tiny") > 0 and not folder.exists() and blob.exists()
+    assert local_models.remove("ollama:tiny") > 0 and not folder.exists() and blob.exists()
 
 
 def test_what_the_hugging_face_cache_holds_is_opened_where_it_lies(tmp_path: Path, hub_cache: Path) -> None:
@@ -397,7 +399,9 @@ def test_what_the_hugging_face_cache_holds_is_opened_where_it_lies(tmp_path: Pat
     name, folder = find_folder("a/M", silent, None)
     opened = open_model(folder)
     assert (name, folder) == ("a/M", weights) and opened.experts is not None
-    prepare(folder, store.resolve("a/M").prepared_folder, silent)
-    assert find_folder("a/M", silent, None)[1].parent == store.locate("models")
-    assert [folder for folder, _ in store.banks_of_elsewhere()] == [store.resolve("a/M").prepared_folder.name]
+    prepare(folder, local_models.resolve("a/M").prepared_folder, silent)
+    assert find_folder("a/M", silent, None)[1].parent == local_models.locate("models")
+    assert [folder for folder, _ in local_models.banks_of_elsewhere()] == [
+        local_models.resolve("a/M").prepared_folder.name
+    ]
     assert {path: path.lstat().st_mtime_ns for path in hub_cache.rglob("*")} == before

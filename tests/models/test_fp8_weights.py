@@ -16,11 +16,11 @@ from tiny_fp8 import write_fp8
 from tiny_models import write_tiny_model
 
 from engine.errors import ModelError
-from engine.models.checkpoint import Checkpoint
-from engine.models.files import Change, StoredTensor
-from engine.models.opening import open_model
-from engine.models.prepare import needs_preparing
-from engine.models.weight_layout import layout_of
+from engine.models.folders.checkpoint import Checkpoint
+from engine.models.folders.opening import open_model
+from engine.models.folders.prepare import needs_preparing
+from engine.models.folders.weight_layout import layout_of
+from engine.models.formats.model_files import Change, StoredTensor
 from engine.runtimes.choosing import refuse_download
 from engine.runtimes.torch.offload.torch_tensors import unpacked
 

@@ -27,17 +27,18 @@ from tiny_models import write_tiny_model
 from benchmarks.packed_blocks import unpacked
 from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import Load, Plan
-from engine.models import gguf_tensors, store
-from engine.models.fetching import pull
-from engine.models.files import Change, ModelFiles, Order, StoredTensor, whole_bytes
-from engine.models.gguf_architectures import architecture_of, config_of, llama3_divisors
-from engine.models.gguf_conversion import to_bfloat16
-from engine.models.gguf_file import GgufFile
-from engine.models.gguf_folder import open_gguf
-from engine.models.gguf_tensors import entries_of
-from engine.models.number_formats import BLOCKS, is_packed
-from engine.models.opening import open_model
-from engine.models.tokenizer import load_tokenizer
+from engine.models.architectures import gguf_tensors
+from engine.models.architectures.gguf_architectures import architecture_of, config_of, llama3_divisors
+from engine.models.architectures.gguf_tensors import entries_of
+from engine.models.folders.opening import open_model
+from engine.models.formats.gguf_file import GgufFile
+from engine.models.formats.model_files import Change, ModelFiles, Order, StoredTensor, whole_bytes
+from engine.models.formats.number_formats import BLOCKS, is_packed
+from engine.models.store import local_models
+from engine.models.store.fetching import pull
+from engine.models.store.gguf_conversion import to_bfloat16
+from engine.models.store.gguf_folder import open_gguf
+from engine.models.text.tokenizer import load_tokenizer
 from engine.session.loading import load_session
 from engine.session.plan_model import plan_model
 
@@ -298,7 +299,7 @@ def test_a_part_that_is_missing_or_of_another_model_is_named(tmp_path: Path) -> 
     source = write_tiny_model(tmp_path / "source", "qwen3")
     first = write_tiny_gguf(tmp_path / "m.gguf", source, "qwen3", parts=3)
     second = first.with_name("m-00002-of-00003.gguf")
-    assert store.resolve(str(second)).plain_folder == store.resolve(str(first)).plain_folder
+    assert local_models.resolve(str(second)).plain_folder == local_models.resolve(str(first)).plain_folder
     assert open_model(open_gguf(second, silent)).trunk_bytes > 0
     kept = second.read_bytes()
     second.write_bytes(first.with_name("m-00003-of-00003.gguf").read_bytes())
@@ -318,12 +319,12 @@ def test_a_link_to_any_part_opens_the_whole(tmp_path: Path) -> None:
     source = write_tiny_model(tmp_path / "source", "qwen3")
     (parts := tmp_path / "parts").mkdir()
     first = write_tiny_gguf(parts / "m.gguf", source, "qwen3", parts=3)
-    whole = store.resolve(str(first))
+    whole = local_models.resolve(str(first))
     (links := tmp_path / "links").mkdir()
     for name in ("mine.gguf", "m-00002-of-00003.gguf"):
         link = links / name
         link.symlink_to(parts / "m-00002-of-00003.gguf")
-        assert store.resolve(str(link)) == whole
+        assert local_models.resolve(str(link)) == whole
         assert_the_same_model(open_model(open_gguf(link, silent)), open_model(source))
     # As the Hugging Face cache has them: the parts are links, and what they lead to has other names.
     (cache := tmp_path / "cache").mkdir()
@@ -331,7 +332,7 @@ def test_a_link_to_any_part_opens_the_whole(tmp_path: Path) -> None:
     for number, part in enumerate(sorted(parts.iterdir())):
         (blobs / str(number)).write_bytes(part.read_bytes())
         (cache / part.name).symlink_to(blobs / str(number))
-    found = store.resolve(str(cache / "m-00003-of-00003.gguf"))
+    found = local_models.resolve(str(cache / "m-00003-of-00003.gguf"))
     assert found.source == cache / first.name
     assert found.plain_folder == whole.plain_folder
 
@@ -345,7 +346,7 @@ def test_a_folder_of_parts_is_the_model(tmp_path: Path) -> None:
     session = load_session(Load(id=1, model=str(folder), runtime="torch"), silent)
     assert session.facts.name == first.name
     plan_model(Plan(id=1, load=Load(id=1, model=str(folder), partitioning="cpu")))
-    assert pull(str(folder), silent) == store.resolve(str(first)).plain_folder
+    assert pull(str(folder), silent) == local_models.resolve(str(first)).plain_folder
     write_tiny_gguf(folder / "other model.gguf", source, "qwen3")
     with pytest.raises(
         ModelError, match=r"several models: m-00001-of-00003\.gguf, other model\.gguf; name one"
@@ -484,25 +485,25 @@ def test_the_folder_is_made_once_and_found_by_name(tmp_path: Path, tiny_llama: P
     written = (folder / "tokenizer.json").stat().st_mtime_ns
     assert open_gguf(tiny_llama, silent) == folder
     assert (folder / "tokenizer.json").stat().st_mtime_ns == written
-    resolved = store.resolve(str(tiny_llama))
+    resolved = local_models.resolve(str(tiny_llama))
     assert (resolved.kind, resolved.folder, resolved.name) == ("gguf", folder, "tiny.gguf")
-    (model,) = store.installed()
-    assert model.name == "tiny" and store.resolve("tiny").folder == folder
+    (model,) = local_models.installed()
+    assert model.name == "tiny" and local_models.resolve("tiny").folder == folder
     assert tiny_llama.stat().st_size < model.nbytes < tiny_llama.stat().st_size + 100_000
-    assert store.resolve(folder.name).folder == folder
+    assert local_models.resolve(folder.name).folder == folder
     other = write_tiny_gguf(tmp_path / "other" / "tiny.gguf", write_tiny_model(tmp_path / "s", "qwen3"), "qwen3")
     second = open_gguf(other, silent)
-    assert {each.name for each in store.installed()} == {folder.name, second.name}
-    assert store.remove(str(other)) > 0
-    assert store.remove(str(tiny_llama)) > 0
+    assert {each.name for each in local_models.installed()} == {folder.name, second.name}
+    assert local_models.remove(str(other)) > 0
+    assert local_models.remove(str(tiny_llama)) > 0
     assert tiny_llama.exists() and not folder.exists()
 
 
 def test_a_changed_file_is_another_model(tiny_llama: Path, tmp_path: Path) -> None:
-    first = store.resolve(str(tiny_llama)).plain_folder
+    first = local_models.resolve(str(tiny_llama)).plain_folder
     source = write_tiny_model(tmp_path / "other", "llama", seed=1)
     write_tiny_gguf(tiny_llama, source, "llama")
-    assert store.resolve(str(tiny_llama)).plain_folder != first
+    assert local_models.resolve(str(tiny_llama)).plain_folder != first
 
 
 @pytest.mark.parametrize(
@@ -524,7 +525,7 @@ def test_other_models_are_refused_by_name(
     path = write_tiny_gguf(tmp_path / "other.gguf", source, architecture, extra=extra)
     with pytest.raises(ModelError, match=message):
         open_gguf(path, silent)
-    assert store.installed() == []
+    assert local_models.installed() == []
 
 
 def test_a_missing_or_unknown_tensor_is_named(tmp_path: Path) -> None:
@@ -547,7 +548,7 @@ def test_a_truncated_file_is_refused(tiny_llama: Path) -> None:
         tiny_llama.write_bytes(data[:length])
         with pytest.raises(ModelError):
             open_gguf(tiny_llama, silent)
-    assert store.installed() == []
+    assert local_models.installed() == []
 
 
 def test_claims_of_enormous_sizes_cost_nothing(tmp_path: Path) -> None:
@@ -630,12 +631,12 @@ def test_rounding_to_bfloat16_is_torchs(values: list[float]) -> None:
 def test_stopping_leaves_nothing(tiny_llama: Path) -> None:
     with pytest.raises(Cancelled):
         open_gguf(tiny_llama, silent, lambda: True)
-    assert store.installed() == [] and store.partial_downloads() == []
+    assert local_models.installed() == [] and local_models.partial_downloads() == []
 
 
 def test_a_folder_that_was_killed_while_it_was_made_is_made_again(tiny_llama: Path) -> None:
     program = (
-        "import sys\nfrom pathlib import Path\nfrom engine.models.gguf_folder import open_gguf\n"
+        "import sys\nfrom pathlib import Path\nfrom engine.models.store.gguf_folder import open_gguf\n"
         "open_gguf(Path(sys.argv[1]), print, lambda: print(flush=True) or sys.stdin.read())"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
@@ -644,14 +645,14 @@ def test_a_folder_that_was_killed_while_it_was_made_is_made_again(tiny_llama: Pa
         assert process.stdout is not None
         assert process.stdout.readline()
         process.send_signal(signal.SIGKILL)
-    assert store.installed() == []
-    assert store.is_complete(open_gguf(tiny_llama, silent))
-    assert store.partial_downloads() == []
+    assert local_models.installed() == []
+    assert local_models.is_complete(open_gguf(tiny_llama, silent))
+    assert local_models.partial_downloads() == []
 
 
 def test_reading_a_header_does_not_wait_for_the_package(tiny_llama: Path) -> None:
     program = (
-        "import sys\nfrom pathlib import Path\nfrom engine.models.gguf_file import GgufFile\n"
+        "import sys\nfrom pathlib import Path\nfrom engine.models.formats.gguf_file import GgufFile\n"
         "print(len(GgufFile(Path(sys.argv[1])).tensors) > 5, 'gguf' in sys.modules)"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}

@@ -15,11 +15,11 @@ from tiny_gguf import whole_blocks, write_tiny_gguf
 from tiny_models import write_tiny_model
 
 from engine.errors import Cancelled, ModelError
-from engine.models import downloading, gguf_fetching, store
-from engine.models.fetching import pull
-from engine.models.gguf_file import GgufFile, HeaderGoesOn
-from engine.models.opening import open_model
-from engine.models.tokenizer import load_tokenizer
+from engine.models.folders.opening import open_model
+from engine.models.formats.gguf_file import GgufFile, HeaderGoesOn
+from engine.models.store import downloading, gguf_fetching, local_models
+from engine.models.store.fetching import pull
+from engine.models.text.tokenizer import load_tokenizer
 
 REPO = "someone/M-GGUF"
 EIGHT = "Q8_0/M-Q8_0-0000{}-of-00002.gguf"
@@ -78,7 +78,7 @@ def bytes_asked(hub: LoopbackHub, name: str) -> list[str | None]:
 
 def test_the_file_that_the_tag_names_is_downloaded_and_no_other(hub: LoopbackHub, repo: Repo) -> None:
     folder = pull(f"{REPO}:q4_k_m", silent)
-    assert folder == store.locate("models") / "someone--M-GGUF--Q4_K_M"
+    assert folder == local_models.locate("models") / "someone--M-GGUF--Q4_K_M"
     assert {path.name for path in folder.iterdir()} == {
         "M-Q4_K_M.gguf",
         "config.json",
@@ -91,7 +91,7 @@ def test_the_file_that_the_tag_names_is_downloaded_and_no_other(hub: LoopbackHub
     origin = {"repo": REPO, "revision": REVISION, "file": "M-Q4_K_M.gguf"}
     assert json.loads((folder / "origin.json").read_text()) == origin
     assert asked_files(hub) == {"M-Q4_K_M.gguf"}
-    assert store.resolve(f"{REPO}:Q4_K_M").folder == folder
+    assert local_models.resolve(f"{REPO}:Q4_K_M").folder == folder
     opened = open_model(folder)
     assert opened.experts is not None and opened.experts.dtype == "Q4_K"
     assert load_tokenizer(folder).encode("abc")
@@ -107,12 +107,12 @@ def test_all_parts_of_a_split_file_are_downloaded_side_by_side(hub: LoopbackHub,
     assert asked_files(hub) == {EIGHT.format(1), EIGHT.format(2)}
     opened = open_model(folder)
     assert opened.experts is not None and opened.experts.dtype == "Q8_0"
-    assert [item.name for item in store.installed()] == [f"{REPO}:Q8_0"]
+    assert [item.name for item in local_models.installed()] == [f"{REPO}:Q8_0"]
 
 
 def test_a_file_is_named_whole_too(hub: LoopbackHub) -> None:
     name = f"{REPO}:M-Q8_0-00002-of-00002.gguf"
-    assert pull(name, silent) == pull(f"{REPO}:Q8_0", silent) == store.resolve(name).folder
+    assert pull(name, silent) == pull(f"{REPO}:Q8_0", silent) == local_models.resolve(name).folder
 
 
 def test_no_byte_is_fetched_twice(hub: LoopbackHub, repo: Repo) -> None:
@@ -150,7 +150,7 @@ def test_without_a_tag_the_choices_are_named_with_their_sizes(hub: LoopbackHub, 
 def test_a_tag_that_names_nothing_or_too_much(hub: LoopbackHub, tag: str, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         pull(f"{REPO}:{tag}", silent)
-    assert asked_files(hub) == set() and store.partial_downloads() == []
+    assert asked_files(hub) == set() and local_models.partial_downloads() == []
 
 
 def test_a_repository_with_one_gguf_file_needs_no_tag(hub: LoopbackHub, repo: Repo) -> None:
@@ -158,7 +158,7 @@ def test_a_repository_with_one_gguf_file_needs_no_tag(hub: LoopbackHub, repo: Re
         del repo.files[EIGHT.format(part)]
     folder = pull(REPO, silent)
     assert folder.name == "someone--M-GGUF--Q4_K_M"
-    assert store.resolve(REPO).folder == folder and store.resolve(REPO).name == f"{REPO}:Q4_K_M"
+    assert local_models.resolve(REPO).folder == folder and local_models.resolve(REPO).name == f"{REPO}:Q4_K_M"
 
 
 def test_safetensors_come_first_where_there_are_some(hub: LoopbackHub, repo: Repo) -> None:
@@ -216,7 +216,7 @@ def test_what_cannot_run_is_refused_by_its_header(
         pull(f"{REPO}:Q4_K_M", silent)
     asked = bytes_asked(hub, name)
     assert asked and all(wanted and not wanted.endswith("-") for wanted in asked), "only the beginning was fetched"
-    assert store.partial_downloads() == [], "nothing is kept of what cannot run"
+    assert local_models.partial_downloads() == [], "nothing is kept of what cannot run"
 
 
 def test_a_type_that_does_not_run_is_refused_in_any_part(hub: LoopbackHub, repo: Repo, tmp_path: Path) -> None:
@@ -288,11 +288,11 @@ def test_a_file_with_the_wrong_digest_is_refused_and_removed(hub: LoopbackHub, r
     repo.wrong_digests = {EIGHT.format(2)}
     with pytest.raises(ModelError, match=r"M-Q8_0-00002-of-00002.gguf of .* arrived damaged .* was deleted"):
         pull(f"{REPO}:Q8_0", silent)
-    partial = store.locate("models") / "someone--M-GGUF--Q8_0.partial"
+    partial = local_models.locate("models") / "someone--M-GGUF--Q8_0.partial"
     assert (partial / "M-Q8_0-00001-of-00002.gguf").exists() and not list(partial.glob("M-Q8_0-00002*"))
     repo.wrong_digests = set()
     before = len(bytes_asked(hub, EIGHT.format(1)))
-    assert store.is_complete(pull(f"{REPO}:Q8_0", silent))
+    assert local_models.is_complete(pull(f"{REPO}:Q8_0", silent))
     assert len(bytes_asked(hub, EIGHT.format(1))) == before, "a verified part is not fetched again"
 
 
@@ -305,7 +305,7 @@ def test_a_download_that_was_stopped_goes_on(hub: LoopbackHub, repo: Repo) -> No
 
     with pytest.raises(Cancelled):
         pull(f"{REPO}:Q4_K_M", note, lambda: bool(seen))
-    assert [name for name, _ in store.partial_downloads()] == [f"{REPO}:Q4_K_M"]
+    assert [name for name, _ in local_models.partial_downloads()] == [f"{REPO}:Q4_K_M"]
     folder = pull(f"{REPO}:Q4_K_M", silent)
     assert (folder / "M-Q4_K_M.gguf").read_bytes() == repo.files["M-Q4_K_M.gguf"]
 

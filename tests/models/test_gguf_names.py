@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.models.gguf_names import choices_of, listed, matching, recommended, tag_of
+from engine.models.formats.gguf_names import choices_of, listed, matching, recommended, tag_of
 
 GB = 10**9
 REPOSITORY = {

@@ -16,9 +16,9 @@ from random_examples import examples
 
 from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import Message
-from engine.models.gguf_splits import SPLITS
-from engine.models.gguf_tokenizer import KNOWN_SPLITS, write_tokenizer
-from engine.models.tokenizer import Tokenizer, load_tokenizer
+from engine.models.text.gguf_splits import SPLITS
+from engine.models.text.gguf_tokenizer import KNOWN_SPLITS, write_tokenizer
+from engine.models.text.tokenizer import Tokenizer, load_tokenizer
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, and then it's back; isn't it? I'll see you at 10:45 on 2024-03-01.",

@@ -17,11 +17,11 @@ from tiny_grouped import write_grouped
 from tiny_models import write_tiny_model
 
 from engine.errors import ModelError
-from engine.models.checkpoint import Checkpoint
-from engine.models.files import StoredTensor, whole_bytes
-from engine.models.opening import open_model
-from engine.models.prepare import needs_preparing, prepare
-from engine.models.weight_layout import layout_of
+from engine.models.folders.checkpoint import Checkpoint
+from engine.models.folders.opening import open_model
+from engine.models.folders.prepare import needs_preparing, prepare
+from engine.models.folders.weight_layout import layout_of
+from engine.models.formats.model_files import StoredTensor, whole_bytes
 from engine.runtimes.choosing import refuse_download
 from engine.runtimes.torch.offload.torch_tensors import unpacked
 

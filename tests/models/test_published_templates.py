@@ -13,9 +13,9 @@ import pytest
 from engine.generation.reasoning import ReasoningParser
 from engine.generation.tool_calls import ToolCallParser
 from engine.ipc.messages import Tool
-from engine.models.reasoning_formats import format_of
-from engine.models.template_sandbox import ChatTemplate
-from engine.models.tool_formats import tool_format_of, tool_formats
+from engine.models.text.reasoning_formats import format_of
+from engine.models.text.template_sandbox import ChatTemplate
+from engine.models.text.tool_formats import tool_format_of, tool_formats
 
 TEMPLATES = tomllib.loads(Path(__file__).with_name("published_templates.toml").read_text(encoding="utf-8"))["template"]
 each_template = pytest.mark.parametrize("row", TEMPLATES, ids=lambda row: row["name"])

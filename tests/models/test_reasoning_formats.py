@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from templates import TEMPLATES
 
-from engine.models.reasoning_formats import format_of, formats, has_effort, has_switch, template_variables
+from engine.models.text.reasoning_formats import format_of, formats, has_effort, has_switch, template_variables
 
 
 @pytest.mark.parametrize(

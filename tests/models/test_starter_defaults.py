@@ -10,8 +10,8 @@ import pytest
 
 from engine.generation.sampling import sampling_rule, usual_limit
 from engine.ipc.messages import Sampling
-from engine.models.starter_defaults import PUBLISHED_PROMPT, SYSTEM_PROMPT, renew_defaults, write_defaults
-from engine.models.template_sandbox import ChatTemplate
+from engine.models.store.starter_defaults import PUBLISHED_PROMPT, SYSTEM_PROMPT, renew_defaults, write_defaults
+from engine.models.text.template_sandbox import ChatTemplate
 
 IDS = {"bos_token_id": 1, "eos_token_id": [2], "pad_token_id": 2}
 TEMPLATE = (

@@ -15,9 +15,9 @@ from templates import QWEN3
 from engine.errors import ModelError
 from engine.generation.reasoning import ReasoningParser, Separated, separate
 from engine.ipc.messages import Message, ReasoningFacts, ToolCall
-from engine.models.control_tokens import MARK
-from engine.models.reasoning_formats import template_variables
-from engine.models.tokenizer import load_tokenizer
+from engine.models.text.control_tokens import MARK
+from engine.models.text.reasoning_formats import template_variables
+from engine.models.text.tokenizer import load_tokenizer
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -260,7 +260,7 @@ def test_loading_opens_no_socket(tmp_path: Path) -> None:
         "import sys, socket\nfrom pathlib import Path\n"
         "def no(*a, **k): raise AssertionError('a socket')\n"
         "socket.socket.connect = no\nsocket.getaddrinfo = no\n"
-        "from engine.models.tokenizer import load_tokenizer\nassert load_tokenizer(Path(sys.argv[1])).encode('a')"
+        "from engine.models.text.tokenizer import load_tokenizer\nassert load_tokenizer(Path(sys.argv[1])).encode('a')"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], env=environment, check=True)

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from random_examples import examples
 
 from engine.errors import ModelError
-from engine.models import tokenizer_files
-from engine.models.composite import LANGUAGE_FAMILIES
-from engine.models.families import SUPPORTED
-from engine.models.tokenizer import load_tokenizer
-from engine.models.tokenizer_files import read_template, read_tokenizer
+from engine.models.architectures.composite import LANGUAGE_FAMILIES
+from engine.models.architectures.families import SUPPORTED
+from engine.models.text import tokenizer_files
+from engine.models.text.tokenizer import load_tokenizer
+from engine.models.text.tokenizer_files import read_template, read_tokenizer
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, and then it's back; isn't it? I'll see you at 10:45 on 2024-03-01.",
@@ -321,7 +321,7 @@ def test_what_cannot_be_is_said(tmp_path: Path, given: dict[str, Any], said: str
 
 def test_files_that_are_far_too_large_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, FORMS["plain"])
-    monkeypatch.setattr("engine.models.tokenizer_files.MOST_TOKENIZER_BYTES", 1000)
+    monkeypatch.setattr("engine.models.text.tokenizer_files.MOST_TOKENIZER_BYTES", 1000)
     with pytest.raises(ModelError, match="over 1000"):
         read_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "x" * 2_000_001}))

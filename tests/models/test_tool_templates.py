@@ -11,8 +11,8 @@ from test_tokenizer import CHATML, write_tokenizer_folder
 
 from engine.errors import ModelError
 from engine.ipc.messages import Message, Tool, ToolCall
-from engine.models.tokenizer import Tokenizer, load_tokenizer
-from engine.models.tool_formats import tool_format_of
+from engine.models.text.tokenizer import Tokenizer, load_tokenizer
+from engine.models.text.tool_formats import tool_format_of
 
 HERMES = (
     "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
@@ -127,7 +127,7 @@ def test_pieces_of_sentences_have_bytes_too() -> None:
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models
 
-    from engine.models.token_bytes import TokenBytes
+    from engine.models.text.token_bytes import TokenBytes
 
     words = {"<unk>": 0, "<0xE9>": 1, "▁the": 2, "re": 3, "<0x0A>": 4}
     library = Library(models.BPE(words, [], unk_token="<unk>", byte_fallback=True))

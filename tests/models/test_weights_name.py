@@ -9,9 +9,9 @@ from gguf import GGMLQuantizationType
 from tiny_gguf import whole_blocks, write_tiny_gguf
 from tiny_models import write_tiny_model
 
-from engine.models.gguf_folder import open_gguf
-from engine.models.opening import open_model
-from engine.models.weights_name import weights_name
+from engine.models.folders.opening import open_model
+from engine.models.folders.weights_name import weights_name
+from engine.models.store.gguf_folder import open_gguf
 from engine.system.own_memory import memory_in_use
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from engine.errors import ModelError
-from engine.models.bank import FORMAT, MANIFEST, read_manifest
-from engine.models.families import check_supported
+from engine.models.architectures.families import check_supported
+from engine.models.folders.bank import FORMAT, MANIFEST, read_manifest
 from engine.runtimes.mlx.families import family_of
 from engine.runtimes.torch.loading import read_config
 from engine.session.loading import settings_not_applied

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.models.files import ExpertWeights, StoredTensor
+from engine.models.formats.model_files import ExpertWeights, StoredTensor
 from engine.moe.kernels.layers import Gate
 
 Wide = NDArray[np.float64]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NoReturn
 
-from engine.models.opening import open_model
+from engine.models.folders.opening import open_model
 from engine.runtimes.torch.offload.host_memory import HostExperts
 
 

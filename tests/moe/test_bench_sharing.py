@@ -14,7 +14,7 @@ from engine.bench.running import run_bench
 from engine.calibration.calibration_file import check_calibration, shape_of
 from engine.calibration.expert_cost import calibration_of, measure
 from engine.ipc.messages import Bench, ExpertPolicy, Load
-from engine.models.opening import open_model
+from engine.models.folders.opening import open_model
 from engine.runtimes.torch.offload.measuring_sides import LocalCpuSide, gpu_side
 from engine.runtimes.torch.runtime import TorchRuntime
 from engine.session.session import Session

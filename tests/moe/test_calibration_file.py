@@ -18,7 +18,7 @@ from engine.calibration.calibration_file import (
     save_calibration,
     shape_of,
 )
-from engine.models.opening import open_model
+from engine.models.folders.opening import open_model
 from engine.planning.calibration import CALIBRATION_VERSION, Calibration, Curve, ExpertShape
 
 SHAPE = ExpertShape(hidden=64, ffn=96, dtype="BF16", expert_bytes=36864)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.models.opening import open_model
+from engine.models.folders.opening import open_model
 from engine.runtimes.torch.offload.cuda_device import CudaDevice, find_gpu, unusable_reason
 from engine.runtimes.torch.offload.devices import DeviceLost, OutOfDeviceMemory, ResidentExpert, tensors_in
 from engine.runtimes.torch.offload.gates import Activation, FamilyGate

@@ -18,8 +18,8 @@ import torch
 from shared_folders import shared_root, written_once
 
 from benchmarks.packed_blocks import block_of, random_blocks
-from engine.models.number_formats import BLOCK_SIDE, BLOCKS
-from engine.models.opening import open_model
+from engine.models.folders.opening import open_model
+from engine.models.formats.number_formats import BLOCK_SIDE, BLOCKS
 from engine.moe.kernels import bindings
 from engine.runtimes.torch.offload import cuda_experts
 from engine.runtimes.torch.offload.cuda_experts import CudaExperts, ExpertRows, part_of, parts_of

@@ -18,7 +18,7 @@ import pytest
 from numpy.typing import NDArray
 
 from benchmarks.packed_blocks import block_of, random_blocks
-from engine.models.number_formats import BLOCKS
+from engine.models.formats.number_formats import BLOCKS
 from engine.moe.kernels import bindings
 from engine.moe.kernels.bindings import FORMATS, Matrix
 from engine.moe.kernels.pool import Pool

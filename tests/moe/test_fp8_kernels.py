@@ -13,8 +13,8 @@ from kernel_oracle import before_a_hole
 from numpy.typing import NDArray
 from pairwise import pairwise
 
-from engine.models.files import ExpertWeights, StoredTensor
-from engine.models.number_formats import scales_shape
+from engine.models.formats.model_files import ExpertWeights, StoredTensor
+from engine.models.formats.number_formats import scales_shape
 from engine.moe.kernels import bindings
 from engine.moe.kernels.bindings import KernelChoice, Matrix
 from engine.moe.kernels.layers import Gate, LayerExperts, kernel_kind, matrix, unsupported_reason

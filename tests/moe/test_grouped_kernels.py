@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from pairwise import pairwise
 from tiny_grouped import HALVES_OF_FP4, pack
 
-from engine.models.files import ExpertWeights, StoredTensor
-from engine.models.number_formats import GROUPED, words_dtype
+from engine.models.formats.model_files import ExpertWeights, StoredTensor
+from engine.models.formats.number_formats import GROUPED, words_dtype
 from engine.moe.kernels import bindings
 from engine.moe.kernels.bindings import KernelChoice, Matrix
 from engine.moe.kernels.layers import Gate, LayerExperts, matrix, unsupported_reason

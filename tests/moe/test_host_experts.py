@@ -17,10 +17,10 @@ from tiny_gguf import Layout, whole_blocks, write_tiny_gguf
 from tiny_models import TINY_MOE_FAMILIES, write_tiny_model
 
 from benchmarks.packed_blocks import unpacked
-from engine.models.files import Experts
-from engine.models.gguf_folder import open_gguf
-from engine.models.opening import open_model
-from engine.models.prepare import prepare
+from engine.models.folders.opening import open_model
+from engine.models.folders.prepare import prepare
+from engine.models.formats.model_files import Experts
+from engine.models.store.gguf_folder import open_gguf
 from engine.runtimes.torch.offload.devices import tensors_in
 from engine.runtimes.torch.offload.host_memory import ALIGNMENT, HostExperts
 from engine.runtimes.torch.offload.torch_tensors import stored_dtype, view

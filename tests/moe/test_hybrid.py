@@ -15,9 +15,9 @@ from torch.nn.functional import silu
 
 from benchmarks.stand_in_device import Faults, Speeds, StandInDevice, TimedCpu, calibration_of
 from engine.ipc.messages import ExpertPolicy
-from engine.models.files import Experts
-from engine.models.opening import open_model
-from engine.models.prepare import prepare
+from engine.models.folders.opening import open_model
+from engine.models.folders.prepare import prepare
+from engine.models.formats.model_files import Experts
 from engine.moe.popularity_file import seed_order
 from engine.moe.timing import Recorder
 from engine.planning.policy import Policy, policy_named

@@ -15,7 +15,7 @@ from benchmarks.stand_in_device import Faults, Speeds, StandInDevice, TimedCpu, 
 from engine.calibration.calibration_file import calibration_key, save_calibration, shape_of
 from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import Load
-from engine.models.opening import open_model
+from engine.models.folders.opening import open_model
 from engine.planning.calibration import Calibration
 from engine.planning.hybrid import GPU_RUNTIME_BYTES
 from engine.residency import resident_model

@@ -14,8 +14,8 @@ from tiny_models import TINY_MOE_FAMILIES
 from benchmarks.stand_in_device import StandInDevice
 from engine.errors import ModelError
 from engine.ipc.messages import ExpertPolicy, Generate, Load, Notice, Piece
-from engine.models.opening import open_model
-from engine.models.prepare import prepare
+from engine.models.folders.opening import open_model
+from engine.models.folders.prepare import prepare
 from engine.planning.hybrid import GPU_RUNTIME_BYTES
 from engine.runtimes.torch.model import TorchModel
 from engine.runtimes.torch.offload.hybrid import HybridBackend

@@ -16,7 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 from engine.errors import ModelError
-from engine.models.files import ExpertWeights, StoredTensor
+from engine.models.formats.model_files import ExpertWeights, StoredTensor
 from engine.moe.kernels.bindings import WEIGHT_DTYPES, KernelChoice, available, choose, load
 from engine.moe.kernels.layers import Gate, LayerExperts
 from engine.moe.kernels.pool import Pool

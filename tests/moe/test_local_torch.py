@@ -7,9 +7,9 @@ import torch
 from tiny_models import write_tiny_model
 from torch.nn.functional import linear, silu
 
-from engine.models.files import Experts
-from engine.models.opening import open_model
-from engine.models.prepare import prepare
+from engine.models.folders.opening import open_model
+from engine.models.folders.prepare import prepare
+from engine.models.formats.model_files import Experts
 from engine.moe.executor import LocalExecutor
 from engine.moe.timing import Recorder
 from engine.runtimes.torch.offload import local_torch

@@ -11,8 +11,8 @@ import torch
 from benchmarks.stand_in_device import Faults, Speeds, StandInDevice, TimedCpu
 from engine.calibration.calibration_file import shape_of
 from engine.calibration.expert_cost import calibration_of, measure
-from engine.models.files import Experts
-from engine.models.opening import open_model
+from engine.models.folders.opening import open_model
+from engine.models.formats.model_files import Experts
 from engine.runtimes.torch.offload.devices import DeviceError
 from engine.runtimes.torch.offload.measuring_sides import LocalCpuSide, calls_in_turn, gpu_side, open_gpu_side
 

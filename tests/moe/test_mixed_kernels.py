@@ -14,8 +14,8 @@ from pairwise import pairwise
 
 from benchmarks.packed_blocks import random_blocks
 from engine.errors import ModelError
-from engine.models.files import ExpertWeights, StoredTensor
-from engine.models.number_formats import BLOCKS, is_packed
+from engine.models.formats.model_files import ExpertWeights, StoredTensor
+from engine.models.formats.number_formats import BLOCKS, is_packed
 from engine.moe.kernels import bindings
 from engine.moe.kernels.bindings import KernelChoice
 from engine.moe.kernels.layers import Gate, LayerExperts, unsupported_reason

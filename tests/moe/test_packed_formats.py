@@ -23,12 +23,19 @@ from engine.calibration.calibration_file import shape_of
 from engine.cluster.weights.shard_store import ShardStore
 from engine.cluster.weights.transfer import decode_offer, encode_offer, offer, outline, stream
 from engine.errors import ModelError
-from engine.models.byte_map import ExpertPlace, FileSpan, MatrixPlace
-from engine.models.files import Experts, ExpertWeights, ModelFiles, StoredTensor, whole_bytes, whole_weights
-from engine.models.mapped_file import MappedFile
-from engine.models.safetensors_files import encode_header
-from engine.models.sizes import sizes_of
-from engine.models.weight_layout import layout_of
+from engine.models.folders.sizes import sizes_of
+from engine.models.folders.weight_layout import layout_of
+from engine.models.formats.byte_map import ExpertPlace, FileSpan, MatrixPlace
+from engine.models.formats.mapped_file import MappedFile
+from engine.models.formats.model_files import (
+    Experts,
+    ExpertWeights,
+    ModelFiles,
+    StoredTensor,
+    whole_bytes,
+    whole_weights,
+)
+from engine.models.formats.safetensors_files import encode_header
 from engine.moe.held import HeldExperts
 from engine.moe.popularity_file import model_of
 from engine.planning.calibration import Processor, guessed
@@ -61,7 +68,8 @@ def size_of(name: str, layer: int) -> int:
 
 
 class PackedExperts:
-    """See :class:`engine.models.files.Experts`: random bytes in two files per layer, ``down`` in the second."""
+    """See :class:`engine.models.formats.model_files.Experts`: random bytes in two files per layer, ``down`` in the
+    second."""
 
     layers = (0, 2)
     count = COUNT
@@ -128,7 +136,7 @@ class PackedExperts:
 
 @dataclass(frozen=True)
 class PackedFiles:
-    """See :class:`engine.models.files.ModelFiles`, as far as sizes need it."""
+    """See :class:`engine.models.formats.model_files.ModelFiles`, as far as sizes need it."""
 
     config: dict[str, Any]
     experts: Experts

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pairwise import pairwise
 
 from benchmarks.packed_blocks import block_of, random_blocks, unpacked
-from engine.models.number_formats import BLOCKS
+from engine.models.formats.number_formats import BLOCKS
 from engine.moe.kernels import bindings
 from engine.moe.kernels.bindings import FORMATS, SETS, CActivation, Expert, Layer, Matrix
 from engine.moe.kernels.pool import Pool

@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import ModelError
-from engine.models import store
-from engine.models.locations import profile_paths
-from engine.models.opening import open_model
-from engine.models.prepare import prepare
-from engine.models.store import profile_key
+from engine.models.folders.opening import open_model
+from engine.models.folders.prepare import prepare
+from engine.models.store import local_models
+from engine.models.store.local_models import profile_key
 from engine.moe.popularity import Popularity
 from engine.moe.popularity_file import (
     CALIBRATION_TOKENS,
@@ -33,6 +32,7 @@ from engine.moe.popularity_file import (
     seed_counts,
     seed_order,
 )
+from engine.system.locations import profile_paths
 
 MODEL = ProfileModel(layers=(1, 3), experts=3, expert_bytes=300)
 
@@ -212,7 +212,7 @@ def test_a_plain_model_and_its_bank_share_a_profile_and_removing_deletes_it(
     tiny_model: Callable[..., Path], home: Path
 ) -> None:
     plain = tiny_model("mixtral")
-    resolved = store.resolve(str(plain))
+    resolved = local_models.resolve(str(plain))
     prepare(plain, resolved.prepared_folder, lambda *progress: None)
     assert profile_key(plain) == profile_key(resolved.prepared_folder)
     files = open_model(resolved.prepared_folder)
@@ -223,10 +223,10 @@ def test_a_plain_model_and_its_bank_share_a_profile_and_removing_deletes_it(
     plain_experts = open_model(plain).experts
     assert plain_experts is not None and load_profile(own, model_of(plain_experts)) is not None
     del files
-    store.remove(str(plain))
+    local_models.remove(str(plain))
     assert not own.exists() and not prompts.exists() and (plain / "config.json").exists()
     with pytest.raises(ModelError):
-        store.remove(str(plain))
+        local_models.remove(str(plain))
 
 
 def test_what_was_learned_of_a_model_elsewhere_can_be_removed(tiny_model: Callable[..., Path]) -> None:
@@ -235,5 +235,5 @@ def test_what_was_learned_of_a_model_elsewhere_can_be_removed(tiny_model: Callab
     assert experts is not None
     own, _ = profile_paths(profile_key(plain))
     save_profile(own, model_of(experts), {layer: [1.0] * 8 for layer in experts.layers})
-    assert store.remove(str(plain)) > 0
+    assert local_models.remove(str(plain)) > 0
     assert not own.exists() and (plain / "config.json").exists()

@@ -12,8 +12,8 @@ from benchmarks.packed_blocks import unpacked
 from engine.calibration import synthetic_experts
 from engine.calibration.calibration_file import load_calibration, save_calibration
 from engine.calibration.synthetic_experts import SyntheticCpuSide, check_shape, expert_curve
-from engine.models.files import ExpertWeights
-from engine.models.number_formats import BLOCKS, is_grouped, is_packed, scales_shape, stored_bytes
+from engine.models.formats.model_files import ExpertWeights
+from engine.models.formats.number_formats import BLOCKS, is_grouped, is_packed, scales_shape, stored_bytes
 from engine.moe.kernels.bindings import FORMATS, choose
 from engine.moe.kernels.layers import LayerExperts
 from engine.planning.calibration import ExpertShape, Processor, estimated, guessed

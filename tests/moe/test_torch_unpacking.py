@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from benchmarks.packed_blocks import block_of, unpacked
-from engine.models.number_formats import BLOCKS
+from engine.models.formats.number_formats import BLOCKS
 from engine.runtimes.torch.offload import torch_unpacking
 from engine.runtimes.torch.offload.torch_unpacking import unpack
 

@@ -158,7 +158,7 @@ def test_the_installed_program_runs_from_the_wheel(environment: Path, tmp_path: 
 
 def test_the_data_files_are_read_from_the_wheel(environment: Path, tmp_path: Path) -> None:
     program = (
-        "import importlib.resources, app, engine.models.catalogue as catalogue\n"
+        "import importlib.resources, app, engine.models.store.catalogue as catalogue\n"
         "print(app.__file__)\n"
         "print(importlib.resources.files('assets').joinpath('catalogue.toml').is_file())\n"
         "print(catalogue.find('starter') is not None)"

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.papers.expert_rows import LibraryExpert, expert_rows, findings
 from engine.bench.synthetic_moe import MoeShape, write_moe
-from engine.models.opening import open_model
+from engine.models.folders.opening import open_model
 from engine.runtimes.torch.offload.measuring_sides import LocalCpuSide
 
 SMALL = MoeShape(layers=1, hidden=64, ffn=96, experts=2, experts_per_token=1, heads=2, key_value_heads=2, vocabulary=8)

@@ -19,7 +19,7 @@ from benchmarks.papers.capped_experts import (
 )
 from benchmarks.papers.next_router import as_it_will_be, prefetched, recall_of, routers_of
 from engine.ipc.messages import Load
-from engine.models.opening import open_model
+from engine.models.folders.opening import open_model
 from engine.runtimes import runtime_named
 from engine.runtimes.torch.model import TorchModel
 

@@ -19,8 +19,8 @@ from tiny_gguf import ARCHITECTURES, whole_blocks, write_tiny_gguf
 from tiny_grouped import write_grouped
 from tiny_models import write_tiny_model
 
-from engine.models.gguf_folder import open_gguf
-from engine.models.prepare import prepare
+from engine.models.folders.prepare import prepare
+from engine.models.store.gguf_folder import open_gguf
 from engine.runtimes.protocol import LoadedModel
 
 

@@ -18,7 +18,7 @@ from subjects import REGULAR
 from tiny_models import write_tiny_model
 
 from engine.ipc.messages import Load
-from engine.models.opening import read_config
+from engine.models.folders.opening import read_config
 from engine.runtimes.mlx.configuration import complete_config, translate_config
 from engine.runtimes.mlx.model import MlxModel, MlxRows
 from engine.runtimes.mlx.runtime import MlxRuntime

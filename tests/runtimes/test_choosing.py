@@ -14,7 +14,7 @@ from engine.calibration.calibration_file import MLX_GPU, calibration_key, save_s
 from engine.doctor_facts import doctor_facts
 from engine.errors import ModelError
 from engine.ipc.messages import Load, Plan
-from engine.models.opening import read_config
+from engine.models.folders.opening import read_config
 from engine.planning.runtime_choice import RuntimeChoice
 from engine.runtimes import choosing
 from engine.runtimes.choosing import as_ring_node, choose_runtime, on_one_machine, refuse_download

@@ -18,8 +18,8 @@ from tiny_models import write_tiny_model
 from torch_oracle import library_run, load, our_run, typical, worst
 
 from engine.errors import ModelError
-from engine.models.opening import open_model, read_config
-from engine.models.weight_layout import layout_of
+from engine.models.folders.opening import open_model, read_config
+from engine.models.folders.weight_layout import layout_of
 from engine.runtimes.choosing import refuse_download
 from engine.runtimes.protocol import LoadedModel
 

@@ -15,11 +15,11 @@ from native_oracle import load_native, needs_kernels
 from torch_oracle import load, no_progress, our_run, typical, worst
 
 from engine.ipc.messages import Load
-from engine.models.gguf_file import GgufFile
-from engine.models.gguf_folder import open_gguf
-from engine.models.number_formats import is_packed
-from engine.models.opening import open_model
-from engine.models.tokenizer import load_tokenizer
+from engine.models.folders.opening import open_model
+from engine.models.formats.gguf_file import GgufFile
+from engine.models.formats.number_formats import is_packed
+from engine.models.store.gguf_folder import open_gguf
+from engine.models.text.tokenizer import load_tokenizer
 from engine.runtimes.choosing import native_unsupported_reason
 
 WRITTEN = Path(__file__).parents[1] / "converted"

@@ -22,8 +22,8 @@ from torch_oracle import library_run, no_progress, our_run, typical, worst
 
 from benchmarks.packed_blocks import block_of, random_blocks, unpacked
 from engine.ipc.messages import ExpertPolicy, Load
-from engine.models.number_formats import BLOCKS
-from engine.models.opening import open_model
+from engine.models.folders.opening import open_model
+from engine.models.formats.number_formats import BLOCKS
 from engine.runtimes.protocol import RingPlace
 from engine.runtimes.torch.model import TorchModel
 from engine.runtimes.torch.offload.hybrid import HybridBackend

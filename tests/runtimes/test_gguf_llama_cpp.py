@@ -15,7 +15,7 @@ from tiny_gguf import ARCHITECTURES, whole_blocks, write_tiny_gguf
 from tiny_models import write_tiny_model
 from torch_oracle import STEPS, library_run, load, no_progress, our_run, steps_apart
 
-from engine.models.gguf_folder import open_gguf
+from engine.models.store.gguf_folder import open_gguf
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is installed by `make bench`")
 pytestmark = [needs_kernels, pytest.mark.soak]

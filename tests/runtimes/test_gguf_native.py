@@ -13,7 +13,7 @@ from subjects import prompt_of
 from tiny_gguf import ARCHITECTURES, Layout, whole_blocks, write_tiny_gguf
 from torch_oracle import library_run, no_progress, our_run, typical, worst
 
-from engine.models.gguf_folder import open_gguf
+from engine.models.store.gguf_folder import open_gguf
 
 pytestmark = needs_kernels
 

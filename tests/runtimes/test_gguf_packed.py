@@ -24,11 +24,11 @@ from benchmarks.packed_blocks import random_blocks
 from benchmarks.stand_in_device import StandInDevice
 from engine.errors import ModelError
 from engine.ipc.messages import ExpertPolicy, Load
-from engine.models.files import ModelFiles, StoredTensor
-from engine.models.gguf_folder import open_gguf
-from engine.models.number_formats import BLOCKS, is_packed
-from engine.models.opening import open_model
-from engine.models.sizes import sizes_of
+from engine.models.folders.opening import open_model
+from engine.models.folders.sizes import sizes_of
+from engine.models.formats.model_files import ModelFiles, StoredTensor
+from engine.models.formats.number_formats import BLOCKS, is_packed
+from engine.models.store.gguf_folder import open_gguf
 from engine.moe.kernels.bindings import choose
 from engine.planning.hybrid import GPU_RUNTIME_BYTES
 from engine.runtimes.torch.packed_modules import PackedLinear

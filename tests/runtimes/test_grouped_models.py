@@ -19,10 +19,10 @@ from torch_oracle import assert_same_choices, library_model, library_run, load, 
 
 from benchmarks.stand_in_device import StandInDevice
 from engine.ipc.messages import ExpertPolicy, Load
-from engine.models.number_formats import is_packed
-from engine.models.opening import open_model
-from engine.models.quantisation import FAMILIES_OF_MLX
-from engine.models.sizes import sizes_of
+from engine.models.folders.opening import open_model
+from engine.models.folders.sizes import sizes_of
+from engine.models.formats.number_formats import is_packed
+from engine.models.formats.quantisation import FAMILIES_OF_MLX
 from engine.planning.hybrid import GPU_RUNTIME_BYTES
 from engine.runtimes.protocol import LoadedModel, Logits
 from engine.runtimes.torch.runtime import TorchRuntime

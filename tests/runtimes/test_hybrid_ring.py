@@ -21,7 +21,7 @@ from benchmarks.stand_in_device import Faults, Speeds, StandInDevice, calibratio
 from engine.cluster.central import CentralHead, CentralNode
 from engine.errors import PeerLost
 from engine.ipc.messages import ExpertPolicy, Load
-from engine.models.opening import open_model
+from engine.models.folders.opening import open_model
 from engine.moe.rank_context import Mode, RankContext
 from engine.planning.hybrid import GPU_RUNTIME_BYTES
 from engine.planning.placement import Placement

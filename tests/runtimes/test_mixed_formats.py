@@ -21,10 +21,10 @@ from torch_oracle import library_run, load, no_progress, our_run, typical, worst
 from engine import runtimes
 from engine.errors import ModelError
 from engine.ipc.messages import Load
-from engine.models.gguf_folder import open_gguf
-from engine.models.number_formats import BLOCKS
-from engine.models.opening import open_model
-from engine.models.prepare import needs_preparing, prepare
+from engine.models.folders.opening import open_model
+from engine.models.folders.prepare import needs_preparing, prepare
+from engine.models.formats.number_formats import BLOCKS
+from engine.models.store.gguf_folder import open_gguf
 from engine.runtimes import choosing
 from engine.runtimes.choosing import native_unsupported_reason
 from engine.session.loading import load_session

@@ -31,7 +31,7 @@ from safetensors.numpy import load_file
 from subjects import REGULAR
 
 from engine.errors import ModelError
-from engine.models.prepare import prepare
+from engine.models.folders.prepare import prepare
 from engine.runtimes.mlx import loading
 from engine.runtimes.mlx.families import unsupported_config
 

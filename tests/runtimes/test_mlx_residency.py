@@ -16,7 +16,7 @@ from ring_places import placed  # noqa: E402
 
 from engine.errors import ModelError  # noqa: E402
 from engine.ipc.messages import Load  # noqa: E402
-from engine.models.weight_layout import layout_of  # noqa: E402
+from engine.models.folders.weight_layout import layout_of  # noqa: E402
 from engine.moe.rank_context import RankContext  # noqa: E402
 from engine.planning.residency import Wiring  # noqa: E402
 from engine.residency.resident_model import ResidentModel  # noqa: E402

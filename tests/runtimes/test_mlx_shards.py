@@ -14,10 +14,10 @@ from mlx_oracle import MOE_FAMILIES, QUANTISABLE, write_quantised  # noqa: E402
 from engine.cluster.weights.shard_store import ShardStore  # noqa: E402
 from engine.cluster.weights.transfer import offer, outline, stream  # noqa: E402
 from engine.cluster.weights.weight_fingerprint import differences, identity_of  # noqa: E402
-from engine.models.families import check_supported, expert_shape  # noqa: E402
-from engine.models.opening import read_config  # noqa: E402
-from engine.models.shard_files import is_shard, read_shard  # noqa: E402
-from engine.models.weight_layout import layout_of  # noqa: E402
+from engine.models.architectures.families import check_supported, expert_shape  # noqa: E402
+from engine.models.folders.opening import read_config  # noqa: E402
+from engine.models.folders.shard_files import is_shard, read_shard  # noqa: E402
+from engine.models.folders.weight_layout import layout_of  # noqa: E402
 
 
 def quiet(stage: str, done: int, total: int, unit: str) -> None:

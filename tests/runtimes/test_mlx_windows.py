@@ -16,8 +16,8 @@ from mlx_oracle import library_model, load, log_softmax, prompt_of, relative_err
 from numpy.typing import NDArray
 
 from engine.errors import ModelError
-from engine.models.opening import open_model
-from engine.models.sizes import sizes_of
+from engine.models.folders.opening import open_model
+from engine.models.folders.sizes import sizes_of
 from engine.runtimes.mlx import eligible
 from engine.runtimes.mlx.cache import RowCache
 from engine.runtimes.mlx.model import MlxModel, MlxRows

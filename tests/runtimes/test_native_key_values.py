@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from subjects import assert_close, fresh, prompt_of
 
 from engine.ipc.messages import Load
-from engine.models.opening import open_model
-from engine.models.sizes import sizes_of
+from engine.models.folders.opening import open_model
+from engine.models.folders.sizes import sizes_of
 from engine.moe.kernels.bindings import available
 from engine.runtimes.native.bindings import KEY_BLOCK
 from engine.runtimes.native.cache import Page

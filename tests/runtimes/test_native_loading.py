@@ -19,11 +19,11 @@ from benchmarks.packed_blocks import random_blocks, unpacked
 from engine import runtimes
 from engine.errors import ModelError
 from engine.ipc.messages import Load
-from engine.models.files import StoredTensor
-from engine.models.number_formats import BLOCKS
-from engine.models.opening import open_model
-from engine.models.safetensors_files import read_header
-from engine.models.sizes import sizes_of
+from engine.models.folders.opening import open_model
+from engine.models.folders.sizes import sizes_of
+from engine.models.formats.model_files import StoredTensor
+from engine.models.formats.number_formats import BLOCKS
+from engine.models.formats.safetensors_files import read_header
 from engine.moe.kernels.layers import unreadable
 from engine.planning.runtime_choice import RuntimeChoice
 from engine.runtimes import choosing

@@ -25,7 +25,7 @@ from test_native_ring_central import experts_of
 
 from engine.cluster.all_gather import RingLayers
 from engine.cluster.central import CentralHead, CentralNode
-from engine.models.opening import open_model
+from engine.models.folders.opening import open_model
 from engine.moe.kernels.bindings import available
 from engine.moe.rank_context import Mode, RankContext
 from engine.planning.placement import Placement

@@ -17,7 +17,7 @@ from subjects import no_progress, prompt_of
 from engine.cluster.all_gather import RingLayers
 from engine.errors import ModelError
 from engine.ipc.messages import Load
-from engine.models.opening import open_model
+from engine.models.folders.opening import open_model
 from engine.moe.expert_parallel import Gathered, LayerExchange, Routes
 from engine.moe.kernels.bindings import available
 from engine.moe.rank_context import RankContext

@@ -18,7 +18,7 @@ from tiny_models import write_tiny_model
 from torch_oracle import no_progress, prompt
 
 from engine.ipc.messages import Load
-from engine.models.opening import open_model
+from engine.models.folders.opening import open_model
 from engine.runtimes import runtime_named
 from engine.runtimes.native.model import NativeModel
 from engine.runtimes.protocol import Interrupted

@@ -14,7 +14,7 @@ from native_oracle import load_native, needs_kernels
 from subjects import assert_close, fresh, prompt_of
 
 from engine.errors import ModelError
-from engine.models.sizes import sizes_of, state_bytes
+from engine.models.folders.sizes import sizes_of, state_bytes
 from engine.runtimes.native import model as native_model
 from engine.runtimes.native.model import NativeModel
 from engine.runtimes.native.states import States

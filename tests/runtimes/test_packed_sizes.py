@@ -15,10 +15,10 @@ from torch_oracle import load, no_progress
 
 from engine.errors import ModelError
 from engine.ipc.messages import Load, Plan
-from engine.models.gguf_file import GgufFile
-from engine.models.gguf_folder import open_gguf
-from engine.models.opening import open_model
-from engine.models.sizes import sizes_of
+from engine.models.folders.opening import open_model
+from engine.models.folders.sizes import sizes_of
+from engine.models.formats.gguf_file import GgufFile
+from engine.models.store.gguf_folder import open_gguf
 from engine.planning.hybrid import UNPACKING_ROOM, Device, gpu_room, policy_named, slabs_kept, workspace_bytes
 from engine.runtimes import runtime_named
 from engine.session.plan_model import plan_model

@@ -17,8 +17,8 @@ from engine.cluster.weights.shard_store import ShardStore
 from engine.cluster.weights.transfer import offer, stream
 from engine.errors import ModelError
 from engine.ipc.messages import Load
-from engine.models.files import StoredTensor
-from engine.models.opening import open_model
+from engine.models.folders.opening import open_model
+from engine.models.formats.model_files import StoredTensor
 from engine.moe.held import HeldExperts, check_held, held_by
 from engine.moe.rank_context import RankContext
 from engine.planning.placement import Placement

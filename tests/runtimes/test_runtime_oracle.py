@@ -18,9 +18,9 @@ from subjects import MLX, NATIVE, TORCH, StoredModel, Subject, case, prompt_of
 from tiny_models import TINY_FAMILIES, TINY_MOE_FAMILIES
 from torch_oracle import chunks_of, library_model, library_run, our_run, typical, worst
 
-from engine.models.files import Experts, ExpertWeights
-from engine.models.opening import open_model
-from engine.models.sizes import native_copies
+from engine.models.folders.opening import open_model
+from engine.models.folders.sizes import native_copies
+from engine.models.formats.model_files import Experts, ExpertWeights
 from engine.moe.kernels import bindings
 from engine.runtimes.protocol import LoadedModel, Logits
 from engine.runtimes.torch import runtime as torch_runtime

@@ -41,7 +41,7 @@ from engine.cluster.all_gather import RingLayers
 from engine.cluster.transport.exchange import PeerLost
 from engine.cluster.transport.registry import open_exchange
 from engine.errors import ModelError
-from engine.models.weight_layout import layout_of
+from engine.models.folders.weight_layout import layout_of
 from engine.moe.rank_context import Loading
 from engine.planning.placement import Placement
 from engine.runtimes.protocol import Interrupted, LoadedModel, Logits

@@ -17,8 +17,8 @@ from engine.cluster.weights.shard_store import ShardStore
 from engine.cluster.weights.transfer import offer, stream
 from engine.errors import ModelError
 from engine.ipc.messages import Load
-from engine.models.prepare import prepare
-from engine.models.weight_layout import layout_of
+from engine.models.folders.prepare import prepare
+from engine.models.folders.weight_layout import layout_of
 from engine.planning.placement import Placement
 from engine.runtimes import runtime_named
 from engine.runtimes.loading import load_model

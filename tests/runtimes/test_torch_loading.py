@@ -21,7 +21,7 @@ from torch_oracle import load, prompt
 
 from engine import runtimes
 from engine.errors import ModelError
-from engine.models.prepare import prepare
+from engine.models.folders.prepare import prepare
 from engine.runtimes.torch import loading
 
 Tensors = dict[str, torch.Tensor]

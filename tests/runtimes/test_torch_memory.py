@@ -15,7 +15,7 @@ import torch
 from engine_forks import with_libraries
 from hooked_engine import hooked
 
-from engine.models.prepare import prepare
+from engine.models.folders.prepare import prepare
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 

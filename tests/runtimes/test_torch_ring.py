@@ -18,7 +18,7 @@ from subjects import no_progress
 from engine.cluster.all_gather import RingLayers
 from engine.cluster.contributions import NodeFailed
 from engine.ipc.messages import Load
-from engine.models.opening import open_model
+from engine.models.folders.opening import open_model
 from engine.moe.backend import ExpertBackend
 from engine.moe.executor import RingExecutor
 from engine.moe.rank_context import Loading

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from engine.ipc.messages import AnyEvent, Finished, Generate, Message, Tool
-from engine.models.reasoning_formats import ReasoningFormat
-from engine.models.tool_formats import ToolFormat
+from engine.models.text.reasoning_formats import ReasoningFormat
+from engine.models.text.tool_formats import ToolFormat
 from engine.session.session import Session
 
 

@@ -12,8 +12,8 @@ from types import TracebackType
 from engine_process import PATIENCE_S
 from eventually import eventually
 
+from engine.ipc.engine_sockets import connect, reachable_engines
 from engine.ipc.messages import TERMINAL_EVENTS, AnyEvent, AnyRequest, Hello, event_reader, pack
-from engine.models.engine_sockets import connect, reachable_engines
 
 
 def the_socket() -> Path:

@@ -21,8 +21,8 @@ from random_examples import examples
 
 from engine.errors import ModelError
 from engine.ipc.messages import Finished, ForgetPrefixes, Generate, Load, Loaded, Prefill, Sampling
-from engine.models import prefix_files
-from engine.models.prefix_files import prefix_folder
+from engine.models.store import prefix_files
+from engine.models.store.prefix_files import prefix_folder
 from engine.moe.kernels.bindings import choose
 from engine.runtimes import runtime_named
 from engine.runtimes.protocol import LoadedModel

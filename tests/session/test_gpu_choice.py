@@ -14,7 +14,7 @@ from benchmarks.stand_in_device import Faults, Speeds, StandInDevice, calibratio
 from engine.calibration.calibration_file import calibration_key, load_calibration, save_calibration, shape_of
 from engine.errors import Cancelled
 from engine.ipc.messages import Load, Plan
-from engine.models.opening import open_model
+from engine.models.folders.opening import open_model
 from engine.runtimes.torch.offload import cuda_device
 from engine.session import gpu_choice, plan_model
 from engine.session.gpu_choice import settle_gpu

@@ -11,7 +11,7 @@ from engine_process import EngineProcess
 from tiny_models import write_tiny_model
 
 from engine.ipc.messages import Finished, Generate, Load, Loaded
-from engine.models.prepare import prepare
+from engine.models.folders.prepare import prepare
 
 MARGIN = 400 * 10**6
 """What the engine may hold besides the trunk."""

@@ -60,7 +60,7 @@ question = Generate(id=2, messages=[Message("user", "a<|im_end|>b")], max_tokens
 assert len(session.generate(question, lambda event: None, Nobody()).token_ids) > 0
 assert session.facts.has_chat_template
 slow = ("torch", "transformers", "huggingface_hub", "jinja2", "sentencepiece") + \\
-       ("engine.models.prepare", "concurrent.futures")
+       ("engine.models.folders.prepare", "concurrent.futures")
 print([name for name in slow if name in sys.modules])
 """
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
@@ -94,7 +94,7 @@ def test_a_question_is_given_up_while_its_template_runs(speaking: Path, monkeypa
     found = wait_for(Finished, Failed)
     assert isinstance(found, Finished) and (found.finish_reason, found.text) == ("cancelled", "")
     with monkeypatch.context() as patch:
-        patch.setattr("engine.models.template_process.DEADLINE_S", 1.0)
+        patch.setattr("engine.models.text.template_process.DEADLINE_S", 1.0)
         host.take(Generate(id=4, messages=[Message("user", "loop")]))
         refused = wait_for(Finished, Failed)
     assert isinstance(refused, Failed) and "does not end within 1 seconds" in refused.error

@@ -12,16 +12,16 @@ import pytest
 from engine.calibration.calibration_file import calibration_key, load_speed, save_calibration, save_speed, shape_of
 from engine.errors import ModelError
 from engine.ipc.messages import Load, ModelFacts, Plan, Planned
-from engine.models.locations import profile_paths
-from engine.models.opening import open_model
-from engine.models.sizes import sizes_of
-from engine.models.store import profile_key
+from engine.models.folders.opening import open_model
+from engine.models.folders.sizes import sizes_of
+from engine.models.store.local_models import profile_key
 from engine.moe.kernels import cpu_threads
 from engine.moe.popularity_file import model_of, save_profile
 from engine.planning.calibration import CALIBRATION_VERSION, Calibration, Curve
 from engine.runtimes.mlx import eligible
 from engine.session import plan_model as planning
 from engine.session.plan_model import plan_model
+from engine.system.locations import profile_paths
 from engine.system.machine import Gpu
 
 GIB = 1 << 30

@@ -18,16 +18,16 @@ from resident_memory import needs_smaps, resident_bytes
 from engine.cluster.weights.shard_store import ShardStore
 from engine.cluster.weights.transfer import offer, stream
 from engine.ipc.messages import Load
-from engine.models.durable_files import forget_cached
-from engine.models.opening import open_model
-from engine.models.prepare import prepare
-from engine.models.weight_layout import layout_of
+from engine.models.folders.opening import open_model
+from engine.models.folders.prepare import prepare
+from engine.models.folders.weight_layout import layout_of
 from engine.planning import residency as deciding
 from engine.residency import page_warmer as keeping
 from engine.residency.mapped import PIECE_BYTES, MappedWeights
 from engine.residency.page_warmer import IDLE_S, IdleProbe, PageWarmer
 from engine.residency.resident_model import ResidentModel
 from engine.runtimes import runtime_named
+from engine.system.durable_files import forget_cached
 
 TinyModel = Callable[..., Path]
 GB = 10**9

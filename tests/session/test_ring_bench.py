@@ -25,8 +25,8 @@ from engine.calibration.synthetic_experts import experts_at_once
 from engine.cluster.membership.measuring_node import central_seconds, layer_seconds
 from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import Bench, BenchResult, Load
-from engine.models.opening import open_model
-from engine.models.sizes import sizes_of
+from engine.models.folders.opening import open_model
+from engine.models.folders.sizes import sizes_of
 from engine.moe.kernels.bindings import choose
 from engine.planning.calibration import ExpertShape
 from engine.runtimes import runtime_named

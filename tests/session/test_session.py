@@ -27,7 +27,7 @@ from engine.ipc.messages import (
     Timing,
     Tool,
 )
-from engine.models.reasoning_formats import ReasoningFormat
+from engine.models.text.reasoning_formats import ReasoningFormat
 from engine.session import session
 from engine.session.loading import load_session, read_settings, stop_ids
 from engine.session.session import Session

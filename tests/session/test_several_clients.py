@@ -14,6 +14,8 @@ from attached import AttachedProgram, the_socket
 from engine_process import PATIENCE_S, EngineProcess
 from eventually import eventually
 
+from engine.ipc import engine_sockets
+from engine.ipc.engine_sockets import connect, engine_key, listen, reachable_engines, sockets_folder
 from engine.ipc.messages import (
     AnyEvent,
     Bench,
@@ -31,8 +33,6 @@ from engine.ipc.messages import (
     Timing,
     Watch,
 )
-from engine.models import engine_sockets
-from engine.models.engine_sockets import connect, engine_key, listen, reachable_engines, sockets_folder
 
 PROMPT = [5, 17, 101, 42, 9, 77, 30]
 

@@ -11,8 +11,8 @@ from engine.generation.reasoning import ReasoningParser
 from engine.generation.text import IncrementalDecoder, StopStrings
 from engine.generation.tool_calls import ToolCallParser
 from engine.ipc.messages import AnyEvent, Generate, Piece, Tool
-from engine.models.reasoning_formats import formats
-from engine.models.tool_formats import tool_formats
+from engine.models.text.reasoning_formats import formats
+from engine.models.text.tool_formats import tool_formats
 from engine.moe.timing import Recorder
 from engine.session.turn import Turn
 

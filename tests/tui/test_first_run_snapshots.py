@@ -28,7 +28,7 @@ async def offered(pilot: Pilot[int]) -> None:
 
 @pytest.fixture
 def app(engine: FakeEngine, store: ConversationStore, home: Path, monkeypatch: pytest.MonkeyPatch) -> ChatApp:
-    monkeypatch.setattr("engine.models.catalogue.platform.machine", lambda: "x86_64")
+    monkeypatch.setattr("engine.models.store.catalogue.platform.machine", lambda: "x86_64")
     return ChatApp(engine, store, open_settings(home / "s.toml"), machine=MACHINE, is_missing=lambda model: True)
 
 

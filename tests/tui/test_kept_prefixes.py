@@ -11,7 +11,7 @@ from fake_engine import FakeEngine
 from app.conversations.opening import open_store
 from app.conversations.store import ConversationStore
 from engine.ipc.messages import ForgetPrefixes, Generate
-from engine.models.prefix_files import new_path, prefix_files
+from engine.models.store.prefix_files import new_path, prefix_files
 
 
 def kept(*owners: str) -> None:

@@ -7,7 +7,7 @@ import pytest
 from app.chat.model_choices import ModelOption
 from app.chat.offers import MachineFigures, speed_or_why_not
 from app.tui.render.model_table import model_table
-from engine.models.catalogue import offered
+from engine.models.store.catalogue import offered
 
 ROWS = [
     ModelOption("starter", True, "754 MB", "4 GB", "about 190 tokens/s", licence="Apache-2.0"),

@@ -161,7 +161,7 @@ class ModelsScreen(Screen[str | None]):
         name = event.value.strip()
         if not name:
             return
-        from engine.models.store import resolve
+        from engine.models.store.local_models import resolve
 
         try:
             model = resolve(name)

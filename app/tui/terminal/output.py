@@ -83,7 +83,7 @@ def log_error(error: BaseException) -> None:
 
 def screen_log() -> Path:
     """The log of the process with the screen."""
-    from engine.models.locations import ensure, locate
+    from engine.system.locations import ensure, locate
 
     try:
         return ensure("logs") / "screen.log"

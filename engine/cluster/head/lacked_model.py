@@ -15,8 +15,8 @@ from engine.cluster.weights.model_receiver import NotWhole
 from engine.cluster.weights.own_shard import OwnShard
 from engine.errors import ModelError
 from engine.ipc.progress import ProgressCallback
-from engine.models import store
-from engine.models.store import ResolvedModel
+from engine.models.store import local_models
+from engine.models.store.local_models import ResolvedModel
 
 
 class LackedModel:
@@ -56,7 +56,7 @@ class LackedModel:
         if taken is None:
             raise self.supply(progress).nowhere()
         with contextlib.suppress(ModelError):
-            store.remove(self._own.folder.name)
+            local_models.remove(self._own.folder.name)
         return taken
 
 

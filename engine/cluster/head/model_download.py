@@ -13,7 +13,7 @@ from engine.cluster.weights.model_receiver import ModelReceiver, NotWhole, Sourc
 from engine.cluster.weights.own_shard import OwnShard
 from engine.errors import ModelError
 from engine.ipc.progress import ProgressCallback
-from engine.models.store import ResolvedModel
+from engine.models.store.local_models import ResolvedModel
 
 
 class Copier:

@@ -16,7 +16,7 @@ from engine.cluster.transport.exchange import PeerLost, RingProtocolError
 from engine.cluster.weights.transfer import OFFER_LIMIT, Offer, Wanted, decode_offer, encode_wanted
 from engine.errors import ModelError
 from engine.ipc.progress import ProgressCallback
-from engine.models.store import ResolvedModel
+from engine.models.store.local_models import ResolvedModel
 
 
 class ModelSources:

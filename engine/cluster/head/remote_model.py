@@ -24,7 +24,7 @@ from engine.errors import ModelError
 from engine.generation.sampling import Sampler
 from engine.ipc.messages import Load, ModelFacts
 from engine.ipc.progress import ProgressCallback
-from engine.models.sizes import Sizes
+from engine.models.folders.sizes import Sizes
 from engine.moe.timing import Recorder
 from engine.runtimes.protocol import LoadedModel, Logits, TokenRows
 

@@ -18,7 +18,7 @@ from engine.cluster.weights.own_shard import OwnShard
 from engine.cluster.weights.transfer import Chunk, Item, Offer, Wanted, decode_chunk, encode_chunk, offer, stream
 from engine.errors import ModelError
 from engine.ipc.progress import ProgressCallback
-from engine.models.weight_layout import WeightLayout, layout_of
+from engine.models.folders.weight_layout import WeightLayout, layout_of
 from engine.planning.units import byte_size
 
 

@@ -40,7 +40,7 @@ from engine.errors import ModelError
 from engine.ipc.messages import Load, RuntimeName
 from engine.ipc.messages.ring import LinkFacts
 from engine.ipc.progress import ProgressCallback
-from engine.models.shard_files import is_shard
+from engine.models.folders.shard_files import is_shard
 from engine.moe.kernels.cpu_threads import threads_of
 from engine.moe.popularity_file import known_counts
 from engine.planning.hybrid import HybridRequest

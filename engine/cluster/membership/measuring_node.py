@@ -34,7 +34,6 @@ from engine.cluster.transport.exchange import Buffer
 from engine.cluster.transport.exchange_timing import between_exchanges
 from engine.cluster.weights.shard_store import RESERVE_BYTES
 from engine.errors import ModelError
-from engine.models.locations import locate
 from engine.moe.expert_parallel import FLOAT32, Floats, HostRows, Indices, Routes
 from engine.moe.kernels.bindings import choose
 from engine.moe.kernels.cpu_threads import usable_cpus
@@ -45,6 +44,7 @@ from engine.planning.placement import Placement
 from engine.runtimes import gpu_present
 from engine.runtimes.mlx.runtime import open_files_kept
 from engine.system.free_memory import available_bytes, memory
+from engine.system.locations import locate
 from engine.system.machine import gpu as first_gpu
 from engine.system.machine import processor
 

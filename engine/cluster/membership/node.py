@@ -39,8 +39,8 @@ from engine.cluster.transport.link_probe import answer_measuring
 from engine.errors import ModelError
 from engine.ipc.messages import OpenNetwork
 from engine.ipc.messages.ring import NodeId
-from engine.models.locations import ensure, locate
 from engine.system.free_memory import memory
+from engine.system.locations import ensure, locate
 
 LOOK_S = 5.0
 """Seconds between two checks of what keeps machines from being found."""

@@ -10,13 +10,13 @@ import numpy as np
 
 from engine.cluster.weights.transfer import CHUNK_BYTES, Chunk, Item, Offer, Wanted, encode_chunk, expert_of
 from engine.errors import ModelError
-from engine.models import store
-from engine.models.bank import EXPERTS_FOLDER, TRUNK, layer_path
-from engine.models.checkpoint import Checkpoint
-from engine.models.families import check_supported
-from engine.models.opening import open_model, read_config
-from engine.models.prepare import BankPlan, fill_slab, is_setting, plan_bank
-from engine.models.weight_layout import config_fingerprint
+from engine.models.architectures.families import check_supported
+from engine.models.folders.bank import EXPERTS_FOLDER, TRUNK, layer_path
+from engine.models.folders.checkpoint import Checkpoint
+from engine.models.folders.opening import open_model, read_config
+from engine.models.folders.prepare import BankPlan, fill_slab, is_setting, plan_bank
+from engine.models.folders.weight_layout import config_fingerprint
+from engine.models.store import local_models
 
 
 class LocalCopy:
@@ -84,7 +84,7 @@ def local_copy(models: Path, offered: Offer) -> LocalCopy | None:
     if offered.form != "bank":
         return None
     for path in sorted(models.iterdir()) if models.is_dir() else ():
-        if path.name.startswith(".") or not store.is_complete(path) or store.has_bank(path):
+        if path.name.startswith(".") or not local_models.is_complete(path) or local_models.has_bank(path):
             continue
         try:
             config = read_config(path)

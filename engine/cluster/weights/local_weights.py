@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from engine.errors import ModelError
-from engine.models.locations import locate
-from engine.models.shard_files import ShardManifest, read_shard
-from engine.models.store import SHARD, installed
+from engine.models.folders.shard_files import ShardManifest, read_shard
+from engine.models.store.local_models import SHARD, installed
+from engine.system.locations import locate
 
 
 def held_of(weights: str, head: str) -> tuple[dict[int, list[int]], bool]:

@@ -19,15 +19,15 @@ from engine.cluster.weights.shard_store import missing_in, receive_into
 from engine.cluster.weights.transfer import Item, Offer, Wanted, places_of_items
 from engine.cluster.weights.weight_fingerprint import identity_of
 from engine.ipc.progress import ProgressCallback
-from engine.models import store
-from engine.models.durable_files import flush_folder
-from engine.models.families import check_supported
-from engine.models.locations import ensure
-from engine.models.opening import read_config
-from engine.models.prepare import SETTING_LIMIT, is_setting_name
-from engine.models.store import ResolvedModel
-from engine.models.weight_layout import layout_of
+from engine.models.architectures.families import check_supported
+from engine.models.folders.opening import read_config
+from engine.models.folders.prepare import SETTING_LIMIT, is_setting_name
+from engine.models.folders.weight_layout import layout_of
+from engine.models.store import local_models
+from engine.models.store.local_models import ResolvedModel
 from engine.runtimes.choosing import refuse_download
+from engine.system.durable_files import flush_folder
+from engine.system.locations import ensure
 
 
 class Source(Protocol):
@@ -72,7 +72,7 @@ class ModelReceiver:
         first = sources[0].offered
         self.folder = model.prepared_folder if first.form == "bank" else model.plain_folder
         key = model.plain_folder.name
-        self._partial = model.plain_folder.with_name(f"{key}{store.RECEIVED}{store.PARTIAL}")
+        self._partial = model.plain_folder.with_name(f"{key}{local_models.RECEIVED}{local_models.PARTIAL}")
 
     def run(self) -> Path:
         """Copy the model. Returns its folder.
@@ -81,10 +81,10 @@ class ModelReceiver:
         one that cannot run), and RingProtocolError for what no machine of this version sends.
         """
         ensure("models")
-        with store.exclusive(self.folder):
-            if store.is_complete(self.folder):
+        with local_models.exclusive(self.folder):
+            if local_models.is_complete(self.folder):
                 return self.folder
-            store.check_name_is_free(self.folder)
+            local_models.check_name_is_free(self.folder)
             for source in self._sources:
                 check_settings(source.offered)
             first = self._sources[0]
@@ -95,7 +95,7 @@ class ModelReceiver:
             names = " and ".join(source.name for source in self._sources)
             # Items that several sources have are counted more than once, and received once.
             largest = min(missing, sum(size for _, size in first.offered.files))
-            store.check_space(self._partial, largest, f"Copying {self._model.name} from {names}")
+            local_models.check_space(self._partial, largest, f"Copying {self._model.name} from {names}")
             for source in self._sources:
                 self._receive(source, lambda item: True)
             self._finish()
@@ -133,10 +133,10 @@ class ModelReceiver:
         kept |= {item.key.partition("/")[2] for item in offered.items if not item.runs}
         for path in [path for path in self._partial.rglob("*") if path.is_file()]:
             # The file belongs to another model whose copy was begun under this name.
-            if str(path.relative_to(self._partial)) not in {*kept, store.SHARD_MANIFEST}:
+            if str(path.relative_to(self._partial)) not in {*kept, local_models.SHARD_MANIFEST}:
                 path.unlink()
         found = identity_of(self._partial, self._checking)
-        (self._partial / store.SHARD_MANIFEST).unlink()
+        (self._partial / local_models.SHARD_MANIFEST).unlink()
         if msgspec.structs.replace(found, name="") != msgspec.structs.replace(offered.identity, name=""):
             raise RingProtocolError(f"another model arrived than {offered.identity.name}, which was offered")
         self._partial.rename(self.folder)

@@ -29,11 +29,11 @@ from engine.cluster.weights.transfer import (
 )
 from engine.errors import ModelError
 from engine.ipc.progress import ProgressCallback
-from engine.models import store
-from engine.models.durable_files import new_file
-from engine.models.locations import ensure, locate
-from engine.models.shard_files import read_shard
-from engine.models.weight_layout import config_fingerprint, layout_of
+from engine.models.folders.shard_files import read_shard
+from engine.models.folders.weight_layout import config_fingerprint, layout_of
+from engine.models.store import local_models
+from engine.system.durable_files import new_file
+from engine.system.locations import ensure, locate
 
 KEPT = "whole.offer"
 """Name of the file in a shard that contains the offer of the whole model."""
@@ -63,7 +63,7 @@ class OwnShard:
     @classmethod
     def find(cls, name: str, me: str) -> OwnShard | None:
         """This machine's shard of the model that it calls ``name``, or None."""
-        for path in sorted(locate("models").glob(f"*{store.SHARD}")):
+        for path in sorted(locate("models").glob(f"*{local_models.SHARD}")):
             with contextlib.suppress(ModelError, OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 manifest = read_shard(path)
                 if manifest.head != me or manifest.identity.name != name:

@@ -19,15 +19,11 @@ import numpy as np
 
 from engine.errors import ModelError
 from engine.ipc.progress import ProgressCallback
-from engine.models.bank import Bank, slab_layout
-from engine.models.byte_map import Run, Runs
-from engine.models.checkpoint import Checkpoint, PlainExperts
-from engine.models.durable_files import new_file
-from engine.models.locations import locate
-from engine.models.prepare import fill_slab
-from engine.models.shard_files import ModelIdentity, is_shard, read_shard
-from engine.models.store import PREPARED, installed, profile_key
-from engine.models.weight_layout import (
+from engine.models.folders.bank import Bank, slab_layout
+from engine.models.folders.checkpoint import Checkpoint, PlainExperts
+from engine.models.folders.prepare import fill_slab
+from engine.models.folders.shard_files import ModelIdentity, is_shard, read_shard
+from engine.models.folders.weight_layout import (
     WeightLayout,
     config_fingerprint,
     layout_of,
@@ -35,6 +31,10 @@ from engine.models.weight_layout import (
     runs_of,
     settings_fingerprint,
 )
+from engine.models.formats.byte_map import Run, Runs
+from engine.models.store.local_models import PREPARED, installed, profile_key
+from engine.system.durable_files import new_file
+from engine.system.locations import locate
 
 VERSION = 1
 """Version of :class:`ModelIdentity` and of the transfer of weights."""

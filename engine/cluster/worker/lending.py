@@ -51,8 +51,8 @@ from engine.cluster.worker.follower_work import Following, gpu_shard_bytes, lent
 from engine.cluster.worker.model_provider import ModelProvider
 from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import LendingFacts, LendTerms
-from engine.models.locations import locate
 from engine.planning.units import byte_size
+from engine.system.locations import locate
 
 RESERVED_S = 60.0
 """Seconds between two calls of a head that does not say that it forms, after which another one may come."""

@@ -168,7 +168,7 @@ class Generate(Request, frozen=True, kw_only=True, tag="generate"):
     client: str = ""
     """Whose question this is, where one program asks for several clients. Each of them gets a turn in the queue."""
     conversation: str = ""
-    """Name under which what is read of this conversation may be kept on disk (:mod:`engine.models.prefix_files`);
+    """Name under which what is read of this conversation may be kept on disk (:mod:`engine.models.store.prefix_files`);
     empty: nothing of it is."""
     with_timing: bool = False
     """Whether to measure from the first token on, even if the timing panel is closed."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from engine.errors import ModelError
-from engine.models.number_formats import BLOCKS, GROUPED, block_size
+from engine.models.formats.number_formats import BLOCKS, GROUPED, block_size
 
 Dtype = Literal["bfloat16", "float32"]
 """What a model computes with; ``float32`` keeps activations in float32 whatever the weights are stored as."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from engine.errors import ModelError
-from engine.models.byte_map import FileMapping
+from engine.models.formats.byte_map import FileMapping
 from engine.moe.kernels.bindings import load, path
 
 

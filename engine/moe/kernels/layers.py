@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import ModelError
-from engine.models.files import Experts, ExpertWeights, StoredTensor
-from engine.models.number_formats import BLOCK_SIDE, GROUPED, is_grouped, is_packed, scales_shape
+from engine.models.formats.model_files import Experts, ExpertWeights, StoredTensor
+from engine.models.formats.number_formats import BLOCK_SIDE, GROUPED, is_grouped, is_packed, scales_shape
 from engine.moe.kernels.bindings import (
     ACTIVATIONS,
     FORMATS,

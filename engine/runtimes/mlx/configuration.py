@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import ModelError
-from engine.models.config_values import without_implementations
-from engine.models.sizes import layer_config
+from engine.models.architectures.config_values import without_implementations
+from engine.models.folders.sizes import layer_config
 from engine.runtimes.mlx.families import FAMILIES, MlxFamily
 from engine.runtimes.protocol import Config
 

@@ -14,9 +14,9 @@ import psutil
 
 from engine.errors import ModelError
 from engine.ipc.messages import Load
-from engine.models.opening import read_config
-from engine.models.sizes import sizes_of
-from engine.models.weight_layout import layout_of
+from engine.models.folders.opening import read_config
+from engine.models.folders.sizes import sizes_of
+from engine.models.folders.weight_layout import layout_of
 from engine.models.wording import shown
 from engine.runtimes.mlx.families import unsupported_config
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.errors import ModelError
-from engine.models.sizes import own_settings
+from engine.models.folders.sizes import own_settings
 from engine.runtimes.protocol import Config
 
 Check = Callable[[Config], str | None]

@@ -17,12 +17,12 @@ from mlx_lm.utils import get_total_parameters
 from engine.errors import ModelError
 from engine.ipc.messages import Load, ModelFacts
 from engine.ipc.progress import ProgressCallback
-from engine.models.families import stated_experts_per_token
-from engine.models.number_formats import WIDTHS
-from engine.models.opening import open_model, read_config
-from engine.models.quantisation import readable_quantised
-from engine.models.shard_files import part_of
-from engine.models.weight_layout import in_library_layout, layout_of
+from engine.models.architectures.families import stated_experts_per_token
+from engine.models.folders.opening import open_model, read_config
+from engine.models.folders.shard_files import part_of
+from engine.models.folders.weight_layout import in_library_layout, layout_of
+from engine.models.formats.number_formats import WIDTHS
+from engine.models.formats.quantisation import readable_quantised
 from engine.moe.executor import LocalExecutor, RingExecutor
 from engine.moe.held import check_held, held_by
 from engine.moe.kernels.file_guard import unchanged

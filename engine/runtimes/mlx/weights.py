@@ -21,10 +21,10 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
 
 from engine.errors import ModelError
 from engine.ipc.progress import ProgressCallback
-from engine.models.composite import language_name
-from engine.models.files import Experts, ExpertWeights, ModelFiles, StoredTensor
-from engine.models.mlx_layout import is_offset_norm
-from engine.models.safetensors_files import TensorEntry, read_header
+from engine.models.architectures.composite import language_name
+from engine.models.architectures.mlx_layout import is_offset_norm
+from engine.models.formats.model_files import Experts, ExpertWeights, ModelFiles, StoredTensor
+from engine.models.formats.safetensors_files import TensorEntry, read_header
 from engine.runtimes.mlx.families import MlxFamily
 from engine.runtimes.mlx.routing import LAYOUTS, Layout
 from engine.runtimes.protocol import Config

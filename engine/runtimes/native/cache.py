@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.models.number_formats import stored_bytes, words_dtype
+from engine.models.formats.number_formats import stored_bytes, words_dtype
 from engine.runtimes.native.bindings import KEY_BLOCK, CSegment
 from engine.runtimes.native.states import States
 from engine.runtimes.row_contents import Bytes, Fill, RowContents, RowPart, as_bytes

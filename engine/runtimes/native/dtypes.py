@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from engine.ipc.messages import Load
-from engine.models.files import ModelFiles
+from engine.models.formats.model_files import ModelFiles
 from engine.moe.kernels.bindings import Dtype
 
 NAMES: Mapping[str, Dtype] = {"BF16": "bfloat16", "F32": "float32", "F16": "bfloat16"}

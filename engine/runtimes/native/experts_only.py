@@ -7,9 +7,9 @@ from pathlib import Path
 
 from engine.errors import ModelError
 from engine.ipc.messages import Load
-from engine.models.files import Experts, one_of_each
-from engine.models.number_formats import is_packed
-from engine.models.opening import open_model
+from engine.models.folders.opening import open_model
+from engine.models.formats.model_files import Experts, one_of_each
+from engine.models.formats.number_formats import is_packed
 from engine.moe.held import held_by
 from engine.moe.kernel_backend import KernelBackend, KernelExperts
 from engine.moe.kernels.bindings import FORMATS, KernelChoice, choose

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 from engine.ipc.messages import Load, ModelFacts
-from engine.models.files import Experts, ModelFiles, whole_weights
-from engine.models.sizes import native_copies
-from engine.models.weights_name import weights_name
+from engine.models.folders.sizes import native_copies
+from engine.models.folders.weights_name import weights_name
+from engine.models.formats.model_files import Experts, ModelFiles, whole_weights
 from engine.moe.held import held_by
 from engine.moe.kernels.bindings import KernelChoice
 from engine.moe.rank_context import RankContext

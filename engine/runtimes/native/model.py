@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from engine.errors import ModelError
 from engine.ipc.messages import ModelFacts
-from engine.models.byte_map import FileMapping
-from engine.models.files import ModelFiles
+from engine.models.formats.byte_map import FileMapping
+from engine.models.formats.model_files import ModelFiles
 from engine.moe.kernels.file_guard import FileGuard
 from engine.moe.kernels.pool import Pool
 from engine.moe.popularity import Popularity

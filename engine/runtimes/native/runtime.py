@@ -15,9 +15,9 @@ from engine.calibration.disk_rate import notice_beyond_memory
 from engine.errors import ModelError
 from engine.ipc.messages import Load
 from engine.ipc.progress import ProgressCallback
-from engine.models.files import ModelFiles, StoredTensor
-from engine.models.number_formats import BLOCKS, is_grouped
-from engine.models.opening import open_model
+from engine.models.folders.opening import open_model
+from engine.models.formats.model_files import ModelFiles, StoredTensor
+from engine.models.formats.number_formats import BLOCKS, is_grouped
 from engine.moe.executor import RingExecutor
 from engine.moe.kernels.bindings import FORMATS, KernelChoice, choose
 from engine.moe.kernels.file_guard import unchanged

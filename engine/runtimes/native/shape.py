@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.errors import ModelError
-from engine.models.families import layer_kinds, stated_experts_per_token
-from engine.models.number_formats import stored_bytes
-from engine.models.sizes import STATE_COLUMNS, layer_config
+from engine.models.architectures.families import layer_kinds, stated_experts_per_token
+from engine.models.folders.sizes import STATE_COLUMNS, layer_config
+from engine.models.formats.number_formats import stored_bytes
 from engine.models.wording import shown
 from engine.moe.kernels.layers import Gate
 from engine.runtimes.native import rotary

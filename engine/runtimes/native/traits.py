@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from engine.errors import ModelError
-from engine.models import gguf_short_convolution
+from engine.models.architectures import gguf_short_convolution
 from engine.models.wording import shown
 
 HeadNorm = Literal["none", "per-head", "whole"]

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import ModelError
-from engine.models.files import Change, Experts, ExpertWeights, ModelFiles, StoredTensor
-from engine.models.number_formats import is_packed
+from engine.models.formats.model_files import Change, Experts, ExpertWeights, ModelFiles, StoredTensor
+from engine.models.formats.number_formats import is_packed
 from engine.moe.kernels.bindings import FORMATS, KernelChoice, Matrix, load
 from engine.moe.kernels.layers import LayerExperts, layer_experts, matrix
 from engine.moe.popularity import Popularity

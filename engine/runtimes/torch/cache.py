@@ -8,7 +8,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicLayer, get_layer_types_and_kwargs
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
-from engine.models.sizes import WITHOUT_KEYS
+from engine.models.folders.sizes import WITHOUT_KEYS
 
 BLOCK = 128
 """Minimum number of positions by which a buffer grows."""

@@ -8,7 +8,7 @@ from typing import Any
 from engine.errors import ModelError
 from engine.ipc.messages import Load
 from engine.ipc.progress import ProgressCallback
-from engine.models.opening import open_model
+from engine.models.folders.opening import open_model
 from engine.moe.held import held_by
 from engine.moe.rank_context import RankContext
 from engine.moe.timing import Recorder

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from engine.ipc.messages import Load, ModelFacts
-from engine.models.files import Experts, ModelFiles, whole_weights
-from engine.models.sizes import WITHOUT_KEYS, state_bytes
-from engine.models.weights_name import weights_name
+from engine.models.folders.sizes import WITHOUT_KEYS, state_bytes
+from engine.models.folders.weights_name import weights_name
+from engine.models.formats.model_files import Experts, ModelFiles, whole_weights
 from engine.moe.executor import Executor
 from engine.runtimes.torch.gpu_memory_plan import SharedRoom
 from engine.runtimes.torch.offload.torch_tensors import NAMES

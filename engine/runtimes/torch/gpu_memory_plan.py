@@ -15,8 +15,8 @@ from engine.calibration.calibration_file import calibration_key, load_calibratio
 from engine.errors import ModelError
 from engine.ipc.messages import Load
 from engine.ipc.progress import ProgressCallback
-from engine.models.files import Experts, ModelFiles
-from engine.models.sizes import sizes_of
+from engine.models.folders.sizes import sizes_of
+from engine.models.formats.model_files import Experts, ModelFiles
 from engine.moe.popularity_file import seed_order
 from engine.moe.timing import Recorder
 from engine.planning.calibration import Calibration, guessed, with_trunk_on_host

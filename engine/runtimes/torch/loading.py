@@ -17,9 +17,9 @@ from torch import nn
 
 from engine.errors import ModelError
 from engine.ipc.progress import ProgressCallback
-from engine.models.config_values import without_implementations
-from engine.models.files import ModelFiles, StoredTensor
-from engine.models.quantisation import QUANTISATION_KEYS
+from engine.models.architectures.config_values import without_implementations
+from engine.models.formats.model_files import ModelFiles, StoredTensor
+from engine.models.formats.quantisation import QUANTISATION_KEYS
 from engine.models.wording import shown
 from engine.moe.kernels.bindings import KernelChoice
 from engine.runtimes.torch.offload.torch_tensors import numbers_on

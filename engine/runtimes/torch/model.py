@@ -13,8 +13,8 @@ from torch import nn
 
 from engine.errors import ModelError
 from engine.ipc.messages import ModelFacts
-from engine.models.byte_map import FileMapping
-from engine.models.files import ModelFiles
+from engine.models.formats.byte_map import FileMapping
+from engine.models.formats.model_files import ModelFiles
 from engine.moe.executor import Executor
 from engine.moe.kernels.file_guard import FileGuard
 from engine.moe.popularity import Popularity

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from engine.models.files import Change, StoredTensor
-from engine.models.number_formats import is_packed
+from engine.models.formats.model_files import Change, StoredTensor
+from engine.models.formats.number_formats import is_packed
 from engine.moe.kernels.bindings import FORMATS, KernelChoice, choose, load
 from engine.moe.kernels.layers import matrix, product_error
 from engine.moe.kernels.pool import shared_pool

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from engine.ipc.messages import Load
-from engine.models.files import Experts
+from engine.models.formats.model_files import Experts
 from engine.moe.executor import Executor, LocalExecutor, RingExecutor
 from engine.moe.held import held_by
 from engine.moe.timing import Recorder

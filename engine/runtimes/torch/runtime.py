@@ -12,9 +12,9 @@ import torch
 from engine.errors import ModelError
 from engine.ipc.messages import Load
 from engine.ipc.progress import ProgressCallback
-from engine.models.files import Experts, ModelFiles
-from engine.models.opening import open_model
-from engine.models.sizes import sizes_of
+from engine.models.folders.opening import open_model
+from engine.models.folders.sizes import sizes_of
+from engine.models.formats.model_files import Experts, ModelFiles
 from engine.moe.executor import Executor
 from engine.moe.kernels.cpu_threads import threads_of
 from engine.moe.kernels.file_guard import unchanged

@@ -1,6 +1,6 @@
 /* The number formats of weights: one row for each, of which the numbers, sizes and tables of kernels are made.
 
-   A format's number is its place in PLLM_FORMATS, from 1 on. engine/models/number_formats.py has the same names and
+   A format's number is its place in PLLM_FORMATS, from 1 on. engine/models/formats/number_formats.py has the same names and
    sizes in the same order; the Python side refuses a library that has others. */
 #ifndef PRIVATELLM_FORMATS_H
 #define PRIVATELLM_FORMATS_H

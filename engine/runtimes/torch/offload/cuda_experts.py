@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from engine.models.number_formats import BLOCK_SIDE, BLOCKS, WIDTHS, is_grouped
+from engine.models.formats.number_formats import BLOCK_SIDE, BLOCKS, WIDTHS, is_grouped
 from engine.runtimes.torch.offload.cuda_launcher import Launcher
 from engine.runtimes.torch.offload.devices import SlotLayout, SlotMatrix
 from engine.runtimes.torch.offload.gates import Gate

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from engine.models.number_formats import is_grouped, is_packed, stored_bytes
+from engine.models.formats.number_formats import is_grouped, is_packed, stored_bytes
 from engine.runtimes.torch.offload.gates import FamilyGate
 from engine.runtimes.torch.offload.local_torch import ExpertTensors, expert_tensors
 from engine.runtimes.torch.offload.torch_tensors import stored_dtype
@@ -46,8 +46,8 @@ class Slot:
 @dataclass(frozen=True)
 class SlotMatrix:
     """A matrix or bias inside a slot, in a number format of its own; see
-    :class:`engine.models.byte_map.MatrixPlace`. ``offset`` is counted from the beginning of the slot. ``groups`` are
-    the scales, and then the biases, of a grouped format."""
+    :class:`engine.models.formats.byte_map.MatrixPlace`. ``offset`` is counted from the beginning of the slot.
+    ``groups`` are the scales, and then the biases, of a grouped format."""
 
     format: str
     offset: int
@@ -61,8 +61,8 @@ class SlotMatrix:
 class SlotLayout:
     """What lies where in every slot; the same bytes in the same order as in the host's memory.
 
-    ``matrices`` are named as in :class:`engine.models.files.ExpertWeights`. Only what computes with them looks into
-    their formats: whoever carries a slot carries ``size`` bytes.
+    ``matrices`` are named as in :class:`engine.models.formats.model_files.ExpertWeights`. Only what computes with them
+    looks into their formats: whoever carries a slot carries ``size`` bytes.
     """
 
     size: int

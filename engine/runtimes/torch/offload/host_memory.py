@@ -18,9 +18,9 @@ import torch
 
 from engine.errors import ModelError
 from engine.ipc.progress import ProgressCallback
-from engine.models.byte_map import FileMapping, FileSpan, MatrixPlace
-from engine.models.files import Experts
-from engine.models.mapped_file import SharedMapping
+from engine.models.formats.byte_map import FileMapping, FileSpan, MatrixPlace
+from engine.models.formats.mapped_file import SharedMapping
+from engine.models.formats.model_files import Experts
 from engine.runtimes.torch.offload.devices import HostPiece, SlotLayout, SlotMatrix
 from engine.system.free_memory import memory
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 
 from engine.calibration.disk_rate import notice_beyond_memory
-from engine.models.files import Experts, first_held
-from engine.models.number_formats import is_packed
+from engine.models.formats.model_files import Experts, first_held
+from engine.models.formats.number_formats import is_packed
 from engine.moe.kernels.bindings import KernelChoice, choose
 from engine.moe.kernels.layers import unsupported_reason
 from engine.moe.kernels.pool import physical_cores, shared_pool

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from engine.models.files import Experts
+from engine.models.formats.model_files import Experts
 from engine.moe.kernel_backend import KernelExperts
 from engine.moe.kernels.bindings import KernelChoice
 from engine.moe.kernels.layers import Gate

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import linear, pad
 
-from engine.models.files import Experts, ExpertWeights
+from engine.models.formats.model_files import Experts, ExpertWeights
 from engine.moe.prefetch import ReadAhead
 from engine.runtimes.torch.offload.combining import weighted_sum
 from engine.runtimes.torch.offload.gates import Gate

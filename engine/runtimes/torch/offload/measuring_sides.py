@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from engine.ipc.progress import ProgressCallback
-from engine.models.files import Experts, ExpertWeights
+from engine.models.formats.model_files import Experts, ExpertWeights
 from engine.runtimes.torch.offload.cuda_device import find_gpu
 from engine.runtimes.torch.offload.devices import DeviceError, ExpertDevice, ResidentExpert, said_slower
 from engine.runtimes.torch.offload.gates import Activation, FamilyGate

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.models.files import Experts
+from engine.models.formats.model_files import Experts
 from engine.moe.backend import ExpertBackend, LayerCall
 from engine.moe.expert_parallel import Floats, HostRows, Indices, Routes, Words
 from engine.moe.popularity import Popularity

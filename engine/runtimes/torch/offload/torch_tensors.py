@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from engine.errors import ModelError
-from engine.models.files import Change, StoredTensor
-from engine.models.number_formats import is_packed
+from engine.models.formats.model_files import Change, StoredTensor
+from engine.models.formats.number_formats import is_packed
 from engine.runtimes.torch.offload.torch_unpacking import unpack, unpack_groups
 
 DTYPES: dict[str, torch.dtype] = {

@@ -1,7 +1,7 @@
 """Packed weights as numbers by torch's own operations, on the device that holds the packed bytes.
 
-The blocks are those of :data:`engine.models.number_formats.BLOCKS`, ggml's layouts. The arithmetic is in float32 and in
-the order of ggml's own, so that the values are equal to the bit.
+The blocks are those of :data:`engine.models.formats.number_formats.BLOCKS`, ggml's layouts. The arithmetic is in
+float32 and in the order of ggml's own, so that the values are equal to the bit.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from engine.models.number_formats import BLOCK_SIDE, BLOCKS, GROUPED
+from engine.models.formats.number_formats import BLOCK_SIDE, BLOCKS, GROUPED
 
 _ON_CPU = 1 << 18
 _ON_DEVICE = 1 << 22

@@ -9,7 +9,7 @@
 //
 // unpack<Format, Output>: a whole matrix as numbers, for a product of many tokens.
 //
-// The layouts of blocks are ggml's; see engine/models/number_formats.py. Decoding rounds as torch_unpacking.py does, so
+// The layouts of blocks are ggml's; see engine/models/formats/number_formats.py. Decoding rounds as torch_unpacking.py does, so
 // this is compiled without contracting products and sums; where they may be, fmaf says so. No header is needed, because
 // the compiler in torch's packages comes without any.
 

@@ -1,0 +1,78 @@
+"""Checkpoints of models that also see pictures, of which the language model runs: Qwen 3.5 and 3.6, and Gemma 4.
+
+Their ``config.json`` describes the language model in a section, and its tensors have a prefix. Here they get the
+configuration and the names of the family's language model alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from engine.errors import ModelError
+from engine.models.formats.quantisation import QUANTISATION_KEYS
+from engine.models.formats.safetensors_files import TensorEntry
+
+LANGUAGE_FAMILIES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "gemma4": "gemma4_text"}
+"""The family of the language model, by that of the whole."""
+
+_PREFIXES = (("language_model.model.", "model."), ("model.language_model.", "model."), ("language_model.", ""))
+_OTHERS = tuple(
+    prefix + part
+    for prefix in ("", "model.")
+    for part in ("visual.", "vision_tower.", "embed_vision.", "audio_tower.", "embed_audio.", "multi_modal_projector.")
+)
+"""Beginnings of the names of tensors of pictures and sounds."""
+
+
+def language_only(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of the language model in ``config``; ``config`` itself if it describes nothing else."""
+    family, inner = LANGUAGE_FAMILIES.get(str(config.get("model_type"))), config.get("text_config")
+    if family is None or not isinstance(inner, Mapping):
+        return config
+    found = {key: value for key, value in config.items() if key == "tie_word_embeddings"}
+    found |= {**inner, "model_type": family}
+    for key in QUANTISATION_KEYS:
+        settings = config.get(key)
+        if settings is not None:
+            mapping = isinstance(settings, Mapping)
+            found[key] = {_renamed(name): value for name, value in settings.items()} if mapping else settings
+    return found
+
+
+def language_tensors(
+    headers: dict[str, dict[str, TensorEntry]], config: Mapping[str, Any]
+) -> dict[str, dict[str, TensorEntry]]:
+    """``headers`` (tensors by name, by file name) under the language model's names; as they are for other families than
+    :func:`language_only` knows.
+
+    Raises ModelError if two tensors are the same one of the language model."""
+    if config.get("model_type") not in LANGUAGE_FAMILIES.values():
+        return headers
+    kept: dict[str, dict[str, TensorEntry]] = {file: {} for file in headers}
+    stored: dict[str, str] = {}
+    for file, header in headers.items():
+        for name, entry in header.items():
+            renamed = language_name(name)
+            if renamed is None:
+                continue
+            if renamed in stored:
+                raise ModelError(
+                    f"{file}: tensor {name} holds the same weights of the language model as {stored[renamed]}; "
+                    "fetch the model again."
+                )
+            stored[renamed] = name
+            kept[file][renamed] = entry
+    return kept
+
+
+def language_name(name: str) -> str | None:
+    """The name in the language model of a tensor ``name`` of the whole; None if it is of pictures or sounds."""
+    return None if name.startswith(_OTHERS) else _renamed(name)
+
+
+def _renamed(name: str) -> str:
+    for prefix, instead in _PREFIXES:
+        if name.startswith(prefix):
+            return instead + name.removeprefix(prefix)
+    return name

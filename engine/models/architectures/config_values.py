@@ -1,0 +1,219 @@
+"""Types and bounds of the settings in ``config.json`` that this program or a library computes with.
+
+Files are not trusted. A number in place of a table would raise an exception inside a library, and an unbounded number
+would take unbounded memory or time. Types and bounds are therefore checked once, when the file is read. Settings that
+are not listed are passed on unchanged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from engine.errors import ModelError
+from engine.models.formats.json_files import check_values
+from engine.models.wording import shown
+
+LARGEST = 2**31 - 1
+"""Maximum of any whole number, as the kernels count with 32-bit numbers."""
+
+_Rule = Callable[[Any], str | None]
+"""Function that returns None for a valid value, else what the value must be."""
+
+
+def _whole(least: int) -> _Rule:
+    def rule(value: Any) -> str | None:
+        right = type(value) is int and least <= value <= LARGEST
+        return None if right else f"a whole number from {least} to {LARGEST}"
+
+    return rule
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _number(value: Any) -> str | None:
+    return None if _is_number(value) else "a number"
+
+
+def _positive(value: Any) -> str | None:
+    return None if _is_number(value) and value > 0 else "a number over 0"
+
+
+def _share(value: Any) -> str | None:
+    return None if _is_number(value) and 0 < value <= 1 else "a number over 0, at most 1"
+
+
+def _base(value: Any) -> str | None:
+    return None if _is_number(value) and value > 1 else "a number over 1"
+
+
+def _text(value: Any) -> str | None:
+    return None if isinstance(value, str) else "text"
+
+
+def _one_of(names: str) -> _Rule:
+    known = frozenset(names.split())
+
+    def rule(value: Any) -> str | None:
+        return None if isinstance(value, str) and value in known else f"one of {', '.join(sorted(known))}"
+
+    return rule
+
+
+def _flag(value: Any) -> str | None:
+    return None if isinstance(value, bool) else "true or false"
+
+
+def _table(value: Any) -> str | None:
+    return None if isinstance(value, Mapping) else "a table of settings"
+
+
+def _list_of(rule: _Rule, what: str) -> _Rule:
+    def of(value: Any) -> str | None:
+        return None if isinstance(value, list) and all(rule(item) is None for item in value) else f"a list of {what}"
+
+    return of
+
+
+def _tokens(value: Any) -> str | None:
+    ids = value if isinstance(value, list) else [value]
+    right = all(type(number) is int and -1 <= number <= LARGEST for number in ids)
+    return None if right else "a token id or a list of them"
+
+
+def _rules(rule: _Rule, keys: str) -> dict[str, _Rule]:
+    return dict.fromkeys(keys.split(), rule)
+
+
+_RULES: dict[str, _Rule] = {
+    **_rules(
+        _whole(1),
+        "hidden_size intermediate_size intermediate_size_mlp moe_intermediate_size shared_expert_intermediate_size "
+        "num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size max_position_embeddings "
+        "num_experts num_local_experts n_routed_experts num_experts_per_tok experts_per_token num_selected_experts "
+        "moe_k d_model n_heads n_layers max_seq_len kv_n_heads ffn_hidden_size moe_num_experts moe_top_k "
+        "decoder_sparse_step interleave_moe_layer_step n_group topk_group kv_lora_rank q_lora_rank qk_rope_head_dim "
+        "linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads "
+        "conv_L_cache global_head_dim num_global_key_value_heads top_k_experts "
+        "qk_nope_head_dim v_head_dim block_size original_max_position_embeddings attention_chunk_size",
+    ),
+    **_rules(
+        _whole(0),
+        "sliding_window max_window_layers first_k_dense_replace num_dense_layers n_shared_experts "
+        "num_nextn_predict_layers num_kv_shared_layers hidden_size_per_layer_input",
+    ),
+    **_rules(
+        _number,
+        "attention_multiplier embedding_multiplier residual_multiplier logits_scaling routed_scaling_factor clip_qkv "
+        "swiglu_alpha swiglu_limit mscale mscale_all_dim attn_scale floor_scale attention_dropout initializer_range "
+        "router_jitter_noise input_jitter_noise",
+    ),
+    **_rules(
+        _positive,
+        "rms_norm_eps norm_eps factor low_freq_factor high_freq_factor beta_fast beta_slow attention_factor "
+        "final_logit_softcapping",
+    ),
+    "partial_rotary_factor": _share,
+    "rope_theta": _base,
+    **_rules(_text, "model_type type topk_method scoring_func"),
+    **_rules(
+        _one_of(
+            "gelu gelu_10 gelu_accurate gelu_fast gelu_new gelu_python gelu_python_tanh gelu_pytorch_tanh hardswish "
+            "laplace leaky_relu linear mish prelu quick_gelu relu relu2 relu6 sigmoid silu sqrtsoftplus swish tanh "
+            "xielu"
+        ),
+        "hidden_act hidden_activation",
+    ),
+    "rope_type": _one_of("default dynamic linear llama3 longrope mrope proportional su yarn"),
+    **_rules(
+        _flag,
+        "tie_word_embeddings attention_bias mlp_bias qkv_bias norm_topk_prob use_sliding_window rope_interleave "
+        "lm_head_bias use_qk_norm use_expert_bias conv_bias tie_embedding attention_k_eq_v "
+        "enable_moe_block use_double_wide_mlp truncate",
+    ),
+    **_rules(_table, "per_layer_config rope_parameters rope_scaling text_config attn_config ffn_config ffn_act_fn"),
+    **_rules(_list_of(_text, "names"), "layer_types mlp_layer_types architectures"),
+    **_rules(_list_of(_number, "numbers"), "long_factor short_factor"),
+    **_rules(_list_of(_whole(0), "layers"), "mlp_only_layers moe_layers no_rope_layers"),
+    **_rules(_tokens, "bos_token_id eos_token_id pad_token_id"),
+}
+_SECTIONS = ("text_config", "attn_config", "ffn_config", "ffn_act_fn", "rope_parameters", "rope_scaling")
+_NEVER_NULL = ("hidden_act", "rope_type", "max_position_embeddings", "max_seq_len", "num_attention_heads", "vocab_size")
+_ROTARY = ("rope_parameters", "rope_scaling")
+
+_CODE = ("auto_map", "model_file", "kernel_config", "custom_pipelines", "custom_generate")
+"""Settings that name code to be run."""
+_IMPLEMENTATIONS = (
+    "attn_implementation",
+    "_attn_implementation",
+    "_attn_implementation_internal",
+    "experts_implementation",
+    "_experts_implementation",
+    "_experts_implementation_internal",
+    "use_kernels",
+)
+"""Settings that choose implementations, possibly with downloaded code. They are removed."""
+
+
+def check_config(config: dict[str, Any], name: str) -> None:
+    """Raises ModelError naming the first setting of ``config`` that cannot be, with its value, or that names code.
+
+    ``name`` is the file's.
+    """
+    check_values(config, name)
+    _refuse_code(config, name, "")
+    _check_section(config, name, "")
+
+
+def without_implementations(config: Mapping[str, Any]) -> dict[str, Any]:
+    """``config`` without settings that choose implementations, which this program decides."""
+    return {
+        key: without_implementations(value) if isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if key not in _IMPLEMENTATIONS
+    }
+
+
+def _check_section(section: Mapping[str, Any], name: str, where: str) -> None:
+    for key, value in section.items():
+        rule = _RULES.get(key)
+        # A null means the library's default.
+        wanted = None if rule is None or (value is None and key not in _NEVER_NULL) else rule(value)
+        if wanted is not None:
+            raise ModelError(
+                f"{name} gives {shown(value)} for {where}{shown(key)}, which must be {wanted}; fetch the model again."
+            )
+        # Rotary settings may be given for each type of layer.
+        if isinstance(value, Mapping) and (key in _SECTIONS or any(each in where for each in _ROTARY)):
+            _check_section(value, name, f"{where}{key}.")
+    layers, types = section.get("num_hidden_layers"), section.get("layer_types")
+    if layers is not None and types is not None and len(types) != layers:
+        raise ModelError(
+            f"{name} gives {len(types)} entries for {where}layer_types and {layers} layers, which do not fit together; "
+            "fetch the model again."
+        )
+
+
+def _refuse_code(section: Mapping[str, Any], name: str, where: str) -> None:
+    for key, value in section.items():
+        if key in _CODE and value:
+            raise ModelError(
+                f"{name} asks for code from its repository ({where}{key}), which is never run; use a copy of the model "
+                f"in transformers' own format, or, if the code is only the family's original, delete {key} from it."
+            )
+        if key in _IMPLEMENTATIONS and _names_a_repository(value):
+            raise ModelError(
+                f"{name} asks for code from a repository ({where}{key}: {shown(value)}), which is never run; "
+                f"delete {key} from it."
+            )
+        if isinstance(value, Mapping):
+            _refuse_code(value, name, f"{where}{shown(key)}.")
+
+
+def _names_a_repository(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_names_a_repository, value.values()))
+    return isinstance(value, str) and any(mark in value for mark in "/:@\\")

@@ -1,0 +1,122 @@
+"""GGUF files of DeepSeek's kind (deepseek2), whose attention keeps latents: DeepSeek V2 and V3, GLM-4.7-Flash.
+
+Newer files have the projection of latents in two tensors, of keys and of values, one matrix for each head; that of the
+keys is transposed, so that queries can be multiplied by it instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from engine.errors import ModelError
+from engine.models.architectures.gguf_metadata import Metadata, NamedTensor
+from engine.models.formats.gguf_file import GgufFile
+
+Kind = Literal["deepseek_v2", "deepseek_v3", "glm4_moe_lite"]
+"""transformers' families whose files call themselves deepseek2."""
+
+_SOFTMAX, _SIGMOID = 1, 2
+_GLM_VOCABULARY = 154880
+"""Tokens of GLM-4.7-Flash; its files do not say that its router is one of sigmoids."""
+_GLM_SPLITS = ("glm4", "chatglm-bpe")
+
+
+def kind_of(gguf: GgufFile) -> Kind:
+    """The family of a file. Raises ModelError if its router is of an unknown kind."""
+    tokens = gguf.metadata.get("tokenizer.ggml.tokens")
+    of_glm = gguf.metadata.get("tokenizer.ggml.pre") in _GLM_SPLITS
+    stated = Metadata(gguf).get("expert_gating_func", 0)
+    if stated == 0:
+        stated = _SIGMOID if isinstance(tokens, list) and len(tokens) == _GLM_VOCABULARY else _SOFTMAX
+    if stated not in (_SOFTMAX, _SIGMOID):
+        raise ModelError(f"{gguf.path} routes by the function {stated}, which is not supported; use another model.")
+    if stated == _SOFTMAX:
+        return "deepseek_v2"
+    return "glm4_moe_lite" if of_glm else "deepseek_v3"
+
+
+def settings(metadata: Metadata) -> dict[str, Any]:
+    """The part of ``config.json`` that these families have in common. Raises ModelError for a number that is missing
+    or impossible."""
+    heads, rotated = metadata.number("attention.head_count"), metadata.number("rope.dimension_count")
+    split = metadata.has("attention.key_length_mla")
+    keys = metadata.number("attention.key_length_mla" if split else "attention.key_length")
+    values = metadata.number("attention.value_length_mla" if split else "attention.value_length")
+    layers = metadata.number("block_count") - metadata.number("nextn_predict_layers", 0)
+    return {
+        "num_hidden_layers": layers,
+        "num_key_value_heads": heads,
+        "head_dim": rotated,
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": keys - rotated,
+        "v_head_dim": values,
+        "kv_lora_rank": metadata.number("attention.kv_lora_rank"),
+        "q_lora_rank": metadata.number("attention.q_lora_rank", 0) or None,
+        "n_routed_experts": metadata.number("expert_count"),
+        "num_experts_per_tok": metadata.number("expert_used_count"),
+        "moe_intermediate_size": metadata.number("expert_feed_forward_length"),
+        "n_shared_experts": metadata.number("expert_shared_count"),
+        "routed_scaling_factor": metadata.short_real("expert_weights_scale", 1.0),
+        "norm_topk_prob": bool(metadata.get("expert_weights_norm", False)),
+        "n_group": metadata.number("expert_group_count", 1),
+        "topk_group": metadata.number("expert_group_used_count", 1),
+        "first_k_dense_replace": metadata.number("leading_dense_block_count", 0),
+    }
+
+
+def softmax_settings(metadata: Metadata) -> dict[str, Any]:
+    """As :func:`settings`, of DeepSeek V2. Raises ModelError if the weights of experts would have to be normalised,
+    which transformers does not do in this family."""
+    found = settings(metadata)
+    if found["norm_topk_prob"]:
+        raise ModelError(
+            "The GGUF normalises the weights of experts that a softmax gave, which no model of deepseek_v2 does; use "
+            "another file of this model."
+        )
+    return found | {"topk_method": "group_limited_greedy" if found["n_group"] > 1 else "greedy"}
+
+
+def glm_settings(metadata: Metadata) -> dict[str, Any]:
+    """As :func:`settings`, of GLM-4.7-Flash, whose configuration names the kind of every layer."""
+    found = settings(metadata)
+    dense, layers = found.pop("first_k_dense_replace"), found["num_hidden_layers"]
+    return found | {"mlp_layer_types": ["dense" if layer < dense else "sparse" for layer in range(layers)]}
+
+
+def yarn(metadata: Metadata) -> dict[str, Any]:
+    """What yarn multiplies attention by: files hold a tenth of it."""
+    factor = metadata.short_real("rope.scaling.yarn_log_multiplier", 0.0)
+    both = round(10 * factor, 6)
+    return {"mscale": both, "mscale_all_dim": both} if both else {}
+
+
+def attention_shapes(gguf: GgufFile, config: Mapping[str, Any], here: str, there: str) -> Iterator[NamedTensor]:
+    """The tensors of a layer's attention, the layer's norm left out."""
+    hidden, heads, latents = config["hidden_size"], config["num_attention_heads"], config["kv_lora_rank"]
+    rotated, plain, values = config["qk_rope_head_dim"], config["qk_nope_head_dim"], config["v_head_dim"]
+    prefix = there + "self_attn."
+    for source, name, shape in (
+        *_queries(config),
+        ("attn_kv_a_mqa", "kv_a_proj_with_mqa", (latents + rotated, hidden)),
+        ("attn_kv_a_norm", "kv_a_layernorm", (latents,)),
+        ("attn_output", "o_proj", (hidden, heads * values)),
+    ):
+        yield NamedTensor.whole(f"{here}{source}.weight", f"{prefix}{name}.weight", shape)
+    if f"{here}attn_kv_b.weight" in gguf.tensors:
+        whole = (heads * (plain + values), latents)
+        yield NamedTensor.whole(f"{here}attn_kv_b.weight", f"{prefix}kv_b_proj.weight", whole)
+        return
+    for source, name, each in (("attn_k_b", "k_b_proj", (latents, plain)), ("attn_v_b", "v_b_proj", (values, latents))):
+        yield NamedTensor.whole(f"{here}{source}.weight", f"{prefix}{name}.weight", (heads, *each))
+
+
+def _queries(config: Mapping[str, Any]) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    hidden, rank = config["hidden_size"], config["q_lora_rank"]
+    rows = config["num_attention_heads"] * (config["qk_nope_head_dim"] + config["qk_rope_head_dim"])
+    if rank is None:
+        yield "attn_q", "q_proj", (rows, hidden)
+        return
+    yield "attn_q_a", "q_a_proj", (rank, hidden)
+    yield "attn_q_a_norm", "q_a_layernorm", (rank,)
+    yield "attn_q_b", "q_b_proj", (rows, rank)

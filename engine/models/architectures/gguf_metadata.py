@@ -1,0 +1,99 @@
+"""The numbers that the metadata of a GGUF file gives of its model, checked as they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from engine.errors import ModelError
+from engine.models.architectures.config_values import LARGEST
+from engine.models.architectures.families import MOST_LAYERS
+from engine.models.formats.gguf_file import GgufFile
+from engine.models.wording import shown
+
+Shape = tuple[int, ...]
+
+_LARGEST = {"block_count": MOST_LAYERS}
+"""Largest values of numbers whose limit differs from the general one."""
+
+
+@dataclass(frozen=True)
+class NamedTensor:
+    """A tensor of the checkpoint: rows ``first`` to ``first + rows`` of the file's tensor ``source``, all of them if
+    ``rows`` is None. ``shape`` is the checkpoint's, ``stored`` that of the whole tensor in the file."""
+
+    source: str
+    name: str
+    shape: Shape
+    stored: Shape
+    first: int = 0
+    rows: int | None = None
+
+    @classmethod
+    def whole(cls, source: str, name: str, shape: Shape) -> NamedTensor:
+        """A tensor that has the same shape in the file and in the checkpoint."""
+        return cls(source, name, shape, shape)
+
+
+def projections(
+    gguf: GgufFile, merged: str, each: Iterable[tuple[str, str, int]], columns: Shape
+) -> Iterator[NamedTensor]:
+    """(name in the file, name in the checkpoint, rows) of ``each`` projection of the same input; some files hold them
+    one below the other in the tensor ``merged``."""
+    each = tuple(each)
+    rows_of_all, first = sum(rows for _, _, rows in each), 0
+    for source, name, rows in each:
+        if merged in gguf.tensors:
+            yield NamedTensor(merged, name, (rows, *columns), (rows_of_all, *columns), first, rows)
+        else:
+            yield NamedTensor.whole(source, name, (rows, *columns))
+        first += rows
+
+
+class Metadata:
+    """The numbers of a file's own architecture, checked as they are read."""
+
+    def __init__(self, gguf: GgufFile) -> None:
+        self._gguf = gguf
+
+    @property
+    def file(self) -> GgufFile:
+        return self._gguf
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self._gguf.metadata.get(f"{self._gguf.metadata['general.architecture']}.{key}", default)
+
+    def has(self, key: str) -> bool:
+        return self.get(key) is not None
+
+    def number(self, key: str, default: int | None = None) -> int:
+        """Raises ModelError if it is missing without a default, or impossible."""
+        value = self.get(key, default)
+        if isinstance(value, list) and value and len(set(value)) == 1:
+            value = value[0]
+        most = _LARGEST.get(key, LARGEST)
+        if type(value) is not int or not (0 < value <= most or value == default == 0):
+            raise ModelError(
+                f"{self._gguf.path} is damaged: its {key} is {shown(value)}, not a whole number from 1 to {most}; "
+                "download it again."
+            )
+        return value
+
+    def real(self, key: str, default: float) -> float:
+        """Raises ModelError if it is not a positive number."""
+        if not self.has(key):
+            return default
+        value = self.get(key)
+        if not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise ModelError(
+                f"{self._gguf.path} is damaged: its {key} is {shown(value)}, not a positive number; download it again."
+            )
+        return float(value)
+
+    def short_real(self, key: str, default: float) -> float:
+        """As :meth:`real`: the number of fewest digits that is the same in float32, as files store it, so 1e-6 and not
+        9.99999997e-07."""
+        return float(str(np.float32(self.real(key, default))))

@@ -1,0 +1,191 @@
+"""The tensors of a GGUF file under the names that a checkpoint of transformers gives them, and where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from engine.errors import ModelError
+from engine.models.architectures.families import FAMILIES, expert_shape
+from engine.models.architectures.gguf_architectures import Architecture, tensor_of
+from engine.models.architectures.gguf_metadata import Metadata, NamedTensor, Shape, projections
+from engine.models.formats.gguf_file import GgufFile, GgufTensor
+from engine.models.formats.number_formats import BLOCKS, stored_bytes
+from engine.models.formats.safetensors_files import TensorEntry
+from engine.models.wording import shown
+
+_PLAIN = ("F32", "F16", "BF16")
+_IGNORED = frozenset({"rope_freqs.weight"})
+"""Tensors whose content is in the configuration."""
+_MOST_AHEAD = 8
+"""Maximum blocks that predict several tokens; models have one."""
+
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names of the number of experts."""
+
+
+def entries_of(
+    gguf: GgufFile, architecture: Architecture, config: Mapping[str, Any]
+) -> dict[str, dict[str, TensorEntry]]:
+    """The checkpoint's tensors by file name, in the order of the architecture.
+
+    Raises ModelError naming the first tensor that is missing, unknown, of a wrong shape, or in a format that cannot be
+    read.
+    """
+    entries: dict[str, dict[str, TensorEntry]] = {path.name: {} for path in gguf.paths}
+    left = {name for name in gguf.tensors if name not in _IGNORED and not _predicts_ahead(gguf, name, config)}
+    for wanted in named_tensors(gguf, architecture, config):
+        # The first missing tensor ends this, as a file may claim any number of layers.
+        tensor = tensor_of(gguf, wanted.source)
+        if _without_ones(tensor.shape) != _without_ones(wanted.stored):
+            raise ModelError(
+                f"{gguf.path} is damaged: its tensor {wanted.source} has the shape {list(tensor.shape)}, not "
+                f"{list(wanted.stored)}; download it again."
+            )
+        entries[gguf.paths[tensor.part].name][wanted.name] = _entry(gguf, tensor, wanted)
+        left.discard(wanted.source)
+    if left:
+        raise ModelError(
+            f"{gguf.path} holds the tensor {shown(min(left))}, which no {architecture.family} model known here has; "
+            "use another file of this model."
+        )
+    return entries
+
+
+def _without_ones(shape: Shape) -> Shape:
+    """``shape`` without the outermost dimensions of one, of which files have any number: ggml's tensors all have four
+    dimensions, and writers differ in how many they name."""
+    return next((shape[place:] for place, size in enumerate(shape) if size != 1), ())
+
+
+def unread_entries(gguf: GgufFile) -> Iterator[tuple[str, str, TensorEntry]]:
+    """Name, file name and place of the tensors whose content is in the configuration. No runtime reads them, but a copy
+    of the file has them."""
+    for name in sorted(_IGNORED & gguf.tensors.keys()):
+        tensor = gguf.tensors[name]
+        stop = tensor.offset + tensor.nbytes
+        yield name, gguf.paths[tensor.part].name, TensorEntry(tensor.format, tensor.shape, tensor.offset, stop)
+
+
+def _predicts_ahead(gguf: GgufFile, name: str, config: Mapping[str, Any]) -> bool:
+    """Whether a tensor is of the blocks after the last layer, which predict several tokens and are not used."""
+    if not Metadata(gguf).get("nextn_predict_layers"):
+        return False
+    return any(name.startswith(f"blk.{config['num_hidden_layers'] + extra}.") for extra in range(_MOST_AHEAD))
+
+
+def _entry(gguf: GgufFile, tensor: GgufTensor, wanted: NamedTensor) -> TensorEntry:
+    number_format = tensor.format
+    if number_format not in BLOCKS and number_format not in _PLAIN:
+        raise ModelError(
+            f"{gguf.path}: tensor {shown(tensor.name)} is stored as {number_format}, which cannot be run; use a "
+            f"Q4_K_M, Q5_K_M, Q6_K or Q8_0 file of this model (formats that run: {', '.join((*BLOCKS, *_PLAIN))})."
+        )
+    start = tensor.offset + stored_bytes(number_format, (wanted.first, *wanted.shape[1:]))
+    return TensorEntry(number_format, wanted.shape, start, start + stored_bytes(number_format, wanted.shape))
+
+
+def named_tensors(gguf: GgufFile, architecture: Architecture, config: Mapping[str, Any]) -> Iterator[NamedTensor]:
+    """The tensors that a model of ``architecture`` has, in the layout that ``gguf`` has chosen for each."""
+    for tensor in _usually_named(gguf, architecture, config):
+        name = tensor.name
+        for usual, here in architecture.names.items():
+            name = name.replace(usual, here)
+        yield tensor if name == tensor.name else replace(tensor, name=name)
+
+
+def _usually_named(gguf: GgufFile, architecture: Architecture, config: Mapping[str, Any]) -> Iterator[NamedTensor]:
+    hidden, vocabulary = config["hidden_size"], config["vocab_size"]
+    yield NamedTensor.whole("token_embd.weight", "model.embed_tokens.weight", (vocabulary, hidden))
+    routed = expert_shape(config, FAMILIES[config["model_type"]])
+    layers_with_experts = frozenset(() if routed is None else routed.layers)
+    for layer in range(config["num_hidden_layers"]):
+        here, there = f"blk.{layer}.", f"model.layers.{layer}."
+        yield NamedTensor.whole(here + "attn_norm.weight", there + "input_layernorm.weight", (hidden,))
+        if architecture.mixer is not None and _is_mixed(architecture, config, layer):
+            yield from architecture.mixer(gguf, config, here, there)
+        else:
+            yield from _attention(gguf, architecture, config, here, there)
+        norm = "post_attention_norm" if here + "post_attention_norm.weight" in gguf.tensors else "ffn_norm"
+        yield NamedTensor.whole(f"{here}{norm}.weight", there + "post_attention_layernorm.weight", (hidden,))
+        if layer in layers_with_experts:
+            yield from _experts(gguf, architecture, config, here, there)
+        else:
+            yield from _feed_forward(here + "ffn_{}.weight", there + "mlp.", config["intermediate_size"], hidden)
+    yield NamedTensor.whole(architecture.final_norm, "model.norm.weight", (hidden,))
+    if not config["tie_word_embeddings"]:
+        yield NamedTensor.whole("output.weight", "lm_head.weight", (vocabulary, hidden))
+
+
+def _is_mixed(architecture: Architecture, config: Mapping[str, Any], layer: int) -> bool:
+    return not architecture.mixed_layers or config["layer_types"][layer] == architecture.mixed_layers
+
+
+def _attention(
+    gguf: GgufFile, architecture: Architecture, config: Mapping[str, Any], here: str, there: str
+) -> Iterator[NamedTensor]:
+    hidden, size = config["hidden_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
+    attention = there + "self_attn."
+    gated = 2 * queries if architecture.gated_queries else queries
+    for kind, columns in (("weight", (hidden,)), ("bias", ())):
+        if kind == "bias" and architecture.biases == "none":
+            continue
+        each = (
+            (f"{here}attn_{short}.{kind}", f"{attention}{short}_proj.{kind}", rows)
+            for short, rows in (("q", gated), ("k", keys), ("v", keys))
+        )
+        yield from projections(gguf, f"{here}attn_qkv.{kind}", each, columns)
+    if architecture.head_norm in ("per-head", "whole") or config.get("use_qk_norm"):
+        whole = architecture.head_norm == "whole"
+        yield NamedTensor.whole(here + "attn_q_norm.weight", attention + "q_norm.weight", (queries if whole else size,))
+        yield NamedTensor.whole(here + "attn_k_norm.weight", attention + "k_norm.weight", (keys if whole else size,))
+    yield NamedTensor.whole(here + "attn_output.weight", attention + "o_proj.weight", (hidden, queries))
+    if architecture.biases == "all":
+        yield NamedTensor.whole(here + "attn_output.bias", attention + "o_proj.bias", (hidden,))
+    if architecture.sinks:
+        yield NamedTensor.whole(here + "attn_sinks.weight", attention + "sinks", (config["num_attention_heads"],))
+
+
+def _feed_forward(source: str, prefix: str, ffn: int, hidden: int) -> Iterator[NamedTensor]:
+    for short, shape in (("gate", (ffn, hidden)), ("up", (ffn, hidden)), ("down", (hidden, ffn))):
+        yield NamedTensor.whole(source.format(short), f"{prefix}{short}_proj.weight", shape)
+
+
+def _experts(
+    gguf: GgufFile, architecture: Architecture, config: Mapping[str, Any], here: str, there: str
+) -> Iterator[NamedTensor]:
+    hidden = config["hidden_size"]
+    count = next(config[key] for key in _COUNTS if config.get(key))
+    ffn = config.get("moe_intermediate_size") or config["intermediate_size"]
+    yield NamedTensor.whole(here + "ffn_gate_inp.weight", there + architecture.router, (count, hidden))
+    if architecture.router_bias:
+        yield NamedTensor.whole(here + "exp_probs_b.bias", there + architecture.router_bias, (count,))
+    shapes = {"gate": (ffn, hidden), "up": (ffn, hidden), "down": (hidden, ffn)}
+    if here + "ffn_gate.0.weight" in gguf.tensors:  # files of before 2024 have one tensor for each expert
+        for expert in range(count):
+            for short, shape in shapes.items():
+                name = f"{there}mlp.experts.{expert}.{short}_proj.weight"
+                yield NamedTensor.whole(f"{here}ffn_{short}.{expert}.weight", name, shape)
+    else:
+        fused = here + "ffn_gate_up_exps.weight" in gguf.tensors
+        stacked = {"gate_up": (2 * ffn, hidden), "down": shapes["down"]} if fused else shapes
+        for short, shape in stacked.items():
+            name = f"ffn_{short}_exps.weight"
+            yield NamedTensor.whole(here + name, there + name, (count, *shape))
+    if architecture.biases == "all":
+        bias = there + architecture.router.removesuffix("weight") + "bias"
+        yield NamedTensor.whole(here + "ffn_gate_inp.bias", bias, (count,))
+        for short, (rows, _) in shapes.items():
+            name = f"ffn_{short}_exps.bias"
+            yield NamedTensor.whole(here + name, there + name, (count, rows))
+    if architecture.shared_expert == "plain":
+        shared, prefix = ffn * config["n_shared_experts"], there + "mlp.shared_experts."
+        yield from _feed_forward(here + "ffn_{}_shexp.weight", prefix, shared, hidden)
+    if architecture.shared_expert == "gated":
+        shared = config["shared_expert_intermediate_size"]
+        yield NamedTensor.whole(
+            here + "ffn_gate_inp_shexp.weight", there + "mlp.shared_expert_gate.weight", (1, hidden)
+        )
+        yield from _feed_forward(here + "ffn_{}_shexp.weight", there + "mlp.shared_expert.", shared, hidden)

@@ -1,0 +1,1 @@
+"""Model folders: opening, sizes, layout, shards, preparing."""

@@ -1,0 +1,439 @@
+"""The sizes of a model, from its files' headers and its ``config.json``, without reading weights or using torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from engine.errors import ModelError
+from engine.models.architectures.families import (
+    check_supported,
+    expert_shape,
+    language_config,
+    layer_count,
+    layer_kinds,
+    stated_experts_per_token,
+)
+from engine.models.folders.weight_layout import WeightLayout
+from engine.models.formats.model_files import ModelFiles, whole_bytes, whole_weights
+from engine.models.formats.number_formats import BLOCKS, is_packed, stored_bytes
+from engine.models.wording import shown
+from engine.planning.prediction import ModelSizes
+
+_WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
+_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_SHARED = frozenset(("shared_expert", "shared_experts", "shared_expert_gate"))
+"""Parts of the names of shared experts, which a ring computes during the exchange."""
+WITHOUT_KEYS = frozenset(("linear_attention", "conv"))
+"""Types of layers that keep a state of fixed size instead of keys and values."""
+STATE_COLUMNS = 32
+"""Columns of a delta-net's state that lie together in the native runtime (PLLM_STATE_COLUMNS)."""
+_FEW = 2
+"""Default experts per token if ``config.json`` gives none, as in the commonest family."""
+
+
+@dataclass(frozen=True)
+class TrunkSize:
+    """Bytes, or numbers, of the trunk; of those, an embedding that is not the head, and shared experts."""
+
+    total: int = 0
+    embedding: int = 0
+    shared: int = 0
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes that loading and running a model need. Bytes are for computing in ``dtype``; packed weights and experts
+    stay as stored. :meth:`for_runtime` is exact for one runtime."""
+
+    family: str
+    dtype: str
+    """``bfloat16`` or ``float32``: the requested one, else that of most of the stored model."""
+    stored: str
+    """Dtype or packed format of most of the stored model."""
+    layers: int
+    moe_layers: int
+    experts: int
+    experts_per_token: int
+    hidden: int
+    ffn: int
+    """Inner size of a routed expert, or of the dense layers."""
+    vocabulary: int
+    context_limit: int
+    trunk_bytes: int
+    embedding_bytes: int
+    """Bytes of the embedding, of which a token reads only one row; 0 if the embedding is also the head."""
+    expert_bytes: int
+    key_value_bytes_per_token: int
+    state_bytes: int = 0
+    """Bytes of what a row keeps besides, whatever its length: the states of delta-nets."""
+    padded_state_bytes: int = 0
+    """As ``state_bytes``, in native's blocks of columns."""
+    windowed_bytes_per_token: int = 0
+    """Of ``key_value_bytes_per_token``, those of layers with a sliding window, which mlx drops in part."""
+    window: int = 0
+    """Tokens that such layers see."""
+    head_width: int = 0
+    """Numbers of a key or value of one head; 0: they cannot be kept in 8 bits."""
+    shared_bytes: int = 0
+    """Bytes of the shared experts, which are part of the trunk and are run for every token."""
+    expert_weights: int = 0
+    """Number of weights of the routed experts, whatever bytes they take; 0: as many as of the computed width."""
+    experts_are_packed: bool = False
+    """Whether an expert is unpacked where the native kernels do not run it."""
+    largest_expert_bytes: int = 0
+    """The largest expert; layers may store theirs in different formats."""
+    trunk_stored: TrunkSize = TrunkSize()
+    """Bytes of the trunk in the files."""
+    trunk_numbers: TrunkSize | None = None
+    """Numbers of the trunk; None if the runtime for these files never converts it."""
+    trunk_packed: TrunkSize = TrunkSize()
+    """Bytes of the trunk's packed matrices."""
+    trunk_plain: TrunkSize = TrunkSize()
+    """Numbers of the trunk's other tensors."""
+    native_copies: int = 0
+    """Bytes of the trunk's matrices that native copies because of the order in which they are stored."""
+    trunk_is_mapped: bool = False
+    """Whether the runtime reads the trunk in the files."""
+
+    @property
+    def width(self) -> int:
+        """Bytes of one number in ``dtype``."""
+        return _WIDTHS.get(self.dtype, 2)
+
+    def for_runtime(self, runtime: str, on_gpu: bool = False, key_values: str = "auto") -> Sizes:
+        """These sizes with trunk, states, keys and values as ``runtime`` keeps them. ``key_values`` as in
+        :class:`engine.ipc.messages.LoadOptions`: only native keeps them in 8 bits.
+
+        The trunk: native reads it where it is stored, and computes in
+        bfloat16 with weights stored as float16. torch converts it to ``dtype``, but for packed tensors of a trunk that
+        computes in bfloat16 on a CPU."""
+        packs = key_values == "q8_0" and self.head_width > 0 and self.head_width % BLOCKS["Q8_0"][0] == 0
+        if packs and runtime == "native":
+            heads = self.key_value_bytes_per_token // self.width // self.head_width
+            found = replace(self, key_value_bytes_per_token=heads * stored_bytes("Q8_0", (self.head_width,)))
+            return found.for_runtime(runtime, on_gpu)
+        if self.trunk_numbers is None or runtime not in ("native", "torch"):
+            return self
+        trunk, width, packed, dtype = self.trunk_numbers, self.width, TrunkSize(), self.dtype
+        states = self.state_bytes
+        if runtime == "native":
+            trunk, width, states = self.trunk_stored, 1, self.padded_state_bytes
+            dtype = "bfloat16" if dtype == "float16" else dtype
+        elif dtype == "bfloat16" and not on_gpu:
+            trunk, packed = self.trunk_plain, self.trunk_packed
+        return replace(
+            self,
+            dtype=dtype,
+            trunk_bytes=packed.total + trunk.total * width + (self.native_copies if runtime == "native" else 0),
+            embedding_bytes=packed.embedding + trunk.embedding * width,
+            shared_bytes=packed.shared + trunk.shared * width,
+            state_bytes=states,
+            trunk_is_mapped=runtime == "native",
+        )
+
+    def for_planning(self, name: str = "", bytes_per_weight: int | None = None) -> ModelSizes:
+        """The planner's sizes. ``bytes_per_weight`` is for a runtime that computes with another width."""
+        return ModelSizes(
+            name=name,
+            layers=self.layers,
+            moe_layers=self.moe_layers,
+            experts=self.experts,
+            experts_per_token=self.experts_per_token,
+            hidden=self.hidden,
+            trunk_bytes=self.trunk_bytes,
+            expert_bytes=self.expert_bytes,
+            key_value_bytes_per_token=self.key_value_bytes_per_token,
+            state_bytes=self.state_bytes,
+            bytes_per_weight=self.width if bytes_per_weight is None else bytes_per_weight,
+            shared_bytes=self.shared_bytes,
+            expert_weights=self.expert_weights,
+            trunk_weights=0 if self.trunk_numbers is None else self.trunk_numbers.total,
+            trunk_stored_bytes=self.trunk_stored.total,
+            unpacks_experts=self.experts_are_packed,
+            largest_slab_bytes=self.largest_expert_bytes,
+            embedding_bytes=self.embedding_bytes,
+            trunk_is_mapped=self.trunk_is_mapped,
+        )
+
+
+@dataclass(frozen=True)
+class _Trunk:
+    """Its commonest dtype, its bytes as stored, and its numbers; None if they are not known."""
+
+    stored: str
+    nbytes: TrunkSize
+    numbers: TrunkSize | None
+    packed: TrunkSize
+    """Bytes of packed matrices."""
+    plain: TrunkSize
+    """Numbers of the others."""
+    copied: int = 0
+    """Bytes that native copies of it."""
+
+
+class _Stored(Protocol):
+    """Of a tensor."""
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class _Routed:
+    """The routed experts: layers that have them, experts per layer, bytes of all, the format of most, the number of
+    their weights, 0 if that is unknown, and the bytes of the largest, 0 if all are alike."""
+
+    layers: int
+    count: int
+    nbytes: int
+    dtype: str
+    weights: int = 0
+    largest: int = 0
+
+
+def sizes_of(files: ModelFiles, dtype: str = "auto") -> Sizes:
+    """Raises ModelError if ``config.json`` does not give a size, naming it."""
+    experts = files.experts
+    routed = None
+    if experts is not None:
+        routed = _Routed(
+            layers=len(experts.layers),
+            count=experts.count,
+            nbytes=whole_bytes(experts),
+            dtype=experts.dtype,
+            weights=whole_weights(experts),
+            largest=max((experts.place(layer, 0).weight_bytes for layer in experts.layers), default=0),
+        )
+    return _sizes(files.config, _trunk(files.trunk(), files.config), routed, dtype)
+
+
+def sizes_in_library(layout: WeightLayout, dtype: str = "auto") -> Sizes:
+    """The sizes of a folder that mlx-lm wrote. Quantised weights stay as stored.
+
+    Raises ModelError.
+    """
+    entries = [(name, entry) for piece in layout.trunk for name, _, entry in piece]
+    trunk = _trunk(entries, layout.config)
+    # Norms are never quantised: the library computes in their dtype.
+    norm = next((entry.dtype for name, entry in entries if name.endswith("norm.weight")), "BF16")
+    nbytes = layout.expert_bytes * len(layout.experts)
+    routed = _Routed(len(layout.layers), layout.count, nbytes, norm) if layout.experts else None
+    if trunk.stored not in _WIDTHS:
+        dtype = _NAMES.get(norm, norm)
+        return _sizes(layout.config, replace(trunk, stored=dtype, numbers=None), routed, dtype)
+    return _sizes(layout.config, trunk, routed, dtype)
+
+
+def _sizes(whole: Mapping[str, Any], trunk: _Trunk, experts: _Routed | None, dtype: str) -> Sizes:
+    family = check_supported(whole)
+    config = language_config(whole, family)
+    stored = trunk.stored if experts is None else _NAMES.get(experts.dtype, experts.dtype)
+    chosen = dtype
+    if dtype == "auto":
+        chosen = stored if stored in _WIDTHS else "bfloat16"
+    shape = expert_shape(whole, family)
+    # Whoever runs it converts a plain trunk; packed weights and experts are read as they are.
+    scale = 1.0 if is_packed(trunk.stored) else _WIDTHS.get(chosen, 2) / _WIDTHS.get(trunk.stored, 2)
+    hidden = _number(config, "hidden_size", "d_model")
+    return Sizes(
+        family=family.model_type,
+        dtype=chosen,
+        stored=stored,
+        layers=layer_count(whole, family),
+        moe_layers=0 if experts is None else experts.layers,
+        experts=0 if experts is None else experts.count,
+        experts_per_token=0 if experts is None else experts_per_token(config),
+        hidden=hidden,
+        ffn=shape.ffn if shape is not None else _number(config, "intermediate_size", default=4 * hidden),
+        vocabulary=_number(config, "vocab_size"),
+        context_limit=_number(config, "max_position_embeddings", "max_seq_len", default=4096),
+        trunk_bytes=round(trunk.nbytes.total * scale),
+        embedding_bytes=round(trunk.nbytes.embedding * scale),
+        shared_bytes=round(trunk.nbytes.shared * scale),
+        expert_bytes=0 if experts is None else experts.nbytes,
+        expert_weights=_expert_weights(experts, hidden, 0 if shape is None else shape.ffn),
+        key_value_bytes_per_token=key_value_numbers(config) * _WIDTHS.get(chosen, 2),
+        state_bytes=state_bytes(config),
+        padded_state_bytes=state_bytes(config, STATE_COLUMNS),
+        windowed_bytes_per_token=windowed_numbers(config) * _WIDTHS.get(chosen, 2),
+        window=_window(config),
+        head_width=_head_width(config),
+        experts_are_packed=experts is not None and is_packed(experts.dtype),
+        largest_expert_bytes=0 if experts is None else experts.largest,
+        trunk_stored=trunk.nbytes,
+        trunk_numbers=trunk.numbers,
+        trunk_packed=trunk.packed,
+        trunk_plain=trunk.plain,
+        native_copies=trunk.copied,
+    )
+
+
+def _expert_weights(experts: _Routed | None, hidden: int, ffn: int) -> int:
+    if experts is None:
+        return 0
+    return experts.weights or 3 * hidden * ffn * experts.count * experts.layers
+
+
+def experts_per_token(config: Mapping[str, Any]) -> int:
+    """The number of experts per token, from whichever setting the family uses."""
+    return stated_experts_per_token(config) or _FEW
+
+
+def _head_width(config: Mapping[str, Any]) -> int:
+    """Numbers of a head's key. Latent attention has one head, whose keys are values, too."""
+    if config.get("kv_lora_rank"):
+        return _number(config, "kv_lora_rank") + _number(config, "qk_rope_head_dim")
+    heads = _number(config, "num_attention_heads", "n_heads")
+    return int(config.get("head_dim") or _number(config, "hidden_size", "d_model") // heads)
+
+
+def key_value_numbers(config: Mapping[str, Any]) -> int:
+    """Numbers that one token adds to the cache: keys and values of every layer that keeps them.
+
+    Latent attention (deepseek) caches the latents and the rotated part; recurrent layers keep a state of fixed size.
+    """
+    if config.get("kv_lora_rank"):
+        layers = _number(config, "num_hidden_layers", "n_layers")
+        return layers * (_number(config, "kv_lora_rank") + _number(config, "qk_rope_head_dim"))
+    kinds = enumerate(layer_kinds(config))
+    return sum(_width(layer_config(config, layer, kind)) for layer, kind in kinds if kind not in WITHOUT_KEYS)
+
+
+def windowed_numbers(config: Mapping[str, Any]) -> int:
+    """Of :func:`key_value_numbers`, those of the layers that ``layer_types`` says see a sliding window."""
+    kinds = enumerate(layer_kinds(config) if _window(config) else ())
+    return sum(_width(layer_config(config, layer, kind)) for layer, kind in kinds if kind == "sliding_attention")
+
+
+def _window(config: Mapping[str, Any]) -> int:
+    """Tokens that a layer with a sliding window sees; 0 if ``config`` does not say."""
+    window = config.get("sliding_window")
+    return window if isinstance(window, int) and window > 0 else 0
+
+
+def _width(config: Mapping[str, Any]) -> int:
+    """Numbers of a token's keys and values in a layer."""
+    heads = _number(config, "num_attention_heads", "n_heads")
+    inner = config.get("attn_config")
+    grouped = config.get("num_key_value_heads") or (inner.get("kv_n_heads") if isinstance(inner, Mapping) else None)
+    return 2 * int(grouped or heads) * int(config.get("head_dim") or _number(config, "hidden_size", "d_model") // heads)
+
+
+def layer_config(config: Mapping[str, Any], layer: int, kind: str) -> Mapping[str, Any]:
+    """``config`` with what differs in ``layer``: gemma4's layers with full attention have other heads, which
+    transformers names by layer and the published files by kind."""
+    own = own_settings(config)
+    if own is not None:
+        return {**config, **own.get(layer, {})}
+    if kind != "full_attention" or config.get("model_type") != "gemma4_text":
+        return config
+    heads = config.get("num_global_key_value_heads") if config.get("attention_k_eq_v") else None
+    return {
+        **config,
+        "head_dim": config.get("global_head_dim", 512),
+        "num_key_value_heads": heads or config.get("num_key_value_heads"),
+    }
+
+
+def own_settings(config: Mapping[str, Any]) -> dict[int, Mapping[str, Any]] | None:
+    """What layers have for themselves as transformers 5 writes it, by layer; None if ``config`` was not written so.
+
+    The library fills the layers' numbers up with zeros, to the digits of the last one.
+    """
+    named = config.get("per_layer_config")
+    if not isinstance(named, Mapping):
+        return None
+    return {int(layer): own for layer, own in named.items() if str(layer).isdecimal() and isinstance(own, Mapping)}
+
+
+def state_bytes(config: Mapping[str, Any], columns: int = 1) -> int:
+    """Bytes of the states that layers keep for a row, in float32: delta-nets one of each value head, and, as short
+    convolutions do, the last inputs of their convolution. 0 for a model with neither. ``columns``: the columns of a
+    head's state take memory for a multiple of so many, as in the native runtime, which keeps no input of the latest
+    token."""
+    if config.get("model_type") == "lfm2_moe":
+        taps = _number(config, "conv_L_cache", default=3) - (columns > 1)
+        return 4 * layer_kinds(config).count("conv") * taps * _number(config, "hidden_size")
+    names = ("num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim", "conv_kernel_dim")
+    sizes = [config.get(f"linear_{name}") for name in names]
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        return 0
+    key_heads, key_width, value_heads, value_width, taps = (int(size or 0) for size in sizes)
+    values = value_heads * value_width
+    layers = layer_kinds(config).count("linear_attention")
+    padded = value_heads * -(-value_width // columns) * columns
+    return 4 * layers * (padded * key_width + (taps - 1) * (2 * key_heads * key_width + values))
+
+
+def native_copies(tensors: Iterable[tuple[str, _Stored]]) -> int:
+    """Bytes of the copies that the native runtime makes because rows are stored in another order than it reads them:
+    of latents' projections in one tensor, and of delta-nets' projections by key head."""
+    found = 0
+    for name, tensor in tensors:
+        if name.endswith(".kv_b_proj.weight"):
+            found += math.prod(tensor.shape) * (2 if tensor.dtype == "BF16" else 4)
+        elif name.endswith((".in_proj_qkvz.weight", ".in_proj_ba.weight")):
+            found += tensor.nbytes
+    return found
+
+
+def _trunk(tensors: Iterable[tuple[str, _Stored]], config: Mapping[str, Any]) -> _Trunk:
+    by_dtype: dict[str, int] = {}
+    tensors = list(tensors)
+    copied = native_copies(tensors)
+    nbytes, numbers, packed, plain = (_TrunkCount() for _ in range(4))
+    for name, tensor in tensors:
+        by_dtype[tensor.dtype] = by_dtype.get(tensor.dtype, 0) + tensor.nbytes
+        nbytes.add(name, tensor.nbytes)
+        numbers.add(name, math.prod(tensor.shape))
+        # Of more dimensions are the heads' matrices of latent attention, which are always unpacked.
+        kept = is_packed(tensor.dtype) and len(tensor.shape) == 2
+        packed.add(name, tensor.nbytes if kept else 0)
+        plain.add(name, 0 if kept else math.prod(tensor.shape))
+    dtype = max(by_dtype, key=lambda stored: by_dtype[stored], default="BF16")
+    tied = bool(config.get("tie_word_embeddings", False))
+    stored = _NAMES.get(dtype, dtype)
+    return _Trunk(stored, nbytes.size(tied), numbers.size(tied), packed.size(tied), plain.size(tied), copied)
+
+
+class _TrunkCount:
+    """A :class:`TrunkSize` while its tensors are counted."""
+
+    def __init__(self) -> None:
+        self._total = self._embedding = self._shared = 0
+        self._has_head = False
+
+    def add(self, name: str, count: int) -> None:
+        self._total += count
+        self._has_head = self._has_head or name.endswith("lm_head.weight")
+        if name.rpartition(".")[0].endswith(("embed_tokens", "wte")):
+            self._embedding += count
+        elif not _SHARED.isdisjoint(name.split(".")):
+            self._shared += count
+
+    def size(self, tied: bool) -> TrunkSize:
+        if tied and self._has_head:  # stored twice, kept once
+            return TrunkSize(self._total - self._embedding, 0, self._shared)
+        return TrunkSize(self._total, self._embedding if self._has_head else 0, self._shared)
+
+
+def _number(config: Mapping[str, Any], *keys: str, default: int | None = None) -> int:
+    """The first of ``keys`` that ``config`` has. Raises ModelError if there is none and no ``default``."""
+    for key in keys:
+        value = config.get(key)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+        if value is not None:
+            raise ModelError(f"config.json gives {shown(value)} for {key}, which must be a number above 0.")
+    if default is None:
+        raise ModelError(f"config.json does not say {keys[0]}; fetch the model again.")
+    return default

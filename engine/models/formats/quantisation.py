@@ -1,0 +1,220 @@
+"""Quantised safetensors: what ``config.json``, the files beside it and the tensors' names say of the method, and the
+refusal of those that do not run.
+
+Those run that mlx-lm quantised in four or eight bits, gpt-oss in MXFP4 as it is published, and FP8 with a scale for
+each block of 128 by 128 numbers, as DeepSeek publishes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ModelError
+from engine.models.formats.json_files import SMALL_FILE, read_object
+from engine.models.formats.number_formats import BLOCK_SIDE
+from engine.models.wording import shown
+
+SETTINGS: Mapping[str, str] = {
+    "quantize_config.json": "GPTQ",
+    "quant_config.json": "AWQ",
+    "hf_quant_config.json": "ModelOpt",
+}
+"""Files beside ``config.json`` that some tools write, and the method that wrote them if they do not say it."""
+
+_METHODS: Mapping[str, str] = {
+    "aqlm": "AQLM",
+    "auto-round": "AutoRound",
+    "awq": "AWQ",
+    "bitsandbytes": "bitsandbytes",
+    "compressed-tensors": "compressed-tensors",
+    "eetq": "EETQ",
+    "exl2": "EXL2",
+    "exl3": "EXL3",
+    "fbgemm_fp8": "FBGEMM FP8",
+    "fp8": "FP8",
+    "gptq": "GPTQ",
+    "higgs": "HIGGS",
+    "hqq": "HQQ",
+    "modelopt": "ModelOpt",
+    "mxfp4": "MXFP4",
+    "quanto": "Quanto",
+    "quark": "Quark",
+    "torchao": "torchao",
+    "vptq": "VPTQ",
+}
+"""Names of methods as their authors write them, by ``quant_method``."""
+
+_ENDINGS: tuple[tuple[str, str], ...] = (
+    (".qweight", "GPTQ or AWQ"),
+    (".qzeros", "GPTQ or AWQ"),
+    (".weight_packed", "compressed-tensors"),
+    (".weight.absmax", "bitsandbytes"),
+    (".weight.quant_map", "bitsandbytes"),
+    (".SCB", "bitsandbytes"),
+    (".weight_scale_inv", "FP8"),
+)
+"""Ends of names that only quantised tensors have, and the method."""
+
+FAMILIES_OF_MLX = (
+    *("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss"),
+    *("deepseek_v3", "glm4_moe", "glm4_moe_lite", "lfm2_moe", "gemma4_text"),
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
+)
+"""Families that run quantised by mlx-lm without mlx: where it stores tensors otherwise than transformers does,
+:mod:`engine.models.architectures.mlx_layout` knows how."""
+
+_BITS = (4, 8)
+_GROUPS = (32, 64, 128)
+"""Bits of a code, and numbers of a group, of mlx's affine quantisation that run."""
+
+QUANTISATION_KEYS = ("quantization_config", "quantization", "compression_config")
+"""Settings of ``config.json`` that describe how weights are quantised."""
+
+
+def method_of(config: Mapping[str, Any]) -> str | None:
+    """The name of the method with which the weights of ``config`` are quantised; None if they are not."""
+    inner = config.get("text_config")
+    for section in (config, inner if isinstance(inner, Mapping) else {}):
+        for key in QUANTISATION_KEYS:
+            if section.get(key):
+                return _named(section[key])
+    return None
+
+
+@dataclass(frozen=True)
+class Groups:
+    """How one tensor is quantised: bits of a code, numbers of a group, and ``affine`` or ``mxfp4``."""
+
+    bits: int
+    size: int
+    mode: str
+
+
+def groups_of(config: Mapping[str, Any], module: str) -> Groups | None:
+    """How mlx-lm quantised the weight of ``module``; None if ``config`` is not of a model that mlx-lm quantised in a
+    way that runs."""
+    settings = _of_mlx(config)
+    if settings is None:
+        return None
+    own = settings.get(module)
+    return _groups(own if isinstance(own, Mapping) else settings)
+
+
+def refuse_quantized(config: Mapping[str, Any]) -> None:
+    """Raises ModelError naming the method if the weights of ``config`` are quantised with one that does not run."""
+    method = method_of(config)
+    if method is None or (method == _METHODS["mxfp4"] and config.get("model_type") == "gpt_oss"):
+        return
+    if has_fp8_blocks(config):
+        return
+    settings = _of_mlx(config)
+    if settings is None:
+        raise _refused(_described_fp8(config) if method == _METHODS["fp8"] else method)
+    for each in (settings, *(own for own in settings.values() if isinstance(own, Mapping))):
+        if _groups(each) is None:
+            raise _refused(_described(each))
+    family = config.get("model_type")
+    if family not in FAMILIES_OF_MLX:
+        raise _refused(f"{method} as mlx-lm stores the family {shown(family)}")
+
+
+def has_fp8_blocks(config: Mapping[str, Any]) -> bool:
+    """Whether the weights of ``config`` are FP8 numbers (E4M3) with a scale for each block of 128 by 128 of them, and
+    their inputs are not rounded by fixed scales."""
+    settings = config.get("quantization_config")
+    if not isinstance(settings, Mapping) or settings.get("quant_method") != "fp8":
+        return False
+    usual = settings.get("fmt", "e4m3") == "e4m3" and settings.get("activation_scheme", "dynamic") == "dynamic"
+    return usual and settings.get("weight_block_size") == [BLOCK_SIDE, BLOCK_SIDE]
+
+
+def readable_quantised(config: Mapping[str, Any]) -> bool:
+    """Whether the native and the torch runtime read the weights of ``config``, as far as their quantisation goes."""
+    try:
+        refuse_quantized(config)
+    except ModelError:
+        return False
+    return True
+
+
+def _of_mlx(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The settings of mlx-lm's quantisation, which name no method; None if there are none."""
+    settings = config.get("quantization") or config.get("quantization_config")
+    named = isinstance(settings, Mapping) and (settings.get("quant_method") or settings.get("quant_algo"))
+    if not isinstance(settings, Mapping) or named or "bits" not in settings or "group_size" not in settings:
+        return None
+    return settings
+
+
+def _groups(settings: Mapping[str, Any]) -> Groups | None:
+    """None for what does not run."""
+    bits, size, mode = settings.get("bits"), settings.get("group_size"), settings.get("mode", "affine")
+    if mode == "mxfp4" and (bits, size) == (4, 32):
+        return Groups(4, 32, "mxfp4")
+    if mode != "affine" or type(bits) is not int or type(size) is not int or bits not in _BITS or size not in _GROUPS:
+        return None
+    return Groups(bits, size, "affine")
+
+
+def _described(settings: Mapping[str, Any]) -> str:
+    bits, size = shown(settings.get("bits")), shown(settings.get("group_size"))
+    return f"mlx's method {shown(settings.get('mode', 'affine'))} in {bits} bits and groups of {size}"
+
+
+def _described_fp8(config: Mapping[str, Any]) -> str:
+    settings = config.get("quantization_config")
+    if not isinstance(settings, Mapping):
+        return _METHODS["fp8"]
+    block, scheme = settings.get("weight_block_size"), settings.get("activation_scheme", "dynamic")
+    of = "a scale for a whole tensor" if block is None else f"blocks of {shown(block)}"
+    if settings.get("fmt", "e4m3") != "e4m3":
+        of = f"numbers of the kind {shown(settings['fmt'])}"
+    return f"{_METHODS['fp8']} with {of}" + ("" if scheme == "dynamic" else f" and {shown(scheme)} scales of inputs")
+
+
+def refuse_settings(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raises ModelError naming the method if ``config`` does not say that the weights are quantised, but a file beside
+    it does."""
+    if method_of(config) is not None:
+        return
+    for name, method in SETTINGS.items():
+        path = folder / name
+        if path.is_file():
+            settings = read_object(path, SMALL_FILE)
+            named = settings.get("quantization")  # ModelOpt has a table of that name
+            raise _refused(_named(named if isinstance(named, Mapping) else settings, method))
+
+
+def refuse_names(names: Iterable[str]) -> None:
+    """Raises ModelError naming the method if one of the tensors ``names`` is of quantised weights."""
+    for name in names:
+        for ending, method in _ENDINGS:
+            if name.endswith(ending):
+                raise _refused(method)
+
+
+def _named(settings: Any, otherwise: str = "an unnamed method") -> str:
+    if not isinstance(settings, Mapping):
+        return otherwise
+    method = settings.get("quant_method") or settings.get("quant_algo")
+    if method:
+        return _METHODS.get(str(method).lower(), shown(method))
+    if any(key.endswith(("load_in_4bit", "load_in_8bit")) for key in _texts(settings)):
+        return _METHODS["bitsandbytes"]
+    if "bits" in settings and "group_size" in settings and "desc_act" not in settings:
+        return "mlx's affine method" if otherwise == "an unnamed method" else otherwise
+    return otherwise
+
+
+def _texts(settings: Mapping[Any, Any]) -> Iterator[str]:
+    return (key for key in settings if isinstance(key, str))
+
+
+def _refused(method: str) -> ModelError:
+    return ModelError(
+        f"The model's weights are quantised with {method}, which does not run here; take a GGUF file of the same model "
+        "(privatellm models pull OWNER/REPOSITORY:Q4_K_M) or a bfloat16 copy of it."
+    )

@@ -1,0 +1,1 @@
+"""Between text and tokens: tokenizers, chat templates, marks of thoughts and calls."""

@@ -1,0 +1,349 @@
+"""A model's tokenizer and chat template, from the model's folder.
+
+The `tokenizers` library reads the tokenizer (:mod:`engine.models.text.tokenizer_files`), and a separate process renders
+the template (:mod:`engine.models.text.template_process`). Neither runs Python code of the folder or uses the network.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ModelError
+from engine.ipc.messages import Message, ReasoningFacts, Tool
+from engine.models.formats.json_files import SMALL_FILE, read_object
+from engine.models.text.control_tokens import MARK, ControlTokens
+from engine.models.text.histories import Histories
+from engine.models.text.reasoning_formats import format_of, has_effort, has_switch
+from engine.models.text.template_process import StopCheck, TemplateProcess
+from engine.models.text.token_bytes import TokenBytes
+from engine.models.text.tokenizer_files import TokenizerFiles, read_template, read_tokenizer
+from engine.models.text.tool_formats import rendered_calls, rendered_tools, tool_format_of
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "vocab.txt")
+"""Files of a tokenizer. A folder without any of them can be run with token ids only."""
+
+END_OF_TURN_TOKENS = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<end_of_turn>",
+    "<|end|>",
+    "<|return|>",
+    "<|END_OF_TURN_TOKEN|>",
+)
+"""Tokens that end a turn, for a model without a chat template that tells."""
+END_OF_TEXT_TOKENS = ("<|end_of_text|>", "<|endoftext|>")
+"""Tokens that end a text. Models also end a turn with them, and no template writes them there."""
+
+
+MOST_MESSAGES = 10_000
+"""Maximum number of messages of a conversation, each call of a tool counted as another one."""
+_CHUNK = 65_536
+"""Characters that are tokenized at once to see whether a text can fit at all."""
+
+
+class Tokenizer:
+    """Converts text to token ids and back, and a conversation to the model's prompt format."""
+
+    def __init__(
+        self,
+        files: TokenizerFiles,
+        template: TemplateProcess | None,
+        configured_ends: Collection[int],
+        source: str = "",
+    ) -> None:
+        """``configured_ends`` are the ids that end a turn by the model's files. ``source`` is the chat template, by
+        which the format of the model's thoughts is known."""
+        self._library = files.backend
+        self._added = files.added
+        self.reasoning = format_of(source, {token.content for token in files.added.values()})
+        """How the model marks its thoughts; None if it does not."""
+        self.tool_format = tool_format_of(source, {token.content for token in files.added.values()})
+        """How the model writes calls of tools; None if its template takes no tools, or the format is not known."""
+        self._switch, self._effort = has_switch(source), has_effort(source)
+        marks = self.reasoning.marks if self.reasoning is not None else ()
+        calls = self.tool_format.all_marks if self.tool_format is not None else ()
+        self._marks = (*marks, *calls)
+        kept = (*marks, *self.reasoning.within) if self.reasoning is not None else ()
+        self._left_out = _left_out(files.added, kept)
+        self._left_out_beside_calls = _left_out(files.added, (*kept, *calls))
+        self._named = files.named
+        self._configured_ends = frozenset(configured_ends)
+        self._template = template
+        self._histories = Histories(takes_tools=template is not None and self.tool_format is not None)
+        self._control: ControlTokens | None = None
+        self.notices = files.notices
+        """Lines for the person about unusual properties of this tokenizer."""
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Number of the tokenizer's ids, added tokens included."""
+        return self._library.get_vocab_size(with_added_tokens=True)
+
+    @functools.cached_property
+    def end_of_turn_ids(self) -> frozenset[int]:
+        """Ids that end the model's turn: those that its files name, what its chat template writes after an answer, what
+        ends a turn after a call of a tool, and what ends a text. Waits for the template's process."""
+        added = {token.content: number for number, token in self._added.items()}
+        special = {token.content: number for number, token in self._added.items() if token.special}
+        # Files call what ends a turn after a call a text like any other, as it begins the tool's answer.
+        after_calls = () if self.tool_format is None else self.tool_format.turn_ends
+        named: tuple[str, ...] = END_OF_TEXT_TOKENS
+        written = self._written_after_answers()
+        if not written:
+            # gpt-oss: <|end|> ends a message within the turn, and the answer proper comes after it.
+            within = {*self._marks, *(("<|end|>",) if "<|return|>" in special else ())}
+            named += tuple(each for each in END_OF_TURN_TOKENS if each not in within)
+        found = {special[each] for each in named if each in special} | {
+            added[each] for each in after_calls if each in added
+        }
+        return self._configured_ends | written | found
+
+    def _written_after_answers(self) -> set[int]:
+        """The token that the template writes behind an assistant's message; none if it writes other text there.
+
+        A mark of thoughts or calls is passed over. If nothing follows the last message of a conversation, what comes
+        between an answer and the next question counts, as with it some models end their turn.
+        """
+        if self._template is None:
+            return set()
+        try:
+            texts = self._template.facts(self._named).after_answers
+        except ModelError:
+            # The first question says why.
+            return set()
+        first = next((text for text in texts if text.strip()), "")
+        written = _without_marks(first, self._marks)
+        found = {token.content: number for number, token in self._added.items() if written.startswith(token.content)}
+        return {found[max(found, key=len)]} if written and found else set()
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of ``text``, with the tokens that the model puts before every text, often a beginning-of-text."""
+        return list(self._library.encode(text).ids)
+
+    @functools.cached_property
+    def token_bytes(self) -> TokenBytes:
+        """The bytes of single tokens."""
+        return TokenBytes(self._library, self._added)
+
+    @property
+    def reasoning_facts(self) -> ReasoningFacts | None:
+        """What a person may know and change about the model's thoughts."""
+        if self.reasoning is None:
+            return None
+        return ReasoningFacts(format=self.reasoning.name, switch=self._switch, effort=self._effort)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ``ids`` without special tokens, but with those that mark thoughts.
+
+        An incomplete character at the end becomes U+FFFD.
+        """
+        return self._decode(ids, self._left_out)
+
+    def decode_with_calls(self, ids: Sequence[int]) -> str:
+        """As :meth:`decode`, with the special tokens that mark calls of tools, too."""
+        return self._decode(ids, self._left_out_beside_calls)
+
+    def _decode(self, ids: Sequence[int], left_out: frozenset[int] | None) -> str:
+        if left_out is None:
+            return self._library.decode(list(ids), skip_special_tokens=True)
+        return self._library.decode([each for each in ids if each not in left_out], skip_special_tokens=False)
+
+    def encode_chat(
+        self, messages: Sequence[Message], continue_last: bool = False, should_stop: StopCheck = lambda: False
+    ) -> list[int]:
+        """The conversation through the model's own chat template, ready for the assistant's next words.
+
+        See :meth:`render_chat`.
+        """
+        return self.encode_rendered(self.render_chat(messages, continue_last, should_stop))
+
+    def encode_rendered(self, text: str, beginning: bool = True) -> list[int]:
+        """Token ids of what :meth:`render_chat` gave, or of a later part of it (not ``beginning``)."""
+        # A template writes what comes before every text itself.
+        add = beginning and not self.has_chat_template
+        return self._control_tokens(lambda: False).encode(text, add_special_tokens=add)
+
+    def exceeds(self, text: str, limit: int) -> bool:
+        """Whether ``text`` is certainly more than ``limit`` tokens. No more of it is tokenized than shows it."""
+        if len(text) <= max(limit, _CHUNK):
+            return False
+        # Where a text is cut, a few tokens more or less may come out.
+        certain = limit + limit // 8 + 64
+        found = 0
+        for begin in range(0, len(text), _CHUNK):
+            part = text[begin : begin + _CHUNK].replace(MARK, "")
+            found += len(self._library.encode(part, add_special_tokens=False).ids)
+            if found > certain:
+                return True
+        return False
+
+    def decode_exactly(self, ids: Sequence[int]) -> str:
+        """The text of ``ids`` with special tokens spelled out."""
+        return self._library.decode(list(ids), skip_special_tokens=False)
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        continue_last: bool = False,
+        should_stop: StopCheck = lambda: False,
+        variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Tool] = (),
+    ) -> str:
+        """The conversation as the text that is tokenized: the model's own chat template, nothing added.
+
+        Control tokens that a message spells out have a mark in them (:mod:`engine.models.text.control_tokens`).
+        ``continue_last``: the last message is the beginning of the answer and stays open. Without a template the
+        messages are written as ``role: content`` blocks with ``assistant:`` at the end. ``variables``: what the
+        template may name besides the messages. ``tools``: what the model may call.
+        Raises ModelError if there are no messages, or the template refuses them or takes no tools; Cancelled as soon
+        as ``should_stop``.
+        """
+        if not messages:
+            raise ModelError("There is no message to answer; type one.", "bad-input")
+        calls = sum(len(message.tool_calls) for message in messages)
+        if len(messages) + calls > MOST_MESSAGES:
+            called = f" and {calls:,} calls of tools" if calls else ""
+            raise ModelError(
+                f"There are {len(messages):,} messages{called}, and at most {MOST_MESSAGES:,} can be read: leave out "
+                "the first ones.",
+                "bad-input",
+            )
+        if continue_last and messages[-1].role != "assistant":
+            raise ModelError(
+                f"Only an assistant's message can be continued, and the last one is the {messages[-1].role}'s.",
+                "bad-input",
+            )
+        if continue_last and not messages[-1].content.strip():
+            messages, continue_last = messages[:-1], False
+            if not messages:
+                raise ModelError("There is no message to answer; type one.", "bad-input")
+        if tools and (self._template is None or self.tool_format is None):
+            raise ModelError(
+                "This model's chat template takes no tools whose calls could be read; ask without tools, or load a "
+                "model that was trained to call them.",
+                "bad-input",
+            )
+        messages = self._histories.fitted(messages, lambda trial: self._rendered_trial(trial, should_stop))
+        control = self._control_tokens(should_stop)
+        said = self._said(messages, control)
+        if self._template is None:
+            return plain_prompt(said, continue_last)
+        reasoning = control.mark(messages[-1].reasoning, own_words=False)
+        if continue_last and reasoning:
+            # Templates know the thoughts by one name or the other.
+            said[-1] |= {"reasoning_content": reasoning, "thinking": reasoning}
+        named = {**self._named, **(variables or {})}
+        if tools:
+            named["tools"] = _marked(rendered_tools(tools), control)
+        return self._template.render(said, named, continue_last, should_stop)
+
+    def takes_several_calls(self, should_stop: StopCheck = lambda: False) -> bool:
+        """Whether the template takes an answer that calls several tools. Raises Cancelled."""
+        return self._histories.takes_several_calls(lambda trial: self._rendered_trial(trial, should_stop))
+
+    def _rendered_trial(self, messages: Sequence[Message], should_stop: StopCheck) -> str:
+        """A conversation that holds no control token, through the template."""
+        said = self._said(messages, self._control_tokens(should_stop))
+        return self._template.render(said, self._named, False, should_stop) if self._template else plain_prompt(said)
+
+    def _said(self, messages: Sequence[Message], control: ControlTokens) -> list[dict[str, Any]]:
+        """``messages`` in the form that templates take, with marks in the control tokens that they spell out."""
+        found: list[dict[str, Any]] = []
+        names: dict[str, str] = {}
+        for message in messages:
+            content = control.mark(message.content, own_words=self._holds_thoughts(message))
+            said: dict[str, Any] = {"role": message.role, "content": content}
+            if message.tool_calls:
+                names |= {call.id: call.name for call in message.tool_calls}
+                said["tool_calls"] = _marked(rendered_calls(message.tool_calls), control)
+                if message.reasoning:
+                    # What a model thought before it called is what it goes on from.
+                    thoughts = control.mark(message.reasoning)
+                    said |= {"reasoning_content": thoughts, "thinking": thoughts}
+            if message.role == "tool":
+                name = names.get(message.tool_call_id, "")
+                said |= _marked({"tool_call_id": message.tool_call_id, "name": name}, control)
+            found.append(said)
+        return found
+
+    def _holds_thoughts(self, message: Message) -> bool:
+        """Whether an answer begins with marked thoughts, as one does that was saved before they were kept apart. In any
+        other answer the marks are spoken of."""
+        begin = self.reasoning.begin if self.reasoning is not None else ""
+        return message.role == "assistant" and (not begin or message.content.lstrip().startswith(begin))
+
+    def _control_tokens(self, should_stop: StopCheck) -> ControlTokens:
+        if self._control is None:
+            facts = self._template.facts(self._named, should_stop) if self._template is not None else None
+            texts = facts.literals if facts is not None else []
+            self._control = ControlTokens(self._library, texts)
+        return self._control
+
+
+def load_tokenizer(folder: Path) -> Tokenizer | None:
+    """The tokenizer in a model's folder; None if the folder has none. Raises ModelError if its files are damaged."""
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    source = read_template(folder)
+    # It starts while the vocabulary is read.
+    template = TemplateProcess(source) if source else None
+    files = read_tokenizer(folder)
+    return Tokenizer(files, template, _configured_ends(folder, files), source or "")
+
+
+def plain_prompt(messages: Sequence[Mapping[str, Any]], continue_last: bool = False) -> str:
+    """How a conversation is written for a model without a chat template."""
+    blocks = [f"{message['role']}: {message['content']}" for message in messages]
+    return "\n\n".join(blocks if continue_last else [*blocks, "assistant:"])
+
+
+def _without_marks(text: str, marks: Sequence[str]) -> str:
+    """``text`` without white space and ``marks`` at its beginning."""
+    while found := next((mark for mark in marks if text.lstrip().startswith(mark)), None):
+        text = text.lstrip().removeprefix(found)
+    return text.lstrip()
+
+
+def _marked(value: Any, control: ControlTokens) -> Any:
+    """``value`` with marks in all control tokens that its texts spell out."""
+    if isinstance(value, str):
+        return control.mark(value)
+    if isinstance(value, list):
+        return [_marked(each, control) for each in value]
+    if isinstance(value, dict):
+        return {control.mark(str(key)): _marked(each, control) for key, each in value.items()}
+    return value
+
+
+def _left_out(added: Mapping[int, Any], marks: Sequence[str]) -> frozenset[int] | None:
+    """The special tokens that are no part of a text, if some of them are among ``marks``; None if the library knows
+    best."""
+    special = {number: token.content for number, token in added.items() if token.special}
+    if not any(content in mark for content in special.values() for mark in marks):
+        return None
+    # A special token may be only the beginning of a mark.
+    return frozenset(number for number, content in special.items() if not any(content in mark for mark in marks))
+
+
+def _configured_ends(folder: Path, files: TokenizerFiles) -> set[int]:
+    """The ids that end a turn by the files of ``folder``."""
+    ids: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        ids.update(_ends_of(read_object(folder / name, SMALL_FILE)))
+    end = files.backend.token_to_id(files.named["eos_token"]) if "eos_token" in files.named else None
+    return ids if end is None else ids | {end}
+
+
+def _ends_of(config: dict[str, Any]) -> list[int]:
+    text_config = config.get("text_config")
+    ends = config.get("eos_token_id")
+    if ends is None and isinstance(text_config, dict):
+        ends = text_config.get("eos_token_id")
+    return [end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)]
