@@ -102,6 +102,7 @@ INTRUDERS = (
     ("app/serve/intruder.py", "import app.chat.words", "app.serve is a front end"),
     ("app/lending_intruder.py", "import starlette.routing", "The HTTP server is loaded by"),
     ("app/machine_intruder.py", "from transformers import AutoConfig", "app imports no torch"),
+    ("engine/models/formats/intruder.py", "import engine.models.folders.opening", "engine.models: the store"),
     ("engine/planning/intruder.py", "import time", "engine.planning is pure"),
     ("engine/generation/intruder.py", "import torch", "torch and mlx live in"),
     ("engine/models/second_intruder.py", "import grpc", "Sockets between machines"),

@@ -13,6 +13,7 @@ from app.settings.file import open_settings
 from app.text_safety import one_line
 from engine.errors import ModelError
 from engine.ipc.messages import AnyRequest, Done, Prepare, Pull
+from engine.models.folders import model_folder
 from engine.models.store import found_elsewhere, local_models
 from engine.models.store.catalogue import CatalogueEntry, catalogue, offered_here
 from engine.planning.units import byte_size
@@ -66,7 +67,7 @@ def rows() -> list[ModelRow]:
             name,
             "bank",
             nbytes,
-            local_models.family_of(locate("models") / name),
+            model_folder.family_of(locate("models") / name),
             "Bank of a model in another folder.",
             str(locate("models") / name),
         )

@@ -25,8 +25,8 @@ from engine.calibration.samples import Spread, figure
 from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import Bench, BenchResult
 from engine.ipc.progress import ProgressCallback
+from engine.models.folders.model_folder import check_space
 from engine.models.formats.safetensors_files import encode_header
-from engine.models.store.local_models import check_space
 from engine.system.free_memory import available_bytes
 from engine.system.locations import ensure
 from engine.system.machine import processor

@@ -8,7 +8,7 @@ from pathlib import Path
 from engine.errors import ModelError
 from engine.ipc.messages import Load
 from engine.ipc.progress import ProgressCallback
-from engine.models.store.local_models import refuse_shard
+from engine.models.folders.model_folder import refuse_shard
 from engine.runtimes.protocol import LoadedModel, RingPlace, Runtime
 from engine.system.free_memory import ran_out_of_memory
 

@@ -41,8 +41,8 @@ def load_session(
     is needed, so that the old model is kept if the new one is refused. Raises ModelError: unknown model (bad-input),
     not on this machine, damaged, unsupported, or too large (memory).
     """
+    from engine.models.folders.model_folder import refuse_shard
     from engine.models.store.catalogue import for_gpu_instead
-    from engine.models.store.local_models import refuse_shard
     from engine.models.store.prefix_files import remove_prefixes
     from engine.models.text.tokenizer import load_tokenizer
     from engine.runtimes import runtime_named

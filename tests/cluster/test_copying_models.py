@@ -26,6 +26,7 @@ from engine.cluster.worker.lending import ClusterWorker
 from engine.cluster.worker.model_provider import ProvidedModel, find_provided
 from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import LendTerms
+from engine.models.folders import model_folder
 from engine.models.folders.prepare import prepare
 from engine.models.folders.shard_files import read_shard
 from engine.models.store import local_models
@@ -61,7 +62,7 @@ def test_what_arrives_is_what_was_there(
         prepare(folder, tmp_path / "bank", quiet)
         folder = tmp_path / "bank"
     got = taking(Having(folder)).run()
-    assert got == models / (KEY + local_models.PREPARED if prepared else KEY)
+    assert got == models / (KEY + model_folder.PREPARED if prepared else KEY)
     assert content(got) == content(folder)
     assert local_models.resolve(NAME).folder == got
     assert local_models.partial_downloads() == []
@@ -205,7 +206,7 @@ def test_what_is_no_file_of_this_model_is_not_taken_over(there: Path, tiny_model
     source.change = stop
     with pytest.raises(Cancelled):
         taking(source).run()
-    assert (models / f"{KEY}{local_models.RECEIVED}{local_models.PARTIAL}").is_dir()
+    assert (models / f"{KEY}{model_folder.RECEIVED}{model_folder.PARTIAL}").is_dir()
     assert content(taking(Having(there)).run()) == content(there)
 
 
@@ -234,12 +235,12 @@ def test_only_a_folder_of_the_models_folder_can_be_named(installed: Path, key: s
 
 
 def test_unfinished_and_borrowed_folders_are_not_given(installed: Path, models: Path):
-    installed.rename(models / f"{KEY}{local_models.PARTIAL}")
+    installed.rename(models / f"{KEY}{model_folder.PARTIAL}")
     (models / "local--mine--0123456789abcdef").mkdir()
-    shutil.copytree(models / f"{KEY}{local_models.PARTIAL}", models / "local--mine--0123456789abcdef.prepared")
+    shutil.copytree(models / f"{KEY}{model_folder.PARTIAL}", models / "local--mine--0123456789abcdef.prepared")
     for key in (
         KEY,
-        f"{KEY}{local_models.PARTIAL}",
+        f"{KEY}{model_folder.PARTIAL}",
         "local--mine--0123456789abcdef",
         "local--mine--0123456789abcdef.prepared",
     ):

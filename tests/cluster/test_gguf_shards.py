@@ -20,6 +20,7 @@ from engine.cluster.weights.weight_fingerprint import identity_of, known_weights
 from engine.cluster.worker.model_provider import find_provided
 from engine.errors import ModelError
 from engine.models.architectures.gguf_architectures import llama3_divisors
+from engine.models.folders import model_folder
 from engine.models.folders.opening import open_model
 from engine.models.folders.prepare import prepare
 from engine.models.folders.sizes import sizes_of
@@ -199,7 +200,7 @@ def test_a_head_keeps_only_its_share(folder: Path, tmp_path: Path, monkeypatch: 
 
 def test_a_persons_own_file_is_not_given(folder: Path) -> None:
     """Its folder lies in the models folder; the file does not."""
-    assert folder.parent == local_models.locate("models") and local_models.is_complete(folder)
+    assert folder.parent == local_models.locate("models") and model_folder.is_complete(folder)
     assert find_provided(folder.name, "tiny", "anybody") is None
 
 

@@ -12,8 +12,8 @@ import pytest
 from engine.cluster.weights.local_weights import held_of, reusable_bytes
 from engine.cluster.weights.shard_store import ShardStore
 from engine.cluster.weights.transfer import offer, stream
+from engine.models.folders.model_folder import folder_bytes
 from engine.models.folders.weight_layout import layout_of
-from engine.models.store.local_models import folder_bytes
 
 
 def quiet(*_: Any) -> None:

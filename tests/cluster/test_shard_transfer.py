@@ -24,6 +24,7 @@ from engine.cluster.weights.local_weights import held_of
 from engine.cluster.weights.shard_store import Need, ShardStore
 from engine.cluster.weights.transfer import Offer, Wanted, decode_offer, encode_offer, offer, outline, stream
 from engine.errors import Cancelled, ModelError
+from engine.models.folders import model_folder
 from engine.models.folders.opening import open_model
 from engine.models.folders.prepare import prepare
 from engine.models.folders.shard_files import read_shard
@@ -417,7 +418,7 @@ def test_a_damaged_or_foreign_share_is_received_anew(bank: Path, shares: ShardSt
     held = every_second(bank)
     offered = offer(bank, held, quiet)
     folder = send(shares, bank, offered).folder
-    (folder / local_models.SHARD_MANIFEST).write_bytes(b"{")
+    (folder / model_folder.SHARD_MANIFEST).write_bytes(b"{")
     with pytest.raises(ModelError, match="is damaged"):
         open_model(folder)
     assert send(shares, bank, offered).nbytes == offered.nbytes

@@ -16,6 +16,7 @@ from tiny_gguf import ARCHITECTURES
 
 from engine.errors import ModelError
 from engine.models.architectures.families import SUPPORTED
+from engine.models.folders import model_folder
 from engine.models.formats.gguf_names import tag_of
 from engine.models.store import local_models
 from engine.models.store.catalogue import catalogue, find, for_gpu_instead, offered, parse_catalogue
@@ -297,14 +298,14 @@ def test_removing(models: Path) -> None:
 
 
 def test_one_writer_at_a_time(models: Path) -> None:
-    second = local_models.exclusive(models / "a")
+    second = model_folder.exclusive(models / "a")
     with (
-        local_models.exclusive(models / "a"),
-        local_models.exclusive(models / "b"),
+        model_folder.exclusive(models / "a"),
+        model_folder.exclusive(models / "b"),
         pytest.raises(ModelError, match="already working on a"),
     ):
         second.__enter__()
-    with local_models.exclusive(models / "a"):
+    with model_folder.exclusive(models / "a"):
         assert (models / ".a.lock").exists()
 
 

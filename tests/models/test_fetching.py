@@ -25,6 +25,7 @@ from eventually import eventually
 from loopback_hub import REVISION, LoopbackHub, Repo, git_blob_id
 
 from engine.errors import Cancelled, ModelError
+from engine.models.folders import model_folder
 from engine.models.store import downloading, local_models
 from engine.models.store import hub as hub_module
 from engine.models.store.fetching import pull
@@ -175,7 +176,7 @@ def test_a_part_longer_than_the_file_is_thrown_away(hub: LoopbackHub, repo: Repo
 
 def test_a_busy_server_is_asked_again(hub: LoopbackHub, repo: Repo) -> None:
     repo.busy_times = 2
-    assert local_models.is_complete(pull(REPO, silent))
+    assert model_folder.is_complete(pull(REPO, silent))
 
 
 @pytest.mark.parametrize("name", ["config.json", SHARDS[1]])
@@ -445,7 +446,7 @@ def test_kill_at_any_moment_then_pull_again(hub: LoopbackHub, repo: Repo) -> Non
 
 def test_two_pulls_at_once_do_not_mix(hub: LoopbackHub) -> None:
     with (
-        local_models.exclusive(local_models.resolve(REPO).plain_folder),
+        model_folder.exclusive(local_models.resolve(REPO).plain_folder),
         pytest.raises(ModelError, match="already working"),
     ):
         pull(REPO, silent)
@@ -461,7 +462,7 @@ def test_the_hub_switched_off_for_the_engine_does_not_stop_a_pull(
         [sys.executable, "-c", program, REPO], check=False, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert local_models.is_complete(Path(done.stdout.strip()))
+    assert model_folder.is_complete(Path(done.stdout.strip()))
 
 
 def test_what_lies_in_the_way_is_not_touched(hub: LoopbackHub) -> None:
@@ -473,7 +474,7 @@ def test_what_lies_in_the_way_is_not_touched(hub: LoopbackHub) -> None:
     assert (folder / "notes.txt").read_text() == "mine"
     assert hub.requests == []
     local_models.remove(REPO)
-    assert local_models.is_complete(pull(REPO, silent))
+    assert model_folder.is_complete(pull(REPO, silent))
 
 
 def test_pulling_a_local_folder_returns_it(tmp_path: Path) -> None:

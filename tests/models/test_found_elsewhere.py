@@ -14,6 +14,7 @@ from tiny_models import write_tiny_model
 
 from engine.errors import ModelError
 from engine.ipc.messages import Load, Plan
+from engine.models.folders import model_folder
 from engine.models.folders.opening import open_model
 from engine.models.folders.prepare import prepare
 from engine.models.store import found_elsewhere, local_models
@@ -335,7 +336,7 @@ def test_a_model_of_another_program_is_named_like_any_other(
     )
     with pytest.raises(ModelError, match="Nothing of huggingface:a/M"):
         local_models.remove("huggingface:a/M")
-    assert local_models.is_complete(weights)
+    assert model_folder.is_complete(weights)
 
 
 def test_a_repo_that_the_hugging_face_cache_holds_is_used_from_there(hub_cache: Path) -> None:

@@ -30,6 +30,7 @@ from engine.ipc.messages import Load, Plan
 from engine.models.architectures import gguf_tensors
 from engine.models.architectures.gguf_architectures import architecture_of, config_of, llama3_divisors
 from engine.models.architectures.gguf_tensors import entries_of
+from engine.models.folders import model_folder
 from engine.models.folders.opening import open_model
 from engine.models.formats.gguf_file import GgufFile
 from engine.models.formats.model_files import Change, ModelFiles, Order, StoredTensor, whole_bytes
@@ -646,7 +647,7 @@ def test_a_folder_that_was_killed_while_it_was_made_is_made_again(tiny_llama: Pa
         assert process.stdout.readline()
         process.send_signal(signal.SIGKILL)
     assert local_models.installed() == []
-    assert local_models.is_complete(open_gguf(tiny_llama, silent))
+    assert model_folder.is_complete(open_gguf(tiny_llama, silent))
     assert local_models.partial_downloads() == []
 
 

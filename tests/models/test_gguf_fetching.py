@@ -15,6 +15,7 @@ from tiny_gguf import whole_blocks, write_tiny_gguf
 from tiny_models import write_tiny_model
 
 from engine.errors import Cancelled, ModelError
+from engine.models.folders import model_folder
 from engine.models.folders.opening import open_model
 from engine.models.formats.gguf_file import GgufFile, HeaderGoesOn
 from engine.models.store import downloading, gguf_fetching, local_models
@@ -292,7 +293,7 @@ def test_a_file_with_the_wrong_digest_is_refused_and_removed(hub: LoopbackHub, r
     assert (partial / "M-Q8_0-00001-of-00002.gguf").exists() and not list(partial.glob("M-Q8_0-00002*"))
     repo.wrong_digests = set()
     before = len(bytes_asked(hub, EIGHT.format(1)))
-    assert local_models.is_complete(pull(f"{REPO}:Q8_0", silent))
+    assert model_folder.is_complete(pull(f"{REPO}:Q8_0", silent))
     assert len(bytes_asked(hub, EIGHT.format(1))) == before, "a verified part is not fetched again"
 
 

@@ -19,12 +19,12 @@ import pytest
 from tiny_gguf import write_tiny_gguf
 
 from engine.errors import Cancelled, ModelError
+from engine.models.folders import model_folder
 from engine.models.folders import prepare as preparing
 from engine.models.folders.bank import JOURNAL, verify
 from engine.models.folders.opening import open_model
 from engine.models.folders.prepare import needs_preparing, prepare
 from engine.models.formats.safetensors_files import encode_header
-from engine.models.store import local_models
 from engine.models.store.gguf_folder import open_gguf
 
 TinyModel = Callable[..., Path]
@@ -182,7 +182,7 @@ def test_a_persons_own_folder_is_not_written_over(source: Path, tmp_path: Path):
 
 
 def test_two_processes_do_not_write_the_same_bank(source: Path, tmp_path: Path):
-    with local_models.exclusive(tmp_path / "bank"), pytest.raises(ModelError, match="already working on bank"):
+    with model_folder.exclusive(tmp_path / "bank"), pytest.raises(ModelError, match="already working on bank"):
         prepare(source, tmp_path / "bank", quiet)
 
 

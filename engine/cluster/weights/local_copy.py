@@ -11,12 +11,12 @@ import numpy as np
 from engine.cluster.weights.transfer import CHUNK_BYTES, Chunk, Item, Offer, Wanted, encode_chunk, expert_of
 from engine.errors import ModelError
 from engine.models.architectures.families import check_supported
+from engine.models.folders import model_folder
 from engine.models.folders.bank import EXPERTS_FOLDER, TRUNK, layer_path
 from engine.models.folders.checkpoint import Checkpoint
 from engine.models.folders.opening import open_model, read_config
 from engine.models.folders.prepare import BankPlan, fill_slab, is_setting, plan_bank
 from engine.models.folders.weight_layout import config_fingerprint
-from engine.models.store import local_models
 
 
 class LocalCopy:
@@ -84,7 +84,7 @@ def local_copy(models: Path, offered: Offer) -> LocalCopy | None:
     if offered.form != "bank":
         return None
     for path in sorted(models.iterdir()) if models.is_dir() else ():
-        if path.name.startswith(".") or not local_models.is_complete(path) or local_models.has_bank(path):
+        if path.name.startswith(".") or not model_folder.is_complete(path) or model_folder.has_bank(path):
             continue
         try:
             config = read_config(path)

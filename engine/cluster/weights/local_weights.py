@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from engine.errors import ModelError
+from engine.models.folders.model_folder import SHARD
 from engine.models.folders.shard_files import ShardManifest, read_shard
-from engine.models.store.local_models import SHARD, installed
+from engine.models.store.local_models import installed
 from engine.system.locations import locate
 
 

@@ -20,6 +20,7 @@ from engine.cluster.weights.transfer import Item, Offer, Wanted, places_of_items
 from engine.cluster.weights.weight_fingerprint import identity_of
 from engine.ipc.progress import ProgressCallback
 from engine.models.architectures.families import check_supported
+from engine.models.folders import model_folder
 from engine.models.folders.opening import read_config
 from engine.models.folders.prepare import SETTING_LIMIT, is_setting_name
 from engine.models.folders.weight_layout import layout_of
@@ -72,7 +73,7 @@ class ModelReceiver:
         first = sources[0].offered
         self.folder = model.prepared_folder if first.form == "bank" else model.plain_folder
         key = model.plain_folder.name
-        self._partial = model.plain_folder.with_name(f"{key}{local_models.RECEIVED}{local_models.PARTIAL}")
+        self._partial = model.plain_folder.with_name(f"{key}{model_folder.RECEIVED}{model_folder.PARTIAL}")
 
     def run(self) -> Path:
         """Copy the model. Returns its folder.
@@ -81,8 +82,8 @@ class ModelReceiver:
         one that cannot run), and RingProtocolError for what no machine of this version sends.
         """
         ensure("models")
-        with local_models.exclusive(self.folder):
-            if local_models.is_complete(self.folder):
+        with model_folder.exclusive(self.folder):
+            if model_folder.is_complete(self.folder):
                 return self.folder
             local_models.check_name_is_free(self.folder)
             for source in self._sources:
@@ -95,7 +96,7 @@ class ModelReceiver:
             names = " and ".join(source.name for source in self._sources)
             # Items that several sources have are counted more than once, and received once.
             largest = min(missing, sum(size for _, size in first.offered.files))
-            local_models.check_space(self._partial, largest, f"Copying {self._model.name} from {names}")
+            model_folder.check_space(self._partial, largest, f"Copying {self._model.name} from {names}")
             for source in self._sources:
                 self._receive(source, lambda item: True)
             self._finish()
@@ -133,10 +134,10 @@ class ModelReceiver:
         kept |= {item.key.partition("/")[2] for item in offered.items if not item.runs}
         for path in [path for path in self._partial.rglob("*") if path.is_file()]:
             # The file belongs to another model whose copy was begun under this name.
-            if str(path.relative_to(self._partial)) not in {*kept, local_models.SHARD_MANIFEST}:
+            if str(path.relative_to(self._partial)) not in {*kept, model_folder.SHARD_MANIFEST}:
                 path.unlink()
         found = identity_of(self._partial, self._checking)
-        (self._partial / local_models.SHARD_MANIFEST).unlink()
+        (self._partial / model_folder.SHARD_MANIFEST).unlink()
         if msgspec.structs.replace(found, name="") != msgspec.structs.replace(offered.identity, name=""):
             raise RingProtocolError(f"another model arrived than {offered.identity.name}, which was offered")
         self._partial.rename(self.folder)

@@ -29,9 +29,9 @@ from engine.cluster.weights.transfer import (
 )
 from engine.errors import ModelError
 from engine.ipc.progress import ProgressCallback
+from engine.models.folders import model_folder
 from engine.models.folders.shard_files import read_shard
 from engine.models.folders.weight_layout import config_fingerprint, layout_of
-from engine.models.store import local_models
 from engine.system.durable_files import new_file
 from engine.system.locations import ensure, locate
 
@@ -63,7 +63,7 @@ class OwnShard:
     @classmethod
     def find(cls, name: str, me: str) -> OwnShard | None:
         """This machine's shard of the model that it calls ``name``, or None."""
-        for path in sorted(locate("models").glob(f"*{local_models.SHARD}")):
+        for path in sorted(locate("models").glob(f"*{model_folder.SHARD}")):
             with contextlib.suppress(ModelError, OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 manifest = read_shard(path)
                 if manifest.head != me or manifest.identity.name != name:

@@ -39,9 +39,9 @@ from engine.cluster.weights.transfer import (
 from engine.cluster.weights.weight_fingerprint import ItemChecksums, is_of_tokenizer
 from engine.errors import Cancelled, ModelError
 from engine.ipc.progress import ProgressCallback
+from engine.models.folders import model_folder
 from engine.models.folders.shard_files import FORMAT, Begun, FileSize, ShardManifest, is_shard, read_shard
 from engine.models.folders.weight_layout import WeightLayout, config_fingerprint, layout_of
-from engine.models.store import local_models
 from engine.planning.units import byte_size
 from engine.system.durable_files import new_file
 
@@ -104,7 +104,7 @@ class ShardStore:
 
     def folder(self, offered: Offer) -> Path:
         """The folder of the offered model's shard, which may not exist yet."""
-        for path in sorted(self._models.glob(f"*{local_models.SHARD}")):
+        for path in sorted(self._models.glob(f"*{model_folder.SHARD}")):
             try:
                 manifest = read_shard(path)
             except ModelError:
@@ -113,7 +113,7 @@ class ShardStore:
                 return path
         name = re.sub(r"[^A-Za-z0-9_.-]+", "-", offered.identity.name).strip(".-")[:60] or "model"
         said = "-".join((offered.identity.weights[:12], offered.layout[:8], self._head[:8]))
-        return self._models / f"{name}--{said}{local_models.SHARD}"
+        return self._models / f"{name}--{said}{model_folder.SHARD}"
 
     def receive(
         self,
@@ -163,7 +163,7 @@ class ShardStore:
         """Whole models here with the same files and layout as the offered one."""
         found = []
         for path in sorted(self._models.iterdir()) if self._models.is_dir() else ():
-            if path.name.startswith(".") or not local_models.is_complete(path):
+            if path.name.startswith(".") or not model_folder.is_complete(path):
                 continue
             try:
                 layout = layout_of(path)
@@ -197,7 +197,7 @@ def receive_into(
 
     ``may_give_up``: experts that the offer does not name are deleted if the disk space is needed.
     """
-    with local_models.exclusive(folder):
+    with model_folder.exclusive(folder):
         receiver = _Receiver(folder, offered, head, wanted, progress)
         try:
             receiver.prepare(may_give_up)
@@ -331,7 +331,7 @@ def _is_file_of(path: Path, item: Item) -> bool:
 
 
 def _write_manifest(folder: Path, manifest: ShardManifest) -> None:
-    with new_file(folder / local_models.SHARD_MANIFEST) as file:
+    with new_file(folder / model_folder.SHARD_MANIFEST) as file:
         file.write(msgspec.json.encode(manifest))
 
 

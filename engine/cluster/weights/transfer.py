@@ -29,10 +29,10 @@ from engine.cluster.weights.weight_fingerprint import (
 )
 from engine.errors import ModelError
 from engine.ipc.progress import ProgressCallback
+from engine.models.folders.model_folder import SHARD_MANIFEST
 from engine.models.folders.shard_files import Form, ModelIdentity, read_shard
 from engine.models.folders.weight_layout import WeightLayout, layout_of, runs_of
 from engine.models.formats.byte_map import Run, Runs
-from engine.models.store.local_models import SHARD_MANIFEST
 from engine.models.wording import shown
 
 CHUNK_BYTES = 1024 * 1024

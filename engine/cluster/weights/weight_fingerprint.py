@@ -21,6 +21,7 @@ from engine.errors import ModelError
 from engine.ipc.progress import ProgressCallback
 from engine.models.folders.bank import Bank, slab_layout
 from engine.models.folders.checkpoint import Checkpoint, PlainExperts
+from engine.models.folders.model_folder import PREPARED
 from engine.models.folders.prepare import fill_slab
 from engine.models.folders.shard_files import ModelIdentity, is_shard, read_shard
 from engine.models.folders.weight_layout import (
@@ -32,7 +33,7 @@ from engine.models.folders.weight_layout import (
     settings_fingerprint,
 )
 from engine.models.formats.byte_map import Run, Runs
-from engine.models.store.local_models import PREPARED, installed, profile_key
+from engine.models.store.local_models import installed, profile_key
 from engine.system.durable_files import new_file
 from engine.system.locations import locate
 

@@ -34,12 +34,13 @@ from engine.cluster.weights.transfer import (
 )
 from engine.errors import Cancelled, ModelError
 from engine.ipc.progress import ProgressCallback
+from engine.models.folders import model_folder
 from engine.models.folders.shard_files import read_shard
 from engine.models.store import local_models
 from engine.system.locations import locate
 
 _KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
-_NEVER = (local_models.PARTIAL, local_models.SHARD, local_models.PREPARED)
+_NEVER = (model_folder.PARTIAL, model_folder.SHARD, model_folder.PREPARED)
 _BORROWED = ("local--", "gguf--")
 """Beginnings of the names of folders that were made for a person's own folder or file elsewhere."""
 
@@ -83,7 +84,7 @@ def find_provided(key: str, name: str, caller: str) -> ProvidedModel | None:
     found = local_models.resolve_installed(key)
     if found is not None and found.folder is not None:
         return ProvidedModel(found.folder, name, True)
-    for path in sorted(locate("models").glob(f"*{local_models.SHARD}")):
+    for path in sorted(locate("models").glob(f"*{model_folder.SHARD}")):
         with contextlib.suppress(ModelError):
             manifest = read_shard(path)
             if manifest.head == caller and manifest.identity.name == name:

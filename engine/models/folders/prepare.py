@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from engine.errors import Cancelled, ModelError
 from engine.ipc.progress import ProgressCallback
+from engine.models.folders import model_folder
 from engine.models.folders.bank import (
     EXPERTS_FOLDER,
     FORMAT,
@@ -46,7 +47,6 @@ from engine.models.formats.json_files import SMALL_FILE
 from engine.models.formats.model_files import ExpertWeights, StoredTensor
 from engine.models.formats.number_formats import WIDTHS, words_dtype
 from engine.models.formats.safetensors_files import encode_header
-from engine.models.store import local_models
 from engine.system.durable_files import flush, flush_folder, forget_cached, new_file
 
 _CHUNK = 8 * 1024 * 1024
@@ -109,7 +109,7 @@ def prepare(
     _check_destination(source, destination)
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
-        with local_models.exclusive(destination):
+        with model_folder.exclusive(destination):
             writer = _Writer(plan, destination, progress, should_stop or (lambda: False))
             if not writer.is_already_written():
                 writer.run()
@@ -253,7 +253,7 @@ class _Writer:
     ) -> None:
         self._plan = plan
         self._destination = destination
-        self._folder = destination.with_name(destination.name + local_models.PARTIAL)
+        self._folder = destination.with_name(destination.name + model_folder.PARTIAL)
         self._progress = progress
         self._should_stop = should_stop
         self._stage = "writing experts"
@@ -281,7 +281,7 @@ class _Writer:
         plan = self._plan
         self._take_up()
         kept = self._kept_bytes()
-        local_models.check_space(self._folder, plan.nbytes - kept, f"Preparing {plan.files.folder.name}")
+        model_folder.check_space(self._folder, plan.nbytes - kept, f"Preparing {plan.files.folder.name}")
         if self._finished.trunk is None:
             self._finish_trunk()
         buffer = np.zeros(plan.slab.size, dtype=np.uint8)
@@ -436,7 +436,7 @@ class _Writer:
         )
         with new_file(self._folder / MANIFEST) as file:
             file.write(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
-        replaced = self._destination.with_name(f"{self._destination.name}.replaced{local_models.PARTIAL}")
+        replaced = self._destination.with_name(f"{self._destination.name}.replaced{model_folder.PARTIAL}")
         if self._destination.exists():
             # Aside first: an old bank that is half deleted must not lie under the name of a complete one.
             shutil.rmtree(replaced, ignore_errors=True)

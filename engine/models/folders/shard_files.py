@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 
 from engine.errors import ModelError
-from engine.models.store.local_models import SHARD_MANIFEST
+from engine.models.folders.model_folder import SHARD_MANIFEST
 
 FORMAT = 1
 _MANIFEST_LIMIT = 64 * 1024 * 1024

@@ -22,12 +22,12 @@ from engine.models.architectures.families import check_supported, expert_shape
 from engine.models.architectures.gguf_tensors import unread_entries
 from engine.models.folders.bank import JOURNAL, MANIFEST, Bank
 from engine.models.folders.checkpoint import INDEX, Checkpoint
+from engine.models.folders.model_folder import SHARD_MANIFEST
 from engine.models.folders.opening import open_model, read_config
 from engine.models.folders.shard_files import Form
 from engine.models.formats.byte_map import Run, Runs, merged
 from engine.models.formats.gguf_file import GgufFile
 from engine.models.formats.safetensors_files import TensorEntry, read_header
-from engine.models.store.local_models import SHARD_MANIFEST
 
 PIECE_BYTES = 64 * 1024 * 1024
 """Approximate size in bytes of the pieces in which the trunk is sent; they are cut between tensors."""

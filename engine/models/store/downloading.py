@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.errors import Cancelled, ModelError
+from engine.models.folders import model_folder
 from engine.models.formats.json_files import SMALL_FILE, read_object
-from engine.models.store import local_models
 from engine.models.store.partial_file import PartialFile, Range, bytes_here, is_in_ranges, keep_beginning
 from engine.planning.units import byte_size
 from engine.system.durable_files import flush, new_file
@@ -78,7 +78,7 @@ class Download:
         parts = [(_part(self.folder, file), file.size) for file in missing]
         have = sum(bytes_here(part, size) for part, size in parts if part.exists())
         self.total, self.done = total, total - sum(file.size for file in missing)
-        local_models.check_space(self.folder, sum(file.size for file in missing) - have, f"Downloading {self.what}")
+        model_folder.check_space(self.folder, sum(file.size for file in missing) - have, f"Downloading {self.what}")
         for file in missing:
             self._fetch_one(file)
             verified[file.name] = file.digest

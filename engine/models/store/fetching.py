@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import ModelError
 from engine.models.architectures.families import check_supported
+from engine.models.folders import model_folder
 from engine.models.folders.opening import read_config
 from engine.models.formats.quantisation import SETTINGS, refuse_quantized, refuse_settings
 from engine.models.store import local_models
@@ -73,9 +74,9 @@ def _download(
     folder = model.plain_folder
     ensure("models")
     with contextlib.ExitStack() as held:
-        held.enter_context(local_models.exclusive(folder))
+        held.enter_context(model_folder.exclusive(folder))
         client = held.enter_context(hub.new_client())
-        if local_models.is_complete(folder):
+        if model_folder.is_complete(folder):
             return folder
         local_models.check_name_is_free(folder)
         progress("asking the hub", 0, 0, "")
@@ -83,11 +84,11 @@ def _download(
         choice = choose(repository, model.tag)
         if choice is not None and folder.name != local_models.repo_folder_name(repo, choice.tag):
             folder = folder.with_name(local_models.repo_folder_name(repo, choice.tag))
-            held.enter_context(local_models.exclusive(folder))
-            if local_models.is_complete(folder):
+            held.enter_context(model_folder.exclusive(folder))
+            if model_folder.is_complete(folder):
                 return folder
             local_models.check_name_is_free(folder)
-        partial = folder.with_name(folder.name + local_models.PARTIAL)
+        partial = folder.with_name(folder.name + model_folder.PARTIAL)
         paths = {PurePosixPath(path).name: path for path in choice.paths} if choice is not None else {}
         task = Download(
             client,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from engine.errors import Cancelled, ModelError
 from engine.models.architectures.gguf_architectures import architecture_of, config_of
 from engine.models.architectures.gguf_tensors import entries_of
+from engine.models.folders import model_folder
 from engine.models.formats.gguf_file import GgufFile
 from engine.models.formats.gguf_names import parts_of
 from engine.models.store import local_models
@@ -49,12 +50,12 @@ def open_gguf(
     if folder is None:
         resolved = local_models.resolve(str(path.absolute()))
         folder, path = resolved.plain_folder, resolved.source
-    if local_models.is_complete(folder):
+    if model_folder.is_complete(folder):
         _renew_links(folder, path)
         return folder
     ensure("models")
-    with local_models.exclusive(folder), GgufFile(path) as gguf:
-        if local_models.is_complete(folder):
+    with model_folder.exclusive(folder), GgufFile(path) as gguf:
+        if model_folder.is_complete(folder):
             return folder
         local_models.check_name_is_free(folder)
         progress("opening the model", 0, 0, "")
@@ -90,7 +91,7 @@ def write_config(folder: Path, gguf: GgufFile, config: dict[str, Any], should_st
 
 def fresh_partial(folder: Path) -> Path:
     """An empty ``folder.partial``. Files of an earlier, killed run are deleted."""
-    partial = folder.with_name(folder.name + local_models.PARTIAL)
+    partial = folder.with_name(folder.name + model_folder.PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     return partial
@@ -152,7 +153,7 @@ def _renew_links(folder: Path, path: Path) -> None:
         link = folder / name
         if link.is_symlink() and link.readlink() == part:
             continue
-        fresh = link.with_name(name + local_models.PARTIAL)
+        fresh = link.with_name(name + model_folder.PARTIAL)
         try:
             fresh.unlink(missing_ok=True)
             fresh.symlink_to(part)

