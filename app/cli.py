@@ -30,7 +30,7 @@ def _run(asking: bool) -> int:
     from app.interrupts import leave_on_interrupt
 
     leave_on_interrupt()
-    from engine.system.privacy import keep_to_owner
+    from engine.system.processes import keep_to_owner
 
     keep_to_owner()
     if len(sys.argv) == 1 and _COMPLETING not in os.environ:

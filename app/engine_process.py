@@ -17,7 +17,7 @@ from typing import IO
 
 from engine.ipc.engine_sockets import reachable_engines
 from engine.system.locations import ensure
-from engine.system.privacy import secrets
+from engine.system.processes import secrets
 
 _REAP_WAIT_S = 2.0
 

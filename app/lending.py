@@ -11,7 +11,7 @@ from app.network import NetworkClient, NetworkProblem, close_quietly
 from app.ring_words import fingerprint, link_words, machine_name, place_words, short_id, state_words
 from app.text_safety import one_line
 from engine.ipc.messages import LendingFacts, NetworkState, Notice, OpenNetwork, PeerFacts
-from engine.planning.absent_machines import as_clause
+from engine.planning.ring_words import as_clause
 from engine.planning.units import byte_size
 
 WATCH_S = 0.5

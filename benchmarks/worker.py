@@ -24,7 +24,7 @@ import numpy as np
 from benchmarks.engines import KINDS, Engine, PrivatellmEngine
 from engine.models.folders.opening import open_model
 from engine.models.store.local_models import profile_key
-from engine.moe.popularity_file import model_of, save_profile
+from engine.moe.popularity import model_of, save_profile
 from engine.moe.timing import PARTS
 from engine.residency.mapped import MappedWeights
 from engine.system.locations import profile_paths

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Literal
 
 from discovery.addresses import OwnAddress, announced, is_inside, own_addresses
-from discovery.link_listener import USUAL_PORT
-from discovery.local_network import local_network_permission, may_use_local_network, permission_lacked
+from discovery.link_listener import USUAL_PORT, local_network_permission, may_use_local_network, permission_lacked
 
 GROUP = "224.0.0.251"
 MDNS_PORT = 5353

@@ -12,12 +12,11 @@ import struct
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from discovery.errors import LinkListenerError
 from discovery.frames import Deadline, FrameError, receive_exactly
-from discovery.local_network import permission_lacked
 
 _log = logging.getLogger(__name__)
 
@@ -259,3 +258,35 @@ def _why_not(host: str, candidates: list[int], error: OSError) -> str:
     if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
         return f"“{host}” is not an address of this machine ({error.strerror}): give one of its own, or none for all."
     return f"Port {candidates[0]} of {where} cannot be listened on ({error.strerror or error}): choose another."
+
+
+# --- the local network on macOS --------------------------------------------------------------------------------------
+
+
+_NAMES = {"iTerm.app": "iTerm", "vscode": "Visual Studio Code", "ghostty": "Ghostty", "WarpTerminal": "Warp"}
+"""The names of apps in System Settings, where they differ from what ``TERM_PROGRAM`` says."""
+
+
+def may_use_local_network(environment: Mapping[str, str]) -> bool:
+    """Whether macOS asks for no permission: Terminal.app and remote logins have it."""
+    return environment.get("TERM_PROGRAM") == "Apple_Terminal" or "SSH_CONNECTION" in environment
+
+
+def local_network_permission(terminal: str) -> str:
+    """How to give the permission to ``terminal``, which is what ``TERM_PROGRAM`` says, or empty."""
+    known = terminal and terminal.isprintable() and terminal not in ("tmux", "screen")
+    name = _NAMES.get(terminal, terminal) if known else "your terminal app"
+    return (
+        f"allow {name} under System Settings > Privacy & Security > Local Network (if it is not in the list: "
+        "start the app anew and try again)"
+    )
+
+
+def permission_lacked(error: OSError, environment: Mapping[str, str], system: str) -> str:
+    """How to give the permission, if ``error`` of a connection on ``system`` may come from its lack; else empty.
+
+    macOS then says that there is no route to the host.
+    """
+    if system != "darwin" or error.errno != errno.EHOSTUNREACH or may_use_local_network(environment):
+        return ""
+    return local_network_permission(environment.get("TERM_PROGRAM", ""))

@@ -15,11 +15,11 @@ from engine.errors import ModelError
 from engine.ipc.messages import DoctorFacts, Load
 from engine.models.store.local_models import resolve
 from engine.moe.kernels import bindings
-from engine.moe.kernels.cpu_threads import threads_of, within_this_machine
+from engine.moe.kernels.pool import threads_of, within_this_machine
 from engine.runtimes.model_headers import read_headers
 from engine.session.plan_model import gpu_for, planned_runtime
 from engine.system.free_memory import memory
-from engine.system.privacy import keep_to_owner
+from engine.system.processes import keep_to_owner
 
 
 def doctor_facts(load: Load) -> DoctorFacts:

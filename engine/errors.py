@@ -42,3 +42,12 @@ class PeerLost(Exception):
 
 class LinkLost(PeerLost):
     """A link between two nodes of the epoch broke, and both are there; the text names it."""
+
+
+# --- what a file says, in an error -----------------------------------------------------------------------------------
+
+
+def shown(value: object, limit: int = 80) -> str:
+    """``value`` in at most ``limit`` printable ASCII characters: text as it is; Python's repr of all else and of ""."""
+    text = value if isinstance(value, str) and value and value.isprintable() and value.isascii() else ascii(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -14,16 +14,16 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NoReturn
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Generic, NoReturn, TypeVar
 
 import msgspec
 
 from engine.cluster.parts import THE_PRODUCT, EngineParts
-from engine.connections import Connections
+from engine.connections import Connections, EventWriter
 from engine.errors import ErrorKind, ModelError
 from engine.ipc.engine_sockets import engine_key
-from engine.ipc.event_writer import EventWriter
 from engine.ipc.messages import (
     AnyEvent,
     AnyRequest,
@@ -59,18 +59,15 @@ from engine.ipc.messages import (
     Shutdown,
     Watch,
 )
-from engine.ipc.pipes import Pipes, claim_standard_streams
 from engine.ipc.progress import Reports
-from engine.ipc.turn_queue import TurnQueue
 from engine.model_in_use import ModelInUse
 from engine.models.store.starter_defaults import renew_defaults
-from engine.moe.kernels.cpu_threads import within_this_machine
-from engine.moe.kernels.pool import physical_cores
-from engine.process_life import EXIT_BAD_FRAME, end_process, end_with_thread, environment
+from engine.moe.kernels.pool import physical_cores, within_this_machine
+from engine.process_life import EXIT_BAD_FRAME, Pipes, claim_standard_streams, end_process, end_with_thread, environment
 from engine.system.awake import AWAKE
+from engine.system.free_memory import memory_in_use
 from engine.system.locations import locate
-from engine.system.own_memory import memory_in_use
-from engine.system.privacy import keep_to_owner
+from engine.system.processes import keep_to_owner
 
 if TYPE_CHECKING:
     from engine.cluster.network import ClusterNetwork
@@ -386,7 +383,7 @@ class Host:
         resolved = local_models.resolve(request.model)
         node = self._network.open_node() if self._network is not None else None
         if node is not None and resolved.folder is None and resolved.kind in ("hub", "starter"):
-            from engine.cluster.head.model_download import Copier
+            from engine.cluster.head.model_sources import Copier
 
             taken = Copier(node, resolved, task.report).run()
             if taken is not None:
@@ -584,3 +581,56 @@ def main(parts: EngineParts = THE_PRODUCT) -> NoReturn:
 
 if __name__ == "__main__":
     main()
+
+
+# --- whose turn it is ------------------------------------------------------------------------------------------------
+
+
+Owner = TypeVar("Owner", bound=Hashable)
+Item = TypeVar("Item")
+
+
+class TurnQueue(Generic[Owner, Item]):
+    """While an owner's item waits, no other owner is served twice, what was just served included. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._waiting: OrderedDict[Owner, deque[Item]] = OrderedDict()
+        self._served: Owner | None = None
+        """The latest owner that was served."""
+        self._changed = threading.Condition()
+
+    def put(self, owner: Owner, item: Item) -> None:
+        """Add ``item`` behind the other items of ``owner``, who joins the ring at its end."""
+        with self._changed:
+            self._waiting.setdefault(owner, deque()).append(item)
+            self._changed.notify()
+
+    def take(self) -> Item:
+        """The next item. Waits for one."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting)
+            if self._served is not None and self._served in self._waiting:
+                # It asked again while it was served, perhaps before others came.
+                self._waiting.move_to_end(self._served)
+            owner, items = next(iter(self._waiting.items()))
+            item = items.popleft()
+            if not items:
+                del self._waiting[owner]
+            self._served = owner
+            return item
+
+    def remove(self, owner: Owner, item: Item) -> bool:
+        """Take ``item`` of ``owner`` out of the queue. Returns False if it does not wait any more."""
+        with self._changed:
+            items = self._waiting.get(owner)
+            if items is None or item not in items:
+                return False
+            items.remove(item)
+            if not items:
+                del self._waiting[owner]
+            return True
+
+    def waiting(self) -> int:
+        """Number of items that wait."""
+        with self._changed:
+            return sum(map(len, self._waiting.values()))

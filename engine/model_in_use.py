@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engine.cluster.network import ClusterNetwork
-    from engine.moe.popularity_file import PopularityWriter
+    from engine.moe.popularity import PopularityWriter
     from engine.residency.resident_model import Residency
     from engine.session.session import Session
     from engine.session.turn import TurnControl
@@ -134,7 +134,7 @@ class ModelInUse:
 def popularity_writer_for(session: Session, model: str, notice: Callable[[str], None]) -> PopularityWriter | None:
     """What keeps the use of ``session``'s experts; None for a dense model, or a runtime that does not count it."""
     from engine.models.store.local_models import profile_key, resolve
-    from engine.moe.popularity_file import PopularityWriter
+    from engine.moe.popularity import PopularityWriter
     from engine.system.locations import profile_paths
 
     popularity, profile = session.model.popularity, session.profile

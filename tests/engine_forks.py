@@ -33,7 +33,7 @@ import hooked_engine
 import pytest
 
 from engine.calibration.calibration_file import calibration_key, save_speed
-from engine.system.child_processes import start_module
+from engine.system.processes import start_module
 
 FORKS = sys.platform == "linux"
 START_S = 120.0
@@ -243,7 +243,7 @@ def forked_module(
     pass_fds: Sequence[int] = (),
     libraries: bool = False,
 ) -> ForkedProcess | subprocess.Popen[bytes]:
-    """A process of the program beside the engine, started as by ``engine.system.child_processes.start_module``.
+    """A process of the program beside the engine, started as by ``engine.system.processes.start_module``.
 
     ``libraries``: it will import torch or mlx.
     """

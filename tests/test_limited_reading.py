@@ -24,12 +24,12 @@ OWN_WORDS = {
     # What comes with the program.
     "engine/models/store/catalogue.py", "engine/models/text/reasoning_formats.py", "engine/models/text/tool_formats.py",
     # What another process of the program has written.
-    "app/commands/doctor.py", "engine/doctor_facts.py", "engine/bench/bench_node.py", "engine/bench/exchange.py",
+    "app/commands/doctor.py", "engine/doctor_facts.py", "engine/bench/exchange_node.py", "engine/bench/exchange.py",
     "engine/cluster/transport/envoy.py", "engine/cluster/transport/envoy_process.py",
     "app/tui/render/highlighting.py", "app/tui/render/highlight_process.py", "engine/models/text/template_sandbox.py",
     "engine/models/text/template_process.py", "engine/models/text/token_bytes.py",
     # What was parsed before: a tool's parameters, as they came with a request.
-    "engine/generation/tool_grammars.py",
+    "engine/generation/call_grammars.py",
     # A table of bytes, whose reader refuses a nested value.
     "engine/cluster/transport/gloo.py",
     # The caller takes a RuntimeError for a group that could not be made.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from app.chat.words import size
 from engine.models.store.catalogue import STARTER, CatalogueEntry
-from engine.planning.rough_speed import rough_tokens_per_s
+from engine.planning.prediction import rough_tokens_per_s
 
 STARTER_DOWNLOAD_BYTES = 92_871_040
 """Bytes that the starter's package takes to download; its folder is several times as large."""

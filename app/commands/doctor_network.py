@@ -19,7 +19,7 @@ from app.settings.file import open_settings
 from app.settings.ring import open_network
 from app.text_safety import one_line
 from engine.ipc.messages import PeerFacts
-from engine.planning.absent_machines import as_clause
+from engine.planning.ring_words import as_clause
 from engine.system.locations import locate
 
 if TYPE_CHECKING:

@@ -16,8 +16,7 @@ from engine.cluster.all_gather import RingLayers
 from engine.cluster.transport.exchange import Buffer, PeerLost, RingProtocolError
 from engine.errors import ModelError
 from engine.ipc.messages.ring import ExchangeName
-from engine.moe.expert_parallel import FLOAT32, Routes
-from engine.moe.rank_context import Mode, RankContext
+from engine.moe.expert_parallel import FLOAT32, Mode, RankContext, Routes
 from engine.planning.placement import Placement
 
 LAYERS = (0, 1, 2)

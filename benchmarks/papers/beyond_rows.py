@@ -21,7 +21,7 @@ from benchmarks.papers.timed_rows import PASSES, dbrx_pace
 from engine.errors import ModelError
 from engine.ipc.messages import Load
 from engine.models.store.catalogue import STARTER
-from engine.moe.rank_context import Mode
+from engine.moe.expert_parallel import Mode
 from engine.planning.placement import Placement
 from engine.planning.placement_planner import ExpertGrid, NodeRoom, place
 from engine.runtimes import runtime_named

@@ -1,6 +1,6 @@
 """What a policy would take for recorded routes: policy, cache and calibration over a trace. Pure.
 
-This replays decisions, not models: every MoE layer takes the later of both sides by :mod:`engine.planning.layer_time`,
+This replays decisions, not models: every MoE layer takes the later of both sides by :mod:`engine.planning.balancing`,
 and between the layers the GPU's cache changes as the policy's rule says. What the trunk takes is added by the caller.
 """
 
@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from engine.planning.balancing import load_of
 from engine.planning.calibration import Calibration
-from engine.planning.layer_time import load_of
 from engine.planning.policy import CLEARLY, FEW_TOKENS, ActiveExpert, CacheRule, Policy
 
 HALF_LIFE_STEPS = 64

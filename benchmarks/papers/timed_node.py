@@ -15,13 +15,23 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from engine.bench.bench_node import NeighbourNode, NodeLinks, NodePort, NodeSetup, Requests, send
+from engine.bench.exchange_node import NeighbourNode, NodeLinks, NodePort, NodeSetup, Requests, send
 from engine.cluster.all_gather import RingLayers
 from engine.cluster.central import CentralHead, CentralNode
 from engine.cluster.transport.exchange import Buffer, Exchange
 from engine.cluster.transport.registry import open_exchange
-from engine.moe.expert_parallel import FLOAT32, Call, Floats, HostRows, Indices, LayerExchange, Routes
-from engine.moe.rank_context import Loading, Mode, RankContext
+from engine.moe.expert_parallel import (
+    FLOAT32,
+    Call,
+    Floats,
+    HostRows,
+    Indices,
+    LayerExchange,
+    Loading,
+    Mode,
+    RankContext,
+    Routes,
+)
 from engine.planning.placement import Placement
 
 _STAMP = struct.Struct("<d")

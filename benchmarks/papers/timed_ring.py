@@ -19,10 +19,10 @@ import msgspec
 
 from benchmarks.papers.timed_node import Carrier, Pace, TimedPasses, TimedRun
 from discovery.certificates import make_certificate
-from engine.bench.bench_node import NeighbourNode, NodePort, NodeSetup
-from engine.moe.rank_context import Loading, Mode
+from engine.bench.exchange_node import NeighbourNode, NodePort, NodeSetup
+from engine.moe.expert_parallel import Loading, Mode
 from engine.planning.placement import Placement
-from engine.system.child_processes import start_module
+from engine.system.processes import start_module
 
 SLOW = 4.0
 """Factor by which everything is slept longer."""

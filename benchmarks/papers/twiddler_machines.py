@@ -15,8 +15,8 @@ import msgspec
 from benchmarks.papers.replay import Key, Step, replay
 from benchmarks.policies import MIXTRAL, MIXTRAL_SHAPE
 from engine.ipc.messages import ExpertPolicy
+from engine.planning.balancing import ActiveExpert, Place, layer_sides
 from engine.planning.calibration import Calibration, Curve, Processor, estimated
-from engine.planning.layer_time import ActiveExpert, Place, layer_sides
 from engine.planning.policy import CacheRule, Decision, Policy, policy_named
 
 ATTENTION_BYTES = 2 * (2 * 4096 * 4096 + 2 * 4096 * 1024)

@@ -19,16 +19,24 @@ from typing import Any, TypeVar
 import msgspec
 
 from discovery.certificates import make_certificate
-from engine.bench.bench_node import NeighbourNode, NodePort, NodeSetup
-from engine.bench.exchange_node import ExchangeTimes, NodeConnected, NodePlan, NodeRound, contribution
+from engine.bench.exchange_node import (
+    ExchangeTimes,
+    NeighbourNode,
+    NodeConnected,
+    NodePlan,
+    NodePort,
+    NodeRound,
+    NodeSetup,
+    contribution,
+)
 from engine.calibration.samples import figure
 from engine.cluster.transport.registry import TRANSPORTS, available_exchanges
 from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import Bench, BenchResult
 from engine.ipc.messages.ring import ExchangeName
 from engine.ipc.progress import ProgressCallback
-from engine.system.child_processes import ModuleStarter, start_module
 from engine.system.machine import processor
+from engine.system.processes import ModuleStarter, start_module
 
 SIZES = (12 * 1024, 96 * 1024, 1 << 20)
 COMPARED = (0, 1, 2, 5, *SIZES, (2 << 20) + 3)

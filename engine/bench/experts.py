@@ -21,8 +21,7 @@ from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import BenchResult
 from engine.models.formats.model_files import Experts, ModelFiles
 from engine.models.store.local_models import profile_key
-from engine.moe.popularity import Popularity
-from engine.moe.popularity_file import model_of, save_profile
+from engine.moe.popularity import Popularity, model_of, save_profile
 from engine.planning.calibration import Calibration
 from engine.runtimes.protocol import TokenRows
 from engine.system.locations import profile_paths

@@ -24,12 +24,22 @@ from engine.cluster.contributions import (
     REASON_BYTES,
     NodeFailed,
     NumberedGather,
+    Waits,
     reason_in,
 )
 from engine.cluster.transport.exchange import Buffer, Exchange, PeerLost, RingProtocolError
-from engine.cluster.waiting import Waits
-from engine.moe.expert_parallel import FLOAT32, Call, Floats, Gathered, HostRows, Indices, Routes, Words
-from engine.moe.rank_context import HEAD, RankContext
+from engine.moe.expert_parallel import (
+    FLOAT32,
+    HEAD,
+    Call,
+    Floats,
+    Gathered,
+    HostRows,
+    Indices,
+    RankContext,
+    Routes,
+    Words,
+)
 from engine.moe.timing import Recorder
 from engine.runtimes.protocol import Interrupted
 

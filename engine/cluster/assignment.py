@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.moe.expert_parallel import Call, Indices
-from engine.moe.rank_context import RankContext
+from engine.moe.expert_parallel import Call, Indices, RankContext
 from engine.planning.routing_load import Assigner, LoadingRules
 
 FEW_ROUTES = 64

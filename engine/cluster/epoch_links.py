@@ -12,13 +12,12 @@ from engine.cluster.transport.accepting import Links
 from engine.cluster.transport.addresses import as_dialled
 from engine.cluster.transport.connecting import connect_commands
 from engine.cluster.transport.epochs import CONNECT_S, Epoch, Member
-from engine.cluster.transport.exchange import Exchange, Link, PeerLost
-from engine.cluster.transport.exchange_timing import DECODE_BYTES, measure_exchange
+from engine.cluster.transport.exchange import DECODE_BYTES, Exchange, Link, PeerLost, measure_exchange
 from engine.cluster.transport.mesh import Mesh
 from engine.cluster.transport.registry import open_exchange
 from engine.errors import ModelError
 from engine.ipc.messages.ring import ExchangeName
-from engine.moe.rank_context import RankContext
+from engine.moe.expert_parallel import RankContext
 
 
 class EpochLinks:

@@ -9,8 +9,8 @@ from engine.cluster.central import CentralHead
 from engine.cluster.transport.exchange import Exchange
 from engine.ipc.messages import Load
 from engine.ipc.progress import ProgressCallback
+from engine.moe.expert_parallel import RankContext
 from engine.moe.kernels.bindings import choose
-from engine.moe.rank_context import RankContext
 from engine.runtimes.mlx.runtime import open_files_kept
 from engine.runtimes.node_experts import NodeExperts
 

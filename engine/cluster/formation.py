@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
+from engine.cluster.contributions import Waits
 from engine.cluster.transport.exchange import Link, PeerLost
-from engine.cluster.waiting import Waits
 from engine.ipc.messages.ring import RingFacts
 from engine.ipc.progress import ProgressCallback
-from engine.moe.rank_context import RankContext
+from engine.moe.expert_parallel import RankContext
 from engine.planning.ring_change import Rerun
 from engine.runtimes.protocol import LoadedModel
 
@@ -68,7 +68,7 @@ class Formation(Protocol):
 
     @property
     def patience(self) -> float:
-        """Factor on the seconds that a :class:`engine.cluster.waiting.Wait` allows."""
+        """Factor on the seconds that a :class:`engine.cluster.contributions.Wait` allows."""
         ...
 
     @property

@@ -60,7 +60,7 @@ class TimeConstants:
     """Seconds between two tries of the links of a machine that is left out because of them."""
     patience: float = 1.0
     """Factor on the seconds that machines which are there may let an exchange wait; see
-    :func:`engine.cluster.waiting.exchange_timeout`."""
+    :func:`engine.cluster.contributions.exchange_timeout`."""
 
 
 @dataclass(frozen=True)

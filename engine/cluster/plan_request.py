@@ -14,12 +14,11 @@ from engine.cluster.membership.node import Node
 from engine.cluster.membership.rpc_fanout import Candidate, NodeRefused
 from engine.cluster.network import ClusterNetwork
 from engine.ipc.messages import DeviceMemory, Load, ModelFacts, NodeShard
-from engine.moe.rank_context import HEAD, Mode
-from engine.planning.absent_machines import absent_lines
+from engine.moe.expert_parallel import HEAD, Mode
 from engine.planning.hybrid import workspace_bytes
 from engine.planning.ring_nodes import RingModelFacts, beside_weights
 from engine.planning.ring_plan import RingDecision
-from engine.planning.ring_words import THIS_MACHINE
+from engine.planning.ring_words import THIS_MACHINE, absent_lines
 from engine.planning.runtime_choice import RuntimeChoice
 from engine.runtimes.choosing import as_ring_node
 from engine.runtimes.model_headers import Headers

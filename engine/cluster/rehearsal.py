@@ -21,9 +21,8 @@ from engine.cluster.all_gather import RingLayers
 from engine.cluster.central import CentralHead, CentralNode
 from engine.cluster.transport.exchange import Exchange, RingProtocolError
 from engine.errors import ModelError
-from engine.moe.expert_parallel import FLOAT32, Floats, HostRows, Indices, LayerExchange, Routes
+from engine.moe.expert_parallel import FLOAT32, HEAD, Floats, HostRows, Indices, LayerExchange, RankContext, Routes
 from engine.moe.kernels.pool import physical_cores, shared_pool
-from engine.moe.rank_context import HEAD, RankContext
 
 BLOCKS = 6
 """Number of blocks of layers. Each block is averaged, and the median block is used, so that a short disturbance does

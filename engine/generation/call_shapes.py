@@ -15,9 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.generation.argument_stream import ArgumentStream
+from engine.generation.argument_stream import ArgumentStream, TaggedStream
 from engine.generation.reasoning import MESSAGE
-from engine.generation.tagged_stream import TaggedStream
 from engine.generation.tool_arguments import ArgumentTypes, WrittenInteger, json_text, read_json
 from engine.ipc.messages import Tool
 from engine.models.text.tool_formats import ToolFormat

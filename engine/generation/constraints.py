@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.errors import ModelError
+from engine.errors import ModelError, shown
 from engine.ipc.messages import Constraint
-from engine.models.wording import shown
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self
 
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import ModelError
-from engine.ipc.messages import Sampling
+from engine.ipc.messages import MOST_LOGPROBS, LikelyToken, Sampling, TokenLogprob
 from engine.runtimes.protocol import Logits
 
 _SEED_LIMIT = 2**64
@@ -419,3 +419,40 @@ class Sampler:
         index = _drawn(weights, self._random.random())
         self._drawn += 1
         return index if tokens is None else int(tokens[index])
+
+
+# --- log-probabilities -----------------------------------------------------------------------------------------------
+
+
+class Logprobs:
+    """Reports chosen tokens with their log-probabilities and those of the ``count`` likeliest tokens.
+
+    ``bytes_of`` gives a token's bytes. Raises ModelError (bad-input) for an impossible ``count``.
+    """
+
+    def __init__(self, count: int, bytes_of: Callable[[int], bytes]) -> None:
+        if not 0 <= count <= MOST_LOGPROBS:
+            raise ModelError(
+                f"{count} likeliest tokens were asked for, and between 0 and {MOST_LOGPROBS} are reported.",
+                kind="bad-input",
+            )
+        self._count = count
+        self._bytes_of = bytes_of
+
+    def of(self, logits: Logits, token: int) -> TokenLogprob:
+        """The report on ``token``, chosen from ``logits`` [vocabulary] as the model computed them.
+
+        Raises NotNumbersError if they are no numbers.
+        """
+        best = logits[greedy_token(logits)]
+        whole = best + np.log(np.exp(logits - best, dtype=np.float32).sum(dtype=np.float64))
+        top: list[LikelyToken] = []
+        if self._count:
+            found = largest(logits, self._count)
+            found = found[np.argsort(-logits[found], kind="stable")[: self._count]]
+            top = [LikelyToken(*self._spelled(int(each)), float(logits[each] - whole)) for each in found]
+        return TokenLogprob(*self._spelled(token), float(logits[token] - whole), top)
+
+    def _spelled(self, token: int) -> tuple[int, str, bytes]:
+        data = self._bytes_of(token)
+        return token, data.decode("utf-8", "replace"), data

@@ -21,11 +21,11 @@ from engine.moe.expert_parallel import (
     HostRows,
     Indices,
     LayerExchange,
+    RankContext,
     Words,
     run_calls,
 )
 from engine.moe.popularity import Popularity
-from engine.moe.rank_context import RankContext
 from engine.moe.timing import Recorder
 
 FEW_ROUTES = 64

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.moe.timing import Recorder
+from engine.planning.placement import Placement
 
 Indices = NDArray[np.int32]
 Floats = NDArray[np.float32]
@@ -108,3 +109,37 @@ def run_calls(calls: Sequence[Call], run: Callable[[Indices, tuple[int, ...]], W
             rows = np.flatnonzero(indices >= 0)
             joined[rows] = found[rows]
     return joined
+
+
+# --- a node's knowledge of its epoch ---------------------------------------------------------------------------------
+
+
+Mode = Literal["exact", "fast", "central"]
+Loading = Literal["selected", "router-aided", "busy-full"]
+
+HEAD = 0
+"""The head's rank."""
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """One node's place in an epoch.
+
+    ``weights`` are the relative seconds per expert of each rank. They decide which holder of a replicated expert runs
+    it, in the same way on every node.
+    """
+
+    epoch: str
+    rank: int
+    placement: Placement
+    mode: Mode = "exact"
+    loading: Loading = "selected"
+    weights: tuple[float, ...] = ()
+
+    @property
+    def nodes(self) -> int:
+        return self.placement.nodes
+
+    @property
+    def is_head(self) -> bool:
+        return self.rank == HEAD

@@ -23,9 +23,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from engine.ipc.messages import ExpertPolicy
-from engine.planning.balancing import share
+from engine.planning.balancing import ActiveExpert, Place, layer_sides, share
 from engine.planning.calibration import Calibration
-from engine.planning.layer_time import ActiveExpert, Place, layer_sides
 
 __all__ = [
     "ActiveExpert",

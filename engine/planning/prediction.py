@@ -1,6 +1,6 @@
 """Tokens per second, predicted from a calibration before anything is loaded. Pure.
 
-A forward pass is the trunk and, for every MoE layer, the layer's time by :mod:`engine.planning.layer_time` with the
+A forward pass is the trunk and, for every MoE layer, the layer's time by :mod:`engine.planning.balancing` with the
 routes that are to be expected. Decoding reads every weight it uses once, so the trunk takes its bytes over the rate at
 which weights stream there; a prompt of many tokens is bound by arithmetic, so the trunk takes what its operations take
 at the rate of the largest measured expert, if that is longer. All times are seconds, memory is bytes.
@@ -318,3 +318,25 @@ def _operations_rate(curve: Curve, calibration: Calibration, model: ModelSizes) 
     tokens = curve.tokens[-1]
     weights = model.slab_weights or calibration.shape.expert_bytes / model.bytes_per_weight
     return 2.0 * tokens * weights / curve.at(tokens)
+
+
+# --- a rough prediction ----------------------------------------------------------------------------------------------
+
+
+ASSUMED_MEMORY_READ = 20e9
+"""Bytes per second at which a processor streams memory, for a machine that was not measured: a laptop of the middle
+class."""
+DECODING_SHARE = 0.75
+"""Fraction of the streaming rate at which decoding one token reads its weights: 0.77 to 0.92 were measured."""
+
+
+def rough_tokens_per_s(weight_bytes: float, active_share: float, memory_read: float) -> float:
+    """Tokens per second if a token takes what streaming its weights takes.
+
+    ``weight_bytes`` are the model's, of which a token uses ``active_share``. ``memory_read`` is in bytes per second;
+    0.0 stands for a machine that was not measured. Raises ValueError for a model without weights.
+    """
+    read = weight_bytes * active_share
+    if read <= 0:
+        raise ValueError(f"a token reads {read:g} bytes of weights; it must read some")
+    return DECODING_SHARE * (memory_read or ASSUMED_MEMORY_READ) / read

@@ -45,7 +45,7 @@ _HEADER_BYTES = 64
 @dataclass(frozen=True)
 class GpuCosts:
     """A node's GPU, which keeps ``slabs`` of its experts. What a layer's experts take with it is predicted as on one
-    machine (:mod:`engine.planning.layer_time`), with the trunk on the CPU."""
+    machine (:mod:`engine.planning.balancing`), with the trunk on the CPU."""
 
     calibration: Calibration
     policy: Policy

@@ -11,14 +11,13 @@ import msgspec
 
 from engine.errors import ModelError
 from engine.ipc.messages import AnyEvent, Finished, Load, Notice, WarmUp
-from engine.moe.rank_context import RankContext
+from engine.moe.expert_parallel import RankContext
 from engine.planning.residency import lets_go
 from engine.residency.mapped import MappedWeights
 from engine.residency.page_warmer import IdleProbe, PageWarmer
 from engine.runtimes.protocol import LoadedModel, LoadedWeights
-from engine.system.free_memory import available_bytes
+from engine.system.free_memory import available_bytes, memory_in_use
 from engine.system.machine import on_battery
-from engine.system.own_memory import memory_in_use
 
 Held = Mapping[int, Sequence[int]]
 """The experts that this node runs, by decoder layer."""

@@ -19,7 +19,7 @@ from engine.models.folders.weight_layout import WeightLayout, is_library, layout
 from engine.models.formats.byte_map import FileMapping
 from engine.models.formats.model_files import ModelFiles
 from engine.moe.kernels.bindings import VARIABLE
-from engine.moe.popularity_file import ProfileModel, model_of
+from engine.moe.popularity import ProfileModel, model_of
 from engine.planning.calibration import ExpertShape
 from engine.runtimes.choosing import mlx_by_default
 from engine.runtimes.native.runtime import check_native, unsupported_reason

@@ -6,12 +6,14 @@ logits are float32 numpy arrays on the CPU.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,11 +21,9 @@ from engine.errors import ModelError, PeerLost
 from engine.ipc.messages import Load, ModelFacts
 from engine.ipc.progress import ProgressCallback
 from engine.models.formats.byte_map import FileMapping
-from engine.moe.expert_parallel import LayerExchange
+from engine.moe.expert_parallel import LayerExchange, RankContext
 from engine.moe.popularity import Popularity
-from engine.moe.rank_context import RankContext
 from engine.moe.timing import Recorder
-from engine.runtimes.row_contents import Fill, RowContents, RowPart
 
 if TYPE_CHECKING:
     from engine.generation.sampling import Sampler
@@ -310,3 +310,43 @@ class Runtime(Protocol):
 
 Config = dict[str, Any]
 """A model's ``config.json`` as parsed."""
+
+
+# --- contents of a row as bytes --------------------------------------------------------------------------------------
+
+
+Bytes = NDArray[np.uint8]
+_ITEM_BYTES = {"uint8": 1, "uint16": 2, "bfloat16": 2, "float16": 2, "float32": 4}
+"""Bytes of a number, by the names that a part may have for its numbers."""
+
+
+class RowPart(msgspec.Struct, frozen=True, array_like=True):
+    """One array: its ``name``, unique in a row, the format of its ``numbers``, and its shape."""
+
+    name: str
+    numbers: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Raises ValueError for an unknown format or an impossible shape."""
+        if self.numbers not in _ITEM_BYTES or not all(0 < size < 2**40 for size in self.shape):
+            raise ValueError(f"{self.name} has the shape {self.shape} of {self.numbers}")
+        return math.prod(self.shape) * _ITEM_BYTES[self.numbers]
+
+
+@dataclass(frozen=True)
+class RowContents:
+    """The arrays of a row in order. ``read(i)`` gives the bytes of ``parts[i]``, and copies no more than that."""
+
+    parts: Sequence[RowPart]
+    read: Callable[[int], Bytes]
+
+
+Fill = Callable[[Bytes], None]
+"""Fills an array with the next bytes. It may raise."""
+
+
+def as_bytes(array: NDArray[Any]) -> Bytes:
+    """The bytes of ``array`` in the order of its indices."""
+    return np.ascontiguousarray(array).view(np.uint8).reshape(-1)

@@ -71,8 +71,8 @@ def _measured(
     from engine.calibration.expert_cost import calibration_of, measure
     from engine.calibration.memory_rate import StreamingRead
     from engine.models.folders.opening import open_model
-    from engine.moe.kernels.cpu_threads import threads_of
     from engine.moe.kernels.file_guard import unchanged
+    from engine.moe.kernels.pool import threads_of
     from engine.runtimes.torch.offload import cuda_device
     from engine.runtimes.torch.offload.devices import DeviceError, DeviceLost
     from engine.runtimes.torch.offload.measuring_sides import LocalCpuSide, open_gpu_side

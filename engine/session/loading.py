@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from engine.errors import shown
 from engine.generation.sampling import own_sampling, stated_penalty, usual_limit
 from engine.ipc.messages import Load, ModelFacts
 from engine.ipc.progress import ProgressCallback
 from engine.models.architectures.config_values import check_config
 from engine.models.formats.json_files import SMALL_FILE, read_object
-from engine.models.wording import shown
 from engine.runtimes.loading import load_model
 from engine.session.refusals import check_request
 

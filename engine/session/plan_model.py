@@ -20,8 +20,8 @@ from engine.ipc.messages import Load, ModelFacts, Plan, Planned, PlannedChoice
 from engine.models.folders.sizes import Sizes
 from engine.models.formats.number_formats import is_packed
 from engine.models.store.local_models import ResolvedModel, resolve
-from engine.moe.kernels.cpu_threads import reason_for, threads_of, within_this_machine
-from engine.moe.popularity_file import known_counts
+from engine.moe.kernels.pool import reason_for, threads_of, within_this_machine
+from engine.moe.popularity import known_counts
 from engine.planning.calibration import Calibration
 from engine.planning.hybrid import Device, HybridMachine, HybridPlan, HybridRequest, better, workspace_bytes
 from engine.planning.hybrid import plan as plan_placement

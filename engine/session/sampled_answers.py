@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from engine.generation.logprobs import Logprobs
 from engine.generation.reasoning import ReasoningParser
-from engine.generation.sampling import Sampler, SamplingRule, TokenGuide
+from engine.generation.sampling import Logprobs, Sampler, SamplingRule, TokenGuide
 from engine.generation.text import IncrementalDecoder, StopStrings
 from engine.generation.tool_calls import ToolCallParser
 from engine.ipc.messages import FinishReason, Generate, TokenLogprob

@@ -11,9 +11,8 @@ import msgspec
 
 from engine.errors import Cancelled, ModelError
 from engine.generation.beams import BeamRule, BeamState, Hypothesis, beam_run, check_beams
-from engine.generation.logprobs import Logprobs
 from engine.generation.reasoning import ReasoningParser, Separated, separate
-from engine.generation.sampling import NotNumbersError, SamplingRule, TokenGuide, sampling_rule, usual_limit
+from engine.generation.sampling import Logprobs, NotNumbersError, SamplingRule, TokenGuide, sampling_rule, usual_limit
 from engine.generation.text import StopStrings, first_stop
 from engine.generation.tool_calls import ToolCallParser
 from engine.ipc.messages import (
@@ -35,7 +34,7 @@ from engine.ipc.messages import (
 from engine.models.store.prefix_files import is_owner
 from engine.models.text.reasoning_formats import template_variables
 from engine.models.text.tool_formats import ToolFormat
-from engine.moe.popularity_file import ProfileModel
+from engine.moe.popularity import ProfileModel
 from engine.planning.memory import ModelCosts, estimate_beams, extra_beam_memory, longest_answer, unseen_bytes
 from engine.planning.units import byte_size
 from engine.runtimes.protocol import (

@@ -22,8 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.models.store.prefix_files import part_of
-from engine.runtimes.protocol import LoadedModel, Logits
-from engine.runtimes.row_contents import Bytes, RowPart, as_bytes
+from engine.runtimes.protocol import Bytes, LoadedModel, Logits, RowPart, as_bytes
 from engine.session.kept_rows import CachedRow, RowCheckpoint, reusable_length
 from engine.session.passes import PassSequence
 

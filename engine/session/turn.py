@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine.generation.calls_in_thoughts import CallsInThoughts
 from engine.generation.reasoning import ReasoningParser, Separated
 from engine.generation.text import IncrementalDecoder, StopStrings
-from engine.generation.tool_calls import ToolCallParser
+from engine.generation.tool_calls import CallsInThoughts, ToolCallParser
 from engine.ipc.messages import (
     AnyEvent,
     Beam,
@@ -29,7 +28,7 @@ from engine.ipc.messages import (
 from engine.ipc.progress import ProgressCallback, Reports
 from engine.moe.timing import Recorder
 from engine.runtimes.protocol import Interrupted
-from engine.system.own_memory import memory_in_use
+from engine.system.free_memory import memory_in_use
 
 PIECE_INTERVAL_S = 1 / 15
 """Shortest time between two pieces of an answer, in seconds."""

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from engine.ipc.messages import MemoryUse
+
 RESERVE_BYTES = 256 * 1024 * 1024
 """Bytes of memory left to the screen and other programs."""
 
@@ -152,3 +154,26 @@ def ran_out_of_memory(error: BaseException) -> bool:
     text = str(error).lower()
     signs = ("can't allocate memory", "not enough memory", "out of memory", "std::bad_alloc", "[metal::malloc]")
     return isinstance(error, RuntimeError) and any(sign in text for sign in signs)
+
+
+# --- memory of this process ------------------------------------------------------------------------------------------
+
+
+_STATUS = Path("/proc/self/status")
+
+
+def memory_in_use() -> MemoryUse:
+    """Read from the system. Where it does not tell mapped files apart, everything counts as the process's own."""
+    try:
+        lines = dict(line.split(":", 1) for line in _STATUS.read_text(encoding="ascii").splitlines() if ":" in line)
+        own, mapped = _bytes(lines["RssAnon"]) + _bytes(lines["RssShmem"]), _bytes(lines["RssFile"])
+    except (OSError, KeyError, ValueError):
+        import psutil
+
+        return MemoryUse(own=int(psutil.Process().memory_info().rss))
+    return MemoryUse(own=own, mapped=mapped)
+
+
+def _bytes(line: str) -> int:
+    """``\t  1234 kB`` in bytes."""
+    return 1024 * int(line.split(maxsplit=1)[0])

@@ -16,8 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from engine.system.child_processes import start_module
-from engine.system.privacy import keep_to_owner
+from engine.system.processes import keep_to_owner, start_module
 
 LOOK_S = 0.25
 QUIET_LOOKS = 8

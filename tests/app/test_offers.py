@@ -6,7 +6,7 @@ import pytest
 
 from app.chat.offers import MachineFigures, fits, offers, speed_or_why_not, speed_words, strength, tokens_per_s
 from engine.models.store.catalogue import STARTER, catalogue, offered
-from engine.planning.rough_speed import ASSUMED_MEMORY_READ, DECODING_SHARE, rough_tokens_per_s
+from engine.planning.prediction import ASSUMED_MEMORY_READ, DECODING_SHARE, rough_tokens_per_s
 
 PLENTY = 10**13
 

@@ -9,8 +9,7 @@ import numpy as np
 
 from engine.moe.backend import ExpertBackend, LayerCall
 from engine.moe.executor import RingExecutor
-from engine.moe.expert_parallel import Floats, Gathered, HostRows, Indices, LayerExchange, Routes, Words
-from engine.moe.rank_context import RankContext
+from engine.moe.expert_parallel import Floats, Gathered, HostRows, Indices, LayerExchange, RankContext, Routes, Words
 from engine.moe.timing import Recorder
 
 F32 = np.dtype(np.float32)

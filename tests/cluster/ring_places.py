@@ -8,7 +8,7 @@ from memory_exchange import MemoryRing
 
 from engine.cluster.all_gather import RingLayers
 from engine.cluster.transport.exchange import Exchange
-from engine.moe.rank_context import Loading, Mode, RankContext
+from engine.moe.expert_parallel import Loading, Mode, RankContext
 from engine.planning.placement import Placement
 from engine.runtimes.protocol import RingPlace
 

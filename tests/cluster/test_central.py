@@ -21,7 +21,7 @@ from engine.cluster.transport.exchange import PeerLost, RingProtocolError
 from engine.errors import ModelError
 from engine.ipc.messages import Load
 from engine.models.folders.opening import open_model
-from engine.moe.rank_context import Loading, RankContext
+from engine.moe.expert_parallel import Loading, RankContext
 from engine.runtimes import runtime_named
 from engine.runtimes.protocol import Interrupted, LoadedModel, Logits, RingPlace
 

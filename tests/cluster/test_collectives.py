@@ -26,8 +26,15 @@ from memory_exchange import MemoryRing, must_succeed, on_all_ranks
 from random_examples import examples
 
 from discovery import certificates
-from engine.bench.bench_node import NeighbourNode, NodePort, NodeSetup
-from engine.bench.exchange_node import ExchangeTimes, NodeConnected, NodePlan, NodeRound
+from engine.bench.exchange_node import (
+    ExchangeTimes,
+    NeighbourNode,
+    NodeConnected,
+    NodePlan,
+    NodePort,
+    NodeRound,
+    NodeSetup,
+)
 from engine.cluster.transport.collective import BLOCK, LENGTH, ROOM, CollectiveExchange, Gathering
 from engine.cluster.transport.exchange import Exchange, PeerLost, RingProtocolError
 from engine.cluster.transport.gloo import ExchangedStore, connect_gloo

@@ -15,7 +15,7 @@ from eventually import eventually
 from lacking_machine import KEY, NAME, Having, TinyModel, models, quiet, there
 from paired_nodes import Nodes
 
-from engine.cluster.head.model_download import Copier
+from engine.cluster.head.model_sources import Copier
 from engine.cluster.membership.control_messages import ModelHere, OfferPiece, WantedModel, WantedWeights
 from engine.cluster.transport.exchange import RingProtocolError
 from engine.cluster.weights.model_receiver import ModelReceiver, NotWhole

@@ -12,8 +12,7 @@ from linked_nodes import LinkedNodes, make_identity
 from engine.cluster.transport.accepting import Links
 from engine.cluster.transport.connecting import connect_mesh
 from engine.cluster.transport.epochs import Epoch
-from engine.cluster.transport.exchange import RingProtocolError
-from engine.cluster.transport.exchange_timing import measure_exchange
+from engine.cluster.transport.exchange import RingProtocolError, measure_exchange
 from engine.cluster.transport.link_probe import ECHO_BYTES, answer_measuring, measure_bandwidth, measure_latency
 from engine.cluster.transport.registry import (
     MARGIN,

@@ -26,8 +26,7 @@ from network_namespaces import Network, network
 
 from discovery import certificates
 from discovery.link_listener import LinkListener
-from engine.bench.bench_node import NeighbourNode, NodePort, NodeSetup
-from engine.bench.exchange_node import NodeConnected, NodePlan, NodeRound
+from engine.bench.exchange_node import NeighbourNode, NodeConnected, NodePlan, NodePort, NodeRound, NodeSetup
 from engine.cluster.transport.accepting import Links
 from engine.cluster.transport.envoy import EnvoyExchange
 from engine.cluster.transport.epochs import Epoch, Member

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from engine.cluster.weights.local_weights import held_of, reusable_bytes
 from engine.cluster.weights.shard_store import ShardStore
 from engine.cluster.weights.transfer import offer, stream
+from engine.cluster.weights.weight_fingerprint import held_of, reusable_bytes
 from engine.models.folders.model_folder import folder_bytes
 from engine.models.folders.weight_layout import layout_of
 

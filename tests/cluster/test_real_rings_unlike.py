@@ -16,7 +16,7 @@ from tiny_models import write_tiny_model
 
 from engine.errors import ModelError
 from engine.moe.kernels.bindings import choose
-from engine.moe.kernels.cpu_threads import usable_cpus
+from engine.moe.kernels.pool import usable_cpus
 
 pytestmark = [
     pytest.mark.slow,

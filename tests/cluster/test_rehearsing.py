@@ -12,7 +12,7 @@ from memory_exchange import MemoryRing
 from engine.cluster.rehearsal import LAYERS, Rehearsal, Shared, _gather_seconds, beside_work, ranks_together
 from engine.cluster.transport.exchange import RingProtocolError
 from engine.cluster.transport.mesh import Mesh
-from engine.moe.rank_context import Loading, Mode, RankContext
+from engine.moe.expert_parallel import Loading, Mode, RankContext
 from engine.planning.placement import Placement
 
 

@@ -26,8 +26,8 @@ from engine.ipc.messages import AnyEvent, Load, Piece, RingFacts, Sampling, Timi
 from engine.ipc.messages.ring import NodeShard
 from engine.ipc.progress import ProgressCallback
 from engine.models.folders.opening import open_model
+from engine.moe.expert_parallel import RankContext
 from engine.moe.kernels.bindings import choose
-from engine.moe.rank_context import RankContext
 from engine.planning.ring_change import Rerun
 from engine.runtimes.protocol import Interrupted
 

@@ -20,7 +20,7 @@ from engine.ipc.messages.ring import RingChoice
 from engine.model_in_use import popularity_writer_for
 from engine.models.folders.opening import open_model
 from engine.models.store.local_models import profile_key
-from engine.moe.popularity_file import load_profile, model_of
+from engine.moe.popularity import load_profile, model_of
 from engine.runtimes.choosing import as_ring_node
 from engine.session.loading import load_session
 from engine.system.locations import profile_paths

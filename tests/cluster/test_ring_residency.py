@@ -25,7 +25,7 @@ from engine.cluster.worker.follower_work import CentralWork, FollowerTask
 from engine.errors import ModelError
 from engine.ipc.messages import AnyEvent, Finished, LendTerms, Load, Notice, WarmUp
 from engine.models.folders.weight_layout import layout_of
-from engine.moe.rank_context import RankContext
+from engine.moe.expert_parallel import RankContext
 from engine.planning.placement import Placement
 from engine.residency import page_warmer
 from engine.residency.resident_model import Residency, ResidentModel, held_in

@@ -14,14 +14,14 @@ from memory_exchange import must_succeed, on_all_ranks
 from ring_chat import Setting
 from ring_layer import run_layer
 
-from engine.cluster import waiting
+from engine.cluster import contributions
 from engine.cluster.all_gather import RingLayers
 from engine.cluster.central import CentralHead, CentralNode
 from engine.cluster.head import head_model
 from engine.cluster.transport.exchange import Exchange, PeerLost
 from engine.cluster.transport.mesh import Mesh
+from engine.moe.expert_parallel import RankContext
 from engine.moe.kernels.bindings import choose
-from engine.moe.rank_context import RankContext
 from engine.planning.placement import Placement
 
 DECODING = {"max_tokens": 10}
@@ -86,8 +86,8 @@ def test_stopped_in_a_prompt_while_a_machine_is_silent(setting: Mute, monkeypatc
 @pytest.mark.parametrize("options", [DECODING, {"max_tokens": 6, "beams": 3}], ids=["decoding", "beams"])
 def test_a_silent_machine_is_left_out(setting: Mute, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
     expected = setting.alone(**options)
-    monkeypatch.setattr(waiting, "LIMIT_S", 0.5)
-    monkeypatch.setattr(waiting, "FIRST", 1)
+    monkeypatch.setattr(contributions, "LIMIT_S", 0.5)
+    monkeypatch.setattr(contributions, "FIRST", 1)
     setting.silence(12)
     found = setting.ring(**options)
     assert found.token_ids == expected.token_ids
@@ -97,10 +97,10 @@ def test_a_silent_machine_is_left_out(setting: Mute, monkeypatch: pytest.MonkeyP
 
 def test_a_slow_machine_is_not_taken_for_a_silent_one() -> None:
     """Weights that come from a cold disk, and a prompt's many tokens."""
-    step = waiting.exchange_timeout(1, first=False)
-    assert step == waiting.LIMIT_S
-    assert waiting.exchange_timeout(512, first=False) > 2 * step
-    assert waiting.exchange_timeout(1, first=True) == waiting.FIRST * step
+    step = contributions.exchange_timeout(1, first=False)
+    assert step == contributions.LIMIT_S
+    assert contributions.exchange_timeout(512, first=False) > 2 * step
+    assert contributions.exchange_timeout(1, first=True) == contributions.FIRST * step
 
 
 def test_a_command_that_nobody_takes_is_waited_for_no_longer(setting: Mute, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,8 +191,8 @@ def test_nobody_waits_over_real_links(
     """The other node takes part in one layer and then does nothing, its links open."""
     import numpy as np
 
-    monkeypatch.setattr(waiting, "LIMIT_S", 600.0 if stopped else 0.3)
-    monkeypatch.setattr(waiting, "FIRST", 1)
+    monkeypatch.setattr(contributions, "LIMIT_S", 600.0 if stopped else 0.3)
+    monkeypatch.setattr(contributions, "FIRST", 1)
     monkeypatch.setattr(head_model, "STOPPED_S", 0.1)
     placement = Placement((0, 1), 2, (((0,), (1,)),) * 2)
     contexts = [RankContext("epoch", rank, placement, mode) for rank in (0, 1)]

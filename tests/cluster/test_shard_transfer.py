@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 
 from engine.cluster.transport.exchange import RingProtocolError
 from engine.cluster.weights import shard_store, transfer
-from engine.cluster.weights.local_weights import held_of
 from engine.cluster.weights.shard_store import Need, ShardStore
 from engine.cluster.weights.transfer import Offer, Wanted, decode_offer, encode_offer, offer, outline, stream
+from engine.cluster.weights.weight_fingerprint import held_of
 from engine.errors import Cancelled, ModelError
 from engine.models.folders import model_folder
 from engine.models.folders.opening import open_model

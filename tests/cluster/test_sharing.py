@@ -19,8 +19,7 @@ from engine.cluster.all_gather import RingLayers
 from engine.cluster.assignment import FEW_ROUTES, Router
 from engine.cluster.contributions import HEADER, REASON_BYTES, NodeFailed
 from engine.cluster.transport.exchange import PeerLost, RingProtocolError
-from engine.moe.expert_parallel import Gathered, Words
-from engine.moe.rank_context import Loading, Mode, RankContext
+from engine.moe.expert_parallel import Gathered, Loading, Mode, RankContext, Words
 from engine.moe.timing import Recorder
 from engine.planning.placement import Placement
 from engine.runtimes.protocol import Interrupted

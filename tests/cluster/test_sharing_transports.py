@@ -16,7 +16,7 @@ from engine.cluster.all_gather import RingLayers
 from engine.cluster.central import CentralHead, CentralNode
 from engine.cluster.transport.exchange import PeerLost
 from engine.ipc.messages.ring import ExchangeName
-from engine.moe.rank_context import RankContext
+from engine.moe.expert_parallel import RankContext
 from engine.runtimes.protocol import Interrupted
 
 TRANSPORTS: tuple[ExchangeName, ...] = ("tls", "socket", "envoy", "gloo")

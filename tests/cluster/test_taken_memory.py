@@ -34,7 +34,7 @@ from engine.cluster.weights import transfer
 from engine.cluster.worker.follower import Follower
 from engine.errors import ModelError
 from engine.ipc.messages import Load
-from engine.moe.rank_context import RankContext
+from engine.moe.expert_parallel import RankContext
 from engine.planning.placement import Placement
 
 MEGABYTE = 1 << 20

@@ -16,7 +16,7 @@ from engine.errors import ModelError, PeerLost
 from engine.ipc.messages import Load, RingFacts
 from engine.ipc.messages.ring import NodeShard
 from engine.ipc.progress import ProgressCallback
-from engine.moe.rank_context import Loading, Mode, RankContext
+from engine.moe.expert_parallel import Loading, Mode, RankContext
 from engine.planning.placement import Placement
 from engine.planning.ring_change import Rerun
 from engine.runtimes import runtime_named

@@ -22,8 +22,14 @@ from discovery import identity as identities
 from discovery import system_keyring
 from discovery.certificates import CertificateError, belong_together, fingerprint, make_certificate, pem_of
 from discovery.errors import IdentityError
-from discovery.identity import copied_identities, fingerprint_words, load_identity, machine_instance, new_identity
-from discovery.words import WORDS
+from discovery.identity import (
+    WORDS,
+    copied_identities,
+    fingerprint_words,
+    load_identity,
+    machine_instance,
+    new_identity,
+)
 
 
 def test_without_a_keyring_the_key_is_a_file_of_its_owner_and_that_is_said_once(tmp_path: Path) -> None:

@@ -17,8 +17,7 @@ from discovery import checks
 from discovery.addresses import OwnAddress
 from discovery.checks import MulticastProbe, NetworkFacts, hearing_problems, network_problems, probe_peer
 from discovery.errors import LinkListenerError
-from discovery.link_listener import LinkListener, bind_pair, dial
-from discovery.local_network import may_use_local_network, permission_lacked
+from discovery.link_listener import LinkListener, bind_pair, dial, may_use_local_network, permission_lacked
 
 LOOP = OwnAddress("lo", "127.0.0.1", 8)
 WIFI = OwnAddress("en0", "192.168.1.7", 24)

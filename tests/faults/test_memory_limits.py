@@ -33,13 +33,13 @@ from engine.models.folders.prepare import prepare
 from engine.models.formats.byte_map import FileMapping
 from engine.models.formats.model_files import Experts
 from engine.moe.kernels import bindings
-from engine.moe.prefetch import ReadAhead
 from engine.runtimes.native import runtime as native_runtime
 from engine.runtimes.native.model import NativeModel
 from engine.runtimes.native.runtime import NativeRuntime
 from engine.runtimes.native.weights import TrunkWeights
 from engine.runtimes.torch.offload import local
 from engine.runtimes.torch.offload.host_memory import HostExperts
+from engine.runtimes.torch.offload.tensor_backend import ReadAhead
 from engine.session.plan_model import plan_model
 from engine.system import free_memory
 from engine.system.free_memory import container_bytes, container_limit

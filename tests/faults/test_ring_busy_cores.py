@@ -21,7 +21,7 @@ from ring_faults import OTHER_PROMPT, Oracle, Ring
 
 from engine.cluster.parts import TimeConstants
 from engine.ipc.messages import Progress
-from engine.moe.kernels.cpu_threads import usable_cpus
+from engine.moe.kernels.pool import usable_cpus
 
 pytestmark = [
     pytest.mark.slow,

@@ -20,8 +20,7 @@ from tiny_models import write_tiny_model
 
 from engine.errors import ModelError
 from engine.generation.beams import BeamRule, BeamState, Hypothesis, assign_rows, beam_run, check_beams
-from engine.generation.logprobs import Logprobs
-from engine.generation.sampling import NotNumbersError, Sampler, SamplingRule
+from engine.generation.sampling import Logprobs, NotNumbersError, Sampler, SamplingRule
 from engine.runtimes.protocol import Logits
 
 PROMPT = [5, 17, 101, 42, 9, 77, 30]

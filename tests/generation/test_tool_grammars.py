@@ -16,12 +16,11 @@ import pytest
 
 from engine.errors import ModelError
 from engine.generation.answer_guide import AnswerGuide, GuideVocabulary
-from engine.generation.argument_grammars import text_without
+from engine.generation.call_grammars import call_grammar, text_without
 from engine.generation.constraints import ConstraintVocabulary
 from engine.generation.reasoning import ReasoningParser
 from engine.generation.sampling import Sampler, SamplingRule
 from engine.generation.tool_calls import ToolCallParser
-from engine.generation.tool_grammars import call_grammar
 from engine.ipc.messages import Constraint, Tool
 from engine.models.text.reasoning_formats import formats
 from engine.models.text.tool_formats import ToolFormat, tool_formats

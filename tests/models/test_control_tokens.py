@@ -15,8 +15,7 @@ from templates import CHATML, QWEN3, TEMPLATES
 from test_tokenizer_files import FAST, FORMS, SPECIAL, byte_fallback, byte_level, unigram, with_added
 
 from engine.ipc.messages import Message
-from engine.models.text.control_tokens import MARK
-from engine.models.text.tokenizer import Tokenizer, load_tokenizer
+from engine.models.text.tokenizer import MARK, Tokenizer, load_tokenizer
 
 CONTROL = ("<|im_start|>", "<|im_end|>", "<s>", "</s>")
 DEEPSEEK_ROLES = ("<｜User｜>", "<｜Assistant｜>", "<think>", "</think>")

@@ -37,8 +37,8 @@ from engine.models.formats.model_files import Change, ModelFiles, Order, StoredT
 from engine.models.formats.number_formats import BLOCKS, is_packed
 from engine.models.store import local_models
 from engine.models.store.fetching import pull
-from engine.models.store.gguf_conversion import to_bfloat16
 from engine.models.store.gguf_folder import open_gguf
+from engine.models.store.starter import to_bfloat16
 from engine.models.text.tokenizer import load_tokenizer
 from engine.session.loading import load_session
 from engine.session.plan_model import plan_model

@@ -16,8 +16,7 @@ from random_examples import examples
 
 from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import Message
-from engine.models.text.gguf_splits import SPLITS
-from engine.models.text.gguf_tokenizer import KNOWN_SPLITS, write_tokenizer
+from engine.models.text.gguf_tokenizer import KNOWN_SPLITS, SPLITS, write_tokenizer
 from engine.models.text.tokenizer import Tokenizer, load_tokenizer
 
 CORPUS = [

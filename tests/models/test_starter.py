@@ -25,15 +25,16 @@ from engine.models.folders.opening import open_model
 from engine.models.formats.gguf_file import GgufFile
 from engine.models.store import local_models, starter
 from engine.models.store.fetching import pull
-from engine.models.store.gguf_conversion import dense_plan, write_tensors
 from engine.models.store.gguf_folder import write_config
 from engine.models.store.starter import (
     EXPERTS,
     MEMBER,
     build_starter,
+    dense_plan,
     neuron_order,
     router_weights,
     write_plain_starter,
+    write_tensors,
 )
 from engine.models.text.tokenizer import Tokenizer, load_tokenizer
 from engine.runtimes import runtime_named

@@ -15,9 +15,8 @@ from templates import QWEN3
 from engine.errors import ModelError
 from engine.generation.reasoning import ReasoningParser, Separated, separate
 from engine.ipc.messages import Message, ReasoningFacts, ToolCall
-from engine.models.text.control_tokens import MARK
 from engine.models.text.reasoning_formats import template_variables
-from engine.models.text.tokenizer import load_tokenizer
+from engine.models.text.tokenizer import MARK, load_tokenizer
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

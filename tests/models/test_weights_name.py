@@ -10,9 +10,9 @@ from tiny_gguf import whole_blocks, write_tiny_gguf
 from tiny_models import write_tiny_model
 
 from engine.models.folders.opening import open_model
-from engine.models.folders.weights_name import weights_name
+from engine.models.folders.sizes import weights_name
 from engine.models.store.gguf_folder import open_gguf
-from engine.system.own_memory import memory_in_use
+from engine.system.free_memory import memory_in_use
 
 
 def quantised(name: str) -> GGMLQuantizationType:

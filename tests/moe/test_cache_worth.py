@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.moe.cache_benefit import CacheWorth, Verdict
+from engine.runtimes.torch.offload.hybrid import CacheWorth, Verdict
 
 
 def fed(worth: CacheWorth, measured_s: float, without_s: float) -> list[Verdict]:

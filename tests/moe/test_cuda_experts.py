@@ -22,8 +22,16 @@ from engine.models.folders.opening import open_model
 from engine.models.formats.number_formats import BLOCK_SIDE, BLOCKS
 from engine.moe.kernels import bindings
 from engine.runtimes.torch.offload import cuda_experts
-from engine.runtimes.torch.offload.cuda_experts import CudaExperts, ExpertRows, part_of, parts_of
-from engine.runtimes.torch.offload.cuda_launcher import SOURCE, CompilingFailed, CudaLauncher, Grid
+from engine.runtimes.torch.offload.cuda_experts import (
+    SOURCE,
+    CompilingFailed,
+    CudaExperts,
+    CudaLauncher,
+    ExpertRows,
+    Grid,
+    part_of,
+    parts_of,
+)
 from engine.runtimes.torch.offload.devices import SlotLayout, SlotMatrix, tensors_in
 from engine.runtimes.torch.offload.gates import Activation
 from engine.runtimes.torch.offload.host_memory import HostExperts
@@ -35,7 +43,7 @@ FORMATS = ("F32", "BF16", "F16", *BLOCKS, "AFFINE4", "AFFINE8", "OCP_MXFP4", "BL
 
 
 class EmulatedLauncher:
-    """See :class:`engine.runtimes.torch.offload.cuda_launcher.Launcher`: on this machine's processor."""
+    """See :class:`engine.runtimes.torch.offload.cuda_experts.Launcher`: on this machine's processor."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library

@@ -18,7 +18,7 @@ from engine.ipc.messages import ExpertPolicy
 from engine.models.folders.opening import open_model
 from engine.models.folders.prepare import prepare
 from engine.models.formats.model_files import Experts
-from engine.moe.popularity_file import seed_order
+from engine.moe.popularity import seed_order
 from engine.moe.timing import Recorder
 from engine.planning.policy import Policy, policy_named
 from engine.runtimes.torch.offload.gates import family_gate

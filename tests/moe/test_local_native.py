@@ -17,8 +17,7 @@ from engine.moe.executor import LocalExecutor
 from engine.moe.kernels import bindings
 from engine.moe.timing import Recorder
 from engine.runtimes.torch.offload.gates import Activation, FamilyGate
-from engine.runtimes.torch.offload.local import make_cpu_backend
-from engine.runtimes.torch.offload.local_native import TorchKernelBackend
+from engine.runtimes.torch.offload.local import TorchKernelBackend, make_cpu_backend
 from engine.runtimes.torch.offload.local_torch import TorchBackend
 from engine.runtimes.torch.offload.tensor_backend import TensorBackend
 from engine.runtimes.torch.offload.torch_tensors import view

@@ -37,7 +37,7 @@ from engine.models.formats.model_files import (
 )
 from engine.models.formats.safetensors_files import encode_header
 from engine.moe.held import HeldExperts
-from engine.moe.popularity_file import model_of
+from engine.moe.popularity import model_of
 from engine.planning.calibration import Processor, guessed
 from engine.planning.hybrid import Device, gpu_room, workspace_bytes
 from engine.planning.placement_planner import ExpertGrid

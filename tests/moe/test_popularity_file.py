@@ -15,12 +15,12 @@ from engine.models.folders.opening import open_model
 from engine.models.folders.prepare import prepare
 from engine.models.store import local_models
 from engine.models.store.local_models import profile_key
-from engine.moe.popularity import Popularity
-from engine.moe.popularity_file import (
+from engine.moe.popularity import (
     CALIBRATION_TOKENS,
     HALF_LIFE_TOKENS,
     PROFILE_VERSION,
     SAVE_INTERVAL_S,
+    Popularity,
     PopularityWriter,
     Profile,
     ProfileModel,

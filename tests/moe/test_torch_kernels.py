@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.runtimes.torch.offload.torch_kernels import padded_rows
+from engine.runtimes.torch.offload.torch_tensors import padded_rows
 
 
 def test_few_numbers_of_rows_and_never_many_more() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.ipc.messages.ring import PeerFacts
-from engine.planning.absent_machines import absent_lines
+from engine.planning.ring_words import absent_lines
 
 STRANGER = PeerFacts(node_id="99", state="found")
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.planning.disk_reads import bytes_from_disk, missing_chances, uses_per_token
+from engine.planning.hybrid import bytes_from_disk, missing_chances, uses_per_token
 from engine.planning.prediction import ModelSizes
 
 SLAB = 1000

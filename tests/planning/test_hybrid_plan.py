@@ -13,14 +13,15 @@ from random_examples import examples
 
 from engine.ipc.messages import ExpertPolicy, PlannedChoice
 from engine.planning.calibration import Calibration, ExpertShape, Processor, estimated
-from engine.planning.disk_reads import MAKING_ROOM_S, bytes_from_disk
 from engine.planning.hybrid import (
+    MAKING_ROOM_S,
     Device,
     HybridMachine,
     HybridPlan,
     HybridRequest,
     ModelSizes,
     better,
+    bytes_from_disk,
     gpu_room,
     plan,
     slabs_kept,

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from random_examples import examples
 
 from engine.ipc.messages import ExpertPolicy
+from engine.planning.balancing import layer_sides
 from engine.planning.calibration import CALIBRATION_VERSION, Calibration, Curve, ExpertShape
-from engine.planning.layer_time import layer_sides
 from engine.planning.policy import (
     ActiveExpert,
     Balanced,

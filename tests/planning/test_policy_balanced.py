@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from random_examples import examples
 
 from engine.planning import balancing
-from engine.planning.calibration import CALIBRATION_VERSION, Calibration, Curve, ExpertShape
-from engine.planning.layer_time import (
+from engine.planning.balancing import (
     ActiveExpert,
     LayerLoad,
     Place,
@@ -24,6 +23,7 @@ from engine.planning.layer_time import (
     layer_sides,
     sides,
 )
+from engine.planning.calibration import CALIBRATION_VERSION, Calibration, Curve, ExpertShape
 from engine.planning.policy import Balanced
 
 POINTS = (1, 2, 4, 8, 16, 64, 256, 1024)

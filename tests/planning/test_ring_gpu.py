@@ -14,9 +14,9 @@ from random_examples import examples
 
 from engine.ipc.messages import ExpertPolicy
 from engine.ipc.messages.ring import RingChoice
+from engine.planning.balancing import layer_sides
 from engine.planning.calibration import Calibration, Curve, ExpertShape, guessed, with_trunk_on_host
 from engine.planning.hybrid import Device, experts_only, gpu_room, slabs_kept, workspace_bytes
-from engine.planning.layer_time import layer_sides
 from engine.planning.placement import Placement
 from engine.planning.policy import ActiveExpert, policy_named
 from engine.planning.prediction import ModelSizes, Shares, hybrid_speed

@@ -12,7 +12,7 @@ from tiny_models import TINY_FAMILIES
 from torch import nn
 from torch_oracle import library_run, load, our_run, worst
 
-from engine.runtimes.torch.fused_norms import FusedNorm, fuse_norms
+from engine.runtimes.torch.trunk_modules import FusedNorm, fuse_norms
 
 OTHERS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "phimoe", "dbrx")
 """Families with norms of another kind: centred ones, or with weights that are counted from one."""

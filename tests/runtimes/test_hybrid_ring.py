@@ -22,7 +22,7 @@ from engine.cluster.central import CentralHead, CentralNode
 from engine.errors import PeerLost
 from engine.ipc.messages import ExpertPolicy, Load
 from engine.models.folders.opening import open_model
-from engine.moe.rank_context import Mode, RankContext
+from engine.moe.expert_parallel import Mode, RankContext
 from engine.planning.hybrid import GPU_RUNTIME_BYTES
 from engine.planning.placement import Placement
 from engine.runtimes.protocol import Logits, RingPlace

@@ -20,8 +20,7 @@ from survivors import surviving_tokens  # noqa: E402
 from engine.errors import ModelError  # noqa: E402
 from engine.generation.sampling import Sampler, SamplingRule  # noqa: E402
 from engine.ipc.messages import AnyEvent, Finished, Generate, Load, Sampling  # noqa: E402
-from engine.runtimes.mlx.drawing import draw_token, surviving  # noqa: E402
-from engine.runtimes.mlx.model import MlxModel, MlxRows  # noqa: E402
+from engine.runtimes.mlx.model import MlxModel, MlxRows, draw_token, surviving  # noqa: E402  # noqa: E402
 from engine.session.loading import load_session  # noqa: E402
 from engine.session.session import Session  # noqa: E402
 

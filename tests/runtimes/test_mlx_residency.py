@@ -17,7 +17,7 @@ from ring_places import placed  # noqa: E402
 from engine.errors import ModelError  # noqa: E402
 from engine.ipc.messages import Load  # noqa: E402
 from engine.models.folders.weight_layout import layout_of  # noqa: E402
-from engine.moe.rank_context import RankContext  # noqa: E402
+from engine.moe.expert_parallel import RankContext  # noqa: E402
 from engine.planning.residency import Wiring  # noqa: E402
 from engine.residency.resident_model import ResidentModel  # noqa: E402
 from engine.runtimes.mlx import wired  # noqa: E402

@@ -18,7 +18,7 @@ from ring_places import placed, places  # noqa: E402
 
 from engine.errors import ModelError  # noqa: E402
 from engine.ipc.messages import Load  # noqa: E402
-from engine.moe.rank_context import Loading, Mode  # noqa: E402
+from engine.moe.expert_parallel import Loading, Mode  # noqa: E402
 from engine.planning.placement import Placement  # noqa: E402
 from engine.runtimes.mlx import backend as backend_module  # noqa: E402
 from engine.runtimes.mlx.model import MlxModel  # noqa: E402

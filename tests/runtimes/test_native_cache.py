@@ -16,8 +16,7 @@ from resident_memory import needs_smaps, resident_bytes
 from subjects import NATIVE, StoredModel, assert_close, fresh, prompt_of
 
 from engine.runtimes.native.cache import KEY_BLOCK, SMALLEST_PAGE, AlikeLayers, Page, PageShape, Segments
-from engine.runtimes.native.model import NativeModel
-from engine.runtimes.native.rows import NativeTokenRows
+from engine.runtimes.native.model import NativeModel, NativeTokenRows
 from engine.runtimes.protocol import Logits
 
 pytestmark = needs_kernels

@@ -26,11 +26,11 @@ from test_native_ring_central import experts_of
 from engine.cluster.all_gather import RingLayers
 from engine.cluster.central import CentralHead, CentralNode
 from engine.models.folders.opening import open_model
+from engine.moe.expert_parallel import Mode, RankContext
 from engine.moe.kernels.bindings import available
-from engine.moe.rank_context import Mode, RankContext
 from engine.planning.placement import Placement
 from engine.runtimes.native.bindings import STEPS_TOGETHER
-from engine.runtimes.native.rows import NativeTokenRows
+from engine.runtimes.native.model import NativeTokenRows
 from engine.runtimes.protocol import LoadedModel, RingPlace, TokenRows
 
 pytestmark = needs_kernels

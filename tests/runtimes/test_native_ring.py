@@ -18,9 +18,8 @@ from engine.cluster.all_gather import RingLayers
 from engine.errors import ModelError
 from engine.ipc.messages import Load
 from engine.models.folders.opening import open_model
-from engine.moe.expert_parallel import Gathered, LayerExchange, Routes
+from engine.moe.expert_parallel import Gathered, LayerExchange, RankContext, Routes
 from engine.moe.kernels.bindings import available
-from engine.moe.rank_context import RankContext
 from engine.moe.timing import Recorder
 from engine.planning.placement import Placement
 from engine.runtimes import runtime_named

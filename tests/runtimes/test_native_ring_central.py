@@ -22,7 +22,7 @@ from engine.cluster.transport.exchange import PeerLost
 from engine.errors import ModelError
 from engine.ipc.messages import Load
 from engine.models.folders.opening import open_model
-from engine.moe.rank_context import Loading, RankContext
+from engine.moe.expert_parallel import Loading, RankContext
 from engine.planning.placement import Placement
 from engine.runtimes.native.experts_only import load_experts
 from engine.runtimes.node_experts import NodeExperts

@@ -16,8 +16,8 @@ from subjects import assert_close, fresh, prompt_of
 from engine.errors import ModelError
 from engine.models.folders.sizes import sizes_of, state_bytes
 from engine.runtimes.native import model as native_model
+from engine.runtimes.native.cache import States
 from engine.runtimes.native.model import NativeModel
-from engine.runtimes.native.states import States
 
 NUMBERS = 8
 

@@ -19,8 +19,8 @@ from engine.errors import ModelError
 from engine.ipc.messages import Load
 from engine.models.folders.opening import open_model
 from engine.models.formats.model_files import StoredTensor
+from engine.moe.expert_parallel import RankContext
 from engine.moe.held import HeldExperts, check_held, held_by
-from engine.moe.rank_context import RankContext
 from engine.planning.placement import Placement
 
 

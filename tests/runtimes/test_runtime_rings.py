@@ -42,7 +42,7 @@ from engine.cluster.transport.exchange import PeerLost
 from engine.cluster.transport.registry import open_exchange
 from engine.errors import ModelError
 from engine.models.folders.weight_layout import layout_of
-from engine.moe.rank_context import Loading
+from engine.moe.expert_parallel import Loading
 from engine.planning.placement import Placement
 from engine.runtimes.protocol import Interrupted, LoadedModel, Logits
 

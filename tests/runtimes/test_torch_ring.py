@@ -21,7 +21,7 @@ from engine.ipc.messages import Load
 from engine.models.folders.opening import open_model
 from engine.moe.backend import ExpertBackend
 from engine.moe.executor import RingExecutor
-from engine.moe.rank_context import Loading
+from engine.moe.expert_parallel import Loading
 from engine.planning.placement import Placement
 from engine.runtimes.protocol import RingPlace
 from engine.runtimes.torch.model import TorchModel

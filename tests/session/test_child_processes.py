@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.system.child_processes import start_module
+from engine.system.processes import start_module
 
 
 def test_a_child_finds_this_program_and_not_a_folder_of_its_name(

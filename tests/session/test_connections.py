@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.connections import Connections
+from engine.connections import Connections, EventWriter
 from engine.ipc.engine_sockets import connect, engine_key, listen, reachable_engines
-from engine.ipc.event_writer import EventWriter
 from engine.ipc.messages import AnyEvent, AnyRequest, CountTokens, Load, pack
 
 

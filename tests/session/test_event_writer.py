@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.ipc import event_writer
-from engine.ipc.event_writer import EventWriter
+from engine import connections
+from engine.connections import EventWriter
 from engine.ipc.messages import Notice, event_reader
 
 PATIENCE_S = 60
@@ -40,7 +40,7 @@ def test_a_reader_far_behind_keeps_nobody_waiting_and_loses_nothing(pipe: tuple[
 
 
 def test_a_reader_too_far_behind_counts_as_gone(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_writer, "BACKLOG_LIMIT", 300_000)
+    monkeypatch.setattr(connections, "BACKLOG_LIMIT", 300_000)
     gone = threading.Event()
     writer = EventWriter(pipe[1], gone.set)
     for _ in range(50):

@@ -433,7 +433,7 @@ def test_a_log_that_cannot_be_written_is_said(tmp_path: Path) -> None:
 LOGGING = """
 import os, sys
 from pathlib import Path
-from engine.ipc.pipes import LogFile
+from engine.process_life import LogFile
 log = LogFile(Path(sys.argv[1]), limit=1000)
 for number in range(100):
     os.write(1, b"%03d" % number + b"x" * 96 + b"\\n")

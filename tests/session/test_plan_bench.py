@@ -30,7 +30,7 @@ from engine.ipc.messages import (
     Shutdown,
     WarmUp,
 )
-from engine.moe.kernels.cpu_threads import usable_cpus
+from engine.moe.kernels.pool import usable_cpus
 
 PROMPT = [5, 17, 101, 42, 9, 77, 30]
 

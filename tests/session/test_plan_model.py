@@ -15,8 +15,8 @@ from engine.ipc.messages import Load, ModelFacts, Plan, Planned
 from engine.models.folders.opening import open_model
 from engine.models.folders.sizes import sizes_of
 from engine.models.store.local_models import profile_key
-from engine.moe.kernels import cpu_threads
-from engine.moe.popularity_file import model_of, save_profile
+from engine.moe.kernels import pool
+from engine.moe.popularity import model_of, save_profile
 from engine.planning.calibration import CALIBRATION_VERSION, Calibration, Curve
 from engine.runtimes.mlx import eligible
 from engine.session import plan_model as planning
@@ -118,7 +118,7 @@ def test_predictions_rest_on_what_was_measured_here_and_only_that(
 ) -> None:
     monkeypatch.setattr(planning, "gpu", lambda: None)
     assert planned(folder).tokens_per_s is None
-    monkeypatch.setattr(cpu_threads, "usable_cpus", lambda: 4)
+    monkeypatch.setattr(pool, "usable_cpus", lambda: 4)
     measure(folder, None, threads=3)
     assert planned(folder).tokens_per_s is None  # with other threads
     found = planned(folder, cpu_threads=3)
@@ -152,8 +152,8 @@ def test_what_was_not_measured_is_measured_by_a_command_that_names_the_model(
 )
 def test_threads_and_why(folder: Path, monkeypatch: pytest.MonkeyPatch, asked: int | None, threads: str) -> None:
     monkeypatch.setattr(planning, "gpu", lambda: None)
-    monkeypatch.setattr(cpu_threads, "usable_cpus", lambda: 4)
-    monkeypatch.setattr(cpu_threads, "physical_cores", lambda: 2)
+    monkeypatch.setattr(pool, "usable_cpus", lambda: 4)
+    monkeypatch.setattr(pool, "physical_cores", lambda: 2)
     assert reasons(planned(folder, cpu_threads=asked))["threads"] == threads
 
 

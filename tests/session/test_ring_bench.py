@@ -17,8 +17,7 @@ from tiny_models import write_tiny_model
 
 from engine.bench import ring
 from engine.bench.local_ring import bound, cores_here, shared_out
-from engine.bench.ring import bench_ring, ring_of_one
-from engine.bench.ring_table import COLUMNS
+from engine.bench.ring import COLUMNS, bench_ring, ring_of_one
 from engine.bench.synthetic_moe import MoeShape, write_moe
 from engine.calibration import memory_rate, synthetic_experts
 from engine.calibration.synthetic_experts import experts_at_once

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.bench.ring_table import COLUMNS, RingRow, result_of
+from engine.bench.ring import COLUMNS, RingRow, result_of
 from engine.ipc.messages import Bench, BenchResult, Load
 from engine.planning.ring_speed import PassTime
 

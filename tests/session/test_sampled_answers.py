@@ -17,7 +17,7 @@ from tiny_models import write_tiny_model
 
 from engine.errors import ModelError
 from engine.generation.constraints import ConstraintVocabulary, FormState
-from engine.generation.logprobs import Logprobs
+from engine.generation.sampling import Logprobs
 from engine.ipc.messages import Constraint, Generate, Load, Message, Notice, Piece, Prefill, Sampling, Tool
 from engine.session.loading import load_session
 from engine.session.session import Session

@@ -5,7 +5,7 @@ import threading
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.ipc.turn_queue import TurnQueue
+from engine.host import TurnQueue
 
 Operations = st.lists(
     st.one_of(

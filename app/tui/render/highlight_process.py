@@ -17,7 +17,7 @@ from pygments.lexer import Lexer
 from pygments.lexers import get_lexer_by_name
 from pygments.token import _TokenType
 
-from engine.system.privacy import keep_to_owner
+from engine.system.processes import keep_to_owner
 
 _MEMORY_BYTES = 1 << 30
 """Maximum address space of this process, in bytes."""

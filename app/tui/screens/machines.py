@@ -28,7 +28,7 @@ from app.tui.render.rendered import Rendered
 from app.tui.render.ring_view import peer_lines, ring_lines
 from app.tui.screens.dialogues import AskText, Confirm
 from engine.ipc.messages import NetworkState, PeerFacts
-from engine.planning.absent_machines import absent_lines
+from engine.planning.ring_words import absent_lines
 
 _MUTED = "$foreground-muted"
 _CLOSED = "Press l to look for machines first. No socket is open before that."

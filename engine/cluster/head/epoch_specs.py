@@ -12,7 +12,7 @@ from engine.cluster.membership.rpc_fanout import Candidate
 from engine.cluster.transport.addresses import as_sent, own_ip_towards, parse_address
 from engine.ipc.messages import Load
 from engine.ipc.messages.ring import ExchangeName, RingFacts
-from engine.moe.rank_context import HEAD
+from engine.moe.expert_parallel import HEAD
 from engine.planning.ring_plan import RingDecision
 
 

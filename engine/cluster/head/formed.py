@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from engine.cluster import commands
+from engine.cluster.contributions import Waits
 from engine.cluster.epoch_links import EpochLinks
 from engine.cluster.formation import PassControl
 from engine.cluster.membership.client import PeerClient, Unreachable
@@ -18,10 +19,9 @@ from engine.cluster.membership.links import Way
 from engine.cluster.membership.peer_table import PeerTable
 from engine.cluster.transport.accepting import Links
 from engine.cluster.transport.exchange import Link, PeerLost
-from engine.cluster.waiting import Waits
 from engine.errors import LinkLost, ModelError
 from engine.ipc.messages.ring import LinkFacts, RingFacts
-from engine.moe.rank_context import HEAD, RankContext
+from engine.moe.expert_parallel import HEAD, RankContext
 from engine.runtimes.protocol import LoadedModel
 
 WATCH_S = 0.1

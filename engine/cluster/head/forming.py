@@ -15,9 +15,8 @@ from engine.cluster.epoch_links import EpochLinks, epoch_of, rank_context_of
 from engine.cluster.expert_runners import layers_for
 from engine.cluster.formation import PassControl
 from engine.cluster.head.capacity_wait import CapacityError, CapacityWait
-from engine.cluster.head.connecting_nodes import NothingConnected, connect_nodes
+from engine.cluster.head.connecting_nodes import ExchangeChoice, NothingConnected, connect_nodes
 from engine.cluster.head.epoch_specs import Ring, Trial, epoch_specs
-from engine.cluster.head.exchange_choice import ExchangeChoice
 from engine.cluster.head.faster_links import FasterLinks, moved_line, slower_lines
 from engine.cluster.head.formed import AloneLayers, FormedRing, end_epoch
 from engine.cluster.head.lacked_model import LackedModel
@@ -26,9 +25,8 @@ from engine.cluster.head.missing_links import ConnectedPlan, LinkRetry, plan_con
 from engine.cluster.head.rejoin_policy import RejoinPolicy
 from engine.cluster.head.remote_model import load_remote
 from engine.cluster.head.ring_runtime import RuntimePlan, plan_by_runtime
-from engine.cluster.head.supply import Supply, WholeCopy
+from engine.cluster.head.supply import ShardUpload, Supply, WholeCopy
 from engine.cluster.head.survey import Survey, Surveyor, candidates
-from engine.cluster.head.upload import ShardUpload
 from engine.cluster.membership.control_messages import EpochSpec
 from engine.cluster.membership.heartbeat import FORMING, NOTIFIED_S, tolerate_silence
 from engine.cluster.membership.links import Tried
@@ -44,13 +42,12 @@ from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import Load
 from engine.ipc.messages.ring import ExchangeName, RingFacts
 from engine.ipc.progress import ProgressCallback
-from engine.moe.rank_context import HEAD, RankContext
-from engine.planning.absent_machines import absent_lines
+from engine.moe.expert_parallel import HEAD, RankContext
 from engine.planning.placement import Placement
 from engine.planning.ring_change import Rerun, RingChange, change_to, step_seconds
 from engine.planning.ring_plan import RingDecision, bytes_sent, decided_again
 from engine.planning.ring_speed import StepTerms, WireSpeed
-from engine.planning.ring_words import change_sentence
+from engine.planning.ring_words import absent_lines, change_sentence
 from engine.planning.runtime_choice import RuntimeChoice
 from engine.runtimes import runtime_named
 from engine.runtimes.protocol import LoadedModel, RingPlace, Runtime

@@ -11,16 +11,16 @@ import msgspec
 
 from engine.cluster import commands
 from engine.cluster.commands import Prefixes, RowsCommand
+from engine.cluster.contributions import LIMIT_S
 from engine.cluster.formation import Formation, Former
 from engine.cluster.head.remote_model import RANK
 from engine.cluster.transport.exchange import PeerLost
-from engine.cluster.waiting import LIMIT_S
 from engine.errors import Cancelled, LinkLost, ModelError
 from engine.generation.sampling import Sampler
 from engine.ipc.messages import ModelFacts, NodeTimes, Timing
 from engine.ipc.progress import ProgressCallback
+from engine.moe.expert_parallel import HEAD, RankContext
 from engine.moe.popularity import Popularity
-from engine.moe.rank_context import HEAD, RankContext
 from engine.moe.timing import Part, Phase, Recorder
 from engine.planning.ring_change import Rerun
 from engine.runtimes.protocol import Interrupted, LoadedModel, Logits, TokenRows

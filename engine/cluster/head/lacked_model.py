@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from engine.cluster.head.model_download import Copier
-from engine.cluster.head.model_sources import ModelSources, PeerSource, most_alike
+from engine.cluster.head.model_sources import Copier, ModelSources, PeerSource, most_alike
 from engine.cluster.head.supply import PartialCopy
 from engine.cluster.membership.node import Node
 from engine.cluster.membership.rpc_fanout import NodeRefused

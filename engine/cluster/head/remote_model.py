@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from discovery.names import plain_text
 from engine.cluster.answers import FLOAT, TOKEN, answer_limit, read_answer, read_logits, read_token
+from engine.cluster.contributions import LIMIT_S, Wait, Waits
 from engine.cluster.epoch_links import EpochLinks
 from engine.cluster.head.epoch_specs import Ring
 from engine.cluster.head.loading_nodes import LoadingNodes, notices_of
@@ -19,7 +20,6 @@ from engine.cluster.membership.heartbeat import tolerate_silence
 from engine.cluster.membership.peer_table import PeerTable
 from engine.cluster.membership.rpc_fanout import Candidate
 from engine.cluster.transport.exchange import Link, PeerLost, RingProtocolError
-from engine.cluster.waiting import LIMIT_S, Wait, Waits
 from engine.errors import ModelError
 from engine.generation.sampling import Sampler
 from engine.ipc.messages import Load, ModelFacts

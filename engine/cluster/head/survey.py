@@ -34,15 +34,14 @@ from engine.cluster.membership.node import Node, listener_addresses
 from engine.cluster.membership.rpc_fanout import Candidate, NodeRefused, ask, until_done
 from engine.cluster.transport.addresses import as_dialled, as_sent, parse_address
 from engine.cluster.transport.exchange import PeerLost, RingProtocolError
-from engine.cluster.weights.local_weights import held_of
-from engine.cluster.weights.weight_fingerprint import identity_of, known_weights
+from engine.cluster.weights.weight_fingerprint import held_of, identity_of, known_weights
 from engine.errors import ModelError
 from engine.ipc.messages import Load, RuntimeName
 from engine.ipc.messages.ring import LinkFacts
 from engine.ipc.progress import ProgressCallback
 from engine.models.folders.shard_files import is_shard
-from engine.moe.kernels.cpu_threads import threads_of
-from engine.moe.popularity_file import known_counts
+from engine.moe.kernels.pool import threads_of
+from engine.moe.popularity import known_counts
 from engine.planning.hybrid import HybridRequest
 from engine.planning.ring_nodes import NodeGpu
 from engine.planning.ring_plan import LinkFigures as PlannedLink

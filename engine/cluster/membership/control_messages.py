@@ -12,7 +12,7 @@ import msgspec
 from engine.cluster.transport.exchange import RingProtocolError
 from engine.ipc.messages.parts import DtypeName, KeyValuesName, RuntimeName
 from engine.ipc.messages.ring import ExchangeName, LinkFacts
-from engine.moe.rank_context import Loading, Mode
+from engine.moe.expert_parallel import Loading, Mode
 from engine.planning.calibration import Calibration, Curve, ExpertShape, check_calibration
 from engine.planning.placement import Placement
 

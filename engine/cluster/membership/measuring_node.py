@@ -30,15 +30,12 @@ from engine.calibration.synthetic_experts import check_shape, expert_curve
 from engine.cluster.all_gather import RingLayers
 from engine.cluster.central import CentralHead, CentralNode
 from engine.cluster.membership.control_messages import GpuFacts, NodeFacts, WantedFacts
-from engine.cluster.transport.exchange import Buffer
-from engine.cluster.transport.exchange_timing import between_exchanges
+from engine.cluster.transport.exchange import Buffer, between_exchanges
 from engine.cluster.weights.shard_store import RESERVE_BYTES
 from engine.errors import ModelError
-from engine.moe.expert_parallel import FLOAT32, Floats, HostRows, Indices, Routes
+from engine.moe.expert_parallel import FLOAT32, HEAD, Floats, HostRows, Indices, RankContext, Routes
 from engine.moe.kernels.bindings import choose
-from engine.moe.kernels.cpu_threads import usable_cpus
-from engine.moe.kernels.pool import physical_cores
-from engine.moe.rank_context import HEAD, RankContext
+from engine.moe.kernels.pool import physical_cores, usable_cpus
 from engine.planning.calibration import ExpertShape
 from engine.planning.placement import Placement
 from engine.runtimes import gpu_present

@@ -26,7 +26,7 @@ import msgspec
 from discovery.addresses import shown_address
 from discovery.tls import TLS_NAME, shown_to_grpc
 from engine.cluster.transport.framed_socket import SILENT_S
-from engine.system.privacy import keep_to_owner
+from engine.system.processes import keep_to_owner
 
 SERVICE = "/privatellm.Envoy/Exchange"
 PIECE_BYTES = 1 << 20

@@ -27,13 +27,12 @@ from engine.cluster.weights.weight_fingerprint import (
     setting_key,
     trunk_key,
 )
-from engine.errors import ModelError
+from engine.errors import ModelError, shown
 from engine.ipc.progress import ProgressCallback
 from engine.models.folders.model_folder import SHARD_MANIFEST
 from engine.models.folders.shard_files import Form, ModelIdentity, read_shard
 from engine.models.folders.weight_layout import WeightLayout, layout_of, runs_of
 from engine.models.formats.byte_map import Run, Runs
-from engine.models.wording import shown
 
 CHUNK_BYTES = 1024 * 1024
 OFFER_LIMIT = 8 * 1024 * 1024

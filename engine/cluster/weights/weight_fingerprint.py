@@ -21,9 +21,9 @@ from engine.errors import ModelError
 from engine.ipc.progress import ProgressCallback
 from engine.models.folders.bank import Bank, slab_layout
 from engine.models.folders.checkpoint import Checkpoint, PlainExperts
-from engine.models.folders.model_folder import PREPARED
+from engine.models.folders.model_folder import PREPARED, SHARD
 from engine.models.folders.prepare import fill_slab
-from engine.models.folders.shard_files import ModelIdentity, is_shard, read_shard
+from engine.models.folders.shard_files import ModelIdentity, ShardManifest, is_shard, read_shard
 from engine.models.folders.weight_layout import (
     WeightLayout,
     config_fingerprint,
@@ -338,3 +338,49 @@ def _read_span(path: Path, start: int, stop: int, block: int) -> Iterator[bytes]
             os.close(descriptor)
     except OSError as error:
         raise ModelError(f"{path} cannot be read ({error.strerror or error}); check the disk.", "disk") from error
+
+
+# --- weights of a model on this disk ---------------------------------------------------------------------------------
+
+
+def held_of(weights: str, head: str) -> tuple[dict[int, list[int]], bool]:
+    """The experts by layer, and whether the trunk is here, of the model with the weight fingerprint ``weights``.
+
+    Only shards that ``head`` sent count.
+    """
+    has: dict[int, set[int]] = {}
+    trunk = False
+    for _, manifest in _shards_of(head) if weights else ():
+        if manifest.identity.weights == weights:
+            trunk = trunk or manifest.has_trunk
+            for layer, experts in manifest.experts.items():
+                has.setdefault(layer, set()).update(experts)
+    return {layer: sorted(experts) for layer, experts in has.items()}, trunk
+
+
+def reusable_bytes(weights: str, family: str, head: str) -> int:
+    """Upper bound of the bytes on this disk that could be reused for the model, so that a full disk does not yet
+    exclude this machine.
+
+    A whole model of the family ``family`` may turn out to be the same model. If the head does not know its weight
+    fingerprint yet, a shard that it sent may be of it, too.
+    """
+    found = [model.nbytes for model in installed() if model.family == family]
+    if not weights:
+        found += [_on_disk(path) for path, shard in _shards_of(head) if shard.identity.family == family]
+    return max(found, default=0)
+
+
+def _shards_of(head: str) -> Iterator[tuple[Path, ShardManifest]]:
+    for path in sorted(locate("models").glob(f"*{SHARD}")):
+        with contextlib.suppress(ModelError):
+            manifest = read_shard(path)
+            if manifest.head == head:
+                yield path, manifest
+
+
+def _on_disk(folder: Path) -> int:
+    """Bytes that ``folder`` occupies, without the holes in its files."""
+    with contextlib.suppress(OSError):
+        return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+    return 0

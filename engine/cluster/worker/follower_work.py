@@ -30,8 +30,8 @@ from engine.cluster.worker.follower import BEAMS_LIMIT, Follower
 from engine.errors import ModelError
 from engine.ipc.messages import LENT_GPU_SHARE, ExchangeName, LendTerms, Load
 from engine.ipc.progress import ProgressCallback
-from engine.moe.kernels.cpu_threads import within_this_machine
-from engine.moe.rank_context import HEAD
+from engine.moe.expert_parallel import HEAD
+from engine.moe.kernels.pool import within_this_machine
 from engine.planning.hybrid import HybridRequest
 from engine.planning.ring_nodes import NodeGpu, slabs_on
 from engine.planning.runtime_choice import experts_runtime

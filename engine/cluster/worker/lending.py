@@ -43,10 +43,9 @@ from engine.cluster.transport.addresses import as_dialled
 from engine.cluster.transport.epochs import CONNECT_S, check_certificate
 from engine.cluster.transport.exchange import RingProtocolError
 from engine.cluster.transport.registry import available_exchanges
-from engine.cluster.weights.local_weights import held_of, reusable_bytes
 from engine.cluster.weights.shard_store import Need, ShardStore
 from engine.cluster.weights.transfer import OFFER_LIMIT, Offer, decode_offer, encode_wanted, outline
-from engine.cluster.weights.weight_fingerprint import why_unlike
+from engine.cluster.weights.weight_fingerprint import held_of, reusable_bytes, why_unlike
 from engine.cluster.worker.follower_work import Following, gpu_shard_bytes, lent_gpu, lent_threads, shard_bytes
 from engine.cluster.worker.model_provider import ModelProvider
 from engine.errors import Cancelled, ModelError

@@ -11,9 +11,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from engine.errors import ModelError
+from engine.errors import ModelError, shown
 from engine.models.formats.json_files import check_values
-from engine.models.wording import shown
 
 LARGEST = 2**31 - 1
 """Maximum of any whole number, as the kernels count with 32-bit numbers."""

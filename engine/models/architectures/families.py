@@ -14,8 +14,7 @@ from typing import Any, Literal, get_args
 
 from numpy.typing import NDArray
 
-from engine.errors import ModelError
-from engine.models.wording import shown
+from engine.errors import ModelError, shown
 
 Part = Literal["gate", "up", "down", "gate_bias", "up_bias", "down_bias"]
 PARTS: tuple[Part, ...] = get_args(Part)

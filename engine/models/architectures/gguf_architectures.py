@@ -9,13 +9,12 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.errors import ModelError
+from engine.errors import ModelError, shown
 from engine.models.architectures import gguf_delta_net, gguf_gemma, gguf_latent, gguf_short_convolution
 from engine.models.architectures.config_values import check_config
 from engine.models.architectures.gguf_metadata import Metadata, NamedTensor
 from engine.models.formats.gguf_file import GgufFile, GgufTensor
 from engine.models.formats.model_files import Change, Order
-from engine.models.wording import shown
 
 HeadNorm = Literal["none", "per-head", "optional", "whole"]
 """Norms of queries and keys: none, of every head, of every head if the file has them, or of whole rows."""

@@ -13,11 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from engine.errors import ModelError
+from engine.errors import ModelError, shown
 from engine.models.architectures.gguf_metadata import Metadata, NamedTensor
 from engine.models.formats.gguf_file import GgufFile
 from engine.models.formats.model_files import Change, Order
-from engine.models.wording import shown
 
 
 def settings(metadata: Metadata) -> dict[str, Any]:

@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from engine.errors import ModelError
+from engine.errors import ModelError, shown
 from engine.models.architectures.gguf_metadata import Metadata, NamedTensor, projections
 from engine.models.formats.gguf_file import GgufFile
-from engine.models.wording import shown
 
 _UNTURNED = 1e20
 """Divisor of a rotary frequency from which on it stands for a value that is not rotated."""

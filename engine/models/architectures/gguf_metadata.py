@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from engine.errors import ModelError
+from engine.errors import ModelError, shown
 from engine.models.architectures.config_values import LARGEST
 from engine.models.architectures.families import MOST_LAYERS
 from engine.models.formats.gguf_file import GgufFile
-from engine.models.wording import shown
 
 Shape = tuple[int, ...]
 

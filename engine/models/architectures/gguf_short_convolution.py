@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from engine.errors import ModelError
+from engine.errors import ModelError, shown
 from engine.models.architectures.gguf_metadata import Metadata, NamedTensor
 from engine.models.formats.gguf_file import GgufFile
-from engine.models.wording import shown
 
 NAMES = {
     "model.norm.": "model.embedding_norm.",

@@ -6,14 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from engine.errors import ModelError
+from engine.errors import ModelError, shown
 from engine.models.architectures.families import FAMILIES, expert_shape
 from engine.models.architectures.gguf_architectures import Architecture, tensor_of
 from engine.models.architectures.gguf_metadata import Metadata, NamedTensor, Shape, projections
 from engine.models.formats.gguf_file import GgufFile, GgufTensor
 from engine.models.formats.number_formats import BLOCKS, stored_bytes
 from engine.models.formats.safetensors_files import TensorEntry
-from engine.models.wording import shown
 
 _PLAIN = ("F32", "F16", "BF16")
 _IGNORED = frozenset({"rope_freqs.weight"})

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from engine.errors import ModelError
+from engine.errors import ModelError, shown
 from engine.models.architectures.families import ExpertLayers, Family, Part, expert_shape, layer_count, part_shape
 from engine.models.folders.shard_files import ShardPart
 from engine.models.formats.byte_map import ExpertPlace, FileSpan, MatrixPlace
@@ -28,7 +28,6 @@ from engine.models.formats.mapped_file import MappedFile, aligned
 from engine.models.formats.model_files import Change, Experts, ExpertWeights, StoredTensor
 from engine.models.formats.number_formats import WIDTHS
 from engine.models.formats.safetensors_files import ALIGNMENT, TensorEntry, read_header
-from engine.models.wording import shown
 
 MANIFEST = "bank.json"
 TRUNK = "trunk.safetensors"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.errors import ModelError
+from engine.errors import ModelError, shown
 from engine.models.architectures.composite import language_tensors
 from engine.models.architectures.families import (
     PARTS,
@@ -43,7 +43,6 @@ from engine.models.formats.model_files import Change, Experts, ExpertWeights, St
 from engine.models.formats.number_formats import is_grouped, is_packed, stored_bytes, words_dtype
 from engine.models.formats.quantisation import refuse_names
 from engine.models.formats.safetensors_files import TensorEntry, read_header
-from engine.models.wording import shown
 
 if TYPE_CHECKING:
     from engine.ipc.progress import ProgressCallback

@@ -20,10 +20,9 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.errors import ModelError
+from engine.errors import ModelError, shown
 from engine.models.formats.gguf_names import missing_part, parts_of
 from engine.models.formats.number_formats import GGML_TYPES, block_size
-from engine.models.wording import shown
 
 _MAGIC = b"GGUF"
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}

@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ModelError
-from engine.models.wording import shown
+from engine.errors import ModelError, shown
 
 SMALL_FILE = 20_000_000
 """Maximum bytes of a configuration; the largest in use have some hundred thousand."""

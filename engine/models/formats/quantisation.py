@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ModelError
+from engine.errors import ModelError, shown
 from engine.models.formats.json_files import SMALL_FILE, read_object
 from engine.models.formats.number_formats import BLOCK_SIDE
-from engine.models.wording import shown
 
 SETTINGS: Mapping[str, str] = {
     "quantize_config.json": "GPTQ",

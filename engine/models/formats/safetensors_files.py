@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from engine.errors import ModelError
+from engine.errors import ModelError, shown
 from engine.models.formats.number_formats import WIDTHS
-from engine.models.wording import shown
 
 HEADER_LIMIT = 100_000_000
 """Largest header in bytes, as the safetensors library has it."""

@@ -17,10 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from engine.errors import ModelError
+from engine.errors import ModelError, shown
 from engine.models.formats.gguf_names import GgufChoice, choices_of, matching
 from engine.models.formats.json_files import MOST_TOKENIZER_BYTES, SMALL_FILE, read_object
-from engine.models.wording import shown
 
 Program = Literal["ollama", "lmstudio", "llama.cpp", "huggingface"]
 

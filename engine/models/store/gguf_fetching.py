@@ -15,7 +15,7 @@ from engine.errors import ModelError
 from engine.models.formats.gguf_file import MOST_HEADER_BYTES, GgufFile, HeaderGoesOn
 from engine.models.formats.gguf_names import GgufChoice, choices_of, listed, matching, recommended
 from engine.models.store import hub
-from engine.models.store.gguf_folder import SETTINGS, checked_config, write_settings
+from engine.models.store.gguf_folder import WRITTEN_FILES, checked_config, write_settings
 
 if TYPE_CHECKING:
     from engine.models.store.downloading import Download
@@ -85,7 +85,7 @@ def fetch_gguf(
     task.progress("opening the model", 0, 0, "")
     with GgufFile(task.folder / files[0].name) as gguf:
         write_settings(task.folder, gguf, task.should_stop)
-    return {*(file.name for file in files), *SETTINGS}
+    return {*(file.name for file in files), *WRITTEN_FILES}
 
 
 def files_of(repository: Repository, choice: GgufChoice) -> list[RemoteFile]:

@@ -26,7 +26,7 @@ from engine.system.locations import ensure
 if TYPE_CHECKING:
     from engine.ipc.progress import ProgressCallback
 
-SETTINGS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+WRITTEN_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 """Names of the files that are written beside the weights."""
 
 _NAMELESS = "model.gguf"

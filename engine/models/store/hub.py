@@ -19,10 +19,9 @@ from urllib.parse import quote
 import httpx2
 import msgspec
 
-from engine.errors import ModelError
+from engine.errors import ModelError, shown
 from engine.models.formats.json_files import MOST_TOKENIZER_BYTES, SMALL_FILE, read_object
-from engine.models.wording import shown
-from engine.system.privacy import secrets
+from engine.system.processes import secrets
 
 ENDPOINT = "https://huggingface.co"
 WEIGHT_INDEX = "model.safetensors.index.json"

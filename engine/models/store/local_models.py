@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from engine.errors import ModelError
+from engine.errors import ModelError, shown
 from engine.models.folders.model_folder import (
     BANK_MANIFEST,
     PARTIAL,
@@ -40,7 +40,6 @@ from engine.models.formats.gguf_names import choices_of, matching, missing_part,
 from engine.models.store import catalogue, found_elsewhere
 from engine.models.store.catalogue import STARTER, CatalogueEntry
 from engine.models.store.found_elsewhere import TITLES, FoundModel
-from engine.models.wording import shown
 from engine.system.locations import locate, remove_profiles
 
 Kind = Literal["starter", "hub", "folder", "gguf"]

@@ -15,9 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.errors import Cancelled, ModelError
-from engine.models.wording import shown
-from engine.system.child_processes import start_module
+from engine.errors import Cancelled, ModelError, shown
+from engine.system.processes import start_module
 
 CPU_S = 5.0
 """Maximum seconds of CPU time for an answer of the renderer."""

@@ -26,7 +26,7 @@ import jinja2.parser
 import jinja2.utils
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from engine.system.privacy import keep_to_owner
+from engine.system.processes import keep_to_owner
 
 MEMORY_BYTES = 512 << 20
 """Maximum bytes that rendering may add to the process."""

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import ModelError
+from engine.errors import ModelError, shown
 from engine.models.formats.json_files import MOST_TOKENIZER_BYTES, SMALL_FILE, check_size, read_object, read_text
-from engine.models.wording import shown
 from engine.system.free_memory import give_back
 
 if TYPE_CHECKING:

@@ -13,9 +13,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from engine.errors import ModelError
+from engine.errors import ModelError, shown
 from engine.ipc.messages import Tool, ToolCall
-from engine.models.wording import shown
 
 _DEEPEST = 100
 """Maximum brackets that are open at once in arguments that were cut."""

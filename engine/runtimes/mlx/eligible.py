@@ -12,12 +12,11 @@ from typing import Any
 
 import psutil
 
-from engine.errors import ModelError
+from engine.errors import ModelError, shown
 from engine.ipc.messages import Load
 from engine.models.folders.opening import read_config
 from engine.models.folders.sizes import sizes_of
 from engine.models.folders.weight_layout import layout_of
-from engine.models.wording import shown
 from engine.runtimes.mlx.families import unsupported_config
 
 LARGE_CHUNK = 2048

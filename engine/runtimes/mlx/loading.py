@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,9 +11,12 @@ from typing import Any
 
 import mlx.core as mx
 import msgspec
+import numpy as np
 import psutil
 from mlx.utils import tree_flatten
+from mlx_lm.models.rope_utils import YarnRoPE
 from mlx_lm.utils import get_total_parameters
+from numpy.typing import NDArray
 
 from engine.errors import ModelError
 from engine.ipc.messages import Load, ModelFacts
@@ -24,9 +28,9 @@ from engine.models.folders.weight_layout import in_library_layout, layout_of
 from engine.models.formats.number_formats import WIDTHS
 from engine.models.formats.quantisation import readable_quantised
 from engine.moe.executor import LocalExecutor, RingExecutor
+from engine.moe.expert_parallel import RankContext
 from engine.moe.held import check_held, held_by
 from engine.moe.kernels.file_guard import unchanged
-from engine.moe.rank_context import RankContext
 from engine.moe.timing import Recorder
 from engine.planning.hybrid import HybridRequest
 from engine.planning.memory import unseen_bytes
@@ -38,7 +42,6 @@ from engine.runtimes.mlx.experts import RingPass, RoutedBlock
 from engine.runtimes.mlx.experts_only import WiredExperts
 from engine.runtimes.mlx.families import MlxFamily, check_settings, family_of
 from engine.runtimes.mlx.model import MlxModel, memory_named
-from engine.runtimes.mlx.rotary import correct_rotary
 from engine.runtimes.mlx.routing import LAYOUTS
 from engine.runtimes.mlx.spans import Spans
 from engine.runtimes.protocol import Config, RingPlace
@@ -336,3 +339,37 @@ def _name(stored: str, wanted: Any = None) -> str:
     if wanted is not None:
         return str(wanted).rsplit(".", 1)[-1]
     return {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}.get(stored, stored)
+
+
+# --- the rotary setting that mlx-lm drops ----------------------------------------------------------------------------
+
+
+def correct_rotary(layers: list[Any], rope: Config) -> str | None:
+    """Gives the attention of ``layers`` the frequencies that ``rope`` (``rope_parameters``) asks for.
+
+    Returns a notice if it had to change what mlx-lm computed.
+    """
+    if rope.get("rope_type") != "yarn" or rope.get("truncate", True):
+        return None
+    for layer in layers:
+        module = layer.self_attn.rope if "self_attn" in layer else None
+        if isinstance(module, YarnRoPE):
+            module._freqs = mx.array(yarn_wavelengths(module.dims, rope))
+    return "rotary frequencies as the model defines them (yarn without truncation), where mlx-lm rounds"
+
+
+def yarn_wavelengths(dims: int, rope: Config) -> NDArray[np.float32]:
+    """The inverse frequencies [dims / 2] of yarn without rounding, as ``mx.fast.rope`` takes them."""
+    base, factor = float(rope["rope_theta"]), float(rope["factor"])
+    original = float(rope["original_max_position_embeddings"])
+
+    def dimension_of(rotations: float) -> float:
+        return dims * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))
+
+    low = max(dimension_of(float(rope.get("beta_fast") or 32.0)), 0.0)
+    high = min(dimension_of(float(rope.get("beta_slow") or 1.0)), dims - 1.0)
+    width = high - low if high != low else 0.001
+    interpolated = np.clip((np.arange(dims // 2) - low) / width, 0.0, 1.0)
+    wavelengths = base ** (np.arange(0, dims, 2) / dims)
+    frequencies = (1.0 - interpolated) / wavelengths + interpolated / (factor * wavelengths)
+    return np.asarray(1.0 / frequencies, dtype=np.float32)

@@ -10,14 +10,13 @@ from engine.ipc.messages import Load
 from engine.models.folders.opening import open_model
 from engine.models.formats.model_files import Experts, one_of_each
 from engine.models.formats.number_formats import is_packed
+from engine.moe.expert_parallel import RankContext
 from engine.moe.held import held_by
 from engine.moe.kernel_backend import KernelBackend, KernelExperts
 from engine.moe.kernels.bindings import FORMATS, KernelChoice, choose
 from engine.moe.kernels.layers import Gate, unsupported_reason
 from engine.moe.kernels.pool import Pool, physical_cores, shared_pool
-from engine.moe.rank_context import RankContext
-from engine.runtimes.native.dtypes import compute_dtype
-from engine.runtimes.native.shape import read_gate, unsupported_shape
+from engine.runtimes.native.shape import compute_dtype, read_gate, unsupported_shape
 from engine.runtimes.node_experts import NodeExperts
 
 

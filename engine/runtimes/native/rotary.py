@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.errors import ModelError
-from engine.models.wording import shown
+from engine.errors import ModelError, shown
 
 TYPES = ("default", "linear", "llama3", "yarn")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,12 +14,15 @@ import msgspec
 from engine import runtimes
 from engine.calibration.disk_rate import notice_beyond_memory
 from engine.errors import ModelError
-from engine.ipc.messages import Load
+from engine.ipc.messages import Load, ModelFacts
 from engine.ipc.progress import ProgressCallback
 from engine.models.folders.opening import open_model
-from engine.models.formats.model_files import ModelFiles, StoredTensor
+from engine.models.folders.sizes import native_copies, weights_name
+from engine.models.formats.model_files import Experts, ModelFiles, StoredTensor, whole_weights
 from engine.models.formats.number_formats import BLOCKS, is_grouped
 from engine.moe.executor import RingExecutor
+from engine.moe.expert_parallel import RankContext
+from engine.moe.held import held_by
 from engine.moe.kernels.bindings import FORMATS, KernelChoice, choose
 from engine.moe.kernels.file_guard import unchanged
 from engine.moe.kernels.layers import unreadable
@@ -26,12 +30,10 @@ from engine.moe.kernels.pool import physical_cores, shared_pool
 from engine.moe.popularity import Popularity
 from engine.moe.timing import Recorder
 from engine.runtimes.native import rotary
-from engine.runtimes.native.dtypes import bulk_dtype, compute_dtype
 from engine.runtimes.native.experts_only import open_backend, unreadable_experts
-from engine.runtimes.native.facts import describe
 from engine.runtimes.native.model import NativeModel
 from engine.runtimes.native.ring import RingTrunk
-from engine.runtimes.native.shape import Shape, read_shape, unsupported_shape
+from engine.runtimes.native.shape import Shape, bulk_dtype, compute_dtype, read_shape, unsupported_shape
 from engine.runtimes.native.weights import TrunkWeights, heads_of
 from engine.runtimes.protocol import RingPlace
 from engine.system.free_memory import available_bytes
@@ -193,3 +195,67 @@ def _unreadable(tensor: StoredTensor) -> str | None:
     if tensor.words.ndim == 1:
         return None
     return unreadable(heads_of(tensor)[0] if is_grouped(tensor.dtype) and tensor.words.ndim == 3 else tensor)
+
+
+# --- facts of a loaded model -----------------------------------------------------------------------------------------
+
+
+def describe(
+    shape: Shape,
+    files: ModelFiles,
+    request: Load,
+    dtype: str,
+    choice: KernelChoice,
+    threads: int,
+    cache_format: str,
+    load_s: float,
+    context: RankContext | None = None,
+) -> ModelFacts:
+    """The facts of the model in ``files``, which computes in ``dtype`` with the kernels ``choice`` and stores keys and
+    values in ``cache_format``; ``context`` is its
+    place in a ring. Bytes are those of its shard there, parameters those of the whole model."""
+    experts = files.experts
+    numbers = sum(math.prod(tensor.shape) for _, tensor in files.trunk())
+    if experts is not None:
+        numbers += whole_weights(experts)
+    limit = shape.context if request.context_limit is None else min(shape.context, request.context_limit)
+    return ModelFacts(
+        name=request.model,
+        family=shape.family,
+        runtime="native",
+        executor=_executor(files, choice, context),
+        device="cpu",
+        dtype=dtype,
+        layers=shape.layers,
+        experts=0 if experts is None else experts.count,
+        experts_per_token=shape.top_k,
+        moe_layers=list(shape.moe_layers),
+        vocabulary=shape.vocabulary,
+        hidden=shape.hidden,
+        context_limit=limit,
+        trunk_bytes=files.trunk_bytes + native_copies(files.trunk()),
+        expert_bytes=_expert_bytes(experts, context),
+        key_value_bytes_per_token=shape.key_value_bytes(cache_format),
+        state_bytes=4 * shape.state_numbers,
+        parameters=numbers,
+        load_s=load_s,
+        weights=weights_name(files),
+        trunk=f"native ({choice.name}, {threads} {'thread' if threads == 1 else 'threads'})",
+        notices=["No GPU was found, so everything runs on the CPU."] if request.partitioning == "hybrid" else [],
+    )
+
+
+def _expert_bytes(experts: Experts | None, context: RankContext | None) -> int:
+    if experts is None:
+        return 0
+    if context is None:
+        return experts.nbytes
+    return held_by(experts, context.placement, context.rank).nbytes
+
+
+def _executor(files: ModelFiles, choice: KernelChoice, context: RankContext | None) -> str:
+    if files.experts is None:
+        return "none (dense)"
+    if context is None:
+        return f"native ({choice.name}, cpu)"
+    return f"ring (node {context.rank + 1} of {context.nodes}, {context.mode}, native {choice.name}, cpu)"

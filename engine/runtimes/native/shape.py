@@ -12,11 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.errors import ModelError
+from engine.errors import ModelError, shown
+from engine.ipc.messages import Load
 from engine.models.architectures.families import layer_kinds, stated_experts_per_token
 from engine.models.folders.sizes import STATE_COLUMNS, layer_config
+from engine.models.formats.model_files import ModelFiles
 from engine.models.formats.number_formats import stored_bytes
-from engine.models.wording import shown
+from engine.moe.kernels.bindings import Dtype
 from engine.moe.kernels.layers import Gate
 from engine.runtimes.native import rotary
 from engine.runtimes.native.bindings import MOST_TAPS
@@ -461,3 +463,27 @@ def _positive(config: Mapping[str, Any], key: str, default: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
         raise ModelError(f"config.json gives {shown(value)} for {key}, which must be over 0; fetch the model again.")
     return float(value)
+
+
+# --- the dtype of a model --------------------------------------------------------------------------------------------
+
+
+NAMES: Mapping[str, Dtype] = {"BF16": "bfloat16", "F32": "float32", "F16": "bfloat16"}
+"""What is computed with weights stored as the key, unless a person says otherwise. The cache of a
+model in float16 holds bfloat16; what its weights multiply is float32."""
+
+
+def bulk_dtype(files: ModelFiles) -> str:
+    """What most of the weights are stored as, by safetensors' name."""
+    if files.experts is not None:
+        return files.experts.dtype
+    sizes: dict[str, int] = {}
+    for _, tensor in files.trunk():
+        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.nbytes
+    return max(sizes, key=lambda dtype: sizes[dtype])
+
+
+def compute_dtype(files: ModelFiles, request: Load) -> Dtype:
+    """What is computed in: as the request says, or as the bulk of the checkpoint is stored; bfloat16 if that is
+    packed."""
+    return NAMES.get(bulk_dtype(files), "bfloat16") if request.dtype == "auto" else request.dtype

@@ -9,9 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from engine.errors import ModelError
+from engine.errors import ModelError, shown
 from engine.models.architectures import gguf_short_convolution
-from engine.models.wording import shown
 
 HeadNorm = Literal["none", "per-head", "whole"]
 """Norms of queries and keys: none; each head by itself (qwen3); the whole projection (olmoe)."""

@@ -9,8 +9,8 @@ from engine.errors import ModelError
 from engine.ipc.messages import Load
 from engine.ipc.progress import ProgressCallback
 from engine.models.folders.opening import open_model
+from engine.moe.expert_parallel import RankContext
 from engine.moe.held import held_by
-from engine.moe.rank_context import RankContext
 from engine.moe.timing import Recorder
 from engine.runtimes.node_experts import NodeExperts
 from engine.runtimes.torch.experts_module import experts_per_token, find_experts, gate_of

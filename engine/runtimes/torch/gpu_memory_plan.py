@@ -17,7 +17,7 @@ from engine.ipc.messages import Load
 from engine.ipc.progress import ProgressCallback
 from engine.models.folders.sizes import sizes_of
 from engine.models.formats.model_files import Experts, ModelFiles
-from engine.moe.popularity_file import seed_order
+from engine.moe.popularity import seed_order
 from engine.moe.timing import Recorder
 from engine.planning.calibration import Calibration, guessed, with_trunk_on_host
 from engine.planning.hybrid import (

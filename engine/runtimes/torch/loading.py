@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.errors import ModelError
+from engine.errors import ModelError, shown
 from engine.ipc.progress import ProgressCallback
 from engine.models.architectures.config_values import without_implementations
 from engine.models.formats.model_files import ModelFiles, StoredTensor
 from engine.models.formats.quantisation import QUANTISATION_KEYS
-from engine.models.wording import shown
 from engine.moe.kernels.bindings import KernelChoice
 from engine.runtimes.torch.offload.torch_tensors import numbers_on
 from engine.runtimes.torch.packed_modules import PackedEmbedding, PackedLinear, kernels_for, packed_module

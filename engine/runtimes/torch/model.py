@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from engine.errors import ModelError
 from engine.ipc.messages import ModelFacts
@@ -18,18 +20,115 @@ from engine.models.formats.model_files import ModelFiles
 from engine.moe.executor import Executor
 from engine.moe.kernels.file_guard import FileGuard
 from engine.moe.popularity import Popularity
-from engine.moe.timing import Phase, Recorder
-from engine.runtimes.protocol import LoadedModel, Logits, TokenRows
-from engine.runtimes.row_contents import Fill, RowPart
-from engine.runtimes.torch.cache import AnyCache, empty_cache
-from engine.runtimes.torch.cache_contents import fill_cache
+from engine.moe.timing import Part, Phase, Recorder
+from engine.runtimes.protocol import Fill, LoadedModel, Logits, RowContents, RowPart, TokenRows
+from engine.runtimes.torch.cache import AnyCache, contents_of, empty_cache, fill_cache
 from engine.runtimes.torch.experts_module import RoutedExperts, ScaledInputBlock
 from engine.runtimes.torch.gpu_memory_plan import SharedRoom
-from engine.runtimes.torch.hooks import TimingHooks, layer_parts
 from engine.runtimes.torch.offload.devices import DeviceLost
-from engine.runtimes.torch.offload.torch_kernels import kernels_for
+from engine.runtimes.torch.offload.torch_tensors import kernels_for
 from engine.runtimes.torch.packed_modules import numbers_kept_packed
-from engine.runtimes.torch.rows import TorchTokenRows
+
+
+class TorchPasses(Protocol):
+    """What rows need of the model they belong to."""
+
+    device: torch.device
+
+    @property
+    def facts(self) -> ModelFacts: ...
+
+    def run(self, phase: Phase, tokens: list[list[int]], cache: AnyCache, want_logits: bool) -> Logits | None: ...
+
+    def with_room(self, work: Callable[[], Done]) -> Done:
+        """What ``work`` gives; where memory runs out that experts hold, it is done again with less of them there."""
+        ...
+
+
+class TorchTokenRows(TokenRows):
+    """Rows of tokens in a cache of transformers.
+
+    ``shared`` is how many leading positions all rows have in common: the prompt, which reordering never touches.
+    """
+
+    def __init__(self, model: TorchPasses, cache: AnyCache, rows: int = 1, shared: int = 0) -> None:
+        self._model = model
+        self._cache = cache
+        self._rows = rows
+        self._shared = shared
+
+    @property
+    def rows(self) -> int:
+        return self._rows
+
+    @property
+    def length(self) -> int:
+        return self._cache.position.length
+
+    @property
+    def can_truncate(self) -> bool:
+        return self._cache.can_truncate
+
+    def extend(self, tokens: Sequence[int], want_logits: bool = True) -> Logits | None:
+        """Prefill ``tokens`` after what is there; the logits after the last one, [vocabulary], float32."""
+        if self._rows != 1:
+            raise ValueError(f"extend works on one row, not on {self._rows}")
+        if not tokens:
+            raise ValueError("extend needs at least one token")
+        logits = self._model.run("prefill", [list(tokens)], self._cache, want_logits)
+        return None if logits is None else logits[0]
+
+    def step(self, tokens: Sequence[int]) -> Logits:
+        """Decode one token per row; logits [rows, vocabulary], float32."""
+        if len(tokens) != self._rows:
+            raise ValueError(f"{len(tokens)} tokens for {self._rows} rows")
+        logits = self._model.run("decode", [[token] for token in tokens], self._cache, True)
+        assert logits is not None
+        return logits
+
+    def truncate(self, length: int) -> None:
+        """Keep the first ``length`` tokens; costs nothing, the buffers stay."""
+        if self._rows != 1:
+            raise ValueError(f"truncate works on one row, not on {self._rows}")
+        if not 0 <= length <= self.length:
+            raise ValueError(f"cannot keep {length} of {self.length} tokens")
+        if length == self.length:
+            return
+        if not self.can_truncate:
+            raise ModelError(f"The {self._model.facts.family} family keeps a state that cannot be cut back.")
+        self._cache.position.length = length
+        self._shared = min(self._shared, length)
+
+    def fan_out(self, rows: int) -> TorchTokenRows:
+        """``rows`` copies of this row; the prompt is copied once per row and never again."""
+        if self._rows != 1:
+            raise ValueError(f"fan_out works on one row, not on {self._rows}")
+        if rows < 1:
+            raise ValueError(f"{rows} rows cannot be made")
+        with torch.inference_mode():
+            cache = self._model.with_room(lambda: self._cache.rows_copied(rows))
+            return TorchTokenRows(self._model, cache, rows, shared=self.length)
+
+    def contents(self, checkpoint: TokenRows | None = None) -> RowContents | None:
+        """Of the only row, which has at least one token."""
+        assert checkpoint is None
+        return contents_of(self._cache)
+
+    def reorder(self, parents: Sequence[int]) -> int:
+        """Row i becomes a copy of row ``parents[i]``; returns the bytes moved (0 if every row keeps its place)."""
+        if len(parents) != self._rows or not all(0 <= parent < self._rows for parent in parents):
+            raise ValueError(f"{list(parents)} are not parents of {self._rows} rows")
+        changed = [row for row, parent in enumerate(parents) if row != parent]
+        if not changed:
+            return 0
+        device = self._model.device
+        with torch.inference_mode():
+            return self._cache.move(
+                torch.tensor(changed, device=device),
+                torch.tensor([parents[row] for row in changed], device=device),
+                self._shared,
+            )
+
 
 Done = TypeVar("Done")
 
@@ -258,3 +357,93 @@ def decoder_layers(module: Any) -> nn.ModuleList:
     layers = getattr(base, "layers", None)
     found: nn.ModuleList = base.blocks if layers is None else layers
     return found
+
+
+# --- hooks that measure a layer --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """The modules of one decoder layer that are measured."""
+
+    layer: nn.Module
+    attention: nn.Module | None
+    router: nn.Module | None
+
+
+def layer_parts(layers: nn.ModuleList) -> list[LayerParts]:
+    """The measured modules of each decoder layer. A router is a module of that name in a layer with routed experts."""
+    parts = []
+    for layer in layers:
+        modules = list(layer.modules())
+        has_experts = any(isinstance(module, RoutedExperts | ScaledInputBlock) for module in modules)
+        parts.append(
+            LayerParts(
+                layer=layer,
+                attention=_first(modules, lambda name: name.endswith("Attention")),
+                router=_first(modules, lambda name: name.endswith("Router")) if has_experts else None,
+            )
+        )
+    return parts
+
+
+def _first(modules: list[nn.Module], fits: Callable[[str], bool]) -> nn.Module | None:
+    return next((module for module in modules if fits(type(module).__name__)), None)
+
+
+@dataclass
+class TimingHooks:
+    """Measures the layers of ``parts`` into ``recorder``. :meth:`match` follows ``recorder.enabled``."""
+
+    parts: list[LayerParts]
+    recorder: Recorder
+    device: torch.device
+    handles: list[RemovableHandle] = field(default_factory=list)
+
+    def match(self) -> None:
+        """Install or remove the hooks so that they are there exactly while the recorder is enabled."""
+        if self.recorder.enabled and not self.handles:
+            for index, parts in enumerate(self.parts):
+                self._install(index, parts)
+        elif self.handles and not self.recorder.enabled:
+            for handle in self.handles:
+                handle.remove()
+            self.handles.clear()
+
+    def _install(self, index: int, parts: LayerParts) -> None:
+        if parts.attention is not None:
+            self._measure(parts.attention, index, "attention")
+        if parts.router is not None:
+            self._measure(parts.router, index, "router")
+        recorder = self.recorder
+        start = inside = 0.0
+
+        def before(module: nn.Module, inputs: Any) -> None:
+            nonlocal start, inside
+            inside = recorder.measured(index)
+            start = self._now()
+
+        def after(module: nn.Module, inputs: Any, output: Any) -> None:
+            total = self._now() - start
+            recorder.add(index, "other", max(0.0, total - (recorder.measured(index) - inside)))
+
+        self.handles.append(parts.layer.register_forward_pre_hook(before))
+        self.handles.append(parts.layer.register_forward_hook(after))
+
+    def _measure(self, module: nn.Module, index: int, part: Part) -> None:
+        start = 0.0
+
+        def before(module: nn.Module, inputs: Any) -> None:
+            nonlocal start
+            start = self._now()
+
+        def after(module: nn.Module, inputs: Any, output: Any) -> None:
+            self.recorder.add(index, part, self._now() - start)
+
+        self.handles.append(module.register_forward_pre_hook(before))
+        self.handles.append(module.register_forward_hook(after))
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return self.recorder.clock()

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.runtimes.torch.offload.cuda_experts import CudaExperts, ExpertRows, supports
-from engine.runtimes.torch.offload.cuda_launcher import CompilingFailed, CudaLauncher
+from engine.runtimes.torch.offload.cuda_experts import CompilingFailed, CudaExperts, CudaLauncher, ExpertRows, supports
 from engine.runtimes.torch.offload.devices import (
     CopyFailed,
     DeviceLost,

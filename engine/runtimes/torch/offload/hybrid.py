@@ -18,26 +18,30 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from engine.errors import ModelError
 from engine.ipc.progress import ProgressCallback
-from engine.moe.cache_benefit import CacheWorth
 from engine.moe.timing import Recorder
 from engine.planning.calibration import Calibration
 from engine.planning.policy import FEW_TOKENS, ActiveExpert, Policy
-from engine.runtimes.torch.offload.combining import weighted_sum
 from engine.runtimes.torch.offload.device_cache import DeviceCache
 from engine.runtimes.torch.offload.device_check import DeviceCheck
-from engine.runtimes.torch.offload.device_side import DeviceSide, LayerStep
+from engine.runtimes.torch.offload.device_side import (
+    DeviceSide,
+    HostShare,
+    LayerStep,
+    SortedRoutes,
+    host_share,
+    sort_routes,
+)
 from engine.runtimes.torch.offload.devices import DeviceLost, ExpertDevice, LayerWork, OutOfDeviceMemory, said_slower
 from engine.runtimes.torch.offload.gates import FamilyGate
 from engine.runtimes.torch.offload.host_memory import HostExperts
-from engine.runtimes.torch.offload.routes import HostShare, SortedRoutes, host_share, sort_routes
 from engine.runtimes.torch.offload.slab_cache import Key, SlabCache
-from engine.runtimes.torch.offload.tensor_backend import TensorBackend
+from engine.runtimes.torch.offload.tensor_backend import TensorBackend, weighted_sum
 from engine.system.free_memory import RESERVE_BYTES, memory
 
 FEW_ROUTES = 64
@@ -576,3 +580,59 @@ def _scaled(hidden: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """One row per route [tokens * k, hidden]: its token's, multiplied by its weight."""
     scaled = (hidden[:, None, :] * weights[:, :, None]).to(hidden.dtype)
     return scaled.reshape(weights.numel(), -1)
+
+
+# --- whether the expert cache earns its keep -------------------------------------------------------------------------
+
+
+WINDOW = 128
+"""Number of layers that are measured before a decision."""
+
+Verdict = Literal["try-without", "keep", "off"]
+
+
+@dataclass
+class CacheWorth:
+    """Decides whether the cache is worth keeping.
+
+    If a window of layers takes longer with the cache than predicted without it, a window without the cache is measured,
+    and the better of the two is used from then on. Both are compared with the predicted time of the same layers without
+    a cache, so that their numbers of tokens do not matter.
+    """
+
+    window: int = WINDOW
+    state: Literal["watching", "trying", "decided"] = "watching"
+    with_cache: float = 0.0
+    """Measured time with the cache, relative to what it should be without; of the last whole window."""
+    without_cache: float = 0.0
+    """The same, measured without."""
+    _measured: float = 0.0
+    _expected: float = 0.0
+    _count: int = 0
+
+    @property
+    def asks(self) -> bool:
+        """Whether :meth:`add` still has an effect."""
+        return self.state != "decided"
+
+    def add(self, measured_s: float, without_s: float) -> Verdict | None:
+        """Record a layer that took ``measured_s`` and is predicted to take ``without_s`` without a cache."""
+        self._measured += measured_s
+        self._expected += without_s
+        self._count += 1
+        if self._count < self.window:
+            return None
+        ratio = self._measured / self._expected if self._expected > 0 else 0.0
+        self._measured = self._expected = 0.0
+        self._count = 0
+        if self.state == "watching":
+            self.with_cache = ratio
+            if ratio <= 1.0:
+                return None
+            self.state = "trying"
+            return "try-without"
+        if self.state == "trying":
+            self.without_cache = ratio
+            self.state = "decided"
+            return "off" if ratio < self.with_cache else "keep"
+        return None

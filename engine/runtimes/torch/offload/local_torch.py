@@ -9,12 +9,9 @@ import torch
 from torch.nn.functional import linear, pad
 
 from engine.models.formats.model_files import Experts, ExpertWeights
-from engine.moe.prefetch import ReadAhead
-from engine.runtimes.torch.offload.combining import weighted_sum
 from engine.runtimes.torch.offload.gates import Gate
-from engine.runtimes.torch.offload.tensor_backend import TensorBackend
-from engine.runtimes.torch.offload.torch_kernels import kernels_for, padded_rows
-from engine.runtimes.torch.offload.torch_tensors import DTYPES, NAMES, numbers
+from engine.runtimes.torch.offload.tensor_backend import ReadAhead, TensorBackend, weighted_sum
+from engine.runtimes.torch.offload.torch_tensors import DTYPES, NAMES, kernels_for, numbers, padded_rows
 
 FEW_ROUTES = 64
 """Up to here routes are sorted in Python, above by torch: Python wins while there are few of them."""

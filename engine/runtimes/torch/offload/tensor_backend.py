@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -137,3 +138,54 @@ def _words(tensor: torch.Tensor) -> Words:
     plain = tensor if tensor.dtype == torch.float32 else tensor.view(torch.int16)
     words: Words = plain.numpy()
     return words.view(_WORDS[tensor.dtype])
+
+
+# --- the weighted sum of routes --------------------------------------------------------------------------------------
+
+
+def weighted_sum(routed: torch.Tensor, tokens: int, weights: torch.Tensor | None, rounded: torch.dtype) -> torch.Tensor:
+    """``routed`` [tokens * k, hidden] to float32 [tokens, hidden], added in the order of each token's routes.
+
+    ``rounded`` is the dtype in which the executor of one machine weights a route's result; ``weights`` [tokens, k],
+    None where the input was scaled. ``tokens`` is not 0.
+    """
+    results = routed.to(rounded).view(tokens, -1, routed.shape[1])
+    if weights is not None:
+        results = results * weights[:, :, None]
+    return results.sum(dim=1, dtype=torch.float32)
+
+
+# --- prefetching experts from the disk -------------------------------------------------------------------------------
+
+
+_ASK_BYTES = 2**20
+"""Bytes per request, as the system prefetches about as much at a time."""
+_WILL_NEED = 3
+"""Linux's and macOS's MADV_WILLNEED."""
+
+
+class ReadAhead:
+    """Announces to the system the experts that a layer will read, so that the disk reads them in parallel instead of
+    page by page."""
+
+    def __init__(self, experts: Experts) -> None:
+        self._experts = experts
+        self._ranges: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        library = ctypes.CDLL(None)
+        self._advise = library.madvise
+        self._advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+    def will_need(self, layer: int, indices: torch.Tensor) -> None:
+        """``indices`` [tokens, k]: the experts of ``layer`` that are about to run, -1 for none. Never fails."""
+        for expert in indices.unique().tolist():
+            if expert < 0:
+                continue
+            for address, nbytes in self._ranges_of(layer, expert):
+                for start in range(0, nbytes, _ASK_BYTES):
+                    self._advise(address + start, min(_ASK_BYTES, nbytes - start), _WILL_NEED)
+
+    def _ranges_of(self, layer: int, expert: int) -> list[tuple[int, int]]:
+        found = self._ranges.get((layer, expert))
+        if found is None:
+            found = self._ranges[layer, expert] = self._experts.place(layer, expert).page_ranges()
+        return found

@@ -1,0 +1,178 @@
+"""Norms of transformers' trunks in one operation of torch each, for GPUs.
+
+transformers writes a root-mean-square norm as seven operations. On a GPU each of them takes the host longer to begin
+than the device to do, and norms are a third of what a layer begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class FusedNorm(nn.Module):  # type: ignore[misc]
+    """``weight`` [width] times what is left of the input [..., width] when its last dimension has a mean square of one.
+    Rounded once, where transformers rounds twice."""
+
+    def __init__(self, weight: nn.Parameter, epsilon: float) -> None:
+        super().__init__()
+        self.weight = weight
+        self.epsilon = epsilon
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.rms_norm(hidden, self.weight.shape, self.weight, self.epsilon)
+
+
+def fuse_norms(model: nn.Module) -> int:
+    """Replace the norms of ``model`` that are the same as :class:`FusedNorm`; how many those are.
+
+    A name is not trusted: each norm is run on numbers of every size, beside the one that would take its place.
+    """
+    found = [(name, module) for name, module in model.named_modules() if type(module).__name__.endswith("RMSNorm")]
+    replaced = 0
+    for name, norm in found:
+        fused = _fused(norm)
+        if fused is not None:
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, fused)
+            replaced += 1
+    return replaced
+
+
+def _fused(norm: Any) -> FusedNorm | None:
+    weight = getattr(norm, "weight", None)
+    epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    if not isinstance(weight, nn.Parameter) or weight.dim() != 1 or not isinstance(epsilon, float):
+        return None
+    fused = FusedNorm(weight, epsilon)
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randn(5, len(weight), generator=generator) * torch.tensor([[1e-4], [0.1], [1.0], [30.0], [1e3]])
+    probe = numbers.to(weight.device, weight.dtype)
+    with torch.inference_mode():
+        try:
+            wanted = norm(probe)
+        except (RuntimeError, TypeError, ValueError):  # a norm of another kind, with further arguments
+            return None
+        same = wanted.shape == probe.shape and wanted.dtype == probe.dtype
+        # Two roundings in place of one are a step apart.
+        step = 4 * torch.finfo(weight.dtype).eps
+        return fused if same and torch.allclose(fused(probe), wanted, rtol=step, atol=step) else None
+
+
+# --- the projection in front of a delta-net --------------------------------------------------------------------------
+
+
+_FIRST = ".in_proj_qkvz.qkv.weight"
+
+
+class JoinedProjection(nn.Module):  # type: ignore[misc]
+    """``qkv`` and ``z`` of the same input, their outputs in the order ``places``. Each may be packed in a format of its
+    own."""
+
+    def __init__(self, qkv: nn.Module, z: nn.Module, places: torch.Tensor) -> None:
+        super().__init__()
+        self.qkv = qkv
+        self.z = z
+        self._places = places
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.cat((self.qkv(x), self.z(x)), dim=-1)
+        return out.index_select(-1, self._places.to(out.device))
+
+
+def expect_two_projections(model: nn.Module, names: Iterable[str]) -> None:
+    """Make room for both tensors in every delta-net of the skeleton ``model`` for which ``names``, those of the stored
+    tensors, have them."""
+    for name in [name.removesuffix(_FIRST) for name in names if name.endswith(_FIRST)]:
+        net: Any = model.get_submodule(name)
+        old = net.in_proj_qkvz
+        options = {"bias": False, "dtype": old.weight.dtype, "device": "meta"}
+        first, second = 2 * net.key_dim + net.value_dim, net.value_dim
+        qkv = nn.Linear(old.in_features, first, **options).requires_grad_(False)
+        z = nn.Linear(old.in_features, second, **options).requires_grad_(False)
+        net.in_proj_qkvz = JoinedProjection(qkv, z, _by_key_head(net))
+
+
+def _by_key_head(net: Any) -> torch.Tensor:
+    """Places in queries, keys, values and gates, each of all heads, of what the library expects: those of the first key
+    head, then those of the second, and so on."""
+    with torch.device("cpu"):
+        ends = torch.tensor([net.key_dim, net.key_dim, net.value_dim, net.value_dim]).cumsum(0)
+        parts = torch.arange(int(ends[-1])).tensor_split(ends[:-1])
+        return torch.cat([part.view(net.num_k_heads, -1) for part in parts], dim=1).reshape(-1)
+
+
+# --- latent attention ------------------------------------------------------------------------------------------------
+
+
+_KEYS, _VALUES = "k_b_proj", "v_b_proj"
+
+
+class PerHead(nn.Module):  # type: ignore[misc]
+    """A matrix for every head, [heads, out, in]; ``x`` [..., heads, in] becomes [..., heads, out]."""
+
+    def __init__(self, heads: int, rows: int, columns: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        weight = torch.empty(heads, rows, columns, dtype=dtype, device="meta")
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads, rows, columns = self.weight.shape
+        by_head = x.reshape(-1, heads, columns).transpose(0, 1)
+        out = torch.bmm(by_head, self.weight.transpose(1, 2)).transpose(0, 1)
+        return out.reshape(*x.shape[:-1], rows)
+
+
+def expect_split_latents(model: nn.Module, names: Iterable[str]) -> None:
+    """Make room for the two tensors in every attention of the skeleton ``model`` for which ``names``, those of the
+    stored tensors, have them."""
+    split = {name.removesuffix(f".{_KEYS}.weight") for name in names if name.endswith(f".{_KEYS}.weight")}
+    for name in split:
+        attention: Any = model.get_submodule(name)
+        dtype = attention.kv_b_proj.weight.dtype
+        heads, latents = attention.num_heads, attention.kv_lora_rank
+        del attention.kv_b_proj
+        setattr(attention, _KEYS, PerHead(heads, latents, attention.qk_nope_head_dim, dtype))
+        setattr(attention, _VALUES, PerHead(heads, attention.v_head_dim, latents, dtype))
+
+
+def attend_to_latents(model: nn.Module) -> None:
+    """Let the attentions of ``model``, whose weights are there, compute with latents if they were stored split."""
+    for attention in model.modules():
+        if hasattr(attention, _KEYS):
+            _Absorbed(attention)
+
+
+class _Absorbed:
+    """Puts itself between ``attention``'s forward pass and its projections."""
+
+    def __init__(self, attention: Any) -> None:
+        self._keys, self._values = attention.k_b_proj, attention.v_b_proj
+        self._heads = attention.num_heads
+        self._plain, self._rotated = attention.qk_nope_head_dim, attention.qk_rope_head_dim
+        self._latents = attention.kv_lora_rank
+        last = attention.q_proj if attention.q_lora_rank is None else attention.q_b_proj
+        last.register_forward_hook(self._widen)
+        attention.o_proj.register_forward_pre_hook(self._to_values)
+        attention.expand_kv = self._shared
+        # By these sizes the library cuts queries in two.
+        attention.qk_head_dim = self._latents + self._rotated
+        attention.qk_nope_head_dim = self._latents
+
+    def _widen(self, module: nn.Module, inputs: Any, queries: torch.Tensor) -> torch.Tensor:
+        """[rows, tokens, heads * (plain + rotated)] to [rows, tokens, heads * (latents + rotated)]."""
+        plain, rotated = queries.unflatten(-1, (self._heads, -1)).split([self._plain, self._rotated], dim=-1)
+        return torch.cat((self._keys(plain), rotated), dim=-1).flatten(-2)
+
+    def _shared(self, latents: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same keys for all heads, [rows, heads, tokens, latents + rotated], without a copy for each. They are the
+        values, too: torch's fast attention takes values as wide as keys, and what follows the latents is cut off."""
+        keys = torch.cat((latents, rotated), dim=-1).expand(-1, self._heads, -1, -1)
+        return keys, keys
+
+    def _to_values(self, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        found = inputs[0].unflatten(-1, (self._heads, -1))[..., : self._latents]
+        return (self._values(found).flatten(-2), *inputs[1:])
