@@ -30,8 +30,8 @@ from app.chat.state import (
     characters,
 )
 from app.chat.thread import Thread, prompt_messages
-from app.chat.timing_words import slowest_words
 from app.chat.titling import TitleWriter
+from app.chat.words import slowest_words
 from app.conversations.generation import Generation
 from app.conversations.kept_prefixes import prefix_owner
 from app.conversations.records import State, Thoughts

@@ -12,7 +12,6 @@ from app.chat.continuing import BegunAnswer, why_not
 from app.chat.deletions import Deletions
 from app.chat.downloads import ModelFetcher
 from app.chat.engine_link import EngineLink
-from app.chat.queue import NewQuestion, QuestionQueue
 from app.chat.saving import Saver, rename
 from app.chat.setup import ChatSetup
 from app.chat.state import (
@@ -22,8 +21,10 @@ from app.chat.state import (
     EntryChanged,
     FellBack,
     NetworkChanged,
+    NewQuestion,
     PathChanged,
     Phase,
+    QuestionQueue,
     QuestionsReturned,
     QueueChanged,
     SettingsChanged,

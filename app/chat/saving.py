@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from pathlib import Path
+from typing import Literal, Protocol, TypeVar
 
-from app.chat.state import Entry
+from app.chat.state import Entry, Severity
 from app.chat.thread import Thread
+from app.conversations.importing.parts import ImportProblem
+from app.conversations.importing.reading import read_conversations
 from app.conversations.store import ConversationStore, StoreError
 
 RETRY_SAVE_S = 5.0
@@ -195,3 +198,68 @@ class Saver:
 
 def _differs(entry: Entry) -> bool:
     return entry.record is None or entry.dirty
+
+
+# --- pinned and archived ---------------------------------------------------------------------------------------------
+
+
+_DONE = {
+    ("pinned", True): "Pinned the chat.",
+    ("pinned", False): "Unpinned the chat.",
+    ("archived", True): "Archived the chat.",
+    ("archived", False): "Restored the chat from the archive.",
+}
+
+
+class ListedChat(Protocol):
+    """What the changes need of the controller."""
+
+    thread: Thread
+    store: ConversationStore
+
+    def notify(self, text: str, severity: Severity = "information") -> None: ...
+
+
+async def toggle(chat: ListedChat, flag: Literal["pinned", "archived"]) -> None:
+    """Set or unset ``flag`` of the shown conversation, and notify of it."""
+    thread, store = chat.thread, chat.store
+    number = thread.conversation
+    if number is None or thread.memory is not None:
+        chat.notify("This chat is not saved, so it is in no list.", "warning")
+        return
+    try:
+        value = not getattr(store.conversation(number), flag)
+        if flag == "pinned":
+            await unlocked(lambda: store.change(number, pinned=value))
+        else:
+            await unlocked(lambda: store.change(number, archived=value))
+    except StoreError as error:
+        chat.notify(str(error), "error")
+    else:
+        chat.notify(_DONE[flag, value])
+
+
+# --- importing -------------------------------------------------------------------------------------------------------
+
+
+class ImportingChat(Protocol):
+    """What an import needs of the controller."""
+
+    store: ConversationStore
+
+    def notify(self, text: str, severity: Severity = "information") -> None: ...
+
+
+async def import_file(chat: ImportingChat, file: str, done: Callable[[], object] = lambda: None) -> None:
+    """Import the conversations in ``file``, which is read in a thread, and notify of what came of it.
+
+    ``done`` is called after a successful import.
+    """
+    try:
+        found = await asyncio.to_thread(lambda: read_conversations(Path(file).expanduser()))
+        added = await unlocked(lambda: chat.store.take_in(found.conversations))
+    except (ImportProblem, StoreError) as problem:
+        chat.notify(f"Nothing was imported: {problem}", "error")
+        return
+    chat.notify(f"Imported from {found.program}: {added}. {found.left_out}".rstrip())
+    done()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import count
 from typing import TYPE_CHECKING, Literal
 
 from app.attachments.attachment import CHARACTERS_PER_TOKEN, Attachment
-from app.chat.queue import NewQuestion
 from app.conversations.generation import UNKNOWN, Generation
 from app.conversations.records import NO_THOUGHTS, MessageRecord, Role, State, Thoughts
 from engine.ipc.messages import Beam, MemoryUse, ModelFacts, Prefill, Progress, Timing, WarmUp
@@ -269,3 +268,46 @@ def context_to_come(status: Status, path: Sequence[Entry], max_tokens: int | Non
 def characters(entry: Entry) -> int:
     """The characters of a message, with those of its files."""
     return len(entry.content) + sum(len(attachment.text) for attachment in entry.attachments)
+
+
+# --- queued questions ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NewQuestion:
+    """A question that was sent: its text as the person typed it, and the files that were attached then."""
+
+    text: str
+    attachments: tuple[Attachment, ...] = ()
+
+
+class QuestionQueue:
+    """The questions that wait, oldest first. ``on_change`` is called after each change."""
+
+    def __init__(self, on_change: Callable[[], None] = lambda: None) -> None:
+        self._items: list[NewQuestion] = []
+        self.on_change = on_change
+
+    @property
+    def items(self) -> tuple[NewQuestion, ...]:
+        return tuple(self._items)
+
+    def add(self, question: NewQuestion) -> None:
+        self._items.append(question)
+        self.on_change()
+
+    def take(self, index: int = 0) -> NewQuestion | None:
+        """Remove a question and return it; None if there is none at ``index``."""
+        if not 0 <= index < len(self._items):
+            return None
+        question = self._items.pop(index)
+        self.on_change()
+        return question
+
+    def take_all(self) -> tuple[NewQuestion, ...]:
+        """Remove all questions and return them."""
+        taken = self.items
+        if taken:
+            self._items.clear()
+            self.on_change()
+        return taken

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 
 from app.attachments.attachment import with_attachments
-from app.chat.queue import QuestionQueue
-from app.chat.state import TOO_LONG, Entry
+from app.chat.state import TOO_LONG, Entry, QuestionQueue
 from app.conversations.exporting import export_form, quoted, write_export
 from app.conversations.records import Conversation, MessageRecord
 from app.conversations.store import ConversationStore
@@ -131,3 +130,65 @@ def _from_screen(thread: Thread, form: str, thoughts: bool) -> str:
             parts.append(quoted(entry.thoughts.text))
         parts.append(with_attachments(entry.content, entry.attachments))
     return "\n\n".join(parts) + "\n"
+
+
+# --- copying ---------------------------------------------------------------------------------------------------------
+
+
+class Copying:
+    """Copies from the shown conversation.
+
+    ``thread`` returns it. ``copy`` is called with a text and its name in the notice (``The answer``), ``warn`` with why
+    there is nothing to copy.
+    """
+
+    def __init__(
+        self, thread: Callable[[], Thread], copy: Callable[[str, str], object], warn: Callable[[str], object]
+    ) -> None:
+        self._thread = thread
+        self._copy = copy
+        self._warn = warn
+        self._copied: dict[int, int] = {}
+        """The code block of each message, by its key, that was copied last."""
+
+    def last_answer(self) -> None:
+        """Copy the newest answer that has text."""
+        answers = [entry for entry in self._thread().path if entry.role == "assistant" and entry.content]
+        if answers:
+            self._copy(answers[-1].content, "The answer")
+        else:
+            self._warn("There is no answer to copy yet.")
+
+    def last_code(self) -> None:
+        """Copy the newest code block of the conversation."""
+        for entry in reversed(self._thread().path):
+            blocks = code_blocks(entry.content)
+            if blocks:
+                self._copy(blocks[-1], "The code")
+                return
+        self._warn("There is no code block to copy.")
+
+    def message(self, entry: Entry, *, with_thoughts: bool) -> None:
+        """Copy the text of ``entry``, and what the model thought before it if wanted."""
+        thoughts = quoted(entry.thoughts.text) + "\n\n" if with_thoughts else ""
+        self._copy(thoughts + entry.content, "The message")
+
+    def next_code(self, entry: Entry) -> None:
+        """Copy the code block of ``entry`` after the one that was copied last."""
+        blocks = code_blocks(entry.content)
+        if not blocks:
+            self._warn("This message has no code block.")
+            return
+        index = self._copied.get(entry.key, -1) + 1
+        self._copied[entry.key] = index
+        number = f"Block {index % len(blocks) + 1} of {len(blocks)}" if len(blocks) > 1 else "The code"
+        self._copy(blocks[index % len(blocks)], number)
+
+
+def code_blocks(source: str) -> list[str]:
+    """The code of each fence of the Markdown ``source``, in order."""
+    from markdown_it import MarkdownIt
+
+    # What is within a line is of no interest, and hostile nesting of it would take long.
+    tokens = MarkdownIt("commonmark", {"html": False}).disable("inline").parse(source)
+    return [token.content.rstrip("\n") for token in tokens if token.type in ("fence", "code_block")]

@@ -40,13 +40,13 @@ def _several(*options: Callable[[_Command], _Command]) -> Callable[[_Command], _
 
 
 def _model_names(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
-    from app.commands.completion import model_names
+    from app.commands.shell import model_names
 
     return model_names(context, parameter, begun)
 
 
 def _persona_names(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
-    from app.commands.completion import persona_names
+    from app.commands.shell import persona_names
 
     return persona_names(context, parameter, begun)
 
@@ -572,7 +572,7 @@ def locate(what: LocationKind) -> None:
 def completion(shell: str) -> None:
     """Print a script that completes commands, options and names of models in SHELL. In the file that your shell reads
     at its start: `source <(privatellm completion bash)`; fish: `privatellm completion fish | source`."""
-    from app.commands.completion import completion_script
+    from app.commands.shell import completion_script
 
     answer(f"{completion_script(privatellm, shell)}\n")
 
@@ -582,7 +582,7 @@ def man() -> None:
     """Print the manual page: `privatellm man | man -l -`."""
     import importlib.metadata
 
-    from app.commands.manual import manual
+    from app.commands.shell import manual
 
     answer(manual(privatellm, importlib.metadata.version("privatellm")))
 

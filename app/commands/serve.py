@@ -168,8 +168,7 @@ def _network_folder() -> Path:
 def _access(flags: ServeFlags) -> tuple[ListenAddress, Rules, str]:
     """Where clients ask, what they need for it, and the token of `serve --status`. Raises WorkFailed."""
     from app.serve.gate import Rules, hash_of, is_name, is_origin
-    from app.serve.keys import KeyProblem, kept_hash
-    from app.serve.listening import ListenProblem, parse_address
+    from app.serve.listening import KeyProblem, ListenProblem, kept_hash, parse_address
 
     try:
         address = parse_address(flags.listen)
@@ -223,7 +222,7 @@ def _context(address: ListenAddress, hosts: Sequence[str]) -> ssl.SSLContext:
 
 def make_key() -> int:
     """Make a key and print it, this once; the exit status. Raises WorkFailed."""
-    from app.serve.keys import KeyProblem, new_key
+    from app.serve.listening import KeyProblem, new_key
 
     try:
         key, where = new_key(_network_folder())

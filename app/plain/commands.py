@@ -9,12 +9,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from app.chat.importing import import_file
-from app.chat.listing import toggle
 from app.chat.model_choices import model_options
+from app.chat.saving import import_file, toggle
 from app.chat.thread import export_thread
-from app.chat.timing_words import timing_words
-from app.chat.words import status_words
+from app.chat.words import status_words, timing_words
 from app.conversations.exporting import export_problem, suggested_path
 from app.conversations.records import Conversation
 from app.conversations.store import StoreError

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import secrets
 import socket
 from dataclasses import dataclass
+from pathlib import Path
+
+from app.serve.gate import hash_of
+from discovery.identity import KEYRING_SERVICE
+from discovery.storage import write_private
+from discovery.system_keyring import KeyringUnavailable, read_secret, store_secret
 
 USUAL_PORT = 8777
 """Port where none is given."""
@@ -76,3 +83,49 @@ def listen(address: ListenAddress) -> socket.socket:
         # Connections inherit it: one whose client has vanished, or never reads, does not stay.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SEND_MS)
     return sock
+
+
+# --- the clients' key ------------------------------------------------------------------------------------------------
+
+
+_FILE = "serve-key.sha256"
+_BEGINNING = "privatellm-"
+_BYTES = 32
+
+
+class KeyProblem(Exception):
+    """The key cannot be kept or read. The text is one sentence."""
+
+
+def new_key(folder: Path) -> tuple[str, str]:
+    """A new key instead of the former one, and where its hash is kept, in words. Raises KeyProblem."""
+    key = _BEGINNING + secrets.token_urlsafe(_BYTES)
+    file = folder / _FILE
+    try:
+        try:
+            store_secret(KEYRING_SERVICE, _account(folder), hash_of(key))
+            file.unlink(missing_ok=True)
+            return key, "the system's keyring"
+        except KeyringUnavailable:
+            write_private(file, hash_of(key).encode())
+            return key, f"the file {file}"
+    except OSError as error:
+        raise KeyProblem(f"The key cannot be kept in {folder} ({error.strerror or error}).") from error
+
+
+def kept_hash(folder: Path) -> str:
+    """The hash of the key; empty if none was made. Raises KeyProblem if the keyring does not answer."""
+    try:
+        return (folder / _FILE).read_text(encoding="ascii").strip()
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        raise KeyProblem(f"{folder / _FILE} cannot be read: run `privatellm serve --new-key`.") from error
+    try:
+        return read_secret(KEYRING_SERVICE, _account(folder)) or ""
+    except KeyringUnavailable:
+        return ""
+
+
+def _account(folder: Path) -> str:
+    return f"serve {folder.resolve()}"

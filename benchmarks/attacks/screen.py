@@ -54,7 +54,7 @@ def sanitized(draw: random.Random) -> None:
 
 def rendered(draw: random.Random) -> None:
     """Any text becomes something to show, within the time that an attempt has."""
-    from app.chat.copying import code_blocks
+    from app.chat.thread import code_blocks
     from app.text_safety import sanitize
     from app.tui.render.markdown import render_markdown
 

@@ -12,9 +12,8 @@ from pathlib import Path
 import click
 import pytest
 
-from app.commands.completion import VARIABLE, completion_script
-from app.commands.manual import manual
 from app.commands.root import privatellm, run
+from app.commands.shell import VARIABLE, completion_script, manual
 
 ROOT = Path(__file__).parents[2]
 

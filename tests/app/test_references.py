@@ -17,7 +17,7 @@ from app.attachments import listing
 from app.attachments.attachment import Attachment
 from app.attachments.listing import best, entries_of, files_below, fitting, folders_of
 from app.attachments.references import MOST_FILES, pattern, reference_to, references, resolve
-from app.tui.chat.file_completion import FileReferences
+from app.tui.chat.completion import FileReferences
 
 
 @pytest.fixture

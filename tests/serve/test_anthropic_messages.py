@@ -13,8 +13,8 @@ from served import MODEL, Served
 
 from app.serve import replies
 from app.serve.anthropic_messages import MessagesRequest, _block
+from app.serve.application import decoded
 from app.serve.asking import Defaults
-from app.serve.bodies import decoded
 from app.serve.segments import AnswerSegments, segments_of
 from engine.ipc.messages import Message, Piece, Sample, Tool, ToolCall, ToolCallPiece
 

@@ -11,8 +11,8 @@ import pytest
 from served import MODEL
 
 from app.serve.anthropic_messages import MessagesRequest
+from app.serve.application import decoded
 from app.serve.asking import MOST_ITEMS, Defaults
-from app.serve.bodies import decoded
 from app.serve.openai_chat import ChatRequest
 from app.serve.openai_responses import ResponsesRequest
 from app.serve.refusals import Refused

@@ -16,8 +16,7 @@ from app.commands.serve import ServeFlags, serve
 from app.running_servers import RunningServer, announced, running_servers
 from app.serve.application import client_of
 from app.serve.gate import FIGURES, KEYLESS, RequestGate, Rules, hash_of, is_origin
-from app.serve.keys import kept_hash, new_key
-from app.serve.listening import ListenAddress, ListenProblem, listen, parse_address
+from app.serve.listening import ListenAddress, ListenProblem, kept_hash, listen, new_key, parse_address
 from app.serve.refusals import Refused
 
 PATH = "/v1/models"

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from random_examples import examples
 from served import MODEL, Served, raw
 
-from app.serve import bodies
+from app.serve import application
 from app.serve import server as http_server
 from app.serve.anthropic_messages import MessagesRequest
+from app.serve.application import decoded
 from app.serve.asking import Defaults, merged
-from app.serve.bodies import decoded
 from app.serve.openai_chat import ChatRequest
 from app.serve.openai_completions import CompletionRequest
 from app.serve.openai_responses import ResponsesRequest
@@ -93,7 +93,7 @@ def test_bodies_that_are_no_json(server: Served, body: bytes) -> None:
 
 
 def test_a_body_that_is_too_large_is_not_kept(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "LARGEST", 100_000)
+    monkeypatch.setattr(application, "LARGEST", 100_000)
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
     connection.request("POST", "/v1/chat/completions", b"x" * 1_000_000, {"Content-Type": "application/json"})
     answer = connection.getresponse()
@@ -105,7 +105,7 @@ def test_a_body_that_is_too_large_is_not_kept(server: Served, monkeypatch: pytes
 
 def test_many_bodies_together_do_not_fill_the_memory(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     question = json.dumps(QUESTION).encode()
-    monkeypatch.setattr(bodies, "MOST_HELD", 2 * len(question))
+    monkeypatch.setattr(application, "MOST_HELD", 2 * len(question))
     with socket.create_connection(("127.0.0.1", server.port)) as slow:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {3 * len(question)}\r\n"
         slow.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + b" " * (len(question) + 1))
@@ -114,7 +114,7 @@ def test_many_bodies_together_do_not_fill_the_memory(server: Served, monkeypatch
 
 
 def test_a_body_that_never_ends_is_refused(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "SECONDS", 0.05)
+    monkeypatch.setattr(application, "SECONDS", 0.05)
     assert status(post(server, b"{", length=100)) == 408
 
 

@@ -10,8 +10,8 @@ import openai
 import pytest
 from served import MODEL
 
+from app.serve.application import decoded
 from app.serve.asking import Defaults
-from app.serve.bodies import decoded
 from app.serve.openai_chat import ChatRequest
 from app.serve.openai_completions import CompletionRequest
 from app.serve.openai_responses import ResponsesRequest

@@ -15,8 +15,7 @@ from textual.events import AppBlur, AppFocus
 
 from app.attachments.attachment import Attachment
 from app.attachments.references import Resolved
-from app.chat.queue import NewQuestion
-from app.chat.state import Entry
+from app.chat.state import Entry, NewQuestion
 from app.chat.thread import export_thread, prompt_messages
 from app.conversations.drafts import Draft
 from app.conversations.store import ConversationStore

@@ -23,7 +23,7 @@ from app.conversations.store import ConversationStore
 from app.tui.chat.message import FAST, STEP, LiveTail, MessageView
 from app.tui.chat.status import StatusLine
 from app.tui.render.highlighting import Highlighter
-from app.tui.screens.conversations import ConversationsScreen
+from app.tui.screens.chats_side import ConversationsScreen
 from engine.ipc.messages import Generate
 
 

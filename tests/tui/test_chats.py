@@ -16,10 +16,9 @@ from textual.widgets import Input
 from app.conversations.searching import HIT_END, HIT_START
 from app.conversations.store import ConversationStore
 from app.tui.application import ChatApp
-from app.tui.screens.chat_browser import ChatBrowser
-from app.tui.screens.chat_preview import LEAST_ROWS, ChatPreview
+from app.tui.screens.chat_browser import LEAST_ROWS, ChatBrowser, ChatPreview
 from app.tui.screens.chat_rows import ChatRows, around_hit
-from app.tui.screens.conversations import ConversationsScreen
+from app.tui.screens.chats_side import ConversationsScreen
 
 
 async def opened(pilot: Pilot[int], app: ChatApp) -> ChatBrowser:

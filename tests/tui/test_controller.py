@@ -9,8 +9,7 @@ import pytest
 from chat_helpers import Chat, on_disk, running
 from fake_engine import FakeEngine
 
-from app.chat.queue import NewQuestion
-from app.chat.state import Entry, FellBack, Phase, QuestionsReturned
+from app.chat.state import Entry, FellBack, NewQuestion, Phase, QuestionsReturned
 from app.chat.thread import prompt_messages
 from app.conversations.opening import open_store
 from app.conversations.store import ConversationStore, StoreError

@@ -13,8 +13,8 @@ from screen_helpers import MakeApp, ask, controller, ready, shown, wait_until
 from app.chat.state import Entry
 from app.conversations.opening import open_store
 from app.conversations.store import ConversationStore
-from app.tui.chat.heading import Heading
 from app.tui.chat.message import MessageView
+from app.tui.chat.status import Heading
 
 
 def _written(home: Path) -> bytes:

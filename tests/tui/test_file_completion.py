@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from screen_helpers import MakeApp, ready, wait_until
 
-from app.tui.chat.completion import CompletionPopup
-from app.tui.chat.file_completion import FileReferences
+from app.tui.chat.completion import CompletionPopup, FileReferences
 
 
 @pytest.fixture(autouse=True)

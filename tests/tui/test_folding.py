@@ -12,11 +12,10 @@ from textual.binding import Binding
 from textual.events import Paste
 from textual.widgets import TextArea
 
-from app.chat.folding import CHARACTERS, LINES, Folds
 from app.conversations.drafts import Draft
 from app.conversations.store import ConversationStore
 from app.tui.chat.message import MessageView
-from app.tui.chat.prompt import Prompt
+from app.tui.chat.prompt import CHARACTERS, LINES, Folds, Prompt
 from app.tui.render.formatting import fold
 from app.tui.render.text_field import TextField
 from engine.ipc.messages import Generate

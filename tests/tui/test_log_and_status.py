@@ -16,8 +16,7 @@ from textual.pilot import Pilot
 from textual.widgets import Static
 
 from app.chat.state import Phase, Status
-from app.chat.timing_words import slowest_layer_words, slowest_words, timing_words
-from app.chat.words import status_words
+from app.chat.words import slowest_layer_words, slowest_words, status_words, timing_words
 from app.log_tail import log_path, read_tail
 from app.running_servers import RunningServer, announced, servers_folder
 from app.tui.application import ChatApp

@@ -14,7 +14,7 @@ from textual.pilot import Pilot
 from textual.widgets import Input
 
 from app.tui.chat.notice import NoticeLine
-from app.tui.render.stamps import Stamp, stamp
+from app.tui.render.formatting import Stamp, stamp
 from app.tui.screens.settings import ChoiceButton, Choices, OnOff, SettingsScreen
 
 

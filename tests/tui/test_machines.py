@@ -13,7 +13,7 @@ from textual.pilot import Pilot
 from textual.widgets import Input, OptionList, RadioSet, Static
 
 from app.chat.state import Phase, Status
-from app.chat.timing_words import slowest_by_layer
+from app.chat.words import slowest_by_layer
 from app.ring_words import to_send
 from app.tui.application import ChatApp
 from app.tui.panels.charts import node_line, overview

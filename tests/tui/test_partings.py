@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_examples import examples
 
-from app.chat.partings import partings, stretches
-from app.tui.panels.beam_panel import PARTING, Candidates
+from app.tui.panels.beam_panel import PARTING, Candidates, partings, stretches
 from engine.ipc.messages import Beam
 
 SAME = "The city that you ask about is, as most people would tell you at once, the city of "

@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from textual.content import Content
 
-from app.chat.copying import code_blocks
 from app.chat.state import Phase, Status
-from app.chat.timing_words import slowest_layer_words, slowest_layers
-from app.chat.words import engine_name, progress_text, size
+from app.chat.thread import code_blocks
+from app.chat.words import engine_name, progress_text, size, slowest_layer_words, slowest_layers
 from app.tui import keymap
 from app.tui.chat.transcript import MOST_MESSAGES, Window
 from app.tui.panels import charts

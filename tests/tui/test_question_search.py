@@ -5,8 +5,7 @@ from __future__ import annotations
 from screen_helpers import MakeApp, notice, ready, wait_until
 
 from app.conversations.store import ConversationStore
-from app.tui.chat.completion import CompletionPopup
-from app.tui.chat.question_search import QuestionSearch
+from app.tui.chat.completion import CompletionPopup, QuestionSearch
 
 ASKED = ["Why is the sky blue?", "two\nlines about the Sky", "Who?"]
 

@@ -16,7 +16,7 @@ from app.chat.starting import Start
 from app.conversations.store import ConversationStore
 from app.settings.personas import Persona, open_personas
 from app.tui.application import ChatApp
-from app.tui.screens.edit_text import EditText
+from app.tui.screens.dialogues import EditText
 from app.tui.screens.personas import PersonaEditor, PersonasScreen
 from app.tui.screens.sampling import SamplingScreen
 from app.tui.screens.value_editor import ValueEditor, ValueRow

@@ -10,8 +10,7 @@ from fake_engine import FakeEngine
 from screen_helpers import MakeApp, controller, ready, wait_until
 from textual.pilot import Pilot
 
-from app.chat.queue import NewQuestion
-from app.chat.state import AnswerEnded, BeamsChanged, QuestionsReturned
+from app.chat.state import AnswerEnded, BeamsChanged, NewQuestion, QuestionsReturned
 from app.conversations.store import ConversationStore
 from app.tui.application import ChatApp
 from app.tui.chat.queue_view import QueueView

@@ -15,11 +15,10 @@ from app.chat.finding import about
 from app.chat.state import Entry
 from app.tui.keymap import bound
 from app.tui.render.attachments import attached
-from app.tui.render.formatting import fold, footing, heading, thoughts_line
+from app.tui.render.formatting import Stamp, fold, footing, heading, thoughts_line
 from app.tui.render.highlighting import Highlighter
 from app.tui.render.markdown import FENCE, fences, render_plain
 from app.tui.render.rendered import Written
-from app.tui.render.stamps import Stamp
 from app.tui.render.streaming import AnswerPart, GrowingText, Joint, joined
 from app.tui.terminal.application import CopyRequested
 

@@ -2,21 +2,115 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
+from rich.style import Style
+from rich.text import Text
 from textual import events, on
 from textual.binding import Binding, BindingType
+from textual.document._document import EditResult, Location
+from textual.document._edit import Edit
 from textual.message import Message
 from textual.widgets import TextArea
 
-from app.chat.folding import Folds
 from app.chat.history import QuestionHistory
 from app.conversations.drafts import Draft
-from app.tui.chat.completion import Completer, Completion, CompletionPopup
-from app.tui.chat.file_completion import FileReferences
-from app.tui.chat.folding_area import FoldingArea
+from app.tui.chat.completion import Completer, Completion, CompletionPopup, FileReferences
 from app.tui.keymap import bound
+from app.tui.render.text_field import TextField
+
+_LABEL = Style(italic=True, reverse=True)
+
+
+class FoldingArea(TextField):
+    """A field whose ``text`` has a label in the place of each large paste; ``whole_text`` has the pastes."""
+
+    folds: Folds
+    """The folded pastes of this draft."""
+
+    @property
+    def whole_text(self) -> str:
+        return self.folds.expand(self.text)
+
+    def edit(self, edit: Edit) -> EditResult:
+        """Make ``edit``, which takes a label as a whole: it removes all of it, or comes after it."""
+        (top_row, top), (bottom_row, bottom) = edit.top, edit.bottom
+        first, last = self._label_around(edit.top), self._label_around(edit.bottom)
+        if first is not None and edit.top == edit.bottom:
+            top = bottom = first[1]
+        else:
+            top = first[0] if first is not None else top
+            bottom = last[1] if last is not None else bottom
+        if ((top_row, top), (bottom_row, bottom)) != (edit.top, edit.bottom):
+            edit = Edit(edit.text, (top_row, top), (bottom_row, bottom), edit.maintain_selection_offset)
+        return super().edit(edit)
+
+    def paste(self, pasted: str) -> None:
+        """Put ``pasted`` in the place of what is selected, folded if it is large."""
+        result = self._replace_via_keyboard(self.folds.fold(pasted, self.text), *self.selection)
+        if result is not None:
+            self.move_cursor(result.end_location)
+            self.focus()
+
+    def unfold(self) -> bool:
+        """Show the paste whose label the cursor is in or beside. Returns False if there is none."""
+        row, column = self.cursor_location
+        line = self.document.get_line(row)
+        span = self.folds.around(line, column, touching=True)
+        if span is None:
+            return False
+        start, end = span
+        result = self.replace(
+            self.folds.expand(line[start:end]), (row, start), (row, end), maintain_selection_offset=False
+        )
+        self.move_cursor(result.end_location)
+        return True
+
+    def get_line(self, line_index: int) -> Text:
+        line = super().get_line(line_index)
+        for start, end in self.folds.spans(line.plain):
+            line.stylize(_LABEL, start, end)
+        return line
+
+    async def _on_paste(self, event: events.Paste) -> None:
+        event.stop()
+        event.prevent_default()
+        if not self.read_only:
+            self.paste(event.text)
+
+    def action_copy(self) -> None:
+        if not self.selected_text:
+            super().action_copy()
+            return
+        self.app.copy_to_clipboard(self.folds.expand(self._whole_selection()))
+
+    def action_cut(self) -> None:
+        if self.selection.is_empty:
+            super().action_cut()
+            return
+        self.app.copy_to_clipboard(self.folds.expand(self._whole_selection()))
+        self._delete_via_keyboard(*self.selection)
+
+    def action_paste(self) -> None:
+        if not self.read_only:
+            self.paste(self.app.clipboard)
+
+    def _whole_selection(self) -> str:
+        """The selected text, with the whole of a label that is selected in part."""
+        start, end = sorted(self.selection)
+        return self.get_text_range(self._outside(start, 0), self._outside(end, 1))
+
+    def _outside(self, location: Location, side: int) -> Location:
+        span = self._label_around(location)
+        return (location[0], span[side]) if span is not None else location
+
+    def _label_around(self, location: Location) -> tuple[int, int] | None:
+        row, column = location
+        # Deleting the last line ends in the row after it, which does not exist.
+        line = self.document.get_line(row) if row < self.document.line_count else ""
+        return self.folds.around(line, column)
 
 
 class Prompt(FoldingArea):
@@ -289,3 +383,65 @@ class Prompt(FoldingArea):
         question = self.earlier.forward()
         self.fill(self._with_labels(question))
         return True
+
+
+# --- labels of large pastes ------------------------------------------------------------------------------------------
+
+
+LINES = 10
+"""Maximum lines of a paste that is shown as it is. No more of them fit in the prompt."""
+CHARACTERS = 2000
+"""Maximum characters of a paste that is shown as it is."""
+
+
+class Folds:
+    """The folded pastes of a draft, by their labels (``[Pasted 214 lines]``), which stand in its text.
+
+    Labels are not forgotten when they are deleted, so that an undone deletion brings the paste back.
+    """
+
+    def __init__(self, texts: Mapping[str, str] | None = None) -> None:
+        self._texts: dict[str, str] = {}
+        self._pattern = re.compile("(?!)")
+        self._know(texts or {})
+
+    def fold(self, pasted: str, draft: str = "") -> str:
+        """A new label for ``pasted``, or ``pasted`` itself if it is short. The label is not part of ``draft`` yet."""
+        lines = pasted.count("\n") + (not pasted.endswith("\n"))
+        if lines <= LINES and len(pasted) <= CHARACTERS:
+            return pasted
+        what = f"{lines:,} lines" if lines > LINES else f"{len(pasted):,} characters"
+        label, number = f"[Pasted {what}]", 1
+        while self._texts.get(label, pasted) != pasted or (label not in self._texts and label in draft):
+            number += 1
+            label = f"[Pasted {what}, {number}]"
+        self._know({label: pasted})
+        return label
+
+    def expand(self, draft: str) -> str:
+        """``draft`` with every label replaced by its paste."""
+        return self._pattern.sub(lambda found: self._texts[found.group()], draft)
+
+    def used(self, draft: str) -> dict[str, str]:
+        """The pastes whose labels stand in ``draft``, by their labels."""
+        return {label: self._texts[label] for label in self._pattern.findall(draft)}
+
+    def restore(self, texts: Mapping[str, str]) -> None:
+        """Know the pastes of a draft that was kept, besides those known already."""
+        self._know(texts)
+
+    def spans(self, line: str) -> Iterator[tuple[int, int]]:
+        """Start and end of each label in ``line``."""
+        return (found.span() for found in self._pattern.finditer(line))
+
+    def around(self, line: str, column: int, *, touching: bool = False) -> tuple[int, int] | None:
+        """Start and end of the label that ``column`` is inside of, or ``touching``; None if there is none."""
+        reach = 1 if touching else 0
+        spans = self.spans(line)
+        return next(((start, end) for start, end in spans if start - reach < column < end + reach), None)
+
+    def _know(self, texts: Mapping[str, str]) -> None:
+        if not texts:
+            return
+        self._texts.update(texts)
+        self._pattern = re.compile("|".join(map(re.escape, sorted(self._texts, key=len, reverse=True))))

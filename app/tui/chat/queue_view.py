@@ -12,7 +12,7 @@ from textual.message import Message
 from textual.widgets import OptionList
 from textual.widgets.option_list import Option
 
-from app.chat.queue import NewQuestion
+from app.chat.state import NewQuestion
 from app.text_safety import one_line
 
 _LONGEST = 300

@@ -22,8 +22,8 @@ from textual.widgets import Static
 from app.chat.state import Entry
 from app.tui.chat.message import LiveTail, MessageView
 from app.tui.chat.reading_place import Drawn, Place
+from app.tui.render.formatting import Stamp, stamp
 from app.tui.render.highlighting import Highlighter
-from app.tui.render.stamps import Stamp, stamp
 from app.tui.render.streaming import Pace
 
 UPDATE_S = 0.08

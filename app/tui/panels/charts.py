@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from textual.content import Content
 
-from app.chat.timing_words import WAITING, Slowest, node_name, slowest_by_layer, slowest_layers, total, work_of
-from app.chat.words import rate, size
+from app.chat.words import WAITING, Slowest, node_name, rate, size, slowest_by_layer, slowest_layers, total, work_of
 from app.tui.render.formatting import flowing
 from app.tui.terminal.colours import HEATS
 from engine.ipc.messages import ExpertMovement, LayerTimes, NodeTimes, PhaseTimes, Timing

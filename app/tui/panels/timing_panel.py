@@ -11,7 +11,7 @@ from textual.timer import Timer
 
 from app.chat.controller import ChatController
 from app.chat.state import TimingArrived, Update
-from app.chat.timing_words import slowest_layer_words
+from app.chat.words import slowest_layer_words
 from app.text_safety import one_line
 from app.tui.panels.charts import (
     heat_legend,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ from textual.content import Content
 
 from app.chat.state import TOO_LONG, Entry
 from app.chat.words import rate, thought_figures
+from app.conversations.groups import local_date
 from app.conversations.records import Thoughts
 
 _MUTED = "$foreground-muted"
@@ -113,3 +115,26 @@ def footing(entry: Entry) -> Content | None:
     if not parts:
         return None
     return Content.styled(" · ", _MUTED).join(parts)
+
+
+# --- times of messages -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """``time``: ``14:05``. ``day``: ``Monday, 3 May 2027``; empty if it is that of the message before."""
+
+    time: str
+    day: str = ""
+
+
+def stamp(created: float, before: float | None) -> Stamp | None:
+    """The stamp of a message that was ``created`` then, after one of ``before`` if there is one.
+
+    Both are in seconds since the epoch. None if the time is not known.
+    """
+    day = local_date(created) if created > 0 else None
+    if day is None:
+        return None
+    other = before is None or local_date(before) != day
+    return Stamp(time.strftime("%H:%M", time.localtime(created)), f"{day:%A}, {day.day} {day:%B %Y}" if other else "")

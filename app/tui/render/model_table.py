@@ -6,8 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 from textual.content import Content
 
+from app.chat.downloads import ModelFetcher
 from app.chat.model_choices import ModelOption
+from app.chat.words import progress_text, size
 from app.text_safety import one_line
+from app.tui.render.formatting import bar
 
 _MUTED = "$foreground-muted"
 _GAP = "  "
@@ -74,3 +77,40 @@ def _mark(row: ModelOption, current: str) -> Content:
     if not row.here:
         return Content.styled("↓ ", "$text-warning")
     return Content.styled("● ", "$text-success") if row.name == current else Content("  ")
+
+
+# --- downloads -------------------------------------------------------------------------------------------------------
+
+
+BAR_CELLS = 20
+"""Width of a progress bar, in cells."""
+
+
+def download_lines(fetcher: ModelFetcher, name: str, keys: str) -> list[Content]:
+    """What is known of the download of ``name``: a bar and figures, and why it does not go on. Empty without one.
+
+    ``keys`` names what continues a download: ``enter``.
+    """
+    progress = fetcher.active.get(name)
+    if progress is not None:
+        text = progress_text(progress)
+        if " " in progress.stage:  # words, not the name of a file
+            text = text[:1].upper() + text[1:]
+        if not progress.total:
+            return [Content(text)]
+        share = f" {100 * progress.done // progress.total} %"
+        return [
+            Content.assemble(bar(progress.done, progress.total, BAR_CELLS), share),
+            Content(text),
+        ]
+    stopped = fetcher.stopped.get(name)
+    if stopped is None:
+        return []
+    reached = stopped.progress
+    kept = f" {size(reached.done)} of {size(reached.total)} are kept;" if reached.total else ""
+    if stopped.problem:
+        return [
+            Content.styled(f"✗ {one_line(stopped.problem)}", "$text-error"),
+            Content.styled(f"{keys} tries again.", "$text-warning"),
+        ]
+    return [Content.styled(f"‖ Paused.{kept} {keys} continues.", "$text-warning")]

@@ -14,12 +14,11 @@ from textual.screen import Screen
 from textual.worker import Worker, WorkerCancelled, WorkerState
 
 from app.chat.controller import ChatController
-from app.chat.copying import Copying
-from app.chat.queue import NewQuestion
 from app.chat.state import (
     Entry,
     EntryAdded,
     EntryChanged,
+    NewQuestion,
     PathChanged,
     QuestionsReturned,
     QueueChanged,
@@ -29,23 +28,21 @@ from app.chat.state import (
     Update,
     UserNotice,
 )
+from app.chat.thread import Copying
 from app.conversations.store import ConversationStore
 from app.engine_client import Engine
 from app.machine import Machine
 from app.settings.file import SettingsFile
 from app.text_safety import one_line
 from app.tui.chat.attaching import Asking, AttachmentLine
-from app.tui.chat.completion import CompletionPopup
-from app.tui.chat.drafting import Drafting
-from app.tui.chat.editing import Editing
+from app.tui.chat.completion import CompletionPopup, QuestionSearch
+from app.tui.chat.drafting import Drafting, Editing
 from app.tui.chat.find_line import FindLine
-from app.tui.chat.heading import Heading, terminal_title
 from app.tui.chat.message import MessageView
 from app.tui.chat.notice import NoticeLine
 from app.tui.chat.prompt import Prompt
-from app.tui.chat.question_search import QuestionSearch
 from app.tui.chat.queue_view import QueueView
-from app.tui.chat.status import StatusLine, Welcome
+from app.tui.chat.status import Heading, StatusLine, Welcome, terminal_title
 from app.tui.chat.transcript import Transcript
 from app.tui.keymap import ChatCommand, UnknownCommand, bound, key, parse, unescaped
 from app.tui.panels.chat_panels import ChatPanels

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,10 +22,9 @@ from app.chat.deletions import chat_named
 from app.chat.saving import unlocked
 from app.conversations.groups import grouped
 from app.conversations.records import Conversation
-from app.conversations.store import StoreError
-from app.text_safety import one_line
+from app.conversations.store import ConversationStore, StoreError
+from app.text_safety import one_line, sanitize, visible
 from app.tui.keymap import key
-from app.tui.screens.chat_preview import ChatPreview
 from app.tui.screens.chat_rows import ChatRow, ChatRows, Group
 
 _MOST = 10_000
@@ -313,7 +313,7 @@ class ChatBrowser(Vertical):
         self.app.push_screen(AskText("Export to file (.md or .json)", str(suggested_path(found.title))), named)
 
     def action_import(self) -> None:
-        from app.chat.importing import import_file
+        from app.chat.saving import import_file
         from app.tui.screens.dialogues import AskText
 
         def named(file: str | None) -> None:
@@ -337,3 +337,44 @@ class ChatBrowser(Vertical):
         self.fill()
         if said:
             self.notify(said, markup=False)
+
+
+# --- preview of the marked conversation ------------------------------------------------------------------------------
+
+
+PAUSE_S = 0.15
+"""Seconds that the same conversation is marked before it is read."""
+LEAST_COLUMNS, LEAST_ROWS = 60, 28
+"""Size of the terminal from which on there is room."""
+_LONGEST = 2_000
+_LINES = 4
+
+
+class ChatPreview(Static):
+    """Hidden while there is nothing to show, or no room for it."""
+
+    def __init__(self, store: ConversationStore) -> None:
+        super().__init__(classes="chat-preview", markup=False)
+        self._store = store
+        self.display = False
+
+    @work(group="preview", exclusive=True)
+    async def show(self, conversation: int | None) -> None:
+        """Show ``conversation``. It is read beside the screen; another call before that replaces this one."""
+        size = self.app.size
+        if conversation is None or size.width < LEAST_COLUMNS or size.height < LEAST_ROWS:
+            self.display = False
+            return
+        await asyncio.sleep(PAUSE_S)
+        try:
+            path = await asyncio.to_thread(self._store.shown, conversation)
+        except StoreError:
+            path = []
+        lines = [one_line(path[0].content[:_LONGEST])] if path else []
+        if len(path) > 1:
+            end = visible(sanitize(path[-1].content[-_LONGEST:]))
+            lines += [line for line in end.splitlines() if line.strip()][-_LINES:]
+        width = max(1, size.width - 6)
+        shown = [Content(line.expandtabs(4)).truncate(width, ellipsis=True) for line in lines]
+        self.update(Content("\n").join([shown[0].stylize("bold"), *shown[1:]]) if shown else Content())
+        self.display = bool(shown)

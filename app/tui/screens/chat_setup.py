@@ -28,7 +28,7 @@ class SetupCommands:
         if text:
             self._use_system(text)
             return
-        from app.tui.screens.edit_text import EditText
+        from app.tui.screens.dialogues import EditText
 
         def edited(result: str | None) -> None:
             if result is not None and result != self._setup.system:

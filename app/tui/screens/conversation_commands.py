@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from app.chat.listing import toggle
+from app.chat.saving import toggle
 from app.conversations.store import StoreError
 from app.tui.screens.command_host import CommandHost
 
@@ -73,7 +73,7 @@ class ConversationCommands:
 
     def take_in(self, file: str = "") -> None:
         """Import the chats in ``file``; without one, ask for its name."""
-        from app.chat.importing import import_file
+        from app.chat.saving import import_file
 
         if file:
             self._controller.run_in_background(import_file(self._controller, file))

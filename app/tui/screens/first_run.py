@@ -19,8 +19,8 @@ from app.chat.state import Update
 from app.chat.words import size
 from app.machine import Machine, this_machine
 from app.tui.keymap import bound
-from app.tui.render.downloads import download_lines
 from app.tui.render.key_footer import KeyFooter
+from app.tui.render.model_table import download_lines
 from app.tui.screens.updates import is_open
 
 _MUTED = "$foreground-muted"

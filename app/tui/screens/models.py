@@ -21,10 +21,9 @@ from app.chat.offers import MachineFigures
 from app.chat.state import DownloadsChanged, Update
 from app.text_safety import one_line
 from app.tui.keymap import bound
-from app.tui.render.downloads import download_lines
 from app.tui.render.formatting import flowing
 from app.tui.render.key_footer import KeyFooter
-from app.tui.render.model_table import model_table
+from app.tui.render.model_table import download_lines, model_table
 from app.tui.screens.updates import is_open
 from engine.errors import ModelError
 

@@ -24,7 +24,7 @@ class ScreenOpener:
     def chats(self) -> None:
         """The list of chats, where there is no room for it beside the conversation."""
         from app.tui.screens.chat_browser import ConversationChosen
-        from app.tui.screens.conversations import ConversationsScreen
+        from app.tui.screens.chats_side import ConversationsScreen
 
         def chosen(result: ConversationChosen | None) -> None:
             if result is not None:
