@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from engine.cluster.transport.grpc_environment import ONLY_TLS_1_3
+from engine.system.processes import ONLY_TLS_1_3
 from engine.system.temporary_folders import is_remover
 
 SPINS = 2000

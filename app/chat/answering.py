@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from app.chat.continuing import NOTHING, BegunAnswer
 from app.chat.engine_link import EngineLink
 from app.chat.saving import RETRY_SAVE_S, Saver
 from app.chat.state import (
@@ -29,12 +28,11 @@ from app.chat.state import (
     UserNotice,
     characters,
 )
-from app.chat.thread import Thread, prompt_messages
+from app.chat.thread import NOTHING, BegunAnswer, Thread, prompt_messages
 from app.chat.titling import TitleWriter
 from app.chat.words import slowest_words
-from app.conversations.generation import Generation
 from app.conversations.kept_prefixes import prefix_owner
-from app.conversations.records import State, Thoughts
+from app.conversations.records import Generation, State, Thoughts
 from app.conversations.store import ConversationStore, StoreError
 from app.engine_client import Engine, EngineDied
 from app.settings.layers import effective

@@ -8,7 +8,6 @@ from typing import Any
 
 from app.attachments.attachment import Attachment
 from app.chat.answering import AnswerLoop, ChatTurn
-from app.chat.continuing import BegunAnswer, why_not
 from app.chat.deletions import Deletions
 from app.chat.downloads import ModelFetcher
 from app.chat.engine_link import EngineLink
@@ -36,11 +35,10 @@ from app.chat.state import (
     context_to_come,
     new_key,
 )
-from app.chat.thread import Thread, alternative, answer_place, stored_alternative
-from app.conversations.generation import EDITED
+from app.chat.thread import BegunAnswer, Thread, alternative, answer_place, stored_alternative, why_not
 from app.conversations.kept_prefixes import remove_prefixes_of
 from app.conversations.opening import open_temporary
-from app.conversations.records import MessageRecord, Thoughts
+from app.conversations.records import EDITED, MessageRecord, Thoughts
 from app.conversations.store import ConversationStore, StoreError
 from app.engine_client import Engine
 from app.settings.fields import SettingError

@@ -10,8 +10,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Literal
 
 from app.attachments.attachment import CHARACTERS_PER_TOKEN, Attachment
-from app.conversations.generation import UNKNOWN, Generation
-from app.conversations.records import NO_THOUGHTS, MessageRecord, Role, State, Thoughts
+from app.conversations.records import NO_THOUGHTS, UNKNOWN, Generation, MessageRecord, Role, State, Thoughts
 from engine.ipc.messages import Beam, MemoryUse, ModelFacts, Prefill, Progress, Timing, WarmUp
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from pathlib import Path
 from app.attachments.attachment import with_attachments
 from app.chat.state import TOO_LONG, Entry, QuestionQueue
 from app.conversations.exporting import export_form, quoted, write_export
-from app.conversations.records import Conversation, MessageRecord
+from app.conversations.records import NO_THOUGHTS, Conversation, MessageRecord, State, Thoughts
 from app.conversations.store import ConversationStore
 from app.settings.layers import ChatValues
 from engine.ipc.messages import Message
@@ -192,3 +192,46 @@ def code_blocks(source: str) -> list[str]:
     # What is within a line is of no interest, and hostile nesting of it would take long.
     tokens = MarkdownIt("commonmark", {"html": False}).disable("inline").parse(source)
     return [token.content.rstrip("\n") for token in tokens if token.type in ("fence", "code_block")]
+
+
+# --- answers that are continued --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BegunAnswer:
+    """The part of an answer that was there before a turn. Empty for a new answer."""
+
+    text: str = ""
+    thoughts: Thoughts = NO_THOUGHTS
+    tokens: int = 0
+    state: State = "complete"
+
+    @staticmethod
+    def of(answer: Entry) -> BegunAnswer:
+        return BegunAnswer(answer.content, answer.thoughts, answer.tokens, answer.state)
+
+    @property
+    def messages(self) -> list[Message]:
+        """What the model is given at the end of the prompt, to go on from."""
+        return [Message("assistant", self.text, self.thoughts.text)] if self.text else []
+
+    def with_thoughts(self, new: Thoughts) -> Thoughts:
+        """The thoughts before, and ``new`` ones."""
+        old = self.thoughts
+        text = "\n\n".join(filter(None, [old.text, new.text]))
+        return Thoughts(text, old.tokens + new.tokens, old.seconds + new.seconds)
+
+
+NOTHING = BegunAnswer()
+"""The beginning of a new answer."""
+
+
+def why_not(answer: Entry | None) -> str:
+    """Why ``answer`` cannot be gone on with, as a sentence; empty if it can."""
+    if answer is None or answer.role != "assistant":
+        return "There is no answer to go on with; only an answer can be continued."
+    if answer.state == "writing":
+        return "This answer is still being written."
+    if not answer.content.strip():
+        return "This answer has no text to go on from. Use /again for another answer."
+    return ""

@@ -22,8 +22,17 @@ from app.conversations.deleting import Deleting, title_from
 from app.conversations.drafts import Draft, Drafts
 from app.conversations.exporting import as_json, as_markdown
 from app.conversations.following import abandon, copy_database, file_id, holds, name_kept, remove_side_files, side_files
-from app.conversations.generation import Generation, generation_from
-from app.conversations.records import Conversation, Deletion, MessageRecord, Role, SearchHit, State, Thoughts
+from app.conversations.records import (
+    Conversation,
+    Deletion,
+    Generation,
+    MessageRecord,
+    Role,
+    SearchHit,
+    State,
+    Thoughts,
+    generation_from,
+)
 from app.conversations.searching import SearchIndex, contains_folded, snippet_around
 from app.conversations.store import StoreError, explain, explained
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from app.attachments.attachment import Attachment
 from app.conversations.drafts import Draft
-from app.conversations.generation import Generation
 from app.conversations.records import (
     Conversation,
     Deletion,
+    Generation,
     MessageRecord,
     Role,
     SearchHit,

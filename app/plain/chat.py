@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from app.attachments.attachment import Attachment
 from app.attachments.references import resolve
 from app.chat.controller import ChatController
-from app.chat.history import MOST_RECALLED
+from app.chat.drafts import MOST_RECALLED
 from app.chat.starting import Start
 from app.chat.state import Entry, EntryChanged, Phase, StatusChanged, Update, UserNotice
 from app.conversations.store import ConversationStore, StoreError

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from app.chat.history import with_words
+from app.chat.drafts import with_words
 from app.chat.thread import Copying
 from app.clipboard import Clipboard, copies_file
 from app.conversations.store import StoreError

@@ -22,16 +22,16 @@ from app.serve.asking import (
     last_question,
     line_for,
     merged,
+    offered,
     result_text,
     sampling_of,
     stops_of,
     thinking_of,
+    tool_of,
 )
 from app.serve.model_service import ModelService
-from app.serve.refusals import Refused, error_object
-from app.serve.replies import event_frame
+from app.serve.replies import Refused, error_object, event_frame
 from app.serve.segments import AnswerSegment, AnswerSegments, SegmentChange, segments_of
-from app.serve.tools import offered, tool_of
 from engine.ipc.messages import Constraint, Finished, Generate, Message, Piece, Prefill, Sample, ToolCall
 
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'

@@ -30,8 +30,7 @@ from app.serve.openai_chat import ChatAnswers, ChatRequest
 from app.serve.openai_completions import CompletionRequest, Completions
 from app.serve.openai_fields import failure
 from app.serve.openai_responses import ResponseAnswer, ResponsesRequest
-from app.serve.refusals import Refused, protocol_of
-from app.serve.replies import EventStream, WholeAnswer, json_response, refusal_response
+from app.serve.replies import EventStream, Refused, WholeAnswer, json_response, protocol_of, refusal_response
 from engine.planning.units import byte_size
 
 _MOST_NOTES = 20

@@ -14,8 +14,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.serve.refusals import Refused, protocol_of
-from app.serve.replies import refusal_response
+from app.serve.replies import Refused, protocol_of, refusal_response
 
 KEYLESS = "/health"
 """The only path that needs no key: it says no more than that something is served."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from app.engine_client import Engine, EngineDied, ends
-from app.serve.refusals import STOPPED, Refused, refused_by_engine
+from app.serve.replies import STOPPED, Refused, refused_by_engine
 from engine.ipc.messages import (
     AnyEvent,
     CountTokens,

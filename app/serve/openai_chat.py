@@ -15,20 +15,21 @@ from app.serve.asking import (
     Content,
     Defaults,
     NaturalOrAll,
+    ToolChoiceObject,
     answers_of,
     as_text,
+    chosen,
     last_question,
     merged,
     most_tokens,
     stops_of,
     text_of,
     thinking_of,
+    tool_of,
 )
 from app.serve.model_service import ModelService
 from app.serve.openai_fields import DONE, SampledRequest, finish_reason, usage
-from app.serve.refusals import Refused
-from app.serve.replies import event_frame
-from app.serve.tools import ToolChoiceObject, chosen, tool_of
+from app.serve.replies import Refused, event_frame
 from engine.ipc.messages import (
     MOST_LOGPROBS,
     Finished,

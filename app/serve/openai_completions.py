@@ -13,8 +13,7 @@ import msgspec
 from app.serve.asking import Defaults, Natural, answers_of, most_tokens, stops_of
 from app.serve.model_service import ModelService
 from app.serve.openai_fields import DONE, SampledRequest, finish_reason, usage
-from app.serve.refusals import TOO_LONG, Refused
-from app.serve.replies import event_frame
+from app.serve.replies import TOO_LONG, Refused, event_frame
 from engine.ipc.messages import MOST_LOGPROBS, Finished, Generate, Piece, Sample, TokenLogprob
 
 USUAL_LENGTH = 16

@@ -16,8 +16,7 @@ from app.serve.asking import (
     Temperature,
     sampling_of,
 )
-from app.serve.refusals import Refused, error_object
-from app.serve.replies import event_frame
+from app.serve.replies import Refused, error_object, event_frame
 from engine.ipc.messages import MOST_SAMPLES, Constraint, Finished, Sample, Sampling
 
 DONE = b"data: [DONE]\n\n"

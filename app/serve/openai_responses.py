@@ -19,8 +19,10 @@ from app.serve.asking import (
     Share,
     Switch,
     Temperature,
+    ToolChoiceObject,
     answers_of,
     as_text,
+    chosen,
     last_question,
     merged,
     most_tokens,
@@ -28,13 +30,12 @@ from app.serve.asking import (
     sampling_of,
     text_of,
     thinking_of,
+    tool_of,
 )
 from app.serve.model_service import ModelService
 from app.serve.openai_fields import reasoning_tokens
-from app.serve.refusals import Refused, error_object
-from app.serve.replies import event_frame
+from app.serve.replies import Refused, error_object, event_frame
 from app.serve.segments import AnswerSegment, AnswerSegments, SegmentChange, segments_of
-from app.serve.tools import ToolChoiceObject, chosen, tool_of
 from engine.ipc.messages import Finished, Generate, Message, Piece, ToolCall
 
 

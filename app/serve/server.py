@@ -14,8 +14,7 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from app.serve.refusals import STOPPED, Refused, protocol_of
-from app.serve.replies import refusal_response
+from app.serve.replies import STOPPED, Refused, protocol_of, refusal_response
 
 HEAD_S = 15.0
 """Seconds within which a connection must have sent a whole head of a request, from its start or its first byte."""

@@ -27,7 +27,7 @@ from app.machine import Machine
 from app.settings.file import SettingsFile, open_settings
 from app.settings.schema import THEMES, Settings
 from app.tui.actions import title_of, why_not
-from app.tui.chat.notice import WHISPER_S
+from app.tui.chat.status import WHISPER_S
 from app.tui.keymap import COMMANDS, KEYMAP_FILE, key, readable, use
 from app.tui.palette import RankedCommands, screen_commands
 from app.tui.render.highlighting import Highlighter

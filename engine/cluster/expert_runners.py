@@ -43,6 +43,6 @@ def load_experts(
         from engine.runtimes.native.experts_only import load_experts as load_for_native
 
         return load_for_native(folder, load, context)
-    from engine.runtimes.torch.experts_only import load_experts as load_for_torch
+    from engine.runtimes.torch.runtime import load_experts as load_for_torch
 
     return load_for_torch(folder, load, context, progress)

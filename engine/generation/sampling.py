@@ -302,7 +302,7 @@ def _drawn(weights: Logits, point: float) -> int:
 
 
 class TokenGuide(Protocol):
-    """What says which tokens may come next (:class:`engine.generation.answer_guide.AnswerGuide`)."""
+    """What says which tokens may come next (:class:`engine.generation.constraints.AnswerGuide`)."""
 
     @property
     def over(self) -> bool: ...

@@ -6,9 +6,8 @@ import threading
 from collections.abc import Callable, Collection
 
 from engine.errors import Cancelled, ModelError
-from engine.generation.answer_guide import AnswerGuide, GuideVocabulary
 from engine.generation.call_grammars import call_grammar
-from engine.generation.constraints import ConstraintVocabulary, FormState
+from engine.generation.constraints import AnswerGuide, ConstraintVocabulary, FormState, GuideVocabulary
 from engine.generation.reasoning import ReasoningParser
 from engine.ipc.messages import Constraint, Generate
 from engine.session.token_history import ChatTokenizer

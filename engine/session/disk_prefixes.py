@@ -6,15 +6,20 @@ never needed: whatever is wrong with it, the prompt is run as if it were not the
 
 from __future__ import annotations
 
+import hashlib
 import os
+import platform
 import sys
 import threading
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
+from engine.ipc.messages import Load, ModelFacts
 from engine.models.store.prefix_files import (
     PrefixFile,
     is_owner,
@@ -24,7 +29,9 @@ from engine.models.store.prefix_files import (
     remove_file,
     remove_prefixes,
 )
+from engine.moe.kernels.bindings import path as kernels_path
 from engine.planning.units import byte_size
+from engine.runtimes.model_headers import weight_stamps
 from engine.runtimes.protocol import LoadedModel
 from engine.session.kept_rows import CachedRow
 from engine.session.passes import PassSequence
@@ -214,3 +221,49 @@ class DiskPrefixes:
         for row in rows:
             if row.owner in forgotten:
                 row.owner, row.path, row.on_disk = "", None, 0
+
+
+# --- what a kept prefix depends on -----------------------------------------------------------------------------------
+
+
+_LIBRARIES = ("privatellm", "torch", "transformers", "mlx", "mlx-lm")
+"""Packages whose versions count."""
+
+
+def prefix_identity(folder: Path, request: Load, facts: ModelFacts) -> str:
+    """64 hexadecimal digits that are others if the weights in ``folder``, this program, this machine, or how the model
+    was loaded are.
+
+    Weights are known by the names, sizes and times of their files, and by the contents of the configuration.
+    """
+    how = (
+        facts.runtime,
+        facts.device,
+        facts.dtype,
+        facts.trunk,
+        facts.vocabulary,
+        facts.key_value_bytes_per_token,
+        facts.state_bytes,
+        facts.policy is not None,
+        request.key_values,
+        request.context_limit,
+    )
+    kernels = kernels_path()
+    digest = hashlib.blake2b(digest_size=32)
+    for part in (
+        how,
+        (platform.node(), platform.machine(), platform.processor()),
+        [(name, _version(name)) for name in _LIBRARIES],
+        None if kernels is None else hashlib.blake2b(kernels.read_bytes()).hexdigest(),
+        weight_stamps(folder),
+        hashlib.blake2b((folder / "config.json").read_bytes()).hexdigest(),
+    ):
+        digest.update(msgspec.msgpack.encode(part) + b"\0")
+    return digest.hexdigest()
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from engine.calibration.calibration_file import MLX_GPU, MachineSpeed, calibration_key, load_calibration, load_speed
-from engine.calibration.disk_rate import disk_rate
+from engine.calibration.reading_rates import disk_rate
 from engine.errors import ModelError
 from engine.ipc.messages import Load, ModelFacts, Plan, Planned, PlannedChoice
 from engine.models.folders.sizes import Sizes
@@ -29,7 +29,7 @@ from engine.planning.memory import windowed_tokens
 from engine.planning.runtime_choice import RuntimeChoice
 from engine.runtimes import choosing
 from engine.runtimes.choosing import choose_runtime
-from engine.runtimes.mlx import eligible
+from engine.runtimes.mlx import runtime as eligible
 from engine.runtimes.model_headers import Headers, read_headers
 from engine.session.refusals import check_request
 from engine.system.free_memory import RESERVE_BYTES, available_bytes, memory

@@ -63,3 +63,10 @@ def start_module(
         env={**os.environ, "PYTHONPATH": paths, **(environment or {})},
         **options,
     )
+
+
+# --- gRPC's environment ----------------------------------------------------------------------------------------------
+
+
+ONLY_TLS_1_3 = {"GRPC_SSL_CIPHER_SUITES": "ECDHE-RSA-AES128-GCM-SHA256"}
+"""Of the suites of older versions this leaves one, which a node's P-256 certificate cannot be used with."""

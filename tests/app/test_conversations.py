@@ -13,9 +13,8 @@ from random_examples import examples
 
 from app.conversations.database import SqliteStore
 from app.conversations.deleting import title_from
-from app.conversations.generation import UNKNOWN, Generation, generation_from
 from app.conversations.opening import open_store
-from app.conversations.records import MessageRecord
+from app.conversations.records import UNKNOWN, Generation, MessageRecord, generation_from
 from app.conversations.searching import HIT_END, HIT_START
 from app.conversations.store import ConversationStore, StoreError
 

@@ -20,13 +20,12 @@ from random_examples import examples
 from app.attachments.attachment import Attachment
 from app.commands.root import run
 from app.conversations.database import SqliteStore
-from app.conversations.generation import Generation
 from app.conversations.importing import reading
 from app.conversations.importing.open_webui import without_folded
 from app.conversations.importing.parts import ImportedConversation, ImportedNode, ImportProblem, moment, tree
 from app.conversations.importing.reading import FORMATS, read_conversations
 from app.conversations.opening import open_store
-from app.conversations.records import Role, Thoughts
+from app.conversations.records import Generation, Role, Thoughts
 
 
 @pytest.fixture

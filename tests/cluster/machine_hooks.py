@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from engine.cluster.answers import Answers
+from engine.cluster.commands import Answers
 from engine.cluster.membership.measuring_node import libraries
 from engine.cluster.parts import Effort, EngineParts, Moment
 from engine.planning.calibration import Curve

@@ -14,7 +14,7 @@ from thread_ring import ThreadFormation, link_pair, loaded_model, split
 from tiny_models import write_tiny_model
 
 from engine.cluster import commands
-from engine.cluster.answers import DONE, FAILED, NOT_NUMBERS, TOKEN, Answers, answer_limit, read_answer, read_logits
+from engine.cluster.commands import DONE, FAILED, NOT_NUMBERS, TOKEN, Answers, answer_limit, read_answer, read_logits
 from engine.cluster.contributions import NodeFailed
 from engine.cluster.head import head_model
 from engine.cluster.head.head_model import RingModel

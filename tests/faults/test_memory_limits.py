@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from tiny_models import write_tiny_model
 from torch_oracle import load, prompt
 
-from engine.calibration import disk_rate
-from engine.calibration.disk_rate import notice_beyond_memory, read_rate
+from engine.calibration import reading_rates
+from engine.calibration.reading_rates import notice_beyond_memory, read_rate
 from engine.cluster.membership.control_messages import WantedFacts
 from engine.cluster.membership.measuring_node import measure_node
 from engine.doctor_facts import doctor_facts
@@ -110,7 +110,7 @@ def test_of_a_file_of_somebody_else_there_is_a_rate(
     """Linux then says of every page that it is in memory."""
     monkeypatch.setattr(os, "geteuid", lambda: 65_534)
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    monkeypatch.setattr(disk_rate._PagesInMemory, "any", lambda self, start: True)
+    monkeypatch.setattr(reading_rates._PagesInMemory, "any", lambda self, start: True)
     rate = read_rate(on_disk(2**20))
     assert rate is not None and rate > 0
 
@@ -118,14 +118,14 @@ def test_of_a_file_of_somebody_else_there_is_a_rate(
 def test_a_file_that_shrinks_meanwhile_ends_nothing(
     on_disk: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    absent = disk_rate._absent
+    absent = reading_rates._absent
 
     def shrinking(file: int, *arguments: Any) -> list[int]:
         found = absent(file, *arguments)
         os.truncate(f"/proc/self/fd/{file}", 0)
         return found
 
-    monkeypatch.setattr(disk_rate, "_absent", shrinking)
+    monkeypatch.setattr(reading_rates, "_absent", shrinking)
     assert read_rate(on_disk(2**22)) is None
 
 
@@ -156,7 +156,7 @@ def test_the_answer_is_the_same_and_the_experts_are_asked_for_ahead(
         will_need(self, layer, indices)
 
     monkeypatch.setattr(ReadAhead, "will_need", watched)
-    monkeypatch.setattr(disk_rate, "read_rate", lambda path: 1.234e9)  # of a file in memory there is none
+    monkeypatch.setattr(reading_rates, "read_rate", lambda path: 1.234e9)  # of a file in memory there is none
     monkeypatch.setattr(local, "available_bytes", lambda: roomy.facts.trunk_bytes + roomy.facts.expert_bytes - 1)
     tight = load(tmp_path / "prepared")
     line = next(notice for notice in tight.facts.notices if "do not fit" in notice)
@@ -179,12 +179,12 @@ def test_pages_asked_for_cover_the_expert_and_little_else(tmp_path: Path) -> Non
             ranges = experts.place(1, expert).page_ranges()
             assert len(ranges) <= (1 if folder.name == "prepared" else 3)
             for start, nbytes in ranges:
-                assert start % disk_rate._PAGE == nbytes % disk_rate._PAGE == 0
+                assert start % reading_rates._PAGE == nbytes % reading_rates._PAGE == 0
             for matrix in (weights.gate, weights.up, weights.down):
                 first = matrix.words.ctypes.data
                 assert any(start <= first and first + matrix.nbytes <= start + size for start, size in ranges)
             total = sum(matrix.nbytes for matrix in (weights.gate, weights.up, weights.down))
-            assert sum(size for _, size in ranges) <= total + 6 * disk_rate._PAGE
+            assert sum(size for _, size in ranges) <= total + 6 * reading_rates._PAGE
 
 
 # --- how much memory there is -------------------------------------------------------------------------------------

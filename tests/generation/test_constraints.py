@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from random_examples import examples
 
 from engine.errors import ModelError
-from engine.generation.answer_guide import AnswerGuide, GuideVocabulary
 from engine.generation.beams import BeamRule, BeamState
-from engine.generation.constraints import LARGEST_CONSTRAINT, ConstraintVocabulary
+from engine.generation.constraints import LARGEST_CONSTRAINT, AnswerGuide, ConstraintVocabulary, GuideVocabulary
 from engine.generation.reasoning import ReasoningParser
 from engine.generation.sampling import Sampler, SamplingRule
 from engine.ipc.messages import Constraint

@@ -15,9 +15,8 @@ import pydantic
 import pytest
 
 from engine.errors import ModelError
-from engine.generation.answer_guide import AnswerGuide, GuideVocabulary
 from engine.generation.call_grammars import call_grammar, text_without
-from engine.generation.constraints import ConstraintVocabulary
+from engine.generation.constraints import AnswerGuide, ConstraintVocabulary, GuideVocabulary
 from engine.generation.reasoning import ReasoningParser
 from engine.generation.sampling import Sampler, SamplingRule
 from engine.generation.tool_calls import ToolCallParser

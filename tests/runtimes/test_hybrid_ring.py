@@ -27,10 +27,9 @@ from engine.planning.hybrid import GPU_RUNTIME_BYTES
 from engine.planning.placement import Placement
 from engine.runtimes.protocol import Logits, RingPlace
 from engine.runtimes.torch import gpu_memory_plan
-from engine.runtimes.torch.experts_only import load_experts
 from engine.runtimes.torch.model import TorchModel
 from engine.runtimes.torch.offload.hybrid import HybridBackend
-from engine.runtimes.torch.runtime import TorchRuntime
+from engine.runtimes.torch.runtime import TorchRuntime, load_experts
 
 POLICIES: tuple[ExpertPolicy, ...] = get_args(ExpertPolicy)
 MEMORY = 2 * GPU_RUNTIME_BYTES

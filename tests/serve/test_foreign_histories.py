@@ -15,7 +15,7 @@ from app.serve.application import decoded
 from app.serve.asking import MOST_ITEMS, Defaults
 from app.serve.openai_chat import ChatRequest
 from app.serve.openai_responses import ResponsesRequest
-from app.serve.refusals import Refused
+from app.serve.replies import Refused
 from engine.ipc.messages import Message, ToolCall
 
 PICTURE = "[a picture that this model cannot see]"

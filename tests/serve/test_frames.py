@@ -6,8 +6,7 @@ import msgspec
 
 from app.serve import anthropic_messages, openai_fields, openai_responses
 from app.serve.anthropic_messages import _changed
-from app.serve.refusals import Refused
-from app.serve.replies import event_frame
+from app.serve.replies import Refused, event_frame
 from app.serve.segments import AnswerSegment, SegmentChange
 
 BREAKING = "a\u2028b\u2029c\u0085d\x0be\x0cf\x1cg\x1dh\x1ei\nj\rk"

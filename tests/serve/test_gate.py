@@ -17,7 +17,7 @@ from app.running_servers import RunningServer, announced, running_servers
 from app.serve.application import client_of
 from app.serve.gate import FIGURES, KEYLESS, RequestGate, Rules, hash_of, is_origin
 from app.serve.listening import ListenAddress, ListenProblem, kept_hash, listen, new_key, parse_address
-from app.serve.refusals import Refused
+from app.serve.replies import Refused
 
 PATH = "/v1/models"
 

@@ -23,7 +23,7 @@ from app.serve.asking import Defaults, merged
 from app.serve.openai_chat import ChatRequest
 from app.serve.openai_completions import CompletionRequest
 from app.serve.openai_responses import ResponsesRequest
-from app.serve.refusals import Refused
+from app.serve.replies import Refused
 from engine.ipc.messages import Message
 
 KINDS = (ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest)

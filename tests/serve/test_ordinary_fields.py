@@ -15,7 +15,7 @@ from app.serve.asking import Defaults
 from app.serve.openai_chat import ChatRequest
 from app.serve.openai_completions import CompletionRequest
 from app.serve.openai_responses import ResponsesRequest
-from app.serve.refusals import Refused
+from app.serve.replies import Refused
 from engine.ipc.messages import Constraint, Generate, Sampling
 
 QUESTION: Any = [{"role": "user", "content": "ab"}]

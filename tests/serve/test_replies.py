@@ -7,8 +7,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from app.serve.openai_fields import failure
-from app.serve.refusals import Refused
-from app.serve.replies import EventStream
+from app.serve.replies import EventStream, Refused
 
 
 class Client:

@@ -11,7 +11,7 @@ from tiny_models import write_tiny_model
 
 from engine.ipc.messages import AnyEvent, Finished, Generate, Load
 from engine.runtimes import choosing
-from engine.runtimes.mlx import eligible
+from engine.runtimes.mlx import runtime as eligible
 from engine.session import prefix_cache
 from engine.session.loading import load_session
 from engine.session.session import Session

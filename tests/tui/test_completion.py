@@ -11,9 +11,9 @@ from textual.app import App, ComposeResult
 
 from app.tui.chat.completion import Completer, Completion, CompletionPopup, Suggestion
 from app.tui.chat.prompt import Prompt
-from app.tui.chat.slash import SlashCommands, matching
 from app.tui.keymap import COMMANDS, parse
 from app.tui.screens.dialogues import HelpScreen
+from app.tui.screens.slash_completion import SlashCommands, matching
 
 
 def names(typed: str) -> list[str]:

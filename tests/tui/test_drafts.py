@@ -13,8 +13,7 @@ from textual.events import Paste
 from textual.pilot import Pilot
 
 from app.chat import drafts
-from app.chat.drafts import NO_DRAFT, DraftKeeper
-from app.chat.history import QuestionHistory
+from app.chat.drafts import NO_DRAFT, DraftKeeper, QuestionHistory
 from app.chat.thread import Thread
 from app.conversations.drafts import Draft
 from app.conversations.opening import open_store

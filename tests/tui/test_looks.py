@@ -13,7 +13,7 @@ from test_snapshots import app_of
 from textual.pilot import Pilot
 from textual.widgets import Input
 
-from app.tui.chat.notice import NoticeLine
+from app.tui.chat.status import NoticeLine
 from app.tui.render.formatting import Stamp, stamp
 from app.tui.screens.settings import ChoiceButton, Choices, OnOff, SettingsScreen
 

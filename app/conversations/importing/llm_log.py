@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from app.conversations.generation import Generation, generation_of
 from app.conversations.importing.parts import (
     LONGEST_TEXT,
     MOST_MESSAGES,
@@ -31,7 +30,7 @@ from app.conversations.importing.parts import (
     text,
     whole,
 )
-from app.conversations.records import Thoughts
+from app.conversations.records import Generation, Thoughts, generation_of
 from app.text_safety import one_line
 
 HEADER = b"SQLite format 3\0"

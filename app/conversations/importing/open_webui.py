@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from app.attachments.attachment import Attachment
-from app.conversations.generation import Generation, generation_of
 from app.conversations.importing.parts import (
     ImportedConversation,
     ImportedMessage,
@@ -24,7 +23,7 @@ from app.conversations.importing.parts import (
     tree,
     whole,
 )
-from app.conversations.records import NO_THOUGHTS, Thoughts
+from app.conversations.records import NO_THOUGHTS, Generation, Thoughts, generation_of
 
 _OPENING, _CLOSING = re.compile('<details type="(reasoning|tool_calls|code_interpreter)"'), "</details>"
 _DURATION = re.compile(r'duration="(\d{1,6})')

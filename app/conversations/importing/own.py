@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from app.attachments.attachment import Attachment
-from app.conversations.generation import generation_of
 from app.conversations.importing.parts import (
     ImportedConversation,
     ImportedMessage,
@@ -22,7 +21,7 @@ from app.conversations.importing.parts import (
     tree,
     whole,
 )
-from app.conversations.records import State, Thoughts
+from app.conversations.records import State, Thoughts, generation_of
 
 _KNOWN_ORIGINS = ("privatellm:", "chatgpt:", "claude:", "open-webui:", "llm:")
 

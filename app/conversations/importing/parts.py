@@ -12,8 +12,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from app.attachments.attachment import Attachment
-from app.conversations.generation import UNKNOWN, Generation
-from app.conversations.records import NO_THOUGHTS, Role, State, Thoughts
+from app.conversations.records import NO_THOUGHTS, UNKNOWN, Generation, Role, State, Thoughts
 from app.text_safety import one_line, sanitize
 
 MOST_MESSAGES = 100_000

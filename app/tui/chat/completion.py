@@ -23,6 +23,7 @@ from app.attachments.listing import best, entries_of, files_below, fitting, fold
 from app.attachments.references import reference_to
 from app.text_safety import one_line, sanitize, visible
 
+_MOST = 50
 """Maximum number of candidates."""
 _TYPED = re.compile(r"""(?<![^\s([{"',;:])@(?:"([^"\n]*)|([^\s"@]*))$""")
 _ELSEWHERE = re.compile(r"(~?/|\.\.?/|~[^/]*/)")
@@ -271,8 +272,6 @@ def popup_lines(candidates: Sequence[Suggestion]) -> list[Content]:
 COMMAND = "/history "
 _SEARCHED = 500
 """Number of the newest questions that are searched."""
-_MOST = 50
-"""Maximum number of candidates."""
 _LONGEST = 300
 """Maximum characters of a question that are shown: more than a line of any terminal."""
 

@@ -10,9 +10,9 @@ from textual.binding import Binding, BindingType
 from textual.content import Content
 from textual.message import Message
 
-from app.chat.continuing import why_not
 from app.chat.finding import about
 from app.chat.state import Entry
+from app.chat.thread import why_not
 from app.tui.keymap import bound
 from app.tui.render.attachments import attached
 from app.tui.render.formatting import Stamp, fold, footing, heading, thoughts_line

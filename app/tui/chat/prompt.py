@@ -15,7 +15,7 @@ from textual.document._edit import Edit
 from textual.message import Message
 from textual.widgets import TextArea
 
-from app.chat.history import QuestionHistory
+from app.chat.drafts import QuestionHistory
 from app.conversations.drafts import Draft
 from app.tui.chat.completion import Completer, Completion, CompletionPopup, FileReferences
 from app.tui.keymap import bound

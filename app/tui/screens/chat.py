@@ -39,21 +39,20 @@ from app.tui.chat.completion import CompletionPopup, QuestionSearch
 from app.tui.chat.drafting import Drafting, Editing
 from app.tui.chat.find_line import FindLine
 from app.tui.chat.message import MessageView
-from app.tui.chat.notice import NoticeLine
 from app.tui.chat.prompt import Prompt
 from app.tui.chat.queue_view import QueueView
-from app.tui.chat.status import Heading, StatusLine, Welcome, terminal_title
+from app.tui.chat.status import Heading, NoticeLine, StatusLine, Welcome, terminal_title
 from app.tui.chat.transcript import Transcript
 from app.tui.keymap import ChatCommand, UnknownCommand, bound, key, parse, unescaped
 from app.tui.panels.chat_panels import ChatPanels
 from app.tui.ranking import remember
 from app.tui.render.highlighting import Highlighter
 from app.tui.render.key_footer import KeyFooter
-from app.tui.screens.arguments import slash_commands
 from app.tui.screens.chat_setup import SetupCommands
 from app.tui.screens.chats_side import ChatsSide
 from app.tui.screens.conversation_commands import ConversationCommands
 from app.tui.screens.opener import ScreenOpener
+from app.tui.screens.slash_completion import slash_commands
 from app.tui.screens.updates import Updated, UpdatedScreen
 from app.tui.terminal.application import EDITOR, CopyRequested, TerminalApp
 

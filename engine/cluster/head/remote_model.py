@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from discovery.names import plain_text
-from engine.cluster.answers import FLOAT, TOKEN, answer_limit, read_answer, read_logits, read_token
+from engine.cluster.commands import FLOAT, TOKEN, answer_limit, read_answer, read_logits, read_token
 from engine.cluster.contributions import LIMIT_S, Wait, Waits
 from engine.cluster.epoch_links import EpochLinks
 from engine.cluster.head.epoch_specs import Ring

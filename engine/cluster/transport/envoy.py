@@ -40,9 +40,8 @@ from engine.cluster.transport.envoy_process import (
 from engine.cluster.transport.epochs import CONNECT_S, Epoch
 from engine.cluster.transport.exchange import Buffer, PeerLost, RingProtocolError
 from engine.cluster.transport.framed_socket import CLOSE_WAIT_S, LARGEST_FRAME, FramedSocket, pull_by
-from engine.cluster.transport.grpc_environment import ONLY_TLS_1_3
 from engine.errors import ModelError
-from engine.system.processes import ModuleStarter, start_module
+from engine.system.processes import ONLY_TLS_1_3, ModuleStarter, start_module
 
 END_S = 1.0
 """Seconds that a closed envoy has to end before it is killed."""

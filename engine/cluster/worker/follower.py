@@ -7,8 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import assert_never
 
 from engine.cluster import commands
-from engine.cluster.answers import Answers
-from engine.cluster.commands import AnyCommand, Prefixes
+from engine.cluster.commands import Answers, AnyCommand, Prefixes
 from engine.cluster.formation import PassControl
 from engine.cluster.parts import Observer, nobody_observes
 from engine.cluster.transport.exchange import Link, PeerLost

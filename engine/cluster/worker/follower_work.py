@@ -15,9 +15,8 @@ from typing import Protocol
 
 import msgspec
 
-from engine.cluster.answers import Answers
 from engine.cluster.central import CentralNode
-from engine.cluster.commands import MoveLinks
+from engine.cluster.commands import Answers, MoveLinks
 from engine.cluster.epoch_links import EpochLinks, rank_context_of
 from engine.cluster.expert_runners import layers_for, load_experts
 from engine.cluster.formation import PassControl

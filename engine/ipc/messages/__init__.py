@@ -9,7 +9,7 @@ The imports below are the table of public names: ``X as X`` exports X.
 
 from __future__ import annotations
 
-from engine.ipc.messages.answers import (
+from engine.ipc.messages.parts import (
     MOST_LOGPROBS as MOST_LOGPROBS,
     MOST_SAMPLES as MOST_SAMPLES,
     Constraint as Constraint,

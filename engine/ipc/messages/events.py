@@ -7,8 +7,19 @@ from typing import Any, Literal
 import msgspec
 
 from engine.errors import ErrorKind
-from engine.ipc.messages.answers import FinishReason, Sample, TokenLogprob, ToolCall, ToolCallPiece
-from engine.ipc.messages.parts import Beam, ExpertMovement, MemoryUse, ModelFacts, PhaseTimes, Sampling
+from engine.ipc.messages.parts import (
+    Beam,
+    ExpertMovement,
+    FinishReason,
+    MemoryUse,
+    ModelFacts,
+    PhaseTimes,
+    Sample,
+    Sampling,
+    TokenLogprob,
+    ToolCall,
+    ToolCallPiece,
+)
 from engine.ipc.messages.ring import LendingFacts, NodeId, PeerFacts, RingFacts
 
 

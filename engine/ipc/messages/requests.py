@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from engine.ipc.messages.answers import Constraint, Tool, ToolChoice
 from engine.ipc.messages.parts import (
     BenchKind,
+    Constraint,
     DtypeName,
     ExpertPolicy,
     KeyValuesName,
@@ -16,6 +16,8 @@ from engine.ipc.messages.parts import (
     Partitioning,
     RuntimeName,
     Sampling,
+    Tool,
+    ToolChoice,
 )
 from engine.ipc.messages.ring import RingChoice
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,22 +28,22 @@ from engine.models.folders.weight_layout import in_library_layout, layout_of
 from engine.models.formats.number_formats import WIDTHS
 from engine.models.formats.quantisation import readable_quantised
 from engine.moe.executor import LocalExecutor, RingExecutor
-from engine.moe.expert_parallel import RankContext
+from engine.moe.expert_parallel import Floats, Indices, RankContext
 from engine.moe.held import check_held, held_by
 from engine.moe.kernels.file_guard import unchanged
 from engine.moe.timing import Recorder
 from engine.planning.hybrid import HybridRequest
 from engine.planning.memory import unseen_bytes
-from engine.runtimes.mlx import eligible, weights
+from engine.runtimes.mlx import runtime, weights, wired
 from engine.runtimes.mlx.backend import MlxBackend, slots_of
 from engine.runtimes.mlx.cache import cache_makers
 from engine.runtimes.mlx.configuration import complete_config, context_of, translate_config
 from engine.runtimes.mlx.experts import RingPass, RoutedBlock
-from engine.runtimes.mlx.experts_only import WiredExperts
 from engine.runtimes.mlx.families import MlxFamily, check_settings, family_of
 from engine.runtimes.mlx.model import MlxModel, memory_named
 from engine.runtimes.mlx.routing import LAYOUTS
 from engine.runtimes.mlx.spans import Spans
+from engine.runtimes.node_experts import NodeExperts
 from engine.runtimes.protocol import Config, RingPlace
 
 _DTYPES = {"bfloat16": mx.bfloat16, "float32": mx.float32}
@@ -85,8 +85,8 @@ def load(
     started = time.perf_counter()
     plan = _plan(folder, request, None if ring is None else ring.context)
     if ring is None:
-        whole = eligible.weight_bytes(folder, request.dtype)
-        eligible.refuse_too_large(whole, eligible.working_set_bytes(), plan.only_here)
+        whole = runtime.weight_bytes(folder, request.dtype)
+        runtime.refuse_too_large(whole, runtime.working_set_bytes(), plan.only_here)
     release()
     with memory_named():
         dtype, loaded = _read(plan, request, progress)
@@ -112,7 +112,7 @@ def load(
         # The usual size of a conversation, as most Macs do not have enough memory for the whole context of a long one.
         context = min(model.facts.context_limit, request.context_limit or HybridRequest().context_tokens)
         # The states of a row, those of the step begun ahead, and those of a checkpoint.
-        chunk = eligible.prefill_chunk(request.prefill_chunk, eligible.architecture())
+        chunk = runtime.prefill_chunk(request.prefill_chunk, runtime.architecture())
         kept = model.facts.key_value_bytes_per_token * context - unseen_bytes(context, window, windowed, chunk)
         said = model.wire(kept + 3 * model.facts.state_bytes)
         if said:
@@ -135,7 +135,7 @@ def load_experts(folder: Path, request: Load, progress: ProgressCallback, contex
 
 
 def _plan(folder: Path, request: Load, context: RankContext | None) -> _Plan:
-    eligible.refuse_gguf(folder)
+    runtime.refuse_gguf(folder)
     config = read_config(folder)
     family = family_of(config)
     device = "gpu" if mx.default_device() == mx.gpu else "cpu"
@@ -169,10 +169,10 @@ def _check_partitioning(request: Load, device: str, context: RankContext | None)
 
 def _quantisation(config: Config) -> Config | None:
     """The quantisation of a checkpoint that mlx-lm reads. Raises ModelError for one that was never tested."""
-    problem = eligible.unsupported_quantisation(config)
+    problem = runtime.unsupported_quantisation(config)
     if problem is not None:
         raise ModelError(f"{problem}: choose the bfloat16 checkpoint or one quantised by mlx-lm")
-    found = eligible.quantisation_of(config)
+    found = runtime.quantisation_of(config)
     return None if found is None else dict(found)
 
 
@@ -306,9 +306,9 @@ def _backend(plan: _Plan, loaded: weights.Assembled) -> MlxBackend:
 
 def _check_fits(needed: int, plan: _Plan) -> None:
     """Raises ModelError if ``needed`` bytes of weights do not fit in the free memory."""
-    limit = eligible.working_set_bytes()
+    limit = runtime.working_set_bytes()
     if limit is not None:
-        eligible.refuse_too_large(needed, limit - mx.get_active_memory(), plan.only_here)
+        runtime.refuse_too_large(needed, limit - mx.get_active_memory(), plan.only_here)
         return
     free = int(psutil.virtual_memory().available)
     if needed > free:
@@ -373,3 +373,59 @@ def yarn_wavelengths(dims: int, rope: Config) -> NDArray[np.float32]:
     wavelengths = base ** (np.arange(0, dims, 2) / dims)
     frequencies = (1.0 - interpolated) / wavelengths + interpolated / (factor * wavelengths)
     return np.asarray(1.0 / frequencies, dtype=np.float32)
+
+
+# --- experts without a trunk -----------------------------------------------------------------------------------------
+
+
+class WiredExperts(NodeExperts):
+    """Node experts that the system may be asked to keep in the GPU's memory: ``weights`` are their modules by layer."""
+
+    def __init__(
+        self,
+        backend: MlxBackend,
+        width: int,
+        description: str,
+        weights: Mapping[int, Any],
+        notices: Sequence[str] = (),
+    ) -> None:
+        super().__init__(backend, width, description, notices=notices)
+        self._weights = dict(weights)
+        self._wired = False
+
+    def wire(self) -> None:
+        """Have the system keep the weights in the GPU's memory until they are closed. A line is added to the notices
+        if it will not keep all of them."""
+        self._wired = True
+        nbytes = sum(int(array.nbytes) for array in wired.arrays_of(None, self._weights))
+        self.weights_are_wired, said = wired.wire(nbytes, 0)
+        self.notices += [said] if said else []
+
+    def hold_weights(self, wanted: bool) -> None:
+        if self._wired:
+            wired.LIMIT.hold(wanted)
+
+    def kept_weights(self) -> wired.MlxWeights:
+        return wired.MlxWeights(wired.arrays_of(None, self._weights))
+
+    def run_experts(
+        self,
+        layer: int,
+        hidden: Floats,
+        indices: Indices,
+        weights: Floats,
+        extra: Sequence[int] = (),
+        scale: bool = False,
+    ) -> Floats:
+        """See :class:`engine.runtimes.node_experts.NodeExperts`. Raises ModelError if memory runs out."""
+        with memory_named():
+            return super().run_experts(layer, hidden, indices, weights, extra, scale)
+
+    def close(self) -> None:
+        """Free the memory."""
+        super().close()
+        self._weights = {}
+        if self._wired:
+            wired.LIMIT.restore()
+            self._wired = False
+        mx.clear_cache()

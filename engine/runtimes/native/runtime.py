@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from engine import runtimes
-from engine.calibration.disk_rate import notice_beyond_memory
+from engine.calibration.reading_rates import notice_beyond_memory
 from engine.errors import ModelError
 from engine.ipc.messages import Load, ModelFacts
 from engine.ipc.progress import ProgressCallback

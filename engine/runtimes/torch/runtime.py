@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +16,34 @@ from engine.ipc.progress import ProgressCallback
 from engine.models.folders.opening import open_model
 from engine.models.folders.sizes import WITHOUT_KEYS, sizes_of, state_bytes, weights_name
 from engine.models.formats.model_files import Experts, ModelFiles, whole_weights
-from engine.moe.executor import Executor
+from engine.moe.executor import Executor, LocalExecutor, RingExecutor
+from engine.moe.expert_parallel import RankContext
+from engine.moe.held import held_by
 from engine.moe.kernels.file_guard import unchanged
 from engine.moe.kernels.pool import threads_of
 from engine.moe.timing import Recorder
+from engine.runtimes.node_experts import NodeExperts
 from engine.runtimes.protocol import RingPlace
 from engine.runtimes.torch.experts_module import ExpertsPlace, experts_per_token, find_experts, gate_of, replace_experts
 from engine.runtimes.torch.gpu_memory_plan import (
     GpuFinder,
+    Room,
     SharedRoom,
     closed_on_failure,
     find_room,
+    make_hybrid,
     open_cache,
     refuse_partitioning,
 )
 from engine.runtimes.torch.loading import build_skeleton, fill_trunk, read_config
 from engine.runtimes.torch.model import TorchModel
 from engine.runtimes.torch.offload.cuda_device import find_gpu
+from engine.runtimes.torch.offload.gates import FamilyGate
 from engine.runtimes.torch.offload.hybrid import HybridBackend
+from engine.runtimes.torch.offload.local import make_cpu_backend
 from engine.runtimes.torch.offload.tensor_backend import TensorBackend
 from engine.runtimes.torch.offload.torch_tensors import NAMES, computed_dtype
 from engine.runtimes.torch.packed_modules import numbers_kept_packed
-from engine.runtimes.torch.ring import experts_here, make_backend, make_executor
 from engine.runtimes.torch.trunk_modules import (
     attend_to_latents,
     expect_split_latents,
@@ -248,3 +254,71 @@ def _width(layer: Any) -> int:
         # dbrx keeps it one level further down.
         heads = layer.attn_config.kv_n_heads
     return 2 * int(heads) * int(getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads)
+
+
+# --- whose experts are run, and by what ------------------------------------------------------------------------------
+
+
+def make_backend(
+    held: Experts,
+    gates: Mapping[int, FamilyGate],
+    dtype: torch.dtype,
+    recorder: Recorder,
+    request: Load,
+    room: Room | None,
+    trunk_bytes: int = 0,
+) -> tuple[TensorBackend, list[str]]:
+    """What runs the experts ``held``, and a line for each fallback. ``room``: on a GPU, which they share with the CPU.
+
+    ``trunk_bytes`` of memory are still to be taken.
+    """
+    if room is not None:
+        return make_hybrid(room, held, gates, dtype, recorder, request)
+    backend, lines = make_cpu_backend(held, gates, dtype, request.cpu_threads, trunk_bytes)
+    return backend, list(lines)
+
+
+def make_executor(
+    backend: TensorBackend, held: Experts, recorder: Recorder, ring: RingPlace | None
+) -> Executor[torch.Tensor]:
+    """The executor of this machine alone, or of the node at ``ring``."""
+    if ring is None:
+        return LocalExecutor(backend, recorder)
+    return RingExecutor(backend, ring.exchange, ring.context, held.layers, held.count, recorder)
+
+
+def experts_here(experts: Experts | None, ring: RingPlace | None) -> Experts | None:
+    """The experts that this node runs. Raises ModelError if it lacks one."""
+    if experts is None or ring is None:
+        return experts
+    return held_by(experts, ring.context.placement, ring.context.rank)
+
+
+# --- experts without a trunk -----------------------------------------------------------------------------------------
+
+
+def load_experts(
+    folder: Path, request: Load, context: RankContext, progress: ProgressCallback, gpu: GpuFinder = find_gpu
+) -> NodeExperts:
+    """The experts of ``context`` from the model, or a shard of it, in ``folder``.
+
+    ``gpu`` finds the device that shares them with the CPU.
+
+    Raises ModelError if the family is not supported, or they are not here.
+    """
+    files = open_model(folder)
+    if files.experts is None:
+        raise ModelError(f"{request.model} has no experts to share; it runs on one machine.", kind="bad-input")
+    config: Any = read_config(folder, files.config)
+    dtype = pick_dtype(files, request)
+    places = find_experts(build_skeleton(config, dtype))
+    held = held_by(files.experts, context.placement, context.rank)
+    recorder = Recorder(config.num_hidden_layers, held.layers, held.count)
+    gates = {place.layer: gate_of(place.experts) for place in places}
+    room, lines = find_room(gpu, files, dtype, request, in_ring=True)
+    backend, said = make_backend(held, gates, dtype, recorder, request, room)
+    lines += said
+    if isinstance(backend, HybridBackend) and room is not None:
+        with closed_on_failure(backend):
+            lines += open_cache(backend, room, files, request, experts_per_token(places), progress)
+    return NodeExperts(backend, int(config.hidden_size), backend.description, held, lines)

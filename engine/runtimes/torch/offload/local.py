@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from engine.calibration.disk_rate import notice_beyond_memory
+from engine.calibration.reading_rates import notice_beyond_memory
 from engine.models.formats.model_files import Experts, first_held
 from engine.models.formats.number_formats import is_packed
 from engine.moe.kernel_backend import KernelExperts
