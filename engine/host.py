@@ -579,10 +579,6 @@ def main(parts: EngineParts = THE_PRODUCT) -> NoReturn:
     serve(pipes, parts, key)
 
 
-if __name__ == "__main__":
-    main()
-
-
 # --- whose turn it is ------------------------------------------------------------------------------------------------
 
 
@@ -634,3 +630,7 @@ class TurnQueue(Generic[Owner, Item]):
         """Number of items that wait."""
         with self._changed:
             return sum(map(len, self._waiting.values()))
+
+
+if __name__ == "__main__":
+    main()

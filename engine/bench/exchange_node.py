@@ -169,10 +169,6 @@ def main() -> None:
         os._exit(0)
 
 
-if __name__ == "__main__":
-    main()
-
-
 # --- what the processes of a benchmark's ring share ------------------------------------------------------------------
 
 
@@ -263,3 +259,7 @@ def send(message: msgspec.Struct) -> None:
     """Answer the benchmark."""
     sys.stdout.buffer.write(msgspec.json.encode(message) + b"\n")
     sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()
