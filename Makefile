@@ -4,6 +4,7 @@
 # make test-soak      what takes longer: many rounds of kills, full products, whole programs, new random examples
 # make test-papers    the tests of the benchmarks, the papers' comparisons among them
 # make inventory      list anew what privatellm offers and says, which the tests compare with tests/inventory
+# make logits         the same of the logits of tiny models of all families (takes some minutes)
 # make papers         the three papers, rerun: prints benchmarks/results/papers.md (wants a quiet machine, under ten minutes)
 # make check          linters, type checker, import contracts
 # make bench          the starter and two synthetic models against transformers and llama.cpp (wants a quiet machine,
@@ -20,7 +21,7 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?= --markdown
 export PYTHON TORCH_INDEX
 
-.PHONY: help chat install test test-fast test-soak test-papers check format inventory bench papers clean
+.PHONY: help chat install test test-fast test-soak test-papers check format inventory logits bench papers clean
 
 help:
 	@sed -n '/^#/!q;s/^# \{0,1\}//p' Makefile
@@ -93,6 +94,9 @@ format: $(VENV)/.installed-test
 
 inventory: $(VENV)/.installed-test
 	@$(BIN)/python tests/inventory/write_inventory.py
+
+logits: $(VENV)/.installed-test
+	@OMP_NUM_THREADS=1 $(BIN)/python tests/inventory/write_inventory.py logits
 
 bench: $(VENV)/.installed-bench
 	@$(BIN)/python -m benchmarks.compare $(BENCH_ARGS)

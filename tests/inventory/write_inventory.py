@@ -1,19 +1,41 @@
-"""Writes ``inventory.txt``: run by ``make inventory`` after a change of what privatellm offers or says."""
+"""Writes ``inventory.txt``, or with the argument ``logits`` ``logits.txt``: run by ``make inventory`` and by ``make
+logits`` after a change of what privatellm offers and says, or of what models answer."""
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
 from pathlib import Path
 
 FILE = Path(__file__).with_name("inventory.txt")
+LOGITS = Path(__file__).with_name("logits.txt")
 
 
-def main() -> None:
+def write_inventory() -> None:
     from inventory_tables import inventory
 
     FILE.write_text("\n".join(inventory()) + "\n", encoding="utf-8")
 
 
+def write_logits() -> None:
+    """Takes some minutes, and needs the native kernels and mlx."""
+    from logits_of_models import FAMILIES, lines_of, outcomes
+
+    from engine.moe.kernels.bindings import choose
+
+    kernels = choose("float32")
+    if not kernels.native:
+        sys.exit(f"There are no native kernels whose logits could be kept: {kernels.reason}")
+    lines = []
+    for family in FAMILIES:
+        with tempfile.TemporaryDirectory() as home:
+            os.environ["PRIVATELLM_HOME"] = f"{home}/home"
+            lines += lines_of(list(outcomes(family, Path(home))))
+    LOGITS.write_text("\n".join(sorted(lines)) + "\n", encoding="utf-8")
+
+
 if __name__ == "__main__":
-    sys.path[:0] = [str(Path(__file__).parents[2])]
-    main()
+    tests = Path(__file__).parents[1]
+    sys.path[:0] = [str(tests.parent), str(tests), str(tests / "runtimes")]
+    write_logits() if sys.argv[1:] == ["logits"] else write_inventory()
