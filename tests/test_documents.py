@@ -245,3 +245,12 @@ def words(document: Path) -> int:
 
 def test_the_first_page_is_short() -> None:
     assert words(ROOT / "README.md") <= 1_200
+
+
+def test_all_documents_are_short() -> None:
+    assert sum(map(words, DOCUMENTS)) <= 20_000
+
+
+@pytest.mark.parametrize("document", [each for each in DOCUMENTS if each.name == "README.md"][1:], ids=name)
+def test_a_package_is_described_on_one_page(document: Path) -> None:
+    assert words(document) <= 650
