@@ -15,7 +15,7 @@ from typing import Any, cast, get_args
 import click
 import msgspec
 from inventory_records import lines_of, records
-from inventory_texts import environment_variables, keys_of_dictionaries, texts
+from inventory_texts import environment_variables, file_names, keys_of_dictionaries, texts
 from textual.binding import Binding
 from textual.dom import DOMNode
 
@@ -179,7 +179,10 @@ def _records_of(act: Callable[..., object]) -> list[str]:
     return [name for name, value in used if isinstance(value, type) and issubclass(value, msgspec.Struct)]
 
 
-def variables() -> Iterator[str]:
+def outside() -> Iterator[str]:
+    """What other programs see: fields of JSON that commands print, files, variables."""
+    yield from (f"json field {key}" for key in keys_of_dictionaries("app/commands") if key.isidentifier())
+    yield from (f"file {name}" for name in file_names())
     yield from (f"environment variable {name}" for name in environment_variables())
 
 
@@ -240,5 +243,5 @@ def _one_line(text: str | None) -> str:
 
 
 _PARTS: tuple[Callable[[], Iterator[str]], ...] = (
-    command_line, slash_commands, settings, keys, messages, http, variables, model_tables, choices, families,
+    command_line, slash_commands, settings, keys, messages, http, outside, model_tables, choices, families,
 )  # fmt: skip

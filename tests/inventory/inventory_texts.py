@@ -24,6 +24,7 @@ _QUERY = re.compile(
 _VARIABLE = re.compile(r"[\"'](_?(?!TCP_|SO_|AF_|MADV_|MAP_)[A-Z]{2,}(?:_[A-Z]+)+)[\"']")
 """Names of several words in capitals, but for constants of the system."""
 _READ = re.compile(r"environ\w*(?:\.get\(|\.pop\(|\[)[\"'](\w+)[\"']|[\"']([A-Z]+)[\"'] (?:not )?in (?:os\.)?environ")
+_FILE = re.compile(r"[\"']([\w.-]+\.(?:toml|json|jsonl|sqlite|log|pem|lock|gguf|safetensors|slabs|sock|txt))[\"']")
 _GETENV = re.compile(r"getenv\(\"(\w+)\"\)")
 
 
@@ -39,6 +40,11 @@ def environment_variables() -> set[str]:
     found |= {one or other for source in _sources(*PACKAGES) for one, other in _READ.findall(source)}
     native = (path for package in PACKAGES for path in (ROOT / package).rglob("*.[ch]"))
     return found | {name for path in native for name in _GETENV.findall(path.read_text("utf-8"))}
+
+
+def file_names() -> set[str]:
+    """Names of files that are written or looked for by a whole name."""
+    return {name for source in _sources(*PACKAGES) for name in _FILE.findall(source)}
 
 
 def keys_of_dictionaries(folder: str) -> set[str]:

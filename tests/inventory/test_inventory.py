@@ -28,7 +28,7 @@ def test_the_inventory_has_each_kind_of_line() -> None:
     assert kinds == {
         *("command", "slash", "setting", "key", "action", "request", "event", "record", "error", "http", "environment"),
         *("catalogue", "number", "reasoning", "tool_calls", "import", "gguf", "exchange", "policy", "family", "every"),
-        "text",
+        *("json", "file", "text"),
     }
 
 
