@@ -21,10 +21,10 @@ _Rule = Callable[[Any], str | None]
 """Function that returns None for a valid value, else what the value must be."""
 
 
-def _whole(least: int) -> _Rule:
+def whole(minimum: int, maximum: int = LARGEST) -> _Rule:
     def rule(value: Any) -> str | None:
-        right = type(value) is int and least <= value <= LARGEST
-        return None if right else f"a whole number from {least} to {LARGEST}"
+        right = type(value) is int and minimum <= value <= maximum
+        return None if right else f"a whole number from {minimum} to {maximum}"
 
     return rule
 
@@ -37,7 +37,7 @@ def _number(value: Any) -> str | None:
     return None if _is_number(value) else "a number"
 
 
-def _positive(value: Any) -> str | None:
+def positive(value: Any) -> str | None:
     return None if _is_number(value) and value > 0 else "a number over 0"
 
 
@@ -89,7 +89,7 @@ def _rules(rule: _Rule, keys: str) -> dict[str, _Rule]:
 
 _RULES: dict[str, _Rule] = {
     **_rules(
-        _whole(1),
+        whole(1),
         "hidden_size intermediate_size intermediate_size_mlp moe_intermediate_size shared_expert_intermediate_size "
         "num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size max_position_embeddings "
         "num_experts num_local_experts n_routed_experts num_experts_per_tok experts_per_token num_selected_experts "
@@ -100,7 +100,7 @@ _RULES: dict[str, _Rule] = {
         "qk_nope_head_dim v_head_dim block_size original_max_position_embeddings attention_chunk_size",
     ),
     **_rules(
-        _whole(0),
+        whole(0),
         "sliding_window max_window_layers first_k_dense_replace num_dense_layers n_shared_experts "
         "num_nextn_predict_layers num_kv_shared_layers hidden_size_per_layer_input",
     ),
@@ -111,7 +111,7 @@ _RULES: dict[str, _Rule] = {
         "router_jitter_noise input_jitter_noise",
     ),
     **_rules(
-        _positive,
+        positive,
         "rms_norm_eps norm_eps factor low_freq_factor high_freq_factor beta_fast beta_slow attention_factor "
         "final_logit_softcapping",
     ),
@@ -136,7 +136,7 @@ _RULES: dict[str, _Rule] = {
     **_rules(_table, "per_layer_config rope_parameters rope_scaling text_config attn_config ffn_config ffn_act_fn"),
     **_rules(_list_of(_text, "names"), "layer_types mlp_layer_types architectures"),
     **_rules(_list_of(_number, "numbers"), "long_factor short_factor"),
-    **_rules(_list_of(_whole(0), "layers"), "mlp_only_layers moe_layers no_rope_layers"),
+    **_rules(_list_of(whole(0), "layers"), "mlp_only_layers moe_layers no_rope_layers"),
     **_rules(_tokens, "bos_token_id eos_token_id pad_token_id"),
 }
 _SECTIONS = ("text_config", "attn_config", "ffn_config", "ffn_act_fn", "rope_parameters", "rope_scaling")
@@ -167,6 +167,49 @@ def check_config(config: dict[str, Any], name: str) -> None:
     _check_section(config, name, "")
 
 
+def whole_number(
+    config: Mapping[str, Any], *keys: str, default: int | None = None, minimum: int = 1, maximum: int = LARGEST
+) -> int:
+    """The whole number that ``config`` has for the first of ``keys`` that is there, or ``default``. Dots in a key lead
+    into sections.
+
+    Raises ModelError if there is none, or it is out of range.
+    """
+    key = next((key for key in keys if _setting(config, key) is not None), keys[0])
+    value: Any = _setting(config, key)
+    if value is None:
+        value = default
+    wanted = whole(minimum, maximum)(value)
+    if wanted is not None:
+        raise _impossible(key, value, wanted)
+    return int(value)
+
+
+def positive_number(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    """The number over 0 that ``config`` has for ``key``, or ``default``, whatever that is.
+
+    Raises ModelError if there is none, or it is something else.
+    """
+    value = _setting(config, key)
+    if value is None and default is not None:
+        return default
+    wanted = positive(value)
+    if wanted is not None:
+        raise _impossible(key, value, wanted)
+    return float(value)
+
+
+def _setting(config: Mapping[str, Any], key: str) -> Any:
+    value: Any = config
+    for step in key.split("."):
+        value = value.get(step) if isinstance(value, Mapping) else None
+    return value
+
+
+def _impossible(key: str, value: Any, wanted: str, name: str = "config.json") -> ModelError:
+    return ModelError(f"{name} gives {shown(value)} for {key}, which must be {wanted}; fetch the model again.")
+
+
 def without_implementations(config: Mapping[str, Any]) -> dict[str, Any]:
     """``config`` without settings that choose implementations, which this program decides."""
     return {
@@ -182,9 +225,7 @@ def _check_section(section: Mapping[str, Any], name: str, where: str) -> None:
         # A null means the library's default.
         wanted = None if rule is None or (value is None and key not in _NEVER_NULL) else rule(value)
         if wanted is not None:
-            raise ModelError(
-                f"{name} gives {shown(value)} for {where}{shown(key)}, which must be {wanted}; fetch the model again."
-            )
+            raise _impossible(f"{where}{shown(key)}", value, wanted, name)
         # Rotary settings may be given for each type of layer.
         if isinstance(value, Mapping) and (key in _SECTIONS or any(each in where for each in _ROTARY)):
             _check_section(value, name, f"{where}{key}.")

@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 from numpy.typing import NDArray
 
 from engine.errors import ModelError, shown
+from engine.models.architectures.config_values import whole_number
 
 Part = Literal["gate", "up", "down", "gate_bias", "up_bias", "down_bias"]
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -191,13 +192,13 @@ _AHEAD = ("mtp.",)
 
 
 def _sparse_step(config: Mapping[str, Any], layers: int) -> list[int]:
-    step = _integer(config, "decoder_sparse_step", default=1)
+    step = whole_number(config, "decoder_sparse_step", default=1)
     dense = frozenset(_layer_list(config, "mlp_only_layers") or ())
     return [layer for layer in range(layers) if layer not in dense and (layer + 1) % step == 0]
 
 
 def _after_dense(config: Mapping[str, Any], layers: int) -> list[int]:
-    return list(range(_integer(config, "first_k_dense_replace", minimum=0), layers))
+    return list(range(whole_number(config, "first_k_dense_replace", minimum=0), layers))
 
 
 def _sparse_types(config: Mapping[str, Any], layers: int) -> list[int]:
@@ -208,7 +209,7 @@ def _sparse_types(config: Mapping[str, Any], layers: int) -> list[int]:
 
 
 def _after_leading(config: Mapping[str, Any], layers: int) -> list[int]:
-    return list(range(_integer(config, "num_dense_layers", default=2, minimum=0), layers))
+    return list(range(whole_number(config, "num_dense_layers", default=2, minimum=0), layers))
 
 
 def _gemma_layers(config: Mapping[str, Any], layers: int) -> list[int]:
@@ -223,7 +224,7 @@ def _llama4_layers(config: Mapping[str, Any], layers: int) -> list[int]:
     listed = _layer_list(config, "moe_layers")
     if listed is not None:
         return sorted(set(listed))
-    step = _integer(config, "interleave_moe_layer_step", default=1)
+    step = whole_number(config, "interleave_moe_layer_step", default=1)
     return list(range(step - 1, layers, step))
 
 
@@ -385,7 +386,7 @@ def language_config(config: Mapping[str, Any], family: Family) -> Mapping[str, A
 def layer_count(config: Mapping[str, Any], family: Family) -> int:
     """The number of decoder layers. Raises ModelError if ``config.json`` does not contain it."""
     section = language_config(config, family)
-    return _integer(section, _first_present(section, "num_hidden_layers", "n_layers"), maximum=MOST_LAYERS)
+    return whole_number(section, "num_hidden_layers", "n_layers", maximum=MOST_LAYERS)
 
 
 def layer_kinds(config: Mapping[str, Any]) -> list[str]:
@@ -402,13 +403,13 @@ def layer_kinds(config: Mapping[str, Any]) -> list[str]:
             f"config.json gives {shown(kinds)} for layer_types, which must name the kind of each layer; "
             "fetch the model again."
         )
-    layers = _integer(config, _first_present(config, "num_hidden_layers", "n_layers"), maximum=MOST_LAYERS)
+    layers = whole_number(config, "num_hidden_layers", "n_layers", maximum=MOST_LAYERS)
     family = FAMILIES.get(str(config.get("model_type")))
     if family is not None and family.alternating:
         return ["linear_attention" if layer % 2 else "full_attention" for layer in range(layers)]
     if family is None or not family.full_attention_interval:
         return ["full_attention"] * layers
-    interval = _integer(config, "full_attention_interval", family.full_attention_interval)
+    interval = whole_number(config, "full_attention_interval", default=family.full_attention_interval)
     return ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(layers)]
 
 
@@ -425,7 +426,7 @@ def expert_shape(config: Mapping[str, Any], family: Family) -> ExpertLayers | No
     moe_layers = family.moe_layers(section, layers) if family.moe_layers else list(range(layers))
     if any(not 0 <= layer < layers for layer in moe_layers):
         raise ModelError(f"config.json puts experts into the layers {shown(moe_layers)} of {layers}; fetch it again.")
-    count = _integer(section, _first_present(section, family.expert_count_key, *_COUNT_KEYS), maximum=_MOST_EXPERTS)
+    count = whole_number(section, family.expert_count_key, *_COUNT_KEYS, maximum=_MOST_EXPERTS)
     if count * len(moe_layers) > _MOST_PAIRS:
         raise ModelError(
             f"config.json asks for {count} experts in each of {len(moe_layers)} layers, over {_MOST_PAIRS} in all; "
@@ -438,8 +439,8 @@ def expert_shape(config: Mapping[str, Any], family: Family) -> ExpertLayers | No
         )
     _check_groups(section, count, per_token or 1)
     return ExpertLayers(
-        hidden=_integer(section, _first_present(section, "hidden_size", "d_model")),
-        ffn=_integer(section, family.ffn_key),
+        hidden=whole_number(section, "hidden_size", "d_model"),
+        ffn=whole_number(section, family.ffn_key),
         count=count,
         layers=tuple(moe_layers),
     )
@@ -536,28 +537,6 @@ def _patterns(model_type: str) -> tuple[tuple[re.Pattern[str], ExpertTensor], ..
         text = text.replace(r"\{layer\}", r"(?P<layer>0|[1-9]\d{0,5})")
         patterns.append((re.compile(text.replace(r"\{expert\}", r"(?P<expert>0|[1-9]\d{0,5})"), re.ASCII), tensor))
     return tuple(patterns)
-
-
-def _first_present(config: Mapping[str, Any], *keys: str) -> str:
-    """The first of ``keys`` that ``config`` has, or the first."""
-    return next((key for key in keys if key in config), keys[0])
-
-
-def _integer(
-    config: Mapping[str, Any], key: str, default: int | None = None, minimum: int = 1, maximum: int = 2**31 - 1
-) -> int:
-    """The whole number at ``key`` (dots go into sections). Raises ModelError if it is missing or out of range."""
-    value: Any = config
-    for step in key.split("."):
-        value = value.get(step) if isinstance(value, Mapping) else None
-    if value is None:
-        value = default
-    if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
-        raise ModelError(
-            f"config.json gives {shown(value)} for {key}, which must be a whole number from {minimum} to {maximum}; "
-            "fetch the model again."
-        )
-    return value
 
 
 def _layer_list(config: Mapping[str, Any], key: str) -> list[int] | None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from engine.errors import ModelError, shown
-from engine.models.architectures.config_values import LARGEST
+from engine.models.architectures.config_values import LARGEST, positive, whole
 from engine.models.architectures.families import MOST_LAYERS
 from engine.models.formats.gguf_file import GgufFile
 
@@ -73,24 +73,23 @@ class Metadata:
         value = self.get(key, default)
         if isinstance(value, list) and value and len(set(value)) == 1:
             value = value[0]
-        most = _LARGEST.get(key, LARGEST)
-        if type(value) is not int or not (0 < value <= most or value == default == 0):
-            raise ModelError(
-                f"{self._gguf.path} is damaged: its {key} is {shown(value)}, not a whole number from 1 to {most}; "
-                "download it again."
-            )
-        return value
+        wanted = whole(1, _LARGEST.get(key, LARGEST))(value)
+        if wanted is not None and not value == default == 0:
+            raise self._impossible(key, value, wanted)
+        return int(value)
 
     def real(self, key: str, default: float) -> float:
         """Raises ModelError if it is not a positive number."""
-        if not self.has(key):
-            return default
-        value = self.get(key)
-        if not isinstance(value, int | float) or not 0 < value < float("inf"):
-            raise ModelError(
-                f"{self._gguf.path} is damaged: its {key} is {shown(value)}, not a positive number; download it again."
-            )
+        value = self.get(key, default)
+        wanted = positive(value)
+        if wanted is not None:
+            raise self._impossible(key, value, wanted)
         return float(value)
+
+    def _impossible(self, key: str, value: Any, wanted: str) -> ModelError:
+        return ModelError(
+            f"{self._gguf.path} is damaged: its {key} is {shown(value)}, not {wanted}; download it again."
+        )
 
     def short_real(self, key: str, default: float) -> float:
         """As :meth:`real`: the number of fewest digits that is the same in float32, as files store it, so 1e-6 and not

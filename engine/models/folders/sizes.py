@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from engine.errors import ModelError, shown
+from engine.models.architectures.config_values import whole_number
 from engine.models.architectures.families import (
     check_supported,
     expert_shape,
@@ -244,7 +244,7 @@ def _sizes(whole: Mapping[str, Any], trunk: _Trunk, experts: _Routed | None, dty
     shape = expert_shape(whole, family)
     # Whoever runs it converts a plain trunk; packed weights and experts are read as they are.
     scale = 1.0 if is_packed(trunk.stored) else _WIDTHS.get(chosen, 2) / _WIDTHS.get(trunk.stored, 2)
-    hidden = _number(config, "hidden_size", "d_model")
+    hidden = whole_number(config, "hidden_size", "d_model")
     return Sizes(
         family=family.model_type,
         dtype=chosen,
@@ -254,9 +254,9 @@ def _sizes(whole: Mapping[str, Any], trunk: _Trunk, experts: _Routed | None, dty
         experts=0 if experts is None else experts.count,
         experts_per_token=0 if experts is None else experts_per_token(config),
         hidden=hidden,
-        ffn=shape.ffn if shape is not None else _number(config, "intermediate_size", default=4 * hidden),
-        vocabulary=_number(config, "vocab_size"),
-        context_limit=_number(config, "max_position_embeddings", "max_seq_len", default=4096),
+        ffn=shape.ffn if shape is not None else whole_number(config, "intermediate_size", default=4 * hidden),
+        vocabulary=whole_number(config, "vocab_size"),
+        context_limit=whole_number(config, "max_position_embeddings", "max_seq_len", default=4096),
         trunk_bytes=round(trunk.nbytes.total * scale),
         embedding_bytes=round(trunk.nbytes.embedding * scale),
         shared_bytes=round(trunk.nbytes.shared * scale),
@@ -292,9 +292,9 @@ def experts_per_token(config: Mapping[str, Any]) -> int:
 def _head_width(config: Mapping[str, Any]) -> int:
     """Numbers of a head's key. Latent attention has one head, whose keys are values, too."""
     if config.get("kv_lora_rank"):
-        return _number(config, "kv_lora_rank") + _number(config, "qk_rope_head_dim")
-    heads = _number(config, "num_attention_heads", "n_heads")
-    return int(config.get("head_dim") or _number(config, "hidden_size", "d_model") // heads)
+        return whole_number(config, "kv_lora_rank") + whole_number(config, "qk_rope_head_dim")
+    heads = whole_number(config, "num_attention_heads", "n_heads")
+    return int(config.get("head_dim") or whole_number(config, "hidden_size", "d_model") // heads)
 
 
 def key_value_numbers(config: Mapping[str, Any]) -> int:
@@ -303,8 +303,8 @@ def key_value_numbers(config: Mapping[str, Any]) -> int:
     Latent attention (deepseek) caches the latents and the rotated part; recurrent layers keep a state of fixed size.
     """
     if config.get("kv_lora_rank"):
-        layers = _number(config, "num_hidden_layers", "n_layers")
-        return layers * (_number(config, "kv_lora_rank") + _number(config, "qk_rope_head_dim"))
+        layers = whole_number(config, "num_hidden_layers", "n_layers")
+        return layers * (whole_number(config, "kv_lora_rank") + whole_number(config, "qk_rope_head_dim"))
     kinds = enumerate(layer_kinds(config))
     return sum(_width(layer_config(config, layer, kind)) for layer, kind in kinds if kind not in WITHOUT_KEYS)
 
@@ -323,10 +323,11 @@ def _window(config: Mapping[str, Any]) -> int:
 
 def _width(config: Mapping[str, Any]) -> int:
     """Numbers of a token's keys and values in a layer."""
-    heads = _number(config, "num_attention_heads", "n_heads")
+    heads = whole_number(config, "num_attention_heads", "n_heads")
     inner = config.get("attn_config")
     grouped = config.get("num_key_value_heads") or (inner.get("kv_n_heads") if isinstance(inner, Mapping) else None)
-    return 2 * int(grouped or heads) * int(config.get("head_dim") or _number(config, "hidden_size", "d_model") // heads)
+    width = config.get("head_dim") or whole_number(config, "hidden_size", "d_model") // heads
+    return 2 * int(grouped or heads) * int(width)
 
 
 def layer_config(config: Mapping[str, Any], layer: int, kind: str) -> Mapping[str, Any]:
@@ -362,8 +363,8 @@ def state_bytes(config: Mapping[str, Any], columns: int = 1) -> int:
     head's state take memory for a multiple of so many, as in the native runtime, which keeps no input of the latest
     token."""
     if config.get("model_type") == "lfm2_moe":
-        taps = _number(config, "conv_L_cache", default=3) - (columns > 1)
-        return 4 * layer_kinds(config).count("conv") * taps * _number(config, "hidden_size")
+        taps = whole_number(config, "conv_L_cache", default=3) - (columns > 1)
+        return 4 * layer_kinds(config).count("conv") * taps * whole_number(config, "hidden_size")
     names = ("num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim", "conv_kernel_dim")
     sizes = [config.get(f"linear_{name}") for name in names]
     if not all(isinstance(size, int) and size > 0 for size in sizes):
@@ -425,19 +426,6 @@ class _TrunkCount:
         if tied and self._has_head:  # stored twice, kept once
             return TrunkSize(self._total - self._embedding, 0, self._shared)
         return TrunkSize(self._total, self._embedding if self._has_head else 0, self._shared)
-
-
-def _number(config: Mapping[str, Any], *keys: str, default: int | None = None) -> int:
-    """The first of ``keys`` that ``config`` has. Raises ModelError if there is none and no ``default``."""
-    for key in keys:
-        value = config.get(key)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return value
-        if value is not None:
-            raise ModelError(f"config.json gives {shown(value)} for {key}, which must be a number above 0.")
-    if default is None:
-        raise ModelError(f"config.json does not say {keys[0]}; fetch the model again.")
-    return default
 
 
 # --- the number format in one word -----------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import ModelError, shown
+from engine.models.architectures.config_values import positive_number
 
 TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -77,19 +78,19 @@ def rotary(settings: Mapping[str, Any], width: int, longest: int) -> Rotary:
 
 
 def _rotary(settings: Mapping[str, Any], width: int, longest: int) -> Rotary:
-    base = _number(settings, "rope_theta")
+    base = positive_number(settings, "rope_theta")
     exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
     powers = np.float32(base) ** exponents
     plain = (np.float32(1.0) / powers).astype(np.float32)
     kind = settings["rope_type"]
     if kind == "linear":
-        return Rotary(plain / np.float32(_number(settings, "factor")), 1.0)
+        return Rotary(plain / np.float32(positive_number(settings, "factor")), 1.0)
     if kind == "llama3":
         return Rotary(_llama3(settings, plain), 1.0)
     if kind == "proportional":
         # Numbers that are not rotated have a frequency of 0.
         turned = int(float(settings.get("partial_rotary_factor") or 1.0) * width // 2)
-        factor = np.float32(_number(settings, "factor") if settings.get("factor") is not None else 1.0)
+        factor = np.float32(positive_number(settings, "factor") if settings.get("factor") is not None else 1.0)
         return Rotary(np.where(np.arange(width // 2) < turned, plain / factor, np.float32(0)), 1.0)
     if kind == "yarn":
         return _yarn(settings, powers, width, base, longest)
@@ -98,9 +99,9 @@ def _rotary(settings: Mapping[str, Any], width: int, longest: int) -> Rotary:
 
 def _llama3(settings: Mapping[str, Any], plain: NDArray[np.float32]) -> NDArray[np.float32]:
     """Long waves are stretched by ``factor``, short ones kept, those between blended."""
-    factor = np.float32(_number(settings, "factor"))
-    low, high = _number(settings, "low_freq_factor"), _number(settings, "high_freq_factor")
-    original = _number(settings, "original_max_position_embeddings")
+    factor = np.float32(positive_number(settings, "factor"))
+    low, high = positive_number(settings, "low_freq_factor"), positive_number(settings, "high_freq_factor")
+    original = positive_number(settings, "original_max_position_embeddings")
     waves = np.float32(2 * math.pi) / plain
     stretched = np.where(waves > np.float32(original / low), plain / factor, plain)
     blend = (np.float32(original) / waves - np.float32(low)) / np.float32(high - low)
@@ -112,8 +113,8 @@ def _llama3(settings: Mapping[str, Any], plain: NDArray[np.float32]) -> NDArray[
 
 def _yarn(settings: Mapping[str, Any], powers: NDArray[np.float32], width: int, base: float, longest: int) -> Rotary:
     """Dimensions that turn seldom are interpolated, those that turn often are kept, with a ramp between."""
-    original = _number(settings, "original_max_position_embeddings")
-    factor = longest / original if settings.get("factor") is None else _number(settings, "factor")
+    original = positive_number(settings, "original_max_position_embeddings")
+    factor = longest / original if settings.get("factor") is None else positive_number(settings, "factor")
     ramp = _ramp(settings, width, base, original)
     kept = np.float32(1) - ramp
     scaled = np.float32(1.0) / (np.float32(factor) * powers)
@@ -151,13 +152,3 @@ def _attention_factor(settings: Mapping[str, Any], factor: float) -> float:
 def attention_scale(factor: float, weight: float) -> float:
     """By what yarn multiplies queries and keys of positions that are stretched by ``factor``."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
-
-def _number(settings: Mapping[str, Any], key: str) -> float:
-    value = settings.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise ModelError(
-            f"config.json gives {shown(value)} for {key} of its rotary embeddings, which must be a positive number; "
-            "fetch the model again."
-        )
-    return float(value)

@@ -7,13 +7,13 @@ convolution.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.errors import ModelError, shown
 from engine.ipc.messages import Load
+from engine.models.architectures.config_values import positive_number, whole_number
 from engine.models.architectures.families import layer_kinds, stated_experts_per_token
 from engine.models.folders.sizes import STATE_COLUMNS, layer_config
 from engine.models.formats.model_files import ModelFiles
@@ -200,7 +200,9 @@ class Shape:
 def read_shape(config: Mapping[str, Any], moe_layers: tuple[int, ...]) -> Shape:
     """The shape of a model of the table. Raises ModelError naming a setting that is missing or impossible."""
     traits = TABLE[config["model_type"]]
-    hidden, heads, layers = (_whole(config, key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+    hidden, heads, layers = (
+        whole_number(config, key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers")
+    )
     latent = _read_latent(config, traits) if traits.latents else None
     kinds, kind_of = _read_heads(config, traits, layers, latent)
     width, rope = kinds[0].width, kinds[0].rope
@@ -209,7 +211,7 @@ def read_shape(config: Mapping[str, Any], moe_layers: tuple[int, ...]) -> Shape:
         return trait if isinstance(trait, bool) else bool(config.get(trait, trait in traits.default_on))
 
     def multiplier(key: str, default: float = 1.0) -> float:
-        return _positive(config, key, default) if traits.multipliers else default
+        return positive_number(config, key, default) if traits.multipliers else default
 
     return Shape(
         family=config["model_type"],
@@ -218,10 +220,10 @@ def read_shape(config: Mapping[str, Any], moe_layers: tuple[int, ...]) -> Shape:
         heads=heads,
         kinds=kinds,
         kind_of=kind_of,
-        ffn=_whole(config, "intermediate_size") if traits.sandwiched or len(moe_layers) < layers else 0,
-        vocabulary=_whole(config, "vocab_size"),
-        context=_whole(config, "max_position_embeddings"),
-        epsilon=_positive(config, traits.epsilon_setting, traits.default_epsilon),
+        ffn=whole_number(config, "intermediate_size") if traits.sandwiched or len(moe_layers) < layers else 0,
+        vocabulary=whole_number(config, "vocab_size"),
+        context=whole_number(config, "max_position_embeddings"),
+        epsilon=positive_number(config, traits.epsilon_setting, traits.default_epsilon),
         gate=read_gate(config),
         windows=tuple(traits.windows(config, layers)),
         moe_layers=moe_layers,
@@ -238,12 +240,12 @@ def read_shape(config: Mapping[str, Any], moe_layers: tuple[int, ...]) -> Shape:
         correction="" if config.get(traits.correction_setting) is False else traits.correction,
         shared_expert=traits.shared_expert,
         shared_ffn=_shared_ffn(config, traits),
-        clip=_positive(config, "clip_qkv", 0.0) if traits.clip else 0.0,
+        clip=positive_number(config, "clip_qkv", 0.0) if traits.clip else 0.0,
         embedding_scale=hidden**0.5 if traits.sandwiched else multiplier("embedding_multiplier"),
         attention_scale=_attention_scale(config, traits, width, latent, rope),
         residual_scale=multiplier("residual_multiplier"),
         logits_divisor=multiplier("logits_scaling"),
-        logits_cap=_positive(config, "final_logit_softcapping", 0.0) if traits.sandwiched else 0.0,
+        logits_cap=positive_number(config, "final_logit_softcapping", 0.0) if traits.sandwiched else 0.0,
         sandwiched=traits.sandwiched,
         delta=_read_delta(config, layers) if traits.delta_nets else None,
         latent=latent,
@@ -265,8 +267,8 @@ def _shared_ffn(config: Mapping[str, Any], traits: Traits) -> int:
     if traits.shared_expert == "none":
         return 0
     if traits.shared_expert == "gated":
-        return _whole(config, "shared_expert_intermediate_size", 5632)
-    return _whole(config, "moe_intermediate_size") * _whole(config, "n_shared_experts", 1)
+        return whole_number(config, "shared_expert_intermediate_size", default=5632)
+    return whole_number(config, "moe_intermediate_size") * whole_number(config, "n_shared_experts", default=1)
 
 
 def _attention_scale(
@@ -276,13 +278,15 @@ def _attention_scale(
     if traits.sandwiched:
         return 1.0
     if traits.multipliers:
-        return _positive(config, "attention_multiplier", 1.0)
+        return positive_number(config, "attention_multiplier", 1.0)
     if latent is None:
         return float(width**-0.5)
     stretched = rope["rope_type"] != "default" and rope.get("mscale_all_dim")
     factor = 1.0
     if stretched:
-        factor = rotary.attention_scale(_positive(rope, "factor", 1.0), _positive(rope, "mscale_all_dim", 1.0))
+        factor = rotary.attention_scale(
+            positive_number(rope, "factor", 1.0), positive_number(rope, "mscale_all_dim", 1.0)
+        )
     return float((latent.plain + latent.rotated) ** -0.5 * factor * factor)
 
 
@@ -290,9 +294,9 @@ def _read_latent(config: Mapping[str, Any], traits: Traits) -> LatentShape:
     return LatentShape(
         latents=_even(config, "kv_lora_rank", 512),
         rotated=_even(config, "qk_rope_head_dim", 64),
-        plain=_whole(config, "qk_nope_head_dim", 128),
-        values=_whole(config, "v_head_dim", 128),
-        query_rank=0 if config.get("q_lora_rank") is None else _whole(config, "q_lora_rank"),
+        plain=whole_number(config, "qk_nope_head_dim", default=128),
+        values=whole_number(config, "v_head_dim", default=128),
+        query_rank=0 if config.get("q_lora_rank") is None else whole_number(config, "q_lora_rank"),
         # transformers gives these norms no epsilon of the configuration.
         epsilon=1e-6,
         interleaved=not traits.interleaving_setting or bool(config.get(traits.interleaving_setting, True)),
@@ -306,11 +310,11 @@ def _layers_of_kind(config: Mapping[str, Any], layers: int, kind: str) -> tuple[
 
 
 def _read_convolution(config: Mapping[str, Any], layers: int) -> ConvolutionShape:
-    return ConvolutionShape(_layers_of_kind(config, layers, "conv"), _whole(config, "conv_L_cache", 3))
+    return ConvolutionShape(_layers_of_kind(config, layers, "conv"), whole_number(config, "conv_L_cache", default=3))
 
 
 def _even(config: Mapping[str, Any], key: str, default: int) -> int:
-    value = _whole(config, key, default)
+    value = whole_number(config, key, default=default)
     if value % 2:
         raise ModelError(f"config.json gives {value} for {key}, which must be even; fetch the model again.")
     return value
@@ -320,8 +324,10 @@ def _read_routing(config: Mapping[str, Any], traits: Traits) -> Routing:
     setting = traits.normalise
     normalise = setting if isinstance(setting, bool) else bool(config.get(setting, traits.default_normalise))
     grouped = traits.groups and (traits.scoring == "sigmoid" or config.get("topk_method", "greedy") != "greedy")
-    groups, kept = (_whole(config, key, traits.default_groups) if grouped else 1 for key in ("n_group", "topk_group"))
-    scale = _positive(config, "routed_scaling_factor", traits.default_scale) if traits.scaled else 1.0
+    groups, kept = (
+        whole_number(config, key, default=traits.default_groups) if grouped else 1 for key in ("n_group", "topk_group")
+    )
+    scale = positive_number(config, "routed_scaling_factor", traits.default_scale) if traits.scaled else 1.0
     return Routing(traits.scoring, groups, kept, normalise, traits.least_sum, scale)
 
 
@@ -351,9 +357,9 @@ def _read_heads(
 
 
 def _read_kind(config: Mapping[str, Any], traits: Traits, rope: dict[str, Any]) -> HeadShape:
-    hidden, heads = _whole(config, "hidden_size"), _whole(config, "num_attention_heads")
-    width = _whole(config, "head_dim", traits.default_width or hidden // heads)
-    key_value_heads = _whole(config, "num_key_value_heads", traits.default_key_value_heads or heads)
+    hidden, heads = whole_number(config, "hidden_size"), whole_number(config, "num_attention_heads")
+    width = whole_number(config, "head_dim", default=traits.default_width or hidden // heads)
+    key_value_heads = whole_number(config, "num_key_value_heads", default=traits.default_key_value_heads or heads)
     if heads % key_value_heads or width % 2:
         raise ModelError(
             f"config.json gives {heads} heads of {width} over {key_value_heads} key/value heads, which do not fit "
@@ -378,11 +384,11 @@ def _rotated(rope: Mapping[str, Any], traits: Traits, width: int) -> int:
 def _read_delta(config: Mapping[str, Any], layers: int) -> DeltaShape:
     shape = DeltaShape(
         layers=_layers_of_kind(config, layers, "linear_attention"),
-        key_heads=_whole(config, "linear_num_key_heads", 16),
-        value_heads=_whole(config, "linear_num_value_heads", 32),
-        key_width=_whole(config, "linear_key_head_dim", 128),
-        value_width=_whole(config, "linear_value_head_dim", 128),
-        taps=_whole(config, "linear_conv_kernel_dim", 4),
+        key_heads=whole_number(config, "linear_num_key_heads", default=16),
+        value_heads=whole_number(config, "linear_num_value_heads", default=32),
+        key_width=whole_number(config, "linear_key_head_dim", default=128),
+        value_width=whole_number(config, "linear_value_head_dim", default=128),
+        taps=whole_number(config, "linear_conv_kernel_dim", default=4),
     )
     if shape.value_heads % shape.key_heads:
         raise ModelError(
@@ -395,7 +401,9 @@ def _read_delta(config: Mapping[str, Any], layers: int) -> DeltaShape:
 def read_gate(config: Mapping[str, Any]) -> Gate:
     """What the feed-forward networks of a model of the table do between their matrices."""
     if TABLE[config["model_type"]].clamped:
-        return Gate("clamped", _positive(config, "swiglu_alpha", 1.702), _positive(config, "swiglu_limit", 7.0))
+        return Gate(
+            "clamped", positive_number(config, "swiglu_alpha", 1.702), positive_number(config, "swiglu_limit", 7.0)
+        )
     return Gate(ACTIVATIONS[_activation(config)])
 
 
@@ -444,25 +452,6 @@ def _unsupported_sandwich(config: Mapping[str, Any], rope: Mapping[str, Any]) ->
             if reason is not None:
                 return reason
     return None
-
-
-def _whole(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = config.get(key)
-    value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
-        raise ModelError(
-            f"config.json gives {shown(value)} for {key}, which must be a whole number over 0; fetch the model again."
-        )
-    return value
-
-
-def _positive(config: Mapping[str, Any], key: str, default: float) -> float:
-    value = config.get(key)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise ModelError(f"config.json gives {shown(value)} for {key}, which must be over 0; fetch the model again.")
-    return float(value)
 
 
 # --- the dtype of a model --------------------------------------------------------------------------------------------
