@@ -19,6 +19,11 @@ class ModelError(Exception):
         self.kind: ErrorKind = kind
 
 
+def damaged(what: str) -> ModelError:
+    """The error about a model's files that are not as they were published: ``what`` is wrong, and where."""
+    return ModelError(f"{what}; fetch the model again.")
+
+
 class Cancelled(ModelError):
     """A long operation was stopped on request. What was done so far is kept where that is of use."""
 

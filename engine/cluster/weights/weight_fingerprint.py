@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from engine.errors import ModelError
+from engine.errors import ModelError, damaged
 from engine.ipc.progress import ProgressCallback
 from engine.models.folders.bank import Bank, slab_layout
 from engine.models.folders.checkpoint import Checkpoint, PlainExperts
@@ -331,7 +331,7 @@ def _read_span(path: Path, start: int, stop: int, block: int) -> Iterator[bytes]
             while start < stop:
                 data = os.pread(descriptor, min(block, stop - start), start)
                 if not data:
-                    raise ModelError(f"{path} became shorter while it was read; fetch the model again.")
+                    raise damaged(f"{path} became shorter while it was read")
                 yield data
                 start += len(data)
         finally:

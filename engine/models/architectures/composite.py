@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from engine.errors import ModelError
+from engine.errors import damaged
 from engine.models.formats.quantisation import QUANTISATION_KEYS
 from engine.models.formats.safetensors_files import TensorEntry
 
@@ -57,9 +57,8 @@ def language_tensors(
             if renamed is None:
                 continue
             if renamed in stored:
-                raise ModelError(
-                    f"{file}: tensor {name} holds the same weights of the language model as {stored[renamed]}; "
-                    "fetch the model again."
+                raise damaged(
+                    f"{file}: tensor {name} holds the same weights of the language model as {stored[renamed]}"
                 )
             stored[renamed] = name
             kept[file][renamed] = entry

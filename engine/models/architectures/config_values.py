@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from engine.errors import ModelError, shown
+from engine.errors import ModelError, damaged, shown
 from engine.models.formats.json_files import check_values
 
 LARGEST = 2**31 - 1
@@ -207,7 +207,7 @@ def _setting(config: Mapping[str, Any], key: str) -> Any:
 
 
 def _impossible(key: str, value: Any, wanted: str, name: str = "config.json") -> ModelError:
-    return ModelError(f"{name} gives {shown(value)} for {key}, which must be {wanted}; fetch the model again.")
+    return damaged(f"{name} gives {shown(value)} for {key}, which must be {wanted}")
 
 
 def without_implementations(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -231,9 +231,8 @@ def _check_section(section: Mapping[str, Any], name: str, where: str) -> None:
             _check_section(value, name, f"{where}{key}.")
     layers, types = section.get("num_hidden_layers"), section.get("layer_types")
     if layers is not None and types is not None and len(types) != layers:
-        raise ModelError(
-            f"{name} gives {len(types)} entries for {where}layer_types and {layers} layers, which do not fit together; "
-            "fetch the model again."
+        raise damaged(
+            f"{name} gives {len(types)} entries for {where}layer_types and {layers} layers, which do not fit together"
         )
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 from numpy.typing import NDArray
 
-from engine.errors import ModelError, shown
+from engine.errors import ModelError, damaged, shown
 from engine.models.architectures.config_values import whole_number
 
 Part = Literal["gate", "up", "down", "gate_bias", "up_bias", "down_bias"]
@@ -362,7 +362,7 @@ def check_supported(config: Mapping[str, Any]) -> Family:
     """The family of ``config.json``. Raises ModelError naming the family if it is not supported."""
     name = config.get("model_type")
     if not isinstance(name, str) or not name:
-        raise ModelError("config.json names no model_type, so the model's family is unknown; fetch the model again.")
+        raise damaged("config.json names no model_type, so the model's family is unknown")
     family = FAMILIES.get(name)
     if family is None:
         raise ModelError(
@@ -377,9 +377,7 @@ def language_config(config: Mapping[str, Any], family: Family) -> Mapping[str, A
         return config
     section = config.get(family.config_section)
     if not isinstance(section, Mapping):
-        raise ModelError(
-            f"config.json has no {family.config_section}, which a {family.model_type} model needs; fetch it again."
-        )
+        raise damaged(f"config.json has no {family.config_section}, which a {family.model_type} model needs")
     return section
 
 
@@ -399,10 +397,7 @@ def layer_kinds(config: Mapping[str, Any]) -> list[str]:
     if isinstance(kinds, list):
         return kinds
     if kinds is not None:
-        raise ModelError(
-            f"config.json gives {shown(kinds)} for layer_types, which must name the kind of each layer; "
-            "fetch the model again."
-        )
+        raise damaged(f"config.json gives {shown(kinds)} for layer_types, which must name the kind of each layer")
     layers = whole_number(config, "num_hidden_layers", "n_layers", maximum=MOST_LAYERS)
     family = FAMILIES.get(str(config.get("model_type")))
     if family is not None and family.alternating:
@@ -425,18 +420,15 @@ def expert_shape(config: Mapping[str, Any], family: Family) -> ExpertLayers | No
     layers = layer_count(config, family)
     moe_layers = family.moe_layers(section, layers) if family.moe_layers else list(range(layers))
     if any(not 0 <= layer < layers for layer in moe_layers):
-        raise ModelError(f"config.json puts experts into the layers {shown(moe_layers)} of {layers}; fetch it again.")
+        raise damaged(f"config.json puts experts into the layers {shown(moe_layers)} of {layers}")
     count = whole_number(section, family.expert_count_key, *_COUNT_KEYS, maximum=_MOST_EXPERTS)
     if count * len(moe_layers) > _MOST_PAIRS:
-        raise ModelError(
-            f"config.json asks for {count} experts in each of {len(moe_layers)} layers, over {_MOST_PAIRS} in all; "
-            "fetch the model again."
+        raise damaged(
+            f"config.json asks for {count} experts in each of {len(moe_layers)} layers, over {_MOST_PAIRS} in all"
         )
     per_token = stated_experts_per_token(section)
     if per_token is not None and per_token > count:
-        raise ModelError(
-            f"config.json sends every token to {per_token} experts, but there are {count}; fetch the model again."
-        )
+        raise damaged(f"config.json sends every token to {per_token} experts, but there are {count}")
     _check_groups(section, count, per_token or 1)
     return ExpertLayers(
         hidden=whole_number(section, "hidden_size", "d_model"),
@@ -452,9 +444,9 @@ def _check_groups(section: Mapping[str, Any], count: int, per_token: int) -> Non
     if type(groups) is not int or type(used) is not int:
         return
     if not 1 <= used <= groups or count % groups or count < 2 * groups or used * (count // groups) < per_token:
-        raise ModelError(
+        raise damaged(
             f"config.json chooses {per_token} experts out of {used} of {groups} groups of {count} experts, which "
-            "do not fit together; fetch the model again."
+            "do not fit together"
         )
 
 
@@ -545,7 +537,5 @@ def _layer_list(config: Mapping[str, Any], key: str) -> list[int] | None:
     if value is None:
         return None
     if not isinstance(value, list) or not all(type(layer) is int for layer in value):
-        raise ModelError(
-            f"config.json gives {shown(value)} for {key}, which must be a list of layers; fetch the model again."
-        )
+        raise damaged(f"config.json gives {shown(value)} for {key}, which must be a list of layers")
     return value

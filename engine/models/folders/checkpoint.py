@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.errors import ModelError, shown
+from engine.errors import ModelError, damaged, shown
 from engine.models.architectures.composite import language_tensors
 from engine.models.architectures.families import (
     PARTS,
@@ -408,9 +408,9 @@ class _Collected:
             layout = max(self._family.layouts, key=lambda layout: self._present(layout, layer))
             missing = self._missing(layout, layer)
             if missing is not None:
-                raise ModelError(f"{folder}: tensor {missing} is missing; fetch the model again.")
+                raise damaged(f"{folder}: tensor {missing} is missing")
             if per_layer[layer] != self._present(layout, layer):
-                raise ModelError(f"{folder}: layer {layer} has its experts more than once; fetch the model again.")
+                raise damaged(f"{folder}: layer {layer} has its experts more than once")
         return self._sources
 
     def _missing(self, layout: tuple[ExpertTensor, ...], layer: int) -> str | None:
@@ -458,11 +458,11 @@ def _safetensors_headers(folder: Path, progress: ProgressCallback | None) -> dic
     present = sorted(path.name for path in folder.glob("*.safetensors") if path.is_file())
     shards = [name for name in present if _SHARD.fullmatch(name)]
     if shards:
-        raise ModelError(f"{folder} has {shards[0]} but no {INDEX}; fetch the model again.")
+        raise damaged(f"{folder} has {shards[0]} but no {INDEX}")
     if len(present) == 1:
         return {present[0]: read_header(folder / present[0])}
     if present:
-        raise ModelError(f"{folder} has several safetensors files but no {INDEX}; fetch the model again.")
+        raise damaged(f"{folder} has several safetensors files but no {INDEX}")
     raise ModelError(_why_no_weights(folder))
 
 
@@ -478,25 +478,25 @@ def _indexed_headers(folder: Path, index: Path, progress: ProgressCallback | Non
         if Path(file_name).name != file_name or not file_name.endswith(".safetensors"):
             raise ModelError(f"{INDEX} names the file {shown(file_name)}, which is no safetensors file of this folder.")
         if not path.is_file():
-            raise ModelError(f"{path} is missing, though {INDEX} names it; fetch the model again.")
+            raise damaged(f"{path} is missing, though {INDEX} names it")
         headers[file_name] = read_header(path)
         for name in headers[file_name]:
             if name in owner:
-                raise ModelError(f"Tensor {name} is both in {owner[name]} and in {file_name}; fetch the model again.")
+                raise damaged(f"Tensor {name} is both in {owner[name]} and in {file_name}")
             owner[name] = file_name
     for name, file_name in weight_map.items():
         if owner.get(name) != file_name:
-            raise ModelError(f"Tensor {name} is not in {file_name}, though {INDEX} says so; fetch the model again.")
+            raise damaged(f"Tensor {name} is not in {file_name}, though {INDEX} says so")
     return headers
 
 
 def _read_index(index: Path) -> dict[str, str]:
     try:
         if index.stat().st_size > _INDEX_LIMIT:
-            raise ModelError(f"{index} is damaged: it is over {_INDEX_LIMIT} bytes; fetch the model again.")
+            raise damaged(f"{index} is damaged: it is over {_INDEX_LIMIT} bytes")
         table = json.loads(index.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{index} is damaged: it is not JSON; fetch the model again.") from error
+        raise damaged(f"{index} is damaged: it is not JSON") from error
     except OSError as error:
         raise ModelError(f"{index} cannot be read ({error.strerror or error}); check the file.") from error
     weight_map = table.get("weight_map") if isinstance(table, dict) else None
@@ -505,7 +505,7 @@ def _read_index(index: Path) -> dict[str, str]:
         or not weight_map
         or not all(isinstance(name, str) and name.isprintable() for item in weight_map.items() for name in item)
     ):
-        raise ModelError(f"{index} is damaged: it has no weight_map of tensors to files; fetch the model again.")
+        raise damaged(f"{index} is damaged: it has no weight_map of tensors to files")
     return weight_map
 
 

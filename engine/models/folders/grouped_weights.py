@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from engine.errors import ModelError
+from engine.errors import ModelError, damaged
 from engine.models.architectures.families import ExpertLayers, ExpertTensor, part_shape
 from engine.models.formats.byte_map import MatrixPlace
 from engine.models.formats.number_formats import BLOCK_SIDE, WIDTHS, scales_shape, stored_bytes
@@ -62,7 +62,7 @@ def _mlx(
     for part in ("scales",) if groups.mode == "mxfp4" else ("scales", "biases"):
         own = f"{module}.{part}"
         if own not in where:
-            raise ModelError(f"{file}: tensor {name} is quantised, but {own} is missing; fetch the model again.")
+            raise damaged(f"{file}: tensor {name} is quantised, but {own} is missing")
         parts.append((where[own], headers[where[own]][own]))
         taken.add(own)
     shape = (*entry.shape[:-1], entry.shape[-1] * 32 // groups.bits) if entry.shape else ()
@@ -74,7 +74,7 @@ def _published(headers: Headers, where: Mapping[str, str], file: str, name: str,
     if not name.endswith("_blocks") or entry.dtype != "U8":
         return None
     if own not in where:
-        raise ModelError(f"{file}: tensor {name} is quantised, but {own} is missing; fetch the model again.")
+        raise damaged(f"{file}: tensor {name} is quantised, but {own} is missing")
     taken.add(own)
     shape = (*entry.shape[:-2], entry.shape[-2] * 32) if len(entry.shape) > 2 and entry.shape[-1] == 16 else ()
     return _checked(file, name, entry, shape, Groups(4, 32, "mxfp4"), [(where[own], headers[where[own]][own])])
@@ -87,15 +87,15 @@ def _fp8(
     if entry.dtype != "F8_E4M3" or not has_fp8_blocks(config):
         return None
     if own not in where:
-        raise ModelError(f"{file}: tensor {name} is quantised, but {own} is missing; fetch the model again.")
+        raise damaged(f"{file}: tensor {name} is quantised, but {own} is missing")
     taken.add(own)
     scales = headers[where[own]][own]
     shape = entry.shape
     whole = len(shape) == 2 or (len(shape) > 2 and shape[-2] % BLOCK_SIDE == 0)
     if not whole or min(shape) < 1 or scales.shape != scales_shape(shape) or scales.dtype not in _SCALES:
-        raise ModelError(
+        raise damaged(
             f"{file}: tensor {name} of shape {list(shape)} in blocks of {BLOCK_SIDE} by {BLOCK_SIDE} does not fit to "
-            f"its scales ({scales.dtype} {list(scales.shape)}); fetch the model again."
+            f"its scales ({scales.dtype} {list(scales.shape)})"
         )
     return TensorEntry("BLOCK_FP8", shape, entry.start, entry.stop, ((where[own], scales),))
 
@@ -116,9 +116,9 @@ def _checked(
     dtypes = {part.dtype for _, part in parts}
     if not fits or len(dtypes) > 1 or any(part.shape != wanted or part.dtype not in scales for _, part in parts):
         described = ", ".join(f"{part.dtype} {list(part.shape)}" for _, part in parts)
-        raise ModelError(
+        raise damaged(
             f"{file}: tensor {name} of shape {list(entry.shape)} in groups of {groups.size} does not fit to its scales "
-            f"({described}); fetch the model again."
+            f"({described})"
         )
     return TensorEntry(number_format, shape, entry.start, entry.stop, tuple(parts))
 

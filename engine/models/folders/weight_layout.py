@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ModelError
+from engine.errors import ModelError, damaged
 from engine.models.architectures.composite import language_name
 from engine.models.architectures.families import check_supported, expert_shape
 from engine.models.architectures.gguf_tensors import unread_entries
@@ -223,16 +223,14 @@ def _library_layout(
                 )
             stacked[layer] += 1
             if stacked[layer] > _MOST_STACKED:
-                raise ModelError(
-                    f"{file_name}: layer {layer} has over {_MOST_STACKED} tensors of experts; fetch it again."
-                )
+                raise damaged(f"{file_name}: layer {layer} has over {_MOST_STACKED} tensors of experts")
             size = entry.nbytes // count
             for expert in range(count):
                 start = entry.start + expert * size
                 spans.setdefault((layer, expert), []).append(Run(number, start, start + size))
     there = len(spans) == len(layers) * count and all(expert < count for _, expert in spans)
     if not there:
-        raise ModelError(f"{folder} has not the experts that config.json asks for; fetch the model again.")
+        raise damaged(f"{folder} has not the experts that config.json asks for")
     return WeightLayout(
         folder=folder,
         config=config,

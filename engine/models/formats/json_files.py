@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ModelError, shown
+from engine.errors import ModelError, damaged, shown
 
 SMALL_FILE = 20_000_000
 """Maximum bytes of a configuration; the largest in use have some hundred thousand."""
@@ -25,7 +25,7 @@ def read_text(path: Path, limit: int) -> str:
     try:
         return _read(path, limit).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ModelError(f"{path} cannot be read: it is not UTF-8 text; fetch the model again.") from error
+        raise damaged(f"{path} cannot be read: it is not UTF-8 text") from error
 
 
 def check_size(path: Path, limit: int) -> None:
@@ -35,7 +35,7 @@ def check_size(path: Path, limit: int) -> None:
     except OSError as error:
         raise ModelError(f"{path} cannot be read ({error.strerror or error}); check the file.") from error
     if size > limit:
-        raise ModelError(f"{path} is damaged: it has {size} bytes, over {limit}; fetch the model again.")
+        raise damaged(f"{path} is damaged: it has {size} bytes, over {limit}")
 
 
 def read_object(path: Path, limit: int) -> dict[str, Any]:
@@ -45,9 +45,9 @@ def read_object(path: Path, limit: int) -> dict[str, Any]:
     try:
         found = json.loads(_read(path, limit))
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path} is damaged: it is not JSON; fetch the model again.") from error
+        raise damaged(f"{path} is damaged: it is not JSON") from error
     if not isinstance(found, dict):
-        raise ModelError(f"{path} is damaged: it is not a table of settings; fetch the model again.")
+        raise damaged(f"{path} is damaged: it is not a table of settings")
     return found
 
 
@@ -67,11 +67,11 @@ def check_values(settings: dict[str, Any], name: str) -> None:
     while waiting:
         key, value, depth = waiting.pop()
         if depth > DEEPEST:
-            raise ModelError(f"{name} nests {shown(key)} more than {DEEPEST} deep; fetch the model again.")
+            raise damaged(f"{name} nests {shown(key)} more than {DEEPEST} deep")
         if isinstance(value, int) and not _SMALLEST_NUMBER <= value <= _LARGEST_NUMBER:
-            raise ModelError(f"{name} gives {shown(value)} for {shown(key)}, a number beyond 64 bits; fetch it again.")
+            raise damaged(f"{name} gives {shown(value)} for {shown(key)}, a number beyond 64 bits")
         if isinstance(value, list) and len(value) > LONGEST_LIST:
-            raise ModelError(f"{name} has {len(value)} entries in {shown(key)}, over {LONGEST_LIST}; fetch it again.")
+            raise damaged(f"{name} has {len(value)} entries in {shown(key)}, over {LONGEST_LIST}")
         if isinstance(value, dict):
             waiting += [(f"{key}.{inner}" if key else str(inner), item, depth + 1) for inner, item in value.items()]
         elif isinstance(value, list):

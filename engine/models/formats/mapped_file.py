@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.errors import ModelError
+from engine.errors import ModelError, damaged
 from engine.models.formats.model_files import StoredTensor
 from engine.models.formats.number_formats import WIDTHS, is_grouped, is_packed, stored_bytes, words_dtype, words_shape
 
@@ -47,7 +47,7 @@ class MappedFile:
             with path.open("rb") as file:
                 status = os.fstat(file.fileno())
                 if status.st_size == 0:
-                    raise ModelError(f"{path.name} is damaged: it is empty; fetch the model again.")
+                    raise damaged(f"{path.name} is damaged: it is empty")
                 mapping = mmap.mmap(
                     file.fileno(),
                     status.st_size,

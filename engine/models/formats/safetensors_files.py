@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from engine.errors import ModelError, shown
+from engine.errors import ModelError, damaged, shown
 from engine.models.formats.number_formats import WIDTHS
 
 HEADER_LIMIT = 100_000_000
@@ -125,7 +125,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _damaged(name: str, what: str) -> ModelError:
-    return ModelError(f"{name} is damaged: {what}; fetch the model again.")
+    return damaged(f"{name} is damaged: {what}")
 
 
 # --- writing ------------------------------------------------------------------------------------------------------

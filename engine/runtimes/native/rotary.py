@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.errors import ModelError, shown
+from engine.errors import damaged, shown
 from engine.models.architectures.config_values import positive_number
 
 TYPES = ("default", "linear", "llama3", "yarn")
@@ -70,9 +70,8 @@ def rotary(settings: Mapping[str, Any], width: int, longest: int) -> Rotary:
     except (ValueError, ArithmeticError):
         found = None
     if found is None or not (np.isfinite(found.inverse_frequencies).all() and math.isfinite(found.factor)):
-        raise ModelError(
-            f"config.json's rotary embeddings ({shown(dict(settings), 200)}) give frequencies that are no numbers; "
-            "fetch the model again."
+        raise damaged(
+            f"config.json's rotary embeddings ({shown(dict(settings), 200)}) give frequencies that are no numbers"
         )
     return found
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.errors import ModelError, shown
+from engine.errors import damaged, shown
 from engine.ipc.messages import Load
 from engine.models.architectures.config_values import positive_number, whole_number
 from engine.models.architectures.families import layer_kinds, stated_experts_per_token
@@ -258,7 +258,7 @@ def _top_k(config: Mapping[str, Any], traits: Traits) -> int:
     """Experts of a token. Raises ModelError if neither ``config.json`` nor the family says how many."""
     found = stated_experts_per_token(config) or traits.default_top_k
     if not found:
-        raise ModelError("config.json does not say how many experts a token goes to; fetch the model again.")
+        raise damaged("config.json does not say how many experts a token goes to")
     return found
 
 
@@ -316,7 +316,7 @@ def _read_convolution(config: Mapping[str, Any], layers: int) -> ConvolutionShap
 def _even(config: Mapping[str, Any], key: str, default: int) -> int:
     value = whole_number(config, key, default=default)
     if value % 2:
-        raise ModelError(f"config.json gives {value} for {key}, which must be even; fetch the model again.")
+        raise damaged(f"config.json gives {value} for {key}, which must be even")
     return value
 
 
@@ -346,10 +346,7 @@ def _read_heads(
     for name in present:
         own, angles = layer_config(config, names.index(name), name), rope.get(name)
         if not isinstance(angles, Mapping):
-            raise ModelError(
-                f"config.json gives {shown(angles)} for the rotary embeddings of layers with {name}; fetch the model "
-                "again."
-            )
+            raise damaged(f"config.json gives {shown(angles)} for the rotary embeddings of layers with {name}")
         kind = _read_kind(own, traits, rotary.rope_settings({"rope_parameters": angles}, 10_000.0, {}))
         shared = name == "full_attention" and bool(config.get("attention_k_eq_v", False))
         kinds.append(replace(kind, keys_are_values=shared))
@@ -361,9 +358,9 @@ def _read_kind(config: Mapping[str, Any], traits: Traits, rope: dict[str, Any]) 
     width = whole_number(config, "head_dim", default=traits.default_width or hidden // heads)
     key_value_heads = whole_number(config, "num_key_value_heads", default=traits.default_key_value_heads or heads)
     if heads % key_value_heads or width % 2:
-        raise ModelError(
+        raise damaged(
             f"config.json gives {heads} heads of {width} over {key_value_heads} key/value heads, which do not fit "
-            "together; fetch the model again."
+            "together"
         )
     return HeadShape(key_value_heads, width, _rotated(rope, traits, width), rope)
 
@@ -374,9 +371,9 @@ def _rotated(rope: Mapping[str, Any], traits: Traits, width: int) -> int:
         return width
     rotated = int(width * (traits.default_rotated if share is None else share))
     if rotated % 2 or not 2 <= rotated <= width:
-        raise ModelError(
+        raise damaged(
             f"config.json rotates {rotated} numbers of heads of {width} (partial_rotary_factor {shown(share)}), which "
-            "must be an even number of them; fetch the model again."
+            "must be an even number of them"
         )
     return rotated
 
@@ -391,9 +388,9 @@ def _read_delta(config: Mapping[str, Any], layers: int) -> DeltaShape:
         taps=whole_number(config, "linear_conv_kernel_dim", default=4),
     )
     if shape.value_heads % shape.key_heads:
-        raise ModelError(
+        raise damaged(
             f"config.json gives {shape.value_heads} value heads over {shape.key_heads} key heads of delta-nets, which "
-            "do not fit together; fetch the model again."
+            "do not fit together"
         )
     return shape
 

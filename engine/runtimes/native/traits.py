@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from engine.errors import ModelError, shown
+from engine.errors import ModelError, damaged, shown
 from engine.models.architectures import gguf_short_convolution
 
 HeadNorm = Literal["none", "per-head", "whole"]
@@ -63,13 +63,13 @@ def check_kinds(kinds: Any, layers: int, known: tuple[str, ...]) -> list[str]:
     """``kinds``, as ``layer_types`` gives them. Raises ModelError if that is no list of so many ``known`` kinds of
     layers."""
     if not isinstance(kinds, list) or len(kinds) != layers:
-        raise ModelError(
+        raise damaged(
             f"config.json gives {shown(kinds)} for layer_types, which must name one kind for each of the {layers} "
-            "layers; fetch the model again."
+            "layers"
         )
     unknown = next((kind for kind in kinds if kind not in known), None)
     if unknown is not None:
-        raise ModelError(f"config.json names the unknown kind of layer {shown(unknown)}; fetch the model again.")
+        raise damaged(f"config.json names the unknown kind of layer {shown(unknown)}")
     return kinds
 
 
@@ -84,7 +84,7 @@ def _by_type(config: Mapping[str, Any], default: list[bool], used: bool, size: i
         check_kinds(kinds, len(default), ("full_attention", "sliding_attention"))
         default = [kind == "sliding_attention" for kind in kinds]
     if any(default) and not used:
-        raise ModelError("config.json asks for sliding windows and gives no size for them; fetch the model again.")
+        raise damaged("config.json asks for sliding windows and gives no size for them")
     return [_window(config.get("sliding_window", size)) if slides else 0 for slides in default]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.errors import ModelError
+from engine.errors import ModelError, damaged
 from engine.models.formats.model_files import Change, Experts, ExpertWeights, ModelFiles, StoredTensor
 from engine.models.formats.number_formats import is_packed
 from engine.moe.kernels.bindings import FORMATS, KernelChoice, Matrix, load
@@ -75,7 +75,7 @@ class Tensors:
         names = [self.named(name) for name in names]
         name = next((name for name in names if name in self._left), None)
         if name is None:
-            raise ModelError(f"Tensor {names[0]} is missing from the model's files; fetch the model again.")
+            raise damaged(f"Tensor {names[0]} is missing from the model's files")
         tensor = self._left.pop(name)
         if tensor.shape != shape:
             raise ModelError(
@@ -418,15 +418,12 @@ class TrunkWeights:
     def _fill_moe(self, index: int, layer: TrunkLayer, experts: Experts) -> None:
         shape, prefix = self._shape, f"model.layers.{index}."
         if shape.top_k > experts.count:
-            raise ModelError(
-                f"config.json sends every token to {shape.top_k} experts, but there are {experts.count}; "
-                "fetch the model again."
-            )
+            raise damaged(f"config.json sends every token to {shape.top_k} experts, but there are {experts.count}")
         routing = shape.routing
         if experts.count % routing.groups or experts.count // routing.groups * routing.kept_groups < shape.top_k:
-            raise ModelError(
+            raise damaged(
                 f"config.json chooses {shape.top_k} of {experts.count} experts from {routing.kept_groups} of "
-                f"{routing.groups} groups, which do not fit together; fetch the model again."
+                f"{routing.groups} groups, which do not fit together"
             )
         names = [prefix + name for name in shape.routers]
         layer.router = self._tensors.exact(names, experts.count, shape.hidden)
