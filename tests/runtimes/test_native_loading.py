@@ -147,7 +147,7 @@ def changed(folder: Path, **settings: Any) -> Path:
         ("deepseek_v2", {"kv_lora_rank": 15}, "15 for kv_lora_rank, which must be even"),
         ("glm4_moe", {"n_group": 3, "topk_group": None}, "3 of 8 experts from 1 of 3 groups"),
         ("glm4_moe", {"n_group": 200, "topk_group": None}, "3 of 8 experts from 1 of 200 groups"),
-        ("deepseek_v3", {"n_group": None}, "None for n_group"),
+        ("deepseek_v3", {"n_group": None}, "does not say n_group"),
         ("deepseek_v2", {"num_experts_per_tok": None}, "how many experts a token goes to"),
         ("gemma4_text", {"rope_parameters": None}, "None for the rotary embeddings of layers with sliding_attention"),
         ("gemma4_text", {"layer_types": None}, "None for layer_types"),

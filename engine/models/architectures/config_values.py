@@ -176,13 +176,8 @@ def whole_number(
     Raises ModelError if there is none, or it is out of range.
     """
     key = next((key for key in keys if _setting(config, key) is not None), keys[0])
-    value: Any = _setting(config, key)
-    if value is None:
-        value = default
-    wanted = whole(minimum, maximum)(value)
-    if wanted is not None:
-        raise _impossible(key, value, wanted)
-    return int(value)
+    value = _setting(config, key)
+    return int(_checked(key, default if value is None else value, whole(minimum, maximum)))
 
 
 def positive_number(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
@@ -191,12 +186,7 @@ def positive_number(config: Mapping[str, Any], key: str, default: float | None =
     Raises ModelError if there is none, or it is something else.
     """
     value = _setting(config, key)
-    if value is None and default is not None:
-        return default
-    wanted = positive(value)
-    if wanted is not None:
-        raise _impossible(key, value, wanted)
-    return float(value)
+    return default if value is None and default is not None else float(_checked(key, value, positive))
 
 
 def _setting(config: Mapping[str, Any], key: str) -> Any:
@@ -206,7 +196,16 @@ def _setting(config: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-def _impossible(key: str, value: Any, wanted: str, name: str = "config.json") -> ModelError:
+def _checked(key: str, value: Any, rule: _Rule) -> Any:
+    if value is None:
+        raise damaged(f"config.json does not say {key}")
+    wanted = rule(value)
+    if wanted is not None:
+        raise _impossible(key, value, wanted, "config.json")
+    return value
+
+
+def _impossible(key: str, value: Any, wanted: str, name: str) -> ModelError:
     return damaged(f"{name} gives {shown(value)} for {key}, which must be {wanted}")
 
 
