@@ -16,6 +16,7 @@ from app.settings.schema import setting_named
 from app.tui.keymap import HOMES, defaults, parse, readable
 from engine.models.architectures import families, gguf_architectures
 from engine.models.formats import quantisation
+from engine.models.formats.number_formats import GGML_TYPES
 from engine.runtimes.mlx import families as mlx_families
 from engine.runtimes.native import traits
 
@@ -226,6 +227,12 @@ def test_the_table_of_models_is_what_runs() -> None:
     assert having("mlx-lm, 4 and 8 bits") == listed(quantisation.FAMILIES_OF_MLX)
     files = {name for row in rows if row["GGUF"] != "no" for name in row["GGUF"].split(", ")}
     assert files == set(gguf_architectures.ARCHITECTURES)
+
+
+def test_the_number_formats_of_gguf_files_are_those_that_run() -> None:
+    text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    (listed,) = re.findall(r"^- \*\*GGUF\*\*: (.*?), one file or split", text, re.MULTILINE | re.DOTALL)
+    assert sorted(re.split(r",\s+|\s+and\s+", listed)) == sorted(GGML_TYPES.values())
 
 
 def test_the_speeds_of_the_first_page_are_printed_in_the_results() -> None:
