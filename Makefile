@@ -65,13 +65,13 @@ chat: $(VENV)/.installed
 # Compiled modules are kept, as the tests start hundreds of interpreters.
 TESTS := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 8 --dist loadfile --no-loadscope-reorder
 
-BENCHMARKS := tests/benchmarks tests/papers
+BENCHMARKS := tests/benchmarks
 
 test: $(COLLECTED)
 	@$(TESTS) $(addprefix --ignore ,$(BENCHMARKS)) $(PYTEST_ARGS)
 
 # The folders whose tests need no ring of processes, no screen and none of the three runtimes.
-FAST := $(addprefix tests/,planning generation models moe discovery test_import_contracts.py)
+FAST := $(addprefix tests/,engine/planning engine/generation engine/models engine/moe discovery test_import_contracts.py)
 
 test-fast: $(VENV)/.installed-test
 	@$(TESTS) -m "not slow and not soak" $(FAST) $(PYTEST_ARGS)

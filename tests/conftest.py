@@ -1,4 +1,4 @@
-"""Shared by all tests; that it lies here also puts this folder on the import path (`tiny_models`)."""
+"""Shared by all tests."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-import engine_forks
 import pytest
-import tiny_models
 from hypothesis import HealthCheck, settings
-from random_examples import examples
-from shared_folders import shared_root
+
+from tests.support import engine_forks, tiny_models
+from tests.support.random_examples import examples
+from tests.support.shared_folders import shared_root
 
 # Tests say nothing about time: on a busy machine an example may take as long as it likes. Examples are the same in
 # every run, so that a change is not blamed for what an earlier one broke; `make test-soak` looks for new ones, and for
@@ -47,9 +47,9 @@ os.fsync = _without_waiting_for_the_disk
 # Importing makes hardly any garbage, and looking for it takes a tenth of the time of the imports.
 gc.disable()
 
-WAITING = ("faults", "cluster", "app")
+WAITING = ("faults", "engine/cluster", "app")
 """Folders whose tests mostly wait for other processes, the one whose files take longest first."""
-COMPUTING = ("packaging", "session", "runtimes", "tui", "planning")
+COMPUTING = ("packaging", "engine/session", "engine/runtimes", "app/tui", "app/chat", "engine/planning")
 """The same of folders whose tests mostly compute."""
 
 
@@ -103,7 +103,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _folder(path: Path) -> str:
-    return path.relative_to(Path(__file__).parent).parts[0]
+    """The innermost of WAITING and COMPUTING that ``path`` lies in, or else the outermost of all."""
+    inside = path.relative_to(Path(__file__).parent)
+    known = [folder for folder in (*WAITING, *COMPUTING) if inside.is_relative_to(folder)]
+    return max(known, key=len, default=inside.parts[0])
 
 
 def pytest_collection_finish() -> None:
@@ -161,3 +164,9 @@ def tiny_model() -> Callable[..., Path]:
         return tiny_models.tiny_model_kept(tiny_models.kept_in, family, **options)
 
     return folder_of
+
+
+@pytest.fixture
+def no_keyring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys of test identities stay in the test's folder."""
+    monkeypatch.setenv("PYTHON_KEYRING_BACKEND", "keyring.backends.null.Keyring")

@@ -239,7 +239,7 @@ def _diagram(where: str, what: str, tag: Tag, note: str) -> Row:
 DIAGRAMS = (
     _diagram("figure 1", "dense model and MoE", "executed", "a drawing; all three runtimes run both"),
     _diagram("figures 2, 3", "fork and join at a central node", "timed", "naive and P-L_B above, the mode central"),
-    _diagram("figure 6", "loading rules", "executed", "6b's quota is a test: tests/planning/test_routing_load.py"),
+    _diagram("figure 6", "loading rules", "executed", "6b's quota: tests/engine/planning/test_routing_load.py"),
     _diagram("figure 7", "decentralised attention and router", "timed", "P-L_R-D above, the modes fast and exact"),
     _diagram(
         "figures 4, 5",

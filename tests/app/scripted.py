@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from engine_forks import forked
 
 from app import engine_process
+from tests.support.engine_forks import forked
 
 SCRIPT = Path(__file__).with_name("scripted_engine.py")
 

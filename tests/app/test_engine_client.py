@@ -12,12 +12,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from eventually import has_ended
-from scripted import SCRIPT
 
 from app import engine_links
 from app.engine_client import Engine, EngineClient, EngineDied, how_it_ended
 from engine.ipc.messages import Cancel, Done, Failed, Finished, Generate, Message, Notice, Piece, Pull
+from tests.app.scripted import SCRIPT
+from tests.support.eventually import has_ended
 
 
 def command(script: str = "") -> list[str]:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from scripted import SCRIPT, make_home
 
 from app import engine_process
 from app.engine_client import EngineClient
+from tests.app.scripted import SCRIPT, make_home
 
 
 @pytest.fixture(autouse=True)

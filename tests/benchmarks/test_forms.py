@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tiny_fp8 import write_fp8
-from tiny_models import write_tiny_model
 
 from benchmarks.forms import main
 from engine.moe.kernels.bindings import choose
+from tests.support.tiny_fp8 import write_fp8
+from tests.support.tiny_models import write_tiny_model
 
 
 @pytest.mark.skipif(not choose("bfloat16").native, reason="the native kernels cannot run here")

@@ -11,12 +11,11 @@ import threading
 import time
 from collections.abc import Callable, Collection
 
-import announcing_process
-from engine_forks import forked
-from hooked_engine import hooked
-
 from discovery.addresses import OwnAddress
 from discovery.mdns import FoundNode, Intervals, Neighbourhood
+from tests.discovery import announcing_process
+from tests.support.engine_forks import forked
+from tests.support.hooked_engine import hooked
 
 LOOPBACK = OwnAddress("lo", "127.0.0.1", 8)
 WITHIN = 120.0

@@ -6,10 +6,9 @@ import json
 import sys
 from typing import NoReturn
 
-from network_space import enter
-
 from discovery.addresses import OwnAddress, own_addresses
 from discovery.mdns import FoundNode, Intervals, Neighbourhood
+from tests.support.network_space import enter
 
 
 def run(node_id: str, instance: str, port: int, only: str, space: str | None = None) -> NoReturn:

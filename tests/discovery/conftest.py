@@ -9,13 +9,13 @@ from typing import Any
 
 import keyring
 import pytest
-from announcing_machines import Listening, Process
-from discovery_machines import Machine, MemoryKeyring, Shower
 from keyring.backends import fail
 
 from discovery.link_listener import LinkListener
 from discovery.pairing_service import KIND, PairingService
 from discovery.peers import Peer
+from tests.discovery.announcing_machines import Listening, Process
+from tests.discovery.discovery_machines import Machine, MemoryKeyring, Shower
 
 
 @pytest.fixture(autouse=True)

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
-from discovery_machines import Machine
 
 from discovery import acquaintance
 from discovery.acquaintance import KIND, answer, is_known
 from discovery.frames import Deadline, FrameError, receive_frame, send_frame
 from discovery.link_listener import LinkListener, dial
 from discovery.tls import client_context
+from tests.discovery.discovery_machines import Machine
 
 MakeMachine = Callable[[str], Machine]
 

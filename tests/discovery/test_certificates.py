@@ -13,10 +13,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
-from discovery_machines import Machine
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_examples import examples
 
 from discovery.certificates import (
     CertificateError,
@@ -30,6 +28,8 @@ from discovery.certificates import (
 from discovery.errors import PeersError
 from discovery.peers import Peer, PeersFile, new_peer
 from discovery.tls import grpc_material
+from tests.discovery.discovery_machines import Machine
+from tests.support.random_examples import examples
 
 MakeMachine = Callable[[str], Machine]
 Key = ec.EllipticCurvePrivateKey

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from eventually import PATIENCE_S, eventually
 
 from discovery import code_requests
 from discovery.code_requests import CodeRequests, ShownCode, ask_for_code
 from discovery.errors import PeersError
+from tests.support.eventually import PATIENCE_S, eventually
 
 
 def shown(nonce: str) -> ShownCode:

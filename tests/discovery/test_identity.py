@@ -16,7 +16,6 @@ import keyring
 import keyring.errors
 import pytest
 from cryptography import x509
-from discovery_machines import MemoryKeyring
 
 from discovery import identity as identities
 from discovery import system_keyring
@@ -30,6 +29,7 @@ from discovery.identity import (
     machine_instance,
     new_identity,
 )
+from tests.discovery.discovery_machines import MemoryKeyring
 
 
 def test_without_a_keyring_the_key_is_a_file_of_its_owner_and_that_is_said_once(tmp_path: Path) -> None:

@@ -8,15 +8,15 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from eventually import PATIENCE_S, eventually
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_examples import examples
 
 from discovery import link_listener as listeners
 from discovery.errors import LinkListenerError
 from discovery.frames import MAX_FRAME, Deadline, FrameError, receive_exactly, receive_frame, send_frame
 from discovery.link_listener import MAX_BODY, LinkListener, bind_pair, dial
+from tests.support.eventually import PATIENCE_S, eventually
+from tests.support.random_examples import examples
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from types import SimpleNamespace
 
 import pytest
 import zeroconf
-from announcing_machines import LOOPBACK, OFTEN, WITHIN, Listening, Process, ids
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,6 +22,7 @@ from discovery import mdns
 from discovery.addresses import Address, OwnAddress
 from discovery.identity import copied_identities
 from discovery.mdns import MAX_SERVICES, SERVICE, FoundNode, Neighbourhood, _Seen
+from tests.discovery.announcing_machines import LOOPBACK, OFTEN, WITHIN, Listening, Process, ids
 
 
 def test_two_processes_see_each_other_and_a_goodbye(start: Callable[..., Process]) -> None:

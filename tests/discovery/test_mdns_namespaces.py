@@ -6,12 +6,12 @@ import socket
 from collections.abc import Callable, Iterator
 
 import pytest
-from announcing_machines import Process, ids
-from network_namespaces import Network, ip, network
 
 from discovery.addresses import own_addresses, towards
 from engine.cluster.membership.links import reachable
 from engine.cluster.transport.addresses import as_dialled, as_sent, interface_towards
+from tests.discovery.announcing_machines import Process, ids
+from tests.support.network_namespaces import Network, ip, network
 
 
 @pytest.fixture

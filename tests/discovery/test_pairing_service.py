@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
-from discovery_machines import Machine, Shower
-from eventually import eventually
 
 from discovery import pairing_service
 from discovery.certificates import der_of, make_certificate
@@ -21,6 +19,8 @@ from discovery.link_listener import LinkListener, dial
 from discovery.pairing import CODE_SECONDS, PairingRefused, PairingStart, Proof, Reply
 from discovery.pairing_service import KIND, pair_with
 from discovery.peers import Peer
+from tests.discovery.discovery_machines import Machine, Shower
+from tests.support.eventually import eventually
 
 MakeMachine = Callable[[str], Machine]
 

@@ -1,25 +1,21 @@
-"""Puts the helpers of the other folders on the import path: faults are tested through the runtime and the process."""
+"""Rings of processes for tests of what goes wrong in them."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-for folder in ("session", "runtimes"):
-    sys.path.append(str(Path(__file__).parent.parent / folder))
-
 if TYPE_CHECKING:
-    from ring_faults import Oracle, Ring
+    from tests.faults.ring_faults import Oracle, Ring
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model of the rings."""
-    from ring_faults import write_model
+    from tests.faults.ring_faults import write_model
 
     return write_model(tmp_path_factory.mktemp("models"))
 
@@ -27,7 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Oracle]:
     """What one machine by itself answers with that model."""
-    from ring_faults import Oracle
+    from tests.faults.ring_faults import Oracle
 
     oracle = Oracle(tmp_path_factory.mktemp("alone") / "home", model)
     yield oracle
@@ -36,7 +32,7 @@ def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ora
 
 @pytest.fixture(scope="module")
 def ring_of_three() -> Iterator[Ring]:
-    from ring_faults import Ring
+    from tests.faults.ring_faults import Ring
 
     with Ring(2) as ring:
         yield ring
@@ -44,7 +40,7 @@ def ring_of_three() -> Iterator[Ring]:
 
 @pytest.fixture(scope="module")
 def ring_of_two() -> Iterator[Ring]:
-    from ring_faults import Ring
+    from tests.faults.ring_faults import Ring
 
     with Ring(1) as ring:
         yield ring

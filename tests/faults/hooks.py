@@ -13,13 +13,12 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from network_space import enter
-
 from engine.cluster import commands
 from engine.cluster.parts import Effort, EngineParts, Moment, TimeConstants
 from engine.cluster.worker.follower import Follower
 from engine.errors import ModelError
 from engine.planning.calibration import Curve
+from tests.support.network_space import enter
 
 STEP_S = 0.01
 """Least seconds that a follower takes for a token, so that an answer of few tokens can be disturbed."""

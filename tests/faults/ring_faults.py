@@ -14,13 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-import hooks
 import psutil
-from engine_forks import forked, measured_before
-from eventually import PATIENCE_S, eventually
-from hooked_engine import hooked
-from slow_wire import PairProxy
-from tiny_models import write_tiny_model
 
 from discovery.identity import load_identity
 from discovery.peers import PeersFile, new_peer
@@ -42,6 +36,12 @@ from engine.ipc.messages import (
     Shutdown,
 )
 from engine.ipc.messages.ring import LendingFacts, PeerFacts, RingChoice
+from tests.faults import hooks
+from tests.faults.slow_wire import PairProxy
+from tests.support.engine_forks import forked, measured_before
+from tests.support.eventually import PATIENCE_S, eventually
+from tests.support.hooked_engine import hooked
+from tests.support.tiny_models import write_tiny_model
 
 PROMPT = [3, 14, 15, 9, 26, 5]
 OTHER_PROMPT = [90, 91, 7, 33, 64, 12, 77, 101]

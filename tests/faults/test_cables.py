@@ -7,7 +7,8 @@ import socket
 from collections.abc import Iterator
 
 import pytest
-from network_namespaces import Network, Space, network
+
+from tests.support.network_namespaces import Network, Space, network
 
 PORTS = (4100, 4101)
 LOST_S = 0.5

@@ -10,14 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import shortened_files
-from engine_forks import with_libraries
 from gguf import GGMLQuantizationType
-from hooked_engine import hooked
-from native_oracle import load_native
-from tiny_gguf import write_tiny_gguf
-from tiny_models import write_tiny_model
-from torch_oracle import load, prompt
 
 from app.engine_client import how_it_ended
 from engine.bench.local_ring import LocalEngine
@@ -26,6 +19,13 @@ from engine.ipc.messages import Finished, Generate, Load, Loaded
 from engine.models.folders.prepare import prepare
 from engine.models.store.gguf_folder import open_gguf
 from engine.moe.kernels import bindings
+from tests.engine.runtimes.native_oracle import load_native
+from tests.engine.runtimes.torch_oracle import load, prompt
+from tests.faults import shortened_files
+from tests.support.engine_forks import with_libraries
+from tests.support.hooked_engine import hooked
+from tests.support.tiny_gguf import write_tiny_gguf
+from tests.support.tiny_models import write_tiny_model
 
 needs_library = pytest.mark.skipif(bindings.path() is None, reason="the native library was not built")
 

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from eventually import eventually
-from slow_wire import PairProxy
 
 from discovery.identity import load_identity
 from discovery.peers import PeersFile, new_peer
@@ -18,6 +16,8 @@ from engine.cluster.membership.node import Node
 from engine.cluster.parts import EngineParts, TimeConstants
 from engine.ipc.messages import OpenNetwork
 from engine.ipc.messages.ring import LinkFacts
+from tests.faults.slow_wire import PairProxy
+from tests.support.eventually import eventually
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from eventually import eventually
-from ring_faults import write_model
 
 from engine.system.temporary_folders import QUIET_LOOKS, is_remover, remove, temporary_folder
+from tests.faults.ring_faults import write_model
+from tests.support.eventually import eventually
 
 THERE_S = 100.0
 GONE_S = 120.0

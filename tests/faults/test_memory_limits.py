@@ -11,16 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import limited_memory
 import numpy as np
 import pytest
 import torch
-from engine_forks import with_libraries
-from hooked_engine import hooked
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import write_tiny_model
-from torch_oracle import load, prompt
 
 from engine.calibration import reading_rates
 from engine.calibration.reading_rates import notice_beyond_memory, read_rate
@@ -43,6 +38,11 @@ from engine.runtimes.torch.offload.tensor_backend import ReadAhead
 from engine.session.plan_model import plan_model
 from engine.system import free_memory
 from engine.system.free_memory import container_bytes, container_limit
+from tests.engine.runtimes.torch_oracle import load, prompt
+from tests.faults import limited_memory
+from tests.support.engine_forks import with_libraries
+from tests.support.hooked_engine import hooked
+from tests.support.tiny_models import write_tiny_model
 
 # --- the notice ---------------------------------------------------------------------------------------------------
 

@@ -11,17 +11,17 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import hooks
 import psutil
 import pytest
-import test_ring_lost_nodes as lost_nodes
-from eventually import eventually
-from hooked_engine import hooked
-from ring_faults import OTHER_PROMPT, Oracle, Ring
 
 from engine.cluster.parts import TimeConstants
 from engine.ipc.messages import Progress
 from engine.moe.kernels.pool import usable_cpus
+from tests.faults import hooks
+from tests.faults import test_ring_lost_nodes as lost_nodes
+from tests.faults.ring_faults import OTHER_PROMPT, Oracle, Ring
+from tests.support.eventually import eventually
+from tests.support.hooked_engine import hooked
 
 pytestmark = [
     pytest.mark.slow,

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from eventually import PATIENCE_S, eventually
 from msgspec.structs import replace
-from ring_faults import EXACT, OTHER_PROMPT, Oracle, Ring
 
 from engine.ipc.messages import BeamProgress, Cancel, Finished, Prefill
 from engine.ipc.messages.ring import RingMode
+from tests.faults.ring_faults import EXACT, OTHER_PROMPT, Oracle, Ring
+from tests.support.eventually import PATIENCE_S, eventually
 
 pytestmark = pytest.mark.slow
 

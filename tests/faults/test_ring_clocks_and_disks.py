@@ -12,16 +12,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import hooks
 import pytest
-from eventually import PATIENCE_S, eventually
-from hooked_engine import hooked
 from msgspec.structs import replace
-from ring_faults import EXACT, Machine, Oracle, Ring, write_large_model
 
 from engine.errors import ModelError
 from engine.ipc.messages import Failed, Load, Loaded, NetworkState, Pair, Progress
 from engine.models.folders.shard_files import read_shard
+from tests.faults import hooks
+from tests.faults.ring_faults import EXACT, Machine, Oracle, Ring, write_large_model
+from tests.support.eventually import PATIENCE_S, eventually
+from tests.support.hooked_engine import hooked
 
 pytestmark = pytest.mark.slow
 

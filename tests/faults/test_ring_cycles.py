@@ -12,12 +12,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from engine_forks import forked
-from eventually import eventually
-from ring_faults import Machine, Oracle, Ring
 
 from engine.bench.local_ring import LocalEngine
 from engine.ipc.messages import OpenNetwork
+from tests.faults.ring_faults import Machine, Oracle, Ring
+from tests.support.engine_forks import forked
+from tests.support.eventually import eventually
 
 pytestmark = pytest.mark.slow
 

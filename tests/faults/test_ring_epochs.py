@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-import hooks
 import pytest
-from engine_forks import with_libraries
-from eventually import eventually
-from hooked_engine import hooked
 from msgspec.structs import replace
-from ring_faults import EXACT, OTHER_PROMPT, Oracle, Ring
 
 from engine.ipc.messages import Notice
 from engine.ipc.messages.ring import ExchangeName
+from tests.faults import hooks
+from tests.faults.ring_faults import EXACT, OTHER_PROMPT, Oracle, Ring
+from tests.support.engine_forks import with_libraries
+from tests.support.eventually import eventually
+from tests.support.hooked_engine import hooked
 
 pytestmark = pytest.mark.slow
 

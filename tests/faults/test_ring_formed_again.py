@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from eventually import PATIENCE_S, eventually
-from ring_faults import OTHER_PROMPT, PROMPT, Machine, Oracle, Ring
-from tiny_models import write_tiny_model
 
 from engine.ipc.messages import AnyEvent, Cancel, Finished, Loaded, Notice, Piece, Progress, RingChanged
+from tests.faults.ring_faults import OTHER_PROMPT, PROMPT, Machine, Oracle, Ring
+from tests.support.eventually import PATIENCE_S, eventually
+from tests.support.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.slow
 

@@ -11,16 +11,16 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-import hooks
 import pytest
-from engine_forks import with_libraries
-from eventually import PATIENCE_S, eventually
-from hooked_engine import hooked
 from msgspec.structs import replace
-from ring_faults import EXACT, OTHER_PROMPT, Oracle, Ring
 
 from engine.ipc.messages import Failed, Load, Loaded, Progress
 from engine.ipc.messages.ring import ExchangeName
+from tests.faults import hooks
+from tests.faults.ring_faults import EXACT, OTHER_PROMPT, Oracle, Ring
+from tests.support.engine_forks import with_libraries
+from tests.support.eventually import PATIENCE_S, eventually
+from tests.support.hooked_engine import hooked
 
 pytestmark = pytest.mark.slow
 

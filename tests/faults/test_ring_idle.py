@@ -8,8 +8,9 @@ from __future__ import annotations
 import signal
 
 import pytest
-from eventually import eventually
-from ring_faults import Ring
+
+from tests.faults.ring_faults import Ring
+from tests.support.eventually import eventually
 
 pytestmark = pytest.mark.slow
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
-from ring_faults import EXACT, Ring, write_large_model
 
 from engine.models.folders.shard_files import read_shard
+from tests.faults.ring_faults import EXACT, Ring, write_large_model
 
 pytestmark = pytest.mark.slow
 

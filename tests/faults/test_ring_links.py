@@ -16,16 +16,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import hooks
 import pytest
-from eventually import PATIENCE_S, eventually
-from hooked_engine import hooked
 from msgspec.structs import replace
-from network_namespaces import network
-from ring_faults import EXACT, LAYERS, OTHER_PROMPT, READY, Machine, Oracle, Ring, write_large_model
 
 from engine.ipc.messages import Failed, ListPeers, Loaded, NetworkState, Notice, Progress, RingChanged
 from engine.ipc.messages.ring import LinkFacts, RingMode
+from tests.faults import hooks
+from tests.faults.ring_faults import EXACT, LAYERS, OTHER_PROMPT, READY, Machine, Oracle, Ring, write_large_model
+from tests.support.eventually import PATIENCE_S, eventually
+from tests.support.hooked_engine import hooked
+from tests.support.network_namespaces import network
 
 pytestmark = pytest.mark.slow
 

@@ -7,11 +7,12 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-import hooks
 import pytest
-from hooked_engine import hooked
-from lossy_wire import LossyWire, NetemWire, TunWire
-from ring_faults import OTHER_PROMPT, PROMPT, Oracle, Ring
+
+from tests.faults import hooks
+from tests.faults.lossy_wire import LossyWire, NetemWire, TunWire
+from tests.faults.ring_faults import OTHER_PROMPT, PROMPT, Oracle, Ring
+from tests.support.hooked_engine import hooked
 
 pytestmark = pytest.mark.slow
 

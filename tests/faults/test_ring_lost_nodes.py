@@ -7,15 +7,15 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import hooks
 import pytest
-from eventually import PATIENCE_S, eventually
-from hooked_engine import hooked
-from ring_faults import EXPERT_BYTES, OTHER_PROMPT, PROMPT, Machine, Oracle, Ring
-from tiny_models import write_tiny_model
 
 from engine.ipc.messages import BeamProgress, Cancel, Failed, Loaded, Notice, Piece, Prefill, Progress, RingChanged
 from engine.ipc.messages.ring import RingChoice, RingFacts
+from tests.faults import hooks
+from tests.faults.ring_faults import EXPERT_BYTES, OTHER_PROMPT, PROMPT, Machine, Oracle, Ring
+from tests.support.eventually import PATIENCE_S, eventually
+from tests.support.hooked_engine import hooked
+from tests.support.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.slow
 

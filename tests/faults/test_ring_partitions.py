@@ -6,15 +6,15 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-import hooks
 import pytest
-from eventually import PATIENCE_S, eventually
-from hooked_engine import hooked
 from msgspec.structs import replace
-from network_namespaces import Network, network
-from ring_faults import EXACT, EXPERT_BYTES, OTHER_PROMPT, Oracle, Ring
 
 from engine.ipc.messages import Notice
+from tests.faults import hooks
+from tests.faults.ring_faults import EXACT, EXPERT_BYTES, OTHER_PROMPT, Oracle, Ring
+from tests.support.eventually import PATIENCE_S, eventually
+from tests.support.hooked_engine import hooked
+from tests.support.network_namespaces import Network, network
 
 pytestmark = pytest.mark.slow
 

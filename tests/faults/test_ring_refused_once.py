@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import hooks
 import pytest
-from eventually import eventually
-from hooked_engine import hooked
-from ring_faults import Oracle, Ring
+
+from tests.faults import hooks
+from tests.faults.ring_faults import Oracle, Ring
+from tests.support.eventually import eventually
+from tests.support.hooked_engine import hooked
 
 pytestmark = pytest.mark.slow
 

@@ -6,15 +6,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import hooks
 import pytest
-from eventually import eventually
-from hooked_engine import hooked
 from msgspec.structs import replace
-from ring_faults import EXACT, OTHER_PROMPT, Oracle, Ring
 
 from engine.ipc.messages import Cancel
 from engine.ipc.messages.ring import RingMode
+from tests.faults import hooks
+from tests.faults.ring_faults import EXACT, OTHER_PROMPT, Oracle, Ring
+from tests.support.eventually import eventually
+from tests.support.hooked_engine import hooked
 
 pytestmark = pytest.mark.slow
 

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from eventually import eventually
 from msgspec.structs import replace
-from ring_faults import EXACT, PROMPT, Oracle, Ring
+
+from tests.faults.ring_faults import EXACT, PROMPT, Oracle, Ring
+from tests.support.eventually import eventually
 
 pytestmark = pytest.mark.slow
 

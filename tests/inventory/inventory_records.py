@@ -10,7 +10,8 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
-from inventory_texts import PACKAGES, ROOT
+
+from tests.inventory.inventory_texts import PACKAGES, ROOT
 
 _CLASS = re.compile(r"^class (\w+)\(([^)]*)", re.MULTILINE)
 

@@ -14,8 +14,6 @@ from typing import Any, cast, get_args
 
 import click
 import msgspec
-from inventory_records import lines_of, records
-from inventory_texts import environment_variables, file_names, keys_of_dictionaries, texts
 from textual.binding import Binding
 from textual.dom import DOMNode
 
@@ -38,6 +36,8 @@ from engine.models.store.catalogue import catalogue
 from engine.planning.policy import policy_named
 from engine.runtimes.mlx.families import unsupported_config
 from engine.runtimes.native.shape import unsupported_shape
+from tests.inventory.inventory_records import lines_of, records
+from tests.inventory.inventory_texts import environment_variables, file_names, keys_of_dictionaries, texts
 
 _QUANTISED: dict[str, dict[str, Any]] = {
     **{f"mlx {bits} bits in groups of {size}": {"quantization": {"bits": bits, "group_size": size}}

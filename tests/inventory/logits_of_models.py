@@ -27,21 +27,21 @@ from typing import Any
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType, GGUFReader
-from mlx_oracle import FAMILIES as FAMILIES_OF_MLX_LM
-from mlx_oracle import write_quantised
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
-from subjects import GROUPED_MODELS, NATIVE, PACKED_MODELS, SUBJECTS, TORCH, Subject, no_progress
-from tiny_fp8 import write_fp8
-from tiny_gguf import ARCHITECTURES, whole_blocks, write_tiny_gguf
-from tiny_grouped import write_grouped
-from tiny_models import TINY_FAMILIES, write_tiny_model
 
 from engine.errors import ModelError
 from engine.models.folders.prepare import prepare
 from engine.models.store.gguf_folder import open_gguf
 from engine.moe.kernels.bindings import VARIABLE
 from engine.runtimes.protocol import LoadedModel
+from tests.engine.runtimes.mlx_oracle import FAMILIES as FAMILIES_OF_MLX_LM
+from tests.engine.runtimes.mlx_oracle import write_quantised
+from tests.engine.runtimes.subjects import GROUPED_MODELS, NATIVE, PACKED_MODELS, SUBJECTS, TORCH, Subject, no_progress
+from tests.support.tiny_fp8 import write_fp8
+from tests.support.tiny_gguf import ARCHITECTURES, whole_blocks, write_tiny_gguf
+from tests.support.tiny_grouped import write_grouped
+from tests.support.tiny_models import TINY_FAMILIES, write_tiny_model
 
 PROMPT = [3 + (number * number * 7 + number * 11) % 157 for number in range(24)]
 """More tokens than a tiny model's window has."""

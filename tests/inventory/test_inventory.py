@@ -5,8 +5,9 @@ from __future__ import annotations
 import difflib
 
 import pytest
-from inventory_tables import inventory
-from write_inventory import FILE
+
+from tests.inventory.inventory_tables import inventory
+from tests.inventory.write_inventory import FILE
 
 _MOST_SHOWN = 100
 

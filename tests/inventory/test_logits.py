@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from native_oracle import needs_kernels
-from subjects import NATIVE, needs_mlx
 
-mlx_oracle = pytest.importorskip("mlx_oracle", reason="mlx is not installed")
+from tests.engine.runtimes.native_oracle import needs_kernels
+from tests.engine.runtimes.subjects import NATIVE, needs_mlx
 
-from logits_of_models import (  # noqa: E402
+mlx_oracle = pytest.importorskip("tests.engine.runtimes.mlx_oracle", reason="mlx is not installed")
+
+from tests.inventory.logits_of_models import (  # noqa: E402
     EXACT,
     FAMILIES,
     SMALL,
@@ -27,8 +28,8 @@ from logits_of_models import (  # noqa: E402
     read_lines,
     with_small_embedding,
 )
-from tiny_models import write_tiny_model  # noqa: E402
-from write_inventory import LOGITS  # noqa: E402
+from tests.inventory.write_inventory import LOGITS  # noqa: E402
+from tests.support.tiny_models import write_tiny_model  # noqa: E402
 
 
 @functools.cache

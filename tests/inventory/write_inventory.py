@@ -13,16 +13,15 @@ LOGITS = Path(__file__).with_name("logits.txt")
 
 
 def write_inventory() -> None:
-    from inventory_tables import inventory
+    from tests.inventory.inventory_tables import inventory
 
     FILE.write_text("\n".join(inventory()) + "\n", encoding="utf-8")
 
 
 def write_logits() -> None:
     """Takes some minutes, and needs the native kernels and mlx."""
-    from logits_of_models import FAMILIES, lines_of, outcomes
-
     from engine.moe.kernels.bindings import choose
+    from tests.inventory.logits_of_models import FAMILIES, lines_of, outcomes
 
     kernels = choose("float32")
     if not kernels.native:
@@ -36,6 +35,5 @@ def write_logits() -> None:
 
 
 if __name__ == "__main__":
-    tests = Path(__file__).parents[1]
-    sys.path[:0] = [str(tests.parent), str(tests), str(tests / "runtimes")]
+    sys.path.insert(0, str(Path(__file__).parents[2]))
     write_logits() if sys.argv[1:] == ["logits"] else write_inventory()

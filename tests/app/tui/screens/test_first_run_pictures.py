@@ -1,0 +1,61 @@
+"""How the first screen of a first start looks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from textual.pilot import Pilot
+from textual.widgets import OptionList
+
+from app.conversations.store import ConversationStore
+from app.settings.file import open_settings
+from app.tui.application import ChatApp
+from app.tui.screens.first_run import FirstRunScreen
+from tests.app.fake_engine import FakeEngine
+from tests.app.tui.screen_helpers import MACHINE, controller, wait_until
+
+
+async def offered(pilot: Pilot[int]) -> None:
+    app = pilot.app
+    await wait_until(
+        pilot,
+        lambda: isinstance(app.screen, FirstRunScreen) and app.screen.query_one(OptionList).option_count == 4,
+    )
+
+
+@pytest.fixture
+def app(engine: FakeEngine, store: ConversationStore, home: Path, monkeypatch: pytest.MonkeyPatch) -> ChatApp:
+    monkeypatch.setattr("engine.models.store.catalogue.platform.machine", lambda: "x86_64")
+    return ChatApp(engine, store, open_settings(home / "s.toml"), machine=MACHINE, is_missing=lambda model: True)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (40, 20), (120, 30)], ids=lambda size: f"{size[0]}x{size[1]}")
+def test_models_to_choose_from(snap_compare: Callable[..., bool], app: ChatApp, size: tuple[int, int]) -> None:
+    assert snap_compare(app, terminal_size=size, run_before=offered)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (40, 20)], ids=lambda size: f"{size[0]}x{size[1]}")
+def test_downloads_on_the_first_screen(
+    snap_compare: Callable[..., bool], app: ChatApp, engine: FakeEngine, size: tuple[int, int]
+) -> None:
+    async def downloading(pilot: Pilot[int]) -> None:
+        await offered(pilot)
+        pulling = controller(app).pulling
+        engine.pull_error = (
+            "The starter model could not be fetched (no route to host); check the network and try again."
+        )
+        await pilot.press("1")
+        await wait_until(pilot, lambda: "starter" in pulling.stopped)
+        engine.pull_gate = asyncio.Event()
+        await pilot.press("2")
+        await wait_until(pilot, lambda: any(progress.total for progress in pulling.active.values()))
+        await pilot.press("p")
+        await wait_until(pilot, lambda: len(pulling.stopped) == 2)
+        engine.pull_gate.clear()
+        await pilot.press("3")
+        await wait_until(pilot, lambda: any(progress.total for progress in pulling.active.values()))
+
+    assert snap_compare(app, terminal_size=size, run_before=downloading)

@@ -1,0 +1,161 @@
+"""The log screen, the status in words, and the slowest layer or node in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from textual.pilot import Pilot
+from textual.widgets import Static
+
+from app.chat.state import Phase, Status
+from app.chat.words import slowest_layer_words, slowest_words, status_words, timing_words
+from app.log_tail import log_path, read_tail
+from app.running_servers import RunningServer, announced, servers_folder
+from app.tui.application import ChatApp
+from app.tui.chat.status import StatusLine
+from app.tui.render.status_line import status_line
+from engine.ipc.messages import LayerTimes, MemoryUse, Timing
+from tests.app.fake_engine import FACTS, FakeEngine
+from tests.app.tui.screen_helpers import MakeApp, ask, controller, ready, wait_until
+from tests.app.tui.screens.test_machines import FORMED, NODES
+from tests.app.tui.screens.test_screens_pictures import TIMING, app_of
+
+
+def write_log(text: str, log: str = "engine") -> Path:
+    path = log_path(log)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def shown(app: ChatApp) -> str:
+    return str(app.screen.query_one("#log-lines", Static).visual)
+
+
+def test_only_whole_safe_lines_of_the_end_are_read(home: Path) -> None:
+    path = write_log("first\nsecond \x1b[31mred\x1b]0;title\x07\r\nthird\n")
+    assert read_tail(path) == "first\nsecond red\nthird\n"
+    assert read_tail(path, most=8) == "third\n"
+    assert read_tail(home / "none") == ""
+
+
+async def test_the_log_follows_until_the_reader_scrolls_up(make_app: MakeApp) -> None:
+    path = write_log("".join(f"line {number}\n" for number in range(100)))
+    app = make_app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await ready(pilot, app)
+        assert app.chat is not None
+        app.chat.opener.log()
+        await wait_until(pilot, lambda: bool(app.screen.query("#log-lines")) and "line 99" in shown(app))
+        lines = app.screen.query_one("#log")
+        assert str(path) in str(app.screen.query_one("#log-path", Static).visual).replace("\n", "")
+        await wait_until(pilot, lambda: lines.scroll_offset.y == lines.max_scroll_y > 0)
+        with path.open("a") as file:
+            file.write("a new line\n")
+        await wait_until(pilot, lambda: "a new line" in shown(app) and lines.scroll_offset.y == lines.max_scroll_y)
+        await pilot.press("home")
+        await wait_until(pilot, lambda: lines.scroll_offset.y == 0)
+        with path.open("a") as file:
+            file.write("another\n")
+        await wait_until(pilot, lambda: "another" in shown(app))
+        assert lines.scroll_offset.y == 0
+        await pilot.press("f")
+        await wait_until(pilot, lambda: lines.scroll_offset.y == lines.max_scroll_y)
+        await pilot.press("l")
+        await wait_until(pilot, lambda: shown(app) == "Nothing has been logged.")
+        await pilot.press("escape")
+        await wait_until(pilot, lambda: app.screen is app.chat)
+
+
+FULL = Status(
+    phase=Phase.READY, facts=msgspec.structs.replace(FACTS, weights="Q4_K_M"), context_used=512, tokens_per_s=12.3,
+    ttft_s=0.21, memory=MemoryUse(own=1_200_000_000, mapped=4_000_000_000), beams=4, unsaved="The disk is full.",
+)  # fmt: skip
+
+
+async def test_a_server_is_shown_while_it_runs(make_app: MakeApp) -> None:
+    app = make_app()
+    server = RunningServer(
+        pid=1, url="http://127.0.0.1:8777/v1", host="127.0.0.1", port=8777, model="m", since=0.0, tls=False, key=False,
+        token="t",
+    )  # fmt: skip
+
+    def line() -> str:
+        return status_line(controller(app).status, 120).plain
+
+    async with app.run_test(size=(120, 24)) as pilot:
+        await ready(pilot, app)
+        with announced(servers_folder(), server):
+            await wait_until(pilot, lambda: "serving :8777" in line())
+            assert "serving :8777" in app.screen.query_one(StatusLine).render().plain
+            assert "http://127.0.0.1:8777/v1" in " ".join(status_words(controller(app).status))
+        await wait_until(pilot, lambda: "serving" not in line())
+
+
+def test_the_status_is_told_in_sentences() -> None:
+    assert status_words(FULL) == [
+        "Activity: ready.",
+        "Model: starter, Q4_K_M, 393 M parameters, 4 experts, 2 active per token.",
+        "Engine: torch · local (torch, cpu).",
+        "Context: 512 of 2,048 tokens (25%).",
+        "Memory: 1.2 GB of the engine's own, and 4.0 GB of mapped files, which the system drops when it needs room.",
+        "Speed of the last answer: 12.3 tok/s, first token after 210 ms.",
+        "Beams: 4.",
+        "Not saved: The disk is full.",
+    ]
+    on_a_ring = msgspec.structs.replace(FACTS, ring=FORMED)
+    assert "Machines: ring of 2 · tls, encrypted." in status_words(Status(facts=on_a_ring))
+    assert status_words(Status(model="big", problem="It does not fit."))[1:] == [
+        "No model is loaded: It does not fit.", "Model: big, not loaded.",
+    ]  # fmt: skip
+
+
+def test_the_slowest_layer_or_node_is_named() -> None:
+    layers = [LayerTimes(experts=1.0), LayerTimes(attention=0.5, experts=1.9), LayerTimes()]
+    assert slowest_layer_words(layers) == "Layer 1 takes longest: experts 1.9 of 2.4 ms"
+    assert slowest_words(TIMING) == "Layer 4 takes longest: experts 8.0 of 9.8 ms"
+    ring = Timing(prefill=NODES[0].prefill, decode=NODES[0].decode, nodes=list(NODES))
+    assert " is slowest in " in slowest_words(ring)
+    assert timing_words(TIMING)[0] == "Layer 4 takes longest: experts 8.0 of 9.8 ms."
+    assert timing_words(TIMING)[1].startswith("Decoding 57.2 ms per token: attention 20%, ")
+    assert slowest_words(Timing(prefill=TIMING.prefill, decode=msgspec.structs.replace(TIMING.decode, layers=[]))) == ""
+
+
+async def test_the_slowest_layer_is_on_the_status_line_while_times_are_measured(
+    make_app: MakeApp, engine: FakeEngine
+) -> None:
+    engine.timing = TIMING
+    app = make_app()
+    async with app.run_test(size=(160, 40)) as pilot:
+        await ready(pilot, app)
+        status = controller(app).status
+        await pilot.press("f5")
+        await wait_until(pilot, lambda: engine.watching)
+        await ask(pilot, app, "Why?")
+        assert "Layer 4 takes longest: experts 8.0 of 9.8 ms (f5)" in status_line(status, 160).plain
+        await pilot.press("f5", "f5")
+        await wait_until(pilot, lambda: not engine.watching)
+        assert "takes longest" not in status_line(status, 160).plain
+
+
+@pytest.mark.parametrize("what", ["status", "log"])
+def test_pictures(snap_compare: Callable[..., bool], make_app: MakeApp, home: Path, what: str) -> None:
+    async def before(pilot: Pilot[Any]) -> None:
+        app = app_of(pilot)
+        await ready(pilot, app)
+        assert app.chat is not None
+        for name, value in vars(FULL).items():
+            setattr(controller(app).status, name, value)
+        write_log("".join(f"21:40:{number:02} a line of the log\n" for number in range(30)))
+        app.chat.opener.status() if what == "status" else app.chat.opener.log()
+        await pilot.pause()
+        if what == "log":
+            app.screen.query_one("#log-path", Static).update("/home/you/.local/state/privatellm/engine.log")
+            lines = app.screen.query_one("#log")
+            await wait_until(pilot, lambda: lines.scroll_offset.y == lines.max_scroll_y > 0)
+
+    assert snap_compare(make_app(), terminal_size=(80, 24), run_before=before)

@@ -1,0 +1,138 @@
+"""Shares survive what really happens: a node that is killed while it receives, a disk that is really full."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.cluster.weights.shard_store import ShardStore
+from engine.cluster.weights.transfer import Offer, encode_offer, offer, stream
+from engine.errors import ModelError
+from engine.models.folders.opening import open_model
+from engine.models.folders.prepare import prepare
+from engine.models.folders.shard_files import read_shard
+from engine.models.folders.weight_layout import layout_of
+
+TinyModel = Callable[..., Path]
+
+RECEIVER = """
+import os, signal, sys
+from pathlib import Path
+from engine.cluster.weights import shard_store
+from engine.cluster.weights.shard_store import ShardStore
+from engine.cluster.weights.transfer import decode_offer, stream
+
+shard_store.SYNC_BYTES = 200_000
+models, source, offered, limit = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
+offered = decode_offer(offered.read_bytes())
+shares = ShardStore(models, "head")
+
+def progress(stage, done, total, unit):
+    if stage == "receiving weights" and done >= limit:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+need = shares.need(offered, progress)
+shares.receive(offered, need.wanted, stream(source, offered, need.wanted), progress)
+"""
+
+
+def quiet(stage: str, done: int, total: int, unit: str) -> None:
+    """Nobody looks at the progress."""
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture
+def bank(tiny_model: TinyModel, tmp_path: Path) -> Path:
+    """Some megabytes."""
+    prepare(tiny_model("mixtral", hidden_size=96, intermediate_size=192), tmp_path / "bank", quiet)
+    return tmp_path / "bank"
+
+
+@pytest.fixture
+def offered(bank: Path) -> Offer:
+    layout = layout_of(bank)
+    return offer(bank, {layer: range(0, layout.count, 2) for layer in layout.layers}, quiet)
+
+
+def assert_complete(shares: ShardStore, offered: Offer, bank: Path) -> None:
+    need = shares.need(offered, quiet)
+    assert need.wanted == ()
+    share, whole = open_model(need.folder), open_model(bank)
+    assert [name for name, _ in share.trunk()] == [name for name, _ in whole.trunk()]
+    for (_, mine), (_, theirs) in zip(share.trunk(), whole.trunk(), strict=True):
+        assert mine.words.tobytes() == theirs.words.tobytes()
+    assert share.experts is not None and whole.experts is not None
+    for layer, experts in offered.held.items():
+        assert share.experts.held(layer) == experts
+        for expert in experts:
+            for part in ("gate", "up", "down"):
+                mine, theirs = (getattr(each.expert(layer, expert), part) for each in (share.experts, whole.experts))
+                assert mine.words.tobytes() == theirs.words.tobytes()
+
+
+def test_a_node_that_is_killed_again_and_again(bank: Path, offered: Offer, tmp_path: Path):
+    models, sent = tmp_path / "node", tmp_path / "offer"
+    sent.write_bytes(encode_offer(offered))
+    shares = ShardStore(models, "head")
+    missing = [offered.nbytes]
+    for _ in range(3):
+        arguments = [sys.executable, "-c", RECEIVER, str(models), str(bank), str(sent), str(missing[-1] // 2)]
+        done = subprocess.run(arguments, cwd=Path(__file__).parents[4], timeout=120, check=False)
+        assert done.returncode == -signal.SIGKILL
+        missing.append(shares.need(offered, quiet).nbytes)
+        assert missing[-1] < missing[-2] or missing[-2] < 800_000
+    assert missing[-1] < offered.nbytes / 2
+    need = shares.need(offered, quiet)
+    shares.receive(offered, need.wanted, stream(bank, offered, need.wanted), quiet)
+    assert_complete(shares, offered, bank)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of a megabyte."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    if sys.platform != "linux" or os.geteuid() != 0 or subprocess.call(command):
+        pytest.skip("mounting a small file system is not allowed here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_disk_that_is_really_full(bank: Path, offered: Offer, small_disk: Path, monkeypatch: pytest.MonkeyPatch):
+    shares = ShardStore(small_disk, "head")
+    need = shares.need(offered, quiet)
+    with pytest.raises(ModelError, match="are missing; make room") as caught:
+        shares.receive(offered, need.wanted, stream(bank, offered, need.wanted), quiet)
+    assert caught.value.kind == "disk" and list(small_disk.iterdir()) in (
+        [],
+        [small_disk / f".{need.folder.name}.lock"],
+    )
+
+    # Another program takes the room while the share is received.
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**12, 0, 10**12))
+    with pytest.raises(
+        ModelError, match=r"is full \(No space left on device\): \d+ MB of this machine's share"
+    ) as caught:
+        shares.receive(offered, need.wanted, stream(bank, offered, need.wanted), quiet)
+    assert caught.value.kind == "disk"
+    manifest = read_shard(need.folder)
+    named = sum(map(len, manifest.experts.values()))
+    assert named < sum(map(len, offered.held.values()))
+    again = shares.need(offered, quiet)
+    assert 0 < again.nbytes <= offered.nbytes
+
+    subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
+    shares.receive(offered, again.wanted, stream(bank, offered, again.wanted), quiet)
+    assert_complete(shares, offered, bank)

@@ -1,0 +1,16 @@
+"""Fixtures for tests of engines and sessions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.tiny_models import ENDLESS, write_tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model whose answers do not end before they are stopped."""
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    return write_tiny_model(folder, "mixtral", max_position_embeddings=ENDLESS, eos_token_id=None)

@@ -1,0 +1,193 @@
+"""Folders in FP8 with a scale for each block of 128 by 128: numbers and scales become one tensor, and other forms of
+FP8 are refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.errors import ModelError
+from engine.models.folders.checkpoint import Checkpoint
+from engine.models.folders.opening import open_model
+from engine.models.folders.prepare import needs_preparing
+from engine.models.folders.weight_layout import layout_of
+from engine.models.formats.model_files import Change, StoredTensor
+from engine.runtimes.choosing import refuse_download
+from engine.runtimes.torch.offload.torch_tensors import unpacked
+from tests.support.tiny_fp8 import write_fp8
+from tests.support.tiny_models import write_tiny_model
+
+GATE = "model.layers.1.mlp.experts.2.gate_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = {"hidden_size": 200, "moe_intermediate_size": 136, "mlp_only_layers": []}
+    return write_tiny_model(tmp_path_factory.mktemp("source") / "qwen3_moe", "qwen3_moe", **sizes)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, source: Path) -> Path:
+    """In one file, to be changed."""
+    return write_fp8(tmp_path / "model", source)[0]
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+
+
+def change_settings(folder: Path, **settings: Any) -> dict[str, Any]:
+    path = folder / "config.json"
+    config: dict[str, Any] = json.loads(path.read_text())
+    config["quantization_config"] |= settings
+    path.write_text(json.dumps(config))
+    return config
+
+
+def refused(folder: Path, match: str) -> None:
+    with pytest.raises(ModelError, match=match) as caught:
+        open_model(folder)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("files", "scales"), [(1, torch.float32), (3, torch.bfloat16)])
+def test_every_expert_is_what_its_tensors_stand_for(
+    tmp_path: Path, source: Path, files: int, scales: torch.dtype
+) -> None:
+    folder, truth = write_fp8(tmp_path / "model", source, files=files, scales=scales)
+    found, wanted = open_model(folder), open_model(truth)
+    assert isinstance(found, Checkpoint) and found.experts is not None and wanted.experts is not None
+    assert found.experts.dtype == "BLOCK_FP8"
+    for layer in found.experts.layers:
+        for number in range(found.experts.count):
+            ours, theirs = found.experts.expert(layer, number), wanted.experts.expert(layer, number)
+            for name in ("gate", "up", "down"):
+                assert getattr(ours, name).shape == getattr(theirs, name).shape
+                values = unpacked(getattr(ours, name), torch.float32).numpy()
+                assert (values == getattr(theirs, name).words.view(np.float32)).all()
+            place = found.experts.place(layer, number)
+            assert place.weight_bytes == place.nbytes == sum(part.nbytes for part in ours.parts)
+    stored = sum(tensor.nbytes for file in folder.glob("*.safetensors") for tensor in load_file(file).values())
+    assert found.trunk_bytes + found.experts.nbytes == stored
+    trunk = {name: tensor.dtype for name, tensor in found.trunk()}
+    assert trunk["model.layers.0.self_attn.q_proj.weight"] == "BLOCK_FP8"
+    assert trunk["model.layers.0.mlp.gate.weight"] == trunk["lm_head.weight"] == "BF16"
+
+
+def test_numbers_are_read_where_they_lie(folder: Path) -> None:
+    opened = open_model(folder)
+    (mapped,) = opened.mapped_files
+    assert opened.experts is not None
+    for tensor in (*opened.experts.expert(1, 3).parts, *(tensor for _, tensor in opened.trunk())):
+        assert mapped.address <= tensor.words.ctypes.data < mapped.address + mapped.size
+
+
+def test_the_layout_for_rings_has_every_byte_once(folder: Path) -> None:
+    layout, opened = layout_of(folder), open_model(folder)
+    assert opened.experts is not None and layout.trunk_bytes == opened.trunk_bytes
+    numbers = {name: number for number, (name, _) in enumerate(layout.files)}
+    for (layer, expert), runs in layout.experts.items():
+        assert runs == opened.experts.place(layer, expert).runs(numbers)
+
+
+def test_what_is_predicted_ahead_is_not_among_the_experts(tmp_path: Path) -> None:
+    """Qwen 3.5 is published with layers of its own for that, whose experts have numbers from 0 on, too."""
+    folder, _ = write_fp8(tmp_path / "model", write_tiny_model(tmp_path / "source", "qwen3_5_moe_text"))
+    before = layout_of(folder).experts
+    change_tensors(folder, lambda tensors: tensors.update({f"mtp.layers.0.mlp.experts.{number}.up_proj.weight":
+                                                           torch.zeros(8, 8) for number in range(2)}))  # fmt: skip
+    found = layout_of(folder)
+    assert {key: sum(run.nbytes for run in runs) for key, runs in found.experts.items()} == {
+        key: sum(run.nbytes for run in runs) for key, runs in before.items()
+    }
+    assert open_model(folder).experts is not None
+
+
+def test_preparing_gains_nothing_and_it_may_be_downloaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted, why = needs_preparing(folder)
+    assert not wanted and "used where they lie" in why
+    monkeypatch.setattr("engine.runtimes.choosing.mlx_installed", lambda: False)
+    refuse_download(json.loads((folder / "config.json").read_text()), 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"weight_block_size": None}, "FP8 with a scale for a whole tensor"),
+        ({"weight_block_size": None, "activation_scheme": "static"}, "a whole tensor and static scales of inputs"),
+        ({"activation_scheme": "static"}, r"FP8 with blocks of \[128, 128\] and static scales of inputs"),
+        ({"weight_block_size": [64, 128]}, r"FP8 with blocks of \[64, 128\]"),
+        ({"fmt": "e5m2"}, "FP8 with numbers of the kind e5m2"),
+        ({"quant_method": "fbgemm_fp8"}, "FBGEMM FP8"),
+        ({"quant_method": "compressed-tensors"}, "compressed-tensors"),
+    ],
+)
+def test_other_forms_of_fp8_are_refused_by_name(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], text: str
+) -> None:
+    monkeypatch.setattr("engine.runtimes.choosing.mlx_installed", lambda: False)
+    config = change_settings(folder, **settings)
+    refused(folder, f"quantised with .*{text}, which does not run here; take a GGUF file")
+    with pytest.raises(ModelError, match=text):
+        refuse_download(config, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda t: t.pop(GATE + "_scale_inv"), f"{GATE} is quantised, but {GATE}_scale_inv is missing"),
+        (lambda t: t.update({GATE + "_scale_inv": torch.ones(1, 2)}), f"{GATE} of shape .* does not fit to its scales"),
+        (
+            lambda t: t.update({GATE + "_scale_inv": torch.ones(2, 2, dtype=torch.int32)}),
+            r"does not fit to its scales \(I32 \[2, 2\]\)",
+        ),
+        (lambda t: t.update({GATE: t[GATE].reshape(-1)}), "does not fit to its scales"),
+        (lambda t: t.update({GATE: t[GATE].to(torch.float8_e5m2)}), "stored as F8_E5M2, which cannot be run|FP8"),
+    ],
+)
+def test_scales_that_do_not_fit_are_refused(
+    folder: Path, change: Callable[[dict[str, torch.Tensor]], Any], text: str
+) -> None:
+    change_tensors(folder, change)
+    refused(folder, text)
+
+
+def test_stacked_experts_begin_with_a_block(tmp_path: Path) -> None:
+    """Granite's gate and up are rows of one tensor."""
+    sizes: dict[str, Any] = {"hidden_size": 256, "num_attention_heads": 8}
+    source = write_tiny_model(tmp_path / "source", "granitemoe", intermediate_size=256, **sizes)
+    folder, truth = write_fp8(tmp_path / "model", source)
+    found, wanted = open_model(folder).experts, open_model(truth).experts
+    assert found is not None and wanted is not None
+    for name in ("gate", "up", "down"):
+        values = unpacked(getattr(found.expert(1, 2), name), torch.float32).numpy()
+        assert (values == getattr(wanted.expert(1, 2), name).words.view(np.float32)).all()
+    source = write_tiny_model(tmp_path / "odd", "granitemoe", intermediate_size=192, **sizes)
+    torn, _ = write_fp8(tmp_path / "torn", source)
+    experts = open_model(torn).experts
+    assert experts is not None
+    with pytest.raises(ModelError, match="192 rows that share a tensor do not begin with a block"):
+        experts.place(0, 0)
+
+
+def test_rows_are_brought_into_another_order_with_their_scales() -> None:
+    """Whole blocks of 128 rows, or rows of one block; others would have to share scales."""
+    words = np.arange(300 * 128, dtype=np.uint32).astype(np.uint8).reshape(300, 128)
+    scales = np.array([[1.0], [2.0], [3.0]], np.float32)
+    stored = StoredTensor("BLOCK_FP8", words, StoredTensor("F32", scales.view(np.uint32)))
+    rows = np.concatenate([np.arange(128, 256), np.arange(128)[::-1], np.arange(256, 300)])
+    moved = Change(rows=rows).in_rows(stored)
+    assert moved.scales is not None
+    assert moved.scales.words.view(np.float32).ravel().tolist() == [2.0, 1.0, 3.0]
+    assert (moved.words == words[rows]).all()
+    with pytest.raises(ModelError, match="reordered within blocks of 128"):
+        Change(rows=np.concatenate([np.arange(64), np.arange(128, 192), np.arange(64, 128)])).in_rows(stored)

@@ -1,0 +1,321 @@
+"""The catalogue, what a model's name means, and which models are here."""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+import os
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.errors import ModelError
+from engine.models.architectures.families import SUPPORTED
+from engine.models.folders import model_folder
+from engine.models.formats.gguf_names import tag_of
+from engine.models.store import local_models
+from engine.models.store.catalogue import catalogue, find, for_gpu_instead, offered, parse_catalogue
+from engine.models.store.local_models import installed, partial_downloads, remove, resolve
+from tests.support.random_examples import examples
+from tests.support.tiny_gguf import ARCHITECTURES
+
+
+@pytest.fixture(autouse=True)
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "home" / "models"
+
+
+def make_model(folder: Path, family: str = "mixtral", size: int = 1000, bank: bool = False) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(bytes(size))
+    (folder / "config.json").write_text(json.dumps({"model_type": family}))
+    if bank:
+        (folder / "bank.json").write_text("{}")
+    return folder
+
+
+BITS = {"Q4_K_M": 4.8, "Q8_0": 8.5, "4bit": 4.5, "8bit": 8.5}
+"""Bits of a weight, by what a tag or a repo's name ends in."""
+
+
+def test_every_entry_is_whole_and_runs_here() -> None:
+    entries = catalogue()
+    assert entries[0].name == "starter" and entries[0].origin == "starter" and not entries[0].repo
+    for entry in entries:
+        assert entry.family in SUPPORTED, f"{entry.name}: {entry.family} is not supported"
+        assert entry.licence in {"Apache-2.0", "MIT"}
+        if entry.experts:
+            assert 0 < entry.active_billion < entry.parameters_billion
+            assert 0 < entry.experts_per_token < entry.experts
+        else:
+            assert entry.active_billion == entry.parameters_billion and not entry.experts_per_token
+        assert entry.description.endswith(".") and len(entry.description) <= 110
+        assert "/" not in entry.name
+        assert entry.gigabytes <= 0.75 * entry.memory_gigabytes or not entry.memory_gigabytes
+        if entry.origin == "hub":
+            assert entry.repo.count("/") == 1
+            bits = entry.gigabytes * 8 / entry.parameters_billion
+            if entry.family == "gpt_oss":
+                assert 4.25 < bits < 5.3, "4.25 in the experts, more in the trunk"
+            elif entry.family == "gemma4_text":
+                assert 4.8 < bits < 5.5, "its experts' rows are no whole blocks of 256, so some are in more bits"
+            else:
+                assert bits == pytest.approx(BITS.get(entry.tag or entry.repo.rpartition("-")[2], 16), rel=0.06)
+        assert (entry.runtime == "native") == bool(entry.tag), (
+            "packed files for native are GGUF files, and no others are"
+        )
+        if entry.tag:
+            assert entry.tag == tag_of(entry.tag)
+            assert entry.family in ARCHITECTURES, f"{entry.name}: GGUF files of {entry.family} do not run"
+    assert [entry.gigabytes for entry in entries] == sorted(entry.gigabytes for entry in entries)
+
+
+@pytest.mark.parametrize("apple", [False, True])
+def test_something_packed_is_offered_for_every_size_of_machine(apple: bool) -> None:
+    runtime = "mlx" if apple else "native"
+    packed = [entry for entry in offered(apple=apple) if entry.runtime == runtime]
+    assert {8, 16, 32, 64, 128} <= {entry.memory_gigabytes for entry in packed}
+    assert {entry.runtime for entry in offered(apple=apple)} == {"any", runtime}
+    assert len(offered(apple=apple)) <= 20, "a list to choose from"
+    assert set(offered(apple=False)) | set(offered(apple=True)) == set(catalogue())
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("qwen3-30b-q4", "qwen3-30b-4bit"),
+        ("Qwen3-30B-A3B-Q4_K_M.gguf", "qwen3-30b-4bit"),
+        ("qwen3:8b", "qwen3-8b-4bit"),
+        ("gpt-oss-20b-mxfp4", "gpt-oss-20b"),
+        ("gpt-oss:120b", "gpt-oss-120b"),
+        ("qwen3.6-35b-q4", "qwen3.6-35b-4bit"),
+        ("mixtral-8x7b-q4", None),
+        ("qwen3-coder-30b-q4", None),
+        ("", None),
+    ],
+)
+def test_a_gguf_file_has_its_like_for_the_gpu_of_a_mac(name: str, instead: str | None) -> None:
+    found = for_gpu_instead(name)
+    assert (found.name if found else None) == instead
+
+
+def test_a_packed_entry_is_one_file_of_its_repo(models: Path) -> None:
+    model = resolve("qwen3-30b-q4")
+    assert (model.repo, model.tag) == ("unsloth/Qwen3-30B-A3B-Instruct-2507-GGUF", "Q4_K_M")
+    assert resolve("unsloth/Qwen3-30B-A3B-Instruct-2507-GGUF:q4_k_m") == model
+    assert resolve("unsloth/Qwen3-30B-A3B-Instruct-2507-GGUF:Q6_K").entry is None
+    make_model(models / "unsloth--Qwen3-30B-A3B-Instruct-2507-GGUF--Q4_K_M")
+    assert [item.name for item in installed()] == ["qwen3-30b-q4"]
+
+
+@pytest.mark.parametrize("change", [{"surprise": 1}, {"gigabytes": "many"}, {"family": None}, {"origin": "elsewhere"}])
+def test_a_damaged_catalogue_is_said(change: dict[str, object]) -> None:
+    text = importlib.resources.files("assets").joinpath("catalogue.toml").read_text(encoding="utf-8")
+    data = tomllib.loads(text)
+    data["model"][1].update(change)
+    with pytest.raises(ModelError, match="catalogue is damaged"):
+        parse_catalogue(data)
+    data = tomllib.loads(text)
+    data["model"].append(data["model"][0])
+    with pytest.raises(ModelError, match="names a model twice"):
+        parse_catalogue(data)
+
+
+def test_a_name_and_its_repo_are_the_same_model(models: Path, tmp_path: Path) -> None:
+    by_name, by_repo = resolve("mixtral-8x7b"), resolve("mistralai/Mixtral-8x7B-Instruct-v0.1")
+    assert by_name == by_repo == resolve("MIXTRAL-8X7B")
+    assert by_name.plain_folder == models / "mistralai--Mixtral-8x7B-Instruct-v0.1"
+    assert by_name.kind == "hub" and by_name.name == "mixtral-8x7b" and by_name.folder is None
+    assert find("nothing-like-it") is None
+    with pytest.raises(ModelError, match="is not on this machine; run: privatellm models pull mixtral-8x7b"):
+        by_name.require_folder()
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(ModelError, match=r"empty is no model: it lacks config\.json"):
+        resolve(str(empty)).require_folder()
+
+
+def test_any_repo_id_is_a_model(models: Path) -> None:
+    model = resolve("some.one/A-Model_v0.1")
+    assert (model.kind, model.repo, model.name) == ("hub", "some.one/A-Model_v0.1", "some.one/A-Model_v0.1")
+    assert model.plain_folder == models / "some.one--A-Model_v0.1"
+
+
+@pytest.mark.parametrize(
+    ("text", "tag", "folder"),
+    [
+        ("owner/M-GGUF:Q4_K_M", "Q4_K_M", "owner--M-GGUF--Q4_K_M"),
+        ("owner/M-GGUF:ud-q4_k_xl", "ud-q4_k_xl", "owner--M-GGUF--UD-Q4_K_XL"),
+        ("hf.co/owner/M-GGUF:Q8_0", "Q8_0", "owner--M-GGUF--Q8_0"),
+        ("https://huggingface.co/owner/M-GGUF", "", "owner--M-GGUF"),
+        ("owner/M-GGUF:M-Q8_0.gguf", "M-Q8_0.gguf", "owner--M-GGUF--Q8_0"),
+        ("owner/M-GGUF:Q8_0/M-Q8_0-00001-of-00002.gguf", "Q8_0/M-Q8_0-00001-of-00002.gguf", "owner--M-GGUF--Q8_0"),
+    ],
+)
+def test_one_file_of_a_repo_is_a_model(models: Path, text: str, tag: str, folder: str) -> None:
+    model = resolve(text)
+    assert (model.kind, model.repo, model.tag, model.plain_folder) == ("hub", "owner/M-GGUF", tag, models / folder)
+    with pytest.raises(ModelError, match="run: privatellm models pull owner/M-GGUF"):
+        model.require_folder()
+
+
+def make_gguf_model(models: Path, tag: str, *names: str) -> Path:
+    folder = models / f"owner--M-GGUF--{tag}"
+    folder.mkdir(parents=True)
+    for name in ("config.json", *names):
+        (folder / name).write_text("{}")
+    return folder
+
+
+def test_a_downloaded_file_is_found_by_whatever_names_it(models: Path) -> None:
+    four = make_gguf_model(models, "UD-Q4_K_XL", "M-UD-Q4_K_XL-00001-of-00002.gguf", "M-UD-Q4_K_XL-00002-of-00002.gguf")
+    for name in ("", ":UD-Q4_K_XL", ":q4_k_xl", ":M-UD-Q4_K_XL-00001-of-00002.gguf", ":m-ud-q4_k_xl"):
+        model = resolve(f"owner/M-GGUF{name}")
+        assert (model.folder, model.name) == (four, "owner/M-GGUF:UD-Q4_K_XL"), name
+    assert [item.name for item in installed()] == ["owner/M-GGUF:UD-Q4_K_XL"]
+    assert resolve(str(four)).name == "owner/M-GGUF:UD-Q4_K_XL"
+    assert resolve("owner/M-GGUF:Q8_0").folder is None
+    eight = make_gguf_model(models, "Q8_0", "M-Q8_0.gguf")
+    assert resolve("owner/M-GGUF:Q8_0").folder == eight
+    assert resolve("owner/M-GGUF").folder is None, "either could be meant"
+    assert remove("owner/M-GGUF:q4_k_xl") > 0 and not four.exists() and eight.exists()
+
+
+def test_the_bank_is_opened_where_there_is_one(models: Path) -> None:
+    plain = make_model(models / "owner--name")
+    assert resolve("owner/name").folder == plain and not resolve("owner/name").prepared
+    bank = make_model(models / "owner--name.prepared", size=500, bank=True)
+    assert resolve("owner/name").folder == bank and resolve("owner/name").prepared
+    os.utime(plain / "model.safetensors", ns=(0, (bank / "bank.json").stat().st_mtime_ns + 10**9))
+    assert resolve("owner/name").folder == plain, "weights changed since: the bank is out of date"
+
+
+def test_local_folders_are_models(tmp_path: Path, models: Path) -> None:
+    folder = make_model(tmp_path / "elsewhere" / "mine")
+    for text in (str(folder), "elsewhere/mine", "./elsewhere/mine"):
+        model = resolve(text)
+        assert (model.kind, model.name, model.folder) == ("folder", "mine", folder)
+        assert model.prepared_folder.parent == models and model.prepared_folder.name.startswith("local--mine--")
+    bank = make_model(model.prepared_folder, bank=True)
+    assert resolve(str(folder)).folder == bank
+    assert remove(str(folder)) > 0
+    assert resolve(str(folder)).folder == folder and folder.exists(), "a person's own folder is never deleted"
+    with pytest.raises(ModelError, match="Nothing of mine"):
+        remove(str(folder))
+
+
+def test_a_folder_in_the_models_folder_by_its_path(models: Path) -> None:
+    plain = make_model(models / "owner--name")
+    bank = make_model(models / "owner--name.prepared", bank=True)
+    assert resolve(str(bank)).plain_folder == plain
+    assert resolve(str(plain)).prepared_folder == bank
+
+
+NO_MODELS = [
+    "",
+    "  ",
+    "a\0b",
+    "mixtrall-8x7b",
+    "a/b/c",
+    "../x",
+    "~/absent",
+    "~nobody-of-that-name",
+    "owner/na me",
+    "/\x1b[2J",
+    "a\ud800",
+    "owner/name:",
+    "owner/name:../x",
+    "owner/name:a b",
+    "owner:Q4_K_M",
+    "ollama:",
+    "lmstudio:a/b:c",
+    "huggingface:\x1b[2J",
+]
+
+
+@pytest.mark.parametrize("text", [*NO_MODELS, "x" * 5000, "/" + "x" * 5000], ids=lambda text: ascii(text[:20]))
+def test_other_names_are_an_error_in_one_line(text: str) -> None:
+    with pytest.raises(ModelError) as raised:
+        resolve(text)
+    assert str(raised.value).isprintable() and len(str(raised.value)) < 500
+    assert raised.value.kind == "bad-input"
+
+
+def test_near_names_are_suggested(models: Path) -> None:
+    with pytest.raises(ModelError, match=r"did you mean mixtral-8x7b"):
+        resolve("mixtral8x7b")
+
+
+def test_a_file_that_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").write_bytes(b"pickle")
+    with pytest.raises(ModelError, match=r"neither a folder .* nor a \.gguf file"):
+        resolve("./model.bin")
+
+
+def test_unfinished_is_not_a_model(models: Path, tmp_path: Path) -> None:
+    make_model(models / "owner--name.partial")
+    (models / "owner--empty").mkdir()
+    assert installed() == []
+    assert resolve("owner/name").folder is None and resolve("owner/empty").folder is None
+    assert [name for name, _ in partial_downloads()] == ["owner/name"]
+    with pytest.raises(ModelError, match="unfinished"):
+        resolve(str(models / "owner--name.partial"))
+    assert remove("owner/name") > 0
+    assert partial_downloads() == []
+
+
+def test_what_is_installed(models: Path) -> None:
+    assert installed() == []
+    make_model(models / "mistralai--Mixtral-8x7B-Instruct-v0.1")
+    make_model(models / "mistralai--Mixtral-8x7B-Instruct-v0.1.prepared", bank=True)
+    make_model(models / "owner--name.prepared", family="olmoe", bank=True)
+    make_model(models / "starter", bank=True)
+    make_model(models / "local--mine--0123456789abcdef.prepared", bank=True)
+    broken = make_model(models / "owner--broken")
+    (broken / "config.json").write_text("{")
+    found = {model.name: model for model in installed()}
+    assert sorted(found) == ["mixtral-8x7b", "owner/broken", "owner/name", "starter"]
+    assert found["mixtral-8x7b"].prepared and found["mixtral-8x7b"].nbytes > 2000
+    assert found["owner/name"].prepared and found["owner/name"].family == "olmoe"
+    assert found["starter"].prepared and found["owner/broken"].family == ""
+    assert all(resolve(name).folder is not None for name in found)
+
+
+def test_removing(models: Path) -> None:
+    make_model(models / "owner--name", size=10_000)
+    make_model(models / "owner--name.prepared", size=20_000, bank=True)
+    make_model(models / "owner--name.partial", size=30_000)
+    make_model(models / "owner--name2")
+    assert remove("owner/name") > 60_000
+    assert [path.name for path in models.iterdir()] == ["owner--name2"]
+    with pytest.raises(ModelError, match="Nothing of owner/name"):
+        remove("owner/name")
+
+
+def test_one_writer_at_a_time(models: Path) -> None:
+    second = model_folder.exclusive(models / "a")
+    with (
+        model_folder.exclusive(models / "a"),
+        model_folder.exclusive(models / "b"),
+        pytest.raises(ModelError, match="already working on a"),
+    ):
+        second.__enter__()
+    with model_folder.exclusive(models / "a"):
+        assert (models / ".a.lock").exists()
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(text=st.text(max_size=60))
+def test_any_text_is_a_model_or_a_model_error(text: str) -> None:
+    try:
+        model = resolve(text)
+    except ModelError as error:
+        assert str(error)
+    else:
+        models_folder = local_models.locate("models")
+        assert model.prepared_folder.parent == models_folder, "nothing is ever written outside the models folder"

@@ -1,0 +1,168 @@
+"""Keys and values in 8 bits: half of the memory, each number within half a step, and the same conversations."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from engine.ipc.messages import Load
+from engine.models.folders.opening import open_model
+from engine.models.folders.sizes import sizes_of
+from engine.moe.kernels.bindings import available
+from engine.runtimes.native.bindings import KEY_BLOCK
+from engine.runtimes.native.cache import Page
+from engine.session.loading import load_session
+from tests.engine.runtimes.native_oracle import load_native, needs_kernels
+from tests.engine.runtimes.subjects import assert_close, fresh, prompt_of
+
+pytestmark = needs_kernels
+
+WIDE = {"head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+GROUP = 32
+
+
+LATENT = {"kv_lora_rank": 64, "qk_rope_head_dim": 32}
+
+
+@pytest.fixture
+def folder(tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model("qwen3_moe", **WIDE)
+
+
+def numbers(page: Page, format_: str, of: str) -> NDArray[np.float32]:
+    """Keys or values of a page's row 0, [layers, heads, positions, width]."""
+    words, width = page.arrays[("keys", "values").index(of)][0], page.shape.alike[0].width
+    layers, heads, blocks = words.shape[:3]
+    if format_ == "F32":
+        floats = words.view(np.float32)
+        if of == "values":
+            return floats.reshape(layers, heads, blocks * KEY_BLOCK, width)
+        found = floats.reshape(layers, heads, blocks, width, KEY_BLOCK)
+        return np.moveaxis(found, 3, 4).reshape(layers, heads, blocks * KEY_BLOCK, width)
+    data = words[..., : KEY_BLOCK * width].view(np.int8).astype(np.float32)
+    if of == "keys":
+        data = np.moveaxis(data.reshape(layers, heads, blocks, width // 2, KEY_BLOCK, 2), 4, 3)
+    else:
+        data = np.moveaxis(data.reshape(layers, heads, blocks, KEY_BLOCK // 2, width, 2), 5, 4)
+    data = data.reshape(layers, heads, blocks * KEY_BLOCK, width)
+    return data * np.repeat(scales(page, of), GROUP, axis=3)
+
+
+def scales(page: Page, of: str) -> NDArray[np.float32]:
+    """[layers, heads, positions, width / 32]"""
+    words, width = page.arrays[("keys", "values").index(of)][0], page.shape.alike[0].width
+    layers, heads, blocks = words.shape[:3]
+    bits = np.ascontiguousarray(words[..., KEY_BLOCK * width :]).view(np.uint16).astype(np.uint32) << 16
+    found = bits.view(np.float32).reshape(layers, heads, blocks, width // GROUP, KEY_BLOCK)
+    return np.moveaxis(found, 3, 4).reshape(layers, heads, blocks * KEY_BLOCK, width // GROUP)
+
+
+@pytest.mark.parametrize("instructions", available())
+def test_what_is_kept_is_what_was_computed_to_half_a_step(
+    folder: Path, instructions: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PRIVATELLM_KERNELS", instructions)
+    tokens = prompt_of(75)
+    exact, packed = load_native(folder, dtype="float32"), load_native(folder, dtype="float32", key_values="q8_0")
+    rows = exact.start(), packed.start()
+    for each in rows:
+        each.extend(tokens[:70])
+        for token in tokens[70:]:
+            each.step([token])
+    pages = [each._cache._segments[0].page for each in rows]
+    for of in ("keys", "values"):
+        # Only the first layer's input is the same in both: later ones saw rounded keys.
+        wanted, found = numbers(pages[0], "F32", of)[0, :, :75], numbers(pages[1], "Q8_0", of)[0, :, :75]
+        step = np.repeat(scales(pages[1], of)[0, :, :75], GROUP, axis=2)
+        assert (np.abs(found - wanted) <= 0.5001 * step + 1e-6).all()
+        largest = np.abs(wanted).reshape(*wanted.shape[:2], -1, GROUP).max(axis=3)
+        np.testing.assert_array_less(scales(pages[1], of)[0, :, :75], largest / 127 * 1.008 + 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "limit"),
+    [
+        ("qwen3_moe", WIDE, 0.03),
+        ("deepseek_v2", LATENT, 0.03),
+        # Its scores are not divided by the root of the width, so errors of keys weigh more.
+        ("gemma4_text", {"head_dim": 32, "global_head_dim": 64}, 0.1),
+    ],
+    ids=["heads", "latents", "two kinds of heads"],
+)
+@pytest.mark.parametrize("instructions", available())
+def test_answers_differ_slightly(
+    tiny_model: Callable[..., Path],
+    instructions: str,
+    family: str,
+    options: dict[str, int],
+    limit: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = tiny_model(family, **options)
+    monkeypatch.setenv("PRIVATELLM_KERNELS", instructions)
+    exact, packed = load_native(folder, dtype="float32"), load_native(folder, dtype="float32", key_values="q8_0")
+    tokens = prompt_of(300)
+    expected = fresh(exact, tokens)
+    found = fresh(packed, tokens)
+    assert_close(found, expected, limit)
+    assert np.abs(found - expected).max() > 0
+    halves = packed.start()
+    halves.extend(tokens[:211], want_logits=False)
+    assert_close(halves.extend(tokens[211:]), found, limit / 3)
+
+
+def test_rows_branch_and_trade_places(folder: Path) -> None:
+    model = load_native(folder, key_values="q8_0")
+    choose, tokens = random.Random(1), prompt_of(150)
+    single = model.start()
+    single.extend(tokens)
+    beams = single.fan_out(3)
+    histories: list[list[int]] = [[], [], []]
+    for _ in range(5):
+        chosen = [choose.randrange(3, 160) for _ in range(3)]
+        logits = beams.step(chosen)
+        histories = [[*history, token] for history, token in zip(histories, chosen, strict=True)]
+        for row in range(3):
+            assert_close(logits[row], fresh(model, tokens + histories[row]), 0.02)
+        parents = [choose.randrange(3) for _ in range(3)]
+        beams.reorder(parents)
+        histories = [histories[parent] for parent in parents]
+
+
+def test_it_takes_about_half_and_the_plan_knows(tiny_model: Callable[..., Path]) -> None:
+    folder = tiny_model("qwen3_moe", dtype="bfloat16", **WIDE)
+    plain, packed = load_native(folder), load_native(folder, key_values="q8_0")
+    bytes_of = [model.facts.key_value_bytes_per_token for model in (plain, packed)]
+    assert bytes_of[1] * 32 == bytes_of[0] * 17
+    caches = []
+    for model in (plain, packed):
+        rows = model.start()
+        rows.extend(prompt_of(128))
+        caches.append(rows._cache.nbytes)
+    assert caches == [128 * each for each in bytes_of]
+    sizes = sizes_of(open_model(folder), "bfloat16")
+    assert sizes.for_runtime("native", key_values="q8_0").key_value_bytes_per_token == bytes_of[1]
+    assert sizes.for_runtime("torch", key_values="q8_0").key_value_bytes_per_token == bytes_of[0]
+
+
+def test_heads_that_do_not_fit_are_said(tiny_model: Callable[..., Path]) -> None:
+    folder = tiny_model("mixtral", head_dim=16)
+    model = load_native(folder, key_values="q8_0")
+    assert any("heads of 16 numbers" in notice for notice in model.facts.notices)
+    plain = load_native(folder)
+    assert model.facts.key_value_bytes_per_token == plain.facts.key_value_bytes_per_token
+    assert np.array_equal(fresh(model, prompt_of(20)), fresh(plain, prompt_of(20)))
+    sizes = sizes_of(open_model(folder))
+    assert sizes.for_runtime("native", key_values="q8_0") == sizes.for_runtime("native")
+
+
+def test_torch_says_that_it_cannot(folder: Path) -> None:
+    request = Load(id=1, model=str(folder), runtime="torch", key_values="q8_0")
+    session = load_session(request, lambda stage, done, total, unit: None)
+    assert any("8 bits" in notice and "native" in notice for notice in session.facts.notices)
+    session.close()

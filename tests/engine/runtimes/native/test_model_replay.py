@@ -1,0 +1,173 @@
+"""Tokens that were decoded one by one are run again in passes of several, and leave the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine.cluster.all_gather import RingLayers
+from engine.cluster.central import CentralHead, CentralNode
+from engine.models.folders.opening import open_model
+from engine.moe.expert_parallel import Mode, RankContext
+from engine.moe.kernels.bindings import available
+from engine.planning.placement import Placement
+from engine.runtimes.native.bindings import STEPS_TOGETHER
+from engine.runtimes.native.model import NativeTokenRows
+from engine.runtimes.protocol import LoadedModel, RingPlace, TokenRows
+from tests.engine.cluster.memory_exchange import MemoryRing, must_succeed, on_all_ranks
+from tests.engine.cluster.ring_places import placed, places
+from tests.engine.runtimes.native.test_experts_only import experts_of
+from tests.engine.runtimes.native.test_ring import in_ring
+from tests.engine.runtimes.native_oracle import load_native, needs_kernels
+from tests.engine.runtimes.subjects import (
+    FP8,
+    GROUPED_MODELS,
+    NATIVE,
+    PACKED_FAMILIES,
+    PACKED_MODELS,
+    PUBLISHED,
+    StoredModel,
+    prompt_of,
+)
+
+pytestmark = needs_kernels
+
+TinyModel = Callable[..., Path]
+COUNTS = [STEPS_TOGETHER, 3, 1, 2, STEPS_TOGETHER, 5, STEPS_TOGETHER]
+
+
+def content(rows: TokenRows) -> list[bytes]:
+    """Everything that the row holds."""
+    assert isinstance(rows, NativeTokenRows)
+    found = rows.contents()
+    assert found is not None
+    return [bytes(memoryview(found.read(index)).cast("B")) for index in range(len(found.parts))]
+
+
+def two_ways(
+    model: LoadedModel, prompt: int, counts: list[int], before: Callable[[], None] = lambda: None
+) -> tuple[list[bytes], list[bytes]]:
+    """What rows hold after a prompt of so many tokens and the logits after each pass of ``counts`` tokens: run again in
+    these passes, and in single steps. ``before`` is called before each pass."""
+    tokens = prompt_of(prompt + sum(counts), seed=prompt)
+    again, single = model.start(), model.start()
+    found: list[bytes] = []
+    expected: list[bytes] = []
+    for rows in (again, single):
+        if prompt:
+            before()
+            rows.extend(tokens[:prompt], want_logits=False)
+    done = prompt
+    for number, count in enumerate(counts):
+        part = tokens[done : done + count]
+        before()
+        logits = again.replay(part, want_logits=number % 3 != 2)
+        assert again.length == done + count and (logits is None) == (number % 3 == 2)
+        for token in part:
+            before()
+            last = single.step([token])[0]
+        if logits is not None and logits.size:
+            assert np.isfinite(logits).all()
+            found.append(logits.tobytes())
+            expected.append(last.tobytes())
+        done += count
+    return [*found, *content(again)], [*expected, *content(single)]
+
+
+def assert_equal(model: LoadedModel, prompt: int = 30, counts: list[int] = COUNTS) -> None:
+    found, expected = two_ways(model, prompt, counts)
+    assert len(found) > 2 and found == expected
+
+
+@pytest.mark.parametrize("stored", NATIVE.stored)
+@pytest.mark.parametrize("family", NATIVE.families)
+def test_every_family(family: str, stored: str, stored_model: StoredModel) -> None:
+    assert_equal(NATIVE.load(stored_model(NATIVE, family, stored)))
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("instructions", available())
+@pytest.mark.parametrize("stored", ["float16", *PACKED_MODELS, *GROUPED_MODELS, FP8, PUBLISHED])
+def test_every_format_and_instruction_set(
+    stored: str, instructions: str, stored_model: StoredModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PRIVATELLM_KERNELS", instructions)
+    assert_equal(NATIVE.load(stored_model(NATIVE, "gpt_oss" if stored == PUBLISHED else "qwen2_moe", stored)))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("stored", PACKED_MODELS)
+@pytest.mark.parametrize("family", PACKED_FAMILIES)
+def test_every_packed_family(family: str, stored: str, stored_model: StoredModel) -> None:
+    assert_equal(NATIVE.load(stored_model(NATIVE, family, stored)))
+
+
+@pytest.mark.parametrize(
+    "instructions", [*available()[:1], *(pytest.param(name, marks=pytest.mark.soak) for name in available()[1:])]
+)
+@pytest.mark.parametrize("key_values", ["auto", "q8_0"])
+def test_where_attention_is_cut_into_parts(
+    key_values: str, instructions: str, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several pages, and the position after which the parts of a row become longer; one head of keys."""
+    monkeypatch.setenv("PRIVATELLM_KERNELS", instructions)
+    options = {"head_dim": 64, "num_attention_heads": 16, "num_key_value_heads": 1, "max_position_embeddings": 8192}
+    model = load_native(tiny_model("qwen3_moe", **options), cpu_threads=3, key_values=key_values)
+    for prompt in (0, 250, 4090):
+        assert_equal(model, prompt)
+
+
+def test_more_than_equal_as_many_steps_is_refused(tiny_model: TinyModel) -> None:
+    rows = load_native(tiny_model("mixtral")).start()
+    with pytest.raises(ValueError, match=f"at most {STEPS_TOGETHER}"):
+        rows.replay([3] * (STEPS_TOGETHER + 1))
+
+
+def placement_of(folder: Path, how: str) -> Placement:
+    experts = open_model(folder).experts
+    assert experts is not None
+    return placed(tuple(experts.layers), experts.count, 3, how)
+
+
+RING_FAMILIES = ("mixtral", "qwen2_moe", "deepseek_v3", "qwen3_5_moe_text", "gpt_oss")
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(("mode", "how"), [("exact", "overlapping"), ("fast", "even")])
+@pytest.mark.parametrize("family", RING_FAMILIES)
+def test_in_a_ring(family: str, mode: Mode, how: str, stored_model: StoredModel) -> None:
+    """In mode fast the machine that runs an expert of several machines is chosen by all tokens of a pass, so that sums
+    differ; nobody promises the same bits there."""
+    folder = stored_model(NATIVE, family)
+    ring = places(placement_of(folder, how), mode)
+    models = [in_ring(folder, place) for place in ring]
+
+    def work(rank: int) -> tuple[list[bytes], list[bytes]]:
+        layers = ring[rank].exchange
+        assert isinstance(layers, RingLayers)
+        return two_ways(models[rank], 30, COUNTS, layers.begin_pass)
+
+    for found, expected in must_succeed(on_all_ranks(work, 3)):
+        assert len(found) > 2 and found == expected
+
+
+@pytest.mark.parametrize("family", RING_FAMILIES)
+def test_in_a_central_ring(family: str, stored_model: StoredModel) -> None:
+    folder = stored_model(NATIVE, family)
+    placement, memory = placement_of(folder, "overlapping"), MemoryRing(3)
+    contexts = [RankContext("epoch", rank, placement, "central", "selected") for rank in range(3)]
+
+    def work(rank: int) -> tuple[list[bytes], list[bytes]]:
+        if rank:
+            CentralNode(contexts[rank], memory.ends[rank], experts_of(folder, contexts[rank])).serve()
+        head = CentralHead(contexts[0], memory.ends[0])
+        try:
+            return two_ways(in_ring(folder, RingPlace(contexts[0], head)), 30, COUNTS)
+        finally:
+            memory.ends[0].close()
+
+    found, expected = on_all_ranks(work, 3)[0]
+    assert len(found) > 2 and found == expected

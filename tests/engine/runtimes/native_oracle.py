@@ -1,0 +1,62 @@
+"""What the tests of the native trunk share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.ipc.messages import Load
+from engine.moe.kernels.bindings import choose
+from engine.runtimes import runtime_named
+from engine.runtimes.native.model import NativeModel
+from engine.runtimes.protocol import Logits
+from tests.engine.runtimes.torch_oracle import no_progress
+
+FAMILIES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "olmoe",
+    "granitemoe",
+    "gpt_oss",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe_lite",
+    "glm4_moe",
+    "qwen3_next",
+    "lfm2_moe",
+    "gemma4_text",
+)
+PREPARED_ONLY = ("gpt_oss",)
+"""Those of the families whose checkpoints are transposed, so that the kernels read the experts of a bank only."""
+
+needs_kernels = pytest.mark.skipif(not choose("float32").native, reason=choose("float32").reason)
+
+
+def after_alike_branches(model: NativeModel, tokens: list[int], answer: Sequence[int]) -> Logits:
+    """The logits [vocabulary] after ``tokens`` and ``answer`` in eighteen branches, which are the same to the bit."""
+    rows = model.start()
+    rows.extend(tokens)
+    branches = rows.fan_out(18)
+    for token in answer:
+        alike = branches.step([token] * 18)
+    assert all(row.tobytes() == alike[0].tobytes() for row in alike)
+    first: Logits = alike[0]
+    return first
+
+
+def load_native(folder: Path, **options: Any) -> NativeModel:
+    """``folder`` loaded by the native runtime, with two threads unless ``options`` say otherwise."""
+    request = Load(id=1, model=folder.name, **({"cpu_threads": 2} | options))
+    loaded = runtime_named("native").load(folder, request, no_progress)
+    assert isinstance(loaded, NativeModel)
+    return loaded

@@ -1,0 +1,82 @@
+"""The same GGUF file in llama.cpp: privatellm is as near to what the weights stand for."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gguf import GGMLQuantizationType
+
+from engine.models.store.gguf_folder import open_gguf
+from tests.engine.runtimes.native_oracle import FAMILIES as NATIVE
+from tests.engine.runtimes.native_oracle import load_native, needs_kernels
+from tests.engine.runtimes.subjects import prompt_of
+from tests.engine.runtimes.torch_oracle import STEPS, library_run, load, no_progress, our_run, steps_apart
+from tests.support.tiny_gguf import ARCHITECTURES, whole_blocks, write_tiny_gguf
+from tests.support.tiny_models import write_tiny_model
+
+pytest.importorskip("llama_cpp", reason="llama-cpp-python is installed by `make bench`")
+pytestmark = [needs_kernels, pytest.mark.soak]
+
+ALIKE = 1.1
+"""Largest error of ours as a multiple of llama.cpp's, the geometric mean over the steps of all prompts. Both round the
+same inputs, so that the ratio of a single step says nothing."""
+PROMPTS = 8
+PLAIN = 0.002
+"""Error of llama.cpp on plain weights, which computes with keys and values in float16."""
+FAMILIES = tuple(family for family in ARCHITECTURES if family != "mistral")
+"""Families of which llama.cpp computes the same: it takes a mistral file for a llama without a window."""
+
+
+ALIKE_FOR: dict[str, dict[str, Any]] = {
+    "olmoe": {"clip_qkv": None},
+    "deepseek_v2": {"q_lora_rank": 256, "n_group": 1, "topk_group": 1, "topk_method": "greedy"},
+    "gpt_oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 150000.0}},
+}
+"""What llama.cpp does otherwise is left out: it knows no limit of olmoe's queries and keys, which no published model
+has, rounds the borders of yarn, which gpt-oss leaves as they are, chooses groups of experts by their best two where
+DeepSeek V2 does it by the best, and takes queries without latents for V2-Lite, of 27 layers."""
+
+
+def errors(folder: Path, family: str, kind: str, prompts: int) -> tuple[list[float], list[float]]:
+    """Our errors and llama.cpp's at each step of each prompt, relative to transformers' logits on what the weights
+    stand for."""
+    from benchmarks.engines import LlamaCppInPlaceEngine
+
+    source = write_tiny_model(folder / "source", family, **(whole_blocks(family) | ALIKE_FOR.get(family, {})))
+    truth, path = folder / "truth", folder / f"{kind}.gguf"
+    write_tiny_gguf(path, source, ARCHITECTURES[family], quantised=GGMLQuantizationType[kind], truth=truth)
+    loaded = load_native if family in NATIVE else load
+    model, engine = loaded(open_gguf(path, no_progress), dtype="float32"), LlamaCppInPlaceEngine(path, 2)
+    ours: list[float] = []
+    theirs: list[float] = []
+    for seed in range(prompts):
+        tokens = prompt_of(24, seed)
+        answer, wanted = library_run(truth, tokens, chunks=1)
+        ours += steps_apart(our_run(model, tokens, 1, answer), wanted)
+        found = [engine.prompt(tokens)]
+        engine.rows(1)
+        found += [engine.step([token])[0] for token in answer[:-1]]
+        theirs += steps_apart(found, wanted)
+    return ours, theirs
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_llama_cpp_reads_the_file_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
+    ours, theirs = errors(tmp_path, family, "F32", prompts=1)
+    assert statistics.median(ours) < 1e-5
+    assert statistics.median(theirs) < PLAIN
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K", "Q6_K", "MXFP4"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_weights_cost_no_more_precision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, kind: str
+) -> None:
+    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
+    ours, theirs = errors(tmp_path, family, kind, PROMPTS)
+    assert len(ours) == len(theirs) == PROMPTS * STEPS
+    assert statistics.geometric_mean(a / b for a, b in zip(ours, theirs, strict=True)) < ALIKE

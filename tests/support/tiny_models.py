@@ -1,0 +1,330 @@
+"""Tiny random models of every family, written by transformers' own ``save_pretrained``: the oracles of the tests.
+
+Every model has four decoder layers or fewer, odd feed-forward sizes, grouped-query attention where the family has it,
+and what else the family knows: dense first layers, shared experts, sliding windows, norms of queries and keys, biases.
+Routers and heads are scaled so that tokens go to different experts and the logits are far from uniform.
+"""
+
+from __future__ import annotations
+
+import shutil
+import zlib
+from pathlib import Path
+from typing import Any
+
+from tests.support.shared_folders import written_once
+
+TINY_MOE_FAMILIES: tuple[str, ...] = (
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "olmoe",
+    "gpt_oss",
+    "deepseek_v3",
+    "deepseek_v2",
+    "glm4_moe_lite",
+    "granitemoe",
+    "qwen3_5_moe_text",
+    "qwen3_next",
+    "lfm2_moe",
+    "gemma4_text",
+    "phimoe",
+    "glm4_moe",
+    "minimax",
+    "dbrx",
+    "llama4_text",
+)
+TINY_DENSE_FAMILIES: tuple[str, ...] = ("llama", "mistral", "qwen2", "qwen3", "qwen3_5_text")
+TINY_FAMILIES: tuple[str, ...] = TINY_DENSE_FAMILIES + TINY_MOE_FAMILIES
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 160,
+    "hidden_size": 48,
+    "intermediate_size": 56,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+_DELTA_NET: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+}
+"""Three layers of gated delta-net, the fourth with attention."""
+
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 6,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
+"""Latent attention; experts in groups, of which the best two count."""
+
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": True},
+    "mistral": {"sliding_window": 16, "head_dim": 16},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 56,
+        "mlp_only_layers": [1],
+    },
+    "qwen3_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "norm_topk_prob": True,
+        "head_dim": 16,
+        "mlp_only_layers": [0],
+    },
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 3, "clip_qkv": 4.0},
+    "gpt_oss": {
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "head_dim": 16,
+        "sliding_window": 16,
+        # The family's own yarn scaling is kept; only the lengths are made small.
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 8.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "deepseek_v3": {**_LATENT, "first_k_dense_replace": 1, "q_lora_rank": 24, "num_mtp_layers": 0},
+    "deepseek_v2": {
+        **_LATENT,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": None,
+        "n_shared_experts": 2,
+        "topk_method": "group_limited_greedy",
+        "routed_scaling_factor": 1.5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "glm4_moe_lite": {**_LATENT, "q_lora_rank": 24, "v_head_dim": 20, "n_group": 1, "topk_group": 1},
+    "granitemoe": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "embedding_multiplier": 1.5,
+        "logits_scaling": 0.8,
+        "residual_multiplier": 0.9,
+        "attention_multiplier": 0.3,
+    },
+    "phimoe": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "attention_bias": True,
+        "lm_head_bias": True,
+        "sliding_window": 16,
+    },
+    "glm4_moe": {
+        "head_dim": 16,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "n_shared_experts": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "routed_scaling_factor": 1.5,
+        "num_mtp_layers": 0,
+    },
+    "qwen3_5_text": _DELTA_NET,
+    "qwen3_5_moe_text": {
+        **_DELTA_NET,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 56,
+    },
+    "qwen3_next": {
+        **_DELTA_NET,
+        "linear_num_value_heads": 4,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 56,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    },
+    "lfm2_moe": {
+        "num_hidden_layers": 4,
+        "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+        "num_dense_layers": 1,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+    },
+    "gemma4_text": {
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "global_head_dim": 24,
+        "num_key_value_heads": 3,
+        "num_global_key_value_heads": 2,
+        "attention_k_eq_v": True,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        "enable_moe_block": True,
+        "num_experts": 8,
+        "top_k_experts": 3,
+        "moe_intermediate_size": 40,
+        "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": 30.0,
+    },
+    "minimax": {
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "head_dim": 16,
+        "block_size": 8,
+        "num_hidden_layers": 4,
+        "full_attn_alpha_factor": 1.2,
+        "linear_attn_alpha_factor": 1.1,
+        "mlp_alpha_factor": 1.3,
+    },
+    "dbrx": {
+        "attn_config": {"clip_qkv": 4.0, "kv_n_heads": 2, "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": 56, "moe_num_experts": 6, "moe_top_k": 2},
+    },
+    "llama4_text": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "intermediate_size_mlp": 72,
+        "head_dim": 16,
+        "interleave_moe_layer_step": 2,
+        "attention_chunk_size": 16,
+        "num_hidden_layers": 4,
+        "floor_scale": 16,
+    },
+}
+_DBRX_NAMES = {
+    "hidden_size": "d_model",
+    "num_attention_heads": "n_heads",
+    "num_hidden_layers": "n_layers",
+    "max_position_embeddings": "max_seq_len",
+    "intermediate_size": None,
+    "num_key_value_heads": None,
+}
+
+
+def tiny_config(family: str, **overrides: Any) -> Any:
+    """The transformers configuration of the tiny model of ``family``, with ``overrides``."""
+    from transformers import AutoConfig
+
+    values = _COMMON | _FAMILIES[family] | overrides
+    if family == "dbrx":
+        values = {_DBRX_NAMES.get(name, name) or "": value for name, value in values.items()}
+        values.pop("", None)
+    return AutoConfig.for_model(family, **values)
+
+
+ENDLESS = 1_000_000
+"""A context in which an answer does not end before it is stopped."""
+
+kept_in: Path | None = None
+"""Folder in which a run of the tests keeps every tiny model that it has made. None: each call makes one."""
+
+
+def write_tiny_model(folder: Path, family: str, **options: Any) -> Path:
+    """Write a random model of ``family`` (one of TINY_FAMILIES) into ``folder`` and return ``folder``.
+
+    ``options``: ``dtype``, torch's name of the stored type; ``shards``, whether the weights are split over several
+    files with an index; ``seed``; and settings of the configuration. The same arguments give the same weights. There is
+    no tokenizer.
+    """
+    if kept_in is None:
+        _make(folder, family, **options)
+    else:
+        shutil.copytree(
+            tiny_model_kept(kept_in, family, **options), folder, dirs_exist_ok=True, copy_function=shutil.copyfile
+        )
+    return folder
+
+
+def tiny_model_kept(root: Path, family: str, **options: Any) -> Path:
+    """The folder of that tiny model in ``root``, made by the process that needs it first. Not to be changed."""
+    key = zlib.crc32(repr(sorted(options.items())).encode())
+    return written_once(root / f"{family}-{key:08x}", lambda folder: _make(folder, family, **options))
+
+
+def _make(
+    folder: Path, family: str, *, dtype: str = "float32", seed: int = 0, shards: bool = False, **config_overrides: Any
+) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    config = tiny_config(family, **config_overrides)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    generator = torch.Generator().manual_seed(zlib.crc32(family.encode()) + seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            _fill(name, parameter, generator, family, tied=model.config.tie_word_embeddings)
+        for name, buffer in model.named_buffers():
+            if name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar")):
+                buffer.normal_(float(name.endswith("layer_scalar")), 0.1, generator=generator)
+    model.to(getattr(torch, dtype))
+    model.config.dtype = getattr(torch, dtype)
+    total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    model.save_pretrained(folder, max_shard_size=max(1024, total // 4) if shards else "5GB")
+
+
+def _fill(name: str, parameter: Any, generator: Any, family: str, *, tied: bool) -> None:
+    """Random values of a scale that keeps signals of every layer near one."""
+    gemma = family == "gemma4_text"
+    if name.endswith(("bias", "sinks")):
+        parameter.normal_(0.0, 0.3, generator=generator)
+    elif gemma and name.endswith(("q_norm.weight", "k_norm.weight")):  # their products are not divided by anything
+        parameter.normal_(0.7, 0.1, generator=generator)
+    elif "norm" in name.rsplit(".", 2)[-2] or name.endswith("scale"):
+        parameter.normal_(1.0, 0.2, generator=generator)
+    elif "embed" in name or name.endswith("wte.weight"):
+        # gemma's embeddings are multiplied by the root of their width.
+        parameter.normal_(0.0, (0.1 if gemma else 0.4) if tied else 1.0, generator=generator)
+    elif gemma and name.endswith("router.proj.weight"):  # what comes in is divided by the root of its width
+        parameter.normal_(0.0, 2.0, generator=generator)
+    else:
+        is_router = name.endswith(("gate.weight", "router.weight", "router.layer.weight"))
+        is_head = name.endswith("lm_head.weight")
+        gain = 3.0 if is_router or is_head else 1.3
+        inputs = parameter.shape[-1] if parameter.dim() < 3 else min(parameter.shape[-2:])
+        parameter.normal_(0.0, gain / inputs**0.5, generator=generator)
