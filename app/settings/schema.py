@@ -34,6 +34,7 @@ from engine.ipc.messages import (
     Partitioning,
     RuntimeName,
     Sampling,
+    values_of,
 )
 
 THEMES = (
@@ -244,7 +245,7 @@ class Settings(RingSettings):
     @property
     def terms(self) -> LendTerms:
         """On which terms this machine is lent."""
-        own = {name: getattr(self, name) for name in MachineOptions.__struct_fields__}
+        own = values_of(MachineOptions, self)
         return LendTerms(
             lend_memory=_bytes(self.ring_memory),
             lend_gpu_memory=_bytes(self.ring_gpu_memory),

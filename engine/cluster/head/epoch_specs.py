@@ -10,7 +10,7 @@ from engine.cluster.membership.control_messages import EpochMember, EpochSpec
 from engine.cluster.membership.node import Node, listener_addresses
 from engine.cluster.membership.rpc_fanout import Candidate
 from engine.cluster.transport.addresses import as_sent, own_ip_towards, parse_address
-from engine.ipc.messages import Load
+from engine.ipc.messages import Load, ModelOptions, values_of
 from engine.ipc.messages.ring import ExchangeName, RingFacts
 from engine.moe.expert_parallel import HEAD
 from engine.planning.ring_plan import RingDecision
@@ -65,6 +65,7 @@ def epoch_specs(
         rank: node.identity.certificate_pem if rank == HEAD else node.table.peer(node_id).certificate_pem.encode()
         for rank, node_id in ids.items()
     }
+    options = ModelOptions(**values_of(ModelOptions, load) | {"model": name, "cpu_threads": threads})
     specs = {}
     for rank, node_id in ids.items():
         members = [
@@ -87,16 +88,10 @@ def epoch_specs(
             mode=decision.mode,
             link=ring.survey.links.get((ids[HEAD], node_id)),
             one_by_one=trial.one_by_one,
-            cpu_threads=threads,
             loading=decision.loading,
             weights=list(decision.weights),
             exchanges=list(exchanges),
-            model=name,
-            runtime=load.runtime,
-            dtype=load.dtype,
-            key_values=load.key_values,
-            context_limit=load.context_limit,
-            prefill_chunk=load.prefill_chunk,
+            options=options,
             width=sizes.hidden if sizes is not None else 0,
             experts_per_token=sizes.experts_per_token if sizes is not None else 0,
             whole=decision.kind == "elsewhere",

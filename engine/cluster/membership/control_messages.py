@@ -10,13 +10,14 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from engine.cluster.transport.exchange import RingProtocolError
-from engine.ipc.messages.parts import DtypeName, KeyValuesName, RuntimeName
+from engine.ipc.messages.parts import DtypeName, RuntimeName
+from engine.ipc.messages.requests import ModelOptions
 from engine.ipc.messages.ring import ExchangeName, LinkFacts
 from engine.moe.expert_parallel import Loading, Mode
 from engine.planning.calibration import Calibration, Curve, ExpertShape, check_calibration
 from engine.planning.placement import Placement
 
-CONTROL_PROTOCOL = 2
+CONTROL_PROTOCOL = 3
 """Version of the control protocol. It is increased when nodes of two versions could not understand each other."""
 
 SERVICE = "privatellm.ControlBody"
@@ -283,21 +284,15 @@ class EpochSpec(ControlBody, frozen=True, kw_only=True):
     mode: Mode
     loading: Loading
     weights: list[float]
-    cpu_threads: int | None = None
-    """Number of threads; None: one per core. For measurements whose nodes are processes of one machine."""
     link: LinkFacts | None = None
     """The head's measurement of its link to this node."""
     one_by_one: bool = False
     """Whether central mode calls experts one after the other, the paper's naive version. For measurements."""
     exchanges: list[ExchangeName]
     """The exchanges to connect, in order. All of them are measured, and one is kept."""
-    model: str
-    """Name of the model on the screen."""
-    runtime: RuntimeName
-    dtype: DtypeName = "auto"
-    key_values: KeyValuesName = "auto"
-    context_limit: int | None = None
-    prefill_chunk: int = 512
+    options: ModelOptions
+    """Options of the model, which has its name on the screen. ``cpu_threads`` is for measurements whose nodes are
+    processes of one machine; a node's own person decides on the other options of its machine."""
     width: int = 0
     """Width of a hidden state. Layers of this size and ``experts_per_token`` are rehearsed; 0: none are."""
     experts_per_token: int = 0
@@ -406,7 +401,7 @@ def check_spec(spec: EpochSpec) -> None:
         raise RingProtocolError("An epoch's weights or its key have the wrong size.")
     if (
         not _EPOCH.fullmatch(spec.epoch)
-        or spec.prefill_chunk < 1
+        or spec.options.prefill_chunk < 1
         or not all(0 < weight < 1e9 for weight in spec.weights)
     ):
         raise RingProtocolError("An epoch's name, its weights or its prefill chunk are none.")

@@ -27,7 +27,7 @@ from engine.cluster.transport.exchange import Buffer, Exchange, Link, PeerLost
 from engine.cluster.weights.transfer import outline
 from engine.cluster.worker.follower import BEAMS_LIMIT, Follower
 from engine.errors import ModelError
-from engine.ipc.messages import LENT_GPU_SHARE, ExchangeName, LendTerms, Load
+from engine.ipc.messages import LENT_GPU_SHARE, ExchangeName, LendTerms, Load, MachineOptions, ModelOptions, values_of
 from engine.ipc.progress import ProgressCallback
 from engine.moe.expert_parallel import HEAD
 from engine.moe.kernels.pool import within_this_machine
@@ -59,22 +59,16 @@ def lent_gpu(gpu: GpuFacts | None, terms: LendTerms) -> GpuFacts | None:
 
 def load_of(spec: EpochSpec, terms: LendTerms) -> Load:
     """How the shard is loaded: as the head loads its own, on this machine's ``terms``."""
-    own = terms.machine_options() | {"cpu_threads": lent_threads(terms, spec.cpu_threads)}
+    own = values_of(MachineOptions, terms) | {"cpu_threads": lent_threads(terms, spec.options.cpu_threads)}
     # mlx has nothing but the GPU, whose memory is the machine's.
-    on_cpu = spec.runtime == "native" or (spec.runtime == "torch" and terms.lend_gpu_memory == 0)
+    on_cpu = spec.options.runtime == "native" or (spec.options.runtime == "torch" and terms.lend_gpu_memory == 0)
     wanted = Load(
         id=0,
-        model=spec.model,
-        runtime=spec.runtime,
-        dtype=spec.dtype,
-        key_values=spec.key_values,
         partitioning="cpu" if on_cpu else "auto",
-        context_limit=spec.context_limit,
-        prefill_chunk=spec.prefill_chunk,
         most_memory=terms.lend_memory,
         most_gpu_memory=terms.lend_gpu_memory,
         most_gpu_share=LENT_GPU_SHARE if terms.lend_gpu_memory is None else 1.0,
-        **own,
+        **values_of(ModelOptions, spec.options) | own,
     )
     return within_this_machine(wanted)[0]
 
@@ -84,8 +78,8 @@ def shard_bytes(folder: Path, spec: EpochSpec) -> int:
     experts = outline(folder).expert_bytes * spec.placement.count_of(spec.rank)
     if spec.mode == "central":
         return experts
-    load = Load(id=0, model=spec.model, runtime=spec.runtime, dtype=spec.dtype)
-    return experts + read_headers(folder, load).sizes.for_runtime(spec.runtime).trunk_bytes
+    load = Load(id=0, **values_of(ModelOptions, spec.options))
+    return experts + read_headers(folder, load).sizes.for_runtime(spec.options.runtime).trunk_bytes
 
 
 def gpu_shard_bytes(
@@ -97,7 +91,7 @@ def gpu_shard_bytes(
     folder cannot be read.
     """
     lent = lent_gpu(gpu, terms)
-    if lent is None or experts_runtime(spec.runtime, installed) != "torch":
+    if lent is None or experts_runtime(spec.options.runtime, installed) != "torch":
         return 0
     load = load_of(spec, terms)
     sizes = read_headers(folder, load).sizes
@@ -199,7 +193,7 @@ class ModelWork(_ModelFollowing):
         context, load = rank_context_of(spec), load_of(spec, task.terms)
         layers = layers_for(context, exchange)
         place = RingPlace(context, layers, logits=False)
-        model = load_model(runtime_named(spec.runtime), spec.model, task.folder, load, task.progress, place)
+        model = load_model(runtime_named(load.runtime), load.model, task.folder, load, task.progress, place)
         super().__init__(task, model, layers, link, move)
 
     @property
@@ -212,8 +206,8 @@ class WholeWork(_ModelFollowing):
 
     def __init__(self, task: FollowerTask, link: Link) -> None:
         spec = task.spec
-        load, runtime = load_of(spec, task.terms), runtime_named(spec.runtime)
-        model = load_model(runtime, spec.model, task.folder, load, task.progress, known_whole=True)
+        load, runtime = load_of(spec, task.terms), runtime_named(spec.options.runtime)
+        model = load_model(runtime, spec.options.model, task.folder, load, task.progress, known_whole=True)
         self.answers = Answers(link, task.observe)
         model.between_layers = self.answers.check
         super().__init__(task, model, self.answers, link)
@@ -237,7 +231,7 @@ class CentralWork:
     def __init__(self, task: FollowerTask, exchange: Exchange) -> None:
         spec, folder = task.spec, task.folder
         # The head's runtime, if it is installed here, gives the bits of one machine.
-        own = experts_runtime(spec.runtime, task.installed)
+        own = experts_runtime(spec.options.runtime, task.installed)
         context = rank_context_of(spec)
         load = load_of(spec, task.terms)
         self._experts = load_experts(own, folder, load, context, task.progress)
@@ -249,7 +243,7 @@ class CentralWork:
         """Whether that layer was the first one of a pass."""
         self._ran = task.ran
         self._observe = task.observe
-        most = max(BEAMS_LIMIT, spec.prefill_chunk)
+        most = max(BEAMS_LIMIT, spec.options.prefill_chunk)
         self._node = CentralNode(context, exchange, self._experts, self._ran_layer, spec.one_by_one, self._around, most)
 
     @property

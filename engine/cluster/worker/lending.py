@@ -138,7 +138,9 @@ class ClusterWorker:
             warming = following.warming if following else None
             return LendingFacts(
                 head=self._node.table.name_of(self._head),
-                model=plain_text(spec.model if spec else self._offered.identity.name if self._offered else "", 100),
+                model=plain_text(
+                    spec.options.model if spec else self._offered.identity.name if self._offered else "", 100
+                ),
                 rank=spec.rank if spec else 0,
                 nodes=spec.placement.nodes if spec else 0,
                 experts=mine or sum(len(experts) for experts in held.values()),
@@ -424,7 +426,7 @@ class ClusterWorker:
             following.close()
         self._go_on("connecting")
         try:
-            rehearsal = rehearsal_of(spec, lent_threads(self._terms, spec.cpu_threads))
+            rehearsal = rehearsal_of(spec, lent_threads(self._terms, spec.options.cpu_threads))
             commands = spec.mode != "central"
             connect_epoch(self._node.links, links, spec.exchanges, commands, rehearsal, self._connect_s)
         except BaseException:
@@ -547,7 +549,9 @@ class ClusterWorker:
 
     def _folder(self, spec: EpochSpec, need: Need | None) -> Path:
         if need is None:
-            raise ModelError(f"{self._node.name} has no share of {plain_text(spec.model, 100)}.", kind="network")
+            raise ModelError(
+                f"{self._node.name} has no share of {plain_text(spec.options.model, 100)}.", kind="network"
+            )
         return need.folder
 
     def _progress(self, caller: Caller) -> Callable[[str, int, int, str], None]:

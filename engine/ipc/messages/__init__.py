@@ -95,6 +95,7 @@ from engine.ipc.messages.requests import (
     LoadOptions as LoadOptions,
     MachineOptions as MachineOptions,
     MeasureMachine as MeasureMachine,
+    ModelOptions as ModelOptions,
     OpenNetwork as OpenNetwork,
     Pair as Pair,
     Plan as Plan,
@@ -105,6 +106,7 @@ from engine.ipc.messages.requests import (
     ShowCode as ShowCode,
     Shutdown as Shutdown,
     Watch as Watch,
+    values_of as values_of,
 )
 from engine.ipc.messages.ring import (
     ExchangeName as ExchangeName,

@@ -34,6 +34,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
     id: int
 
 
+def values_of(kind: type[msgspec.Struct], options: object) -> dict[str, Any]:
+    """The values of all fields of ``kind`` by name. ``options`` has attributes of these names."""
+    return {name: getattr(options, name) for name in kind.__struct_fields__}
+
+
 class MachineOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of how a machine runs its part of a model, chosen by the person at that machine."""
 
@@ -46,21 +51,24 @@ class MachineOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Whether to lock the weights in memory as well, as far as the system allows. Where GPU and CPU share one memory
     they are wired."""
 
-    def machine_options(self) -> dict[str, Any]:
-        """The values of these options by name, for another struct that has them."""
-        return {name: getattr(self, name) for name in MachineOptions.__struct_fields__}
 
-
-class LoadOptions(MachineOptions, frozen=True, kw_only=True):
-    """The model to load, and how. :mod:`app.settings.schema` makes it of settings and flags."""
+class ModelOptions(MachineOptions, frozen=True, kw_only=True):
+    """The model to load, and the options that all nodes of a ring must share to compute the same."""
 
     model: str
     """Catalogue name, Hugging Face repo id, local folder or GGUF file."""
     runtime: RuntimeName = "auto"
     dtype: DtypeName = "auto"
     key_values: KeyValuesName = "auto"
-    partitioning: Partitioning = "auto"
     context_limit: int | None = None
+    prefill_chunk: int = 512
+    """Tokens per prefill chunk. Cancellation and progress happen between chunks."""
+
+
+class LoadOptions(ModelOptions, frozen=True, kw_only=True):
+    """The model to load, and how. :mod:`app.settings.schema` makes it of settings and flags."""
+
+    partitioning: Partitioning = "auto"
     policy: ExpertPolicy = "balanced"
     gpu_expert_bytes: int | None = None
     """Bytes of GPU memory for experts; None: all that trunk, keys and values and workspace leave free."""
@@ -70,8 +78,6 @@ class LoadOptions(MachineOptions, frozen=True, kw_only=True):
     """Bytes of GPU memory that all of the model may take; None: what is free."""
     most_gpu_share: float = 1.0
     """Fraction of the GPU's memory that all of the model may take at most."""
-    prefill_chunk: int = 512
-    """Tokens per prefill chunk. Cancellation and progress happen between chunks."""
     prefix_bytes: int | None = None
     """Bytes of memory for the keys and values of other conversations than the current one; None: a part of what is
     free; 0: none are kept."""

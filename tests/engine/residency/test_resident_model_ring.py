@@ -21,7 +21,7 @@ from engine.cluster.transport.exchange import PeerLost
 from engine.cluster.worker.follower import Follower
 from engine.cluster.worker.follower_work import CentralWork, FollowerTask
 from engine.errors import ModelError
-from engine.ipc.messages import AnyEvent, Finished, LendTerms, Load, Notice, WarmUp
+from engine.ipc.messages import AnyEvent, Finished, LendTerms, Load, ModelOptions, Notice, WarmUp
 from engine.models.folders.weight_layout import layout_of
 from engine.moe.expert_parallel import RankContext
 from engine.planning.placement import Placement
@@ -264,10 +264,8 @@ def central_spec(folder: Path, placement: Placement) -> EpochSpec:
         mode="central",
         loading="selected",
         weights=[1.0, 1.0],
-        cpu_threads=1,
         exchanges=["tls"],
-        model=str(folder),
-        runtime="torch",
+        options=ModelOptions(model=str(folder), runtime="torch", cpu_threads=1),
     )
 
 

@@ -64,7 +64,7 @@ from engine.cluster.worker import lending
 from engine.cluster.worker.follower_work import Busy
 from engine.cluster.worker.lending import ClusterWorker
 from engine.errors import Cancelled, ModelError
-from engine.ipc.messages import Load, OpenNetwork
+from engine.ipc.messages import Load, ModelOptions, OpenNetwork
 from engine.ipc.messages.ring import LinkFacts, RingChoice
 from engine.planning.calibration import Curve, ExpertShape
 from engine.planning.placement import Placement
@@ -442,8 +442,7 @@ def spec_for(nodes: Nodes, rank: int = 1, **changes: Any) -> EpochSpec:
         "loading": "selected",
         "weights": [],
         "exchanges": ["tls"],
-        "model": "m",
-        "runtime": "native",
+        "options": ModelOptions(model="m", runtime="native"),
     }
     return EpochSpec(**(values | changes))
 

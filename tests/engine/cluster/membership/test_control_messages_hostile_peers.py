@@ -69,7 +69,7 @@ from engine.cluster.worker.follower import BEAMS_LIMIT, Follower
 from engine.cluster.worker.lending import ClusterWorker
 from engine.errors import ModelError
 from engine.generation.sampling import SamplerState, SamplingRule
-from engine.ipc.messages import OpenNetwork
+from engine.ipc.messages import ModelOptions, OpenNetwork
 from engine.ipc.messages.ring import LinkFacts
 from engine.planning.calibration import Calibration, Curve, ExpertShape
 from engine.planning.placement import Placement
@@ -493,7 +493,13 @@ def test_greetings_are_short(pair: Nodes, said: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"epoch": ""}, {"epoch": "e\n"}, {"epoch": "e" * 65}, {"weights": [1.0, math.nan]}, {"prefill_chunk": 0}],
+    [
+        {"epoch": ""},
+        {"epoch": "e\n"},
+        {"epoch": "e" * 65},
+        {"weights": [1.0, math.nan]},
+        {"options": ModelOptions(model="m", prefill_chunk=0)},
+    ],
 )
 def test_epochs_that_no_head_makes_are_refused(changes: dict[str, Any]) -> None:
     check_spec(spec_with())

@@ -42,7 +42,7 @@ from engine.cluster.parts import TimeConstants
 from engine.cluster.transport.exchange import RingProtocolError
 from engine.cluster.worker.lending import ClusterWorker
 from engine.errors import ModelError
-from engine.ipc.messages import OpenNetwork
+from engine.ipc.messages import ModelOptions, OpenNetwork
 from engine.planning.placement import Placement
 from engine.system import free_memory
 from tests.engine.cluster.paired_nodes import Nodes, make_identity
@@ -296,8 +296,7 @@ def spec_with(**changes: Any) -> EpochSpec:
         "loading": "selected",
         "weights": [1.0, 1.0],
         "exchanges": ["tls"],
-        "model": "m",
-        "runtime": "native",
+        "options": ModelOptions(model="m", runtime="native"),
     }
     return EpochSpec(**(values | changes))
 

@@ -23,7 +23,7 @@ from engine.cluster.worker import lending
 from engine.cluster.worker.follower_work import gpu_shard_bytes, lent_gpu, lent_threads, load_of
 from engine.cluster.worker.lending import ClusterWorker
 from engine.errors import ModelError
-from engine.ipc.messages import LendTerms, OpenNetwork
+from engine.ipc.messages import LendTerms, ModelOptions, OpenNetwork, RuntimeName
 from engine.models.folders.weight_layout import layout_of
 from engine.planning.placement import Placement
 from tests.engine.cluster.paired_nodes import Nodes
@@ -59,11 +59,13 @@ def spec_of(pair: Nodes, placement: Placement, cpu_threads: int | None = None, m
         mode=mode,  # type: ignore[arg-type]
         loading="selected",
         weights=[],
-        cpu_threads=cpu_threads,
         exchanges=["tls"],
-        model="m",
-        runtime="native",
+        options=ModelOptions(model="m", runtime="native", cpu_threads=cpu_threads),
     )
+
+
+def computed_by(spec: EpochSpec, runtime: RuntimeName) -> EpochSpec:
+    return msgspec.structs.replace(spec, options=ModelOptions(model="m", runtime=runtime))
 
 
 @pytest.mark.parametrize(
@@ -105,12 +107,12 @@ def test_of_a_gpu_half_is_lent_or_what_its_person_says(
     found = lent_gpu(gpu, terms)
     assert (None if found is None else found.memory_lent) == told
     assert lent_gpu(None, terms) is None
-    spec = msgspec.structs.replace(spec_of(pair, Placement((0,), 2, (((0,), (1,)),))), runtime="torch")
+    spec = computed_by(spec_of(pair, Placement((0,), 2, (((0,), (1,)),))), "torch")
     load = load_of(spec, terms)
     assert (load.partitioning, load.most_gpu_memory, load.most_gpu_share) == (partitioning, most, share)
     # mlx has nothing but the GPU, and refuses to run on the CPU.
-    assert load_of(msgspec.structs.replace(spec, runtime="mlx"), terms).partitioning == "auto"
-    assert load_of(msgspec.structs.replace(spec, runtime="native"), terms).partitioning == "cpu"
+    assert load_of(computed_by(spec, "mlx"), terms).partitioning == "auto"
+    assert load_of(computed_by(spec, "native"), terms).partitioning == "cpu"
 
 
 def test_what_a_gpu_keeps_needs_no_other_memory(
@@ -124,12 +126,12 @@ def test_what_a_gpu_keeps_needs_no_other_memory(
     held = layout.expert_bytes * len(layout.layers)
     gpu = GpuFacts(name="an L4", memory_total=24 << 30, memory_free=20 << 30)
     monkeypatch.setattr(lending, "torch_gpu", lambda *_: gpu)
-    spec = msgspec.structs.replace(spec_of(pair, placement), runtime="torch")
+    spec = computed_by(spec_of(pair, placement), "torch")
     assert gpu_shard_bytes(folder, spec, gpu, LendTerms(), BOTH) == held
     assert gpu_shard_bytes(folder, spec, gpu, LendTerms(lend_gpu_memory=0), BOTH) == 0
     assert gpu_shard_bytes(folder, spec, gpu, LendTerms(lend_gpu_memory=1 << 20), BOTH) == 0
     assert gpu_shard_bytes(folder, spec, None, LendTerms(), BOTH) == 0
-    assert gpu_shard_bytes(folder, msgspec.structs.replace(spec, runtime="native"), gpu, LendTerms(), BOTH) == 0
+    assert gpu_shard_bytes(folder, computed_by(spec, "native"), gpu, LendTerms(), BOTH) == 0
     for lent, said in ((None, "not connect"), (0, "Bob lends .* of memory and its share would take")):
         terms = LendTerms(lend_memory=layout.trunk_bytes + 1000, lend_gpu_memory=lent)
         lender = ClusterWorker(pair.nodes[1], terms=terms, connect_s=0.5)
