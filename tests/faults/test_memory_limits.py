@@ -6,188 +6,33 @@ import ctypes
 import json
 import os
 import re
-import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.calibration import reading_rates
-from engine.calibration.reading_rates import notice_beyond_memory, read_rate
 from engine.cluster.membership.control_messages import WantedFacts
 from engine.cluster.membership.measuring_node import measure_node
 from engine.doctor_facts import doctor_facts
 from engine.ipc.messages import Load, Plan
 from engine.models.folders.opening import open_model
 from engine.models.folders.prepare import prepare
-from engine.models.formats.byte_map import FileMapping
 from engine.models.formats.model_files import Experts
-from engine.moe.kernels import bindings
 from engine.runtimes.native import runtime as native_runtime
 from engine.runtimes.native.model import NativeModel
 from engine.runtimes.native.runtime import NativeRuntime
 from engine.runtimes.native.weights import TrunkWeights
-from engine.runtimes.torch.offload import local
 from engine.runtimes.torch.offload.host_memory import HostExperts
-from engine.runtimes.torch.offload.tensor_backend import ReadAhead
 from engine.session.plan_model import plan_model
 from engine.system import free_memory
 from engine.system.free_memory import container_bytes, container_limit
-from tests.engine.runtimes.torch_oracle import load, prompt
 from tests.faults import limited_memory
 from tests.support.engine_forks import with_libraries
 from tests.support.hooked_engine import hooked
 from tests.support.tiny_models import write_tiny_model
-
-# --- the notice ---------------------------------------------------------------------------------------------------
-
-
-def test_experts_that_fit_are_no_news(tmp_path: Path) -> None:
-    experts = open_model(write_tiny_model(tmp_path, "mixtral")).experts
-    assert experts is not None
-    assert notice_beyond_memory("experts", experts.nbytes, (), experts.nbytes) is None
-
-
-def _files(experts: Experts) -> Sequence[FileMapping]:
-    found: Sequence[FileMapping] = getattr(experts, "mapped_files", ())
-    assert found
-    return found
-
-
-def test_experts_that_do_not_fit_are_said_with_the_rate(tmp_path: Path) -> None:
-    experts = open_model(write_tiny_model(tmp_path, "mixtral", hidden_size=480, intermediate_size=1120)).experts
-    assert experts is not None
-    line = notice_beyond_memory(
-        "experts", experts.nbytes, _files(experts), experts.nbytes - 1, measure=lambda path: 1.234e9
-    )
-    size = f"{experts.nbytes / 1e9:.1f} GB"
-    assert line == (
-        f"The model's {size} of experts do not fit in the {size} of memory that are free for it, so some are "
-        "read from disk each time they are used: at 1.23 GB/s, as measured just now."
-    )
-    line = notice_beyond_memory("experts", experts.nbytes, _files(experts), 0, measure=lambda path: None)
-    assert line is not None and line.endswith("each time they are used, which is slow.")
-
-
-@pytest.fixture
-def on_disk(tmp_path: Path) -> Callable[[int], Path]:
-    """``on_disk(nbytes)``: a file whose pages can be dropped, which those that are still to be written cannot."""
-    kind = subprocess.run(["stat", "-f", "-c", "%T", tmp_path], capture_output=True, text=True, check=True).stdout
-    if kind.strip() in ("tmpfs", "ramfs"):
-        pytest.skip("temporary files are in memory here")
-
-    def written(nbytes: int) -> Path:
-        file = tmp_path / "weights"
-        file.write_bytes(os.urandom(nbytes))
-        with file.open("rb") as opened:
-            os.fdatasync(opened.fileno())
-        return file
-
-    return written
-
-
-@pytest.mark.parametrize("nbytes", [20 * 2**20 + 13, 2**20, 3])
-def test_a_rate_is_measured_on_the_file_itself(on_disk: Callable[[int], Path], nbytes: int) -> None:
-    """It is in memory as it was just written, and is dropped from it."""
-    rate = read_rate(on_disk(nbytes))
-    assert rate is not None and rate > 0
-
-
-def test_of_what_cannot_be_read_there_is_no_rate(tmp_path: Path) -> None:
-    assert read_rate(tmp_path / "absent") is None
-    (tmp_path / "empty").touch()
-    assert read_rate(tmp_path / "empty") is None
-
-
-def test_of_a_file_of_somebody_else_there_is_a_rate(
-    on_disk: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Linux then says of every page that it is in memory."""
-    monkeypatch.setattr(os, "geteuid", lambda: 65_534)
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    monkeypatch.setattr(reading_rates._PagesInMemory, "any", lambda self, start: True)
-    rate = read_rate(on_disk(2**20))
-    assert rate is not None and rate > 0
-
-
-def test_a_file_that_shrinks_meanwhile_ends_nothing(
-    on_disk: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    absent = reading_rates._absent
-
-    def shrinking(file: int, *arguments: Any) -> list[int]:
-        found = absent(file, *arguments)
-        os.truncate(f"/proc/self/fd/{file}", 0)
-        return found
-
-    monkeypatch.setattr(reading_rates, "_absent", shrinking)
-    assert read_rate(on_disk(2**22)) is None
-
-
-def test_what_is_cached_is_no_rate_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on macOS, where nothing drops what is cached."""
-    file = tmp_path / "weights"
-    file.write_bytes(os.urandom(3 * 2**20))
-    file.read_bytes()
-    monkeypatch.delattr(os, "posix_fadvise", raising=False)
-    assert read_rate(file) is None
-
-
-@pytest.mark.parametrize("kernels", ["", "off"])
-def test_the_answer_is_the_same_and_the_experts_are_asked_for_ahead(
-    tmp_path: Path, kernels: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(bindings.VARIABLE, kernels)
-    prepare(write_tiny_model(tmp_path / "plain", "mixtral"), tmp_path / "prepared", lambda *_: None)
-    roomy = load(tmp_path / "prepared")
-    tokens = prompt(roomy, 20)
-    expected = roomy.start().extend(tokens)
-    assert not any("do not fit" in notice for notice in roomy.facts.notices)
-    asked: list[tuple[int, set[int]]] = []
-    will_need = ReadAhead.will_need
-
-    def watched(self: ReadAhead, layer: int, indices: torch.Tensor) -> None:
-        asked.append((layer, set(indices.flatten().tolist())))
-        will_need(self, layer, indices)
-
-    monkeypatch.setattr(ReadAhead, "will_need", watched)
-    monkeypatch.setattr(reading_rates, "read_rate", lambda path: 1.234e9)  # of a file in memory there is none
-    monkeypatch.setattr(local, "available_bytes", lambda: roomy.facts.trunk_bytes + roomy.facts.expert_bytes - 1)
-    tight = load(tmp_path / "prepared")
-    line = next(notice for notice in tight.facts.notices if "do not fit" in notice)
-    assert line.endswith("at 1.23 GB/s, as measured just now.")
-    assert (tight.start().extend(tokens) == expected).all()
-    assert tight.executor is not None
-    for layer in tight.facts.moe_layers:
-        counts = tight.executor.popularity.counts(layer)
-        assert (layer, {expert for expert, count in enumerate(counts) if count}) in asked
-
-
-def test_pages_asked_for_cover_the_expert_and_little_else(tmp_path: Path) -> None:
-    plain = write_tiny_model(tmp_path / "plain", "mixtral", hidden_size=128, intermediate_size=200)
-    prepare(plain, tmp_path / "prepared", lambda *_: None)
-    for folder in (plain, tmp_path / "prepared"):
-        experts = open_model(folder).experts
-        assert experts is not None
-        for expert in range(experts.count):
-            weights = experts.expert(1, expert)
-            ranges = experts.place(1, expert).page_ranges()
-            assert len(ranges) <= (1 if folder.name == "prepared" else 3)
-            for start, nbytes in ranges:
-                assert start % reading_rates._PAGE == nbytes % reading_rates._PAGE == 0
-            for matrix in (weights.gate, weights.up, weights.down):
-                first = matrix.words.ctypes.data
-                assert any(start <= first and first + matrix.nbytes <= start + size for start, size in ranges)
-            total = sum(matrix.nbytes for matrix in (weights.gate, weights.up, weights.down))
-            assert sum(size for _, size in ranges) <= total + 6 * reading_rates._PAGE
-
-
-# --- how much memory there is -------------------------------------------------------------------------------------
 
 
 def group(folder: Path, version: int, limit: str, used: int, files: int) -> None:
@@ -319,8 +164,6 @@ def test_the_native_runtime_asks_for_experts_beyond_the_memory_ahead(
             assert pages[2 * places[expert] + 1 : 2 * places[expert + 1] : 2].sum() == nbytes > 0
     assert logits(tight) == logits(roomy)
 
-
-# --- for real -----------------------------------------------------------------------------------------------------
 
 LIMIT = 240 * 2**20
 """More than the process itself needs beside what it was forked with, less than that and the model's 252 MB of

@@ -11,6 +11,7 @@ from textual.command import CommandPalette
 from textual.pilot import Pilot
 from textual.widgets import OptionList
 
+from app.settings.schema import THEMES
 from app.tui.application import ChatApp
 from app.tui.keymap import COMMANDS, use
 from app.tui.lending import Events, LendingApp
@@ -204,3 +205,19 @@ async def test_the_marked_command_can_be_seen_without_colours(
         await wait_until(pilot, lambda: found.highlighted is not None and underlined())
         marked = str(found.get_option_at_index(found.highlighted or 0).prompt).splitlines()
         assert underlined() == marked
+
+
+pytestmark = pytest.mark.usefixtures("few_settings")
+
+
+async def test_a_theme_of_the_palette_is_there_at_the_next_start(make_app: MakeApp) -> None:
+    app = make_app()
+    async with app.run_test() as pilot:
+        await ready(pilot, app)
+        assert set(app.available_themes) == set(THEMES)
+        app.theme = "nord"
+        await pilot.pause()
+    again = make_app()
+    async with again.run_test() as pilot:
+        await ready(pilot, again)
+        assert again.theme == "nord"

@@ -6,10 +6,12 @@ import asyncio
 import fcntl
 import os
 import pty
+import sqlite3
 import struct
 import subprocess
 import sys
 import termios
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from textual.content import Content
 from textual.events import Key
 
 from app.chat.state import Entry
+from app.conversations.exporting import export_problem
 from app.conversations.store import ConversationStore
 from app.tui.chat.message import FAST, STEP, LiveTail, MessageView
 from app.tui.chat.status import StatusLine
@@ -434,3 +437,32 @@ async def test_a_fast_answer_is_shown_whole_with_few_drawings_of_the_status(
         assert app.chat is not None
         assert app.chat.controller.status.tokens_per_s == 200.0
         assert 0 < drawn < 100
+
+
+pytestmark = pytest.mark.usefixtures("few_settings")
+
+
+async def test_the_notice_of_text_not_saved_goes_when_it_is_saved(make_app: MakeApp, store: ConversationStore) -> None:
+    app = make_app()
+    async with app.run_test() as pilot:
+        await ready(pilot, app)
+        with closing(sqlite3.connect(store.path, isolation_level=None)) as other:  # type: ignore[attr-defined]
+            other.execute("BEGIN IMMEDIATE")
+            await ask(pilot, app, "hello")
+            await wait_until(pilot, lambda: "locked by another program" in notice(app))
+            other.execute("ROLLBACK")
+            controller(app)._saver.retry()
+            await wait_until(pilot, lambda: not notice(app))
+            assert "not saved" not in "".join(shown(app))
+
+
+def test_an_export_that_fails_says_why(tmp_path: Path) -> None:
+    path = tmp_path / "nope" / "x.md"
+    with pytest.raises(OSError) as failed:
+        path.open("x")
+    assert export_problem(path, failed.value) == f"Export failed: the folder {path.parent} does not exist."
+    there = tmp_path / "x.md"
+    there.touch()
+    with pytest.raises(OSError) as failed:
+        there.open("x")
+    assert export_problem(there, failed.value) == f"Export failed: {there} already exists; choose another name."

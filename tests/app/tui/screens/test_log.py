@@ -1,4 +1,4 @@
-"""The log screen, the status in words, and the slowest layer or node in words."""
+"""The log screen."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from textual.pilot import Pilot
 from textual.widgets import Static
 
 from app.chat.state import Phase, Status
-from app.chat.words import slowest_layer_words, slowest_words, status_words, timing_words
+from app.chat.words import status_words
 from app.log_tail import log_path, read_tail
 from app.running_servers import RunningServer, announced, servers_folder
 from app.tui.application import ChatApp
 from app.tui.chat.status import StatusLine
 from app.tui.render.status_line import status_line
-from engine.ipc.messages import LayerTimes, MemoryUse, Timing
-from tests.app.fake_engine import FACTS, FakeEngine
-from tests.app.tui.screen_helpers import MakeApp, ask, controller, ready, wait_until
-from tests.app.tui.screens.test_machines import FORMED, NODES
-from tests.app.tui.screens.test_screens_pictures import TIMING, app_of
+from engine.ipc.messages import MemoryUse
+from tests.app.fake_engine import FACTS
+from tests.app.tui.screen_helpers import MakeApp, controller, ready, wait_until
+from tests.app.tui.screens.test_screens_pictures import app_of
 
 
 def write_log(text: str, log: str = "engine") -> Path:
@@ -94,52 +93,6 @@ async def test_a_server_is_shown_while_it_runs(make_app: MakeApp) -> None:
             assert "serving :8777" in app.screen.query_one(StatusLine).render().plain
             assert "http://127.0.0.1:8777/v1" in " ".join(status_words(controller(app).status))
         await wait_until(pilot, lambda: "serving" not in line())
-
-
-def test_the_status_is_told_in_sentences() -> None:
-    assert status_words(FULL) == [
-        "Activity: ready.",
-        "Model: starter, Q4_K_M, 393 M parameters, 4 experts, 2 active per token.",
-        "Engine: torch · local (torch, cpu).",
-        "Context: 512 of 2,048 tokens (25%).",
-        "Memory: 1.2 GB of the engine's own, and 4.0 GB of mapped files, which the system drops when it needs room.",
-        "Speed of the last answer: 12.3 tok/s, first token after 210 ms.",
-        "Beams: 4.",
-        "Not saved: The disk is full.",
-    ]
-    on_a_ring = msgspec.structs.replace(FACTS, ring=FORMED)
-    assert "Machines: ring of 2 · tls, encrypted." in status_words(Status(facts=on_a_ring))
-    assert status_words(Status(model="big", problem="It does not fit."))[1:] == [
-        "No model is loaded: It does not fit.", "Model: big, not loaded.",
-    ]  # fmt: skip
-
-
-def test_the_slowest_layer_or_node_is_named() -> None:
-    layers = [LayerTimes(experts=1.0), LayerTimes(attention=0.5, experts=1.9), LayerTimes()]
-    assert slowest_layer_words(layers) == "Layer 1 takes longest: experts 1.9 of 2.4 ms"
-    assert slowest_words(TIMING) == "Layer 4 takes longest: experts 8.0 of 9.8 ms"
-    ring = Timing(prefill=NODES[0].prefill, decode=NODES[0].decode, nodes=list(NODES))
-    assert " is slowest in " in slowest_words(ring)
-    assert timing_words(TIMING)[0] == "Layer 4 takes longest: experts 8.0 of 9.8 ms."
-    assert timing_words(TIMING)[1].startswith("Decoding 57.2 ms per token: attention 20%, ")
-    assert slowest_words(Timing(prefill=TIMING.prefill, decode=msgspec.structs.replace(TIMING.decode, layers=[]))) == ""
-
-
-async def test_the_slowest_layer_is_on_the_status_line_while_times_are_measured(
-    make_app: MakeApp, engine: FakeEngine
-) -> None:
-    engine.timing = TIMING
-    app = make_app()
-    async with app.run_test(size=(160, 40)) as pilot:
-        await ready(pilot, app)
-        status = controller(app).status
-        await pilot.press("f5")
-        await wait_until(pilot, lambda: engine.watching)
-        await ask(pilot, app, "Why?")
-        assert "Layer 4 takes longest: experts 8.0 of 9.8 ms (f5)" in status_line(status, 160).plain
-        await pilot.press("f5", "f5")
-        await wait_until(pilot, lambda: not engine.watching)
-        assert "takes longest" not in status_line(status, 160).plain
 
 
 @pytest.mark.parametrize("what", ["status", "log"])

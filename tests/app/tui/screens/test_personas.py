@@ -1,8 +1,7 @@
-"""The screens of a chat's system prompt, persona and sampling."""
+"""The screen of personas: saved, chosen, edited, deleted and brought back."""
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import msgspec
@@ -10,19 +9,19 @@ import pytest
 from textual.pilot import Pilot
 from textual.widgets import Input, OptionList, Static, TextArea
 
-from app.chat.starting import Start
-from app.conversations.store import ConversationStore
 from app.settings.personas import Persona, open_personas
 from app.tui.application import ChatApp
 from app.tui.screens.dialogues import EditText
 from app.tui.screens.personas import PersonaEditor, PersonasScreen
 from app.tui.screens.sampling import SamplingScreen
 from app.tui.screens.value_editor import ValueEditor, ValueRow
-from engine.ipc.messages import Generate, Load, Sampling
+from engine.ipc.messages import Generate, Sampling
 from tests.app.fake_engine import FACTS, FakeEngine
-from tests.app.tui.screen_helpers import MakeApp, ask, controller, notice, ready, shown, wait_until
+from tests.app.tui.screen_helpers import MakeApp, ask, controller, notice, ready, wait_until
 
 POET = Persona("Poet", "Answer in rhymes.", "", {"temperature": 1.2})
+
+
 EDITOR = Persona("Strict editor", "Correct spelling.", "other", {"temperature": 0.0})
 
 
@@ -240,32 +239,3 @@ async def test_what_is_wrong_in_the_file_is_told_where_a_persona_is_chosen(make_
         assert "temperature cannot be 77" in str(app.screen.query_one("#personas-problem", Static).visual)
         await pilot.press("enter")
         assert heading(app) == "A"
-
-
-async def test_the_chat_begins_as_the_command_line_says(
-    make_app: MakeApp, engine: FakeEngine, store: ConversationStore
-) -> None:
-    old = store.create(model="starter", own_values={"own": {"seed": 4}})
-    store.add(old.id, "user", "the latest question", parent=None)
-    app = make_app(temperature=0.5)
-    app._start = Start(latest=True, model="big", persona=dataclasses.replace(EDITOR, values={"top_k": 3}))
-    app._start.choose_model(app.settings_file)
-    async with app.run_test() as pilot:
-        await ready(pilot, app)
-        assert [load.model for load in engine.sent(Load) if isinstance(load, Load)] == ["big"]
-        await wait_until(pilot, lambda: shown(app))
-        assert "the latest question" in shown(app)[0] and heading(app) == "Strict editor · system prompt"
-        setup = controller(app).setup
-        assert (setup.system, setup.options.top_k, setup.options.seed) == ("Correct spelling.", 3, None)
-        await wait_until(pilot, lambda: store.conversation(old.id).own_values.get("persona") == "Strict editor")
-        await pilot.press("ctrl+n")
-        assert setup.options == controller(app).options and setup.options.model == "big"
-
-
-async def test_nothing_to_continue_is_a_new_chat(make_app: MakeApp) -> None:
-    app = make_app()
-    app._start = Start(latest=True)
-    async with app.run_test() as pilot:
-        await ready(pilot, app)
-        await wait_until(pilot, lambda: "no earlier chat to continue" in toasts(app))
-        assert controller(app).thread.path == []

@@ -6,7 +6,7 @@ import gc
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from ipaddress import ip_address
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +18,6 @@ import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from discovery.addresses import shown_address
 from discovery.identity import load_identity
@@ -35,10 +34,8 @@ from engine.cluster.membership.control_messages import (
     Greeting,
     NodeLoad,
 )
-from engine.cluster.membership.heartbeat import BUSY_S, STALLED_S, PeerWatch, silence_allowed, version_problem
 from engine.cluster.membership.node import LentState, Node
 from engine.cluster.membership.server import ControlServer, Credentials, CrowdLimit, RpcMethod, _end_of
-from engine.cluster.parts import TimeConstants
 from engine.cluster.transport.exchange import RingProtocolError
 from engine.cluster.worker.lending import ClusterWorker
 from engine.errors import ModelError
@@ -50,6 +47,7 @@ from tests.support.eventually import PATIENCE_S, eventually
 from tests.support.random_examples import examples
 
 pytestmark = pytest.mark.usefixtures("no_keyring")
+
 
 ALL_METHODS = ["Hello", "Beat", *LENDING]
 
@@ -78,9 +76,6 @@ def kind_of(method: str) -> str:
     return LENDING[method][1] if method in LENDING else "one"
 
 
-# --- who is answered ------------------------------------------------------------------------------------------------
-
-
 def test_paired_nodes_find_each_other_by_address(pair: Nodes) -> None:
     eventually(pair.ready)
     facts = pair.nodes[0].table.facts()[0]
@@ -95,51 +90,6 @@ def test_a_machine_says_how_much_memory_its_control_group_has(pair: Nodes, monke
     monkeypatch.setattr(free_memory, "_limits", lambda *_: [(1_000_000_000, 700_000_000)])
     load = pair.nodes[0].load()
     assert (load.memory_total, load.memory_free) == (1_000_000_000, 700_000_000 - free_memory.RESERVE_BYTES)
-
-
-def test_a_heartbeat_that_arrives_late_does_not_displace_a_newer_one() -> None:
-    """A heartbeat and the answer to another one cross: the older of the two may arrive last."""
-    watch = watch_of(lambda: 0.0)
-    older, newer = (NodeLoad(process="x", number=each, memory_total=1, memory_free=1) for each in (7, 8))
-    watch.record_contact(newer)
-    watch.record_contact(older)
-    assert watch.view().load == newer
-    another = replace(older, process="y", number=1)
-    watch.record_contact(another)
-    assert watch.view().load == another
-
-
-def test_silence_while_this_process_was_stalled_is_not_the_others() -> None:
-    """After a suspended machine wakes up, what the others sent meanwhile still waits to be read."""
-    now = [100.0]
-    watch = watch_of(lambda: now[0])
-    watch.record_contact()
-    now[0] += 600.0
-    assert watch.view().alive
-    alive = []
-    for _ in range(50):
-        now[0] += 0.1
-        alive.append(watch.view().alive)
-    silent = alive.index(False) / 10 + STALLED_S
-    assert silent == pytest.approx(TimeConstants().lost_s, abs=0.2)
-    assert not any(alive[alive.index(False) :])
-    now[0] += 600.0
-    watch.record_contact()
-    assert watch.view().alive, "it called after this process woke up"
-    assert not silent_for(watch, now, TimeConstants().lost_s + 2 * STALLED_S), "it died then"
-
-
-def silent_for(watch: PeerWatch, now: list[float], seconds: float) -> bool:
-    """Whether the machine still counts as alive after so many seconds, looked at ten times a second."""
-    for _ in range(round(10 * seconds)):
-        now[0] += 0.1
-        watch.view()
-    return watch.view().alive
-
-
-def watch_of(clock: Callable[[], float]) -> PeerWatch:
-    unused: Any = None
-    return PeerWatch("a" * 64, "one", unused, unused, unused, lambda: None, clock=clock, times=TimeConstants())
 
 
 @pytest.mark.parametrize(
@@ -245,9 +195,6 @@ def test_machine_that_is_not_lent_refuses_in_a_sentence(pair: Nodes) -> None:
         client.close()
 
 
-# --- what is not understood -----------------------------------------------------------------------------------------
-
-
 def test_damaged_body_is_refused_and_the_server_lives(pair: Nodes) -> None:
     credentials = Credentials(
         pair.identities[0].key_pem, pair.identities[0].certificate_pem, pair.identities[1].certificate_pem
@@ -331,9 +278,6 @@ def test_an_epoch_that_cannot_be_is_refused(changes: dict[str, Any]) -> None:
         messages.check_spec(spec_with(**changes))
 
 
-# --- versions and identities ----------------------------------------------------------------------------------------
-
-
 def test_other_version_is_refused_with_both_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     versions = iter(["0.9.1", "0.8.0"])
     monkeypatch.setattr("engine.cluster.membership.node.privatellm_version", lambda: next(versions))
@@ -349,25 +293,6 @@ def test_other_version_is_refused_with_both_values(tmp_path: Path, monkeypatch: 
         nodes.close()
 
 
-def test_version_problem_names_the_protocol_too() -> None:
-    ours = Greeting(
-        protocol=messages.CONTROL_PROTOCOL,
-        version="1",
-        node_id="a",
-        instance="i",
-        process="p",
-        name="us",
-        port=1,
-    )
-    theirs = msgspec.structs.replace(ours, protocol=99, name="them")
-    assert version_problem(ours, ours) == ""
-    said = version_problem(theirs, ours)
-    mine = messages.CONTROL_PROTOCOL
-    assert said == f"It speaks ring protocol 99 and this machine {mine}; install the same version on both."
-    odd = version_problem(msgspec.structs.replace(ours, version="2\x1b[31m"), ours)
-    assert odd.startswith("It has privatellm 2") and "\x1b" not in odd
-
-
 def test_greeting_that_names_another_machine_is_refused(pair: Nodes) -> None:
     client = pair.client(1, pair.identities[0])
     try:
@@ -376,17 +301,6 @@ def test_greeting_that_names_another_machine_is_refused(pair: Nodes) -> None:
             client.call("Hello", lie, Greeting)
     finally:
         client.close()
-
-
-# --- silence and ends -----------------------------------------------------------------------------------------------
-
-
-def test_silence_allowed() -> None:
-    times = TimeConstants()
-    assert silence_allowed(refused=False, tolerant=False) == times.lost_s <= 2.5
-    assert silence_allowed(refused=True, tolerant=False) == times.refused_s < times.lost_s
-    assert silence_allowed(refused=True, tolerant=True) == times.refused_s
-    assert silence_allowed(refused=False, tolerant=True) == BUSY_S
 
 
 def test_telling_is_waited_for(pair: Nodes) -> None:
