@@ -134,14 +134,14 @@ def clipboard_tools(environment: Mapping[str, str], system: str) -> list[list[st
     """Commands that take the text on their standard input, best first, whether installed or not."""
     if system == "darwin":
         return [["pbcopy"]]
-    found: list[list[str]] = []
+    tools: list[list[str]] = []
     if environment.get("WAYLAND_DISPLAY"):
-        found.append(["wl-copy"])
+        tools.append(["wl-copy"])
     if environment.get("DISPLAY"):
-        found += [["xclip", "-selection", "clipboard"], ["xsel", "--clipboard", "--input"]]
+        tools += [["xclip", "-selection", "clipboard"], ["xsel", "--clipboard", "--input"]]
     if environment.get("WSL_DISTRO_NAME"):
-        found.append(["clip.exe"])
-    return found
+        tools.append(["clip.exe"])
+    return tools
 
 
 def tool_environment(tool: str, environment: Mapping[str, str]) -> dict[str, str]:

@@ -320,13 +320,13 @@ class Attached(EngineConnection):
         return None
 
     @classmethod
-    async def _attach(cls, found: socket.socket | None, on_unasked: Callable[[Unasked], None]) -> Attached | None:
-        if found is None:
+    async def _attach(cls, connection: socket.socket | None, on_unasked: Callable[[Unasked], None]) -> Attached | None:
+        if connection is None:
             return None
         try:
-            events, requests = await asyncio.open_unix_connection(sock=found, limit=_READ_BYTES)
+            events, requests = await asyncio.open_unix_connection(sock=connection, limit=_READ_BYTES)
         except OSError:
-            found.close()
+            connection.close()
             return None
         link = cls(requests, events, on_unasked)
         try:

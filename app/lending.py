@@ -125,9 +125,9 @@ class LendingService:
 def event_lines(before: NetworkState | None, after: NetworkState) -> list[str]:
     """A line for each event between two states."""
     lines = _about_me(before, after)
-    known = {peer.node_id: peer for peer in before.peers} if before is not None else {}
+    peers_before = {peer.node_id: peer for peer in before.peers} if before is not None else {}
     for peer in after.peers:
-        was = known.get(peer.node_id)
+        was = peers_before.get(peer.node_id)
         if before is not None and peer.state != "found" and (was is None or was.state == "found"):
             lines.append(f"Paired with {machine_name(peer)}.")
         else:
@@ -135,7 +135,9 @@ def event_lines(before: NetworkState | None, after: NetworkState) -> list[str]:
     there = {peer.node_id for peer in after.peers}
     if before is not None and after.code_expired and not before.code_expired:
         lines.append(CODE_OVER)
-    lines += [f"{machine_name(peer)} is gone." for peer in known.values() if peer.node_id not in there and peer.name]
+    lines += [
+        f"{machine_name(peer)} is gone." for peer in peers_before.values() if peer.node_id not in there and peer.name
+    ]
     lines += _about_lending(before.lending if before is not None else None, after.lending)
     known_problems = before.problems if before is not None else []
     return lines + [one_line(problem) for problem in after.problems if problem not in known_problems]

@@ -110,12 +110,12 @@ def away(ring: RingFacts | None, state: NetworkState | None) -> tuple[str, ...]:
     """Names of the machines of ``ring`` that do not answer any more."""
     if ring is None or state is None or not state.open or len(ring.nodes) < 2:
         return ()
-    there = {peer.node_id: peer for peer in state.peers}
+    peers = {peer.node_id: peer for peer in state.peers}
     others = [node for node in ring.nodes if node.node_id != state.me.node_id]
     return tuple(
         machine_name(node)
         for node in others
-        if (peer := there.get(node.node_id)) is None or peer.state not in ("ring", "ready")
+        if (peer := peers.get(node.node_id)) is None or peer.state not in ("ring", "ready")
     )
 
 

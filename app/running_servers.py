@@ -61,15 +61,15 @@ def announced(folder: Path, server: RunningServer) -> Iterator[None]:
 
 def running_servers(folder: Path) -> list[RunningServer]:
     """The servers that run now, by their ports."""
-    found = []
+    servers = []
     for path in _files(folder):
         try:
             with path.open("rb") as file:
                 if _is_locked(file.fileno()):
-                    found.append(msgspec.json.decode(file.read(_MOST_BYTES), type=RunningServer))
+                    servers.append(msgspec.json.decode(file.read(_MOST_BYTES), type=RunningServer))
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             continue
-    return sorted(found, key=lambda server: (server.port, server.pid))
+    return sorted(servers, key=lambda server: (server.port, server.pid))
 
 
 def _files(folder: Path) -> list[Path]:

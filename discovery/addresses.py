@@ -70,7 +70,7 @@ def shown_address(host: str, port: int) -> str:
 def own_addresses() -> list[OwnAddress]:
     """Every address of every interface that is up, loopback too, in a fixed order."""
     status = psutil.net_if_stats()
-    found = set()
+    addresses = set()
     for interface, entries in psutil.net_if_addrs().items():
         if interface in status and not status[interface].isup:
             continue
@@ -82,10 +82,10 @@ def own_addresses() -> list[OwnAddress]:
                 width = ipaddress.ip_address(ip).max_prefixlen
             except ValueError:
                 continue
-            found.add(OwnAddress(interface, ip, _prefix(entry.netmask, width)))
+            addresses.add(OwnAddress(interface, ip, _prefix(entry.netmask, width)))
     routed = _default_ips()
-    defaults = {one.interface for one in found if one.ip in routed}
-    return sorted(replace(one, is_default=one.interface in defaults) for one in found)
+    defaults = {one.interface for one in addresses if one.ip in routed}
+    return sorted(replace(one, is_default=one.interface in defaults) for one in addresses)
 
 
 def is_inside(interface: str) -> bool:
@@ -124,7 +124,7 @@ def towards(
     another one.
     """
     mine = list(own)
-    found: dict[str, tuple[tuple[int, ...], Address]] = {}
+    addresses: dict[str, tuple[tuple[int, ...], Address]] = {}
     for ip, port in others:
         try:
             parsed = ipaddress.ip_address(ip.partition("%")[0])
@@ -143,8 +143,8 @@ def towards(
             int(parsed.version == 6),
             int(parsed.is_link_local),
         )
-        found.setdefault(shown, (rank, Address(shown, port, interface)))
-    return tuple(address for _, address in sorted(found.values(), key=lambda entry: (entry[0], entry[1].ip)))
+        addresses.setdefault(shown, (rank, Address(shown, port, interface)))
+    return tuple(address for _, address in sorted(addresses.values(), key=lambda entry: (entry[0], entry[1].ip)))
 
 
 def _rank(own: OwnAddress) -> tuple[object, ...]:
@@ -174,17 +174,18 @@ def _interface_into(ip: IP, own: list[OwnAddress], source: Callable[[str], str])
     interface that the system's routes say. A machine on the other cable is reached by its link-local IPv6 address.
     """
     matching = [
-        one
-        for one in own
-        if one.parsed.version == ip.version and ip in ipaddress.ip_network(f"{one.ip}/{one.prefix}", strict=False)
+        address
+        for address in own
+        if address.parsed.version == ip.version
+        and ip in ipaddress.ip_network(f"{address.ip}/{address.prefix}", strict=False)
     ]
-    narrowest = max((one.prefix for one in matching), default=0)
-    found = [one for one in matching if one.prefix == narrowest]
-    if len({one.interface for one in found}) > 1:
+    narrowest = max((address.prefix for address in matching), default=0)
+    candidates = [address for address in matching if address.prefix == narrowest]
+    if len({address.interface for address in candidates}) > 1:
         routed = source(str(ip)).partition("%")[0]
-        leaving = {one.interface for one in own if one.ip == routed}
-        found = [one for one in found if one.interface in leaving] or found
-    return found[0].interface if found else ""
+        leaving = {address.interface for address in own if address.ip == routed}
+        candidates = [address for address in candidates if address.interface in leaving] or candidates
+    return candidates[0].interface if candidates else ""
 
 
 def interface_of(scope: str) -> str:

@@ -149,14 +149,14 @@ def _load(folder: Path, patience_s: float | None) -> Identity:
         notice = _closed_to_others(key_file)
         key_pem, storage = key_file.read_bytes(), f"the file {key_file}"
     else:
-        found = _key_from_keyring(folder, node_id, patience_s)
-        if found is None:
+        stored_key = _key_from_keyring(folder, node_id, patience_s)
+        if stored_key is None:
             return _create(
                 folder,
                 f"The private key of {short(node_id)} is not on this machine (were its files copied from another?): "
                 "this machine has a new identity, pair it again.",
             )
-        key_pem, storage = found, IN_KEYRING
+        key_pem, storage = stored_key, IN_KEYRING
     if not certificates.belong_together(key_pem, certificate_pem):
         put_aside(path)
         if key_file.exists():

@@ -367,37 +367,37 @@ class Neighbourhood:
                 gone = [one for one in pointers if isinstance(one, DNSPointer) and one.alias == name]
                 opened.cache.async_remove_records(gone)
             return
-        found = _parsed(info.properties, info.port, info.parsed_scoped_addresses(), self._own)
-        if found is None:
+        node = _parsed(info.properties, info.port, info.parsed_scoped_addresses(), self._own)
+        if node is None:
             return
-        who = (found.node_id, found.instance)
+        who = (node.node_id, node.instance)
         paired = frozenset(self._paired())
         with self._mutex:
             self._own_heard = self._own_heard or who == self._me
             if len(self._ever) < 16 * MAX_SERVICES:
                 self._ever.add(who)
             others = {other: seen.found for other, seen in self._seen.items() if other != name}
-            gives_way = _who_gives_way(found, others, paired | {self._me[0]})
+            gives_way = _who_gives_way(node, others, paired | {self._me[0]})
             if gives_way is not None:
                 self._seen.pop(gives_way, None)
-                self._seen[name] = _Seen(found, time.monotonic())
+                self._seen[name] = _Seen(node, time.monotonic())
         self._wake.set()
 
 
-def _who_gives_way(found: FoundNode, others: Mapping[str, FoundNode], paired: Collection[str]) -> str | None:
-    """The name whose place ``found`` takes, in addition to or instead of ``others``, by name.
+def _who_gives_way(newcomer: FoundNode, others: Mapping[str, FoundNode], paired: Collection[str]) -> str | None:
+    """The name whose place ``newcomer`` takes, in addition to or instead of ``others``, by name.
 
-    Empty if there is room, None if ``found`` gets no place. A paired machine has priority. Whoever announces more than
-    a few machines at one address gives way. Pure.
+    Empty if there is room, None if ``newcomer`` gets no place. A paired machine has priority. An address that announces
+    more than a few machines gives way. Pure.
     """
-    if sum(one.node_id == found.node_id for one in others.values()) >= _MOST_EACH:
+    if sum(node.node_id == newcomer.node_id for node in others.values()) >= _MOST_EACH:
         return None
     if len(others) < MAX_SERVICES:
         return ""
-    strangers = {name: one for name, one in others.items() if one.node_id not in paired}
-    crowds = Counter(one.addresses[0].ip for one in strangers.values())
+    strangers = {name: node for name, node in others.items() if node.node_id not in paired}
+    crowds = Counter(node.addresses[0].ip for node in strangers.values())
     name = max(strangers, key=lambda each: crowds[strangers[each].addresses[0].ip], default=None)
-    if name is None or (found.node_id not in paired and crowds[strangers[name].addresses[0].ip] <= _MOST_EACH):
+    if name is None or (newcomer.node_id not in paired and crowds[strangers[name].addresses[0].ip] <= _MOST_EACH):
         return None
     return name
 
@@ -411,12 +411,12 @@ def _forget_records(opened: zeroconf.Zeroconf, name: str, longer_than: float) ->
     cache.async_remove_records({one for one in records if one.ttl > longer_than})
 
 
-def _look(opened: zeroconf.Zeroconf, known: Sequence[DNSRecord]) -> None:
-    """Ask for machines. The ``known`` ones need not answer."""
+def _look(opened: zeroconf.Zeroconf, pointers: Sequence[DNSRecord]) -> None:
+    """Ask for machines. The ``pointers`` ones need not answer."""
     question = DNSOutgoing(const._FLAGS_QR_QUERY)
     question.add_question(DNSQuestion(SERVICE, const._TYPE_PTR, const._CLASS_IN))
     now = zeroconf.current_time_millis()
-    for pointer in known[:MAX_SERVICES]:
+    for pointer in pointers[:MAX_SERVICES]:
         question.add_answer_at_time(pointer, now)
     opened.send(question)
 

@@ -10,12 +10,12 @@ MAX_NAME = 64
 
 def clean_name(text: str) -> str:
     """``text`` on one line without control, format or private characters, at most 64 characters. It may be empty."""
-    kept = "".join(
+    printable = "".join(
         " " if character.isspace() else character
         for character in text[: 4 * MAX_NAME]
         if character.isspace() or unicodedata.category(character)[0] != "C"
     )
-    return " ".join(kept.split())[:MAX_NAME].rstrip()
+    return " ".join(printable.split())[:MAX_NAME].rstrip()
 
 
 def plain_text(text: str, most: int = 200) -> str:

@@ -88,15 +88,15 @@ class PeersFile:
         several."""
         peers = self.all()
         wanted = text.strip()
-        found = [peer for peer in peers if wanted and peer.name.casefold() == wanted.casefold()]
-        found = found or [peer for peer in peers if wanted and peer.former_name.casefold() == wanted.casefold()]
-        found = found or [peer for peer in peers if wanted and peer.node_id.startswith(wanted.lower())]
-        if len(found) == 1:
-            return found[0]
-        if not found:
+        matches = [peer for peer in peers if wanted and peer.name.casefold() == wanted.casefold()]
+        matches = matches or [peer for peer in peers if wanted and peer.former_name.casefold() == wanted.casefold()]
+        matches = matches or [peer for peer in peers if wanted and peer.node_id.startswith(wanted.lower())]
+        if len(matches) == 1:
+            return matches[0]
+        if not matches:
             known = ", ".join(f"{peer.label} ({short(peer.node_id)})" for peer in peers) or "none"
             raise PeersError(f"No paired machine is called “{clean_name(text)}”; paired are: {known}.")
-        which = ", ".join(f"{peer.label} ({_distinct(peer, found)})" for peer in found)
+        which = ", ".join(f"{peer.label} ({_distinct(peer, matches)})" for peer in matches)
         raise PeersError(f"“{clean_name(text)}” could be {which}: say the id that stands in brackets.")
 
     def labels(self, my_name: str = "") -> dict[str, str]:

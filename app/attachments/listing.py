@@ -52,13 +52,13 @@ def entries_of(folder: Path) -> list[str]:
 
 def folders_of(files: Iterable[str]) -> list[str]:
     """The folders that ``files`` are in, each with a slash at the end."""
-    found: dict[str, None] = {}
+    folders: dict[str, None] = {}
     for file in files:
         end = file.rfind("/")
-        while end > 0 and file[: end + 1] not in found:
-            found[file[: end + 1]] = None
+        while end > 0 and file[: end + 1] not in folders:
+            folders[file[: end + 1]] = None
             end = file.rfind("/", 0, end)
-    return sorted(found)
+    return sorted(folders)
 
 
 def fitting(typed: str, names: Iterable[str]) -> list[tuple[int, int, str]]:
@@ -68,12 +68,12 @@ def fitting(typed: str, names: Iterable[str]) -> list[tuple[int, int, str]]:
     shorter one.
     """
     wanted = typed.casefold()
-    found = []
+    ranked = []
     for name in names:
         score = _score(wanted, name.casefold())
         if score is not None:
-            found.append((score, len(name), name))
-    return found
+            ranked.append((score, len(name), name))
+    return ranked
 
 
 def best(found: Iterable[tuple[int, int, str]], limit: int) -> list[str]:
@@ -125,24 +125,24 @@ def _by_git(folder: Path) -> list[str] | None:
             patience = threading.Timer(_PATIENCE_S, process.kill)
             patience.start()
             try:
-                said = process.stdout.read(_GIT_OUTPUT)
+                output = process.stdout.read(_GIT_OUTPUT)
             finally:
                 patience.cancel()
-            more = len(said) == _GIT_OUTPUT
+            more = len(output) == _GIT_OUTPUT
             if more:
                 process.kill()
     except (OSError, ValueError):
         return None
     if process.returncode != 0 and not more:
         return None
-    return [os.fsdecode(name) for name in said.split(b"\0")[:-1][:MOST_LISTED] if name]
+    return [os.fsdecode(name) for name in output.split(b"\0")[:-1][:MOST_LISTED] if name]
 
 
 def _by_walking(folder: Path) -> list[str]:
-    found: list[str] = []
+    files: list[str] = []
     end = time.monotonic() + _PATIENCE_S
     waiting = [("", 0)]
-    while waiting and len(found) < MOST_LISTED and time.monotonic() < end:
+    while waiting and len(files) < MOST_LISTED and time.monotonic() < end:
         below, depth = waiting.pop()
         try:
             with os.scandir(folder / below) as entries:
@@ -152,7 +152,7 @@ def _by_walking(folder: Path) -> list[str]:
                         if depth < _DEPTH and entry.name not in _SKIPPED and not entry.name.startswith("."):
                             waiting.append((name + "/", depth + 1))
                     elif entry.is_file():
-                        found.append(name)
+                        files.append(name)
         except (OSError, ValueError):
             continue
-    return found
+    return files

@@ -71,21 +71,21 @@ def reference_to(path: str) -> str:
     return f'@"{path}"' if re.search(r"[\s\"]", path) else f"@{path}"
 
 
-def resolve(text: str, folder: Path, kept: Sequence[Attachment] = ()) -> Resolved:
+def resolve(text: str, folder: Path, attached: Sequence[Attachment] = ()) -> Resolved:
     """Read what ``text`` refers to, each file once, with ``folder`` as the current one. It may take seconds.
 
-    ``kept``: files that were attached to the question before it was edited. One that is still named keeps its text,
+    ``attached``: files that were attached to the question before it was edited. One that is still named keeps its text,
     even if the file has changed or is gone.
     """
-    found: dict[str, Attachment] = {}
+    attachments: dict[str, Attachment] = {}
     problems: list[str] = []
     left_out: list[str] = []
     below: dict[Path, list[str]] = {}
     stamps: dict[Path, Stamp | None] = {}
     for reference in references(text):
-        fitting = [old for old in kept if any(_fits(spelling, old.name) for spelling in _spellings(reference.path))]
+        fitting = [old for old in attached if any(_fits(spelling, old.name) for spelling in _spellings(reference.path))]
         if fitting:
-            found.update((old.name, old) for old in fitting)
+            attachments.update((old.name, old) for old in fitting)
             continue
         spelling, paths = _files(reference.path, folder, below)
         if len(paths) > MOST_FILES:
@@ -96,19 +96,19 @@ def resolve(text: str, folder: Path, kept: Sequence[Attachment] = ()) -> Resolve
         if not paths:
             stamps.update((folder / named, None) for named in _spellings(reference.path))
         for name, path in paths:
-            if name in found:
+            if name in attachments:
                 continue
             stamps[path] = _stamp(path)
             try:
-                found[name] = read_file(path, name)
+                attachments[name] = read_file(path, name)
             except AttachmentError as error:
                 (left_out if _names_many(spelling) else problems).append(str(error))
-    if len(found) > MOST_FILES:
-        problems.append(f"{len(found)} files are named; at most {MOST_FILES} can be attached to a question.")
-    total = sum(attachment.size for attachment in found.values())
+    if len(attachments) > MOST_FILES:
+        problems.append(f"{len(attachments)} files are named; at most {MOST_FILES} can be attached to a question.")
+    total = sum(attachment.size for attachment in attachments.values())
     if total > MOST_BYTES:
         problems.append(f"The files are {byte_size(total)} together; at most {byte_size(MOST_BYTES)} can be attached.")
-    return Resolved(tuple(found.values()), tuple(problems), tuple(left_out), tuple(stamps.items()))
+    return Resolved(tuple(attachments.values()), tuple(problems), tuple(left_out), tuple(stamps.items()))
 
 
 def _stamp(path: Path) -> Stamp | None:

@@ -271,22 +271,24 @@ class ChatController:
         ``memory``: the store of a temporary one.
         """
         store = memory or self.store
-        known = [thread for thread in self.unfinished if (thread.conversation, thread.memory) == (conversation, memory)]
+        open_threads = [
+            thread for thread in self.unfinished if (thread.conversation, thread.memory) == (conversation, memory)
+        ]
         try:
-            found = store.conversation(conversation)
-            records = [] if known and message is None else self._records(store, conversation, message)
+            record = store.conversation(conversation)
+            records = [] if open_threads and message is None else self._records(store, conversation, message)
         except StoreError as error:
             self.notify(str(error), "error")
             return False
         if (self.thread.conversation, self.thread.memory) != (conversation, memory):
             self._leave()
-        if not known:
-            self._show_thread(Thread.of(found, memory))
+        if not open_threads:
+            self._show_thread(Thread.of(record, memory))
             self.show(records, focus=message)
             return True
         # What is on the screen of an unfinished conversation may be ahead of the disk.
-        known[0].title = found.title
-        self._show_thread(known[0])
+        open_threads[0].title = record.title
+        self._show_thread(open_threads[0])
         if message is None:
             self._emit(PathChanged())
         else:

@@ -52,15 +52,15 @@ class Hits:
 
         Without one, at the last hit before them, or else at the first after them.
         """
-        found = [index for index, count in enumerate(self._counts) if count]
-        seen = [index for index in found if first <= index <= last]
-        before = [index for index in found if index < first]
+        messages = [index for index, count in enumerate(self._counts) if count]
+        seen = [index for index in messages if first <= index <= last]
+        before = [index for index in messages if index < first]
         if seen:
             self.place = seen[0], 0
         elif before:
             self.place = before[-1], self._counts[before[-1]] - 1
         else:
-            self.place = (found[0], 0) if found else None
+            self.place = (messages[0], 0) if messages else None
 
     def step(self, offset: int) -> None:
         """Look at the next hit (``offset`` 1) or the previous one (-1); after the last comes the first."""

@@ -51,11 +51,11 @@ def model_options(machine: MachineFigures | None = None) -> list[ModelOption]:
     from engine.models.store.local_models import installed
 
     entries = {entry.name: entry for entry in catalogue()}
-    theirs = found_elsewhere.find_all(found_elsewhere.here())
-    held = {model.path for model in theirs}
-    found = [_installed(model, entries.get(model.name), machine) for model in installed() if model.linked not in held]
-    names = {row.name for row in found}
-    known = [_of_catalogue(entry, machine, entry.name) for entry in offered_here() if entry.name not in names]
+    elsewhere = found_elsewhere.find_all(found_elsewhere.here())
+    held = {model.path for model in elsewhere}
+    here = [_installed(model, entries.get(model.name), machine) for model in installed() if model.linked not in held]
+    names = {row.name for row in here}
+    offered = [_of_catalogue(entry, machine, entry.name) for entry in offered_here() if entry.name not in names]
     others = [
         ModelOption(
             model.name,
@@ -66,19 +66,19 @@ def model_options(machine: MachineFigures | None = None) -> list[ModelOption]:
             details=" · ".join(filter(None, [f"in {model.title}", model.problem])),
             description=one_line(str(model.path)),
         )
-        for model in theirs
+        for model in elsewhere
     ]
-    return found + others + known
+    return here + others + offered
 
 
 def _installed(model: InstalledModel, entry: CatalogueEntry | None, machine: MachineFigures | None) -> ModelOption:
-    known = _of_catalogue(entry, machine, model.name)
+    option = _of_catalogue(entry, machine, model.name)
     return replace(
-        known,
+        option,
         here=True,
         size=size(model.nbytes),
         details=" · ".join(filter(None, [one_line(model.family), "prepared" if model.prepared else ""])),
-        description=known.description if model.linked is None else one_line(f"Links to {model.linked}."),
+        description=option.description if model.linked is None else one_line(f"Links to {model.linked}."),
     )
 
 

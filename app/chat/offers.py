@@ -93,7 +93,7 @@ def offers(entries: Sequence[CatalogueEntry], machine: MachineFigures) -> list[M
     in memory or on the disk is left out, so there may be fewer than three.
     """
     starter = next(entry for entry in entries if entry.name == STARTER)
-    found = [
+    offered = [
         ModelOffer(
             STARTER,
             STARTER_DOWNLOAD_BYTES,
@@ -111,14 +111,14 @@ def offers(entries: Sequence[CatalogueEntry], machine: MachineFigures) -> list[M
     if best is not None:
         of_all = best is max(room, key=strength)
         which = "fit this machine" if of_all else "are quick enough on this machine"
-        found.append(_offer(best, machine, f"The best answers of those that {which}."))
+        offered.append(_offer(best, machine, f"The best answers of those that {which}."))
     others = [entry for entry in room if entry is not best]
     least = USEFUL_BILLIONS if best is None else max(USEFUL_BILLIONS, LEAST_OF_BEST * strength(best))
     useful = [entry for entry in others if strength(entry) >= least]
     fastest = max(useful or others, key=lambda entry: tokens_per_s(entry, machine), default=None)
     if best is not None and fastest is not None:
-        found.append(_offer(fastest, machine, _beside(fastest, best, machine)))
-    return found
+        offered.append(_offer(fastest, machine, _beside(fastest, best, machine)))
+    return offered
 
 
 def _beside(entry: CatalogueEntry, best: CatalogueEntry, machine: MachineFigures) -> str:

@@ -256,10 +256,10 @@ async def import_file(chat: ImportingChat, file: str, done: Callable[[], object]
     ``done`` is called after a successful import.
     """
     try:
-        found = await asyncio.to_thread(lambda: read_conversations(Path(file).expanduser()))
-        added = await unlocked(lambda: chat.store.take_in(found.conversations))
+        imported = await asyncio.to_thread(lambda: read_conversations(Path(file).expanduser()))
+        added = await unlocked(lambda: chat.store.take_in(imported.conversations))
     except (ImportProblem, StoreError) as problem:
         chat.notify(f"Nothing was imported: {problem}", "error")
         return
-    chat.notify(f"Imported from {found.program}: {added}. {found.left_out}".rstrip())
+    chat.notify(f"Imported from {imported.program}: {added}. {imported.left_out}".rstrip())
     done()

@@ -42,11 +42,11 @@ class Start:
 
     def _open_latest(self, controller: ChatController) -> None:
         try:
-            known = controller.store.conversations()
+            conversations = controller.store.conversations()
         except StoreError as error:
             controller.tell(UserNotice(str(error), "error"))
             return
-        if known:
-            controller.open_conversation(max(known, key=lambda conversation: conversation.updated).id)
+        if conversations:
+            controller.open_conversation(max(conversations, key=lambda conversation: conversation.updated).id)
         else:
             controller.tell(UserNotice("There is no earlier chat to continue: this is a new one."))

@@ -141,12 +141,12 @@ def slowest_by_layer(nodes: Sequence[Sequence[LayerTimes]]) -> list[Slowest]:
     """The slowest node of each layer that all nodes measured; of equals the first. ``nodes``: each node's layers."""
     if not nodes:
         return []
-    found = []
+    slowest_nodes = []
     for layer in range(min(map(len, nodes))):
         work = [work_of(node[layer]) for node in nodes]
         slowest = max(range(len(work)), key=work.__getitem__)
-        found.append(Slowest(slowest, nodes[slowest][layer], work[slowest] - min(work)))
-    return found
+        slowest_nodes.append(Slowest(slowest, nodes[slowest][layer], work[slowest] - min(work)))
+    return slowest_nodes
 
 
 def node_name(node: NodeTimes) -> str:

@@ -68,14 +68,14 @@ def take_in(file: str) -> int:
     """Import the conversations of ``file``."""
     path = Path(file).expanduser()
     try:
-        found = read_conversations(path)
+        imported = read_conversations(path)
     except ImportProblem as problem:
         raise WorkFailed(str(problem).rstrip(".")) from problem
     with _store() as store:
-        added = store.take_in(found.conversations)
-    answer(f"{found.program}: {added}.\n")
-    if found.left_out:
-        notify(found.left_out)
+        added = store.take_in(imported.conversations)
+    answer(f"{imported.program}: {added}.\n")
+    if imported.left_out:
+        notify(imported.left_out)
     return 0
 
 

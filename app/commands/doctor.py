@@ -177,12 +177,12 @@ def _libraries() -> list[Finding]:
 
 def _runtime(machine: Machine) -> list[Finding]:
     name, reason = default_runtime(machine)
-    found = [Finding("runtime", f"auto is {name} ({reason})")]
+    findings = [Finding("runtime", f"auto is {name} ({reason})")]
     if not machine.torch and not (machine.apple_silicon and name == "mlx"):
-        found[0] = Finding("runtime", "torch is not installed", "problem", "install privatellm again")
+        findings[0] = Finding("runtime", "torch is not installed", "problem", "install privatellm again")
     elif machine.apple_silicon and name != "mlx":
-        found[0] = Finding("runtime", f"auto is {name} ({reason})", "note", "pip install mlx mlx-lm")
-    return found
+        findings[0] = Finding("runtime", f"auto is {name} ({reason})", "note", "pip install mlx mlx-lm")
+    return findings
 
 
 def _kernels_and_model(facts: DoctorFacts | str, model: str) -> list[Finding]:
@@ -282,22 +282,22 @@ def _conversations() -> list[Finding]:
     from app.conversations.opening import DATABASE
 
     path = locate("data") / DATABASE
-    found = []
+    findings = []
     if not path.exists():
-        found.append(Finding("conversations", "none yet"))
+        findings.append(Finding("conversations", "none yet"))
     else:
         try:
             with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, timeout=1.0)) as connection:
                 (count,) = connection.execute("SELECT count(*) FROM conversation").fetchone()
-            found.append(Finding("conversations", f"{count} in {path}"))
+            findings.append(Finding("conversations", f"{count} in {path}"))
         except sqlite3.Error as error:
-            found.append(
+            findings.append(
                 Finding("conversations", f"{path}: {error}", "problem", "start the chat to recover what is readable")
             )
     with closing(sqlite3.connect(":memory:")) as connection:
         options = {name for (name,) in connection.execute("PRAGMA compile_options")}
     if "ENABLE_FTS5" not in options:
-        found.append(
+        findings.append(
             Finding(
                 "search",
                 "SQLite has no FTS5, so a search reads all messages",
@@ -305,17 +305,17 @@ def _conversations() -> list[Finding]:
                 "install a Python whose SQLite has FTS5",
             )
         )
-    return found
+    return findings
 
 
 def _models() -> list[Finding]:
-    there = _existing(locate("models"))
+    folder = _existing(locate("models"))
     try:
         names = [model.name for model in local_models.installed()]
-        free = shutil.disk_usage(there).free
+        free = shutil.disk_usage(folder).free
     except (ModelError, OSError) as error:
         return [Finding("models", str(error), "problem")]
-    text = f"{', '.join(names) or 'none yet'}; {byte_size(free)} free in {there}"
+    text = f"{', '.join(names) or 'none yet'}; {byte_size(free)} free in {folder}"
     return [Finding("models", text) if names else Finding("models", text, "note", "privatellm models pull starter")]
 
 
@@ -326,13 +326,13 @@ def _places() -> list[Finding]:
 def _place(kind: Kind) -> Finding:
     """The folder of ``kind``. It need not exist yet if it can be made."""
     folder = locate(kind)
-    there = _existing(folder)
-    if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
+    existing = _existing(folder)
+    if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
         return Finding(f"{kind} folder", str(folder))
-    why = "may not be written to" if there.is_dir() else "is not a folder"
+    why = "may not be written to" if existing.is_dir() else "is not a folder"
     return Finding(
         f"{kind} folder",
-        f"{folder}: {there} {why}",
+        f"{folder}: {existing} {why}",
         "problem",
         "change its permissions, or choose another place: PRIVATELLM_HOME=/some/folder",
     )

@@ -150,13 +150,13 @@ def _walk(folder: Path, address: str) -> list[Finding]:
     from discovery.checks import probe_peer
 
     host, port = host_and_port(address)
-    found = [_step(step) for step in probe_peer(host, port)]
-    if all(step.mark == "ok" for step in found):
+    findings = [_step(step) for step in probe_peer(host, port)]
+    if all(step.mark == "ok" for step in findings):
         peer, trusted = _trust(folder, host, port)
-        found.append(trusted)
+        findings.append(trusted)
         if peer is not None:
-            found.append(_greeted(peer, address))
-    return found
+            findings.append(_greeted(peer, address))
+    return findings
 
 
 def _step(step: PeerStep) -> Finding:
@@ -208,14 +208,14 @@ def _greeted(peer: Peer, address: str) -> Finding:
     if facts.problem:
         what, _, way_out = as_clause(one_line(facts.problem)).rpartition("; ")
         what = what or way_out
-        said = f"{name}{what[2:]}" if what.startswith("it ") else f"{name}: {what}"
-        return Finding(about, said, "problem", way_out if way_out != what else "see `privatellm --version` on both")
-    said = f"{name} answers, privatellm {one_line(facts.version)}"
+        greeting = f"{name}{what[2:]}" if what.startswith("it ") else f"{name}: {what}"
+        return Finding(about, greeting, "problem", way_out if way_out != what else "see `privatellm --version` on both")
+    greeting = f"{name} answers, privatellm {one_line(facts.version)}"
     if facts.state == "busy":
-        return Finding(about, f"{said}; {state_words(facts)}", "note", "leave the ring there, or wait")
+        return Finding(about, f"{greeting}; {state_words(facts)}", "note", "leave the ring there, or wait")
     if not facts.lends:
-        return Finding(about, f"{said}; not lent", "note", "run privatellm join there")
-    return Finding(about, f"{said}; lent, and free")
+        return Finding(about, f"{greeting}; not lent", "note", "run privatellm join there")
+    return Finding(about, f"{greeting}; lent, and free")
 
 
 async def _facts_of(node_id: str, address: str) -> PeerFacts | None:

@@ -39,16 +39,16 @@ class ModelRow:
 def rows() -> list[ModelRow]:
     """The models of this machine first, then the others of the catalogue, then those of other programs. Raises
     ModelError."""
-    known = {entry.name: entry for entry in catalogue()}
-    found = found_elsewhere.find_all(found_elsewhere.here())
-    held = {model.path for model in found}
+    entries = {entry.name: entry for entry in catalogue()}
+    elsewhere = found_elsewhere.find_all(found_elsewhere.here())
+    held = {model.path for model in elsewhere}
     here = [
         ModelRow(
             model.name,
             "ready, prepared" if model.prepared else "ready",
             model.nbytes,
             model.family,
-            _about(model, known),
+            _about(model, entries),
             str(model.path),
         )
         for model in local_models.installed()
@@ -87,7 +87,7 @@ def rows() -> list[ModelRow]:
     ]
     others = [
         ModelRow(model.name, "elsewhere", model.nbytes, "", model.problem, str(model.path), program=model.title)
-        for model in found
+        for model in elsewhere
     ]
     return here + begun + absent + others
 
@@ -129,14 +129,14 @@ def _size(row: ModelRow) -> str:
     return f"about {byte_size(row.nbytes)}" if row.about else byte_size(row.nbytes)
 
 
-def _table_of_others(found: list[ModelRow]) -> list[str]:
-    if not found:
+def _table_of_others(rows: list[ModelRow]) -> list[str]:
+    if not rows:
         return []
-    width = max(len(row.name) for row in found)
+    width = max(len(row.name) for row in rows)
     lines = [
         f"{row.name:{width}}  {byte_size(row.nbytes):>8}  {row.program}, {one_line(row.path)}"
         + (f" ({row.description})" if row.description else "")
-        for row in found
+        for row in rows
     ]
     return ["", "Held by other programs, and used where they lie:", *lines]
 

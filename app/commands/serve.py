@@ -281,11 +281,11 @@ def _figures(host: str, port: int, token: str, *, tls: bool) -> dict[str, float]
         return None
     finally:
         connection.close()
-    found: dict[str, float] = {}
+    figures: dict[str, float] = {}
     for line in text.splitlines():
         name, _, value = line.rpartition(" ")
         if name.startswith("privatellm_"):
             name = name.removeprefix("privatellm_").partition("{")[0]
             with suppress(ValueError):
-                found[name] = found.get(name, 0.0) + float(value)
-    return found
+                figures[name] = figures.get(name, 0.0) + float(value)
+    return figures

@@ -100,15 +100,15 @@ def model_names(context: click.Context, parameter: click.Parameter, begun: str) 
     from engine.errors import ModelError
 
     try:
-        found = [
+        items = [
             CompletionItem(option.name, help=option.figures if option.here else "not downloaded")
             for option in model_options()
             if option.name.startswith(begun)
         ]
     except (ModelError, OSError):
-        found = []
+        items = []
     # A folder or a GGUF file can be a model too. The shell completes their names.
-    return found or [CompletionItem(begun, type="file")]
+    return items or [CompletionItem(begun, type="file")]
 
 
 def persona_names(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:

@@ -110,12 +110,12 @@ class SqliteStore:
         if self._connect is None:
             return
         try:
-            found = file_id(self.path)
-            if found == self._file:
+            current = file_id(self.path)
+            if current == self._file:
                 return
             notice = ""
             remove_side_files(self._side_files)
-            if found is None:
+            if current is None:
                 try:
                     copy_database(self._connection, self.path)
                     notice = (
@@ -123,8 +123,8 @@ class SqliteStore:
                     )
                 except FileExistsError:
                     # Another program was faster.
-                    found = file_id(self.path)
-            if found is not None and not holds(self.path, self._connection):
+                    current = file_id(self.path)
+            if current is not None and not holds(self.path, self._connection):
                 replaced, kept = self.path, name_kept(self.path)
                 copy_database(self._connection, kept)
                 self.path = kept

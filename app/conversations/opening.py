@@ -214,12 +214,12 @@ class Migration:
 def known_migrations() -> tuple[Migration, ...]:
     """The migrations of this program, in order; their versions are 1, 2, 3, ..."""
     folder = resources.files("app.conversations") / "migrations"
-    found = [
+    migrations = [
         Migration(int(entry.name[:4]), entry.name, entry.read_text("utf-8"))
         for entry in folder.iterdir()
         if entry.name.endswith(".sql")
     ]
-    return tuple(sorted(found, key=lambda migration: migration.version))
+    return tuple(sorted(migrations, key=lambda migration: migration.version))
 
 
 def migrate(connection: sqlite3.Connection, migrations: Sequence[Migration], where: str) -> None:

@@ -60,18 +60,18 @@ def generation_from(text: str) -> Generation:
     return generation_of(found)
 
 
-def generation_of(found: object) -> Generation:
+def generation_of(stored: object) -> Generation:
     """The generation in a decoded JSON object. Values of a wrong type or size are left out."""
-    if not isinstance(found, Mapping):
+    if not isinstance(stored, Mapping):
         return UNKNOWN
     values: dict[str, Any] = {}
-    for known in dataclasses.fields(Generation):
-        value: Any = found.get(known.name)
-        whole = known.name in _WHOLE
-        if known.name == "edited":
-            values[known.name] = True if value is True else None
+    for member in dataclasses.fields(Generation):
+        value: Any = stored.get(member.name)
+        whole = member.name in _WHOLE
+        if member.name == "edited":
+            values[member.name] = True if value is True else None
         elif _is_number(value, whole=whole):
-            values[known.name] = value if whole else float(value)
+            values[member.name] = value if whole else float(value)
     return Generation(**values)
 
 

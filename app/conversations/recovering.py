@@ -176,16 +176,16 @@ def _last_id(source: sqlite3.Connection, table: str) -> int | None:
 
 def _mend(conversations: list[Row], messages: list[Row]) -> None:
     """Make the rows consistent and fit for the schema's constraints. No text is lost."""
-    known = {row["id"]: row for row in conversations}
+    conversations_by_id = {row["id"]: row for row in conversations}
     messages[:] = [row for row in messages if isinstance(row.get("content"), str)]
     last_of: dict[int, int] = {}
     seen: set[int] = set()
     for row in messages:
         named = row.get("conversation")
-        owner = named if isinstance(named, int) and named > 0 else max(known, default=0) + 1
-        if owner not in known:
-            known[owner] = {"id": owner, "title": "Recovered", "created": row.get("created")}
-            conversations.append(known[owner])
+        owner = named if isinstance(named, int) and named > 0 else max(conversations_by_id, default=0) + 1
+        if owner not in conversations_by_id:
+            conversations_by_id[owner] = {"id": owner, "title": "Recovered", "created": row.get("created")}
+            conversations.append(conversations_by_id[owner])
         row["conversation"] = owner
         if row.get("parent") is not None and row["parent"] not in seen:
             row["parent"] = last_of.get(owner)

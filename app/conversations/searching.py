@@ -77,12 +77,12 @@ class SearchIndex:
     def find(self, text: str, limit: int) -> list[FoundChat]:
         """At most ``limit`` conversations, best first. ``text`` is searched for literally: it has no operators."""
         try:
-            found = self._find_words(text, limit) if self.available else []
+            chats = self._find_words(text, limit) if self.available else []
         except sqlite3.Error as error:
             if not self._is_damage(error):
                 raise
-            found = []
-        return found or self._read_through(text, limit)
+            chats = []
+        return chats or self._read_through(text, limit)
 
     def _make(self) -> bool:
         try:
@@ -212,11 +212,11 @@ def contains_folded(content: str, wanted: str) -> bool:
 def snippet_around(content: str, wanted: str) -> str:
     """The surroundings of the first ``wanted`` in ``content``, the hit between HIT_START and HIT_END."""
     content = content.translate(_MARKS)
-    found = re.search(re.escape(wanted.translate(_MARKS)), content, re.IGNORECASE) if wanted else None
-    if found is None:
+    match = re.search(re.escape(wanted.translate(_MARKS)), content, re.IGNORECASE) if wanted else None
+    if match is None:
         # Case folding can change lengths (ß, ss): then there is a hit but no place to mark.
         return content[: 2 * _AROUND] + ("…" if len(content) > 2 * _AROUND else "")
-    start, end = max(0, found.start() - _AROUND), min(len(content), found.end() + _AROUND)
+    start, end = max(0, match.start() - _AROUND), min(len(content), match.end() + _AROUND)
     before, after = "…" if start else "", "…" if end < len(content) else ""
-    hit = f"{HIT_START}{found.group()}{HIT_END}"
-    return before + content[start : found.start()] + hit + content[found.end() : end] + after
+    hit = f"{HIT_START}{match.group()}{HIT_END}"
+    return before + content[start : match.start()] + hit + content[match.end() : end] + after

@@ -112,20 +112,20 @@ class CountRequest(msgspec.Struct, kw_only=True):
 
     def generate(self, defaults: Defaults) -> Generate:
         """What the engine is asked. Raises Refused."""
-        found = [Message("system", _system_text(self.system))] if self.system else []
+        messages = [Message("system", _system_text(self.system))] if self.system else []
         asked = last_question([message.kind for message in self.messages])
         for number, message in enumerate(self.messages):
-            found += _messages(message, f"messages[{number}]", asked=number == asked)
-        found = merged([message for message in found if message.role != "system" or message.content])
-        if not any(message.role != "system" for message in found):
+            messages += _messages(message, f"messages[{number}]", asked=number == asked)
+        messages = merged([message for message in messages if message.role != "system" or message.content])
+        if not any(message.role != "system" for message in messages):
             raise Refused("The messages hold nothing to answer.", parameter="messages")
         config = self.output_config or OutputConfig()
         thinks = self.thinking.type != "disabled" if self.thinking is not None else defaults.thinking or False
         _, effort = thinking_of(config.effort, defaults)
         return Generate(
             id=0,
-            messages=found,
-            continue_last=found[-1].role == "assistant" and not found[-1].tool_calls,
+            messages=messages,
+            continue_last=messages[-1].role == "assistant" and not messages[-1].tool_calls,
             sampling=defaults.sampling,
             max_tokens=1,
             constraint=self._constraint(config),

@@ -99,12 +99,12 @@ class Application:
     def _model_object(self, name: str) -> dict[str, object]:
         """A model in both protocols, whose fields do not contradict each other."""
         facts = self._service.facts
-        known = {} if facts is None else {"context_length": facts.context_limit, "max_model_len": facts.context_limit}
+        limits = {} if facts is None else {"context_length": facts.context_limit, "max_model_len": facts.context_limit}
         started = self._service.started
         ours = {"object": "model", "created": started, "owned_by": "privatellm"}
         active = {"lifecycle": "active"}
         when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started))
-        return {"id": name, **ours, "type": "model", "display_name": name, "created_at": when, **active, **known}
+        return {"id": name, **ours, "type": "model", "display_name": name, "created_at": when, **active, **limits}
 
     async def _chat(self, request: Request) -> ASGIApp:
         body = await body_of(request, ChatRequest)

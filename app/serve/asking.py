@@ -133,13 +133,13 @@ def last_question(roles: Sequence[str]) -> int:
 
 def merged(messages: list[Message]) -> list[Message]:
     """Neighbouring system messages as one: templates take one at the beginning."""
-    found: list[Message] = []
+    result: list[Message] = []
     for role, group in groupby(messages, lambda message: message.role):
         if role == "system":
-            found.append(Message("system", "\n\n".join(message.content for message in group)))
+            result.append(Message("system", "\n\n".join(message.content for message in group)))
         else:
-            found += group
-    return found
+            result += group
+    return result
 
 
 # --- how it is answered -------------------------------------------------------------------------------------------
@@ -147,14 +147,14 @@ def merged(messages: list[Message]) -> list[Message]:
 
 def sampling_of(defaults: Defaults, given: Mapping[str, Any]) -> Sampling:
     """The person's sampling with what a request gives instead."""
-    said = {key: value for key, value in given.items() if value is not None}
-    if said.get("top_k") == -1:
-        said["top_k"] = 0
-    if said.get("seed") == -1:  # other servers' word for any
-        del said["seed"]
-    elif "seed" in said:
-        said["seed"] %= 2**64
-    return msgspec.structs.replace(defaults.sampling, **said)
+    values = {key: value for key, value in given.items() if value is not None}
+    if values.get("top_k") == -1:
+        values["top_k"] = 0
+    if values.get("seed") == -1:  # other servers' word for any
+        del values["seed"]
+    elif "seed" in values:
+        values["seed"] %= 2**64
+    return msgspec.structs.replace(defaults.sampling, **values)
 
 
 def stops_of(stop: str | list[str] | None, where: str = "stop") -> list[str]:

@@ -280,13 +280,13 @@ def _call_delta(call: ToolCallPiece) -> dict[str, object]:
 def logprobs_object(logprobs: list[TokenLogprob]) -> dict[str, object]:
     content = [
         {
-            "token": one.text,
-            "logprob": one.logprob,
-            "bytes": list(one.data),
+            "token": token.text,
+            "logprob": token.logprob,
+            "bytes": list(token.data),
             "top_logprobs": [
-                {"token": other.text, "logprob": other.logprob, "bytes": list(other.data)} for other in one.top
+                {"token": other.text, "logprob": other.logprob, "bytes": list(other.data)} for other in token.top
             ],
         }
-        for one in logprobs
+        for token in logprobs
     ]
     return {"content": content, "refusal": None}

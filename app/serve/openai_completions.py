@@ -94,14 +94,14 @@ class Completions:
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         """Server-sent events. Raises Refused."""
         await self._check_prompts()
-        found: list[Finished] = []
+        finished: list[Finished] = []
         ends: dict[int, int] = {}
         for place, generate in enumerate(self._generates):
             first = place * self._choices
             async with aclosing(self._service.answer(generate, self._client)) as events:
                 async for event in events:
                     if isinstance(event, Finished):
-                        found.append(event)
+                        finished.append(event)
                         for number, answer in enumerate(answers_of(event, self._choices), first):
                             text = answer.text if self._beams else ""
                             yield self._chunk(self._choice(number, text, [], finish_reason(answer)))
@@ -112,7 +112,7 @@ class Completions:
                             yield self._chunk(self._choice(number, text, event.logprobs, None, ends.get(number, 0)))
                         ends[number] = ends.get(number, 0) + sum(len(one.text) for one in event.logprobs)
         if self._with_usage:
-            yield event_frame({**self._head(), "choices": [], "usage": summed(found)})
+            yield event_frame({**self._head(), "choices": [], "usage": summed(finished)})
         yield DONE
 
     async def _check_prompts(self) -> None:
@@ -151,13 +151,13 @@ def full_text(answer: Sample) -> str:
 def logprobs_object(logprobs: list[TokenLogprob], begin: int) -> dict[str, object]:
     """``begin``: characters of the answer before the first of these tokens."""
     offsets, end = [], begin
-    for one in logprobs:
+    for token in logprobs:
         offsets.append(end)
-        end += len(one.text)
+        end += len(token.text)
     return {
-        "tokens": [one.text for one in logprobs],
-        "token_logprobs": [one.logprob for one in logprobs],
-        "top_logprobs": [{other.text: other.logprob for other in one.top} for one in logprobs],
+        "tokens": [token.text for token in logprobs],
+        "token_logprobs": [token.logprob for token in logprobs],
+        "top_logprobs": [{other.text: other.logprob for other in token.top} for token in logprobs],
         "text_offset": offsets,
     }
 

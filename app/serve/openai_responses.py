@@ -106,17 +106,17 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     @property
     def functions(self) -> dict[str, tuple[str, ResponseTool]]:
         """The functions by the name that the model calls them by, each with the namespace that it is in."""
-        found: dict[str, tuple[str, ResponseTool]] = {}
+        functions: dict[str, tuple[str, ResponseTool]] = {}
         for tool in self.tools or ():
             if tool.type == "function":
-                found[tool.name] = "", tool
+                functions[tool.name] = "", tool
             elif tool.type == "namespace":
-                found |= {
+                functions |= {
                     qualified(tool.name, inner.name): (tool.name, inner)
                     for inner in tool.tools or ()
                     if inner.type == "function"
                 }
-        return found
+        return functions
 
     @property
     def foreign_tools(self) -> list[str]:
@@ -124,13 +124,13 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
         return [tool.type for tool in self.tools or () if tool.type not in ("function", "namespace")]
 
     def _messages(self) -> list[Message]:
-        found = [Message("system", self.instructions)] if self.instructions else []
+        messages = [Message("system", self.instructions)] if self.instructions else []
         if isinstance(self.input, str):
-            return [*found, Message("user", self.input)]
-        found += messages_of(self.input)
-        if not any(message.role != "system" for message in found):
+            return [*messages, Message("user", self.input)]
+        messages += messages_of(self.input)
+        if not any(message.role != "system" for message in messages):
             raise Refused("The input holds no message to answer.", parameter="input")
-        return merged(found)
+        return merged(messages)
 
 
 class ResponseAnswer:
@@ -353,7 +353,7 @@ def messages_of(items: Sequence[InputItem]) -> list[Message]:
     """The conversation. Items that say nothing to a model are left out. Raises Refused for an unknown role, and for
     something else than text in the person's last question."""
     asked = last_question(["tool" if item.is_result else item.role if item.type == "message" else "" for item in items])
-    found: list[Message] = []
+    messages: list[Message] = []
     thoughts = ""
     for number, item in enumerate(items):
         where = f"input[{number}]"
@@ -362,20 +362,20 @@ def messages_of(items: Sequence[InputItem]) -> list[Message]:
         elif item.type == "message":
             message = _message(item, where, thoughts, asked=number == asked)
             thoughts = ""
-            found.append(message)
+            messages.append(message)
         elif item.is_call:
-            if not found or found[-1].role != "assistant" or thoughts:
-                found.append(Message("assistant", "", thoughts))
+            if not messages or messages[-1].role != "assistant" or thoughts:
+                messages.append(Message("assistant", "", thoughts))
             thoughts = ""
-            found[-1].tool_calls.append(item.call())
+            messages[-1].tool_calls.append(item.call())
         elif item.is_result:
-            found.append(Message("tool", result_text(item.output), tool_call_id=item.call_id or item.id or ""))
+            messages.append(Message("tool", result_text(item.output), tool_call_id=item.call_id or item.id or ""))
         elif item.type == "item_reference":
             raise Refused(
                 "Nothing is kept between requests here: send the item itself instead of its item_reference.",
                 parameter=f"{where}.type",
             )
-    return merged(found)
+    return merged(messages)
 
 
 def _message(item: InputItem, where: str, thoughts: str, *, asked: bool) -> Message:

@@ -139,16 +139,16 @@ def _settings_from(content: dict[str, Any]) -> tuple[Settings, list[str], set[st
             problems.append(f"{group!r} is unknown; it is kept and not used.")
             refused |= {setting.key for setting in SCHEMA if setting.group == group}
             continue
-        known = {setting.key: setting for setting in SCHEMA if setting.group == group}
+        settings_by_key = {setting.key: setting for setting in SCHEMA if setting.group == group}
         for key, value in table.items():
-            if key not in known:
+            if key not in settings_by_key:
                 problems.append(f"{group}.{key} is unknown; it is kept and not used.")
                 continue
             try:
                 settings = settings.with_value(key, value)
             except SettingError as error:
                 refused.add(key)
-                default = known[key].default
+                default = settings_by_key[key].default
                 problems.append(f"{error}; {'it is not' if default is None else f'{default!r} is'} used.")
     return settings, problems, refused
 

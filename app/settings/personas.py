@@ -158,7 +158,7 @@ def open_personas(path: Path | None = None) -> PersonasFile:
 
 def personas_from(content: Mapping[str, Any]) -> tuple[tuple[Persona, ...], list[str]]:
     """The personas of a parsed file, and a line for each entry that is not used."""
-    found: list[Persona] = []
+    personas: list[Persona] = []
     problems: list[str] = []
     for name, table in content.items():
         if not isinstance(table, Mapping):
@@ -174,8 +174,8 @@ def personas_from(content: Mapping[str, Any]) -> tuple[tuple[Persona, ...], list
         values, wrong = _values(table)
         problems += [f"{word}: {line}" for line in wrong]
         system, model = values.pop(_SYSTEM, ""), values.pop(_MODEL, "")
-        found.append(Persona(word, str(system), str(model), values))
-    return tuple(found), problems
+        personas.append(Persona(word, str(system), str(model), values))
+    return tuple(personas), problems
 
 
 def _values(table: Mapping[str, Any]) -> tuple[dict[str, Value], list[str]]:

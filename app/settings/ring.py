@@ -175,17 +175,17 @@ def node_id(name: str, network: NetworkState | None) -> str:
     if wanted in HEAD_NAMES:
         return me.node_id
     called = {me.node_id: me.name, **{peer.node_id: _alone(peer) for peer in network.peers}}
-    found = (
+    node_ids = (
         [node for node, own in called.items() if wanted and own.casefold() == wanted]
         or [peer.node_id for peer in network.peers if wanted in (peer.name.casefold(), peer.former_name.casefold())]
         or [node for node in called if node.startswith(wanted)]
     )
-    if len(found) == 1:
-        return found[0]
-    if found:
-        here = f", or {HEAD_NAMES[0]}" if me.node_id in found else ""
+    if len(node_ids) == 1:
+        return node_ids[0]
+    if node_ids:
+        here = f", or {HEAD_NAMES[0]}" if me.node_id in node_ids else ""
         raise SettingError(
-            f"{name} names {len(found)} machines; give the beginning of a node id that only one has{here}"
+            f"{name} names {len(node_ids)} machines; give the beginning of a node id that only one has{here}"
         )
     known = ", ".join(filter(None, [peer.name for peer in network.peers])) or "none is paired"
     raise SettingError(f"no paired machine is called {name}; there are: {known}")

@@ -61,7 +61,7 @@ def all_actions() -> tuple[Action, ...]:
 
 
 def _declared(base: type[DOMNode]) -> set[Action]:
-    found: set[Action] = set()
+    actions: set[Action] = set()
     left, seen = [base], set[type[DOMNode]]()
     while left:
         kind = left.pop()
@@ -70,7 +70,7 @@ def _declared(base: type[DOMNode]) -> set[Action]:
         seen.add(kind)
         left += kind.__subclasses__()
         if kind.__module__.startswith("app.") and "BINDINGS" in vars(kind):
-            found |= {
+            actions |= {
                 Action(
                     binding.id,
                     tuple(key.key for key in Binding.make_bindings([binding])),
@@ -83,4 +83,4 @@ def _declared(base: type[DOMNode]) -> set[Action]:
                 for binding in kind.BINDINGS
                 if isinstance(binding, Binding) and binding.id is not None
             }
-    return found
+    return actions

@@ -58,15 +58,15 @@ def screen_commands(screen: Screen[Any], besides: Iterable[str] = ()) -> list[Sy
 
     ``besides``: actions, as bindings name them, that are left out.
     """
-    found: dict[tuple[DOMNode, str], tuple[str, list[str]]] = {}
+    commands: dict[tuple[DOMNode, str], tuple[str, list[str]]] = {}
     for name, (node, binding, enabled, _) in screen.active_bindings.items():
         action = binding.action.rpartition(".")[2]
         if binding.id is None or not enabled or not binding.description or action in (*_UNINTERESTING, *besides):
             continue
-        found.setdefault((node, binding.action), (title_of(binding), []))[1].append(readable(name))
+        commands.setdefault((node, binding.action), (title_of(binding), []))[1].append(readable(name))
     return [
         SystemCommand(title, f"Here: {', '.join(keys[:2])}", _running(screen.app, action, node))
-        for (node, action), (title, keys) in found.items()
+        for (node, action), (title, keys) in commands.items()
     ]
 
 

@@ -219,11 +219,11 @@ class _NodeProcess:
 def as_result(request: Bench, measured: Sequence[Measured]) -> BenchResult:
     """The table: a row per number of nodes and transport, microseconds as median (10 %–90 %)."""
     rows: list[list[str | int | float | None]] = []
-    for one in measured:
-        for name, by_size in one.seconds.items():
+    for ring in measured:
+        for name, by_size in ring.seconds.items():
             cells = [_cell(by_size[size]) for size in SIZES]
             plain = "plain" if TRANSPORTS[name].plain_text else "encrypted"
-            rows.append([one.nodes, name, plain, *cells, f"{100 * one.busy[name]:.0f} %"])
+            rows.append([ring.nodes, name, plain, *cells, f"{100 * ring.busy[name]:.0f} %"])
     sizes = [f"{size // 1024} KiB" for size in SIZES]
     return BenchResult(
         id=request.id,
@@ -234,7 +234,7 @@ def as_result(request: Bench, measured: Sequence[Measured]) -> BenchResult:
             f"{processor()}; every node contributes as many bytes; loopback; the same bytes arrived through all.",
             *_notes(measured),
         ],
-        data={"rounds": request.rounds, "measured": [_data(one) for one in measured]},
+        data={"rounds": request.rounds, "measured": [_data(ring) for ring in measured]},
     )
 
 
@@ -254,27 +254,27 @@ def percentiles(seconds: Sequence[float]) -> tuple[float, float, float]:
 
 def _notes(measured: Sequence[Measured]) -> list[str]:
     notes = []
-    for one in measured:
-        if one.nodes == 2:
+    for ring in measured:
+        if ring.nodes == 2:
             for name, target in TARGETS_S.items():
-                if name in one.seconds:
-                    median = statistics.median(one.seconds[name][SIZES[0]])
+                if name in ring.seconds:
+                    median = statistics.median(ring.seconds[name][SIZES[0]])
                     word = "met" if median <= target else "missed"
                     notes.append(f"{name}: at most {1e6 * target:.0f} µs wanted for 12 KiB between two: {word}.")
-        notes += [f"{name} between {one.nodes}: {problem}" for name, problem in one.problems.items()]
+        notes += [f"{name} between {ring.nodes}: {problem}" for name, problem in ring.problems.items()]
     return notes
 
 
-def _data(one: Measured) -> dict[str, Any]:
+def _data(ring: Measured) -> dict[str, Any]:
     return {
-        "nodes": one.nodes,
+        "nodes": ring.nodes,
         "seconds": {
             name: {
                 str(size): dict(zip(("p10", "median", "p90"), percentiles(values), strict=True), count=len(values))
                 for size, values in sizes.items()
             }
-            for name, sizes in one.seconds.items()
+            for name, sizes in ring.seconds.items()
         },
-        "busy_while_waiting": dict(one.busy),
-        "problems": dict(one.problems),
+        "busy_while_waiting": dict(ring.busy),
+        "problems": dict(ring.problems),
     }

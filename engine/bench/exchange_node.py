@@ -128,13 +128,13 @@ def contribution(rank: int, size: int) -> bytes:
 
 def digest(exchange: Exchange, sizes: Sequence[int]) -> str:
     """SHA-256 of what all nodes contributed. Raises PeerLost, RingProtocolError."""
-    found = hashlib.sha256()
+    received = hashlib.sha256()
     for size in sizes:
         exchange.send((contribution(exchange.rank, size),), size)
         for part in exchange.receive():
-            found.update(len(part).to_bytes(8, "big"))
-            found.update(part)
-    return found.hexdigest()
+            received.update(len(part).to_bytes(8, "big"))
+            received.update(part)
+    return received.hexdigest()
 
 
 def _processor_seconds() -> float:

@@ -106,12 +106,12 @@ class LocalEngine:
     def ask(self, request: AnyRequest, seconds: float = START_S) -> AnyEvent:
         """Send ``request`` and wait for its last event. Raises ModelError if it failed or did not come."""
         self.send(request)
-        found = self.wait(
+        answer = self.wait(
             lambda event: isinstance(event, (*TERMINAL_EVENTS, NetworkState)) and event.id == request.id, seconds
         )
-        if isinstance(found, Failed):
-            raise ModelError(found.error, found.kind)
-        return found
+        if isinstance(answer, Failed):
+            raise ModelError(answer.error, answer.kind)
+        return answer
 
     def wait(self, wanted: Callable[[AnyEvent], bool], seconds: float = START_S, since: int = 0) -> AnyEvent:
         """The first wanted event with index ``since`` or higher. Raises ModelError if none comes in time."""

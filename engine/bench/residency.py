@@ -143,7 +143,7 @@ def measure(
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[list[float]]:
     """Algorithm 2: per wait, the seconds of each sample without the waiting."""
-    found = []
+    samples_by_side = []
     for place, wait_ms in enumerate(waits_ms):
         report(f"{packing}, waiting {wait_ms} ms", place, len(waits_ms), "")
         multiplier.reset()
@@ -161,8 +161,8 @@ def measure(
                 working += clock() - begun
                 _wait(wait_ms / 1000.0, cancelled)
             samples.append(working)
-        found.append(samples)
-    return found
+        samples_by_side.append(samples)
+    return samples_by_side
 
 
 def write_matrices(folder: Path, size: Size, report: ProgressCallback) -> None:
@@ -187,12 +187,12 @@ def write_matrices(folder: Path, size: Size, report: ProgressCallback) -> None:
 
 def _wants_mlx(request: Bench) -> bool:
     """Raises ModelError if mlx was asked for and is not installed."""
-    there = importlib.util.find_spec("mlx") is not None
+    installed = importlib.util.find_spec("mlx") is not None
     if request.load.runtime == "mlx":
-        if not there:
+        if not installed:
             raise ModelError("mlx is not installed; choose another runtime for this benchmark.", "bad-input")
         return True
-    return request.load.runtime == "auto" and there and sys.platform == "darwin" and platform.machine() == "arm64"
+    return request.load.runtime == "auto" and installed and sys.platform == "darwin" and platform.machine() == "arm64"
 
 
 @contextmanager
@@ -235,9 +235,9 @@ def _result(
     for place, wait_ms in enumerate(waits_ms):
         spreads = [Spread.of(seconds[packing][place]) for packing in PACKINGS]
         samples = len(seconds["unstacked"][place])
-        cells = [str(each.mapped(lambda value: value * 1000.0)) for each in spreads]
+        cells = [str(spread.mapped(lambda value: value * 1000.0)) for spread in spreads]
         rows.append([wait_ms, idle_ms("unstacked", wait_ms, size.layers), *cells[:2], wait_ms, cells[2], samples])
-    each = size.nbytes / 1e9
+    spread = size.nbytes / 1e9
     return BenchResult(
         id=request.id,
         title=f"Residency: {size.layers} layers of {MATRICES} matrices {size.n} × {size.n} in bfloat16",
@@ -245,7 +245,7 @@ def _result(
         rows=rows,
         notes=[
             f"{processor()}: {description}.",
-            f"Median (range) of the time without the waits; {figure(each)} GB of weights in each packing.",
+            f"Median (range) of the time without the waits; {figure(spread)} GB of weights in each packing.",
             "An array idles for so long between two uses: unstacked and by layer for the waits of all layers, "
             "prestacked for one. Prestacked is the paper's packing of one expert; by layer is that of this program, "
             "which uses a layer's array whenever any of its experts runs.",

@@ -296,7 +296,7 @@ class _Bench:
         )
         load = msgspec.structs.replace(self._load, ring=choice)
         trial = Trial(method.one_by_one, self._threads, self._at_once)
-        said = ""
+        reason = ""
         for _ in range(TRIES):
             # On a busy machine a process may not have answered for a moment.
             _until_there(network, followers, self._cancelled)
@@ -307,10 +307,10 @@ class _Bench:
             ring = model.facts.ring
             if ring is not None and len(ring.nodes) == len(followers) + 1:
                 return model, former
-            said = " ".join(model.recorder.take_notices())
+            reason = " ".join(model.recorder.take_notices())
             model.close()
         raise ModelError(
-            f"A ring of {len(followers) + 1} processes could not be formed on this machine: {said}", kind="network"
+            f"A ring of {len(followers) + 1} processes could not be formed on this machine: {reason}", kind="network"
         )
 
     def _subject(self, model: LoadedModel) -> BenchSubject:

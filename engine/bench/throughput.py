@@ -175,15 +175,15 @@ def bench_beams(subject: BenchSubject, request_id: int) -> BenchResult:
             del rows
         del single
     relative = {
-        width: [many / one for many, one in zip(found, seconds[1], strict=True)] for width, found in seconds.items()
+        width: [many / one for many, one in zip(samples, seconds[1], strict=True)] for width, samples in seconds.items()
     }
     return BenchResult(
         id=request_id,
         title=f"Beam steps, {subject.facts.name}",
         columns=["rows", "ms/step", "relative to 1 row", "tokens/s, all rows"],
         rows=[
-            [width, str(milliseconds(found)), str(Spread.of(relative[width])), str(per_second(found, width))]
-            for width, found in seconds.items()
+            [width, str(milliseconds(samples)), str(Spread.of(relative[width])), str(per_second(samples, width))]
+            for width, samples in seconds.items()
         ],
         notes=[
             f"Rows of different tokens after a common prompt of {len(prompt)}; a round is the median of {BEAM_STEPS} "
@@ -192,7 +192,7 @@ def bench_beams(subject: BenchSubject, request_id: int) -> BenchResult:
         data={
             "prompt_tokens": len(prompt),
             "steps_per_round": BEAM_STEPS,
-            "seconds_per_step": {str(width): found for width, found in seconds.items()},
-            "relative_to_one_row": {str(width): found for width, found in relative.items()},
+            "seconds_per_step": {str(width): samples for width, samples in seconds.items()},
+            "relative_to_one_row": {str(width): samples for width, samples in relative.items()},
         },
     )

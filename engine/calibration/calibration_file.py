@@ -145,14 +145,14 @@ class _SpeedFile(msgspec.Struct):
 
 def load_speed(machine: str) -> MachineSpeed | None:
     """The figures of ``machine``; None if none are kept."""
-    found = _read_speed().machines.get(machine)
-    if found is None or not (math.isfinite(found.memory_read) and found.memory_read > 0):
+    speed = _read_speed().machines.get(machine)
+    if speed is None or not (math.isfinite(speed.memory_read) and speed.memory_read > 0):
         return None
-    if not all(math.isfinite(seconds) and seconds >= 0 for seconds in found.layer_overhead_s.values()):
+    if not all(math.isfinite(seconds) and seconds >= 0 for seconds in speed.layer_overhead_s.values()):
         return None
-    if not all(0 < share <= 1 for share in found.read_share.values()):
+    if not all(0 < share <= 1 for share in speed.read_share.values()):
         return None
-    return found
+    return speed
 
 
 def save_speed(

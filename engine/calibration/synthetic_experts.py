@@ -195,17 +195,17 @@ def experts_at_once(shape: ExpertShape, threads: int, processes: int) -> float:
         return max(1.0, memory_rate(threads * processes) / memory_rate(threads))
     check_shape(shape)
     count = max(1, min(32, min(CYCLE_BYTES, available_bytes() // 4) // _measured_bytes(shape)))
-    each = max(1, count // processes)
-    count = each * processes
+    experts_each = max(1, count // processes)
+    count = experts_each * processes
     weights = {expert: _like(shape) for expert in range(count)}
 
     def rate(process: int, pool: Pool, layer: LayerExperts, together: threading.Barrier) -> float:
-        first = process * each
+        first = process * experts_each
         call = _Call(layer.hidden, 1)
         together.wait()
         begun, done = time.perf_counter(), 0
         while time.perf_counter() - begun < AT_ONCE_S:
-            call.run(layer, pool, first + done % each)
+            call.run(layer, pool, first + done % experts_each)
             done += 1
         return done / (time.perf_counter() - begun)
 

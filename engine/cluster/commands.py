@@ -184,12 +184,12 @@ class Prefix:
 
     def cut(self, length: int) -> Prefix:
         """The first ``length`` tokens. Raises ValueError if there are fewer."""
-        found = self
-        while found.length > length and found.shorter is not None:
-            found = found.shorter
-        if found.length != length:
+        prefix = self
+        while prefix.length > length and prefix.shorter is not None:
+            prefix = prefix.shorter
+        if prefix.length != length:
             raise ValueError(f"{length} is not a length between 0 and {self.length}")
-        return found
+        return prefix
 
 
 class Prefixes:

@@ -63,13 +63,13 @@ class EpochLinks:
     def keep(self, name: ExchangeName) -> Exchange:
         """The exchange ``name``. All others are closed. Raises ModelError if it was not connected."""
         with self._lock:
-            kept = self._exchanges.get(name)
+            exchange = self._exchanges.get(name)
             others = [other for other in self._exchanges if other != name]
-        if kept is None:
+        if exchange is None:
             raise ModelError(f"The exchange “{name}” was not connected; form the ring again.", kind="network")
         for other in others:
             self.drop(other)
-        return kept
+        return exchange
 
     def move(self, links: Links, addresses: Mapping[int, str]) -> float:
         """Make all links of a running epoch anew, those to the ranks of ``addresses`` at these first. All nodes do so
@@ -121,7 +121,7 @@ class EpochLinks:
 
 def connect_epoch(
     links: Links,
-    found: EpochLinks,
+    connected: EpochLinks,
     names: Sequence[ExchangeName],
     commands: bool,
     rehearsal: Rehearsal | None = None,
@@ -134,23 +134,23 @@ def connect_epoch(
     ModelError (network) if none can be made, or no command link.
     """
     if commands:
-        found.add_commands(connect_commands(links, found.epoch, seconds))
+        connected.add_commands(connect_commands(links, connected.epoch, seconds))
     for name in names:
         try:
-            exchange = open_exchange(name, links, found.epoch)
-            found.add(name, exchange)
+            exchange = open_exchange(name, links, connected.epoch)
+            connected.add(name, exchange)
             median = measure_exchange(exchange, DECODE_BYTES, links.parts.effort.exchange_rounds)
             if rehearsal is not None:
-                found.layer_s[name] = rehearsal.run(exchange)
-            found.medians[name] = median
+                connected.layer_s[name] = rehearsal.run(exchange)
+            connected.medians[name] = median
         except (ModelError, PeerLost, OSError) as error:
-            found.problems[name] = str(error)
-            found.drop(name)
-        if found.epoch.given_up.is_set():
+            connected.problems[name] = str(error)
+            connected.drop(name)
+        if connected.epoch.given_up.is_set():
             # It may have been this exchange that failed for it; the others that were made are of no use either.
             raise PeerLost("The epoch was ended while its links were made.")
-    if names and not found.medians:
-        raise ModelError(next(iter(found.problems.values())), kind="network")
+    if names and not connected.medians:
+        raise ModelError(next(iter(connected.problems.values())), kind="network")
 
 
 def rehearsal_of(spec: EpochSpec, threads: int | None, machines: tuple[tuple[int, ...], ...] = ()) -> Rehearsal | None:

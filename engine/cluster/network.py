@@ -208,13 +208,13 @@ class ClusterNetwork:
         return Done(id=request.id, path="", detail=", ".join(node.listening))
 
     def _forget(self, request_id: int, peer: str) -> AnyEvent:
-        found = self._peers.find(peer)
-        self._peers.forget(found.node_id)
+        paired = self._peers.find(peer)
+        self._peers.forget(paired.node_id)
         node = self._node
         if node is not None:
-            node.forget(found.node_id)
+            node.forget(paired.node_id)
         self._news.set()
-        return Done(id=request_id, path="", detail=found.label)
+        return Done(id=request_id, path="", detail=paired.label)
 
     def _load_identity(self, patience_s: float | None = None) -> Identity:
         if self._identity is None:

@@ -53,22 +53,24 @@ def plan_ring_request(
     node = network.open_node() if network is not None else None
     if node is None:
         notices.append("The network is closed, so only this machine is planned with; open it to find others.")
-    there = candidates(node, load.ring.nodes) if node is not None else []
+    machines = candidates(node, load.ring.nodes) if node is not None else []
     if node is not None:
-        notices += absent_lines(node.table.facts(), load.ring.nodes, {one.node_id for one in there})
+        notices += absent_lines(node.table.facts(), load.ring.nodes, {machine.node_id for machine in machines})
     me = node.me if node is not None else None
     my_id, my_name = (me.node_id, me.name) if me is not None else (THIS_MACHINE, THIS_MACHINE)
     surveyor = _surveyor(network, my_id, headers, load)
     order = (my_id, my_name)
     while True:
         try:
-            found = _planned(surveyor, node, there, headers, name, order, load, choice, asked == "auto", loaded)
+            planned = _planned(surveyor, node, machines, headers, name, order, load, choice, asked == "auto", loaded)
             break
         except NodeRefused as refused:
-            notices.append(f"{next(one.name for one in there if one.node_id == refused.node_id)}: {refused}")
-            there = [one for one in there if one.node_id != refused.node_id]
-    survey, decision = found.survey, found.together.decision
-    notices += found.together.lines
+            notices.append(
+                f"{next(machine.name for machine in machines if machine.node_id == refused.node_id)}: {refused}"
+            )
+            machines = [machine for machine in machines if machine.node_id != refused.node_id]
+    survey, decision = planned.survey, planned.together.decision
+    notices += planned.together.lines
     formed = decision.kind in ("ring", "elsewhere")
     tokens_per_s = decision.facts.tokens_per_s if decision.facts is not None and formed else None
     if decision.kind == "alone" and decision.alone_step is not None:
@@ -78,39 +80,41 @@ def plan_ring_request(
     if decision.kind == "elsewhere":
         shards = shards[1:]  # the head holds no weights
     memory = [part for shard in shards for part in _memory(shard, survey, model, decision.mode)]
-    return RingRequest(decision, memory, tokens_per_s, found.choice)
+    return RingRequest(decision, memory, tokens_per_s, planned.choice)
 
 
 def _planned(
     surveyor: Surveyor,
     node: Node | None,
-    there: Sequence[Candidate],
+    machines: Sequence[Candidate],
     headers: Headers,
     name: str,
     head: tuple[str, str],
     load: Load,
     choice: RuntimeChoice,
-    is_open: bool,
+    may_switch_runtime: bool,
     loaded: ModelFacts | None,
 ) -> RuntimePlan:
-    """The plan for the machines ``there`` with the ``head`` (its id and name). ``is_open``: torch may be taken instead
-    of ``choice``. Raises NodeRefused."""
+    """The plan for ``machines`` with the ``head`` (its id and name).
+
+    ``may_switch_runtime``: torch may replace ``choice``. Raises NodeRefused.
+    """
     me = head[0]
     freed = loaded.trunk_bytes if loaded is not None and loaded.runtime != "native" else 0
 
     def survey(how: Load) -> Survey:
-        found = surveyor.survey(node, there, how.runtime, lambda *_: None, to_send=False)
-        mine = found.facts[me]
-        found.facts[me] = msgspec.structs.replace(mine, memory_free=mine.memory_free + freed)
-        return found
+        measured = surveyor.survey(node, machines, how.runtime, lambda *_: None, to_send=False)
+        mine = measured.facts[me]
+        measured.facts[me] = msgspec.structs.replace(mine, memory_free=mine.memory_free + freed)
+        return measured
 
-    def plan(found: Survey, how: Load) -> ConnectedPlan:
-        order = [head, *((one.node_id, one.name) for one in there)]
-        return plan_connected(headers, name, how, order, found)
+    def plan(measured: Survey, how: Load) -> ConnectedPlan:
+        order = [head, *((one.node_id, one.name) for one in machines)]
+        return plan_connected(headers, name, how, order, measured)
 
     first = survey(load)
     plain = RuntimePlan(choice, load, first, plan(first, load))
-    return plan_by_runtime(plain, plan, survey, me) if is_open else plain
+    return plan_by_runtime(plain, plan, survey, me) if may_switch_runtime else plain
 
 
 def _memory(shard: NodeShard, survey: Survey, model: RingModelFacts, mode: Mode) -> list[DeviceMemory]:

@@ -225,10 +225,10 @@ def _gather_seconds(exchange: Exchange, mine: Sequence[float]) -> list[list[floa
     """The seconds of every node, by rank. Raises RingProtocolError for an invalid list."""
     form = struct.Struct(f"<{len(mine)}d")
     exchange.send((form.pack(*mine),), form.size)
-    found: list[list[float]] = []
+    seconds_by_rank: list[list[float]] = []
     for part in exchange.receive():
         values: Any = form.unpack(part) if len(part) == form.size else ()
         if not values or not all(0.0 <= value < 1e6 for value in values):
             raise RingProtocolError("A node sent impossible seconds of a rehearsal.", kind="network")
-        found.append(list(values))
-    return found
+        seconds_by_rank.append(list(values))
+    return seconds_by_rank

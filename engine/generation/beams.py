@@ -202,14 +202,14 @@ class BeamState:
             totals.extend(value + beam.total for value in log_probabilities)
             origins.extend((index, token) for token in tokens)
         last = self.step + 1 >= rule.max_tokens
-        found = []
+        candidates = []
         for place in _top(totals, keep):
             parent, token = origins[place]
             ends = last or token in rule.ends
             if not ends and rule.hits_stop is not None:
                 ends = rule.hits_stop((*self.running[parent].tokens, token))
-            found.append(self._guided(_Candidate(totals[place], parent, token, ends)))
-        return found
+            candidates.append(self._guided(_Candidate(totals[place], parent, token, ends)))
+        return candidates
 
     def _guided(self, candidate: _Candidate) -> _Candidate:
         """``candidate`` with a guide of its own, if there is one. A token that the guide does not take is hopeless."""

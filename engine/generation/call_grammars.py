@@ -112,17 +112,17 @@ def text_forms(schema: Any, root: Any, depth: int = 0) -> list[TextForm]:
     too many."""
     if schema is False or depth > DEEPEST_SCHEMA:
         return []
-    own, every, one = schema_parts(schema, root)
+    own, every, alternatives = schema_parts(schema, root)
     types, choices = named_types(own), choices_of(own)
     if types is not None and "string" not in types:
         return []
     texts = None if choices is None else tuple(each for each in choices if isinstance(each, str))
-    found = [TextForm(texts, tuple(_terminals(own)))]
+    forms = [TextForm(texts, tuple(_terminals(own)))]
     for part in every:
-        found = _both(found, text_forms(part, root, depth + 1))
-    if one:
-        found = _both(found, [form for part in one for form in text_forms(part, root, depth + 1)])
-    return [form for form in found if form.choices != ()]
+        forms = _both(forms, text_forms(part, root, depth + 1))
+    if alternatives:
+        forms = _both(forms, [form for part in alternatives for form in text_forms(part, root, depth + 1)])
+    return [form for form in forms if form.choices != ()]
 
 
 def _both(left: Sequence[TextForm], right: Sequence[TextForm]) -> list[TextForm]:
@@ -286,13 +286,13 @@ class Arguments:
 def arguments_of(tool: str, schema: Any, root: Any, depth: int = 0) -> list[Arguments]:
     """The sets of arguments that the ``schema`` of ``tool`` allows. Raises ModelError (bad-input) for keywords that
     cannot be kept."""
-    own, every, one = schema_parts(schema, root)
+    own, every, alternatives = schema_parts(schema, root)
     if depth > DEEPEST_SCHEMA:
         return []
     if (broken := next((key for key in _NOT_KEPT if key in own), None)) is not None:
         raise refused(f"The schema of the tool {tool}", f"{broken} is not supported where a call must be made")
     properties, required, others = own.get("properties"), own.get("required"), own.get("additionalProperties")
-    found = [
+    choices = [
         Arguments(
             {key: (part,) for key, part in properties.items()} if isinstance(properties, dict) else {},
             tuple(key for key in required if isinstance(key, str)) if isinstance(required, list) else (),
@@ -300,10 +300,10 @@ def arguments_of(tool: str, schema: Any, root: Any, depth: int = 0) -> list[Argu
         )
     ]
     for part in every:
-        found = _every(found, arguments_of(tool, part, root, depth + 1))
-    if one:
-        found = _every(found, [each for part in one for each in arguments_of(tool, part, root, depth + 1)])
-    return found
+        choices = _every(choices, arguments_of(tool, part, root, depth + 1))
+    if alternatives:
+        choices = _every(choices, [each for part in alternatives for each in arguments_of(tool, part, root, depth + 1)])
+    return choices
 
 
 def _every(left: Sequence[Arguments], right: Sequence[Arguments]) -> list[Arguments]:

@@ -99,23 +99,23 @@ class CallReader:
         ``last``: no more text follows, so that an end mark that is not there was forgotten.
         """
         text = self._cleaned(body)
-        found: ReadCalls | None = None
+        calls: ReadCalls | None = None
         if _without_fence(text)[:1] in ("{", "["):
-            found = self._objects(_without_fence(text), last)
-        if found is None:
+            calls = self._objects(_without_fence(text), last)
+        if calls is None:
             match self._form.shape:
                 case "named" | "parts":
-                    found = self._named(text)
+                    calls = self._named(text)
                 case "tagged":
-                    found = self._tagged(text, last)
+                    calls = self._tagged(text, last)
                 case "braces":
-                    found = self._braces(text)
+                    calls = self._braces(text)
                 case "elements":
-                    found = self._elements(text)
+                    calls = self._elements(text)
                 case _:
-                    found = self._python(_without_fence(text).removesuffix("```"))
-        known = found is not None and found.calls and all(each.name in self._types for each in found.calls)
-        return found if known else None
+                    calls = self._python(_without_fence(text).removesuffix("```"))
+        known = calls is not None and calls.calls and all(each.name in self._types for each in calls.calls)
+        return calls if known else None
 
     def is_hopeless(self, body: str) -> bool:
         """Whether no text behind ``body`` makes a call of it."""
@@ -196,12 +196,12 @@ class CallReader:
 
         ``last``: no more text follows, so that brackets behind the arguments that are not there were forgotten.
         """
-        found: list[Any] = []
+        values: list[Any] = []
         at = 0
         while True:
             at = _BETWEEN_OBJECTS.match(text, at).end()  # type: ignore[union-attr]
             mark = next((mark for mark in (self._form.begin, self._form.end) if mark and text.startswith(mark, at)), "")
-            if found and mark:
+            if values and mark:
                 at += len(mark)
                 continue
             if text[at : at + 1] not in ("{", "["):
@@ -209,17 +209,17 @@ class CallReader:
             try:
                 end = _DECODER.raw_decode(text, at)[1]
             except (ValueError, RecursionError):
-                if not found and isinstance(value := _python_value(text[at:]), dict | list):
+                if not values and isinstance(value := _python_value(text[at:]), dict | list):
                     return [value], ""
-                written = text[at:].removesuffix(self._form.end).rstrip() if last and not found else ""
+                written = text[at:].removesuffix(self._form.end).rstrip() if last and not values else ""
                 tries = (read_json(written + more) for more in ("]", "}", "}]")) if written.endswith("}") else ()
                 if (whole := next((each for each in tries if each is not None), None)) is not None:
                     return [whole], ""
                 break
-            found.append(read_json(text[at:end]))
+            values.append(read_json(text[at:end]))
             at = end
         rest = text[at:]
-        return found, "" if _TOO_MANY.fullmatch(rest) else rest
+        return values, "" if _TOO_MANY.fullmatch(rest) else rest
 
     def _object(self, value: Any) -> Called | None:
         if isinstance(value, dict) and isinstance(value.get("function"), dict):
@@ -267,15 +267,15 @@ class CallReader:
         return name, is_whole, _without_fence(rest.strip())
 
     def _named(self, text: str) -> ReadCalls | None:
-        found = self._one_named(text)
+        calls = self._one_named(text)
         mark = self._form.separator
-        while found is not None and mark.strip():
-            name = found.rest.lstrip().partition(mark)[0]
-            following = self._one_named(found.rest.lstrip()) if mark in found.rest and name in self._types else None
+        while calls is not None and mark.strip():
+            name = calls.rest.lstrip().partition(mark)[0]
+            following = self._one_named(calls.rest.lstrip()) if mark in calls.rest and name in self._types else None
             if following is None:
                 break
-            found = ReadCalls(found.calls + following.calls, following.rest)
-        return found
+            calls = ReadCalls(calls.calls + following.calls, following.rest)
+        return calls
 
     def _one_named(self, text: str) -> ReadCalls | None:
         """The first of the calls that ``text`` writes; some write several without a mark between them."""
@@ -325,23 +325,23 @@ class CallReader:
     def _name_at(self, text: str, at: int) -> tuple[str, int]:
         """The tool's name that stands at ``at``, as a whole, and where it ends; empty if none does. Some write it as in
         XML."""
-        spelled = ((name, each) for name in self._types for each in (name, name.replace("&", "&amp;")))
-        found = [
-            (name, at + len(each))
-            for name, each in spelled
-            if text.startswith(each, at) and _NAME.match(text, at + len(each)) is None
+        spelled = ((name, spelling) for name in self._types for spelling in (name, name.replace("&", "&amp;")))
+        matches = [
+            (name, at + len(spelling))
+            for name, spelling in spelled
+            if text.startswith(spelling, at) and _NAME.match(text, at + len(spelling)) is None
         ]
-        return max(found, key=lambda each: each[1], default=("", at))
+        return max(matches, key=lambda spelling: spelling[1], default=("", at))
 
     def _pairs(self, text: str, at: int, name: str) -> tuple[dict[str, Any], int] | None:
         """The arguments that are all of ``text`` from ``at``, written as in ``clock zone=UTC``, and where they end."""
-        found: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         while not self._form.begin.endswith('"') and (pair := _PAIR.match(text, at)) is not None:
             key, value, at = pair[1], pair[2], pair.end()
-            if key not in self._properties[name] or key in found:
+            if key not in self._properties[name] or key in arguments:
                 return None
-            found[key] = self._types[name].from_text(key, value[1:-1] if value[0] in "'\"" else value)
-        return (found, at) if found and at == len(text) else None
+            arguments[key] = self._types[name].from_text(key, value[1:-1] if value[0] in "'\"" else value)
+        return (arguments, at) if arguments and at == len(text) else None
 
     def _arguments(self, text: str, at: int, name: str, last: bool) -> tuple[dict[str, Any], int] | None:
         """The arguments of ``name`` that begin at ``at``, and where they end."""
@@ -353,7 +353,7 @@ class CallReader:
                 return None
             written = read_json(text[at:end])
             return (self._types[name].typed(written), end) if isinstance(written, dict) else None
-        found: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         while text.startswith(self._key_begins, _spaces(text, at)):
             start = _spaces(text, at) + len(self._key_begins[0])
             stop, value_at = self._key_end(text, start)
@@ -366,7 +366,7 @@ class CallReader:
                 key = html.unescape(key)
             if value_begin and text.startswith(value_begin, _spaces(text, start)):
                 start = _spaces(text, start) + len(value_begin)
-            stop, at = self._value_end(text, start, name, found, last)
+            stop, at = self._value_end(text, start, name, arguments, last)
             if stop < 0:
                 return None
             value = text[start:stop]
@@ -376,15 +376,15 @@ class CallReader:
                 value = quoted[1]
             is_text = _TEXT_TYPE.search(f'{attributes}"') is not None  # the mark after a key begins with its quote
             types = self._types[name]
-            found[key] = types.typed({key: value})[key] if is_text else types.from_text(key, value)
+            arguments[key] = types.typed({key: value})[key] if is_text else types.from_text(key, value)
         if self._form.lines and text.startswith(value_end, _spaces(text, at)):
             at = _spaces(text, at) + len(value_end)
-        return found, at
+        return arguments, at
 
     def _key_end(self, text: str, start: int) -> tuple[int, int]:
-        """Where the key ends that begins at ``start``, and where the text goes on; -1 if it does not end.
+        """The end of the key that begins at ``start``, and the start of its value; -1 without an end.
 
-        Where a value has lines of its own, the end of the key's line ends it too.
+        In formats whose values have lines of their own, the end of the line ends the key, too.
         """
         mark = self._form.tags[1]
         if text[start - 1] == "'":
@@ -393,11 +393,11 @@ class CallReader:
         line = text.find("\n", start) if self._form.lines else -1
         return (line, line) if 0 <= line < stop else (stop, stop + len(mark))
 
-    def _value_end(self, text: str, start: int, name: str, found: Mapping[str, Any], last: bool) -> tuple[int, int]:
-        """Where the value that begins at ``start`` ends, and where the text goes on; -1 if it does not end.
+    def _value_end(self, text: str, start: int, name: str, arguments: Mapping[str, Any], last: bool) -> tuple[int, int]:
+        """The end of the value that begins at ``start``, and the start of what follows; -1 without an end.
 
-        A value may hold its own end mark, which then is not followed by what may follow an argument. ``found`` are the
-        arguments before it.
+        An end mark counts only before something that may follow an argument, because values may contain the mark.
+        ``arguments`` are the arguments before it.
         """
         value_end, end = self._form.tags[3], self._form.last.strip() or self._form.end
         begin = _spaces(text, start)
@@ -405,7 +405,7 @@ class CallReader:
         stop = text.find(value_end, from_) if from_ >= 0 else -1
         while stop >= 0 and not self._may_follow(text, _spaces(text, stop + len(value_end))):
             stop = text.find(value_end, stop + 1)
-        forgotten = self._next_argument(text, start, stop if stop >= 0 else len(text), name, found)
+        forgotten = self._next_argument(text, start, stop if stop >= 0 else len(text), name, arguments)
         if forgotten >= 0:
             return forgotten, forgotten
         if stop < 0 and last and end and (at := text.find(end, start)) >= 0:
@@ -416,14 +416,16 @@ class CallReader:
         marks = (*self._key_begins, self._form.last.strip(), *self._form.prefixes)
         return at == len(text) or any(text.startswith(mark, at) for mark in marks if mark)
 
-    def _next_argument(self, text: str, start: int, stop: int, name: str, found: Mapping[str, Any]) -> int:
-        """Where, on a line of its own, another argument of the tool begins before ``stop``, as the end mark of the one
-        before it was forgotten; -1 if none does."""
+    def _next_argument(self, text: str, start: int, stop: int, name: str, arguments: Mapping[str, Any]) -> int:
+        """The start of a line before ``stop`` that begins another argument of the tool; -1 if there is none.
+
+        Such a line shows that the end mark of the argument before it was forgotten.
+        """
         key_begin, key_end = self._form.tags[:2]
         at = text.find(f"\n{key_begin}", start, stop)
         while at >= 0:
             key = text[at + 1 + len(key_begin) : stop].partition(key_end)[0].partition('"')[0].strip()
-            if key in self._properties[name] and key not in found:
+            if key in self._properties[name] and key not in arguments:
                 return at
             at = text.find(f"\n{key_begin}", at + 1, stop)
         return -1
@@ -447,13 +449,15 @@ class CallReader:
             if name not in self._types:
                 name = name.removesuffix(".call")
             try:
-                arguments = {each.arg: _literal(each.value) for each in node.keywords if each.arg is not None}
-                given = [_literal(each) for each in node.args]
+                arguments = {
+                    argument.arg: _literal(argument.value) for argument in node.keywords if argument.arg is not None
+                }
+                given = [_literal(argument) for argument in node.args]
             except ValueError:
                 return None
             if len(given) == 1 and isinstance(given[0], dict) and not arguments:
                 arguments = given.pop()
-            if given or any(each.arg is None for each in node.keywords):
+            if given or any(argument.arg is None for argument in node.keywords):
                 return None
             calls.append(self._typed(name, arguments))
         return ReadCalls(calls) if calls else None
@@ -531,13 +535,13 @@ def _expressions(text: str) -> list[ast.expr]:
                 tree = _mended(text.strip())
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         return []
-    found: list[ast.expr] = []
+    expressions: list[ast.expr] = []
     for statement in tree.body:
         if not isinstance(statement, ast.Expr):
             return []
         value = statement.value
-        found += value.elts if isinstance(value, ast.List | ast.Tuple) else [value]
-    return found
+        expressions += value.elts if isinstance(value, ast.List | ast.Tuple) else [value]
+    return expressions
 
 
 def _mended(text: str) -> ast.Module:
@@ -557,14 +561,16 @@ def _as_python(found: re.Match[str]) -> str:
 
 def _with_inner_quotes(text: str) -> str:
     """``text`` with escapes for the quotation marks within its keyword arguments that do not end them."""
-    ends = {mark: [each.start() for each in _STRING_END.finditer(text) if each[1] == mark] for mark in "'\""}
+    ends = {mark: [match.start() for match in _STRING_END.finditer(text) if match[1] == mark] for mark in "'\""}
     written, at = "", 0
     for begin in _STRING_BEGIN.finditer(text):
         mark = begin[1]
         place = bisect.bisect_left(ends[mark], begin.end())
         if begin.start() >= at and place < len(ends[mark]):
             inner = text[begin.end() : ends[mark][place]]
-            written += text[at : begin.end()] + re.sub(rf"(\\.)|{mark}", lambda each: each[1] or f"\\{each[0]}", inner)
+            written += text[at : begin.end()] + re.sub(
+                rf"(\\.)|{mark}", lambda match: match[1] or f"\\{match[0]}", inner
+            )
             at = ends[mark][place]
     return written + text[at:]
 
@@ -652,7 +658,7 @@ class _BraceReader:
         return _WORDS[word] if word in _WORDS else found if (found := read_json(word)) is not None else word, end
 
     def _members(self, at: int, depth: int) -> tuple[dict[str, Any], int]:
-        found: dict[str, Any] = {}
+        members: dict[str, Any] = {}
         text, at = self._text, _spaces(self._text, at + 1)
         while text[at : at + 1] != "}":
             if text.startswith((self._quote, '"'), at):
@@ -661,18 +667,18 @@ class _BraceReader:
             else:
                 end = text.index(":", at)
                 key, at = text[at:end].strip(), end
-            found[key], at = self.value(at + 1, depth + 1)
+            members[key], at = self.value(at + 1, depth + 1)
             at = self._after_member(at, "}")
-        return found, at + 1
+        return members, at + 1
 
     def _items(self, at: int, depth: int) -> tuple[list[Any], int]:
-        found: list[Any] = []
+        items: list[Any] = []
         at = _spaces(self._text, at + 1)
         while self._text[at : at + 1] != "]":
             each, at = self.value(at, depth + 1)
-            found.append(each)
+            items.append(each)
             at = self._after_member(at, "]")
-        return found, at + 1
+        return items, at + 1
 
     def _after_member(self, at: int, end: str) -> int:
         at = _spaces(self._text, at)

@@ -134,7 +134,7 @@ class ReasoningParser:
     def push(self, piece: str) -> Separated:
         """The text that certainly belongs to no mark."""
         self._held += piece
-        found: list[Separated] = []
+        separated: list[Separated] = []
         while (met := self._next_mark()) is not None:
             at, mark = met
             rest = self._held[at:]
@@ -142,10 +142,10 @@ class ReasoningParser:
                 # It may become a longer mark.
                 break
             before, self._held = self._held[:at], self._held[at + len(mark) :]
-            found += [self._text(before), self._marked(mark)]
+            separated += [self._text(before), self._marked(mark)]
         keep = max((overlap(self._held, mark) for mark in self._expected()), default=0)
         ready, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-        return _joined([*found, self._text(ready)])
+        return _joined([*separated, self._text(ready)])
 
     def flush(self) -> Separated:
         """The text that was held back. Must be called once, at the end."""

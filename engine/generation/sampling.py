@@ -343,12 +343,12 @@ class Sampler:
     @classmethod
     def going_on(cls, state: SamplerState) -> Sampler:
         """A sampler without a guide that goes on from ``state``. Raises ValueError if that is impossible."""
-        found = cls(state.rule)
-        found._bits.advance(state.drawn)
-        found._drawn = state.drawn
-        found._seen.update(state.seen)
-        found._counts.update(state.counts)
-        return found
+        sampler = cls(state.rule)
+        sampler._bits.advance(state.drawn)
+        sampler._drawn = state.drawn
+        sampler._seen.update(state.seen)
+        sampler._counts.update(state.counts)
+        return sampler
 
     @property
     def state(self) -> SamplerState:

@@ -188,15 +188,15 @@ class ArgumentTypes:
 
     def _types(self, schema: Any, depth: int) -> frozenset[str] | None:
         """The names of the types that ``schema`` allows; None if it names none."""
-        own, every, one = self._parts(schema, depth)
-        named = [found for part in every if (found := self._types(part, depth + 1)) is not None]
+        own, every, alternative_schemas = self._parts(schema, depth)
+        named = [accepted for part in every if (accepted := self._types(part, depth + 1)) is not None]
         if (types := named_types(own)) is not None:
             named.append(types)
         if (choices := choices_of(own)) is not None:
             named.append(frozenset(_type(choice) for choice in choices))
-        alternatives = [self._types(part, depth + 1) for part in one]
+        alternatives = [self._types(part, depth + 1) for part in alternative_schemas]
         if alternatives and None not in alternatives:
-            named.append(frozenset().union(*(found for found in alternatives if found is not None)))
+            named.append(frozenset().union(*(accepted for accepted in alternatives if accepted is not None)))
         with_integers = [types | {"integer"} if "number" in types else types for types in named]
         return frozenset.intersection(*with_integers) if with_integers else None
 
@@ -215,7 +215,7 @@ class ArgumentTypes:
 
     def _fit(self, value: Any, schema: Any, depth: int) -> _Fit:
         """``value`` as ``schema`` wants it. A value that satisfies it stays as it is."""
-        own, every, one = self._parts(schema, depth)
+        own, every, alternatives = self._parts(schema, depth)
         if schema is False:
             return _Fit(value, _WRONG)
         value, how = _as_type(value, named_types(own))
@@ -226,8 +226,8 @@ class ArgumentTypes:
         for part in every:
             value, found = self._fit(value, part, depth + 1)
             how = min(how, found)
-        if one and how:
-            fits = [self._fit(value, part, depth + 1) for part in one]
+        if alternatives and how:
+            fits = [self._fit(value, part, depth + 1) for part in alternatives]
             best = max(fits, key=lambda fit: (fit.how, _same(fit.value, value)))
             value, how = best.value, min(how, best.how)
         if isinstance(value, dict) and how:
@@ -274,16 +274,16 @@ def target_of(reference: Any, root: Any) -> Any:
     """The part of the schema ``root`` to which a ``$ref`` points; what allows anything if there is none."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return _ANY
-    found: Any = root
+    target: Any = root
     for escaped in reference[1:].split("/")[1:]:
         step = escaped.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list) and step.isdecimal() and int(step) < len(found):
-            found = found[int(step)]
-        elif isinstance(found, dict) and step in found:
-            found = found[step]
+        if isinstance(target, list) and step.isdecimal() and int(step) < len(target):
+            target = target[int(step)]
+        elif isinstance(target, dict) and step in target:
+            target = target[step]
         else:
             return _ANY
-    return found
+    return target
 
 
 def read_json(text: str) -> Any:

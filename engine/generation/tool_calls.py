@@ -157,12 +157,12 @@ class ToolCallParser:
         while self._mark is None:
             hidden = (*self._form.hidden, self._form.end) if self._end_may_follow else self._form.hidden
             marks = [mark for mark in (*self._ends, *hidden) if mark]
-            found = [(at, -len(mark), mark) for mark in marks if (at := self._held.find(mark)) >= 0]
+            openings = [(at, -len(mark), mark) for mark in marks if (at := self._held.find(mark)) >= 0]
             if self._form.bare and not self._begun and self._held.lstrip()[:1] in ("{", "["):
-                found.append((len(self._held) - len(self._held.lstrip()), 0, ""))
-            at, _, mark = min(found, default=(len(self._held), 0, ""))
+                openings.append((len(self._held) - len(self._held.lstrip()), 0, ""))
+            at, _, mark = min(openings, default=(len(self._held), 0, ""))
             longer = any(len(other) > len(self._held) - at and other.startswith(self._held[at:]) for other in marks)
-            if not found or (longer and not last):
+            if not openings or (longer and not last):
                 keep = max((overlap(self._held, mark) for mark in marks), default=0) if not last else 0
                 at = min(at, len(self._held) - keep)
                 ready, self._held = self._held[:at], self._held[at:]
@@ -177,14 +177,14 @@ class ToolCallParser:
     def _spaced(self, text: str) -> str:
         """``text`` without white space at its end, which waits for more text; after a call all of it is left out."""
         text = self._space + text
-        kept = text.rstrip()
-        self._space = text[len(kept) :]
-        if not kept:
+        stripped = text.rstrip()
+        self._space = text[len(stripped) :]
+        if not stripped:
             return ""
         if self._after_call:
-            kept = kept.lstrip()
+            stripped = stripped.lstrip()
         self._begun, self._after_call, self._end_may_follow = True, False, False
-        return kept
+        return stripped
 
     def _as_text(self, count: int) -> str:
         """The first ``count`` characters that are held, as they are no call. The name of a part is no text."""
@@ -219,10 +219,10 @@ class ToolCallParser:
     def _take(self, body: str, at: int, last: bool = False) -> bool:
         """Add the calls that ``body`` writes, which ends at ``at``. Returns False if it writes none."""
         assert self._mark is not None
-        found = self._reader.read(body, last)
-        if found is None:
+        calls = self._reader.read(body, last)
+        if calls is None:
             return False
-        end, rest = self._ends.get(self._mark, ""), found.rest
+        end, rest = self._ends.get(self._mark, ""), calls.rest
         behind = self._held[at + len(end) :]
         if self._mark and rest.lstrip().startswith(self._mark):
             # The end mark was forgotten before the next call.
@@ -234,7 +234,7 @@ class ToolCallParser:
             rest = ""
         self._end_may_follow = self._mark not in ("", self._form.begin)
         self._over(rest + behind)
-        for each in found.calls:
+        for each in calls.calls:
             self._add(each)
         return True
 
@@ -336,13 +336,13 @@ class CallsInThoughts:
 
     def _before_call(self, text: str) -> str:
         self._held += text
-        found = [at for mark in self._parser.openers if (at := self._held.find(mark)) >= 0]
-        if not found:
+        openings = [at for mark in self._parser.openers if (at := self._held.find(mark)) >= 0]
+        if not openings:
             keep = max((overlap(self._held, mark) for mark in self._parser.openers), default=0)
             ready = self._held[: len(self._held) - keep].rstrip()
             self._held = self._held[len(ready) :]
             return ready
-        before = self._held[: min(found)]
+        before = self._held[: min(openings)]
         ready = before.rstrip()
         self._held = self._held[len(ready) :]
         self._trial = self._parser.again()

@@ -186,13 +186,13 @@ class RingExecutor(Executor[Array]):
                 except BaseException as error:
                     problem = error
                 meanwhile = None
-            found = exchange.receive()
-            if isinstance(found, Gathered):
+            received = exchange.receive()
+            if isinstance(received, Gathered):
                 break
-            routes = found
+            routes = received
         if problem is not None:
             raise problem
-        return self._summed(call, found)
+        return self._summed(call, received)
 
     def _word(self, call: LayerCall[Array]) -> np.dtype[Any]:
         return call.word if self._context.mode == "exact" else FLOAT32
@@ -209,13 +209,13 @@ class RingExecutor(Executor[Array]):
             recorder.add(call.layer, "experts", recorder.clock() - began)
         return out
 
-    def _summed(self, call: LayerCall[Array], found: Gathered) -> Array:
+    def _summed(self, call: LayerCall[Array], gathered: Gathered) -> Array:
         began = self._recorder.clock()
-        self._count(call.layer, found.indices)
-        if found.outputs is None:
-            out = self.backend.added(call, found.sums)
+        self._count(call.layer, gathered.indices)
+        if gathered.outputs is None:
+            out = self.backend.added(call, gathered.sums)
         else:
-            out = self.backend.joined(call, found.outputs, found.weights, self._word(call))
+            out = self.backend.joined(call, gathered.outputs, gathered.weights, self._word(call))
         if self._recorder.enabled:
             self.backend.wait(out)
             self._recorder.add(call.layer, "experts", self._recorder.clock() - began)

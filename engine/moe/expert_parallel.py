@@ -102,12 +102,12 @@ def run_calls(calls: Sequence[Call], run: Callable[[Indices, tuple[int, ...]], W
         return run(*calls[0])
     joined: Words | None = None
     for indices, extra in calls:
-        found = run(indices, extra)
+        words = run(indices, extra)
         if joined is None:
-            joined = np.array(found)
+            joined = np.array(words)
         else:
             rows = np.flatnonzero(indices >= 0)
-            joined[rows] = found[rows]
+            joined[rows] = words[rows]
     return joined
 
 

@@ -66,15 +66,15 @@ class KernelExperts:
         ``extra`` experts are run on the first token if no route needs them, for nothing.
         Raises ModelError if an expert is not held here, or memory runs out.
         """
-        found = self._layers[layer] if layer in self._layers else self._layer(layer)
-        if found is None:
+        experts = self._layers[layer] if layer in self._layers else self._layer(layer)
+        if experts is None:
             self._run_nothing(layer, indices, tokens * k, extra)
             for address, rows in ((outputs_to, tokens * k), (sum_to, tokens)):
                 if address:
                     ctypes.memset(address, 0, rows * width * 4)
             return
         numbers = (ctypes.c_int32 * len(extra))(*extra) if extra else None
-        found.run(
+        experts.run(
             self._pool,
             hidden,
             indices,

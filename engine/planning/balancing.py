@@ -193,12 +193,12 @@ class _Cuts:
     def best_following(self, left: int) -> tuple[tuple[float, float], int]:
         """(slowest side, work) and how many residents follow ``left`` others to the CPU for that: where both sides are
         level, one fewer, or none."""
-        known: dict[int, tuple[float, float, float]] = {}
+        sides_by_followers: dict[int, tuple[float, float, float]] = {}
 
         def at(followed: int) -> tuple[float, float, float]:
-            if followed not in known:
-                known[followed] = self._sides(left, followed)
-            return known[followed]
+            if followed not in sides_by_followers:
+                sides_by_followers[followed] = self._sides(left, followed)
+            return sides_by_followers[followed]
 
         def cpu_is_later(followed: int) -> bool:
             cpu, gpu, _ = at(followed)

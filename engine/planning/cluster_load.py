@@ -85,13 +85,13 @@ def load_outcomes(
         odds = odds_of(popularity[place] if popularity else (), placement.experts, wanted)
         kinds = kinds_of(holders, odds, wanted)
         rows[kinds] = rows.get(kinds, 0) + 1
-    found: dict[Counts, float] = {}
+    chance_by_counts: dict[Counts, float] = {}
     layers = _spread(list(rows.items()), wanted)
     total = sum(times for _, times in layers)
     for kinds, times in layers:
         for chance, counts in layer_outcomes(kinds, wanted, whole, max(64, DRAWN // len(layers))):
-            found[counts] = found.get(counts, 0.0) + chance * times / total
-    return LoadOutcomes(tuple((chance, counts) for counts, chance in found.items()))
+            chance_by_counts[counts] = chance_by_counts.get(counts, 0.0) + chance * times / total
+    return LoadOutcomes(tuple((chance, counts) for counts, chance in chance_by_counts.items()))
 
 
 def odds_of(popularity: Sequence[float], experts: int, per_token: int) -> list[float]:
@@ -199,7 +199,7 @@ def _drawn(
 ) -> list[tuple[float, Counts]]:
     """Numbers per kind, drawn; each kind's given what is left for it and those after."""
     state = 0x9E3779B97F4A7C15
-    found: dict[Counts, int] = {}
+    times_drawn: dict[Counts, int] = {}
     for _ in range(draws):
         left = per_token
         numbers = []
@@ -215,5 +215,5 @@ def _drawn(
             numbers.append(n)
             left -= n
         key = tuple(numbers)
-        found[key] = found.get(key, 0) + 1
-    return [(times / draws, numbers) for numbers, times in found.items()]
+        times_drawn[key] = times_drawn.get(key, 0) + 1
+    return [(times / draws, numbers) for numbers, times in times_drawn.items()]

@@ -302,9 +302,9 @@ def _gpu_choices(
     if not model.experts:
         return (_choice("weights", "GPU", "the model has no experts to share, so all of it goes there"),)
     if policy.cache.kind == "none":
-        kept = _choice("experts on the GPU", "none kept", f"the policy {policy.name} keeps none between steps")
+        experts_kept = _choice("experts on the GPU", "none kept", f"the policy {policy.name} keeps none between steps")
     elif slabs == model.slabs:
-        kept = _choice("experts on the GPU", f"all {slabs}", "there is room for every expert")
+        experts_kept = _choice("experts on the GPU", f"all {slabs}", "there is room for every expert")
     else:
         size = f"{model.slot_bytes / 1e6:.0f} MB each"
         limit = (
@@ -312,8 +312,8 @@ def _gpu_choices(
             if wanted.gpu_expert_bytes is None
             else f"{wanted.gpu_expert_bytes / 1e9:.1f} GB were chosen"
         )
-        kept = _choice("experts on the GPU", f"{slabs} of {model.slabs}", f"{limit}, {size}")
-    return (trunk, kept, _choice("policy", policy.name, _POLICY_REASONS[policy.name]))
+        experts_kept = _choice("experts on the GPU", f"{slabs} of {model.slabs}", f"{limit}, {size}")
+    return (trunk, experts_kept, _choice("policy", policy.name, _POLICY_REASONS[policy.name]))
 
 
 _POLICY_REASONS: dict[ExpertPolicy, str] = {
@@ -333,16 +333,16 @@ def _with_speed(
     machine: HybridMachine,
     wanted: HybridRequest,
     speed: Speed | None,
-    kept: int,
+    kept_bytes: int,
     popularity: Sequence[Sequence[int]],
 ) -> HybridPlan:
     """``finished`` with the rates, the time of reading from the disk included if the host's memory is too small.
 
-    ``kept`` bytes of its memory are weights that are not mapped.
+    ``kept_bytes`` bytes of its memory are weights that are not mapped.
     """
     cpu = next(device for device in finished.memory if device.device == "CPU")
     mapped = model.expert_bytes + (model.trunk_bytes if model.trunk_is_mapped else 0)
-    missing = mapped - (machine.cpu.free - kept - cpu.key_values - cpu.workspace)
+    missing = mapped - (machine.cpu.free - kept_bytes - cpu.key_values - cpu.workspace)
     if mapped and missing > 0:
         what = "experts" if model.experts else "weights"
         reason = f"{min(missing, mapped) / 1e9:.1f} GB of the {what} do not fit in memory "
@@ -356,7 +356,7 @@ def _with_speed(
             # Keys and values take memory as the conversation grows, and a prompt's workspace while it is read. One that
             # is kept afterwards is at most a small part of the free memory.
             cached = model.cache_bytes(min(DECODE_CONTEXT, wanted.context_tokens)) if cpu.key_values else 0
-            room = machine.cpu.free + machine.reserve - kept - cached
+            room = machine.cpu.free + machine.reserve - kept_bytes - cached
             step_bytes = bytes_from_disk(model, room, 1, popularity)
             prompt_bytes = bytes_from_disk(model, room - cpu.workspace, PREFILL_TOKENS, popularity)
             step = seconds_from_disk(step_bytes, machine.disk_read)

@@ -129,17 +129,17 @@ def estimate_beams(
 ) -> list[BeamCost]:
     """The cost of each width for beams of ``context_tokens`` tokens, the conversation's included, of which
     ``cached_tokens`` are in memory now."""
-    one = step_bytes(costs, 1, context_tokens)
-    found = []
+    one_beam = step_bytes(costs, 1, context_tokens)
+    estimates = []
     for width in widths:
         per_token, state = costs.key_value_bytes_per_token, costs.state_bytes - costs.unseen_bytes
         extra = extra_beam_memory(width, context_tokens, 0, per_token, cached_tokens, state)
-        found.append(
+        estimates.append(
             BeamCost(
                 width=width,
                 memory_bytes=beam_memory(width, context_tokens, 0, per_token, state),
                 fits=extra <= available_bytes,
-                relative_step_time=step_bytes(costs, width, context_tokens) / one if one else 1.0,
+                relative_step_time=step_bytes(costs, width, context_tokens) / one_beam if one_beam else 1.0,
             )
         )
-    return found
+    return estimates

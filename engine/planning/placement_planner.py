@@ -360,13 +360,13 @@ def spread(
     left = list(numbers_)
     loads = [0.0] * len(left)
     holders: list[list[int]] = [[] for _ in range(experts)]
-    there = [frozenset(each) for each in has]
+    experts_there = [frozenset(each) for each in has]
     order = sorted(range(experts), key=lambda expert: (-use[expert], expert))
-    for kept in (True, False) if there else (False,):
+    for kept in (True, False) if experts_there else (False,):
         for expert in order:
             if holders[expert]:
                 continue
-            ranks = [r for r, n in enumerate(left) if n and (not kept or expert in there[r])]
+            ranks = [r for r, n in enumerate(left) if n and (not kept or expert in experts_there[r])]
             if ranks:
                 # Of ranks equally soon the one with more left: else the last experts would all go to one.
                 best = min(ranks, key=lambda r: (round((loads[r] + use[expert]) * seconds[r], 12), -left[r], r))

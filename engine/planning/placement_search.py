@@ -122,16 +122,16 @@ class _LayerSearch:
         """Of placements with the same maximum the more even one is better to continue from, hence the squares."""
         kinds = kinds_of(rows, self._odds, self._wanted)
         self.work += 1 + len(rows) * self._wanted // 64  # what finding the kinds takes
-        found = self._known.get(kinds)
-        if found is None:
+        value = self._known.get(kinds)
+        if value is None:
             largest = squares = 0.0
             for chance, counts in layer_outcomes(kinds, self._wanted, self._whole):
                 loads = [n * weight for n, weight in zip(counts, self._whole, strict=True)]
                 largest += chance * max(loads)
                 squares += chance * sum(load * load for load in loads)
                 self.work += 1
-            found = self._known[kinds] = largest, squares
-        return found
+            value = self._known[kinds] = largest, squares
+        return value
 
 
 def better(value: Value, best: Value) -> bool:
@@ -191,29 +191,31 @@ class ReplicaPruning:
         self._whole = whole_weights(seconds, len(seconds))
         self._allowed = PRUNING_WORK // max(1, layers)
 
-    def parts(self, rows: Rows, popularity: Sequence[float], there: Sequence[Collection[int]]) -> tuple[float, float]:
+    def parts(
+        self, rows: Rows, popularity: Sequence[float], experts_there: Sequence[Collection[int]]
+    ) -> tuple[float, float]:
         """The parts (0 to 1) of its replicas that the layer ``rows`` can lose: of those that would have to be sent, and
-        then of those that are ``there`` (experts by rank)."""
+        then of those that are ``experts_there`` (experts by rank)."""
         odds = odds_of(popularity, len(rows), min(self._per_token, len(rows)))
         most = self._busiest(rows, odds)[0] * (1.0 + REPLICA_WORTH)
-        found = []
+        fractions = []
         for brought in (True, False):
-            order = self._order(rows, popularity, there, brought)
+            order = self._order(rows, popularity, experts_there, brought)
             dropped = self._longest(rows, order, odds, most)
             rows = _without(rows, order[:dropped])
-            found.append(dropped / len(order) if order else 1.0)
-        return found[0], found[1]
+            fractions.append(dropped / len(order) if order else 1.0)
+        return fractions[0], fractions[1]
 
     def pruned(
         self,
         rows: Rows,
         popularity: Sequence[float],
-        there: Sequence[Collection[int]],
+        experts_there: Sequence[Collection[int]],
         parts: tuple[float, float],
     ) -> Rows:
         """``rows`` without these ``parts`` of its replicas."""
         for brought, part in zip((True, False), parts, strict=True):
-            order = self._order(rows, popularity, there, brought)
+            order = self._order(rows, popularity, experts_there, brought)
             rows = _without(rows, order[: round(part * len(order))])
         return rows
 
@@ -242,12 +244,12 @@ class ReplicaPruning:
         return value, outcomes
 
     def _order(
-        self, rows: Rows, popularity: Sequence[float], there: Sequence[Collection[int]], brought: bool
+        self, rows: Rows, popularity: Sequence[float], experts_there: Sequence[Collection[int]], brought: bool
     ) -> list[tuple[int, int]]:
         """Replicas (expert, rank) in the order in which they are left out, until every expert has one holder: of the
         experts with most holders the least used one's, from the rank with the largest expected load. ``brought``: only
-        replicas that are not ``there``; otherwise only those that are."""
-        has = [frozenset(each) for each in there]
+        replicas that are not ``experts_there``; otherwise only those that are."""
+        has = [frozenset(each) for each in experts_there]
         use = [routes + 0.5 for routes in popularity] or [1.0] * len(rows)
         holders = [list(ranks) for ranks in rows]
         loads = [0.0] * len(self._seconds)

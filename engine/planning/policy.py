@@ -251,12 +251,12 @@ class Monde:
 
     def _cost(self, seen: Sequence[Observed]) -> float:
         """Seconds that the observed layers would take with this alpha."""
-        cpu_scale = _scale([(each.cpu_s, each.decision.cpu_s) for each in seen])
-        gpu_scale = _scale([(each.gpu_s, each.decision.gpu_s) for each in seen])
+        cpu_scale = _scale([(observed.cpu_s, observed.decision.cpu_s) for observed in seen])
+        gpu_scale = _scale([(observed.gpu_s, observed.decision.gpu_s) for observed in seen])
         total = 0.0
-        for each in seen:
-            if each.decision.calibration is not None:
-                decision = self.decide(0, each.decision.active, each.decision.calibration)
+        for observed in seen:
+            if observed.decision.calibration is not None:
+                decision = self.decide(0, observed.decision.active, observed.decision.calibration)
                 total += max(cpu_scale * decision.cpu_s, gpu_scale * decision.gpu_s)
         return total
 

@@ -40,24 +40,24 @@ def plan_reaching(head: str, others: Sequence[str], broken: Collection[Pair], pl
         return whole
     refused = []
     for _, sets in groupby(reaching_sets(reached, broken), key=len):
-        planned = [Reaching(plan(each), each) for each in list(sets)[:MOST_PLANNED]]
-        holding = [each for each in planned if each.decision.kind != "refused"]
+        planned = [Reaching(plan(reaching), reaching) for reaching in list(sets)[:MOST_PLANNED]]
+        holding = [reaching for reaching in planned if reaching.decision.kind != "refused"]
         if holding:
-            return min(holding, key=lambda each: _seconds(each.decision))
+            return min(holding, key=lambda reaching: _seconds(reaching.decision))
         refused += planned
-    return min(refused, key=lambda each: each.decision.shortfall)
+    return min(refused, key=lambda reaching: reaching.decision.shortfall)
 
 
 def reaching_sets(others: Sequence[str], broken: Collection[Pair]) -> list[tuple[str, ...]]:
     """The sets of ``others`` in which no link is broken and to which none can be added, the larger first."""
-    ends = {one: {other for other in others if frozenset((one, other)) in broken} for one in others}
-    found: dict[frozenset[str], None] = {}
-    for each in islice(_independent(frozenset(others), ends), MOST_SEEN):
-        if all(ends[one] & each for one in others if one not in each):
-            found.setdefault(each)
-        if len(found) >= MOST_SETS:
+    ends = {machine: {other for other in others if frozenset((machine, other)) in broken} for machine in others}
+    sets: dict[frozenset[str], None] = {}
+    for members in islice(_independent(frozenset(others), ends), MOST_SEEN):
+        if all(ends[machine] & members for machine in others if machine not in members):
+            sets.setdefault(members)
+        if len(sets) >= MOST_SETS:
             break
-    ordered = (tuple(one for one in others if one in each) for each in found)
+    ordered = (tuple(machine for machine in others if machine in members) for members in sets)
     return sorted(ordered, key=len, reverse=True)
 
 

@@ -187,15 +187,15 @@ class _Planner:
     def ring(self, nodes: Sequence[NodeMeasured]) -> RingDecision:
         """A ring of ``nodes``, or why there is none. Who would hold no expert is left out: it would run the trunk and
         wait in every exchange for nothing, and its loss would end the ring."""
-        found, lines = self._exactly(nodes), list[str]()
-        while found.placement is not None:
-            idle = [node for rank, node in enumerate(nodes) if rank and not found.placement.count_of(rank)]
+        decision, lines = self._exactly(nodes), list[str]()
+        while decision.placement is not None:
+            idle = [node for rank, node in enumerate(nodes) if rank and not decision.placement.count_of(rank)]
             nodes = [node for node in nodes if node not in idle]
-            fewer = self._exactly(nodes) if idle else found
-            if fewer is found or fewer.kind != "ring":
+            fewer = self._exactly(nodes) if idle else decision
+            if fewer is decision or fewer.kind != "ring":
                 break
-            found, lines = fewer, [*lines, *(idle_sentence(node.name) for node in idle)]
-        return replace(found, notices=(*found.notices, *lines))
+            decision, lines = fewer, [*lines, *(idle_sentence(node.name) for node in idle)]
+        return replace(decision, notices=(*decision.notices, *lines))
 
     def _exactly(self, nodes: Sequence[NodeMeasured]) -> RingDecision:
         """A ring of all ``nodes``, or why there is none."""
@@ -229,14 +229,14 @@ class _Planner:
             by_hand = any(node.node_id in self.choice.shares for node in nodes)
             reason = shortfall_sentence(placement, [node.name for node in nodes], rooms, by_hand)
             return RingDecision("refused", reason, shortfall=placement.missing_bytes, notices=tuple(notices))
-        found = [self._decided(nodes, placement, costs, central, notices)]
+        decisions = [self._decided(nodes, placement, costs, central, notices)]
         if costs:
             # Experts beyond a GPU's memory make its node slower: perhaps others had better hold them.
             for few in _gpu_only(self.model, nodes, rooms):
                 other = self._place(nodes, few, costs)
                 if not isinstance(other, Shortfall) and other != placement:
-                    found.append(self._decided(nodes, other, costs, central, notices))
-        return min(found, key=lambda one: one.step.seconds if one.step is not None else 0.0)
+                    decisions.append(self._decided(nodes, other, costs, central, notices))
+        return min(decisions, key=lambda one: one.step.seconds if one.step is not None else 0.0)
 
     def _place(
         self, nodes: Sequence[NodeMeasured], rooms: Sequence[int], costs: Sequence[NodeCosts]
@@ -316,11 +316,11 @@ class _Planner:
         placement = Placement(grid.layers, 2, (((1,),) * grid.experts,) * len(grid.layers))
         step, prefill = times
         facts = self._facts([head, node], placement, (1.0, 1.0), "exact", "selected", step, reason)
-        here, there = facts.nodes
+        here, other = facts.nodes
         nothing = structs.replace(here, trunk_bytes=0, has_bytes=0, gpu="", gpu_expert_bytes=0)
         slabs = slabs_alone(self.model, node)
-        on_gpu = 0 if slabs is None else min(slabs * self.model.sizes.slab_bytes, there.expert_bytes)
-        there = structs.replace(there, gpu=there.gpu if slabs is not None else "", gpu_expert_bytes=on_gpu)
+        on_gpu = 0 if slabs is None else min(slabs * self.model.sizes.slab_bytes, other.expert_bytes)
+        other = structs.replace(other, gpu=other.gpu if slabs is not None else "", gpu_expert_bytes=on_gpu)
         alone = ring.facts.alone_tokens_per_s if ring.facts is not None else None
         return RingDecision(
             kind="elsewhere",
@@ -328,7 +328,7 @@ class _Planner:
             ranks=(head.node_id, node.node_id),
             placement=placement,
             weights=(1.0, 1.0),
-            facts=structs.replace(facts, nodes=[nothing, there], elsewhere=True, alone_tokens_per_s=alone),
+            facts=structs.replace(facts, nodes=[nothing, other], elsewhere=True, alone_tokens_per_s=alone),
             step=step,
             prefill=prefill,
             alone_step=ring.alone_step,
@@ -373,7 +373,7 @@ class _Planner:
         notices: list[str],
     ) -> RingDecision:
         seconds = expert_seconds(self.model.sizes, placement, costs) if costs else [1.0] * len(nodes)
-        weights = tuple(each / min(seconds) for each in seconds)
+        weights = tuple(item / min(seconds) for item in seconds)
         loading, why_loading = self._loading(nodes)
         mode: Mode = "central" if central else "fast" if self.choice.mode == "fast" else "exact"
         step = prefill = terms = None
@@ -386,7 +386,7 @@ class _Planner:
                     why_mode = speed_sentence(_turn(step, prefill), _turn(*fast))
                     mode, (step, prefill) = "fast", fast
             terms = self._terms(nodes, placement, costs, mode, loading)
-        reason = " ".join(each for each in (why_mode, why_loading) if each)
+        reason = " ".join(item for item in (why_mode, why_loading) if item)
         return RingDecision(
             kind="ring",
             reason=reason,
@@ -450,10 +450,12 @@ class _Planner:
             trunk = 0 if mode == "central" and rank > 0 else sizes.trunk_bytes
             experts = placement.count_of(rank)
             on_gpu = min(experts, gpu_slabs(self.model, node))
-            there = trunk if node.has_trunk else 0
+            present_bytes = trunk if node.has_trunk else 0
             for layer, row in zip(placement.layers, placement.holders, strict=True):
                 mine = node.has.get(layer, ())
-                there += sizes.slab_bytes * sum(rank in row[expert] for expert in set(mine) if expert < len(row))
+                present_bytes += sizes.slab_bytes * sum(
+                    rank in row[expert] for expert in set(mine) if expert < len(row)
+                )
             shares.append(
                 NodeShard(
                     rank=rank,
@@ -464,7 +466,7 @@ class _Planner:
                     trunk_bytes=trunk,
                     memory_free=node.memory_free,
                     expected_experts=expected,
-                    has_bytes=there,
+                    has_bytes=present_bytes,
                     gpu=node.gpu.name if node.gpu is not None else "",
                     gpu_expert_bytes=min(on_gpu * sizes.slab_bytes, sizes.expert_bytes),
                 )
@@ -493,18 +495,18 @@ def _alike(
     """``costs`` with the fastest measured for nodes that are the same hardware: what they measured apart is what else
     went on meanwhile. That holds for processes of one kind on one machine, whatever they measured, and for machines
     with the same processor as long as they differ by no more than NOISE. Each node keeps its own GPU."""
-    found = list(costs)
-    for index, (node, each) in enumerate(zip(nodes, costs, strict=True)):
-        if each is None:
+    improved = list(costs)
+    for index, (node, cost) in enumerate(zip(nodes, costs, strict=True)):
+        if cost is None:
             continue
         same = [
             other
             for one, other in zip(nodes, costs, strict=True)
-            if other is not None and _same_hardware(node, one, each, other)
+            if other is not None and _same_hardware(node, one, cost, other)
         ]
         best = min(same, key=lambda other: other.expert.at(1))
-        found[index] = with_gpu(model, node, replace(best, machine=each.machine))
-    return found
+        improved[index] = with_gpu(model, node, replace(best, machine=cost.machine))
+    return improved
 
 
 def _same_hardware(first: NodeMeasured, second: NodeMeasured, costs: NodeCosts, others: NodeCosts) -> bool:
@@ -531,7 +533,7 @@ def _turn(step: PassTime, prefill: PassTime) -> float:
 def _without_the_small(planner: _Planner, nodes: Sequence[NodeMeasured]) -> tuple[list[NodeMeasured], list[str]]:
     """The nodes that have room for what every node needs and for one expert, and a line for each other."""
     central, least = planner.is_central(nodes), planner.model.sizes.slab_bytes
-    kept, lines = [nodes[0]], []
+    large_enough, lines = [nodes[0]], []
     for node in nodes[1:]:
         room, on_disk = expert_room(planner.model, node, central), disk_room(planner.model, node, central)
         if room < least:
@@ -539,8 +541,8 @@ def _without_the_small(planner: _Planner, nodes: Sequence[NodeMeasured]) -> tupl
         elif on_disk is not None and on_disk < least:
             lines.append(left_out_sentence(node.name, least - on_disk, "disk space"))
         else:
-            kept.append(node)
-    return kept, lines
+            large_enough.append(node)
+    return large_enough, lines
 
 
 def _without_the_slow(planner: _Planner, nodes: Sequence[NodeMeasured], best: RingDecision) -> RingDecision:
@@ -559,17 +561,17 @@ def _without_the_slow(planner: _Planner, nodes: Sequence[NodeMeasured], best: Ri
                 rings.append((ring.step.seconds, len(rings), out, ring.step))
         if not rings:
             break
-        _, _, out, step = min(rings, key=lambda each: each[:2])
+        _, _, out, step = min(rings, key=lambda option: option[:2])
         left = [node for node in left if node is not out]
         chain.append((step, left))
     if whole is None or not chain:
         return best
-    step, kept = min(chain, key=lambda each: each[0].seconds)
+    step, remaining = min(chain, key=lambda option: option[0].seconds)
     if step.seconds * FEWER_WORTH > whole.seconds:
         return best
-    names = [node.name for node in nodes if node not in kept]
+    names = [node.name for node in nodes if node not in remaining]
     line = fewer_sentence(names, step.tokens_per_s, whole.tokens_per_s)
-    fewer = planner.ring(kept)
+    fewer = planner.ring(remaining)
     return replace(fewer, notices=(*fewer.notices, line))
 
 
@@ -583,7 +585,7 @@ def _against_alone(planner: _Planner, nodes: Sequence[NodeMeasured], ring: RingD
     if not on_disk:
         by_itself[head.node_id] = None
     fits_alone = on_disk and expert_room(planner.model, head) >= sizes.expert_bytes
-    known = [(each.seconds, node.node_id) for node in nodes if (each := by_itself[node.node_id]) is not None]
+    known = [(option.seconds, node.node_id) for node in nodes if (option := by_itself[node.node_id]) is not None]
     best_s, best = min(known, default=(0.0, ""))
     step = by_itself[head.node_id]
     decision = replace(ring, alone_step=step)
@@ -598,7 +600,7 @@ def _against_alone(planner: _Planner, nodes: Sequence[NodeMeasured], ring: RingD
     least = min([ring.step.seconds, *([step.seconds] if step is not None else [])])
     if not planner.choice.even_if_slower:
         reached = [(*times, node) for node in nodes[1:] if (times := planner.elsewhere(head, node)) is not None]
-        at, prefill, node = min(reached, key=lambda each: each[0].seconds, default=(None, None, None))
+        at, prefill, node = min(reached, key=lambda option: option[0].seconds, default=(None, None, None))
         if at is not None and prefill is not None and node is not None and at.seconds * ELSEWHERE_WORTH <= least:
             reason = elsewhere_sentence(node.name, at.tokens_per_s, 1.0 / least, step is not None)
             return planner.decided_elsewhere(decision, head, node, (at, prefill), reason)
@@ -617,17 +619,17 @@ def _without_sending(planner: _Planner, nodes: Sequence[NodeMeasured], decision:
     sent = bytes_sent(decision)
     if not sent:
         return decision
-    found: list[tuple[float, RingDecision]] = []
+    options: list[tuple[float, RingDecision]] = []
     held = planner.held(nodes)
     if held is not None and held.facts is not None:
         reason = " ".join(filter(None, (waiting_together_sentence(sent), held.reason)))
         alone = decision.facts.alone_tokens_per_s if decision.facts is not None else None
         facts = structs.replace(held.facts, reason=reason, alone_tokens_per_s=alone)
         step_s = held.step.seconds if held.step is not None else float("inf")
-        found.append((step_s, replace(held, reason=reason, facts=facts, alone_step=decision.alone_step)))
+        options.append((step_s, replace(held, reason=reason, facts=facts, alone_step=decision.alone_step)))
     if decision.alone_step is not None and nodes[0].disk_free is None and not planner.choice.even_if_slower:
-        found.append((decision.alone_step.seconds, _alone(decision, waiting_alone_sentence(sent))))
-    _, best = min(found, key=lambda each: each[0], default=(0.0, decision))
+        options.append((decision.alone_step.seconds, _alone(decision, waiting_alone_sentence(sent))))
+    _, best = min(options, key=lambda each: each[0], default=(0.0, decision))
     return best if best is decision else replace(best, instead=decision)
 
 

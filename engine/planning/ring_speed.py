@@ -253,11 +253,11 @@ def pass_time(
     weights = expert_seconds(model, placement, nodes)
     assigner = Assigner(placement, weights)
     moe = exchange = attention = 0.0
-    known: dict[tuple[object, ...], tuple[float, float, float]] = {}
+    layer_times: dict[tuple[object, ...], tuple[float, float, float]] = {}
     for at, layer in enumerate(placement.layers):
         use = tuple(popularity[at]) if popularity else ()
         key = (placement.holders[at], use)
-        if key not in known:
+        if key not in layer_times:
             counts = _tokens_of(use, placement.experts, model.experts_per_token, tokens)
             active = [expert for expert, count in enumerate(counts) if count]
             owners = assigner.owners(layer, active, [counts[expert] for expert in active])
@@ -266,8 +266,8 @@ def pass_time(
                 runs[owner].append(counts[expert])
             experts = [node.prefill_s(run, len(placement.layers)) for node, run in zip(nodes, runs, strict=True)]
             rows = [sum(run) for run in runs]
-            known[key] = _layer(nodes, setting, wire, model, tokens, experts, rows)
-        trunk, computing, travelling = known[key]
+            layer_times[key] = _layer(nodes, setting, wire, model, tokens, experts, rows)
+        trunk, computing, travelling = layer_times[key]
         attention, moe, exchange = attention + trunk, moe + computing, exchange + travelling
     other = attention + _together(nodes, [node.outside.at(tokens) for node in nodes], setting)
     return PassTime(moe, exchange, other, tokens)
@@ -315,13 +315,13 @@ def costs_of(
     shared = model.shared_bytes if model.moe_layers else 0
     cached = model.cache_bytes(DECODE_CONTEXT)
     trunk = [seconds(tokens, model.trunk_bytes - shared, cached) for tokens in points]
-    per_layer = tuple(each / layers + layer_overhead_s for each in trunk)
+    per_layer = tuple(trunk_s / layers + layer_overhead_s for trunk_s in trunk)
     dense = layers - model.moe_layers
     per_moe = tuple(seconds(tokens, shared) / model.moe_layers for tokens in points) if shared else ()
     return NodeCosts(
         expert=expert,
         attention=Curve(points, per_layer),
-        outside=Curve(points, tuple(step_s + dense * each for each in per_layer)),
+        outside=Curve(points, tuple(step_s + dense * trunk_s for trunk_s in per_layer)),
         shared=Curve(points, per_moe) if per_moe else None,
         fence_s=fence_s,
         central_s=central_s,

@@ -24,12 +24,12 @@ def _first(name: str) -> str:
 
 def shortfall_sentence(short: Shortfall, names: Sequence[str], rooms: Sequence[int], by_hand: bool) -> str:
     """The experts do not fit on the nodes."""
-    each = ", ".join(f"{name} {byte_size(room)}" for name, room in zip(names, rooms, strict=True))
+    room_of_each = ", ".join(f"{name} {byte_size(room)}" for name, room in zip(names, rooms, strict=True))
     out = "allow more by hand, add a machine" if by_hand else "add a machine, free memory"
     where = "this machine has" if len(names) == 1 else f"these {len(names)} machines have"
     return (
         f"{byte_size(short.missing_bytes)} are missing: the experts take {byte_size(short.needed_bytes)}, and beside "
-        f"all else {where} room for {byte_size(short.room_bytes)} ({each}); {out}, or choose a smaller model."
+        f"all else {where} room for {byte_size(short.room_bytes)} ({room_of_each}); {out}, or choose a smaller model."
     )
 
 

@@ -64,14 +64,14 @@ class Assigner:
                 [held[expert] for expert in experts], [max(ONE_READ_TOKENS, n) for n in counts], self._weights
             )
         key = (layer, tuple(experts))
-        found = self._known.get(key)
-        if found is None:
+        owners = self._known.get(key)
+        if owners is None:
             held = self._holders[layer]
-            found = level([held[expert] for expert in experts], self._weights)
+            owners = level([held[expert] for expert in experts], self._weights)
             if len(self._known) >= self._remembered:
                 del self._known[next(iter(self._known))]
-            self._known[key] = found
-        return found.copy()
+            self._known[key] = owners
+        return owners.copy()
 
 
 class RecentlyUsed:
@@ -94,12 +94,12 @@ class RecentlyUsed:
         order = self._order[layer]
         if count >= len(order):
             return tuple(order)
-        found: list[int] = []
+        oldest: list[int] = []
         for expert in order:
-            if len(found) >= count:
+            if len(oldest) >= count:
                 break
-            found.append(expert)
-        return tuple(found)
+            oldest.append(expert)
+        return tuple(oldest)
 
     def held(self, layer: int) -> int:
         """How many experts of ``layer`` this node holds."""
@@ -194,19 +194,19 @@ def _pass_on(holders: Sequence[tuple[int, ...]], weights: Sequence[int], owners:
         for job, owner in enumerate(owners):
             if owner != rank:
                 continue
-            for there in holders[job]:
-                if there in came:
+            for holder in holders[job]:
+                if holder in came:
                     continue
-                came[there] = (job, rank)
-                if loads[there] + weights[there] < most:
-                    loads[there] += weights[there]
+                came[holder] = (job, rank)
+                if loads[holder] + weights[holder] < most:
+                    loads[holder] += weights[holder]
                     loads[busiest] -= weights[busiest]
-                    end = there
+                    end = holder
                     while end != busiest:
                         moved, before = came[end]
                         owners[moved], end = end, before
                     return True
-                queue.append(there)
+                queue.append(holder)
     return False
 
 
@@ -294,13 +294,13 @@ def _relieve(
             if rank == busiest:
                 continue
             here = loads[busiest] - sizes[job] * weights[busiest]
-            there = loads[rank] + sizes[job] * weights[rank]
-            if max(here, there) < best:
-                best, change = max(here, there), (job, rank, -1)
+            load = loads[rank] + sizes[job] * weights[rank]
+            if max(here, load) < best:
+                best, change = max(here, load), (job, rank, -1)
             for back in free:
                 if owners[back] != rank or sizes[back] >= sizes[job] or busiest not in holders[back]:
                     continue
-                later = max(here + sizes[back] * weights[busiest], there - sizes[back] * weights[rank])
+                later = max(here + sizes[back] * weights[busiest], load - sizes[back] * weights[rank])
                 if later < best:
                     best, change = later, (job, rank, back)
     if change is None:

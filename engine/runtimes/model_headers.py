@@ -62,12 +62,12 @@ def read_headers(folder: Path, load: Load) -> Headers:
         if key in _headers:
             _headers.move_to_end(key)
             return _headers[key]
-    found = _in_library(folder, load) or _headers_of(folder, load)
+    headers = _in_library(folder, load) or _headers_of(folder, load)
     with _lock:
-        _headers[key] = found
+        _headers[key] = headers
         while len(_headers) > REMEMBERED:
             _headers.popitem(last=False)
-    return found
+    return headers
 
 
 def _headers_of(folder: Path, load: Load) -> Headers:
@@ -128,11 +128,11 @@ def _largest(mapped: Sequence[FileMapping]) -> Path | None:
 
 def weight_stamps(folder: Path) -> tuple[object, ...]:
     """Names, sizes and times of the files of a model: others when one of them was changed."""
-    found: list[object] = []
+    stamps: list[object] = []
     for path in sorted(path for pattern in _PATTERNS for path in folder.glob(pattern)):
         try:
             about = path.stat()
         except OSError:
             continue
-        found += [path.name, about.st_size, about.st_mtime_ns]
-    return tuple(found)
+        stamps += [path.name, about.st_size, about.st_mtime_ns]
+    return tuple(stamps)

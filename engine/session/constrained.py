@@ -60,20 +60,20 @@ class Constraining:
         It therefore works in a thread, which is left to itself when the answer is cancelled. The next form waits for
         it, so that there is never more than one.
         """
-        found: list[FormState | BaseException] = []
+        outcome: list[FormState | BaseException] = []
 
         def work() -> None:
             try:
-                found.append(forms.begin(constraint))
+                outcome.append(forms.begin(constraint))
             except BaseException as error:
-                found.append(error)
+                outcome.append(error)
 
         _wait(self._left, cancelled)
         self._left = threading.Thread(target=work, name="form", daemon=True)
         self._left.start()
         _wait(self._left, cancelled)
         self._left = None
-        (state,) = found
+        (state,) = outcome
         if isinstance(state, BaseException):
             raise state
         return state

@@ -115,12 +115,12 @@ class DiskPrefixes:
         files = prefix_files(self._key)
         there = {file.path for file in files}
         self._headers = {path: header for path, header in self._headers.items() if path in there}
-        found = []
+        headers = []
         for file in files:
             header = self._header(file)
             if header is not None:
-                found.append((file.owner, header))
-        return found
+                headers.append((file.owner, header))
+        return headers
 
     def _header(self, file: PrefixFile) -> StoredPrefix | None:
         size, header = self._headers.get(file.path, (-1, None))

@@ -68,7 +68,7 @@ class CachedRow:
             shared_length(self.tokens, prompt),
             self.passes,
             wanted,
-            known=0 if self.known is None else self.known[0],
+            known_length=0 if self.known is None else self.known[0],
             shortest_cut=self.rows.shortest_cut,
             begun=PassSequence() if saved is None or not saved.begins(prompt) else saved.passes,
         )
@@ -93,18 +93,18 @@ def reusable_length(
     passes: PassSequence,
     wanted: PassSequence | None,
     *,
-    known: int,
+    known_length: int,
     shortest_cut: int,
     begun: PassSequence,
 ) -> int:
-    """Number of a ``prompt``'s tokens that need not be run, by the passes ``wanted`` (None: by any), if a row that
-    ``passes`` made has the first ``shared`` in common with it.
+    """Number of a ``prompt``'s tokens that a row can supply, so that they are not run again.
 
-    ``known`` is the number of tokens after which the logits are known, ``shortest_cut`` the fewest to which the row can
-    be cut back, ``begun`` the passes up to the checkpoint.
+    The row was made by ``passes`` and shares its first ``shared`` tokens with the prompt. Only tokens that the passes
+    ``wanted`` would have run in the same way count; None: all. The logits are known after ``known_length`` tokens. The
+    row can be cut back to ``shortest_cut`` tokens or more, or to its checkpoint, which the passes ``begun`` made.
     """
     kept = (passes if wanted is None else wanted.shared(passes)).cut(shared)
-    if kept.length == prompt and known != prompt:
+    if kept.length == prompt and known_length != prompt:
         kept = kept.cut(prompt - 1)
     if kept.length >= shortest_cut:
         return kept.length
@@ -122,12 +122,12 @@ def best_row(rows: Sequence[CachedRow], prompt: Sequence[int], wanted: PassSeque
 def to_keep(sizes: Sequence[int], budget: int) -> list[int]:
     """Which rows, of ``sizes`` bytes and the latest first, are kept within ``budget`` bytes: each that leaves the later
     ones their place. At most :data:`MOST_KEPT`."""
-    kept: list[int] = []
+    indices: list[int] = []
     for index, size in enumerate(sizes):
-        if size <= budget and len(kept) < MOST_KEPT:
-            kept.append(index)
+        if size <= budget and len(indices) < MOST_KEPT:
+            indices.append(index)
             budget -= size
-    return kept
+    return indices
 
 
 def shared_length(left: Sequence[int], right: Sequence[int]) -> int:

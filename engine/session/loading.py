@@ -61,9 +61,9 @@ def load_session(
     else:
         name, folder = find_folder(request.model, progress, should_stop)
         refuse_shard(folder)
-    said: list[str] = []
+    notices: list[str] = []
     if network is None:
-        request, said = settle_gpu(request, folder, loaded, progress)
+        request, notices = settle_gpu(request, folder, loaded, progress)
     choice = choose_runtime(request, folder, progress=progress)
     runtime = runtime_named(choice.name)
     progress("reading the tokenizer", 0, 0, "")
@@ -83,14 +83,16 @@ def load_session(
         # The template's process has started meanwhile.
         ends |= words.end_of_turn_ids
     if choice.is_fallback:
-        said.append(f"Running on {runtime.name}: {choice.reason}.")
+        notices.append(f"Running on {runtime.name}: {choice.reason}.")
         instead = for_gpu_instead(name) if mlx_by_default() and eligible.in_gguf(folder) else None
         if instead is not None:
-            said.append(f"The catalogue has {instead.name}, which this Mac's GPU runs.")
+            notices.append(f"The catalogue has {instead.name}, which this Mac's GPU runs.")
     if request.key_values != "auto" and runtime.name != "native":
-        said.append(f"Keys and values are not kept in 8 bits: the runtime {runtime.name} cannot do that, native can.")
+        notices.append(
+            f"Keys and values are not kept in 8 bits: the runtime {runtime.name} cannot do that, native can."
+        )
     if request.prefix_disk_bytes and not model.keeps_contents:
-        said.append(
+        notices.append(
             "What the model reads is not kept on disk between runs, as the machines of a ring hold parts of it."
         )
     if request.prefix_disk_bytes == 0:
@@ -104,7 +106,7 @@ def load_session(
         sampling=own_sampling(defaults),
         answer_limit=usual_limit(defaults),
         load_s=time.perf_counter() - started,
-        notices=[*said, *model.facts.notices, *(words.notices if words else ()), *settings_not_applied(defaults)],
+        notices=[*notices, *model.facts.notices, *(words.notices if words else ()), *settings_not_applied(defaults)],
         context_limit=min(model.facts.context_limit, request.context_limit or model.facts.context_limit),
     )
     # From the files: in a ring the loaded model is this machine's shard, and forming may replace that by a whole copy.

@@ -54,15 +54,15 @@ class PassSequence:
 
     def cut(self, length: int) -> PassSequence:
         """The passes that ended within the first ``length`` tokens."""
-        kept: list[int] = []
+        runs: list[int] = []
         for run in self.runs:
             if abs(run) > length:
                 if run < 0 < length:
-                    kept.append(-length)
+                    runs.append(-length)
                 break
-            kept.append(run)
+            runs.append(run)
             length -= abs(run)
-        return PassSequence(kept)
+        return PassSequence(runs)
 
     def shared(self, other: PassSequence) -> PassSequence:
         """The longest common prefix of both."""

@@ -54,8 +54,8 @@ def plan_model(request: Plan, loaded: ModelFacts | None = None, network: Cluster
         return _plan_ring(request, load, loaded, network)
     resolved = resolve(load.model)
     notices: list[str] = []
-    found = plan_here(load, _folder_of(resolved), loaded, notices)
-    plan, sizes, runtime = found.plan, found.sizes, found.runtime
+    here = plan_here(load, _folder_of(resolved), loaded, notices)
+    plan, sizes, runtime = here.plan, here.sizes, here.runtime
     return Planned(
         id=request.id,
         model=resolved.name,
@@ -63,10 +63,10 @@ def plan_model(request: Plan, loaded: ModelFacts | None = None, network: Cluster
         fits=plan.fits,
         shortfall=plan.shortfall,
         memory=list(plan.memory),
-        choices=[*_choices(request.load, sizes, runtime, found.context), *plan.choices, *_said(notices)],
+        choices=[*_choices(request.load, sizes, runtime, here.context), *plan.choices, *_said(notices)],
         tokens_per_s=plan.tokens_per_s,
         prefill_tokens_per_s=plan.prefill_tokens_per_s,
-        basis=_basis(plan, sizes, found.speed, runtime.name, load.model),
+        basis=_basis(plan, sizes, here.speed, runtime.name, load.model),
     )
 
 

@@ -143,12 +143,12 @@ class PrefixCache:
         the bit, which may take longer. Answers drawn without a seed do not need this.
         """
         self._repeatable = repeatable
-        found = self._remembered.get(prompt) if repeatable else None
+        remembered = self._remembered.get(prompt) if repeatable else None
         if turn is not self._turn:
             self._turn = turn
-            found = self._take_up(prompt, found, turn)
+            remembered = self._take_up(prompt, remembered, turn)
         lost = self._lost_beginning(prompt)
-        passes = self._passes_for(self._now, prompt, lost) if found is None else found
+        passes = self._passes_for(self._now, prompt, lost) if remembered is None else remembered
         logits: Logits | None
         try:
             logits = self._run(prompt, passes, turn)
@@ -207,14 +207,14 @@ class PrefixCache:
         shared = shared_length(tokens, prompt)
         if shared == len(prompt) and not row.knows(shared):
             shared -= 1
-        kept = passes.cut(shared)
-        if row.rows is not None and kept.length < row.rows.shortest_cut:
+        reused = passes.cut(shared)
+        if row.rows is not None and reused.length < row.rows.shortest_cut:
             saved = row.checkpoint
-            kept = saved.passes if saved is not None and saved.begins(prompt) else PassSequence()
+            reused = saved.passes if saved is not None and saved.begins(prompt) else PassSequence()
         tail = len(prompt) - CHECKPOINT_TAIL
-        if self._model.facts.state_bytes and kept.length < tail:
-            kept = kept.up_to(tail, self._chunk)
-        return kept.up_to(len(prompt), self._chunk)
+        if self._model.facts.state_bytes and reused.length < tail:
+            reused = reused.up_to(tail, self._chunk)
+        return reused.up_to(len(prompt), self._chunk)
 
     def _lost_beginning(self, prompt: Sequence[int]) -> tuple[list[int], PassSequence] | None:
         """Of what was lost with the ring since the last prompt, the conversation that ``prompt`` goes on with."""
@@ -304,11 +304,11 @@ class PrefixCache:
         The prefix never contains all tokens unless the logits after them are known.
         """
         now = self._now
-        kept = passes.shared(now.passes).cut(shared_length(now.tokens, tokens))
-        if kept == passes and not now.knows(passes.length):
-            kept = passes.cut(passes.length - 1)
+        reused = passes.shared(now.passes).cut(shared_length(now.tokens, tokens))
+        if reused == passes and not now.knows(passes.length):
+            reused = passes.cut(passes.length - 1)
         rows = now.rows
-        if rows is None or (kept != now.passes and not kept.length) or kept.length < rows.shortest_cut:
+        if rows is None or (reused != now.passes and not reused.length) or reused.length < rows.shortest_cut:
             saved = now.checkpoint
             if saved is not None and saved.begins(tokens) and passes.shared(saved.passes) == saved.passes:
                 fresh = saved.rows.checkpoint() if saved.passes != passes else None
@@ -318,12 +318,12 @@ class PrefixCache:
             rows = self._model.start()
             self._now = CachedRow(rows)
             return rows
-        if kept != now.passes:
-            rows.truncate(kept.length)
-            del now.tokens[kept.length :]
-            now.passes = kept
-            now.on_disk = min(now.on_disk, kept.length)
-            if now.known is not None and now.known[0] > kept.length:
+        if reused != now.passes:
+            rows.truncate(reused.length)
+            del now.tokens[reused.length :]
+            now.passes = reused
+            now.on_disk = min(now.on_disk, reused.length)
+            if now.known is not None and now.known[0] > reused.length:
                 now.known = None
         return rows
 

@@ -78,12 +78,12 @@ class SampleRun:
             decode = self.tokenizer.decode if self.calls is None else self.tokenizer.decode_with_calls
             decoder = IncrementalDecoder(decode, self.context)
         stream = turn.stream(decoder, stops, self.parser and self.parser(), self.calls and self.calls())
-        found: list[TokenLogprob] = []
+        token_logprobs: list[TokenLogprob] = []
 
         def choose(logits: Logits) -> int:
             token = sampler.choose(logits)
             if logprobs is not None:
-                found.append(logprobs.of(logits, token))
+                token_logprobs.append(logprobs.of(logits, token))
             return token
 
         # A guide and log-probabilities need the logits here.
@@ -102,7 +102,7 @@ class SampleRun:
                 if token in self.ends:
                     reason = "stop"
                 else:
-                    stream.push(token, found[-1] if found else None)
+                    stream.push(token, token_logprobs[-1] if token_logprobs else None)
                     if stops.stopped or sampler.over:
                         reason = "stop"
                     elif stream.calls and not parallel:
@@ -126,6 +126,6 @@ class SampleRun:
             thought_tokens=stream.thought_tokens,
             thought_s=stream.thought_s,
             tool_calls=stream.calls,
-            logprobs=found[:-1] if tokens and tokens[-1] in self.ends else found,
+            logprobs=token_logprobs[:-1] if tokens and tokens[-1] in self.ends else token_logprobs,
             stop_string=stops.found,
         )

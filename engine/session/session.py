@@ -128,17 +128,17 @@ class Session:
         facts = self.facts
         return unseen_bytes(tokens, facts.window, facts.windowed_bytes_per_token, self.prefill_chunk)
 
-    def _budget(self, kept: int) -> int:
-        """Bytes that other conversations than the current one may take; ``kept`` are those that they take now."""
+    def _budget(self, kept_bytes: int) -> int:
+        """Bytes that other conversations than the current one may take; ``kept_bytes`` are those that they take now."""
         if self._prefix_bytes is not None:
             return self._prefix_bytes
         if self._model.memory_for_rows() is not None:
-            return (self._memory() + kept) // GPU_SHARE
+            return (self._memory() + kept_bytes) // GPU_SHARE
         ring = self.facts.ring
         mapped = sum(file.size for file in self._model.mapped_files)
         weights = mapped if ring is None else self.facts.trunk_bytes + ring.nodes[0].expert_bytes
         # Mapped weights count as free memory, but to drop them would slow every answer.
-        return max(0, self._memory() + kept - weights) // CPU_SHARE
+        return max(0, self._memory() + kept_bytes - weights) // CPU_SHARE
 
     @property
     def model(self) -> LoadedModel:

@@ -93,7 +93,7 @@ class StoredPrefix:
             self.shared(prompt),
             self.passes,
             wanted,
-            known=self.fields.known,
+            known_length=self.fields.known,
             shortest_cut=self.fields.shortest_cut if self.fields.can_truncate else len(self.tokens),
             begun=self.begun,
         )
@@ -110,8 +110,8 @@ def read_prefix(path: Path, identity: str, model: LoadedModel, should_stop: Call
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     vocabulary = model.facts.vocabulary
     with _opened(path) as file:
-        found = _header(file, path, identity, vocabulary, digest.update)
-        fields = found.fields
+        header = _header(file, path, identity, vocabulary, digest.update)
+        fields = header.fields
 
         def fill(place: Bytes) -> None:
             for begin in range(0, len(place), _BLOCK):
@@ -124,21 +124,21 @@ def read_prefix(path: Path, identity: str, model: LoadedModel, should_stop: Call
 
         parts = fields.parts[:-1] if fields.known else fields.parts
         try:
-            rows, saved = model.restored(len(found.tokens), found.begun.length, parts, fill)
+            rows, saved = model.restored(len(header.tokens), header.begun.length, parts, fill)
         except ValueError as error:
             raise WrongPrefixError(str(error)) from error
-        known: tuple[int, Logits] | None = None
+        last_logits: tuple[int, Logits] | None = None
         if fields.known:
             if fields.parts[-1] != RowPart(_LOGITS, "float32", (vocabulary,)):
                 raise WrongPrefixError("its logits are not of this vocabulary")
             logits = np.empty(vocabulary, np.float32)
             fill(logits.view(np.uint8))
-            known = fields.known, logits
+            last_logits = fields.known, logits
         if file.read(_DIGEST_BYTES + 1) != digest.digest():
             raise WrongPrefixError("its checksum is wrong")
-    tokens = found.tokens.tolist()
-    begun = None if saved is None else RowCheckpoint(tokens[: found.begun.length], found.begun, saved)
-    return CachedRow(rows, tokens, found.passes, known, begun)
+    tokens = header.tokens.tolist()
+    begun = None if saved is None else RowCheckpoint(tokens[: header.begun.length], header.begun, saved)
+    return CachedRow(rows, tokens, header.passes, last_logits, begun)
 
 
 def stored_bytes(row: CachedRow) -> int:
@@ -199,13 +199,13 @@ def _contents(row: CachedRow) -> list[tuple[RowPart, Callable[[], Bytes]]] | Non
     contents = row.rows.contents(None if saved is None else saved.rows)
     if contents is None:
         return None
-    found: list[tuple[RowPart, Callable[[], Bytes]]] = [
+    parts: list[tuple[RowPart, Callable[[], Bytes]]] = [
         (part, partial(contents.read, index)) for index, part in enumerate(contents.parts)
     ]
     if row.known is not None:
         logits = row.known[1]
-        found.append((RowPart(_LOGITS, "float32", logits.shape), lambda: as_bytes(logits)))
-    return found
+        parts.append((RowPart(_LOGITS, "float32", logits.shape), lambda: as_bytes(logits)))
+    return parts
 
 
 def _write_all(file: io.FileIO, data: memoryview) -> None:

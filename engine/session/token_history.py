@@ -79,12 +79,12 @@ class _Line:
 
     def same(self, text: str) -> list[_Boundary]:
         """The boundaries up to which ``text`` is the same."""
-        found: list[_Boundary] = []
+        boundaries: list[_Boundary] = []
         for boundary in self.boundaries:
             if not text.startswith(self.text[: boundary.characters]):
                 break
-            found.append(boundary)
-        return found
+            boundaries.append(boundary)
+        return boundaries
 
     def add_boundary(self) -> None:
         boundary = _Boundary(len(self.text), len(self.tokens))
@@ -114,14 +114,14 @@ class TokenHistory:
         if key in self._asked:
             self._asked.move_to_end(key)
             tokens = self._asked[key].tolist()
-            kept = [boundary for boundary in same if tokens[: boundary.tokens] == line.tokens[: boundary.tokens]]
+            boundaries = [boundary for boundary in same if tokens[: boundary.tokens] == line.tokens[: boundary.tokens]]
         else:
-            tokens, kept = self._tokenized(text, line, same)
+            tokens, boundaries = self._tokenized(text, line, same)
             self._remember(key, tokens)
         if text.startswith(line.text):
             # It goes on; any other conversation stays as it was.
             del self._lines[best]
-        self._lines = [*self._lines[1 - MOST_LINES :], _Line(text, list(tokens), kept)]
+        self._lines = [*self._lines[1 - MOST_LINES :], _Line(text, list(tokens), boundaries)]
         self._lines[-1].add_boundary()
         return tokens
 

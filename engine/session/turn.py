@@ -328,28 +328,30 @@ class TextStream:
         if self._parser.thinking and not (self._calls_in_thoughts and self._calls_in_thoughts.holding):
             self.thought_tokens, self.thought_s = self._turn.tokens, self._turn.answering_s
 
-    def _settled(self, found: Separated) -> Separated:
-        """``found`` without what may turn out to be a call in thoughts that are never closed."""
+    def _settled(self, separated: Separated) -> Separated:
+        """``separated`` without what may turn out to be a call in thoughts that are never closed."""
         if self._parser is None or self._calls_in_thoughts is None:
-            return found
-        thoughts = self._calls_in_thoughts.push(found.thoughts)
+            return separated
+        thoughts = self._calls_in_thoughts.push(separated.thoughts)
         if not self._parser.thinking:
             thoughts += self._calls_in_thoughts.closed()
-        return Separated(thoughts, found.answer, found.withdrawn)
+        return Separated(thoughts, separated.answer, separated.withdrawn)
 
-    def _wait(self, found: Separated, stops: bool = True, last_of_calls: bool = False, for_user: bool = False) -> None:
+    def _wait(
+        self, separated: Separated, stops: bool = True, last_of_calls: bool = False, for_user: bool = False
+    ) -> None:
         """Add what was found to what is sent next, through what separates calls (unless it is the ``last_of_calls``)
         and cuts at ``stops``. What is ``for_user`` holds no calls."""
-        if found.withdrawn:
+        if separated.withdrawn:
             self._stops.flush()
             self.thought_tokens, self.thought_s = self._turn.tokens, self._turn.answering_s
             self._waiting = Separated(withdrawn=True)
         before = self._waiting
-        answer = found.answer
+        answer = separated.answer
         if self._calls is not None and not last_of_calls:
             answer = self._calls.pass_on(answer) if for_user else self._calls.push(answer).text
         answer = self._stops.push(answer) if stops else answer
-        self._waiting = Separated(before.thoughts + found.thoughts, before.answer + answer, before.withdrawn)
+        self._waiting = Separated(before.thoughts + separated.thoughts, before.answer + answer, before.withdrawn)
 
     def _call_pieces(self) -> list[ToolCallPiece]:
         """What was not sent yet of the calls, the one that is being written included."""

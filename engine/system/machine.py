@@ -69,15 +69,15 @@ def _asked_of_driver(*query: str) -> str:
 
 def parse_gpus(text: str, visible: str | None = None) -> Gpu | None:
     """The first visible GPU of nvidia-smi's answer, one per line: name, MiB in all, MiB free. None if it tells none."""
-    found: list[Gpu] = []
+    gpus: list[Gpu] = []
     for line in text.splitlines():
         parts = [part.strip() for part in line.rsplit(",", 2)]
         if len(parts) == 3 and parts[1].isdecimal() and parts[2].isdecimal():
-            found.append(Gpu(parts[0], int(parts[1]) * _MIB, int(parts[2]) * _MIB))
+            gpus.append(Gpu(parts[0], int(parts[1]) * _MIB, int(parts[2]) * _MIB))
     first = (visible or "0").split(",")[0].strip()
     # A GPU may also be named by its UUID, which is not queried. The first GPU is used then.
     index = int(first) if first.isdecimal() else 0
-    return found[index] if index < len(found) else None
+    return gpus[index] if index < len(gpus) else None
 
 
 @functools.cache

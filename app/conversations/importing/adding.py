@@ -32,13 +32,13 @@ class Adding:
         return Added(new, len(conversations) - new)
 
     def _is_known(self, origin: str) -> bool:
-        found = self._connection.execute("SELECT id, deleted FROM conversation WHERE origin = ?", (origin,)).fetchone()
-        if found is None:
+        row = self._connection.execute("SELECT id, deleted FROM conversation WHERE origin = ?", (origin,)).fetchone()
+        if row is None:
             return False
-        if not found[1]:
+        if not row[1]:
             return True
         # Who deleted it and imports it again wants it back, as it is in the file.
-        self._connection.execute("UPDATE conversation SET origin = '' WHERE id = ?", (found[0],))
+        self._connection.execute("UPDATE conversation SET origin = '' WHERE id = ?", (row[0],))
         return False
 
     def _add(self, conversation: ImportedConversation, now: float) -> None:

@@ -31,25 +31,25 @@ def is_conversation(found: Mapping[str, Any]) -> bool:
     return isinstance(found.get("mapping"), dict)
 
 
-def conversation(found: Mapping[str, Any]) -> ImportedConversation:
+def conversation(entry: Mapping[str, Any]) -> ImportedConversation:
     """The conversation with all its branches."""
-    records = {key: table(value) for key, value in found["mapping"].items()}
+    records = {key: table(value) for key, value in entry["mapping"].items()}
     above = {child: key for key, record in records.items() for child in rows(record.get("children"))
              if isinstance(child, str)}  # fmt: skip
     nodes = {key: _node(record, above.get(key)) for key, record in records.items()}
-    messages, leaf = tree(nodes, name(found.get("current_node")))
+    messages, leaf = tree(nodes, name(entry.get("current_node")))
     models = [message.model for message in messages if message.model]
     return ImportedConversation(
-        origin=f"chatgpt:{name(found.get('conversation_id')) or name(found.get('id'))}",
-        title=name(found.get("title")),
-        system=_system(found["mapping"]),
-        model=name(found.get("default_model_slug")) or (models[-1] if models else ""),
-        created=moment(found.get("create_time")),
-        updated=moment(found.get("update_time")),
+        origin=f"chatgpt:{name(entry.get('conversation_id')) or name(entry.get('id'))}",
+        title=name(entry.get("title")),
+        system=_system(entry["mapping"]),
+        model=name(entry.get("default_model_slug")) or (models[-1] if models else ""),
+        created=moment(entry.get("create_time")),
+        updated=moment(entry.get("update_time")),
         messages=messages,
         leaf=leaf,
-        archived=found.get("is_archived") is True,
-        pinned=found.get("is_starred") is True,
+        archived=entry.get("is_archived") is True,
+        pinned=entry.get("is_starred") is True,
     )
 
 
@@ -67,14 +67,14 @@ def _node(found: Mapping[str, Any], above: str | None) -> ImportedNode:
     hidden = metadata.get("is_visually_hidden_from_conversation") is True or message.get("channel") == "analysis"
     if role not in ("user", "assistant") or hidden or message.get("recipient") not in (None, "", "all"):
         return ImportedNode(parent, None)
-    said = _without_marks(_said(content), metadata)
-    if not said.strip():
+    body = _without_marks(_said(content), metadata)
+    if not body.strip():
         return ImportedNode(parent, None)
     return ImportedNode(
         parent,
         ImportedMessage(
             role,
-            said,
+            body,
             created=moment(message.get("create_time")),
             model=name(metadata.get("model_slug")) if role == "assistant" else "",
             state="stopped" if message.get("status") == "in_progress" else "complete",
@@ -94,18 +94,18 @@ def _said(content: Mapping[str, Any]) -> str:
     return ""
 
 
-def _without_marks(said: str, metadata: Mapping[str, Any]) -> str:
-    """``said`` with what the program shows in place of its marks: links of citations, names of people and places.
+def _without_marks(body: str, metadata: Mapping[str, Any]) -> str:
+    """``body`` with what the program shows in place of its marks: links of citations, names of people and places.
 
-    What is put in is not looked at again, and no more of it than what ``said`` and all references have.
+    What is put in is not looked at again, and no more of it than what ``body`` and all references have.
     """
-    if "\ue200" not in said:
-        return said
+    if "\ue200" not in body:
+        return body
     references = {
         text(reference.get("matched_text")): text(reference.get("alt"))
         for reference in map(table, rows(metadata.get("content_references")))
     }
-    left = len(said) + sum(map(len, references.values()))
+    left = len(body) + sum(map(len, references.values()))
 
     def shown(mark: re.Match[str]) -> str:
         nonlocal left
@@ -115,7 +115,7 @@ def _without_marks(said: str, metadata: Mapping[str, Any]) -> str:
         left -= len(alternative)
         return alternative if left >= 0 else ""
 
-    return _LEFT.sub("", _MARK.sub(shown, said))
+    return _LEFT.sub("", _MARK.sub(shown, body))
 
 
 def _shown(mark: re.Match[str]) -> str:

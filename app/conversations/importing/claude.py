@@ -26,10 +26,10 @@ def is_conversation(found: Mapping[str, Any]) -> bool:
     return isinstance(found.get("chat_messages"), list)
 
 
-def conversation(found: Mapping[str, Any]) -> ImportedConversation:
+def conversation(entry: Mapping[str, Any]) -> ImportedConversation:
     """The conversation; with its branches where the messages name the ones before them."""
-    records = [table(record) for record in rows(found.get("chat_messages"))]
-    model = name(found.get("model"))
+    records = [table(record) for record in rows(entry.get("chat_messages"))]
+    model = name(entry.get("model"))
     nodes: dict[str, ImportedNode] = {}
     for place, record in enumerate(records):
         parent = record.get("parent_message_uuid")
@@ -37,18 +37,18 @@ def conversation(found: Mapping[str, Any]) -> ImportedConversation:
         nodes[key] = ImportedNode(parent if isinstance(parent, str) else None, _message(record, model))
     leaf = None
     if any(node.parent in nodes for node in nodes.values()):
-        messages, leaf = tree(nodes, name(found.get("current_leaf_message_uuid")) or None)
+        messages, leaf = tree(nodes, name(entry.get("current_leaf_message_uuid")) or None)
     else:
         messages = chain([node.message for node in nodes.values() if node.message is not None])
     return ImportedConversation(
-        origin=f"claude:{name(found.get('uuid'))}",
-        title=name(found.get("name")),
+        origin=f"claude:{name(entry.get('uuid'))}",
+        title=name(entry.get("name")),
         model=model,
-        created=moment(found.get("created_at")),
-        updated=moment(found.get("updated_at")),
+        created=moment(entry.get("created_at")),
+        updated=moment(entry.get("updated_at")),
         messages=messages,
         leaf=leaf,
-        pinned=found.get("is_starred") is True,
+        pinned=entry.get("is_starred") is True,
     )
 
 
@@ -57,7 +57,7 @@ def _message(record: Mapping[str, Any], model: str) -> ImportedMessage | None:
     if sender not in ("human", "assistant"):
         return None
     blocks = [table(block) for block in rows(record.get("content"))]
-    said = "\n\n".join(filter(None, (text(block.get("text")) for block in blocks if block.get("type") == "text")))
+    body = "\n\n".join(filter(None, (text(block.get("text")) for block in blocks if block.get("type") == "text")))
     thought = [text(block.get("thinking")) for block in blocks if block.get("type") == "thinking"]
     files = [table(entry) for entry in rows(record.get("attachments"))]
     attachments = tuple(
@@ -66,13 +66,13 @@ def _message(record: Mapping[str, Any], model: str) -> ImportedMessage | None:
         if text(entry.get("extracted_content"))
     )
     named = [file_mark(table(file).get("file_name")) for file in rows(record.get("files"))]
-    said = "\n\n".join(filter(None, [*named, said or text(record.get("text"))]))
-    if not said.strip() and not attachments:
+    body = "\n\n".join(filter(None, [*named, body or text(record.get("text"))]))
+    if not body.strip() and not attachments:
         return None
     human = sender == "human"
     return ImportedMessage(
         "user" if human else "assistant",
-        said,
+        body,
         created=moment(record.get("created_at")),
         model="" if human else model,
         thoughts=Thoughts("\n\n".join(filter(None, thought))),

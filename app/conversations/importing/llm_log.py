@@ -109,26 +109,26 @@ def conversations(path: Path, size: int, allowance: Allowance) -> list[ImportedC
             log = _Log(source, size)
             if not log.tables & {"responses", "turns"}:
                 raise ImportProblem(f"{shown} is a SQLite database, but not a log of llm: it has no responses.")
-            found: dict[str, ImportedConversation | None] = {}
+            conversations_by_id: dict[str, ImportedConversation | None] = {}
             if {"responses", "conversations"} <= log.tables:
-                found = dict(_old(log, allowance))
+                conversations_by_id = dict(_old(log, allowance))
             if {"threads", "turns", "messages", "parts"} <= log.tables:
-                found |= dict(_new(log, allowance))
-            return list(found.values())
+                conversations_by_id |= dict(_new(log, allowance))
+            return list(conversations_by_id.values())
     except (sqlite3.Error, UnicodeDecodeError) as error:  # what SQLite says of damage may quote it
         raise ImportProblem(f"{shown} cannot be read as llm's log: {one_line(str(error))}.") from error
     except ImportTooLarge:
         raise ImportProblem(f"{shown} has more text than its size allows; it is damaged.") from None
 
 
-def _in_order(found: Iterable[Row], *keys: str) -> list[Row]:
-    """``found`` by ``keys``, numbers before texts."""
+def _in_order(rows: Iterable[Row], *keys: str) -> list[Row]:
+    """``rows`` by ``keys``, numbers before texts."""
 
     def place(row: Row) -> list[tuple[float, str]]:
         values = (row.get(key) for key in keys)
         return [(value, "") if isinstance(value, int | float) else (math.inf, str(value or "")) for value in values]
 
-    return sorted(found, key=place)
+    return sorted(rows, key=place)
 
 
 def _fragments(log: _Log) -> dict[Any, str]:
@@ -306,15 +306,15 @@ def _new(log: _Log, allowance: Allowance) -> Iterator[tuple[str, ImportedConvers
             for place in _path(records, row.get("tip_message_hash"), allowance):
                 if place not in said_at:
                     said_at[place] = _texts(fragments, parts.get(place, []), allowance)
-                said, thought = said_at[place]
+                body, thought = said_at[place]
                 role = records[place].get("role")
                 if role == "system":
-                    system = system or said
-                elif role == "user" and said.strip():
-                    messages.append(ImportedMessage("user", said))
-                elif role == "assistant" and (said.strip() or thought):
+                    system = system or body
+                elif role == "user" and body.strip():
+                    messages.append(ImportedMessage("user", body))
+                elif role == "assistant" and (body.strip() or thought):
                     turn = by_tip.get(place, own[-1] if own else {})
-                    messages.append(_answer(turn, said, Thoughts(thought)))
+                    messages.append(_answer(turn, body, Thoughts(thought)))
                     if len(messages) > 1 and messages[-2].role == "user":
                         messages[-2].created = messages[-1].created
                 else:
@@ -352,16 +352,16 @@ def _path(records: Mapping[str, Row], tip: object, allowance: Allowance) -> list
 
 def _texts(fragments: Mapping[Any, str], parts: list[Row], allowance: Allowance) -> tuple[str, str]:
     """The text and the thoughts of a message."""
-    said, thought = [], []
+    answers, thought = [], []
     for part in parts:
         content = part.get("text")
         if content is None:
             content = _put_together(fragments, _decoded(part.get("payload")), allowance)
         if part.get("type") == "text":
-            said.append(text(content))
+            answers.append(text(content))
         elif part.get("type") == "reasoning":
             thought.append(text(content))
-    return "\n\n".join(filter(None, said)), "\n\n".join(filter(None, thought))
+    return "\n\n".join(filter(None, answers)), "\n\n".join(filter(None, thought))
 
 
 def _put_together(fragments: Mapping[Any, str], payload: Mapping[str, Any], allowance: Allowance) -> str:

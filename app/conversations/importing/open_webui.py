@@ -34,9 +34,9 @@ def is_conversation(found: Mapping[str, Any]) -> bool:
     return isinstance(chat.get("history"), dict) or isinstance(chat.get("messages"), list)
 
 
-def conversation(found: Mapping[str, Any]) -> ImportedConversation:
+def conversation(entry: Mapping[str, Any]) -> ImportedConversation:
     """The chat with all its branches."""
-    chat = table(found.get("chat"))
+    chat = table(entry.get("chat"))
     models = [name(model) for model in rows(chat.get("models"))]
     model = models[0] if models else ""
     history = table(chat.get("history"))
@@ -54,16 +54,16 @@ def conversation(found: Mapping[str, Any]) -> ImportedConversation:
         made = [_message(record, model, generation) for record in listed]
         messages = chain([message for message in made if message is not None])
     return ImportedConversation(
-        origin=f"open-webui:{name(found.get('id')) or name(chat.get('id'))}",
-        title=name(found.get("title")) or name(chat.get("title")),
+        origin=f"open-webui:{name(entry.get('id')) or name(chat.get('id'))}",
+        title=name(entry.get("title")) or name(chat.get("title")),
         system=text(chat.get("system")) or text(settings.get("system")),
         model=model,
-        created=moment(found.get("created_at")) or moment(chat.get("timestamp")),
-        updated=moment(found.get("updated_at")),
+        created=moment(entry.get("created_at")) or moment(chat.get("timestamp")),
+        updated=moment(entry.get("updated_at")),
         messages=messages,
         leaf=leaf,
-        archived=found.get("archived") is True,
-        pinned=found.get("pinned") is True,
+        archived=entry.get("archived") is True,
+        pinned=entry.get("pinned") is True,
     )
 
 
@@ -79,15 +79,15 @@ def _message(record: Mapping[str, Any], model: str, generation: Generation) -> I
     content = text(record.get("content"))
     if role == "user":
         return _question(record, content)
-    said, thoughts = without_folded(content)
+    body, thoughts = without_folded(content)
     thoughts = thoughts if thoughts.text else _thoughts_beside(record)
     failed = bool(record.get("error"))
-    if not said.strip() and not thoughts.text and not failed:
+    if not body.strip() and not thoughts.text and not failed:
         return None
     usage = table(record.get("usage")) or table(record.get("info"))
     return ImportedMessage(
         "assistant",
-        said,
+        body,
         created=moment(record.get("timestamp")),
         model=name(record.get("model")) or model,
         state="failed" if failed else "stopped" if record.get("done") is False else "complete",
@@ -98,7 +98,7 @@ def _message(record: Mapping[str, Any], model: str, generation: Generation) -> I
     )
 
 
-def _question(record: Mapping[str, Any], said: str) -> ImportedMessage | None:
+def _question(record: Mapping[str, Any], body: str) -> ImportedMessage | None:
     """A question with its files: those whose text is in the export are attached, the others are named."""
     made: list[Attachment] = []
     named: list[str] = []
@@ -110,33 +110,33 @@ def _question(record: Mapping[str, Any], said: str) -> ImportedMessage | None:
             made.append(Attachment(title or "attachment", content))
         else:
             named.append(file_mark(title or entry.get("type")))
-    said = "\n\n".join([*named, said]) if said else "\n\n".join(named)
-    if not said.strip() and not made:
+    body = "\n\n".join([*named, body]) if body else "\n\n".join(named)
+    if not body.strip() and not made:
         return None
     created = moment(record.get("timestamp"))
-    return ImportedMessage("user", said, created=created, attachments=tuple(made), only_named=len(named))
+    return ImportedMessage("user", body, created=created, attachments=tuple(made), only_named=len(named))
 
 
 def without_folded(content: str) -> tuple[str, Thoughts]:
     """An answer without what is folded in it, the thoughts and the uses of tools, and those thoughts."""
-    said: list[str] = []
+    unfolded: list[str] = []
     thoughts: list[str] = []
     seconds, place = 0.0, 0
     while (opening := _OPENING.search(content, place)) is not None:
         end = content.find(_CLOSING, opening.end())
         if end < 0:
             break
-        said.append(content[place : opening.start()])
+        unfolded.append(content[place : opening.start()])
         place = end + len(_CLOSING)
         if opening.group(1) == "reasoning":
             tag, _, inside = content[opening.start() : end].partition(">")
             duration = _DURATION.search(tag)
             seconds += float(duration.group(1)) if duration else 0.0
             thoughts.append(_unfolded(inside))
-    if not said:
+    if not unfolded:
         return content, NO_THOUGHTS
-    said.append(content[place:])
-    return "".join(said).strip("\n"), Thoughts(text("\n\n".join(filter(None, thoughts))), seconds=seconds)
+    unfolded.append(content[place:])
+    return "".join(unfolded).strip("\n"), Thoughts(text("\n\n".join(filter(None, thoughts))), seconds=seconds)
 
 
 def _thoughts_beside(record: Mapping[str, Any]) -> Thoughts:

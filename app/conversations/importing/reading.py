@@ -110,27 +110,27 @@ def _read(path: Path) -> ReadFile:
             start = file.read(16)
     except OSError as error:
         raise ImportProblem(f"{one_line(str(path))} cannot be read: {error.strerror or error}.") from error
-    found = _Found(path, produced_of(size))
+    reader = _Found(path, produced_of(size))
     if start.startswith(llm_log.HEADER):
-        found.take("llm", llm_log.conversations(path, size, found.allowance))
-        return found.result()
-    documents = _archived(path, size, found.lost) if start.startswith(b"PK\3\4") else iter([("", _plain(path))])
-    printed = llm_log.LoggedAnswers(found.allowance)
+        reader.take("llm", llm_log.conversations(path, size, reader.allowance))
+        return reader.result()
+    documents = _archived(path, size, reader.lost) if start.startswith(b"PK\3\4") else iter([("", _plain(path))])
+    printed = llm_log.LoggedAnswers(reader.allowance)
     every = ((member, entry) for member, data in documents for entry in entries(data))
     for member, entry in islice(every, _MOST_ENTRIES):
         if entry is None:
-            found.unread += 1
+            reader.unread += 1
         elif isinstance(entry, Unread):
-            found.missed[entry, member] += 1
+            reader.missed[entry, member] += 1
         elif llm_log.is_printed(entry):
             printed.add(entry)
         else:
-            found.take_entry(entry, member)
+            reader.take_entry(entry, member)
     if next(every, None) is not None:
-        found.lost.append(f"all that follows {_MOST_ENTRIES:,} entries")
+        reader.lost.append(f"all that follows {_MOST_ENTRIES:,} entries")
     if printed:
-        found.take("llm", printed.conversations())
-    return found.result()
+        reader.take("llm", printed.conversations())
+    return reader.result()
 
 
 class _Found:

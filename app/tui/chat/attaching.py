@@ -71,12 +71,12 @@ class AttachmentLine(Static):
         look: WorkType[None] = partial(self._look, *self._named)
         self.run_worker(look, group="attachments", exclusive=True)
 
-    async def _look(self, draft: str, kept: Sequence[Attachment]) -> None:
+    async def _look(self, draft: str, attached: Sequence[Attachment]) -> None:
         """Read the files that the draft names if they are others than before, and have the tokens counted."""
         whole = self._draft
         paths = tuple(reference.path for reference in references(draft))
         if paths != self._paths or not await asyncio.to_thread(self._resolved.is_current):
-            resolved = await asyncio.to_thread(resolve, draft, Path(), kept)
+            resolved = await asyncio.to_thread(resolve, draft, Path(), attached)
             if whole != self._draft:
                 return
             self._paths, self._resolved = paths, resolved

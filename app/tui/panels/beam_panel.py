@@ -318,7 +318,7 @@ def partings(texts: Sequence[str]) -> list[tuple[int, ...]]:
     order = sorted(range(len(texts)), key=lambda index: texts[index])
     # In this order the common beginning of two texts is the shortest of those of the neighbours between them.
     shared = [_shared(texts[a], texts[b]) for a, b in itertools.pairwise(order)]
-    found: list[tuple[int, ...]] = [()] * len(texts)
+    places: list[tuple[int, ...]] = [()] * len(texts)
     for place, index in enumerate(order):
         lengths: set[int] = set()
         for neighbours in (shared[place:], shared[:place][::-1]):
@@ -326,8 +326,8 @@ def partings(texts: Sequence[str]) -> list[tuple[int, ...]]:
             for length in neighbours:
                 least = length if least is None else min(least, length)
                 lengths.add(least)
-        found[index] = tuple(sorted({_word_start(texts[index], length) for length in lengths}))
-    return found
+        places[index] = tuple(sorted({_word_start(texts[index], length) for length in lengths}))
+    return places
 
 
 def stretches(text: str, places: Sequence[int], room: int) -> list[Stretch]:
@@ -363,12 +363,12 @@ def _is_in(place: int, end: int, spans: Sequence[tuple[int, int]]) -> bool:
     return place < end or end == spans[-1][1]
 
 
-def _shared(one: str, other: str) -> int:
+def _shared(first: str, other: str) -> int:
     """Number of characters at the beginning of both."""
-    low, high = 0, min(len(one), len(other))
+    low, high = 0, min(len(first), len(other))
     while low < high:
         middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
+        if first[low:middle] == other[low:middle]:
             low = middle
         else:
             high = middle - 1

@@ -108,9 +108,9 @@ def scripted(text: str, script: str) -> str:
 
 @functools.cache
 def _scripts(script: str) -> dict[str, str]:
-    found: dict[str, str] = {}
+    letters: dict[str, str] = {}
     for code in _SMALL:
         kind, _, plain = unicodedata.decomposition(chr(code)).partition(" ")
         if kind == f"<{'super' if script == 'sup' else 'sub'}>" and " " not in plain:
-            found.setdefault(chr(int(plain, 16)), chr(code))
-    return found | (_SUPERSCRIPTS if script == "sup" else _SUBSCRIPTS)
+            letters.setdefault(chr(int(plain, 16)), chr(code))
+    return letters | (_SUPERSCRIPTS if script == "sup" else _SUBSCRIPTS)

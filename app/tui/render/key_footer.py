@@ -105,12 +105,12 @@ class KeyFooter(Footer):
 
 def _fitting(keys: Sequence[_ShownKey], room: int) -> list[_ShownKey]:
     """Those of ``keys``, in the same order, that fit in ``room`` columns."""
-    kept: set[int] = set()
+    shown: set[int] = set()
     for place, key in sorted(enumerate(keys), key=lambda entry: (not entry[1].always_shown, entry[0])):
-        width = key.width + (_GAP if kept else 0)
+        width = key.width + (_GAP if shown else 0)
         if width <= room:
             room -= width
-            kept.add(place)
+            shown.add(place)
         elif not key.always_shown:
             break
-    return [key for place, key in enumerate(keys) if place in kept]
+    return [key for place, key in enumerate(keys) if place in shown]

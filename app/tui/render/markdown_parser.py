@@ -71,18 +71,18 @@ def _parser() -> MarkdownIt:
 
 def _formula(state: StateInline, silent: bool) -> bool:
     r"""``\(…\)``, ``\[…\]``, ``$…$`` and ``$$…$$``, in which no character is a mark of Markdown."""
-    found = _FORMULA.match(state.src, state.pos, min(state.pos + LONGEST_FORMULA, state.posMax))
-    if found is None:
+    match = _FORMULA.match(state.src, state.pos, min(state.pos + LONGEST_FORMULA, state.posMax))
+    if match is None:
         return False
-    body = found[found.lastindex or 0]
-    if found["dollar"] is not None:
-        before, after = state.src[: state.pos][-1:], state.src[found.end() : found.end() + 1]
+    body = match[match.lastindex or 0]
+    if match["dollar"] is not None:
+        before, after = state.src[: state.pos][-1:], state.src[match.end() : match.end() + 1]
         if before.isalnum() or before == "$" or after.isalnum() or after in ("$", "_") or _is_prose(body):
             return False
     if not silent:
         token = state.push("formula", "", 0)
-        token.content, token.markup = body, found[0]
-    state.pos = found.end()
+        token.content, token.markup = body, match[0]
+    state.pos = match.end()
     return True
 
 
@@ -97,15 +97,15 @@ def _tag(state: StateInline, silent: bool) -> bool:
     if state.src[state.pos] != "<":
         return False
     kinds = (_BREAK, _SPAN, _END_OF_DETAILS)
-    found = next(filter(None, (kind.match(state.src, state.pos, state.posMax) for kind in kinds)), None)
-    if found is None:
+    match = next(filter(None, (kind.match(state.src, state.pos, state.posMax) for kind in kinds)), None)
+    if match is None:
         return False
     if not silent:
-        if found.re is _BREAK:
+        if match.re is _BREAK:
             state.push("hardbreak", "br", 0)
-        elif found.re is _SPAN:
-            state.push(found[1].lower(), "", 0).content = found[2]
-    state.pos = found.end()
+        elif match.re is _SPAN:
+            state.push(match[1].lower(), "", 0).content = match[2]
+    state.pos = match.end()
     return True
 
 
@@ -231,7 +231,7 @@ def _table(state: StateBlock, start: int, end: int, silent: bool) -> bool:
 def _pipes_of_code(row: str) -> set[int]:
     """Where in ``row`` pipes stand within code."""
     pipes: set[int] = set()
-    runs = [found.span() for found in _TICKS.finditer(row)]
+    runs = [match.span() for match in _TICKS.finditer(row)]
     later = {end - start: index for index, (start, end) in enumerate(runs)}
     index = 0
     while index < len(runs):
@@ -241,7 +241,7 @@ def _pipes_of_code(row: str) -> set[int]:
         if later[end - start] > index:
             while runs[closing][1] - runs[closing][0] != end - start:
                 closing += 1
-            pipes.update(found.start() for found in _PIPE.finditer(row, end, runs[closing][0]))
+            pipes.update(match.start() for match in _PIPE.finditer(row, end, runs[closing][0]))
             index = closing
         index += 1
     return pipes

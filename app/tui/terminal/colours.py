@@ -78,32 +78,32 @@ def legible(variables: Mapping[str, str], *, dark: bool) -> dict[str, str]:
     """
     if variables["background"].startswith("ansi"):
         return {**variables, **_ANSI_COMMON, **(_ANSI_DARK if dark else _ANSI_LIGHT)}
-    found = dict(variables)
-    background = Color.parse(found["background"])
-    surface = background + Color.parse(found["surface"])
+    colours = dict(variables)
+    background = Color.parse(colours["background"])
+    surface = background + Color.parse(colours["surface"])
     away = better(background)
-    found["line-marked"] = surface.blend(away, _MARKED).hex
-    found["code-background"] = found["code-edge"] = surface.blend(away, _CODE).hex
-    found["screen-selection-background"] = found["block-cursor-blurred-background"] = found["line-marked"]
-    fields = [background + Color.parse(found[name]) for name in FIELDS]
+    colours["line-marked"] = surface.blend(away, _MARKED).hex
+    colours["code-background"] = colours["code-edge"] = surface.blend(away, _CODE).hex
+    colours["screen-selection-background"] = colours["block-cursor-blurred-background"] = colours["line-marked"]
+    fields = [background + Color.parse(colours[name]) for name in FIELDS]
     for name in TEXTS:
-        found[name] = _moved(seen(found[name], background), fields).hex
+        colours[name] = _moved(seen(colours[name], background), fields).hex
     for name in EDGES:
         # Textual makes them lighter also where the background is light.
-        if contrast(seen(found[name], background), background) < LEAST_EDGE:
-            found[name] = _moved(background, [background], LEAST_EDGE).hex
-    if contrast(seen(found["footer-background"], background), background) > MOST_FOOTER:
+        if contrast(seen(colours[name], background), background) < LEAST_EDGE:
+            colours[name] = _moved(background, [background], LEAST_EDGE).hex
+    if contrast(seen(colours["footer-background"], background), background) > MOST_FOOTER:
         # The keys would be the brightest thing on the screen, and differ from their names by weight only.
-        found["footer-background"], found["footer-key-foreground"] = found["panel"], found["accent"]
-        found["footer-foreground"] = found["footer-description-foreground"] = found["foreground"]
+        colours["footer-background"], colours["footer-key-foreground"] = colours["panel"], colours["accent"]
+        colours["footer-foreground"] = colours["footer-description-foreground"] = colours["foreground"]
     for text, field in PAIRS:
-        on = seen(found[field], surface)
-        found[field], found[text] = on.hex, _moved(seen(found[text], on), [on]).hex
-    accent = Color.parse(found["accent"])
+        on = seen(colours[field], surface)
+        colours[field], colours[text] = on.hex, _moved(seen(colours[text], on), [on]).hex
+    accent = Color.parse(colours["accent"])
     for step in range(HEATS):
         heat = background.blend(accent, (step + 0.5) / HEATS)
-        found[f"heat-{step}"], found[f"heat-text-{step}"] = heat.hex, better(heat).hex
-    return found
+        colours[f"heat-{step}"], colours[f"heat-text-{step}"] = heat.hex, better(heat).hex
+    return colours
 
 
 def better(field: Color) -> Color:

@@ -130,20 +130,20 @@ class KeyParser(XTermParser):
             return
         if other := _OTHER_KEY.fullmatch(sequence):
             # Textual would type the character.
-            found = list(super().feed(f"\x1b[{other[2]};{other[1]}u"))
-            self._sequences.update((event.key, sequence) for event in found if isinstance(event, events.Key))
+            key_events = list(super().feed(f"\x1b[{other[2]};{other[1]}u"))
+            self._sequences.update((event.key, sequence) for event in key_events if isinstance(event, events.Key))
         elif len(sequence) == 2 and sequence not in (*ANSI_SEQUENCES_KEYS, *_BREAKS):
-            found = list(self._with_alt(sequence[1]))
+            key_events = list(self._with_alt(sequence[1]))
         else:
-            found = list(super().feed(sequence))
+            key_events = list(super().feed(sequence))
             if self._timeout_time is not None:
                 # Textual waits for more: it does not know the sequence, and would type it.
                 self._timeout_time = None
                 self._awaiting = self._gen.throw(ParseTimeout())
                 self._tokens.clear()
                 if late and sequence[2].isalpha():
-                    found = list(super().feed(sequence[1:]))
-        yield from map(_as_widgets_take_it, found)
+                    key_events = list(super().feed(sequence[1:]))
+        yield from map(_as_widgets_take_it, key_events)
 
     def _with_alt(self, character: str) -> Iterable[Message]:
         """A key that was pressed with alt."""
@@ -153,25 +153,25 @@ class KeyParser(XTermParser):
     def _up_to_end_of_paste(self, data: str) -> tuple[str | None, str]:
         """The whole paste if it ends in ``data``, otherwise None; and the rest of ``data``."""
         assert self._paste is not None
-        known = self._before + data
-        end = known.find(BRACKETED_PASTE_END)
+        text = self._before + data
+        end = text.find(BRACKETED_PASTE_END)
         if end < 0:
-            keep = max(0, len(known) - _KEPT)
-            self._paste.append(known[:keep])
-            self._before = known[keep:]
+            keep = max(0, len(text) - _KEPT)
+            self._paste.append(text[:keep])
+            self._before = text[keep:]
             return None, ""
-        pasted = "".join([*self._paste, known[:end]])
+        pasted = "".join([*self._paste, text[:end]])
         self._before, self._paste = "", None
-        return pasted, known[end + len(BRACKETED_PASTE_END) :]
+        return pasted, text[end + len(BRACKETED_PASTE_END) :]
 
     def _sequence_to_key_events(self, sequence: str, alt: bool = False) -> Iterable[events.Key]:
         if sequence in _BREAKS:
-            found = [events.Key("alt+enter", None)]
+            key_events = [events.Key("alt+enter", None)]
         else:
-            found = list(super()._sequence_to_key_events(sequence, alt))
-        for event in found:
+            key_events = list(super()._sequence_to_key_events(sequence, alt))
+        for event in key_events:
             self._sequences[event.key] = f"\x1b{sequence}" if alt else sequence
-        return found
+        return key_events
 
 
 def _escape_s() -> float:

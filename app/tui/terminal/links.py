@@ -45,12 +45,12 @@ def linked(content: Content) -> Content:
     if "://" not in plain:
         return content
     spans = []
-    for found in _CANDIDATE.finditer(plain):
-        if len(found.group()) <= LONGEST_ADDRESS:
-            address = _without_closing(found.group())
+    for match in _CANDIDATE.finditer(plain):
+        if len(match.group()) <= LONGEST_ADDRESS:
+            address = _without_closing(match.group())
             if opens(address):
                 style = Style(link=address, underline=True)
-                spans.append(Span(found.start(), found.start() + len(address), style))
+                spans.append(Span(match.start(), match.start() + len(address), style))
     return Content(plain, [*content.spans, *spans]) if spans else content
 
 

@@ -46,7 +46,7 @@ def guarded_output(log_path: Path | None = None) -> Iterator[None]:
         return
     log = open_log(log_path if log_path is not None else screen_log())
     target = log.fileno() if log is not None else os.open(os.devnull, os.O_WRONLY)
-    kept = {fd: os.dup(fd) for fd in (1, 2)}
+    duplicates = {fd: os.dup(fd) for fd in (1, 2)}
     screen = os.fdopen(os.dup(terminal), "w", encoding="utf-8", errors="replace", newline="")
     streams = sys.stderr, sys.__stderr__, sys.__stdout__
     _flush(sys.stdout, sys.stderr)
@@ -60,7 +60,7 @@ def guarded_output(log_path: Path | None = None) -> Iterator[None]:
     finally:
         _flush(sys.stdout, screen)
         sys.stderr, sys.__stderr__, sys.__stdout__ = streams  # type: ignore[misc]
-        for fd, original in kept.items():
+        for fd, original in duplicates.items():
             os.dup2(original, fd)
             os.close(original)
         with contextlib.suppress(OSError):  # a terminal that is gone

@@ -51,7 +51,7 @@ def connect_nodes(
     ``try_links`` finds out why links could not be opened. Raises what it raises, NodeRefused, NothingConnected,
     ModelError, PeerLost, and what ``progress`` raises.
     """
-    names = ", ".join(one.name for one in ring.followers.values())
+    names = ", ".join(machine.name for machine in ring.followers.values())
     calls = CallGroup()
 
     def tick() -> None:
@@ -63,14 +63,14 @@ def connect_nodes(
 
     tick()
 
-    def connect(rank: int, one: Candidate) -> Connected:
-        return ask(one, lambda: one.client.call("Connect", specs[rank], Connected, CONNECT_S, calls))
+    def connect(rank: int, machine: Candidate) -> Connected:
+        return ask(machine, lambda: machine.client.call("Connect", specs[rank], Connected, CONNECT_S, calls))
 
     with (
         stopped_by(tick, stop),
         ThreadPoolExecutor(len(ring.followers), thread_name_prefix="connecting nodes") as pool,
     ):
-        asked = {rank: pool.submit(connect, rank, one) for rank, one in ring.followers.items()}
+        asked = {rank: pool.submit(connect, rank, machine) for rank, machine in ring.followers.items()}
         for future in asked.values():
             # A node that failed never connects, so waiting for its links ends here.
             future.add_done_callback(lambda done: links.close() if done.exception() is not None else None)
@@ -82,10 +82,10 @@ def connect_nodes(
         except (ModelError, PeerLost) as error:
             failure = error
             links.close()
-            end_epoch(node.table, [one.node_id for one in ring.followers.values()], ring.epoch)
+            end_epoch(node.table, [machine.node_id for machine in ring.followers.values()], ring.epoch)
         answers = [connected_or_refused(future) for future in asked.values()]
     refused = [answer for answer in answers if isinstance(answer, NodeRefused)]
-    unreachable = any(isinstance(one.__cause__, Unreachable) for one in refused)
+    unreachable = any(isinstance(machine.__cause__, Unreachable) for machine in refused)
     if (failure is not None or refused) and not unreachable:
         try_links(ring, progress)
     if isinstance(failure, ModelError) and len(refused) == len(answers) and not unreachable:

@@ -110,12 +110,12 @@ class FasterLinks:
     def take(self, progress: ProgressCallback) -> dict[Way, LinkFacts]:
         """The links that are clearly faster than those in use, of those that were found; they count as in use from now
         on. Raises Cancelled."""
-        there = {way: [address, self.in_use[way].address] for way, address in self._reached.items()}
+        addresses_by_way = {way: [address, self.in_use[way].address] for way, address in self._reached.items()}
         faster: dict[Way, LinkFacts] = {}
         try:
             machines = self._present()
             ids = {self._node.identity.node_id, *(one.node_id for one in machines)}
-            wanted = {way: addresses for way, addresses in there.items() if ids.issuperset(way)}
+            wanted = {way: addresses for way, addresses in addresses_by_way.items() if ids.issuperset(way)}
             measured = self._surveyor.measure_addresses(self._node, machines, wanted, progress)
         except Cancelled:
             raise
@@ -146,9 +146,9 @@ class FasterLinks:
                 self._look(rounds % self._seldom == 0)
 
     def _look(self, everything: bool) -> None:
-        machines = {one.node_id: one for one in self._present()}
+        machines = {machine.node_id: machine for machine in self._present()}
         me = self._node.identity.node_id
-        known = {address for one in machines.values() for address in one.listeners} | set(self._node.addresses)
+        known = {address for machine in machines.values() for address in machine.listeners} | set(self._node.addresses)
         everything = everything or not known <= self._known
         self._known = known
         if everything:
@@ -166,7 +166,9 @@ class FasterLinks:
         for turn in range(max(map(len, wanted.values()), default=0)):
             if self._closed.is_set():
                 return
-            reached = self._try({way: one[turn] for way, one in wanted.items() if len(one) > turn}, machines)
+            reached = self._try(
+                {way: untried[turn] for way, untried in wanted.items() if len(untried) > turn}, machines
+            )
             self._reached = {**reached, **self._reached}
         if self._reached:
             self.found.set()

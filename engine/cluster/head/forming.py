@@ -197,15 +197,19 @@ class RingFormer:
         if self._faster_links.found.is_set() and may_move and not self._moved(formed, progress, notify):
             return True
         machines = self._present_machines()
-        there = frozenset((one.node_id, one.process) for one in machines)
-        due = [one.node_id for one in machines if self._rejoin_policy.take_due(one.node_id)]
-        known = self._change_with == there and not due and not self._link_retry.restored.is_set()
+        processes = frozenset((machine.node_id, machine.process) for machine in machines)
+        due = [machine.node_id for machine in machines if self._rejoin_policy.take_due(machine.node_id)]
+        known = self._change_with == processes and not due and not self._link_retry.restored.is_set()
         if self._change is not None and known:
             return self._change.pays(again)
         # Machines that left are forgotten, so that they count as new when they come back.
-        now = {one.node_id for one in machines} | set(formed.followers.values())
+        now = {machine.node_id for machine in machines} | set(formed.followers.values())
         self._considered = {node_id: at for node_id, at in self._considered.items() if node_id in now}
-        fresh = [one for one in machines if self._considered.get(one.node_id) != one.process or one.node_id in due]
+        fresh = [
+            machine
+            for machine in machines
+            if self._considered.get(machine.node_id) != machine.process or machine.node_id in due
+        ]
         otherwise = self._link_retry.restored.is_set() or self._makeshift or self._change is not None
         if not fresh and not otherwise:
             return False
@@ -213,10 +217,12 @@ class RingFormer:
             regular, others = self._rejoin_policy.split(machines, formed.facts.mode == "central", progress)
         for line in self._rejoin_policy.lines(others):
             notify(line)
-        if any(one.node_id in formed.followers.values() and one.node_id in self._considered for one in fresh):
+        if any(
+            machine.node_id in formed.followers.values() and machine.node_id in self._considered for machine in fresh
+        ):
             return True  # it started anew, and the ring is over
-        self._considered.update((one.node_id, one.process) for one in others)
-        if not otherwise and not any(one in regular for one in fresh):
+        self._considered.update((machine.node_id, machine.process) for machine in others)
+        if not otherwise and not any(machine in regular for machine in fresh):
             return False
         try:
             with self._put_off_if_stopped(formed, fresh):
@@ -226,18 +232,22 @@ class RingFormer:
         except (NodeRefused, PeerLost, ModelError) as error:
             # A machine that does not answer now is no reason to lose what was read. A later question asks it again.
             if isinstance(error, NodeRefused) and not error.gone:
-                process = next((one.process for one in fresh if one.node_id == error.node_id), "")
+                process = next((machine.process for machine in fresh if machine.node_id == error.node_id), "")
                 self._rejoin_policy.refused(error.node_id, process)
                 self._considered[error.node_id] = process
                 notify(f"{self._node.table.name_of(error.node_id)} is left out of the ring: {error}")
             return False
-        self._change_with = there
-        self._considered.update((one.node_id, one.process) for one in fresh)
+        self._change_with = processes
+        self._considered.update((machine.node_id, machine.process) for machine in fresh)
         if self._change is None:
             return False
         if self._change.pays(again):
             return True
-        waiting = {one.node_id: one.name for one in regular if one.node_id in self._wanted - set(formed.nodes.values())}
+        waiting = {
+            machine.node_id: machine.name
+            for machine in regular
+            if machine.node_id in self._wanted - set(formed.nodes.values())
+        }
         line = change_sentence(list(waiting.values()), self._change.nbytes, self._change.cost_s(again))
         self._node.table.set_waiting(dict.fromkeys(waiting, line))
         notify(line)
@@ -334,12 +344,12 @@ class RingFormer:
         """Waits for machines while the present ones cannot hold the model."""
 
         def present() -> frozenset[object]:
-            now: set[object] = {(one.node_id, one.process) for one in self._present_machines()}
+            now: set[object] = {(machine.node_id, machine.process) for machine in self._present_machines()}
             return frozenset(now | ({"restored link"} if self._link_retry.restored.is_set() else set()))
 
         def absent() -> list[str]:
-            ids = self._planned & {one.node_id for one in self._present_machines()}
-            return [self._node.table.name_of(one) for one in sorted(self._rejoin_policy.members - ids)]
+            ids = self._planned & {machine.node_id for machine in self._present_machines()}
+            return [self._node.table.name_of(machine) for machine in sorted(self._rejoin_policy.members - ids)]
 
         return CapacityWait(present, absent, self._choice.wait_s)
 
@@ -367,12 +377,12 @@ class RingFormer:
         """Form a ring of ``machines`` or fewer, over connections that no failed heartbeat ends."""
         with contextlib.ExitStack() as connections:
 
-            def apart(one: Candidate) -> Candidate:
-                client = self._node.table.apart(one.node_id, one.client)
+            def apart(machine: Candidate) -> Candidate:
+                client = self._node.table.apart(machine.node_id, machine.client)
                 connections.callback(client.close)
-                return replace(one, client=client)
+                return replace(machine, client=client)
 
-            return self._tries([apart(one) for one in machines], notices, progress, apart)
+            return self._tries([apart(machine) for machine in machines], notices, progress, apart)
 
     def _tries(
         self,
@@ -424,8 +434,8 @@ class RingFormer:
                         if (line := silent.pop(back.node_id, None)) is not None:
                             notices.remove(line)
                         self._considered[back.node_id] = back.process
-                        others = [one for one in machines if one.node_id != back.node_id]
-                        machines = sorted([*others, apart(back)], key=lambda one: one.node_id)
+                        others = [machine for machine in machines if machine.node_id != back.node_id]
+                        machines = sorted([*others, apart(back)], key=lambda machine: machine.node_id)
                         continue
                 if refused.node_id in silent:
                     continue
@@ -440,7 +450,7 @@ class RingFormer:
                 if refused.gone and self._formed is not None:
                     # The loss has a line of its own.
                     gone.add(notices[-1])
-                machines = [one for one in machines if one.node_id != refused.node_id]
+                machines = [machine for machine in machines if machine.node_id != refused.node_id]
 
     def _while_there(
         self, machines: Sequence[Candidate], absent: Collection[str], notices: list[str], progress: ProgressCallback
@@ -491,13 +501,19 @@ class RingFormer:
         if self._lacked is not None and (fetched := self._lacked.fetched) is not None:
             self._has_whole(fetched)
         survey = self._surveyor.survey(
-            self._node, machines, self._load.runtime, progress, threads=self._trial.threads, hurry=hurry, known=known
+            self._node,
+            machines,
+            self._load.runtime,
+            progress,
+            threads=self._trial.threads,
+            hurry=hurry,
+            links_tried=known,
         )
         together = self.plan(survey, machines, waiting=hurry)
         if self._open_choice is not None and self._formed is None:
             survey, together, lines = self._by_runtime(self._open_choice, survey, together, machines, progress)
             notices = [*notices, *lines]
-        self._planned = {one.node_id for one in machines} - together.without_links.keys()
+        self._planned = {machine.node_id for machine in machines} - together.without_links.keys()
         decision = self.decision = together.decision
         self._makeshift = decision.instead is not None
         notices = [*notices, *together.lines]
@@ -514,7 +530,7 @@ class RingFormer:
             self._needed = set()
             formed = self._alone(decision, [*notices, decision.reason], progress)
             return self._with_link_retry(formed, together, machines)
-        by_id = {one.node_id: one for one in machines}
+        by_id = {machine.node_id: machine for machine in machines}
         self._needed = by_id.keys() & set(decision.ranks)
         self._rejoin_policy.members.update(node_id for node_id in decision.ranks if node_id in by_id)
         assert decision.facts is not None and decision.placement is not None
@@ -529,7 +545,7 @@ class RingFormer:
         try:
             formed = self._together(ring, notices, progress)
         except BaseException as error:
-            end_epoch(self._node.table, [one.node_id for one in ring.followers.values()], ring.epoch)
+            end_epoch(self._node.table, [machine.node_id for machine in ring.followers.values()], ring.epoch)
             if not isinstance(error, FasterAlone):
                 raise
             decision, self._needed = error.decision, set()
@@ -579,20 +595,20 @@ class RingFormer:
                 progress,
                 threads=self._trial.threads,
                 hurry=True,
-                known=survey.tried,
+                links_tried=survey.tried,
             )
 
         me = self._node.identity.node_id
-        found = plan_by_runtime(
+        planned = plan_by_runtime(
             RuntimePlan(choice, self._load, survey, together),
             lambda one, load: self.plan(one, machines, load),
             survey_again,
             me,
         )
-        if found.load.runtime != self._load.runtime:
-            self._load, self._runtime = found.load, runtime_named(found.choice.name)
-        said = [] if found.choice == choice else [f"The ring runs by {found.choice.name}: {found.choice.reason}."]
-        return found.survey, found.together, said
+        if planned.load.runtime != self._load.runtime:
+            self._load, self._runtime = planned.load, runtime_named(planned.choice.name)
+        said = [] if planned.choice == choice else [f"The ring runs by {planned.choice.name}: {planned.choice.reason}."]
+        return planned.survey, planned.together, said
 
     def _alone(self, decision: RingDecision, notices: list[str], progress: ProgressCallback) -> FormedRing:
         from engine.runtimes.loading import load_model
@@ -751,12 +767,14 @@ class RingFormer:
         layers = layers_for(rank_context_of(spec), links.keep(exchange), spec.one_by_one)
         place = RingPlace(rank_context_of(spec), layers)
         table = self._node.table
-        watches = [watch for one in ring.followers.values() if (watch := table.watch(one.node_id)) is not None]
+        watches = [watch for machine in ring.followers.values() if (watch := table.watch(machine.node_id)) is not None]
         with tolerate_silence(watches):
             model, ready = LoadingNodes(ring.followers, ring.epoch, exchange, table.record_contact).beside(
                 lambda told: load_model(self._runtime, self._name, self.folder, self._load, told, place), progress
             )
-        lines = [line for rank, one in ready.items() for line in notices_of(ring.followers[rank].name, one.notices)]
+        lines = [
+            line for rank, machine in ready.items() for line in notices_of(ring.followers[rank].name, machine.notices)
+        ]
         return model, layers, lines
 
     def _forgotten(self, node_id: str) -> None:

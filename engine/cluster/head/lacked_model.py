@@ -73,20 +73,20 @@ def find_lacked(node: Node, model: ResolvedModel, progress: ProgressCallback) ->
     sources = ModelSources(node, model, progress)
     wholes, parts = sources.look()
     failed: list[str] = []
-    for group in filter(None, [*([one] for one in wholes), parts]):
+    for group in filter(None, [*([machine] for machine in wholes), parts]):
         offering: list[PeerSource] = []
-        for one in group:
+        for machine in group:
             try:
-                offering.append(sources.offered_by(one))
+                offering.append(sources.offered_by(machine))
             except NodeRefused as refused:
-                failed.append(f"{one.name}: {str(refused).rstrip('.')}")
+                failed.append(f"{machine.name}: {str(refused).rstrip('.')}")
         try:
             if alike := most_alike(offering):
                 return LackedModel(node, model, OwnShard.begin(alike, me, lambda *at: _note(sources, at)))
         except NotWhole:
             continue
         except (NodeRefused, RingProtocolError) as error:
-            failed.append(f"{' and '.join(one.name for one in group)}: {str(error).rstrip('.')}")
+            failed.append(f"{' and '.join(machine.name for machine in group)}: {str(error).rstrip('.')}")
     if failed:
         raise ModelError(
             f"{model.name} could not be taken from where it is ({'; '.join(failed)}). Ask again, or fetch it from the "

@@ -63,10 +63,10 @@ class LoadingNodes:
 
     def _follow(self, rank: int) -> Forming:
         """Have a follower load its shard. Returns its final report. Raises NodeRefused."""
-        one = self._followers[rank]
+        machine = self._followers[rank]
 
         def run() -> Forming:
-            call = one.client.stream("Form", self._wanted, Forming)
+            call = machine.client.stream("Form", self._wanted, Forming)
             with self._lock:
                 self._calls.append(call)
                 stopped = self._stopped
@@ -74,12 +74,12 @@ class LoadingNodes:
                 call.cancel()
             for news in call:
                 self._stages[rank] = news
-                self._on_alive(one.node_id)
+                self._on_alive(machine.node_id)
                 if news.ready:
                     return news
             raise PeerLost("it stopped loading its share without giving a reason")
 
-        return ask(one, run)
+        return ask(machine, run)
 
     def _wait(self, asked: Mapping[int, Future[Forming]], progress: ProgressCallback) -> None:
         """Wait until all are ready. Raises NodeRefused as soon as one fails, and what ``progress`` raises."""

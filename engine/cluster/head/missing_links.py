@@ -57,17 +57,17 @@ def plan_connected(
         nodes = [order[0], *(one for one in others if one[0] in ids)]
         return decide(headers, name, load, nodes, survey, at_once, waiting)
 
-    found = plan_reaching(me, [node_id for node_id, _ in others], broken, plan)
+    reaching = plan_reaching(me, [node_id for node_id, _ in others], broken, plan)
     without_links: dict[str, frozenset[Pair]] = {}
     lines = []
     for node_id, called in others:
-        if node_id in found.others:
+        if node_id in reaching.others:
             continue
-        missing = why_apart(node_id, (me, *found.others), broken)
+        missing = why_apart(node_id, (me, *reaching.others), broken)
         without_links[node_id] = frozenset(frozenset((node_id, other)) for other in missing)
         other, why = next(iter(missing.items()))
         lines.append(apart_sentence(called, names[other], why))
-    return ConnectedPlan(found.decision, without_links, lines)
+    return ConnectedPlan(reaching.decision, without_links, lines)
 
 
 # --- trying missing links again --------------------------------------------------------------------------------------

@@ -45,8 +45,8 @@ class ModelSources:
             [one for one in machines if one.node_id in found and found[one.node_id].part],
         )
 
-    def offered_by(self, one: Candidate, tick: Callable[[], None] | None = None) -> PeerSource:
-        """The offer of machine ``one``. ``tick`` is as in :meth:`look`. Raises NodeRefused, Cancelled."""
+    def offered_by(self, machine: Candidate, tick: Callable[[], None] | None = None) -> PeerSource:
+        """The offer of machine ``machine``. ``tick`` is as in :meth:`look`. Raises NodeRefused, Cancelled."""
         data = bytearray()
 
         def take() -> Offer:
@@ -57,14 +57,14 @@ class ModelSources:
                     if len(data) > OFFER_LIMIT:
                         raise RingProtocolError(f"an offer of over {OFFER_LIMIT} bytes is none")
                     if piece.total:
-                        self.at = (f"{one.name} reads its copy", piece.done, piece.total, "bytes")
+                        self.at = (f"{machine.name} reads its copy", piece.done, piece.total, "bytes")
             if not data:
                 raise ModelError("it has the model no longer.", kind="network")
             return decode_offer(bytes(data))
 
-        self.at = (f"asking {one.name}", 0, 0, "")
-        with contextlib.closing(self._node.table.apart(one.node_id, one.client)) as client:
-            return PeerSource(self._node, one, self._wanted, ask(one, take), self.tick)
+        self.at = (f"asking {machine.name}", 0, 0, "")
+        with contextlib.closing(self._node.table.apart(machine.node_id, machine.client)) as client:
+            return PeerSource(self._node, machine, self._wanted, ask(machine, take), self.tick)
 
     def tick(self) -> None:
         """Report the current stage. Raises what ``progress`` raises."""
@@ -72,34 +72,34 @@ class ModelSources:
 
     def _ask_all(self, machines: Sequence[Candidate], tick: Callable[[], None]) -> dict[str, ModelHere]:
         """What each machine has, by node id, without those that fail to answer."""
-        calls, found = CallGroup(), dict[str, ModelHere]()
+        calls, answers = CallGroup(), dict[str, ModelHere]()
 
-        def ask_one(one: Candidate) -> None:
+        def ask_one(machine: Candidate) -> None:
             try:
-                found[one.node_id] = one.client.call("ModelHere", self._wanted, ModelHere, calls=calls)
+                answers[machine.node_id] = machine.client.call("ModelHere", self._wanted, ModelHere, calls=calls)
             except (Unreachable, PeerLost, ModelError):
                 return
 
         with ThreadPoolExecutor(len(machines), thread_name_prefix="asking for a model") as pool:
-            asked = [pool.submit(ask_one, one) for one in machines]
+            asked = [pool.submit(ask_one, machine) for machine in machines]
             try:
                 until_done(asked, tick)
             except BaseException:
                 calls.end()
                 raise
-        return found
+        return answers
 
 
 class PeerSource:
     """Implements :class:`engine.cluster.weights.model_receiver.Source`: the weights that one machine offers."""
 
     def __init__(
-        self, node: Node, one: Candidate, wanted: WantedModel, offered: Offer, tick: Callable[[], None]
+        self, node: Node, machine: Candidate, wanted: WantedModel, offered: Offer, tick: Callable[[], None]
     ) -> None:
         self.offered = offered
         self._node = node
-        self.node_id = one.node_id
-        self._one = one
+        self.node_id = machine.node_id
+        self._one = machine
         self._wanted = wanted
         self._tick = tick
 

@@ -59,34 +59,34 @@ class RejoinPolicy:
         self, machines: Sequence[Candidate], central: bool, progress: ProgressCallback
     ) -> tuple[list[Candidate], list[Candidate]]:
         """The members among ``machines``, and the others. ``central``: only experts are sent. Raises Cancelled."""
-        self._apart &= {_key(one) for one in machines}
+        self._apart &= {_key(machine) for machine in machines}
         regular, others = list[Candidate](), list[Candidate]()
-        for one in machines:
-            if _key(one) in self._apart:
-                others.append(one)
+        for machine in machines:
+            if _key(machine) in self._apart:
+                others.append(machine)
                 continue
-            if one.node_id in self.members:
-                regular.append(one)
+            if machine.node_id in self.members:
+                regular.append(machine)
                 continue
             try:
-                has_shard = self._has_shard(one, len(machines) + 1, central, progress)
+                has_shard = self._has_shard(machine, len(machines) + 1, central, progress)
             except NodeRefused:
-                others.append(one)
+                others.append(machine)
                 continue
             if not has_shard:
-                self._apart.add(_key(one))
-            (regular if has_shard else others).append(one)
+                self._apart.add(_key(machine))
+            (regular if has_shard else others).append(machine)
         return regular, others
 
     def refused(self, node_id: str, process: str) -> None:
         """A machine refused. The next question tries it again, as the reason may pass (it was busy with the former
         ring, its link broke); after further refusals in a row, a question that comes :data:`AGAIN_S` later or more."""
-        known = self._refused.get(node_id)
-        if known is None or known.process != process:
-            known = self._refused[node_id] = Refusals(process)
-        known.count += 1
-        pause = 0.0 if known.count == 1 else min(MOST_AGAIN_S, AGAIN_S * 2 ** (known.count - 2))
-        known.again = self._clock() + pause
+        refusals = self._refused.get(node_id)
+        if refusals is None or refusals.process != process:
+            refusals = self._refused[node_id] = Refusals(process)
+        refusals.count += 1
+        pause = 0.0 if refusals.count == 1 else min(MOST_AGAIN_S, AGAIN_S * 2 ** (refusals.count - 2))
+        refusals.again = self._clock() + pause
 
     def accepted(self, node_ids: Iterable[str]) -> None:
         """These machines are in the ring. What they refused before no longer counts."""
@@ -103,15 +103,18 @@ class RejoinPolicy:
 
     def lines(self, others: Sequence[Candidate]) -> list[str]:
         """A line for each of ``others`` that was checked. Each is returned once."""
-        fresh = [one for one in others if _key(one) in self._apart and one.node_id not in self._notified]
-        self._notified.update(one.node_id for one in fresh)
+        fresh = [
+            machine for machine in others if _key(machine) in self._apart and machine.node_id not in self._notified
+        ]
+        self._notified.update(machine.node_id for machine in fresh)
         if self._surveyor.headers.profile is None:
             return []  # nothing of it could be shared
         return [
-            f"{one.name} is there now; to share the model with it, form the ring anew (f8, then r)." for one in fresh
+            f"{machine.name} is there now; to share the model with it, form the ring anew (f8, then r)."
+            for machine in fresh
         ]
 
-    def _has_shard(self, one: Candidate, nodes: int, central: bool, progress: ProgressCallback) -> bool:
+    def _has_shard(self, machine: Candidate, nodes: int, central: bool, progress: ProgressCallback) -> bool:
         """Whether almost nothing would have to be sent to it. Raises NodeRefused, Cancelled."""
         profile = self._surveyor.headers.profile
         weights = known_weights(self._surveyor.folder)
@@ -121,12 +124,12 @@ class RejoinPolicy:
         wanted = WantedFacts(shape=None, weights=weights)
 
         def look() -> NodeFacts:
-            found = one.client.call("Facts", wanted, NodeFacts, LOOK_S, calls)
+            found = machine.client.call("Facts", wanted, NodeFacts, LOOK_S, calls)
             check_facts(found)
             return found
 
-        with stopped_by(lambda: progress(f"asking {one.name} what it has", 0, 0, ""), calls.end):
-            facts = ask(one, look)
+        with stopped_by(lambda: progress(f"asking {machine.name} what it has", 0, 0, ""), calls.end):
+            facts = ask(machine, look)
         held = sum(len(set(experts)) for experts in facts.has.values())
         even = len(profile.layers) * profile.experts / nodes
         return (central or facts.has_trunk) and held >= WORTH * even

@@ -220,25 +220,27 @@ def load_remote(
     Returns the head's side of the model, its passes, and lines for the person. Raises NodeRefused, ModelError,
     PeerLost, and what ``progress`` raises.
     """
-    one = ring.followers[RANK]
+    machine = ring.followers[RANK]
     loading = LoadingNodes(ring.followers, ring.epoch, "tls", table.record_contact)
-    watch = table.watch(one.node_id)
+    watch = table.watch(machine.node_id)
     with tolerate_silence([watch] if watch is not None else []):
         _, reports = loading.beside(lambda told: None, progress)
     ready = reports[RANK]
 
     def stop(number: int) -> None:
         with contextlib.suppress(ModelError, PeerLost, Unreachable):
-            view = table.view(one.node_id)
+            view = table.view(machine.node_id)
             if view is not None and view.client is not None:
                 view.client.call("StopPass", StopPass(epoch=ring.epoch, number=number), EmptyBody, STOP_S)
 
     passes = RemotePasses(links.commands[RANK], stop)
-    model = RemoteModel(_facts(ring, one, ready, name, sizes, load), passes, ready.can_truncate, ready.steps_together)
-    return model, passes, notices_of(one.name, ready.notices)
+    model = RemoteModel(
+        _facts(ring, machine, ready, name, sizes, load), passes, ready.can_truncate, ready.steps_together
+    )
+    return model, passes, notices_of(machine.name, ready.notices)
 
 
-def _facts(ring: Ring, one: Candidate, ready: Forming, name: str, sizes: Sizes, load: Load) -> ModelFacts:
+def _facts(ring: Ring, machine: Candidate, ready: Forming, name: str, sizes: Sizes, load: Load) -> ModelFacts:
     """Facts from the model's files on this machine. Only executor and device come from the other machine.
 
     Byte counts are zero, as the model takes no memory here.
@@ -251,7 +253,7 @@ def _facts(ring: Ring, one: Candidate, ready: Forming, name: str, sizes: Sizes, 
         family=sizes.family,
         runtime=load.runtime,
         executor=executor,
-        device=plain_text(one.name, MOST_TEXT),
+        device=plain_text(machine.name, MOST_TEXT),
         dtype=sizes.for_runtime(load.runtime).dtype,
         layers=sizes.layers,
         experts=sizes.experts,

@@ -190,16 +190,16 @@ class PartialCopy:
             self._unasked = [*wholes, *parts]
         mine = self._own.offered
         while self._unasked:
-            one = self._unasked.pop(0)
+            machine = self._unasked.pop(0)
             try:
-                found = self._sources.offered_by(one, tick)
+                source = self._sources.offered_by(machine, tick)
             except NodeRefused as error:
-                self._failed[one.name] = str(error).rstrip(".")
+                self._failed[machine.name] = str(error).rstrip(".")
                 continue
-            if version_of(found.offered) == version_of(mine):
-                self._peers.append(found)
-                return found
-            self._failed[one.name] = (
+            if version_of(source.offered) == version_of(mine):
+                self._peers.append(source)
+                return source
+            self._failed[machine.name] = (
                 f"it has another version of it by now, which `privatellm models remove {self._own.folder.name}` makes "
                 "this machine begin with"
             )
@@ -286,14 +286,16 @@ class ShardUpload:
             try:
                 wants = {rank: pool.submit(self._compare, rank, offers[rank]) for rank in self._followers}
                 until_done(wants.values(), lambda: progress("comparing weights", 0, 0, ""))
-                found = {rank: future.result() for rank, future in wants.items()}
-                self._to_send = sum(want.nbytes for want in found.values())
-                sending = [pool.submit(self._deliver, rank, offers[rank], found[rank]) for rank in self._followers]
-                until_done(sending, lambda: progress(self._doing(found), self._sent, self._to_send, "bytes"))
+                wants_by_rank = {rank: future.result() for rank, future in wants.items()}
+                self._to_send = sum(want.nbytes for want in wants_by_rank.values())
+                sending = [
+                    pool.submit(self._deliver, rank, offers[rank], wants_by_rank[rank]) for rank in self._followers
+                ]
+                until_done(sending, lambda: progress(self._doing(wants_by_rank), self._sent, self._to_send, "bytes"))
             except BaseException:
                 self._calls.end()
                 raise
-        return {rank: want.has_bytes for rank, want in found.items()}
+        return {rank: want.has_bytes for rank, want in wants_by_rank.items()}
 
     def _doing(self, wants: Mapping[int, Wants]) -> str:
         """The stage for the screen, such as ``sending weights to studio, attic · 40 s left``."""
@@ -320,7 +322,7 @@ class ShardUpload:
 
     def _deliver(self, rank: int, offered: Offer, wants: Wants) -> None:
         """Send a node what it wants. Raises NodeRefused, and ModelError if an item is not available."""
-        one = self._followers[rank]
+        machine = self._followers[rank]
         failed: list[ModelError | SourceFailed] = []
 
         def pieces() -> Iterator[DataPiece]:
@@ -335,7 +337,7 @@ class ShardUpload:
 
         while wants.nbytes:
             try:
-                ask(one, lambda: one.client.upload("Receive", pieces(), Received, self._calls))
+                ask(machine, lambda: machine.client.upload("Receive", pieces(), Received, self._calls))
                 return
             except SourceFailed:
                 # The node kept what it received; another source has the rest.

@@ -80,7 +80,7 @@ class Survey:
 
 def candidates(node: Node, wanted: Sequence[str]) -> list[Candidate]:
     """The reachable machines that are lent and free, in the order of their node ids."""
-    found = []
+    candidates = []
     for view in node.table.views():
         if view.client is None or view.greeting is None or not view.greeting.lends:
             continue
@@ -89,8 +89,8 @@ def candidates(node: Node, wanted: Sequence[str]) -> list[Candidate]:
         if view.load is not None and view.load.head not in ("", node.identity.node_id):
             continue
         listeners = tuple(listener_addresses([view.client.address, *_others(view)]))
-        found.append(Candidate(view.node_id, view.name, view.client, listeners, view.greeting.process))
-    return sorted(found, key=lambda one: one.node_id)
+        candidates.append(Candidate(view.node_id, view.name, view.client, listeners, view.greeting.process))
+    return sorted(candidates, key=lambda one: one.node_id)
 
 
 def _others(view: PeerView) -> list[str]:
@@ -131,19 +131,19 @@ class Surveyor:
         to_send: bool = True,
         threads: int | None = None,
         hurry: bool = False,
-        known: Tried | None = None,
+        links_tried: Tried | None = None,
     ) -> Survey:
         """Measure ``machines``, which ``node`` knows, and this machine.
 
         Each machine is asked which weights it has. With ``to_send`` it will be sent the others, for which the model
         here is read once; without it, it is asked only if the model's fingerprint is known. ``threads`` is the others'
-        number of threads; None: their own choice. ``hurry``: old measurements of links are used, too. ``known`` says
-        which links can be opened, if that was tried just now.
+        number of threads; None: their own choice. ``hurry``: old measurements of links are used, too. ``links_tried``:
+        the result of opening the links just now, if that was tried.
 
         Raises NodeRefused for the first node that cannot be measured, Cancelled.
         """
         threads = threads or self.threads_for(runtime)
-        found = Survey()
+        survey = Survey()
         weights = self._weights(progress, to_send) if machines else ""
         progress("measuring the machines", 0, 0, "")
         wanted = WantedFacts(
@@ -156,29 +156,29 @@ class Surveyor:
         )
         # Processes of one machine measure one after the other, or each would measure a part of the machine.
         hosts: dict[str, list[Candidate]] = {}
-        for one in machines:
-            hosts.setdefault(one.client.address.rpartition(":")[0], []).append(one)
-        trial = self._trial(node, machines) if node is not None and known is None else None
+        for machine in machines:
+            hosts.setdefault(machine.client.address.rpartition(":")[0], []).append(machine)
+        trial = self._trial(node, machines) if node is not None and links_tried is None else None
         with _helpers(len(hosts) + len(machines) + 1) as (pool, calls):
 
             def of_host(group: list[Candidate]) -> dict[str, NodeFacts]:
-                return {one.node_id: ask(one, partial(_facts_of, one, wanted, calls)) for one in group}
+                return {machine.node_id: ask(machine, partial(_facts_of, machine, wanted, calls)) for machine in group}
 
             trying = trial.begin(pool, calls) if trial is not None else []
             asked = [pool.submit(of_host, group) for group in hosts.values()]
             until_done([*trying, *asked], lambda: progress("measuring the machines", 0, 0, ""))
             for future in asked:
-                found.facts.update(future.result())
-            found.tried = trial.result(trying) if trial is not None else known or found.tried
+                survey.facts.update(future.result())
+            survey.tried = trial.result(trying) if trial is not None else links_tried or survey.tried
         mine = measure_node(wanted, self._load.cpu_threads)
-        found.facts[self._me] = mine if node is None else node.reported(mine)
+        survey.facts[self._me] = mine if node is None else node.reported(mine)
         if is_shard(self.folder):
-            found.whole = False
+            survey.whole = False
             has, trunk = held_of(known_weights(self.folder), self._me)
-            found.facts[self._me] = msgspec.structs.replace(found.facts[self._me], has=has, has_trunk=trunk)
+            survey.facts[self._me] = msgspec.structs.replace(survey.facts[self._me], has=has, has_trunk=trunk)
         if node is not None:
-            self._measure_links(node, machines, found, progress, hurry)
-        return found
+            self._measure_links(node, machines, survey, progress, hurry)
+        return survey
 
     def _trial(self, node: Node, machines: Sequence[Candidate]) -> LinkTrial:
         ways = all_ways(self._me, machines)
@@ -198,10 +198,10 @@ class Surveyor:
         return known_weights(self.folder) or (identity_of(self.folder, progress).weights if to_send else "")
 
     def _measure_links(
-        self, node: Node, machines: Sequence[Candidate], found: Survey, progress: ProgressCallback, hurry: bool
+        self, node: Node, machines: Sequence[Candidate], survey: Survey, progress: ProgressCallback, hurry: bool
     ) -> None:
         """Measure the links one after the other, so that no measurement disturbs another one."""
-        me, reached = self._me, found.tried.reached
+        me, reached = self._me, survey.tried.reached
         pairs = len(machines) * (len(machines) + 1) // 2
         done = 0
         epoch = secrets.token_hex(8)
@@ -209,7 +209,7 @@ class Surveyor:
 
             def measure(way: Way, ends: Sequence[str], measuring: Callable[[], LinkFacts]) -> None:
                 nonlocal done
-                if frozenset(way) in found.tried.broken:
+                if frozenset(way) in survey.tried.broken:
                     return
                 link = self._links.get(way, ends, hurry)
                 if link is None or reached.get(way, link.address) != link.address:
@@ -218,18 +218,18 @@ class Surveyor:
                         until_done([future], lambda: progress("measuring the links", done, pairs, ""))
                         link = future.result()
                     except LinkFailedError as failed:
-                        found.tried.broken[frozenset(way)] = str(failed)
+                        survey.tried.broken[frozenset(way)] = str(failed)
                         return
                     self._links.put(way, ends, link)
-                found.links[way] = with_gone(link, self._links.fastest(way))
+                survey.links[way] = with_gone(link, self._links.fastest(way))
                 done += 1
 
             here = listener_addresses(node.addresses)
             for one in machines:
                 ends = (*here, one.process, *one.listeners)
                 measure((me, one.node_id), ends, partial(_to, node, one, epoch))
-                if (me, one.node_id) in found.links:
-                    node.table.set_link(one.node_id, found.links[me, one.node_id])
+                if (me, one.node_id) in survey.links:
+                    node.table.set_link(one.node_id, survey.links[me, one.node_id])
             for index, first in enumerate(machines):
                 for second in machines[index + 1 :]:
                     way = first.node_id, second.node_id
@@ -253,7 +253,7 @@ class Surveyor:
         A way is left out if one of them cannot be measured. Raises NodeRefused, Cancelled.
         """
         by_id, epoch = {one.node_id: one for one in machines}, secrets.token_hex(8)
-        found: dict[Way, list[LinkFacts]] = {}
+        measured_by_way: dict[Way, list[LinkFacts]] = {}
         with _helpers(1) as (pool, calls):
 
             def measure(way: Way, address: str) -> LinkFacts:
@@ -270,8 +270,8 @@ class Surveyor:
                         until_done([future], lambda: progress("measuring the links", 0, 0, ""))
                         measured.append(future.result())
                 if len(measured) == len(addresses):
-                    found[way] = measured
-        return found
+                    measured_by_way[way] = measured
+        return measured_by_way
 
     def took_links(self, links: Mapping[Way, LinkFacts]) -> None:
         """The ring uses ``links`` now. What was known of these ways before is measured again the next time."""
@@ -300,12 +300,12 @@ class LinkFailedError(Exception):
     """A link cannot be measured although both of its ends are alive."""
 
 
-def _to(node: Node, one: Candidate, epoch: str) -> LinkFacts:
-    certificate = node.table.peer(one.node_id).certificate_pem.encode()
+def _to(node: Node, machine: Candidate, epoch: str) -> LinkFacts:
+    certificate = node.table.peer(machine.node_id).certificate_pem.encode()
     try:
-        return measure_best(node.links, epoch, one.node_id, certificate, one.listeners, one.name)
+        return measure_best(node.links, epoch, machine.node_id, certificate, machine.listeners, machine.name)
     except ModelError as error:
-        raise _failed(node, (one,), error) from error
+        raise _failed(node, (machine,), error) from error
 
 
 def _failed(node: Node, ends: Sequence[Candidate], error: ModelError) -> Exception:

@@ -443,18 +443,18 @@ def _check_gpu(gpu: GpuFacts) -> None:
         raise RingProtocolError(
             f"A machine says that its GPU has {gpu.memory_free} bytes free of {gpu.memory_total} bytes."
         )
-    found = gpu.calibration
-    if found is None:
+    calibration = gpu.calibration
+    if calibration is None:
         return
     try:
-        check_calibration(found)
+        check_calibration(calibration)
     except ValueError as error:
         raise RingProtocolError(f"A machine measured its GPU in a way that cannot be: {error}.") from error
-    curves = [curve for curve in (found.cpu, found.gpu, found.activation_copy) if curve is not None]
-    times = [found.weight_copy, *(seconds for curve in curves for seconds in curve.seconds)]
-    if found.gpu is None or max(len(curve.tokens) for curve in curves) > MOST_POINTS:
+    curves = [curve for curve in (calibration.cpu, calibration.gpu, calibration.activation_copy) if curve is not None]
+    times = [calibration.weight_copy, *(seconds for curve in curves for seconds in curve.seconds)]
+    if calibration.gpu is None or max(len(curve.tokens) for curve in curves) > MOST_POINTS:
         raise RingProtocolError("A machine measured its GPU in no points, or in too many.")
-    if max(times) > _LONGEST_S or max(found.cpu_overlapped, found.copy_overlapped) > _LONGEST_S:
+    if max(times) > _LONGEST_S or max(calibration.cpu_overlapped, calibration.copy_overlapped) > _LONGEST_S:
         raise RingProtocolError("A machine says that its GPU takes longer for an expert than any does.")
 
 

@@ -176,13 +176,13 @@ class PeerWatch:
             fresh = [address for address in addresses if address not in self._addresses]
             if not fresh:
                 return
-            kept = [address for address in self._addresses if address in self._lasting]
-            kept += [address for address in fresh if address in self._lasting]
-            hints = [address for address in fresh + self._addresses if address not in kept]
-            hints = hints[: MOST_ADDRESSES - len(kept)]
+            lasting = [address for address in self._addresses if address in self._lasting]
+            lasting += [address for address in fresh if address in self._lasting]
+            hints = [address for address in fresh + self._addresses if address not in lasting]
+            hints = hints[: MOST_ADDRESSES - len(lasting)]
             # Hints and kept addresses alternate: a flood of hints must not displace the address that worked, and old
             # addresses must not delay the right one for long.
-            turns = zip_longest(hints, kept) if sure else zip_longest(kept, hints)
+            turns = zip_longest(hints, lasting) if sure else zip_longest(lasting, hints)
             self._addresses = [address for turn in turns for address in turn if address is not None]
         self._poke.set()
 
@@ -355,7 +355,7 @@ class PeerWatch:
     def _send_heartbeat(self, client: PeerClient) -> None:
         now = self._clock()
         try:
-            theirs = client.call("Beat", self._load(), NodeLoad, self._within(HEARTBEAT_TIMEOUT_S))
+            answer = client.call("Beat", self._load(), NodeLoad, self._within(HEARTBEAT_TIMEOUT_S))
         except NotInTime:
             # Weights may be on their way over the same connection, and a silence that is not a loss must not end them.
             if not self._may_still_answer():
@@ -367,11 +367,11 @@ class PeerWatch:
             self._drop(client, refused=isinstance(error, NobodyListens))
             return
         with self._lock:
-            again = self._greeting is not None and theirs.process != self._greeting.process
-            news = self._theirs is None or _shown(theirs) != _shown(self._theirs)
+            again = self._greeting is not None and answer.process != self._greeting.process
+            news = self._theirs is None or _shown(answer) != _shown(self._theirs)
             self._last_contact, self._refused = self._clock(), False
-            if self._is_newer(theirs):
-                self._theirs = theirs
+            if self._is_newer(answer):
+                self._theirs = answer
             self._answered = self._last_contact
             self._last_sent = now
         if again:
@@ -532,19 +532,19 @@ def tolerate_silence(watches: Sequence[PeerWatch]) -> Iterator[None]:
             watch.tolerant = was
 
 
-def version_problem(theirs: Greeting, ours: Greeting) -> str:
+def version_problem(peer: Greeting, ours: Greeting) -> str:
     """A sentence with both values if the two machines cannot be in a ring together; else empty.
 
     The caller adds the machine's name.
     """
-    if theirs.version != ours.version:
+    if peer.version != ours.version:
         return (
-            f"It has privatellm {plain_text(theirs.version, 32)} and this machine has {plain_text(ours.version, 32)}; "
+            f"It has privatellm {plain_text(peer.version, 32)} and this machine has {plain_text(ours.version, 32)}; "
             "install the same version on both."
         )
-    if theirs.protocol != CONTROL_PROTOCOL:
+    if peer.protocol != CONTROL_PROTOCOL:
         return (
-            f"It speaks ring protocol {theirs.protocol} and this machine {CONTROL_PROTOCOL}; "
+            f"It speaks ring protocol {peer.protocol} and this machine {CONTROL_PROTOCOL}; "
             "install the same version on both."
         )
     return ""

@@ -177,18 +177,18 @@ def all_ways(me: str, machines: Sequence[Candidate]) -> list[Way]:
 
 def try_own(links: Links, wanted: Sequence[Linked], stop: threading.Event, names: Mapping[str, str]) -> LinksTried:
     """Try the links from here to all of ``wanted`` that have addresses. ``names`` by node id, where known."""
-    asked = [one for one in wanted if one.addresses]
+    asked = [link for link in wanted if link.addresses]
 
-    def attempt(one: Linked) -> tuple[str, str]:
-        addresses = as_dialled(one.addresses)
-        member = Member(1, one.node_id, one.certificate, tuple(addresses), names.get(one.node_id, ""))
+    def attempt(link: Linked) -> tuple[str, str]:
+        addresses = as_dialled(link.addresses)
+        member = Member(1, link.node_id, link.certificate, tuple(addresses), names.get(link.node_id, ""))
         try:
-            return try_link(links, one.epoch, member, addresses, stop), ""
+            return try_link(links, link.epoch, member, addresses, stop), ""
         except ModelError as error:
             return "", str(error)[:LONGEST_REASON] or "unknown"
 
     with ThreadPoolExecutor(min(MOST_AT_ONCE, max(1, len(asked))), thread_name_prefix="trying links") as pool:
-        found = dict(zip((one.node_id for one in asked), pool.map(attempt, asked), strict=True))
+        found = dict(zip((link.node_id for link in asked), pool.map(attempt, asked), strict=True))
     return LinksTried(
         reached={node_id: address for node_id, (address, why) in found.items() if not why},
         failed={node_id: why for node_id, (_, why) in found.items() if why},
@@ -230,17 +230,17 @@ class LinkTrial:
 
     def result(self, tried: Sequence[Future[tuple[str, LinksTried]]]) -> Tried:
         """What the nodes found. All futures that :meth:`begin` returned must be done."""
-        found = Tried()
+        tried_links = Tried()
         for future in tried:
             node_id, links = future.result()
             for second, address in links.reached.items():
                 if (node_id, second) in self._ways:
-                    found.reached[node_id, second] = address
+                    tried_links.reached[node_id, second] = address
             for second, why in links.failed.items():
                 pair = frozenset((node_id, second))
                 if pair in self._pairs:
-                    found.broken[pair] = plain_text(why, LONGEST_REASON)
-        return found
+                    tried_links.broken[pair] = plain_text(why, LONGEST_REASON)
+        return tried_links
 
     def _of_node(self, node_id: str, wanted: list[Linked], calls: CallGroup) -> tuple[str, LinksTried]:
         if node_id == self._me:

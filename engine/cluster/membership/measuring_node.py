@@ -111,15 +111,15 @@ def torch_gpu(shape: ExpertShape | None, dtype: str, threads: int | None) -> Gpu
     """
     if importlib.util.find_spec("torch") is None or not gpu_present():
         return None
-    found = first_gpu()
-    if found is None:
+    gpu = first_gpu()
+    if gpu is None:
         return None
-    calibration = None if shape is None else load_calibration(shape, calibration_key(dtype, threads, found.name))
+    calibration = None if shape is None else load_calibration(shape, calibration_key(dtype, threads, gpu.name))
     measured = calibration if calibration is not None and calibration.gpu is not None else None
     return GpuFacts(
-        name=found.name,
-        memory_total=found.total,
-        memory_free=min(found.free, found.total),
+        name=gpu.name,
+        memory_total=gpu.total,
+        memory_free=min(gpu.free, gpu.total),
         calibration=measured,
     )
 
@@ -151,12 +151,12 @@ def this_machine() -> str:
 
 def runtimes() -> list[str]:
     """The runtimes installed here, the default first. None of them is imported."""
-    found = ["torch"] if importlib.util.find_spec("torch") is not None else []
+    torch = ["torch"] if importlib.util.find_spec("torch") is not None else []
     apple = sys.platform == "darwin" and platform.machine() == "arm64"
     native = ["native"] if choose("bfloat16").native else []
     mlx = ["mlx"] if importlib.util.find_spec("mlx_lm") is not None else []
     # On a Mac native stands in for models that mlx does not run.
-    return [*mlx, *native, *found] if apple else [*native, *found, *mlx]
+    return [*mlx, *native, *torch] if apple else [*native, *torch, *mlx]
 
 
 def libraries() -> dict[str, str]:

@@ -177,13 +177,13 @@ class Node:
         for address in addresses:
             host, port = parse_address(address)
             try:
-                found = pair_with(host, port + 1, code, self.identity, self.peers, self.name, address)
+                peer_record = pair_with(host, port + 1, code, self.identity, self.peers, self.name, address)
             except LinkListenerError as error:
                 failure = error  # the next address may be the right one
                 continue
             self.table.refresh()
             self._changed()
-            return found
+            return peer_record
         if failure is not None:
             raise failure
         raise ModelError(f"{peer} announces no address; give its address as HOST:PORT.", kind="network")
@@ -197,7 +197,7 @@ class Node:
     # --- what this machine reports --------------------------------------------------------------------------------
 
     def greeting(self) -> Greeting:
-        said = Greeting(
+        greeting = Greeting(
             protocol=CONTROL_PROTOCOL,
             version=self.version,
             node_id=self.identity.node_id,
@@ -208,7 +208,7 @@ class Node:
             listening=self.addresses,
             lends=self.lends,
         )
-        return msgspec.structs.replace(said, **self.parts.greeting)
+        return msgspec.structs.replace(greeting, **self.parts.greeting)
 
     def reported(self, measured: NodeFacts) -> NodeFacts:
         """What this machine says of itself where ``measured`` is what it found out."""
@@ -219,14 +219,14 @@ class Node:
         return list(self.parts.figures.get("runtimes") or runtimes())
 
     def load(self) -> NodeLoad:
-        there, runtime = memory(), self._runtime or self._find_runtime()
+        free, runtime = memory(), self._runtime or self._find_runtime()
         with self._numbering:  # a larger number is never an older state
             number, lent = next(self._loads), self.lent()
         return NodeLoad(
             process=self.process,
             number=number,
-            memory_total=there.total,
-            memory_free=min(there.available, self._most_memory),
+            memory_total=free.total,
+            memory_free=min(free.available, self._most_memory),
             runtime=runtime,
             lends=self.lends,
             head=lent.head,

@@ -165,12 +165,12 @@ class PeerTable:
     def announced(self, found: Iterable[AnnouncedPeer]) -> None:
         """Take the machines that mDNS reports now."""
         with self._lock:
-            self._announced = {one.node_id: one for one in found}
+            self._announced = {peer.node_id: peer for peer in found}
             watches = dict(self._watches)
             hints = dict(self._announced)
-        for node_id, one in hints.items():
+        for node_id, peer in hints.items():
             if node_id in watches:
-                watches[node_id].try_addresses(list(one.near))
+                watches[node_id].try_addresses(list(peer.near))
         self._changed()
 
     def on_hello(self, caller: Caller, greeting: Greeting) -> None:
@@ -254,14 +254,14 @@ class PeerTable:
     def find_announced(self, text: str) -> AnnouncedPeer:
         """The one machine whose node id begins with ``text``. Raises ModelError: none, or several."""
         with self._lock:
-            found = [one for one in self._announced.values() if text and one.node_id.startswith(text.lower())]
-        if len(found) != 1:
-            what = "No machine" if not found else "More than one machine"
+            matches = [one for one in self._announced.values() if text and one.node_id.startswith(text.lower())]
+        if len(matches) != 1:
+            what = "No machine" if not matches else "More than one machine"
             raise ModelError(
                 f"{what} announces itself as “{text}”; give more of its id, or its address as HOST:PORT.",
                 kind="bad-input",
             )
-        return found[0]
+        return matches[0]
 
     def forget(self, node_id: str) -> None:
         """End the connection to a machine that is no longer paired."""
@@ -401,17 +401,19 @@ class PeerTable:
         names = self._peers.labels(self._name)
         known = {peer.node_id for peer in paired} | {self._identity.node_id}
         with self._lock:
-            announced = [one for one in self._announced.values() if one.node_id not in known]
-        found = [
+            announced = [
+                announced_peer for announced_peer in self._announced.values() if announced_peer.node_id not in known
+            ]
+        unpaired = [
             PeerFacts(
-                node_id=one.node_id,
-                words=fingerprint_words(one.node_id),
+                node_id=announced_peer.node_id,
+                words=fingerprint_words(announced_peer.node_id),
                 state="found",
-                addresses=list(one.addresses),
+                addresses=list(announced_peer.addresses),
             )
-            for one in sorted(announced, key=lambda one: one.node_id)
+            for announced_peer in sorted(announced, key=lambda announced_peer: announced_peer.node_id)
         ]
-        return [*(self._facts_of(peer, names) for peer in paired), *found]
+        return [*(self._facts_of(peer, names) for peer in paired), *unpaired]
 
     def _facts_of(self, peer: Peer, names: Mapping[str, str]) -> PeerFacts:
         name = names.get(peer.node_id) or peer.label

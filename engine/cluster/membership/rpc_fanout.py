@@ -41,16 +41,16 @@ class NodeRefused(Exception):
         self.gone = gone
 
 
-def ask(one: Candidate, call: Callable[[], Answer]) -> Answer:
+def ask(machine: Candidate, call: Callable[[], Answer]) -> Answer:
     """The result of ``call``. Raises NodeRefused for every failure of the node, Cancelled."""
     try:
         return call()
     except Cancelled:
         raise
     except (PeerLost, Unreachable) as error:
-        raise NodeRefused(one.node_id, f"{error}.".replace("..", "."), gone=True) from error
+        raise NodeRefused(machine.node_id, f"{error}.".replace("..", "."), gone=True) from error
     except (ModelError, DiscoveryError) as error:
-        raise NodeRefused(one.node_id, str(error)) from error
+        raise NodeRefused(machine.node_id, str(error)) from error
 
 
 def most_likely(refused: Sequence[NodeRefused]) -> NodeRefused:

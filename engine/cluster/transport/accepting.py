@@ -90,9 +90,9 @@ class Links:
             request = msgspec.msgpack.decode(body, type=LinkRequest)
             by = time.monotonic() + HANDSHAKE_S
             if request.purpose == "measure":
-                kept = self._accept_measuring(connection, body, request, by)
+                taken = self._accept_measuring(connection, body, request, by)
             else:
-                kept = self._accept_expected(connection, body, request, address, by)
+                taken = self._accept_expected(connection, body, request, address, by)
         except (
             msgspec.DecodeError,
             UnicodeDecodeError,
@@ -102,8 +102,8 @@ class Links:
             DiscoveryError,
             OSError,
         ):
-            kept = False
-        if not kept:
+            taken = False
+        if not taken:
             connection.close()
 
     def _accept_expected(

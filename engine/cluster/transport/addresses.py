@@ -28,7 +28,7 @@ def literal_addresses(texts: Iterable[str]) -> list[str]:
 
     Whatever else a library might accept (names to look up, sockets of this machine) is left out.
     """
-    found = []
+    addresses = []
     for text in texts:
         try:
             host, port = parse_address(text)
@@ -36,8 +36,8 @@ def literal_addresses(texts: Iterable[str]) -> list[str]:
         except (ModelError, ValueError):
             continue
         if port and not ip.is_multicast and not ip.is_unspecified:
-            found.append(shown_address(str(ip), port))
-    return found
+            addresses.append(shown_address(str(ip), port))
+    return addresses
 
 
 def listener_address(address: str) -> str:
@@ -95,20 +95,20 @@ def as_dialled(addresses: Iterable[str]) -> list[str]:
     link-local address, unless one of ``addresses`` says which.
     """
     given = list(dict.fromkeys(addresses))
-    open_ones = {one for one in given if is_link_local(one) and "%" not in one}
+    open_ones = {address for address in given if is_link_local(address) and "%" not in address}
     if not open_ones:
         return given
-    known = {_without_scope(one) for one in given if "%" in one}
-    own = [one for one in announced(addresses_here()) if is_link_local(shown_address(one.ip, 0))]
-    scopes = list(dict.fromkeys(one.interface for one in own))
-    found = []
-    for one in given:
-        if one not in open_ones:
-            found.append(one)
-        elif one not in known:
-            host, port = parse_address(one)
-            found += [shown_address(f"{host}%{scope}", port) for scope in scopes]
-    return found
+    with_scope = {_without_scope(address) for address in given if "%" in address}
+    own = [address for address in announced(addresses_here()) if is_link_local(shown_address(address.ip, 0))]
+    scopes = list(dict.fromkeys(address.interface for address in own))
+    dialled = []
+    for address in given:
+        if address not in open_ones:
+            dialled.append(address)
+        elif address not in with_scope:
+            host, port = parse_address(address)
+            dialled += [shown_address(f"{host}%{scope}", port) for scope in scopes]
+    return dialled
 
 
 def _without_scope(address: str) -> str:

@@ -40,23 +40,23 @@ def made_while_wanted(
     If ``epoch`` is given up, the thread is left behind and ``wake`` is called. A late result is passed to ``unmake``.
     Raises PeerLost in that case, and whatever ``make`` raises.
     """
-    found: Future[Made] = Future()
+    result: Future[Made] = Future()
 
     def run() -> None:
         try:
             made = make()
         except BaseException as error:
-            found.set_exception(error)
+            result.set_exception(error)
         else:
-            found.set_result(made)
+            result.set_result(made)
 
     threading.Thread(target=run, name="making a group", daemon=True).start()
-    while not wait([found], timeout=POLL_S).done:
+    while not wait([result], timeout=POLL_S).done:
         if epoch.given_up.is_set():
             wake()
-            found.add_done_callback(lambda late: unmake(late.result()) if late.exception() is None else None)
+            result.add_done_callback(lambda late: unmake(late.result()) if late.exception() is None else None)
             raise PeerLost("The epoch was ended while its links were made.")
-    return found.result()
+    return result.result()
 
 
 class Gathering(ABC):
@@ -118,12 +118,12 @@ class CollectiveExchange:
         if self._closed:
             raise PeerLost("The ring's links were closed.")
         began = perf_counter()
-        found = self._done.get()
+        result = self._done.get()
         self.idle_s += perf_counter() - began
-        if isinstance(found, BaseException):
+        if isinstance(result, BaseException):
             self.close()
-            raise found
-        return found
+            raise result
+        return result
 
     def missing(self) -> list[int]:
         """See :class:`engine.cluster.transport.exchange.Exchange`. An all-gather does not reveal for whom it waits, but

@@ -332,13 +332,13 @@ def _connected(
 def _started(
     links: Links, epoch: Epoch, sockets: Mapping[int, FramedSocket], by: float, start: ModuleStarter
 ) -> EnvoyExchange:
-    mine, theirs = socket.socketpair()
-    with theirs:
+    mine, child_end = socket.socketpair()
+    with child_end:
         process = start(
             "engine.cluster.transport.envoy_process",
-            [str(theirs.fileno())],
+            [str(child_end.fileno())],
             {"GRPC_VERBOSITY": "NONE", **ONLY_TLS_1_3},
-            pass_fds=(theirs.fileno(),),
+            pass_fds=(child_end.fileno(),),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
         )

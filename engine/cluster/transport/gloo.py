@@ -64,13 +64,13 @@ class GlooGathering(Gathering):
         if group is None:
             raise PeerLost("The ring's links were closed.")
         given = torch.frombuffer(block, dtype=torch.uint8)
-        found = [torch.empty(len(block), dtype=torch.uint8) for _ in range(self._size)]
+        blocks = [torch.empty(len(block), dtype=torch.uint8) for _ in range(self._size)]
         try:
-            group.allgather([found], [given]).wait()
+            group.allgather([blocks], [given]).wait()
         except RuntimeError as error:
             _log.info("gloo: %s", _first_line(error))
             raise PeerLost("gloo lost a node.") from error
-        return [memoryview(each.numpy()) for each in found]
+        return [memoryview(each.numpy()) for each in blocks]
 
     def end(self) -> None:
         """See :class:`engine.cluster.transport.collective.Gathering`."""
@@ -111,13 +111,13 @@ class ExchangedStore(distributed.Store):  # type: ignore[misc]  # typed as Any
         """The values that all nodes have set. They are exchanged at the first request, when each node has set its
         own."""
         if self._exchanged is None:
-            found: dict[str, bytes] = {}
+            values: dict[str, bytes] = {}
             self._mesh.send([msgspec.msgpack.encode(self._own)], STORE_BYTES)
             for rank, part in enumerate(self._mesh.receive()):
                 # gloo's keys end in the rank that sets them: nobody speaks for another.
                 own = f"/{rank}"
-                found |= {key: value for key, value in _words.decode(part).items() if key.endswith(own)}
-            self._exchanged = found
+                values |= {key: value for key, value in _words.decode(part).items() if key.endswith(own)}
+            self._exchanged = values
             self._told()
         missing = [key for key in keys if key not in self._exchanged]
         if missing:
@@ -141,24 +141,24 @@ def connect_gloo(links: Links, epoch: Epoch) -> Exchange:
         def told() -> None:
             links.parts.observe("addresses told", "gloo")
 
-        found = made_while_wanted(epoch, lambda: _gathering(mesh, own_address, told), GlooGathering.end)
+        gathering = made_while_wanted(epoch, lambda: _gathering(mesh, own_address, told), GlooGathering.end)
     except (RuntimeError, msgspec.DecodeError) as error:
         raise ModelError(f"gloo could not connect the nodes: {_first_line(error)}.", kind="network") from error
     finally:
         mesh.close()
-    return CollectiveExchange(found)
+    return CollectiveExchange(gathering)
 
 
 def _gathering(mesh: Mesh, own_address: str, told: Callable[[], None]) -> GlooGathering:
     """The group, once all nodes have connected: no node goes on before the last one has."""
-    found = GlooGathering(mesh.rank, mesh.size, ExchangedStore(mesh, told), own_address)
+    gathering = GlooGathering(mesh.rank, mesh.size, ExchangedStore(mesh, told), own_address)
     try:
         mesh.send([], 0)
         mesh.receive()
     except BaseException:
-        found.end()
+        gathering.end()
         raise
-    return found
+    return gathering
 
 
 def _first_line(error: BaseException) -> str:

@@ -112,13 +112,13 @@ class MlxGathering(Gathering):
         given = mx.array(np.frombuffer(block, np.uint8))
         _Life.in_step = False
         try:
-            found = mx.distributed.all_gather(given, group=self._group, stream=mx.cpu)
-            mx.eval(found)
+            gathered = mx.distributed.all_gather(given, group=self._group, stream=mx.cpu)
+            mx.eval(gathered)
         except RuntimeError as error:
             _log.info("mlx: %s", error)
             raise PeerLost("mlx lost a node.") from error
         _Life.in_step = True
-        rows = np.array(found).reshape(self.size, len(block))
+        rows = np.array(gathered).reshape(self.size, len(block))
         return [row.data for row in rows]
 
     def end(self) -> None:
@@ -135,7 +135,7 @@ def connect_mlx(links: Links, epoch: Epoch) -> Exchange:
     sockets = connect_sockets(links, epoch, "exchange", "tls")
     mesh = Mesh(epoch.rank, len(epoch.members), sockets)
     members = tuple(member.node_id for member in sorted(epoch.members, key=lambda member: member.rank))
-    kept = _Life.made_in if _Life.in_step and members == _Life.members else ""
+    made_in = _Life.made_in if _Life.in_step and members == _Life.members else ""
     port = ExitStack()
     try:
         # Whoever comes first may connect to what mlx opens: on trusted networks only, whatever addresses were named
@@ -144,7 +144,7 @@ def connect_mlx(links: Links, epoch: Epoch) -> Exchange:
         check_trusted("mlx", ends, epoch.trusted)
         row = _devices({rank: framed.local_address for rank, framed in sockets.items()}, epoch.rank, len(members))
         hosts = [framed.local_address for framed in sockets.values()]
-        mine = GroupState(_free_address(hosts, port) if available() else "", kept, row)
+        mine = GroupState(_free_address(hosts, port) if available() else "", made_in, row)
         group = made_while_wanted(epoch, lambda: _agreed(mesh, mine, links.parts.observe), lambda late: None)
         if group.size() != len(members):
             raise ModelError(f"mx.distributed connected {group.size()} of {len(members)} nodes.", kind="network")
@@ -170,14 +170,14 @@ def _agreed(mesh: Mesh, mine: GroupState, observe: Observer) -> Any:
 
 def _made(mesh: Mesh, rank: int, states: Sequence[GroupState]) -> Any:
     """A new group. Raises ModelError (network) if a node has had one, RuntimeError."""
-    addresses = [each.address for each in states]
+    addresses = [state.address for state in states]
     if not all(addresses):
         raise ModelError(
             f"mx.distributed cannot be used: node {addresses.index('')} has no group left, as a process can have one "
             "only; the ring uses other links until privatellm is started again there.",
             kind="network",
         )
-    matrix = device_matrix([each.devices for each in states])
+    matrix = device_matrix([state.devices for state in states])
     if matrix is None:
         _Life.used = True
         with _described(rank, MLX_HOSTFILE=[[address] for address in addresses]):

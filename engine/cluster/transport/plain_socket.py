@@ -101,15 +101,15 @@ def open_plain_socket(
             mine = secrets.token_bytes(NONCE_BYTES)
             connection.settimeout(seconds_left(by))
             connection.sendall(mine)
-            theirs = _read_exactly(connection, NONCE_BYTES, by)
+            their_nonce = _read_exactly(connection, NONCE_BYTES, by)
             proof = _read_exactly(connection, _PROOF_BYTES, by)
-            transcript = about + mine + theirs
+            transcript = about + mine + their_nonce
             _check_proof(_derive(key, _DIALLER_PROVES, transcript), proof, peer)
             connection.sendall(_derive(key, _ACCEPTOR_PROVES, transcript))
         else:
-            theirs = _read_exactly(connection, NONCE_BYTES, by)
+            their_nonce = _read_exactly(connection, NONCE_BYTES, by)
             mine = secrets.token_bytes(NONCE_BYTES)
-            transcript = about + theirs + mine
+            transcript = about + their_nonce + mine
             connection.sendall(mine + _derive(key, _DIALLER_PROVES, transcript))
             proof = _read_exactly(connection, _PROOF_BYTES, by)
             _check_proof(_derive(key, _ACCEPTOR_PROVES, transcript), proof, peer)

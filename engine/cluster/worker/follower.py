@@ -86,34 +86,34 @@ class Follower:
             case commands.Extend(rows, before, tokens, want_logits) | commands.Replay(
                 rows, before, tokens, want_logits
             ):
-                found, prefixes = self._checked(rows, before)
+                row, prefixes = self._checked(rows, before)
                 self._check_tokens(tokens)
-                self._check_room(found, len(tokens))
-                run = found.extend if isinstance(command, commands.Extend) else found.replay
+                self._check_room(row, len(tokens))
+                run = row.extend if isinstance(command, commands.Extend) else row.replay
                 if self._pass(lambda: run(tokens, want_logits), len(tokens)):
-                    self._rows[rows] = (found, prefixes.extended(tokens))
+                    self._rows[rows] = (row, prefixes.extended(tokens))
             case commands.Step(rows, before, tokens):
-                found, prefixes = self._checked(rows, before)
+                row, prefixes = self._checked(rows, before)
                 self._check_tokens(tokens)
-                self._check_room(found, 1)
-                if self._pass(lambda: found.step(tokens), 1):
-                    self._rows[rows] = (found, prefixes.stepped(tokens))
+                self._check_room(row, 1)
+                if self._pass(lambda: row.step(tokens), 1):
+                    self._rows[rows] = (row, prefixes.stepped(tokens))
             case commands.Choose(rows, before, token, state):
                 self._choose(rows, before, token, state)
             case commands.Truncate(rows, length):
-                found, prefixes = self._get(rows)
-                found.truncate(length)
-                self._rows[rows] = (found, prefixes.truncated(length))
+                row, prefixes = self._get(rows)
+                row.truncate(length)
+                self._rows[rows] = (row, prefixes.truncated(length))
             case commands.FanOut(rows, into, count):
-                found, prefixes = self._get(rows)
+                row, prefixes = self._get(rows)
                 if not 0 < count <= BEAMS_LIMIT:
                     raise ValueError(f"{count} rows of one; at most {BEAMS_LIMIT} are made")
-                self._check_memory(count * found.length)
-                self._put(into, found.fan_out(count), prefixes.fanned_out(count))
+                self._check_memory(count * row.length)
+                self._put(into, row.fan_out(count), prefixes.fanned_out(count))
             case commands.Reorder(rows, parents):
-                found, prefixes = self._get(rows)
-                found.reorder(parents)
-                self._rows[rows] = (found, prefixes.reordered(parents))
+                row, prefixes = self._get(rows)
+                row.reorder(parents)
+                self._rows[rows] = (row, prefixes.reordered(parents))
             case commands.Drop(rows=numbers):
                 for number in numbers:
                     self._rows.pop(number, None)
@@ -129,9 +129,9 @@ class Follower:
         return None
 
     def _choose(self, rows: int, before: int, token: int, state: SamplerState | None) -> None:
-        found, prefixes = self._checked(rows, before)
+        row, prefixes = self._checked(rows, before)
         self._check_tokens([token])
-        self._check_room(found, 1)
+        self._check_room(row, 1)
         if state is not None:
             self._check_tokens([*state.seen, *state.counts])
             self._sampler = rows, Sampler.going_on(state)
@@ -140,11 +140,11 @@ class Follower:
         sampler = self._sampler[1]
 
         def run() -> int:
-            chosen = found.step_choosing(token, sampler)
-            return sampler.choose(found.step([token])[0]) if chosen is None else chosen
+            chosen = row.step_choosing(token, sampler)
+            return sampler.choose(row.step([token])[0]) if chosen is None else chosen
 
         if self._pass(run, 1):
-            self._rows[rows] = (found, prefixes.stepped([token]))
+            self._rows[rows] = (row, prefixes.stepped([token]))
 
     def _pass(self, run: Callable[[], Logits | int | None], tokens: int) -> bool:
         """Run a pass. Returns whether it went through; False if the head gave it up, which leaves the rows unchanged,
@@ -213,10 +213,10 @@ class Follower:
         self._rows[rows] = (made, prefixes)
 
     def _checked(self, rows: int, before: int) -> tuple[TokenRows, Prefixes]:
-        found, prefixes = self._get(rows)
+        row, prefixes = self._get(rows)
         if prefixes.state != before:
             raise StaleCacheError(
                 f"The head goes on from other tokens ({before:016x}) than this node has in its cache "
                 f"({prefixes.state:016x}); form again."
             )
-        return found, prefixes
+        return row, prefixes

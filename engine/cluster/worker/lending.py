@@ -317,14 +317,14 @@ class ClusterWorker:
     def _try_links(self, caller: Caller, wanted: TryLinks) -> LinksTried:
         self._free_for(caller)
         names, refused = {}, {}
-        for one in wanted.links:
+        for link in wanted.links:
             try:
-                self._check_wanted([one.node_id])
+                self._check_wanted([link.node_id])
             except ModelError as error:
-                refused[one.node_id] = str(error).rstrip(".")
-            if self._node.table.paired(one.node_id):
-                names[one.node_id] = self._node.table.name_of(one.node_id)
-        links = [one for one in wanted.links if one.node_id not in refused]
+                refused[link.node_id] = str(error).rstrip(".")
+            if self._node.table.paired(link.node_id):
+                names[link.node_id] = self._node.table.name_of(link.node_id)
+        links = [link for link in wanted.links if link.node_id not in refused]
         self._vouch(links)
         tried = try_own(self._node.links, links, self._closed, names)
         return msgspec.structs.replace(tried, failed={**tried.failed, **refused})
@@ -408,12 +408,12 @@ class ClusterWorker:
                 f"{self._node.version}; install the same version on both.",
                 kind="network",
             )
-        self._check_wanted(one.node_id for one in spec.members)
-        for one in spec.members:
-            check_certificate(one.node_id, one.certificate)
+        self._check_wanted(member.node_id for member in spec.members)
+        for member in spec.members:
+            check_certificate(member.node_id, member.certificate)
         self._take(caller)
         self._check_lent(spec)
-        paired = {one.rank: one.node_id for one in spec.members if self._node.table.paired(one.node_id)}
+        paired = {member.rank: member.node_id for member in spec.members if self._node.table.paired(member.node_id)}
         names = {rank: self._node.table.name_of(node_id) for rank, node_id in paired.items()}
         links = EpochLinks(epoch_of(spec, names))
         with self._lock:

@@ -121,8 +121,8 @@ class ModelProvider:
 
     def _offer(self, caller: Caller, wanted: WantedModel) -> Iterator[OfferPiece]:
         """Offer the model. It may have to be read, in a thread of its own, so that progress can be reported."""
-        found = self._find(caller, wanted)
-        if found is None:
+        copy = self._find(caller, wanted)
+        if copy is None:
             return
         who, what = self._node.table.name_of(caller.node_id), plain_text(wanted.name, 100)
         self._notice(f"{who} copies {what} from this machine.")
@@ -135,7 +135,7 @@ class ModelProvider:
 
         def read() -> None:
             try:
-                queued.put(found.offer(progress))
+                queued.put(copy.offer(progress))
             except BaseException as error:
                 queued.put(error)
 
@@ -143,8 +143,8 @@ class ModelProvider:
         yield from _pieces(queued)
 
     def _weights(self, caller: Caller, wanted: WantedWeights) -> Iterator[DataPiece]:
-        found = self._find(caller, wanted.model)
-        if found is None:
+        copy = self._find(caller, wanted.model)
+        if copy is None:
             raise ModelError(f"{self._node.name} has no such model any more.", kind="model")
 
         def progress(stage: str, done: int, total: int, unit: str) -> None:
@@ -152,7 +152,7 @@ class ModelProvider:
                 raise Cancelled("Nobody waits for the weights any more.")
 
         items = decode_wanted(wanted.wanted)
-        for chunk in found.chunks(wanted.layout, wanted.weights, items, progress):
+        for chunk in copy.chunks(wanted.layout, wanted.weights, items, progress):
             yield DataPiece(data=chunk)
 
 

@@ -276,12 +276,12 @@ class PlainExperts:
         formats = (entry.dtype, *((part.dtype, part.shape[-1]) for _, part in entry.groups))
         key = (tensor, formats, span)
         if key not in self._matrices:
-            one = replace(tensor, stacking="separate")
+            separate = replace(tensor, stacking="separate")
             if is_grouped(entry.dtype):
-                self._matrices[key] = grouped_places(one, entry, span, self.shape)
+                self._matrices[key] = grouped_places(separate, entry, span, self.shape)
             else:
                 places = _packed_places if is_packed(entry.dtype) else _plain_places
-                self._matrices[key] = places(one, entry.dtype, span, self.shape)
+                self._matrices[key] = places(separate, entry.dtype, span, self.shape)
         return self._matrices[key]
 
     @property
@@ -301,10 +301,10 @@ class PlainExperts:
 
 def _plain_places(tensor: ExpertTensor, dtype: str, span: int, shape: ExpertLayers) -> dict[str, MatrixPlace]:
     # Views of one repeated word, as only their offsets and strides are needed.
-    one = np.zeros(1, words_dtype(dtype))
+    single = np.zeros(1, words_dtype(dtype))
     whole = stored_shape(tensor, shape)
-    strides = [one.itemsize * math.prod(whole[axis + 1 :]) for axis in range(len(whole))]
-    block = np.lib.stride_tricks.as_strided(one, whole, strides, writeable=False)
+    strides = [single.itemsize * math.prod(whole[axis + 1 :]) for axis in range(len(whole))]
+    block = np.lib.stride_tricks.as_strided(single, whole, strides, writeable=False)
     views: list[tuple[str, NDArray[Any]]] = list(part_views(tensor, block, 0, shape))
     if tensor.parts == ("gate", "up") and not tensor.strided:
         views.append(("gate_up", block))
@@ -312,10 +312,10 @@ def _plain_places(tensor: ExpertTensor, dtype: str, span: int, shape: ExpertLaye
         name: MatrixPlace(
             dtype,
             span,
-            int(words.ctypes.data - one.ctypes.data),
+            int(words.ctypes.data - single.ctypes.data),
             int(words.nbytes),
             words.shape,
-            tuple(step // one.itemsize for step in words.strides),
+            tuple(step // single.itemsize for step in words.strides),
         )
         for name, words in views
     }

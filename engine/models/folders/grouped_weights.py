@@ -30,18 +30,19 @@ def gathered(headers: Headers, config: Mapping[str, Any]) -> Headers:
     """
     where = {name: file for file, header in headers.items() for name in header}
     taken: set[str] = set()
-    found: Headers = {}
+    headers_found: Headers = {}
     for file, header in headers.items():
-        found[file] = {}
+        headers_found[file] = {}
         for name, entry in header.items():
             grouped = (
                 _mlx(headers, where, file, name, entry, config, taken)
                 or _published(headers, where, file, name, taken)
                 or _fp8(headers, where, file, name, config, taken)
             )
-            found[file][name] = entry if grouped is None else grouped
+            headers_found[file][name] = entry if grouped is None else grouped
     return {
-        file: {name: entry for name, entry in header.items() if name not in taken} for file, header in found.items()
+        file: {name: entry for name, entry in header.items() if name not in taken}
+        for file, header in headers_found.items()
     }
 
 

@@ -64,14 +64,14 @@ def exclusive(folder: Path) -> Iterator[None]:
 
 def check_space(folder: Path, needed: int, what: str) -> None:
     """Raises ModelError (disk) if ``needed`` bytes and a small reserve do not fit on the disk of ``folder``."""
-    there = folder
-    while not there.exists():
-        there = there.parent
-    free = shutil.disk_usage(there).free
+    existing = folder
+    while not existing.exists():
+        existing = existing.parent
+    free = shutil.disk_usage(existing).free
     reserve = 64 * 1024 * 1024
     if needed + reserve > free:
         raise ModelError(
-            f"{what} needs {byte_size(needed + reserve)} on the disk of {there}, which has {byte_size(free)} free; "
+            f"{what} needs {byte_size(needed + reserve)} on the disk of {existing}, which has {byte_size(free)} free; "
             f"make room, or set PRIVATELLM_HOME to a larger disk.",
             "disk",
         )

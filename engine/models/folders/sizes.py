@@ -379,13 +379,13 @@ def state_bytes(config: Mapping[str, Any], columns: int = 1) -> int:
 def native_copies(tensors: Iterable[tuple[str, _Stored]]) -> int:
     """Bytes of the copies that the native runtime makes because rows are stored in another order than it reads them:
     of latents' projections in one tensor, and of delta-nets' projections by key head."""
-    found = 0
+    nbytes = 0
     for name, tensor in tensors:
         if name.endswith(".kv_b_proj.weight"):
-            found += math.prod(tensor.shape) * (2 if tensor.dtype == "BF16" else 4)
+            nbytes += math.prod(tensor.shape) * (2 if tensor.dtype == "BF16" else 4)
         elif name.endswith((".in_proj_qkvz.weight", ".in_proj_ba.weight")):
-            found += tensor.nbytes
-    return found
+            nbytes += tensor.nbytes
+    return nbytes
 
 
 def _trunk(tensors: Iterable[tuple[str, _Stored]], config: Mapping[str, Any]) -> _Trunk:

@@ -207,14 +207,14 @@ def _library_layout(
         for name, entry in tensors.items():
             if language_name(name) is None:
                 continue
-            found = _LIBRARY_EXPERT.fullmatch(name)
+            match = _LIBRARY_EXPERT.fullmatch(name)
             ahead = name.startswith(family.unused)
-            if found is None or ahead or int(found[1]) not in with_experts:
+            if match is None or ahead or int(match[1]) not in with_experts:
                 trunk.append((name, number, entry))
                 continue
-            layer = int(found[1])
-            if found[2] is not None:
-                spans.setdefault((layer, int(found[2])), []).append(Run(number, entry.start, entry.stop))
+            layer = int(match[1])
+            if match[2] is not None:
+                spans.setdefault((layer, int(match[2])), []).append(Run(number, entry.start, entry.stop))
                 continue
             if not entry.shape or entry.shape[0] != count:
                 raise ModelError(

@@ -149,12 +149,12 @@ class ExpertPlace:
 
 def merged(runs: Iterable[Run]) -> Runs:
     """``runs`` in the order of the files, adjacent ones merged."""
-    found: list[Run] = []
+    joined: list[Run] = []
     for run in sorted(runs):
         if run.nbytes == 0:
             continue
-        if found and found[-1].file == run.file and found[-1].stop >= run.start:
-            found[-1] = Run(run.file, found[-1].start, max(run.stop, found[-1].stop))
+        if joined and joined[-1].file == run.file and joined[-1].stop >= run.start:
+            joined[-1] = Run(run.file, joined[-1].start, max(run.stop, joined[-1].stop))
         else:
-            found.append(run)
-    return tuple(found)
+            joined.append(run)
+    return tuple(joined)

@@ -55,12 +55,12 @@ class GgufChoice:
 
 def parts_of(path: Path) -> tuple[Path, ...]:
     """The files of the model of which ``path`` is one: the parts of a split one in order, else ``path`` alone."""
-    found = _SPLIT.fullmatch(path.stem) if path.suffix.casefold() == ".gguf" else None
-    if found is None or not 1 <= int(found["count"]) <= _MOST_PARTS:
+    match = _SPLIT.fullmatch(path.stem) if path.suffix.casefold() == ".gguf" else None
+    if match is None or not 1 <= int(match["count"]) <= _MOST_PARTS:
         return (path,)
-    count = int(found["count"])
+    count = int(match["count"])
     return tuple(
-        path.with_name(f"{found['stem']}-{part:05}-of-{count:05}{path.suffix}") for part in range(1, count + 1)
+        path.with_name(f"{match['stem']}-{part:05}-of-{count:05}{path.suffix}") for part in range(1, count + 1)
     )
 
 
@@ -97,13 +97,13 @@ def choices_of(sizes: Mapping[str, int]) -> tuple[GgufChoice, ...]:
         split = _SPLIT.fullmatch(whole)
         key = (split["stem"], int(split["count"])) if split else (whole, 1)
         groups.setdefault(key, {})[int(split["number"]) if split else 1] = path
-    found = []
+    choices = []
     for (whole, count), parts in groups.items():
         paths = tuple(parts[number] for number in sorted(parts))
         complete = sorted(parts) == list(range(1, count + 1))
-        found.append(GgufChoice(tag_of(whole), paths, sum(sizes[path] for path in paths), complete))
-    often = Counter(choice.tag for choice in found)
-    told_apart = [choice if often[choice.tag] == 1 else replace(choice, tag=choice.stem) for choice in found]
+        choices.append(GgufChoice(tag_of(whole), paths, sum(sizes[path] for path in paths), complete))
+    often = Counter(choice.tag for choice in choices)
+    told_apart = [choice if often[choice.tag] == 1 else replace(choice, tag=choice.stem) for choice in choices]
     return tuple(sorted(told_apart, key=lambda choice: (choice.nbytes, choice.tag)))
 
 

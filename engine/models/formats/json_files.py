@@ -43,12 +43,12 @@ def read_object(path: Path, limit: int) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(_read(path, limit))
+        value = json.loads(_read(path, limit))
     except (ValueError, RecursionError) as error:
         raise damaged(f"{path} is damaged: it is not JSON") from error
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise damaged(f"{path} is damaged: it is not a table of settings")
-    return found
+    return value
 
 
 def _read(path: Path, limit: int) -> bytes:

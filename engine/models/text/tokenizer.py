@@ -236,17 +236,17 @@ class Tokenizer:
             )
         messages = self._histories.fitted(messages, lambda trial: self._rendered_trial(trial, should_stop))
         control = self._control_tokens(should_stop)
-        said = self._said(messages, control)
+        entries = self._said(messages, control)
         if self._template is None:
-            return plain_prompt(said, continue_last)
+            return plain_prompt(entries, continue_last)
         reasoning = control.mark(messages[-1].reasoning, own_words=False)
         if continue_last and reasoning:
             # Templates know the thoughts by one name or the other.
-            said[-1] |= {"reasoning_content": reasoning, "thinking": reasoning}
+            entries[-1] |= {"reasoning_content": reasoning, "thinking": reasoning}
         named = {**self._named, **(variables or {})}
         if tools:
             named["tools"] = _marked(rendered_tools(tools), control)
-        return self._template.render(said, named, continue_last, should_stop)
+        return self._template.render(entries, named, continue_last, should_stop)
 
     def takes_several_calls(self, should_stop: StopCheck = lambda: False) -> bool:
         """Whether the template takes an answer that calls several tools. Raises Cancelled."""
@@ -259,23 +259,23 @@ class Tokenizer:
 
     def _said(self, messages: Sequence[Message], control: ControlTokens) -> list[dict[str, Any]]:
         """``messages`` in the form that templates take, with marks in the control tokens that they spell out."""
-        found: list[dict[str, Any]] = []
+        entries: list[dict[str, Any]] = []
         names: dict[str, str] = {}
         for message in messages:
             content = control.mark(message.content, own_words=self._holds_thoughts(message))
-            said: dict[str, Any] = {"role": message.role, "content": content}
+            entry: dict[str, Any] = {"role": message.role, "content": content}
             if message.tool_calls:
                 names |= {call.id: call.name for call in message.tool_calls}
-                said["tool_calls"] = _marked(rendered_calls(message.tool_calls), control)
+                entry["tool_calls"] = _marked(rendered_calls(message.tool_calls), control)
                 if message.reasoning:
                     # What a model thought before it called is what it goes on from.
                     thoughts = control.mark(message.reasoning)
-                    said |= {"reasoning_content": thoughts, "thinking": thoughts}
+                    entry |= {"reasoning_content": thoughts, "thinking": thoughts}
             if message.role == "tool":
                 name = names.get(message.tool_call_id, "")
-                said |= _marked({"tool_call_id": message.tool_call_id, "name": name}, control)
-            found.append(said)
-        return found
+                entry |= _marked({"tool_call_id": message.tool_call_id, "name": name}, control)
+            entries.append(entry)
+        return entries
 
     def _holds_thoughts(self, message: Message) -> bool:
         """Whether an answer begins with marked thoughts, as one does that was saved before they were kept apart. In any

@@ -130,12 +130,12 @@ def rendered_calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
 
 
 def _dictionary(written: str) -> dict[str, Any]:
-    found = _json(written)
-    if not isinstance(found, dict) and written.lstrip().startswith("{"):
-        found = _as_far_as_written(written)
-    if isinstance(found, dict):
-        return found
-    return {} if written.strip() in ("", "null", "[]", '""') else {"arguments": written if found is None else found}
+    value = _json(written)
+    if not isinstance(value, dict) and written.lstrip().startswith("{"):
+        value = _as_far_as_written(written)
+    if isinstance(value, dict):
+        return value
+    return {} if written.strip() in ("", "null", "[]", '""') else {"arguments": written if value is None else value}
 
 
 def _as_far_as_written(text: str) -> Any:

@@ -141,21 +141,21 @@ def path() -> Path | None:
 @functools.cache
 def _opened() -> tuple[ctypes.CDLL | None, KernelChoice]:
     """The library, or why there is none."""
-    found = path()
-    if found is None:
+    library = path()
+    if library is None:
         cause = "they were not built, because no C compiler was found when this was installed"
         return None, KernelChoice("none", cause, _INSTALL)
     try:
-        native = ctypes.CDLL(str(found))
+        native = ctypes.CDLL(str(library))
         version = int(native.pllm_version())
     except (OSError, AttributeError) as error:
-        return None, KernelChoice("none", f"{found} cannot be opened ({error})", f"delete it, {_INSTALL}")
+        return None, KernelChoice("none", f"{library} cannot be opened ({error})", f"delete it, {_INSTALL}")
     if version != VERSION:
-        cause = f"{found} is of another version of this program ({version}, not {VERSION})"
+        cause = f"{library} is of another version of this program ({version}, not {VERSION})"
         return None, KernelChoice("none", cause, "`pip install` again")
     _declare(native)
     if tuple(_formats(native)) != tuple((name, *block_size(name)) for name in FORMATS):
-        cause = f"{found} has other number formats than this program"
+        cause = f"{library} has other number formats than this program"
         return None, KernelChoice("none", cause, "`pip install` again")
     return native, KernelChoice("none", "")
 
@@ -230,13 +230,13 @@ def choose(dtype: Dtype, environment: Mapping[str, str] | None = None) -> Kernel
         if wanted:
             raise ModelError(f"{VARIABLE}={wanted} cannot be used: {missing.reason}.")
         return missing
-    found = available()
+    sets = available()
     if not wanted:
-        best = next(name for name in found if dtype == "bfloat16" or name != "avx512_bf16")
+        best = next(name for name in sets if dtype == "bfloat16" or name != "avx512_bf16")
         return KernelChoice(best, f"the CPU has it; {VARIABLE} overrides")
-    if wanted not in found:
+    if wanted not in sets:
         raise ModelError(
-            f"{VARIABLE}={wanted}, but this CPU lacks it (it has {', '.join(found)}); unset it or choose another."
+            f"{VARIABLE}={wanted}, but this CPU lacks it (it has {', '.join(sets)}); unset it or choose another."
         )
     if wanted == "avx512_bf16" and dtype != "bfloat16":
         return KernelChoice("avx512f", f"{VARIABLE}={wanted}, which in {dtype} is avx512f: activations stay float32")

@@ -90,12 +90,12 @@ class MlxBackend(ExpertBackend[Array]):
         routes, scales = indices.astype(mx.int32), weights.astype(mx.float32)
         floats = hidden.astype(mx.float32) if rows_too else hidden
         dtype = self._result_dtype(hidden.dtype)
-        found = self._at_once(layer, hidden, routes.reshape(-1), mx.float32 if rows_too else dtype)
-        mx.eval(hidden, routes, scales, floats, *found)
+        outputs = self._at_once(layer, hidden, routes.reshape(-1), mx.float32 if rows_too else dtype)
+        mx.eval(hidden, routes, scales, floats, *outputs)
         chosen = np.array(routes).reshape(-1, indices.shape[-1])
         shares = np.array(scales).reshape(chosen.shape)
         rows = np.array(floats) if rows_too else None
-        ready = np.array(found[0]) if found else None
+        ready = np.array(outputs[0]) if outputs else None
         width, word = int(hidden.shape[1]), _WORDS[dtype]
         return _MlxCall(layer, hidden, weights, Routes(chosen, shares), width, word, False, rows, dtype, ready)
 
@@ -195,12 +195,12 @@ class MlxBackend(ExpertBackend[Array]):
             wanted.append(np.full(SORTED_FROM - number, wanted[0][0] if len(routes) else wanted[1][0], np.int32))
             tokens.append(np.zeros(SORTED_FROM - number, np.intp))
         given = rows[mx.array(np.concatenate(tokens).astype(np.int32))]
-        found = self._experts[layer](given, mx.array(np.concatenate(wanted).astype(np.int32))[:, None])[:, 0]
+        outputs = self._experts[layer](given, mx.array(np.concatenate(wanted).astype(np.int32))[:, None])[:, 0]
         if len(routes):
-            out[mx.array(routes.astype(np.int32))] = found[: len(routes)]
+            out[mx.array(routes.astype(np.int32))] = outputs[: len(routes)]
         else:
             # The result is not used: the experts run so that their memory stays wired.
-            mx.async_eval(found)  # type: ignore[no-untyped-call]
+            mx.async_eval(outputs)  # type: ignore[no-untyped-call]
         return out
 
     def close(self) -> None:
@@ -219,17 +219,17 @@ class MlxBackend(ExpertBackend[Array]):
 
     def _result_dtype(self, hidden: Any) -> Any:
         """What an expert makes of hidden states of that type: the same on all nodes that hold any."""
-        found = self._dtypes.get(hidden)
-        if found is None:
-            found = hidden
+        dtype = self._dtypes.get(hidden)
+        if dtype is None:
+            dtype = hidden
             for experts in self._experts.values():
                 scales = experts.down_proj.get("scales")
                 kept = experts.down_proj["weight"].dtype if scales is None else scales.dtype
                 if kept in _WORDS:
-                    found = mx.result_type(mx.zeros(1, hidden), mx.zeros(1, kept))
+                    dtype = mx.result_type(mx.zeros(1, hidden), mx.zeros(1, kept))
                 break
-            self._dtypes[hidden] = found
-        return found
+            self._dtypes[hidden] = dtype
+        return dtype
 
 
 def _dtype_of(call: LayerCall[Array]) -> Any:

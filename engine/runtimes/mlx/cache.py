@@ -193,17 +193,17 @@ def move_rows(caches: Sequence[LayerCache], parents: Sequence[int], first: int, 
     if not changed or length <= first:
         return 0
     sources = mx.array([parents[row] for row in changed])
-    kept = [cache for cache in caches if isinstance(cache, RowCache)]
-    places = [slice(first - cache.start, length - cache.start) for cache in kept]
+    row_caches = [cache for cache in caches if isinstance(cache, RowCache)]
+    places = [slice(first - cache.start, length - cache.start) for cache in row_caches]
     moved = [
         mx.take(stored[:, :, place], sources, axis=0)
-        for cache, place in zip(kept, places, strict=True)
+        for cache, place in zip(row_caches, places, strict=True)
         for stored in cache.arrays
     ]
     # Evaluated before the rows are overwritten: nothing else then holds the old buffers, and the writes are in place.
     mx.eval(moved)
     pending = iter(moved)
-    for cache, place in zip(kept, places, strict=True):
+    for cache, place in zip(row_caches, places, strict=True):
         keys, values = next(pending), next(pending)
         for position, row in enumerate(changed):
             cache.keys[row, :, place] = keys[position]
@@ -225,20 +225,20 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 def contents_of(caches: Sequence[LayerCache], checkpoint: Sequence[LayerCache] = ()) -> RowContents:
     """The filled positions of the keys and values of each layer, or its state; after all of them the states of
     ``checkpoint``, whose keys and values are the first ones of these."""
-    found: list[Any] = []
+    arrays: list[Any] = []
     for cache in caches:
         if isinstance(cache, RowCache):
-            found += [stored[:, :, : cache.offset - cache.start] for stored in cache.arrays]
+            arrays += [stored[:, :, : cache.offset - cache.start] for stored in cache.arrays]
         else:
-            found += cache.arrays
-    found += [array for cache in checkpoint if isinstance(cache, StateCache) for array in cache.arrays]
+            arrays += cache.arrays
+    arrays += [array for cache in checkpoint if isinstance(cache, StateCache) for array in cache.arrays]
     names = _names(caches, bool(checkpoint))
 
     def read(index: int) -> Bytes:
-        numbers = mx.contiguous(found[index]).reshape(-1)
+        numbers = mx.contiguous(arrays[index]).reshape(-1)
         return np.array(numbers.view(mx.uint8))
 
-    parts = [RowPart(name, _NAMES[each.dtype], tuple(each.shape)) for name, each in zip(names, found, strict=True)]
+    parts = [RowPart(name, _NAMES[each.dtype], tuple(each.shape)) for name, each in zip(names, arrays, strict=True)]
     return RowContents(parts, read)
 
 

@@ -74,12 +74,12 @@ def wire(share: int, key_values: int) -> tuple[bool, str]:
     info = mx.device_info()
     recommended = info.get("max_recommended_working_set_size")
     memory = int(info.get("memory_size") or psutil.virtual_memory().total)
-    found = wiring(share, key_values, memory, None if recommended is None else int(recommended))
+    wiring_plan = wiring(share, key_values, memory, None if recommended is None else int(recommended))
     try:
-        LIMIT.set(found.limit)
+        LIMIT.set(wiring_plan.limit)
     except (RuntimeError, ValueError) as error:
         return False, f"No memory is kept wired for the weights ({error}): the first token after a pause may be slow."
-    return found.limit >= share, said_of(found, share)
+    return wiring_plan.limit >= share, said_of(wiring_plan, share)
 
 
 def _said_of_old_macos() -> str:
@@ -96,13 +96,13 @@ def _macos() -> int:
     return int(version) if version.isdecimal() else RESIDENCY_SETS
 
 
-def said_of(found: Wiring, share: int) -> str:
+def said_of(wiring_plan: Wiring, share: int) -> str:
     """A line for the person, empty if everything is wired."""
-    if not found.short:
+    if not wiring_plan.short:
         return ""
-    what = "the weights" if found.limit < share else "keys and values"
+    what = "the weights" if wiring_plan.limit < share else "keys and values"
     return (
-        f"{found.limit / 1e9:.1f} GB are kept wired, {found.short / 1e9:.1f} GB of {what} are not: "
+        f"{wiring_plan.limit / 1e9:.1f} GB are kept wired, {wiring_plan.short / 1e9:.1f} GB of {what} are not: "
         "the system keeps a reserve, and the first token after a pause may be slow."
     )
 

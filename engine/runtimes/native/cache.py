@@ -188,15 +188,15 @@ class Segments:
 
     def truncate(self, length: int) -> None:
         """Forget the positions from ``length`` on."""
-        kept = []
+        segments = []
         for segment in self._segments:
             if segment.start >= length:
                 break
             count = min(segment.count, length - segment.start)
             # Positions behind the cut that other rows refer to must not change.
             grows = segment.grows and segment.offset + count >= segment.page.frozen
-            kept.append(replace(segment, count=count, grows=grows))
-        self._segments = kept
+            segments.append(replace(segment, count=count, grows=grows))
+        self._segments = segments
         self.length = length
 
     def _seen(self) -> list[Segment]:
@@ -247,9 +247,9 @@ class Segments:
 
     def contents(self, checkpoint: Segments | None) -> RowContents:
         """Of a single row: the filled blocks of each page, and the states of the row and of its ``checkpoint``."""
-        filled = [(each.page, min(each.count, self.length - each.start)) for each in self._segments]
+        filled = [(part.page, min(part.count, self.length - part.start)) for part in self._segments]
         pages = [(page, count) for page, count in filled if count > 0]
-        states = [each.states for each in (self, checkpoint) if each is not None and each.states is not None]
+        states = [part.states for part in (self, checkpoint) if part is not None and part.states is not None]
 
         stored = [
             (array, *described, filled)
@@ -266,7 +266,7 @@ class Segments:
                 _clear(blocks[:, :, -1], filled % KEY_BLOCK, self.shape.number_format, alike.width, name == "keys")
             return as_bytes(blocks)
 
-        return RowContents(_parts(self.shape, self.length, [each.numbers for each in states]), read)
+        return RowContents(_parts(self.shape, self.length, [part.numbers for part in states]), read)
 
     @classmethod
     def restored(

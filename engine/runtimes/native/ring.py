@@ -106,13 +106,13 @@ class RingTrunk:
         if not rows or not address:
             return np.empty((0, width), kind)
         place = (address, rows, width)
-        found = self._places.get(place)
-        if found is None:
+        array = self._places.get(place)
+        if array is None:
             if len(self._places) >= KEPT_PLACES:
                 self._places.clear()
             words = memoryview((ctypes.c_uint32 * (rows * width)).from_address(address))
-            found = self._places[place] = np.frombuffer(words, kind).reshape(rows, width)
-        return found
+            array = self._places[place] = np.frombuffer(words, kind).reshape(rows, width)
+        return array
 
     def _run_shared(self, pool: int, trunk: int, call: int, layer: int) -> None:
         _checked(self._native.pllm_trunk_shared(pool, trunk, call, layer))

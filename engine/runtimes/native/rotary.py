@@ -66,14 +66,14 @@ def rotary(settings: Mapping[str, Any], width: int, longest: int) -> Rotary:
     """
     try:
         with np.errstate(all="ignore"):
-            found = _rotary(settings, width, longest)
+            result = _rotary(settings, width, longest)
     except (ValueError, ArithmeticError):
-        found = None
-    if found is None or not (np.isfinite(found.inverse_frequencies).all() and math.isfinite(found.factor)):
+        result = None
+    if result is None or not (np.isfinite(result.inverse_frequencies).all() and math.isfinite(result.factor)):
         raise damaged(
             f"config.json's rotary embeddings ({shown(dict(settings), 200)}) give frequencies that are no numbers"
         )
-    return found
+    return result
 
 
 def _rotary(settings: Mapping[str, Any], width: int, longest: int) -> Rotary:

@@ -393,7 +393,7 @@ class TrunkWeights:
         if tensors.has(prefix + "in_proj_qkv.weight"):
             rows = {"qkv": delta.channels, "z": delta.values, "a": heads, "b": heads}
             return [tensors.take([f"{prefix}in_proj_{n}.weight"], (count, hidden)) for n, count in rows.items()]
-        each, keys = heads // delta.key_heads, delta.key_width
+        heads_per_key, keys = heads // delta.key_heads, delta.key_width
         both = tensors.take([prefix + "in_proj_ba.weight"], (2 * heads, hidden))
         if tensors.has(prefix + "in_proj_qkvz.qkv.weight"):
             rows = {"qkv": delta.channels, "z": delta.values}
@@ -402,9 +402,9 @@ class TrunkWeights:
             whole = tensors.take([prefix + "in_proj_qkvz.weight"], (delta.channels + delta.values, hidden))
             if self._checking:
                 return None
-            values = each * delta.value_width
+            values = heads_per_key * delta.value_width
             first = list(_apart(whole, [keys, keys, values, values], [[0, 1, 2], [3]]))
-        rates, decays = _apart(both, [each, each], [[0], [1]])
+        rates, decays = _apart(both, [heads_per_key, heads_per_key], [[0], [1]])
         tensors.kept += [*first, decays, rates]
         return [*first, decays, rates]
 
@@ -457,7 +457,7 @@ class TrunkWeights:
                 else None
             )
 
-        one = ExpertWeights(
+        expert = ExpertWeights(
             gate=tensors.take([prefix + "gate_proj.weight"], (ffn, hidden)),
             up=tensors.take([prefix + "up_proj.weight"], (ffn, hidden)),
             down=tensors.take([prefix + "down_proj.weight"], (hidden, ffn)),
@@ -465,6 +465,6 @@ class TrunkWeights:
             up_bias=added("up_proj.bias", ffn),
             down_bias=added("down_proj.bias", hidden),
         )
-        layer = LayerExperts({0: one}, 1, self._shape.gate, self._choice)
+        layer = LayerExperts({0: expert}, 1, self._shape.gate, self._choice)
         self._experts.append(layer)
         return layer.address

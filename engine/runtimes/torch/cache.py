@@ -306,13 +306,13 @@ def fill_cache(cache: AnyCache, length: int, parts: Sequence[RowPart], fill: Fil
 def _tensors(cache: AnyCache) -> list[tuple[str, torch.Tensor]]:
     """All that counts in ``cache``, as views."""
     length = cache.position.length
-    found = []
+    tensors = []
     for index, layer in enumerate(cache.layers):
         for kind, buffer in (("keys", layer.key_buffer), ("values", layer.value_buffer)):
             if buffer is not None:
-                found.append((f"{index} {kind}", buffer[:, :, :length]))
+                tensors.append((f"{index} {kind}", buffer[:, :, :length]))
     states: dict[tuple[int, str], torch.Tensor] = getattr(cache, "states", {})
-    return found + [(f"{index} {kind}", state) for (index, kind), state in states.items()]
+    return tensors + [(f"{index} {kind}", state) for (index, kind), state in states.items()]
 
 
 def _slot(cache: AnyCache, part: RowPart, length: int) -> tuple[int, str]:

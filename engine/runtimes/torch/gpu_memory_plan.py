@@ -76,7 +76,7 @@ def find_room(
         return None, []
     try:
         device = find_gpu()
-        there, total = device.memory() if device is not None else (0, 0)
+        free_now, total = device.memory() if device is not None else (0, 0)
     except DeviceLost as error:
         return None, [
             f"The GPU cannot be used ({error}), so everything runs on the CPU; leave privatellm and start it again to "
@@ -91,7 +91,7 @@ def find_room(
                 "; partitioning cpu says that this is wanted."
             ]
         return None, []
-    free = _may_take(request, there, total)
+    free = _may_take(request, free_now, total)
     sizes = sizes_of(files, NAMES[dtype]).for_runtime("torch", on_gpu=not in_ring)
     context = min(sizes.context_limit, request.context_limit or HybridRequest().context_tokens)
     needed = sizes.for_planning(bytes_per_weight=dtype.itemsize)
@@ -101,7 +101,7 @@ def find_room(
     wanted = request.gpu_expert_bytes
     if room >= (wanted or 0):
         return Room(device, needed, context, room if wanted is None else wanted, in_ring), []
-    if free < there:
+    if free < free_now:
         return None, [
             f"{byte_size(free)} of {device.name} are lent, {byte_size(-room)} less than it takes to run experts there, "
             "so everything runs on the CPU; `privatellm join --gpu-memory` lends more."

@@ -336,13 +336,13 @@ def experts_of_last(layers: nn.ModuleList, positions: int | None) -> Iterator[No
     if positions is None:
         yield
         return
-    found = [module for module in layers[-1].modules() if isinstance(module, RoutedExperts | ScaledInputBlock)]
-    for module in found:
+    modules = [module for module in layers[-1].modules() if isinstance(module, RoutedExperts | ScaledInputBlock)]
+    for module in modules:
         module.last = positions
     try:
         yield
     finally:
-        for module in found:
+        for module in modules:
             module.last = None
 
 

@@ -121,9 +121,9 @@ def packed_module(
 
 def numbers_kept_packed(model: Any) -> int:
     """How many weights packed modules of ``model`` hold, each tensor once."""
-    kept = {
+    sizes = {
         module.blocks.data_ptr(): module.stored.shape
         for module in model.modules()
         if isinstance(module, PackedLinear | PackedEmbedding)
     }
-    return sum(rows * columns for rows, columns in kept.values())
+    return sum(rows * columns for rows, columns in sizes.values())

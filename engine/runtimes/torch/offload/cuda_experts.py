@@ -163,18 +163,18 @@ def _grouped(matrix: SlotMatrix) -> Part | None:
 
 def parts_of(layout: SlotLayout) -> ExpertParts | None:
     """The expert of ``layout`` as the kernels read it; None if there is a matrix or a bias that they do not read."""
-    found: dict[str, Part] = {}
+    parts: dict[str, Part] = {}
     for name in ("gate_up", "gate", "up", "down"):
         matrix = layout.matrices.get(name)
         if matrix is not None:
             part = part_of(matrix)
             if part is None:
                 return None
-            found[name] = part
+            parts[name] = part
     biases = {name: layout.matrices.get(f"{name}_bias") for name in ("gate", "up", "down")}
     if any(bias is not None and (bias.format not in _PLAIN or bias.stride != (1,)) for bias in biases.values()):
         return None
-    both = found.pop("gate_up", None)
+    both = parts.pop("gate_up", None)
     if both is not None and biases["gate"] is None:
         gate, up = both, None
     elif both is not None:
@@ -182,10 +182,10 @@ def parts_of(layout: SlotLayout) -> ExpertParts | None:
             return None
         gate, up = _split(both)
     else:
-        gate, up = found["gate"], found["up"]
+        gate, up = parts["gate"], parts["up"]
         if gate.format != up.format or gate.columns != up.columns:
             return None
-    down = found["down"]
+    down = parts["down"]
     gate, down = _with_bias(gate, biases["gate"]), _with_bias(down, biases["down"])
     up = None if up is None else _with_bias(up, biases["up"])
     arguments = {"gate": gate.argument(), "up": (up or gate).argument(), "down": down.argument()}
@@ -360,8 +360,12 @@ class CudaExperts:
         stream: int,
     ) -> None:
         some = _Experts()
-        for place, each in enumerate(experts):
-            some.slot[place], some.first[place], some.count[place] = each.address, each.start, each.stop - each.start
+        for place, expert in enumerate(experts):
+            some.slot[place], some.first[place], some.count[place] = (
+                expert.address,
+                expert.start,
+                expert.stop - expert.start,
+            )
         arguments: tuple[Any, ...] = (
             some,
             first,
@@ -371,7 +375,7 @@ class CudaExperts:
             ctypes.c_int(out.shape[1]),
         )
         grid = (_blocks(matrices), len(experts), len(matrices))
-        tokens = 1 if all(each.stop - each.start == 1 for each in experts) else AT_ONCE
+        tokens = 1 if all(expert.stop - expert.start == 1 for expert in experts) else AT_ONCE
         kernel = f"products<{matrices[0].format}, {_INPUTS[rows.dtype]}, {tokens}>"
         self._launcher.launch(kernel, grid, _WARPS * _WARP, arguments, stream)
 

@@ -86,22 +86,22 @@ class DeviceSide:
 
     def begin_copies(self, step: LayerStep, uses_cache: bool) -> bool:
         """Begin the copies that need not wait for anything; whether the device has anything to do."""
-        moved = sorted(step.placed("pmove"), key=lambda each: -each.tokens)
+        moved = sorted(step.placed("pmove"), key=lambda active: -active.tokens)
         self._idle_layers = 0 if moved else self._idle_layers + 1
         if not moved and not step.placed("gpu"):
             return False
         self._device.begin()
         staged: list[ActiveExpert] = []
-        for each in moved:
+        for active in moved:
             slot = None
             if uses_cache:
-                slot = self._cache.admit(step.layer, each.expert, step.needed, evict=step.few)
+                slot = self._cache.admit(step.layer, active.expert, step.needed, evict=step.few)
             if slot is None:
-                staged.append(each)
+                staged.append(active)
             else:
-                self._copy(step, each.expert, slot)
-        step.cpu.update(each.expert for each in staged if not self._memory.staging)
-        step.waiting.extend(each.expert for each in staged if self._memory.staging)
+                self._copy(step, active.expert, slot)
+        step.cpu.update(active.expert for active in staged if not self._memory.staging)
+        step.waiting.extend(active.expert for active in staged if self._memory.staging)
         for slot in self._memory.staging:
             self._copy_next(step, slot)
         return True
@@ -130,21 +130,21 @@ class DeviceSide:
     def _not_begun_together(self, step: LayerStep, out: torch.Tensor) -> list[tuple[int, Slot, Ticket | None]]:
         """Begin, in one go, the experts that are there; those that have to be run one by one."""
         others: list[tuple[int, Slot, Ticket | None]] = []
-        there: list[tuple[int, Slot, Ticket | None]] = []
+        resident: list[tuple[int, Slot, Ticket | None]] = []
         for each in step.placed("gpu"):
             slot = self._cache.slot_of(step.layer, each.expert)
             assert slot is not None
             ticket = self._arrived((step.layer, each.expert), slot)
-            (there if ticket is None else others).append((each.expert, slot, ticket))
-        if len(there) < 2:
-            return [*there, *others]
+            (resident if ticket is None else others).append((each.expert, slot, ticket))
+        if len(resident) < 2:
+            return [*resident, *others]
         assert step.rows is not None
-        together = [ResidentExpert(slot, *step.routes.segments[expert]) for expert, slot, _ in there]
+        together = [ResidentExpert(slot, *step.routes.segments[expert]) for expert, slot, _ in resident]
         try:
             self._device.run(together, self._host.layout(step.layer), self._gates[step.layer], step.rows, out)
         except OutOfDeviceMemory:
             # One by one they need less, and each of them may be left to the CPU.
-            return [*there, *others]
+            return [*resident, *others]
         return others
 
     def forget(self, layer: int, experts: Collection[int]) -> None:

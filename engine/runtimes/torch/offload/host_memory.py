@@ -48,8 +48,8 @@ class HostExperts:
 
         Raises ModelError if the expert does not lie like the others of its layer, IndexError if there is none.
         """
-        found = self._pieces.get((layer, expert))
-        if found is None:
+        pieces = self._pieces.get((layer, expert))
+        if pieces is None:
             if expert not in self.experts.held(layer):
                 raise IndexError(f"expert {expert} of layer {layer} is not here")
             layout, offsets, spans = self._place(layer, expert)
@@ -58,12 +58,12 @@ class HostExperts:
                     f"Expert {expert} of layer {layer} is stored in another way than the others there; "
                     "`privatellm models prepare` writes them all alike."
                 )
-            found = tuple(
+            pieces = tuple(
                 HostPiece(offset, _bytes_at(self._source(span), span.nbytes))
                 for offset, span in zip(offsets, spans, strict=True)
             )
-            self._pieces[layer, expert] = found
-        return found
+            self._pieces[layer, expert] = pieces
+        return pieces
 
     def lock(
         self,

@@ -379,14 +379,14 @@ class HybridBackend(TensorBackend):
         """What the device needs to run any expert of ``layer``; None if they are not all there, or it cannot."""
         if not self._uses_cache or self._side.arriving(layer):
             return None
-        known = self._whole.get(layer)
-        if known is None or known.changes != self._cache.changes:
+        remembered = self._whole.get(layer)
+        if remembered is None or remembered.changes != self._cache.changes:
             slots = self._cache.whole_layer(layer)
             there = None
             if slots is not None:
                 there = self._device.whole_layer(slots, self._host.layout(layer), self.dtype)
-            known = self._whole[layer] = _WholeLayer(self._cache.changes, there)
-        return known.there
+            remembered = self._whole[layer] = _WholeLayer(self._cache.changes, there)
+        return remembered.there
 
     def _run_there(self, layer: int, whole: Any, hidden: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         routed, work = self._device.run_routes(whole, self._host.layout(layer), self._gates[layer], hidden, indices)
@@ -399,12 +399,12 @@ class HybridBackend(TensorBackend):
         """Count the routes that only the device knows so far, and what they took; waits for it."""
         done, self._routed_there = self._routed_there, []
         movement = self._recorder.movement
-        for each, experts in zip(done, self._on_host([each.experts for each in done]), strict=True):
+        for finished, experts in zip(done, self._on_host([finished.experts for finished in done]), strict=True):
             routes = sort_routes(experts, self._count)
-            self._count_routes(each.layer, routes)
-            self._cache.touch(each.layer, routes.segments)
+            self._count_routes(finished.layer, routes)
+            self._cache.touch(finished.layer, routes.segments)
             movement.hits += len(routes.segments)
-            begun, ended = each.work.interval()
+            begun, ended = finished.work.interval()
             movement.gpu_s += ended - begun
             movement.total_s += ended - begun
 
@@ -433,12 +433,12 @@ class HybridBackend(TensorBackend):
                 assert cpu is not None
                 routed = cpu.results
             else:
-                (found,) = device.download(out)
-                movement.activation_bytes += found.nbytes
+                (outputs,) = device.download(out)
+                movement.activation_bytes += outputs.nbytes
                 if cpu is not None:
-                    found[cpu.share.places] = cpu.results.index_select(0, cpu.share.rows)
+                    outputs[cpu.share.places] = cpu.results.index_select(0, cpu.share.rows)
                 routed = torch.zeros(routes.tokens * routes.k, hidden.shape[1])
-                routed[routes.order] = found
+                routed[routes.order] = outputs
             step.rows = None
             self._finish(step, started, cpu, work)
         return routed

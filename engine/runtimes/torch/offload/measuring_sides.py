@@ -70,12 +70,12 @@ def calls_in_turn(experts: Experts, together: int, limit: int | None = None) -> 
     """
     if limit is None:
         limit = min(CYCLE_BYTES, available_bytes() // 2)
-    each = experts.nbytes // (experts.count * len(experts.layers))
+    expert_bytes = experts.nbytes // (experts.count * len(experts.layers))
     groups = [range(first, first + together) for first in range(0, experts.count - together + 1, together)]
     pairs = [(layer, group) for group in groups for layer in experts.layers]
     return [
         (layer, torch.tensor(list(group), dtype=torch.int32))
-        for layer, group in pairs[: max(1, limit // max(1, each * together))]
+        for layer, group in pairs[: max(1, limit // max(1, expert_bytes * together))]
     ]
 
 

@@ -237,15 +237,15 @@ class SlabCache:
         """The expert of ``pool`` that is worth least and need not stay. It is taken from the heap."""
         heap = self._heaps[pool]
         passed: list[tuple[float, Key]] = []
-        found = None
-        while heap and found is None:
+        coldest = None
+        while heap and coldest is None:
             worth, key = heapq.heappop(heap)
             if key not in self._where or worth != self._value(key):
                 continue
             if stays(key):
                 passed.append((worth, key))
             else:
-                found = key
+                coldest = key
         for entry in passed:
             heapq.heappush(heap, entry)
-        return found
+        return coldest
