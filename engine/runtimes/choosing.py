@@ -75,8 +75,7 @@ def refuse_download(config: Mapping[str, Any], nbytes: int) -> None:
     """Raises ModelError if no runtime of this machine would run a model with this ``config``, whose files of weights
     have ``nbytes``. What mlx alone reads must fit in the memory of a Mac's GPU."""
     from engine.models.formats.quantisation import readable_quantised, refuse_quantized
-    from engine.runtimes.mlx import families
-    from engine.runtimes.mlx import runtime as eligible
+    from engine.runtimes.mlx import eligible, families
 
     quantised = eligible.quantisation_of(config) is not None
     if not quantised or not mlx_installed() or eligible.unsupported_quantisation(config) is not None:
@@ -109,7 +108,7 @@ def _mlx_unsupported_reason(folder: Path, request: Load) -> str | None:
     if not mlx_installed():
         return "mlx-lm is not installed; `pip install mlx-lm` gives the faster runtime here"
     from engine.models.folders.weight_layout import is_library
-    from engine.runtimes.mlx.runtime import unsupported_reason
+    from engine.runtimes.mlx.eligible import unsupported_reason
 
     if is_library(folder) and not _others_read(folder):
         return None  # mlx's own reason is the one to show.

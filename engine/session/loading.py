@@ -47,7 +47,7 @@ def load_session(
     from engine.models.text.tokenizer import load_tokenizer
     from engine.runtimes import runtime_named
     from engine.runtimes.choosing import choose_runtime, mlx_by_default
-    from engine.runtimes.mlx import runtime as eligible
+    from engine.runtimes.mlx import eligible
     from engine.runtimes.model_headers import read_headers
     from engine.session.disk_prefixes import prefix_identity
     from engine.session.gpu_choice import settle_gpu

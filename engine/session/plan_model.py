@@ -29,7 +29,7 @@ from engine.planning.memory import windowed_tokens
 from engine.planning.runtime_choice import RuntimeChoice
 from engine.runtimes import choosing
 from engine.runtimes.choosing import choose_runtime
-from engine.runtimes.mlx import runtime as eligible
+from engine.runtimes.mlx import eligible
 from engine.runtimes.model_headers import Headers, read_headers
 from engine.session.refusals import check_request
 from engine.system.free_memory import RESERVE_BYTES, available_bytes, memory

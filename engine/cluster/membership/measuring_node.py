@@ -128,7 +128,7 @@ def gpu_figures(wanted: WantedFacts) -> GpuFigures | None:
     """The costs of mlx's GPU if mlx will run; None if it will not, or the GPU cannot be queried."""
     if wanted.runtime != "mlx" or importlib.util.find_spec("mlx_lm") is None:
         return None
-    from engine.runtimes.mlx.runtime import working_set_bytes
+    from engine.runtimes.mlx.eligible import working_set_bytes
 
     try:
         budget = working_set_bytes()

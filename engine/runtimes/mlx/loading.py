@@ -34,7 +34,7 @@ from engine.moe.kernels.file_guard import unchanged
 from engine.moe.timing import Recorder
 from engine.planning.hybrid import HybridRequest
 from engine.planning.memory import unseen_bytes
-from engine.runtimes.mlx import runtime, weights, wired
+from engine.runtimes.mlx import eligible, weights, wired
 from engine.runtimes.mlx.backend import MlxBackend, slots_of
 from engine.runtimes.mlx.cache import cache_makers
 from engine.runtimes.mlx.configuration import complete_config, context_of, translate_config
@@ -85,8 +85,8 @@ def load(
     started = time.perf_counter()
     plan = _plan(folder, request, None if ring is None else ring.context)
     if ring is None:
-        whole = runtime.weight_bytes(folder, request.dtype)
-        runtime.refuse_too_large(whole, runtime.working_set_bytes(), plan.only_here)
+        whole = eligible.weight_bytes(folder, request.dtype)
+        eligible.refuse_too_large(whole, eligible.working_set_bytes(), plan.only_here)
     release()
     with memory_named():
         dtype, loaded = _read(plan, request, progress)
@@ -112,7 +112,7 @@ def load(
         # The usual size of a conversation, as most Macs do not have enough memory for the whole context of a long one.
         context = min(model.facts.context_limit, request.context_limit or HybridRequest().context_tokens)
         # The states of a row, those of the step begun ahead, and those of a checkpoint.
-        chunk = runtime.prefill_chunk(request.prefill_chunk, runtime.architecture())
+        chunk = eligible.prefill_chunk(request.prefill_chunk, eligible.architecture())
         kept = model.facts.key_value_bytes_per_token * context - unseen_bytes(context, window, windowed, chunk)
         said = model.wire(kept + 3 * model.facts.state_bytes)
         if said:
@@ -135,7 +135,7 @@ def load_experts(folder: Path, request: Load, progress: ProgressCallback, contex
 
 
 def _plan(folder: Path, request: Load, context: RankContext | None) -> _Plan:
-    runtime.refuse_gguf(folder)
+    eligible.refuse_gguf(folder)
     config = read_config(folder)
     family = family_of(config)
     device = "gpu" if mx.default_device() == mx.gpu else "cpu"
@@ -169,10 +169,10 @@ def _check_partitioning(request: Load, device: str, context: RankContext | None)
 
 def _quantisation(config: Config) -> Config | None:
     """The quantisation of a checkpoint that mlx-lm reads. Raises ModelError for one that was never tested."""
-    problem = runtime.unsupported_quantisation(config)
+    problem = eligible.unsupported_quantisation(config)
     if problem is not None:
         raise ModelError(f"{problem}: choose the bfloat16 checkpoint or one quantised by mlx-lm")
-    found = runtime.quantisation_of(config)
+    found = eligible.quantisation_of(config)
     return None if found is None else dict(found)
 
 
@@ -306,9 +306,9 @@ def _backend(plan: _Plan, loaded: weights.Assembled) -> MlxBackend:
 
 def _check_fits(needed: int, plan: _Plan) -> None:
     """Raises ModelError if ``needed`` bytes of weights do not fit in the free memory."""
-    limit = runtime.working_set_bytes()
+    limit = eligible.working_set_bytes()
     if limit is not None:
-        runtime.refuse_too_large(needed, limit - mx.get_active_memory(), plan.only_here)
+        eligible.refuse_too_large(needed, limit - mx.get_active_memory(), plan.only_here)
         return
     free = int(psutil.virtual_memory().available)
     if needed > free:

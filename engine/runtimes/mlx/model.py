@@ -17,7 +17,7 @@ from engine.generation.sampling import Sampler, SamplingRule
 from engine.ipc.messages import ModelFacts
 from engine.moe.popularity import Popularity
 from engine.moe.timing import Phase, Recorder
-from engine.runtimes.mlx import runtime, wired
+from engine.runtimes.mlx import eligible, wired
 from engine.runtimes.mlx import spans as timed
 from engine.runtimes.mlx.cache import LayerCache, RowCache, contents_of, evaluate, move_rows, restored_caches
 from engine.runtimes.mlx.experts import RingPass
@@ -428,7 +428,7 @@ class MlxRows(TokenRows):
     def _refuse_copies(self, rows: int) -> None:
         """Raises ModelError (memory) if ``rows`` copies of the only row are more than is free."""
         needed = rows * sum(cache.row_bytes() for cache in self._caches)
-        limit = runtime.working_set_bytes()
+        limit = eligible.working_set_bytes()
         free = int(psutil.virtual_memory().available) if limit is None else limit - mx.get_active_memory()
         if needed > free:
             raise ModelError(

@@ -17,7 +17,7 @@ from engine.models.folders.opening import read_config
 from engine.planning.runtime_choice import RuntimeChoice
 from engine.runtimes import choosing
 from engine.runtimes.choosing import as_ring_node, choose_runtime, on_one_machine, refuse_download
-from engine.runtimes.mlx import runtime as eligible
+from engine.runtimes.mlx import eligible
 from engine.runtimes.mlx.configuration import complete_config
 from engine.runtimes.mlx.families import FAMILIES, check_settings, unsupported_config
 from engine.session.loading import load_session
