@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from engine.errors import ModelError
 from engine.models.folders.opening import open_model
 from engine.models.folders.sizes import sizes_of
-from engine.runtimes.mlx import runtime
+from engine.runtimes.mlx import eligible
 from engine.runtimes.mlx.cache import RowCache
 from engine.runtimes.mlx.model import MlxModel, MlxRows
 from tests.engine.runtimes.mlx_oracle import (
@@ -154,7 +154,7 @@ def test_copies_are_refused_by_what_a_shortened_row_takes(
     room = 2 * sum(cache.row_bytes() for cache in short._caches)
     used = mx.get_active_memory()
     monkeypatch.setattr(mx, "get_active_memory", lambda: used)
-    monkeypatch.setattr(runtime, "working_set_bytes", lambda: used + room)
+    monkeypatch.setattr(eligible, "working_set_bytes", lambda: used + room)
     assert short.fan_out(2).rows == 2
     with pytest.raises(ModelError, match="2 beams need"):
         whole.fan_out(2)

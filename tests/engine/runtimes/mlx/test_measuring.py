@@ -23,7 +23,7 @@ from engine.cluster.membership import measuring_node  # noqa: E402
 from engine.cluster.membership.control_messages import WantedFacts  # noqa: E402
 from engine.cluster.membership.measuring_node import measure_node  # noqa: E402
 from engine.planning.calibration import Curve, ExpertShape  # noqa: E402
-from engine.runtimes.mlx import measuring, runtime  # noqa: E402
+from engine.runtimes.mlx import eligible, measuring  # noqa: E402
 from engine.runtimes.mlx.measuring import GpuFigures, like, measure_gpu  # noqa: E402
 from tests.engine.runtimes.mlx_oracle import load, write_comparable  # noqa: E402
 
@@ -83,7 +83,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[ExpertShape | None]:
         measured.append(shape)
         return FIGURES
 
-    monkeypatch.setattr(runtime, "working_set_bytes", lambda: 12 * 10**9)
+    monkeypatch.setattr(eligible, "working_set_bytes", lambda: 12 * 10**9)
     monkeypatch.setattr(measuring, "measure_gpu", measure)
     return measured
 

@@ -11,7 +11,7 @@ pytest.importorskip("mlx.core", reason="mlx is not installed")
 import mlx.core as mx
 
 from engine.errors import ModelError
-from engine.runtimes.mlx import runtime
+from engine.runtimes.mlx import eligible
 from engine.runtimes.mlx.model import MlxModel
 from engine.runtimes.protocol import LoadedModel
 from tests.engine.runtimes.subjects import MLX, assert_close, fresh, prompt_of
@@ -64,10 +64,10 @@ def test_beams_whose_copies_do_not_fit_are_refused_before_they_are_made(
     used = mx.get_active_memory()
     one = 30 * rows.bytes_per_position()
     monkeypatch.setattr(mx, "get_active_memory", lambda: used)
-    monkeypatch.setattr(runtime, "working_set_bytes", lambda: used + 3 * one)
+    monkeypatch.setattr(eligible, "working_set_bytes", lambda: used + 3 * one)
     assert rows.fan_out(3).rows == 3
     with pytest.raises(ModelError, match=r"4 beams need .* for copies of the conversation's 30 tokens") as caught:
         rows.fan_out(4)
     assert caught.value.kind == "memory" and rows.length == 30
-    monkeypatch.setattr(runtime, "working_set_bytes", lambda: used)
+    monkeypatch.setattr(eligible, "working_set_bytes", lambda: used)
     assert rows.fan_out(1).rows == 1
