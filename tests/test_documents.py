@@ -11,9 +11,10 @@ from pathlib import Path
 import click
 import pytest
 
+from app.chat.commands.table import parse
 from app.commands.root import privatellm
 from app.settings.schema import setting_named
-from app.tui.keymap import HOMES, defaults, parse, readable
+from app.tui.keymap import HOMES, defaults, readable
 from engine.models.architectures import families, gguf_architectures
 from engine.models.formats import quantisation
 from engine.models.formats.number_formats import GGML_TYPES

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from app.attachments.attachment import Attachment
 from app.attachments.references import resolve
+from app.chat.commands.table import UnknownCommand, parse, unescaped
 from app.chat.controller import ChatController
 from app.chat.drafts import MOST_RECALLED
 from app.chat.starting import Start
@@ -22,9 +23,9 @@ from app.conversations.store import ConversationStore, StoreError
 from app.engine_client import Engine
 from app.interrupts import INTERRUPTED, leave_on_interrupt
 from app.plain.console import Console, ReaderGone
+from app.plain.front import PlainFront
 from app.plain.speaking import Speaker
 from app.settings.file import SettingsFile
-from app.tui.keymap import UnknownCommand, unescaped
 
 PROMPT = "You: "
 _PATIENCE_S = 10.0
@@ -45,11 +46,7 @@ class _Interrupt:
 
 
 class PlainChat:
-    """One chat over ``console``.
-
-    ``run_command`` runs a text that is a command, and returns False if it is a question; it may raise UnknownCommand.
-    ``is_missing``: whether a model is to be fetched before it is loaded.
-    """
+    """One chat over ``console``. ``is_missing``: whether a model is to be fetched before it is loaded."""
 
     def __init__(
         self,
@@ -57,16 +54,15 @@ class PlainChat:
         engine: Engine,
         store: ConversationStore,
         settings: SettingsFile,
-        run_command: Callable[[PlainChat, str], bool],
         is_missing: Callable[[str], bool] = lambda model: False,
     ) -> None:
         self.console = console
-        self._run_command = run_command
         self.speaker = Speaker(console)
         self.background = BackgroundLoop()
         self._updates: queue.SimpleQueue[Update | _Interrupt] = queue.SimpleQueue()
         self._engine = engine
         self.controller = ChatController(engine, store, settings, self._updates.put, is_missing=is_missing)
+        self._front = PlainFront(self)
         self._told_model = ""
         self._told_problem = ""
 
@@ -115,8 +111,11 @@ class PlainChat:
             return
         self._tell_news()
         try:
-            if not self._run_command(self, text):
+            call = parse(text)
+            if call is None:
                 self.ask(unescaped(text))
+            else:
+                call.command.run(self._front, call.argument)
         except UnknownCommand as unknown:
             self.speaker.say(str(unknown), "Warning")
         except KeyboardInterrupt:

@@ -15,7 +15,6 @@ from app.conversations.store import StoreError
 from app.engine_client import EngineClient
 from app.interrupts import leave_on_interrupt, raise_on_interrupt
 from app.plain.chat import Leaving, PlainChat
-from app.plain.commands import run_command
 from app.plain.console import Console, ReaderGone, standard_console
 from app.settings.file import SettingsFile, open_settings
 
@@ -47,7 +46,6 @@ def run_plain(start: Start | None = None) -> int:
             EngineClient(share=True),
             store,
             settings,
-            run_command,
             lambda model: fetches and _is_missing(model),
         )
         return chat.run([*settings.notices, *store.notices], start)

@@ -17,6 +17,7 @@ from textual.command import Provider
 from textual.screen import Screen
 from textual.theme import Theme
 
+from app.chat.commands.table import BY_NAME, COMMANDS
 from app.chat.starting import Start
 from app.chat.state import AnswerEnded, SettingsChanged
 from app.clipboard import passed_on
@@ -28,7 +29,7 @@ from app.settings.file import SettingsFile, open_settings
 from app.settings.schema import THEMES, Settings
 from app.tui.actions import title_of, why_not
 from app.tui.chat.status import WHISPER_S
-from app.tui.keymap import COMMANDS, KEYMAP_FILE, key, readable, use
+from app.tui.keymap import KEYMAP_FILE, hint, key, readable, use
 from app.tui.palette import RankedCommands, screen_commands
 from app.tui.render.highlighting import Highlighter
 from app.tui.screens.chat import ChatScreen
@@ -165,12 +166,10 @@ class ChatApp(TerminalApp):
             yield from super().get_system_commands(screen)
             return
         for command in COMMANDS:
-            keys = f" ({command.key})" if command.key else ""
+            keys = f" ({hint(command)})" if command.shortcut is not None else ""
             yield SystemCommand(command.title, command.help + keys, lambda c=command: chat.run_command(c))
         yield SystemCommand("Theme", "Choose the colours", self.action_change_theme)
-        yield from screen_commands(
-            screen, ["cut_or_edit", "back", *(command.action.rpartition(".")[2] for command in COMMANDS)]
-        )
+        yield from screen_commands(screen, ["cut_or_edit", "back", "suspend_process", "quit_chat", *BY_NAME])
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         return not getattr(self.screen, "takes_all_keys", False) if self.screen_stack else True

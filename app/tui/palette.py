@@ -17,7 +17,7 @@ from app.tui.ranking import recent_first, remember, score
 from app.tui.terminal.application import TerminalApp
 
 _UNINTERESTING = ("command_palette", "focus_next", "focus_previous", "interrupt")
-"""Actions that nobody looks for in the palette."""
+"""Actions that nobody looks for in the palette. Those of commands are in it anyway."""
 
 
 class RankedCommands(Provider):
@@ -61,7 +61,9 @@ def screen_commands(screen: Screen[Any], besides: Iterable[str] = ()) -> list[Sy
     commands: dict[tuple[DOMNode, str], tuple[str, list[str]]] = {}
     for name, (node, binding, enabled, _) in screen.active_bindings.items():
         action = binding.action.rpartition(".")[2]
-        if binding.id is None or not enabled or not binding.description or action in (*_UNINTERESTING, *besides):
+        if binding.id is None or not enabled or not binding.description:
+            continue
+        if action.startswith("command(") or action in (*_UNINTERESTING, *besides):
             continue
         commands.setdefault((node, binding.action), (title_of(binding), []))[1].append(readable(name))
     return [

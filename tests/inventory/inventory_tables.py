@@ -17,14 +17,14 @@ import msgspec
 from textual.binding import Binding
 from textual.dom import DOMNode
 
+from app.chat.commands.table import COMMANDS
 from app.commands.root import privatellm
 from app.conversations.importing.reading import FORMATS as IMPORT_FORMATS
-from app.plain.commands import ACTIONS as PLAIN_ACTIONS
 from app.serve.application import Application
 from app.settings.fields import Setting
 from app.settings.schema import SCHEMA
 from app.tui.actions import all_actions
-from app.tui.keymap import COMMANDS, aliases, defaults
+from app.tui.keymap import defaults
 from engine.cluster.transport.registry import TRANSPORTS
 from engine.errors import ErrorKind, ModelError
 from engine.ipc.messages import AnyEvent, AnyRequest, ExpertPolicy
@@ -91,13 +91,10 @@ def _parameter(parameter: click.Parameter) -> str:
 
 def slash_commands() -> Iterator[str]:
     for command in COMMANDS:
-        keys = ",".join(defaults(command.function, "linux")) if command.function else "none"
-        others = ",".join(aliases(command)) or "none"
-        where = "screen and plain lines" if command.name in PLAIN_ACTIONS else "screen only"
-        yield (
-            f'slash /{" ".join(filter(None, [command.name, command.argument]))}: "{command.title}", "{command.help}", '
-            f"keys {keys}, aliases {others}, {where}"
-        )
+        keys = ",".join(defaults(command.name, "linux")) if command.shortcut is not None else "none"
+        others = ",".join(command.aliases) or "none"
+        in_lines = f', in plain lines "{command.help_in_lines}"' if command.help_in_lines else ""
+        yield (f'slash {command.usage}: "{command.title}", "{command.help}", keys {keys}, aliases {others}{in_lines}')
 
 
 def settings() -> Iterator[str]:

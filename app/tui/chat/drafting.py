@@ -204,14 +204,6 @@ class Editing:
         self.show()
         self._prompt.focus()
 
-    def last_question(self) -> None:
-        """Edit the newest question."""
-        questions = [entry for entry in self._controller.thread.path if entry.role == "user"]
-        if questions:
-            self.begin(questions[-1])
-        else:
-            self._controller.notify("There is no question to edit yet.", "warning")
-
     def end(self, *, sent: bool = False) -> None:
         """Edit nothing any more. A new text that was not ``sent`` is there again when the message is edited next."""
         self.entry = None

@@ -8,12 +8,14 @@ from typing import Any
 from textual.screen import Screen
 
 from app.chat.controller import ChatController
-from app.text_safety import one_line
 from app.tui.panels.panel import Panel, PanelSlot
 
 
 class ChatPanels(PanelSlot):
-    """Makes the chat's panels where there is room for them. ``on_left`` and ``on_text`` are those of the slot."""
+    """Makes the chat's panels where there is room for them.
+
+    ``on_left`` and ``on_text`` are those of the slot. ``use_beams`` gives the shown chat a beam width.
+    """
 
     def __init__(
         self,
@@ -21,10 +23,12 @@ class ChatPanels(PanelSlot):
         controller: ChatController,
         on_left: Callable[[], None],
         on_text: Callable[[str], None],
+        use_beams: Callable[[int], None],
     ) -> None:
         super().__init__(screen, self._made, on_left, on_text)
         self._controller = controller
         self._focus_prompt = on_left
+        self._use_beams = use_beams
 
     def _made(self, kind: str) -> Panel:
         if kind == "timing":
@@ -35,24 +39,10 @@ class ChatPanels(PanelSlot):
 
         return BeamPanel(self._controller, self._apply_beams)
 
-    def beams(self, width: str = "") -> None:
-        """Use beams of the ``width`` that was typed; without one, open or close the panel."""
-        if not width:
-            self.toggle("beams")
-            return
-        number = int(width) if width.isdecimal() else 0
-        if 1 <= number <= 16:
-            self._apply_beams(number)
-        else:
-            self._controller.notify(f"The beam width must be a number from 1 to 16, not {one_line(width)}.", "warning")
-
     def _apply_beams(self, width: int) -> None:
         """Use beams of this ``width`` in the shown chat and go back to typing."""
-        self._controller.setup.change({"beams": width})
+        self._use_beams(width)
         if self.covers:
             self.close()
         else:
             self._focus_prompt()
-        self._controller.notify(
-            f"This chat's next question uses {width} beam{'' if width == 1 else 's'}.", "information"
-        )

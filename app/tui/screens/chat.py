@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from textual import events, on
@@ -13,9 +14,10 @@ from textual.containers import Container, Horizontal, Vertical
 from textual.screen import Screen
 from textual.worker import Worker, WorkerCancelled, WorkerState
 
+from app.chat.commands.command import Command
+from app.chat.commands.table import BY_NAME, COMMANDS, UnknownCommand, parse, unescaped, use_beams
 from app.chat.controller import ChatController
 from app.chat.state import (
-    Entry,
     EntryAdded,
     EntryChanged,
     NewQuestion,
@@ -28,7 +30,6 @@ from app.chat.state import (
     Update,
     UserNotice,
 )
-from app.chat.thread import Copying
 from app.conversations.store import ConversationStore
 from app.engine_client import Engine
 from app.machine import Machine
@@ -43,18 +44,16 @@ from app.tui.chat.prompt import Prompt
 from app.tui.chat.queue_view import QueueView
 from app.tui.chat.status import Heading, NoticeLine, StatusLine, Welcome, terminal_title
 from app.tui.chat.transcript import Transcript
-from app.tui.keymap import ChatCommand, UnknownCommand, bound, key, parse, unescaped
+from app.tui.keymap import bound, key
 from app.tui.panels.chat_panels import ChatPanels
 from app.tui.ranking import remember
 from app.tui.render.highlighting import Highlighter
 from app.tui.render.key_footer import KeyFooter
-from app.tui.screens.chat_setup import SetupCommands
 from app.tui.screens.chats_side import ChatsSide
-from app.tui.screens.conversation_commands import ConversationCommands
-from app.tui.screens.opener import ScreenOpener
+from app.tui.screens.front import ScreenFront
 from app.tui.screens.slash_completion import slash_commands
 from app.tui.screens.updates import Updated, UpdatedScreen
-from app.tui.terminal.application import EDITOR, CopyRequested, TerminalApp
+from app.tui.terminal.application import EDITOR, TerminalApp
 
 if TYPE_CHECKING:
     from app.tui.screens.chat_browser import ChatBrowser
@@ -63,25 +62,34 @@ SETTLED_S = 0.15
 """Seconds after which the end of an answer has been laid out."""
 
 
+def _command_bindings() -> list[Binding]:
+    """The keys of commands that come before the focused widget's."""
+    return [
+        Binding(
+            bound(command.name),
+            f"command('{command.name}')",
+            command.shortcut.label or command.title,
+            show=command.shortcut.shown,
+            id=command.shortcut.id,
+            priority=True,
+        )
+        for command in COMMANDS
+        if command.shortcut is not None
+        and command.shortcut.id.startswith("chat.")
+        and command.name not in ("help", "stop")
+    ]
+
+
 class ChatScreen(Screen[None]):
     """The conversation and the prompt. Other screens are imported when they are first opened."""
 
     AUTO_FOCUS = "#prompt"
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "stop", "Stop", id="chat.stop"),
+        Binding(bound("stop"), "command('stop')", "Stop", id="chat.stop"),
         Binding("escape", "back", "Back", show=False, id="chat.back"),
         Binding(bound("help"), "app.help", "Help", id="chat.help", priority=True),
-        Binding("ctrl+p", "app.command_palette", "Menu", id="chat.menu", priority=True),
-        Binding(bound("chats"), "chats", "Chats", id="chat.conversations", priority=True),
-        Binding(bound("model"), "model", "Model", id="chat.model", priority=True),
-        Binding(bound("beams"), "beams", "Beams", id="chat.beams", priority=True),
-        Binding(bound("timing"), "timing", "Timing", id="chat.timing", priority=True),
-        Binding(bound("machines"), "machines", "Machines", id="chat.machines", priority=True),
-        Binding(bound("thoughts"), "thoughts", "Thoughts", show=False, id="chat.thoughts", priority=True),
-        Binding(bound("sampling"), "sampling", "Sampling", show=False, id="chat.sampling", priority=True),
-        Binding("ctrl+s", "settings", "Settings", id="chat.settings", priority=True),
-        Binding("ctrl+n", "new", "New", show=False, id="chat.new", priority=True),
-        Binding("ctrl+r", "again", "Regenerate", show=False, id="chat.again", priority=True),
+        Binding(bound("menu"), "app.command_palette", "Menu", id="chat.menu", priority=True),
+        *_command_bindings(),
         Binding(bound("newest"), "end", "To the end", show=False, id="chat.end"),
     ]
 
@@ -99,11 +107,13 @@ class ChatScreen(Screen[None]):
         self.controller.deletions.undo_words = "z in the messages or /undo", "ctrl+z in the list of chats or /undo"
         self.prompt = Prompt(id="prompt")
         self.drafting = Drafting(self.prompt, self.controller)
-        self.panels = ChatPanels(self, self.controller, self.focus_prompt, self.prompt.paste)
-        self.opener = ScreenOpener(self, machine)
-        self.setup = SetupCommands(self)
-        self.conversations = ConversationCommands(self)
-        self.chats = ChatsSide(self, self.controller, lambda: self.panels.beside, self.opener.chats, self.focus_prompt)
+        self.front = ScreenFront(self, machine)
+        self.panels = ChatPanels(
+            self, self.controller, self.focus_prompt, self.prompt.paste, partial(use_beams, self.front)
+        )
+        self.chats = ChatsSide(
+            self, self.controller, lambda: self.panels.beside, self.front.open_chats, self.focus_prompt
+        )
         self.panels.on_moved = self.chats.fit
         self.warned_unsaved = False
         self.ended_unseen = False
@@ -116,11 +126,6 @@ class ChatScreen(Screen[None]):
             self.controller, lambda work: self.run_worker(work, group="asking", exit_on_error=True), self._give_back
         )
         self.drafting.being_read = lambda: self._asking.being_read
-        self.copying = Copying(
-            lambda: self.controller.thread,
-            lambda text, what: self.post_message(CopyRequested(text, what)),
-            lambda problem: self.show_notice(problem, "warning"),
-        )
 
     # --- layout ---------------------------------------------------------------------------------------------------
 
@@ -159,11 +164,11 @@ class ChatScreen(Screen[None]):
         self.prompt.leave_upwards_first = self.query_one(QueueView).enter_from_below
         self.editing.show()
         if self._is_missing(self.controller.options.model):
-            self.opener.offer_models()
+            self.front.offer_models()
         self._runner = self.run_worker(self.controller.run, name="controller", group="controller", exit_on_error=True)
         self.show_looks()
         if self.controller.options.show_timing:
-            self.call_after_refresh(self.action_timing)
+            self.call_after_refresh(self.front.timing)
         if self.controller.options.show_chats:
             self.call_after_refresh(self.chats.fit)
 
@@ -239,8 +244,8 @@ class ChatScreen(Screen[None]):
                 self.drafting.bring_back(questions, thread)
             case UserNotice(text, severity, beside):
                 self.show_notice(text, severity, beside=beside)
-        if self.opener.first_run is not None:
-            self.opener.first_run.handle_update(event.update)
+        if self.front.first_run is not None:
+            self.front.first_run.handle_update(event.update)
         if self.panels.panel is not None:
             self.panels.panel.handle_update(event.update)
         self.chats.handle_update(event.update)
@@ -401,30 +406,24 @@ class ChatScreen(Screen[None]):
 
     # --- commands -------------------------------------------------------------------------------------------------
 
-    def run_command(self, command: ChatCommand, argument: str = "") -> None:
-        """Do what ``command`` says, whether it came from a key, the palette or a slash command."""
+    def run_command(self, command: Command, argument: str = "") -> None:
+        """Do what ``command`` says, which came from the palette or was typed."""
         remember(self._recent, command.title)
-        if command.action.startswith("app."):
-            self.app.run_worker(self.app.run_action(command.action), exit_on_error=True)
-            return
-        owner, _, name = command.action.rpartition(".")
-        action = getattr(getattr(self, owner), name) if owner else getattr(self, f"action_{name}")
-        if argument:
-            action(argument)
-        else:
-            action()
+        command.run(self.front, argument)
+
+    def action_command(self, name: str, argument: str = "") -> None:
+        """Run the command ``name``, whose key was pressed."""
+        BY_NAME[name].run(self.front, argument)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        return self._stoppable if action == "stop" else super().check_action(action, parameters)
+        if (action, parameters) == ("command", ("stop",)):
+            return self._stoppable
+        return super().check_action(action, parameters)
 
     @property
     def _stoppable(self) -> bool:
         """Is the escape key what stops an answer?"""
         return self.editing.entry is None and self.controller.can_stop
-
-    def action_stop(self) -> None:
-        self.controller.stop()
-        self.prompt.focus()
 
     def action_back(self) -> None:
         """End an edit, or put away what is told, and go to the prompt."""
@@ -438,66 +437,19 @@ class ChatScreen(Screen[None]):
     def action_end(self) -> None:
         self.transcript.follow()
 
-    def action_new(self) -> None:
-        self.notice.hide()
-        self.controller.new_conversation()
-        self.prompt.focus()
-
-    def action_thoughts(self) -> None:
-        if not self.transcript.toggle_thoughts():
-            self.show_notice("No answer here has thoughts.")
-        else:
-            self._tell_thoughts()
-
-    def _tell_thoughts(self) -> None:
-        """Say that thoughts were opened or folded where nothing on the screen shows it."""
-        if not self.transcript.thoughts_in_sight:
-            are = "open" if any(view.thoughts_open for view in self.transcript.views) else "folded"
-            self.notice.whisper(f"The thoughts are {are} now, above, where the answer begins.")
-
-    def action_again(self) -> None:
-        self.notice.hide()
-        self.controller.regenerate()
-
     @on(Prompt.EditorWanted)
-    def action_editor(self) -> None:
+    def open_editor(self) -> None:
+        """Open the draft in the person's editor."""
         self.run_worker(self._edit_draft(), group=EDITOR)
 
     async def _edit_draft(self) -> None:
         await self.drafting.open_editor()
         self.query_one(AttachmentLine).look_again()
 
-    def action_find(self, text: str = "") -> None:
-        """Find ``text`` in the conversation, or what is typed then."""
-        if not self.controller.thread.path:
-            self.show_notice("There is nothing to find in yet.", "warning")
-            return
-        self.prompt.display = False
-        self.find_line.open(text)
-
     @on(FindLine.Closed)
     def _found(self, event: FindLine.Closed) -> None:
         self.prompt.display = True
         (event.view or self.prompt).focus()
-
-    def action_continue_last(self) -> None:
-        self._continue(None)
-
-    def _continue(self, entry: Entry | None) -> None:
-        self.notice.hide()
-        self.controller.continue_answer(entry)
-        self.transcript.follow()
-        self.prompt.focus()
-
-    def action_undo(self) -> None:
-        """Bring back what was deleted last."""
-        self.controller.deletions.undo()
-
-    def action_temporary(self) -> None:
-        """Begin a conversation that is kept in memory only."""
-        self.notice.hide()
-        self.controller.new_conversation(temporary=True)
-        self.prompt.focus()
 
     @on(MessageView.Asked)
     def _on_asked(self, event: MessageView.Asked) -> None:
@@ -506,24 +458,26 @@ class ChatScreen(Screen[None]):
         match event.what:
             case "copy":
                 view = self.transcript.view_of(entry)
-                self.copying.message(entry, with_thoughts=view is not None and view.thoughts_open)
+                self.front.copying.message(entry, with_thoughts=view is not None and view.thoughts_open)
             case "code":
-                self.copying.next_code(entry)
+                self.front.copying.next_code(entry)
             case "edit":
                 self.editing.begin(entry)
             case "again":
                 self.controller.regenerate(entry)
                 self.prompt.focus()
             case "find":
-                self.action_find()
+                self.front.find("")
             case "thoughts":
-                self._tell_thoughts()
+                self.front.tell_thoughts()
             case "continue":
-                self._continue(entry)
+                self.notice.hide()
+                self.controller.continue_answer(entry)
+                self.front.to_prompt(end=True)
             case "delete" | "delete_all":
                 self.controller.deletions.message(entry, alternatives=event.what == "delete_all")
             case "undo":
-                self.action_undo()
+                self.controller.deletions.undo()
             case "previous" | "next":
                 self.controller.switch(entry, -1 if event.what == "previous" else 1)
             case _:
@@ -531,19 +485,10 @@ class ChatScreen(Screen[None]):
 
     # --- panels ---------------------------------------------------------------------------------------------------
 
-    def action_timing(self) -> None:
-        self.panels.toggle("timing")
-
-    def action_beams(self, width: str = "") -> None:
-        self.panels.beams(width)
-
     def action_close_panel(self) -> None:
         self.panels.close()
 
     # --- screens --------------------------------------------------------------------------------------------------
-
-    def action_chats(self) -> None:
-        self.chats.toggle()
 
     def on_chat_browser_chosen(self, event: ChatBrowser.Chosen) -> None:
         self.controller.open_conversation(event.chosen.conversation, event.chosen.message)
@@ -551,15 +496,3 @@ class ChatScreen(Screen[None]):
 
     def on_chat_browser_left(self) -> None:
         self.focus_prompt()
-
-    def action_model(self, name: str = "") -> None:
-        self.opener.model(name)
-
-    def action_settings(self) -> None:
-        self.opener.settings()
-
-    def action_machines(self) -> None:
-        self.opener.machines()
-
-    def action_sampling(self, preset: str = "") -> None:
-        self.setup.sampling(preset)

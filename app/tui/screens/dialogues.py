@@ -15,8 +15,9 @@ from textual.screen import ModalScreen, Screen
 from textual.widget import Widget
 from textual.widgets import Input, Static
 
+from app.chat.commands.table import COMMANDS
 from app.tui.actions import title_of, why_not
-from app.tui.keymap import COMMANDS, bound, keys_of, readable, with_keys
+from app.tui.keymap import bound, keys_of, readable, with_keys
 from app.tui.render.key_footer import KeyFooter
 from app.tui.render.markdown import HEADINGS, render_markdown, render_table
 from app.tui.render.rendered import Rendered
@@ -54,9 +55,7 @@ def help_text(focused: Widget | None) -> str:
     if focused is not None:
         own = next((node.HELP for node in focused.ancestors_with_self if getattr(node, "HELP", None)), "") or ""
         own = _with_changed_keys(own, focused)
-    commands = "\n".join(
-        f"| {' '.join(filter(None, [f'/{command.name}', command.argument]))} | {command.help} |" for command in COMMANDS
-    )
+    commands = "\n".join(f"| {command.usage} | {command.help} |" for command in COMMANDS)
     parts = ["# Here", own] if own else []
     parts += ["# Keys", KEYS, "# Commands", f"| Command | Action |\n|---|---|\n{commands}"]
     return with_keys("\n\n".join(parts))

@@ -1,4 +1,4 @@
-"""The values that arguments of slash commands can have, for their completion."""
+"""The completion of slash commands and of their arguments."""
 
 from __future__ import annotations
 
@@ -7,96 +7,58 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from textual.fuzzy import Matcher
 from textual.worker import get_current_worker
 
-from app.settings.layers import ADJUSTABLE, PRESETS
-from app.text_safety import one_line
+from app.chat.commands.command import Command
+from app.chat.commands.table import COMMANDS
 from app.tui.chat.completion import Completion, Suggestion
 from app.tui.chat.prompt import Prompt
-from app.tui.keymap import COMMANDS, ChatCommand, aliases
+from app.tui.keymap import hint
 from app.tui.ranking import recent_first, score
 
-MOST_BEAMS = 16
-"""Largest beam width."""
-_MOST_SHOWN = 80
-"""Number of characters of a system prompt that are shown beside the persona's name."""
+Values = Callable[[], Iterable[tuple[str, str]]]
+"""The values that an argument can have, each with what is said of it."""
 
 
 def slash_commands(prompt: Prompt, recent: Sequence[str]) -> SlashCommands:
     """The source of slash commands for ``prompt``. ``recent``: titles of the commands run last."""
+    offered = {command: command.values for command in COMMANDS if command.values is not None}
     return SlashCommands(
         {
-            "model": ModelNames(prompt),
-            "beams": beam_widths,
-            "persona": persona_names,
-            "sampling": preset_names,
-            "set": value_names,
-            "export": export_flags,
+            command.name: LookedUp(prompt, values) if command.values_are_slow else values
+            for command, values in offered.items()
         },
         recent,
     )
 
 
-def beam_widths() -> Iterable[tuple[str, str]]:
-    return [(str(width), "one beam" if width == 1 else f"{width} beams") for width in range(1, MOST_BEAMS + 1)]
+class LookedUp:
+    """Values that are looked up when they are first asked for.
 
-
-def export_flags() -> Iterable[tuple[str, str]]:
-    return [("--thoughts", "with the model's thoughts")]
-
-
-def persona_names() -> Iterable[tuple[str, str]]:
-    from app.settings.personas import open_personas
-    from app.tui.screens.chat_setup import NO_PERSONA
-
-    personas = [(persona.name, one_line(persona.system)[:_MOST_SHOWN]) for persona in open_personas().read()]
-    return [*personas, (NO_PERSONA, "the setup of a new chat")]
-
-
-def value_names() -> Iterable[tuple[str, str]]:
-    return [(setting.key, one_line(setting.help)) for setting in ADJUSTABLE]
-
-
-def preset_names() -> Iterable[tuple[str, str]]:
-    return [(preset.name, preset.about) for preset in PRESETS]
-
-
-class ModelNames:
-    """The models on this machine and those of the catalogue. They are looked for when they are first asked for.
-
-    Looking reads the disk, so that it is done in a thread; ``prompt`` is told when the names are known.
+    Looking reads the disk, so that it is done in a thread; ``prompt`` is told when the values are known.
     """
 
-    def __init__(self, prompt: Prompt) -> None:
+    def __init__(self, prompt: Prompt, values: Values) -> None:
         self._prompt = prompt
-        self._names: list[tuple[str, str]] | None = None
+        self._values = values
+        self._found: list[tuple[str, str]] | None = None
 
     def __call__(self) -> Iterable[tuple[str, str]]:
-        if self._names is None:
-            self._names = []
+        if self._found is None:
+            self._found = []
             self._prompt.run_worker(self._look, thread=True, group="names", exit_on_error=False)
-        return self._names
+        return self._found
 
     def _look(self) -> None:
-        from app.chat.model_choices import model_options
-        from engine.errors import ModelError
-
-        try:
-            found = [(row.name, one_line(row.figures) if row.here else "not downloaded") for row in model_options()]
-        except (ModelError, OSError):
-            return  # the list of models says what is wrong
+        found = list(self._values())
         if not get_current_worker().is_cancelled:
-            self._prompt.app.call_from_thread(self._found, found)
+            self._prompt.app.call_from_thread(self._show, found)
 
-    def _found(self, found: list[tuple[str, str]]) -> None:
-        self._names = found
+    def _show(self, found: list[tuple[str, str]]) -> None:
+        self._found = found
         self._prompt.completer.forget()
         self._prompt.show_completions()
 
 
 # --- slash commands --------------------------------------------------------------------------------------------------
-
-
-Values = Callable[[], Iterable[tuple[str, str]]]
-"""The values that an argument can have, each with what is said of it."""
 
 
 class SlashCommands:
@@ -150,14 +112,14 @@ def _rank(name: str, typed: str) -> int:
     return 2 if typed in name else _NONE
 
 
-def _fit(command: ChatCommand, typed: str) -> int:
+def _fit(command: Command, typed: str) -> int:
     """How well ``typed`` is the beginning of a name, an alias or a word of the title, or the key: from 0 to 4."""
-    names = [_rank(name, typed) for name in (command.name, *aliases(command))]
-    by_word = any(word.startswith(typed) for word in command.title.casefold().split()) or command.key == typed
+    names = [_rank(name, typed) for name in (command.name, *command.aliases)]
+    by_word = any(word.startswith(typed) for word in command.title.casefold().split()) or hint(command) == typed
     return min(*names, 2 if by_word else _NONE)
 
 
-def matching(typed: str, recent: Sequence[str] = ()) -> list[ChatCommand]:
+def matching(typed: str, recent: Sequence[str] = ()) -> list[Command]:
     """The commands that fit ``typed``, best first; among equals, and for an empty text, those run last."""
     commands = recent_first(COMMANDS, recent)
     if not typed:
@@ -169,10 +131,8 @@ def matching(typed: str, recent: Sequence[str] = ()) -> list[ChatCommand]:
     return [command for _, _, command in ranked]
 
 
-def _line(command: ChatCommand) -> Suggestion:
+def _line(command: Command) -> Suggestion:
     """Enter runs the command; tab leaves room for its argument."""
     name = f"/{command.name}"
-    key = f" ({command.key})" if command.key else ""
-    return Suggestion(
-        f"{name} {command.argument}".rstrip(), command.help + key, f"{name} " if command.argument else name, sends=True
-    )
+    key = f" ({hint(command)})" if command.shortcut is not None else ""
+    return Suggestion(command.usage, command.help + key, f"{name} " if command.argument else name, sends=True)

@@ -13,15 +13,14 @@ import pytest
 
 from app import clipboard
 from app.attachments.attachment import Attachment
+from app.chat.commands.table import COMMANDS
 from app.chat.state import Entry, Phase, Status
 from app.conversations.records import Thoughts
 from app.conversations.store import ConversationStore
 from app.plain.chat import PlainChat
-from app.plain.commands import ACTIONS, run_command
 from app.plain.console import Console, ReaderGone, gather, wrapped
 from app.plain.speaking import LONGEST_WAIT, Speaker, spoken_length
 from app.settings.file import open_settings
-from app.tui.keymap import COMMANDS
 from engine.ipc.messages import Beam, Progress
 from tests.app.fake_engine import FakeEngine
 
@@ -35,7 +34,7 @@ def run(engine: FakeEngine, store: ConversationStore, home: Path) -> Run:
     def run_lines(*lines: str) -> list[str]:
         written = io.StringIO()
         console = Console(io.StringIO("".join(f"{line}\n" for line in lines)), written)
-        assert PlainChat(console, engine, store, open_settings(), run_command).run() == 0
+        assert PlainChat(console, engine, store, open_settings()).run() == 0
         output = written.getvalue()
         assert output.endswith("\n") and "\x1b" not in output
         return [line for line in output.splitlines()[1:] if not line.endswith((" is loaded.", "engine.", "Loading."))]
@@ -56,7 +55,7 @@ def test_the_model_that_is_loaded_is_named_before_its_first_answer(
 ) -> None:
     written = io.StringIO()
     console = Console(io.StringIO("Which city?\n"), written)
-    assert PlainChat(console, engine, store, open_settings(), run_command).run() == 0
+    assert PlainChat(console, engine, store, open_settings()).run() == 0
     lines = written.getvalue().splitlines()
     named = lines.index("Notice: The model starter is loaded.")
     assert named < lines.index("Model: Paris is the capital.")
@@ -246,8 +245,7 @@ def test_what_cannot_be_done_is_said(run: Run, typed: str, said: str) -> None:
 def test_every_command_works_in_lines_and_help_names_it(run: Run) -> None:
     lines = run("/help")
     for command in COMMANDS:
-        assert command.name in ACTIONS
-        assert any(line.startswith((f"/{command.name}:", f"/{command.name} [")) for line in lines)
+        assert f"{command.usage}: {command.help_in_lines or command.help}." in lines
     assert lines[-3:] == run("/keys")[1:]
 
 
@@ -318,10 +316,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_it(engine: FakeEngine, store: Convers
     before = signal.getsignal(signal.SIGINT)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        assert (
-            PlainChat(Console(io.StringIO("Hi\nBye\n"), written), engine, store, open_settings(), run_command).run()
-            == 0
-        )
+        assert PlainChat(Console(io.StringIO("Hi\nBye\n"), written), engine, store, open_settings()).run() == 0
     finally:
         signal.signal(signal.SIGINT, before)
     assert "Notice: Stopped.\nYou: Bye\n" in written.getvalue()

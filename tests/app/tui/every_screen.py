@@ -7,10 +7,10 @@ from collections.abc import Awaitable, Callable
 
 from textual.pilot import Pilot
 
+from app.chat.commands.table import COMMANDS
 from app.chat.state import Phase
 from app.settings.personas import Persona, open_personas
 from app.tui.application import ChatApp
-from app.tui.keymap import COMMANDS
 from app.tui.screens.dialogues import AskText, Confirm, Tell
 from tests.app.fake_engine import FakeEngine
 from tests.app.tui.screen_helpers import ask, controller, wait_until

@@ -13,9 +13,10 @@ from textual.binding import Binding
 from textual.widgets import Input
 
 import app
+from app.chat.commands.table import BY_NAME
 from app.tui import keymap
 from app.tui.actions import all_actions
-from app.tui.keymap import COMMANDS, HOMES, TERMINAL_APP, either, key, with_keys
+from app.tui.keymap import HOMES, TERMINAL_APP, either, hint, key, with_keys
 from app.tui.keymap_file import Assignments, BadKey, Keymap, key_named, read, resolve
 from app.tui.screens.dialogues import HelpScreen, help_text
 from tests.app.fake_engine import FakeEngine
@@ -188,7 +189,7 @@ def test_hints_name_the_keys_of_the_person() -> None:
     try:
         assert (key("beams"), either("beams")) == ("f11", "f11 or ctrl+]")
         assert "f11 or ctrl+]" in help_text(None)
-        assert next(command for command in COMMANDS if command.name == "beams").key == "f11"
+        assert hint(BY_NAME["beams"]) == "f11"
         assert with_keys("{beams} {nothing}") == "f11 or ctrl+] {nothing}"
     finally:
         keymap.use({})

@@ -21,7 +21,7 @@ from app import clipboard
 from app.tui import keymap
 from app.tui.application import ChatApp
 from app.tui.chat.message import MessageView
-from app.tui.keymap import TERMINAL_APP, either, key, keys
+from app.tui.keymap import HOMES, TERMINAL_APP, either, key, keys
 from app.tui.render.key_footer import KeyFooter
 from app.tui.render.markdown import COPY_MARK
 from app.tui.render.rendered import Rendered
@@ -78,11 +78,11 @@ def test_its_keys_arrive_under_the_names_they_are_bound_by(name: str) -> None:
     assert [event.key for event in events if isinstance(event, Key)] == [name]
 
 
-@pytest.mark.parametrize("function", sorted(keymap._KEYS))
+@pytest.mark.parametrize("function", sorted(HOMES))
 def test_a_mac_is_told_of_those_first(function: str) -> None:
     assert keys(function, "darwin")[0] in TERMINAL_APP
-    assert set(keys(function, "darwin")) == set(keys(function, "linux")) == set(keymap._KEYS[function])
-    assert keys(function, "linux") == keymap._KEYS[function]
+    assert set(keys(function, "darwin")) == set(keys(function, "linux")) == set(keymap._FUNCTIONS[function][1])
+    assert keys(function, "linux") == keymap._FUNCTIONS[function][1]
 
 
 def test_hints_name_the_key_of_the_system() -> None:

@@ -11,9 +11,10 @@ from textual.command import CommandPalette
 from textual.pilot import Pilot
 from textual.widgets import OptionList
 
+from app.chat.commands.table import COMMANDS
 from app.settings.schema import THEMES
 from app.tui.application import ChatApp
-from app.tui.keymap import COMMANDS, use
+from app.tui.keymap import use
 from app.tui.lending import Events, LendingApp
 from app.tui.screens.dialogues import AskText, Confirm, HelpScreen
 from app.tui.screens.machines import MachinesScreen

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from textual.app import App, ComposeResult
 
+from app.chat.commands.table import COMMANDS, parse
 from app.tui.chat.completion import Completer, Completion, CompletionPopup, Suggestion
 from app.tui.chat.prompt import Prompt
-from app.tui.keymap import COMMANDS, parse
 from app.tui.screens.dialogues import HelpScreen
 from app.tui.screens.slash_completion import SlashCommands, matching
 from tests.app.fake_engine import FakeEngine

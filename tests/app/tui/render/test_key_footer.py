@@ -83,7 +83,7 @@ async def test_keys_come_in_the_order_in_which_they_are_declared(make_app: MakeA
     async with app.run_test(size=(60, 24)) as pilot:
         await ready(pilot, app)
         assert app.chat is not None
-        app.chat.setup.persona()
+        app.chat.action_command("persona")
         await pilot.pause()
         assert [key.description for key in shown_keys(app)] == ["Use", "Save this chat as", "New", "Close", "Help"]
 

@@ -346,20 +346,14 @@ async def test_help_is_about_what_has_the_focus(make_app: MakeApp) -> None:
 
 
 async def test_every_command_of_the_palette_exists(make_app: MakeApp) -> None:
-    from app.tui.keymap import COMMANDS
+    from app.chat.commands.table import COMMANDS
 
     app = make_app()
     async with app.run_test() as pilot:
         await ready(pilot, app)
         assert app.chat is not None
-        for command in COMMANDS:
-            owner, _, action = command.action.rpartition(".")
-            if owner in ("", "app"):
-                assert hasattr(app if owner else app.chat, f"action_{action}"), command.name
-            else:
-                assert callable(getattr(getattr(app.chat, owner), action)), command.name
         titles = [command.title for command in app.get_system_commands(app.chat)]
-        assert "New chat" in titles
+        assert titles[: len(COMMANDS)] == [command.title for command in COMMANDS]
         await pilot.press("ctrl+p")
         await wait_until(pilot, lambda: app.screen is not app.chat)
 

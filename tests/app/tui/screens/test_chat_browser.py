@@ -173,7 +173,7 @@ async def test_a_temporary_chat_is_no_chat_of_the_list(make_app: MakeApp, store:
     async with app.run_test() as pilot:
         await ready(pilot, app)
         assert app.chat is not None
-        app.chat.action_temporary()
+        app.chat.action_command("temporary")
         await pilot.pause()
         await ask(pilot, app, "fleeting")
         browser = await opened(pilot, app)
@@ -222,9 +222,9 @@ async def test_chats_are_imported_pinned_and_archived_by_commands(
         await wait_until(pilot, lambda: any("0 new, 1 already here" in said.message for said in app._notifications))
         await pilot.press("enter")
         await wait_until(pilot, lambda: controller(app).thread.title == "From elsewhere")
-        app.chat.conversations.pin()
+        app.chat.action_command("pin")
         await wait_until(pilot, lambda: store.conversations()[0].pinned)
-        app.chat.conversations.archive()
+        app.chat.action_command("archive")
         await wait_until(pilot, lambda: not store.conversations())
 
 

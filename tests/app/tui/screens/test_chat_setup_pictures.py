@@ -34,7 +34,7 @@ async def shown(pilot: Pilot[int], what: str) -> None:
 async def personas(pilot: Pilot[int]) -> None:
     """Open the screen of the personas."""
     chat = await chat_of(pilot)
-    chat.setup.persona()
+    chat.action_command("persona")
     await shown(pilot, "#personas")
 
 
@@ -98,7 +98,7 @@ def test_a_persona(snap_compare: Compare, make_app: MakeApp, size: tuple[int, in
 def test_a_system_prompt(snap_compare: Compare, make_app: MakeApp, size: tuple[int, int]) -> None:
     async def before(pilot: Pilot[int]) -> None:
         chat = await chat_of(pilot)
-        chat.setup.system()
+        chat.action_command("system")
         await shown(pilot, ".text-dialogue")
 
     assert snap_compare(make_app(system_prompt="Be brief.\nNo lists."), terminal_size=size, run_before=before)

@@ -48,7 +48,7 @@ async def test_the_log_follows_until_the_reader_scrolls_up(make_app: MakeApp) ->
     async with app.run_test(size=(80, 24)) as pilot:
         await ready(pilot, app)
         assert app.chat is not None
-        app.chat.opener.log()
+        app.chat.action_command("log")
         await wait_until(pilot, lambda: bool(app.screen.query("#log-lines")) and "line 99" in shown(app))
         lines = app.screen.query_one("#log")
         assert str(path) in str(app.screen.query_one("#log-path", Static).visual).replace("\n", "")
@@ -104,7 +104,7 @@ def test_pictures(snap_compare: Callable[..., bool], make_app: MakeApp, home: Pa
         for name, value in vars(FULL).items():
             setattr(controller(app).status, name, value)
         write_log("".join(f"21:40:{number:02} a line of the log\n" for number in range(30)))
-        app.chat.opener.status() if what == "status" else app.chat.opener.log()
+        app.chat.action_command(what)
         await pilot.pause()
         if what == "log":
             app.screen.query_one("#log-path", Static).update("/home/you/.local/state/privatellm/engine.log")

@@ -195,7 +195,7 @@ def test_a_temporary_chat(snap_compare: Compare, make_app: MakeApp, size: tuple[
         await ready(pilot)
         chat = app_of(pilot).chat
         assert chat is not None
-        chat.action_temporary()
+        chat.action_command("temporary")
         await ask(pilot, "What is the capital?")
 
     assert snap_compare(make_app(), terminal_size=size, run_before=before)
@@ -210,7 +210,7 @@ def test_finding(snap_compare: Compare, make_app: MakeApp, engine: FakeEngine, s
         await ask(pilot, "What are stacks and queues?")
         chat = app_of(pilot).chat
         assert chat is not None
-        chat.action_find("last")
+        chat.action_command("find", "last")
         await wait_until(pilot, lambda: "of 3" in str(pilot.app.screen.query_one("#find-count", Static).visual))
         await pilot.press("down")
         await wait_until(pilot, lambda: "2 of 3" in str(pilot.app.screen.query_one("#find-count", Static).visual))

@@ -152,12 +152,12 @@ async def palette(pilot: Pilot[int], app: ChatApp) -> None:
 
 async def sampling(pilot: Pilot[int], app: ChatApp) -> None:
     assert app.chat is not None
-    app.chat.action_sampling()
+    app.chat.action_command("sampling")
 
 
 async def personas(pilot: Pilot[int], app: ChatApp) -> None:
     assert app.chat is not None
-    app.chat.setup.persona()
+    app.chat.action_command("persona")
 
 
 async def completion(pilot: Pilot[int], app: ChatApp) -> None:
