@@ -124,7 +124,7 @@ class Clipboard:
 
 
 def copies_file() -> Path:
-    """Where a copied text is written if there is no clipboard. Raises OSError."""
+    """The file for copied text on a machine without a clipboard. Raises OSError."""
     from engine.system.locations import ensure
 
     return ensure("data") / "clipboard.txt"

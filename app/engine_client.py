@@ -134,7 +134,7 @@ class EngineClient:
             await link.write(pack(request))
 
     async def stream(self, request: AnyRequest) -> AsyncGenerator[AnyEvent, None]:
-        """As :meth:`Engine.stream`. Closing it early cancels the request."""
+        """The events of ``request``, as in :meth:`Engine.stream`. Closing the iterator early cancels the request."""
         self._running_link()
         if self._share and isinstance(request, Load):
             events = self._load(request)

@@ -121,7 +121,7 @@ def end_begun() -> None:
 
 
 def _open_log() -> IO[bytes] | None:
-    """Where the engine's stray output goes until the engine sees to it itself; None if there is no such place."""
+    """The log that takes the engine's stray output until the engine opens it itself; None if it cannot be opened."""
     try:
         return (ensure("logs") / "engine.log").open("ab")
     except OSError:

@@ -24,7 +24,7 @@ def leave_on_interrupt() -> None:
 
 
 def raise_on_interrupt() -> None:
-    """From now on ctrl-c raises KeyboardInterrupt, for a program that must restore the terminal."""
+    """Make ctrl-c raise KeyboardInterrupt, for a program that must restore the terminal."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

@@ -20,7 +20,7 @@ class Machine:
     system: str
     """``linux``, ``darwin``, ..., as in ``sys.platform``."""
     architecture: str
-    """As in ``platform.machine()``: ``x86_64``, ``arm64``, ..."""
+    """``x86_64``, ``arm64``, ..., as in ``platform.machine()``."""
     gpu: bool
     """True if there is a GPU that torch might use."""
     torch: bool

@@ -39,7 +39,7 @@ class Identity:
     certificate_pem: bytes
     key_pem: bytes = field(repr=False)
     storage: str
-    """Where the key is kept, in words: the system's keyring, or the file."""
+    """Place of the key, in words: the system's keyring, or the file."""
     instance: str
     """Number that differs between machines, boots and folders with the same (copied) identity; 16 hexadecimal
     digits."""

@@ -88,16 +88,15 @@ class Intervals:
     retry: float = 10.0
     """Between two tries to open sockets that could not be opened."""
     refresh: float = 10.0
-    """Between two questions to every machine that was heard."""
+    """Seconds between two questions to every machine that was heard."""
     unseen: float = 8.0
-    """Beyond ``refresh``, after which a machine that does not answer is dropped."""
+    """Seconds beyond ``refresh`` after which a machine that does not answer is dropped."""
     grace: float = 1.5
-    """Within which a withdrawn announcement may return (after a change of addresses) as if it had never left."""
+    """Seconds within which a withdrawn announcement may return, after a change of addresses, as if it never left."""
     look: float = 60.0
-    """Between two questions for machines. New machines announce themselves unasked, if they know that they were
-    away."""
+    """Seconds between two searches. New machines announce themselves, if they know that they were away."""
     resolve: float = 3.0
-    """That one question to a machine takes at most."""
+    """Timeout of one question to a machine, in seconds."""
 
 
 @dataclass

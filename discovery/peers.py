@@ -34,19 +34,19 @@ class Peer(msgspec.Struct, frozen=True, kw_only=True):
     node_id: str
     certificate_pem: str
     name: str
-    """Its current name, already harmless to show."""
+    """The peer's current name, already harmless to show."""
     former_name: str = ""
-    """Its former name. Settings may still use it."""
+    """The peer's former name, which settings may still use."""
     paired_at: float
     """Time of pairing in seconds since 1970, by this machine's clock."""
     addresses: list[str] = []
     """Addresses (``HOST:PORT``) of its control port, the last one that worked first."""
     copies: list[str] = []
-    """Instances with a copy of its identity. They stay out until a person pairs the machine anew."""
+    """Instances with a copy of the peer's identity. They stay out until a person pairs the machine anew."""
 
     @property
     def label(self) -> str:
-        """Its name, or the beginning of its id."""
+        """The peer's name, or the beginning of its id."""
         return self.name or short(self.node_id)
 
 
@@ -69,10 +69,10 @@ class PeersFile:
         self._peers: dict[str, Peer] = {}
         self._notices: list[str] = []
         self._left_out: set[str] = set()
-        """Notices about machines whose certificates cannot be used. Each is returned once."""
+        """Notices about machines whose certificates cannot be used. Each notice is returned once."""
 
     def all(self) -> list[Peer]:
-        """In the order of pairing."""
+        """All peers, in the order of pairing."""
         with self._mutex:
             self._refresh()
             return sorted(self._peers.values(), key=lambda peer: (peer.paired_at, peer.node_id))

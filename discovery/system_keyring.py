@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class KeyringUnavailable(Exception):
-    """There is no keyring here, or it does not answer. The text says which."""
+    """Raised if there is no keyring, or if it does not answer. The text says which."""
 
 
 def store_secret(service: str, account: str, secret: str, seconds: float | None = None) -> None:

@@ -102,7 +102,7 @@ class Task:
 
     @property
     def owner(self) -> tuple[Client, str]:
-        """Whose turn it takes in the queue."""
+        """The owner on whose turn the request is served."""
         return self.client, self.request.client if isinstance(self.request, Generate) else ""
 
     def cancel(self) -> None:

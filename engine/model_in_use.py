@@ -55,7 +55,7 @@ class ModelInUse:
         release: Callable[[], None],
         network: ClusterNetwork | None,
     ) -> ModelFacts:
-        """As :func:`engine.session.loading.load_session`; ``release`` calls :meth:`release`."""
+        """Load a model by :func:`engine.session.loading.load_session`; ``release`` calls :meth:`release`."""
         from engine.session.loading import load_session
 
         loaded = None if self.session is None else self.session.facts
@@ -77,7 +77,7 @@ class ModelInUse:
             session.close()
 
     def generate(self, request: Generate, emit: Callable[[AnyEvent], None], control: TurnControl) -> Finished:
-        """As :meth:`engine.session.session.Session.generate`. Raises ModelError if no model is loaded."""
+        """Answer ``request`` by :meth:`engine.session.session.Session.generate`. Raises ModelError without a model."""
         session = self.loaded
         try:
             with self.undisturbed():

@@ -62,7 +62,7 @@ def folders_of(files: Iterable[str]) -> list[str]:
 
 
 def fitting(typed: str, names: Iterable[str]) -> list[tuple[int, int, str]]:
-    """Those of ``names`` that have the letters of ``typed`` in their order, each with its rank, in any order.
+    """The members of ``names`` that contain the letters of ``typed`` in order, each with its rank, unsorted.
 
     A name whose last part begins with or contains the text ranks before one whose letters are scattered; then the
     shorter one.

@@ -146,7 +146,7 @@ def generated(begun: Generation, event: Finished) -> Generation:
 
 
 def failed(turn: ChatTurn, event: Failed) -> tuple[State, str]:
-    """As :func:`completed`, for an answer that failed."""
+    """State and text of an answer that failed, as :func:`completed` gives them."""
     if turn.begun.text:
         return "failed", event.error
     if event.kind != "context":

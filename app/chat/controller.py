@@ -376,7 +376,7 @@ class ChatController:
 
     @property
     def can_stop(self) -> bool:
-        """Would :meth:`stop` do anything?"""
+        """Whether :meth:`stop` would do anything."""
         return self.thread in self.unfinished or self._can_stop_loading
 
     @property
@@ -386,7 +386,7 @@ class ChatController:
         return forming or self.status.phase is Phase.FETCHING
 
     def stop(self) -> bool:
-        """As :meth:`stop_soon`, and the questions in the queue go back to the prompt."""
+        """Stop the answer like :meth:`stop_soon`, and return the queued questions to the prompt."""
         questions = self._return_questions(self.thread)
         return self.stop_soon() or questions
 

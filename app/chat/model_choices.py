@@ -20,18 +20,18 @@ class ModelOption:
 
     name: str
     here: bool
-    """Whether it is on this machine."""
+    """Whether the model is on this machine."""
     size: str = ""
-    """Of its files, or of the download."""
+    """Size of the model's files, or of the download, as shown."""
     memory: str = ""
-    """Memory of the machines that it is meant for."""
+    """Memory of the machines that the model is meant for, as shown."""
     speed: str = ""
-    """Predicted, or in a few words why it cannot run here."""
+    """Predicted speed, or a few words why the model cannot run here."""
     runs_not: bool = False
-    """Whether ``speed`` says why it cannot run here."""
+    """Whether ``speed`` says why the model cannot run here."""
     licence: str = ""
     details: str = ""
-    """Its family, where it lies, what is wrong with it."""
+    """Family, location, and problems of the model, as shown."""
     description: str = ""
 
     @property

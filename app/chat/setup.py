@@ -65,7 +65,7 @@ class ChatSetup:
         self._set(self.values.having(changes))
 
     def change_typed(self, name: str, text: str) -> str:
-        """As :meth:`change`, of the value that a person calls ``name``, typed as ``text``.
+        """Change the value that a person calls ``name`` to what they typed as ``text``.
 
         ``default`` is the model's own value, and ``reset`` gives up the chat's own. Without a text nothing changes.
         Returns the value in effect as a line. Raises SettingError.

@@ -36,7 +36,7 @@ class Thread:
     """The questions that wait for the answers of this conversation."""
 
     def store_in(self, disk: ConversationStore) -> ConversationStore:
-        """Where the conversation is kept: in memory, or in the store ``disk``."""
+        """The store of the conversation: its own in memory, or ``disk``."""
         return self.memory or disk
 
     @staticmethod

@@ -36,7 +36,7 @@ class Interruption:
         self._ask = ask
 
     def work_ended(self) -> None:
-        """From now on nothing is cancelled: the engine is being ended, and that must be completed."""
+        """Stop cancelling: the engine is being ended, which must complete."""
         self._work_ended = True
 
     def happen(self) -> None:

@@ -124,7 +124,7 @@ def _show_version(context: click.Context, _: click.Parameter, wanted: bool) -> N
 
 
 class _InOrder(click.Group):
-    """Its help lists the commands as they stand here, not by the alphabet."""
+    """A group whose help lists its commands in the order of their definition, not alphabetically."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
@@ -588,7 +588,7 @@ def man() -> None:
 
 
 def _given(settings: Mapping[str, Value]) -> dict[str, Value]:
-    """Those of ``settings``, by their keys, that were given on the command line. Raises click.BadParameter."""
+    """The settings that were given on the command line, by their keys. Raises click.BadParameter."""
     given: dict[str, Value] = {key: value for key, value in settings.items() if value is not None}
     for key, value in given.items():
         _check_flag(key, value)

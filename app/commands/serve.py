@@ -166,7 +166,7 @@ def _network_folder() -> Path:
 
 
 def _access(flags: ServeFlags) -> tuple[ListenAddress, Rules, str]:
-    """Where clients ask, what they need for it, and the token of `serve --status`. Raises WorkFailed."""
+    """The address to listen on, the rules for clients, and the token of `serve --status`. Raises WorkFailed."""
     from app.serve.gate import Rules, hash_of, is_name, is_origin
     from app.serve.listening import KeyProblem, ListenProblem, kept_hash, parse_address
 

@@ -223,10 +223,10 @@ class Application:
 
 
 def client_of(request: Request, user: str | None = None) -> str:
-    """Whom a request comes from, as far as it shows: requests of one client do not delay another's by more than one.
+    """The client of a request, as far as it can be told. One client's requests delay another's by at most one.
 
-    Programs that use one package look alike. They are told apart by what they send as their key, of which a digest is
-    kept here, or by the field for the user.
+    Programs that use the same package look alike. They are told apart by a digest of the key that they send, or by the
+    field for the user.
     """
     address = request.client.host if request.client is not None else ""
     key = request.headers.get("authorization", "") + request.headers.get("x-api-key", "")

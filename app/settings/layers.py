@@ -21,11 +21,11 @@ SAMPLED = tuple(name for name in Sampling.__struct_fields__ if name in ADJUSTABL
 """Keys of the values that a beam search does not use."""
 
 Source = Literal["chat", "persona", "settings", "default"]
-"""Where a value comes from. ``default``: the model's own default, or the program's where a model has none."""
+"""The origin of a value. ``default``: the model's own default, or the program's if the model has none."""
 
 
 def allowed(content: object) -> dict[str, Value]:
-    """Those entries of ``content`` that a chat can have; all others are left out. Any object may be given."""
+    """The entries of ``content`` that a chat can have. ``content`` may be any object."""
     values: dict[str, Value] = {}
     for key, value in content.items() if isinstance(content, Mapping) else ():
         if key in ADJUSTABLE_KEYS:
@@ -86,7 +86,7 @@ class ChatValues:
 
     @staticmethod
     def restored(content: object) -> ChatValues:
-        """From the form of :attr:`stored`. What is not allowed, in whatever shape, is left out."""
+        """The values in ``content``, which :attr:`stored` gave, or any object. Invalid entries are left out."""
         found = content if isinstance(content, Mapping) else {}
         persona = found.get("persona")
         name = persona if isinstance(persona, str) and persona.isprintable() else ""

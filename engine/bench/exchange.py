@@ -59,7 +59,7 @@ class Measured:
 
     nodes: int
     seconds: dict[ExchangeName, dict[int, list[float]]] = field(default_factory=dict)
-    """Of every exchange as the head had it."""
+    """Seconds of every exchange, measured on the head, by its name and its size in bytes."""
     busy: dict[ExchangeName, float] = field(default_factory=dict)
     """Share of a core that a waiting node used, the busiest one's."""
     problems: dict[ExchangeName, str] = field(default_factory=dict)

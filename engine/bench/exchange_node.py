@@ -53,7 +53,8 @@ class NodeRound(msgspec.Struct, frozen=True, kw_only=True):
     repeats: list[int]
     warm: int
     what: Literal["times", "waiting", "digests"] = "times"
-    """Or what waiting for the last rank costs the processor; or what arrives of bytes that differ by rank and size."""
+    """The measurement: ``times`` of exchanges, processor use while ``waiting`` for the last rank, or ``digests`` of the
+    received bytes, which differ by rank and size."""
 
 
 class ExchangeTimes(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,7 +139,7 @@ def digest(exchange: Exchange, sizes: Sequence[int]) -> str:
 
 
 def _processor_seconds() -> float:
-    """Of this process and its children: an envoy is one."""
+    """Processor seconds used by this process and its children, such as an envoy."""
     total = 0.0
     me = psutil.Process()
     for process in (me, *me.children()):
@@ -186,7 +187,7 @@ class NodeSetup(msgspec.Struct, frozen=True, kw_only=True):
     certificate: bytes
     private_key: bytes
     host: str = "127.0.0.1"
-    """Where it listens."""
+    """Address on which the node listens."""
 
 
 class NodePort(msgspec.Struct, frozen=True, kw_only=True):

@@ -31,10 +31,10 @@ SHORT_PROMPT = 16
 SHORT_STEPS = 8
 """Decoding steps of that run that count: enough for a plan, and short even where a step takes a second."""
 SETTLING_S = 1.5
-"""Seconds for which steps are repeated before. Each of the first ones meets experts that the process has not read yet,
-whose pages have to be found: with 256 experts in a layer a step takes a third longer at first."""
+"""Seconds of warm-up steps before the measured ones. The first steps meet experts that the process has not read yet:
+with 256 experts in a layer such a step takes a third longer."""
 MOST_BATCHES = 12
-"""Most repetitions of SHORT_STEPS in that time."""
+"""Maximum repetitions of SHORT_STEPS within SETTLING_S."""
 
 PROMPTS_FILE = "calibration_prompts.txt"
 ANSWER_TOKENS = 12
@@ -100,7 +100,7 @@ def bench_experts(
 
 
 def _kept(calibration: Calibration) -> str:
-    """Where it is kept. Raises ModelError (disk)."""
+    """Save ``calibration`` and return its path. Raises ModelError (disk)."""
     try:
         return str(save_calibration(calibration))
     except OSError as error:

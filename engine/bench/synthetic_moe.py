@@ -75,7 +75,7 @@ class MoeShape:
         yield "lm_head.weight", (self.vocabulary, self.hidden)
 
     def layer_tensors(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Those of one layer."""
+        """Names and dimensions of one layer's tensors, in the order in which they are stored."""
         at = f"model.layers.{layer}"
         hidden, narrow = self.hidden, self.hidden // self.heads * self.key_value_heads
         yield f"{at}.input_layernorm.weight", (hidden,)

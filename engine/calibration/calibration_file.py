@@ -45,7 +45,7 @@ def shape_of(experts: Experts) -> ExpertShape:
 
 
 def calibration_path(shape: ExpertShape, machine: str) -> Path:
-    """Where the calibration of ``shape`` on ``machine`` is kept."""
+    """Path of the calibration of ``shape`` on ``machine``."""
     identity = hashlib.sha256(f"{machine}\n{shape}".encode()).hexdigest()[:12]
     name = f"experts-{shape.hidden}x{shape.ffn}-{shape.dtype.lower()}-{identity}.json"
     return locate("data") / "calibration" / name

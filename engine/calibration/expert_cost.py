@@ -34,7 +34,7 @@ OVERLAP_S = 0.1
 
 Clock = Callable[[], float]
 Report = Callable[[str, int, int, str], None]
-"""As :data:`engine.ipc.progress.ProgressCallback`; raises Cancelled."""
+"""Progress callback like :data:`engine.ipc.progress.ProgressCallback`. Raises Cancelled."""
 
 
 class CpuSide(Protocol):

@@ -26,7 +26,7 @@ _AT_ONCE = 8
 """Pieces announced before the first of them is wanted: about what a layer's experts lack."""
 _PIECES = SAMPLE_BYTES // _PIECE
 _LOOKED_AT = 16
-"""How many times as many pieces as are read are looked at for some that are not in memory."""
+"""Factor on the number of pieces to read: so many are examined to find pieces that are not in memory."""
 _PAGE = mmap.PAGESIZE
 
 _Key = tuple[Path, int, int]
@@ -34,7 +34,7 @@ _known: dict[_Key, float | None] = {}
 
 
 def disk_rate(path: Path) -> float | None:
-    """As :func:`read_rate`, measured once per process and state of the file."""
+    """The :func:`read_rate` of ``path``, measured once per process and state of the file."""
     try:
         about = path.stat()
     except OSError:
@@ -91,7 +91,7 @@ def read_rate(path: Path) -> float | None:
 
 
 def _absent(file: int, mapped: mmap.mmap, starts: Sequence[int]) -> list[int]:
-    """Those of ``starts``, no more than are read, whose pieces no memory holds."""
+    """The members of ``starts`` whose pieces are not in memory, at most as many as are to be read."""
     pages = _PagesInMemory(mapped)
     can_drop = hasattr(os, "posix_fadvise")
     if can_drop:

@@ -44,8 +44,9 @@ from engine.moe.timing import Recorder
 from engine.runtimes.protocol import Interrupted
 
 MANY_DISAGREEMENTS = 3
+"""Number of disagreements within FEW_LAYERS after which central mode is suggested."""
 FEW_LAYERS = 256
-"""So many disagreements within so many exchanged layers, and central mode is suggested."""
+"""Window in which disagreements are counted, in exchanged layers."""
 
 
 class RingLayers:

@@ -78,7 +78,7 @@ class Formation(Protocol):
 
     @property
     def newcomers(self) -> Collection[str]:
-        """Those of :attr:`names` that were in no ring of this model before."""
+        """The members of :attr:`names` that were in no ring of this model before."""
         ...
 
     @property

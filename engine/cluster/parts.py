@@ -44,7 +44,7 @@ def nobody_observes(moment: Moment, *subjects: object) -> None:
 
 @dataclass(frozen=True)
 class TimeConstants:
-    """Of the network."""
+    """Intervals and timeouts of the network."""
 
     heartbeat_s: float = 0.5
     """Seconds between two heartbeats."""

@@ -103,7 +103,7 @@ class ArgumentStream:
         self._between, self._scanned, self._open = False, 0, 0
 
     def _value_end(self, begin: int) -> int:
-        """Where the value ends that begins at ``begin``; -1 if that is not known yet."""
+        """The end of the value that begins at ``begin``; -1 if it is not known yet."""
         rest = self._rest
         if rest[begin] not in "{[":
             found = _SCALAR.match(rest, begin)

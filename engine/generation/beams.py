@@ -43,7 +43,7 @@ class BeamRule:
     ends: Collection[int] = ()
     hits_stop: Callable[[Sequence[int]], bool] | None = None
     repetition_penalty: float = 1.0
-    """As in sampling. 1 changes nothing."""
+    """Factor of the repetition penalty, as in sampling. 1 changes nothing."""
     penalises_logits: bool = False
     """Whether the penalty changes logits, as in sampling, or log-probabilities, as in transformers' beam search. The
     log-probability of a token that is nearly certain is nearly 0, which no factor changes, so a loop goes on."""
@@ -71,7 +71,7 @@ class _Running:
     total: np.float32
     row: int
     guide: TokenGuide | None = None
-    """Its own state, if a rule's guide leads the beams; None for one whose score is hopeless, too."""
+    """State of the beam's guide. None if no rule guides the beams, or if the beam's score is hopeless."""
 
 
 @dataclass(frozen=True)

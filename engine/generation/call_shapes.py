@@ -500,7 +500,7 @@ def _properties(tool: Tool) -> frozenset[str]:
 
 
 def _spaces(text: str, at: int, more: tuple[str, ...] = ()) -> int:
-    """Where the white space ends that begins at ``at``; one of the letters ``more`` may follow it."""
+    """The end of the white space that begins at ``at``, with one of the letters ``more`` if one follows."""
     end = _SPACE.match(text, at).end()  # type: ignore[union-attr]
     return end + 1 if text.startswith(more, end) else end
 

@@ -185,7 +185,7 @@ class ReasoningParser:
         return min(found, key=lambda place: (place[0], -len(place[1])), default=None)
 
     def _place(self, mark: str) -> int:
-        """Where ``mark`` is in the held text as a mark; -1 if it is not, or only as a word that is spoken of."""
+        """Index of ``mark`` in the held text; -1 if it is missing, or only mentioned as a word."""
         form, held = self._form, self._held
         at = held.find(mark)
         if form.headers or form.stray:

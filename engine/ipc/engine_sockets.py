@@ -1,6 +1,7 @@
-"""Where running engines can be reached by other programs of the same person: Unix sockets in the data folder.
+"""Unix sockets in the data folder, through which a person's other programs reach a running engine.
 
-A socket's name holds a key of what two programs must have in common (:func:`engine_key`) and the engine's process id.
+A socket's name contains the engine's process id and a key (:func:`engine_key`). Programs with the same key can share
+an engine.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def sockets_folder() -> Path:
 def engine_key() -> str:
     """Eight hexadecimal digits for this installation and the variables that engines read.
 
-    Engines of another one would answer otherwise than a program expects, so that it looks for its own only.
+    Programs look only for engines with their own key. Another installation's engine might answer differently.
     """
     found = {name: value for name, value in os.environ.items() if name.startswith(_ENVIRONMENT)}
     # Where an engine is found is no part of what it does.

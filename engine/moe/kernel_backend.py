@@ -18,7 +18,7 @@ from engine.moe.kernels.layers import Gate, LayerExperts, layer_experts
 from engine.moe.kernels.pool import Pool
 
 KEPT_ROWS = 1024
-"""Most rows of results that are kept for the next pass; the buffer of a long prefill is not."""
+"""Maximum rows of a results buffer that is kept for the next pass. The buffer of a long prefill is freed."""
 
 
 class KernelExperts:
@@ -233,7 +233,7 @@ class KernelBackend(ExpertBackend[NDArray[Any]]):
 
 
 def _address(array: NDArray[Any], kind: type[np.float32] | type[np.int32]) -> int:
-    """Where the numbers of ``array`` lie. Raises ModelError if they are not of that kind, one after the other."""
+    """Address of the numbers of ``array``. Raises ModelError if they are not of ``kind`` or not contiguous."""
     if array.dtype != kind or not array.flags.c_contiguous:
         raise ModelError(f"An exchange hands out {array.dtype} where {np.dtype(kind)} is expected.", kind="internal")
     return int(array.ctypes.data)

@@ -156,7 +156,7 @@ def seed_counts(
 def known_counts(
     folder: Path, model: ProfileModel, experts_per_token: int, notice: Callable[[str], None] = lambda text: None
 ) -> dict[int, list[float]] | None:
-    """As :func:`seed_counts`, for ``model`` in ``folder``."""
+    """The known use of the experts of ``model`` in ``folder``, as :func:`seed_counts` gives it."""
     own, calibration = (load_profile(path, model, notice) for path in profile_paths(profile_key(folder)))
     return combined(own, calibration, experts_per_token)
 
@@ -203,7 +203,7 @@ class PopularityWriter:
         self._refused = False
 
     def save_if_due(self) -> None:
-        """As :meth:`save`, at most once in SAVE_INTERVAL_S."""
+        """:meth:`save` if the last time is at least SAVE_INTERVAL_S ago."""
         if self._clock() >= self._due:
             self.save()
 

@@ -159,7 +159,7 @@ class _Cuts:
         self._residents = residents
         self._calibration = calibration
         self._ahead = [cpu - gpu for cpu, gpu in zip(residents.cpu, residents.gpu, strict=True)]
-        """By how much the CPU has more to do than the GPU with so many residents on the CPU; ascending."""
+        """Seconds by which the CPU's work exceeds the GPU's, by the number of residents on the CPU; ascending."""
 
     def at_a_glance(self) -> float:
         """How soon a good cut is done: no cut that is done later is the best one."""
@@ -274,8 +274,8 @@ class _SplitSearch:
 
 
 Place = Literal["gpu", "pmove", "amove"]
-"""Where an active expert runs: on the GPU, where its weights are; on the GPU, its weights copied there first; on the
-CPU, its activations sent there."""
+"""Device of an active expert. ``gpu``: the GPU, which has its weights. ``pmove``: the GPU, after its weights are copied
+there. ``amove``: the CPU, to which its activations are sent."""
 
 
 @dataclass(frozen=True)

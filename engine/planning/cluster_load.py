@@ -17,17 +17,17 @@ from engine.planning.placement import Placement
 from engine.planning.routing_load import level, whole_weights
 
 ENUMERATED = 4000
-"""Maximum outcomes of a layer (numbers of experts per set of holders) that are gone through one by one."""
+"""Maximum outcomes of a layer (numbers of experts per set of holders) that are enumerated."""
 DRAWN = 4000
-"""Outcomes drawn at random over all layers where there are more."""
+"""Number of outcomes drawn at random over all layers, if there are more than ENUMERATED in one."""
 WORK = 24_000
-"""Maximum outcomes looked at in all; of a model with many layers as many layers as that allows, evenly spread."""
+"""Maximum outcomes examined over all layers. In models with many layers, evenly spread layers stand for the others."""
 KEPT_CHOICES = 4096
-"""Maximum sums over choices of experts that are kept for the next placement."""
+"""Size of the cache of sums over choices of experts, in sums."""
 KEPT_SHARES = 16_384
-"""Maximum outcomes of which is kept how the ranks share them."""
+"""Size of the cache of how ranks share an outcome's experts, in outcomes."""
 _CERTAIN = 0.995
-"""Largest expected share of tokens that use an expert; more popular experts count as this."""
+"""Largest expected share of tokens that use one expert. More popular experts count as this."""
 
 Counts = tuple[int, ...]
 LayerKinds = tuple[tuple[Counts, tuple[float, ...]], ...]
@@ -148,7 +148,7 @@ def possible(kinds: LayerKinds, per_token: int) -> int:
 
 
 def _spread(rows: list[tuple[LayerKinds, int]], per_token: int) -> list[tuple[LayerKinds, int]]:
-    """As many of ``rows`` as the work allows, evenly spread."""
+    """Evenly spread members of ``rows``, as many as WORK allows."""
     most = max((min(ENUMERATED, possible(kinds, per_token)) for kinds, _ in rows), default=1)
     kept = max(4, WORK // max(1, most))
     if len(rows) <= kept:

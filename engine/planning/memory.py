@@ -20,7 +20,7 @@ prompt is prefilled, as a template may drop the thoughts that it begins with. Wh
 not reach from there may be forgotten."""
 
 _NOT_YET_DROPPED = 256
-"""Tokens that are not worth a copy of the others."""
+"""Tokens outside the window that a row still keeps: dropping so few is not worth copying the others."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class ModelCosts:
     experts_per_token: int
     key_value_bytes_per_token: int
     state_bytes: int = 0
-    """Of what a row keeps besides, whatever its length."""
+    """Bytes of a row's states, which do not depend on its length."""
     unseen_bytes: int = 0
-    """Of the keys and values of a row's context, those that are not kept."""
+    """Bytes of keys and values that a row drops because its windows do not reach them."""
 
 
 @dataclass(frozen=True)

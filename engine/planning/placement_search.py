@@ -119,7 +119,10 @@ class _LayerSearch:
         return best, rows
 
     def _value(self, rows: Sequence[tuple[int, ...]]) -> Value:
-        """Of placements with the same maximum the more even one is better to continue from, hence the squares."""
+        """Expected largest load, and expected sum of squared loads, of the placement ``rows``.
+
+        The squares prefer the more even of two placements with the same maximum: it is better to continue from.
+        """
         kinds = kinds_of(rows, self._odds, self._wanted)
         self.work += 1 + len(rows) * self._wanted // 64  # what finding the kinds takes
         value = self._known.get(kinds)

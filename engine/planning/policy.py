@@ -68,19 +68,19 @@ class CacheRule:
 
     kind: CacheKind
     admits_moved: bool
-    """An expert whose weights were copied takes the place of another; else its copy is dropped after use."""
+    """Whether a copied expert takes the place of another one. Otherwise its copy is dropped after use."""
     scope: Literal["layer", "global"]
-    """The slots are one pool, or every layer has as many of its own."""
+    """``global``: one pool of slots for all layers. ``layer``: each layer has the same number of slots."""
     learns: bool = False
-    """While no expert is copied to be run, those that are used clearly more often than one that is kept are copied in
-    its place, one a step: where copying never pays within a layer, the cache follows the person's use all the same."""
+    """Whether, while no expert is copied to be run, one expert a step is copied in place of one that is used clearly
+    less. So the cache follows the person's use even where copying never pays within a layer."""
     copies_whole_layer: bool = False
-    """The layer's experts are copied whether active or not, as a system that streams layers does."""
+    """Whether all experts of a layer are copied, active or not, as in systems that stream layers."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Where the active experts run, in their order, and the seconds after which either side should be done."""
+    """The places of the active experts, in their order, and the predicted seconds of the CPU's and the GPU's work."""
 
     places: tuple[Place, ...]
     cpu_s: float
@@ -101,7 +101,7 @@ class Policy(Protocol):
     def cache(self) -> CacheRule: ...
 
     def decide(self, layer: int, active: Sequence[ActiveExpert], calibration: Calibration) -> Decision:
-        """Where the ``active`` experts of ``layer`` run. Raises ValueError if the calibration knows no GPU."""
+        """Decide where the ``active`` experts of ``layer`` run. Raises ValueError if the calibration knows no GPU."""
         ...
 
     def observe(self, layer: int, decision: Decision, cpu_s: float, gpu_s: float) -> Policy:

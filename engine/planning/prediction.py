@@ -45,14 +45,14 @@ class ModelSizes:
     expert_bytes: int
     key_value_bytes_per_token: int
     state_bytes: int = 0
-    """Of what a row keeps besides, whatever its length, and every pass replaces: the states of delta-nets."""
+    """Bytes of a row's states of delta-nets, which every pass replaces and which do not depend on the row's length."""
     windowed_bytes_per_token: int = 0
-    """Of ``key_value_bytes_per_token``, those of layers that keep no more than ``windowed_tokens``."""
+    """Part of ``key_value_bytes_per_token`` in layers that keep at most ``windowed_tokens`` tokens."""
     windowed_tokens: int = 0
     bytes_per_weight: int = 2
-    """Of numbers that are computed with."""
+    """Bytes of a weight in the format that is computed with."""
     name: str = ""
-    """As a command takes it, for sentences that name one."""
+    """The model's name as commands take it."""
     shared_bytes: int = 0
     """Part of the trunk: the shared experts of all MoE layers, which every token runs."""
     expert_weights: int = 0

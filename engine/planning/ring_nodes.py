@@ -73,14 +73,14 @@ class NodeMeasured:
     machine: str = ""
     """See :class:`engine.planning.ring_speed.NodeCosts`."""
     processor: str = ""
-    """Its name and the threads in use; machines with the same are taken to be equally fast. Empty: unknown."""
+    """Processor and number of threads. Machines that agree in both count as equally fast. Empty: unknown."""
     has: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    """Per decoder layer, the experts of this model that are on its disk."""
+    """Experts of this model on the node's disk, by decoder layer."""
     has_trunk: bool = False
     disk_free: int | None = None
-    """None: unknown, and no limit."""
+    """Free bytes on the node's disk; None: unknown, so there is no limit."""
     gpu: NodeGpu | None = None
-    """None: it has none, or none that runs experts in this ring."""
+    """The GPU that runs experts in this ring; None: there is none."""
 
 
 @dataclass(frozen=True)
@@ -102,9 +102,9 @@ class RingModelFacts:
     context_tokens: int = 4096
     prefill_chunk: int = 512
     word_bytes: int = 4
-    """Of a number of the exchange."""
+    """Bytes of one number in the exchange."""
     vocabulary: int = 0
-    """Logits of a token."""
+    """Number of logits of a token."""
 
     @property
     def grid(self) -> ExpertGrid:

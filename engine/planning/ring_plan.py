@@ -89,7 +89,7 @@ class RingDecision:
     kind: Literal["ring", "alone", "elsewhere", "refused"]
     reason: str
     ranks: tuple[str, ...] = ()
-    """Node ids in rank order, the head first; also of the ring that is not formed because one machine is faster."""
+    """Node ids in rank order, the head first. Set also if the ring is not formed because one machine is faster."""
     placement: Placement | None = None
     mode: Mode = "exact"
     loading: LoadingRule = "selected"
@@ -98,16 +98,16 @@ class RingDecision:
     facts: RingFacts | None = None
     shortfall: int = 0
     step: PassTime | None = None
-    """Predicted; None where too little was measured."""
+    """Predicted time of a decoding step; None if too little was measured."""
     terms: StepTerms | None = None
-    """What :attr:`step` was predicted from."""
+    """Terms from which :attr:`step` was predicted."""
     prefill: PassTime | None = None
-    """Of a prompt of PREFILL_TOKENS tokens."""
+    """Predicted time of a prompt of PREFILL_TOKENS tokens."""
     alone_step: PassTime | None = None
-    """Of the head by itself; None too if the model does not fit there."""
+    """Predicted time of a decoding step of the head alone; None also if the model does not fit there."""
     notices: tuple[str, ...] = ()
     instead: RingDecision | None = None
-    """The decision if no answer waited, where another one was taken because nothing is sent for it."""
+    """The decision if no answer waited. Set if another one was taken because it needs no weights sent."""
 
 
 def plan_ring(
@@ -336,7 +336,7 @@ class _Planner:
         )
 
     def slowest(self, nodes: Sequence[NodeMeasured]) -> list[NodeMeasured]:
-        """Of the others than the head: the one whose experts take longest, and the one with the slowest links."""
+        """The nodes other than the head with the slowest experts and with the slowest links."""
         step = {
             node.node_id: alone_times(self.model, node, self._costs[node.node_id])[0].seconds
             for node in nodes

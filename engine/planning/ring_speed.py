@@ -120,11 +120,11 @@ class WireSpeed:
 
     @classmethod
     def of_link(cls, latency_s: float, bytes_per_s: float) -> WireSpeed:
-        """From the slowest link between two nodes, before all are joined."""
+        """The speed estimated from the slowest link between two nodes, before all are joined."""
         return cls(latency_s, bytes_per_s, PER_PEER * latency_s)
 
     def seconds(self, nbytes: float, peers: int) -> float:
-        """Until ``nbytes``, all that the busiest node sends to its ``peers`` (or gets from them), have arrived; 0.0
+        """Seconds until ``nbytes``, all that the busiest node sends to (or gets from) its ``peers``, have arrived; 0.0
         without peers."""
         if peers <= 0:
             return 0.0
@@ -308,7 +308,7 @@ def costs_of(
     layers = max(1, model.layers)
 
     def seconds(tokens: int, weights: int, beside: int = 0) -> float:
-        """Of a pass of ``tokens`` through so many bytes of weights, for which ``beside`` more bytes are read."""
+        """Seconds of a pass of ``tokens`` through ``weights`` bytes that also reads ``beside`` bytes of other data."""
         reading = (weights + beside) / memory_read
         return max(reading, 2.0 * tokens * weights * model.weights_per_trunk_byte / operations if operations else 0.0)
 

@@ -83,8 +83,10 @@ class ResidentModel:
 
     @contextlib.contextmanager
     def part_of_pass(self, first: bool, last: bool) -> Iterator[None]:
-        """As :meth:`passing`, for one part of a pass that arrives in parts. The warmer may work between two parts, as
-        the last one may never arrive."""
+        """Encloses one part of a pass that arrives in parts; see :meth:`passing`.
+
+        The warmer may work between two parts, because the last one may never arrive.
+        """
         if first:
             self.probe.begin()
             self._pass_began = self._clock()

@@ -23,7 +23,7 @@ def load_model(
     release: Callable[[], None] = lambda: None,
     known_whole: bool = False,
 ) -> LoadedModel:
-    """As ``runtime.load``, with a ModelError (memory) if memory runs out.
+    """Load the model in ``folder`` by ``runtime``. Raises ModelError (memory) if memory runs out.
 
     Outside of a ring, a shard is refused unless it is known to hold the whole model (``known_whole``).
     """

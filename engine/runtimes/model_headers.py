@@ -35,9 +35,11 @@ _Key = tuple[object, ...]
 
 @dataclass(frozen=True)
 class Headers:
-    """Of a model in ``folder``. ``shape`` and ``profile`` are None for a dense model; ``not_native`` is why the native
-    trunk does not run it, or None; ``largest`` is the
-    largest file with experts, or of a dense model."""
+    """Facts about the model in ``folder``, from its files' headers.
+
+    ``shape`` and ``profile`` are None for a dense model. ``not_native`` says why the native trunk does not run it, if
+    it does not. ``largest`` is the largest file with experts, or of a dense model.
+    """
 
     folder: Path
     sizes: Sizes
@@ -46,7 +48,7 @@ class Headers:
     not_native: str | None
     largest: Path | None
     refused: ModelError | None = None
-    """What the native trunk says of the model when it is to run it, if it refuses it."""
+    """The error with which the native trunk refuses the model; None if it runs it."""
 
 
 _headers: OrderedDict[_Key, Headers] = OrderedDict()
@@ -93,7 +95,7 @@ def _refused(files: ModelFiles, load: Load) -> ModelError | None:
 
 
 def _in_library(folder: Path, load: Load) -> Headers | None:
-    """Of a folder that mlx-lm wrote, which only the runtime mlx reads; None for any other folder or runtime."""
+    """Facts about a folder that mlx-lm wrote, which only the runtime mlx reads; None for other folders or runtimes."""
     mlx = load.runtime == "mlx" or (load.runtime == "auto" and mlx_by_default())
     if not mlx or not is_library(folder):
         return None

@@ -39,11 +39,11 @@ class CachedRow:
     tokens: list[int] = field(default_factory=list)
     passes: PassSequence = field(default_factory=PassSequence)
     known: tuple[int, Logits] | None = None
-    """The last prompt's length in tokens and the logits after it, so that it can be answered again."""
+    """Length of the last prompt in tokens, and the logits after it, with which it can be answered again."""
     checkpoint: RowCheckpoint | None = None
-    """Where the next prompt can go on if the row cannot be cut back."""
+    """The point from which the next prompt can go on if the row cannot be cut back."""
     owner: str = ""
-    """Whose conversation it is, if it may be kept on disk; empty: it may not."""
+    """Owner of the conversation, under whose name the row may be kept on disk; empty: it may not be."""
     path: Path | None = None
     """The file in which it is kept."""
     on_disk: int = 0

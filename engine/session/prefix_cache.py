@@ -42,8 +42,8 @@ REPLAY_INTERVAL_S = 1 / 4
 
 
 CHECKPOINT_TAIL = 16
-"""Tokens at the end of a prompt that are run by themselves where states cannot be cut back. They hold what a template
-writes before the answer, so that the next prompt, which has other words there, has everything before them in common."""
+"""Tokens at the end of a prompt that are run apart if the model's state cannot be cut back. A checkpoint lies before
+them: they hold what the template writes before an answer, which the next prompt replaces."""
 
 
 class PrefixCache:
@@ -217,7 +217,8 @@ class PrefixCache:
         return reused.up_to(len(prompt), self._chunk)
 
     def _lost_beginning(self, prompt: Sequence[int]) -> tuple[list[int], PassSequence] | None:
-        """Of what was lost with the ring since the last prompt, the conversation that ``prompt`` goes on with."""
+        """The conversation, lost with the ring since the last prompt, that shares most with ``prompt``; None if none
+        was."""
         lost, self._lost = self._lost, []
         if not self._repeatable or not lost:
             return None

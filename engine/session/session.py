@@ -156,7 +156,7 @@ class Session:
         return self._cache.write(should_stop, last=last)
 
     def forget_prefixes(self, conversations: Sequence[str]) -> None:
-        """As :class:`ForgetPrefixes`. From any thread."""
+        """Delete what is kept on disk of ``conversations``; see :class:`ForgetPrefixes`. Thread-safe."""
         if self._disk is not None:
             self._disk.forget(conversations)
 

@@ -87,7 +87,7 @@ class StoredPrefix:
         return int(different[0]) if len(different) else length
 
     def reusable(self, prompt: NDArray[np.int32], wanted: PassSequence | None) -> int:
-        """As :meth:`engine.session.kept_rows.CachedRow.reusable`."""
+        """Tokens of ``prompt`` that the file can supply; see :meth:`engine.session.kept_rows.CachedRow.reusable`."""
         return reusable_length(
             len(prompt),
             self.shared(prompt),

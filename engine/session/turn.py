@@ -105,7 +105,7 @@ class Turn:
         self.prefilled = 0
         self.first_pass_s: float | None = None
         self.owner = request.conversation
-        """Under which name what is read may be kept on disk; empty: not at all."""
+        """Name under which the conversation's prefix may be kept on disk; empty: it may not be."""
         self.sampling: Sampling | None = None
         """The values that the tokens are chosen by."""
         self._always = request.with_timing
@@ -119,7 +119,7 @@ class Turn:
         self._earlier = 0
         """Tokens of the samples before the current one."""
         self.sample = 0
-        """Which of several answers is being made."""
+        """Index of the answer that is being generated, if there are several."""
         self._measured = False
         self._due: dict[str, float] = {}
         self._stream: TextStream | None = None
@@ -276,7 +276,7 @@ class TextStream:
         self._thoughts: list[str] = []
         self._waiting = Separated()
         self._logprobs: list[TokenLogprob] = []
-        """Those that were not sent yet."""
+        """Log-probabilities that were not sent yet."""
         self._counted = 0
         self.thought_tokens = 0
         """Tokens up to the end of the thoughts."""

@@ -23,11 +23,11 @@ _NAMES = (
 )
 """Files with limit and use of a control group, and its statistics that count pages of files; versions 2 and 1."""
 _NO_LIMIT = 1 << 60
-"""More than any machine has: version 1 says that there is no limit by such a number."""
+"""Bytes from which a limit counts as none. Version 1 expresses the absence of a limit by such a number."""
 
 
 class _Files(NamedTuple):
-    """Of one control group, as one version of them names its files."""
+    """Files of one control group, as one version of control groups names them."""
 
     limit: Path
     used: Path
@@ -110,10 +110,11 @@ def _limits(mount: Path, membership: Path) -> list[tuple[int, int]]:
 
 @functools.lru_cache(maxsize=4)
 def _files(mount: Path, groups: str) -> list[list[_Files]]:
-    """For each control group of this process, the outermost too, as inside a container there may be no other: where
-    its limit, its use and its statistics may be. ``groups``: as the system tells them.
+    """Possible paths of the limit, the use and the statistics of each control group of this process.
 
-    Kept, as every heartbeat of a ring asks for the memory, and making the paths takes longer than reading the files.
+    The outermost group is included: inside a container there may be no other. ``groups``: the text of
+    /proc/self/cgroup. The result is cached, because every heartbeat of a ring asks for the memory and making the paths
+    takes longer than reading the files.
     """
     folders = [mount, mount / "memory"]
     for line in groups.splitlines():

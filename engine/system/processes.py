@@ -69,4 +69,5 @@ def start_module(
 
 
 ONLY_TLS_1_3 = {"GRPC_SSL_CIPHER_SUITES": "ECDHE-RSA-AES128-GCM-SHA256"}
-"""Of the suites of older versions this leaves one, which a node's P-256 certificate cannot be used with."""
+"""Environment that limits gRPC to TLS 1.3. The one suite left for older versions cannot be used with a node's P-256
+certificate."""

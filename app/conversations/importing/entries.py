@@ -111,7 +111,7 @@ def _parsed(data: bytes, start: int, end: int, depth: int) -> object:
 
 
 def _end(data: bytes, place: int) -> tuple[int | None, int]:
-    """Where the value that begins with a bracket at ``place`` ends, None if it does not; and its depth."""
+    """The end of the value that begins with a bracket at ``place``, None if it has none; and the value's depth."""
     depth = deepest = 0
     while (found := _TO_BRACKET.match(data, place)) is not None:
         place = found.end()
@@ -126,6 +126,6 @@ def _end(data: bytes, place: int) -> tuple[int | None, int]:
 
 
 def _after(pattern: re.Pattern[bytes], data: bytes, place: int) -> int:
-    """Where ``pattern`` ends at ``place``, which is ``place`` where it does not fit."""
+    """The end of a match of ``pattern`` at ``place``; ``place`` itself without a match."""
     found = pattern.match(data, place)
     return place if found is None else found.end()

@@ -81,7 +81,7 @@ class _Log:
         return data.decode("utf-8", "replace")
 
     def rows(self, table: str, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """Those of ``columns`` that ``table`` has, row by row, in no order; nothing if there is no such table.
+        """The rows of ``table``, unsorted, with those of ``columns`` that it has; nothing if there is no such table.
 
         Sorting is left to Python: SQLite would read everything before the first row could be counted. Raises
         ImportProblem, ImportTooLarge and sqlite3.Error.
@@ -213,7 +213,7 @@ class LoggedAnswers:
         return (conversation for _, conversation in self.named())
 
     def named(self) -> Iterator[tuple[str, ImportedConversation | None]]:
-        """As :meth:`conversations`, each with its id."""
+        """The conversations with their ids, in no order; None for each that is too large."""
         for key, answers in self._grouped.items():
             own = sorted(answers, key=lambda answer: (answer.datetime_utc, answer.id))
             messages = [message for answer in own for message in answer.messages or ()]

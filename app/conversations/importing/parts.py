@@ -155,7 +155,7 @@ def number(value: object) -> float:
 
 
 def whole(value: object) -> int:
-    """As :func:`number`, a whole number."""
+    """``value`` as a whole number if it is finite and not negative, else 0."""
     return int(number(value))
 
 

@@ -41,17 +41,17 @@ class FileReferences:
         self._run = run
         self._listed = listed
         self._names: dict[str, list[str]] = {}
-        """What was found, by folder as it is typed; empty text: below the current folder."""
+        """Names found in each folder, by the folder as typed. Empty: files below the current folder."""
         self._asked: set[str] = set()
         self._narrowed: tuple[str, list[str]] = "", []
-        """The names that fit the text typed last. Those that fit a longer one are among them."""
+        """The text typed last, and the names that fit it. Names that fit a longer text are among them."""
 
     def complete(self, before: str, after: str) -> Completion | None:
-        found = _TYPED.search(before)
-        if found is None or after[:1].strip():
+        match = _TYPED.search(before)
+        if match is None or after[:1].strip():
             self._forget()
             return None
-        typed = found[1] if found[1] is not None else found[2]
+        typed = match[1] if match[1] is not None else match[2]
         folder = typed[: typed.rfind("/") + 1] if _ELSEWHERE.match(typed) else ""
         if folder not in self._asked:
             self._asked.add(folder)
@@ -62,7 +62,7 @@ class FileReferences:
         names = [name for name in names if name != typed]
         # Enter sends what only resembles a file: a name that is mentioned, or Python's ``@property``.
         sure = bool(names) and typed.casefold() in names[0].casefold()
-        return Completion(found.start(), tuple(map(_candidate, names)), preselected=sure)
+        return Completion(match.start(), tuple(map(_candidate, names)), preselected=sure)
 
     def _fitting(self, folder: str, typed: str) -> list[str]:
         if folder:

@@ -167,7 +167,7 @@ class Prompt(FoldingArea):
         """
         self.completer = Completer()
         self.popup: CompletionPopup | None = None
-        """Where candidates are shown. Without one nothing is completed."""
+        """The list that shows candidates. Without it nothing is completed."""
 
     @property
     def draft(self) -> Draft:

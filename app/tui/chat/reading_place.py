@@ -1,7 +1,7 @@
-"""Where the reader of a conversation is, kept by its text: the line is found again whatever changed it. Pure.
+"""The line at which a conversation is being read, remembered by its text, so that any new layout can show it again.
 
-A message is wrapped anew for each width, and what is above the reader's line opens and folds. Letters are what stays:
-all characters but white space, what is drawn to fill a line, and the marks of code.
+Messages are wrapped anew for each width, and parts above the line open and fold. The letters stay the same: all
+characters except white space, line fillers and the marks of code. Pure.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the reader is: at the end, or at line ``row`` of ``entry``, which was ``drawn`` like this.
+    """A reading position: the end, or line ``row`` of ``entry`` as it was ``drawn`` then.
 
     Lines count from 0; those of the margin before the message are negative.
     """
@@ -69,7 +69,7 @@ class Place:
 
 
 def _found(old: str, new: str, index: int) -> int:
-    """Where in ``new`` the letter ``index`` of ``old`` is, or where it would be."""
+    """The index in ``new`` of the letter ``index`` of ``old``, or an estimate if the text around it has changed."""
     snippet = old[index : index + _SNIPPET]
     if new.startswith(old[: index + _SNIPPET]):
         return index

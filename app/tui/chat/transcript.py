@@ -145,7 +145,7 @@ class Transcript(VerticalScroll, can_focus=False):
         self._following = True
         self._end_in_sight = True
         self._place = Place()
-        """Where the reader went last. It stays when a layout moves the text."""
+        """The place to which the reader went last. It stays the same when a new layout moves the text."""
         self._arranged: DockArrangeResult | None = None
         self._reaching = False
         self._mounting = asyncio.Lock()
@@ -212,7 +212,7 @@ class Transcript(VerticalScroll, can_focus=False):
 
     @property
     def place(self) -> Place:
-        """Where the reader is now."""
+        """The place at which the reader is now."""
         return Place() if self._following else self._place
 
     async def return_to(self, place: Place) -> None:

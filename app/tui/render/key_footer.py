@@ -104,7 +104,7 @@ class KeyFooter(Footer):
 
 
 def _fitting(keys: Sequence[_ShownKey], room: int) -> list[_ShownKey]:
-    """Those of ``keys``, in the same order, that fit in ``room`` columns."""
+    """The members of ``keys``, in the same order, that fit in ``room`` columns."""
     shown: set[int] = set()
     for place, key in sorted(enumerate(keys), key=lambda entry: (not entry[1].always_shown, entry[0])):
         width = key.width + (_GAP if shown else 0)

@@ -229,7 +229,7 @@ def _table(state: StateBlock, start: int, end: int, silent: bool) -> bool:
 
 
 def _pipes_of_code(row: str) -> set[int]:
-    """Where in ``row`` pipes stand within code."""
+    """Indices of the pipes in ``row`` that stand within code."""
     pipes: set[int] = set()
     runs = [match.span() for match in _TICKS.finditer(row)]
     later = {end - start: index for index, (start, end) in enumerate(runs)}
@@ -248,7 +248,7 @@ def _pipes_of_code(row: str) -> set[int]:
 
 
 def _surplus(row: str, columns: int) -> set[int]:
-    """Where in ``row`` the pipes stand after those that separate ``columns`` cells: the last cell has the rest."""
+    """Indices of the pipes in ``row`` beyond those that separate ``columns`` cells. They belong to the last cell."""
     pipes = [found.start() for found in _PIPE.finditer(row.rstrip().removesuffix("|"))]
     return set(pipes[columns - 1 + row.lstrip().startswith("|") :])
 

@@ -107,10 +107,10 @@ def download_lines(fetcher: ModelFetcher, name: str, keys: str) -> list[Content]
     if stopped is None:
         return []
     reached = stopped.progress
-    kept = f" {size(reached.done)} of {size(reached.total)} are kept;" if reached.total else ""
+    downloaded = f" {size(reached.done)} of {size(reached.total)} are kept;" if reached.total else ""
     if stopped.problem:
         return [
             Content.styled(f"✗ {one_line(stopped.problem)}", "$text-error"),
             Content.styled(f"{keys} tries again.", "$text-warning"),
         ]
-    return [Content.styled(f"‖ Paused.{kept} {keys} continues.", "$text-warning")]
+    return [Content.styled(f"‖ Paused.{downloaded} {keys} continues.", "$text-warning")]

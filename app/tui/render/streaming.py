@@ -122,7 +122,7 @@ def _lines(source: str) -> list[str]:
 
 
 def find_cut(text: str) -> int:
-    """Where the part of ``text`` ends that means the same by itself; 0 if there is none."""
+    """The end of the part of ``text`` that can be rendered apart, because what follows cannot change it; 0 if none."""
     position = 0
     safe = 0
     fence = ""

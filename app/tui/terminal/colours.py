@@ -55,7 +55,7 @@ _ANSI_DARK = {
 _ANSI_LIGHT = {
     "text-secondary": "ansi_blue", "text-warning": "ansi_red", "text-success": "ansi_blue",
 }  # fmt: skip
-"""Of a terminal's own sixteen colours, those that stand out in the palette that most terminals begin with."""
+"""Names among a terminal's own sixteen colours that stand out in most terminals' default palette."""
 
 
 def contrast(one: Color, other: Color) -> float:

@@ -174,7 +174,7 @@ class FasterLinks:
             self.found.set()
 
     def _try(self, at: Mapping[Way, str], machines: Mapping[str, Candidate]) -> dict[Way, str]:
-        """Those of these addresses, by way, at which the machine takes a link."""
+        """The addresses among ``at`` that accept a link, by way."""
         ends = {node_id for way in at for node_id in way}
         there = [replace(one, listeners=()) for node_id, one in machines.items() if node_id in ends]
         trial = LinkTrial(self._node, there, list(at), secrets.token_hex(8), at)

@@ -132,17 +132,17 @@ class RingFormer:
         self._link_retry = LinkRetry(node, {}, self._present_machines)
         self._faster_links = FasterLinks(node, surveyor, {}, self._present_machines)
         self._makeshift = False
-        """Whether the last forming only spared an answer that waited the sending of weights."""
+        """Whether the last plan was chosen only because an answer waited, to avoid sending weights."""
         self._change: RingChange | None = None
-        """A change that was planned and did not pay yet."""
+        """A planned change whose cost is not yet worth it."""
         self._change_with: frozenset[tuple[str, str]] = frozenset()
-        """Node ids and processes of the machines that were there then."""
+        """Node ids and processes of the machines that were present when :attr:`_change` was planned."""
         self._wanted: set[str] = set()
-        """Node ids of the ring that it would lead to."""
+        """Node ids of the ring to which :attr:`_change` would lead."""
         self._measured_s: float | None = None
         """Seconds of an exchange as last measured by the machines together."""
         self._measured_with: set[str] = set()
-        """Their node ids."""
+        """Node ids of the machines in that measurement."""
         self._planned: set[str] = set()
         """Node ids of the last plan. Some of the machines may be gone since."""
         self._needed: set[str] = set()
@@ -150,7 +150,8 @@ class RingFormer:
         self._tried: Tried | None = None
         """Links that can be opened, if they were tried before the survey."""
         self._open_choice = choice
-        """Until the ring was formed first: the runtime stays the same then, for the sake of the answers."""
+        """The runtime choice while it is still open, before the first ring. Afterwards the runtime never changes, so
+        that answers stay the same."""
         node.on_forgotten(self._forgotten)
 
     # --- see Former -----------------------------------------------------------------------------------------------
@@ -497,7 +498,7 @@ class RingFormer:
     def _form_with(self, machines: Sequence[Candidate], notices: list[str], progress: ProgressCallback) -> FormedRing:
         # After a loss an answer is waiting.
         hurry = self._formed is not None and self._formed.lost() is not None
-        known, self._tried = self._tried, None
+        links_tried, self._tried = self._tried, None
         if self._lacked is not None and (fetched := self._lacked.fetched) is not None:
             self._has_whole(fetched)
         survey = self._surveyor.survey(
@@ -507,7 +508,7 @@ class RingFormer:
             progress,
             threads=self._trial.threads,
             hurry=hurry,
-            links_tried=known,
+            links_tried=links_tried,
         )
         together = self.plan(survey, machines, waiting=hurry)
         if self._open_choice is not None and self._formed is None:

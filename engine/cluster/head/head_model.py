@@ -117,14 +117,15 @@ class RunningEpoch:
             return self.formation.command_links[rank].receive(commands.REPLY_LIMIT)
 
     def took(self, tokens: int, seconds: float, decoding: bool) -> None:
-        """A pass over ``tokens`` took so long."""
+        """Record that a pass over ``tokens`` took ``seconds``."""
         if decoding:
             self._stepped, self._stepped_s = self._stepped + 1, self._stepped_s + seconds
         elif tokens >= LONG_PASS:
             self._read, self._read_s = self._read + tokens, self._read_s + seconds
 
     def rerun(self, read: int, passes: int) -> Rerun:
-        """So many tokens of prompts and passes over decoded tokens, with what they took in this epoch."""
+        """The work of ``read`` prompt tokens and ``passes`` decoding passes, with their measured times in this
+        epoch."""
         read_s = self._read_s / self._read if self._read else None
         return Rerun(read, passes, read_s, self._stepped_s / self._stepped if self._stepped else None)
 
@@ -314,7 +315,8 @@ class RingRows(TokenRows):
         return logits
 
     def step_choosing(self, token: int, sampler: Sampler) -> int | None:
-        """By the machine that computes everything, if there is one."""
+        """Decode ``token`` and let the machine that computes everything choose the next one; None if there is no such
+        machine."""
         if not self._epoch.formation.facts.elsewhere:
             return None
         begun = time.monotonic()

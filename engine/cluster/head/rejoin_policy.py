@@ -24,13 +24,13 @@ AGAIN_S = 30.0
 takes a forming."""
 MOST_AGAIN_S = 1800.0
 WORTH = 0.5
-"""Fraction of an even share of the experts that a machine must have to count as having its shard, as shards differ in
+"""Fraction of an even share of the experts that a machine must hold to count as having its shard. Shards differ in
 size."""
 
 
 @dataclass
 class Refusals:
-    """Of one process: how many there were in a row, and the moment from which on it is tried again."""
+    """The refusals of one process: their number in a row, and the time from which it is tried again."""
 
     process: str
     count: int = 0

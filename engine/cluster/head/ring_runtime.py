@@ -1,4 +1,4 @@
-"""By which runtime a ring runs: native, or torch where the GPUs of its machines make it faster or large enough."""
+"""The choice of a ring's runtime: native, or torch where the machines' GPUs make it faster or large enough."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.runtimes.choosing import as_ring_node
 
 @dataclass(frozen=True)
 class RuntimePlan:
-    """The plan by the runtime that was chosen. ``load``: how the head loads its share by it."""
+    """The plan for the chosen runtime. ``load``: the head's own load request for it."""
 
     choice: RuntimeChoice
     load: Load

@@ -114,8 +114,10 @@ class Surveyor:
         self._links = KnownLinks()
 
     def threads_for(self, runtime: str) -> int | None:
-        """As many as all nodes are to compute with, as far as they can; None: theirs to decide. Torch adds up in an
-        order that depends on it."""
+        """Number of threads that all nodes should use, as far as they can; None: each node decides.
+
+        Torch's order of addition depends on the number of threads.
+        """
         return threads_of(self._load) if runtime == "torch" else None
 
     @property

@@ -185,7 +185,7 @@ class TryLinks(ControlBody, frozen=True, kw_only=True):
 
 
 class LinksTried(ControlBody, frozen=True, kw_only=True):
-    """By node id: the address at which its link listener was ``reached``, or why the link ``failed``."""
+    """Results by node id: the address at which a link listener was ``reached``, or why the link ``failed``."""
 
     reached: dict[Text, Text] = {}
     failed: dict[Text, Text] = {}

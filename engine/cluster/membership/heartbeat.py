@@ -381,7 +381,7 @@ class PeerWatch:
             self._changed()
 
     def _look_elsewhere(self, address: str) -> None:
-        """Where the path to ``address`` broke, the machine may still be there on another one."""
+        """Try the machine's other addresses if ``address`` cannot be reached any more."""
         with self._lock:
             others = [other for other in self._addresses if other != address][:MOST_PATHS]
         if others:

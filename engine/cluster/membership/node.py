@@ -129,7 +129,7 @@ class Node:
 
     @property
     def addresses(self) -> list[str]:
-        """Where other machines may reach this one, as it tells them; see :func:`own_addresses`."""
+        """Addresses at which other machines may reach this one, as it announces them; see :func:`own_addresses`."""
         return own_addresses(self._host, self.server.port)
 
     @property

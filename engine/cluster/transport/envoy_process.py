@@ -183,7 +183,7 @@ class EngineSocket(asyncio.BufferedProtocol):
     # For the envoy
 
     def dispatch(self, take: Callable[[int, bytes], None]) -> None:
-        """From now on, frames of the exchange go to ``take(kind, payload)``."""
+        """Hand all further frames of the exchange to ``take(kind, payload)``."""
         self._dispatch = take
 
     def hold(self, stop: bool) -> None:

@@ -72,8 +72,8 @@ class Piece(Event, frozen=True, kw_only=True, tag="piece"):
     reasoning_s: float = 0.0
     """Seconds that the model has thought so far."""
     withdrawn: bool = False
-    """Whether the answer up to this piece was thoughts, which ``reasoning`` repeats, because only their end was
-    marked."""
+    """Whether the answer text sent so far was in fact thoughts. Only their end was marked. ``reasoning`` repeats them,
+    so that the screen can move them."""
     sample: int = 0
     """Which of several answers this belongs to, from 0. The pieces of one come before those of the next."""
     tool_calls: list[ToolCallPiece] = []
@@ -295,7 +295,7 @@ class RingChanged(Event, frozen=True, kw_only=True, tag="ring_changed"):
 
     ring: RingFacts | None
     executor: str
-    """As in ModelFacts."""
+    """Name of the executor, as in ModelFacts."""
 
 
 class Sharing(Event, frozen=True, kw_only=True, tag="sharing"):

@@ -161,7 +161,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     state_bytes: int = 0
     """Bytes that a row keeps besides keys and values, whatever its length: the states of delta-nets."""
     windowed_bytes_per_token: int = 0
-    """Of ``key_value_bytes_per_token``, those of layers that drop what their ``window`` does not reach."""
+    """Part of ``key_value_bytes_per_token`` in layers that drop tokens outside their ``window``."""
     window: int = 0
     """Tokens that such layers see, in the widest of them."""
     load_s: float = 0.0
@@ -296,7 +296,7 @@ class TokenLogprob(msgspec.Struct, frozen=True):
     """The token's bytes, which need not be whole characters."""
     logprob: float
     top: list[LikelyToken] = []
-    """As many of the likeliest tokens as were asked for, the likeliest first."""
+    """The likeliest tokens, as many as were asked for, the likeliest first."""
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):

@@ -96,7 +96,7 @@ class Load(LoadOptions, frozen=True, kw_only=True, tag_field="type", tag="load")
     """
 
     id: int
-    """As in :class:`Request`."""
+    """The request's number, as in :class:`Request`."""
     share: bool = False
     """Whether other programs of the same person may attach to this engine."""
 
@@ -108,7 +108,7 @@ class Resize(Request, frozen=True, kw_only=True, tag="resize"):
     """
 
     gpu_expert_bytes: int | None = None
-    """As in :class:`LoadOptions`."""
+    """Bytes of GPU memory for experts, as in :class:`LoadOptions`."""
 
 
 class Plan(Request, frozen=True, kw_only=True, tag="plan"):
@@ -174,7 +174,7 @@ class Generate(Request, frozen=True, kw_only=True, tag="generate"):
     effort: str = ""
     """How long it thinks (``low``, ``medium``, ``high``), if its template can be told; empty: as the template says."""
     client: str = ""
-    """Whose question this is, where one program asks for several clients. Each of them gets a turn in the queue."""
+    """Name of the client for which a program asks, if it has several. Each client gets a turn in the queue."""
     conversation: str = ""
     """Name under which what is read of this conversation may be kept on disk (:mod:`engine.models.store.prefix_files`);
     empty: nothing of it is."""
@@ -260,7 +260,7 @@ class OpenNetwork(LendTerms, frozen=True, kw_only=True, tag_field="type", tag="o
     """
 
     id: int
-    """As in :class:`Request`."""
+    """The request's number, as in :class:`Request`."""
     name: str = ""
     """This machine's name for paired machines; empty: the host's name."""
     listen: str = ""

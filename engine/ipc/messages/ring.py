@@ -104,7 +104,7 @@ class NodeShard(msgspec.Struct, frozen=True, kw_only=True):
     gpu: str = ""
     """Name of the GPU that shares its experts; empty: none does."""
     gpu_expert_bytes: int = 0
-    """Of :attr:`expert_bytes`, what the GPU's memory keeps."""
+    """Part of :attr:`expert_bytes` in the GPU's memory."""
 
 
 class RingFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -345,7 +345,7 @@ class _Collected:
         self._layers = layers
         self._sources: _Sources = {}
         self._kinds: dict[tuple[int, Part], dict[str, str]] = {}
-        """Of every part of a layer the plain formats, or ``packed``, and the first tensor that is stored so."""
+        """Storage kinds (a plain format, or ``packed``) of each part of a layer, with the first tensor of that kind."""
 
     def is_trunk(self, file_name: str, name: str, entry: TensorEntry) -> bool:
         """Whether the tensor belongs to the trunk; an expert's is noted. Raises ModelError if it cannot be right."""

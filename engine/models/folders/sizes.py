@@ -69,13 +69,13 @@ class Sizes:
     expert_bytes: int
     key_value_bytes_per_token: int
     state_bytes: int = 0
-    """Bytes of what a row keeps besides, whatever its length: the states of delta-nets."""
+    """Bytes of a row's states of delta-nets, which do not depend on its length."""
     padded_state_bytes: int = 0
-    """As ``state_bytes``, in native's blocks of columns."""
+    """``state_bytes``, padded to the native runtime's blocks of columns."""
     windowed_bytes_per_token: int = 0
-    """Of ``key_value_bytes_per_token``, those of layers with a sliding window, which mlx drops in part."""
+    """Part of ``key_value_bytes_per_token`` in layers with a sliding window, which mlx drops in part."""
     window: int = 0
-    """Tokens that such layers see."""
+    """Width of the sliding window, in tokens."""
     head_width: int = 0
     """Numbers of a key or value of one head; 0: they cannot be kept in 8 bits."""
     shared_bytes: int = 0
@@ -162,7 +162,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class _Trunk:
-    """Its commonest dtype, its bytes as stored, and its numbers; None if they are not known."""
+    """The trunk: its most common dtype, its bytes as stored, and its numbers (None: unknown)."""
 
     stored: str
     nbytes: TrunkSize
@@ -170,13 +170,13 @@ class _Trunk:
     packed: TrunkSize
     """Bytes of packed matrices."""
     plain: TrunkSize
-    """Numbers of the others."""
+    """Number of values in the matrices that are not packed."""
     copied: int = 0
-    """Bytes that native copies of it."""
+    """Bytes of the trunk that the native runtime copies."""
 
 
 class _Stored(Protocol):
-    """Of a tensor."""
+    """A tensor as described in a file's header."""
 
     @property
     def dtype(self) -> str: ...
@@ -310,7 +310,7 @@ def key_value_numbers(config: Mapping[str, Any]) -> int:
 
 
 def windowed_numbers(config: Mapping[str, Any]) -> int:
-    """Of :func:`key_value_numbers`, those of the layers that ``layer_types`` says see a sliding window."""
+    """Part of :func:`key_value_numbers` in layers with a sliding window, by ``layer_types``."""
     kinds = enumerate(layer_kinds(config) if _window(config) else ())
     return sum(_width(layer_config(config, layer, kind)) for layer, kind in kinds if kind == "sliding_attention")
 

@@ -60,7 +60,7 @@ class WeightLayout:
     """Experts per layer; 0 for a dense model."""
     experts: Mapping[tuple[int, int], Runs]
     trunk: tuple[tuple[TrunkTensor, ...], ...]
-    """Its tensors, in pieces."""
+    """Tensors of the trunk, in pieces."""
     opened: Bank | Checkpoint | None
     """None for the form ``library``."""
 
@@ -70,7 +70,7 @@ class WeightLayout:
 
     @cached_property
     def expert_bytes(self) -> int:
-        """Of one expert, as stored: the mean rounded up, as layers may store theirs in different formats."""
+        """Bytes of one expert as stored: the mean over all layers, rounded up, because their formats may differ."""
         nbytes = sum(run.nbytes for runs in self.experts.values() for run in runs)
         return -(-nbytes // max(1, len(self.experts)))
 

@@ -117,7 +117,7 @@ class ExpertPlace:
 
     @property
     def own(self) -> tuple[MatrixPlace, ...]:
-        """Its matrices and biases, each once."""
+        """The expert's matrices and biases, each once."""
         return tuple(matrix for name, matrix in self.matrices.items() if name != "gate_up")
 
     @property

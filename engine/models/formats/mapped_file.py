@@ -65,7 +65,7 @@ class MappedFile:
 
     @property
     def address(self) -> int:
-        """Where the mapping begins in this process's memory."""
+        """Address of the mapping in this process's memory."""
         return int(self._bytes.ctypes.data)
 
     def tensor(self, dtype: str, shape: tuple[int, ...], start: int) -> StoredTensor:
@@ -76,8 +76,11 @@ class MappedFile:
         return StoredTensor(dtype, self._bytes[start:stop].view(words_dtype(dtype)).reshape(words_shape(dtype, shape)))
 
     def strided(self, dtype: str, shape: tuple[int, ...], stride: tuple[int, ...], start: int) -> StoredTensor:
-        """As :meth:`tensor`, with ``stride`` in elements; a copy where C could not read the words in place. Rows of
-        blocks follow one another; of a grouped format these are the codes."""
+        """The tensor that begins ``start`` bytes into the file, with ``stride`` in elements.
+
+        It is a view, or a copy where C could not read the words in place. Rows of packed blocks are contiguous. For a
+        grouped format it contains the codes.
+        """
         if is_grouped(dtype):
             rows, row = shape[0], words_shape(dtype, shape)[1]
             step = words_shape(dtype, (stride[0],))[0]

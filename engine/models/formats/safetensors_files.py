@@ -30,7 +30,7 @@ _LONGEST_NAME = 500
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where a tensor lies in its file: bytes ``start`` to ``stop``, counted from the beginning of the file.
+    """A tensor's place in its file: bytes ``start`` to ``stop``, counted from the beginning of the file.
 
     ``groups`` are the scales, and then the biases, of a grouped number format: the files' names and where they lie.
     """
@@ -43,7 +43,7 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
-        """Its bytes, with those of scales and biases."""
+        """Bytes of the tensor, its scales and its biases."""
         return self.stop - self.start + sum(entry.nbytes for _, entry in self.groups)
 
 

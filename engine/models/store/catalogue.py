@@ -57,7 +57,7 @@ class CatalogueEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def summary(self) -> str:
-        """Its description, and for which machines it is."""
+        """The description, and the memory of the machines that the model is meant for."""
         machines = f" For {self.memory_gigabytes} GB of memory." if self.memory_gigabytes else ""
         return self.description + machines
 

@@ -119,7 +119,7 @@ def places(environment: Mapping[str, str], home: Path, platform: str) -> Places:
 
 
 def _lm_studio_folders(home: Path) -> tuple[Path, ...]:
-    """Where LM Studio's pointer to its home and its settings say, and where it keeps models without them."""
+    """Folders of LM Studio's models, by its home pointer and its settings, and its default folders."""
     folders = [home / ".lmstudio", home / ".cache" / "lm-studio"]
     with contextlib.suppress(OSError, ValueError):
         pointed = Path(_beginning(home / ".lmstudio-home-pointer", _LONGEST_PATH).decode().strip())

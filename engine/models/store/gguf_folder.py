@@ -82,7 +82,7 @@ def write_settings(folder: Path, gguf: GgufFile, should_stop: StopCheck = None) 
 
 
 def write_config(folder: Path, gguf: GgufFile, config: dict[str, Any], should_stop: StopCheck = None) -> None:
-    """As :func:`write_settings`, with another configuration than the file's."""
+    """Write the files of :func:`write_settings`, with ``config`` in place of the file's own configuration."""
     end_ids = write_tokenizer(folder, gguf.metadata, should_stop)
     generation = {"eos_token_id": end_ids, "bos_token_id": config.get("bos_token_id"), **_sampling(gguf)}
     write_json(folder / "generation_config.json", {k: v for k, v in generation.items() if v not in (None, [])})

@@ -55,7 +55,7 @@ def new_path(owner: str, model: str) -> Path:
 
 
 def part_of(path: Path) -> Path:
-    """Where this process writes the file that is to appear at ``path``."""
+    """Temporary path to which this process writes the file that will appear at ``path``."""
     return path.with_name(f"{path.name}.{os.getpid()}.part")
 
 

@@ -218,7 +218,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As Python writes it; Jinja's own escapes what HTML needs."""
+    """``value`` as JSON, as Python writes it. Jinja's own filter escapes HTML, too."""
     if isinstance(indent, int):
         _check_size(indent)
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -151,7 +151,7 @@ class Tokenizer:
         return self._decode(ids, self._left_out)
 
     def decode_with_calls(self, ids: Sequence[int]) -> str:
-        """As :meth:`decode`, with the special tokens that mark calls of tools, too."""
+        """The text of ``ids`` like :meth:`decode`, with the special tokens that mark tool calls, too."""
         return self._decode(ids, self._left_out_beside_calls)
 
     def _decode(self, ids: Sequence[int], left_out: frozenset[int] | None) -> str:

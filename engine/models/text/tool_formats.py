@@ -192,7 +192,7 @@ def takes_name(form: ToolFormat | None, name: str) -> bool:
 
 
 def offered_tools(tools: Sequence[Tool], forced: str, form: ToolFormat | None) -> tuple[list[Tool], list[str]]:
-    """Those of ``tools`` that calls in ``form`` can name, and a sentence on each of the others, which are left out.
+    """The members of ``tools`` that calls in ``form`` can name, and a sentence on each of the others.
 
     Raises ModelError (bad-input) for tools that are too many or have no schema, or if ``forced`` is none of those that
     are offered.

@@ -129,7 +129,7 @@ class Layer(ctypes.Structure):
 
 
 def path() -> Path | None:
-    """Where the built library lies, or None."""
+    """Path of the built library, or None."""
     folder = Path(__file__).parent
     for suffix in importlib.machinery.EXTENSION_SUFFIXES:
         candidate = folder / (_NAME + suffix)

@@ -77,7 +77,7 @@ def _grouped_matrix(stored: StoredTensor) -> Matrix:
 
 
 def _grouped_unreadable(stored: StoredTensor) -> str | None:
-    """That the codes, scales and biases of a matrix do not lie as the kernels read them."""
+    """Why the kernels cannot read a matrix's codes, scales and biases where they lie; None if they can."""
     rows, columns = stored.shape
     if stored.dtype == "BLOCK_FP8":
         scales = stored.scales

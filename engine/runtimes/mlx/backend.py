@@ -168,7 +168,7 @@ class MlxBackend(ExpertBackend[Array]):
         return total.astype(_dtype_of(call))
 
     def run_here(self, layer: int, hidden: Array, indices: Array, weights: Array) -> Array:
-        """As much work as this machine has in a ring; what comes out is of no use."""
+        """Do this machine's share of a ring's layer, for measuring. The result is meaningless."""
         call = self.begin(layer, hidden, indices, weights)
         chosen = call.routes.indices
         held = np.where(self._slots[layer][chosen] >= 0, chosen, np.int32(-1))

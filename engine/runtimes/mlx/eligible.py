@@ -112,7 +112,7 @@ def weight_bytes(folder: Path, dtype: str) -> int:
 
 
 def too_large(needed: int, budget: int) -> str | None:
-    """That ``needed`` bytes of weights are more than the GPU's ``budget``; None if they are not."""
+    """Why ``needed`` bytes of weights do not fit in the GPU's ``budget``; None if they do."""
     if needed <= budget:
         return None
     return (

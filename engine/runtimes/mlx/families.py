@@ -186,7 +186,7 @@ FAMILIES: dict[str, MlxFamily] = {
         "dbrx", backbone="transformer", checks=(_dbrx_feed_forward, _must_be("tie_word_embeddings", False))
     ),
 }
-"""By the family's name in transformers (``model_type``)."""
+"""The families that this runtime runs, by their name in transformers (``model_type``)."""
 
 SUPPORTED: tuple[str, ...] = tuple(sorted(FAMILIES))
 

@@ -278,7 +278,7 @@ def _assemble(plan: _Plan, request: Load, loaded: weights.Assembled, dtype: str,
 
 
 def _weights_name(quantised: dict[str, Any] | None, dtype: str) -> str:
-    """As people call it; empty if it is not known."""
+    """The common name of the weights' number format; empty if it is not known."""
     if quantised is None:
         return {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}.get(dtype, "")
     mode = str(quantised.get("mode", "affine"))

@@ -282,7 +282,7 @@ class MlxRows(TokenRows):
         self._model = model
         self._caches = caches
         self._places = [cache.place for cache in caches]
-        """Of each cache, after ``length`` tokens."""
+        """Place of each cache after ``length`` tokens."""
         self._rows = rows
         self._length = length
         self._shared = shared
@@ -442,7 +442,7 @@ class MlxRows(TokenRows):
         return None if self.can_truncate else self.fan_out(1)
 
     def contents(self, checkpoint: TokenRows | None = None) -> RowContents | None:
-        """Of the only row, which has at least one token."""
+        """The contents of the only row, which has at least one token."""
         assert checkpoint is None or isinstance(checkpoint, MlxRows)
         self._needs_one_row("contents")
         self.settle()

@@ -143,4 +143,4 @@ LAYOUTS: dict[str, Layout] = {
     "lfm2_moe": Layout("feed_forward", "switch_mlp", _lfm2_moe, _nothing),
     "gemma4_text": Layout("experts", "switch_glu", _given, _nothing),
 }
-"""By the family's name; a family that is not here has no routed experts."""
+"""Layouts of the families with routed experts, by the family's name."""

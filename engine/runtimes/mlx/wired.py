@@ -46,7 +46,10 @@ class WiredLimit:
             self._before = int(before)
 
     def hold(self, wanted: bool) -> None:
-        """The limit as it was set (``wanted``), or as it was before, until the next call; nothing if none is set."""
+        """Switch to the chosen limit (``wanted``) or back to the one before, until the next call.
+
+        Without a limit nothing changes.
+        """
         if self._before is None:
             return
         if wanted:
@@ -54,7 +57,7 @@ class WiredLimit:
         self._set(self._wanted if wanted else self._before)
 
     def restore(self) -> None:
-        """As it was before; may be called twice."""
+        """Set the limit as it was before. May be called twice."""
         before, self._before = self._before, None
         if before is not None:
             self._set(before)

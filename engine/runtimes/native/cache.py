@@ -246,7 +246,7 @@ class Segments:
         return begun
 
     def contents(self, checkpoint: Segments | None) -> RowContents:
-        """Of a single row: the filled blocks of each page, and the states of the row and of its ``checkpoint``."""
+        """Contents of a single row: each page's filled blocks, and the states of the row and of its ``checkpoint``."""
         filled = [(part.page, min(part.count, self.length - part.start)) for part in self._segments]
         pages = [(page, count) for page, count in filled if count > 0]
         states = [part.states for part in (self, checkpoint) if part is not None and part.states is not None]
@@ -272,8 +272,10 @@ class Segments:
     def restored(
         cls, shape: PageShape, length: int, begun: int, parts: Sequence[RowPart], fill: Fill, state_numbers: int | None
     ) -> tuple[Segments, Segments | None]:
-        """As :meth:`engine.runtimes.protocol.LoadedModel.restored`; ``state_numbers`` are the floats of a row's states,
-        None without states."""
+        """The row and its checkpoint, as in :meth:`engine.runtimes.protocol.LoadedModel.restored`.
+
+        ``state_numbers``: floats of a row's states; None without states.
+        """
         count = 0 if state_numbers is None else 2 if begun else 1
         if begun > length or (begun and state_numbers is None):
             raise ValueError(f"a row of {length} tokens has no checkpoint after {begun}")
@@ -391,12 +393,12 @@ class States:
 
     @classmethod
     def of_one_row(cls, numbers: int) -> States:
-        """Those of a row without tokens."""
+        """The states of a row without tokens."""
         return cls(numbers, [None])
 
     @classmethod
     def filled(cls, numbers: int, fill: Fill) -> States:
-        """Those of one row, whose bytes ``fill`` gives."""
+        """The states of one row, whose bytes ``fill`` writes."""
         row = _Buffer(numbers)
         fill(row.numbers.view(np.uint8))
         return cls(numbers, [row])
@@ -413,9 +415,9 @@ class States:
         return as_bytes(row.numbers)
 
     def begin(self, in_place: bool) -> tuple[Any, Any]:
-        """Where a pass finds the states of each row and where it puts them, as C arrays of addresses.
+        """Addresses from which a pass reads the states of each row, and to which it writes them, as C arrays.
 
-        ``in_place``: the pass cannot be given up, so a row that alone has its states may change them.
+        ``in_place``: the pass cannot be cancelled, so rows that do not share their states change them in place.
         """
         taken: set[int] = set()
         after = []

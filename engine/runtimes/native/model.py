@@ -371,7 +371,7 @@ class NativeTokenRows(TokenRows):
         return self._prefill(tokens, want_logits, as_steps=False)
 
     def replay(self, tokens: Sequence[int], want_logits: bool = True) -> Logits | None:
-        """As :meth:`extend`, with the bits of as many steps."""
+        """Prefill ``tokens`` like :meth:`extend`, with bits equal to single decoding steps."""
         if len(tokens) > STEPS_TOGETHER:
             raise ValueError(f"{len(tokens)} tokens in one pass; at most {STEPS_TOGETHER} equal as many steps")
         return self._prefill(tokens, want_logits, as_steps=True)
@@ -411,11 +411,11 @@ class NativeTokenRows(TokenRows):
         return NativeTokenRows(self._model, self._cache.shared(rows), self.length)
 
     def checkpoint(self) -> TokenRows | None:
-        """As :meth:`fan_out` into one row, which copies neither pages nor states."""
+        """A row that shares this one's pages and states, without a copy; None if the row can be truncated anyway."""
         return None if self.can_truncate else self.fan_out(1)
 
     def contents(self, checkpoint: TokenRows | None = None) -> RowContents | None:
-        """Of the only row, which has at least one token."""
+        """The contents of the only row, which has at least one token."""
         assert checkpoint is None or isinstance(checkpoint, NativeTokenRows)
         return self._cache.contents(None if checkpoint is None else checkpoint._cache)
 

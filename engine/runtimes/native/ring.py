@@ -91,7 +91,7 @@ class RingTrunk:
         self._backend.end_pass()
 
     def _run_experts(self, layer: int, rows: int, meanwhile: Callable[[], None] | None) -> None:
-        """From a layer's routes to its experts' sum, which is put where the trunk goes on from."""
+        """Run a layer's experts, and write their weighted sum where the trunk expects it."""
         cut, k, width = self._cut, self._top_k, self._width
         hidden = self._at(cut.hidden, rows, width, _FLOATS)
         # Copies: the exchange keeps them while the shared expert is run.

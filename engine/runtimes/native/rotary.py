@@ -149,5 +149,5 @@ def _attention_factor(settings: Mapping[str, Any], factor: float) -> float:
 
 
 def attention_scale(factor: float, weight: float) -> float:
-    """By what yarn multiplies queries and keys of positions that are stretched by ``factor``."""
+    """Factor of yarn on queries and keys whose positions are stretched by ``factor``."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

@@ -104,8 +104,7 @@ class NativeRuntime:
 
 @dataclass(frozen=True)
 class Opened:
-    """A model as the native trunk takes it: everything about it is checked, and nothing of it is read yet but norms and
-    what has to be copied."""
+    """A checked model, ready for the native trunk. Of its weights only norms and what must be copied have been read."""
 
     shape: Shape
     dtype: str
@@ -114,7 +113,7 @@ class Opened:
     """How keys and values are stored: ``BF16``, ``F32`` or ``Q8_0``."""
     weights: TrunkWeights
     angles: tuple[rotary.Rotary, ...]
-    """Of each kind of heads."""
+    """Rotary frequencies of each kind of heads."""
 
 
 def open_native(files: ModelFiles, request: Load, popularity: Popularity | None, in_ring: bool) -> Opened:
@@ -143,7 +142,7 @@ def check_native(files: ModelFiles, request: Load, in_ring: bool) -> None:
 
 
 def _angles(shape: Shape) -> tuple[rotary.Rotary, ...]:
-    """Of each kind of heads. Raises ModelError if its settings give no frequencies."""
+    """Rotary frequencies of each kind of heads. Raises ModelError if its settings give none."""
     return tuple(rotary.rotary(kind.rope, kind.rotated, shape.context) for kind in shape.kinds)
 
 

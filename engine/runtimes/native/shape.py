@@ -55,7 +55,7 @@ class DeltaShape:
 
     @property
     def channels(self) -> int:
-        """Of the convolution: queries, keys and values."""
+        """Width of the convolution: queries, keys and values."""
         return 2 * self.key_heads * self.key_width + self.values
 
     @property
@@ -67,8 +67,7 @@ class DeltaShape:
 
 @dataclass(frozen=True)
 class HeadShape:
-    """Heads of keys and values of some layers, of ``width`` numbers, the leading ``rotated`` of which are rotated as
-    ``rope`` says."""
+    """Heads of keys and values in some layers, ``width`` numbers each. ``rope`` rotates the first ``rotated``."""
 
     key_value_heads: int
     width: int
@@ -80,8 +79,7 @@ class HeadShape:
 
 @dataclass(frozen=True)
 class ConvolutionShape:
-    """The short convolutions of a model: each of ``layers`` has one over ``taps`` tokens, of every number of the hidden
-    state."""
+    """Short convolutions over ``taps`` tokens, one for every number of the hidden state in each of ``layers``."""
 
     layers: tuple[int, ...]
     taps: int
@@ -89,10 +87,10 @@ class ConvolutionShape:
 
 @dataclass(frozen=True)
 class LatentShape:
-    """Attention over latents: what a position leaves behind is ``latents`` numbers and a rotated key of all heads.
+    """Attention over latents: a position caches ``latents`` numbers, and one rotated key for all heads.
 
-    Of each head's query, ``plain`` numbers are not rotated; its values are ``values`` numbers. ``query_rank``: inner
-    size of the two matrices that make queries; 0: one matrix does.
+    Each head's query has ``plain`` numbers that are not rotated, and its values have ``values`` numbers.
+    ``query_rank``: inner size of the two matrices that make queries; 0: a single matrix makes them.
     """
 
     latents: int
@@ -101,17 +99,17 @@ class LatentShape:
     values: int
     query_rank: int
     epsilon: float
-    """Of the norms of latents and of the ranks of queries."""
+    """Epsilon of the norms of latents and of queries' inner vectors."""
     interleaved: bool
-    """Whether a rotation turns neighbours (DeepSeek's order), not numbers that lie half the rotated part apart."""
+    """Whether a rotation turns neighbouring numbers (DeepSeek's order), not numbers half the rotated part apart."""
 
 
 @dataclass(frozen=True)
 class Routing:
     """How a token's experts are chosen and weighted.
 
-    By the logits' ``scoring``, from the best ``kept_groups`` of ``groups``. With ``normalise`` their weights are
-    divided by their sum and ``least_sum``. Then they are multiplied by ``scale``.
+    Experts are scored by ``scoring`` of the logits and chosen from the best ``kept_groups`` of ``groups``. With
+    ``normalise``, the weights are divided by their sum plus ``least_sum``. Then they are multiplied by ``scale``.
     """
 
     scoring: Scoring = "softmax"
@@ -135,7 +133,7 @@ class Shape:
     kind_of: tuple[int, ...]
     """The kind of each layer's heads."""
     ffn: int
-    """Of a dense feed-forward network, also of one beside experts; that of experts is in their matrices."""
+    """Width of the dense MLP, also of one beside experts. The experts' width follows from their matrices."""
     vocabulary: int
     context: int
     epsilon: float
@@ -156,7 +154,7 @@ class Shape:
     shared_expert: SharedExpert
     shared_ffn: int
     clip: float
-    """Limit of queries, keys and values; 0: none."""
+    """Limit of the absolute values of queries, keys and values; 0: none."""
     embedding_scale: float
     attention_scale: float
     residual_scale: float
@@ -169,11 +167,11 @@ class Shape:
     latent: LatentShape | None
     convolution: ConvolutionShape | None
     names: Mapping[str, str]
-    """Parts of the usual names of tensors, and what they are in this model."""
+    """Parts of the usual names of tensors, and their replacements in this model."""
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """Those with attention, which keep keys and values."""
+        """Layers with attention, which keep keys and values."""
         others = {layer for kind in (self.delta, self.convolution) if kind is not None for layer in kind.layers}
         return tuple(layer for layer in range(self.layers) if layer not in others)
 

@@ -98,7 +98,7 @@ class Tensors:
         return matrix(self.take(names, (rows, columns)))
 
     def exact(self, names: Sequence[str], rows: int, columns: int) -> Matrix:
-        """As :meth:`matrix`, of a router or gate."""
+        """The matrix of a router or gate, in float32 if it is stored packed."""
         tensor = opened(self.take(names, (rows, columns)))
         self.kept.append(tensor)
         return matrix(tensor)
@@ -242,7 +242,7 @@ class TrunkWeights:
         self.shared_layers = frozenset(i for i in range(shape.layers) if self._layers[i].shared)
 
     def read_ahead(self, experts: Experts) -> None:
-        """From now on tell the system of the experts' pages as soon as a step's routes are known."""
+        """Announce the experts' pages to the system as soon as a step's routes are known, from now on."""
         for index in self._shape.moe_layers:
             ranges = [experts.place(index, expert).page_ranges() for expert in range(experts.count)]
             pages = np.array([each for of_expert in ranges for each in of_expert], dtype=np.uintp)

@@ -20,8 +20,8 @@ _LAYER_AND_PLACE = re.compile(r"\.(?:layers|blocks)\.(\d+)(?:\..+)?\.experts$")
 
 @dataclass(frozen=True)
 class ExpertsPlace:
-    """Where layer ``layer`` keeps its routed experts: ``block`` is the MoE block, or the whole layer if it has none;
-    ``experts`` is its child."""
+    """The modules with the routed experts of ``layer``: ``experts``, and its parent ``block``, which is the MoE block,
+    or the whole layer if it has none."""
 
     layer: int
     block_name: str

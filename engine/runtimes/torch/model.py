@@ -110,7 +110,7 @@ class TorchTokenRows(TokenRows):
             return TorchTokenRows(self._model, cache, rows, shared=self.length)
 
     def contents(self, checkpoint: TokenRows | None = None) -> RowContents | None:
-        """Of the only row, which has at least one token."""
+        """The contents of the only row, which has at least one token."""
         assert checkpoint is None
         return contents_of(self._cache)
 
@@ -171,7 +171,7 @@ class TorchModel(LoadedModel):
 
     @property
     def mapped_files(self) -> tuple[FileMapping, ...]:
-        """Those of the experts, and of a packed trunk; any other trunk is torch's."""
+        """Mapped files of the experts, and of a packed trunk. Torch keeps any other trunk in its own memory."""
         if self._files is None:
             return ()
         return self._in_place or getattr(self._files.experts, "mapped_files", ())

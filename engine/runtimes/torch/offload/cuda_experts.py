@@ -37,7 +37,7 @@ _INPUTS = {torch.float32: "float", torch.bfloat16: "bfloat16"}
 """What the kernels call the dtypes of a token."""
 _PLAIN = ("F32", "BF16", "F16")
 _ALIGNMENT = 4
-"""Bytes of which addresses of weights are multiples, or the largest power of two of which a block's bytes are one."""
+"""Default alignment of weights' addresses, in bytes. Blocks have the largest power of two that divides their size."""
 _KINDS = {"F32": 0, "BF16": 1, "F16": 2, "U8": 3}
 """Kinds of scales and biases in ``experts.cu``."""
 

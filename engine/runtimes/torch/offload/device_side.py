@@ -24,7 +24,7 @@ from engine.runtimes.torch.offload.host_memory import HostExperts
 from engine.runtimes.torch.offload.slab_cache import Key
 
 FAILED_COPIES_TOLD = 5
-"""So many failed copies have a line of their own; a device that fails all the time would fill the screen."""
+"""Maximum failed copies that are reported one by one. More would fill the screen."""
 
 
 @dataclass
@@ -155,13 +155,15 @@ class DeviceSide:
     # --- learning while the link is idle --------------------------------------------------------------------------
 
     def next_step(self) -> None:
-        """One expert a step may be learned."""
+        """Allow one expert to be learned in the next step."""
         self._learned = False
 
     def learn(self, step: LayerStep) -> None:
-        """Where copying an expert to run it there never pays, the cache would stay as it was seeded for ever. So while
-        the link is idle, and at most once a step, the hottest expert that the CPU had to run takes the place of one
-        that is used half as often. Nobody waits for the copy but the expert's next run."""
+        """Copy the hottest expert that the CPU had to run in place of one that is used half as often.
+
+        This happens while the link is idle, at most once a step. Without it, a cache whose copies never pay within a
+        layer would stay as it was seeded. Only the expert's next run waits for the copy.
+        """
         if self._learned or not self._rule.learns or not step.few or self._idle_layers < self._layers:
             return
         missed = [each.expert for each in step.active if not each.resident and each.expert in step.cpu]
@@ -312,9 +314,9 @@ class HostShare:
     indices: torch.Tensor
     """[needed tokens, k], -1 where another device runs the route."""
     rows: torch.Tensor
-    """Which of the results [needed tokens * k] are the CPU's, in the order of ``places``."""
+    """Indices of the CPU's results among [needed tokens * k], in the order of ``places``."""
     places: torch.Tensor
-    """Where these belong among the sorted routes."""
+    """Indices of those results among the sorted routes."""
 
 
 def host_share(routes: SortedRoutes, experts: set[int], count: int, whole: bool) -> HostShare:

@@ -158,7 +158,7 @@ class ExpertDevice(Protocol):
 
     @property
     def torch_device(self) -> torch.device:
-        """Where the trunk's tensors are."""
+        """The torch device of the trunk's tensors."""
         ...
 
     @property

@@ -26,11 +26,11 @@ from engine.system.free_memory import memory
 
 ALIGNMENT = 64
 LOCKED_SHARE = 0.8
-"""Largest part of the available memory whose pages are locked."""
+"""Maximum share of the available memory whose pages are locked."""
 
 
 class HostExperts:
-    """Where each expert's bytes are. The experts of a layer have one layout, and a slot has room for any."""
+    """The experts' bytes in host memory. The experts of a layer have one layout. A slot has room for any expert."""
 
     def __init__(self, experts: Experts) -> None:
         self.experts = experts

@@ -45,12 +45,11 @@ from engine.runtimes.torch.offload.tensor_backend import TensorBackend, weighted
 from engine.system.free_memory import RESERVE_BYTES, memory
 
 FEW_ROUTES = 64
-"""Most routes that find their experts on the GPU, each by itself; for more, an expert's tokens are better kept
-together."""
+"""Maximum routes that are run one by one on the GPU. With more of them, grouping by expert is faster."""
 TWICE_BYTES = 1 << 28
-"""Most bytes of experts that are read more than once for that, at worst: some tenths of a millisecond."""
+"""Maximum bytes of experts that running routes one by one may read more than once: some tenths of a millisecond."""
 WORTH_EVERY = 4
-"""One in so many layers is asked what it would take without the cache: a decision costs as much as it does."""
+"""Sampling interval of the check whether the cache pays, in layers. The check costs as much as a decision."""
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ class TorchBackend(TensorBackend):
     ) -> torch.Tensor:
         """See :class:`engine.runtimes.torch.offload.tensor_backend.TensorBackend`.
 
-        oneDNN rounds a row of a product by how many rows there are.
+        The rounding of a row depends on the number of rows in the product, because oneDNN chooses its kernel by that.
         """
         k = indices.shape[1]
         if self._read_ahead is not None:

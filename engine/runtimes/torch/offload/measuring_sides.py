@@ -19,7 +19,8 @@ from engine.runtimes.torch.offload.torch_tensors import NAMES
 from engine.system.free_memory import available_bytes
 
 CYCLE_BYTES = 2 << 30
-"""The experts measured in turn have so many bytes together: far over the caches, and read from the disk only once."""
+"""Working set of the experts measured in turn, in bytes: far larger than the processor's caches, and read from the disk
+only once."""
 
 Call = tuple[int, torch.Tensor]
 """A layer and some of its experts, int32 [experts]."""
