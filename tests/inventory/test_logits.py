@@ -31,15 +31,12 @@ from tests.inventory.logits_of_models import (  # noqa: E402
 from tests.inventory.write_inventory import LOGITS  # noqa: E402
 from tests.support.tiny_models import write_tiny_model  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("home")
+
 
 @functools.cache
 def kept() -> dict[str, Outcome]:
     return read_lines(LOGITS.read_text("utf-8").splitlines())
-
-
-@pytest.fixture(autouse=True)
-def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
 
 
 @pytest.mark.soak

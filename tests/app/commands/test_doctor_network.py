@@ -16,12 +16,6 @@ from discovery.addresses import OwnAddress
 from discovery.checks import MulticastProbe, NetworkFacts
 
 
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path))
-    return tmp_path
-
-
 def no_socket(*arguments: object, **more: object) -> socket.socket:
     raise AssertionError("a socket was opened")
 

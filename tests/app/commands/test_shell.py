@@ -25,12 +25,6 @@ def commands(group: click.Group, path: str = "") -> Iterator[tuple[str, click.Co
             yield from commands(command, f"{path}{name} ")
 
 
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path))
-    return tmp_path
-
-
 def offered(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
     """What bash is offered for the last of ``words``."""
     monkeypatch.setenv(VARIABLE, "bash_complete")

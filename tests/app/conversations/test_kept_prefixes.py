@@ -13,6 +13,8 @@ from engine.models.store.prefix_files import new_path, prefix_files
 from tests.app.chat_helpers import Chat, running
 from tests.app.fake_engine import FakeEngine
 
+pytestmark = pytest.mark.usefixtures("home")
+
 
 def kept(*owners: str) -> None:
     for owner in owners:
@@ -21,12 +23,6 @@ def kept(*owners: str) -> None:
 
 def owners() -> list[str]:
     return sorted(file.owner for file in prefix_files())
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path))
-    return tmp_path
 
 
 def names_sent(engine: FakeEngine) -> list[str]:

@@ -26,23 +26,17 @@ from engine.bench.residency import (
 )
 from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import Bench, Load
+from tests.support.progress import quiet
+
+pytestmark = pytest.mark.usefixtures("home")
+
 
 SMALL = Size(2, 256)
-
-
-def quiet(stage: str, done: int, total: int, unit: str) -> None:
-    """Nobody looks at the progress."""
 
 
 def request(runtime: Any, rounds: int = 2) -> Bench:
     load = Load(id=1, model="none is loaded", runtime=runtime, cpu_threads=1)
     return Bench(id=1, kind="residency", load=load, rounds=rounds)
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
 
 
 needs_mlx = pytest.mark.skipif(importlib.util.find_spec("mlx") is None, reason="no mlx here")

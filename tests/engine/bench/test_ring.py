@@ -29,6 +29,7 @@ from engine.planning.calibration import ExpertShape
 from engine.runtimes import runtime_named
 from engine.runtimes.protocol import LoadedModel
 from tests.support.engine_forks import forked
+from tests.support.progress import quiet
 from tests.support.tiny_models import write_tiny_model
 
 needs_kernels = pytest.mark.skipif(not choose("bfloat16").native, reason="the native kernels cannot run here")
@@ -44,10 +45,6 @@ SMALL = MoeShape(layers=2, hidden=64, ffn=96, experts=4, experts_per_token=2, he
 
 def load_native(folder: Path) -> LoadedModel:
     return runtime_named("native").load(folder, Load(id=1, model=folder.name, cpu_threads=1), quiet)
-
-
-def quiet(stage: str, done: int, total: int, unit: str) -> None:
-    """Nobody looks at the progress."""
 
 
 @pytest.fixture

@@ -20,13 +20,10 @@ from engine.calibration.samples import MOST_SHARE, OtherPrograms, ProcessorTimes
 from engine.ipc.messages import Bench, BenchResult, Load
 from engine.session.loading import load_session
 
+pytestmark = pytest.mark.usefixtures("home")
+
+
 QUIET, BUSY = ProcessorTimes(0.0, 0.0, 0.0), ProcessorTimes(10.0, 15.0, 9.0)
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
 
 
 def test_the_share_of_others() -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.engine.cluster.linked_nodes import LinkedNodes
+from tests.engine.cluster.paired_nodes import Nodes
+from tests.support.eventually import eventually
 
 
 @pytest.fixture
@@ -21,3 +24,18 @@ def linked_nodes() -> Iterator[Callable[..., LinkedNodes]]:
     yield make
     for nodes in made:
         nodes.close()
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Iterator[Nodes]:
+    nodes = Nodes(tmp_path / "nodes", "Anna", "Bob", "Carl", lend=True)
+    eventually(nodes.ready)
+    yield nodes
+    nodes.close()
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Nodes]:
+    nodes = Nodes(tmp_path, "Anna", "Bob", lend=True)
+    yield nodes
+    nodes.close()

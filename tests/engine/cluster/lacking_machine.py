@@ -8,13 +8,10 @@ from pathlib import Path
 import pytest
 
 from engine.cluster.weights.transfer import Offer, Wanted, offer_whole, stream
+from tests.support.progress import quiet
 
 TinyModel = Callable[..., Path]
 KEY, NAME = "owner--tiny", "owner/tiny"
-
-
-def quiet(stage: str, done: int, total: int, unit: str) -> None:
-    """Nobody looks at the progress."""
 
 
 @pytest.fixture(autouse=True)

@@ -102,3 +102,10 @@ def run_layer(
     assert noting.found is not None
     found: Gathered = noting.found
     return found
+
+
+class Doubling:
+    width = 4
+
+    def run_experts(self, layer: int, hidden: Any, indices: Any, weights: Any, extra: Any, scale: bool) -> Any:
+        return hidden.repeat(indices.shape[1], axis=0) * 2

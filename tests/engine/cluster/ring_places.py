@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from engine.cluster.all_gather import RingLayers
 from engine.cluster.transport.exchange import Exchange
+from engine.models.folders.opening import open_model
 from engine.moe.expert_parallel import Loading, Mode, RankContext
 from engine.planning.placement import Placement
 from engine.runtimes.protocol import RingPlace
@@ -40,3 +42,9 @@ def places(
     ends: list[Any] = list(exchanges or MemoryRing(placement.nodes).ends)
     contexts = [RankContext("epoch", rank, placement, mode, loading) for rank in range(placement.nodes)]
     return [RingPlace(context, RingLayers(context, end)) for context, end in zip(contexts, ends, strict=True)]
+
+
+def placement_for(folder: Path, nodes: int, how: str = "even") -> Placement:
+    experts = open_model(folder).experts
+    assert experts is not None
+    return placed(tuple(experts.layers), experts.count, nodes, how)

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from engine.cluster.all_gather import RingLayers
 from engine.cluster.central import SHAPE, CentralHead, CentralNode
@@ -24,19 +23,12 @@ from engine.runtimes.protocol import Interrupted, LoadedModel, Logits, RingPlace
 from tests.engine.cluster.memory_exchange import MemoryRing, on_all_ranks
 from tests.engine.cluster.ring_layer import run_layer
 from tests.engine.cluster.ring_places import placed
+from tests.support.progress import quiet
+
+pytestmark = pytest.mark.usefixtures("one_kernel")
+
 
 WIDTH = 6
-
-
-def quiet(*_: Any) -> None:
-    """Nobody looks at the progress."""
-
-
-@pytest.fixture(autouse=True)
-def one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which of torch's kernels runs is a setting of the process, which ranks that are threads would take from each
-    other."""
-    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
 
 
 def conversation(model: LoadedModel) -> list[Logits]:

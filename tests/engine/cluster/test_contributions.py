@@ -22,7 +22,7 @@ from engine.planning.placement import Placement
 from tests.engine.cluster.linked_nodes import LinkedNodes
 from tests.engine.cluster.memory_exchange import must_succeed, on_all_ranks
 from tests.engine.cluster.ring_chat import Setting
-from tests.engine.cluster.ring_layer import run_layer
+from tests.engine.cluster.ring_layer import Doubling, run_layer
 
 DECODING = {"max_tokens": 10}
 
@@ -174,13 +174,6 @@ class Formation:
     def lose(self, ranks: tuple[int, ...], why: str) -> None:
         self.told.append((ranks, why))
         self.exchange.close()
-
-
-class Doubling:
-    width = 4
-
-    def run_experts(self, layer: int, hidden: Any, indices: Any, weights: Any, extra: Any, scale: bool) -> Any:
-        return hidden.repeat(indices.shape[1], axis=0) * 2
 
 
 @pytest.mark.parametrize("mode", ["exact", "fast", "central"])

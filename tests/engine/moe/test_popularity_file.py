@@ -33,22 +33,12 @@ from engine.moe.popularity import (
     seed_order,
 )
 from engine.system.locations import profile_paths
+from tests.support.clocks import Clock
+
+pytestmark = pytest.mark.usefixtures("home")
+
 
 MODEL = ProfileModel(layers=(1, 3), experts=3, expert_bytes=300)
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def counted(popularity: Popularity, routes: dict[tuple[int, int], int]) -> Popularity:

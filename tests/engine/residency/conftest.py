@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.models.folders.prepare import prepare
+from tests.support.progress import quiet
 
 
 @pytest.fixture(autouse=True)
@@ -20,5 +21,5 @@ def no_thread_is_left() -> Iterator[None]:
 @pytest.fixture
 def large(tiny_model: Callable[..., Path], tmp_path: Path) -> Path:
     """A bank whose slabs are of many pages."""
-    prepare(tiny_model("mixtral", hidden_size=192, intermediate_size=384), tmp_path / "bank", lambda *_: None)
+    prepare(tiny_model("mixtral", hidden_size=192, intermediate_size=384), tmp_path / "bank", quiet)
     return tmp_path / "bank"

@@ -19,21 +19,16 @@ from engine.residency.mapped import PIECE_BYTES, MappedWeights
 from engine.residency.resident_model import ResidentModel
 from engine.runtimes import runtime_named
 from engine.system.durable_files import forget_cached
+from tests.support.progress import quiet
 from tests.support.resident_memory import needs_smaps, resident_bytes
+
+pytestmark = pytest.mark.usefixtures("home")
+
 
 TinyModel = Callable[..., Path]
 
 
 GB = 10**9
-
-
-def quiet(stage: str, done: int, total: int, unit: str) -> None:
-    """Nobody looks at the progress."""
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
 
 
 def test_touching_brings_back_what_the_system_dropped(large: Path):

@@ -14,19 +14,13 @@ from engine.residency import page_warmer as keeping
 from engine.residency.mapped import MappedWeights
 from engine.residency.page_warmer import IDLE_S, IdleProbe, PageWarmer
 
+pytestmark = pytest.mark.usefixtures("home")
+
+
 TinyModel = Callable[..., Path]
 
 
 PATIENCE_S = 120.0
-
-
-def quiet(stage: str, done: int, total: int, unit: str) -> None:
-    """Nobody looks at the progress."""
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
 
 
 class Recorded:

@@ -24,6 +24,9 @@ from engine.ipc.messages import (
 )
 from engine.residency import page_warmer as keeper
 
+pytestmark = pytest.mark.usefixtures("home")
+
+
 TinyModel = Callable[..., Path]
 PATIENCE_S = 120.0
 
@@ -53,11 +56,6 @@ class Events:
         return self.wait(
             lambda event: event.id == request and isinstance(event, Loaded | Finished | Failed | BenchResult)
         )
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
 
 
 @pytest.fixture

@@ -13,15 +13,8 @@ from gguf import GGMLQuantizationType
 from engine.models.folders.prepare import prepare
 from engine.models.store.gguf_folder import open_gguf
 from engine.runtimes.protocol import LoadedModel
-from tests.engine.runtimes.subjects import (
-    FP8,
-    GROUPED_MODELS,
-    PACKED_MODELS,
-    PUBLISHED,
-    StoredModel,
-    Subject,
-    no_progress,
-)
+from tests.engine.runtimes.subjects import FP8, GROUPED_MODELS, PACKED_MODELS, PUBLISHED, StoredModel, Subject
+from tests.support.progress import quiet
 from tests.support.tiny_fp8 import write_fp8
 from tests.support.tiny_gguf import ARCHITECTURES, whole_blocks, write_tiny_gguf
 from tests.support.tiny_grouped import write_grouped
@@ -72,7 +65,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., P
         path = write_tiny_gguf(
             path, tiny_model(family, **whole_blocks(family)), ARCHITECTURES[family], quantised=kind, parts=parts
         )
-        return open_gguf(path, no_progress, folder=root / f"gguf--{family}-{name}")
+        return open_gguf(path, quiet, folder=root / f"gguf--{family}-{name}")
 
     return folder_of
 
@@ -98,7 +91,7 @@ def packed_model(
             merged=kind in ("Q8_0", "Q6_K"),
             truth=folder / "truth",
         )
-        return open_gguf(path, no_progress, folder=folder / "opened"), folder / "truth"
+        return open_gguf(path, quiet, folder=folder / "opened"), folder / "truth"
 
     return folders_of
 
@@ -144,7 +137,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]
     def bank_of(folder: Path) -> Path:
         if folder not in banks:
             bank = root / f"{folder.name}-{len(banks)}"
-            prepare(folder, bank, no_progress)
+            prepare(folder, bank, quiet)
             banks[folder] = bank
         return banks[folder]
 

@@ -13,7 +13,7 @@ from engine.moe.kernels.bindings import choose
 from engine.runtimes import runtime_named
 from engine.runtimes.native.model import NativeModel
 from engine.runtimes.protocol import Logits
-from tests.engine.runtimes.torch_oracle import no_progress
+from tests.support.progress import quiet
 
 FAMILIES = (
     "llama",
@@ -57,6 +57,6 @@ def after_alike_branches(model: NativeModel, tokens: list[int], answer: Sequence
 def load_native(folder: Path, **options: Any) -> NativeModel:
     """``folder`` loaded by the native runtime, with two threads unless ``options`` say otherwise."""
     request = Load(id=1, model=folder.name, **({"cpu_threads": 2} | options))
-    loaded = runtime_named("native").load(folder, request, no_progress)
+    loaded = runtime_named("native").load(folder, request, quiet)
     assert isinstance(loaded, NativeModel)
     return loaded

@@ -20,13 +20,10 @@ from engine.runtimes.protocol import LoadedModel, Logits, RingPlace
 from engine.runtimes.torch.runtime import TorchRuntime
 from tests.engine.runtimes.native_oracle import FAMILIES as NATIVE_FAMILIES
 from tests.engine.runtimes.native_oracle import PREPARED_ONLY, needs_kernels
+from tests.support.progress import quiet
 from tests.support.tiny_models import TINY_FAMILIES, TINY_MOE_FAMILIES
 
 needs_mlx = pytest.mark.skipif(importlib.util.find_spec("mlx_lm") is None, reason="mlx is not installed")
-
-
-def no_progress(stage: str, done: int, total: int, unit: str) -> None:
-    """A progress callback that nobody watches."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +49,7 @@ class Subject:
         self,
         folder: Path,
         place: RingPlace | None = None,
-        progress: ProgressCallback = no_progress,
+        progress: ProgressCallback = quiet,
         **options: Any,
     ) -> LoadedModel:
         """``folder`` on one thread of the CPU (mlx: where it runs), in a ring with ``place``."""

@@ -24,6 +24,9 @@ from engine.session.loading import load_session
 from engine.session.plan_model import plan_model
 from tests.support.tiny_models import TINY_FAMILIES, write_tiny_model
 
+pytestmark = pytest.mark.usefixtures("home")
+
+
 pytest.importorskip("mlx.core", reason="mlx is not installed")
 
 
@@ -37,11 +40,6 @@ def mac(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     monkeypatch.setattr(choosing, "on_apple_silicon", lambda: True)
     budget(10**12)
     return budget
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
 
 
 def ask_for(folder: Path, **options: Any) -> Load:

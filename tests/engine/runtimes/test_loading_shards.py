@@ -23,13 +23,10 @@ from engine.runtimes.protocol import LoadedModel, Logits, RingPlace
 from tests.engine.cluster.memory_exchange import must_succeed, on_all_ranks
 from tests.engine.cluster.ring_places import placed, places
 from tests.engine.runtimes.native_oracle import needs_kernels
+from tests.support.progress import quiet
 
 TinyModel = Callable[..., Path]
 PROMPT = [5, 17, 101, 42, 9, 77, 30, 12, 64, 3, 88]
-
-
-def quiet(stage: str, done: int, total: int, unit: str) -> None:
-    """Nobody looks at the progress."""
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,10 +21,7 @@ from engine.moe.held import HeldExperts, check_held, held_by
 from engine.planning.placement import Placement
 from tests.engine.cluster.ring_places import placed
 from tests.engine.runtimes.subjects import FP8, PUBLISHED
-
-
-def quiet(*_: Any) -> None:
-    """Nobody looks at the progress."""
+from tests.support.progress import quiet
 
 
 @pytest.fixture(autouse=True)

@@ -20,17 +20,16 @@ from engine.models.store.gguf_folder import open_gguf
 from engine.models.text.tokenizer import load_tokenizer
 from engine.runtimes.choosing import native_unsupported_reason
 from tests.engine.runtimes.native_oracle import load_native, needs_kernels
-from tests.engine.runtimes.torch_oracle import load, no_progress, our_run, typical, worst
+from tests.engine.runtimes.torch_oracle import load, our_run, typical, worst
+from tests.support.progress import quiet
+
+pytestmark = pytest.mark.usefixtures("home")
+
 
 WRITTEN = Path(__file__).with_name("converted")
 FILES = sorted(path.stem for path in WRITTEN.glob("*.gguf"))
 EXACT, ROUNDED = 1e-5, 0.07
 """Largest errors as a share of the logits' spread: in float32, and where inputs are rounded to eight bits."""
-
-
-@pytest.fixture(autouse=True)
-def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
 
 
 def expected(name: str) -> tuple[list[int], list[int], list[Any]]:
@@ -53,7 +52,7 @@ def test_there_are_files_of_several_architectures_plain_and_packed() -> None:
 @needs_kernels
 @pytest.mark.parametrize("name", FILES)
 def test_native_gives_the_librarys_logits(name: str) -> None:
-    folder = open_gguf(WRITTEN / f"{name}.gguf", no_progress)
+    folder = open_gguf(WRITTEN / f"{name}.gguf", quiet)
     assert native_unsupported_reason(folder, Load(id=1, model=name)) is None
     prompt, answer, logits = expected(name)
     model = load_native(folder, dtype="float32")
@@ -65,14 +64,14 @@ def test_native_gives_the_librarys_logits(name: str) -> None:
 @pytest.mark.parametrize("name", FILES)
 def test_torch_gives_the_librarys_logits(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv("PRIVATELLM_KERNELS", "off")
-    folder = open_gguf(WRITTEN / f"{name}.gguf", no_progress)
+    folder = open_gguf(WRITTEN / f"{name}.gguf", quiet)
     prompt, answer, logits = expected(name)
     assert worst(our_run(load(folder, dtype="float32"), prompt, 2, answer), logits) < EXACT
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_their_tokenizers_are_read(name: str) -> None:
-    tokenizer = load_tokenizer(open_gguf(WRITTEN / f"{name}.gguf", no_progress))
+    tokenizer = load_tokenizer(open_gguf(WRITTEN / f"{name}.gguf", quiet))
     assert tokenizer is not None
     assert tokenizer.decode(tokenizer.encode("bade cafe!")).strip() == "bade cafe!"
 

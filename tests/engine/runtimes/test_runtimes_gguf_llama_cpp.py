@@ -13,7 +13,8 @@ from engine.models.store.gguf_folder import open_gguf
 from tests.engine.runtimes.native_oracle import FAMILIES as NATIVE
 from tests.engine.runtimes.native_oracle import load_native, needs_kernels
 from tests.engine.runtimes.subjects import prompt_of
-from tests.engine.runtimes.torch_oracle import STEPS, library_run, load, no_progress, our_run, steps_apart
+from tests.engine.runtimes.torch_oracle import STEPS, library_run, load, our_run, steps_apart
+from tests.support.progress import quiet
 from tests.support.tiny_gguf import ARCHITECTURES, whole_blocks, write_tiny_gguf
 from tests.support.tiny_models import write_tiny_model
 
@@ -49,7 +50,7 @@ def errors(folder: Path, family: str, kind: str, prompts: int) -> tuple[list[flo
     truth, path = folder / "truth", folder / f"{kind}.gguf"
     write_tiny_gguf(path, source, ARCHITECTURES[family], quantised=GGMLQuantizationType[kind], truth=truth)
     loaded = load_native if family in NATIVE else load
-    model, engine = loaded(open_gguf(path, no_progress), dtype="float32"), LlamaCppInPlaceEngine(path, 2)
+    model, engine = loaded(open_gguf(path, quiet), dtype="float32"), LlamaCppInPlaceEngine(path, 2)
     ours: list[float] = []
     theirs: list[float] = []
     for seed in range(prompts):

@@ -35,13 +35,16 @@ from tests.engine.runtimes.torch_oracle import (
     library_model,
     library_run,
     load,
-    no_progress,
     our_run,
     typical,
     worst,
 )
 from tests.support.pairwise import in_turn, pairwise
+from tests.support.progress import quiet
 from tests.support.tiny_gguf import ARCHITECTURES, Layout, whole_blocks, write_tiny_gguf
+
+pytestmark = pytest.mark.usefixtures("home")
+
 
 EXACT = 1e-5
 """Both compute in float32; the order of the sums differs."""
@@ -61,11 +64,6 @@ ON_A_DEVICE = (
 
 OWN_LAYERS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "glm4_moe", "qwen3_next", "lfm2_moe", "gemma4_text")
 """Families for whose layers torch has code of its own."""
-
-
-@pytest.fixture(autouse=True)
-def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
 
 
 Packed = Callable[[str, str], tuple[Path, Path]]
@@ -114,7 +112,7 @@ def test_plain_weights_give_the_librarys_logits_in_torch(
         layout=layout,
         truth=tmp_path / "truth",
     )
-    model, tokens = load(open_gguf(path, no_progress), dtype="float32"), prompt_of(40)
+    model, tokens = load(open_gguf(path, quiet), dtype="float32"), prompt_of(40)
     answer, theirs = library_run(tmp_path / "truth", tokens, chunks=1)
     assert worst(our_run(model, tokens, 2, answer), theirs) < EXACT
 
@@ -195,7 +193,7 @@ def test_memory_that_runs_out_in_a_product_is_said(monkeypatch: pytest.MonkeyPat
 def test_a_packed_trunk_whose_file_changes_is_not_believed(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
     source, file = tiny_model("llama", **whole_blocks("llama")), tmp_path / "m.gguf"
     write_tiny_gguf(file, source, "llama", quantised=GGMLQuantizationType.Q8_0)
-    model = load(open_gguf(file, no_progress))
+    model = load(open_gguf(file, quiet))
     rows = model.start()
     rows.extend(prompt_of(5))
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
@@ -227,7 +225,7 @@ def test_a_device_shares_packed_experts(
     device = StandInDevice(2 * GPU_RUNTIME_BYTES)
     room = 3 * experts.place(experts.layers[0], 0).nbytes + 1000
     request = Load(id=1, model="packed", cpu_threads=1, dtype="float32", policy=policy, gpu_expert_bytes=room)
-    model = TorchRuntime(lambda: device).load(folder, request, no_progress)
+    model = TorchRuntime(lambda: device).load(folder, request, quiet)
     copied = {op.nbytes for op in device.trace if op.kind in ("copy", "fill")}
     tokens = prompt_of(40)
     answer, theirs = library_run(truth, tokens, chunks=1)

@@ -17,24 +17,27 @@ from engine.models.folders.sizes import sizes_of
 from engine.models.formats.number_formats import is_packed
 from engine.models.formats.quantisation import FAMILIES_OF_MLX
 from engine.planning.hybrid import GPU_RUNTIME_BYTES
-from engine.runtimes.protocol import LoadedModel, Logits
+from engine.runtimes.protocol import LoadedModel
 from engine.runtimes.torch.runtime import TorchRuntime
 from tests.engine.runtimes.native_oracle import after_alike_branches, load_native, needs_kernels
-from tests.engine.runtimes.subjects import FP8, GROUPED_MODELS, PUBLISHED, needs_mlx, prompt_of
+from tests.engine.runtimes.subjects import FP8, GROUPED_MODELS, PUBLISHED, logits_along, needs_mlx, prompt_of
 from tests.engine.runtimes.torch_oracle import (
     assert_same_choices,
     library_model,
     library_run,
     load,
-    no_progress,
     our_run,
     typical,
     worst,
 )
 from tests.support.pairwise import in_turn, pairwise
+from tests.support.progress import quiet
 from tests.support.tiny_gguf import whole_blocks
 from tests.support.tiny_grouped import write_grouped
 from tests.support.tiny_models import write_tiny_model
+
+pytestmark = pytest.mark.usefixtures("home")
+
 
 EXACT = 1e-5
 """Both compute in float32; the order of the sums differs."""
@@ -46,11 +49,6 @@ MARGIN = 4 * ROUNDED
 MOE = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss")
 
 Grouped = Callable[[str, str], tuple[Path, Path]]
-
-
-@pytest.fixture(autouse=True)
-def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
 
 
 def loaded_by(runtime: str, folder: Path, **options: str) -> LoadedModel:
@@ -206,7 +204,7 @@ def test_a_device_shares_quantised_experts(
     device = StandInDevice(2 * GPU_RUNTIME_BYTES)
     room = 3 * experts.place(0, 0).nbytes + 1000
     request = Load(id=1, model="packed", cpu_threads=1, dtype="float32", policy=policy, gpu_expert_bytes=room)
-    model = TorchRuntime(lambda: device).load(folder, request, no_progress)
+    model = TorchRuntime(lambda: device).load(folder, request, quiet)
     tokens = prompt_of(40)
     answer, theirs = library_run(truth, tokens, chunks=1)
     assert worst(our_run(model, tokens, 2, answer), theirs) < EXACT
@@ -244,10 +242,3 @@ def test_what_mlx_lm_itself_writes_gives_mlx_lms_logits(
     for runtime in ("native", "torch"):
         # Routers of models as small as these choose other experts where inputs are rounded.
         assert typical(logits_along(loaded_by(runtime, folder), tokens, 20), theirs) < 4 * ROUNDED
-
-
-def logits_along(model: LoadedModel, tokens: list[int], first: int) -> list[Logits]:
-    """The logits after the first ``first`` tokens, and after each of the others."""
-    rows = model.start()
-    logits = [rows.extend(tokens[:first]), *(rows.step([token])[0] for token in tokens[first:])]
-    return [each for each in logits if each is not None]

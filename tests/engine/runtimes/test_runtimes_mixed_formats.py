@@ -25,18 +25,17 @@ from engine.runtimes.choosing import native_unsupported_reason
 from engine.session.loading import load_session
 from tests.engine.runtimes.native_oracle import FAMILIES, load_native, needs_kernels
 from tests.engine.runtimes.subjects import prompt_of
-from tests.engine.runtimes.torch_oracle import library_run, load, no_progress, our_run, typical, worst
+from tests.engine.runtimes.torch_oracle import library_run, load, our_run, typical, worst
+from tests.support.progress import quiet
 from tests.support.tiny_gguf import ARCHITECTURES, whole_blocks, write_tiny_gguf
 from tests.support.tiny_models import write_tiny_model
+
+pytestmark = pytest.mark.usefixtures("home")
+
 
 FORMATS = ("F32", "F16", "BF16", *BLOCKS)
 EXACT, ROUNDED = 1e-5, 0.07
 """Largest errors as a share of the logits' spread: in float32, and where inputs are rounded to eight bits."""
-
-
-@pytest.fixture(autouse=True)
-def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
 
 
 def drawn(salt: int) -> Callable[[str], GGMLQuantizationType]:
@@ -56,7 +55,7 @@ def written(folder: Path, family: str, kinds: Callable[[str], GGMLQuantizationTy
     path = write_tiny_gguf(
         folder / "m.gguf", source, ARCHITECTURES[family], quantised=kinds, extra=window, truth=folder / "truth"
     )
-    return open_gguf(path, no_progress, folder=folder / "opened"), folder / "truth"
+    return open_gguf(path, quiet, folder=folder / "opened"), folder / "truth"
 
 
 @pytest.mark.sampled
@@ -91,7 +90,7 @@ def test_a_dense_model_is_opened_on_native_as_it_is(
         return GGMLQuantizationType[kinds.get(name.split(".")[-2], "Q4_0")]
 
     folder, truth = written(tmp_path, "llama", kind)
-    session = load_session(Load(id=1, model=str(folder)), no_progress)
+    session = load_session(Load(id=1, model=str(folder)), quiet)
     assert (session.facts.runtime, session.facts.notices) == ("native", [])
     model, tokens = load_native(folder), prompt_of(40)
     answer, theirs = library_run(truth, tokens, chunks=1)
@@ -126,4 +125,4 @@ def test_experts_in_several_formats_have_no_prepared_copy(tmp_path: Path) -> Non
     worth_it, why = needs_preparing(folder)
     assert not worth_it and "several number formats" in why
     with pytest.raises(ModelError, match=r"several number formats \(F16, F32\).*use it as it is"):
-        prepare(folder, tmp_path / "bank", no_progress)
+        prepare(folder, tmp_path / "bank", quiet)

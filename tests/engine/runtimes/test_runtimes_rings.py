@@ -46,15 +46,11 @@ from tests.engine.runtimes.subjects import (
 from tests.support.pairwise import in_turn, pairwise
 from tests.support.random_examples import examples
 
+pytestmark = pytest.mark.usefixtures("one_kernel")
+
+
 Loaded = Callable[..., LoadedModel]
 Alone = Callable[..., list[Logits]]
-
-
-@pytest.fixture(autouse=True)
-def one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which of torch's kernels runs is a setting of the process, which ranks that are threads would take from each
-    other."""
-    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
 
 
 @pytest.fixture(scope="module")

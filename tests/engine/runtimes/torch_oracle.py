@@ -15,17 +15,14 @@ from engine.ipc.messages import Load
 from engine.runtimes import runtime_named
 from engine.runtimes.protocol import LoadedModel, Logits
 from engine.runtimes.torch.model import TorchModel
+from tests.support.progress import quiet
 
 STEPS = 7
 
 
-def no_progress(stage: str, done: int, total: int, unit: str) -> None:
-    """A progress callback that nobody watches."""
-
-
 def load(folder: Path, **options: Any) -> TorchModel:
     """``folder`` loaded by our runtime."""
-    loaded = runtime_named("torch").load(folder, Load(id=1, model=folder.name, **options), no_progress)
+    loaded = runtime_named("torch").load(folder, Load(id=1, model=folder.name, **options), quiet)
     assert isinstance(loaded, TorchModel)
     return loaded
 

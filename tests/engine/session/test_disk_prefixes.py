@@ -28,6 +28,7 @@ from engine.session import disk_prefixes, prefix_cache, stored_prefix
 from engine.session.passes import PassSequence
 from engine.session.session import Session
 from tests.engine.engine_process import EngineProcess
+from tests.support.controls import Nobody
 from tests.support.random_examples import examples
 
 CASES = [("torch", "qwen3_moe", "float32", "auto"), ("torch", "minimax", "float32", "auto")]
@@ -48,14 +49,6 @@ PROMPT = [(7 * place + place // 9) % 90 + 3 for place in range(150)]
 """Longer than the first page of keys, and no whole number of blocks."""
 
 
-class Control:
-    def cancelled(self) -> bool:
-        return False
-
-    def watching(self) -> bool:
-        return False
-
-
 class Run:
     """One run of the engine with a model that stays loaded: what was asked, and what is kept."""
 
@@ -68,7 +61,7 @@ class Run:
     def ask(self, prompt: list[int], conversation: str = "chat1", tokens: int = 6, **options: Any) -> Finished:
         options.setdefault("sampling", GREEDY)
         request = Generate(id=1, prompt_ids=prompt, max_tokens=tokens, conversation=conversation, **options)
-        return self.session.generate(request, self.emitted.append, Control())
+        return self.session.generate(request, self.emitted.append, Nobody())
 
     def keep(self, *, last: bool = False) -> list[str]:
         return self.session.keep_prefixes(lambda: False, last=last)

@@ -17,6 +17,7 @@ from engine.runtimes.torch.model import TorchModel
 from engine.runtimes.torch.offload import local_torch
 from engine.session.loading import load_session
 from engine.session.session import Session
+from tests.support.controls import Nobody
 from tests.support.tiny_gguf import whole_blocks, write_tiny_gguf
 from tests.support.tiny_models import write_tiny_model
 
@@ -39,14 +40,6 @@ NATIVE_FAMILIES = (
     else ()
 )
 CASES = [*(("torch", family) for family in FAMILIES), *(("native", family) for family in NATIVE_FAMILIES)]
-
-
-class Nobody:
-    def cancelled(self) -> bool:
-        return False
-
-    def watching(self) -> bool:
-        return False
 
 
 def open_session(folder: Path, runtime: RuntimeName = "torch", **options: Any) -> Session:

@@ -13,20 +13,13 @@ from engine.runtimes.mlx import runtime as eligible
 from engine.session import prefix_cache
 from engine.session.loading import load_session
 from engine.session.session import Session
+from tests.support.controls import Nobody
 from tests.support.tiny_gguf import whole_blocks, write_tiny_gguf
 from tests.support.tiny_models import write_tiny_model
 
 pytest.importorskip("mlx_lm")
 
 PROMPT = [5, 17, 101, 42, 9, 77, 30]
-
-
-class Nobody:
-    def cancelled(self) -> bool:
-        return False
-
-    def watching(self) -> bool:
-        return False
 
 
 def open_session(folder: Path, runtime: Any) -> Session:

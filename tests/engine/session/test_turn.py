@@ -15,18 +15,11 @@ from engine.models.text.reasoning_formats import formats
 from engine.models.text.tool_formats import tool_formats
 from engine.moe.timing import Recorder
 from engine.session.turn import Turn
+from tests.support.controls import Nobody
 
 THOUGHTS = {form.name: form for form in formats()}
 CALLS = {form.name: form for form in tool_formats()}
 TOOLS = [Tool(name="weather"), Tool(name="clock")]
-
-
-class _NeverCancelled:
-    def cancelled(self) -> bool:
-        return False
-
-    def watching(self) -> bool:
-        return False
 
 
 def read(
@@ -34,7 +27,7 @@ def read(
 ) -> tuple[str, str, list[tuple[str, str]]]:
     """Thoughts, text and calls of an answer each of whose tokens is ``size`` letters of ``text``."""
     events: list[AnyEvent] = []
-    turn = Turn(Generate(id=1), Recorder(1, [], 0), events.append, _NeverCancelled(), lambda: 0.0, 1)
+    turn = Turn(Generate(id=1), Recorder(1, [], 0), events.append, Nobody(), lambda: 0.0, 1)
     pieces = [text[at : at + size] for at in range(0, len(text), size)]
     stream = turn.stream(
         IncrementalDecoder(lambda ids: "".join(pieces[number] for number in ids)),

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.controls import Watching
+
 mx = pytest.importorskip("mlx.core")
 
 from engine.ipc.messages import AnyEvent, Generate, Timing  # noqa: E402
@@ -26,17 +28,9 @@ class Clock:
         return self.now
 
 
-class Looking:
-    def cancelled(self) -> bool:
-        return False
-
-    def watching(self) -> bool:
-        return True
-
-
 def turn_of(recorder: Recorder, events: list[AnyEvent], clock: Clock) -> Turn:
     request = Generate(id=1, prompt_ids=[1])
-    return Turn(request, recorder, events.append, Looking(), clock, prompt_tokens=1)
+    return Turn(request, recorder, events.append, Watching(), clock, prompt_tokens=1)
 
 
 @pytest.mark.parametrize("sampled", [True, False])

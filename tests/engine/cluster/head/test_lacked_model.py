@@ -31,9 +31,9 @@ from engine.models.store import local_models
 from engine.models.text.tokenizer import load_tokenizer
 from engine.runtimes.choosing import choose_runtime
 from engine.runtimes.model_headers import read_headers
-from tests.engine.cluster.lacking_machine import KEY, NAME, Having, TinyModel, models, quiet, there
+from tests.engine.cluster.lacking_machine import KEY, NAME, Having, TinyModel, models, there
 from tests.engine.cluster.paired_nodes import Nodes
-from tests.support.eventually import eventually
+from tests.support.progress import quiet
 
 __all__ = ["models", "there"]
 FAMILIES = ("mixtral", "qwen2_moe", "gpt_oss", "deepseek_v3")
@@ -120,14 +120,6 @@ def test_what_is_kept_beside_the_share_is_believed_only_if_it_goes_with_it(there
 
 
 # --- over links of paired machines ---------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def three(tmp_path: Path) -> Iterator[Nodes]:
-    nodes = Nodes(tmp_path / "nodes", "Anna", "Bob", "Carl", lend=True)
-    eventually(nodes.ready)
-    yield nodes
-    nodes.close()
 
 
 class Places:

@@ -5,14 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.cluster.head.rejoin_policy import AGAIN_S, MOST_AGAIN_S, RejoinPolicy
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.support.clocks import Clock
 
 
 @pytest.fixture

@@ -81,13 +81,6 @@ pytestmark = pytest.mark.usefixtures("no_keyring")
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> Iterator[Nodes]:
-    nodes = Nodes(tmp_path, "Anna", "Bob", lend=True)
-    yield nodes
-    nodes.close()
-
-
-@pytest.fixture
 def patient_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
     """Nobody is cut off or lost for being slow, as everybody is where the machine is busy."""
     options = dict(server.SERVER_OPTIONS) | {"grpc.server_handshake_timeout_ms": 600_000}

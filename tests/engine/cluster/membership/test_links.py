@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from engine.cluster.membership.control_messages import (
@@ -18,17 +15,8 @@ from engine.cluster.transport.addresses import (
 from engine.cluster.worker.lending import ClusterWorker
 from engine.errors import ModelError
 from tests.engine.cluster.paired_nodes import Nodes
-from tests.support.eventually import eventually
 
 pytestmark = pytest.mark.usefixtures("no_keyring")
-
-
-@pytest.fixture
-def three(tmp_path: Path) -> Iterator[Nodes]:
-    nodes = Nodes(tmp_path / "nodes", "Anna", "Bob", "Carl", lend=True)
-    eventually(nodes.ready)
-    yield nodes
-    nodes.close()
 
 
 def test_the_fastest_address_is_used_and_dead_ones_do_not_hold_it_up(three: Nodes) -> None:

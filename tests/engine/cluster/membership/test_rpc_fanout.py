@@ -70,14 +70,7 @@ def test_work_that_cannot_ask_is_stopped_from_beside_it() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "asking whether to stop"]
 
 
-@pytest.fixture
-def two(tmp_path: Path) -> Iterator[Nodes]:
-    nodes = Nodes(tmp_path, "Anna", "Bob", lend=True)
-    yield nodes
-    nodes.close()
-
-
-def test_calls_are_ended_on_both_sides(two: Nodes) -> None:
+def test_calls_are_ended_on_both_sides(pair: Nodes) -> None:
     given_up, begun = threading.Event(), threading.Event()
 
     def receive(caller, pieces):  # type: ignore[no-untyped-def]
@@ -88,8 +81,8 @@ def test_calls_are_ended_on_both_sides(two: Nodes) -> None:
         given_up.set()
         return Received(nbytes=0)
 
-    two.nodes[1].add_methods({"Receive": RpcMethod(DataPiece, receive, "up")})
-    client, calls, never = two.client(1, two.identities[0]), CallGroup(), threading.Event()
+    pair.nodes[1].add_methods({"Receive": RpcMethod(DataPiece, receive, "up")})
+    client, calls, never = pair.client(1, pair.identities[0]), CallGroup(), threading.Event()
 
     def pieces() -> Iterator[DataPiece]:
         yield DataPiece(data=b"x")
@@ -104,13 +97,13 @@ def test_calls_are_ended_on_both_sides(two: Nodes) -> None:
                 running.result(PATIENCE_S)
         assert given_up.wait(PATIENCE_S)
         with pytest.raises(Unreachable):
-            client.call("Beat", two.nodes[0].load(), EmptyBody, calls=calls)
+            client.call("Beat", pair.nodes[0].load(), EmptyBody, calls=calls)
     finally:
         never.set()
         client.close()
 
 
-def test_what_an_upload_raises_is_raised_here(two: Nodes) -> None:
+def test_what_an_upload_raises_is_raised_here(pair: Nodes) -> None:
     def receive(caller, pieces):  # type: ignore[no-untyped-def]
         for _ in pieces:
             continue
@@ -128,10 +121,10 @@ def test_what_an_upload_raises_is_raised_here(two: Nodes) -> None:
         while True:
             yield DataPiece(data=bytes(1 << 16))
 
-    two.nodes[1].add_methods(
+    pair.nodes[1].add_methods(
         {"Receive": RpcMethod(DataPiece, receive, "up"), "Offer": RpcMethod(DataPiece, refuse, "up")}
     )
-    client = two.client(1, two.identities[0])
+    client = pair.client(1, pair.identities[0])
     try:
         with pytest.raises(ModelError, match="became shorter"):
             client.upload("Receive", failing(), Received, CallGroup())

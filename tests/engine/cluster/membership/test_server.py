@@ -52,13 +52,6 @@ pytestmark = pytest.mark.usefixtures("no_keyring")
 ALL_METHODS = ["Hello", "Beat", *LENDING]
 
 
-@pytest.fixture
-def pair(tmp_path: Path) -> Iterator[Nodes]:
-    nodes = Nodes(tmp_path, "Anna", "Bob", lend=True)
-    yield nodes
-    nodes.close()
-
-
 def raw_call(address: str, credentials: Credentials, method: str, body: bytes, kind: str) -> bytes | list[bytes]:
     """One call as anybody could make it, whatever its body."""
     secured = grpc.ssl_channel_credentials(credentials.roots, credentials.key, credentials.certificate)

@@ -32,7 +32,7 @@ from engine.planning.placement import Placement
 from tests.engine.cluster.linked_nodes import LinkedNodes, make_identity
 from tests.engine.cluster.memory_exchange import MemoryRing, must_succeed, on_all_ranks
 from tests.engine.cluster.ring_chat import Chat, session_of
-from tests.engine.cluster.ring_layer import run_layer
+from tests.engine.cluster.ring_layer import Doubling, run_layer
 from tests.engine.cluster.socket_pairs import close_all, plain_pair, plain_victim, tls_pair
 from tests.engine.cluster.thread_ring import ThreadFormer
 from tests.engine.cluster.transport.test_envoy_process_attacks import bare_exchange
@@ -96,13 +96,6 @@ def test_pieces_of_nothing_are_refused_by_the_envoys_engine() -> None:
 
 PLACEMENT = Placement((0,), 2, (((0,), (1,)),))
 ROUTES = np.array([[0, 1]], np.int32)
-
-
-class Doubling:
-    width = 4
-
-    def run_experts(self, layer: int, hidden: Any, indices: Any, weights: Any, extra: Any, scale: bool) -> Any:
-        return hidden.repeat(indices.shape[1], axis=0) * 2
 
 
 def local(indices: Any, weights: Any, extra: Any) -> Any:

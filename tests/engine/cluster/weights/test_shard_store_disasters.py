@@ -19,6 +19,10 @@ from engine.models.folders.opening import open_model
 from engine.models.folders.prepare import prepare
 from engine.models.folders.shard_files import read_shard
 from engine.models.folders.weight_layout import layout_of
+from tests.support.progress import quiet
+
+pytestmark = pytest.mark.usefixtures("home")
+
 
 TinyModel = Callable[..., Path]
 
@@ -41,15 +45,6 @@ def progress(stage, done, total, unit):
 need = shares.need(offered, progress)
 shares.receive(offered, need.wanted, stream(source, offered, need.wanted), progress)
 """
-
-
-def quiet(stage: str, done: int, total: int, unit: str) -> None:
-    """Nobody looks at the progress."""
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
 
 
 @pytest.fixture

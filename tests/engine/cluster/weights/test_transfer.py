@@ -30,20 +30,13 @@ from engine.models.folders.prepare import prepare
 from engine.models.folders.shard_files import read_shard
 from engine.models.folders.weight_layout import layout_of
 from engine.models.store import local_models
+from tests.support.progress import quiet
+
+pytestmark = pytest.mark.usefixtures("home")
+
 
 TinyModel = Callable[..., Path]
 PARTS = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
-
-
-def quiet(stage: str, done: int, total: int, unit: str) -> None:
-    """Nobody looks at the progress."""
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The head's."""
-    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
 
 
 @pytest.fixture

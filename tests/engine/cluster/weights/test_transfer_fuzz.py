@@ -32,6 +32,7 @@ from engine.cluster.weights.transfer import (
 from engine.errors import ModelError
 from engine.models.folders.shard_files import ModelIdentity, read_shard
 from engine.models.formats.byte_map import Run, merged
+from tests.support.progress import quiet
 from tests.support.random_examples import examples
 
 TinyModel = Callable[..., Path]
@@ -44,10 +45,6 @@ IDENTITY = ModelIdentity(
     tokenizer="t",
     weights="0123456789abcdef",
 )
-
-
-def quiet(stage: str, done: int, total: int, unit: str) -> None:
-    """Nobody looks at the progress."""
 
 
 def an_offer(**changes: Any) -> Offer:

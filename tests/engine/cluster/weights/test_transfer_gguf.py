@@ -26,23 +26,15 @@ from engine.models.formats.gguf_file import GgufFile
 from engine.models.store import local_models
 from engine.models.store.gguf_folder import open_gguf
 from tests.engine.cluster.lacking_machine import Having
+from tests.support.progress import quiet
 from tests.support.tiny_gguf import write_tiny_gguf
 from tests.support.tiny_models import write_tiny_model
 
-
-def quiet(stage: str, done: int, total: int, unit: str) -> None:
-    """Nobody looks at the progress."""
+pytestmark = pytest.mark.usefixtures("home")
 
 
 def kind_of(name: str) -> Kind:
     return Kind.Q8_0 if "ffn_down" in name and name.startswith("blk.0.") else Kind.Q4_0
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The head's."""
-    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
 
 
 @pytest.fixture

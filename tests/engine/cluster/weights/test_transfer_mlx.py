@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.progress import quiet
+
 mlx = pytest.importorskip("mlx.core")
 pytest.importorskip("mlx_lm")
 
@@ -18,14 +20,7 @@ from engine.models.folders.shard_files import is_shard, read_shard  # noqa: E402
 from engine.models.folders.weight_layout import layout_of  # noqa: E402
 from tests.engine.runtimes.mlx_oracle import MOE_FAMILIES, QUANTISABLE, write_quantised  # noqa: E402
 
-
-def quiet(stage: str, done: int, total: int, unit: str) -> None:
-    """Nobody looks at the progress."""
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
+pytestmark = pytest.mark.usefixtures("home")
 
 
 def tensors(folder: Path) -> dict[str, object]:

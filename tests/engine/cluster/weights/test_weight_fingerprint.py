@@ -15,18 +15,12 @@ from engine.cluster.weights.weight_fingerprint import differences, identity_of
 from engine.models.folders.prepare import prepare
 from engine.models.folders.shard_files import ModelIdentity
 from engine.models.folders.weight_layout import layout_of
+from tests.support.progress import quiet
+
+pytestmark = pytest.mark.usefixtures("home")
+
 
 TinyModel = Callable[..., Path]
-
-
-def quiet(stage: str, done: int, total: int, unit: str) -> None:
-    """Nobody looks at the progress."""
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,10 +13,7 @@ from engine.cluster.weights.transfer import offer, stream
 from engine.cluster.weights.weight_fingerprint import held_of, reusable_bytes
 from engine.models.folders.model_folder import folder_bytes
 from engine.models.folders.weight_layout import layout_of
-
-
-def quiet(*_: Any) -> None:
-    """Nobody looks at the progress."""
+from tests.support.progress import quiet
 
 
 def test_what_may_be_of_the_model_counts_as_room(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +37,6 @@ from tests.engine.cluster.tests_models import tiny_mixtral
 from tests.support.eventually import eventually
 
 pytestmark = pytest.mark.usefixtures("no_keyring")
-
-
-@pytest.fixture
-def three(tmp_path: Path) -> Iterator[Nodes]:
-    nodes = Nodes(tmp_path / "nodes", "Anna", "Bob", "Carl", lend=True)
-    eventually(nodes.ready)
-    yield nodes
-    nodes.close()
 
 
 def spec_for(nodes: Nodes, rank: int = 1, **changes: Any) -> EpochSpec:

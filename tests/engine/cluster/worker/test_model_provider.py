@@ -27,9 +27,10 @@ from engine.models.folders import model_folder
 from engine.models.folders.prepare import prepare
 from engine.models.folders.shard_files import read_shard
 from engine.models.store import local_models
-from tests.engine.cluster.lacking_machine import KEY, NAME, Having, TinyModel, models, quiet, there
+from tests.engine.cluster.lacking_machine import KEY, NAME, Having, TinyModel, models, there
 from tests.engine.cluster.paired_nodes import Nodes
 from tests.support.eventually import eventually
+from tests.support.progress import quiet
 
 __all__ = ["models", "there"]
 pytestmark = pytest.mark.usefixtures("no_keyring")

@@ -20,15 +20,12 @@ from engine.models.folders.bank import BankExperts, layer_path, slab_layout, ver
 from engine.models.folders.opening import open_model
 from engine.models.folders.prepare import prepare
 from engine.models.formats.model_files import ExpertWeights
+from tests.support.progress import quiet
 from tests.support.random_examples import examples
 from tests.support.tiny_models import TINY_MOE_FAMILIES
 
 TinyModel = Callable[..., Path]
 PARTS = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
-
-
-def quiet(stage: str, done: int, total: int, unit: str) -> None:
-    """Nobody looks at the progress."""
 
 
 @pytest.fixture(scope="module")

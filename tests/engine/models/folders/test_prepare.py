@@ -25,24 +25,18 @@ from engine.models.folders.opening import open_model
 from engine.models.folders.prepare import needs_preparing, prepare
 from engine.models.formats.safetensors_files import encode_header
 from engine.models.store.gguf_folder import open_gguf
+from tests.support.progress import quiet
 from tests.support.tiny_gguf import write_tiny_gguf
 
+pytestmark = pytest.mark.usefixtures("home")
+
+
 TinyModel = Callable[..., Path]
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
 
 
 @pytest.fixture
 def source(tiny_model: TinyModel) -> Path:
     return tiny_model("mixtral", dtype="bfloat16")
-
-
-def quiet(stage: str, done: int, total: int, unit: str) -> None:
-    """Nobody looks at the progress."""
 
 
 def partial(destination: Path) -> Path:

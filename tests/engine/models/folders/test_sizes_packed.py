@@ -19,7 +19,8 @@ from engine.planning.hybrid import UNPACKING_ROOM, Device, gpu_room, policy_name
 from engine.runtimes import runtime_named
 from engine.session.plan_model import plan_model
 from tests.engine.runtimes.native_oracle import load_native, needs_kernels
-from tests.engine.runtimes.torch_oracle import load, no_progress
+from tests.engine.runtimes.torch_oracle import load
+from tests.support.progress import quiet
 from tests.support.tiny_gguf import ARCHITECTURES, whole_blocks, write_tiny_gguf
 from tests.support.tiny_models import write_tiny_model
 
@@ -38,7 +39,7 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fix
     family = request.param
     source = write_tiny_model(tmp_path / "source", family, **whole_blocks(family))
     path = write_tiny_gguf(tmp_path / "m.gguf", source, ARCHITECTURES[family], quantised=kind_of)
-    return path, open_gguf(path, no_progress)
+    return path, open_gguf(path, quiet)
 
 
 @needs_kernels
@@ -90,7 +91,7 @@ def test_mlx_refuses_a_gguf_file_by_name(folders: tuple[Path, Path]) -> None:
         plan_model(Plan(id=1, load=asked))
     if importlib.util.find_spec("mlx_lm") is not None:
         with pytest.raises(ModelError, match=r"does not read GGUF files.*choose the native runtime"):
-            runtime_named("mlx").load(folder, asked, no_progress)
+            runtime_named("mlx").load(folder, asked, quiet)
 
 
 @pytest.mark.parametrize("folders", ["olmoe"], indirect=True)

@@ -48,6 +48,7 @@ from engine.runtimes.torch.offload.devices import tensors_in
 from engine.runtimes.torch.offload.gates import Activation, FamilyGate
 from engine.runtimes.torch.offload.host_memory import ALIGNMENT, HostExperts
 from engine.runtimes.torch.offload.local import make_cpu_backend
+from tests.support.progress import quiet
 from tests.support.tiny_models import write_tiny_model
 
 HIDDEN, FFN, COUNT = 64, 96, 5
@@ -149,10 +150,6 @@ class PackedFiles:
 @pytest.fixture
 def experts(tmp_path: Path) -> PackedExperts:
     return PackedExperts(tmp_path / "experts")
-
-
-def quiet(stage: str, done: int, total: int, unit: str) -> None:
-    """Nobody looks at the progress."""
 
 
 # --- slots and copies -----------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from engine.models.store import hub as hub_module
 from engine.models.store.fetching import pull
 from tests.engine.models.store.loopback_hub import REVISION, LoopbackHub, Repo, git_blob_id
 from tests.support.eventually import eventually
+from tests.support.progress import quiet
 
 REPO = "someone/tiny-mixtral"
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -45,10 +46,6 @@ class Progress:
 
     def downloading(self) -> list[tuple[int, int]]:
         return [(done, total) for stage, done, total, _ in self.calls if stage == "downloading"]
-
-
-def silent(stage: str, done: int, total: int, unit: str) -> None:
-    pass
 
 
 @pytest.fixture(autouse=True)
@@ -116,15 +113,15 @@ def test_a_model_is_downloaded_whole_and_nothing_else(hub: LoopbackHub, repo: Re
 
 
 def test_a_model_that_is_here_asks_nothing(hub: LoopbackHub) -> None:
-    folder = pull(REPO, silent)
+    folder = pull(REPO, quiet)
     before = len(hub.requests)
-    assert pull(REPO, silent) == folder
+    assert pull(REPO, quiet) == folder
     assert len(hub.requests) == before
 
 
 def test_a_cut_connection_is_resumed_where_it_broke_off(hub: LoopbackHub, repo: Repo) -> None:
     repo.cut_after = {SHARDS[0]: 1_250_000}
-    folder = pull(REPO, silent)
+    folder = pull(REPO, quiet)
     assert (folder / SHARDS[0]).read_bytes() == repo.files[SHARDS[0]]
     asked = hub.file_requests(SHARDS[0])
     assert len(asked) == 3
@@ -134,14 +131,14 @@ def test_a_cut_connection_is_resumed_where_it_broke_off(hub: LoopbackHub, repo: 
 def test_a_server_that_gives_up_leaves_what_came_for_the_next_time(hub: LoopbackHub, repo: Repo) -> None:
     repo.cut_after = {SHARDS[1]: 0}
     with pytest.raises(ModelError, match=r"broke off .* are kept: run it again") as raised:
-        pull(REPO, silent)
+        pull(REPO, quiet)
     assert raised.value.kind == "network"
     assert local_models.resolve(REPO).folder is None
     assert [name for name, _ in local_models.partial_downloads()] == [REPO]
     assert local_models.installed() == []
     first_shard = len(hub.file_requests(SHARDS[0]))
     repo.cut_after = {}
-    folder = pull(REPO, silent)
+    folder = pull(REPO, quiet)
     assert (folder / SHARDS[1]).read_bytes() == repo.files[SHARDS[1]]
     assert len(hub.file_requests(SHARDS[0])) == first_shard, "a verified file is not fetched again"
 
@@ -158,7 +155,7 @@ def test_a_server_that_ignores_ranges_still_gives_the_right_file(hub: LoopbackHu
             repo.cut_after = {}
         return False
 
-    folder = pull(REPO, silent, uncut_later)
+    folder = pull(REPO, quiet, uncut_later)
     assert (folder / SHARDS[0]).read_bytes() == repo.files[SHARDS[0]]
     assert served >= 2
 
@@ -166,24 +163,24 @@ def test_a_server_that_ignores_ranges_still_gives_the_right_file(hub: LoopbackHu
 def test_a_part_longer_than_the_file_is_thrown_away(hub: LoopbackHub, repo: Repo) -> None:
     repo.cut_after = {SHARDS[0]: 0}
     with pytest.raises(ModelError):
-        pull(REPO, silent)
+        pull(REPO, quiet)
     (part,) = partial_folder().glob("*.part")
     part.write_bytes(b"y" * 3_000_001)
     repo.cut_after = {}
-    folder = pull(REPO, silent)
+    folder = pull(REPO, quiet)
     assert (folder / SHARDS[0]).read_bytes() == repo.files[SHARDS[0]]
 
 
 def test_a_busy_server_is_asked_again(hub: LoopbackHub, repo: Repo) -> None:
     repo.busy_times = 2
-    assert model_folder.is_complete(pull(REPO, silent))
+    assert model_folder.is_complete(pull(REPO, quiet))
 
 
 @pytest.mark.parametrize("name", ["config.json", SHARDS[1]])
 def test_a_file_with_the_wrong_digest_is_refused_and_removed(hub: LoopbackHub, repo: Repo, name: str) -> None:
     repo.wrong_digests = {name}
     with pytest.raises(ModelError, match=rf"{name} of {REPO} arrived damaged .* was deleted") as raised:
-        pull(REPO, silent)
+        pull(REPO, quiet)
     assert raised.value.kind == "network"
     assert not list(partial_folder().glob(f"{name}*"))
     assert local_models.resolve(REPO).folder is None
@@ -192,7 +189,7 @@ def test_a_file_with_the_wrong_digest_is_refused_and_removed(hub: LoopbackHub, r
 def test_more_bytes_than_stated_are_refused(hub: LoopbackHub, repo: Repo) -> None:
     repo.extra_bytes = 5
     with pytest.raises(ModelError, match=r"sends more of config\.json"):
-        pull(REPO, silent)
+        pull(REPO, quiet)
 
 
 def test_too_small_a_disk_is_found_before_the_weights_are_asked_for(
@@ -201,7 +198,7 @@ def test_too_small_a_disk_is_found_before_the_weights_are_asked_for(
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 0, 70_000_000))
     with pytest.raises(ModelError, match=r"needs 73 MB .* 70 MB free") as raised:
-        pull(REPO, silent)
+        pull(REPO, quiet)
     assert raised.value.kind == "disk"
     assert hub.file_requests(SHARDS[0]) == []
 
@@ -212,7 +209,7 @@ def test_a_disk_that_fills_up_keeps_what_is_there(hub: LoopbackHub, monkeypatch:
 
     monkeypatch.setattr(downloading.Download, "_copy", full)
     with pytest.raises(ModelError, match="is full") as raised:
-        pull(REPO, silent)
+        pull(REPO, quiet)
     assert raised.value.kind == "disk"
     monkeypatch.undo()
 
@@ -220,7 +217,7 @@ def test_a_disk_that_fills_up_keeps_what_is_there(hub: LoopbackHub, monkeypatch:
 def test_without_network_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(ModelError, match=r"^There is no connection to http://127.0.0.1:9") as raised:
-        pull(REPO, silent)
+        pull(REPO, quiet)
     assert raised.value.kind == "network"
     assert "\n" not in str(raised.value)
 
@@ -235,12 +232,12 @@ def test_something_that_is_no_hub_is_named(monkeypatch: pytest.MonkeyPatch, repo
     with NoHub({REPO: repo}) as server:
         monkeypatch.setenv("HF_ENDPOINT", server.address)
         with pytest.raises(ModelError, match="does not answer like a model hub"):
-            pull(REPO, silent)
+            pull(REPO, quiet)
 
 
 def test_an_unknown_repo_is_said_in_one_line(hub: LoopbackHub) -> None:
     with pytest.raises(ModelError, match="knows no model someone/else") as raised:
-        pull("someone/else", silent)
+        pull("someone/else", quiet)
     assert raised.value.kind == "bad-input"
     assert local_models.partial_downloads() == []
 
@@ -248,12 +245,12 @@ def test_an_unknown_repo_is_said_in_one_line(hub: LoopbackHub) -> None:
 def test_a_gated_repo_says_where_to_accept_its_terms(hub: LoopbackHub, repo: Repo) -> None:
     repo.gated = True
     with pytest.raises(ModelError, match=rf"accept them at {hub.address}/{REPO}, then set HF_TOKEN"):
-        pull(REPO, silent)
+        pull(REPO, quiet)
 
 
 def test_the_token_stays_here_when_nobody_asks_for_it(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    pull(REPO, silent)
+    pull(REPO, quiet)
     assert {sent for _, _, sent in hub.requests} == {None}
 
 
@@ -263,7 +260,7 @@ def test_the_token_does_not_go_where_others_can_read_it(
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     repo.wants_token = True
     with pytest.raises(ModelError, match=r"your hub token is only sent over https; check HF_ENDPOINT"):
-        pull(REPO, silent)
+        pull(REPO, quiet)
     assert {sent for _, _, sent in hub.requests} == {None}
 
 
@@ -304,7 +301,7 @@ def test_a_file_that_needs_the_token_is_asked_for_again(monkeypatch: pytest.Monk
             lambda name: f"https://hub.example/{name}",
             lambda response: hub_module.raise_for_status(response, REPO),
             tmp_path,
-            silent,
+            quiet,
             None,
             unlock=lambda response: hub_module.unlock(client, response),
         )
@@ -316,14 +313,14 @@ def test_a_file_that_needs_the_token_is_asked_for_again(monkeypatch: pytest.Monk
 def test_a_packed_answer_is_not_unpacked(hub: LoopbackHub, repo: Repo) -> None:
     repo.packed = True
     with pytest.raises(ModelError, match="a packed answer, which was not asked for"):
-        pull(REPO, silent)
+        pull(REPO, quiet)
 
 
 def test_an_answer_without_end_is_not_read(hub: LoopbackHub, repo: Repo, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub_module, "_ANSWER_LIMIT", 100_000)
     repo.padding = 1_000_000
     with pytest.raises(ModelError, match="is too large; it was not used"):
-        pull(REPO, silent)
+        pull(REPO, quiet)
 
 
 @pytest.mark.parametrize("name", ["generation_config.json", "tokenizer_config.json", "tokenizer.json"])
@@ -334,7 +331,7 @@ def test_settings_larger_than_any_are_not_fetched(
     monkeypatch.setattr(hub_module, "_LARGE_SETTINGS", {"tokenizer.json": 2000})
     repo.files[name] = b" " * 3000
     with pytest.raises(ModelError, match=rf"{name} of {REPO} has 3000 bytes, over [12]000"):
-        pull(REPO, silent)
+        pull(REPO, quiet)
     assert hub.file_requests(name) == []
 
 
@@ -343,7 +340,7 @@ def test_an_index_naming_an_unsafe_file_is_refused(hub: LoopbackHub, repo: Repo,
     repo.files["model.safetensors.index.json"] = json.dumps({"weight_map": {"a": unsafe}}).encode()
     repo.files[unsafe] = b"evil"
     with pytest.raises(ModelError, match="unsafe file"):
-        pull(REPO, silent)
+        pull(REPO, quiet)
     assert hub.file_requests(SHARDS[0]) == []
 
 
@@ -364,21 +361,21 @@ def test_a_model_that_cannot_run_is_refused_after_its_configuration(
 ) -> None:
     repo.files["config.json"] = json.dumps(config).encode()
     with pytest.raises(ModelError, match=message):
-        pull(REPO, silent)
+        pull(REPO, quiet)
     assert hub.file_requests(SHARDS[0]) == hub.file_requests("tokenizer.json") == []
 
 
 def test_a_file_that_names_the_quantisation_is_read_before_the_weights(hub: LoopbackHub, repo: Repo) -> None:
     repo.files["quantize_config.json"] = json.dumps({"bits": 4, "group_size": 128, "damp_percent": 0.1}).encode()
     with pytest.raises(ModelError, match="quantised with GPTQ, which does not run here; take a GGUF file"):
-        pull(REPO, silent)
+        pull(REPO, quiet)
     assert hub.file_requests(SHARDS[0]) == hub.file_requests("tokenizer.json") == []
 
 
 def test_pickled_weights_are_refused(hub: LoopbackHub, repo: Repo) -> None:
     repo.files = {"config.json": b"{}", "pytorch_model.bin": b"pickle"}
     with pytest.raises(ModelError, match="only pickled weights"):
-        pull(REPO, silent)
+        pull(REPO, quiet)
 
 
 def test_cancelling_keeps_the_part_and_the_next_pull_goes_on(hub: LoopbackHub, repo: Repo) -> None:
@@ -392,7 +389,7 @@ def test_cancelling_keeps_the_part_and_the_next_pull_goes_on(hub: LoopbackHub, r
     (part,) = partial_folder().glob("*.part")
     kept = part.stat().st_size
     assert kept > 1_000_000
-    pull(REPO, silent)
+    pull(REPO, quiet)
     assert hub.file_requests(SHARDS[0])[-1] == f"bytes={kept}-"
 
 
@@ -402,7 +399,7 @@ def test_a_redirect_to_the_file_store_does_not_carry_the_token(
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     with LoopbackHub({REPO: repository()}) as file_store:
         repo.redirect_to = file_store.address
-        folder = pull(REPO, silent)
+        folder = pull(REPO, quiet)
     assert (folder / SHARDS[0]).read_bytes() == repo.files[SHARDS[0]]
     assert len(file_store.requests) == 5
     assert {sent for _, _, sent in file_store.requests} == {None}
@@ -411,12 +408,12 @@ def test_a_redirect_to_the_file_store_does_not_carry_the_token(
 def test_a_new_revision_is_not_glued_to_an_old_beginning(hub: LoopbackHub, repo: Repo) -> None:
     repo.cut_after = {SHARDS[0]: 0}
     with pytest.raises(ModelError):
-        pull(REPO, silent)
+        pull(REPO, quiet)
     (part,) = partial_folder().glob("*.part")
     part.write_bytes(repo.files[SHARDS[0]][:1_000_000])
     repo.cut_after = {}
     repo.files[SHARDS[0]] = b"new" * 1000
-    folder = pull(REPO, silent)
+    folder = pull(REPO, quiet)
     assert (folder / SHARDS[0]).read_bytes() == b"new" * 1000
     assert not list(folder.glob("*.part"))
 
@@ -440,7 +437,7 @@ def test_kill_at_any_moment_then_pull_again(hub: LoopbackHub, repo: Repo) -> Non
                 assert process.stdout.readline()
             process.send_signal(signal.SIGKILL)
         assert local_models.resolve(REPO).folder is None
-    folder = pull(REPO, silent)
+    folder = pull(REPO, quiet)
     assert all((folder / name).read_bytes() == repo.files[name] for name in SHARDS)
 
 
@@ -449,7 +446,7 @@ def test_two_pulls_at_once_do_not_mix(hub: LoopbackHub) -> None:
         model_folder.exclusive(local_models.resolve(REPO).plain_folder),
         pytest.raises(ModelError, match="already working"),
     ):
-        pull(REPO, silent)
+        pull(REPO, quiet)
 
 
 def test_the_hub_switched_off_for_the_engine_does_not_stop_a_pull(
@@ -470,21 +467,21 @@ def test_what_lies_in_the_way_is_not_touched(hub: LoopbackHub) -> None:
     folder.mkdir(parents=True)
     (folder / "notes.txt").write_text("mine")
     with pytest.raises(ModelError, match=f"in the way.*models remove {REPO}"):
-        pull(REPO, silent)
+        pull(REPO, quiet)
     assert (folder / "notes.txt").read_text() == "mine"
     assert hub.requests == []
     local_models.remove(REPO)
-    assert model_folder.is_complete(pull(REPO, silent))
+    assert model_folder.is_complete(pull(REPO, quiet))
 
 
 def test_pulling_a_local_folder_returns_it(tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
-    assert pull(str(folder), silent) == folder
+    assert pull(str(folder), quiet) == folder
     (folder / "config.json").unlink()
     with pytest.raises(ModelError, match=r"no config\.json"):
-        pull(str(folder), silent)
+        pull(str(folder), quiet)
 
 
 def test_importing_the_module_opens_nothing_and_imports_nothing_heavy() -> None:
@@ -503,7 +500,7 @@ def test_waiting_between_tries_can_be_cancelled(hub: LoopbackHub, repo: Repo, mo
     repo.busy_times = 100
     asked = itertools.count()
     with pytest.raises(Cancelled):
-        pull(REPO, silent, lambda: repo.busy_times < 100 and next(asked) > 3)
+        pull(REPO, quiet, lambda: repo.busy_times < 100 and next(asked) > 3)
 
 
 def test_a_server_that_says_nothing_cannot_keep_a_download_from_stopping(
@@ -522,7 +519,7 @@ def test_a_server_that_says_nothing_cannot_keep_a_download_from_stopping(
         return bool(hub.file_requests(SHARDS[0])) and next(asked) > 20
 
     with pytest.raises(Cancelled):
-        pull(REPO, silent, stop)
+        pull(REPO, quiet, stop)
     assert not repo.waited_in_vain
     repo.stalled.set()
 
@@ -548,7 +545,7 @@ def test_what_is_no_checksum_is_refused_before_it_is_part_of_a_name(
 ) -> None:
     repo.said_digests[SHARDS[0] if large else "config.json"] = odd
     with pytest.raises(ModelError, match=r"impossible checksum of (model-00001|config\.json)"):
-        pull(REPO, silent)
+        pull(REPO, quiet)
     assert not partial_folder().exists()
 
 
@@ -559,7 +556,7 @@ def test_deeply_nested_answers_are_said_in_one_line(hub: LoopbackHub, repo: Repo
     else:
         repo.unknown = "[" * 200_000 + "]" * 200_000
     with pytest.raises(ModelError, match=r"index of .* is damaged|does not answer like a model hub") as raised:
-        pull(REPO, silent)
+        pull(REPO, quiet)
     assert "\n" not in str(raised.value)
 
 
@@ -607,7 +604,7 @@ def test_a_large_file_comes_in_ranges_at_once(hub: LoopbackHub, repo: Repo) -> N
 @pytest.mark.usefixtures("in_ranges")
 def test_each_range_that_is_cut_goes_on_where_it_broke_off(hub: LoopbackHub, repo: Repo) -> None:
     repo.cut_after = {SHARDS[0]: 300_000}
-    folder = pull(REPO, silent)
+    folder = pull(REPO, quiet)
     assert (folder / SHARDS[0]).read_bytes() == repo.files[SHARDS[0]]
     assert sorted(begins(hub.file_requests(SHARDS[0]))) == [
         start + done for start in QUARTERS for done in (0, 300_000, 600_000)
@@ -624,14 +621,14 @@ def noted() -> list[list[int]]:
 def test_a_range_that_fails_leaves_all_for_the_next_time(hub: LoopbackHub, repo: Repo) -> None:
     repo.refused_from = 2_000_000
     with pytest.raises(ModelError, match=r"broke off \(HTTP 503\); .* are kept: run it again") as raised:
-        pull(REPO, silent)
+        pull(REPO, quiet)
     assert raised.value.kind == "network"
     ranges = noted()
     assert ranges[3] == [2_250_000, 3_000_000] and [end for _, end in ranges] == [*QUARTERS[1:], 3_000_000]
     assert dict(local_models.partial_downloads())[REPO] < 2_700_000, "what is missing takes no space"
     before = len(hub.file_requests(SHARDS[0]))
     repo.refused_from = None
-    folder = pull(REPO, silent)
+    folder = pull(REPO, quiet)
     assert (folder / SHARDS[0]).read_bytes() == repo.files[SHARDS[0]]
     missing = [f"bytes={have}-{end - 1}" for have, end in ranges if have < end]
     assert sorted(map(str, hub.file_requests(SHARDS[0])[before:])) == sorted(missing)
@@ -640,7 +637,7 @@ def test_a_range_that_fails_leaves_all_for_the_next_time(hub: LoopbackHub, repo:
 @pytest.mark.usefixtures("in_ranges")
 def test_a_server_without_ranges_sends_one_stream(hub: LoopbackHub, repo: Repo) -> None:
     repo.ignores_ranges = True
-    folder = pull(REPO, silent)
+    folder = pull(REPO, quiet)
     assert all((folder / name).read_bytes() == repo.files[name] for name in SHARDS)
     assert hub.file_requests(SHARDS[0])[-1] is None
     assert len(hub.file_requests(SHARDS[0])) <= downloading.RANGES + 1
@@ -699,7 +696,7 @@ def test_ranges_go_on_after_a_kill(hub: LoopbackHub, repo: Repo, monkeypatch: py
         assert local_models.resolve(REPO).folder is None
     repo.stall_after = {}
     before = len(hub.file_requests(SHARDS[0]))
-    folder = pull(REPO, silent)
+    folder = pull(REPO, quiet)
     assert all((folder / name).read_bytes() == repo.files[name] for name in SHARDS)
     # The file was begun in ranges, so it goes on in them. What was not noted is fetched again.
     assert sorted(begins(hub.file_requests(SHARDS[0])[before:])) == here
@@ -709,7 +706,7 @@ def test_ranges_go_on_after_a_kill(hub: LoopbackHub, repo: Repo, monkeypatch: py
 def test_a_damaged_file_in_ranges_is_removed_with_its_note(hub: LoopbackHub, repo: Repo) -> None:
     repo.wrong_digests = {SHARDS[1]}
     with pytest.raises(ModelError, match=r"arrived damaged .* was deleted"):
-        pull(REPO, silent)
+        pull(REPO, quiet)
     assert not list(partial_folder().glob(f"{SHARDS[1]}*"))
 
 
@@ -722,14 +719,14 @@ def test_a_damaged_file_in_ranges_is_removed_with_its_note(hub: LoopbackHub, rep
 def test_a_note_that_cannot_be_is_not_believed(hub: LoopbackHub, repo: Repo, note: bytes) -> None:
     repo.cut_after = {SHARDS[0]: 0}
     with pytest.raises(ModelError):
-        pull(REPO, silent)
+        pull(REPO, quiet)
     (noted,) = partial_folder().glob("*.ranges.part")
     noted.write_bytes(note)
     repo.cut_after = {}
     # A file of the whole size is checked, and fetched again where it is none.
     with contextlib.suppress(ModelError):
-        pull(REPO, silent)
-    folder = pull(REPO, silent)
+        pull(REPO, quiet)
+    folder = pull(REPO, quiet)
     assert (folder / SHARDS[0]).read_bytes() == repo.files[SHARDS[0]]
 
 
@@ -741,7 +738,7 @@ def test_the_beginning_of_a_file_in_ranges_is_what_is_here_without_a_gap(
     file = hub_module.RemoteFile(name, 3_000_000, f"sha256:{hashlib.sha256(repo.files[name]).hexdigest()}")
     with hub_module.new_client() as client:
         address = f"{hub.address}/{REPO}/resolve/{REVISION}/{name}"
-        task = downloading.Download(client, REPO, lambda name: address, lambda response: None, tmp_path, silent, None)
+        task = downloading.Download(client, REPO, lambda name: address, lambda response: None, tmp_path, quiet, None)
         repo.refused_from = 1_000_000
         repo.cut_after = {name: 100_000}
         with pytest.raises(ModelError, match="broke off"):
@@ -779,7 +776,7 @@ def test_ranges_that_are_refused_at_once_are_all_asked_for_again_with_the_token(
             lambda name: f"https://hub.example/{name}",
             lambda response: hub_module.raise_for_status(response, REPO),
             tmp_path,
-            silent,
+            quiet,
             None,
             unlock=lambda response: hub_module.unlock(client, response),
         )

@@ -20,15 +20,12 @@ from engine.models.store.fetching import pull
 from engine.models.store.found_elsewhere import FoundModel, Places, find, find_all, find_repo, in_llama_cpp, places
 from engine.session.loading import find_folder
 from engine.session.plan_model import plan_model
+from tests.support.progress import quiet
 from tests.support.tiny_gguf import write_tiny_gguf
 from tests.support.tiny_models import write_tiny_model
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 DIGEST = "a" * 64
-
-
-def silent(stage: str, done: int, total: int, unit: str) -> None:
-    pass
 
 
 def write(path: Path, data: bytes | str = b"GGUF") -> Path:
@@ -345,7 +342,7 @@ def test_a_repo_that_the_hugging_face_cache_holds_is_used_from_there(hub_cache: 
     model = local_models.resolve("a/M")
     assert (model.kind, model.name, model.folder) == ("folder", "a/M", weights)
     assert model.elsewhere == f"a/M is in the Hugging Face cache already, and is used from there: {weights}"
-    assert pull("a/M", silent) == weights, "nothing is downloaded"
+    assert pull("a/M", quiet) == weights, "nothing is downloaded"
     file = write(snapshot(hub_cache, "a/M-GGUF") / "M-Q4_K_M.gguf")
     model = local_models.resolve("a/M-GGUF:q4_k_m")
     assert (model.kind, model.name, model.source) == ("gguf", "a/M-GGUF:Q4_K_M", file)
@@ -376,10 +373,10 @@ def test_what_ollama_holds_is_opened_where_it_lies(
     monkeypatch.setenv("OLLAMA_MODELS", str(root))
     before = {path: path.lstat().st_mtime_ns for path in root.rglob("*")}
     for _ in range(2):
-        name, folder = find_folder("ollama:tiny", silent, None)
+        name, folder = find_folder("ollama:tiny", quiet, None)
         assert name == "ollama:tiny:latest" and open_model(folder).trunk_bytes > 0
         assert [path.readlink() for path in folder.iterdir() if path.is_symlink()] == [blob]
-    assert pull("ollama:tiny", silent) == folder
+    assert pull("ollama:tiny", quiet) == folder
     assert [item.linked for item in local_models.installed()] == [blob]
     planned = plan_model(Plan(id=1, load=Load(id=1, model="ollama:tiny", runtime="native")), None)
     assert planned.model == "ollama:tiny:latest" and planned.family == "llama"
@@ -397,11 +394,11 @@ def test_what_the_hugging_face_cache_holds_is_opened_where_it_lies(tmp_path: Pat
         path.rename(blobs / str(number))
         (weights / path.name).symlink_to(Path("../../blobs") / str(number))
     before = {path: path.lstat().st_mtime_ns for path in hub_cache.rglob("*")}
-    name, folder = find_folder("a/M", silent, None)
+    name, folder = find_folder("a/M", quiet, None)
     opened = open_model(folder)
     assert (name, folder) == ("a/M", weights) and opened.experts is not None
-    prepare(folder, local_models.resolve("a/M").prepared_folder, silent)
-    assert find_folder("a/M", silent, None)[1].parent == local_models.locate("models")
+    prepare(folder, local_models.resolve("a/M").prepared_folder, quiet)
+    assert find_folder("a/M", quiet, None)[1].parent == local_models.locate("models")
     assert [folder for folder, _ in local_models.banks_of_elsewhere()] == [
         local_models.resolve("a/M").prepared_folder.name
     ]

@@ -19,15 +19,12 @@ from engine.models.store import downloading, gguf_fetching, local_models
 from engine.models.store.fetching import pull
 from engine.models.text.tokenizer import load_tokenizer
 from tests.engine.models.store.loopback_hub import REVISION, LoopbackHub, Repo
+from tests.support.progress import quiet
 from tests.support.tiny_gguf import whole_blocks, write_tiny_gguf
 from tests.support.tiny_models import write_tiny_model
 
 REPO = "someone/M-GGUF"
 EIGHT = "Q8_0/M-Q8_0-0000{}-of-00002.gguf"
-
-
-def silent(stage: str, done: int, total: int, unit: str) -> None:
-    pass
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +75,7 @@ def bytes_asked(hub: LoopbackHub, name: str) -> list[str | None]:
 
 
 def test_the_file_that_the_tag_names_is_downloaded_and_no_other(hub: LoopbackHub, repo: Repo) -> None:
-    folder = pull(f"{REPO}:q4_k_m", silent)
+    folder = pull(f"{REPO}:q4_k_m", quiet)
     assert folder == local_models.locate("models") / "someone--M-GGUF--Q4_K_M"
     assert {path.name for path in folder.iterdir()} == {
         "M-Q4_K_M.gguf",
@@ -97,11 +94,11 @@ def test_the_file_that_the_tag_names_is_downloaded_and_no_other(hub: LoopbackHub
     assert opened.experts is not None and opened.experts.dtype == "Q4_K"
     assert load_tokenizer(folder).encode("abc")
     requests = len(hub.requests)
-    assert pull(f"{REPO}:Q4_K_M", silent) == folder and len(hub.requests) == requests
+    assert pull(f"{REPO}:Q4_K_M", quiet) == folder and len(hub.requests) == requests
 
 
 def test_all_parts_of_a_split_file_are_downloaded_side_by_side(hub: LoopbackHub, repo: Repo) -> None:
-    folder = pull(f"{REPO}:Q8_0", silent)
+    folder = pull(f"{REPO}:Q8_0", quiet)
     for part in (1, 2):
         name = EIGHT.format(part)
         assert (folder / name.rpartition("/")[2]).read_bytes() == repo.files[name]
@@ -113,11 +110,11 @@ def test_all_parts_of_a_split_file_are_downloaded_side_by_side(hub: LoopbackHub,
 
 def test_a_file_is_named_whole_too(hub: LoopbackHub) -> None:
     name = f"{REPO}:M-Q8_0-00002-of-00002.gguf"
-    assert pull(name, silent) == pull(f"{REPO}:Q8_0", silent) == local_models.resolve(name).folder
+    assert pull(name, quiet) == pull(f"{REPO}:Q8_0", quiet) == local_models.resolve(name).folder
 
 
 def test_no_byte_is_fetched_twice(hub: LoopbackHub, repo: Repo) -> None:
-    pull(f"{REPO}:Q4_K_M", silent)
+    pull(f"{REPO}:Q4_K_M", quiet)
     asked = bytes_asked(hub, "M-Q4_K_M.gguf")
     assert len(asked) > 2 and asked[0] == "bytes=0-4095" and all(wanted is not None for wanted in asked)
     assert asked[-1] is not None and asked[-1].endswith("-"), "the rest is one request"
@@ -129,7 +126,7 @@ def test_no_byte_is_fetched_twice(hub: LoopbackHub, repo: Repo) -> None:
 def test_without_a_tag_the_choices_are_named_with_their_sizes(hub: LoopbackHub, repo: Repo) -> None:
     repo.files["M-IQ2_XXS.gguf"] = bytes(100)
     with pytest.raises(ModelError) as raised:
-        pull(REPO, silent)
+        pull(REPO, quiet)
     four = len(repo.files["M-Q4_K_M.gguf"]) // 1000
     eight = sum(len(repo.files[EIGHT.format(part)]) for part in (1, 2)) // 1000
     assert str(raised.value).startswith(f"{REPO} holds several GGUF files; choose one of ")
@@ -150,14 +147,14 @@ def test_without_a_tag_the_choices_are_named_with_their_sizes(hub: LoopbackHub, 
 )
 def test_a_tag_that_names_nothing_or_too_much(hub: LoopbackHub, tag: str, message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        pull(f"{REPO}:{tag}", silent)
+        pull(f"{REPO}:{tag}", quiet)
     assert asked_files(hub) == set() and local_models.partial_downloads() == []
 
 
 def test_a_repository_with_one_gguf_file_needs_no_tag(hub: LoopbackHub, repo: Repo) -> None:
     for part in (1, 2):
         del repo.files[EIGHT.format(part)]
-    folder = pull(REPO, silent)
+    folder = pull(REPO, quiet)
     assert folder.name == "someone--M-GGUF--Q4_K_M"
     assert local_models.resolve(REPO).folder == folder and local_models.resolve(REPO).name == f"{REPO}:Q4_K_M"
 
@@ -165,20 +162,20 @@ def test_a_repository_with_one_gguf_file_needs_no_tag(hub: LoopbackHub, repo: Re
 def test_safetensors_come_first_where_there_are_some(hub: LoopbackHub, repo: Repo) -> None:
     repo.files["config.json"] = json.dumps({"model_type": "mixtral"}).encode()
     repo.files["model.safetensors"] = b"weights"
-    folder = pull(REPO, silent)
+    folder = pull(REPO, quiet)
     assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors", "origin.json"}
 
 
 def test_a_tag_where_there_is_no_gguf_file(hub: LoopbackHub, repo: Repo) -> None:
     repo.files = {"config.json": b"{}", "model.safetensors": b"weights"}
     with pytest.raises(ModelError, match=rf"no GGUF file, .*no Q4_K_M of it; .*run: privatellm models pull {REPO}$"):
-        pull(f"{REPO}:Q4_K_M", silent)
+        pull(f"{REPO}:Q4_K_M", quiet)
 
 
 def test_a_file_that_lacks_a_part_is_refused(hub: LoopbackHub, repo: Repo) -> None:
     del repo.files[EIGHT.format(2)]
     with pytest.raises(ModelError, match=r"holds not all parts of Q8_0; choose one of Q4_K_M \(.*\); the recommended"):
-        pull(f"{REPO}:Q8_0", silent)
+        pull(f"{REPO}:Q8_0", quiet)
 
 
 def test_where_nothing_runs_another_repository_is_advised(hub: LoopbackHub, repo: Repo) -> None:
@@ -186,10 +183,10 @@ def test_where_nothing_runs_another_repository_is_advised(hub: LoopbackHub, repo
     with pytest.raises(
         ModelError, match=r"several GGUF files, but IQ1_S \(2 B\), Q2_K \(4 B\) are in formats that do not run"
     ):
-        pull(REPO, silent)
+        pull(REPO, quiet)
     repo.files = {"M-Q8_0-00001-of-00002.gguf": b"GGUF"}
     with pytest.raises(ModelError, match=r"holds not all parts of Q8_0; choose another repository\.$"):
-        pull(REPO, silent)
+        pull(REPO, quiet)
 
 
 def rewritten(data: bytes, old: bytes, new: bytes) -> bytes:
@@ -214,7 +211,7 @@ def test_what_cannot_run_is_refused_by_its_header(
     name = "M-Q4_K_M.gguf"
     repo.files[name] = rewritten(repo.files[name], old, new) + bytes(5_000_000)
     with pytest.raises(ModelError, match=message):
-        pull(f"{REPO}:Q4_K_M", silent)
+        pull(f"{REPO}:Q4_K_M", quiet)
     asked = bytes_asked(hub, name)
     assert asked and all(wanted and not wanted.endswith("-") for wanted in asked), "only the beginning was fetched"
     assert local_models.partial_downloads() == [], "nothing is kept of what cannot run"
@@ -239,7 +236,7 @@ def test_a_type_that_does_not_run_is_refused_in_any_part(hub: LoopbackHub, repo:
     assert second[at : at + 4] == (6).to_bytes(4, "little")
     repo.files[EIGHT.format(2)] = second[:at] + (35).to_bytes(4, "little") + second[at + 4 :]
     with pytest.raises(ModelError, match=r"blk\.1\.attn_output\.weight"):
-        pull(f"{REPO}:Q8_0", silent)
+        pull(f"{REPO}:Q8_0", quiet)
 
 
 def test_a_header_is_read_from_a_beginning_that_holds_it_and_from_no_shorter_one(published: dict[str, bytes]) -> None:
@@ -259,7 +256,7 @@ def test_a_header_is_read_from_a_beginning_that_holds_it_and_from_no_shorter_one
 def test_a_header_without_end_is_not_fetched(hub: LoopbackHub, repo: Repo, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gguf_fetching, "MOST_HEADER_BYTES", 4096)
     with pytest.raises(ModelError, match="a header of over 4096 bytes"):
-        pull(f"{REPO}:Q4_K_M", silent)
+        pull(f"{REPO}:Q4_K_M", quiet)
 
 
 def test_the_machine_may_refuse_the_model_before_its_weights(hub: LoopbackHub, repo: Repo) -> None:
@@ -270,7 +267,7 @@ def test_the_machine_may_refuse_the_model_before_its_weights(hub: LoopbackHub, r
         raise ModelError("Too large.", "memory")
 
     with pytest.raises(ModelError, match="Too large"):
-        pull(f"{REPO}:Q4_K_M", silent, None, refuse)
+        pull(f"{REPO}:Q4_K_M", quiet, None, refuse)
     ((config, nbytes),) = seen
     assert isinstance(config, dict) and config["model_type"] == "qwen3_moe"
     assert nbytes == len(repo.files["M-Q4_K_M.gguf"])
@@ -280,7 +277,7 @@ def test_too_small_a_disk_is_found_before_the_weights(hub: LoopbackHub, monkeypa
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 0, 64 * 1024 * 1024))
     with pytest.raises(ModelError, match="67 MB free") as raised:
-        pull(f"{REPO}:Q4_K_M", silent)
+        pull(f"{REPO}:Q4_K_M", quiet)
     assert raised.value.kind == "disk"
     assert all(wanted and not wanted.endswith("-") for wanted in bytes_asked(hub, "M-Q4_K_M.gguf"))
 
@@ -288,12 +285,12 @@ def test_too_small_a_disk_is_found_before_the_weights(hub: LoopbackHub, monkeypa
 def test_a_file_with_the_wrong_digest_is_refused_and_removed(hub: LoopbackHub, repo: Repo) -> None:
     repo.wrong_digests = {EIGHT.format(2)}
     with pytest.raises(ModelError, match=r"M-Q8_0-00002-of-00002.gguf of .* arrived damaged .* was deleted"):
-        pull(f"{REPO}:Q8_0", silent)
+        pull(f"{REPO}:Q8_0", quiet)
     partial = local_models.locate("models") / "someone--M-GGUF--Q8_0.partial"
     assert (partial / "M-Q8_0-00001-of-00002.gguf").exists() and not list(partial.glob("M-Q8_0-00002*"))
     repo.wrong_digests = set()
     before = len(bytes_asked(hub, EIGHT.format(1)))
-    assert model_folder.is_complete(pull(f"{REPO}:Q8_0", silent))
+    assert model_folder.is_complete(pull(f"{REPO}:Q8_0", quiet))
     assert len(bytes_asked(hub, EIGHT.format(1))) == before, "a verified part is not fetched again"
 
 
@@ -307,12 +304,12 @@ def test_a_download_that_was_stopped_goes_on(hub: LoopbackHub, repo: Repo) -> No
     with pytest.raises(Cancelled):
         pull(f"{REPO}:Q4_K_M", note, lambda: bool(seen))
     assert [name for name, _ in local_models.partial_downloads()] == [f"{REPO}:Q4_K_M"]
-    folder = pull(f"{REPO}:Q4_K_M", silent)
+    folder = pull(f"{REPO}:Q4_K_M", quiet)
     assert (folder / "M-Q4_K_M.gguf").read_bytes() == repo.files["M-Q4_K_M.gguf"]
 
 
 def test_a_server_that_ignores_ranges_still_gives_the_right_file(hub: LoopbackHub, repo: Repo) -> None:
     repo.ignores_ranges = True
-    folder = pull(f"{REPO}:Q8_0", silent)
+    folder = pull(f"{REPO}:Q8_0", quiet)
     for part in (1, 2):
         assert (folder / EIGHT.format(part).rpartition("/")[2]).read_bytes() == repo.files[EIGHT.format(part)]

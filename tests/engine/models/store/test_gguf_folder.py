@@ -39,18 +39,12 @@ from engine.models.text.tokenizer import load_tokenizer
 from engine.session.loading import load_session
 from engine.session.plan_model import plan_model
 from tests.support.pairwise import pairwise
+from tests.support.progress import quiet
 from tests.support.random_examples import examples
 from tests.support.tiny_gguf import ARCHITECTURES, Floats, Layout, whole_blocks, write_tiny_gguf
 from tests.support.tiny_models import write_tiny_model
 
-
-def silent(stage: str, done: int, total: int, unit: str) -> None:
-    pass
-
-
-@pytest.fixture(autouse=True)
-def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
+pytestmark = pytest.mark.usefixtures("home")
 
 
 @pytest.fixture
@@ -161,7 +155,7 @@ def test_the_opened_file_is_the_model_it_was_made_from(
         parts=parts,
         truth=tmp_path / "truth",
     )
-    opened = open_model(open_gguf(path, silent))
+    opened = open_model(open_gguf(path, quiet))
     assert_the_same_model(opened, open_model(tmp_path / "truth"))
     theirs = json.loads((source / "config.json").read_text())
     same = set(opened.config) & set(theirs) - {"dtype", "architectures", "rope_parameters", "pad_token_id"}
@@ -181,7 +175,7 @@ def test_every_tensor_may_have_a_format_of_its_own(tmp_path: Path) -> None:
 
     source = write_tiny_model(tmp_path / "source", "qwen3_moe", **whole_blocks("qwen3_moe"))
     path = write_tiny_gguf(tmp_path / "m.gguf", source, "qwen3moe", quantised=kind_of, truth=tmp_path / "truth")
-    opened = open_model(open_gguf(path, silent))
+    opened = open_model(open_gguf(path, quiet))
     assert_the_same_model(opened, open_model(tmp_path / "truth"))
     assert opened.experts is not None
     formats = {name: matrix.format for name, matrix in opened.experts.place(0, 3).matrices.items()}
@@ -202,7 +196,7 @@ def test_dimensions_of_one_may_be_there_or_not(
     if dimensions:
         with GgufFile(path) as gguf:
             assert {len(tensor.shape) for tensor in gguf.tensors.values()} == {dimensions}
-    assert_the_same_model(open_model(open_gguf(path, silent)), open_model(source))
+    assert_the_same_model(open_model(open_gguf(path, quiet)), open_model(source))
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_5_moe_text", "qwen3_next"])
@@ -215,7 +209,7 @@ def test_the_gate_of_a_shared_expert_is_a_row_or_a_vector(
         path = write_tiny_gguf(tmp_path / name, sources(family), ARCHITECTURES[family], dimensions=dimensions)
         with GgufFile(path) as gguf:
             assert gguf.tensors["blk.0.ffn_gate_inp_shexp.weight"].shape == shape
-        assert_the_same_model(open_model(open_gguf(path, silent)), open_model(sources(family)))
+        assert_the_same_model(open_model(open_gguf(path, quiet)), open_model(sources(family)))
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "glm4_moe_lite"])
@@ -231,7 +225,7 @@ def test_blocks_that_predict_ahead_are_left_out(tmp_path: Path, sources: Callabl
             "blk.2.attn_norm.weight": np.zeros(256, np.float32),
         },
     )
-    opened = open_model(open_gguf(path, silent))
+    opened = open_model(open_gguf(path, quiet))
     assert opened.config["num_hidden_layers"] == 2
     assert_the_same_model(opened, open_model(source))
 
@@ -256,7 +250,7 @@ def test_latent_attention_or_routing_that_does_not_run_is_refused(
 ) -> None:
     path = write_tiny_gguf(tmp_path / "m.gguf", sources("deepseek_v2"), "deepseek2", extra=extra)
     with pytest.raises(ModelError, match=message):
-        open_gguf(path, silent)
+        open_gguf(path, quiet)
 
 
 @pytest.mark.parametrize(
@@ -273,11 +267,11 @@ def test_delta_nets_that_cannot_be_are_refused(
 ) -> None:
     path = write_tiny_gguf(tmp_path / "m.gguf", sources("qwen3_5_text"), "qwen35", extra=extra)
     with pytest.raises(ModelError, match=message):
-        open_gguf(path, silent)
+        open_gguf(path, quiet)
 
 
 def test_nothing_of_the_weights_is_copied(tiny_llama: Path) -> None:
-    folder = open_gguf(tiny_llama, silent)
+    folder = open_gguf(tiny_llama, quiet)
     assert (folder / tiny_llama.name).readlink() == tiny_llama
     assert sum(path.lstat().st_size for path in folder.iterdir()) < 60_000
     for _, tensor in open_model(folder).trunk():
@@ -285,13 +279,13 @@ def test_nothing_of_the_weights_is_copied(tiny_llama: Path) -> None:
 
 
 def test_a_file_that_was_moved_is_found_at_its_new_place(tiny_llama: Path) -> None:
-    folder = open_gguf(tiny_llama, silent)
+    folder = open_gguf(tiny_llama, quiet)
     moved = tiny_llama.parent / "elsewhere" / tiny_llama.name
     moved.parent.mkdir()
     tiny_llama.rename(moved)
     with pytest.raises(ModelError, match=r"cannot be read: .*No such file"):
         open_model(folder)
-    assert open_gguf(moved, silent) == folder
+    assert open_gguf(moved, quiet) == folder
     assert (folder / moved.name).readlink() == moved
     assert open_model(folder).trunk_bytes > 0
 
@@ -301,19 +295,19 @@ def test_a_part_that_is_missing_or_of_another_model_is_named(tmp_path: Path) -> 
     first = write_tiny_gguf(tmp_path / "m.gguf", source, "qwen3", parts=3)
     second = first.with_name("m-00002-of-00003.gguf")
     assert local_models.resolve(str(second)).plain_folder == local_models.resolve(str(first)).plain_folder
-    assert open_model(open_gguf(second, silent)).trunk_bytes > 0
+    assert open_model(open_gguf(second, quiet)).trunk_bytes > 0
     kept = second.read_bytes()
     second.write_bytes(first.with_name("m-00003-of-00003.gguf").read_bytes())
     with pytest.raises(ModelError, match=r"m-00002-of-00003\.gguf is part 2 of its model, not 1"):
-        open_gguf(first, silent)
+        open_gguf(first, quiet)
     second.unlink()
     with pytest.raises(ModelError, match=r"m-00002-of-00003\.gguf"):
-        open_gguf(first, silent)
+        open_gguf(first, quiet)
     second.write_bytes(kept)
     alone = tmp_path / "alone.gguf"
     first.rename(alone)
     with pytest.raises(ModelError, match="one of 3 parts of a split model"):
-        open_gguf(alone, silent)
+        open_gguf(alone, quiet)
 
 
 def test_a_link_to_any_part_opens_the_whole(tmp_path: Path) -> None:
@@ -326,7 +320,7 @@ def test_a_link_to_any_part_opens_the_whole(tmp_path: Path) -> None:
         link = links / name
         link.symlink_to(parts / "m-00002-of-00003.gguf")
         assert local_models.resolve(str(link)) == whole
-        assert_the_same_model(open_model(open_gguf(link, silent)), open_model(source))
+        assert_the_same_model(open_model(open_gguf(link, quiet)), open_model(source))
     # As the Hugging Face cache has them: the parts are links, and what they lead to has other names.
     (cache := tmp_path / "cache").mkdir()
     (blobs := tmp_path / "blobs").mkdir()
@@ -344,15 +338,15 @@ def test_a_folder_of_parts_is_the_model(tmp_path: Path) -> None:
     first = write_tiny_gguf(folder / "m.gguf", source, "qwen3", parts=3)
     (folder / "mmproj-F16.gguf").write_bytes(b"GGUF")
     (folder / "README.md").touch()
-    session = load_session(Load(id=1, model=str(folder), runtime="torch"), silent)
+    session = load_session(Load(id=1, model=str(folder), runtime="torch"), quiet)
     assert session.facts.name == first.name
     plan_model(Plan(id=1, load=Load(id=1, model=str(folder), partitioning="cpu")))
-    assert pull(str(folder), silent) == local_models.resolve(str(first)).plain_folder
+    assert pull(str(folder), quiet) == local_models.resolve(str(first)).plain_folder
     write_tiny_gguf(folder / "other model.gguf", source, "qwen3")
     with pytest.raises(
         ModelError, match=r"several models: m-00001-of-00003\.gguf, other model\.gguf; name one"
     ) as error:
-        load_session(Load(id=1, model=str(folder)), silent)
+        load_session(Load(id=1, model=str(folder)), quiet)
     assert error.value.kind == "bad-input"
 
 
@@ -365,9 +359,9 @@ def test_a_missing_part_is_named_by_whatever_opens_the_model(tmp_path: Path, mis
     (folder / f"m-{missing:05}-of-00003.gguf").unlink()
     model = folder if named == "the folder" else min(folder.iterdir())
     for opened in (
-        lambda: load_session(Load(id=1, model=str(model)), silent),
+        lambda: load_session(Load(id=1, model=str(model)), quiet),
         lambda: plan_model(Plan(id=1, load=Load(id=1, model=str(model)))),
-        lambda: pull(str(model), silent),
+        lambda: pull(str(model), quiet),
     ):
         with pytest.raises(ModelError, match=rf"m-{missing:05}-of-00003\.gguf is missing: .* split into 3 files; put"):
             opened()
@@ -380,7 +374,7 @@ def test_text_that_is_no_utf_8_is_shown(tiny_llama: Path, where: bytes) -> None:
     tiny_llama.write_bytes(data.replace(where, b"\xff" + where[1:], 1))
     shown = "xff" + where[1:].decode()
     with pytest.raises(ModelError, match=rf"tiny\.gguf is not a usable GGUF file: .*{shown}.* is no UTF-8; download"):
-        load_session(Load(id=1, model=str(tiny_llama)), silent)
+        load_session(Load(id=1, model=str(tiny_llama)), quiet)
 
 
 def test_tensors_that_overlap_are_refused(tiny_llama: Path) -> None:
@@ -398,7 +392,7 @@ def test_tensors_that_overlap_are_refused(tiny_llama: Path) -> None:
 def test_sampling_that_the_makers_advise_comes_along(tmp_path: Path) -> None:
     source = write_tiny_model(tmp_path / "source", "qwen3")
     extra = {"general.sampling.temp": 0.6, "general.sampling.top_k": 20, "general.sampling.top_p": 0.95}
-    folder = open_gguf(write_tiny_gguf(tmp_path / "m.gguf", source, "qwen3", extra=extra), silent)
+    folder = open_gguf(write_tiny_gguf(tmp_path / "m.gguf", source, "qwen3", extra=extra), quiet)
     found = json.loads((folder / "generation_config.json").read_text())
     assert {key: found[key] for key in ("temperature", "top_k", "top_p", "do_sample")} == {
         "temperature": 0.6,
@@ -421,13 +415,13 @@ def test_llama_3_positions_are_recognised(tmp_path: Path) -> None:
     divisors = llama3_divisors(parameters, 8).astype(np.float32)
     assert divisors[0] == 1.0 and divisors[-1] == 8.0
     path = write_tiny_gguf(tmp_path / "l3.gguf", source, "llama", extra_tensors={"rope_freqs.weight": divisors})
-    config = json.loads((open_gguf(path, silent) / "config.json").read_text())
+    config = json.loads((open_gguf(path, quiet) / "config.json").read_text())
     assert config["rope_parameters"] == {"rope_type": "llama3", **parameters}
     strange = write_tiny_gguf(
         tmp_path / "long.gguf", source, "llama", extra_tensors={"rope_freqs.weight": divisors[::-1].copy()}
     )
     with pytest.raises(ModelError, match="not Llama 3's"):
-        open_gguf(strange, silent)
+        open_gguf(strange, quiet)
 
 
 def test_llama_3_divisors_are_those_of_transformers() -> None:
@@ -473,7 +467,7 @@ def test_scaled_positions_are_carried_over(tmp_path: Path, extra: dict[str, Any]
 
 
 def test_the_tokenizer_comes_along(tiny_llama: Path) -> None:
-    tokenizer = load_tokenizer(open_gguf(tiny_llama, silent))
+    tokenizer = load_tokenizer(open_gguf(tiny_llama, quiet))
     assert tokenizer is not None
     assert tokenizer.end_of_turn_ids == {0, 2}
     assert tokenizer.decode(tokenizer.encode("bade Hi!\nfine?")) == "bade Hi!\nfine?"
@@ -482,9 +476,9 @@ def test_the_tokenizer_comes_along(tiny_llama: Path) -> None:
 
 def test_the_folder_is_made_once_and_found_by_name(tmp_path: Path, tiny_llama: Path) -> None:
     (tmp_path / "other").mkdir()
-    folder = pull(str(tiny_llama), silent)
+    folder = pull(str(tiny_llama), quiet)
     written = (folder / "tokenizer.json").stat().st_mtime_ns
-    assert open_gguf(tiny_llama, silent) == folder
+    assert open_gguf(tiny_llama, quiet) == folder
     assert (folder / "tokenizer.json").stat().st_mtime_ns == written
     resolved = local_models.resolve(str(tiny_llama))
     assert (resolved.kind, resolved.folder, resolved.name) == ("gguf", folder, "tiny.gguf")
@@ -493,7 +487,7 @@ def test_the_folder_is_made_once_and_found_by_name(tmp_path: Path, tiny_llama: P
     assert tiny_llama.stat().st_size < model.nbytes < tiny_llama.stat().st_size + 100_000
     assert local_models.resolve(folder.name).folder == folder
     other = write_tiny_gguf(tmp_path / "other" / "tiny.gguf", write_tiny_model(tmp_path / "s", "qwen3"), "qwen3")
-    second = open_gguf(other, silent)
+    second = open_gguf(other, quiet)
     assert {each.name for each in local_models.installed()} == {folder.name, second.name}
     assert local_models.remove(str(other)) > 0
     assert local_models.remove(str(tiny_llama)) > 0
@@ -525,7 +519,7 @@ def test_other_models_are_refused_by_name(
     source = write_tiny_model(tmp_path / "source", "llama")
     path = write_tiny_gguf(tmp_path / "other.gguf", source, architecture, extra=extra)
     with pytest.raises(ModelError, match=message):
-        open_gguf(path, silent)
+        open_gguf(path, quiet)
     assert local_models.installed() == []
 
 
@@ -533,14 +527,14 @@ def test_a_missing_or_unknown_tensor_is_named(tmp_path: Path) -> None:
     source = write_tiny_model(tmp_path / "source", "llama")
     path = write_tiny_gguf(tmp_path / "less.gguf", source, "llama", leave_out="blk.1.ffn_up.weight")
     with pytest.raises(ModelError, match=r"no tensor blk\.1\.ffn_up\.weight"):
-        open_gguf(path, silent)
+        open_gguf(path, quiet)
     more = {"blk.0.attn_q.bias": np.zeros(48, np.float32)}
     path = write_tiny_gguf(tmp_path / "more.gguf", source, "llama", extra_tensors=more)
     with pytest.raises(ModelError, match=r"blk\.0\.attn_q\.bias"):
-        open_gguf(path, silent)
+        open_gguf(path, quiet)
     path = write_tiny_gguf(tmp_path / "wide.gguf", source, "llama", extra={"feed_forward_length": 999})
     with pytest.raises(ModelError, match=r"ffn_gate\.weight has the shape"):
-        open_gguf(path, silent)
+        open_gguf(path, quiet)
 
 
 def test_a_truncated_file_is_refused(tiny_llama: Path) -> None:
@@ -548,7 +542,7 @@ def test_a_truncated_file_is_refused(tiny_llama: Path) -> None:
     for length in (0, 3, 20, 100, 3000, len(data) // 2, len(data) - 100):
         tiny_llama.write_bytes(data[:length])
         with pytest.raises(ModelError):
-            open_gguf(tiny_llama, silent)
+            open_gguf(tiny_llama, quiet)
     assert local_models.installed() == []
 
 
@@ -583,7 +577,7 @@ def test_numbers_beyond_any_model_are_refused_before_anything_is_counted(
     look = gguf_tensors.tensor_of
     monkeypatch.setattr(gguf_tensors, "tensor_of", lambda gguf, name: looked.append(name) or look(gguf, name))
     with pytest.raises(ModelError, match=message):
-        open_gguf(path, silent)
+        open_gguf(path, quiet)
     assert len(looked) < 100, "it ends at the first tensor that is missing"
 
 
@@ -595,7 +589,7 @@ def test_a_plan_refuses_a_gguf_that_does_not_run_and_opens_one_that_does(tmp_pat
         with pytest.raises(ModelError, match=said):
             plan_model(Plan(id=1, load=Load(id=1, model=str(path), partitioning="cpu")))
         with pytest.raises(ModelError, match=said):
-            open_gguf(path, silent)
+            open_gguf(path, quiet)
     sound = write_tiny_gguf(tmp_path / "sound.gguf", source, "llama")
     planned = plan_model(Plan(id=1, load=Load(id=1, model=str(sound), partitioning="cpu")))
     assert planned.fits and planned.family == "llama"
@@ -631,7 +625,7 @@ def test_rounding_to_bfloat16_is_torchs(values: list[float]) -> None:
 
 def test_stopping_leaves_nothing(tiny_llama: Path) -> None:
     with pytest.raises(Cancelled):
-        open_gguf(tiny_llama, silent, lambda: True)
+        open_gguf(tiny_llama, quiet, lambda: True)
     assert local_models.installed() == [] and local_models.partial_downloads() == []
 
 
@@ -647,7 +641,7 @@ def test_a_folder_that_was_killed_while_it_was_made_is_made_again(tiny_llama: Pa
         assert process.stdout.readline()
         process.send_signal(signal.SIGKILL)
     assert local_models.installed() == []
-    assert model_folder.is_complete(open_gguf(tiny_llama, silent))
+    assert model_folder.is_complete(open_gguf(tiny_llama, quiet))
     assert local_models.partial_downloads() == []
 
 
@@ -682,9 +676,9 @@ def test_a_file_that_is_not_gguf_or_not_there(tmp_path: Path) -> None:
     path = tmp_path / "text.gguf"
     path.write_text("this is no model at all, only a text of some length")
     with pytest.raises(ModelError, match="does not begin with GGUF"):
-        open_gguf(path, silent)
+        open_gguf(path, quiet)
     with pytest.raises(ModelError, match="no file or folder"):
-        open_gguf(tmp_path / "absent.gguf", silent)
+        open_gguf(tmp_path / "absent.gguf", quiet)
 
 
 def test_a_file_that_gets_shorter_while_it_is_opened_is_said(tmp_path: Path) -> None:

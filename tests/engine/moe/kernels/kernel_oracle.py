@@ -11,7 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.models.formats.model_files import ExpertWeights, StoredTensor
+from engine.moe.kernels import bindings
+from engine.moe.kernels.bindings import Matrix
 from engine.moe.kernels.layers import Gate
+from engine.moe.kernels.pool import Pool
 
 Wide = NDArray[np.float64]
 
@@ -129,4 +132,27 @@ def outputs(
             g, u = g + wide(one.gate_bias), u + wide(one.up_bias)
         y = seen(activated(gate, g, u)) @ wide(one.down).T
         out[rows, places] = y if one.down_bias is None else y + wide(one.down_bias)
+    return out
+
+
+def product(pool: Pool, instructions: str, weight: Matrix, x: NDArray[np.float32]) -> NDArray[np.float32]:
+    """What the kernels of a set make of ``weight`` and the rows of ``x`` [tokens, columns]."""
+    out = np.full((len(x), weight.rows), np.nan, np.float32)
+    code = bindings.load().pllm_linear(
+        pool.handle, bindings.SETS[instructions], ctypes.addressof(weight), None, x.ctypes.data, x.shape[1], len(x),
+        out.ctypes.data, weight.rows,
+    )  # fmt: skip
+    assert code == 0
+    return out
+
+
+def error(found: NDArray[np.float32], wanted: Wide) -> float:
+    """Root mean square of the error, as a share of the result's."""
+    return float(np.sqrt(np.square(found - wanted).mean() / np.square(wanted).mean()))
+
+
+def opened(weight: Matrix, row: int) -> NDArray[np.float32]:
+    """A row of ``weight`` as the kernels unpack it."""
+    out = np.empty(weight.columns, np.float32)
+    bindings.load().pllm_open_row(ctypes.addressof(weight), row, out.ctypes.data)
     return out

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import multiprocessing
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -28,13 +27,6 @@ GATES = [Gate("silu"), Gate("gelu"), Gate("gelu_tanh"), Gate("relu"), Gate("clam
 pytestmark = pytest.mark.skipif(
     not SETS, reason="the native kernels are not built (test_kernels_choice says whether they should be)"
 )
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    made = Pool(3)
-    yield made
-    made.close()
 
 
 def choice(name: str) -> KernelChoice:

@@ -4,7 +4,6 @@ instruction set of this CPU."""
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -14,11 +13,11 @@ from numpy.typing import NDArray
 from engine.models.formats.model_files import ExpertWeights, StoredTensor
 from engine.models.formats.number_formats import scales_shape
 from engine.moe.kernels import bindings
-from engine.moe.kernels.bindings import KernelChoice, Matrix
+from engine.moe.kernels.bindings import KernelChoice
 from engine.moe.kernels.layers import Gate, LayerExperts, kernel_kind, matrix, unsupported_reason
 from engine.moe.kernels.pool import Pool
 from engine.runtimes.torch.offload.torch_tensors import unpacked
-from tests.engine.moe.kernels.kernel_oracle import before_a_hole
+from tests.engine.moe.kernels.kernel_oracle import before_a_hole, error, opened, product
 from tests.support.pairwise import pairwise
 
 AVAILABLE = bindings.available()
@@ -26,13 +25,6 @@ SCALES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 Floats = NDArray[np.float32]
 
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="the native kernels were not built")
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    made = Pool(2)
-    yield made
-    made.close()
 
 
 def error_of(instructions: str) -> float:
@@ -62,26 +54,6 @@ def weights(rows: int, columns: int, scales: str = "F32", seed: int = 0) -> tupl
     codes = numbers.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
     size = (torch.rand(scales_shape((rows, columns)), generator=generator) * 0.02 + 0.001).to(SCALES[scales])
     return (weight := stored(codes, size)), wide(weight, size)
-
-
-def product(pool: Pool, instructions: str, weight: Matrix, x: Floats) -> Floats:
-    out = np.full((len(x), weight.rows), np.nan, np.float32)
-    code = bindings.load().pllm_linear(
-        pool.handle, bindings.SETS[instructions], ctypes.addressof(weight), None, x.ctypes.data, x.shape[1], len(x),
-        out.ctypes.data, weight.rows,
-    )  # fmt: skip
-    assert code == 0
-    return out
-
-
-def error(found: Floats, wanted: NDArray[np.float64]) -> float:
-    return float(np.sqrt(np.square(found - wanted).mean() / np.square(wanted).mean()))
-
-
-def opened(weight: Matrix, row: int) -> Floats:
-    out = np.empty(weight.columns, np.float32)
-    bindings.load().pllm_open_row(ctypes.addressof(weight), row, out.ctypes.data)
-    return out
 
 
 def test_every_number_with_any_scale_is_torchs_to_the_bit() -> None:

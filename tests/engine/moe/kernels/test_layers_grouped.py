@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,11 +15,11 @@ from numpy.typing import NDArray
 from engine.models.formats.model_files import ExpertWeights, StoredTensor
 from engine.models.formats.number_formats import GROUPED, words_dtype
 from engine.moe.kernels import bindings
-from engine.moe.kernels.bindings import KernelChoice, Matrix
+from engine.moe.kernels.bindings import KernelChoice
 from engine.moe.kernels.layers import Gate, LayerExperts, matrix, unsupported_reason
 from engine.moe.kernels.pool import Pool
 from engine.runtimes.torch.offload.torch_tensors import unpacked
-from tests.engine.moe.kernels.kernel_oracle import before_a_hole
+from tests.engine.moe.kernels.kernel_oracle import before_a_hole, error, opened, product
 from tests.support.pairwise import pairwise
 from tests.support.tiny_grouped import HALVES_OF_FP4, pack
 
@@ -56,13 +55,6 @@ COLUMNS = 3 * 256 + 128
 """More than three units of 256 values, and a part of one."""
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    made = Pool(2)
-    yield made
-    made.close()
-
-
 def floats(words: NDArray[np.generic], dtype: str) -> Floats:
     """Stored numbers in float32."""
     if dtype == "BF16":
@@ -94,26 +86,6 @@ def weights(kind: Kind, rows: int, columns: int, seed: int = 0) -> tuple[StoredT
     biases = stored_as((-size * middle).astype(np.float32), kind.scales)
     wide = floats(scales.words, kind.scales)[:, :, None] * grouped + floats(biases.words, kind.scales)[:, :, None]
     return StoredTensor(kind.name, words, scales, biases), wide.reshape(rows, columns).astype(np.float32)
-
-
-def product(pool: Pool, instructions: str, weight: Matrix, x: Floats) -> Floats:
-    out = np.full((len(x), weight.rows), np.nan, np.float32)
-    code = bindings.load().pllm_linear(
-        pool.handle, bindings.SETS[instructions], ctypes.addressof(weight), None, x.ctypes.data, x.shape[1], len(x),
-        out.ctypes.data, weight.rows,
-    )  # fmt: skip
-    assert code == 0
-    return out
-
-
-def error(found: Floats, wanted: NDArray[np.float64]) -> float:
-    return float(np.sqrt(np.square(found - wanted).mean() / np.square(wanted).mean()))
-
-
-def opened(weight: Matrix, row: int) -> Floats:
-    out = np.empty(weight.columns, np.float32)
-    bindings.load().pllm_open_row(ctypes.addressof(weight), row, out.ctypes.data)
-    return out
 
 
 def assert_same_bits(found: Floats, wanted: Floats) -> None:

@@ -3,8 +3,6 @@ instruction set of this CPU."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -31,13 +29,6 @@ to bfloat16."""
 Floats = NDArray[np.float32]
 
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="the native kernels were not built")
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    made = Pool(2)
-    yield made
-    made.close()
 
 
 def weight(name: str, rows: int, columns: int, seed: int) -> StoredTensor:

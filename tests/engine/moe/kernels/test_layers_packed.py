@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from engine.models.formats.number_formats import BLOCKS
 from engine.moe.kernels import bindings
 from engine.moe.kernels.bindings import FORMATS, SETS, CActivation, Expert, Layer, Matrix
 from engine.moe.kernels.pool import Pool
-from tests.engine.moe.kernels.kernel_oracle import before_a_hole
+from tests.engine.moe.kernels.kernel_oracle import before_a_hole, error, product
 from tests.support.pairwise import pairwise
 
 
@@ -52,33 +51,11 @@ are thirty times as large."""
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="the native kernels were not built")
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    made = Pool(2)
-    yield made
-    made.close()
-
-
 def matrix(name: str, words: NDArray[np.uint8]) -> Matrix:
     values, nbytes = block_of(name)
     rows, columns = words.shape[0], words.shape[1] // nbytes * values
     stride = words.strides[0] // nbytes * values
     return Matrix(words.ctypes.data, rows, columns, stride, FORMATS[name], 0)
-
-
-def product(pool: Pool, instructions: str, weight: Matrix, x: NDArray[np.float32]) -> NDArray[np.float32]:
-    out = np.full((len(x), weight.rows), np.nan, np.float32)
-    native = bindings.load()
-    address = ctypes.addressof(weight)
-    code = native.pllm_linear(
-        pool.handle, SETS[instructions], address, None, x.ctypes.data, x.shape[1], len(x), out.ctypes.data, weight.rows
-    )
-    assert code == 0
-    return out
-
-
-def error(found: NDArray[np.float32], wanted: NDArray[np.float64]) -> float:
-    return float(np.sqrt(np.square(found - wanted).mean() / np.square(wanted).mean()))
 
 
 def columns_of(name: str) -> int:

@@ -6,7 +6,6 @@ import ctypes
 import mmap
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +23,6 @@ from tests.engine.moe.kernels import kernel_oracle as oracle
 pytestmark = pytest.mark.skipif(not choose("float32").native, reason=choose("float32").reason)
 
 EXPERTS = 6
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    made = Pool(3)
-    yield made
-    made.close()
 
 
 class Case:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.progress import quiet
+
 mx = pytest.importorskip("mlx.core")
 
 from engine.bench import ring as ring_bench  # noqa: E402
@@ -28,10 +30,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PYTHON_KEYRING_BACKEND", "keyring.backends.null.Keyring")
     monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
     return write_comparable(tmp_path / "model", "mixtral")
-
-
-def quiet(stage: str, done: int, total: int, unit: str) -> None:
-    """Nobody looks at the progress."""
 
 
 def test_the_cpu_alone_is_refused_where_a_person_chose_it(folder: Path) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.progress import quiet
+
 mx = pytest.importorskip("mlx.core")
 pytest.importorskip("mlx_lm")
 
@@ -26,10 +28,6 @@ from tests.engine.cluster.ring_places import placed  # noqa: E402
 from tests.engine.runtimes.mlx_oracle import write_comparable, write_quantised  # noqa: E402
 
 PATIENCE_S = 120.0
-
-
-def quiet(stage: str, done: int, total: int, unit: str) -> None:
-    """Nobody looks at the progress."""
 
 
 def loaded(folder: Path, **options: Any) -> LoadedModel:

@@ -12,7 +12,6 @@ import pytest
 from engine.cluster.all_gather import RingLayers
 from engine.errors import ModelError
 from engine.ipc.messages import Load
-from engine.models.folders.opening import open_model
 from engine.moe.expert_parallel import Gathered, LayerExchange, RankContext, Routes
 from engine.moe.kernels.bindings import available
 from engine.moe.timing import Recorder
@@ -24,9 +23,10 @@ from engine.runtimes.native.model import NativeModel
 from engine.runtimes.protocol import Interrupted, Logits, RingPlace
 from tests.engine.cluster.memory_exchange import MemoryRing, must_succeed, note_order, on_all_ranks
 from tests.engine.cluster.ring_conversation import all_conversations, assert_same, conversation
-from tests.engine.cluster.ring_places import placed, places
+from tests.engine.cluster.ring_places import placement_for, places
 from tests.engine.runtimes.native_oracle import load_native, needs_kernels
-from tests.engine.runtimes.subjects import no_progress, prompt_of
+from tests.engine.runtimes.subjects import prompt_of
+from tests.support.progress import quiet
 
 pytestmark = needs_kernels
 
@@ -35,21 +35,15 @@ TinyModel = Callable[..., Path]
 
 def in_ring(folder: Path, place: RingPlace, **options: Any) -> NativeModel:
     request = Load(id=1, model=folder.name, partitioning="ring", **({"cpu_threads": 1} | options))
-    loaded = runtime_named("native").load(folder, request, no_progress, place)
+    loaded = runtime_named("native").load(folder, request, quiet, place)
     assert isinstance(loaded, NativeModel)
     return loaded
-
-
-def placement_of(folder: Path, nodes: int, how: str = "even") -> Placement:
-    experts = open_model(folder).experts
-    assert experts is not None
-    return placed(tuple(experts.layers), experts.count, nodes, how)
 
 
 def test_nodes_with_other_numbers_of_threads_compute_the_same(tiny_model: TinyModel) -> None:
     folder = tiny_model("qwen2_moe", max_position_embeddings=4096)
     alone = conversation(load_native(folder, cpu_threads=5), 1100)
-    contexts = places(placement_of(folder, 3, "overlapping"))
+    contexts = places(placement_for(folder, 3, "overlapping"))
     models = [
         in_ring(folder, context, cpu_threads=threads) for context, threads in zip(contexts, (1, 2, 3), strict=True)
     ]
@@ -64,7 +58,7 @@ def test_every_instruction_set(
 ) -> None:
     monkeypatch.setenv("PRIVATELLM_KERNELS", instructions)
     folder = tiny_model("qwen2_moe", dtype=dtype)
-    models = [in_ring(folder, place) for place in places(placement_of(folder, 2, "overlapping"))]
+    models = [in_ring(folder, place) for place in places(placement_for(folder, 2, "overlapping"))]
     assert_same(all_conversations(models), conversation(load_native(folder, cpu_threads=1)))
     runs = "avx512f" if instructions == "avx512_bf16" and dtype == "float32" else instructions
     assert models[1].facts.executor == f"ring (node 2 of 2, exact, native {runs}, cpu)"
@@ -73,7 +67,7 @@ def test_every_instruction_set(
 @pytest.mark.parametrize("nodes", [2, 3])
 def test_keys_and_values_in_eight_bits(nodes: int, tiny_model: TinyModel) -> None:
     folder = tiny_model("qwen3_moe", head_dim=64)
-    models = [in_ring(folder, place, key_values="q8_0") for place in places(placement_of(folder, nodes))]
+    models = [in_ring(folder, place, key_values="q8_0") for place in places(placement_for(folder, nodes))]
     alone = load_native(folder, cpu_threads=1, key_values="q8_0")
     assert alone.facts.key_value_bytes_per_token == models[1].facts.key_value_bytes_per_token
     assert_same(all_conversations(models), conversation(alone))
@@ -115,7 +109,7 @@ class StopsAt:
 def test_a_pass_the_head_ends_after_some_pieces_leaves_all_rows_as_they_were(turn: int, tiny_model: TinyModel) -> None:
     length = 1100
     folder = tiny_model("qwen2_moe", max_position_embeddings=4096)
-    contexts = places(placement_of(folder, 2))
+    contexts = places(placement_for(folder, 2))
     models = [in_ring(folder, context) for context in contexts]
     check = StopsAt(turn, Interrupted())
 
@@ -182,7 +176,7 @@ class Answers:
 def test_what_no_exchange_may_answer_is_refused(change: Callable[[Gathered], Gathered], tiny_model: TinyModel) -> None:
     folder = tiny_model("mixtral")
     exchange: LayerExchange = Answers(change)
-    model = in_ring(folder, RingPlace(RankContext("epoch", 0, placement_of(folder, 1)), exchange))
+    model = in_ring(folder, RingPlace(RankContext("epoch", 0, placement_for(folder, 1)), exchange))
     rows = model.start()
     with pytest.raises(ModelError):
         rows.extend([3, 4, 5])
@@ -191,7 +185,7 @@ def test_what_no_exchange_may_answer_is_refused(change: Callable[[Gathered], Gat
 
 def test_a_shared_expert_is_run_in_every_layer(tiny_model: TinyModel) -> None:
     folder = tiny_model("qwen2_moe")
-    model = in_ring(folder, RingPlace(RankContext("epoch", 0, placement_of(folder, 1)), Answers(lambda found: found)))
+    model = in_ring(folder, RingPlace(RankContext("epoch", 0, placement_for(folder, 1)), Answers(lambda found: found)))
     assert_same([conversation(model)], conversation(load_native(folder, cpu_threads=1)))
 
 
@@ -200,7 +194,7 @@ def test_the_shared_expert_is_computed_between_sending_and_receiving(
 ) -> None:
     folder = tiny_model("qwen2_moe")
     memory = MemoryRing(1)
-    placement = placement_of(folder, 1)
+    placement = placement_for(folder, 1)
     model = in_ring(folder, places(placement, exchanges=list(memory.ends))[0])
     happened: list[str] = []
     note_order(memory.ends[0], happened)

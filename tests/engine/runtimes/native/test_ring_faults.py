@@ -20,7 +20,8 @@ from engine.runtimes.protocol import Interrupted
 from tests.engine.cluster.memory_exchange import must_succeed, on_all_ranks
 from tests.engine.cluster.ring_places import placed, places
 from tests.engine.runtimes.native_oracle import load_native, needs_kernels
-from tests.engine.runtimes.torch_oracle import no_progress, prompt
+from tests.engine.runtimes.torch_oracle import prompt
+from tests.support.progress import quiet
 from tests.support.tiny_models import write_tiny_model
 
 pytestmark = needs_kernels
@@ -32,7 +33,7 @@ def two_nodes(folder: Path) -> list[NativeModel]:
     request = Load(id=1, model="m", partitioning="ring", cpu_threads=2)
     runtime = runtime_named("native")
     contexts = places(placed(tuple(experts.layers), experts.count, 2, "overlapping"))
-    models = [runtime.load(folder, request, no_progress, context) for context in contexts]
+    models = [runtime.load(folder, request, quiet, context) for context in contexts]
     return [model for model in models if isinstance(model, NativeModel)]
 
 

@@ -32,7 +32,8 @@ from engine.runtimes.native.weights import opened
 from engine.session.loading import load_session
 from engine.system.free_memory import Memory
 from tests.engine.runtimes.native_oracle import FAMILIES, PREPARED_ONLY, load_native, needs_kernels
-from tests.engine.runtimes.torch_oracle import no_progress, prompt
+from tests.engine.runtimes.torch_oracle import prompt
+from tests.support.progress import quiet
 from tests.support.tiny_models import write_tiny_model
 
 pytestmark = needs_kernels
@@ -105,7 +106,7 @@ def test_what_is_not_eligible_says_why(
     reason = native_unsupported_reason(folder, request)
     assert reason is not None and why in reason
     with pytest.raises(ModelError, match="choose the runtime auto or torch") as failure:
-        runtimes.runtime_named("native").load(folder, request, no_progress)
+        runtimes.runtime_named("native").load(folder, request, quiet)
     assert reason in str(failure.value)
 
 
@@ -114,15 +115,15 @@ def test_a_model_that_falls_back_says_so_in_one_line(tmp_path: Path, monkeypatch
     monkeypatch.setattr(choosing, "on_apple_silicon", lambda: False)
     monkeypatch.setattr(runtimes, "gpu_present", lambda: False)
     folder = write_tiny_model(tmp_path / "model", "llama")
-    assert not load_session(ask_for(folder), no_progress).facts.notices
+    assert not load_session(ask_for(folder), quiet).facts.notices
     monkeypatch.setenv("PRIVATELLM_KERNELS", "off")
-    facts = load_session(ask_for(folder), no_progress).facts
+    facts = load_session(ask_for(folder), quiet).facts
     assert facts.runtime == "torch"
     assert [line for line in facts.notices if "PRIVATELLM_KERNELS=off" in line] == [
         "Running on torch: the faster native trunk is not used, because its kernels cannot be used: "
         "switched off by PRIVATELLM_KERNELS=off."
     ]
-    assert load_session(ask_for(folder, runtime="torch"), no_progress).facts.runtime == "torch"
+    assert load_session(ask_for(folder, runtime="torch"), quiet).facts.runtime == "torch"
 
 
 def test_frequencies_of_old_checkpoints_are_passed_over(tmp_path: Path) -> None:

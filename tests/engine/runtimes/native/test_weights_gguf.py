@@ -11,11 +11,12 @@ from gguf import GGMLQuantizationType
 from engine.models.store.gguf_folder import open_gguf
 from tests.engine.runtimes.native_oracle import FAMILIES, after_alike_branches, load_native, needs_kernels
 from tests.engine.runtimes.subjects import prompt_of
-from tests.engine.runtimes.torch_oracle import library_run, no_progress, our_run, typical, worst
+from tests.engine.runtimes.torch_oracle import library_run, our_run, typical, worst
 from tests.support.pairwise import in_turn
+from tests.support.progress import quiet
 from tests.support.tiny_gguf import ARCHITECTURES, Layout, whole_blocks, write_tiny_gguf
 
-pytestmark = needs_kernels
+pytestmark = [needs_kernels, pytest.mark.usefixtures("home")]
 
 EXACT = 2e-5
 """Both compute in float32; the order of the sums differs. Where a step of a delta-net is badly conditioned, each is up
@@ -23,11 +24,6 @@ to 1e-5 from a run in double precision, whichever the instruction set."""
 ROUNDED = 0.05
 """Largest usual error where inputs are rounded to eight bits, as a share of the logits' spread: these models, of random
 weights, make small errors larger than real ones do."""
-
-
-@pytest.fixture(autouse=True)
-def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
 
 
 @pytest.fixture
@@ -48,7 +44,7 @@ def test_plain_weights_give_the_librarys_logits(
     extra = {"attention.sliding_window": 16} if family == "mistral" else {}
     architecture = ARCHITECTURES[family]
     path = write_tiny_gguf(tmp_path / "m.gguf", source, architecture, layout=layout, merged=merged, extra=extra)
-    model, tokens = load_native(open_gguf(path, no_progress), dtype="float32"), prompt_of(21)
+    model, tokens = load_native(open_gguf(path, quiet), dtype="float32"), prompt_of(21)
     answer, theirs = library_run(source, tokens, chunks=1)
     assert worst(our_run(model, tokens, 2, answer), theirs) < EXACT
 
@@ -64,7 +60,7 @@ def test_gpt_oss_as_it_is_published(tmp_path: Path, sources: Callable[[str], Pat
     path = write_tiny_gguf(
         tmp_path / "m.gguf", sources("gpt_oss"), "gpt-oss", quantised=kind_of, truth=tmp_path / "truth"
     )
-    model = load_native(open_gguf(path, no_progress), dtype="float32")
+    model = load_native(open_gguf(path, quiet), dtype="float32")
     tokens = prompt_of(300)
     answer, theirs = library_run(tmp_path / "truth", tokens, chunks=1)
     for chunks in (1, 3):
@@ -83,6 +79,6 @@ def test_biases_of_experts_may_be_of_another_type_than_their_weights(
         quantised=GGMLQuantizationType[kind],
         truth=tmp_path / "truth",
     )
-    model, tokens = load_native(open_gguf(path, no_progress), dtype="float32"), prompt_of(40)
+    model, tokens = load_native(open_gguf(path, quiet), dtype="float32"), prompt_of(40)
     answer, theirs = library_run(tmp_path / "truth", tokens, chunks=1)
     assert worst(our_run(model, tokens, 2, answer), theirs) < EXACT

@@ -13,7 +13,6 @@ import torch
 from engine.cluster.all_gather import RingLayers
 from engine.cluster.contributions import NodeFailed
 from engine.ipc.messages import Load
-from engine.models.folders.opening import open_model
 from engine.moe.backend import ExpertBackend
 from engine.moe.executor import RingExecutor
 from engine.moe.expert_parallel import Loading
@@ -23,31 +22,20 @@ from engine.runtimes.torch.model import TorchModel
 from engine.runtimes.torch.runtime import TorchRuntime
 from tests.engine.cluster.memory_exchange import MemoryRing, must_succeed, note_order, on_all_ranks
 from tests.engine.cluster.ring_conversation import all_conversations, assert_same, conversation
-from tests.engine.cluster.ring_places import PLACEMENTS, placed, places
-from tests.engine.runtimes.subjects import no_progress
+from tests.engine.cluster.ring_places import PLACEMENTS, placement_for, places
 from tests.support.pairwise import pairwise
+from tests.support.progress import quiet
 
-
-@pytest.fixture(autouse=True)
-def one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which of torch's kernels runs is a setting of the process, which ranks that are threads would take from each
-    other."""
-    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+pytestmark = pytest.mark.usefixtures("one_kernel")
 
 
 def load(folder: Path, place: RingPlace | None, **options: Any) -> TorchModel:
     request = Load(id=1, model=folder.name, cpu_threads=1, **options)
-    return TorchRuntime(find_gpu=lambda: None).load(folder, request, no_progress, place)
+    return TorchRuntime(find_gpu=lambda: None).load(folder, request, quiet, place)
 
 
 def load_ring(folder: Path, placement: Placement, loading: Loading = "selected", **options: Any) -> list[TorchModel]:
     return [load(folder, place, **options) for place in places(placement, loading=loading)]
-
-
-def placement_for(folder: Path, nodes: int, how: str) -> Placement:
-    experts = open_model(folder).experts
-    assert experts is not None
-    return placed(tuple(experts.layers), experts.count, nodes, how)
 
 
 @pytest.mark.sampled

@@ -25,8 +25,9 @@ from engine.runtimes.torch.runtime import TorchRuntime
 from tests.engine.cluster.ring_conversation import all_conversations, conversation
 from tests.engine.cluster.ring_places import placed, places
 from tests.engine.runtimes.subjects import FP8, GROUPED_MODELS, PUBLISHED, prompt_of
-from tests.engine.runtimes.torch_oracle import library_run, no_progress, our_run, typical, worst
+from tests.engine.runtimes.torch_oracle import library_run, our_run, typical, worst
 from tests.support.pairwise import in_turn
+from tests.support.progress import quiet
 from tests.support.tiny_gguf import ARCHITECTURES
 from tests.support.tiny_models import TINY_FAMILIES
 
@@ -48,7 +49,7 @@ def _whole_float32(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[
 
 def load(folder: Path, place: RingPlace | None = None, **options: Any) -> TorchModel:
     request = Load(id=1, model=folder.name, cpu_threads=1, dtype="float32", **options)
-    return TorchRuntime().load(folder, request, no_progress, place)
+    return TorchRuntime().load(folder, request, quiet, place)
 
 
 def room_for(folder: Path, experts: int) -> int:
@@ -87,7 +88,7 @@ def test_bfloat16_and_our_cpu_kernels(policy: ExpertPolicy, held: int | None, ti
         Load(id=1, model=folder.name, partitioning="cpu"),
         Load(id=1, model=folder.name, partitioning="hybrid", policy=policy, gpu_expert_bytes=room),
     ):
-        model = TorchRuntime().load(folder, request, no_progress)
+        model = TorchRuntime().load(folder, request, quiet)
         apart.append(typical(our_run(model, tokens, 1, answer), exact))
         model.close()
     assert apart[1] <= max(1.5 * apart[0], 0.02)

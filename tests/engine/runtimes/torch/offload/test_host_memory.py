@@ -12,9 +12,7 @@ import torch
 from gguf import GGMLQuantizationType
 
 from benchmarks.packed_blocks import unpacked
-from engine.models.folders.opening import open_model
 from engine.models.folders.prepare import prepare
-from engine.models.formats.model_files import Experts
 from engine.models.store.gguf_folder import open_gguf
 from engine.runtimes.torch.offload.devices import tensors_in
 from engine.runtimes.torch.offload.host_memory import ALIGNMENT, HostExperts
@@ -22,18 +20,9 @@ from engine.runtimes.torch.offload.torch_tensors import stored_dtype, view
 from tests.engine.runtimes.torch.offload import second_mapping
 from tests.support.engine_forks import with_libraries
 from tests.support.hooked_engine import hooked
+from tests.support.progress import quiet
 from tests.support.tiny_gguf import Layout, whole_blocks, write_tiny_gguf
-from tests.support.tiny_models import TINY_MOE_FAMILIES, write_tiny_model
-
-
-def experts_of(folder: Path) -> Experts:
-    found = open_model(folder).experts
-    assert found is not None
-    return found
-
-
-def no_progress(stage: str, done: int, total: int, unit: str) -> None:
-    pass
+from tests.support.tiny_models import TINY_MOE_FAMILIES, experts_of, write_tiny_model
 
 
 def slot_of(host: HostExperts, layer: int, expert: int) -> torch.Tensor:
@@ -51,7 +40,7 @@ def test_a_slot_holds_what_the_file_holds(
 ) -> None:
     folder = tiny_model(family, shards=kind == "shards")
     if kind == "prepared":
-        prepare(folder, tmp_path / "bank", no_progress)
+        prepare(folder, tmp_path / "bank", quiet)
         folder = tmp_path / "bank"
     experts = experts_of(folder)
     host = HostExperts(experts)
@@ -86,7 +75,7 @@ def test_a_slot_of_packed_weights_is_unpacked_for_computing(
     source = write_tiny_model(tmp_path / "source", "qwen3_moe", **whole_blocks("qwen3_moe"))
     packed = GGMLQuantizationType[kind]
     path = write_tiny_gguf(tmp_path / "m.gguf", source, "qwen3moe", quantised=packed, layout=layout)
-    experts = experts_of(open_gguf(path, no_progress))
+    experts = experts_of(open_gguf(path, quiet))
     host = HostExperts(experts)
     for layer in experts.layers:
         stored = experts.expert(layer, 2)
@@ -109,7 +98,7 @@ def test_locked_pages_are_read_from(tiny_model: Callable[..., Path]) -> None:
         locked[address] = nbytes
         return None
 
-    assert host.lock(register, locked.pop, no_progress) == []
+    assert host.lock(register, locked.pop, quiet) == []
     assert host.locked_bytes == sum(locked.values()) >= experts.nbytes
     for layer, slot in zip(experts.layers, before, strict=True):
         assert torch.equal(slot_of(host, layer, 2), slot)
@@ -123,7 +112,7 @@ def test_locked_pages_are_read_from(tiny_model: Callable[..., Path]) -> None:
 def test_a_refusal_half_way_keeps_what_was_locked(tiny_model: Callable[..., Path]) -> None:
     host = HostExperts(experts_of(tiny_model("mixtral", shards=True)))
     answers = iter([None, "limit reached"])
-    (line,) = host.lock(lambda address, nbytes: next(answers), lambda address: None, no_progress)
+    (line,) = host.lock(lambda address, nbytes: next(answers), lambda address: None, quiet)
     assert "limit reached" in line
     assert "copies to the GPU are slower" in line
     assert 0 < host.locked_bytes < sum(mapped.size for mapped in host.experts.mapped_files)
@@ -136,7 +125,7 @@ def test_more_than_the_memory_is_not_locked(tiny_model: Callable[..., Path]) -> 
     def register(address: int, nbytes: int) -> str | None:
         raise AssertionError("must not be asked")
 
-    (line,) = host.lock(register, lambda address: None, no_progress, available=1000)
+    (line,) = host.lock(register, lambda address: None, quiet, available=1000)
     assert "are not page-locked" in line
 
 

@@ -25,7 +25,7 @@ from engine.runtimes.torch.offload.hybrid import HybridBackend
 from engine.runtimes.torch.offload.local import make_cpu_backend
 from engine.runtimes.torch.offload.tensor_backend import TensorBackend
 from tests.support.pairwise import pairwise
-from tests.support.tiny_models import write_tiny_model
+from tests.support.tiny_models import experts_of, write_tiny_model
 
 Routed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Hidden rows, indices, weights."""
@@ -45,12 +45,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture
 def folder(folders: dict[str, Path]) -> Path:
     return folders["prepared"]
-
-
-def experts_of(folder: Path) -> Experts:
-    found = open_model(folder).experts
-    assert found is not None
-    return found
 
 
 def hybrid_on(

@@ -30,12 +30,10 @@ from engine.session.session import Session
 from engine.system.free_memory import RESERVE_BYTES
 from tests.engine.runtimes.torch.offload.test_hybrid_models import MEMORY, PROMPT, executor_of, greedy, load, same
 
+pytestmark = pytest.mark.usefixtures("home")
+
+
 ONE_EXPERT = 3 * 48 * 56 * 4
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,12 @@ from engine.runtimes.torch.model import TorchModel
 from engine.runtimes.torch.offload.hybrid import HybridBackend
 from engine.runtimes.torch.runtime import TorchRuntime
 from engine.session.session import Session
+from tests.support.controls import Watching
+from tests.support.progress import quiet
 from tests.support.tiny_models import TINY_MOE_FAMILIES
+
+pytestmark = pytest.mark.usefixtures("home")
+
 
 POLICIES: tuple[ExpertPolicy, ...] = get_args(ExpertPolicy)
 MEMORY = 2 * GPU_RUNTIME_BYTES
@@ -30,18 +35,9 @@ FEW = 5
 PROMPT = [5, 9, 23, 77, 102, 3, 3, 41, 8, 61, 130, 90, 14, 155, 66, 31, 7]
 
 
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
-
-
-def silent(stage: str, done: int, total: int, unit: str) -> None:
-    pass
-
-
 def load(folder: Path, device: StandInDevice | None, **options: Any) -> TorchModel:
     request = Load(id=1, model=folder.name, cpu_threads=1, **options)
-    return TorchRuntime(lambda: device).load(folder, request, silent)
+    return TorchRuntime(lambda: device).load(folder, request, quiet)
 
 
 def executor_of(model: TorchModel) -> HybridBackend:
@@ -113,7 +109,7 @@ def test_families_give_the_same_bits_for_every_policy_and_cache(
     if form == "prepared":
         bank = tmp_path_factory.getbasetemp() / f"hybrid-{family}"
         if not bank.exists():
-            prepare(folder, bank, silent)
+            prepare(folder, bank, quiet)
         folder = bank
     experts = open_model(folder).experts
     assert experts is not None
@@ -172,16 +168,6 @@ def test_facts_and_a_plan_that_cannot_fit(tiny_model: Callable[..., Path]) -> No
     assert any("bench experts" in notice for notice in model.facts.notices)
 
 
-class Control:
-    """Somebody who watches and never cancels."""
-
-    def cancelled(self) -> bool:
-        return False
-
-    def watching(self) -> bool:
-        return True
-
-
 def test_the_person_is_told_and_shown(tiny_model: Callable[..., Path]) -> None:
     folder = tiny_model("mixtral")
     device = StandInDevice(MEMORY)
@@ -191,7 +177,7 @@ def test_the_person_is_told_and_shown(tiny_model: Callable[..., Path]) -> None:
     events: list[Any] = []
     for turn in (1, 2):
         request = Generate(id=turn, prompt_ids=PROMPT, max_tokens=6)
-        finished = session.generate(request, events.append, Control())
+        finished = session.generate(request, events.append, Watching())
         assert finished.timing is not None
         movement = finished.timing.movement
         assert movement is not None

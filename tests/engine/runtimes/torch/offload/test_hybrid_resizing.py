@@ -13,14 +13,13 @@ from engine.ipc.messages import AnyEvent, Failed, Generate, Loaded, Notice, Resi
 from engine.planning.hybrid import GPU_RUNTIME_BYTES
 from engine.runtimes.torch.offload.devices import OutOfDeviceMemory, Slot
 from engine.session.session import Session
-from tests.engine.runtimes.torch.offload.test_hybrid_models import MEMORY, PROMPT, Control, executor_of, load
+from tests.engine.runtimes.torch.offload.test_hybrid_models import MEMORY, PROMPT, executor_of, load
+from tests.support.controls import Watching
+
+pytestmark = pytest.mark.usefixtures("home")
+
 
 ONE_EXPERT = 3 * 48 * 56 * 4
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
 
 
 @pytest.fixture
@@ -40,7 +39,7 @@ def asked(session: Session, nbytes: int | None) -> list[AnyEvent]:
 
 def answer(session: Session, tokens: int = 6) -> list[int]:
     request = Generate(id=1, prompt_ids=PROMPT, max_tokens=tokens)
-    return session.generate(request, lambda event: None, Control()).token_ids
+    return session.generate(request, lambda event: None, Watching()).token_ids
 
 
 @pytest.mark.parametrize("policy", ["balanced", "twiddler", "lru-offload"])

@@ -19,7 +19,6 @@ from engine.ipc.messages import ExpertPolicy, Load
 from engine.models.folders.opening import open_model
 from engine.moe.expert_parallel import Mode, RankContext
 from engine.planning.hybrid import GPU_RUNTIME_BYTES
-from engine.planning.placement import Placement
 from engine.runtimes.protocol import Logits, RingPlace
 from engine.runtimes.torch import gpu_memory_plan
 from engine.runtimes.torch.model import TorchModel
@@ -27,9 +26,9 @@ from engine.runtimes.torch.offload.hybrid import HybridBackend
 from engine.runtimes.torch.runtime import TorchRuntime, load_experts
 from tests.engine.cluster.memory_exchange import MemoryRing, on_all_ranks
 from tests.engine.cluster.ring_conversation import all_conversations, assert_same, conversation
-from tests.engine.cluster.ring_places import PLACEMENTS, placed, places
-from tests.engine.runtimes.torch_oracle import no_progress
+from tests.engine.cluster.ring_places import PLACEMENTS, placement_for, places
 from tests.support.pairwise import in_turn, pairwise
+from tests.support.progress import quiet
 
 POLICIES: tuple[ExpertPolicy, ...] = get_args(ExpertPolicy)
 MEMORY = 2 * GPU_RUNTIME_BYTES
@@ -53,13 +52,7 @@ def one_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def load(folder: Path, place: RingPlace | None, device: StandInDevice | None, **options: Any) -> TorchModel:
     request = Load(id=1, model=folder.name, cpu_threads=1, **options)
-    return TorchRuntime(lambda: device).load(folder, request, no_progress, place)
-
-
-def placement_for(folder: Path, nodes: int, how: str) -> Placement:
-    experts = open_model(folder).experts
-    assert experts is not None
-    return placed(tuple(experts.layers), experts.count, nodes, how)
+    return TorchRuntime(lambda: device).load(folder, request, quiet, place)
 
 
 def ring_of(folder: Path, devices: Devices, how: str, mode: Mode = "exact", **options: Any) -> list[TorchModel]:
@@ -227,7 +220,7 @@ def test_a_node_of_central_mode_shares_its_experts_with_a_device(family: str, ti
     head = load(folder, RingPlace(contexts[0], CentralHead(contexts[0], memory.ends[0])), StandInDevice(MEMORY))
     device = StandInDevice(MEMORY)
     request = Load(id=1, model=folder.name, cpu_threads=1, dtype="float32")
-    experts = load_experts(folder, request, contexts[1], no_progress, lambda: device)
+    experts = load_experts(folder, request, contexts[1], quiet, lambda: device)
     assert experts.description.startswith("hybrid (")
 
     def work(rank: int) -> Any:

@@ -9,7 +9,6 @@ import torch
 from torch.nn.functional import linear
 
 from engine.errors import ModelError
-from engine.models.folders.opening import open_model
 from engine.models.folders.prepare import prepare
 from engine.models.formats.model_files import Experts
 from engine.moe.executor import LocalExecutor
@@ -20,7 +19,7 @@ from engine.runtimes.torch.offload.local import TorchKernelBackend, make_cpu_bac
 from engine.runtimes.torch.offload.local_torch import TorchBackend
 from engine.runtimes.torch.offload.tensor_backend import TensorBackend
 from engine.runtimes.torch.offload.torch_tensors import view
-from tests.support.tiny_models import write_tiny_model
+from tests.support.tiny_models import experts_of, write_tiny_model
 
 LAYER, K = 1, 2
 CPU = torch.device("cpu")
@@ -39,12 +38,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         found[dtype] = root / f"{dtype}-prepared"
         prepare(plain, found[dtype], lambda *_: None)
         found[f"{dtype}-plain"] = plain
-    return found
-
-
-def experts_in(folder: Path) -> Experts:
-    found = open_model(folder).experts
-    assert found is not None
     return found
 
 
@@ -88,7 +81,7 @@ def close(found: torch.Tensor, expected: torch.Tensor, limit: float) -> bool:
 def test_equals_one_by_one(
     folders: dict[str, Path], stored: str, dtype: torch.dtype, limit: float, tokens: int
 ) -> None:
-    experts = experts_in(folders[stored])
+    experts = experts_of(folders[stored])
     hidden, indices, weights = routes(experts, tokens)
     hidden, weights = hidden.to(dtype), weights.to(dtype)
     executor = executor_on(experts, dtype)
@@ -107,7 +100,7 @@ def test_equals_one_by_one(
 
 @needs_kernels
 def test_strided_inputs_are_read_right(folders: dict[str, Path]) -> None:
-    experts = experts_in(folders["float32"])
+    experts = experts_of(folders["float32"])
     hidden, indices, weights = routes(experts, 20)
     executor = executor_on(experts, torch.float32)
     expected = executor.run(LAYER, hidden, indices, weights)
@@ -122,7 +115,7 @@ def test_strided_inputs_are_read_right(folders: dict[str, Path]) -> None:
 def test_single_routes(folders: dict[str, Path], kernels: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU's side of a hybrid executor: only its own routes, neither weighted nor added up."""
     monkeypatch.setenv(bindings.VARIABLE, kernels)
-    experts = experts_in(folders["float32"])
+    experts = experts_of(folders["float32"])
     hidden, indices, weights = routes(experts, tokens)
     cpu, _ = make_cpu_backend(experts, dict.fromkeys(experts.layers, SILU), torch.float32)
     assert isinstance(cpu, TorchBackend if kernels == "off" else TorchKernelBackend)
@@ -140,7 +133,7 @@ def test_single_routes(folders: dict[str, Path], kernels: str, tokens: int, monk
 @needs_kernels
 def test_single_routes_add_up_to_the_weighted_sum(folders: dict[str, Path]) -> None:
     """To the bit: so a hybrid executor's answer does not depend on where an expert ran."""
-    experts = experts_in(folders["bfloat16"])
+    experts = experts_of(folders["bfloat16"])
     for tokens in (1, 3, 12):
         hidden, indices, weights = routes(experts, tokens)
         executor = executor_on(experts, torch.bfloat16)
@@ -158,7 +151,7 @@ def test_single_routes_add_up_to_the_weighted_sum(folders: dict[str, Path]) -> N
 
 @needs_kernels
 def test_popularity_and_routes_are_counted(folders: dict[str, Path]) -> None:
-    experts = experts_in(folders["float32"])
+    experts = experts_of(folders["float32"])
     recorder = recorder_for(experts)
     executor = LocalExecutor(executor_on(experts, torch.float32), recorder)
     assert executor.popularity is not None
@@ -178,7 +171,7 @@ def test_popularity_and_routes_are_counted(folders: dict[str, Path]) -> None:
 
 @needs_kernels
 def test_a_wrong_route_is_refused(folders: dict[str, Path]) -> None:
-    experts = experts_in(folders["float32"])
+    experts = experts_of(folders["float32"])
     hidden, indices, weights = routes(experts, 3)
     indices[1, 1] = experts.count
     with pytest.raises(ModelError, match="out of range"):
@@ -190,7 +183,7 @@ def test_a_wrong_route_is_refused(folders: dict[str, Path]) -> None:
 
 def choose_for(folder: Path, dtype: torch.dtype = torch.float32, gate: FamilyGate = SILU) -> tuple[str, str]:
     """The description of the chosen executor, and its notices."""
-    experts = experts_in(folder)
+    experts = experts_of(folder)
     backend, notices = make_cpu_backend(experts, dict.fromkeys(experts.layers, gate), dtype, 2)
     return backend.description, " ".join(notices)
 
@@ -233,7 +226,7 @@ def test_a_set_that_the_cpu_lacks_is_refused(folders: dict[str, Path], monkeypat
 @pytest.mark.parametrize("name", bindings.available())
 def test_every_set_of_this_cpu_runs(folders: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(bindings.VARIABLE, name)
-    experts = experts_in(folders["bfloat16"])
+    experts = experts_of(folders["bfloat16"])
     hidden, indices, weights = routes(experts, 7)
     executor = executor_on(experts, torch.bfloat16)
     assert executor.description == f"local (native {name}, 2 threads)"

@@ -15,10 +15,7 @@ from engine.models.folders.opening import open_model
 from engine.models.formats.model_files import Experts
 from engine.runtimes.torch.offload.devices import DeviceError
 from engine.runtimes.torch.offload.measuring_sides import LocalCpuSide, calls_in_turn, gpu_side, open_gpu_side
-
-
-def silent(stage: str, done: int, total: int, unit: str) -> None:
-    """Nobody looks at progress here."""
+from tests.support.progress import quiet
 
 
 @pytest.fixture
@@ -62,7 +59,7 @@ def test_a_device_is_measured_as_it_is(experts: Experts) -> None:
     device = StandInDevice(speeds=speeds)
     cpu = LocalCpuSide(experts, "float32", experts_per_token=1, cpu_threads=1)
     cpu.cpu = TimedCpu(cpu.cpu, device)
-    gpu, notices = open_gpu_side(device, experts, "float32", 1, silent)
+    gpu, notices = open_gpu_side(device, experts, "float32", 1, quiet)
     assert notices == [] and gpu.name == "the stand-in"
     figures = measure(cpu, gpu, lambda: 1e9, device.now, budget_s=100.0)
     found = calibration_of(figures, "stand-in", shape_of(experts))
@@ -79,7 +76,7 @@ def test_a_device_is_measured_as_it_is(experts: Experts) -> None:
 
 def test_what_the_device_runs_is_the_expert_that_was_copied(experts: Experts) -> None:
     device = StandInDevice()
-    gpu, _ = open_gpu_side(device, experts, "float32", 1, silent)
+    gpu, _ = open_gpu_side(device, experts, "float32", 1, quiet)
     gpu.run(3)
     rows, out = gpu.rows(3)
     cpu = LocalCpuSide(experts, "float32", experts_per_token=1, cpu_threads=1).cpu
@@ -89,7 +86,7 @@ def test_what_the_device_runs_is_the_expert_that_was_copied(experts: Experts) ->
 
 def test_refused_page_locks_are_said_and_measured_without(experts: Experts) -> None:
     device = StandInDevice(faults=Faults(page_locks="operation not supported"))
-    gpu, notices = open_gpu_side(device, experts, "float32", 1, silent)
+    gpu, notices = open_gpu_side(device, experts, "float32", 1, quiet)
     assert len(notices) == 1 and "operation not supported" in notices[0]
     gpu.copy()
 
@@ -101,12 +98,12 @@ def test_a_device_without_room_or_life_is_an_error_and_leaves_nothing_locked(
     experts: Experts, device: StandInDevice
 ) -> None:
     with pytest.raises(DeviceError):
-        open_gpu_side(device, experts, "float32", 1, silent)
+        open_gpu_side(device, experts, "float32", 1, quiet)
     assert device.locked == {}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_that_is_said(experts: Experts) -> None:
-    side, notices = gpu_side(experts, "float32", 1, silent)
+    side, notices = gpu_side(experts, "float32", 1, quiet)
     assert side is None
     assert notices == ["No GPU that torch can use was found: only the CPU was measured."]
