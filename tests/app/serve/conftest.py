@@ -14,8 +14,9 @@ from tests.app.serve.served import MODEL, TEMPLATE, Served, served
 from tests.support.speaking_model import write_speaking_model
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Ends with its module, as other tests start engines of their own."""
     folder = tmp_path_factory.mktemp("served")
     model = write_speaking_model(folder / MODEL, TEMPLATE)
     with served(
@@ -24,13 +25,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def client(server: Served) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
         yield made
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def claude(server: Served) -> Iterator[anthropic.Anthropic]:
     with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as made:
         yield made
