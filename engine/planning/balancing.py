@@ -1,15 +1,17 @@
-"""Which active experts of a layer go to the CPU, so that both sides are done soonest: the ``balanced`` policy's solver.
+"""The solver of the ``balanced`` policy: it chooses the active experts of a layer that run on the CPU, so that the
+later side is done soonest.
 
-Experts with the same number of tokens and the same residency are interchangeable, so an answer is how many of each
-*kind* the CPU gets. Two steps, both deterministic:
+Experts with the same number of tokens and the same residency are interchangeable, so an answer is the number of experts
+of each *kind* on the CPU. Two steps, both deterministic:
 
-1. Cuts, in O(E log E). Experts that are not resident leave the GPU in one of two orders: fewest tokens first (right
-   when copies bound the GPU's side, for then each saves the same copy), or smallest gain from a GPU first (right when
-   computing bounds it). At every cut the residents follow in order of their gain, as far as that helps: where both
-   sides are level, found by bisection.
-2. If there are few experts, branch and bound below the best cut, at most ``SEARCH_NODES`` nodes. Nine experts fit in
-   any case, and then the answer is the optimum of the model in :mod:`engine.planning.balancing`. With many experts a
-   cut is within a percent or so: what it can miss is part of one expert's time.
+1. Cuts, in O(E log E). Experts that are not resident leave the GPU in one of two orders: fewest tokens first (best when
+copies bound the GPU's side, because each saves the same copy), or smallest gain from a GPU first (best when computing
+bounds it). At every cut residents follow in order of their gain, up to the point at which both sides are level, which
+bisection finds.
+
+2. With few experts, branch and bound below the best cut, at most ``SEARCH_NODES`` nodes. Nine experts always fit, so
+their answer is the optimum of this module's model. With many experts a cut is within about a percent: it can miss only
+a part of one expert's time.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ _ROUNDING = 1e-9
 
 
 class Kind(NamedTuple):
-    """``number`` active experts of the same number of tokens and residency; ``cpu``, ``gpu``: seconds of one there."""
+    """``number`` active experts with the same number of tokens and the same residency. ``cpu``, ``gpu``: seconds of one
+    expert on either side."""
 
     resident: bool
     number: int
@@ -44,19 +47,21 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class Split:
-    """``on_cpu`` of each kind run on the CPU; ``slowest`` is the time of the later side, ``work`` that of all parts."""
+    """The experts of each kind that run on the CPU (``on_cpu``), the seconds until the later side is done
+    (``slowest``), and the seconds of all work (``work``)."""
 
     slowest: float
     work: float
     on_cpu: tuple[int, ...]
 
     def better_than(self, other: Split) -> bool:
-        """Sooner done; if equally soon, with less work (fewer copies, less heat)."""
+        """Whether this split is done sooner or, if equally soon, with less work (fewer copies, less heat)."""
         return (self.slowest, self.work) < (other.slowest, other.work)
 
 
 def share(counted: tuple[tuple[int, bool, int], ...], calibration: Calibration) -> tuple[int, ...]:
-    """How many experts of each kind ``(tokens, resident, count)`` the CPU should run. Remembered: steps repeat."""
+    """Number of experts of each kind ``(tokens, resident, count)`` that the CPU should run. Cached, because steps
+    repeat."""
     return _share(counted, calibration)
 
 
@@ -71,7 +76,7 @@ def _share(counted: tuple[tuple[int, bool, int], ...], calibration: Calibration)
 
 
 def weigh(kinds: Sequence[Kind], on_cpu: Sequence[int], calibration: Calibration) -> Split:
-    """What it takes to run ``on_cpu`` of each kind on the CPU and the others on the GPU."""
+    """The time and work of running ``on_cpu`` of each kind on the CPU and the others on the GPU."""
     cpu = resident = moved = 0.0
     smallest = float("inf")
     copies = 0
@@ -102,7 +107,7 @@ class _Queue:
     gpu: list[float]
     """``gpu[n]``: seconds on the GPU of all but the first ``n``."""
     smallest: list[float]
-    """``smallest[n]``: the shortest of those, 0.0 if there are none."""
+    """``smallest[n]``: seconds of the shortest of those, 0.0 if there are none."""
     length: int
 
     @classmethod
@@ -126,7 +131,7 @@ class _Queue:
 
 
 def _best_cut(kinds: Sequence[Kind], calibration: Calibration) -> tuple[int, ...]:
-    """How many of each kind run on the CPU."""
+    """Number of experts of each kind that run on the CPU after the best cut."""
     gain = [kind.cpu / max(kind.gpu, 1e-12) for kind in kinds].__getitem__
     missing = [place for place, kind in enumerate(kinds) if not kind.resident]
     residents = _Queue.of(kinds, sorted((place for place, kind in enumerate(kinds) if kind.resident), key=gain))
@@ -152,7 +157,7 @@ def _best_cut(kinds: Sequence[Kind], calibration: Calibration) -> tuple[int, ...
 
 
 class _Cuts:
-    """Cuts of ``queue``, each with as many of ``residents`` following to the CPU as help."""
+    """Cuts of ``queue``. At each cut as many of ``residents`` follow to the CPU as helps."""
 
     def __init__(self, queue: _Queue, residents: _Queue, calibration: Calibration) -> None:
         self.queue = queue
@@ -162,7 +167,7 @@ class _Cuts:
         """Seconds by which the CPU's work exceeds the GPU's, by the number of residents on the CPU; ascending."""
 
     def at_a_glance(self) -> float:
-        """How soon a good cut is done: no cut that is done later is the best one."""
+        """Seconds in which a good cut is done. Cuts that take longer cannot be the best one."""
         low, high = 0, self.queue.length
         while low < high:
             middle = (low + high) // 2
@@ -171,8 +176,7 @@ class _Cuts:
         return min(self.best_following(left)[0][0] for left in {max(0, low - 1), low})
 
     def worth_a_look(self, soonest: float) -> Iterator[int]:
-        """The cuts, ascending, that can be done by ``soonest``: the CPU with so many residents or more is not done
-        before, or the GPU with fewer."""
+        """The cuts, ascending, that may be done by ``soonest``. At the others one side alone takes longer."""
         queue, residents = self.queue, self._residents
         most, ahead, left_on_gpu = residents.length, self._ahead, residents.gpu
         weight_copy, latest = self._calibration.weight_copy, soonest * (1.0 + _ROUNDING)
@@ -191,8 +195,11 @@ class _Cuts:
                     yield left
 
     def best_following(self, left: int) -> tuple[tuple[float, float], int]:
-        """(slowest side, work) and how many residents follow ``left`` others to the CPU for that: where both sides are
-        level, one fewer, or none."""
+        """The slowest side and the work, in seconds, with the best number of residents that follow ``left`` others to
+        the CPU.
+
+        The best number makes both sides level, or is one fewer, or zero.
+        """
         sides_by_followers: dict[int, tuple[float, float, float]] = {}
 
         def at(followed: int) -> tuple[float, float, float]:
@@ -217,12 +224,12 @@ class _Cuts:
         return min(((max(cpu, gpu), work), n) for n in {0, max(0, low - 1), low} for cpu, gpu, work in [at(n)])
 
     def _level(self, left: int) -> int:
-        """How many residents make both sides level, copies not counted."""
+        """Number of residents that make both sides level, without copies."""
         even = self.queue.gpu[left] - self.queue.cpu[left]
         return min(self._residents.length, bisect_left(self._ahead, even))
 
     def _sides(self, left: int, followed: int) -> tuple[float, float, float]:
-        """Seconds until the CPU and the GPU are done, and of all parts."""
+        """Seconds of the CPU, of the GPU, and of all work."""
         queue, residents = self.queue, self._residents
         load = LayerLoad(
             queue.cpu[left] + residents.cpu[followed],
@@ -236,7 +243,8 @@ class _Cuts:
 
 
 class _SplitSearch:
-    """Branch and bound, the kinds with the most work first; a branch whose sums already exceed the best is left."""
+    """Branch and bound over the kinds, those with the most work first. Branches whose sums exceed the best are cut
+    off."""
 
     def __init__(self, kinds: Sequence[Kind], calibration: Calibration, best: Split) -> None:
         self._kinds = kinds
@@ -288,18 +296,18 @@ class ActiveExpert:
 
 
 class LayerLoad(NamedTuple):
-    """What both sides have to do, in seconds of undisturbed work."""
+    """The work of both sides of a layer, in seconds without disturbance."""
 
     cpu: float = 0.0
-    """All experts on the CPU, their activations' way there and back included."""
+    """Seconds of all experts on the CPU, with the transfer of their activations both ways."""
     resident: float = 0.0
-    """The GPU computes experts that are in its memory."""
+    """Seconds of resident experts on the GPU."""
     moved: float = 0.0
-    """The GPU computes experts that were copied."""
+    """Seconds of copied experts on the GPU."""
     smallest_moved: float = 0.0
-    """The shortest of these."""
+    """Seconds of the shortest copied expert."""
     copies: int = 0
-    """Slabs copied to the GPU."""
+    """Number of slabs copied to the GPU."""
 
 
 def sides(load: LayerLoad, calibration: Calibration) -> tuple[float, float]:
@@ -321,20 +329,20 @@ def sides(load: LayerLoad, calibration: Calibration) -> tuple[float, float]:
 
 
 def cpu_seconds(tokens: int, calibration: Calibration) -> float:
-    """One expert on the CPU: its computing and its activations' way there and back."""
+    """Seconds of one expert on the CPU, with the transfer of its activations both ways."""
     copy = calibration.activation_copy
     return calibration.cpu.at(tokens) + (copy.at(tokens) if copy is not None else 0.0)
 
 
 def gpu_seconds(tokens: int, calibration: Calibration) -> float:
-    """One expert on the GPU, its weights being there. Raises ValueError if the calibration knows no GPU."""
+    """Seconds of one expert on the GPU, whose weights are there. Raises ValueError if the calibration knows no GPU."""
     if calibration.gpu is None:
         raise ValueError(f"the calibration of {calibration.machine!r} has no GPU: measure one before sharing experts")
     return calibration.gpu.at(tokens)
 
 
 class _Remembered(dict[int, float]):
-    """Seconds by tokens: every layer of every step asks for the same."""
+    """A cache of seconds by number of tokens: every layer of every step asks for the same ones."""
 
     def __init__(self, seconds: Callable[[int, Calibration], float], calibration: Calibration) -> None:
         super().__init__()
@@ -348,7 +356,7 @@ class _Remembered(dict[int, float]):
 
 @lru_cache(maxsize=8)
 def remembered_seconds(calibration: Calibration) -> tuple[dict[int, float], dict[int, float]]:
-    """:func:`cpu_seconds` and :func:`gpu_seconds` by tokens, for looking up."""
+    """Caches of :func:`cpu_seconds` and :func:`gpu_seconds`, by number of tokens."""
     return _Remembered(cpu_seconds, calibration), _Remembered(gpu_seconds, calibration)
 
 

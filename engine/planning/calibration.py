@@ -1,7 +1,7 @@
-"""What one machine's GPU and CPU need for one expert, as measured: the numbers every placement decision rests on.
+"""The measured costs of one expert on one machine's GPU and CPU, on which every placement decision rests.
 
-All times are seconds, all rates bytes per second. Measuring is :mod:`engine.calibration.expert_cost`'s business; here
-is only what was measured, and what follows from it. (Twiddler paper, section 3.3 and appendix A, figure 7.)
+All times are in seconds, all rates in bytes per second. :mod:`engine.calibration.expert_cost` measures; this module
+holds the results and what follows from them. (Twiddler paper, section 3.3 and appendix A, figure 7.)
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from bisect import bisect_left
 import msgspec
 
 CALIBRATION_VERSION = 1
-"""Version of the format. It is raised when the meaning of a field changes; other versions are refused."""
+"""Version of the format. It rises when the meaning of a field changes. Other versions are refused."""
 
 
 ESTIMATED_TOKENS = (1, 2, 4, 8, 12, 16, 32, 64, 128, 256, 512, 1024, 4096)
@@ -24,14 +24,14 @@ UNPACKING_TRAFFIC = 32
 
 
 class ExpertShape(msgspec.Struct, frozen=True):
-    """What makes two experts cost the same."""
+    """The properties that decide an expert's cost."""
 
     hidden: int
     ffn: int
     dtype: str
     """The number format as stored: ``BF16``, ``F32``, or that of packed weights."""
     expert_bytes: int
-    """One expert as stored: gate, up, down and biases."""
+    """Bytes of one expert as stored: gate, up, down and biases."""
 
     @property
     def weights(self) -> int:
@@ -40,22 +40,25 @@ class ExpertShape(msgspec.Struct, frozen=True):
 
     @property
     def packed(self) -> bool:
-        """Whether its weights are packed: no plain format takes less than two bytes for each."""
+        """Whether the weights are packed. Every plain format takes at least two bytes per weight."""
         return self.expert_bytes < 2 * self.weights
 
 
 class Curve(msgspec.Struct, frozen=True):
-    """Seconds over a number of tokens, as measured at ``tokens`` (ascending, the first is 1 or less).
+    """Seconds by number of tokens, measured at ``tokens`` (ascending, the first is 1 or less).
 
-    Not a line through zero: on a CPU few tokens cost as much as one, because the weights are read once for all.
+    The curve is not a line through zero: on a CPU a few tokens cost as much as one, because the weights are read only
+    once.
     """
 
     tokens: tuple[int, ...]
     seconds: tuple[float, ...]
 
     def at(self, tokens: float) -> float:
-        """Interpolated linearly between the measured points, beyond the last with the slope of the last two (never
-        falling). 0.0 for no tokens."""
+        """Seconds for ``tokens``, interpolated linearly between the measured points; 0.0 for no tokens.
+
+        Beyond the last point the curve continues with the slope of the last two, but never falls.
+        """
         if tokens <= 0:
             return 0.0
         place = bisect_left(self.tokens, tokens)
@@ -80,16 +83,17 @@ class Curve(msgspec.Struct, frozen=True):
 
 
 class Processor(msgspec.Struct, frozen=True):
-    """What :func:`estimated` takes for a processor: bytes per second, operations per second, and seconds per expert."""
+    """Assumptions of :func:`estimated` about a processor: bytes per second, operations per second, and seconds per
+    expert."""
 
     memory_rate: float
     operations_rate: float
     fixed_s: float = 0.0
     unpacks: bool = False
-    """Whether packed weights are unpacked by torch before they are multiplied."""
+    """Whether torch unpacks packed weights before it multiplies them."""
 
     def curve(self, shape: ExpertShape) -> Curve:
-        """Seconds of one expert for ESTIMATED_TOKENS."""
+        """Seconds of one expert at ESTIMATED_TOKENS."""
         moved = shape.expert_bytes + (UNPACKING_TRAFFIC * shape.weights if self.unpacks and shape.packed else 0)
         reading, operations = moved / self.memory_rate, 2 * shape.weights / self.operations_rate
         return Curve(ESTIMATED_TOKENS, tuple(self.fixed_s + max(reading, n * operations) for n in ESTIMATED_TOKENS))
@@ -100,32 +104,32 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
 
     version: int
     machine: str
-    """Processor, instruction set, threads and GPU: a calibration of another machine is refused."""
+    """Processor, instruction set, threads and GPU. A calibration of another machine is refused."""
     shape: ExpertShape
     cpu: Curve
-    """One expert on the CPU."""
+    """Seconds of one expert on the CPU."""
     memory_read: float
-    """The rate at which the CPU streams weights."""
+    """Rate at which the CPU streams weights, in bytes per second."""
     gpu: Curve | None = None
-    """One expert whose weights are in GPU memory; None without a GPU."""
+    """Seconds of one expert whose weights are in GPU memory; None without a GPU."""
     weight_copy: float = 0.0
-    """One slab from host to GPU memory."""
+    """Seconds of copying one slab from host to GPU memory."""
     activation_copy: Curve | None = None
-    """Activations of so many tokens to the CPU and their results back."""
+    """Seconds of moving the activations of so many tokens to the CPU, and their results back."""
     cpu_overlapped: float = 1.0
-    """The CPU takes so many times as long while weights are being copied (at least 1)."""
+    """Factor by which the CPU slows down while weights are being copied (at least 1)."""
     copy_overlapped: float = 1.0
-    """A copy takes so many times as long while the CPU runs experts (at least 1)."""
+    """Factor by which a copy slows down while the CPU runs experts (at least 1)."""
     gpu_operation_s: float = 0.0
-    """Seconds that one small operation on the GPU costs the host, which begins one after the other. 0: not measured."""
+    """Seconds of the host's time for one small operation on the GPU; 0: not measured."""
 
 
 GUESSED_CPU = Processor(memory_rate=40e9, operations_rate=1e12, fixed_s=20e-6)
 GUESSED_GPU = Processor(memory_rate=600e9, operations_rate=60e12, fixed_s=40e-6, unpacks=True)
 GUESSED_PCIE = 20e9
 GUESSED_OPERATION_S = 5e-6
-"""Rates of a machine that was not measured, in bytes and operations per second, and seconds: a desktop computer with
-a GPU of the middle class."""
+"""Seconds of the host's time for one small operation on an unmeasured GPU. With the rates above it describes a desktop
+computer with a mid-range GPU, in bytes and operations per second."""
 
 
 def estimated(
@@ -137,11 +141,12 @@ def estimated(
     machine: str = "estimated",
     activation_bytes: int = 2,
 ) -> Calibration:
-    """A calibration from rates alone, not from measurements: for other people's machines, and before measuring.
+    """A calibration from rates alone, for other people's machines, and before measuring.
 
-    An expert takes what reading its weights takes, or its operations, whichever is longer, and a fixed time on top.
-    Activations travel as numbers of ``activation_bytes``, there and back. Nothing is assumed about what happens when
-    both sides are busy. Raises ValueError for a GPU without a ``pcie_rate``.
+    An expert takes the time of reading its weights or of its operations, whichever is longer, plus a fixed time.
+    Activations travel as numbers of ``activation_bytes``, both ways. No slowdown is assumed when both sides are busy.
+
+    Raises ValueError for a GPU without a ``pcie_rate``.
     """
     if gpu is not None and pcie_rate <= 0:
         raise ValueError(f"a GPU needs a rate to copy weights at, not {pcie_rate:g} bytes/s")
@@ -162,7 +167,7 @@ def estimated(
 
 
 def guessed(shape: ExpertShape, activation_bytes: int = 2, cpu: Curve | None = None) -> Calibration:
-    """The calibration of a machine with a GPU that was not measured. ``cpu``: what was measured of its CPU."""
+    """An assumed calibration of a machine whose GPU was not measured. ``cpu``: the measured CPU, if there is one."""
     found = estimated(
         shape, cpu=GUESSED_CPU, gpu=GUESSED_GPU, pcie_rate=GUESSED_PCIE, activation_bytes=activation_bytes
     )
@@ -171,7 +176,7 @@ def guessed(shape: ExpertShape, activation_bytes: int = 2, cpu: Curve | None = N
 
 
 def with_trunk_on_host(calibration: Calibration) -> Calibration:
-    """``calibration`` for a trunk that is on the CPU: activations travel to the GPU and back, and not to the CPU."""
+    """``calibration`` for a trunk on the CPU: activations travel to the GPU and back, instead of to the CPU."""
     gpu, copy = calibration.gpu, calibration.activation_copy
     if gpu is None or copy is None:
         return calibration

@@ -1,9 +1,10 @@
-"""How many experts each node of a ring runs per layer and token, before anything runs: the paper's E[#exec. experts].
+"""The expected number of experts that each node of a ring runs per layer and token: the paper's E[#exec. experts].
 
-A token goes to ``k`` different experts. Sets of k experts are taken to be as likely as the product of their odds (for
-even use: all alike), which is the distribution that assumes nothing beyond how often each expert is used. Experts with
-the same holders are interchangeable, so outcomes are enumerated as numbers of experts per set of holders; where these
-are too many, they are drawn, the same ones every time. (Paper of private LLMs on Apple Silicon, section 4.4, table 1.)
+A token goes to ``k`` different experts. A set of k experts has a probability proportional to the product of their odds.
+This distribution assumes nothing beyond how often each expert is used; with even use all sets are equally likely.
+Experts with the same holders are interchangeable, so an outcome is a number of experts per set of holders. Outcomes are
+enumerated or, if there are too many, drawn at random with a fixed seed. (Paper of private LLMs on Apple Silicon,
+section 4.4, table 1.)
 """
 
 from __future__ import annotations
@@ -31,29 +32,29 @@ _CERTAIN = 0.995
 
 Counts = tuple[int, ...]
 LayerKinds = tuple[tuple[Counts, tuple[float, ...]], ...]
-"""A layer's experts by their holders, and for each the sums of products of its experts' odds: entry n over all choices
-of n of them."""
+"""A layer's experts by their holders. For each set of holders, entry n is the sum of the products of odds over all
+choices of n of its experts."""
 
 
 @dataclass(frozen=True)
 class LoadOutcomes:
-    """What can happen in a layer and step, as (probability, experts run by each rank), over all layers alike."""
+    """Possible outcomes of a layer and step, as (probability, experts run by each rank), over all layers alike."""
 
     outcomes: tuple[tuple[float, Counts], ...]
 
     def expected(self, cost: Callable[[Counts], float]) -> float:
-        """The mean of ``cost``."""
+        """The expected value of ``cost``."""
         return sum(chance * cost(counts) for chance, counts in self.outcomes)
 
     def busiest(self, weights: Sequence[float] = ()) -> float:
-        """The mean of the largest number of experts; with ``weights`` (seconds per expert of each rank, or relative),
-        of the largest weighted one."""
+        """The expected largest number of experts of any rank. With ``weights`` (seconds per expert of each rank, or
+        relative) the numbers are weighted."""
         if not weights:
             return self.expected(lambda counts: float(max(counts)))
         return self.expected(lambda counts: max(n * weight for n, weight in zip(counts, weights, strict=True)))
 
     def per_rank(self) -> tuple[float, ...]:
-        """The mean number of experts each rank runs."""
+        """The expected number of experts that each rank runs."""
         nodes = len(self.outcomes[0][1]) if self.outcomes else 0
         return tuple(sum(chance * counts[rank] for chance, counts in self.outcomes) for rank in range(nodes))
 
@@ -61,8 +62,10 @@ class LoadOutcomes:
 def expected_experts(
     placement: Placement, per_token: int, popularity: Sequence[Sequence[float]] = (), weights: Sequence[float] = ()
 ) -> float:
-    """Experts per layer of the node that has most to do, on average over tokens and layers; with ``weights``, in terms
-    of experts of the fastest node. See :func:`load_outcomes`."""
+    """Expected experts per layer of the busiest node, averaged over tokens and layers.
+
+    With ``weights``, in terms of experts of the fastest node. See :func:`load_outcomes`.
+    """
     outcomes = load_outcomes(placement, per_token, popularity, weights)
     relative = [weight / min(weights) for weight in weights] if weights else []
     return outcomes.busiest(relative)
@@ -71,10 +74,11 @@ def expected_experts(
 def load_outcomes(
     placement: Placement, per_token: int, popularity: Sequence[Sequence[float]] = (), weights: Sequence[float] = ()
 ) -> LoadOutcomes:
-    """What the nodes run of a token's ``per_token`` experts, shared as :class:`engine.planning.routing_load.Assigner`
-    does with ``weights``. ``popularity``: routes counted before, [layer of the placement][expert]; empty: even use.
+    """The possible loads of the nodes from one token's ``per_token`` experts, shared as
+    :class:`engine.planning.routing_load.Assigner` does with ``weights``.
 
-    Raises ValueError for a popularity of other layers or experts.
+    ``popularity``: routes counted before, [layer of the placement][expert]; empty: even use. Raises ValueError for a
+    popularity of other layers or experts.
     """
     if popularity and [len(row) for row in popularity] != [placement.experts] * len(placement.layers):
         raise ValueError(f"popularity must have {len(placement.layers)} layers of {placement.experts} experts")
@@ -95,8 +99,11 @@ def load_outcomes(
 
 
 def odds_of(popularity: Sequence[float], experts: int, per_token: int) -> list[float]:
-    """Each expert's odds of being one of a token's ``per_token``, from how often it was used before; 1.0 for all if
-    nothing was counted. Products of odds then give each expert about its share of the routes."""
+    """The odds of each expert to be one of a token's ``per_token``, from its earlier use; 1.0 for all if nothing was
+    counted.
+
+    With products of odds, each expert gets about its share of the routes.
+    """
     total = sum(popularity)
     if total <= 0 or per_token >= experts:
         return [1.0] * experts
@@ -107,7 +114,8 @@ def odds_of(popularity: Sequence[float], experts: int, per_token: int) -> list[f
 
 
 def kinds_of(holders: Sequence[Counts], odds: Sequence[float], per_token: int) -> LayerKinds:
-    """The experts of a layer with these ``holders`` and ``odds``, of which a token goes to ``per_token``."""
+    """The experts of a layer by their ``holders``, with sums of products of ``odds`` for up to ``per_token``
+    experts."""
     if len(set(odds)) < 2:
         numbers = sorted(Counter(holders).items())
         return tuple((ranks, _choices((odds[0],) * n, per_token)) for ranks, n in numbers)
@@ -119,8 +127,10 @@ def kinds_of(holders: Sequence[Counts], odds: Sequence[float], per_token: int) -
 
 @functools.lru_cache(maxsize=KEPT_CHOICES)
 def _choices(odds: tuple[float, ...], most: int) -> tuple[float, ...]:
-    """Entry [n]: the sum over all choices of n of the experts with these ``odds``, up to ``most``. A search changes the
-    experts of two or three kinds at a time, so that most of what it asks for was computed before."""
+    """Entry [n]: the sum over all choices of n experts of the products of their ``odds``, for n up to ``most``.
+
+    Cached: a search changes the experts of two or three kinds at a time, so it mostly asks for known sums.
+    """
     row = [1.0]
     for chance in odds:
         if len(row) <= most:
@@ -131,7 +141,7 @@ def _choices(odds: tuple[float, ...], most: int) -> tuple[float, ...]:
 
 
 def _rest(kinds: LayerKinds, per_token: int) -> list[list[float]]:
-    """Entry [i][n]: the sum over all choices of n experts from the kinds i and after."""
+    """Entry [i][n]: the sum over all choices of n experts from kind i and the kinds after it."""
     rest = [[1.0] + [0.0] * per_token]
     for _, row in reversed(kinds):
         after = rest[-1]
@@ -140,7 +150,7 @@ def _rest(kinds: LayerKinds, per_token: int) -> list[list[float]]:
 
 
 def possible(kinds: LayerKinds, per_token: int) -> int:
-    """How many numbers of experts per kind there are."""
+    """Number of outcomes: ways to split ``per_token`` experts over the kinds."""
     ways = [1] + [0] * per_token
     for _, row in kinds:
         ways = [sum(ways[n - i] for i in range(min(n, len(row) - 1) + 1)) for n in range(per_token + 1)]
@@ -159,8 +169,10 @@ def _spread(rows: list[tuple[LayerKinds, int]], per_token: int) -> list[tuple[La
 def layer_outcomes(
     kinds: LayerKinds, per_token: int, weights: Sequence[int], draws: int = DRAWN
 ) -> Iterator[tuple[float, Counts]]:
-    """The outcomes of one layer: (probability, experts run by each rank), the same counts maybe more than once. If they
-    are more than ENUMERATED, ``draws`` are drawn."""
+    """The outcomes of one layer as (probability, experts run by each rank), possibly with repeated counts.
+
+    If there are more than ENUMERATED, ``draws`` of them are drawn.
+    """
     rest = _rest(kinds, per_token)
     if possible(kinds, per_token) <= ENUMERATED:
         chosen = _enumerated(kinds, per_token, rest[0][per_token])
@@ -173,8 +185,10 @@ def layer_outcomes(
 
 @functools.lru_cache(maxsize=KEPT_SHARES)
 def _shared(active: tuple[tuple[Counts, int], ...], weights: Counts) -> Counts:
-    """The experts run by each rank, of those with these holders as many as given. The placements that a search looks at
-    have most of their outcomes in common."""
+    """Experts that each rank runs, given the number of active experts of each set of holders.
+
+    Cached: the placements in a search have most of their outcomes in common.
+    """
     counts = [0] * len(weights)
     for owner in level([ranks for ranks, n in active for _ in range(n)], weights):
         counts[owner] += 1
@@ -182,7 +196,7 @@ def _shared(active: tuple[tuple[Counts, int], ...], weights: Counts) -> Counts:
 
 
 def _enumerated(kinds: LayerKinds, per_token: int, total: float) -> list[tuple[float, Counts]]:
-    """All numbers per kind that add up to ``per_token``."""
+    """All outcomes with their probabilities, one number per kind, which add up to ``per_token``."""
     beginnings: list[tuple[float, int, Counts]] = [(1.0 / total, per_token, ())]
     for place, (_, row) in enumerate(kinds):
         after = sum(len(each) - 1 for _, each in kinds[place + 1 :])
@@ -197,7 +211,7 @@ def _enumerated(kinds: LayerKinds, per_token: int, total: float) -> list[tuple[f
 def _drawn(
     kinds: LayerKinds, per_token: int, rest: Sequence[Sequence[float]], draws: int
 ) -> list[tuple[float, Counts]]:
-    """Numbers per kind, drawn; each kind's given what is left for it and those after."""
+    """Randomly drawn outcomes. Each kind's number is drawn given what is left for it and the kinds after it."""
     state = 0x9E3779B97F4A7C15
     times_drawn: dict[Counts, int] = {}
     for _ in range(draws):

@@ -1,8 +1,8 @@
-"""What one machine would do with a model: what goes where, whether it fits, how fast it should be, and why. Pure.
+"""The plan of one machine for a model: what goes where, whether it fits, its speed, and the reasons. Pure.
 
-With a GPU the trunk, its keys and values and the workspace go there; what is left holds experts ("slabs"), as far as
-the policy keeps any. All experts stay in the host's memory as well: they are mapped from files, so what does not fit is
-read from the disk each time, which is slow but not refused. Bytes throughout.
+With a GPU, the trunk, its keys and values and the workspace go there. The rest of its memory holds experts ("slabs"),
+if the policy keeps any. All experts are mapped from files in the host's memory as well. What does not fit there is read
+from the disk each time, which is slow but allowed. All sizes are in bytes.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ GPU_RUNTIME_BYTES = 512 * 1024 * 1024
 UNPACKING_ROOM = 128 * 1024 * 1024
 """GPU memory in bytes that unpacking takes beside the unpacked expert."""
 STAGING_SLABS = 2
-"""Slots for copied weights that are not kept: one is computed with while the next arrives."""
+"""Number of slots for copied weights that are not kept: one is in use while the next arrives."""
 ANSWER_TOKENS = 256
-"""Tokens of a usual answer. Its question, with what came before it, has PREFILL_TOKENS."""
+"""Tokens of a typical answer. Its question, with what came before it, has PREFILL_TOKENS."""
 _WIDTHS_OF_ACTIVATIONS = 16
 """Number of float32 rows of the hidden size that one token needs at once, in attention and around the experts."""
 
@@ -64,21 +64,27 @@ class Device:
 
 @dataclass(frozen=True)
 class HybridMachine:
-    """``free`` of the CPU is what can be had without harm, page cache included. Rates in bytes per second, measured or
-    None."""
+    """A machine with a CPU and perhaps a GPU.
+
+    ``free`` of the CPU is the memory that can be had without harm, page cache included. Rates are in bytes per second,
+    measured or None.
+    """
 
     cpu: Device
     gpu: Device | None = None
     memory_read: float | None = None
     disk_read: float | None = None
     reserve: int = 0
-    """Bytes of the CPU's memory that are not free for a model, but hold pages of files until somebody wants them."""
+    """Bytes of the CPU's memory that a model may not take. They hold pages of files until somebody wants them."""
 
 
 @dataclass(frozen=True)
 class HybridRequest:
-    """What the person chose. ``cpu_layer_overhead_s``: seconds per decoder layer and forward pass, beyond the weights;
-    ``cpu_read_share`` is the fraction of the rate of memory at which the CPU reads the weights."""
+    """The person's choices.
+
+    ``cpu_layer_overhead_s``: seconds per decoder layer and forward pass, beyond the weights. ``cpu_read_share``: the
+    fraction of the memory rate at which the CPU reads the weights.
+    """
 
     partitioning: Literal["auto", "cpu", "hybrid"] = "auto"
     policy: ExpertPolicy = "balanced"
@@ -91,8 +97,11 @@ class HybridRequest:
 
 @dataclass(frozen=True)
 class HybridPlan:
-    """``slabs`` experts are kept on the GPU. The rates are None where there is nothing to predict them from; ``basis``
-    says what they rest on, or what is missing. ``shortfall`` is 0 if it fits."""
+    """A plan that keeps ``slabs`` experts on the GPU.
+
+    The rates are None if there is nothing to predict them from. ``basis`` names what they rest on, or what is missing.
+    ``shortfall`` is 0 if the model fits.
+    """
 
     fits: bool
     shortfall: int
@@ -104,13 +113,14 @@ class HybridPlan:
     prefill_tokens_per_s: float | None = None
     basis: str = ""
     hit_rate: float | None = field(default=None)
-    """Share of routes whose expert is on the GPU, if use stays as it was."""
+    """Share of routes whose expert is on the GPU, if the use of experts stays as it was."""
 
 
 def workspace_bytes(model: ModelSizes, prefill_chunk: int, gpu: bool) -> int:
-    """Memory for what is computed in one forward pass of ``prefill_chunk`` tokens, beside weights and keys and values.
+    """Bytes for the intermediate results of a forward pass of ``prefill_chunk`` tokens, beside weights, keys and
+    values.
 
-    On a GPU that is also what its libraries take, slots for weights on their way, and an unpacked expert if they are
+    On a GPU they include the GPU's libraries, slots for weights in transfer, and an unpacked expert if weights are
     packed.
     """
     widths = _WIDTHS_OF_ACTIVATIONS + (2 * model.experts_per_token if model.experts else 0)
@@ -122,13 +132,13 @@ def workspace_bytes(model: ModelSizes, prefill_chunk: int, gpu: bool) -> int:
 
 
 def gpu_room(model: ModelSizes, gpu: Device, context_tokens: int, prefill_chunk: int = 512) -> int:
-    """Bytes of the GPU that are left for experts; negative: the trunk and what goes with it do not fit."""
+    """Bytes of GPU memory left for experts; negative if the trunk, its keys and values and the workspace do not fit."""
     needed = model.trunk_bytes + model.cache_bytes(context_tokens)
     return gpu.free - needed - workspace_bytes(model, prefill_chunk, gpu=True)
 
 
 def experts_only(model: ModelSizes) -> ModelSizes:
-    """``model`` as a GPU of a ring sees it: trunk, keys and values are on the CPU, where their bits are those of other
+    """``model`` as a GPU in a ring sees it. Trunk, keys and values stay on the CPU, so that their bits are equal on all
     machines."""
     return replace(
         model,
@@ -144,7 +154,8 @@ def experts_only(model: ModelSizes) -> ModelSizes:
 
 
 def slabs_kept(model: ModelSizes, policy: Policy, room: int) -> int:
-    """How many experts the policy's cache holds in ``room`` bytes: whole layers, or as many per layer, by its rule."""
+    """Number of experts that the policy's cache holds in ``room`` bytes: whole layers, or equally many per layer, by
+    its rule."""
     if not model.slab_bytes or policy.cache.kind == "none":
         return 0
     slabs = min(max(0, room) // model.slot_bytes, model.slabs)
@@ -174,8 +185,11 @@ def plan(
 
 
 def better(alone: HybridPlan, shared: HybridPlan, gpu_wanted: bool) -> HybridPlan:
-    """The plan for the CPU alone, or the one with the GPU: with it where both fit, unless a usual exchange is predicted
-    to take longer so. ``gpu_wanted``: somebody chose how much memory of the GPU experts get."""
+    """The better of the plans for the CPU ``alone`` and ``shared`` with the GPU.
+
+    The GPU is used if both fit, unless a typical exchange is predicted to take longer with it. ``gpu_wanted``: the
+    person chose how much GPU memory experts get.
+    """
     if not shared.fits:
         return shared if gpu_wanted else _instead(alone, shared)
     if not alone.fits or not alone.tokens_per_s or not shared.tokens_per_s:
@@ -336,9 +350,9 @@ def _with_speed(
     kept_bytes: int,
     popularity: Sequence[Sequence[int]],
 ) -> HybridPlan:
-    """``finished`` with the rates, the time of reading from the disk included if the host's memory is too small.
+    """``finished`` with its rates, including reads from the disk if the host's memory is too small.
 
-    ``kept_bytes`` bytes of its memory are weights that are not mapped.
+    ``kept_bytes``: bytes of host memory with weights that are not mapped.
     """
     cpu = next(device for device in finished.memory if device.device == "CPU")
     mapped = model.expert_bytes + (model.trunk_bytes if model.trunk_is_mapped else 0)
@@ -410,20 +424,19 @@ def _for_reason(choice: PlannedChoice, reason: str) -> PlannedChoice:
 
 
 UNSEEN_ROUTES = 0.5
-"""Number of routes added to every expert's count, so that one that was never used is not taken for useless."""
+"""Routes added to every expert's count, so that an expert that was never used does not count as useless."""
 MAKING_ROOM_S = 3.5e-10
-"""Seconds of processor time for each byte that is read while memory is full, besides the disk's: other pages are
-chosen, unmapped and dropped, and the new ones mapped. 2.8e-10 to 5.5e-10 follow from what ``benchmarks.beyond_memory``
-printed before this was counted."""
+"""Processor seconds per byte that is read while memory is full, on top of the disk's time: other pages are chosen,
+unmapped and dropped, and new ones mapped. ``benchmarks.beyond_memory`` gave 2.8e-10 to 5.5e-10."""
 _HALVINGS = 60
-"""Number of steps in which the time after which pages are gone is narrowed down."""
+"""Number of bisection steps that find the time after which a page is dropped."""
 
 
 def bytes_from_disk(model: ModelSizes, room: int, rows: int, popularity: Sequence[Sequence[int]] = ()) -> float:
-    """Bytes that a pass of ``rows`` tokens reads from the disk, if memory has ``room`` bytes for pages of the files.
+    """Bytes that a pass of ``rows`` tokens reads from the disk if memory has ``room`` bytes for pages of the files.
 
-    A trunk that is mapped and does not fit is read whole: every pass reads it in the same order, so each page is
-    replaced just before it is wanted again. ``popularity``: routes counted before, [MoE layer][expert], or nothing.
+    A mapped trunk that does not fit is read whole: every pass reads it in the same order, so each page is replaced just
+    before it is wanted again. ``popularity``: routes counted before, [MoE layer][expert], or nothing.
     """
     trunk = model.trunk_read_bytes if model.trunk_is_mapped and model.trunk_read_bytes > max(0, room) else 0
     if not model.slab_bytes:
@@ -436,16 +449,16 @@ def bytes_from_disk(model: ModelSizes, room: int, rows: int, popularity: Sequenc
 
 
 def seconds_from_disk(nbytes: float, disk_read: float) -> float:
-    """Time of reading ``nbytes`` into full memory from a disk that gives ``disk_read`` bytes per second."""
+    """Seconds to read ``nbytes`` into full memory from a disk that reads ``disk_read`` bytes per second."""
     return nbytes / disk_read + nbytes * MAKING_ROOM_S
 
 
 def uses_per_token(
     experts: int, per_token: int, layers: int, popularity: Sequence[Sequence[int]] = ()
 ) -> list[list[float]]:
-    """The probability with which a token uses each expert, [layer][expert].
+    """Probability that a token uses each expert, [layer][expert].
 
-    ``popularity``: routes counted before, [layer][expert]; without any, or for a layer without, even use.
+    ``popularity``: routes counted before, [layer][expert]. Layers without counts have even use.
     """
     if not experts:
         return []
@@ -460,7 +473,7 @@ def uses_per_token(
 
 
 def missing_chances(uses: Sequence[Sequence[float]], slots: float) -> list[list[float]]:
-    """The probability that each expert is not in memory when it is wanted, if memory holds ``slots`` of them."""
+    """Probability that each expert is not in memory when it is needed, if memory holds ``slots`` experts."""
     everything = sum(len(layer) for layer in uses)
     if slots >= everything:
         return [[0.0] * len(layer) for layer in uses]
@@ -481,7 +494,7 @@ def _held(uses: Sequence[Sequence[float]], tokens: float) -> float:
 
 
 def experts_read(uses: Sequence[Sequence[float]], missing: Sequence[Sequence[float]], rows: int) -> float:
-    """Experts that a pass of ``rows`` tokens is expected to read from the disk."""
+    """Expected number of experts that a pass of ``rows`` tokens reads from the disk."""
     return sum(
         chance * (1.0 - (1.0 - use) ** rows)
         for layer, absent in zip(uses, missing, strict=True)

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 CUT_BACK_TOKENS = 1024
 """Tokens before the last prefill chunk to which a row can always be cut back. An answer is kept whole until the next
-prompt is prefilled, as a template may drop the thoughts that it begins with. What the windows of a model's layers do
-not reach from there may be forgotten."""
+prompt is prefilled, because a template may drop the thoughts at its beginning. Tokens that no window reaches from there
+may be forgotten."""
 
 _NOT_YET_DROPPED = 256
 """Tokens outside the window that a row still keeps: dropping so few is not worth copying the others."""
@@ -50,23 +50,23 @@ class BeamCost:
 
 
 def windowed_tokens(window: int, chunk: int) -> int:
-    """Maximum number of a prompt's tokens, prefilled by ``chunk``, that a layer with a ``window`` keeps."""
+    """Maximum tokens of a prompt, prefilled by ``chunk``, that a layer with a ``window`` keeps."""
     return window + CUT_BACK_TOKENS + chunk + _NOT_YET_DROPPED
 
 
 def unseen_bytes(tokens: int, window: int, bytes_per_token: int, chunk: int) -> int:
-    """Bytes of a prompt of ``tokens``, prefilled by ``chunk`` tokens, that layers with a ``window``, which take
-    ``bytes_per_token``, have dropped after it, at least."""
+    """Minimum bytes of a prompt of ``tokens``, prefilled by ``chunk``, that layers with a ``window`` have dropped.
+    These layers take ``bytes_per_token``."""
     return bytes_per_token * max(0, tokens - windowed_tokens(window, chunk))
 
 
 def beam_memory(
     width: int, prompt_tokens: int, new_tokens: int, key_value_bytes_per_token: int, state_bytes: int = 0
 ) -> int:
-    """Bytes of keys and values, and of ``state_bytes`` for a row, while ``width`` beams grow to ``new_tokens`` each.
+    """Bytes of keys, values and ``state_bytes`` per row, while ``width`` beams grow to ``new_tokens`` each.
 
-    Beams are rows of their own, and the prompt's row stays beside them so that the next question can start from it;
-    at the end the winner's row is copied out, which takes that row's place and its answer's.
+    Beams have rows of their own. The prompt's row stays beside them, so that the next question can start from it. At
+    the end the winner's row is copied and replaces the prompt's row.
     """
     rows = 1 if width == 1 else width + 1
     return rows * ((prompt_tokens + new_tokens) * key_value_bytes_per_token + state_bytes)
@@ -80,7 +80,7 @@ def extra_beam_memory(
     cached_tokens: int,
     state_bytes: int = 0,
 ) -> int:
-    """Bytes still to be taken when ``cached_tokens`` of the prompt are in the cache already."""
+    """Additional bytes that the beams need if ``cached_tokens`` of the prompt are in the cache already."""
     whole = beam_memory(width, prompt_tokens, new_tokens, key_value_bytes_per_token, state_bytes)
     return max(0, whole - cached_tokens * key_value_bytes_per_token - (state_bytes if cached_tokens else 0))
 
@@ -108,7 +108,7 @@ def longest_answer(
 
 
 def expected_distinct_experts(experts: int, per_token: int, rows: int) -> float:
-    """How many of ``experts`` are used, on average, by ``rows`` tokens of ``per_token`` different experts each."""
+    """Expected number of ``experts`` that ``rows`` tokens use, if each uses ``per_token`` different experts."""
     if experts == 0:
         return 0.0
     share = min(per_token, experts) / experts

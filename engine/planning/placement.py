@@ -1,4 +1,4 @@
-"""Which node of a ring holds which expert: the value that planner, transfer and backends share."""
+"""The placement of a ring's experts on its nodes: the value that planner, transfer and backends share."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class Placement:
     """``holders[i][e]``: the ranks that hold expert e of decoder layer ``layers[i]``, ascending, at least one.
 
-    More than one rank may hold an expert (the overlapping placement of section 5.3 of the paper of private LLMs on
-    Apple Silicon); which of them runs it is decided per step, from the routes alone, so that all nodes agree.
+    Several ranks may hold an expert (the overlapping placement of section 5.3 of the paper of private LLMs on Apple
+    Silicon). The routes of a step alone decide which of them runs it, so that all nodes agree.
     """
 
     layers: tuple[int, ...]
@@ -23,7 +23,7 @@ class Placement:
         return len(self.holders[0]) if self.holders else 0
 
     def holders_of(self, layer: int) -> tuple[tuple[int, ...], ...]:
-        """Per expert of decoder layer ``layer``, its ranks."""
+        """The ranks that hold each expert of decoder layer ``layer``."""
         return self.holders[self.layers.index(layer)]
 
     def held(self, rank: int, layer: int) -> tuple[int, ...]:
@@ -31,5 +31,5 @@ class Placement:
         return tuple(expert for expert, ranks in enumerate(self.holders_of(layer)) if rank in ranks)
 
     def count_of(self, rank: int) -> int:
-        """(layer, expert) pairs that ``rank`` holds."""
+        """Number of (layer, expert) pairs that ``rank`` holds."""
         return sum(rank in ranks for row in self.holders for ranks in row)

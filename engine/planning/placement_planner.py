@@ -31,12 +31,12 @@ class _Layer:
     """The inputs of a layer's placement. Layers with equal inputs are placed alike."""
 
     owned: tuple[int, ...]
-    """Experts per rank."""
+    """Number of experts that each rank owns."""
     further: tuple[int, ...]
-    """Maximum replicas per rank beside them."""
+    """Maximum number of replicas on each rank, beside those."""
     popularity: tuple[float, ...]
     there: tuple[tuple[int, ...], ...]
-    """Experts per rank that are already stored there."""
+    """Experts that are already stored on each rank."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class ExpertGrid:
 
 @dataclass(frozen=True)
 class NodeRoom:
-    """Bytes that one node has for experts, and its seconds per expert, absolute or relative to the others'."""
+    """The bytes that one node has for experts, and its seconds per expert, absolute or relative to the others'."""
 
     expert_bytes: int
     seconds: float = 1.0
@@ -63,7 +63,7 @@ class NodeRoom:
 
 @dataclass(frozen=True)
 class Shortfall:
-    """The experts do not fit: holding each once takes ``missing_bytes`` more."""
+    """Reason without a placement: holding each expert once takes ``missing_bytes`` more."""
 
     missing_bytes: int
     needed_bytes: int
@@ -160,12 +160,12 @@ class _Owners:
         self.of: dict[tuple[int, int], int] = {}
         self.count = [0] * len(slots)
         self._loads: dict[tuple[int, int], int] = {}
-        """Owned experts by layer and rank."""
+        """Number of owned experts, by layer and rank."""
         self._could: dict[tuple[int, int], dict[tuple[int, int], None]] = {}
-        """Owned experts by their owner and another rank that is able."""
+        """Owned experts, by their owner and another rank that could own them."""
 
     def own(self, place: tuple[int, int]) -> bool:
-        """Give ``place`` an owner. Full ranks hand experts on for that. Returns False if no rank can take it."""
+        """Give ``place`` an owner. Full ranks pass experts on to make room. Returns False if no rank can take it."""
         came: dict[int, int | None] = dict.fromkeys(self._able[place])
         queue = sorted(came, key=lambda rank: self._after(place[0], rank))
         for rank in queue:  # grows while it is gone through: the shortest chain of ranks that hand something on
@@ -185,8 +185,8 @@ class _Owners:
         return True
 
     def even_out(self, places: Sequence[tuple[int, int]]) -> None:
-        """Move some of ``places``, the experts of one layer, from the rank that takes longest to one that is able and
-        would finish sooner."""
+        """Move some of ``places``, the experts of one layer, from the slowest rank to ranks that would finish
+        sooner."""
         layer, ranks = places[0][0], range(len(self._slots))
         while True:
             busiest = max(ranks, key=lambda rank: self._loads.get((layer, rank), 0) * self._seconds[rank])
@@ -223,7 +223,8 @@ class _Owners:
 
 
 def _with_one_for(rank: int, rows: list[Rows]) -> list[Rows]:
-    """``rows`` with an expert for ``rank`` if it holds none: taken from the rank that holds the most and keeps one."""
+    """``rows`` with an expert for ``rank`` if it holds none. It comes from the rank that holds the most and keeps at
+    least one."""
     counts: dict[int, int] = {}
     for holders in (each for row in rows for each in row):
         for holder in holders:
@@ -251,8 +252,10 @@ def _holders(layer: _Layer, experts: int, seconds: Sequence[float], overlap: boo
 
 
 def _pruned(placed: Mapping[_Layer, Rows], per_token: int, seconds: Sequence[float]) -> dict[_Layer, Rows]:
-    """``placed`` without needless replicas. Where many layers differ, some are examined, evenly spread, and the others
-    lose as large a part as the neediest of these."""
+    """``placed`` without needless replicas.
+
+    If many layers differ, evenly spread layers are examined. The others lose the same share as the neediest of these.
+    """
     layers = list(placed)
     looked = [layers[at * len(layers) // SAMPLED] for at in range(SAMPLED)] if len(layers) > SAMPLED else layers
     pruning = ReplicaPruning(per_token, seconds, len(looked))
@@ -265,12 +268,12 @@ def _pruned(placed: Mapping[_Layer, Rows], per_token: int, seconds: Sequence[flo
 
 
 def _some(there: tuple[int, ...], experts: int) -> tuple[int, ...]:
-    """The experts of a layer stored on a rank; none if it has all, as then it need not keep any in particular."""
+    """The experts of a layer stored on a rank. Empty if it stores all of them, because then none needs preference."""
     return there if len(there) < experts else ()
 
 
 def check(grid: ExpertGrid, rooms: Sequence[NodeRoom], popularity: Sequence[Sequence[float]]) -> None:
-    """Raises ValueError, see :func:`place`."""
+    """Check the arguments of :func:`place`. Raises ValueError."""
     if not rooms:
         raise ValueError("a placement needs at least one node")
     if any(not 0 < room.seconds < float("inf") for room in rooms):
@@ -280,8 +283,10 @@ def check(grid: ExpertGrid, rooms: Sequence[NodeRoom], popularity: Sequence[Sequ
 
 
 def numbers(slots: Sequence[int], seconds: Sequence[float], slabs: int) -> list[int]:
-    """How many of ``slabs`` each node gets: in proportion to its speed, at most its ``slots``, together exactly
-    ``slabs`` (there must be room). The largest remainders round up; ties go to the lower rank."""
+    """The number of the ``slabs`` experts on each node: in proportion to its speed, at most its ``slots``.
+
+    There must be room for all. The largest remainders round up; ties go to the lower rank.
+    """
     given = [0] * len(slots)
     open_ = [rank for rank, slot in enumerate(slots) if slot]
     left = slabs
@@ -313,8 +318,11 @@ def numbers(slots: Sequence[int], seconds: Sequence[float], slabs: int) -> list[
 
 
 def dealt(totals: Sequence[int], layers: int) -> list[tuple[int, ...]]:
-    """Each node's total divided into whole numbers per layer that differ by one at most. Every layer's sum is the same
-    if the totals' sum is a multiple of ``layers``. The remainders are dealt round the layers."""
+    """Each node's total split into whole numbers per layer that differ by at most one.
+
+    The remainders are dealt out layer by layer, so that all layers have the same sum if ``layers`` divides the totals'
+    sum.
+    """
     rows = [[total // layers for total in totals] for _ in range(layers)]
     at = 0
     for rank, total in enumerate(totals):
@@ -325,8 +333,11 @@ def dealt(totals: Sequence[int], layers: int) -> list[tuple[int, ...]]:
 
 
 def _replica_slots(spare: Sequence[int], per_layer: Sequence[tuple[int, ...]], experts: int) -> list[tuple[int, ...]]:
-    """Replicas per layer and node: the ``spare`` slots, as evenly as the layers' experts allow. The remainder goes to
-    the layers with the fewest replicas, and among these to those in which the node has the fewest experts."""
+    """The number of replicas per layer and node: the ``spare`` slots, as evenly as the layers' experts allow.
+
+    The remainder goes to the layers with the fewest replicas, and among these to those with the fewest experts on the
+    node.
+    """
     rows = [[0] * len(spare) for _ in per_layer]
     for rank, slots in enumerate(spare):
         left = slots
@@ -351,8 +362,11 @@ def spread(
     seconds: Sequence[float],
     has: Sequence[Sequence[int]] = (),
 ) -> list[list[int]]:
-    """One holder for each expert of a layer, ``numbers_`` experts per rank. The most used come first, each to the rank
-    that is expected to finish soonest. A rank keeps what it ``has`` already, up to its number."""
+    """One holder for each expert of a layer, ``numbers_`` experts per rank.
+
+    The most used experts come first. Each goes to the rank that is expected to finish soonest. A rank keeps what it
+    ``has`` already, up to its number.
+    """
     total = sum(popularity)
     use = (
         [(routes + 0.5) / (total + 0.5 * experts) for routes in popularity] if total > 0 else [1.0 / experts] * experts
@@ -429,7 +443,7 @@ class _Dealing:
         self._copies = 1
 
     def next_replica(self) -> None:
-        """Give one expert another holder, or put it aside until all experts have as many."""
+        """Give one expert another holder, or set it aside until all experts have equally many."""
         ranks = [rank for rank, experts in enumerate(self._waiting) if experts]
         if not ranks:
             self._next_round()
@@ -444,8 +458,8 @@ class _Dealing:
         self._passed.append(expert)
 
     def _cost(self, expert: int, rank: int, busiest: int) -> tuple[bool, float, float, int]:
-        """The cost of a replica of ``expert`` on ``rank``: whether it must be sent, then what the two ranks share
-        already, then the load of ``rank``."""
+        """The sort key of a replica of ``expert`` on ``rank``: whether it must be sent, then how many experts the two
+        ranks share already, then the load of ``rank``."""
         absent = bool(self._has) and expert not in self._has[rank]
         seconds = self._seconds[rank]
         return (

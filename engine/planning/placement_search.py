@@ -14,27 +14,28 @@ from engine.planning.cluster_load import LayerKinds, kinds_of, layer_outcomes, o
 from engine.planning.routing_load import whole_weights
 
 WORK = 20_000
-"""Maximum outcomes looked at in all by local search, some ten microseconds each."""
+"""Maximum outcomes examined by one local search, some ten microseconds each."""
 _LEAST = 1e-9
-"""Relative gain below which a difference is rounding."""
+"""Relative gain below which a difference counts as rounding."""
 KEPT_LAYERS = 512
-"""Maximum improved layers that are kept for the next plan."""
+"""Size of the cache of improved layers, for the next plan."""
 KEPT_CHANGES = 16_384
-"""Maximum changes of an expert's holders that are kept."""
+"""Size of the cache of changes of an expert's holders."""
 
 RESTARTS = 8
-"""Restarts of the search from the best placement so far after pseudo-random changes (the same every time)."""
+"""Number of restarts from the best placement so far, each after pseudo-random changes with a fixed seed."""
 _SHAKEN = 3
-"""Pseudo-random changes before a restart."""
+"""Number of pseudo-random changes before a restart."""
 
 REPLICA_WORTH = 0.005
-"""Relative rise of a layer's expected maximum that is accepted for leaving replicas out."""
+"""Relative rise of a layer's expected maximum that is accepted for leaving out replicas."""
 PRUNING_WORK = 24_000
-"""Maximum outcomes looked at in all, some ten microseconds each; unexamined layers keep their replicas."""
+"""Maximum outcomes examined by pruning, some ten microseconds each. Layers that are not examined keep their
+replicas."""
 DRAWN = 1000
-"""Outcomes of a layer that are drawn at random where there are too many to go through."""
+"""Number of a layer's outcomes that are drawn at random if there are too many to enumerate."""
 SAMPLED = 3
-"""Maximum different layers that are examined; the others lose as large a part of their replicas."""
+"""Maximum different layers that are examined. The others lose the same share of their replicas."""
 
 Rows = tuple[tuple[int, ...], ...]
 Value = tuple[float, float]
@@ -50,7 +51,7 @@ class LocalSearch:
         self._allowed = WORK // max(1, layers)
 
     def improved(self, holders: Sequence[Sequence[int]], limits: Sequence[int], popularity: Sequence[float]) -> Rows:
-        """``holders`` after all changes that help. No rank holds more than its limit; every expert keeps a holder."""
+        """``holders`` after all changes that help. No rank exceeds its limit, and every expert keeps a holder."""
         rows = tuple(tuple(ranks) for ranks in holders)
         return _improved(rows, tuple(limits), tuple(popularity), self._per_token, self._whole, self._allowed)
 
@@ -64,7 +65,8 @@ def _improved(
     whole: tuple[int, ...],
     allowed: int,
 ) -> Rows:
-    """See :meth:`LocalSearch.improved`. Plans for some of the same machines ask for many of the same layers."""
+    """See :meth:`LocalSearch.improved`. Cached: plans for overlapping sets of machines ask for many of the same
+    layers."""
     rows = list(holders)
     wanted = min(per_token, len(rows))
     odds = odds_of(popularity, len(rows), wanted)
@@ -89,7 +91,8 @@ def _improved(
 
 
 class _LayerSearch:
-    """The search for one layer's best placement. ``work``: outcomes looked at so far, of which ``allowed`` many."""
+    """The search for one layer's best placement. ``work`` counts the outcomes examined so far; ``allowed`` is their
+    maximum."""
 
     def __init__(
         self, odds: Sequence[float], wanted: int, limits: Sequence[int], whole: Sequence[int], allowed: int
@@ -103,7 +106,7 @@ class _LayerSearch:
         self._known: dict[LayerKinds, Value] = {}
 
     def climbed(self, rows: list[tuple[int, ...]]) -> tuple[Value, list[tuple[int, ...]]]:
-        """``rows`` after every single change that helps, and their value."""
+        """``rows`` after all single changes that help, with their value."""
         best = self._value(rows)
         searching = True
         while searching and self.work <= self._allowed:
@@ -145,7 +148,7 @@ def better(value: Value, best: Value) -> bool:
 
 
 def _changes(rows: Sequence[tuple[int, ...]], limits: Sequence[int]) -> Iterator[list[tuple[int, tuple[int, ...]]]]:
-    """All single changes, each as experts with their new holders."""
+    """All single changes, each as a list of experts with their new holders."""
     nodes = len(limits)
     held = [sum(rank in ranks for ranks in rows) for rank in range(nodes)]
     for expert, ranks in enumerate(rows):
@@ -164,7 +167,7 @@ def _changes(rows: Sequence[tuple[int, ...]], limits: Sequence[int]) -> Iterator
 def _exchanges(
     rows: Sequence[tuple[int, ...]], expert: int, old: int, rank: int
 ) -> Iterator[list[tuple[int, tuple[int, ...]]]]:
-    """``old`` gives ``expert`` to ``rank`` and takes another for it."""
+    """Changes in which ``old`` gives ``expert`` to ``rank`` and takes another expert from it."""
     for other, others in enumerate(rows):
         if other > expert and rank in others and old not in others:
             yield [(expert, _changed(rows[expert], old, rank)), (other, _changed(others, rank, old))]
@@ -186,7 +189,8 @@ def _changed(ranks: tuple[int, ...], without: int | None, further: int | None) -
 
 
 class ReplicaPruning:
-    """Takes replicas out of the layers of one model. ``layers``: how many different ones will be examined."""
+    """Takes replicas out of the layers of one model. ``layers``: the number of different layers that will be
+    examined."""
 
     def __init__(self, per_token: int, seconds: Sequence[float], layers: int) -> None:
         self._per_token = per_token
@@ -197,8 +201,10 @@ class ReplicaPruning:
     def parts(
         self, rows: Rows, popularity: Sequence[float], experts_there: Sequence[Collection[int]]
     ) -> tuple[float, float]:
-        """The parts (0 to 1) of its replicas that the layer ``rows`` can lose: of those that would have to be sent, and
-        then of those that are ``experts_there`` (experts by rank)."""
+        """The shares (0 to 1) of its replicas that the layer ``rows`` can lose.
+
+        First of those that would have to be sent, then of those already stored (``experts_there``, experts by rank).
+        """
         odds = odds_of(popularity, len(rows), min(self._per_token, len(rows)))
         most = self._busiest(rows, odds)[0] * (1.0 + REPLICA_WORTH)
         fractions = []
@@ -216,14 +222,15 @@ class ReplicaPruning:
         experts_there: Sequence[Collection[int]],
         parts: tuple[float, float],
     ) -> Rows:
-        """``rows`` without these ``parts`` of its replicas."""
+        """``rows`` without the shares ``parts`` of its replicas."""
         for brought, part in zip((True, False), parts, strict=True):
             order = self._order(rows, popularity, experts_there, brought)
             rows = _without(rows, order[: round(part * len(order))])
         return rows
 
     def _longest(self, rows: Rows, order: Sequence[tuple[int, int]], odds: Sequence[float], most: float) -> int:
-        """How many of ``order``, from its start, can be left out with an expected maximum of at most ``most``."""
+        """Number of replicas from the start of ``order`` that can be left out with an expected maximum of at most
+        ``most``."""
         work = 0
         fits, fails = 0, len(order) + 1
         at = len(order)
@@ -238,7 +245,7 @@ class ReplicaPruning:
         return fits
 
     def _busiest(self, rows: Rows, odds: Sequence[float]) -> tuple[float, int]:
-        """The expected largest load, in weights, and the outcomes looked at for it."""
+        """The expected largest load, in weights, and the number of outcomes examined for it."""
         wanted = min(self._per_token, len(rows))
         value, outcomes = 0.0, 0
         for chance, counts in layer_outcomes(kinds_of(rows, odds, wanted), wanted, self._whole, DRAWN):
@@ -249,9 +256,11 @@ class ReplicaPruning:
     def _order(
         self, rows: Rows, popularity: Sequence[float], experts_there: Sequence[Collection[int]], brought: bool
     ) -> list[tuple[int, int]]:
-        """Replicas (expert, rank) in the order in which they are left out, until every expert has one holder: of the
-        experts with most holders the least used one's, from the rank with the largest expected load. ``brought``: only
-        replicas that are not ``experts_there``; otherwise only those that are."""
+        """Replicas (expert, rank) in the order in which they are left out, until every expert has one holder.
+
+        Experts with the most holders come first, among them the least used, and of its ranks the one with the largest
+        expected load. ``brought``: only replicas that would have to be sent, otherwise only those in ``experts_there``.
+        """
         has = [frozenset(each) for each in experts_there]
         use = [routes + 0.5 for routes in popularity] or [1.0] * len(rows)
         holders = [list(ranks) for ranks in rows]

@@ -58,12 +58,12 @@ _TUNING_STEPS = 32
 
 @dataclass(frozen=True)
 class CacheRule:
-    """What the GPU keeps between steps.
+    """The rule by which the GPU keeps experts between steps.
 
     ``none``: nothing. ``static``: the most popular experts, chosen at load. ``layers``: all experts of as many layers
-    as fit. ``lru``: the most recently used. ``lfru``: those used often and recently; seeded with the most popular,
-    which count as if they had been used for long, so that one long prompt, which uses every expert of every layer once,
-    does not put them out.
+    as fit. ``lru``: the most recently used. ``lfru``: those used often and recently. It is seeded with the most
+    popular, which count as long used: one long prompt, which uses every expert of every layer once, does not evict
+    them.
     """
 
     kind: CacheKind
@@ -90,7 +90,7 @@ class Decision:
 
 
 class Policy(Protocol):
-    """A frozen value; deciding changes nothing, and observing gives the next policy."""
+    """A frozen value. Deciding changes nothing, and observing gives the next policy."""
 
     def __hash__(self) -> int: ...
 
@@ -105,7 +105,7 @@ class Policy(Protocol):
         ...
 
     def observe(self, layer: int, decision: Decision, cpu_s: float, gpu_s: float) -> Policy:
-        """The policy for the next layer, after ``decision`` took so many seconds on either side."""
+        """The policy for the next layer, after ``decision`` took ``cpu_s`` and ``gpu_s`` seconds on the two sides."""
         ...
 
 
@@ -124,10 +124,10 @@ class _Unchanging:
 
 @dataclass(frozen=True)
 class Balanced(_Unchanging):
-    """The later of both sides is done as soon as possible.
+    """Policy by which the later of both sides is done as soon as possible.
 
-    A resident expert goes to the CPU too where that lowers the maximum: its weights are in the host's memory anyway, so
-    it costs the CPU no more than any other, and the GPU may have the more to do (many residents, long prefill).
+    A resident expert also goes to the CPU if that lowers the maximum. Its weights are in the host's memory anyway, so
+    it costs the CPU no more than any other, and the GPU may be the busier side (many residents, long prefill).
     """
 
     name: ExpertPolicy = "balanced"
@@ -154,11 +154,12 @@ more go to the GPU in any case."""
 
 @dataclass(frozen=True)
 class Twiddler(_Unchanging):
-    """Algorithm 1: a resident expert runs where it is; another is copied if the GPU, copy included, beats the CPU.
+    """Algorithm 1 of the Twiddler paper: a resident expert runs where it is; another is copied if the GPU, copy
+    included, beats the CPU.
 
-    The paper's model: the GPU takes one constant, the CPU a constant times the tokens. The GPU's constant is that of
-    one token, the CPU's is fitted to all measured numbers of tokens up to FITTED_TOKENS. The experts are judged one by
-    one, as if nothing else ran at the same time.
+    In the paper's model the GPU takes a constant time, and the CPU a constant times the tokens. The GPU's constant is
+    its time for one token. The CPU's is fitted to all measured numbers of tokens up to FITTED_TOKENS. Experts are
+    judged one by one, as if nothing else ran at the same time.
     """
 
     name: ExpertPolicy = "twiddler"
@@ -178,7 +179,7 @@ class Twiddler(_Unchanging):
 
 
 def hot_experts(active: int, pcie_rate: float, near_rate: float, alpha: float = 1.0) -> float:
-    """MoNDE's equation 6: how many of ``active`` experts the GPU should get. Rates in the same unit."""
+    """Number of ``active`` experts that the GPU should get, by MoNDE's equation 6. The rates share one unit."""
     return alpha * pcie_rate / (near_rate + pcie_rate) * active
 
 
@@ -192,7 +193,7 @@ class Observed:
 
     @property
     def missing(self) -> int:
-        """Active experts that were not in GPU memory."""
+        """Number of active experts that were not in GPU memory."""
         return sum(1 for each in self.decision.active if not each.resident)
 
 
@@ -201,11 +202,10 @@ class Monde:
     """MoNDE's load balancing: the ``H`` experts with the most tokens go to the GPU, the others stay near their memory.
 
     The near-data unit is this machine's CPU, its bandwidth the measured rate of streaming weights. The paper keeps no
-    expert on the GPU; an expert that is resident nevertheless runs there and does not count towards H.
+    expert on the GPU. An expert that is resident nevertheless runs there and does not count towards H.
 
-    ``alpha`` is tuned as in section 3.3: every ``period`` layers, the last ``window`` of them are costed again with
-    other H, in steps of one expert up or down, both sides' costs scaled by what was measured, until no neighbour is
-    better.
+    ``alpha`` is tuned as in section 3.3. Every ``period`` layers, the last ``window`` of them are costed again with H
+    one expert larger or smaller, both sides' costs scaled by the measurements, until no neighbour is better.
     """
 
     alpha: float = 1.0
@@ -231,7 +231,7 @@ class Monde:
         return next_policy if next_policy.seen % self.period else next_policy.tuned()
 
     def tuned(self) -> Monde:
-        """The same policy with the ``alpha`` that is best, among its neighbours, for what was observed."""
+        """The same policy with the best ``alpha`` among its neighbours for what was observed."""
         seen = [each for each in self.recent if each.missing and each.decision.calibration is not None]
         shares = [_hot_share(each.decision.calibration) * each.missing for each in seen if each.decision.calibration]
         step = 1.0 / max(shares, default=0.0) if shares and max(shares) > 0 else 0.0
@@ -269,14 +269,14 @@ def _hot_share(calibration: Calibration) -> float:
 
 
 def _scale(pairs: Sequence[tuple[float, float]]) -> float:
-    """Measured over predicted seconds; 1.0 where nothing was predicted or measured."""
+    """Measured over predicted seconds; 1.0 if nothing was predicted or measured."""
     measured, predicted = sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs)
     return measured / predicted if measured > 0.0 and predicted > 0.0 else 1.0
 
 
 @dataclass(frozen=True)
 class Layers(_Unchanging):
-    """Whole layers on the GPU, the others on the CPU, whatever the number of tokens."""
+    """Policy with whole layers on the GPU and the others on the CPU, whatever the number of tokens."""
 
     name: ExpertPolicy = "layers"
     cache: CacheRule = CacheRule("layers", admits_moved=False, scope="layer")
@@ -287,7 +287,7 @@ class Layers(_Unchanging):
 
 @dataclass(frozen=True)
 class LeastRecentlyUsed(_Unchanging):
-    """Everything on the GPU; what is not there is copied, and stays until others were used more recently."""
+    """Policy with everything on the GPU. Copied experts stay until others were used more recently."""
 
     name: ExpertPolicy = "lru-offload"
     cache: CacheRule = CacheRule("lru", admits_moved=True, scope="layer")
@@ -298,9 +298,10 @@ class LeastRecentlyUsed(_Unchanging):
 
 @dataclass(frozen=True)
 class Stream(_Unchanging):
-    """Everything on the GPU, nothing kept, a layer's inactive experts copied too.
+    """Policy with everything on the GPU, nothing kept, and inactive experts copied, too.
 
-    ``experts`` is the number of the layer's experts: copies of the inactive ones are predicted if it is known.
+    ``experts``: number of the layer's experts, which allows predictions to count the copies of inactive ones; None:
+    unknown.
     """
 
     experts: int = 0
@@ -318,7 +319,8 @@ class Stream(_Unchanging):
 
 @dataclass(frozen=True)
 class OnDemand(_Unchanging):
-    """Everything on the GPU, nothing kept, only active experts copied: GPU+PM, the baseline of the MoNDE paper."""
+    """Policy with everything on the GPU, nothing kept, and only active experts copied: GPU+PM, the MoNDE paper's
+    baseline."""
 
     name: ExpertPolicy = "on-demand"
     cache: CacheRule = CacheRule("none", admits_moved=False, scope="layer")
@@ -328,7 +330,8 @@ class OnDemand(_Unchanging):
 
 
 def policy_named(name: ExpertPolicy, experts_per_layer: int = 0) -> Policy:
-    """The policy of that name. ``experts_per_layer`` is of use to predictions of ``stream``. KeyError if unknown."""
+    """The policy called ``name``. ``experts_per_layer`` serves predictions of ``stream``. Raises KeyError for other
+    names."""
     policies: dict[ExpertPolicy, Policy] = {
         "balanced": Balanced(),
         "twiddler": Twiddler(),

@@ -1,9 +1,9 @@
-"""Tokens per second, predicted from a calibration before anything is loaded. Pure.
+"""Predicted tokens per second, from a calibration, before anything is loaded. Pure.
 
-A forward pass is the trunk and, for every MoE layer, the layer's time by :mod:`engine.planning.balancing` with the
-routes that are to be expected. Decoding reads every weight it uses once, so the trunk takes its bytes over the rate at
-which weights stream there; a prompt of many tokens is bound by arithmetic, so the trunk takes what its operations take
-at the rate of the largest measured expert, if that is longer. All times are seconds, memory is bytes.
+A forward pass is the trunk, and for every MoE layer the layer's time by :mod:`engine.planning.balancing` with the
+expected routes. Decoding reads every weight it uses once, so the trunk's time is its bytes over the rate at which
+weights stream. A prompt of many tokens is bound by arithmetic: then the time is that of its operations, at the rate of
+the largest measured expert, if that is longer. All times are in seconds, all memory is in bytes.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ DECODE_CONTEXT = 512
 PREFILL_TOKENS = 512
 """Tokens of the prompt that predictions of prefill assume."""
 TRUNK_OPERATIONS = 60
-"""What a decoder layer of transformers costs the host where it runs on a GPU, in small operations there. Fitted, as the
-next two are, to what a token of three models took on one H100."""
+"""Small GPU operations by which a decoder layer of transformers occupies the host, if it runs on a GPU. This and the
+next two are fitted to the time of a token in three models on an H100."""
 EXECUTOR_OPERATIONS = 65
-"""The same of a layer's experts beside running them: routes, decisions, activations."""
+"""Small GPU operations of a layer's experts beside running them: routes, decisions, activations."""
 RESIDENT_OPERATIONS = 15
-"""The same where all experts of the layer are on the GPU, and few tokens find theirs without the host."""
+"""Small GPU operations of a layer whose experts are all on the GPU, where few tokens find them without the host."""
 SLOW_GPU_MEMORY = 128e9
-"""Bytes per second that the memory of the slowest card gives for which torch is built (GTX 1650). The time of a small
-expert is the host's, which begins it, and tells nothing of that."""
+"""Memory rate of the slowest GPU for which torch is built (GTX 1650), in bytes per second. It stands in for a
+measurement, because a small expert's time is the host's and says nothing about the GPU's memory."""
 
 
 @dataclass(frozen=True)
@@ -54,21 +54,21 @@ class ModelSizes:
     name: str = ""
     """The model's name as commands take it."""
     shared_bytes: int = 0
-    """Part of the trunk: the shared experts of all MoE layers, which every token runs."""
+    """Bytes of the shared experts of all MoE layers. They are part of the trunk, and every token runs them."""
     expert_weights: int = 0
-    """Number of weights of all routed experts, in whatever format they are packed; 0: of the trunk's width."""
+    """Number of weights of all routed experts, whatever their format; 0: expert_bytes divided by bytes_per_weight."""
     trunk_weights: int = 0
-    """Number of weights of the trunk, in whatever format they are packed; 0: of the width that is computed with."""
+    """Number of weights of the trunk, whatever their format; 0: trunk_bytes divided by bytes_per_weight."""
     trunk_stored_bytes: int = 0
-    """Bytes of the trunk in the model's files; 0: as in memory."""
+    """Bytes of the trunk in the model's files; 0: the same as in memory."""
     unpacks_experts: bool = False
-    """Whether a GPU unpacks an expert into numbers of the computed width each time it runs it."""
+    """Whether a GPU unpacks an expert's weights to the computed width each time it runs it."""
     largest_slab_bytes: int = 0
-    """The largest routed expert, as layers may store theirs in different formats; 0: all are alike."""
+    """Bytes of the largest routed expert, as layers' formats may differ; 0: all experts are equally large."""
     embedding_bytes: int = 0
-    """Part of the trunk: an embedding that is not the head too, of which a token reads one row."""
+    """Bytes of an embedding that is not also the head. It is part of the trunk, and a token reads one row of it."""
     trunk_is_mapped: bool = False
-    """Whether the trunk is read where it is in the files, as the experts are, so that it need not fit in memory."""
+    """Whether the trunk is read from the mapped files, as the experts are, so that it need not fit in memory."""
 
     @property
     def trunk_read_bytes(self) -> int:
@@ -76,24 +76,26 @@ class ModelSizes:
         return self.trunk_bytes - self.embedding_bytes
 
     def cache_bytes(self, tokens: int) -> int:
-        """Bytes of the cache of a row of ``tokens``; a pass that replaces states has those of before and after."""
+        """Bytes of the cache of a row of ``tokens``. States are counted twice, as a pass keeps those of before and
+        after it."""
         dropped = self.windowed_bytes_per_token * max(0, tokens - self.windowed_tokens)
         return tokens * self.key_value_bytes_per_token - dropped + 2 * self.state_bytes
 
     @property
     def trunk_file_bytes(self) -> int:
-        """Bytes of the trunk on the disk and on its way to another machine."""
+        """Bytes of the trunk on the disk, and when it is sent to another machine."""
         return self.trunk_stored_bytes or self.trunk_bytes
 
     @property
     def weights_per_trunk_byte(self) -> float:
-        """Weights that a byte of the trunk stands for."""
+        """Mean number of weights per byte of the trunk."""
         known = self.trunk_weights and self.trunk_bytes
         return self.trunk_weights / self.trunk_bytes if known else 1.0 / self.bytes_per_weight
 
     @property
     def unpacked_slab_bytes(self) -> int:
-        """One routed expert's weights while a GPU computes with them beside the slab; 0 if it reads the slab itself."""
+        """Bytes of a routed expert's unpacked weights, which a GPU needs beside the slab; 0 if it computes with the
+        slab itself."""
         return round(self.slab_weights * self.bytes_per_weight) if self.unpacks_experts else 0
 
     @property
@@ -105,23 +107,23 @@ class ModelSizes:
 
     @property
     def slabs(self) -> int:
-        """Routed experts in all."""
+        """Number of routed experts in all layers."""
         return self.experts * self.moe_layers
 
     @property
     def slab_bytes(self) -> int:
-        """One routed expert's weights, the mean rounded up; 0 for a dense model."""
+        """Mean bytes of a routed expert, rounded up; 0 for a dense model."""
         return -(-self.expert_bytes // self.slabs) if self.slabs else 0
 
     @property
     def slot_bytes(self) -> int:
-        """GPU memory that holds any one routed expert."""
+        """Bytes of GPU memory that hold any one routed expert."""
         return max(self.slab_bytes, self.largest_slab_bytes)
 
 
 @dataclass(frozen=True)
 class Shares:
-    """How the routes of a layer spread over its experts, most used first: ``of`` sums to 1."""
+    """The distribution of a layer's routes over its experts, most used first. ``of`` sums to 1."""
 
     of: tuple[float, ...]
 
@@ -131,7 +133,7 @@ class Shares:
 
     @classmethod
     def counted(cls, layers: Sequence[Sequence[int]]) -> Shares:
-        """The mean over ``layers`` ([layer][expert] routes) of each layer's own order; even where nothing was counted.
+        """The mean over ``layers`` ([layer][expert] routes) of each layer's own order; even if nothing was counted.
 
         Raises ValueError if the layers have different numbers of experts, or none.
         """
@@ -143,7 +145,7 @@ class Shares:
         return cls(tuple(sum(row[i] / sum(row) for row in ranked) / len(ranked) for i in range(len(layers[0]))))
 
     def caught(self, slots: float) -> float:
-        """The share of routes that go to the ``slots`` most used experts; part of a slot counts as such."""
+        """Share of routes that go to the ``slots`` most used experts. A fraction of a slot counts as that fraction."""
         whole = min(int(slots), len(self.of))
         part = self.of[whole] * (slots - whole) if whole < len(self.of) else 0.0
         return min(1.0, sum(self.of[:whole]) + part)
@@ -151,8 +153,10 @@ class Shares:
 
 @dataclass(frozen=True)
 class Speed:
-    """Predicted seconds: of one decoding step, and of a prompt of PREFILL_TOKENS tokens. ``layer_s``: of one MoE
-    layer's experts within a step."""
+    """Predicted seconds: of a decoding step, and of a prompt of PREFILL_TOKENS tokens.
+
+    ``layer_s``: seconds of one MoE layer's experts within a step.
+    """
 
     step_s: float
     prefill_s: float
@@ -168,8 +172,10 @@ class Speed:
 
 
 def expected_tokens(shares: Shares, per_token: int, rows: int) -> list[int]:
-    """Tokens per expert, most used first, when ``rows`` tokens are sent to ``per_token`` experts each; in all exactly
-    ``rows * per_token``, and at most ``rows`` to one expert."""
+    """Tokens per expert, most used first, if ``rows`` tokens are sent to ``per_token`` experts each.
+
+    The sum is exactly ``rows * per_token``; one expert gets at most ``rows``.
+    """
     routes = rows * min(per_token, len(shares.of))
     tokens = [0] * len(shares.of)
     sent, wanted = 0, 0.0
@@ -192,9 +198,9 @@ def hybrid_speed(
     shares: Shares,
     layer_overhead_s: float = 0.0,
 ) -> Speed:
-    """With the trunk on the GPU and ``slots_per_layer`` of each MoE layer's experts there too (mean over the layers).
+    """Speed with the trunk and ``slots_per_layer`` of each MoE layer's experts on the GPU (mean over the layers).
 
-    Which experts are there is taken to be the most used ones. Raises ValueError if the calibration knows no GPU.
+    The experts there are assumed to be the most used ones. Raises ValueError if the calibration knows no GPU.
     """
     if calibration.gpu is None:
         raise ValueError(f"the calibration of {calibration.machine!r} has no GPU: measure one before sharing experts")
@@ -220,8 +226,10 @@ def hybrid_speed(
 
 
 def _begun_s(model: ModelSizes, calibration: Calibration, whole: float) -> float:
-    """Seconds that the host takes to begin what the GPU does in a forward pass. ``whole``: the share of the MoE layers
-    whose experts are all there, and found there by few tokens."""
+    """Seconds of the host's time for starting the GPU's operations in a forward pass.
+
+    ``whole``: the share of MoE layers whose experts are all on the GPU, where few tokens find them without the host.
+    """
     sharing = whole * RESIDENT_OPERATIONS + (1.0 - whole) * EXECUTOR_OPERATIONS
     trunk = TRUNK_OPERATIONS * model.layers if model.trunk_bytes else 0
     return (trunk + sharing * model.moe_layers) * calibration.gpu_operation_s
@@ -234,7 +242,7 @@ def cpu_speed(
     layer_overhead_s: float = 0.0,
     read_share: float = 1.0,
 ) -> Speed:
-    """With everything on the CPU. The trunk is read at ``read_share`` of the rate of memory."""
+    """Speed with everything on the CPU. The trunk is read at ``read_share`` of the memory rate."""
     rate = read_share * calibration.memory_read
     per_s = _operations_rate(calibration.cpu, calibration, model)
     other = model.layers * layer_overhead_s
@@ -247,7 +255,8 @@ def cpu_speed(
 
 
 def streaming_step_s(model: ModelSizes, memory_read: float, layer_overhead_s: float = 0.0) -> float:
-    """One decoding step on the CPU if it takes what streaming its weights takes; for models without a calibration."""
+    """Seconds of a decoding step on the CPU if it takes the time of streaming its weights; for models without a
+    calibration."""
     used = min(model.experts_per_token, model.experts) * model.moe_layers * model.slab_bytes
     return model.layers * layer_overhead_s + (_trunk_bytes_read(model) + used) / memory_read
 
@@ -256,7 +265,7 @@ def streaming_step_s(model: ModelSizes, memory_read: float, layer_overhead_s: fl
 def decode_layer_s(active: int, resident: float, calibration: Calibration, policy: Policy) -> float:
     """Expected seconds of a layer for one token and its ``active`` experts.
 
-    Each of them is on the GPU with the probability ``resident``; by a policy that keeps whole layers, all or none are.
+    Each expert is on the GPU with the probability ``resident``. With a policy that keeps whole layers, all or none are.
     Raises ValueError if the calibration knows no GPU.
     """
     if not active:
@@ -278,8 +287,8 @@ def decode_layer_s(active: int, resident: float, calibration: Calibration, polic
 def prefill_layer_s(tokens: Sequence[int], slots: float, calibration: Calibration, policy: Policy) -> float:
     """Seconds of a layer whose experts have ``tokens`` tokens each, most used first.
 
-    The first ``slots`` of them are on the GPU, the mean over the layers; by a policy that keeps whole layers, those of
-    as many layers. Raises ValueError if the calibration knows no GPU.
+    ``slots`` is the mean number of a layer's experts on the GPU, the most used ones. With a policy that keeps whole
+    layers, it gives the share of layers that are there. Raises ValueError if the calibration knows no GPU.
     """
 
     def with_slots(first: int) -> float:
@@ -309,12 +318,12 @@ def _trunk(model: ModelSizes, rows: int, rate: float, operations_per_s: float) -
 
 
 def _weight_rate(curve: Curve, calibration: Calibration) -> float:
-    """Bytes per second at which one token's experts read their weights."""
+    """Bytes per second at which an expert with one token reads its weights."""
     return calibration.shape.expert_bytes / curve.at(1)
 
 
 def _operations_rate(curve: Curve, calibration: Calibration, model: ModelSizes) -> float:
-    """Operations per second of the largest measured number of tokens."""
+    """Operations per second at the largest measured number of tokens."""
     tokens = curve.tokens[-1]
     weights = model.slab_weights or calibration.shape.expert_bytes / model.bytes_per_weight
     return 2.0 * tokens * weights / curve.at(tokens)
@@ -324,14 +333,13 @@ def _operations_rate(curve: Curve, calibration: Calibration, model: ModelSizes) 
 
 
 ASSUMED_MEMORY_READ = 20e9
-"""Bytes per second at which a processor streams memory, for a machine that was not measured: a laptop of the middle
-class."""
+"""Rate at which a processor that was not measured streams memory, in bytes per second: a mid-range laptop."""
 DECODING_SHARE = 0.75
-"""Fraction of the streaming rate at which decoding one token reads its weights: 0.77 to 0.92 were measured."""
+"""Fraction of the streaming rate at which decoding reads weights. Measured values are 0.77 to 0.92."""
 
 
 def rough_tokens_per_s(weight_bytes: float, active_share: float, memory_read: float) -> float:
-    """Tokens per second if a token takes what streaming its weights takes.
+    """Tokens per second if a token takes the time of streaming its weights.
 
     ``weight_bytes`` are the model's, of which a token uses ``active_share``. ``memory_read`` is in bytes per second;
     0.0 stands for a machine that was not measured. Raises ValueError for a model without weights.

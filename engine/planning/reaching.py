@@ -1,4 +1,4 @@
-"""Which machines form a ring when some of the links between them cannot be made: the largest set that can. Pure.
+"""The choice of machines for a ring if some links between them cannot be made: the largest set with all links. Pure.
 
 Every two nodes of a ring have a link, in central mode too.
 """
@@ -14,26 +14,29 @@ from engine.planning.ring_plan import RingDecision
 Pair = frozenset[str]
 """Node ids of the two ends of a link, in either order."""
 Plan = Callable[[Sequence[str]], RingDecision]
-"""Function from the node ids of the other machines to a plan of the head with them."""
+"""Function from the node ids of the other machines to a plan for the head and them."""
 MOST_SETS = 256
-"""Maximum sets examined. Up to fifteen other machines have no more, whichever links are broken. Of more machines some
-sets are not examined if hardly any two machines reach each other."""
+"""Maximum sets examined. Up to fifteen other machines have no more sets, whichever links are broken. With more
+machines, some sets are not examined if hardly any two machines reach each other."""
 MOST_SEEN = 64 * MOST_SETS
 MOST_PLANNED = 16
-"""Maximum sets of one size that are planned; a plan takes milliseconds."""
+"""Maximum sets of one size that are planned. A plan takes milliseconds."""
 
 
 @dataclass(frozen=True)
 class Reaching:
-    """``others``: the machines that ``decision`` was planned with beside the head, in their order."""
+    """A decision, and the machines beside the head for which it was planned (``others``), in their order."""
 
     decision: RingDecision
     others: tuple[str, ...]
 
 
 def plan_reaching(head: str, others: Sequence[str], broken: Collection[Pair], plan: Plan) -> Reaching:
-    """The ring of the most machines that all reach one another and hold the model; of several the fastest, by its
-    prediction. If none holds it, the refusal of those to whom the least is missing."""
+    """The ring of the most machines that all reach one another and can hold the model.
+
+    Among several such sets, the one with the fastest predicted ring. If none can hold the model, the refusal with the
+    smallest shortfall.
+    """
     reached = tuple(one for one in others if frozenset((head, one)) not in broken)
     whole = Reaching(plan(reached), reached)
     if whole.decision.kind == "refused" or not _needs(whole.decision, broken):
@@ -49,7 +52,8 @@ def plan_reaching(head: str, others: Sequence[str], broken: Collection[Pair], pl
 
 
 def reaching_sets(others: Sequence[str], broken: Collection[Pair]) -> list[tuple[str, ...]]:
-    """The sets of ``others`` in which no link is broken and to which none can be added, the larger first."""
+    """The largest sets of ``others`` without a broken link, to which no machine can be added. Larger sets come
+    first."""
     ends = {machine: {other for other in others if frozenset((machine, other)) in broken} for machine in others}
     sets: dict[frozenset[str], None] = {}
     for members in islice(_independent(frozenset(others), ends), MOST_SEEN):
@@ -62,12 +66,13 @@ def reaching_sets(others: Sequence[str], broken: Collection[Pair]) -> list[tuple
 
 
 def why_apart(one: str, others: Collection[str], broken: Mapping[Pair, str]) -> dict[str, str]:
-    """To whom of ``others`` the machine ``one`` has no link, and why."""
+    """Reasons why the machine ``one`` has no link, by the other machine's node id."""
     return {other: broken[pair] for other in others if (pair := frozenset((one, other))) in broken}
 
 
 def _independent(left: frozenset[str], ends: Mapping[str, Collection[str]]) -> Iterator[frozenset[str]]:
-    """Sets without a broken link, all that are maximal among them: the machine with the most is out, or in."""
+    """Sets without a broken link, among them all maximal ones: the machine with the most broken links is left out, or
+    kept."""
     worst = max(left, key=lambda one: (sum(other in left for other in ends[one]), one), default=None)
     if worst is None or not any(other in left for other in ends[worst]):
         yield left

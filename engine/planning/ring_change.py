@@ -1,6 +1,6 @@
-"""Whether the ring is formed again between two questions although the present one works. Pure.
+"""The decision whether to form a working ring anew between two questions. Pure.
 
-Forming again loses the keys and values of the conversation, so it must save more time than running them again takes.
+Forming it anew loses the keys and values of the conversation, so it must save more time than running them again takes.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from engine.planning.prediction import PREFILL_TOKENS
 from engine.planning.ring_plan import ASSUMED_BYTES_PER_S, RingDecision, bytes_sent
 
 AHEAD_TOKENS = 1024
-"""Tokens of the answers to come that a change is weighed by: about eight answers."""
+"""Tokens of coming answers over which a change must pay for itself: about eight answers."""
 FORMING_S = 2.0
-"""Seconds of forming a ring for which nothing is sent."""
+"""Seconds of forming a ring without sending weights."""
 
 
 @dataclass(frozen=True)
 class Rerun:
-    """What the next question would have to run again if the ring were formed again, and what it takes as measured.
+    """The work that the next question must repeat if the ring is formed anew: ``read`` tokens of prompts, and
+    ``passes`` decoding passes.
 
-    ``read`` tokens of prompts, and ``passes`` over decoded tokens. ``read_s`` is the seconds per token of a prompt,
-    ``pass_s`` those of a decoding pass; None: not measured.
+    ``read_s``: measured seconds per token of a prompt. ``pass_s``: measured seconds per decoding pass. None: not
+    measured.
     """
 
     read: int = 0
@@ -32,7 +33,8 @@ class Rerun:
     pass_s: float | None = None
 
     def seconds(self, read_s: float | None, pass_s: float | None) -> float | None:
-        """Seconds of all of it. ``read_s`` and ``pass_s``: predicted, for what was not measured. None: unknown."""
+        """Seconds of all this work; None: unknown. ``read_s`` and ``pass_s`` are predictions for what was not
+        measured."""
         total = 0.0
         for count, measured, predicted in ((self.read, self.read_s, read_s), (self.passes, self.pass_s, pass_s)):
             each = predicted if measured is None else measured
@@ -44,11 +46,11 @@ class Rerun:
 
 @dataclass(frozen=True)
 class RingChange:
-    """A ring that could be formed instead of the present one.
+    """A ring that could replace the present one.
 
-    ``now_s`` and ``then_s`` are the predicted seconds of a token, ``read_s`` those of a token of a prompt; None: not
-    predicted. ``send_s`` is the seconds of sending ``nbytes`` of weights. ``asked``: the person asked for these
-    machines, however slow they are.
+    ``now_s``, ``then_s``: predicted seconds of a token now and afterwards. ``read_s``: predicted seconds of a token of
+    a prompt. None: not predicted. ``send_s``: seconds of sending ``nbytes`` of weights. ``asked``: the person asked for
+    these machines, however slow they are.
     """
 
     now_s: float | None
@@ -59,13 +61,15 @@ class RingChange:
     asked: bool
 
     def cost_s(self, again: Rerun) -> float | None:
-        """Seconds that the change takes until the next question is answered. None: unknown."""
+        """Seconds that the change adds before the next answer. None: unknown."""
         running = again.seconds(self.read_s, self.now_s)
         return None if running is None else running + self.send_s + FORMING_S
 
     def pays(self, again: Rerun) -> bool:
-        """Whether the answers to come are expected to save what the change takes. Where speed is not predicted, a
-        change is made when nothing has to be run again or sent for it."""
+        """Whether the coming answers are expected to save more time than the change takes.
+
+        Without a prediction, a change pays if nothing has to be run again or sent for it.
+        """
         if self.asked:
             return True
         cost = self.cost_s(again)
@@ -75,7 +79,7 @@ class RingChange:
 
 
 def step_seconds(decision: RingDecision) -> float | None:
-    """Predicted seconds of a token of what ``decision`` chooses."""
+    """Predicted seconds of a token for the choice of ``decision``."""
     step = decision.alone_step if decision.kind == "alone" else decision.step
     return None if step is None else step.seconds
 
@@ -89,7 +93,7 @@ def change_to(
 ) -> RingChange:
     """The change to ``decision`` from a ring whose tokens take ``now_s`` seconds.
 
-    ``rates``: bytes per second from the head to each machine, by node id. ``exchange_s``: what an exchange took when
+    ``rates``: bytes per second from the head to each machine, by node id. ``exchange_s``: seconds of an exchange when
     the machines last measured together, which is more than their links promise.
     """
     nbytes = bytes_sent(decision)

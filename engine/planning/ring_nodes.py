@@ -1,4 +1,4 @@
-"""What the planner of a ring takes: the machines and links as measured, the model, and the room each has. Pure."""
+"""The inputs of a ring's planner: the machines and links as measured, the model, and the room on each machine. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GIB = 1024**3
 
 @dataclass(frozen=True)
 class Reserve:
-    """Memory left to the system: the larger of ``least`` bytes and ``share`` of all."""
+    """Memory left to the system: the larger of ``least`` bytes and the fraction ``share`` of all memory."""
 
     least: int
     share: float
@@ -30,48 +30,48 @@ class Reserve:
 
 
 UNIFIED_RESERVE = Reserve(8 * GIB, 0.25)
-"""Memory left free on Apple Silicon, where wired memory cannot be taken back."""
+"""Reserve on Apple Silicon, where wired memory cannot be taken back."""
 MAPPED_RESERVE = Reserve(GIB // 2, 0.05)
-"""Memory left free elsewhere, where the experts are mapped files."""
+"""Reserve on other machines, where the experts are mapped files."""
 
 
 @dataclass(frozen=True)
 class NodeGpu:
-    """The GPU that shares a node's experts with its CPU. Bytes."""
+    """The GPU that shares a node's experts with its CPU. Sizes are in bytes."""
 
     name: str
     total: int
     free: int
-    """What may be taken: what is free, or what of it is lent."""
+    """Bytes that may be taken: what is free, or the lent part of it."""
     calibration: Calibration | None = None
-    """One expert of this model; None: not measured."""
+    """Measured costs of one expert of this model; None: not measured."""
     policy: ExpertPolicy = "balanced"
     expert_bytes: int | None = None
-    """What its person gives to experts; None: all that is left."""
+    """Bytes that the node's person gives to experts; None: all that is left."""
 
 
 @dataclass(frozen=True)
 class NodeMeasured:
-    """One machine as it described and measured itself. Bytes, seconds; None where nothing was measured."""
+    """One machine as it described and measured itself. Bytes and seconds; None: not measured."""
 
     node_id: str
     name: str
     memory_total: int
     memory_free: int
-    """What can be had without harm, page cache included."""
+    """Bytes of memory that can be had without harm, page cache included."""
     kind: str = ""
-    """Runtime, instruction set and dtype, e.g. ``native avx512_bf16``: nodes of one kind compute the same bits."""
+    """Runtime, instruction set and dtype, e.g. ``native avx512_bf16``. Nodes of one kind compute the same bits."""
     unified: bool = False
-    """Apple Silicon: memory is wired for the GPU."""
+    """Whether memory is shared with the GPU and wired for it (Apple Silicon)."""
     expert: Curve | None = None
-    """Seconds of one expert of this model over its tokens."""
+    """Seconds of one expert of this model by its number of tokens."""
     memory_read: float | None = None
-    """Bytes per second."""
+    """Rate of reading memory, in bytes per second."""
     layer_overhead_s: float = 0.0
     fence_s: float = 0.0
     central_s: float = 0.0
     machine: str = ""
-    """See :class:`engine.planning.ring_speed.NodeCosts`."""
+    """Name of the machine; see :class:`engine.planning.ring_speed.NodeCosts`."""
     processor: str = ""
     """Processor and number of threads. Machines that agree in both count as equally fast. Empty: unknown."""
     has: Mapping[int, Sequence[int]] = field(default_factory=dict)
@@ -85,7 +85,8 @@ class NodeMeasured:
 
 @dataclass(frozen=True)
 class LinkFigures:
-    """The link between two machines, by node id, either way: half a round trip of 12 KiB, and bytes per second."""
+    """The link between two machines, by node id, in either direction: seconds of half a round trip of 12 KiB, and bytes
+    per second."""
 
     first: str
     second: str
@@ -95,7 +96,8 @@ class LinkFigures:
 
 @dataclass(frozen=True)
 class RingModelFacts:
-    """``moe_layers``: the decoder layers with routed experts, ascending; they are as many as ``sizes`` says."""
+    """The model of a ring. ``moe_layers``: the decoder layers with routed experts, ascending, as many as ``sizes``
+    says."""
 
     sizes: ModelSizes
     moe_layers: tuple[int, ...]
@@ -113,14 +115,16 @@ class RingModelFacts:
 
 
 def beside_weights(model: RingModelFacts, central_follower: bool = False) -> tuple[int, int]:
-    """Bytes of keys and values, and of workspace, on a node."""
+    """Bytes of keys and values, and bytes of workspace, on a node."""
     key_values = 0 if central_follower else model.sizes.cache_bytes(model.context_tokens)
     return key_values, workspace_bytes(model.sizes, model.prefill_chunk, gpu=False)
 
 
 def memory_room(model: RingModelFacts, node: NodeMeasured, central_follower: bool = False) -> int:
-    """Bytes for experts in the memory of ``node``'s CPU, beside the trunk, keys and values, workspace and reserve;
-    negative: even those do not fit. A follower of central mode keeps no trunk and no keys and values."""
+    """Bytes for experts in the memory of ``node``'s CPU, after trunk, keys and values, workspace and reserve.
+
+    Negative if even those do not fit. A follower in central mode keeps no trunk, keys or values.
+    """
     sizes = model.sizes
     reserve = (UNIFIED_RESERVE if node.unified else MAPPED_RESERVE).of(node.memory_total)
     taken = sum(beside_weights(model, central_follower)) + (0 if central_follower else sizes.trunk_bytes)
@@ -128,7 +132,7 @@ def memory_room(model: RingModelFacts, node: NodeMeasured, central_follower: boo
 
 
 def slabs_on(gpu: NodeGpu, sizes: ModelSizes, context_tokens: int, prefill_chunk: int) -> int:
-    """Experts that the memory of a node's GPU keeps in a ring, where nothing else of the model is on it."""
+    """Number of experts that the memory of a node's GPU keeps in a ring, where it holds nothing else of the model."""
     few = experts_only(sizes)
     room = gpu_room(few, Device(gpu.name, gpu.total, gpu.free), context_tokens, prefill_chunk)
     chosen = room if gpu.expert_bytes is None else min(room, gpu.expert_bytes)
@@ -136,21 +140,23 @@ def slabs_on(gpu: NodeGpu, sizes: ModelSizes, context_tokens: int, prefill_chunk
 
 
 def gpu_slabs(model: RingModelFacts, node: NodeMeasured) -> int:
-    """Experts that the memory of ``node``'s GPU keeps; 0 without one."""
+    """Number of experts that the memory of ``node``'s GPU keeps; 0 without a GPU."""
     if node.gpu is None:
         return 0
     return slabs_on(node.gpu, model.sizes, model.context_tokens, model.prefill_chunk)
 
 
 def expert_room(model: RingModelFacts, node: NodeMeasured, central_follower: bool = False) -> int:
-    """Bytes for experts on ``node``, in its memory and in that of its GPU; negative as in :func:`memory_room`."""
+    """Bytes for experts on ``node``, in its memory and its GPU's; negative as in :func:`memory_room`."""
     room = memory_room(model, node, central_follower)
     return room if room < 0 else room + gpu_slabs(model, node) * model.sizes.slab_bytes
 
 
 def disk_room(model: RingModelFacts, node: NodeMeasured, central_follower: bool) -> int | None:
-    """Bytes of experts that ``node`` can have on its disk, those that are there already included; negative: even what
-    it is sent beside them does not fit. None: no limit."""
+    """Bytes of experts that ``node`` can keep on its disk, including those already there. None: no limit.
+
+    Negative if even the other parts that it is sent do not fit.
+    """
     if node.disk_free is None:
         return None
     there = sum(len(set(experts)) for experts in node.has.values()) * model.sizes.slab_bytes
@@ -159,7 +165,8 @@ def disk_room(model: RingModelFacts, node: NodeMeasured, central_follower: bool)
 
 
 def node_costs(model: RingModelFacts, node: NodeMeasured) -> NodeCosts | None:
-    """What ``node`` takes; without a measured expert, what streaming its weights takes. None if neither is known."""
+    """Costs of ``node``; without a measured expert, from the time of streaming its weights. None if neither is
+    known."""
     expert = node.expert
     if not node.memory_read:
         return None
@@ -180,7 +187,7 @@ def node_costs(model: RingModelFacts, node: NodeMeasured) -> NodeCosts | None:
 
 
 def with_gpu(model: RingModelFacts, node: NodeMeasured, costs: NodeCosts) -> NodeCosts:
-    """``costs`` of ``node``'s CPU, and its GPU beside it; without one as they are."""
+    """``costs`` of ``node``'s CPU with its GPU added, if it has one."""
     gpu = node.gpu
     if gpu is None:
         return replace(costs, gpu=None)
@@ -191,7 +198,7 @@ def with_gpu(model: RingModelFacts, node: NodeMeasured, costs: NodeCosts) -> Nod
 
 
 def gpu_calibration(model: RingModelFacts, gpu: NodeGpu, cpu: Curve, memory_read: float) -> Calibration:
-    """What was measured of ``gpu``, or is guessed of it, beside a CPU whose experts take ``cpu``."""
+    """The measured calibration of ``gpu``, or a guess, beside a CPU whose experts take ``cpu`` seconds."""
     sizes = model.sizes
     ffn = round(sizes.slab_weights / (3 * sizes.hidden))
     shape = ExpertShape(hidden=sizes.hidden, ffn=ffn, dtype="", expert_bytes=sizes.slab_bytes)
@@ -202,8 +209,10 @@ def gpu_calibration(model: RingModelFacts, gpu: NodeGpu, cpu: Curve, memory_read
 
 
 def slabs_alone(model: RingModelFacts, node: NodeMeasured) -> int | None:
-    """Experts that ``node``'s GPU keeps beside trunk, keys and values if the node runs the model by itself; None if it
-    has no GPU with room for these."""
+    """Number of experts that ``node``'s GPU keeps beside trunk, keys and values if the node runs the model alone.
+
+    None if it has no GPU with room for those.
+    """
     gpu, sizes = node.gpu, model.sizes
     if gpu is None:
         return None
@@ -213,9 +222,9 @@ def slabs_alone(model: RingModelFacts, node: NodeMeasured) -> int | None:
 
 
 def alone_times(model: RingModelFacts, node: NodeMeasured, costs: NodeCosts) -> tuple[PassTime, PassTime]:
-    """A decoding step and a prompt of PREFILL_TOKENS on ``node``, which holds everything.
+    """Times of a decoding step and a prompt of PREFILL_TOKENS on ``node``, which holds everything.
 
-    With a GPU that has room for them, trunk, keys and values are on it, unless the CPU is faster.
+    Trunk, keys and values are on a GPU with room for them, unless the CPU is faster.
     """
     sizes, gpu = model.sizes, node.gpu
     on_cpu = alone_time(sizes, replace(costs, gpu=None)), alone_time(sizes, replace(costs, gpu=None), PREFILL_TOKENS)

@@ -1,8 +1,7 @@
-"""Whether and how machines form a ring for a model: who holds what, in which mode, how fast, or why not. Pure.
+"""The plan of a ring for a model: whether and how machines form one, who holds what, in which mode, and how fast. Pure.
 
-Every node of a ring keeps the trunk, its keys and values and a workspace, and a reserve is left to the system; what
-remains of its memory, and the memory of its GPU, hold experts. The decision names its reason in a sentence for the
-person.
+Every node of a ring keeps the trunk, its keys and values and a workspace, and leaves a reserve to the system. The rest
+of its memory, and the memory of its GPU, hold experts. The decision gives its reason in a sentence for the person.
 """
 
 from __future__ import annotations
@@ -65,26 +64,30 @@ from engine.planning.routing_load import LoadingRule
 __all__ = ["LinkFigures", "NodeMeasured", "RingDecision", "RingModelFacts", "expert_room", "node_costs", "plan_ring"]
 
 ANSWER_TOKENS = 128
-"""Tokens of the answer of the turn that modes are compared by; its prompt has PREFILL_TOKENS."""
+"""Tokens of the answer in the turn by which modes are compared. Its prompt has PREFILL_TOKENS."""
 EXACT_WORTH = 1.10
-"""Factor of a turn's time that exact mode, with sums equal to one machine's, may cost."""
+"""Factor of a turn's time that exact mode may cost. Its sums are equal to one machine's."""
 FEWER_WORTH = 1.03
-"""Factor by which leaving a machine out must make the ring faster."""
+"""Factor by which leaving out a machine must make the ring faster."""
 NOISE = 1.25
-"""Factor by which measurements of equal machines differ at most; more is a real difference, such as slower memory."""
+"""Maximum factor between measurements of equal machines. More is a real difference, such as slower memory."""
 ELSEWHERE_WORTH = 1.10
-"""Factor by which a machine alone must be faster than the ring and than the head alone to be moved to."""
+"""Factor by which a single other machine must be faster than the ring and the head alone, to take over."""
 LOGIT_BYTES = 4
 ASSUMED_LATENCY_S = 1e-3
 ASSUMED_BYTES_PER_S = 1.25e8
-"""Rate of a link that was not measured: Gigabit Ethernet. Its assumed latency is the paper's."""
+"""Assumed rate of a link that was not measured, in bytes per second: Gigabit Ethernet. Its assumed latency is the
+paper's."""
 
 
 @dataclass(frozen=True)
 class RingDecision:
-    """``ring``: form it as given. ``alone``: the head by itself is faster. ``elsewhere``: another machine by itself is,
-    the second of :attr:`ranks`, which holds everything. ``refused``: it cannot be; ``shortfall`` says how many bytes
-    are missing, 0 if that is not why."""
+    """The decision about a ring.
+
+    ``ring``: form it as given. ``alone``: the head is faster by itself. ``elsewhere``: another machine is faster by
+    itself and holds everything; it is the second of :attr:`ranks`. ``refused``: no ring is possible; ``shortfall`` is
+    the number of missing bytes, 0 for another reason.
+    """
 
     kind: Literal["ring", "alone", "elsewhere", "refused"]
     reason: str
@@ -119,11 +122,11 @@ def plan_ring(
     at_once: float = 1.0,
     waiting: bool = False,
 ) -> RingDecision:
-    """The ring for ``model`` on ``nodes`` (the head first), as far as ``choice`` leaves it open.
+    """The ring for ``model`` on ``nodes`` (the head first), within ``choice``.
 
     ``popularity``: routes counted before, [MoE layer][expert]. ``at_once``: see RingSetting. ``waiting``: an answer
-    waits, and a placement for which no weights are sent goes before any other. Raises ValueError without nodes, and for
-    a popularity of another model.
+    waits, so a placement that needs no weights sent takes precedence. Raises ValueError without nodes, and for a
+    popularity of another model.
     """
     if not nodes:
         raise ValueError("a ring needs at least its head")
@@ -145,8 +148,10 @@ def plan_ring(
 
 
 def decided_again(decision: RingDecision, terms: StepTerms | None, choice: RingChoice) -> RingDecision:
-    """``decision`` after the nodes of the ring have measured together: the head alone if the ring, by ``terms``, has
-    turned out slower and nobody asked for it all the same."""
+    """``decision`` after the nodes of the ring have measured together.
+
+    The head alone if ``terms`` show the ring to be slower, unless the ring was asked for in any case.
+    """
     step = decision.alone_step
     if decision.kind != "ring" or step is None or terms is None or choice.even_if_slower:
         return decision
@@ -158,7 +163,7 @@ def decided_again(decision: RingDecision, terms: StepTerms | None, choice: RingC
 
 
 def bytes_sent(decision: RingDecision) -> int:
-    """Bytes of weights that the machines other than the head are sent for ``decision``."""
+    """Bytes of weights to send to machines other than the head for ``decision``."""
     shards = decision.facts.nodes[1:] if decision.facts is not None and decision.kind in ("ring", "elsewhere") else []
     return sum(max(0, shard.expert_bytes + shard.trunk_bytes - shard.has_bytes) for shard in shards)
 
@@ -182,11 +187,14 @@ class _Planner:
         self._popularity = popularity
         self._at_once = at_once
         self._held_only = False
-        """Whether every node uses only what it has already."""
+        """Whether every node uses only the experts that it has already."""
 
     def ring(self, nodes: Sequence[NodeMeasured]) -> RingDecision:
-        """A ring of ``nodes``, or why there is none. Who would hold no expert is left out: it would run the trunk and
-        wait in every exchange for nothing, and its loss would end the ring."""
+        """A ring of ``nodes``, or why there is none.
+
+        Nodes that would hold no expert are left out: they would run the trunk and wait in every exchange for nothing,
+        and their loss would end the ring.
+        """
         decision, lines = self._exactly(nodes), list[str]()
         while decision.placement is not None:
             idle = [node for rank, node in enumerate(nodes) if rank and not decision.placement.count_of(rank)]
@@ -241,7 +249,7 @@ class _Planner:
     def _place(
         self, nodes: Sequence[NodeMeasured], rooms: Sequence[int], costs: Sequence[NodeCosts]
     ) -> Placement | Shortfall:
-        """Who holds what of the ``rooms``, by the experts' seconds where each node holds all that it can."""
+        """The placement on ``rooms``, by the experts' seconds on nodes that hold as many as they can."""
         sizes = self.model.sizes
         slots = [min(max(0, room) // sizes.slab_bytes, sizes.slabs) for room in rooms]
         seconds = [each.expert_s(sizes, slot) for each, slot in zip(costs, slots, strict=True)] if costs else []
@@ -254,12 +262,13 @@ class _Planner:
         return place(self.model.grid, given, self._popularity, self.choice.overlap, has, all_hold)
 
     def _head_has(self, head: NodeMeasured) -> Mapping[int, Sequence[int]]:
-        """Experts on its disk, by layer; where that has no limit, the whole model, whatever it was counted to have."""
+        """Experts on the head's disk, by layer. Without a limit of disk space this is the whole model, whatever was
+        counted."""
         grid = self.model.grid
         return head.has if head.disk_free is not None else dict.fromkeys(grid.layers, tuple(range(grid.experts)))
 
     def held(self, nodes: Sequence[NodeMeasured]) -> RingDecision | None:
-        """A ring of ``nodes`` for which nothing is sent, or None if there is none."""
+        """A ring of ``nodes`` that needs no weights sent, or None if there is none."""
         central = self.is_central(nodes)
         able = [
             node
@@ -274,7 +283,7 @@ class _Planner:
         return found if found.kind == "ring" and len(found.ranks) > 1 else None
 
     def in_mode(self, mode: Mode) -> _Planner:
-        """The same with the mode given."""
+        """The same planner with ``mode`` fixed."""
         choice = structs.replace(self.choice, mode=mode)
         return _Planner(self.model, self._costs, self._links.values(), choice, self._popularity, self._at_once)
 
@@ -282,15 +291,18 @@ class _Planner:
         return self.choice.mode == "central" or (self.choice.mode == "auto" and _unlike(nodes))
 
     def alone(self, node: NodeMeasured) -> PassTime | None:
-        """A decoding step of ``node`` by itself; None if the model does not fit there or nothing was measured."""
+        """Time of a decoding step of ``node`` alone; None if the model does not fit there or nothing was measured."""
         costs = self._costs.get(node.node_id)
         if costs is None or expert_room(self.model, node) < self.model.sizes.expert_bytes:
             return None
         return alone_times(self.model, node, costs)[0]
 
     def elsewhere(self, head: NodeMeasured, node: NodeMeasured) -> tuple[PassTime, PassTime] | None:
-        """A decoding step and a prompt of PREFILL_TOKENS for ``head`` on ``node`` by itself, the way there and back
-        with the logits included; None if the model does not fit there, or may not, or nothing was measured."""
+        """Times of a decoding step and a prompt of PREFILL_TOKENS for ``head`` if ``node`` runs the model alone.
+
+        They include sending tokens there and logits back. None if the model does not or may not fit there, or nothing
+        was measured.
+        """
         step, costs, all_experts = self.alone(node), self._costs.get(node.node_id), self.model.sizes.expert_bytes
         on_disk = disk_room(self.model, node, False)
         if step is None or costs is None or (on_disk is not None and on_disk < all_experts):
@@ -311,7 +323,7 @@ class _Planner:
         times: tuple[PassTime, PassTime],
         reason: str,
     ) -> RingDecision:
-        """Instead of ``ring``: ``node`` holds everything, and the head nothing."""
+        """The decision that replaces ``ring`` if ``node`` holds everything, and the head nothing."""
         grid = self.model.grid
         placement = Placement(grid.layers, 2, (((1,),) * grid.experts,) * len(grid.layers))
         step, prefill = times
@@ -353,7 +365,7 @@ class _Planner:
         return link.latency_s if link else ASSUMED_LATENCY_S
 
     def wire(self, nodes: Sequence[NodeMeasured], central: bool) -> WireSpeed:
-        """The slowest link in use; one that was not measured counts as slow."""
+        """Speed of the slowest link in use. Links that were not measured count as slow."""
         latency, rate = 0.0, float("inf")
         for i, first in enumerate(nodes):
             for second in nodes[i + 1 :]:
@@ -428,7 +440,7 @@ class _Planner:
         mode: Mode,
         loading: LoadingRule,
     ) -> tuple[PassTime, PassTime]:
-        """A decoding step, and a prompt of PREFILL_TOKENS."""
+        """Times of a decoding step, and of a prompt of PREFILL_TOKENS."""
         terms = self._terms(nodes, placement, costs, mode, loading)
         prefill = pass_time(terms.model, placement, costs, terms.wire, terms.setting, PREFILL_TOKENS, self._popularity)
         return terms.step(), prefill
@@ -482,7 +494,7 @@ class _Planner:
 
 
 def _gpu_only(model: RingModelFacts, nodes: Sequence[NodeMeasured], rooms: Sequence[int]) -> list[list[int]]:
-    """``rooms`` without the memory of CPUs beside a GPU, for one such node after the other and for all of them."""
+    """``rooms`` without the CPU's memory on nodes with a GPU: for each such node in turn, and for all of them."""
     there = [gpu_slabs(model, node) * model.sizes.slab_bytes for node in nodes]
     shared = [rank for rank, room in enumerate(rooms) if 0 < there[rank] < room]
     sets = [[rank] for rank in shared] + ([shared] if len(shared) > 1 else [])
@@ -492,9 +504,12 @@ def _gpu_only(model: RingModelFacts, nodes: Sequence[NodeMeasured], rooms: Seque
 def _alike(
     model: RingModelFacts, costs: Sequence[NodeCosts | None], nodes: Sequence[NodeMeasured]
 ) -> list[NodeCosts | None]:
-    """``costs`` with the fastest measured for nodes that are the same hardware: what they measured apart is what else
-    went on meanwhile. That holds for processes of one kind on one machine, whatever they measured, and for machines
-    with the same processor as long as they differ by no more than NOISE. Each node keeps its own GPU."""
+    """``costs`` with the fastest measurement for nodes with the same hardware. Slower ones were disturbed by other
+    work.
+
+    This applies to processes of one kind on one machine, whatever they measured, and to machines with the same
+    processor if they differ by at most NOISE. Each node keeps its own GPU.
+    """
     improved = list(costs)
     for index, (node, cost) in enumerate(zip(nodes, costs, strict=True)):
         if cost is None:
@@ -521,7 +536,7 @@ def _same_hardware(first: NodeMeasured, second: NodeMeasured, costs: NodeCosts, 
 
 
 def _unlike(nodes: Sequence[NodeMeasured]) -> bool:
-    """Whether nodes would compute other bits than the head."""
+    """Whether some nodes would compute other bits than the head."""
     return any(node.kind != nodes[0].kind for node in nodes)
 
 
@@ -531,7 +546,7 @@ def _turn(step: PassTime, prefill: PassTime) -> float:
 
 
 def _without_the_small(planner: _Planner, nodes: Sequence[NodeMeasured]) -> tuple[list[NodeMeasured], list[str]]:
-    """The nodes that have room for what every node needs and for one expert, and a line for each other."""
+    """The nodes with room for what every node needs and for one expert, and a line for each other node."""
     central, least = planner.is_central(nodes), planner.model.sizes.slab_bytes
     large_enough, lines = [nodes[0]], []
     for node in nodes[1:]:
@@ -546,8 +561,11 @@ def _without_the_small(planner: _Planner, nodes: Sequence[NodeMeasured]) -> tupl
 
 
 def _without_the_slow(planner: _Planner, nodes: Sequence[NodeMeasured], best: RingDecision) -> RingDecision:
-    """``best`` (the ring of all ``nodes``), or that of fewer if it is predicted to be clearly faster: one after the
-    other is left out, each time the slowest or the one behind the slowest link, as long as the rest hold the model."""
+    """``best`` (the ring of all ``nodes``), or a smaller ring that is predicted to be clearly faster.
+
+    Nodes are left out one by one, each time the slowest or the one behind the slowest link, while the rest can hold the
+    model.
+    """
     # In one mode: else more machines with exact sums would be weighed against fewer with fast ones.
     same = planner.in_mode(best.mode)
     whole = best.step
@@ -576,7 +594,7 @@ def _without_the_slow(planner: _Planner, nodes: Sequence[NodeMeasured], best: Ri
 
 
 def _against_alone(planner: _Planner, nodes: Sequence[NodeMeasured], ring: RingDecision) -> RingDecision:
-    """``ring``, or the head or another machine by itself where that is faster."""
+    """``ring``, or the head or another machine alone if that is faster."""
     head = nodes[0]
     by_itself = {node.node_id: planner.alone(node) for node in nodes}
     sizes = planner.model.sizes
@@ -614,8 +632,11 @@ def _against_alone(planner: _Planner, nodes: Sequence[NodeMeasured], ring: RingD
 
 
 def _without_sending(planner: _Planner, nodes: Sequence[NodeMeasured], decision: RingDecision) -> RingDecision:
-    """``decision``, or another one for which nothing is sent: the faster of a ring of what the nodes have, and the
-    head alone, unless the ring was asked for even if it is slower."""
+    """``decision``, or one that needs no weights sent.
+
+    That is the faster of a ring of what the nodes have, and the head alone, unless the ring was asked for even if it is
+    slower.
+    """
     sent = bytes_sent(decision)
     if not sent:
         return decision

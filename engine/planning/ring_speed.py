@@ -37,15 +37,17 @@ Mode = Literal["exact", "fast", "central"]
 MEASURED_BYTES = 12 * 1024
 """Size in bytes of the messages by which a link's latency is measured."""
 PER_PEER = 0.14
-"""Share of a link's latency that each peer beyond the first adds to an exchange. The paper's table 4 has 38, 44 and
+"""Fraction of a link's latency that each peer beyond the first adds to an exchange. The paper's table 4 has 38, 44 and
 48 ms per token for two, three and four nodes."""
 _HEADER_BYTES = 64
 
 
 @dataclass(frozen=True)
 class GpuCosts:
-    """A node's GPU, which keeps ``slabs`` of its experts. What a layer's experts take with it is predicted as on one
-    machine (:mod:`engine.planning.balancing`), with the trunk on the CPU."""
+    """A node's GPU, which keeps ``slabs`` of its experts.
+
+    A layer's time with it is predicted as on one machine (:mod:`engine.planning.balancing`), with the trunk on the CPU.
+    """
 
     calibration: Calibration
     policy: Policy
@@ -58,27 +60,30 @@ class GpuCosts:
 
 @dataclass(frozen=True)
 class NodeCosts:
-    """What one node takes, measured on it alone, as seconds over the tokens of a pass."""
+    """Costs of one node, measured on it alone, in seconds by the number of tokens of a pass."""
 
     expert: Curve
-    """One routed expert, for the tokens that are sent to it."""
+    """Seconds of one routed expert, by the tokens sent to it."""
     attention: Curve
-    """Attention, norms and router of one MoE layer."""
+    """Seconds of attention, norms and router of one MoE layer."""
     outside: Curve
-    """What is outside the MoE layers, once per pass: dense layers, embedding, head, what a step costs beside."""
+    """Seconds outside the MoE layers per pass: dense layers, embedding, head, and fixed costs."""
     shared: Curve | None = None
-    """The shared experts of one MoE layer."""
+    """Seconds of the shared experts of one MoE layer."""
     fence_s: float = 0.0
-    """Crossing from the processor that computes to the one that sends, and back, per layer."""
+    """Seconds per layer for handing over between the processor that computes and the one that sends, and back."""
     central_s: float = 0.0
-    """In central mode, per layer, the head and another node together: asking, reading it, answering, reading that."""
+    """Seconds per layer that the head and another node together add in central mode, for sending and reading question
+    and answer."""
     machine: str = ""
-    """Nodes with the same name are processes of one machine; empty: a machine of its own."""
+    """Name of the machine. Nodes with the same name are processes of one machine; empty: a machine of its own."""
     gpu: GpuCosts | None = None
 
     def decode_s(self, run: float, resident: float) -> float:
-        """One token's ``run`` experts of a layer, a mean. ``resident``: the fraction of the node's experts, as they
-        are used, that its GPU keeps."""
+        """Seconds of a layer for one token, of which the node runs ``run`` experts on average.
+
+        ``resident``: the fraction of the node's experts, weighted by use, that its GPU keeps.
+        """
         if self.gpu is None:
             return run * self.expert.at(1)
         few = int(run)
@@ -89,15 +94,16 @@ class NodeCosts:
         return seconds + (run - few) * (more - seconds)
 
     def prefill_s(self, tokens: Sequence[int], layers: int) -> float:
-        """A layer's experts with so many ``tokens`` each; ``layers``: MoE layers among which the GPU's memory is
-        divided."""
+        """Seconds of a layer whose experts have ``tokens`` tokens each. ``layers``: MoE layers that share the GPU's
+        memory."""
         if self.gpu is None or not tokens:
             return sum(self.expert.at(count) for count in tokens)
         ranked = sorted(tokens, reverse=True)
         return prefill_layer_s(ranked, self.gpu.slabs / layers, self.gpu.calibration, self.gpu.policy)
 
     def expert_s(self, model: ModelSizes, held: int) -> float:
-        """Seconds per expert where the node holds ``held`` and runs all of a token's; nodes share the work by it."""
+        """Seconds per expert if the node holds ``held`` experts and runs all of a token's. Nodes share the work by
+        it."""
         if self.gpu is None:
             return self.expert.at(1)
         together = max(1, min(model.experts_per_token, model.experts))
@@ -106,11 +112,11 @@ class NodeCosts:
 
 @dataclass(frozen=True)
 class WireSpeed:
-    """The exchange over the slowest link in use.
+    """Speed of the exchange over the slowest link in use.
 
-    ``latency_s``: MEASURED_BYTES, one way. ``per_peer_s``: what each peer beyond the first adds; 0.0 where the exchange
-    was measured with all nodes. ``layer_s``: of a layer of a decoding step, all that is neither trunk nor experts, as
-    all nodes rehearsed it; None: they did not.
+    ``latency_s``: seconds of MEASURED_BYTES, one way. ``per_peer_s``: seconds that each peer beyond the first adds; 0.0
+    if the exchange was measured with all nodes. ``layer_s``: seconds of a layer of a decoding step beside trunk and
+    experts, as all nodes rehearsed it; None: they did not.
     """
 
     latency_s: float
@@ -134,8 +140,11 @@ class WireSpeed:
 
 @dataclass(frozen=True)
 class RingSetting:
-    """What is predicted for. ``word_bytes``: of a number as it travels. ``at_once``: how many nodes' worth of work a
-    machine does in the time of one (1.0: a single node uses all of it)."""
+    """Conditions of a prediction.
+
+    ``word_bytes``: bytes of a number in transfer. ``at_once``: number of nodes' work that a machine does in the time of
+    one (1.0: a single node uses all of it).
+    """
 
     mode: Mode = "exact"
     loading: LoadingRule = "selected"
@@ -145,7 +154,7 @@ class RingSetting:
 
 @dataclass(frozen=True)
 class PassTime:
-    """Seconds of one forward pass, as table 3 splits them: the experts, the exchange, all else."""
+    """Seconds of one forward pass, split as in the paper's table 3: the experts, the exchange, all else."""
 
     moe_s: float
     exchange_s: float
@@ -163,7 +172,7 @@ class PassTime:
 
 @dataclass(frozen=True)
 class Compared:
-    """A prediction beside what was measured. ``error``: (predicted - measured) / measured time of a token."""
+    """A prediction and the measured time. ``error``: (predicted - measured) / measured time of a token."""
 
     predicted_s: float
     measured_s: float
@@ -175,7 +184,8 @@ class Compared:
 
 
 def compare(predicted: PassTime, measured: PassTime, allowed: float = 0.25) -> Compared:
-    """How far ``predicted`` is from ``measured``, in all and by part; the parts' errors are relative to the whole.
+    """The errors of ``predicted`` against ``measured``, in all and by part. The parts' errors are relative to the
+    whole.
 
     Raises ValueError if the measured time is not above 0.
     """
@@ -196,7 +206,8 @@ def compare(predicted: PassTime, measured: PassTime, allowed: float = 0.25) -> C
 
 @dataclass(frozen=True)
 class StepTerms:
-    """All that a decoding step of one ring is predicted from, so that a term can be measured better and put in."""
+    """All terms from which a ring's decoding step is predicted, so that single terms can be replaced by better
+    measurements."""
 
     model: ModelSizes
     placement: Placement
@@ -209,16 +220,18 @@ class StepTerms:
         return step_time(self.model, self.placement, self.nodes, self.wire, self.setting, self.popularity)
 
     def with_exchange(self, seconds: float, layer_s: float | None = None) -> StepTerms:
-        """The exchange took ``seconds`` once all nodes were joined. It is measured with nodes that send at the same
-        time, so that none of them sleeps; in a step they wait for each other, which takes a link's latency at least.
-        ``layer_s``: see :class:`WireSpeed`."""
+        """These terms with an exchange that took ``seconds`` once all nodes were joined.
+
+        It is measured with nodes that send at the same time, so that none sleeps. In a step they wait for each other,
+        which takes at least a link's latency. ``layer_s``: see :class:`WireSpeed`.
+        """
         if len(self.nodes) < 2:
             return self
         before = self.wire.latency_s + (len(self.nodes) - 2) * self.wire.per_peer_s
         return replace(self, wire=WireSpeed(max(seconds, before), self.wire.bytes_per_s, layer_s=layer_s))
 
     def with_nodes(self, each: NodeCosts) -> StepTerms:
-        """All nodes are like ``each``."""
+        """These terms with all nodes like ``each``."""
         return replace(self, nodes=(each,) * len(self.nodes))
 
 
@@ -230,8 +243,10 @@ def step_time(
     setting: RingSetting,
     popularity: Sequence[Sequence[float]] = (),
 ) -> PassTime:
-    """One decoding step of one token. ``nodes`` in rank order. Raises ValueError for another number of nodes than the
-    placement's."""
+    """Time of a decoding step of one token. ``nodes`` are in rank order.
+
+    Raises ValueError for another number of nodes than the placement's.
+    """
     weights = expert_seconds(model, placement, nodes)
     outcomes = load_outcomes(placement, model.experts_per_token, popularity, weights)
     resident = [_resident(node, placement, rank, popularity) for rank, node in enumerate(nodes)]
@@ -247,7 +262,7 @@ def pass_time(
     tokens: int,
     popularity: Sequence[Sequence[float]] = (),
 ) -> PassTime:
-    """One forward pass of ``tokens`` tokens, such as a chunk of a prompt. For one token :func:`step_time`."""
+    """Time of a forward pass of ``tokens`` tokens, such as a chunk of a prompt; :func:`step_time` for one token."""
     if tokens <= 1:
         return step_time(model, placement, nodes, wire, setting, popularity)
     weights = expert_seconds(model, placement, nodes)
@@ -274,7 +289,7 @@ def pass_time(
 
 
 def alone_time(model: ModelSizes, node: NodeCosts, tokens: int = 1) -> PassTime:
-    """One pass on the CPU of one machine that holds everything."""
+    """Time of a pass on the CPU of a single machine that holds everything."""
     layers = model.moe_layers
     if tokens <= 1:
         experts = min(model.experts_per_token, model.experts) * node.expert.at(1)
@@ -298,9 +313,9 @@ def costs_of(
 ) -> NodeCosts:
     """The costs of a node whose experts take ``expert`` and whose memory is read at ``memory_read`` bytes per second.
 
-    Few tokens take what reading the trunk takes; many take its operations, at the rate of the largest measured expert.
-    The trunk but for the shared experts counts as equal in all layers; ``layer_overhead_s`` is what a layer costs
-    beside its weights, ``step_s`` what a pass costs beside its layers.
+    A few tokens take the time of reading the trunk. Many take that of its operations, at the rate of the largest
+    measured expert. The trunk without the shared experts counts as equal in all layers. ``layer_overhead_s``: seconds
+    of a layer beyond its weights. ``step_s``: seconds of a pass beyond its layers.
     """
     points = tuple(sorted({1, *(tokens for tokens in expert.tokens if tokens >= 1)}))
     most = expert.tokens[-1]
@@ -332,8 +347,10 @@ def costs_of(
 def measured_costs(
     model: ModelSizes, alone: PassTime, fence_s: float = 0.0, central_s: float = 0.0, machine: str = ""
 ) -> NodeCosts:
-    """The costs of a node on which one decoding step by itself took ``alone``, for predicting steps of a ring of such
-    nodes; ``fence_s`` and ``central_s`` as in :class:`NodeCosts`. Raises ValueError without routed experts."""
+    """The costs of a node on which a decoding step alone took ``alone``, for predicting a ring of such nodes.
+
+    ``fence_s`` and ``central_s`` as in :class:`NodeCosts`. Raises ValueError without routed experts.
+    """
     routes = model.moe_layers * min(model.experts_per_token, model.experts)
     if not routes:
         raise ValueError("a model without experts has none to be measured")
@@ -349,7 +366,7 @@ def measured_costs(
 
 
 def expert_seconds(model: ModelSizes, placement: Placement, nodes: Sequence[NodeCosts]) -> list[float]:
-    """Seconds per expert of each node, by which the nodes share the routes that more than one could run.
+    """Seconds per expert of each node. Nodes divide by it the routes that several could run.
 
     Raises ValueError for another number of nodes than the placement's.
     """
@@ -359,7 +376,7 @@ def expert_seconds(model: ModelSizes, placement: Placement, nodes: Sequence[Node
 
 
 def _resident(node: NodeCosts, placement: Placement, rank: int, popularity: Sequence[Sequence[float]]) -> float:
-    """Fraction of the routes of ``node`` whose experts its GPU keeps: the most used of those that it holds."""
+    """Fraction of the routes of ``node`` whose experts its GPU keeps: the most used of its experts."""
     if node.gpu is None or not placement.count_of(rank):
         return 0.0
     if not popularity or node.gpu.policy.cache.kind == "layers":
@@ -398,7 +415,7 @@ def _of_outcomes(
 
 
 def _with_spare(counts: Sequence[int], held: Sequence[float], weights: Sequence[int], rule: LoadingRule) -> list[float]:
-    """The experts that are run, those whose results are thrown away too."""
+    """Expected experts that each node runs, including those whose results are thrown away."""
     if rule == "selected":
         return [float(n) for n in counts]
     if rule == "busy-full":
@@ -416,8 +433,10 @@ def _layer(
     experts: Sequence[float],
     rows: Sequence[int],
 ) -> tuple[float, float, float]:
-    """Seconds of a MoE layer as (attention and router, experts, exchange): together until the last node is done.
-    ``experts``: seconds per node; ``rows``: routes each node runs."""
+    """Seconds of a MoE layer until the last node is done, as (attention and router, experts, exchange).
+
+    ``experts``: seconds per node. ``rows``: number of routes that each node runs.
+    """
     peers = len(nodes) - 1
     trunks = [node.attention.at(tokens) for node in nodes]
     shared = [node.shared.at(tokens) if node.shared is not None else 0.0 for node in nodes]
@@ -440,12 +459,13 @@ def _layer(
 
 
 def _rehearsed(wire: WireSpeed, tokens: int, added_up: float) -> float:
-    """What a layer takes beside trunk and experts: as rehearsed, if that was for so many tokens."""
+    """Seconds of a layer beside trunk and experts: the rehearsed value if it was for so many tokens, otherwise
+    ``added_up``."""
     return added_up if wire.layer_s is None or tokens != 1 else wire.layer_s
 
 
 def _together(nodes: Sequence[NodeCosts], seconds: Sequence[float], setting: RingSetting) -> float:
-    """Until all nodes are done with so much work each, those of one machine sharing it."""
+    """Seconds until all nodes are done with ``seconds`` of work each. Nodes on one machine share it."""
     work: dict[str, list[float]] = {}
     for node, each in zip(nodes, seconds, strict=True):
         if node.machine:
@@ -454,8 +474,11 @@ def _together(nodes: Sequence[NodeCosts], seconds: Sequence[float], setting: Rin
 
 
 def sharing_s(work: Sequence[float], at_once: float) -> float:
-    """Until processes of one machine are done with ``work`` (seconds of each by itself), which all begin now. One by
-    itself does a second's work in a second; several share what the machine does, ``at_once`` at most, equally."""
+    """Seconds until processes of one machine are done with ``work`` (seconds of each alone), if all begin now.
+
+    A single process does one second's work per second. Several share the machine equally, which does at most
+    ``at_once``.
+    """
     total = done = 0.0
     for place, each in enumerate(sorted(work)):
         busy = len(work) - place
@@ -465,7 +488,7 @@ def sharing_s(work: Sequence[float], at_once: float) -> float:
 
 
 def _tokens_of(use: Sequence[float], experts: int, per_token: int, tokens: int) -> list[int]:
-    """Tokens per expert to be expected of ``tokens`` tokens."""
+    """Expected tokens per expert for ``tokens`` tokens."""
     total = sum(use)
     if total <= 0:
         return expected_tokens(Shares.even(experts), per_token, tokens)

@@ -1,4 +1,4 @@
-"""The sentences of a ring's plan: what was decided and why, with the values, and what to do. Pure."""
+"""Sentences about a ring's plan: the decision and its reason, with numbers, and what to do. Pure."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ THIS_MACHINE = "this machine"
 
 
 def _first(name: str) -> str:
-    """``name`` as the first word of a sentence; names of machines stay as they are."""
+    """``name`` as the first word of a sentence. Names of machines keep their spelling."""
     return "This machine" if name == THIS_MACHINE else name
 
 
 def shortfall_sentence(short: Shortfall, names: Sequence[str], rooms: Sequence[int], by_hand: bool) -> str:
-    """The experts do not fit on the nodes."""
+    """Sentence: the experts do not fit on the nodes."""
     room_of_each = ", ".join(f"{name} {byte_size(room)}" for name, room in zip(names, rooms, strict=True))
     out = "allow more by hand, add a machine" if by_hand else "add a machine, free memory"
     where = "this machine has" if len(names) == 1 else f"these {len(names)} machines have"
@@ -34,7 +34,7 @@ def shortfall_sentence(short: Shortfall, names: Sequence[str], rooms: Sequence[i
 
 
 def trunk_sentence(name: str, missing: int) -> str:
-    """A node cannot hold what every node must."""
+    """Sentence: a node cannot hold what every node must."""
     name = _first(name)
     return (
         f"{name} lacks {byte_size(missing)} for what every machine of a ring keeps (the weights that are no experts, "
@@ -43,23 +43,23 @@ def trunk_sentence(name: str, missing: int) -> str:
 
 
 def left_out_sentence(name: str, missing: int, of: str = "memory") -> str:
-    """``of``: ``memory``, or ``disk space``."""
+    """Sentence: a machine is left out for lack of ``of``, which is ``memory`` or ``disk space``."""
     return f"{name} is left out: it lacks {byte_size(missing)} of {of} for what every machine keeps and one expert."
 
 
 def idle_sentence(name: str) -> str:
-    """A machine that would get no expert."""
+    """Sentence: a machine would get no expert."""
     return f"{name} is left out: the others hold all experts, and none would be its own."
 
 
 def apart_sentence(name: str, other: str, why: str) -> str:
-    """A machine has no link to another one; ``other`` may be THIS_MACHINE."""
+    """Sentence: a machine has no link to ``other``, which may be THIS_MACHINE."""
     link = f"The link to {name}" if other == THIS_MACHINE else f"The link between {name} and {other}"
     return f"{link} cannot be made ({why}); {name} is left out of the ring."
 
 
 def full_disk_sentence(name: str, missing: int, is_head: bool = False) -> str:
-    """A node cannot keep what every node is sent, or the head what it takes for itself."""
+    """Sentence: the disk of a node cannot take what every node is sent, or the head's what it keeps itself."""
     name = _first(name)
     if is_head:
         return f"{name} lacks {byte_size(missing)} of disk space for what every machine keeps of the model; make room."
@@ -79,13 +79,14 @@ def disk_sentence(name: str, room: int) -> str:
 
 
 def fewer_sentence(names: Sequence[str], without: float, with_them: float) -> str:
-    """Machines that would make the ring slower."""
+    """Sentence: some machines would make the ring slower."""
     who, them = (f"{names[0]} is", "it") if len(names) == 1 else (f"{', '.join(names)} are", "them")
     return f"{who} left out: {rate(without)} are predicted without {them}, {rate(with_them)} with {them}."
 
 
 def mode_sentence(mode: str, kinds: Mapping[str, str], refused: bool = False) -> str:
-    """Why central mode, or why not another: machines that compute other bits. ``kinds``: by the nodes' names."""
+    """Sentence: why central mode is used, or why another mode is not. Machines compute different bits. ``kinds``: by
+    node names."""
     different = ", ".join(f"{name}: {kind or 'unknown'}" for name, kind in kinds.items())
     if refused:
         return f"Mode {mode} needs machines that compute alike ({different}); choose the mode auto or central."
@@ -111,7 +112,7 @@ def alone_sentence(name: str, alone: float, machines: int, together: float) -> s
 
 
 def waiting_alone_sentence(nbytes: int) -> str:
-    """Weights are not sent while an answer waits."""
+    """Sentence: the head answers alone, because no weights are sent while an answer waits."""
     return (
         f"This machine goes on alone, as {byte_size(nbytes)} would have to be sent first; the ring is formed again "
         "between two questions when that pays."
@@ -119,14 +120,14 @@ def waiting_alone_sentence(nbytes: int) -> str:
 
 
 def waiting_together_sentence(nbytes: int) -> str:
-    """The same for a ring."""
+    """Sentence: a ring answers with the weights it has, because none are sent while an answer waits."""
     return (
         f"The machines go on with the experts that they have, as {byte_size(nbytes)} would have to be sent otherwise."
     )
 
 
 def change_sentence(names: Sequence[str], nbytes: int, cost_s: float | None) -> str:
-    """The ring could be formed again, and it does not pay yet. ``names``: of machines that would be in it then."""
+    """Sentence: the ring could be formed anew, which does not pay yet. ``names``: machines that would then be in it."""
     who = (
         f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} there and not used yet"
         if names
@@ -141,13 +142,13 @@ def change_sentence(names: Sequence[str], nbytes: int, cost_s: float | None) -> 
 
 
 def elsewhere_sentence(name: str, there: float, otherwise: float, fits_here: bool) -> str:
-    """The whole model runs on another machine. ``otherwise``: as a ring, or here where it fits."""
+    """Sentence: the whole model runs on another machine. ``otherwise``: as a ring, or here if it fits."""
     instead = "here or together" if fits_here else "together"
     return f"{name} computes alone, which is predicted to be faster: {rate(there)}, {instead} {rate(otherwise)}."
 
 
 def faster_there_sentence(name: str, alone: float, together: float, asked: bool) -> str:
-    """A machine that would be faster is not used. ``asked``: the person wants the ring even if it is slower."""
+    """Sentence: a faster machine is not used. ``asked``: the person wants the ring even if it is slower."""
     instead = "without “even if slower” it computes alone" if asked else "start the chat on that machine"
     return f"{name} alone would be faster: {rate(alone)} are predicted there, {rate(together)} together; {instead}."
 
@@ -156,8 +157,11 @@ def faster_there_sentence(name: str, alone: float, together: float, asked: bool)
 
 
 def absent_lines(peers: Sequence[PeerFacts], wanted: Collection[str], present: Collection[str]) -> list[str]:
-    """A line for each machine that was ``wanted`` and is not ``present`` (both node ids). Where nobody in particular
-    was wanted, lines only if nobody is there: of each paired machine, or else that others are not paired yet."""
+    """A line for each machine that was ``wanted`` and is not ``present`` (both are node ids).
+
+    If no particular machine was wanted, there are lines only if nobody is present: one for each paired machine, or that
+    none is paired yet.
+    """
     paired = [peer for peer in peers if peer.state != "found" and peer.node_id not in present]
     if wanted:
         lines = [why_absent(peer).removesuffix(".") for peer in paired if peer.node_id in wanted]
@@ -172,7 +176,7 @@ def absent_lines(peers: Sequence[PeerFacts], wanted: Collection[str], present: C
 
 
 def why_absent(peer: PeerFacts) -> str:
-    """Why a paired machine cannot be in a ring of this one, and what to do."""
+    """Reason why a paired machine cannot be in a ring of this one, and what to do."""
     match peer.state:
         case "busy":
             return f"{peer.name} is lent to the ring of another machine."
@@ -186,6 +190,6 @@ def why_absent(peer: PeerFacts) -> str:
 
 
 def as_clause(sentence: str) -> str:
-    """What a sentence about a machine says, behind the machine's name and a colon; the full stop is the caller's."""
+    """A sentence about a machine as a clause that follows the machine's name and a colon, without the full stop."""
     clause = sentence.removesuffix(".")
     return f"i{clause[1:]}" if clause.startswith("It ") else clause

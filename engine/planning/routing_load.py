@@ -1,8 +1,8 @@
-"""Who runs the active experts of a layer when several nodes hold them, and what a node runs besides.
+"""The assignment of a layer's active experts to the nodes that hold them, and the further experts that a node runs.
 
-Every node of a ring asks this at every MoE layer of every pass, with the same routes, and must get the same answer; so
-it is a pure function of them, made of whole numbers, and cheap. An expert goes to one owner for all its tokens. (Paper
-of private LLMs on Apple Silicon, sections 4.2 and 5.3.)
+Every node of a ring computes it at every MoE layer of every pass, from the same routes, and must get the same answer.
+So it is a pure and cheap function of whole numbers. An expert goes to one owner for all its tokens. (Paper of private
+LLMs on Apple Silicon, sections 4.2 and 5.3.)
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from engine.planning.placement import Placement
 LoadingRule = Literal["selected", "router-aided", "busy-full"]
 
 ONE_READ_TOKENS = 4
-"""Maximum tokens for which an expert takes as long as for one: its weights are read once for all of them."""
+"""Maximum tokens with which an expert takes as long as with one, because its weights are read once for all of them."""
 REMEMBERED = 16384
-"""Maximum answers kept by an :class:`Assigner`; decoding returns to the same experts."""
+"""Size of the cache of an :class:`Assigner`, in answers. Decoding returns to the same experts."""
 _UNIT = 1024
-"""The smallest weight, as a whole number: sums of whole numbers are the same on every machine."""
+"""The smallest weight as a whole number. Sums of whole numbers are the same on every machine."""
 _SEARCHED = 10
-"""Maximum experts with many tokens and several holders that are shared out by search."""
+"""Maximum experts with many tokens and several holders that are assigned by search."""
 _SEARCH_NODES = 3000
 """Maximum partial assignments examined in a search, about a third of a microsecond each."""
 _ROUNDS = 64
-"""Maximum improvements tried where there are more experts."""
+"""Maximum improvements tried if there are more such experts."""
 
 
 class Assigner:
-    """Finds each active expert's owner, so that the node with most to do has as little as possible.
+    """Assigns each active expert to an owner, so that the busiest node has as little to do as possible.
 
-    ``weights``: relative seconds per expert of each rank (empty: all alike). Raises ValueError for weights that are not
-    one positive number per node.
+    ``weights``: relative seconds per expert of each rank (empty: all equal). Raises ValueError unless there is one
+    positive number per node.
     """
 
     def __init__(self, placement: Placement, weights: Sequence[float] = (), remembered: int = REMEMBERED) -> None:
@@ -47,11 +47,11 @@ class Assigner:
         self._known: dict[tuple[int, tuple[int, ...]], list[int]] = {}
 
     def owners(self, layer: int, experts: Sequence[int], counts: Sequence[int]) -> list[int]:
-        """The rank that runs each of ``experts`` (active ones, ascending), each for its ``counts`` tokens.
+        """The rank that runs each of ``experts`` (active ones, ascending) for all of its ``counts`` tokens.
 
-        The largest weighted load is the smallest possible while no expert has more than ONE_READ_TOKENS tokens. Beyond,
-        it is the greedy one (longest first), improved by search if few experts have several holders, else by moves and
-        swaps. Raises KeyError for a layer without experts.
+        The largest weighted load is minimal if no expert has more than ONE_READ_TOKENS tokens. Otherwise the assignment
+        is greedy (longest first), improved by search if few experts have several holders, else by moves and swaps.
+        Raises KeyError for a layer without experts.
         """
         only = self._only.get(layer)
         if only is not None:
@@ -75,7 +75,7 @@ class Assigner:
 
 
 class RecentlyUsed:
-    """In which order the experts that one node holds were run last, per layer: least recently used first."""
+    """The order in which a node's experts were last run, per layer, least recently used first."""
 
     def __init__(self, placement: Placement, rank: int) -> None:
         self._order: dict[int, dict[int, None]] = {layer: {} for layer in placement.layers}
@@ -83,14 +83,14 @@ class RecentlyUsed:
             self._order[layer].update((expert, None) for expert, ranks in enumerate(rows) if rank in ranks)
 
     def use(self, layer: int, experts: Sequence[int]) -> None:
-        """``experts``, all held here, were run in this order. Raises KeyError for one that is not held."""
+        """Record that ``experts``, all held here, were run in this order. Raises KeyError for one that is not held."""
         order = self._order[layer]
         for expert in experts:
             del order[expert]
             order[expert] = None
 
     def oldest(self, layer: int, count: int) -> tuple[int, ...]:
-        """The ``count`` experts (or as many as there are) whose last run is longest ago."""
+        """The ``count`` experts (or all, if fewer) that have not been run for longest."""
         order = self._order[layer]
         if count >= len(order):
             return tuple(order)
@@ -102,16 +102,16 @@ class RecentlyUsed:
         return tuple(oldest)
 
     def held(self, layer: int) -> int:
-        """How many experts of ``layer`` this node holds."""
+        """Number of experts of ``layer`` on this node."""
         return len(self._order[layer])
 
 
 class LoadingRules:
-    """What the node ``rank`` runs in a layer besides the experts it owns; the results are thrown away.
+    """Chooses the further experts that the node ``rank`` runs in a layer beside its own. Their results are thrown away.
 
-    ``selected``: nothing. ``router-aided`` (the paper's L_R): as many experts as the busiest node has time for, the
-    least recently used first, so that none is idle for long enough to be unwired. ``busy-full`` (L_B): all it holds.
-    Keeps the order of use; one thread at a time.
+    ``selected``: none. ``router-aided`` (the paper's L_R): as many as fit in the time of the busiest node, the least
+    recently used first, so that none idles until it is unwired. ``busy-full`` (L_B): all that it holds. Keeps the order
+    of use. Not thread-safe.
     """
 
     def __init__(self, placement: Placement, rank: int, rule: LoadingRule, weights: Sequence[float] = ()) -> None:
@@ -121,9 +121,9 @@ class LoadingRules:
         self._recent = RecentlyUsed(placement, rank)
 
     def extra(self, layer: int, experts: Sequence[int], owners: Sequence[int]) -> tuple[int, ...]:
-        """The further experts for a layer whose active ``experts`` are run by ``owners``; to be called once per layer.
+        """The further experts for a layer whose active ``experts`` are run by ``owners``. Call it once per layer.
 
-        All experts that are run, these too, count as used now.
+        All experts that are run, the further ones too, then count as used.
         """
         if self._rule == "selected":
             return ()
@@ -142,8 +142,10 @@ class LoadingRules:
 
 
 def spare_quota(owners: Sequence[int], rank: int, weights: Sequence[int]) -> int:
-    """How many more experts ``rank`` can run without being done later than the busiest node. Among nodes that are
-    alike, what it lacks to the largest number any of them runs (the paper, section 4.2)."""
+    """Number of further experts that ``rank`` can run without finishing after the busiest node.
+
+    Among equal nodes, the difference to the largest number that any of them runs (the paper, section 4.2).
+    """
     loads = [0] * len(weights)
     for owner in owners:
         loads[owner] += weights[owner]
@@ -151,8 +153,10 @@ def spare_quota(owners: Sequence[int], rank: int, weights: Sequence[int]) -> int
 
 
 def whole_weights(weights: Sequence[float], nodes: int) -> list[int]:
-    """``weights`` as whole numbers, the smallest about 1024; all alike if there are none. Raises ValueError for another
-    number of weights than ``nodes``, or one that is not positive and finite."""
+    """``weights`` as whole numbers, the smallest about 1024; all equal without weights.
+
+    Raises ValueError for another number of weights than ``nodes``, or one that is not positive and finite.
+    """
     if not weights:
         return [_UNIT] * nodes
     smallest = min(weights)
@@ -162,11 +166,11 @@ def whole_weights(weights: Sequence[float], nodes: int) -> list[int]:
 
 
 def level(holders: Sequence[tuple[int, ...]], weights: Sequence[int]) -> list[int]:
-    """An owner for each of equally long jobs, one of its ``holders``, with the largest load as small as possible.
+    """One of its ``holders`` as the owner of each of equally long jobs, with the smallest possible largest load.
 
-    Each job to the holder that is done with it soonest; then, as long as there is one, a chain of jobs passed on from
-    the busiest rank that ends at a rank which is done before it even so. Where there is none, the ranks that can be
-    reached have jobs that nobody else holds, and no room to give the busiest one's away: its load is the smallest.
+    Each job first goes to the holder that finishes it soonest. Then, while there is one, a chain of jobs is passed on
+    from the busiest rank to a rank that still finishes earlier. Without such a chain the load is minimal: the ranks
+    that could be reached have no room, and their jobs have no other holders.
     """
     owners = []
     loads = [0] * len(weights)
@@ -185,7 +189,7 @@ def level(holders: Sequence[tuple[int, ...]], weights: Sequence[int]) -> list[in
 
 
 def _pass_on(holders: Sequence[tuple[int, ...]], weights: Sequence[int], owners: list[int], loads: list[int]) -> bool:
-    """Take one job off the busiest rank by passing jobs on, breadth first. False if no chain of them helps."""
+    """Take one job off the busiest rank by passing jobs on, breadth first. Returns False if no chain helps."""
     most = max(loads)
     busiest = loads.index(most)
     came: dict[int, tuple[int, int]] = {busiest: (-1, -1)}  # rank: the job that would come to it, and from which rank
@@ -211,8 +215,10 @@ def _pass_on(holders: Sequence[tuple[int, ...]], weights: Sequence[int], owners:
 
 
 def _greedy(holders: Sequence[tuple[int, ...]], sizes: Sequence[int], weights: Sequence[int]) -> list[int]:
-    """An owner for each job of ``sizes``: the longest first, to the holder that is done with it soonest; then a search,
-    or moves and swaps from the busiest rank as long as they help."""
+    """The owner of each job of ``sizes``: longest first, to the holder that finishes it soonest.
+
+    Then a search, or moves and swaps from the busiest rank while they help.
+    """
     owners = [ranks[0] for ranks in holders]
     loads = [0] * len(weights)
     free = []
@@ -246,8 +252,8 @@ def _search(
     owners: list[int],
     loads: list[int],
 ) -> None:
-    """Replace ``owners`` of the ``free`` jobs by better ones: depth first, the longest first, nothing followed that
-    cannot be better than the best so far."""
+    """Improve ``owners`` of the ``free`` jobs by depth-first search, longest first. Branches that cannot beat the best
+    are cut off."""
     fixed = loads.copy()
     for job in free:
         fixed[owners[job]] -= sizes[job] * weights[owners[job]]
@@ -283,8 +289,11 @@ def _relieve(
     owners: list[int],
     loads: list[int],
 ) -> bool:
-    """Give one job of the busiest rank away, or exchange it for a shorter one, so that the later of the two ranks is
-    done soonest. False if nothing helps."""
+    """Move one job from the busiest rank, or swap it for a shorter one, so that the later of the two ranks finishes
+    soonest.
+
+    Returns False if nothing helps.
+    """
     busiest = max(range(len(loads)), key=loads.__getitem__)
     best, change = loads[busiest], None
     for job in free:

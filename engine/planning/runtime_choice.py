@@ -22,7 +22,7 @@ _DEFAULTS: dict[Runtime, str] = {
 
 @dataclass(frozen=True)
 class RuntimeChoice:
-    """A runtime, and in a few words why it is this one. ``is_fallback``: it stands in for the machine's default."""
+    """A runtime, and the reason for it in a few words. ``is_fallback``: it replaces the machine's default."""
 
     name: Runtime
     reason: str
@@ -37,9 +37,9 @@ _GPU_DEVICE = re.compile(r"nvidia\d+$|kfd$")
 def has_gpu(devices: Collection[str], wsl_libraries: Collection[str], visible: str | None) -> bool:
     """Whether there is a GPU that torch might use.
 
-    ``devices`` are the names in ``/dev``, ``wsl_libraries`` those in :data:`WSL_LIBRARIES`; ``visible`` is what
-    ``CUDA_VISIBLE_DEVICES`` is set to, None if it is not. Windows shows every maker's GPU as ``dxg``, so NVIDIA's
-    library has to be there, too.
+    ``devices`` are the names in ``/dev``, ``wsl_libraries`` those in :data:`WSL_LIBRARIES`. ``visible`` is the value of
+    ``CUDA_VISIBLE_DEVICES``, None if it is not set. Windows shows every maker's GPU as ``dxg``, so NVIDIA's library has
+    to be there, too.
     """
     if visible is not None and visible.strip() in ("", "-1"):
         return False
@@ -49,10 +49,10 @@ def has_gpu(devices: Collection[str], wsl_libraries: Collection[str], visible: s
 
 
 def candidates(*, apple_silicon: bool, gpu: bool, partitioning: str = "auto") -> tuple[Runtime, ...]:
-    """What ``auto`` tries on a machine, the best first; the last one runs every family.
+    """The runtimes that ``auto`` tries, best first. The last one runs every family.
 
-    ``gpu``: torch would use a GPU. ``partitioning``: what the person chose; a GPU is not used with ``cpu``. Whether a
-    ``ring`` runs by torch for the GPUs of its nodes is :func:`ring_choice`'s to say, once they are known.
+    ``gpu``: torch would use a GPU. ``partitioning``: the person's choice; with ``cpu`` no GPU is used.
+    :func:`ring_choice` decides later whether a ``ring`` runs by torch for the sake of its nodes' GPUs.
     """
     if apple_silicon and partitioning != "cpu":
         return ("mlx", "native", "torch")
@@ -77,8 +77,10 @@ def first_supported(names: Sequence[Runtime], unsupported: Callable[[Runtime], s
 
 @dataclass(frozen=True)
 class RingForecast:
-    """What is predicted of a ring by one runtime. ``fits``: there is one; ``step_s``: seconds of its decoding step,
-    None where too little was measured."""
+    """Predictions for a ring with one runtime.
+
+    ``fits``: whether a ring is possible. ``step_s``: seconds of its decoding step, None if too little was measured.
+    """
 
     fits: bool
     step_s: float | None = None
@@ -91,10 +93,10 @@ def ring_choice(
     gpus: Sequence[str],
     guessed: Sequence[str] = (),
 ) -> RuntimeChoice:
-    """``choice``, which is made without looking at other machines, or torch where the GPUs of the ring are worth it.
+    """``choice``, which was made without looking at other machines, or torch if the ring's GPUs are worth it.
 
-    ``plain``: by ``choice``, which uses none of the ``gpus``; ``with_gpus``: by torch. ``gpus`` are in words, such as
-    ``NVIDIA L4 of studio``; of those in ``guessed`` the speed was not measured.
+    ``plain``: the forecast for ``choice``, which uses none of the ``gpus``. ``with_gpus``: the forecast for torch.
+    ``gpus`` are in words, such as ``NVIDIA L4 of studio``. The speed of those in ``guessed`` was not measured.
     """
     if not gpus or choice.name != "native" or not with_gpus.fits:
         return choice
@@ -113,8 +115,11 @@ def ring_choice(
 
 
 def experts_runtime(ring: str, installed: Sequence[str]) -> str:
-    """What runs the experts of a node that has the runtimes ``installed``, best first, in a ring of the runtime
-    ``ring``: that one where it is there, for then the bits are those of the head."""
+    """The runtime for the experts of a node with the runtimes ``installed``, best first, in a ring of the runtime
+    ``ring``.
+
+    It is ``ring`` if the node has it, so that its bits are the head's.
+    """
     if ring in installed:
         return ring
     return "mlx" if installed[:1] == ["mlx"] else "torch" if "torch" in installed else next(iter(installed), "none")
