@@ -14,17 +14,18 @@ ELSEWHERE = {"faults", "inventory", "packaging", "support"}
 """Folders of tests of no single package: rings whose machines fail, what is offered, the wheel, and the helpers."""
 
 THROUGH = {
+    "app/chat/commands/test_table.py": "app/chat/commands/command",
     "app/chat/test_controller.py": "app/chat/answering app/chat/engine_link app/network",
     "app/chat/test_drafts.py": "app/tui/chat/drafting",
     "app/chat/test_finding.py": "app/tui/chat/find_line",
-    "app/chat/test_first_run.py": "app/chat/downloads app/tui/screens/opener app/tui/screens/updates",
+    "app/chat/test_first_run.py": "app/chat/downloads app/tui/screens/updates",
     "app/commands/test_root.py": "app/commands/models app/commands/options app/interrupts",
     "app/conversations/importing/test_reading.py": "app/commands/chats app/conversations/exporting "
     + " ".join(f"app/conversations/importing/{name}" for name in ("adding", "chatgpt", "claude", "llm_log", "own")),
     "app/conversations/test_drafts.py": "app/conversations/attached",
     "app/conversations/test_opening_moved.py": "app/conversations/following",
-    "app/plain/test_chat.py": "app/plain/text_commands",
-    "app/plain/test_chat_process.py": "app/plain/setup_commands app/plain/starting",
+    "app/plain/test_chat.py": "app/plain/front",
+    "app/plain/test_chat_process.py": "app/plain/starting",
     "app/serve/test_gate.py": "app/running_servers",
     "app/settings/test_file.py": "app/files",
     "app/settings/test_schema.py": "app/machine",
@@ -35,7 +36,7 @@ THROUGH = {
     "app/tui/render/test_highlighting.py": "app/tui/render/highlight_process",
     "app/tui/render/test_markdown.py": "app/tui/render/markdown_parser app/tui/render/rendered",
     "app/tui/render/test_model_table.py": "app/chat/model_choices",
-    "app/tui/screens/test_chat.py": "app/tui/screens/command_host app/tui/screens/conversation_commands",
+    "app/tui/screens/test_chat.py": "app/tui/screens/front",
     "app/tui/screens/test_log.py": "app/log_tail",
     "app/tui/test_application_failures.py": "app/tui/terminal/guarded",
     "discovery/test_identity.py": "discovery/storage",
