@@ -23,7 +23,6 @@ LONGEST_VAGUE = 5
 
 NOT_YET = (
     "app/plain",
-    "app/tui/keymap.py",
     "app/tui/keymap_file.py",
     "app/tui/screens",
     "engine/cluster/weights",
