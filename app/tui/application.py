@@ -29,7 +29,7 @@ from app.settings.file import SettingsFile, open_settings
 from app.settings.schema import THEMES, Settings
 from app.tui.actions import title_of, why_not
 from app.tui.chat.status import WHISPER_S
-from app.tui.keymap import KEYMAP_FILE, hint, key, readable, use
+from app.tui.keymap import KEYMAP_FILE, bound, hint, key, readable, use
 from app.tui.palette import RankedCommands, screen_commands
 from app.tui.render.highlighting import Highlighter
 from app.tui.screens.chat import ChatScreen
@@ -54,7 +54,7 @@ class ChatApp(TerminalApp):
     ENABLE_COMMAND_PALETTE = True
     COMMANDS: ClassVar[set[type[Provider] | Callable[[], type[Provider]]]] = {RankedCommands}
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("ctrl+q", "quit_chat", "Quit", show=False, priority=True, id="app.quit"),
+        Binding(bound("quit"), "quit_chat", "Quit", show=False, priority=True, id="app.quit"),
         Binding("ctrl+p", "command_palette", "Menu", show=False, priority=True, id="app.menu"),
         Binding("ctrl+z", "suspend_process", "Suspend", show=False, id="app.suspend"),
         Binding("question_mark", "keys_here", "Keys of this place", show=False, id="app.keys_here"),

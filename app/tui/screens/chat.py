@@ -452,36 +452,9 @@ class ChatScreen(Screen[None]):
         (event.view or self.prompt).focus()
 
     @on(MessageView.Asked)
-    def _on_asked(self, event: MessageView.Asked) -> None:
+    def _asked(self, event: MessageView.Asked) -> None:
         event.stop()
-        entry = event.entry
-        match event.what:
-            case "copy":
-                view = self.transcript.view_of(entry)
-                self.front.copying.message(entry, with_thoughts=view is not None and view.thoughts_open)
-            case "code":
-                self.front.copying.next_code(entry)
-            case "edit":
-                self.editing.begin(entry)
-            case "again":
-                self.controller.regenerate(entry)
-                self.prompt.focus()
-            case "find":
-                self.front.find("")
-            case "thoughts":
-                self.front.tell_thoughts()
-            case "continue":
-                self.notice.hide()
-                self.controller.continue_answer(entry)
-                self.front.to_prompt(end=True)
-            case "delete" | "delete_all":
-                self.controller.deletions.message(entry, alternatives=event.what == "delete_all")
-            case "undo":
-                self.controller.deletions.undo()
-            case "previous" | "next":
-                self.controller.switch(entry, -1 if event.what == "previous" else 1)
-            case _:
-                self.prompt.focus()
+        self.front.message(event.entry, event.what)
 
     # --- panels ---------------------------------------------------------------------------------------------------
 

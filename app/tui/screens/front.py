@@ -179,11 +179,11 @@ class ScreenFront:
 
     def thoughts(self) -> None:
         if self._chat.transcript.toggle_thoughts():
-            self.tell_thoughts()
+            self._tell_thoughts()
         else:
             self.say("No answer here has thoughts.")
 
-    def tell_thoughts(self) -> None:
+    def _tell_thoughts(self) -> None:
         """Say that thoughts were opened or folded where nothing on the screen shows it."""
         transcript = self._chat.transcript
         if not transcript.thoughts_in_sight:
@@ -206,6 +206,36 @@ class ScreenFront:
             return
         self._chat.prompt.display = False
         self._chat.find_line.open(text)
+
+    def message(self, entry: Entry, what: str) -> None:
+        """Do with the message ``entry`` what its key asks for."""
+        match what:
+            case "copy":
+                view = self._chat.transcript.view_of(entry)
+                self.copying.message(entry, with_thoughts=view is not None and view.thoughts_open)
+            case "code":
+                self.copying.next_code(entry)
+            case "edit":
+                self.edit(entry)
+            case "again":
+                self.controller.regenerate(entry)
+                self.to_prompt()
+            case "find":
+                self.find("")
+            case "thoughts":
+                self._tell_thoughts()
+            case "continue":
+                self.hide_notice()
+                self.controller.continue_answer(entry)
+                self.to_prompt(end=True)
+            case "delete" | "delete_all":
+                self.controller.deletions.message(entry, alternatives=what == "delete_all")
+            case "undo":
+                self.controller.deletions.undo()
+            case "previous" | "next":
+                self.controller.switch(entry, -1 if what == "previous" else 1)
+            case _:
+                self.to_prompt()
 
     def stop(self) -> None:
         self.controller.stop()

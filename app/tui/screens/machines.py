@@ -47,7 +47,7 @@ class MachinesScreen(Screen[None]):
         "machine is known only after pairing."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape," + bound("machines"), "leave", "Close", key_display="esc", id="machines.close"),
+        Binding("escape," + bound("machines"), "dismiss(None)", "Close", key_display="esc", id="machines.close"),
         Binding("l", "look", "Look", id="machines.look"),
         Binding("p", "pair", "Pair", id="machines.pair"),
         Binding("f", "form", "Form ring", id="machines.form"),
@@ -228,9 +228,6 @@ class MachinesScreen(Screen[None]):
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         chosen = self._controller.options.partitioning == "ring"
         return {"form": not chosen, "leave_ring": chosen, "form_anew": chosen}.get(action, True)
-
-    def action_leave(self) -> None:
-        self.dismiss(None)
 
     @staticmethod
     async def _quietly(asked: Awaitable[None]) -> str:

@@ -43,7 +43,7 @@ class ModelsScreen(Screen[str | None]):
         "that ollama, LM Studio, llama.cpp or the Hugging Face cache hold are used where they lie."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape," + bound("model"), "leave", "Close", key_display="esc", id="models.close"),
+        Binding("escape," + bound("model"), "dismiss(None)", "Close", key_display="esc", id="models.close"),
         Binding("p", "pause", "Pause/continue", id="models.pause"),
         Binding(bound("help"), "app.help", "Help", id="models.help"),
     ]
@@ -203,6 +203,3 @@ class ModelsScreen(Screen[str | None]):
     def why_not(self, action: str, parameters: tuple[object, ...]) -> str:
         """Why a key does nothing with the marked model."""
         return "This model is not being downloaded." if action == "pause" else ""
-
-    def action_leave(self) -> None:
-        self.dismiss(None)

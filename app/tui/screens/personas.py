@@ -57,7 +57,7 @@ class PersonasScreen(Screen[Chosen | None]):
         Binding(bound("undo"), "undo", "Undo", priority=True, id="personas.undo"),
         Binding("up", "move(-1)", "Up", show=False, priority=True, id="personas.up"),
         Binding("down", "move(1)", "Down", show=False, priority=True, id="personas.down"),
-        Binding("escape", "leave", "Close", key_display="esc", id="personas.close"),
+        Binding("escape", "dismiss(None)", "Close", key_display="esc", id="personas.close"),
         Binding(bound("help"), "app.help", "Help", id="personas.help"),
     ]
 
@@ -144,9 +144,6 @@ class PersonasScreen(Screen[Chosen | None]):
         else:
             personas.action_cursor_down()
         self.refresh_bindings()
-
-    def action_leave(self) -> None:
-        self.dismiss(None)
 
     def action_save_chat(self) -> None:
         """Save the chat's setup as a persona, whose name is asked for."""

@@ -81,7 +81,7 @@ class SamplingScreen(Screen[None]):
             Binding(preset.name[0], f"preset({index})", preset.name.title(), id=f"sampling.{preset.name}")
             for index, preset in enumerate(PRESETS)
         ],
-        Binding("escape," + bound("sampling"), "leave", "Close", key_display="esc", id="sampling.close"),
+        Binding("escape," + bound("sampling"), "dismiss(None)", "Close", key_display="esc", id="sampling.close"),
         Binding(bound("help"), "app.help", "Help", id="sampling.help"),
     ]
 
@@ -129,10 +129,7 @@ class SamplingScreen(Screen[None]):
         )
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        return not self._editor.is_typing or action not in ("preset", "leave")
+        return not self._editor.is_typing or action not in ("preset", "dismiss")
 
     def action_preset(self, index: int) -> None:
         self._controller.setup.use_preset(PRESETS[index])
-
-    def action_leave(self) -> None:
-        self.dismiss(None)
