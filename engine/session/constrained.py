@@ -1,4 +1,4 @@
-"""The guides of a loaded model's answers that must have a form."""
+"""Guides for answers of a loaded model that must have a form."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from engine.ipc.messages import Constraint, Generate
 from engine.session.token_history import ChatTokenizer
 
 LOOK_S = 0.02
-"""Time between two looks at whether an answer was cancelled whose form is being prepared, in seconds."""
+"""Seconds between two checks whether an answer was cancelled while its form is prepared."""
 
 
 class Constraining:
-    """Makes guides. What they need of the vocabulary is made with the first one, and kept.
+    """Makes guides. The data that they need about the vocabulary is made with the first guide and kept.
 
-    ``vocabulary`` is the number of the model's logits, ``ends`` are the tokens that end an answer.
+    ``vocabulary`` is the model's number of logits, ``ends`` are the tokens that end an answer.
     """
 
     def __init__(self, tokenizer: ChatTokenizer | None, vocabulary: int, ends: Collection[int]) -> None:
@@ -29,7 +29,7 @@ class Constraining:
         self._forms: ConstraintVocabulary | None = None
         self._known: GuideVocabulary | None = None
         self._left: threading.Thread | None = None
-        """Prepares a form for an answer that was cancelled."""
+        """Thread that prepares a form for an answer that was cancelled."""
 
     def guide(
         self,
@@ -40,7 +40,7 @@ class Constraining:
     ) -> AnswerGuide:
         """The guide of ``request``'s answer, which must satisfy ``constraint``, at its beginning.
 
-        Raises ModelError (bad-input) if the constraint cannot be used with this model, or at all, and Cancelled soon
+        Raises ModelError (bad-input) if the constraint cannot be used, with this model or at all, and Cancelled soon
         after ``cancelled()`` returns True.
         """
         if request.continue_last:
@@ -55,10 +55,10 @@ class Constraining:
         return AnswerGuide(self._begun(forms, constraint, cancelled), known, parser and parser())
 
     def _begun(self, forms: ConstraintVocabulary, constraint: Constraint, cancelled: Callable[[], bool]) -> FormState:
-        """The form at its beginning. A hostile one takes seconds, and the library cannot be interrupted.
+        """The form at its beginning.
 
-        It therefore works in a thread, which is left to itself when the answer is cancelled. The next form waits for
-        it, so that there is never more than one.
+        A hostile form takes seconds, and the library cannot be interrupted. So it works in a thread, which continues
+        alone if the answer is cancelled. The next form waits for it, so that there is never more than one.
         """
         outcome: list[FormState | BaseException] = []
 

@@ -1,7 +1,7 @@
-"""The prefixes that are kept on disk between runs, within a limit: which one helps a prompt, and which are written.
+"""Prefixes kept on disk between runs, within a limit: the choice of one that helps a prompt, and of those to write.
 
-Files of all models share the limit. A file is written while no question waits, and appears when it is complete. It is
-never needed: whatever is wrong with it, the prompt is run as if it were not there.
+Files of all models share the limit. A file is written while no question waits, and appears when it is complete. No file
+is ever needed: if anything is wrong with it, the prompt is run without it.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ from engine.session.stored_prefix import (
 )
 
 LEAST_TOKENS = 32
-"""Number of tokens that a file must have more than memory to be read, and more than the file before to be written."""
+"""Number of tokens by which a file must exceed memory to be read, and the previous file to be written."""
 
 GROWTH = 8
-"""Divisor of a file's tokens: the part by which a row must have grown to be written again between questions. All that
-is written for a conversation is then some ten times its size at most, however long it becomes."""
+"""Divisor of a file's tokens: the part by which a row must grow before it is written again between questions. The bytes
+written for a conversation are then about ten times its size at most, however long it becomes."""
 
 MOST_FILES = 256
-"""Maximum number of files, whose names are looked at for every prompt."""
+"""Maximum number of files. Their names are examined for every prompt."""
 
 
 class DiskPrefixes:
-    """The files of one loaded model. Only :meth:`forget` may be called from any thread.
+    """The files of one loaded model. Only :meth:`forget` is thread-safe.
 
-    ``identity`` is that of the model and of everything else on which the bits of keys and values depend, 64 hexadecimal
+    ``identity`` covers the model and everything else on which the bits of keys and values depend, 64 hexadecimal
     digits. ``limit`` is the maximum of bytes of all files together. ``memory`` gives the bytes that a row may take.
     """
 
@@ -70,7 +70,7 @@ class DiskPrefixes:
         self._limit = limit
         self._memory = memory
         self._headers: dict[Path, tuple[int, StoredPrefix]] = {}
-        """The headers that were read, each with its file's size."""
+        """Headers that were read, with their files' sizes in bytes."""
         self._lock = threading.Lock()
         self._forgotten: set[str] = set()
         self._refused = False
@@ -81,9 +81,9 @@ class DiskPrefixes:
     def better(
         self, prompt: Sequence[int], wanted: PassSequence | None, reusable: int, should_stop: Callable[[], bool]
     ) -> CachedRow | None:
-        """The row on disk of which ``prompt`` can reuse most, if that is clearly more than ``reusable`` tokens.
+        """The row on disk with most to reuse for ``prompt``, if that is clearly more than ``reusable`` tokens.
 
-        ``wanted`` are the passes by which the prompt must be brought into the cache; None if that does not matter.
+        ``wanted``: the passes by which the prompt must be brought into the cache; None: any.
         """
         tokens = np.array(prompt, np.int32)
         found = [(header.reusable(tokens, wanted), owner, header) for owner, header in self._known()]
@@ -145,17 +145,16 @@ class DiskPrefixes:
     # --- writing --------------------------------------------------------------------------------------------------
 
     def due(self, row: CachedRow, *, last: bool) -> bool:
-        """Whether ``row`` has grown so much since it was written that it is written again; ``last``: the last chance to
-        do so."""
+        """Whether ``row`` has grown enough to be written again. ``last``: this is the last chance to write it."""
         if row.rows is None or not is_owner(row.owner):
             return False
         grown = len(row.tokens) - row.on_disk
         return grown >= (LEAST_TOKENS if last else max(LEAST_TOKENS, row.on_disk // GROWTH))
 
     def write(self, row: CachedRow, should_stop: Callable[[], bool]) -> str:
-        """Write ``row``, and remove the files that were not used for longest to keep the limit.
+        """Write ``row``, and remove the least recently used files to keep the limit.
 
-        Returns a sentence for the person if the disk refuses, the first time; otherwise an empty string.
+        Returns a sentence for the person the first time that the disk refuses; otherwise an empty string.
         """
         nbytes = stored_bytes(row)
         row.on_disk = len(row.tokens) if not 0 < nbytes <= self._limit else row.on_disk
@@ -191,7 +190,7 @@ class DiskPrefixes:
         )
 
     def _make_room(self, nbytes: int, path: Path) -> None:
-        """Remove the files that were not used for longest until ``nbytes`` more fit, in place of that at ``path``."""
+        """Remove the least recently used files until ``nbytes`` more fit, in place of the file at ``path``."""
         files = [file for file in prefix_files() if file.path != path]
         total = sum(file.nbytes for file in files)
         while files and (total + nbytes > self._limit or len(files) >= MOST_FILES):
@@ -199,7 +198,7 @@ class DiskPrefixes:
             remove_file(files.pop().path)
 
     def _remove_contained(self, row: CachedRow) -> None:
-        """Remove the other files of the row's owner that hold nothing but a beginning of it."""
+        """Remove the other files of the row's owner that contain only a beginning of it."""
         tokens = np.array(row.tokens, np.int32)
         for owner, header in self._known():
             if owner == row.owner and header.path != row.path and header.shared(tokens) == len(header.tokens):
@@ -209,13 +208,13 @@ class DiskPrefixes:
     # --- forgetting -----------------------------------------------------------------------------------------------
 
     def forget(self, owners: Collection[str]) -> None:
-        """Remove the files of ``owners``. What memory has of theirs is not written again. From any thread."""
+        """Remove the files of ``owners``. Their rows in memory are not written again. Thread-safe."""
         with self._lock:
             self._forgotten.update(owners)
             remove_prefixes(set(owners))
 
     def take_forgotten(self, rows: Sequence[CachedRow]) -> None:
-        """Make those of ``rows`` nobody's whose owners were forgotten."""
+        """Take the owner from those of ``rows`` whose owners were forgotten."""
         with self._lock:
             forgotten, self._forgotten = self._forgotten, set()
         for row in rows:
@@ -227,14 +226,14 @@ class DiskPrefixes:
 
 
 _LIBRARIES = ("privatellm", "torch", "transformers", "mlx", "mlx-lm")
-"""Packages whose versions count."""
+"""Packages whose versions are part of the identity."""
 
 
 def prefix_identity(folder: Path, request: Load, facts: ModelFacts) -> str:
-    """64 hexadecimal digits that are others if the weights in ``folder``, this program, this machine, or how the model
-    was loaded are.
+    """64 hexadecimal digits that identify the weights in ``folder``, this program, this machine, and how the model was
+    loaded.
 
-    Weights are known by the names, sizes and times of their files, and by the contents of the configuration.
+    Weights are identified by the names, sizes and times of their files, and by the contents of the configuration.
     """
     how = (
         facts.runtime,

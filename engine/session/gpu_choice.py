@@ -1,6 +1,7 @@
-"""Whether a model goes onto the GPU where nobody chose: what GPU and CPU would take, measured now if it never was.
+"""The decision whether a model goes onto the GPU if nobody chose, from the times of GPU and CPU, measured now if
+needed.
 
-The torch runtime shares experts with a GPU; without one the native runtime is faster than torch. So this is decided
+The torch runtime shares experts with a GPU. Without a GPU the native runtime is faster than torch, so this is decided
 before the runtime is chosen.
 """
 
@@ -20,7 +21,7 @@ from engine.runtimes import choosing
 from engine.system.machine import Gpu, gpu
 
 BUDGET_S = 4.0
-"""Seconds for measuring; ``bench experts`` takes longer and is more accurate."""
+"""Seconds for measuring. ``bench experts`` takes longer and is more accurate."""
 
 
 def settle_gpu(
@@ -50,8 +51,10 @@ def settle_gpu(
 
 
 def _measured_once(request: Load, folder: Path, graphics: Gpu, progress: ProgressCallback) -> tuple[bool, list[str]]:
-    """Measure the experts of the model in ``folder`` on GPU and CPU and keep the figures, unless there are some, or
-    nothing to measure. Whether the GPU can be used, and a line for each thing that the person should know."""
+    """Measure the experts of the model in ``folder`` on GPU and CPU and keep the figures, if there are none yet.
+
+    Returns whether the GPU can be used, and lines for the person.
+    """
     from engine.runtimes.model_headers import read_headers
 
     headers = read_headers(folder, request)

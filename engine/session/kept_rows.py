@@ -1,6 +1,6 @@
-"""Rows of several conversations, kept so that two clients do not evict one another, and the choice among them.
+"""Rows of several conversations, kept so that two clients do not evict one another, and the choice among them. Pure.
 
-Pure: only the rows' own properties are read, and nothing is run.
+Only the rows' properties are read, and nothing is run.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from engine.runtimes.protocol import Logits, TokenRows
 from engine.session.passes import PassSequence
 
 MOST_KEPT = 16
-"""Maximum number of rows that are kept beside the current one."""
+"""Maximum number of rows kept beside the current one."""
 
 FORK_TOKENS = 32
-"""Number of tokens that a new turn would cut off, from which on the old row is kept and a copy is cut."""
+"""Number of tokens from which on a cut makes a copy: the old row is kept, and its copy is cut."""
 
 
 @dataclass(frozen=True)
 class RowCheckpoint:
-    """What the cache held after ``tokens``, made by ``passes``; ``rows`` is never run itself."""
+    """The cache's contents after ``tokens``, made by ``passes``. ``rows`` is never run itself."""
 
     tokens: list[int]
     passes: PassSequence
@@ -45,21 +45,21 @@ class CachedRow:
     owner: str = ""
     """Owner of the conversation, under whose name the row may be kept on disk; empty: it may not be."""
     path: Path | None = None
-    """The file in which it is kept."""
+    """File in which the row is kept."""
     on_disk: int = 0
-    """Number of its first tokens that are in the file."""
+    """Number of the row's first tokens that are in the file."""
 
     def knows(self, length: int) -> bool:
         """Whether the logits after the first ``length`` tokens are known."""
         return self.known is not None and self.known[0] == length
 
     def belongs_to(self, owner: str) -> None:
-        """Make it ``owner``'s. A file of another owner stays as it is."""
+        """Give the row to ``owner``. A file of another owner stays as it is."""
         if owner != self.owner:
             self.owner, self.path, self.on_disk = owner, None, 0
 
     def reusable(self, prompt: Sequence[int], wanted: PassSequence | None) -> int:
-        """Number of tokens of ``prompt`` that need not be run, by the passes ``wanted`` (None: by any)."""
+        """Number of tokens of ``prompt`` that need not be run, if it is run by the passes ``wanted`` (None: any)."""
         if self.rows is None:
             return 0
         saved = self.checkpoint
@@ -74,14 +74,14 @@ class CachedRow:
         )
 
     def copied(self) -> CachedRow:
-        """The same content, to go on elsewhere. This one is unchanged."""
+        """A copy that can go on in another way. This row is unchanged."""
         assert self.rows is not None
         # A row that cannot be cut back goes on at its checkpoint, which copies nothing.
         rows = self.rows.fan_out(1) if self.rows.can_truncate else self.rows
         return CachedRow(rows, list(self.tokens), self.passes, self.known, self.checkpoint)
 
     def nbytes(self, per_token: int, state: int) -> int:
-        """Bytes of memory, at ``per_token`` for keys and values that are kept and ``state`` for a state."""
+        """Bytes of memory, with ``per_token`` bytes of kept keys and values and ``state`` bytes for a state."""
         states = state * (1 if self.checkpoint is None else 2)
         forgotten = 0 if self.rows is None else self.rows.forgotten_bytes
         return len(self.tokens) * per_token - forgotten + states
@@ -113,15 +113,18 @@ def reusable_length(
 
 
 def best_row(rows: Sequence[CachedRow], prompt: Sequence[int], wanted: PassSequence | None) -> tuple[CachedRow, int]:
-    """The row of ``rows`` with most to reuse for ``prompt``, the first of equals, and the number of those tokens."""
+    """The row of ``rows`` with most to reuse for ``prompt``, the first among equals, and the number of reusable
+    tokens."""
     reusable = [row.reusable(prompt, wanted) for row in rows]
     most = max(reusable)
     return rows[reusable.index(most)], most
 
 
 def to_keep(sizes: Sequence[int], budget: int) -> list[int]:
-    """Which rows, of ``sizes`` bytes and the latest first, are kept within ``budget`` bytes: each that leaves the later
-    ones their place. At most :data:`MOST_KEPT`."""
+    """Indices of the rows to keep within ``budget`` bytes, of rows with ``sizes`` bytes, the latest first.
+
+    A row that does not fit is skipped. At most :data:`MOST_KEPT` are kept.
+    """
     indices: list[int] = []
     for index, size in enumerate(sizes):
         if size <= budget and len(indices) < MOST_KEPT:

@@ -130,7 +130,7 @@ def load_session(
 
 
 def find_folder(name: str, progress: ProgressCallback, should_stop: Callable[[], bool] | None) -> tuple[str, Path]:
-    """The model's name for the screen and the folder to open; a GGUF file gets its folder if it has none.
+    """The model's name for the screen, and the folder to open. A GGUF file gets its folder if it has none.
 
     Raises ModelError: unknown (bad-input), or known but not on this machine (saying how to get it).
     """
@@ -147,7 +147,7 @@ def find_folder(name: str, progress: ProgressCallback, should_stop: Callable[[],
 
 
 def find_in_ring(name: str, network: ClusterNetwork, progress: ProgressCallback) -> LackedModel | None:
-    """A hub model that is not on this machine but on machines of the ring; None for any other."""
+    """A hub model that machines of the ring have and this machine lacks; None otherwise."""
     from engine.models.store import local_models
 
     resolved = local_models.resolve(name)
@@ -155,7 +155,7 @@ def find_in_ring(name: str, network: ClusterNetwork, progress: ProgressCallback)
 
 
 def settings_not_applied(defaults: dict[str, Any]) -> list[str]:
-    """A line about each of the model's generation settings that sampling here does not support."""
+    """A line about each generation setting of the model that sampling does not support here."""
     penalty = defaults.get("repetition_penalty")
     if penalty is None or stated_penalty(defaults) is not None:
         return []
@@ -163,7 +163,7 @@ def settings_not_applied(defaults: dict[str, Any]) -> list[str]:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """A JSON object of the model's folder; empty if there is no such file. Raises ModelError if it is damaged."""
+    """A JSON object in the model's folder; empty without such a file. Raises ModelError if it is damaged."""
     settings = read_object(path, SMALL_FILE)
     check_config(settings, str(path))
     return settings

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
 REMEMBERED = 4096
-"""Maximum prompts whose passes are remembered; each takes up to a few hundred bytes."""
+"""Maximum prompts whose passes are remembered, up to a few hundred bytes each."""
 
 
 class PassSequence:

@@ -72,7 +72,7 @@ def plan_model(request: Plan, loaded: ModelFacts | None = None, network: Cluster
 
 @dataclass(frozen=True)
 class PlanHere:
-    """A plan for this machine, with the runtime that it is for and what it was made of."""
+    """A plan for this machine, its runtime, and its inputs."""
 
     plan: HybridPlan
     sizes: Sizes
@@ -82,10 +82,10 @@ class PlanHere:
 
 
 def plan_here(load: Load, folder: Path, loaded: ModelFacts | None, notices: list[str]) -> PlanHere:
-    """The plan of the model in ``folder`` on this machine. Where nobody chose between its GPU and its CPU, the better
-    one, each with the runtime that it would have. ``notices`` gets lines about what is not used.
+    """The plan of the model in ``folder`` on this machine.
 
-    Raises ModelError as loading would.
+    If nobody chose between GPU and CPU, it is the better plan of the two, each with the runtime that it would have.
+    ``notices`` gets lines about what is not used. Raises ModelError as loading would.
     """
     graphics = gpu_for(load)
     if graphics is None or load.partitioning != "auto":
@@ -167,7 +167,7 @@ def _plan_ring(request: Plan, load: Load, loaded: ModelFacts | None, network: Cl
 
 
 def _folder_of(resolved: ResolvedModel) -> Path:
-    """The folder to plan for; a GGUF file gets it now, if it has none. Raises ModelError."""
+    """The folder to plan for. A GGUF file gets its folder now, if it has none. Raises ModelError."""
     if resolved.kind == "gguf":
         from engine.models.store.gguf_folder import open_gguf
 
@@ -176,7 +176,7 @@ def _folder_of(resolved: ResolvedModel) -> Path:
 
 
 def gpu_for(load: Load) -> Gpu | None:
-    """The GPU that ``load`` may use through torch; None if there is none, or the choices exclude it."""
+    """The GPU that ``load`` may use through torch; None without one, or if the choices exclude it."""
     return None if load.partitioning == "cpu" or load.runtime in ("native", "mlx") else gpu()
 
 
@@ -193,7 +193,7 @@ def planned_runtime(load: Load, headers: Headers, graphics: Gpu | None) -> Runti
 def _machine(
     headers: Headers, needed: int, graphics: Gpu | None, speed: MachineSpeed | None, loaded: ModelFacts | None
 ) -> HybridMachine:
-    """This machine as it will be once the loaded model is freed. ``needed``: bytes of memory that hold everything."""
+    """This machine as it will be once the loaded model is freed. ``needed``: bytes that hold everything."""
     on_gpu = loaded is not None and loaded.device.startswith("cuda")
     freed = loaded.trunk_bytes if loaded is not None and loaded.runtime != "native" else 0
     cpu = Device("CPU", memory().total, available_bytes() + (0 if on_gpu else freed))
@@ -275,10 +275,10 @@ def _said(notices: list[str]) -> list[PlannedChoice]:
 
 
 def _beside_streaming(speed: MachineSpeed | None, runtime: str) -> tuple[float, float]:
-    """Seconds per layer and step that ``runtime`` adds, and the fraction of the rate of memory at which it reads
-    weights: a runtime in Python takes its time for each layer, the native one for each byte.
+    """Seconds per layer and step that ``runtime`` adds, and the fraction of the memory rate at which it reads weights.
 
-    The native runtime's figures are used for one that was not measured, which would seem faster than it otherwise.
+    A runtime in Python takes its time for each layer, the native one for each byte. A runtime that was not measured
+    gets the native runtime's figures. Otherwise it would seem faster than native.
     """
     if speed is None:
         return 0.0, 1.0

@@ -29,7 +29,7 @@ from engine.session.turn import Turn
 from engine.system.free_memory import give_back
 
 LONG_CHUNK = 128
-"""Smallest prefill chunk, in tokens, whose buffers are given back to the system."""
+"""Smallest prefill chunk, in tokens, whose buffers are returned to the system."""
 
 MOST_FORMATIONS = 5
 """Maximum re-formations of the ring per turn; after that the answer ends with an error."""
@@ -38,7 +38,7 @@ RING_TOKENS = 2048
 """Tokens of the current prompt and other conversations that a ring keeps: half of what its plan has room for."""
 
 REPLAY_INTERVAL_S = 1 / 4
-"""Time between two progress events while decoded tokens are run again, in seconds."""
+"""Seconds between two progress events while decoded tokens are run again."""
 
 
 CHECKPOINT_TAIL = 16
@@ -47,13 +47,12 @@ them: they hold what the template writes before an answer, which the next prompt
 
 
 class PrefixCache:
-    """The cache of the current conversation, and those of others. ``rows`` holds the keys and values of ``tokens``, or
-    is None if it is empty.
+    """The cache of the current conversation and of others.
 
-    ``chunk`` is the number of tokens of a prefill chunk. ``budget`` gives the bytes of memory that other conversations
-    may take, of which they take those of its argument now. ``disk`` keeps conversations between runs; None: nothing
-    does. After an exception in a forward pass the caller must call :meth:`forget`, as the cache is then in an unknown
-    state.
+    ``rows`` holds the keys and values of ``tokens``, or is None if the cache is empty. ``chunk`` is the number of
+    tokens of a prefill chunk. ``budget`` gives the bytes that other conversations may take, if they take those of its
+    argument now. ``disk`` keeps conversations between runs, if it is not None. After an exception in a forward pass the
+    caller must call :meth:`forget`, because the cache is then in an unknown state.
     """
 
     def __init__(
@@ -71,12 +70,12 @@ class PrefixCache:
         self._kept: list[CachedRow] = []
         """Rows of other conversations, the latest first."""
         self._turn: Turn | None = None
-        """The turn that has taken up its row."""
+        """The turn for which the current row was chosen."""
         self._from_disk: CachedRow | None = None
-        """The row that it has from disk."""
+        """The row that was read from disk for it."""
         self._remembered = RememberedPasses()
         self._lost: list[tuple[list[int], PassSequence]] = []
-        """Tokens and passes that were in the cache when the ring was formed again."""
+        """Tokens and passes of the cache at the time when the ring was formed again."""
         self._repeatable = True
         self._formed_again = 0
 
@@ -90,26 +89,25 @@ class PrefixCache:
 
     @property
     def kept_tokens(self) -> list[int]:
-        """Number of tokens of each other conversation whose keys and values are kept, the latest first."""
+        """Number of tokens of each other conversation in the cache, the latest first."""
         return [len(row.tokens) for row in self._kept]
 
     def forget(self) -> None:
-        """Empty the cache, of all conversations."""
+        """Empty the cache of all conversations."""
         if self._turn is not None and self._from_disk is not None and self._disk is not None:
             self._disk.discard(self._from_disk)
         self._now = CachedRow()
         self._kept.clear()
 
     def forget_others(self) -> None:
-        """Free the memory of other conversations than the current one."""
+        """Free the memory of all conversations but the current one."""
         self._kept.clear()
 
     def take_back_peers(self, turn: Turn, prompt: Sequence[int], repeatable: bool) -> None:
-        """Form the ring again if its machines changed and that pays, which empties the cache. Called before each
-        question, whose ``prompt`` and ``repeatable`` are as in :meth:`prefill`.
+        """Form the ring again if its machines changed and that pays. This empties the cache.
 
-        Until :meth:`turn_over`, waiting for the ring's machines ends when ``turn`` is cancelled. Raises Cancelled,
-        ModelError.
+        Called before each question, with ``prompt`` and ``repeatable`` as in :meth:`prefill`. Waiting for the ring's
+        machines ends when ``turn`` is cancelled, until :meth:`turn_over`. Raises Cancelled, ModelError.
         """
         self._formed_again = 0
         self._model.turn(turn.cancelled)
@@ -123,8 +121,8 @@ class PrefixCache:
                 self._lose()
 
     def _again(self, prompt: Sequence[int], repeatable: bool) -> tuple[int, int]:
-        """What ``prompt`` would have to run again if the cache were empty: tokens by reading, and passes over decoded
-        ones."""
+        """The work that ``prompt`` would take with an empty cache: tokens to prefill, and passes over decoded
+        tokens."""
         row, reusable = best_row([self._now, *self._kept], prompt, None)
         runs = row.passes.cut(reusable).runs if row.rows is not None else ()
         if not repeatable:
@@ -140,7 +138,7 @@ class PrefixCache:
         """Bring ``prompt`` into the cache. Returns the logits after it, or None if cancelled.
 
         If a peer is lost, everything is run again. ``repeatable``: the same prompt gets the same logits as before, to
-        the bit, which may take longer. Answers drawn without a seed do not need this.
+        the bit, which may take longer. Answers drawn without a seed do not need that.
         """
         self._repeatable = repeatable
         remembered = self._remembered.get(prompt) if repeatable else None
@@ -163,8 +161,11 @@ class PrefixCache:
     def step(
         self, token: int, turn: Turn, choose: Callable[[Logits], int], sampler: Sampler | None = None
     ) -> int | None:
-        """The token after one more ``token``, as ``choose(logits)`` says, or ``sampler`` where the logits are. If a
-        peer is lost, the remaining machines run everything again; None if that was cancelled."""
+        """Run ``token``, and return the next token: the result of ``choose(logits)``, or the choice of ``sampler``
+        where the logits are.
+
+        If a peer is lost, the remaining machines run everything again. Returns None if that is cancelled.
+        """
         assert self.rows is not None
         logits: Logits | None = None
         try:
@@ -184,13 +185,12 @@ class PrefixCache:
         return chosen
 
     def settle(self) -> None:
-        """End of an answer: a step that the runtime began ahead is discarded."""
+        """End the answer. A step that the runtime began ahead is discarded."""
         if self.rows is not None:
             self.rows.settle()
 
     def rows_again(self, lost: PeerLost, turn: Turn) -> TokenRows:
-        """Rows that hold what is in the cache, for a beam search whose ring was lost. Raises Interrupted if
-        cancelled."""
+        """Rows with the cache's contents, for a beam search whose ring was lost. Raises Interrupted if cancelled."""
         if self._run_again(lost, self.tokens, self._now.passes, turn) is None:
             raise Interrupted
         assert self.rows is not None
@@ -201,8 +201,7 @@ class PrefixCache:
     def _passes_for(
         self, row: CachedRow, prompt: Sequence[int], lost: tuple[list[int], PassSequence] | None = None
     ) -> PassSequence:
-        """The passes by which ``prompt``, which was not asked before, is brought into the cache by ``row``, or would be
-        if what is ``lost`` were there."""
+        """The passes by which ``row`` would bring a new ``prompt`` into the cache, if what is ``lost`` were there."""
         tokens, passes = lost or (row.tokens, row.passes)
         shared = shared_length(tokens, prompt)
         if shared == len(prompt) and not row.knows(shared):
@@ -225,7 +224,7 @@ class PrefixCache:
         return max(lost, key=lambda each: each[1].cut(shared_length(each[0], prompt)).length)
 
     def _lose(self) -> None:
-        """The rows are void. What they held is remembered until the next prompt, which may need the same passes."""
+        """Discard all rows. Their contents are remembered until the next prompt, which may need the same passes."""
         rows = [row for row in (self._now, *self._kept) if row.rows is not None]
         if rows:
             self._lost = [(row.tokens, row.passes) for row in rows]
@@ -234,10 +233,10 @@ class PrefixCache:
     # --- which row ------------------------------------------------------------------------------------------------
 
     def _take_up(self, prompt: Sequence[int], passes: PassSequence | None, turn: Turn) -> PassSequence | None:
-        """Make the row current that has most in common with ``prompt``, and put the others aside.
+        """Make the row that shares most with ``prompt`` current, and set the others aside.
 
-        ``passes`` are those by which the prompt must be brought into the cache; None if that does not matter. Returns
-        them, those included that only a row from disk makes necessary.
+        ``passes``: those by which the prompt must be brought into the cache; None: any. Returns them, or those that a
+        row from disk requires.
         """
         row, reusable = best_row([self._now, *self._kept], prompt, passes)
         if self._disk is not None:
@@ -254,7 +253,8 @@ class PrefixCache:
         return passes
 
     def _adopt(self, row: CachedRow, reusable: int, prompt: Sequence[int]) -> None:
-        """Make ``row`` current, of which ``prompt`` reuses ``reusable`` tokens; or a copy, if it loses much by that."""
+        """Make ``row`` current, of which ``prompt`` reuses ``reusable`` tokens. If it would lose much, a copy is
+        used."""
         if row is not self._now or not reusable:
             if self._now.rows is not None:
                 self._kept.insert(0, self._now)
@@ -273,7 +273,7 @@ class PrefixCache:
             self._disk.take_forgotten([self._now, *self._kept])
 
     def write(self, should_stop: Callable[[], bool], *, last: bool = False) -> list[str]:
-        """Write to disk what may be kept there and has grown, until ``should_stop()``; ``last``: all of it.
+        """Write to disk what may be kept there and has grown, until ``should_stop()``. ``last``: write all of it.
 
         Returns sentences for the person.
         """
@@ -287,7 +287,7 @@ class PrefixCache:
         return [text for text in said if text]
 
     def _free(self, prompt: Sequence[int]) -> None:
-        """Forget the rows that were not used for longest, as far as memory asks for it."""
+        """Forget the least recently used rows, as far as memory requires."""
         if not self._kept:
             return
         facts = self._model.facts
@@ -331,8 +331,10 @@ class PrefixCache:
     # --- running them ---------------------------------------------------------------------------------------------
 
     def _run(self, tokens: list[int], passes: PassSequence, turn: Turn, again: bool = False) -> Logits | None:
-        """Bring ``tokens`` into the cache by ``passes``; the logits after them, or None if cancelled. ``again``: they
-        were there before the ring was lost."""
+        """Bring ``tokens`` into the cache by ``passes``. Returns the logits after them, or None if cancelled.
+
+        ``again``: they were in the cache before the ring was lost.
+        """
         rows = self._begin(tokens, passes)
         self._now.belongs_to(turn.owner)
         reused = len(self.tokens)
@@ -383,7 +385,8 @@ class PrefixCache:
         self._now.passes = passes
 
     def _run_again(self, lost: PeerLost, tokens: list[int], passes: PassSequence, turn: Turn) -> Logits | None:
-        """Form the ring and run everything again after ``lost``, until it succeeds or the maximum is reached."""
+        """Form the ring and run everything again after the loss ``lost``, until it succeeds or the maximum is
+        reached."""
         if not self._repeatable:
             passes = PassSequence().up_to(len(tokens), self._chunk)
         while self._form_again(lost, turn):
@@ -414,7 +417,7 @@ class PrefixCache:
 
     @contextlib.contextmanager
     def _interruptible(self, turn: Turn) -> Iterator[None]:
-        """Let a forward pass inside end early when the turn is cancelled, if the runtime supports that."""
+        """Let a forward pass inside end early if the turn is cancelled and the runtime supports that."""
         self._model.between_layers = turn.check
         try:
             yield
@@ -423,6 +426,6 @@ class PrefixCache:
 
 
 def _parts(count: int, most: int) -> list[int]:
-    """``count`` in parts of at most ``most``."""
+    """``count`` split into parts of at most ``most``."""
     whole, rest = divmod(count, most)
     return [most] * whole + ([rest] if rest else [])

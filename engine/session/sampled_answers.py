@@ -1,4 +1,4 @@
-"""Answers whose tokens are chosen one by one, as many as were asked for."""
+"""The answers to one question that are generated token by token, as many as were asked for."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from engine.session.turn import Answer, Turn
 
 @dataclass(frozen=True)
 class SampleRun:
-    """The answers to one question. The cache holds its prompt.
+    """The answers to one question, whose prompt is in the cache.
 
-    ``context`` are the tokens before the answer, if its text goes on from theirs. ``parser`` makes what separates an
-    answer from its thoughts; None if they are not marked.
+    ``context``: tokens before the answer, if its text continues theirs. ``parser``: factory of the parser that
+    separates thoughts from the answer; None if thoughts are not marked.
     """
 
     turn: Turn
@@ -31,7 +31,7 @@ class SampleRun:
     context: Sequence[int]
     parser: Callable[[], ReasoningParser] | None
     calls: Callable[[], ToolCallParser] | None = None
-    """Makes what separates an answer from its calls of tools; None if it may call none."""
+    """Factory of the parser that separates tool calls from the answer; None if no tools may be called."""
 
     def answers(
         self,
@@ -43,10 +43,11 @@ class SampleRun:
         guide: TokenGuide | None,
         most: int,
     ) -> list[Answer]:
-        """The answers, one after the other, from the ``logits`` [vocabulary] after the prompt; fewer if cancelled.
+        """Generate the answers one after the other from the ``logits`` [vocabulary] after the prompt; fewer if
+        cancelled.
 
-        All of them go on from the same keys and values of the prompt. Each has at most ``most`` tokens; with 0 the
-        prompt was only read.
+        All of them continue the same keys and values of the prompt. Each has at most ``most`` tokens; 0: the prompt is
+        only read.
         """
         answers: list[Answer] = []
         following: Logits | None = logits

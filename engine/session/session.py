@@ -1,4 +1,4 @@
-"""A session: a loaded model with the conversation's prefix in its cache. Only new tokens are run."""
+"""A session: a loaded model whose cache holds the conversation's prefix, so that only new tokens are run."""
 
 from __future__ import annotations
 
@@ -52,31 +52,32 @@ from engine.session.turn import Answer, Emit, Turn, TurnControl
 from engine.system.free_memory import available_bytes, ran_out_of_memory
 
 SHORTEST_BEAM_ANSWER = 64
-"""Tokens that must fit in memory for a beam search whose request sets no maximum."""
+"""Tokens that must fit in memory for a beam search without a requested maximum."""
 
 CPU_SHARE, GPU_SHARE = 4, 8
-"""Divisors of free memory: the part that other conversations may take. On a GPU experts make use of the rest."""
+"""Divisors of free memory that give the part for other conversations. On a GPU the experts use the rest."""
 
 STOP_MARGIN = 8
-"""Number of tokens decoded in addition to the length of the longest stop string, when a beam is checked for one."""
+"""Tokens decoded beyond the length of the longest stop string when a beam is checked for one."""
 
 RENDERED_CHARACTERS = 200
-"""Number of the prompt's last characters in which a template may begin the thoughts, or a call."""
+"""Number of the prompt's last characters in which a template may begin thoughts or a call."""
 
 MOST_COUNTED = 1_000_000
-"""Maximum tokens of a question that are counted, also where the context is smaller."""
+"""Maximum tokens of a question that are counted, even if the context is smaller."""
 
 CONTEXT_TOKENS = 8
 """Number of the prompt's last tokens that are decoded together with an answer that continues them."""
 
 
 class Session:
-    """See the module. Not thread-safe: one question at a time; :meth:`estimate_beams` alone may run beside one.
+    """A loaded model with a conversation. Not thread-safe: one question at a time; only :meth:`estimate_beams` may run
+    beside one.
 
-    ``ends`` are the token ids that end an answer, ``defaults`` the model's ``generation_config.json``.
-    ``memory`` gives the bytes that are free for keys and values. ``prefix_bytes`` are those that other conversations
-    than the current one may take; None: a part of what is free. ``prefix_disk_bytes`` are those on disk for what is
-    kept between runs under ``identity``, that of the model and all that its bits depend on; 0: nothing is kept.
+    ``ends``: token ids that end an answer. ``defaults``: the model's ``generation_config.json``. ``memory`` gives the
+    bytes that are free for keys and values. ``prefix_bytes``: bytes that all conversations but the current one may
+    take; None: a part of what is free. ``prefix_disk_bytes``: bytes on disk for prefixes kept between runs; 0: none.
+    ``identity``: of the model and everything on which its bits depend.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class Session:
         self.facts = facts or model.facts
         self.prefill_chunk = prefill_chunk
         self.profile = profile
-        """Identity of the whole model for the profile of its experts' use; None where that is not known."""
+        """Identity of the whole model, for the profile of its experts' use; None if it is not known."""
         self._model = model
         self._tokenizer = tokenizer
         self._history = TokenHistory(tokenizer) if tokenizer is not None else None
@@ -114,22 +115,23 @@ class Session:
         self._context: list[int] = []
         self._constraining: Constraining | None = None
         self._parser: Callable[[], ReasoningParser] | None = None
-        """Makes what separates the current question's answer from its thoughts; None if they are not marked."""
+        """Factory of the parser that separates the current question's thoughts from its answer; None if thoughts are
+        not marked."""
         self.first_pass_s: float | None = None
         """Seconds of the first pass of the last question; None if nothing was run."""
 
     def _free_memory(self) -> int:
-        """Bytes that keys and values may take."""
+        """Bytes free for keys and values."""
         shared = self._model.memory_for_rows()
         return available_bytes(self.facts.device) if shared is None else shared
 
     def _unseen_bytes(self, tokens: int) -> int:
-        """Bytes of keys and values of a prompt of ``tokens`` that are not kept."""
+        """Bytes of keys and values that a prompt of ``tokens`` drops."""
         facts = self.facts
         return unseen_bytes(tokens, facts.window, facts.windowed_bytes_per_token, self.prefill_chunk)
 
     def _budget(self, kept_bytes: int) -> int:
-        """Bytes that other conversations than the current one may take; ``kept_bytes`` are those that they take now."""
+        """Bytes that all conversations but the current one may take. ``kept_bytes``: bytes that they take now."""
         if self._prefix_bytes is not None:
             return self._prefix_bytes
         if self._model.memory_for_rows() is not None:
@@ -142,17 +144,20 @@ class Session:
 
     @property
     def model(self) -> LoadedModel:
-        """The model, for measurements beside the conversation with rows of their own."""
+        """The model, for measurements with rows of their own beside the conversation."""
         return self._model
 
     @property
     def cached_tokens(self) -> tuple[int, ...]:
-        """The tokens whose keys and values are in the cache, which the next question can reuse."""
+        """The tokens in the cache, which the next question can reuse."""
         return tuple(self._cache.tokens)
 
     def keep_prefixes(self, should_stop: Callable[[], bool], *, last: bool = False) -> list[str]:
-        """Write to disk what may be kept there, between two questions, until ``should_stop()``. ``last``: also what has
-        grown little. Returns sentences for the person."""
+        """Write prefixes to disk between two questions, until ``should_stop()``. ``last``: also those that have grown
+        little.
+
+        Returns sentences for the person.
+        """
         return self._cache.write(should_stop, last=last)
 
     def forget_prefixes(self, conversations: Sequence[str]) -> None:
@@ -161,7 +166,7 @@ class Session:
             self._disk.forget(conversations)
 
     def close(self) -> None:
-        """Free the memory; the session cannot be used afterwards."""
+        """Free the memory. The session cannot be used afterwards."""
         self._cache.forget()
         self._model.close()
 
@@ -284,8 +289,10 @@ class Session:
         )
 
     def count_tokens(self, request: CountTokens) -> TokensCounted:
-        """The tokens of each text, and of a question. Raises ModelError (bad-input) if the model has no tokenizer, or
-        the question cannot be asked."""
+        """Number of tokens of each text, and of a question.
+
+        Raises ModelError (bad-input) if the model has no tokenizer, or the question cannot be asked.
+        """
         if self._tokenizer is None and (request.question is None or request.question.prompt_ids is None):
             raise ModelError(f"{self.facts.name} has no tokenizer.", kind="bad-input")
         tokenizer = self._tokenizer
@@ -345,8 +352,10 @@ class Session:
         cancelled: Callable[[], bool],
         most: int = 0,
     ) -> str:
-        """``request``'s messages and ``tools`` through the chat template: all text that is tokenized. Raises ModelError
-        (context) if it has more tokens than the context holds, and more than ``most``."""
+        """``request``'s messages and ``tools``, rendered by the chat template: all text that is tokenized.
+
+        Raises ModelError (context) if it exceeds both the context and ``most`` tokens.
+        """
         messages = request.messages or []
         # A text that is too long by itself is not rendered, either.
         self._refuse_if_it_exceeds("\n".join(message.content for message in messages), most)
@@ -356,8 +365,8 @@ class Session:
         return text
 
     def _refuse_if_it_exceeds(self, text: str, most: int = 0) -> None:
-        """Raises ModelError (context) before all of a text is tokenized that has more tokens than the context holds,
-        and more than ``most``."""
+        """Raises ModelError (context) if a text exceeds both the context and ``most`` tokens, before all of it is
+        tokenized."""
         limit = max(self.facts.context_limit, most)
         if self._tokenizer is not None and self._tokenizer.exceeds(text, limit):
             held = (
@@ -372,7 +381,7 @@ class Session:
             )
 
     def _parsing(self, request: Generate, has_tools: bool) -> Callable[[], ReasoningParser] | None:
-        """What makes the parser of ``request``'s answer. Without a template, thoughts are text like any other."""
+        """Factory of the parser of ``request``'s answer. Without a template, thoughts are plain text."""
         form = self._tokenizer.reasoning if self._tokenizer is not None else None
         if form is None or self._history is None or request.messages is None:
             return None
@@ -382,7 +391,7 @@ class Session:
         return lambda: ReasoningParser(form, rendered, request.continue_last, recipients)
 
     def _guide(self, request: Generate, cancelled: Callable[[], bool]) -> TokenGuide | None:
-        """What leads ``request``'s answer, if it must have a form. Raises Cancelled."""
+        """The guide of ``request``'s answer, if it must have a form. Raises Cancelled."""
         forced = bool(request.forced_tool) or request.tool_choice == "required"
         if request.constraint is None and not forced:
             return None
@@ -393,8 +402,11 @@ class Session:
         return self._constraining.guide(request, request.constraint, self._parser, cancelled)
 
     def _calling(self, request: Generate, tools: Sequence[Tool]) -> Callable[[], ToolCallParser] | None:
-        """What makes the parser of the answer's calls of ``tools``; None without tools, unless the prompt ends with the
-        mark of a call, as a template's does that names the reader of each part of an answer."""
+        """Factory of the parser of tool calls in the answer.
+
+        None without tools, unless the prompt ends with the mark of a call. Templates that name the reader of each part
+        of an answer end so.
+        """
         form = self._call_format
         rendered = self._history.text[-RENDERED_CHARACTERS:] if self._history is not None else ""
         if form is None or not (tools or (form.begin and request.messages and rendered.endswith(form.begin))):
@@ -496,7 +508,7 @@ class Session:
         return Separated(answer=text) if self._parser is None else separate(self._parser(), text)
 
     def _ended(self, best: Hypothesis, stops: Sequence[str]) -> bool:
-        """Whether a finished hypothesis ended by itself rather than at the maximum length."""
+        """Whether a finished hypothesis ended by itself, not at the maximum length."""
         check = self._stop_check(stops)
         return best.over or best.tokens[-1] in self._ends or (check is not None and check(best.tokens))
 
@@ -530,7 +542,7 @@ class Session:
 
     @contextlib.contextmanager
     def _consistent_cache(self) -> Iterator[None]:
-        """Empty the cache if a forward pass inside fails, as its contents are then unknown."""
+        """Empty the cache if a forward pass inside fails, because its contents are then unknown."""
         try:
             yield
         except BaseException as error:

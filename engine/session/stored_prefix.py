@@ -1,7 +1,7 @@
-"""A file with what a row of the cache holds: a header, the arrays, and a checksum of both.
+"""A file with the contents of a cache row: a header, the arrays, and a checksum of both.
 
-Nothing in it is code, and nothing is believed before the checksum was compared. Sizes are compared with the file's own
-before memory is taken for them.
+It contains no code, and nothing in it is trusted before its checksum matches. Sizes are checked against the file's own
+size before memory is allocated.
 """
 
 from __future__ import annotations
@@ -30,44 +30,44 @@ MAGIC = b"PLLMPFX1"
 """Beginning of every file. Its last character is the version of the format."""
 
 HEADER_LIMIT = 64 * 1024 * 1024
-"""Maximum bytes of a header, which has some six for each token."""
+"""Maximum bytes of a header, which has about six per token."""
 
 _BLOCK = 4 * 1024 * 1024
-"""Bytes that are read or written between two looks at whether to stop."""
+"""Bytes read or written between two checks whether to stop."""
 _DIGEST_BYTES = 32
 _LOGITS = "logits"
 _LENGTH = struct.Struct("<I")
 
 
 class WrongPrefixError(Exception):
-    """A file that cannot be used. The text says why, in a few words."""
+    """Raised for a file that cannot be used. The text says why, in a few words."""
 
 
 class StoppedError(Exception):
-    """Reading or writing was stopped before its end."""
+    """Raised if reading or writing was stopped before its end."""
 
 
 class _Fields(msgspec.Struct, frozen=True, kw_only=True):
-    """The header as it is stored. ``tokens`` are 32-bit numbers; runs are those of PassSequence."""
+    """The header as stored. ``tokens`` are 32-bit numbers; runs are those of PassSequence."""
 
     model: str
     tokens: bytes
     runs: list[int]
     known: int
-    """Number of tokens after which the logits are known; 0: they are not."""
+    """Number of tokens after which the logits are stored; 0: they are not."""
     begun: list[int]
-    """Runs up to the checkpoint; empty: there is none."""
+    """Runs up to the checkpoint; empty: there is no checkpoint."""
     can_truncate: bool
     shortest_cut: int = 0
-    """The fewest tokens to which a row that can be truncated can be cut."""
+    """Smallest number of tokens to which a row that can be truncated can be cut back."""
     parts: list[RowPart]
 
 
 class StoredPrefix:
-    """The header of a file, checked: what the file holds, if its checksum is right."""
+    """A checked header: it describes the file's contents, if the checksum is right."""
 
     def __init__(self, path: Path, fields: _Fields) -> None:
-        """Raises WrongPrefixError."""
+        """Check the header. Raises WrongPrefixError."""
         self.path = path
         self.tokens: NDArray[np.int32] = np.frombuffer(fields.tokens, np.dtype("<i4"))
         self.passes, self.begun = _sequence(fields.runs), _sequence(fields.begun)
@@ -81,7 +81,7 @@ class StoredPrefix:
             raise WrongPrefixError("its logits are of no prompt")
 
     def shared(self, prompt: NDArray[np.int32]) -> int:
-        """Tokens of the longest beginning that the file and ``prompt`` have in common."""
+        """Number of tokens at the beginning that the file and ``prompt`` have in common."""
         length = min(len(prompt), len(self.tokens))
         different = np.flatnonzero(self.tokens[:length] != prompt[:length])
         return int(different[0]) if len(different) else length
@@ -100,7 +100,8 @@ class StoredPrefix:
 
 
 def open_prefix(path: Path, model: str, vocabulary: int) -> StoredPrefix:
-    """The header of the file at ``path``, of the model with this identity. Raises WrongPrefixError, OSError."""
+    """The header of the file at ``path``, which must be of the model with this identity. Raises WrongPrefixError,
+    OSError."""
     with _opened(path) as file:
         return _header(file, path, model, vocabulary, lambda data: None)
 
@@ -142,15 +143,15 @@ def read_prefix(path: Path, identity: str, model: LoadedModel, should_stop: Call
 
 
 def stored_bytes(row: CachedRow) -> int:
-    """About how many bytes a file with ``row`` has; 0 if its runtime cannot tell what it holds."""
+    """Approximate bytes of a file with ``row``; 0 if its runtime cannot export its contents."""
     contents = _contents(row)
     return 0 if contents is None else sum(part.nbytes for part, _ in contents) + 8 * len(row.tokens) + 4096
 
 
 def write_prefix(path: Path, identity: str, row: CachedRow, should_stop: Callable[[], bool]) -> Path:
-    """Write what ``row`` holds to a file beside ``path``, which becomes that one when it is renamed. Returns its path.
+    """Write the contents of ``row`` to a temporary file beside ``path``, which the caller renames. Returns its path.
 
-    Raises OSError, StoppedError; nothing is left then.
+    Raises OSError, StoppedError; then no file is left.
     """
     contents = _contents(row)
     assert contents is not None and row.rows is not None
@@ -214,7 +215,7 @@ def _write_all(file: io.FileIO, data: memoryview) -> None:
 
 
 def _opened(path: Path) -> io.BufferedReader:
-    """The file at ``path``, if it is one that this program wrote for this person. Raises WrongPrefixError, OSError."""
+    """The file at ``path``, opened, if this program wrote it for this person. Raises WrongPrefixError, OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     about = os.fstat(descriptor)
     if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o077:
@@ -226,7 +227,7 @@ def _opened(path: Path) -> io.BufferedReader:
 def _header(
     file: io.BufferedReader, path: Path, identity: str, vocabulary: int, seen: Callable[[bytes], None]
 ) -> StoredPrefix:
-    """The header at the beginning of ``file``, whose bytes ``seen`` gets. Raises WrongPrefixError, OSError."""
+    """The header at the beginning of ``file``. Its bytes are passed to ``seen``. Raises WrongPrefixError, OSError."""
     size = os.fstat(file.fileno()).st_size
     begin = file.read(len(MAGIC) + _LENGTH.size)
     if len(begin) != len(MAGIC) + _LENGTH.size or not begin.startswith(MAGIC):
@@ -254,7 +255,7 @@ def _header(
 
 
 def _sequence(runs: Sequence[int]) -> PassSequence:
-    """Raises WrongPrefixError."""
+    """The sequence of ``runs``. Raises WrongPrefixError."""
     follow = any(left < 0 and right < 0 for left, right in itertools.pairwise(runs))
     if follow or not all(0 < abs(run) < 2**31 for run in runs):
         raise WrongPrefixError("its passes are impossible")

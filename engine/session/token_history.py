@@ -1,7 +1,7 @@
 """The token history: the tokens of a conversation as they were generated, beside its text.
 
-The tokenizer often splits the text of a sampled answer into other tokens than were sampled. A prompt that is tokenized
-from its text alone would then differ from the cache, and everything after the first difference would be run again.
+The tokenizer often splits the text of a sampled answer into other tokens than were sampled. A prompt tokenized from its
+text alone would then differ from the cache, and everything after the first difference would be run again.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ TRIES = 4
 """Number of boundaries tried, the latest first, before the whole prompt is tokenized from its text."""
 
 MOST_LINES = 32
-"""Maximum number of conversations whose tokens are remembered as they were generated."""
+"""Maximum conversations whose generated tokens are remembered."""
 
 REMEMBERED_TOKENS = 2_000_000
-"""Maximum tokens of remembered prompts; each token takes four bytes."""
+"""Maximum tokens of remembered prompts, four bytes each."""
 
 
 class ChatTokenizer(Protocol):
@@ -78,7 +78,7 @@ class _Line:
     boundaries: list[_Boundary] = field(default_factory=list)
 
     def same(self, text: str) -> list[_Boundary]:
-        """The boundaries up to which ``text`` is the same."""
+        """The boundaries up to which ``text`` equals the line's text."""
         boundaries: list[_Boundary] = []
         for boundary in self.boundaries:
             if not text.startswith(self.text[: boundary.characters]):
@@ -93,8 +93,10 @@ class _Line:
 
 
 class TokenHistory:
-    """The histories of the latest conversations, each up to its last answer. They change only how a text is split into
-    tokens, never the text."""
+    """The histories of the latest conversations, each up to its last answer.
+
+    They change only how a text is split into tokens, never the text.
+    """
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -105,8 +107,10 @@ class TokenHistory:
         self._asked_tokens = 0
 
     def prompt(self, text: str) -> list[int]:
-        """The token ids of a conversation that the chat template rendered as ``text``: the recorded ones as far as the
-        text is the same, and the tokenizer's for the rest."""
+        """The token ids of a conversation rendered by the chat template as ``text``.
+
+        Recorded tokens are used as far as the text is the same, and the tokenizer's for the rest.
+        """
         found = [line.same(text) for line in self._lines]
         best = max(range(len(found)), key=lambda index: (found[index][-1].characters if found[index] else 0, index))
         line, same = self._lines[best], found[best]
@@ -131,7 +135,7 @@ class TokenHistory:
         return self._lines[-1].text
 
     def _tokenized(self, text: str, line: _Line, same: list[_Boundary]) -> tuple[list[int], list[_Boundary]]:
-        """The tokens of ``text``, and the boundaries of ``same`` up to which they are those of ``line``."""
+        """The tokens of ``text``, and the boundaries of ``same`` up to which they equal those of ``line``."""
         fresh = self._tokenizer.encode_rendered(text)
         for boundary in same[: -TRIES - 1 : -1]:
             rest = text[boundary.characters :]
@@ -148,7 +152,7 @@ class TokenHistory:
             self._asked_tokens -= len(self._asked.popitem(last=False)[1])
 
     def answered(self, text: str, tokens: Sequence[int]) -> None:
-        """Record the answer ``text`` to the last prompt and its ``tokens``, without one that ends the turn.
+        """Record the answer ``text`` to the last prompt and its ``tokens``, without an end-of-turn token.
 
         Nothing is recorded if the tokens do not decode to the text, because of a special token or a stop string.
         """

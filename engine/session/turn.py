@@ -31,11 +31,11 @@ from engine.runtimes.protocol import Interrupted
 from engine.system.free_memory import memory_in_use
 
 PIECE_INTERVAL_S = 1 / 15
-"""Shortest time between two pieces of an answer, in seconds."""
+"""Minimum seconds between two pieces of an answer."""
 BEAM_INTERVAL_S = 1 / 10
-"""Shortest time between two lists of candidates of a beam search, in seconds."""
+"""Minimum seconds between two lists of beam candidates."""
 TIMING_INTERVAL_S = 1 / 4
-"""Shortest time between two timing frames, in seconds."""
+"""Minimum seconds between two timing frames."""
 
 
 Emit = Callable[[AnyEvent], None]
@@ -66,7 +66,7 @@ class Answer:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     tool_calls: list[ToolCall] = field(default_factory=list)
     stop_string: str = ""
-    """The stop string that ended it; empty if none did."""
+    """The stop string that ended the answer; empty if none did."""
 
     @property
     def sample(self) -> Sample:
@@ -101,13 +101,13 @@ class Turn:
         self.emit = emit
         self.cancelled = control.cancelled
         self.report: ProgressCallback = Reports(request.id, emit, control.cancelled)
-        """Reports the progress of work that delays the answer. Raises Cancelled."""
+        """Callback for the progress of work that delays the answer. Raises Cancelled."""
         self.prefilled = 0
         self.first_pass_s: float | None = None
         self.owner = request.conversation
         """Name under which the conversation's prefix may be kept on disk; empty: it may not be."""
         self.sampling: Sampling | None = None
-        """The values that the tokens are chosen by."""
+        """The sampling values of the answer."""
         self._always = request.with_timing
         self._control = control
         self._recorder = recorder
@@ -135,7 +135,7 @@ class Turn:
 
     @contextlib.contextmanager
     def passing(self) -> Iterator[None]:
-        """Encloses a pass of the model over tokens of the prompt."""
+        """Encloses a forward pass over tokens of the prompt."""
         begun = self._clock()
         yield
         if self.first_pass_s is None:
@@ -171,7 +171,7 @@ class Turn:
         return (self._count - 1) / elapsed if elapsed > 0 else 0.0
 
     def due(self, what: str, interval: float) -> bool:
-        """Whether ``interval`` seconds have passed since this last returned True for ``what``."""
+        """Whether ``interval`` seconds have passed since the last True for ``what``."""
         now = self._clock()
         if now < self._due.get(what, now):
             return False
@@ -181,7 +181,8 @@ class Turn:
     # --- timing panel ---------------------------------------------------------------------------------------------
 
     def watch(self) -> None:
-        """Measure the next step if the panel is open. If measuring slows steps down, only shown steps are measured."""
+        """Measure the next step if the timing panel is open. If measuring slows steps down, only the steps shown are
+        measured."""
         wanted = self._always or self._control.watching()
         # The first step of each phase is always measured.
         phase = "decode sample" if self._count else "prefill sample"
@@ -202,8 +203,10 @@ class Turn:
         parser: ReasoningParser | None = None,
         calls: ToolCallParser | None = None,
     ) -> TextStream:
-        """A stream for the answer's tokens. Without ``decoder`` only their number is emitted. ``parser`` separates the
-        thoughts, and ``calls`` the calls of tools, in which stop strings mean nothing."""
+        """A stream for the answer's tokens. Without ``decoder`` only their number is emitted.
+
+        ``parser`` separates thoughts, and ``calls`` separates tool calls, in which stop strings have no effect.
+        """
         self._stream = TextStream(self, decoder, stops, parser, calls)
         return self._stream
 
@@ -213,7 +216,7 @@ class Turn:
             self.emit(BeamProgress(id=self.id, step=step, beams=beams(), tokens_per_s=self.tokens_per_s()))
 
     def finished(self, answer: Answer, *others: Answer) -> Finished:
-        """The turn's last event; pieces still held are sent before it. ``others`` are further samples."""
+        """The turn's last event. Held pieces are sent before it. ``others`` are further samples."""
         self.close()
         samples = [answer, *others]
         return Finished(
@@ -245,7 +248,7 @@ class Turn:
             self.emit(Notice(text=text))
 
     def close(self) -> None:
-        """Send what is held and stop measuring; may be called twice."""
+        """Send held text and stop measuring. May be called twice."""
         self._emit_notices()
         if self._stream is not None:
             self._stream.send()
@@ -271,7 +274,7 @@ class TextStream:
         self._calls_in_thoughts = CallsInThoughts(calls) if calls is not None and parser is not None else None
         self._sent_calls = 0
         self._sent_arguments: int | None = None
-        """Characters that were sent of the next call's arguments; None if it was not begun."""
+        """Number of characters sent of the next call's arguments; None if it was not begun."""
         self._sent: list[str] = []
         self._thoughts: list[str] = []
         self._waiting = Separated()
@@ -285,12 +288,12 @@ class TextStream:
 
     @property
     def thoughts(self) -> str:
-        """The thoughts that were sent."""
+        """The thoughts sent so far."""
         return "".join(self._thoughts)
 
     @property
     def calls(self) -> list[ToolCall]:
-        """The calls of tools that are whole."""
+        """The complete tool calls."""
         return [] if self._calls is None else self._calls.calls
 
     def push(self, token: int, logprob: TokenLogprob | None = None) -> None:
@@ -302,9 +305,9 @@ class TextStream:
             self.send()
 
     def finish(self, cut: bool = False) -> str:
-        """The whole text of the answer, including what was held back for stop strings or unfinished characters.
+        """The whole text of the answer, including text held back for stop strings or unfinished characters.
 
-        ``cut``: it reached its limit, perhaps in the middle of a call.
+        ``cut``: the answer reached its limit, perhaps in the middle of a call.
         """
         if self._decoder is not None:
             self._add(self._decoder.flush())
@@ -329,7 +332,7 @@ class TextStream:
             self.thought_tokens, self.thought_s = self._turn.tokens, self._turn.answering_s
 
     def _settled(self, separated: Separated) -> Separated:
-        """``separated`` without what may turn out to be a call in thoughts that are never closed."""
+        """``separated`` without text that may turn out to be a call in thoughts that are never closed."""
         if self._parser is None or self._calls_in_thoughts is None:
             return separated
         thoughts = self._calls_in_thoughts.push(separated.thoughts)
@@ -340,8 +343,10 @@ class TextStream:
     def _wait(
         self, separated: Separated, stops: bool = True, last_of_calls: bool = False, for_user: bool = False
     ) -> None:
-        """Add what was found to what is sent next, through what separates calls (unless it is the ``last_of_calls``)
-        and cuts at ``stops``. What is ``for_user`` holds no calls."""
+        """Queue new text, after separating calls (unless it is the ``last_of_calls``) and cutting it at ``stops``.
+
+        Text ``for_user`` contains no calls.
+        """
         if separated.withdrawn:
             self._stops.flush()
             self.thought_tokens, self.thought_s = self._turn.tokens, self._turn.answering_s
@@ -354,7 +359,7 @@ class TextStream:
         self._waiting = Separated(before.thoughts + separated.thoughts, before.answer + answer, before.withdrawn)
 
     def _call_pieces(self) -> list[ToolCallPiece]:
-        """What was not sent yet of the calls, the one that is being written included."""
+        """The unsent parts of the calls, including the one that is being written."""
         pieces = []
         for call in self.calls[self._sent_calls :]:
             pieces += self._call_piece(call.id, call.name, call.arguments)
@@ -363,7 +368,7 @@ class TextStream:
         return pieces if begun is None else pieces + self._call_piece(begun.id, begun.name, begun.arguments.text)
 
     def _call_piece(self, id_: str, name: str, arguments: str) -> list[ToolCallPiece]:
-        """What was not sent of the call after those that were sent."""
+        """The unsent part of the next call."""
         sent, self._sent_arguments = self._sent_arguments, len(arguments)
         if sent is None:
             return [ToolCallPiece(index=self._sent_calls, id=id_, name=name, arguments=arguments)]
