@@ -1,4 +1,4 @@
-"""The arguments of a call while they are written, as JSON text that never has to be taken back."""
+"""The arguments of a call while they are being written, as JSON text that is never withdrawn."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from engine.generation.tool_arguments import ArgumentTypes, json_text, read_json
 from engine.models.text.tool_formats import ToolFormat
 
 LONGEST_KEY = 1000
-"""Maximum characters in which an argument's name must be whole."""
+"""Maximum characters within which an argument's name must be complete."""
 _KEY = re.compile(r'\s*("(?:[^"\\]|\\.)*")\s*:\s*(?=\S)', re.DOTALL)
 _SCALAR = re.compile(r'("(?:[^"\\]|\\.)*"|[^"\s,}\]]+)(?=[\s,}\]])', re.DOTALL)
 _PLAIN = re.compile(r'[^"\\]+')
 _ESCAPE = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\[^u]", re.DOTALL)
 _HALF = re.compile(r"\\(u[0-9a-fA-F]{0,3})?|\\u[dD][89abAB][0-9a-fA-F]{2}(\\(u[0-9a-fA-F]{0,3})?)?")
-"""An escape that is not whole, or half of a character whose other half may follow."""
+"""An incomplete escape, or half of a character whose other half may follow."""
 
 _CLOSING = re.compile(r"[\s\]})`;,]*")
 
 
 class ArgumentStream:
-    """Reads a JSON object of arguments in pieces. ``text`` is what is certain of it, with the types of the schema.
+    """Reads a JSON object of arguments in pieces. ``text`` is the certain part of it, with the schema's types.
 
-    A string grows letter by letter where it is one by the schema; any other value is certain when it is whole. For an
-    object that is JSON, with each name once, ``text`` ends as what :meth:`ArgumentTypes.typed` makes of all of it.
+    Arguments that are strings by the schema grow letter by letter. Any other value is certain when it is complete. For
+    a valid object with distinct names, the final ``text`` equals the result of :meth:`ArgumentTypes.typed`.
     """
 
     def __init__(self, types: ArgumentTypes) -> None:
@@ -34,15 +34,16 @@ class ArgumentStream:
         self.whole = False
         self._broken = False
         self._rest = ""
-        """What was read and is not certain."""
+        """Text that was read and is not certain yet."""
         self._in_string = False
         self._between = True
-        """Whether no value was read since the last comma, or since the beginning."""
+        """Whether no value was read since the last comma or the beginning."""
         self._scanned, self._open, self._quoted = 0, 0, False
-        """How much of a list or an object at the beginning of the rest was looked at, and what is open there."""
+        """State of the list or object at the beginning of the rest: characters scanned, brackets open, and whether in a
+        string."""
 
     def push(self, piece: str) -> None:
-        """Read ``piece``, the first of which begins with the opening brace."""
+        """Read ``piece``. The first piece starts with the opening brace."""
         self._rest += piece
         if not self.text and self._rest:
             self.text, self._rest = "{", self._rest[1:]
@@ -58,19 +59,19 @@ class ArgumentStream:
                 break
 
     def begun(self, end: str = "") -> str:
-        """All that was written, up to the mark ``end``: what is certain, and the rest as it is."""
+        """All that was written, up to the mark ``end``: the certain part, and the rest unchanged."""
         rest = self._rest.partition(end)[0] if end else self._rest
         if not rest.strip() or self.whole or self._in_string:
             return self.text + ("" if self.whole or not self._in_string else rest.partition("\\")[0])
         return self.text + (", " if self._between and self.text != "{" else "") + rest.strip()
 
     def behind(self, end: str = "") -> str:
-        """The text behind the arguments, up to the mark ``end``, that closes nothing; none if they are not whole."""
+        """Text after the arguments, up to the mark ``end``, without what closes them; empty if they are incomplete."""
         rest = self._rest.partition(end)[0] if end else self._rest
         return rest[_CLOSING.match(rest).end() :] if self.whole else ""  # type: ignore[union-attr]
 
     def closed(self) -> str:
-        """What is certain, as a whole object."""
+        """The certain part as a complete object."""
         return self.text if self.whole else self.text + ('"}' if self._in_string else "}")
 
     def _read_member(self) -> None:
@@ -161,30 +162,30 @@ _CDATA = "<![CDATA["
 
 
 class TaggedStream:
-    """Reads arguments in ``form`` in pieces. ``text`` is what is certain of them, with the types of the schema.
+    """Reads arguments in ``form`` in pieces. ``text`` is the certain part of them, with the schema's types.
 
-    A string grows letter by letter where it is one by the schema. Any other value is certain when another argument
-    follows it. At the first thing that may be read in two ways it waits for the end of the call.
+    Arguments that are strings by the schema grow letter by letter. Any other value is certain when another argument
+    follows it. At the first ambiguity the parser waits for the end of the call.
     """
 
     whole = False
-    """The end of a call is not read here."""
+    """False: the end of a call is read elsewhere."""
 
     def __init__(self, form: ToolFormat, types: ArgumentTypes) -> None:
         self._form = form
         self._types = types
         self.text = "{"
         self._rest = ""
-        """What was read and is not certain."""
+        """Text that was read and is not certain yet."""
         self._key: str | None = None
-        """The argument whose value is read."""
+        """Name of the argument whose value is being read."""
         self._in_text = False
         self._keys: set[str] = set()
         self._waits = False
-        """Whether the rest is left to the end of the call."""
+        """Whether the rest is left until the end of the call."""
         others = (form.last.strip(), *form.prefixes, form.begin, form.end, *form.hidden)
         self._stops = (f"\n{form.tags[0]}", form.last.strip() or form.end)
-        """What may show that the end mark of a value was forgotten."""
+        """Marks that show that a value's end mark was forgotten."""
         self._followers = tuple(mark for mark in (form.tags[0], form.tags[0].replace('"', "'"), *others) if mark)
 
     def push(self, piece: str) -> None:
@@ -208,7 +209,7 @@ class TaggedStream:
         return ""
 
     def closed(self) -> str:
-        """What is certain, as a whole object."""
+        """The certain part as a complete object."""
         return self.text + ('"}' if self._in_text else "}")
 
     def _read_key(self) -> None:
@@ -251,7 +252,7 @@ class TaggedStream:
         self.text += f"{', ' if self.text != '{' else ''}{json_text(self._key)}: {value}"
 
     def _value_end(self) -> tuple[int, bool]:
-        """Up to where the rest is certainly the value, and whether another argument follows that."""
+        """The end of the text that certainly belongs to the value, and whether another argument follows it."""
         key_begin, _, _, value_end = self._form.tags
         rest, start = self._rest, 0
         forgotten = min((at for mark in self._stops if (at := rest.find(mark)) >= 0), default=-1)

@@ -50,8 +50,8 @@ class BeamRule:
     prompt: frozenset[int] = frozenset()
     """The tokens of the prompt, which a repetition penalty counts, too."""
     guide: TokenGuide | None = None
-    """Says which tokens may come next, from the first one on. The others are left out of the log-probabilities, which
-    are not made to sum up to 1 again."""
+    """Guide that says which tokens may come next, from the first one on. Other tokens have no log-probability, and the
+    rest is not normalised again."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Hypothesis:
     score: float
     finished: bool
     over: bool = False
-    """Whether the rule's guide ended it."""
+    """Whether the rule's guide ended the sequence."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class _Candidate:
 
 @dataclass(frozen=True)
 class Move:
-    """The changes of the cache before the next step: row i becomes a copy of row ``parents[i]``, then takes
+    """Changes of the cache before the next step: row i becomes a copy of row ``parents[i]``, then takes
     ``tokens[i]``."""
 
     parents: tuple[int, ...]
@@ -105,10 +105,11 @@ def check_beams(width: int, length_penalty: float) -> None:
 
 
 def assign_rows(parents: Sequence[int]) -> list[int]:
-    """A row for each survivor so that as few rows as possible change.
+    """A row for each survivor, so that as few rows as possible change. ``parents[i]`` is the row that survivor i comes
+    from.
 
-    ``parents[i]`` is the row survivor i comes from. The first child of each parent keeps its row; the others take the
-    rows of parents without children. The result is a permutation of the rows.
+    The first child of each parent keeps its row. The others take the rows of parents without children. The result is a
+    permutation of the rows.
     """
     rows = [-1] * len(parents)
     taken: set[int] = set()
@@ -121,7 +122,7 @@ def assign_rows(parents: Sequence[int]) -> list[int]:
 
 
 def _top(scores: Sequence[np.float32], count: int) -> list[int]:
-    """Indices of the ``count`` largest, largest first, the first of equals first."""
+    """Indices of the ``count`` largest scores, largest first, the first among equals first."""
     order = np.argsort(-np.asarray(scores, dtype=np.float32), kind="stable")
     return [int(index) for index in order[:count]]
 
@@ -170,8 +171,11 @@ class BeamState:
         )
 
     def hypotheses(self) -> list[Hypothesis]:
-        """The current candidates, best first, at most ``width``: finished ones and, while the search goes on, running
-        ones with the score that they would have if they ended here."""
+        """The current candidates, best first, at most ``width``.
+
+        They are the finished ones and, during the search, running ones with the score that they would have if they
+        ended here.
+        """
         if self._done:
             return list(self.finished)
         length = np.float32(float(max(1, self.step)) ** self.rule.length_penalty)
@@ -212,7 +216,7 @@ class BeamState:
         return candidates
 
     def _guided(self, candidate: _Candidate) -> _Candidate:
-        """``candidate`` with a guide of its own, if there is one. A token that the guide does not take is hopeless."""
+        """``candidate`` with its own guide, if there is one. Tokens that the guide refuses get a hopeless score."""
         before = self.running[candidate.parent].guide
         if self.rule.guide is None or before is None or candidate.total <= _HOPELESS:
             return candidate
@@ -238,8 +242,8 @@ class BeamState:
         return _best(scores, count)
 
     def _finish(self, candidates: Sequence[_Candidate]) -> None:
-        """Let the sequences that end here compete with those that finished before, if they are among the ``width``
-        best candidates."""
+        """Let the sequences that end now compete with those already finished, if they are among the ``width`` best
+        candidates."""
         length = np.float32(float(self.step) ** self.rule.length_penalty)
         ended = [
             Hypothesis(self._tokens(entry), float(entry.total / length), True, entry.over)
@@ -250,7 +254,7 @@ class BeamState:
         self.finished = [merged[index] for index in _top([np.float32(h.score) for h in merged], self.rule.width)]
 
     def _may_go_on(self) -> bool:
-        """Whether a running beam may still enter the finished ones (by the estimate transformers makes)."""
+        """Whether a running beam may still become one of the finished ones, by the estimate that transformers makes."""
         if self.running[0].total < _HOPELESS:
             return False
         if len(self.finished) < self.rule.width:
@@ -262,8 +266,8 @@ class BeamState:
 
 
 def _continuations(row: Logits, count: int) -> tuple[list[int], list[np.float32]]:
-    """The ``count`` likeliest tokens of [vocabulary] with their log-probabilities, likeliest first, the lowest id
-    first among equals."""
+    """The ``count`` likeliest tokens of [vocabulary] with their log-probabilities, likeliest first, lower ids first
+    among equals."""
     top = row[greedy_token(row)]
     tokens, values = _best(row, count)
     log_sum = np.log(np.exp(row - top).sum(dtype=np.float32))
@@ -271,7 +275,7 @@ def _continuations(row: Logits, count: int) -> tuple[list[int], list[np.float32]
 
 
 def _best(scores: Logits, count: int) -> tuple[list[int], list[np.float32]]:
-    """The ``count`` tokens of [vocabulary] with the largest scores, and these, in the same order."""
+    """The ``count`` tokens of [vocabulary] with the largest scores, and their scores, in the same order."""
     tokens = largest(scores, count)
     tokens = tokens[np.argsort(-scores[tokens], kind="stable")[:count]]
     return [int(token) for token in tokens], list(scores[tokens])

@@ -1,7 +1,7 @@
-"""What may stand for a value where a call must satisfy its tool's JSON schema.
+"""Grammars for the values in calls that must satisfy their tool's JSON schema.
 
-Within JSON llguidance reads the schema itself. Between tags a string is written as it is: what its schema says of it
-becomes a terminal of llguidance's form of Lark. All other values are JSON there, too.
+Within JSON, llguidance reads the schema itself. Between tags a string is written as it is, so its schema becomes a
+terminal in llguidance's form of Lark. All other values are JSON there, too.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from engine.models.text.reasoning_formats import ReasoningFormat
 from engine.models.text.tool_formats import ToolFormat
 
 MOST_ALTERNATIVES = 64
-"""Maximum alternatives of one schema, as far as they differ in their strings."""
+"""Maximum alternatives of one schema that differ in their strings."""
 _ANNOTATIONS = frozenset(["title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"])
-"""Keywords that allow and forbid nothing."""
+"""Keywords without any effect on which values are allowed."""
 _NOT_KEPT = ("minProperties", "maxProperties", "dependentRequired", "dependentSchemas", "dependencies", "if", "not")
-"""Keywords that arguments between tags could break, so that they are refused."""
+"""Keywords that are refused, because arguments between tags could violate them."""
 _NO_STRINGS = ("array", "boolean", "integer", "null", "number", "object")
 _DATE = "[12][0-9]{3}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])"
 _TIME = "([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
@@ -49,17 +49,18 @@ _FORMATS = {
     "email": rf"[A-Za-z0-9_+-]+(\.[A-Za-z0-9_+-]+)*@{_LABEL}(\.{_LABEL}){{1,5}}",
     "uri": rf"https?:\/\/{_LABEL}(\.{_LABEL}){{0,5}}(\/[A-Za-z0-9._~?&=+-]*)*",
 }
-"""Regular expressions of the formats of strings. What they match has the format; not everything that has it matches."""
+"""Regular expressions for the formats of strings. All matches have the format; some strings of the format may not
+match."""
 
 
 def json_value(schema: Any, root: Any) -> str:
-    """The part of a grammar that is a JSON value of ``schema``, whose references point into ``root``."""
+    """The grammar of a JSON value of ``schema``, whose references point into ``root``."""
     options = {"whitespace_pattern": WHITE_SPACE, "coerce_one_of": True}
     return f"%json {json.dumps({**self_contained(schema, root), 'x-guidance': options})}"
 
 
 def self_contained(schema: Any, root: Any) -> dict[str, Any]:
-    """``schema`` with copies of all parts of ``root`` to which it refers, so that it may stand elsewhere."""
+    """``schema`` with copies of the parts of ``root`` that it refers to, so that it can stand alone."""
     if not isinstance(schema, dict):
         return {} if schema is not False else {"not": {}}
     names: dict[str, str] = {}
@@ -94,8 +95,8 @@ def self_contained(schema: Any, root: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class TextForm:
-    """One way in which a string may satisfy a schema: it is one of ``choices`` (None: it need not be), and all of
-    ``terminals`` match it."""
+    """One way for a string to satisfy a schema: it is one of ``choices`` (None: any string), and all ``terminals``
+    match it."""
 
     choices: tuple[str, ...] | None = None
     terminals: tuple[str, ...] = ()
@@ -108,7 +109,7 @@ class TextForm:
 
 
 def text_forms(schema: Any, root: Any, depth: int = 0) -> list[TextForm]:
-    """The ways in which a string may satisfy ``schema``; none if it may not. Raises ModelError (bad-input) if they are
+    """The ways for a string to satisfy ``schema``; empty if no string can. Raises ModelError (bad-input) if they are
     too many."""
     if schema is False or depth > DEEPEST_SCHEMA:
         return []
@@ -136,7 +137,7 @@ def _few(found: Any) -> list[Any]:
 
 
 def _terminals(own: Mapping[str, Any]) -> Iterator[str]:
-    """The terminals that match a string, by what the schema itself says."""
+    """The terminals that match a string, by the schema's own keywords."""
     least, most = own.get("minLength", 0), own.get("maxLength", "")
     if least or most != "":
         yield f"/(?s:.{{{least},{most}}})/"
@@ -147,7 +148,7 @@ def _terminals(own: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _searched(pattern: str) -> str:
-    """A regular expression that matches, as a whole, texts in which ``pattern`` is found."""
+    """A regular expression whose whole matches are the texts that contain ``pattern``."""
     ends = pattern.endswith("$") and (len(pattern) - len(pattern[:-1].rstrip("\\"))) % 2 == 1
     begin = "" if pattern.startswith("^") else "(?s:.*)"
     return f"{begin}(?:{pattern.removeprefix('^')[: -1 if ends else None]}){'' if ends else '(?s:.*)'}"
@@ -164,22 +165,24 @@ def _terminal(pattern: str) -> str:
 
 @dataclass
 class TextRules:
-    """The rules of values between tags, each written once. ``excluded`` are the marks that no free text holds, and
-    ``end`` is what follows a value: a literal, or a token."""
+    """The rules of values between tags, each written once.
+
+    ``excluded``: marks that no free text contains. ``end`` follows a value: a literal, or a token.
+    """
 
     excluded: Sequence[str]
     end: str
     space: str = ""
-    """Terminal of the white space around a value that is no part of it."""
+    """Terminal of the white space around a value, which is not part of it."""
     _names: dict[str, str] = field(default_factory=dict)
 
     @property
     def text(self) -> str:
-        """The rules."""
+        """The rules as text."""
         return "".join(f"{name}: {rule}\n" for rule, name in self._names.items())
 
     def argument(self, schema: Any, types: ArgumentTypes) -> str:
-        """The name of the rule of a value of ``schema`` and of its end."""
+        """The name of the rule for a value of ``schema`` with its end."""
         root = types.root
         allowed = types.allowed(schema)
         forms = text_forms(schema, root) if allowed is None or "string" in allowed else []
@@ -222,11 +225,11 @@ def _allows_anything(schema: Any) -> bool:
 
 
 def text_without(marks: Sequence[str]) -> str:
-    """A regular expression of the texts in which none of ``marks`` is. A mark's first letter must not be in it, or in
-    another mark, again.
+    """A regular expression of the texts that contain none of ``marks``.
 
-    It says what may follow each beginning of a mark. To deny an expression of the marks says the same, but where the
-    length of the text is limited, that is too much work for llguidance.
+    The first letter of a mark must occur only there, in this mark and the others. The expression says what may follow
+    each beginning of a mark. Negating an expression of the marks would mean the same, but if the length of the text is
+    limited, llguidance would need too much work.
     """
     tree: dict[str, Any] = {}
     for mark in marks:
@@ -239,12 +242,12 @@ def text_without(marks: Sequence[str]) -> str:
         return "[^" + "".join(map(_escaped, dict.fromkeys(letters))) + "]"
 
     def broken(node: Mapping[str, Any]) -> str:
-        """What ends the beginning of a mark without making it whole."""
+        """What may follow the beginning of a mark without completing it."""
         longer = [_escaped(letter) + broken(after) for letter, after in node.items() if after]
         return f"(?:{'|'.join([other(first + ''.join(node)), *longer])})"
 
     def begun(node: Mapping[str, Any]) -> str:
-        """Any beginning of a mark."""
+        """An expression of any beginning of a mark."""
         found = [(_escaped(letter), begun(after)) for letter, after in node.items() if after]
         return "|".join(f"{letter}(?:{more})?" if more else letter for letter, more in found)
 
@@ -262,12 +265,12 @@ def _escaped(text: str) -> str:
 
 @dataclass(frozen=True)
 class Arguments:
-    """One set of arguments that a tool's schema allows: the schemas of each, and those that a call must have."""
+    """One set of arguments that a tool's schema allows: their schemas, and the names of the required ones."""
 
     schemas: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     required: tuple[str, ...] = ()
     others: Any = None
-    """The schema of arguments that are not named."""
+    """Schema of arguments that are not named."""
 
     def and_also(self, other: Arguments) -> Arguments:
         schemas = dict(self.schemas)
@@ -277,15 +280,17 @@ class Arguments:
         return Arguments(schemas, required, self.others if other.others is None else other.others)
 
     def members(self) -> list[tuple[str, Any, bool]]:
-        """For each argument its name, its schema, and whether a call must have it."""
+        """Name and schema of each argument, and whether it is required."""
         named = {key: found[0] if len(found) == 1 else {"allOf": list(found)} for key, found in self.schemas.items()}
         named |= {key: {} if self.others is None else self.others for key in self.required if key not in named}
         return [(key, schema, key in self.required) for key, schema in named.items()]
 
 
 def arguments_of(tool: str, schema: Any, root: Any, depth: int = 0) -> list[Arguments]:
-    """The sets of arguments that the ``schema`` of ``tool`` allows. Raises ModelError (bad-input) for keywords that
-    cannot be kept."""
+    """The sets of arguments that the ``schema`` of ``tool`` allows.
+
+    Raises ModelError (bad-input) for keywords that cannot be enforced.
+    """
     own, every, alternatives = schema_parts(schema, root)
     if depth > DEEPEST_SCHEMA:
         return []
@@ -314,7 +319,7 @@ def _every(left: Sequence[Arguments], right: Sequence[Arguments]) -> list[Argume
 
 
 Literal = Callable[[str], str]
-"""Makes the part of a grammar that is a mark."""
+"""Function that makes the grammar of a mark."""
 
 
 def call_grammar(
@@ -326,9 +331,9 @@ def call_grammar(
 ) -> Constraint:
     """The form of an answer that is one call of one of ``tools``, with arguments of the tool's schema.
 
-    ``encode`` gives the tokens of a mark, and those in ``control`` are no text. ``parts``: how a model names the parts
-    of its answer, if a call is one of them; the form is then that of the whole answer, with free thoughts. Raises
-    ModelError (bad-input) for a format whose calls cannot be forced, and for a schema that cannot be kept.
+    ``encode`` gives the tokens of a mark; tokens in ``control`` are not text. ``parts``: the names of an answer's parts
+    in the model's format, if a call is one of them. Then the form covers the whole answer, with free thoughts. Raises
+    ModelError (bad-input) for a format whose calls cannot be enforced, and for an unsupported schema.
     """
 
     def literal(mark: str) -> str:
@@ -389,7 +394,7 @@ def _object(form: ToolFormat, tool: Tool) -> str:
 
 
 def _thoughts(parts: ReasoningFormat, literal: Literal) -> tuple[str, str]:
-    """The beginning of an answer up to its call, in which there may be parts for thoughts; and its rules."""
+    """The beginning of an answer before its call, which may contain parts for thoughts, and its rules."""
     start, channel = map(literal, parts.headers)
     names = " | ".join(map(json.dumps, parts.thoughts))
     thoughts = f'{channel} ({names}) {literal(parts.body)} THOUGHTS {literal(parts.end)} {start} "assistant"'
@@ -403,7 +408,7 @@ def _part(form: ToolFormat, parts: ReasoningFormat, tool: Tool, literal: Literal
 
 
 class _Tagged:
-    """Calls whose arguments are keys and values between tags. ``rules`` are those of their values."""
+    """Calls whose arguments are keys and values between tags. ``rules`` are the rules of their values."""
 
     def __init__(self, form: ToolFormat, literal: Literal) -> None:
         self._form = form
@@ -412,7 +417,7 @@ class _Tagged:
         self.rules = TextRules([*form.all_marks, *form.prefixes], literal(form.tags[3]), space)
 
     def call(self, tool: Tool) -> str:
-        """A call with all arguments that are required, and any of the others, in the schema's order."""
+        """A call with all required arguments and any of the others, in the schema's order."""
         form, schema = self._form, _schema(tool)
         types = ArgumentTypes(tool.parameters)
         head = json.dumps((form.prefixes or ("",))[0] + tool.name + form.name_end)

@@ -1,5 +1,7 @@
-"""Reads the calls of tools that are written between two marks: in the shapes of ``assets/tool_calls.toml``, and as
-models misspell them. What cannot be read is no call; nothing is guessed about a tool's name.
+"""Reads tool calls between two marks, in the shapes of ``assets/tool_calls.toml`` and with the mistakes that models
+make.
+
+Unreadable text is not a call. A tool's name is never guessed.
 """
 
 from __future__ import annotations
@@ -22,13 +24,13 @@ from engine.ipc.messages import Tool
 from engine.models.text.tool_formats import ToolFormat
 
 DEEPEST_VALUE = 100
-"""Maximum levels of lists and dictionaries in arguments that are no JSON."""
+"""Maximum levels of lists and dictionaries in arguments that are not JSON."""
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _SPACE = re.compile(r"\s*")
 _BETWEEN_OBJECTS = re.compile(r"[\s;,]*")
 _TOO_MANY = re.compile(r"[\s\]})`;,]*")
-"""What may follow the last object of a call: white space, and brackets and fences that are too many."""
+"""Superfluous text after the last object of a call: white space, brackets and fences."""
 _FENCE = re.compile(r"```\w*\s*")
 _BRACKET = re.compile(r"[\[\](){}]")
 _PLAIN = re.compile(r"[^,\]}]*")
@@ -55,7 +57,7 @@ _OPENED_OBJECT = re.compile(
     r'\s*(?:```\w*\s*)?[\[\s]*\{\s*("(tool_call_id|id|type)"\s*:\s*"[^"\\]*"\s*,\s*)*("function"\s*:\s*\{\s*)?'
     r'"(name|tool_name)"\s*:\s*"(?P<name>[^"\\]*)"\s*,\s*"(arguments|parameters)"\s*:\s*(?=\{)'
 )
-"""The same up to its arguments, if they are an object."""
+"""The beginning of such a call up to its arguments, if they are an object."""
 _BEGUN_MEMBER = re.compile(r'[\[\s]*\{\s*"(?P<name>[^"\\]+)"\s*:\s*(?P<arguments>\{.*)', re.DOTALL)
 """The beginning of a call whose name is the key of its arguments."""
 
@@ -70,7 +72,7 @@ class Called:
 
 @dataclass(frozen=True)
 class ReadCalls:
-    """Calls, and the text behind the last one that is part of none."""
+    """Calls, and the text after the last one that belongs to none."""
 
     calls: list[Called]
     rest: str = ""
@@ -90,13 +92,13 @@ class CallReader:
         self._repeated = re.compile(rf"\A\s*(?:{re.escape(form.begin)}\s*)*" if form.begin else "(?!)")
         key_begin = form.tags[0] if form.tags else ""
         self._key_begins = (key_begin, re.sub('"$', "'", key_begin))
-        """What is before a key: some write its quotation marks otherwise."""
+        """Beginnings of a key, including one with the other quotation marks."""
         self._after_name = re.compile(rf"{_ATTRIBUTES}\s*(?:{re.escape(mark)})?\s*")
 
     def read(self, body: str, last: bool = False) -> ReadCalls | None:
-        """The calls that ``body`` writes; None if it writes none, or names a tool that there is not.
+        """The calls that ``body`` writes; None if it writes none, or names an unknown tool.
 
-        ``last``: no more text follows, so that an end mark that is not there was forgotten.
+        ``last``: no more text follows, so a missing end mark was forgotten.
         """
         text = self._cleaned(body)
         calls: ReadCalls | None = None
@@ -118,7 +120,7 @@ class CallReader:
         return calls if known else None
 
     def is_hopeless(self, body: str) -> bool:
-        """Whether no text behind ``body`` makes a call of it."""
+        """Whether no text after ``body`` could make it a call."""
         text = body.lstrip()
         if self._form.shape != "json" or self._form.bare or text[:1] in ("", "{", "[", "`"):
             return False
@@ -126,16 +128,18 @@ class CallReader:
         return not any(mark.startswith(text) or text.startswith(mark) for mark in marks if mark)
 
     def begun(self, body: str) -> Called | None:
-        """The first call that ``body`` begins to write: its name, and its arguments as far as they are there. None if
-        it is no tool's name, or not whole."""
+        """The first call that ``body`` begins to write: its name, and its arguments so far.
+
+        None if the name is incomplete or is no tool's.
+        """
         text = self._cleaned(body)
         found = self._begun(text)
         return found if found is not None and found.name in self._types else None
 
     def opening(self, body: str) -> tuple[str, ArgumentStream | TaggedStream, int] | None:
-        """The tool's name, what reads its arguments as they come, and where in ``body`` these begin.
+        """The tool's name, a reader of its arguments, and the index in ``body`` at which they begin.
 
-        None unless it is certain that this is a call, and that its arguments can be read as they come.
+        None unless this is certainly a call whose arguments can be read while they arrive.
         """
         written = _OPENED_OBJECT.match(body)
         if written is not None:
@@ -161,7 +165,7 @@ class CallReader:
         return name, TaggedStream(self._form, self._types[name]), at
 
     def _cleaned(self, body: str) -> str:
-        """``body`` without the marks around it. Within it they may be text of a value."""
+        """``body`` without the marks around it. Marks inside may be text of a value."""
         text = self._hidden_end.sub("", self._hidden.sub("", body, count=1))
         return self._repeated.sub("", text, count=1).strip()
 
@@ -192,9 +196,9 @@ class CallReader:
         return ReadCalls(calls, rest) if calls else None
 
     def _values(self, text: str, last: bool) -> tuple[list[Any], str]:
-        """The values that follow each other in ``text``, and the text behind them.
+        """The values that follow one another in ``text``, and the text after them.
 
-        ``last``: no more text follows, so that brackets behind the arguments that are not there were forgotten.
+        ``last``: no more text follows, so missing brackets after the arguments were forgotten.
         """
         values: list[Any] = []
         at = 0
@@ -247,7 +251,7 @@ class CallReader:
     # --- a name, and arguments as JSON ------------------------------------------------------------------------------
 
     def _name_and_rest(self, text: str) -> tuple[str, bool, str]:
-        """The tool's name, whether it is whole, and the text of the arguments without a fence."""
+        """The tool's name, whether it is complete, and the text of the arguments without a fence."""
         form = self._form
         for prefix in form.prefixes:
             text = text.removeprefix(prefix)
@@ -278,7 +282,7 @@ class CallReader:
         return calls
 
     def _one_named(self, text: str) -> ReadCalls | None:
-        """The first of the calls that ``text`` writes; some write several without a mark between them."""
+        """The first of the calls in ``text``. Some models write several without a mark between them."""
         name, is_whole, written = self._name_and_rest(text)
         if not is_whole:
             return None
@@ -323,8 +327,7 @@ class CallReader:
         return self._hidden.match(text, at).end()  # type: ignore[union-attr]
 
     def _name_at(self, text: str, at: int) -> tuple[str, int]:
-        """The tool's name that stands at ``at``, as a whole, and where it ends; empty if none does. Some write it as in
-        XML."""
+        """The tool's complete name at ``at``, and its end; empty if there is none. Some models escape it as in XML."""
         spelled = ((name, spelling) for name in self._types for spelling in (name, name.replace("&", "&amp;")))
         matches = [
             (name, at + len(spelling))
@@ -334,7 +337,7 @@ class CallReader:
         return max(matches, key=lambda spelling: spelling[1], default=("", at))
 
     def _pairs(self, text: str, at: int, name: str) -> tuple[dict[str, Any], int] | None:
-        """The arguments that are all of ``text`` from ``at``, written as in ``clock zone=UTC``, and where they end."""
+        """The arguments that fill ``text`` from ``at``, written like ``clock zone=UTC``, and their end."""
         arguments: dict[str, Any] = {}
         while not self._form.begin.endswith('"') and (pair := _PAIR.match(text, at)) is not None:
             key, value, at = pair[1], pair[2], pair.end()
@@ -344,7 +347,7 @@ class CallReader:
         return (arguments, at) if arguments and at == len(text) else None
 
     def _arguments(self, text: str, at: int, name: str, last: bool) -> tuple[dict[str, Any], int] | None:
-        """The arguments of ``name`` that begin at ``at``, and where they end."""
+        """The arguments of ``name`` that begin at ``at``, and their end."""
         _, _, value_begin, value_end = self._form.tags
         if text.startswith("{", at):
             try:
@@ -506,13 +509,13 @@ def _spaces(text: str, at: int, more: tuple[str, ...] = ()) -> int:
 
 
 def _without_fence(text: str) -> str:
-    """``text`` without the line before a block of code; what is after the block is passed over when it is read."""
+    """``text`` without the line before a code block. Text after the block is ignored by the readers."""
     fence = _FENCE.match(text)
     return text if fence is None else text[fence.end() :]
 
 
 def _first_value(text: str) -> str:
-    """The JSON value at which ``text`` begins, or all of it if that is not whole."""
+    """The JSON value at the start of ``text``, or all of ``text`` if it is incomplete."""
     try:
         return text[: _DECODER.raw_decode(text)[1]]
     except (ValueError, RecursionError):
@@ -523,7 +526,7 @@ def _first_value(text: str) -> str:
 
 
 def _expressions(text: str) -> list[ast.expr]:
-    """The expressions that ``text`` writes in Python, those of a list one by one; none if it is no Python."""
+    """The Python expressions in ``text``, with lists split into their elements; empty if it is not Python."""
     if _depth(text) > DEEPEST_VALUE:
         return []
     try:
@@ -545,7 +548,8 @@ def _expressions(text: str) -> list[ast.expr]:
 
 
 def _mended(text: str) -> ast.Module:
-    """``text`` read with what it lacks to be Python. Raises ValueError or SyntaxError if it is none all the same."""
+    """``text`` parsed as Python after its flaws are repaired. Raises ValueError or SyntaxError if it still is not
+    Python."""
     try:
         return ast.parse(_STRING_OR_ZEROS.sub(_as_python, text))
     except (ValueError, SyntaxError):
@@ -553,14 +557,14 @@ def _mended(text: str) -> ast.Module:
 
 
 def _as_python(found: re.Match[str]) -> str:
-    """A string of Python with escapes for what it may not hold as it is; the name of a number with leading zeros."""
+    """A Python string with the necessary escapes, or a name for a number with leading zeros."""
     if found[0].startswith("0"):
         return f"_{found[0]}"
     return found[0].replace("\n", "\\n").replace("\r", "\\r").replace("\0", "\\x00")
 
 
 def _with_inner_quotes(text: str) -> str:
-    """``text`` with escapes for the quotation marks within its keyword arguments that do not end them."""
+    """``text`` with escapes for quotation marks inside its keyword arguments."""
     ends = {mark: [match.start() for match in _STRING_END.finditer(text) if match[1] == mark] for mark in "'\""}
     written, at = "", 0
     for begin in _STRING_BEGIN.finditer(text):
@@ -584,7 +588,7 @@ def _depth(text: str) -> int:
 
 
 def _python_value(text: str) -> Any:
-    """The one value that ``text`` writes in Python; None if it writes none."""
+    """The single Python value in ``text``; None if there is none."""
     text = text.strip().rstrip(";")
     if text[:1] not in ("{", "[") or text[-1] not in "}]":
         return None
@@ -597,7 +601,7 @@ def _python_value(text: str) -> Any:
 
 
 def _literal(node: ast.expr) -> Any:
-    """The value of a literal, and of the words of JSON. Raises ValueError for anything else."""
+    """The value of a literal, including JSON's words. Raises ValueError for anything else."""
     match node:
         case ast.Constant(value=float() as number) if not math.isfinite(number):
             raise ValueError("it is no number of JSON")
@@ -621,7 +625,7 @@ def _literal(node: ast.expr) -> Any:
 
 
 def _dotted(node: ast.expr) -> str:
-    """The name that ``node`` writes; empty if it is none."""
+    """The dotted name that ``node`` writes; empty if it is not a name."""
     if isinstance(node, ast.Attribute):
         before = _dotted(node.value)
         return f"{before}.{node.attr}" if before else ""
@@ -632,14 +636,14 @@ def _dotted(node: ast.expr) -> str:
 
 
 class _BraceReader:
-    """Reads values that are written as in JSON, but with bare keys, and a mark for a quotation mark."""
+    """Reads values written as in JSON, but with bare keys, and a mark for a quotation mark."""
 
     def __init__(self, text: str, quote: str) -> None:
         self._text = text
         self._quote = quote
 
     def value(self, at: int, depth: int) -> tuple[Any, int]:
-        """The value at ``at``, and where it ends. Raises ValueError if it is not whole."""
+        """The value at ``at``, and its end. Raises ValueError if it is incomplete."""
         text = self._text
         at = _spaces(text, at)
         if depth > DEEPEST_VALUE:
@@ -693,8 +697,10 @@ class _BraceReader:
 
 
 def _elements(pieces: Iterator[str], end: str, depth: int) -> Iterator[tuple[str, Any]]:
-    """The elements up to the tag ``end``, by name: a text, a list of items, or a dictionary. Each of ``pieces`` is a
-    tag and the text behind it. Raises ValueError if they do not fit together."""
+    """The elements up to the tag ``end``, by name: a text, a list of items, or a dictionary.
+
+    Each of ``pieces`` is a tag and the text after it. Raises ValueError if they do not match.
+    """
     for piece in pieces:
         if end and piece.startswith(end):
             return
@@ -713,7 +719,7 @@ def _elements(pieces: Iterator[str], end: str, depth: int) -> Iterator[tuple[str
 
 
 def _by_name(elements: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """The values of ``elements``: a list of them for a name that several have."""
+    """The values of ``elements`` by name. A name with several values gets a list."""
     found: dict[str, list[Any]] = {}
     for name, value in elements:
         found.setdefault(name, []).append(value)

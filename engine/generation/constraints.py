@@ -1,7 +1,7 @@
-"""Constrained decoding: which tokens may come next in an answer that must have a given form.
+"""Constrained decoding: the tokens that may come next in an answer that must have a given form.
 
-The grammars are llguidance's, which is imported when the first constraint is asked for. Its limits bound the time and
-memory that a hostile schema, regular expression or grammar can take.
+The grammars are llguidance's, which is imported for the first constraint. Its limits bound the time and memory that a
+hostile schema, regular expression or grammar can take.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 Allowed = NDArray[np.bool_]
-"""For each token of the vocabulary, whether it may come next."""
+"""Whether each token of the vocabulary may come next."""
 
 LARGEST_CONSTRAINT = 128 * 1024
 """Maximum bytes of a schema, a regular expression or a grammar."""
 DEEPEST = 64
-"""Maximum brackets that are open at once in a constraint's text."""
+"""Maximum nesting of brackets in a constraint's text."""
 WHITE_SPACE = r"( |\n[ \t]{0,40})"
-"""Regular expression of the white space between two parts of JSON. It is short, as a model might never end it."""
+"""Regular expression of the white space between two parts of JSON. It is bounded, because a model might never end
+it."""
 
 _NAMES = {
     "json": "The JSON constraint",
@@ -40,12 +41,12 @@ _NAMES = {
     "grammar": "The grammar",
 }
 _PLAINLY = {"NoExtensionBias": "a part of it is defined by nothing but itself"}
-"""The library's reasons that say nothing to a person."""
+"""Explanations for reasons of the library that a person would not understand."""
 _ANY_OBJECT = '{"type": "object"}'
 
 
 class FormState:
-    """How far an answer of a form has come. One answer, or one beam, has one."""
+    """The progress of one answer, or one beam, within a form."""
 
     def __init__(self, matcher: LLMatcher, vocabulary: int, name: str) -> None:
         self._matcher = matcher
@@ -56,7 +57,7 @@ class FormState:
         return FormState(self._matcher.deep_copy(), self._vocabulary, self._name)
 
     def allowed(self) -> Allowed:
-        """The tokens that may come next; none of them ends the answer.
+        """The tokens that may come next, without those that end the answer.
 
         Raises ModelError (bad-input) if the form takes too much work to follow.
         """
@@ -82,7 +83,7 @@ class FormState:
 
     @property
     def over(self) -> bool:
-        """Whether the answer is complete, and nothing may be added to it."""
+        """Whether the answer is complete and nothing may be added to it."""
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
     def _refused(self, reason: str) -> ModelError:
@@ -90,8 +91,10 @@ class FormState:
 
 
 class ConstraintVocabulary:
-    """A model's vocabulary in the form that llguidance needs: ``token_bytes`` of each token. Those in ``control`` are
-    in no answer. Making one takes about a second for 250,000 tokens."""
+    """A model's vocabulary in the form that llguidance needs: ``token_bytes`` of each token.
+
+    Tokens in ``control`` occur in no answer. Making the vocabulary takes about a second for 250,000 tokens.
+    """
 
     def __init__(self, token_bytes: Sequence[bytes], control: Collection[int]) -> None:
         import llguidance
@@ -104,7 +107,7 @@ class ConstraintVocabulary:
     def begin(self, constraint: Constraint) -> FormState:
         """The state before the first token of an answer.
 
-        Raises ModelError (bad-input) if the constraint is malformed, too large, or has what is not supported.
+        Raises ModelError (bad-input) if the constraint is malformed, too large, or uses something unsupported.
         """
         import llguidance
 
@@ -122,12 +125,12 @@ class ConstraintVocabulary:
         return state
 
     def spelled(self, text: str) -> list[int]:
-        """Tokens whose bytes are those of ``text``, not necessarily those that the model would choose."""
+        """Tokens whose bytes are those of ``text``, not necessarily the tokens that the model would choose."""
         return self._tokens(text)
 
 
 class _Tokens:
-    """What llguidance asks a tokenizer for."""
+    """The tokenizer interface that llguidance calls."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -145,12 +148,12 @@ class _Tokens:
         self._found: list[int] = []
         """Tokens of ``_text``."""
         self._after: dict[int, int] = {0: 0}
-        """For each place of ``_text`` between two tokens, the number of those before it."""
+        """Number of tokens before each token boundary in ``_text``, by position."""
         self._last_gap = -1
-        """The last place of ``_text`` whose byte no token has; -1 if there is none."""
+        """The last position in ``_text`` whose byte is in no token; -1 if there is none."""
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Tokens of ``text``, the longest ones first. Bytes that no token has are left out."""
+        """Tokens of ``text``, the longest first. Bytes without a token are left out."""
         data = text.encode() if isinstance(text, str) else text
         rest = len(self._text) - len(data)
         if not (rest in self._after and self._text.endswith(data)):
@@ -160,8 +163,11 @@ class _Tokens:
         return self._found[self._after[rest] :]
 
     def _split(self, data: bytes) -> None:
-        """Keep the tokens of ``data``. At each step of an answer the library asks for all text that must follow, which
-        is what it asked for before, less the tokens written since."""
+        """Record the tokens of ``data``.
+
+        At each step the library asks for all text that must follow. That is the text of the step before, without the
+        tokens written since, so its tokens are reused.
+        """
         self._text, self._found, self._after, self._last_gap = data, [], {}, -1
         begin = 0
         while begin < len(data):
@@ -228,7 +234,7 @@ def _check_size(name: str, text: str) -> None:
 
 
 def refused(name: str, reason: str) -> ModelError:
-    """The error of a constraint that cannot be followed; ``name`` is how a sentence calls it."""
+    """The error for a constraint that cannot be followed. ``name``: what a sentence calls it."""
     reason = " ".join(reason.replace("<non-verbose/>", "").split()).rstrip(". ")
     reason = _PLAINLY.get(reason, reason)
     return ModelError(f"{name} cannot be used: {shown(reason, 300)}.", kind="bad-input")
@@ -238,24 +244,25 @@ def refused(name: str, reason: str) -> ModelError:
 
 
 LONGEST_FREE_NAME = 64
-"""Maximum tokens of the name of a part, after which only its end may come."""
+"""Maximum tokens of a part's name, after which only its end may come."""
 MOST_BLANKS = 2
 """Maximum tokens of empty lines between thoughts and answer."""
 
 
 @dataclass(frozen=True)
 class GuideVocabulary:
-    """What a guide knows of the tokens: their bytes, those that end an answer, and how texts are written in them."""
+    """A guide's view of the vocabulary: the tokens' bytes, the tokens that end an answer, and functions from text to
+    tokens."""
 
     size: int
     bytes_of: Callable[[int], bytes]
     ends: Collection[int]
     encode: Callable[[str], Sequence[int]]
-    """The tokens in which the model writes a mark."""
+    """Function that gives the model's own tokens for a mark."""
     spelled: Callable[[str], Sequence[int]]
-    """Any tokens whose bytes are those of a text."""
+    """Function that gives any tokens whose bytes are those of a text."""
     blanks: Sequence[int] = ()
-    """Tokens that are empty lines and nothing else."""
+    """Tokens that consist only of empty lines."""
 
     @property
     def no_ends(self) -> Allowed:
@@ -273,16 +280,17 @@ class GuideVocabulary:
 
 
 class AnswerGuide:
-    """Says which tokens may come next in one answer, or one beam. ``parser`` separates its thoughts; None without."""
+    """Guide that says which tokens may come next in one answer, or one beam. ``parser`` separates its thoughts; None
+    without."""
 
     def __init__(self, form: FormState, vocabulary: GuideVocabulary, parser: ReasoningParser | None) -> None:
         self._form = form
         self._vocabulary = vocabulary
         self._parser = parser
-        """None as soon as the answer has begun."""
+        """Parser of the thoughts; None once the answer has begun."""
         self._text = codecs.getincrementaldecoder("utf-8")("replace")
         self._opening: list[tuple[int, ...]] = []
-        """What is left of the marks whose first tokens were chosen."""
+        """Remaining tokens of the marks whose first tokens were chosen."""
         self._name_tokens = 0
         self._blanks = 0
 
@@ -297,13 +305,13 @@ class AnswerGuide:
 
     @property
     def over(self) -> bool:
-        """Whether the answer is complete, and nothing may be added to it."""
+        """Whether the answer is complete and nothing may be added to it."""
         return self._parser is None and self._form.over
 
     def allowed(self) -> Allowed:
-        """The tokens that may come next, those that end the answer included.
+        """The tokens that may come next, including those that end the answer.
 
-        Raises ModelError (bad-input) if no token of the vocabulary may, or the form is too much work.
+        Raises ModelError (bad-input) if no token may come next, or the form takes too much work.
         """
         allowed = self._allowed()
         if not allowed.any():

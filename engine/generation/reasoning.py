@@ -11,22 +11,22 @@ from engine.generation.text import overlap
 from engine.models.text.reasoning_formats import ReasoningFormat
 
 RECIPIENT, MESSAGE = "<|recipient|>", "<|message|>"
-"""Marks around the name of a tool that a part of an answer is for."""
+"""Marks around the name of the tool to which a part of an answer is addressed."""
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _BEGUN_RECIPIENT = re.compile(r"\s*(t(o(=[^\s<]*\s*)?)?)?")
-"""What a part may begin with whose header the prompt has begun, up to the header's next mark."""
+"""Possible beginning of a part whose header the prompt has begun, up to the header's next mark."""
 
 _BEFORE_QUOTED = frozenset("`'\"“”‘’«»‹›„‚*_([{</|=")
-"""Characters before a mark that is spoken of."""
+"""Characters before a mark that is only mentioned."""
 _NO_TOOLS = ("assistant", "user")
-"""Recipients of a part that are no tools."""
+"""Recipients of a part that are not tools."""
 
 
 class _AnswerPart(enum.Enum):
     ANSWER = enum.auto()
     THOUGHTS = enum.auto()
     HEADER = enum.auto()
-    """In the name of a part."""
+    """The name of a part, between its marks."""
 
 
 @dataclass(frozen=True)
@@ -36,21 +36,23 @@ class Separated:
     thoughts: str = ""
     answer: str = ""
     withdrawn: bool = False
-    """Whether the answer before this text turned out to be thoughts, because only their end was marked."""
+    """Whether the answer before this text was in fact thoughts, of which only the end was marked."""
 
 
 LONGEST_NAME = 200
-"""Maximum characters of a part's name; what is longer is no name but an answer whose mark is missing."""
+"""Maximum characters of a part's name. Longer text is an answer whose mark is missing."""
 
 
 class ReasoningParser:
-    """Separates a stream of text by the marks of ``form``. Marks may arrive in pieces.
+    """Separates thoughts from the answer in a stream, by the marks of ``form``. Marks may arrive in pieces.
 
     ``prompt`` is the rendered prompt: a template may itself begin the thoughts, or say that there are none. A mark
-    within the answer is text unless the parts of the answer have names. A lone end at the beginning of a line, or right
-    after a word, marks what was before it as thoughts. White space around the thoughts is left out, and an empty line
-    stands between two parts of the same kind. ``answering``: an answer that had begun is continued. ``recipients``: a
-    part for a tool begins with the tool's name, between marks of :mod:`engine.generation.tool_calls`.
+    within the answer is plain text, unless the answer's parts have names. A lone end mark at the beginning of a line,
+    or right after a word, makes the text before it thoughts. White space around the thoughts is left out, and an empty
+    line separates two parts of the same kind.
+
+    ``answering``: an answer that had begun is continued. ``recipients``: a part for a tool begins with the tool's name,
+    between marks of :mod:`engine.generation.tool_calls`.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class ReasoningParser:
         self._state = _AnswerPart.THOUGHTS if begun else _AnswerPart.ANSWER
         self._answering = answering
         self._settled = not form.headers and (answering or end.endswith(form.end))
-        """Whether no mark of thoughts is expected any more."""
+        """Whether no more marks of thoughts are expected."""
         self._held = ""
         """Text that may be the beginning of a mark."""
         self._space = ""
@@ -71,19 +73,19 @@ class ReasoningParser:
         self._blank = not answering
         """Whether the part has no text yet."""
         self._header = ""
-        """What was written since the part's beginning, with the marks after it."""
+        """Text since the beginning of the part, with the marks after it."""
         self._named = False
         """Whether the text belongs to a part whose name was read."""
         self.for_user = False
-        """Whether the text belongs to a part that is for the user by its name: it holds no calls."""
+        """Whether the text belongs to a part that is addressed to the user and so contains no calls."""
         self._thought = begun
         self._filled: set[_AnswerPart] = set()
         self._opened = False
-        """Whether the first of the hidden marks was met, so that the second is expected."""
+        """Whether the first of the hidden marks was found, so that the second is expected."""
         self._unmarked = ""
-        """The answer while its beginning may still turn out to be thoughts."""
+        """Text of the answer while its beginning may still turn out to be thoughts."""
         self._header_begun = bool(form.headers) and not answering and self._begins_header(end)
-        """Whether the prompt has begun the name of the first part, of which nothing was read yet."""
+        """Whether the prompt has begun the name of the first part, and nothing of it was read yet."""
 
     def _begins_header(self, prompt: str) -> bool:
         form = self._form
@@ -97,8 +99,8 @@ class ReasoningParser:
 
     @property
     def answer_may_begin(self) -> bool:
-        """Whether the next text may be the answer's: it is no part of the thoughts, and a part's name was read where
-        parts have names."""
+        """Whether the next text may be the answer's: it is outside the thoughts, and after a part's name if parts have
+        names."""
         return self._state is _AnswerPart.ANSWER and (self._named or not self._form.headers)
 
     @property
@@ -128,11 +130,11 @@ class ReasoningParser:
 
     @property
     def has_thought(self) -> bool:
-        """Whether there were thoughts, perhaps empty ones, after which an empty line may come."""
+        """Whether there were thoughts, perhaps empty ones. An empty line may follow them."""
         return self._thought
 
     def push(self, piece: str) -> Separated:
-        """The text that certainly belongs to no mark."""
+        """Read ``piece``. Returns the text that certainly belongs to no mark."""
         self._held += piece
         separated: list[Separated] = []
         while (met := self._next_mark()) is not None:
@@ -148,7 +150,7 @@ class ReasoningParser:
         return _joined([*separated, self._text(ready)])
 
     def flush(self) -> Separated:
-        """The text that was held back. Must be called once, at the end."""
+        """The text that was held back. Call it once, at the end."""
         held, self._held = self._held, ""
         self._header_begun = False
         for mark in self._form.stray:
@@ -161,11 +163,11 @@ class ReasoningParser:
 
     @property
     def _without_thoughts(self) -> bool:
-        """Whether no thoughts may begin any more."""
+        """Whether no more thoughts may begin."""
         return self._thought or self._settled
 
     def _expected(self) -> Sequence[str]:
-        """The marks that mean something now, or at some place of the text that is held."""
+        """The marks that have a meaning now, or somewhere in the held text."""
         form = self._form
         if form.headers:
             return (*form.marks, *form.within)
@@ -180,7 +182,7 @@ class ReasoningParser:
         return (form.begin, form.end, *hidden)
 
     def _next_mark(self) -> tuple[int, str] | None:
-        """Place and text of the expected mark that comes first; of two at the same place the longer one."""
+        """Position and text of the first expected mark; the longer of two at the same position."""
         found = [(at, mark) for mark in self._expected() if (at := self._place(mark)) >= 0]
         return min(found, key=lambda place: (place[0], -len(place[1])), default=None)
 
@@ -303,7 +305,7 @@ class ReasoningParser:
 
 
 def separate(parser: ReasoningParser, text: str) -> Separated:
-    """All of ``text`` at once: its thoughts and its answer."""
+    """The thoughts and the answer in the whole of ``text``."""
     found = _joined([parser.push(text), parser.flush()])
     return Separated(found.thoughts, found.answer)
 

@@ -23,18 +23,17 @@ from engine.runtimes.protocol import Logits
 
 _SEED_LIMIT = 2**64
 _COLDEST = 1e-30
-"""Lowest temperature that is used for weights. At this temperature only the likeliest tokens have a weight in
-float32."""
+"""Lowest temperature used for weights. At this temperature only the likeliest tokens have a weight in float32."""
 PENALTIES = (0.1, 10.0)
 """Smallest and largest repetition penalty. Below 1 it favours repetition."""
 PENALISES_PROMPT = "repetition_penalty_counts_prompt"
-"""Key in a ``generation_config.json``, which only privatellm reads: false if the penalty is for the answer alone. A
-small model that may not repeat the words of a question answers another one. Such a penalty changes logits in a beam
-search, too."""
+"""Key in a ``generation_config.json`` that only privatellm reads: false if the penalty counts only the answer. A small
+model that may not repeat the words of a question answers another one. Such a penalty changes logits in a beam search,
+too."""
 ANSWER_PENALTY = 2.0
-"""Largest penalty for presence or frequency, and as a negative number the smallest."""
+"""Maximum penalty for presence or frequency. Its negative is the minimum."""
 LARGEST_BIAS = 100.0
-"""Largest bias of a logit, and as a negative number the smallest."""
+"""Maximum bias of a logit. Its negative is the minimum."""
 MOST_BIASES = 4096
 """Maximum tokens with a bias."""
 _BLOCK = 512
@@ -56,11 +55,11 @@ class SamplingRule:
     penalises_prompt: bool = True
     """Whether the repetition penalty counts the tokens of the prompt, too, as transformers does."""
     presence_penalty: float = 0.0
-    """Subtracted from the logit of each token that the answer contains."""
+    """Penalty subtracted from the logit of each token in the answer."""
     frequency_penalty: float = 0.0
-    """Subtracted from a token's logit once for each time that the answer contains it."""
+    """Penalty subtracted from a token's logit for each occurrence in the answer."""
     bias: Mapping[int, float] = field(default_factory=dict)
-    """Added to the logits of these tokens."""
+    """Values added to the logits, by token id."""
 
     @property
     def greedy(self) -> bool:
@@ -68,11 +67,11 @@ class SamplingRule:
 
     @property
     def as_computed(self) -> bool:
-        """Whether tokens are chosen by the logits as the model computes them."""
+        """Whether tokens are chosen by the unchanged logits of the model."""
         return self.repetition_penalty == 1.0 and not (self.presence_penalty or self.frequency_penalty or self.bias)
 
     def of_sample(self, index: int) -> SamplingRule:
-        """The rule for sample ``index`` of several: another seed for each, if one was asked for."""
+        """The rule for sample ``index`` of several. If a seed was asked for, each sample has another one."""
         return self if self.seed is None else replace(self, seed=(self.seed + index) % _SEED_LIMIT)
 
     def penalised_of(self, prompt: Iterable[int]) -> frozenset[int]:
@@ -81,7 +80,7 @@ class SamplingRule:
 
     @property
     def used(self) -> Sampling:
-        """The values that matter: a greedy rule has no filters and draws nothing."""
+        """The sampling values in effect. A greedy rule has no filters and draws nothing."""
         changes = Sampling(
             repetition_penalty=self.repetition_penalty,
             presence_penalty=self.presence_penalty,
@@ -162,7 +161,7 @@ def sampling_rule(asked: Sampling, defaults: Mapping[str, Any]) -> SamplingRule:
 
 
 def own_sampling(defaults: Mapping[str, Any]) -> Sampling | None:
-    """How a model with these ``defaults`` samples if nothing is asked for; None if they are impossible."""
+    """The sampling of a model with these ``defaults`` if nothing is asked for; None if they are impossible."""
     try:
         rule = sampling_rule(Sampling(), defaults)
     except (ModelError, TypeError, ValueError):
@@ -177,7 +176,7 @@ def own_sampling(defaults: Mapping[str, Any]) -> Sampling | None:
 
 
 def stated_penalty(defaults: Mapping[str, Any]) -> float | None:
-    """The repetition penalty of a ``generation_config.json``; None if it states none that can be used."""
+    """The repetition penalty in a ``generation_config.json``; None if it has no usable one."""
     value = defaults.get("repetition_penalty")
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
@@ -185,14 +184,17 @@ def stated_penalty(defaults: Mapping[str, Any]) -> float | None:
 
 
 def usual_limit(defaults: Mapping[str, Any]) -> int | None:
-    """The limit of an answer, in tokens, that a ``generation_config.json`` states; None if it states none."""
+    """The limit of an answer, in tokens, in a ``generation_config.json``; None if it has none."""
     value = defaults.get("max_new_tokens")
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
 def penalised(scores: Logits, seen: Collection[int], penalty: float) -> Logits:
-    """``scores`` [vocabulary] with those of the tokens ``seen`` made smaller: divided by ``penalty`` if they are
-    positive, else multiplied by it (transformers' RepetitionPenaltyLogitsProcessor). ``scores`` is not changed."""
+    """A copy of ``scores`` [vocabulary] in which the scores of the tokens ``seen`` are lowered.
+
+    Positive scores are divided by ``penalty``, others multiplied by it (transformers'
+    RepetitionPenaltyLogitsProcessor).
+    """
     tokens = np.fromiter(seen, np.int64, len(seen))
     found = scores.copy()
     values = found[tokens]
@@ -201,13 +203,13 @@ def penalised(scores: Logits, seen: Collection[int], penalty: float) -> Logits:
 
 
 class NotNumbersError(ModelError):
-    """The logits are no numbers."""
+    """Raised if the logits are not numbers."""
 
 
 def greedy_token(logits: Logits) -> int:
-    """The most likely token; the lowest id among equals.
+    """The likeliest token; the lowest id among equals.
 
-    Raises NotNumbersError if the logits are not numbers: continuing would be nonsense said with confidence.
+    Raises NotNumbersError if the logits are not numbers, because the answer would be nonsense.
     """
     token = int(np.argmax(logits))
     if not math.isfinite(float(logits[token])):
@@ -219,7 +221,8 @@ def greedy_token(logits: Logits) -> int:
 
 
 def largest(values: Logits, count: int) -> NDArray[np.int64]:
-    """Indices of the ``count`` largest of [n], and of all that equal the last of them, ascending. ``1 <= count``."""
+    """Indices of the ``count`` largest values of [n], and of all that equal the smallest of these, ascending. ``1 <=
+    count``."""
     if count >= len(values):
         return np.arange(len(values))
     candidates = np.arange(len(values))
@@ -259,7 +262,7 @@ def weighed(logits: Logits, rule: SamplingRule) -> tuple[NDArray[np.int64] | Non
 
 
 def _nucleus(weights: Logits, top_p: float) -> NDArray[np.int64]:
-    """Indices, ascending, of the fewest likeliest tokens that hold ``top_p`` of the whole weight, but at least one."""
+    """Indices, ascending, of the fewest likeliest tokens whose weights reach ``top_p`` of the total; at least one."""
     whole = float(weights.sum(dtype=np.float64))
     target = whole * top_p
     # A token and all less likely ones together weigh at most its weight times their number, so most of a large
@@ -302,7 +305,7 @@ def _drawn(weights: Logits, point: float) -> int:
 
 
 class TokenGuide(Protocol):
-    """What says which tokens may come next (:class:`engine.generation.constraints.AnswerGuide`)."""
+    """A guide that says which tokens may come next (:class:`engine.generation.constraints.AnswerGuide`)."""
 
     @property
     def over(self) -> bool: ...
@@ -315,8 +318,11 @@ class TokenGuide(Protocol):
 
 
 class SamplerState(msgspec.Struct, frozen=True):
-    """What another sampler needs to go on with the same tokens: the rule, the number of tokens that were drawn, and
-    those that the penalties count, of the prompt and of the answer (each with its number)."""
+    """The state with which another sampler can continue.
+
+    It contains the rule, the number of tokens drawn, and the tokens that the penalties count, in the prompt and in the
+    answer (each with its number).
+    """
 
     rule: SamplingRule
     drawn: int
@@ -325,7 +331,7 @@ class SamplerState(msgspec.Struct, frozen=True):
 
 
 class Sampler:
-    """Draws tokens by one rule; the same seed gives the same tokens for the same logits.
+    """Draws tokens by one rule. The same seed gives the same tokens for the same logits.
 
     ``before``: the tokens of the prompt, which a repetition penalty counts, too. ``guide`` says which tokens may come
     next, if the answer must have a form.
@@ -342,7 +348,7 @@ class Sampler:
 
     @classmethod
     def going_on(cls, state: SamplerState) -> Sampler:
-        """A sampler without a guide that goes on from ``state``. Raises ValueError if that is impossible."""
+        """A sampler without a guide that continues from ``state``. Raises ValueError if that is impossible."""
         sampler = cls(state.rule)
         sampler._bits.advance(state.drawn)
         sampler._drawn = state.drawn
@@ -356,7 +362,7 @@ class Sampler:
 
     @property
     def unbound(self) -> bool:
-        """Whether the logits as computed decide, with any random numbers: without seed, penalty, bias or guide."""
+        """Whether the unchanged logits and any random numbers decide: there is no seed, penalty, bias or guide."""
         return (self.rule.greedy or self.rule.seed is None) and self.rule.as_computed and self.guide is None
 
     def choose(self, logits: Logits) -> int:
@@ -370,7 +376,8 @@ class Sampler:
         return token
 
     def take(self, token: int) -> None:
-        """Go on as after :meth:`choose` of ``token``, which was chosen elsewhere by this rule without a guide."""
+        """Continue as if :meth:`choose` had chosen ``token``, which was chosen elsewhere by this rule without a
+        guide."""
         if not self.rule.greedy:
             self._bits.advance(1)
             self._drawn += 1
@@ -383,14 +390,14 @@ class Sampler:
 
     @property
     def over(self) -> bool:
-        """Whether the answer has its form, and nothing may be added to it."""
+        """Whether the answer is complete and nothing may be added to it."""
         return self.guide is not None and self.guide.over
 
     def _chosen(self, logits: Logits) -> int:
         return int(np.argmax(logits)) if self.rule.greedy else self._draw(logits)
 
     def _guided(self, logits: Logits, guide: TokenGuide) -> int:
-        """A token that ``guide`` takes. ``logits`` is changed."""
+        """A token that ``guide`` accepts. Changes ``logits``."""
         logits[~guide.allowed()] = -np.inf
         while True:
             token = self._chosen(logits)
@@ -440,9 +447,9 @@ class Logprobs:
         self._bytes_of = bytes_of
 
     def of(self, logits: Logits, token: int) -> TokenLogprob:
-        """The report on ``token``, chosen from ``logits`` [vocabulary] as the model computed them.
+        """The report on ``token``, chosen from the model's unchanged ``logits`` [vocabulary].
 
-        Raises NotNumbersError if they are no numbers.
+        Raises NotNumbersError if they are not numbers.
         """
         best = logits[greedy_token(logits)]
         whole = best + np.log(np.exp(logits - best, dtype=np.float32).sum(dtype=np.float64))

@@ -1,7 +1,7 @@
-"""Gives a call's arguments the types that the tool's JSON schema asks for.
+"""Gives the arguments of a call the types of the tool's JSON schema.
 
-Between tags every value is text, and in JSON a model may quote a number or leave a text unquoted. What fits no type of
-the schema stays as it was written.
+Between tags every value is text, and in JSON a model may quote a number or leave a text unquoted. Values that fit no
+type of the schema stay as they were written.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 MOST_STEPS = 20_000
-"""Maximum parts of a schema that are looked at for one value; after them, values stay as they are."""
+"""Maximum parts of a schema examined for one value. Beyond them, values stay as they are."""
 DEEPEST_SCHEMA = 100
-"""Maximum levels of a schema that are looked at."""
+"""Maximum levels of a schema that are examined."""
 
 _ANY: dict[str, Any] = {}
 _NULLS = ("null", "None")
@@ -33,29 +33,29 @@ _TYPE_NAMES = {
     "tuple": "array",
     "None": "null",
 }
-"""Names of types that are no JSON schema's, as schemas have them that were written by hand."""
+"""JSON schema's names of types, by other names in schemas that were written by hand."""
 _LEADING_ZEROS = re.compile(r"(?<![^\s-])0+(?=\d+(\.\d+)?\s*\Z)")
 _WRAPPERS = ("arguments", "parameters", "properties", "input")
-"""Names of the one argument in which models write all of them."""
+"""Names of a single argument in which models wrap all arguments."""
 _WRONG, _ALMOST, _FITS = range(3)
-"""How well a value fits a schema: its type is wrong, something in it is, or nothing."""
+"""Degrees to which a value fits a schema: its type is wrong, something inside it is, or nothing."""
 
 
 class _Fit(NamedTuple):
-    """A value brought to the types of a schema, and how well it fits."""
+    """A value converted to the types of a schema, and how well it fits."""
 
     value: Any
     how: int
 
 
 class _WrittenFloat(float):
-    """A number that knows how it was written."""
+    """A number that keeps its spelling."""
 
     written = ""
 
 
 class WrittenInteger(int):
-    """An integer that knows how it was written: with leading zeros."""
+    """An integer that keeps its spelling, with leading zeros."""
 
     written = ""
 
@@ -67,7 +67,7 @@ class WrittenInteger(int):
 
 
 class SchemaParts(NamedTuple):
-    """What a schema says itself; the schemas that hold too; and those of which one must hold."""
+    """The schema's own keywords, further schemas that must all hold, and schemas of which one must hold."""
 
     own: dict[str, Any]
     every: list[Any]
@@ -80,20 +80,20 @@ class ArgumentTypes:
     def __init__(self, parameters: str) -> None:
         found = read_json(parameters)
         self.root: dict[str, Any] = found if isinstance(found, dict) else _ANY
-        """The schema, to which its parts may refer."""
+        """The schema, into which its parts may refer."""
         self._steps = 0
 
     def typed(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """``arguments``, read from JSON, with the types of the schema, also of the values within them."""
+        """``arguments``, read from JSON, with the schema's types, also in nested values."""
         self._steps = 0
         found: dict[str, Any] = self._fit(dict(arguments), self.root, 0).value
         return found
 
     def from_text(self, key: str, text: str) -> Any:
-        """The value of the argument ``key`` that is written as ``text`` between tags.
+        """The value of the argument ``key``, written as ``text`` between tags.
 
-        Where a string is allowed and something else too, what is written as that is read as it. Where the schema names
-        no type, what looks like JSON is read as such.
+        If the schema allows strings and other types, text that spells a value of another type is read as that. If the
+        schema names no type, text that looks like JSON is read as JSON.
         """
         self._steps = 0
         schema = self._property(key, self.root, 0)
@@ -116,7 +116,7 @@ class ArgumentTypes:
         return fit.value
 
     def unwrapped(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """``arguments`` without one around all of them that the schema does not know."""
+        """``arguments`` without a single argument around all of them that the schema does not know."""
         for key, value in arguments.items() if len(arguments) == 1 else ():
             inner = _read(value) if isinstance(value, str) else value
             known = self.root.get("properties")
@@ -125,12 +125,12 @@ class ArgumentTypes:
         return arguments
 
     def may_wrap(self, key: str) -> bool:
-        """Whether the argument ``key`` may be one around all of them: the schema knows others and not this one."""
+        """Whether the argument ``key`` may wrap all the others: the schema has other arguments and not this one."""
         known = self.root.get("properties")
         return key in _WRAPPERS and isinstance(known, dict) and bool(known) and key not in known
 
     def is_text(self, key: str) -> bool:
-        """Whether the argument ``key`` is a string whatever is written between tags."""
+        """Whether the argument ``key`` is a string, whatever is written between tags."""
         self._steps = 0
         schema = self._property(key, self.root, 0)
         types = self._types(schema, 0)
@@ -138,17 +138,17 @@ class ArgumentTypes:
 
     @property
     def by_member(self) -> bool:
-        """Whether each argument has its type whatever the others are."""
+        """Whether the type of each argument is independent of the others."""
         parts = schema_parts(self.root, self.root)
         return not parts.every and not parts.one and choices_of(parts.own) is None
 
     def member(self, key: str, value: Any) -> Any:
-        """``value``, read from JSON, with the type of the argument ``key``, where :attr:`by_member` is True."""
+        """``value``, read from JSON, with the type of the argument ``key``. Requires :attr:`by_member`."""
         self._steps = 0
         return self._fit(value, self._member(key), 1).value
 
     def keeps_strings(self, key: str) -> bool:
-        """Whether a string in JSON is the value of the argument ``key`` as it is, where :attr:`by_member` is True."""
+        """Whether a JSON string for the argument ``key`` stays unchanged. Requires :attr:`by_member`."""
         self._steps = 0
         schema = self._member(key)
         types = self._types(schema, 1)
@@ -168,7 +168,7 @@ class ArgumentTypes:
     # --- schemas --------------------------------------------------------------------------------------------------
 
     def _parts(self, schema: Any, depth: int) -> SchemaParts:
-        """See :func:`schema_parts`; too much of a schema allows anything."""
+        """The parts of ``schema``; see :func:`schema_parts`. Parts beyond the limits allow anything."""
         self._steps += 1
         if depth > DEEPEST_SCHEMA or self._steps > MOST_STEPS:
             return SchemaParts(_ANY, [], [])
@@ -214,7 +214,7 @@ class ArgumentTypes:
     # --- values ---------------------------------------------------------------------------------------------------
 
     def _fit(self, value: Any, schema: Any, depth: int) -> _Fit:
-        """``value`` as ``schema`` wants it. A value that satisfies it stays as it is."""
+        """``value`` converted to ``schema``. A value that satisfies it stays as it is."""
         own, every, alternatives = self._parts(schema, depth)
         if schema is False:
             return _Fit(value, _WRONG)
@@ -271,7 +271,7 @@ def schema_parts(schema: Any, root: Any) -> SchemaParts:
 
 
 def target_of(reference: Any, root: Any) -> Any:
-    """The part of the schema ``root`` to which a ``$ref`` points; what allows anything if there is none."""
+    """The part of the schema ``root`` to which a ``$ref`` points; a schema that allows anything if there is none."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return _ANY
     target: Any = root
@@ -287,15 +287,17 @@ def target_of(reference: Any, root: Any) -> Any:
 
 
 def read_json(text: str) -> Any:
-    """The value that ``text`` writes; None if it writes none. Strings may hold raw line breaks, and numbers remember
-    how they were written."""
+    """The JSON value in ``text``; None if there is none.
+
+    Strings may contain raw line breaks, and numbers keep their spelling.
+    """
     with contextlib.suppress(ValueError, RecursionError):
         return json.loads(text, strict=False, parse_float=_number, parse_constant=_no_number)
     return None
 
 
 def json_text(value: Any) -> str:
-    """``value`` as JSON text. It can be encoded as UTF-8, whatever halves of characters the value has."""
+    """``value`` as JSON text. It can be encoded as UTF-8 even if ``value`` contains halves of characters."""
     text = json.dumps(value, ensure_ascii=False)
     try:
         text.encode()
@@ -317,7 +319,7 @@ def _no_number(word: str) -> Any:
 
 
 def _read(text: str) -> Any:
-    """The value that ``text`` writes as JSON, or as Python does; ``text`` itself if it writes none."""
+    """The value of ``text`` as JSON or Python; ``text`` itself if it is neither."""
     word = text.strip()
     if word in _WORDS:
         return _WORDS[word]
@@ -343,7 +345,7 @@ def named_types(own: Mapping[str, Any]) -> frozenset[str] | None:
 
 
 def type_names(named: Any) -> Any:
-    """The ``type`` of a schema in the words of JSON schema."""
+    """The ``type`` of a schema, with JSON schema's names."""
     if isinstance(named, list):
         return [type_names(each) for each in named]
     return _TYPE_NAMES.get(named, named) if isinstance(named, str) else named
@@ -393,12 +395,12 @@ def _as_type(value: Any, types: frozenset[str] | None) -> _Fit:
 
 
 def _spelled(value: float) -> str:
-    """A number, or a truth value, as it was written."""
+    """The original spelling of a number or truth value."""
     return value.written if isinstance(value, _WrittenFloat | WrittenInteger) else json.dumps(value)
 
 
 def _chosen(value: Any, choices: Sequence[Any]) -> _Fit:
-    """The one of ``choices`` that ``value`` means."""
+    """The member of ``choices`` that ``value`` means."""
     if any(_same(choice, value) for choice in choices):
         return _Fit(value, _FITS)
     if isinstance(value, (bool, int, float)):

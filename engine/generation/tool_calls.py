@@ -1,6 +1,7 @@
-"""Separates calls of tools from the text of an answer while it streams.
+"""Separates tool calls from the text of an answer while it streams.
 
-A call is given out as soon as it is whole. What looks like a call but cannot be read stays text, so nothing is lost.
+A call is returned as soon as it is complete. Text that looks like a call but cannot be read stays text, so nothing is
+lost.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ from engine.models.text.tool_formats import ToolFormat
 
 _LETTERS = string.ascii_lowercase + string.digits
 ID_LETTERS = 9
-"""Letters of a call's id. Some templates take no other number."""
+"""Number of letters in a call's id. Some templates accept no other length."""
 
 LONGEST_OPENING = 2000
-"""Maximum characters in which a call's name and the beginning of its arguments must be read."""
+"""Maximum characters within which a call's name and the beginning of its arguments must be read."""
 MOST_TRIES = 16
 """Maximum marks at the end of an answer that are tried as the beginning of a call."""
 MOST_READ = 20_000_000
-"""Maximum characters of an answer's calls that are read, each as often as an end mark is tried."""
+"""Maximum characters of an answer's calls that are read, counted again for each end mark that is tried."""
 _LOOKED_AT = 200
-"""Characters behind a mark that tell whether it may begin a call."""
+"""Characters after a mark that decide whether it may begin a call."""
 
 
 @dataclass(frozen=True)
 class WithCalls:
-    """New text of the answer, and calls that became whole."""
+    """New text of the answer, and the calls that became complete."""
 
     text: str = ""
     calls: list[ToolCall] = field(default_factory=list)
@@ -42,17 +43,18 @@ class WithCalls:
 
 @dataclass
 class BegunCall:
-    """A call that is certainly one, while it is written."""
+    """A call that is certain, while it is being written."""
 
     id: str
     name: str
     arguments: ArgumentStream | TaggedStream
     read: int
-    """Characters of the call that were read."""
+    """Number of the call's characters that were read."""
 
 
 class ToolCallParser:
-    """Reads calls of ``tools`` in ``form``. Marks may arrive in pieces. At most ``most`` calls are given out.
+    """Separates calls of ``tools`` in ``form`` from text. Marks may arrive in pieces. At most ``most`` calls are
+    returned.
 
     ``prompt`` is the rendered prompt: a template may itself begin a call.
     """
@@ -64,30 +66,30 @@ class ToolCallParser:
         first = (RECIPIENT, "") if form.shape == "parts" else (form.begin, form.end)
         otherwise = (form.begin.replace('"', "'"), form.end)
         self._ends = {begin: end for begin, end in (first, *form.also, otherwise) if begin}
-        """The end of a call by the mark that begins it; empty: it goes on to the next one, or to the answer's end."""
+        """End mark of a call by its first mark; empty: it ends at the next call or the answer's end."""
         self._held = form.begin if form.begin and prompt.endswith(form.begin) else ""
         self._space = ""
         """White space that is left out if a call follows."""
         self._mark: str | None = None
-        """What has begun the call at which ``_held`` begins; None outside of calls."""
+        """The mark of the call at which ``_held`` begins; None outside of calls."""
         self._left = MOST_READ
         """Characters that may still be read in search of a call's end."""
         self._tried = 0
-        """Characters of ``_held`` in which no end mark is the call's end."""
+        """Number of characters of ``_held`` without an end mark that ends the call."""
         self._begun = False
-        """Whether there was text or a call."""
+        """Whether there was any text or call."""
         self._after_call = False
-        """Whether there was no text since the last call."""
+        """Whether no text followed the last call."""
         self._end_may_follow = False
-        """Whether the last call was written without the first mark, and its end may follow all the same."""
+        """Whether the last call lacked its first mark, so that its end mark may still follow."""
         self.calls: list[ToolCall] = []
         """The calls so far."""
         self.begun: BegunCall | None = None
-        """The call that is being written, as soon as its name and the beginning of its arguments are read. It will be
-        one of the calls, with arguments that begin with those that are certain now."""
+        """The call that is being written, once its name and the beginning of its arguments are read. It will become one
+        of the calls, with arguments that start with the certain ones."""
 
     def again(self) -> ToolCallParser:
-        """Another one that has read nothing. This one must have read nothing, too."""
+        """A new parser like this one. Neither has read anything."""
         other = copy.copy(self)
         other.calls = []
         return other
@@ -98,18 +100,18 @@ class ToolCallParser:
         return () if self._form.shape == "parts" else (*self._ends, *self._form.hidden)
 
     def push(self, piece: str) -> WithCalls:
-        """The text that certainly belongs to no call, and the calls that are whole.
+        """Read ``piece``. Returns the text that certainly belongs to no call, and the complete calls.
 
-        The text is read letter by letter. What is decided early, as that a call has begun, would otherwise depend on
-        how the stream is cut.
+        The text is read letter by letter, so that early decisions, such as that a call has begun, do not depend on the
+        stream's pieces.
         """
         before = len(self.calls)
         text = "".join(map(self._read_letter, piece))
         return WithCalls(text, self.calls[before:])
 
     def pass_on(self, piece: str) -> str:
-        """What is shown of ``piece``, which certainly holds no call, and of what was held before it. A call that was
-        begun ends before it."""
+        """The text to show for ``piece``, which contains no call, and for what was held before it. A begun call ends
+        before it."""
         if not piece:
             return ""
         self._take_begun()
@@ -117,7 +119,7 @@ class ToolCallParser:
         return held + self._spaced(piece)
 
     def _read_letter(self, letter: str) -> str:
-        """The text that is then certain."""
+        """Read ``letter``. Returns the text that is certain afterwards."""
         self._held += letter
         text = ""
         while True:
@@ -131,10 +133,10 @@ class ToolCallParser:
                 return text
 
     def flush(self, cut: bool = False) -> WithCalls:
-        """What was held back. Must be called once, at the end.
+        """The text and calls held back. Call it once, at the end.
 
-        ``cut``: the answer reached its limit. A call that it was in is then given out as far as it was written, with
-        arguments that are no whole JSON, as OpenAI's servers do.
+        ``cut``: the answer reached its limit. A call in progress is then returned as far as it was written, with
+        incomplete JSON, as OpenAI's servers do.
         """
         before, text = len(self.calls), self._text_before_call(last=True)
         tries = 0
@@ -152,7 +154,7 @@ class ToolCallParser:
     # --- text -----------------------------------------------------------------------------------------------------
 
     def _text_before_call(self, last: bool = False) -> str:
-        """The text that is ready. Afterwards ``_held`` begins with a call's mark, or holds what may become one."""
+        """The text that is ready. Afterwards ``_held`` begins with a call's mark, or with what may become one."""
         text = ""
         while self._mark is None:
             hidden = (*self._form.hidden, self._form.end) if self._end_may_follow else self._form.hidden
@@ -175,7 +177,8 @@ class ToolCallParser:
         return text
 
     def _spaced(self, text: str) -> str:
-        """``text`` without white space at its end, which waits for more text; after a call all of it is left out."""
+        """``text`` without white space at its end, which waits for more text. After a call all white space is left
+        out."""
         text = self._space + text
         stripped = text.rstrip()
         self._space = text[len(stripped) :]
@@ -187,7 +190,7 @@ class ToolCallParser:
         return stripped
 
     def _as_text(self, count: int) -> str:
-        """The first ``count`` characters that are held, as they are no call. The name of a part is no text."""
+        """The first ``count`` held characters, which belong to no call. The name of a part is not text."""
         text, self._held, self._mark = self._held[:count], self._held[count:], None
         if self._form.shape == "parts":
             self._held = self._held.partition(MESSAGE)[2]
@@ -200,9 +203,9 @@ class ToolCallParser:
     # --- calls ----------------------------------------------------------------------------------------------------
 
     def _read_call(self, last: bool) -> bool:
-        """Read the call at which ``_held`` begins. Returns False if it is not whole, or none.
+        """Read the call at which ``_held`` begins. Returns False if it is incomplete, or not a call.
 
-        The end mark may also be in an argument: then the call goes on. ``last``: no more text follows.
+        An end mark inside an argument does not end the call. ``last``: no more text follows.
         """
         assert self._mark is not None
         end = self._ends.get(self._mark, "")
@@ -217,7 +220,7 @@ class ToolCallParser:
         return last and self._take(self._held[len(self._mark) :], len(self._held), last=True)
 
     def _take(self, body: str, at: int, last: bool = False) -> bool:
-        """Add the calls that ``body`` writes, which ends at ``at``. Returns False if it writes none."""
+        """Add the calls in ``body``, which ends at ``at``. Returns False if there are none."""
         assert self._mark is not None
         calls = self._reader.read(body, last)
         if calls is None:
@@ -239,7 +242,7 @@ class ToolCallParser:
         return True
 
     def _go_on(self) -> None:
-        """Read on in the call at which ``_held`` begins, as far as that is certain."""
+        """Continue reading the call at which ``_held`` begins, as far as it is certain."""
         assert self._mark is not None
         at = len(self._mark)
         if self.begun is None and self._most != len(self.calls):
@@ -251,7 +254,7 @@ class ToolCallParser:
             self.begun.read = len(self._held)
 
     def _take_begun(self) -> bool:
-        """Add the call that is being written as far as it was written. Returns False if there is none."""
+        """Add the call in progress as far as it was written. Returns False if there is none."""
         if self.begun is None or self._mark is None:
             return False
         self._go_on()
@@ -264,7 +267,7 @@ class ToolCallParser:
         return True
 
     def _take_beginning(self) -> bool:
-        """Add the call whose beginning is held. Returns False if no tool's name was written yet."""
+        """Add the call whose beginning is held. Returns False if no tool's name is complete yet."""
         assert self._mark is not None
         found = self._reader.begun(self._held[len(self._mark) :])
         if found is None:
@@ -289,7 +292,7 @@ class ToolCallParser:
 
 
 def new_id() -> str:
-    """A new id of a call."""
+    """A new id for a call."""
     return "".join(secrets.choice(_LETTERS) for _ in range(ID_LETTERS))
 
 
@@ -297,36 +300,36 @@ def new_id() -> str:
 
 
 class CallsInThoughts:
-    """Passes thoughts on up to what may be a call. ``parser`` reads the calls of the answer, and has read none yet."""
+    """Passes thoughts on until a possible call. ``parser`` reads the calls of the answer, and has read none yet."""
 
     def __init__(self, parser: ToolCallParser) -> None:
         self._parser = parser
         self._held = ""
-        """White space and what may become a call's mark; behind a mark, all that may be a call."""
+        """White space and a possible beginning of a mark; after a mark, all that may be a call."""
         self._trial: ToolCallParser | None = None
-        """Reads what is held, if it begins with a mark."""
+        """Parser for the held text, if it begins with a mark."""
 
     @property
     def holding(self) -> bool:
-        """Whether there is something that may be a call."""
+        """Whether held text may be a call."""
         return self._trial is not None
 
     def push(self, thoughts: str) -> str:
-        """What is certainly no call."""
+        """Read ``thoughts``. Returns the text that is certainly not a call."""
         if self._trial is None:
             return self._before_call(thoughts)
         self._held += thoughts
         return self._checked(thoughts)
 
     def closed(self) -> str:
-        """What was held back, as the end of the thoughts is marked."""
+        """The held text, once the end of the thoughts is marked."""
         held, self._held, self._trial = self._held, "", None
         return held
 
     def flush(self, cut: bool) -> tuple[str, str]:
-        """What was held back: the rest of the thoughts, or an answer that begins with a call, as the text is over.
+        """The held text at the end of the stream: the rest of the thoughts, or an answer that begins with a call.
 
-        ``cut``: it reached its limit. A call that it was in then counts if its tool's name is there.
+        ``cut``: the answer reached its limit. A call in progress then counts if its tool's name is complete.
         """
         trial, held = self._trial, self.closed()
         if trial is None:
@@ -349,7 +352,7 @@ class CallsInThoughts:
         return ready + self._checked(self._held)
 
     def _checked(self, new: str) -> str:
-        """All that is held if ``new`` shows that it is no call, up to what may be the next one."""
+        """All held text if ``new`` shows that it is not a call, up to a possible next call."""
         assert self._trial is not None
         if not self._trial.push(new).text.strip() or self._trial.calls:
             return ""
