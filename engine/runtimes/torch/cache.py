@@ -55,7 +55,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         return keys[:, :, first:end], values[:, :, first:end]
 
     def _first_in_reach(self) -> int:
-        """The first position that the next token can attend to."""
+        """The first position to which the next token can attend."""
         return 0 if self.window is None else max(0, self.position.length - self.window + 1)
 
     def get_seq_length(self) -> int:
@@ -74,7 +74,8 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         return copy
 
     def move(self, rows: torch.Tensor, parents: torch.Tensor, start: int) -> int:
-        """Row ``rows[i]`` gets what ``parents[i]`` has from position ``start`` on. Returns the bytes moved."""
+        """Copy the contents from position ``start`` on of each row ``parents[i]`` to row ``rows[i]``. Returns the bytes
+        moved."""
         moved = 0
         for buffer in (self.key_buffer, self.value_buffer):
             if buffer is not None:
@@ -109,8 +110,10 @@ def _repeated(buffer: torch.Tensor, rows: int, length: int) -> torch.Tensor:
 
 
 def room_for(needed: int) -> int:
-    """Positions of a buffer for ``needed``: a tenth more, in whole blocks. Growing then copies each position some ten
-    times, whatever the length."""
+    """Positions of a buffer for ``needed`` ones: a tenth more, in whole blocks.
+
+    A growing buffer then copies each position about ten times, whatever its length.
+    """
     return -(-(needed + needed // 10) // BLOCK) * BLOCK
 
 
@@ -124,7 +127,7 @@ class KeyValueCache(Cache):  # type: ignore[misc]
         self.position = position
 
     def commit(self, tokens: int) -> None:
-        """A forward pass over ``tokens`` positions has succeeded."""
+        """Record a successful forward pass over ``tokens`` positions."""
         self.position.length += tokens
 
     def rows_copied(self, rows: int) -> KeyValueCache:
@@ -140,7 +143,8 @@ class KeyValueCache(Cache):  # type: ignore[misc]
 class _States:
     """The states of layers that keep one of fixed size instead of keys and values, [rows, ...] each.
 
-    A state cannot be taken back, so such a cache cannot be cut. New states count only once the pass has succeeded.
+    A state cannot be taken back, so such a cache cannot be cut back. New states count only after the pass has
+    succeeded.
     """
 
     can_truncate = False
@@ -153,7 +157,7 @@ class _States:
         self.position = position
 
     def commit(self, tokens: int) -> None:
-        """A forward pass over ``tokens`` positions has succeeded."""
+        """Record a successful forward pass over ``tokens`` positions."""
         self.position.length += tokens
         self.states |= self.pending
         self.pending = {}
@@ -169,7 +173,7 @@ class _States:
         return copy
 
     def move(self, rows: torch.Tensor, parents: torch.Tensor, start: int) -> int:
-        """See :meth:`GrowingLayer.move`; a state moves whole."""
+        """See :meth:`GrowingLayer.move`. A state moves as a whole."""
         moved = sum(layer.move(rows, parents, start) for layer in self.layers)
         for state in self.states.values():
             taken = state.index_select(0, parents)
@@ -179,7 +183,7 @@ class _States:
 
 
 class LightningCache(_States, MiniMaxCache):  # type: ignore[misc]
-    """minimax: some layers keep one state [rows, heads, width, width]."""
+    """The cache of minimax, some of whose layers keep one state [rows, heads, width, width]."""
 
     def __init__(self, layers: list[GrowingLayer], position: Position) -> None:
         MiniMaxCache.__init__(self)
@@ -197,8 +201,11 @@ class LightningCache(_States, MiniMaxCache):  # type: ignore[misc]
 
 
 class ConvolutionCache(_States, Cache):  # type: ignore[misc]
-    """Layers that convolve keep their last inputs [rows, channels, kernel]; gated delta-nets (qwen3_5, qwen3_next), not
-    short convolutions (lfm2_moe), also a state [rows, heads, key width, value width]."""
+    """The cache of families whose convolving layers keep their last inputs [rows, channels, kernel].
+
+    Gated delta-nets (qwen3_5, qwen3_next) keep a state [rows, heads, key width, value width] besides, short
+    convolutions (lfm2_moe) do not.
+    """
 
     def __init__(self, layers: list[GrowingLayer], position: Position) -> None:
         Cache.__init__(self, layers=layers)
@@ -224,7 +231,8 @@ class ConvolutionCache(_States, Cache):  # type: ignore[misc]
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int = 0, **options: Any
     ) -> torch.Tensor:
-        """``conv_states`` [rows, channels, tokens] behind those before them; the last ``conv_kernel_size`` are kept."""
+        """Append ``conv_states`` [rows, channels, tokens] to the earlier ones, and keep the last
+        ``conv_kernel_size``."""
         before = self.states.get((layer_idx, "convolution"))
         whole = conv_states if before is None else torch.cat([before, conv_states], dim=-1)
         missing = max(0, conv_kernel_size - whole.shape[-1])
@@ -245,7 +253,7 @@ AnyCache = KeyValueCache | LightningCache | ConvolutionCache
 
 
 def empty_cache(config: Any) -> AnyCache:
-    """The cache a model of ``config`` needs, with nothing in it."""
+    """The empty cache for a model of ``config``."""
     position = Position()
     if config.model_type == "minimax":
         return LightningCache([GrowingLayer(position) for _ in range(config.num_hidden_layers)], position)
@@ -277,7 +285,7 @@ def contents_of(cache: AnyCache) -> RowContents:
 
 
 def fill_cache(cache: AnyCache, length: int, parts: Sequence[RowPart], fill: Fill, device: torch.device) -> None:
-    """Make the empty ``cache`` one of ``length`` tokens with the contents ``parts``, whose bytes ``fill`` gives.
+    """Fill the empty ``cache`` with ``length`` tokens of the contents ``parts``, whose bytes ``fill`` writes.
 
     Raises ValueError if ``parts`` are not those of such a cache, and what ``fill`` raises.
     """
@@ -304,7 +312,7 @@ def fill_cache(cache: AnyCache, length: int, parts: Sequence[RowPart], fill: Fil
 
 
 def _tensors(cache: AnyCache) -> list[tuple[str, torch.Tensor]]:
-    """All that counts in ``cache``, as views."""
+    """All tensors with contents in ``cache``, as views."""
     length = cache.position.length
     tensors = []
     for index, layer in enumerate(cache.layers):
@@ -316,7 +324,7 @@ def _tensors(cache: AnyCache) -> list[tuple[str, torch.Tensor]]:
 
 
 def _slot(cache: AnyCache, part: RowPart, length: int) -> tuple[int, str]:
-    """The layer and the kind of ``part``. Raises ValueError if a cache of ``length`` tokens has none like it."""
+    """The layer and the kind of ``part``. Raises ValueError if a cache of ``length`` tokens has no such part."""
     index, _, kind = part.name.partition(" ")
     kinds: tuple[str, ...] = ("keys", "values")
     if not cache.can_truncate:

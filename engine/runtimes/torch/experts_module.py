@@ -33,8 +33,8 @@ class RoutedExperts(nn.Module):  # type: ignore[misc]
     """Replaces a family's ``experts`` module: ``(hidden [..., hidden], indices [tokens, k], weights [tokens, k])``
     returns the weighted sum in hidden's shape.
 
-    ``last`` is the number of positions at the end whose results are needed; the others are zero. None: all.
-    ``meanwhile`` is work of the block for the next call, done while other machines are waited for.
+    ``last``: number of positions at the end whose results are needed, the others are zero; None: all. ``meanwhile``:
+    the block's work for the next call, done while other machines are waited for.
     """
 
     def __init__(self, layer: int, executor: Executor[torch.Tensor]) -> None:
@@ -89,7 +89,7 @@ def _of_the_last(
     scale_input: bool,
     work: Callable[[], None] | None,
 ) -> torch.Tensor:
-    """The experts' sum for the last ``last`` of ``rows`` [tokens, hidden], zeros for the others; None: for all."""
+    """The experts' sum for the last ``last`` of ``rows`` [tokens, hidden], with zeros for the others; None: all."""
     if last is None or last >= len(rows):
         return executor.run(layer, rows, indices, weights, scale_input, work)
     out = torch.zeros_like(rows)
@@ -101,7 +101,7 @@ def _of_the_last(
 
 
 def find_experts(model: nn.Module) -> list[ExpertsPlace]:
-    """Every module of ``model`` that holds routed experts, by layer."""
+    """All modules of ``model`` with routed experts, by layer."""
     places = []
     for name, module in model.named_modules():
         found = _LAYER_AND_PLACE.search(f".{name}")
@@ -112,7 +112,7 @@ def find_experts(model: nn.Module) -> list[ExpertsPlace]:
 
 
 def experts_per_token(places: list[ExpertsPlace]) -> int:
-    """How many experts the routers choose; families keep it in the block or in its router. 0 for a dense model."""
+    """Number of experts per token, which families keep in the block or in its router; 0 for a dense model."""
     for place in places:
         for module in place.block.modules():
             # gemma4's router looks it up in the configuration.
@@ -125,8 +125,8 @@ def experts_per_token(places: list[ExpertsPlace]) -> int:
 def gate_of(experts: nn.Module) -> FamilyGate:
     """The family's own activation, as ``gate(gate_out, up_out)``.
 
-    A family's ``_apply_gate`` is called, never derived again; it gets gate and up in the order it expects.
-    Raises ModelError if the module's experts are not gated feed-forward networks.
+    A family's ``_apply_gate`` is called, not reimplemented. It gets gate and up in the order it expects. Raises
+    ModelError if the module's experts are not gated feed-forward networks.
     """
     apply_gate = getattr(type(experts), "_apply_gate", None)
     # Importing the library's default for a comparison would import torch's compiler, which takes 90 MB.
@@ -148,7 +148,7 @@ def gate_of(experts: nn.Module) -> FamilyGate:
 
 
 def _clamp_of(experts: nn.Module) -> tuple[float | None, float | None]:
-    """The two numbers of a clamped gate, under the names that families give them."""
+    """The two numbers of a clamped gate, by the names that families use for them."""
     for names in (("alpha", "limit"), ("swiglu_alpha", "swiglu_limit")):
         alpha, limit = (getattr(experts, name, None) for name in names)
         if isinstance(alpha, float | int) and isinstance(limit, float | int):
@@ -173,7 +173,7 @@ class _CalledGate:
 
 
 def replace_experts(model: nn.Module, places: list[ExpertsPlace], executor: Executor[torch.Tensor]) -> None:
-    """Replace the modules at ``places`` by ours. The library's own, which never had weights, are dropped."""
+    """Replace the modules at ``places`` by ours. The library's modules, which never had weights, are dropped."""
     for place in places:
         if _scales_input(place.block):
             _put(model, place.block_name, ScaledInputBlock(place.layer, executor, place.block))
@@ -188,7 +188,7 @@ def replace_experts(model: nn.Module, places: list[ExpertsPlace], executor: Exec
 
 
 def _put(model: nn.Module, name: str, module: nn.Module) -> None:
-    """``module`` where ``name`` is in ``model``."""
+    """Put ``module`` at ``name`` in ``model``."""
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, module)
 
@@ -201,24 +201,25 @@ def _scales_input(block: nn.Module) -> bool:
 
 
 SHARED = ("shared_expert", "shared_experts")
-"""What families call them, in the MoE block."""
+"""Families' names of the shared expert in the MoE block."""
 
 
 _EARLY = ("Qwen2MoeSparseMoeBlock", "Qwen3NextSparseMoeBlock", "Qwen3_5MoeSparseMoeBlock")
-"""Blocks that ask for their shared expert before the routed ones, each with the same operations."""
+"""Blocks that run their shared expert before the routed ones, all with the same operations."""
 
 
 class DoesMeanwhile(Protocol):
-    """The module of a block's routed experts; ``meanwhile`` is done within its next call, or not at all."""
+    """A block's module of routed experts. Its next call runs ``meanwhile``, or nothing does."""
 
     meanwhile: Callable[[], None] | None
 
 
 class SharedMeanwhile:
-    """Runs ``shared``, a child of ``block``, in the exchange of ``experts``; asked for afterwards, it has the result.
+    """Runs ``shared``, a child of ``block``, during the exchange of ``experts``, and returns the result when it is
+    asked for.
 
-    Only where the block gives it the block's own input after the routed experts. A family that asks for it earlier gets
-    it computed then; those of :data:`_EARLY` have a block of their own here.
+    This works only if the block gives it the block's own input, after the routed experts. Families that ask earlier get
+    the result computed then. Those of :data:`_EARLY` have their own block here.
     """
 
     def __init__(self, block: nn.Module, shared: nn.Module, experts: DoesMeanwhile) -> None:
@@ -275,12 +276,12 @@ class GatedSharedBlock(nn.Module):  # type: ignore[misc]
 
 
 def asks_early(block: nn.Module) -> bool:
-    """Whether it is one that :class:`GatedSharedBlock` stands in for."""
+    """Whether :class:`GatedSharedBlock` can replace ``block``."""
     return type(block).__name__ in _EARLY
 
 
 def overlap_shared(block: nn.Module, experts: DoesMeanwhile) -> None:
-    """Have ``block``'s shared experts computed while the wire is busy, if it has any."""
+    """Compute the shared experts of ``block``, if it has any, while the exchange is under way."""
     for name in SHARED:
         shared = getattr(block, name, None)
         if isinstance(shared, nn.Module):

@@ -45,8 +45,10 @@ GpuFinder = Callable[[], ExpertDevice | None]
 
 @dataclass(frozen=True)
 class Room:
-    """A GPU with room for the trunk, keys and values, and workspace; ``expert_bytes`` are left for experts. In a ring
-    the trunk is elsewhere."""
+    """A GPU with room for the trunk, keys and values, and workspace. ``expert_bytes`` are left for experts.
+
+    In a ring the trunk is elsewhere.
+    """
 
     device: ExpertDevice
     sizes: ModelSizes
@@ -68,7 +70,7 @@ def refuse_partitioning(request: Load, in_ring: bool) -> None:
 def find_room(
     find_gpu: GpuFinder, files: ModelFiles, dtype: torch.dtype, request: Load, in_ring: bool = False
 ) -> tuple[Room | None, list[str]]:
-    """The GPU on which ``request`` puts the trunk, if any, and what the person should know about that choice.
+    """The GPU on which ``request`` puts the trunk, if any, and lines for the person about that choice.
 
     Raises ModelError (memory), naming the shortfall, if the GPU or memory on it was asked for and there is too little.
     """
@@ -120,7 +122,7 @@ def find_room(
 
 
 def _may_take(request: Load, free: int, total: int) -> int:
-    """Bytes of a GPU's memory that ``request`` may take of what is free."""
+    """Bytes of a GPU's ``free`` memory that ``request`` may take."""
     lent = request.most_gpu_memory
     return min(free, round(request.most_gpu_share * total), free if lent is None else lent)
 
@@ -149,7 +151,8 @@ def make_hybrid(
 
 
 def find_calibration(experts: Experts, dtype: torch.dtype, request: Load, gpu: str, notices: list[str]) -> Calibration:
-    """What was measured for these experts on this machine; an estimate, which is said, if nothing was."""
+    """The calibration measured for these experts on this machine. Without one, an estimate and a line in
+    ``notices``."""
     shape = shape_of(experts)
     found = load_calibration(shape, calibration_key(NAMES[dtype], request.cpu_threads, gpu), notices.append)
     if found is not None and found.gpu is not None:
@@ -163,7 +166,7 @@ def find_calibration(experts: Experts, dtype: torch.dtype, request: Load, gpu: s
 
 @contextlib.contextmanager
 def closed_on_failure(backend: object) -> Iterator[None]:
-    """Whoever cannot finish loading, or does not want to, leaves no pages locked and no memory of a GPU taken."""
+    """Closes ``backend`` if loading fails or is cancelled, so that no locked pages and no GPU memory remain."""
     try:
         yield
     except BaseException:
@@ -175,7 +178,7 @@ def closed_on_failure(backend: object) -> Iterator[None]:
 def open_cache(
     backend: HybridBackend, room: Room, files: ModelFiles, request: Load, top_k: int, progress: ProgressCallback
 ) -> list[str]:
-    """Fill the GPU's memory with experts, the trunk being there; a line for each fallback."""
+    """Fill the GPU's memory beside the trunk with experts. Returns a line for each fallback."""
     notices = backend.prepare_device()
     policy: Policy = policy_named(request.policy)
     free, total = room.device.memory()
@@ -194,14 +197,14 @@ def open_cache(
 
 @dataclass(frozen=True)
 class SharedRoom:
-    """What resizing needs to know of how ``request`` was met."""
+    """The facts about how ``request`` was met that resizing needs."""
 
     backend: HybridBackend
     room: Room
     request: Load
 
     def resize(self, nbytes: int | None) -> int:
-        """Give experts ``nbytes`` of the GPU's memory (None: what is left free); what they have then.
+        """Give experts ``nbytes`` of the GPU's memory (None: all that is free). Returns their actual bytes.
 
         Raises ModelError (memory), naming the shortfall, if there is too little or the GPU is lost.
         """

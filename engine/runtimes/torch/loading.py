@@ -1,7 +1,7 @@
-"""Building a model of transformers around the trunk's tensors, without its routed experts.
+"""Builds a model of transformers around the trunk's tensors, without its routed experts.
 
-The module tree is made on the ``meta`` device, where tensors have no memory; each trunk tensor is then put in its
-place. So nothing is initialized in vain, and the experts' parameters never exist.
+The module tree is made on the ``meta`` device, where tensors have no memory. Then each trunk tensor is put in its
+place. So nothing is initialised in vain, and the experts' parameters never exist.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from engine.runtimes.torch.offload.torch_tensors import numbers_on
 from engine.runtimes.torch.packed_modules import PackedEmbedding, PackedLinear, kernels_for, packed_module
 
 COMPOSITE_PREFIX = "language_model."
-"""Prefix of the text model's tensors in a checkpoint that also sees pictures."""
+"""Prefix of the text model's tensors in checkpoints of models that also take pictures."""
 
 _BUILDING = threading.Lock()
-"""Held while transformers builds a model: it replaces methods of its classes meanwhile, for all threads."""
+"""Lock held while transformers builds a model, because it then replaces methods of its classes for all threads."""
 
 _LAYER = re.compile(r"\.(?:layers|blocks)\.(\d+)\.")
 
@@ -54,8 +54,11 @@ def read_config(folder: Path, stored: dict[str, Any]) -> Any:
 
 
 def _keep_dbrx_rotary_base(stored: dict[str, Any], config: Any) -> None:
-    """transformers 5.23 reads dbrx's rotary base at the top level only, where the published checkpoints do not have it,
-    and silently takes its default of 10000; they were trained with the 500000 of their ``attn_config``."""
+    """Set dbrx's rotary base to that of ``stored``.
+
+    transformers 5.23 reads it at the top level only, where published checkpoints do not have it, and silently uses
+    10000. They were trained with the 500000 of their ``attn_config``.
+    """
     if config.model_type != "dbrx":
         return
     if "rope_parameters" not in stored and "rope_theta" not in stored and "rope_theta" in stored.get("attn_config", {}):
@@ -80,8 +83,8 @@ def build_skeleton(config: Any, dtype: torch.dtype) -> nn.Module:
 
 
 def _attention_of(config: Any) -> str:
-    """torch's own attention where the family has it, else plain products: never what a file names, which may be code
-    from a repository."""
+    """torch's own attention if the family supports it, else plain products. A name in a file is never used, because it
+    may stand for code from a repository."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     family = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -97,10 +100,10 @@ def _in_one_line(error: Exception) -> str:
 def fill_trunk(
     model: Any, files: ModelFiles, dtype: torch.dtype, device: torch.device, progress: ProgressCallback
 ) -> None:
-    """Copy every trunk tensor of ``files`` into ``model`` (a skeleton whose experts have been replaced). Packed ones
-    stay where they lie (:mod:`engine.runtimes.torch.packed_modules`) or are unpacked.
+    """Copy every trunk tensor of ``files`` into ``model`` (a skeleton whose experts have been replaced).
 
-    Raises ModelError naming the first tensor that is missing, unexpected, of the wrong shape or there twice.
+    Packed tensors stay where they lie (:mod:`engine.runtimes.torch.packed_modules`) or are unpacked. Raises ModelError
+    naming the first tensor that is missing, unexpected, of the wrong shape or duplicate.
     """
     expected: dict[str, torch.Tensor] = model.state_dict()
     kernels = kernels_for(device, dtype)
@@ -135,9 +138,9 @@ def fill_trunk(
 def _renamed(
     model: Any, files: ModelFiles, expected: dict[str, torch.Tensor]
 ) -> Iterator[tuple[str, str, StoredTensor]]:
-    """(name in the checkpoint, name in the model, tensor) of every trunk tensor the model wants.
+    """(name in the checkpoint, name in the model, tensor) of every trunk tensor that the model uses.
 
-    transformers' own rules for old checkpoint names are used. Raises ModelError on a tensor nobody asked for.
+    transformers' own rules for old checkpoint names are applied. Raises ModelError for an unexpected tensor.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -161,8 +164,8 @@ def _renamed(
 
 
 def _may_be_ignored(stored_name: str, name: str, ignored: list[re.Pattern[str]], layers: int) -> bool:
-    """Other modalities, layers after the last (for predicting several tokens), buffers that old versions stored, and
-    what transformers itself ignores."""
+    """Whether a tensor may be ignored: other modalities, layers after the last (for predicting several tokens), buffers
+    that old versions stored, and what transformers itself ignores."""
     layer = _LAYER.search(name)
     return (
         (layer is not None and int(layer[1]) >= layers)
@@ -173,7 +176,7 @@ def _may_be_ignored(stored_name: str, name: str, ignored: list[re.Pattern[str]],
 
 
 def _keep_float32(model: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
-    """Names of the tensors transformers keeps in float32 whatever the model's dtype."""
+    """Pattern of the names of tensors that transformers keeps in float32 whatever the model's dtype."""
     kept = [pattern for pattern, wanted in model._get_dtype_plan(dtype).items() if wanted == torch.float32]
     if not kept:
         return None
@@ -195,7 +198,7 @@ def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def _tie(model: Any, missing: set[str], kernels: KernelChoice | None) -> None:
-    """Share the tensors that the family shares (head and embedding). Raises ModelError if one is still missing."""
+    """Share the tensors that the family shares (head and embedding). Raises ModelError if a tensor is still missing."""
     for target, source in model.all_tied_weights_keys.items():
         shared = model.get_submodule(source.rpartition(".")[0])
         if target in missing and isinstance(shared, PackedEmbedding) and kernels is not None:
@@ -217,7 +220,7 @@ def _tie(model: Any, missing: set[str], kernels: KernelChoice | None) -> None:
 
 
 def _fill_buffers(model: Any, device: torch.device) -> None:
-    """Buffers that no checkpoint holds (rotary frequencies) are computed by the module that owns them."""
+    """Compute the buffers that no checkpoint holds (rotary frequencies), by the modules that own them."""
     for name, buffer in list(model.named_non_persistent_buffers()):
         if buffer.device.type == "meta":
             _place(model, name, torch.full_like(buffer, float("nan"), device=device))

@@ -31,7 +31,7 @@ from engine.runtimes.torch.packed_modules import numbers_kept_packed
 
 
 class TorchPasses(Protocol):
-    """What rows need of the model they belong to."""
+    """The part of a model that its rows use."""
 
     device: torch.device
 
@@ -41,15 +41,13 @@ class TorchPasses(Protocol):
     def run(self, phase: Phase, tokens: list[list[int]], cache: AnyCache, want_logits: bool) -> Logits | None: ...
 
     def with_room(self, work: Callable[[], Done]) -> Done:
-        """What ``work`` gives; where memory runs out that experts hold, it is done again with less of them there."""
+        """The result of ``work``. If it runs out of memory, experts make room and it runs again."""
         ...
 
 
 class TorchTokenRows(TokenRows):
-    """Rows of tokens in a cache of transformers.
-
-    ``shared`` is how many leading positions all rows have in common: the prompt, which reordering never touches.
-    """
+    """Rows of tokens in a cache of transformers. ``shared``: leading positions that all rows have in common, which
+    reordering never touches."""
 
     def __init__(self, model: TorchPasses, cache: AnyCache, rows: int = 1, shared: int = 0) -> None:
         self._model = model
@@ -70,7 +68,7 @@ class TorchTokenRows(TokenRows):
         return self._cache.can_truncate
 
     def extend(self, tokens: Sequence[int], want_logits: bool = True) -> Logits | None:
-        """Prefill ``tokens`` after what is there; the logits after the last one, [vocabulary], float32."""
+        """Prefill ``tokens``. Returns the logits after the last one, [vocabulary], float32."""
         if self._rows != 1:
             raise ValueError(f"extend works on one row, not on {self._rows}")
         if not tokens:
@@ -87,7 +85,7 @@ class TorchTokenRows(TokenRows):
         return logits
 
     def truncate(self, length: int) -> None:
-        """Keep the first ``length`` tokens; costs nothing, the buffers stay."""
+        """Keep the first ``length`` tokens. This costs nothing, and the buffers stay."""
         if self._rows != 1:
             raise ValueError(f"truncate works on one row, not on {self._rows}")
         if not 0 <= length <= self.length:
@@ -100,7 +98,7 @@ class TorchTokenRows(TokenRows):
         self._shared = min(self._shared, length)
 
     def fan_out(self, rows: int) -> TorchTokenRows:
-        """``rows`` copies of this row; the prompt is copied once per row and never again."""
+        """``rows`` copies of this row. The prompt is copied once per row and never again."""
         if self._rows != 1:
             raise ValueError(f"fan_out works on one row, not on {self._rows}")
         if rows < 1:
@@ -115,7 +113,7 @@ class TorchTokenRows(TokenRows):
         return contents_of(self._cache)
 
     def reorder(self, parents: Sequence[int]) -> int:
-        """Row i becomes a copy of row ``parents[i]``; returns the bytes moved (0 if every row keeps its place)."""
+        """Make row i a copy of row ``parents[i]``. Returns the bytes moved (0 if every row keeps its place)."""
         if len(parents) != self._rows or not all(0 <= parent < self._rows for parent in parents):
             raise ValueError(f"{list(parents)} are not parents of {self._rows} rows")
         changed = [row for row, parent in enumerate(parents) if row != parent]
@@ -148,7 +146,7 @@ class TorchModel(LoadedModel):
         shared: SharedRoom | None = None,
         logits: bool = True,
     ) -> None:
-        """``logits`` False: see :class:`engine.runtimes.protocol.RingPlace`."""
+        """``logits``: see :class:`engine.runtimes.protocol.RingPlace`."""
         self._module = module
         self._config = config
         self._facts = facts
@@ -238,11 +236,11 @@ class TorchModel(LoadedModel):
         self.executor = self._shared = None
 
     def run(self, phase: Phase, tokens: list[list[int]], cache: AnyCache, want_logits: bool) -> Logits | None:
-        """One forward pass over ``tokens`` [rows][positions] after what is in ``cache``.
+        """Run one forward pass over ``tokens`` [rows][positions] after the contents of ``cache``.
 
-        Returns the logits after the last position, float32 [rows, vocabulary] ([rows, 0] at a place in a ring that has
-        no use for them), or None. A pass that raises leaves the cache as it was. Raises ModelError if the experts'
-        files were changed: what was computed from them then is not handed out.
+        Returns the logits after the last position, float32 [rows, vocabulary] ([rows, 0] at a place in a ring that does
+        not need them), or None. A pass that raises leaves the cache unchanged. Raises ModelError if the experts' files
+        were changed; results computed from them are discarded.
         """
         if self._module is None:
             raise ModelError(f"The model {self._facts.name} is closed; load it again.", kind="internal")
@@ -267,7 +265,7 @@ class TorchModel(LoadedModel):
         return logits
 
     def _check_files(self) -> None:
-        """Raises ModelError if a mapped file is not what it was when it was mapped, or could not be read."""
+        """Raises ModelError if a mapped file was changed since it was mapped, or could not be read."""
         if self._files is None:
             return
         for mapped in self._in_place:
@@ -277,7 +275,7 @@ class TorchModel(LoadedModel):
         self._guard.check()
 
     def with_room(self, work: Callable[[], Done]) -> Done:
-        """What ``work`` gives; if the GPU's memory runs out, the experts there make room and it is done again."""
+        """The result of ``work``. If the GPU's memory runs out, the experts there make room and it runs again."""
         while True:
             try:
                 return work()
@@ -313,8 +311,11 @@ class TorchModel(LoadedModel):
 
 
 def compact_input(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """The last position of a prompt, [rows, 1, hidden], still has the strides of the whole prompt. With those, and
-    weights that need no gradient, torch's matmul takes a batched product that copies the whole head first."""
+    """Copies the last position of a prompt, [rows, 1, hidden], which still has the strides of the whole prompt.
+
+    With those strides, and weights without gradients, torch's matmul would choose a batched product that first copies
+    the whole head.
+    """
     return (inputs[0].clone(memory_format=torch.contiguous_format), *inputs[1:])
 
 
@@ -331,8 +332,10 @@ def checked(layers: nn.ModuleList, check: Callable[[], None] | None) -> Iterator
 
 @contextmanager
 def experts_of_last(layers: nn.ModuleList, positions: int | None) -> Iterator[None]:
-    """Within it, the experts of the last layer run for the last ``positions`` of a prompt only (None: for all): of the
-    others, nobody reads what comes after the layer's keys and values."""
+    """Limits the last layer's experts to the last ``positions`` of a prompt (None: all).
+
+    For the other positions nothing after that layer's keys and values is used.
+    """
     if positions is None:
         yield
         return
@@ -347,12 +350,12 @@ def experts_of_last(layers: nn.ModuleList, positions: int | None) -> Iterator[No
 
 
 def base_of(module: Any) -> Any:
-    """The model without its head. llama4's text model names another prefix than the attribute it uses."""
+    """The model without its head. llama4's text model states another prefix than the attribute it uses."""
     return module.model if module.base_model is module else module.base_model
 
 
 def decoder_layers(module: Any) -> nn.ModuleList:
-    """The decoder layers of a model of transformers, whatever the family calls them."""
+    """The decoder layers of a model of transformers, whatever name the family gives them."""
     base = base_of(module)
     layers = getattr(base, "layers", None)
     found: nn.ModuleList = base.blocks if layers is None else layers
@@ -364,7 +367,7 @@ def decoder_layers(module: Any) -> nn.ModuleList:
 
 @dataclass(frozen=True)
 class LayerParts:
-    """The modules of one decoder layer that are measured."""
+    """The measured modules of one decoder layer."""
 
     layer: nn.Module
     attention: nn.Module | None
@@ -401,7 +404,7 @@ class TimingHooks:
     handles: list[RemovableHandle] = field(default_factory=list)
 
     def match(self) -> None:
-        """Install or remove the hooks so that they are there exactly while the recorder is enabled."""
+        """Install or remove the hooks, so that they exist exactly while the recorder is enabled."""
         if self.recorder.enabled and not self.handles:
             for index, parts in enumerate(self.parts):
                 self._install(index, parts)

@@ -1,7 +1,7 @@
-"""Modules that compute with packed weights where they lie, in place of torch's with unpacked copies.
+"""Modules that compute with packed weights in place, instead of torch's modules with unpacked copies.
 
-A packed trunk then takes no more memory than its file, and is read in a quarter of the bytes. The native kernels
-multiply; they round their inputs to eight bits, so a model that computes in float32 keeps unpacked copies.
+A packed trunk then takes no more memory than its file, and reads a quarter of the bytes. The native kernels multiply.
+They round their inputs to eight bits, so a model that computes in float32 keeps unpacked copies.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from engine.runtimes.torch.offload.torch_tensors import unpacked, view
 class PackedLinear(nn.Module):  # type: ignore[misc]
     """Replaces a linear layer: ``x`` [..., in] times the packed ``stored`` [out, in] transposed, plus ``bias``.
 
-    ``change`` is undone on what goes in and comes out, as its orders would tear blocks apart.
+    ``change`` is undone on inputs and outputs, because reordering the weights would tear blocks apart.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class PackedEmbedding(nn.Module):  # type: ignore[misc]
 
 
 def _register(module: nn.Module, stored: StoredTensor) -> None:
-    """Show what ``stored`` holds to those who count what a model keeps."""
+    """Register the arrays of ``stored`` as buffers, so that they are counted as the model's memory."""
     module.register_buffer("blocks", torch.from_numpy(stored.words))
     for name, part in (("scales", stored.scales), ("biases", stored.biases)):
         if part is not None:
@@ -94,7 +94,7 @@ def _register(module: nn.Module, stored: StoredTensor) -> None:
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype) -> KernelChoice | None:
-    """The kernels that multiply packed matrices of a trunk on ``device`` that computes in ``dtype``; None if it is
+    """The kernels for packed matrices of a trunk on ``device`` that computes in ``dtype``; None if the trunk is
     unpacked."""
     if device.type != "cpu" or dtype != torch.bfloat16:
         return None
@@ -105,7 +105,7 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> KernelChoice | None
 def packed_module(
     old: nn.Module, stored: StoredTensor, change: Change | None, choice: KernelChoice, dtype: torch.dtype
 ) -> nn.Module | None:
-    """The module that takes the place of ``old``, whose weight is ``stored``; None if there is none for its kind."""
+    """The module that replaces ``old``, whose weight is ``stored``; None if there is none for its kind."""
     if not is_packed(stored.dtype) or stored.dtype not in FORMATS:
         return None
     if type(old) is nn.Linear:
@@ -120,7 +120,7 @@ def packed_module(
 
 
 def numbers_kept_packed(model: Any) -> int:
-    """How many weights packed modules of ``model`` hold, each tensor once."""
+    """Number of weights in packed modules of ``model``, each tensor counted once."""
     sizes = {
         module.blocks.data_ptr(): module.stored.shape
         for module in model.modules()

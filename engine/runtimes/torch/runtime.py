@@ -145,8 +145,7 @@ def set_threads(threads: int) -> None:
 
 
 def pick_dtype(files: ModelFiles, request: Load) -> torch.dtype:
-    """What is computed in: as the request says, or as the bulk of the checkpoint is stored; bfloat16 if that is
-    packed."""
+    """The dtype to compute in: as requested, or that of most stored weights; bfloat16 if they are packed."""
     if request.dtype != "auto":
         return {name: dtype for dtype, name in NAMES.items()}[request.dtype]
     if files.experts is not None:
@@ -163,7 +162,7 @@ def pick_dtype(files: ModelFiles, request: Load) -> torch.dtype:
 
 
 def check_layers(places: list[ExpertsPlace], experts: Experts | None) -> None:
-    """Raises ModelError if the files hold experts for other layers than the model has them in."""
+    """Raises ModelError if the files hold experts for other layers than the model's."""
     wanted = sorted(place.layer for place in places)
     found = [] if experts is None else list(experts.layers)
     if wanted != found:
@@ -194,8 +193,10 @@ def describe(
     load_s: float,
     notices: list[str],
 ) -> ModelFacts:
-    """The facts of ``module``, filled from ``files``; ``top_k`` is how many experts each token is sent to, ``held`` the
-    experts that are run here, ``shared`` tells of the GPU that shares them."""
+    """The facts of ``module``, filled from ``files``.
+
+    ``top_k``: experts per token. ``held``: the experts that run here. ``shared``: the GPU that shares them.
+    """
     experts = files.experts
     stored = {tensor.data_ptr(): tensor for tensor in module.state_dict().values()}.values()
     expert_parameters = 0 if experts is None else whole_weights(experts)
@@ -228,13 +229,13 @@ def describe(
 
 
 def context_limit(config: Any, wanted: int | None) -> int:
-    """Tokens the model was made for, or ``wanted`` if that is fewer."""
+    """Maximum tokens of the model's context, or ``wanted`` if that is less."""
     limit = int(config.max_position_embeddings)
     return limit if wanted is None else min(limit, wanted)
 
 
 def key_value_numbers(config: Any) -> int:
-    """Numbers one token adds to the cache: keys and values of every layer that keeps them.
+    """Numbers that one token adds to the cache: keys and values of every layer that keeps them.
 
     Latent attention (deepseek) caches the latents and the rotated part. Recurrent layers keep a state of fixed size.
     """
@@ -248,7 +249,7 @@ def key_value_numbers(config: Any) -> int:
 
 
 def _width(layer: Any) -> int:
-    """Numbers of a token's keys and values in ``layer``, the configuration of one layer."""
+    """Number of a token's keys and values in ``layer``, the configuration of one layer."""
     heads = getattr(layer, "num_key_value_heads", None)
     if heads is None:
         # dbrx keeps it one level further down.
@@ -268,9 +269,9 @@ def make_backend(
     room: Room | None,
     trunk_bytes: int = 0,
 ) -> tuple[TensorBackend, list[str]]:
-    """What runs the experts ``held``, and a line for each fallback. ``room``: on a GPU, which they share with the CPU.
+    """The backend for the experts ``held``, and a line for each fallback.
 
-    ``trunk_bytes`` of memory are still to be taken.
+    ``room``: a GPU that shares them with the CPU. ``trunk_bytes``: memory still to be taken.
     """
     if room is not None:
         return make_hybrid(room, held, gates, dtype, recorder, request)
@@ -288,7 +289,7 @@ def make_executor(
 
 
 def experts_here(experts: Experts | None, ring: RingPlace | None) -> Experts | None:
-    """The experts that this node runs. Raises ModelError if it lacks one."""
+    """The experts that this node runs. Raises ModelError if one is missing."""
     if experts is None or ring is None:
         return experts
     return held_by(experts, ring.context.placement, ring.context.rank)
@@ -302,9 +303,8 @@ def load_experts(
 ) -> NodeExperts:
     """The experts of ``context`` from the model, or a shard of it, in ``folder``.
 
-    ``gpu`` finds the device that shares them with the CPU.
-
-    Raises ModelError if the family is not supported, or they are not here.
+    ``gpu`` finds the device that shares them with the CPU. Raises ModelError if the family is not supported, or experts
+    are missing.
     """
     files = open_model(folder)
     if files.experts is None:

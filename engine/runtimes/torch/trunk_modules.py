@@ -1,7 +1,7 @@
-"""Norms of transformers' trunks in one operation of torch each, for GPUs.
+"""Norms of transformers' trunks as single operations of torch, for GPUs.
 
-transformers writes a root-mean-square norm as seven operations. On a GPU each of them takes the host longer to begin
-than the device to do, and norms are a third of what a layer begins.
+transformers writes a root-mean-square norm as seven operations. The host needs longer to start each of them than a GPU
+needs to run it, and norms are a third of a layer's operations.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from torch import nn
 
 
 class FusedNorm(nn.Module):  # type: ignore[misc]
-    """``weight`` [width] times what is left of the input [..., width] when its last dimension has a mean square of one.
-    Rounded once, where transformers rounds twice."""
+    """A root-mean-square norm of the last dimension of [..., width], times ``weight`` [width].
+
+    It rounds once, where transformers rounds twice.
+    """
 
     def __init__(self, weight: nn.Parameter, epsilon: float) -> None:
         super().__init__()
@@ -27,9 +29,9 @@ class FusedNorm(nn.Module):  # type: ignore[misc]
 
 
 def fuse_norms(model: nn.Module) -> int:
-    """Replace the norms of ``model`` that are the same as :class:`FusedNorm`; how many those are.
+    """Replace the norms of ``model`` that equal :class:`FusedNorm`. Returns their number.
 
-    A name is not trusted: each norm is run on numbers of every size, beside the one that would take its place.
+    Names are not trusted: each norm is run beside its replacement, on numbers of every size.
     """
     found = [(name, module) for name, module in model.named_modules() if type(module).__name__.endswith("RMSNorm")]
     replaced = 0
@@ -84,8 +86,8 @@ class JoinedProjection(nn.Module):  # type: ignore[misc]
 
 
 def expect_two_projections(model: nn.Module, names: Iterable[str]) -> None:
-    """Make room for both tensors in every delta-net of the skeleton ``model`` for which ``names``, those of the stored
-    tensors, have them."""
+    """Make room for both tensors in every delta-net of the skeleton ``model`` that has them in ``names``, the stored
+    tensors' names."""
     for name in [name.removesuffix(_FIRST) for name in names if name.endswith(_FIRST)]:
         net: Any = model.get_submodule(name)
         old = net.in_proj_qkvz
@@ -97,8 +99,8 @@ def expect_two_projections(model: nn.Module, names: Iterable[str]) -> None:
 
 
 def _by_key_head(net: Any) -> torch.Tensor:
-    """Places in queries, keys, values and gates, each of all heads, of what the library expects: those of the first key
-    head, then those of the second, and so on."""
+    """Indices into queries, keys, values and gates of all heads that give the library's order: first those of the first
+    key head, then those of the second, and so on."""
     with torch.device("cpu"):
         ends = torch.tensor([net.key_dim, net.key_dim, net.value_dim, net.value_dim]).cumsum(0)
         parts = torch.arange(int(ends[-1])).tensor_split(ends[:-1])
@@ -112,7 +114,7 @@ _KEYS, _VALUES = "k_b_proj", "v_b_proj"
 
 
 class PerHead(nn.Module):  # type: ignore[misc]
-    """A matrix for every head, [heads, out, in]; ``x`` [..., heads, in] becomes [..., heads, out]."""
+    """A matrix for every head, [heads, out, in], which maps ``x`` [..., heads, in] to [..., heads, out]."""
 
     def __init__(self, heads: int, rows: int, columns: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -127,8 +129,8 @@ class PerHead(nn.Module):  # type: ignore[misc]
 
 
 def expect_split_latents(model: nn.Module, names: Iterable[str]) -> None:
-    """Make room for the two tensors in every attention of the skeleton ``model`` for which ``names``, those of the
-    stored tensors, have them."""
+    """Make room for the two tensors in every attention of the skeleton ``model`` that has them in ``names``, the stored
+    tensors' names."""
     split = {name.removesuffix(f".{_KEYS}.weight") for name in names if name.endswith(f".{_KEYS}.weight")}
     for name in split:
         attention: Any = model.get_submodule(name)
@@ -140,14 +142,14 @@ def expect_split_latents(model: nn.Module, names: Iterable[str]) -> None:
 
 
 def attend_to_latents(model: nn.Module) -> None:
-    """Let the attentions of ``model``, whose weights are there, compute with latents if they were stored split."""
+    """Let the attentions of ``model`` compute with latents if their weights, which are loaded, were stored split."""
     for attention in model.modules():
         if hasattr(attention, _KEYS):
             _Absorbed(attention)
 
 
 class _Absorbed:
-    """Puts itself between ``attention``'s forward pass and its projections."""
+    """Stands between ``attention``'s forward pass and its projections."""
 
     def __init__(self, attention: Any) -> None:
         self._keys, self._values = attention.k_b_proj, attention.v_b_proj
@@ -163,13 +165,16 @@ class _Absorbed:
         attention.qk_nope_head_dim = self._latents
 
     def _widen(self, module: nn.Module, inputs: Any, queries: torch.Tensor) -> torch.Tensor:
-        """[rows, tokens, heads * (plain + rotated)] to [rows, tokens, heads * (latents + rotated)]."""
+        """Queries [rows, tokens, heads * (plain + rotated)] as [rows, tokens, heads * (latents + rotated)]."""
         plain, rotated = queries.unflatten(-1, (self._heads, -1)).split([self._plain, self._rotated], dim=-1)
         return torch.cat((self._keys(plain), rotated), dim=-1).flatten(-2)
 
     def _shared(self, latents: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same keys for all heads, [rows, heads, tokens, latents + rotated], without a copy for each. They are the
-        values, too: torch's fast attention takes values as wide as keys, and what follows the latents is cut off."""
+        """The same keys for all heads, [rows, heads, tokens, latents + rotated], without a copy for each head.
+
+        They are the values, too: torch's fast attention takes values as wide as keys, and what follows the latents is
+        cut off.
+        """
         keys = torch.cat((latents, rotated), dim=-1).expand(-1, self._heads, -1, -1)
         return keys, keys
 

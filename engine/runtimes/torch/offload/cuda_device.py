@@ -34,18 +34,19 @@ from engine.runtimes.torch.offload.local_torch import run_expert
 from engine.system.machine import driver_problem
 
 OLDEST_CAPABILITY = (7, 5)
-"""Compute capability of the oldest GPUs for which torch brings kernels."""
+"""Compute capability of the oldest GPUs that torch's kernels support."""
 ALIGNMENT = 256
-"""Slots begin on multiples of so many bytes, as matrix kernels like it."""
+"""Alignment of slots in bytes, which matrix kernels prefer."""
 
 _PORTABLE = 1
 _READ_ONLY = 8
-"""cudaHostRegisterPortable and cudaHostRegisterReadOnly: every context may copy from the pages, none writes to them."""
+"""cudaHostRegisterPortable and cudaHostRegisterReadOnly: every context may copy from the pages, and none writes to
+them."""
 
 
 @dataclass(frozen=True)
 class CudaWork:
-    """See :class:`engine.runtimes.torch.offload.devices.LayerWork`. ``begun`` is the host's clock as ``first`` was
+    """See :class:`engine.runtimes.torch.offload.devices.LayerWork`. ``begun``: the host's clock when ``first`` was
     recorded."""
 
     begun: float
@@ -53,7 +54,7 @@ class CudaWork:
     last: torch.cuda.Event
 
     def interval(self) -> tuple[float, float]:
-        """Beginning and end on the host's clock, by the events' distance; waits for the end."""
+        """Beginning and end on the host's clock, by the time between the events. Waits for the end."""
         if self.first is None:
             return self.begun, self.begun
         with _translated():
@@ -102,7 +103,8 @@ class CudaDevice:
         return True
 
     def memory(self) -> tuple[int, int]:
-        """What torch holds but does not use counts as free: it is used first, or given back when memory runs out."""
+        """Free and total bytes. Memory that torch holds but does not use counts as free: it is used first, or returned
+        when memory runs out."""
         with _translated():
             free, total = torch.cuda.mem_get_info(self._device)
             # memory_reserved and memory_allocated flatten and sort all of it, twice, which is much for every step.
@@ -156,7 +158,7 @@ class CudaDevice:
         torch.cuda.cudart().cudaHostUnregister(address)
 
     def prepare(self, layouts: Sequence[SlotLayout], dtype: torch.dtype) -> str | None:
-        """Compiles our kernels, in a tenth of a second each."""
+        """Compile our kernels, in a tenth of a second each."""
         if not supports(dtype):
             return f"there are none for {dtype}"
         try:
@@ -245,7 +247,7 @@ class CudaDevice:
         rows: torch.Tensor,
         out: torch.Tensor,
     ) -> Sequence[ResidentExpert]:
-        """Begin the experts that our kernels run; the others."""
+        """Begin the experts that our kernels run, and return the others."""
         kernels = self._kernels
         if kernels is None:
             return experts
@@ -282,7 +284,7 @@ class CudaDevice:
         return CudaWork(self._begun, self._first, last)
 
     def _mark(self, stream: torch.cuda.Stream) -> None:
-        """Note when the layer's work begins, on the device's clock and on the host's."""
+        """Record when the layer's work begins, on the device's clock and on the host's."""
         if self._first is None:
             self._first = torch.cuda.Event(enable_timing=True)
             self._first.record(stream)
@@ -310,7 +312,7 @@ class CudaDevice:
             torch.cuda.synchronize(self._device)
 
     def _survived(self) -> bool:
-        """Whether the device still answers after something went wrong."""
+        """Whether the device still answers after an error."""
         try:
             torch.cuda.synchronize(self._device)
         except RuntimeError:
@@ -320,7 +322,7 @@ class CudaDevice:
 
 @contextlib.contextmanager
 def _translated(survived: Callable[[], bool] | None = None) -> Iterator[None]:
-    """torch's errors as a device's. ``survived``: for copies, whether only the copy failed."""
+    """Translates torch's errors into a device's. ``survived``: for copies, whether only the copy failed."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -351,7 +353,7 @@ def unusable_reason() -> str:
 
 
 def _too_old() -> str:
-    """What is wrong with a GPU older than every kernel in torch; empty if there is none."""
+    """The problem with a GPU older than every kernel in torch; empty if there is none."""
     if torch.version.cuda is None or not torch.cuda.is_available():
         return ""
     found = torch.cuda.get_device_capability()

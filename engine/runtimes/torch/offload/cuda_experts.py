@@ -1,8 +1,8 @@
-"""Experts on an NVIDIA GPU by kernels of our own (``cuda/experts.cu``), from the bytes as they lie in their slots.
+"""Experts on an NVIDIA GPU, run by our own kernels (``cuda/experts.cu``) on the bytes in their slots.
 
-Experts with few tokens run all at once: one product for gate and up, the family's gate, one product for down. For those
+Experts with few tokens run together: one product for gate and up, the family's gate, one product for down. For experts
 with many tokens a kernel unpacks the matrices, and torch multiplies. torch alone needs dozens of steps for each packed
-matrix, and to begin a step takes longer than the step.
+matrix, and starting a step takes longer than the step.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from engine.runtimes.torch.offload.devices import SlotLayout, SlotMatrix
 from engine.runtimes.torch.offload.gates import Gate
 
 AT_ONCE = 8
-"""Tokens for which a matrix is decoded once."""
+"""Number of tokens for which a matrix is decoded once."""
 MOST_WEIGHTS = 400_000_000
-"""Weights times tokens, beyond AT_ONCE of them, from which an expert's matrices are unpacked and multiplied by torch.
-That takes a dozen steps, before which small experts are done. Measured with an H100."""
+"""Product of weights and tokens, beyond AT_ONCE tokens, from which an expert's matrices are unpacked and multiplied by
+torch. That takes a dozen steps, in which the kernels finish small experts. Measured on an H100."""
 MOST_EXPERTS = 64
-"""Experts of one launch; MOST_EXPERTS of ``experts.cu``."""
+"""Maximum experts in one launch; MOST_EXPERTS of ``experts.cu``."""
 PIECE = 8
-"""Numbers that a thread decodes at once; rows are whole pieces."""
+"""Numbers that a thread decodes at once. Rows consist of whole pieces."""
 _ROWS, _WARPS, _WARP = 4, 4, 32
 """Rows of a warp, warps of a block, threads of a warp."""
 _UNPACKING_THREADS = 256
 
 _INPUTS = {torch.float32: "float", torch.bfloat16: "bfloat16"}
-"""What the kernels call the dtypes of a token."""
+"""Names of a token's dtypes in the kernels."""
 _PLAIN = ("F32", "BF16", "F16")
 _ALIGNMENT = 4
 """Default alignment of weights' addresses, in bytes. Blocks have the largest power of two that divides their size."""
@@ -60,9 +60,9 @@ class _Matrix(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Part:
-    """A matrix in a slot as the kernels read it: offsets in bytes from the slot's beginning, -1 for what there is not.
+    """A matrix in a slot as the kernels read it: offsets in bytes from the slot's beginning, -1 for missing parts.
 
-    ``format`` is the name of its type in ``experts.cu``. ``addend`` is what is added to its products.
+    ``format``: name of its type in ``experts.cu``. ``addend``: what is added to its products.
     """
 
     format: str
@@ -79,7 +79,7 @@ class Part:
     addend_kind: int = 0
 
     def argument(self) -> _Matrix:
-        """The same for a kernel."""
+        """The part as an argument of a kernel."""
         found = _Matrix()
         for name in (*_LONG, *_SHORT):
             setattr(found, name, getattr(self, name))
@@ -88,7 +88,7 @@ class Part:
 
 @dataclass(frozen=True)
 class ExpertParts:
-    """An expert's matrices. ``gate`` holds both where ``up`` is None."""
+    """An expert's matrices. ``gate`` contains gate and up if ``up`` is None."""
 
     gate: Part
     up: Part | None
@@ -102,7 +102,7 @@ class ExpertParts:
 
     @property
     def most_tokens(self) -> int:
-        """The most tokens of an expert for which its matrices are not unpacked."""
+        """Maximum tokens of an expert for which its matrices are not unpacked."""
         weights = self.width * self.gate.columns + self.down.rows * self.down.columns
         return AT_ONCE + MOST_WEIGHTS // weights
 
@@ -122,7 +122,7 @@ def supports(dtype: torch.dtype) -> bool:
 
 
 def part_of(matrix: SlotMatrix) -> Part | None:
-    """``matrix`` as the kernels read it; None if they do not."""
+    """``matrix`` as the kernels read it; None if they cannot."""
     rows, columns = matrix.shape
     alignment = math.gcd(_ALIGNMENT, BLOCKS.get(matrix.format, (1, _ALIGNMENT))[1])
     if columns % PIECE or matrix.offset % alignment:
@@ -162,7 +162,7 @@ def _grouped(matrix: SlotMatrix) -> Part | None:
 
 
 def parts_of(layout: SlotLayout) -> ExpertParts | None:
-    """The expert of ``layout`` as the kernels read it; None if there is a matrix or a bias that they do not read."""
+    """The expert of ``layout`` as the kernels read it; None if they cannot read one of its matrices or biases."""
     parts: dict[str, Part] = {}
     for name in ("gate_up", "gate", "up", "down"):
         matrix = layout.matrices.get(name)
@@ -193,7 +193,7 @@ def parts_of(layout: SlotLayout) -> ExpertParts | None:
 
 
 def _split(both: Part) -> tuple[Part, Part]:
-    """Gate and up of a matrix that holds gate's rows and then up's."""
+    """Gate and up of a matrix that contains gate's rows and then up's."""
     rows = both.rows // 2
     width = {0: 4, 1: 2, 2: 2, 3: 1}[both.scale_kind]
 
@@ -215,26 +215,27 @@ def _with_bias(part: Part, bias: SlotMatrix | None) -> Part:
 
 
 def _blocks(matrices: Sequence[Part]) -> int:
-    """Blocks of threads that make all rows of any of ``matrices``."""
+    """Number of thread blocks that compute all rows of any of ``matrices``."""
     return -(-max(part.rows for part in matrices) // (_ROWS * _WARPS))
 
 
 class CudaExperts:
-    """See the module. Everything is begun on a stream of CUDA, given by its address; nothing is waited for."""
+    """See the module. All work is started on a CUDA stream, given by its address, and none is waited for."""
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
         self._parts: dict[int, tuple[SlotLayout, ExpertParts | None]] = {}
 
     def parts(self, layout: SlotLayout) -> ExpertParts | None:
-        """:func:`parts_of`, found once for each layout."""
+        """The result of :func:`parts_of`, cached for each layout."""
         found = self._parts.get(id(layout))
         if found is None:
             found = self._parts[id(layout)] = (layout, parts_of(layout))
         return found[1]
 
     def prepare(self, layout: SlotLayout, dtype: torch.dtype) -> None:
-        """Compile what runs experts of ``layout`` on tokens of ``dtype``, a supported one. Raises CompilingFailed."""
+        """Compile the kernels for experts of ``layout`` on tokens of the supported ``dtype``. Raises
+        CompilingFailed."""
         for matrix in layout.matrices.values():
             part = part_of(matrix) if len(matrix.shape) == 2 else None
             if part is not None and part.format not in _PLAIN:
@@ -249,7 +250,7 @@ class CudaExperts:
         self._launcher.prepare(f"routed<{parts.down.format}, float>")
 
     def runs(self, layout: SlotLayout, dtype: torch.dtype, tokens: int) -> bool:
-        """Whether :meth:`run` takes experts of ``layout`` with so many tokens each."""
+        """Whether :meth:`run` takes experts of ``layout`` with ``tokens`` tokens each."""
         parts = self.parts(layout)
         return parts is not None and dtype in _INPUTS and tokens <= parts.most_tokens
 
@@ -262,10 +263,10 @@ class CudaExperts:
         out: torch.Tensor,
         stream: int,
     ) -> None:
-        """Begin to run ``experts`` on their tokens of ``rows`` [tokens, hidden]; ``out`` [tokens, hidden], float32.
+        """Start to run ``experts`` on their tokens of ``rows`` [tokens, hidden]; ``out`` [tokens, hidden], float32.
 
-        torch's current stream must be ``stream``. The products are of exact weights and summed in float32, and nothing
-        is rounded between them. Raises CompilingFailed.
+        torch's current stream must be ``stream``. Products use exact weights and are summed in float32, without
+        rounding in between. Raises CompilingFailed.
         """
         parts = self.parts(layout)
         assert parts is not None
@@ -295,8 +296,10 @@ class CudaExperts:
         experts: torch.Tensor,
         stream: int,
     ) -> torch.Tensor:
-        """Begin to run ``rows`` [tokens, hidden] on their ``experts`` [tokens, k], int64 on the device: float32
-        [tokens * k, hidden]. ``slots`` has the addresses of all experts, int64. Everything else is as in :meth:`run`.
+        """Start to run ``rows`` [tokens, hidden] on their ``experts`` [tokens, k], int64 on the device. Returns float32
+        [tokens * k, hidden].
+
+        ``slots``: the addresses of all experts, int64. Everything else is as in :meth:`run`.
         """
         parts = self.parts(layout)
         assert parts is not None
@@ -337,8 +340,10 @@ class CudaExperts:
         self._launcher.launch(kernel, grid, _WARPS * _WARP, arguments, stream)
 
     def unpacked(self, matrix: SlotMatrix, slot: torch.Tensor, dtype: torch.dtype, stream: int) -> torch.Tensor | None:
-        """The numbers of a packed ``matrix`` in ``slot``, of ``dtype``: equal to those of
-        :mod:`engine.runtimes.torch.offload.torch_unpacking`; None if the kernels do not read it."""
+        """The numbers of a packed ``matrix`` in ``slot``, in ``dtype``; None if the kernels cannot read it.
+
+        They are equal to those of :mod:`engine.runtimes.torch.offload.torch_unpacking`.
+        """
         part = part_of(matrix)
         if part is None or dtype not in _INPUTS:
             return None
@@ -389,20 +394,23 @@ Grid = tuple[int, int, int]
 
 
 class Launcher(Protocol):
-    """What runs the kernels of ``experts.cu``."""
+    """Interface that runs the kernels of ``experts.cu``."""
 
     def prepare(self, kernel: str) -> None:
-        """Make ``kernel``, an instance of one of the templates, ready. Raises CompilingFailed."""
+        """Compile ``kernel``, an instance of one of the templates. Raises CompilingFailed."""
         ...
 
     def launch(self, kernel: str, grid: Grid, threads: int, arguments: Sequence[Any], stream: int) -> None:
-        """Begin to run ``kernel`` on a CUDA stream, with arguments of ctypes. Raises RuntimeError as torch does for
-        CUDA's errors, CompilingFailed if it was not prepared and cannot be."""
+        """Start ``kernel`` on a CUDA stream, with arguments of ctypes.
+
+        Raises RuntimeError for CUDA's errors, as torch does, and CompilingFailed if it was not prepared and cannot be
+        compiled.
+        """
         ...
 
 
 class CompilingFailed(Exception):
-    """A kernel could not be made for this GPU."""
+    """Raised if a kernel could not be compiled for this GPU."""
 
 
 class CudaLauncher:
@@ -468,7 +476,7 @@ class CudaLauncher:
             compiler.nvrtcDestroyProgram(ctypes.byref(program))
 
     def _log(self, program: ctypes.c_void_p) -> str:
-        """What the compiler says, its first line."""
+        """The first line of the compiler's log."""
         size = ctypes.c_size_t()
         self._checked(self._compiler.nvrtcGetProgramLogSize(program, ctypes.byref(size)))
         log = ctypes.create_string_buffer(size.value)

@@ -1,4 +1,4 @@
-"""The device's memory that experts get: taken at load, given back when somebody else needs it, taken again later."""
+"""The device memory for experts: taken at load, returned when others need it, and taken again later."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from engine.runtimes.torch.offload.host_memory import HostExperts
 from engine.runtimes.torch.offload.slab_cache import Key, SlabCache
 
 STAGING_SLOTS = 2
-"""For moved experts that the cache does not keep: one is copied while the other computes."""
+"""Number of slots for moved experts that the cache does not keep: one is copied while the other computes."""
 
 GROUP_BYTES = 64 * 2**20
-"""Small slabs share one allocation of about this size."""
+"""Approximate bytes of an allocation that small slabs share."""
 
 GROW_EVERY = 64
-"""Steps after which a cache that had to shrink takes back what others have freed meanwhile."""
+"""Steps after which a cache that had to shrink takes memory back that others have freed."""
 
 
 class DeviceCache:
-    """The slots of a device and what is in them. Until :meth:`open` there are none.
+    """The slots of a device and their contents. Until :meth:`open` there are none.
 
-    ``slabs`` says which expert is where. ``staging`` are slots for moved experts that are not kept. ``notice`` gets a
-    line when memory that was there is taken away. Every method may raise DeviceLost.
+    ``slabs`` maps experts to slots. ``staging``: slots for moved experts that are not kept. ``notice`` gets a line when
+    memory is taken away. Every method may raise DeviceLost.
     """
 
     def __init__(
@@ -55,20 +55,21 @@ class DeviceCache:
 
     @property
     def nbytes(self) -> int:
-        """Device memory that keeps experts between steps."""
+        """Bytes of device memory that keeps experts between steps."""
         return self.slabs.capacity * self._host.slot_bytes
 
     @property
     def share(self) -> float:
-        """The share of this machine's experts that there is room for."""
+        """Share of this machine's experts for which there is room."""
         return self.slabs.capacity / max(1, self._all)
 
     def open(self, nbytes: int, order: Sequence[Key], reserve: int, progress: ProgressCallback) -> list[str]:
-        """Take ``nbytes`` to keep experts in, and copy there the first of ``order`` that fit; slots for moved experts
-        are taken besides.
+        """Take ``nbytes`` for experts, and copy there the first of ``order`` that fit. Slots for moved experts come on
+        top.
 
-        While the model runs, at least ``reserve`` bytes are kept free for everything else: the cache shrinks for it.
-        Returns a line for the person if less could be had, or was copied. Raises ModelError if the device is lost.
+        While the model runs, the cache shrinks to keep at least ``reserve`` bytes free for everything else. Returns a
+        line for the person if less memory was available, or fewer experts were copied. Raises ModelError if the device
+        is lost.
         """
         self._reserve = reserve
         held = {layer: frozenset(self._host.experts.held(layer)) for layer in self._host.experts.layers}
@@ -96,8 +97,10 @@ class DeviceCache:
         return lines
 
     def resize(self, nbytes: int) -> int:
-        """Have ``nbytes`` from now on; what there is then. The hottest experts stay, as far as there is room; new room
-        is filled with the most popular of the others."""
+        """Change the cache to ``nbytes``. Returns its actual bytes.
+
+        The hottest experts stay, as far as there is room. New room is filled with the most popular of the others.
+        """
         self._wanted = self._slots_in(nbytes)
         if self._wanted < self.slabs.capacity:
             self._device.release(self.slabs.shrink(self.slabs.capacity - self._wanted))
@@ -111,14 +114,14 @@ class DeviceCache:
         return self.nbytes
 
     def close(self) -> None:
-        """Give all memory back."""
+        """Return all memory."""
         with contextlib.suppress(DeviceLost):
             self._device.synchronize()
             self._device.release([*self.slabs.shrink(self.slabs.capacity), *self.staging])
         self.staging = []
 
     def watch(self) -> None:
-        """Once per step: give memory back that somebody else needs, and take it again when it is free."""
+        """Once per step: return memory that others need, and take it again when it is free."""
         self._steps += 1
         due = self._steps % GROW_EVERY == 0
         if self._wanted == 0 or (self.slabs.capacity == 0 and not due):
@@ -133,7 +136,7 @@ class DeviceCache:
             self._grow(min(missing, (free - self._reserve) // 2 // size))
 
     def shrink(self, slots: int, layer: int = -1, needed: Collection[int] = ()) -> bool:
-        """Give ``slots`` slots back, but none that holds an expert ``needed`` in ``layer``; whether there were any."""
+        """Return ``slots`` slots, but none with an expert ``needed`` in ``layer``. Returns whether there were any."""
         given = self.slabs.shrink(slots, layer, needed)
         if not given:
             return False
@@ -148,7 +151,7 @@ class DeviceCache:
         return True
 
     def switch_off(self) -> None:
-        """Give back what keeps experts, for good."""
+        """Return the memory that keeps experts, for good."""
         self._wanted = 0
         self._device.release(self.slabs.shrink(self.slabs.capacity))
 
@@ -158,7 +161,7 @@ class DeviceCache:
         return max(0, min(nbytes // self._host.slot_bytes, self._all))
 
     def _take(self, count: int) -> list[Slot]:
-        """Up to ``count`` slots, as many as the device has room for."""
+        """Up to ``count`` slots, as many as fit on the device."""
         size = self._host.slot_bytes
         group = max(1, GROUP_BYTES // size)
         slots: list[Slot] = []
@@ -181,7 +184,7 @@ class DeviceCache:
             self._notice(line)
 
     def _fill(self, progress: ProgressCallback) -> str | None:
-        """Copy the first experts in order that there is room for; a line for the person if some did not arrive."""
+        """Copy the first experts in order that fit. Returns a line for the person if some were not copied."""
         filled = self.slabs.seed(self._order)
         size = self._host.slot_bytes
         failures: list[CopyFailed] = []

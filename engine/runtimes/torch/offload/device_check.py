@@ -1,7 +1,8 @@
-"""Whether a device computes what the CPU computes: each expert that it holds runs once on both when a model is loaded.
+"""Checks that a device computes what the CPU computes: when a model is loaded, each expert on the device runs once on
+both.
 
-A GPU runs kernels that were compiled a moment ago, on weights that were copied past the CPU, with a driver that nobody
-here has seen. What goes wrong there would be answers that are wrong.
+A GPU runs kernels compiled a moment ago, on weights copied past the CPU, with an unknown driver. An error there would
+give wrong answers.
 """
 
 from __future__ import annotations
@@ -20,17 +21,16 @@ from engine.runtimes.torch.offload.tensor_backend import TensorBackend
 from engine.system.free_memory import available_bytes
 
 MOST_APART = 0.1
-"""Largest difference between what GPU and CPU make of an expert's input, relative to it. The CPU may round inputs to
-eight bits, which is a hundredth; what another expert makes of it is about as far away as it is large."""
+"""Maximum relative difference between the results of GPU and CPU for one expert's input. The CPU may round inputs to
+eight bits, which makes a hundredth. Another expert's result differs by about its own size."""
 SEVERAL, MANY = 9, 256
-"""Tokens of one expert of each layer, and of one of the first layer: other kernels run several and many tokens."""
+"""Tokens of one expert of each layer, and of one of the first layer. Other kernels run several or many tokens."""
 MEMORY_SHARE = 0.5
-"""Largest part of the available memory that the compared experts may have: reading others again may be reading the
-disk."""
+"""Maximum share of the available memory for the compared experts. Reading more might mean reading the disk."""
 
 
 class DeviceCheck:
-    """See the module. ``cache`` says what ``device`` holds of ``host``; ``cpu`` runs the same experts."""
+    """See the module. ``cache`` tells which experts of ``host`` are on ``device``; ``cpu`` runs the same experts."""
 
     def __init__(
         self,
@@ -49,11 +49,11 @@ class DeviceCheck:
         self._dtype = dtype
 
     def run(self, whole_layer: Callable[[int], Any], progress: ProgressCallback) -> tuple[bool, list[str]]:
-        """Whether the device may run experts, and lines for the person about what was wrong.
+        """Whether the device may run experts, and lines for the person about errors.
 
-        An expert that differs is copied once more, which mends a damaged copy. ``whole_layer`` gives what
-        :meth:`engine.runtimes.torch.offload.devices.ExpertDevice.run_routes` needs of a layer, or None. Where the
-        device has no room to compute, nothing more is compared. Raises DeviceLost.
+        An expert that differs is copied once more, which repairs a damaged copy. ``whole_layer`` gives the argument of
+        :meth:`engine.runtimes.torch.offload.devices.ExpertDevice.run_routes` for a layer, or None. If the device has no
+        room to compute, the comparison ends. Raises DeviceLost.
         """
         layers = self._host.experts.layers
         room, mended = MEMORY_SHARE * available_bytes(), 0
@@ -80,7 +80,7 @@ class DeviceCheck:
         return True, [f"{mended} experts had arrived damaged on {self._device.name} and were copied again."]
 
     def _differing(self, layer: int, experts: list[int], whole: Any) -> list[int]:
-        """Which of ``experts``, all on the device, make something else there than on the CPU."""
+        """The members of ``experts``, all on the device, whose results differ from the CPU's."""
         device, layout, gate = self._device, self._host.layout(layer), self._gates[layer]
         first = layer == self._host.experts.layers[0]
         tokens = [1] * len(experts)
@@ -128,6 +128,6 @@ class DeviceCheck:
 
 
 def _near(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Which rows are close enough; one that is no number on both sides is."""
+    """Whether each row is close enough. Rows that are not numbers on both sides count as close."""
     close = (found - wanted).norm(dim=1) <= MOST_APART * wanted.norm(dim=1)
     return close | ~(found.isfinite().all(dim=1) | wanted.isfinite().all(dim=1))

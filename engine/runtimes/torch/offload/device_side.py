@@ -1,4 +1,4 @@
-"""The device's part of a layer: copies begun, experts begun, and what falls back to the CPU where one of them fails."""
+"""The device's part of a layer: starting copies and experts, and falling back to the CPU if one of them fails."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ FAILED_COPIES_TOLD = 5
 
 @dataclass
 class LayerStep:
-    """One layer of one step: what was decided, and who really runs what."""
+    """One layer of one step: the decision, and what really runs where."""
 
     layer: int
     routes: SortedRoutes
     active: tuple[ActiveExpert, ...]
     decision: Decision
     cpu: set[int]
-    """The experts the CPU runs; one that the GPU could not run is added."""
+    """Experts that the CPU runs, including those that the GPU could not run."""
     few: bool
     tickets: dict[int, tuple[Slot, Ticket]] = field(default_factory=dict)
-    """The copies begun, in order."""
+    """Copies that were started, in order."""
     waiting: deque[int] = field(default_factory=deque)
-    """Experts to be copied once a staging slot is free."""
+    """Experts to copy once a staging slot is free."""
     rows: torch.Tensor | None = None
-    """What the device's experts read: kept until the trunk waits for them, for nobody else knows that they do."""
+    """Input of the device's experts, kept until the trunk waits for them, so that its memory is not reused."""
 
     @property
     def needed(self) -> dict[int, tuple[int, int]]:
@@ -76,16 +76,16 @@ class DeviceSide:
         self._layers = len(host.experts.layers)
         self._failed_copies = 0
         self._arriving: dict[Key, tuple[Slot, Ticket]] = {}
-        """Experts that are being copied while nobody waits for them."""
+        """Experts that are being copied while nothing waits for them."""
         self._idle_layers = 0
         self._learned = True
 
     def arriving(self, layer: int) -> bool:
-        """Whether an expert of ``layer`` may still be on its way."""
+        """Whether an expert of ``layer`` may still be arriving."""
         return any(key[0] == layer for key in self._arriving)
 
     def begin_copies(self, step: LayerStep, uses_cache: bool) -> bool:
-        """Begin the copies that need not wait for anything; whether the device has anything to do."""
+        """Start the copies that need not wait. Returns whether the device has anything to do."""
         moved = sorted(step.placed("pmove"), key=lambda active: -active.tokens)
         self._idle_layers = 0 if moved else self._idle_layers + 1
         if not moved and not step.placed("gpu"):
@@ -107,8 +107,11 @@ class DeviceSide:
         return True
 
     def begin_experts(self, step: LayerStep, rows: torch.Tensor) -> torch.Tensor:
-        """Begin all experts of the device, those that are there first. ``rows`` [n, hidden] are on the device, in the
-        order of the sorted routes; returns the buffer of their results [n, hidden]."""
+        """Start all experts of the device, resident ones first.
+
+        ``rows`` [n, hidden] are on the device, in the order of the sorted routes. Returns the buffer of their results
+        [n, hidden].
+        """
         step.rows = rows
         out = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
         for expert, slot, ticket in self._not_begun_together(step, out):
@@ -128,7 +131,7 @@ class DeviceSide:
         return out
 
     def _not_begun_together(self, step: LayerStep, out: torch.Tensor) -> list[tuple[int, Slot, Ticket | None]]:
-        """Begin, in one go, the experts that are there; those that have to be run one by one."""
+        """Start the resident experts together. Returns the experts that must be run one by one."""
         others: list[tuple[int, Slot, Ticket | None]] = []
         resident: list[tuple[int, Slot, Ticket | None]] = []
         for each in step.placed("gpu"):
@@ -148,7 +151,7 @@ class DeviceSide:
         return others
 
     def forget(self, layer: int, experts: Collection[int]) -> None:
-        """What was being copied is not held to be there."""
+        """Record that the experts being copied did not arrive."""
         for expert in experts:
             self._cache.drop(layer, expert)
 
@@ -182,14 +185,14 @@ class DeviceSide:
         self._recorder.movement.learned += 1
 
     def _arrived(self, key: Key, slot: Slot) -> Ticket | None:
-        """The copy that the expert's first run waits for; None: it is there."""
+        """The copy for which the expert's first run must wait; None if it has arrived."""
         found = self._arriving.pop(key, None)
         return found[1] if found is not None and found[0] == slot else None
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
     def _copy_next(self, step: LayerStep, slot: Slot) -> int | None:
-        """Begin to copy the next expert that waits into the staging slot ``slot``; which one that is."""
+        """Start to copy the next waiting expert into the staging slot ``slot``. Returns the expert."""
         while step.waiting:
             expert = step.waiting.popleft()
             if self._copy(step, expert, slot):
@@ -208,7 +211,7 @@ class DeviceSide:
         return True
 
     def _copy_inactive(self, step: LayerStep) -> None:
-        """What a system that streams whole layers copies besides."""
+        """Copy the further experts that a system for streaming whole layers copies."""
         staging = self._memory.staging
         tickets = dict(step.tickets)
         held = self._host.experts.held(step.layer)
@@ -235,7 +238,7 @@ class DeviceSide:
         return True
 
     def _fall_back(self, step: LayerStep, expert: int, error: CopyFailed) -> None:
-        """The expert runs on the CPU in this step, and its slot holds nothing."""
+        """Run the expert on the CPU in this step, and mark its slot as empty."""
         self._cache.drop(step.layer, expert)
         if expert in step.needed:
             step.cpu.add(expert)
@@ -252,31 +255,32 @@ class DeviceSide:
 
 
 FEW_ROUTES = 96
-"""Up to here routes are sorted in Python, above by torch: Python wins while there are few of them."""
+"""Maximum routes that are sorted in Python; more are sorted by torch. Python is faster for few."""
 
 
 @dataclass(frozen=True)
 class SortedRoutes:
-    """``order`` [n]: the n routes that run here, counted token by token, in the order of their experts.
+    """The routes that run here, sorted by expert.
 
-    ``back`` [routes]: the place of each route in that order, -1 where somebody else runs it. ``segments``: where each
-    active expert's routes begin and end in it, ascending.
+    ``order`` [n]: the n routes, counted token by token. ``back`` [routes]: the position of each route in ``order``, -1
+    if another device runs it. ``segments``: beginning and end of each active expert's routes in ``order``, ascending.
     """
 
     tokens: int
     k: int
     """Routes per token."""
     indices: torch.Tensor
-    """[tokens, k] on the host, -1 where somebody else runs the route."""
+    """[tokens, k] on the host, -1 if another device runs the route."""
     order: torch.Tensor
     back: torch.Tensor
     segments: dict[int, tuple[int, int]]
     numbers: tuple[list[int], list[int]] | None
-    """Indices and order once more, as numbers, where there are few."""
+    """Indices and order as Python numbers, if there are few."""
 
 
 def sort_routes(indices: torch.Tensor, experts: int) -> SortedRoutes:
-    """Sort ``indices`` [tokens, k], which are on the host; routes to one expert keep their order, -1 is left out."""
+    """Sort ``indices`` [tokens, k], which are on the host. Routes to the same expert keep their order, and -1 is left
+    out."""
     tokens, k = indices.shape
     sizes: dict[int, int] = {}
     numbers = None
@@ -306,8 +310,8 @@ def sort_routes(indices: torch.Tensor, experts: int) -> SortedRoutes:
 
 @dataclass(frozen=True)
 class HostShare:
-    """The routes that the CPU runs, as its :class:`engine.runtimes.torch.offload.tensor_backend.TensorBackend` takes
-    them."""
+    """The routes that the CPU runs, in the form for
+    :class:`engine.runtimes.torch.offload.tensor_backend.TensorBackend`."""
 
     tokens: torch.Tensor | None
     """The tokens that are needed, ascending; None: all."""
@@ -320,7 +324,7 @@ class HostShare:
 
 
 def host_share(routes: SortedRoutes, experts: set[int], count: int, whole: bool) -> HostShare:
-    """The share of ``experts`` (not none of them) of ``count``; ``whole``: with all tokens, needed or not."""
+    """The share of ``experts`` (at least one) of ``count``. ``whole``: include all tokens, needed or not."""
     if routes.numbers is not None and whole:
         chosen, ordered = routes.numbers
         mine = [place for expert in sorted(experts) for place in range(*routes.segments[expert])]

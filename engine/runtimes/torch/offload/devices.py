@@ -1,7 +1,8 @@
-"""What the hybrid executor needs of a device that runs experts beside the CPU: its memory, its copies, its computing.
+"""The interface of a device that runs experts beside the CPU, as the hybrid executor needs it: memory, copies,
+computing.
 
-A device has two queues of work that run by themselves: copies of weights, and computing. What is put into them returns
-at once; :meth:`ExpertDevice.end` makes the trunk wait for all of it. A slot holds one expert's weights.
+A device has two queues of work that run by themselves: copies of weights, and computing. Adding work returns at once;
+:meth:`ExpertDevice.end` makes the trunk wait for all of it. A slot holds one expert's weights.
 """
 
 from __future__ import annotations
@@ -20,24 +21,24 @@ from engine.runtimes.torch.offload.torch_unpacking import unpack, unpack_groups
 
 
 class DeviceError(Exception):
-    """A device could not do what it was asked to."""
+    """Raised if a device could not do what it was asked to."""
 
 
 class OutOfDeviceMemory(DeviceError):
-    """The device's memory is taken; what ran before is not affected."""
+    """Raised if the device's memory is full. What ran before is not affected."""
 
 
 class CopyFailed(DeviceError):
-    """Weights did not arrive; the slot holds nothing that may be used. The device itself goes on."""
+    """Raised if weights did not arrive. The slot holds nothing usable; the device itself goes on."""
 
 
 class DeviceLost(DeviceError):
-    """The device does nothing any more."""
+    """Raised if the device no longer works."""
 
 
 @dataclass(frozen=True, order=True)
 class Slot:
-    """Device memory for one expert. Memory is taken and given back by whole groups of slots."""
+    """Device memory for one expert. Memory is taken and returned in whole groups of slots."""
 
     index: int
     group: int
@@ -59,10 +60,10 @@ class SlotMatrix:
 
 @dataclass(frozen=True)
 class SlotLayout:
-    """What lies where in every slot; the same bytes in the same order as in the host's memory.
+    """The layout of a layer's slots: the same bytes in the same order as in the host's memory.
 
-    ``matrices`` are named as in :class:`engine.models.formats.model_files.ExpertWeights`. Only what computes with them
-    looks into their formats: whoever carries a slot carries ``size`` bytes.
+    ``matrices`` are named as in :class:`engine.models.formats.model_files.ExpertWeights`. Only code that computes with
+    them looks at their formats. All other code moves ``size`` bytes.
     """
 
     size: int
@@ -71,7 +72,7 @@ class SlotLayout:
 
 @dataclass(frozen=True)
 class HostPiece:
-    """Bytes of the host's memory, uint8 [n], and where in the slot they belong."""
+    """Bytes of the host's memory, uint8 [n], and their offset in the slot."""
 
     offset: int
     tensor: torch.Tensor
@@ -83,11 +84,11 @@ def tensors_in(
     dtype: torch.dtype,
     unpacked: Callable[[SlotMatrix], torch.Tensor | None] = lambda matrix: None,
 ) -> ExpertTensors:
-    """The expert in ``slot``, uint8 [layout.size], as tensors of ``dtype``: views where it is stored in that dtype,
-    else copies on the same device.
+    """The expert in ``slot``, uint8 [layout.size], as tensors of ``dtype``: views if stored in it, else copies on the
+    device.
 
-    ``unpacked`` gives a packed matrix in ``dtype``, or None: then torch's operations unpack it. Raises ModelError for a
-    number format that torch does not compute with, by its name.
+    ``unpacked`` gives a packed matrix in ``dtype``, or None: then torch's operations unpack it. Raises ModelError,
+    naming the number format, if torch does not compute with it.
     """
 
     def part(name: str) -> torch.Tensor | None:
@@ -121,7 +122,7 @@ def _rows_in(slot: torch.Tensor, place: SlotMatrix, row: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class ResidentExpert:
-    """An expert in ``slot``, or on its way there, and its tokens: ``start`` to ``stop`` of a layer's rows."""
+    """An expert in ``slot``, perhaps still arriving, and its tokens: ``start`` to ``stop`` of a layer's rows."""
 
     slot: Slot
     start: int
@@ -129,24 +130,25 @@ class ResidentExpert:
 
 
 def said_slower(device: str, reason: str) -> str:
-    """The line for the person about what :meth:`ExpertDevice.prepare` returned."""
+    """The line for the person about the reason that :meth:`ExpertDevice.prepare` returned."""
     return f"Kernels for {device} could not be compiled ({reason}), so torch runs its experts: packed ones slowly."
 
 
 Ticket = Any
-"""A copy that has begun; :meth:`ExpertDevice.run` waits for it."""
+"""A copy in progress, for which :meth:`ExpertDevice.run` waits."""
 
 
 class LayerWork(Protocol):
-    """What a device did for one layer, from the first copy or expert begun to the last one finished."""
+    """The device's work for one layer, from the first copy or expert started to the last one finished."""
 
     def interval(self) -> tuple[float, float]:
-        """Beginning and end in seconds of the device's clock; waits for the end. Twice the same if nothing ran."""
+        """Beginning and end in seconds of the device's clock. Waits for the end. The same number twice if nothing
+        ran."""
         ...
 
 
 class ExpertDevice(Protocol):
-    """See the module. Tensors that go in and out of :meth:`run` are on ``torch_device``, where the trunk is.
+    """See the module. Tensors in and out of :meth:`run` are on ``torch_device``, where the trunk is.
 
     Every method but the properties may raise DeviceLost.
     """
@@ -171,34 +173,34 @@ class ExpertDevice(Protocol):
         ...
 
     def now(self) -> float:
-        """Seconds of the clock that :meth:`LayerWork.interval` uses; the host's own is the same."""
+        """Seconds on the clock of :meth:`LayerWork.interval`, which is the host's."""
         ...
 
     def allocate(self, slot_bytes: int, count: int) -> list[Slot]:
-        """Memory for ``count`` slots. Raises OutOfDeviceMemory, and then nothing was taken."""
+        """Memory for ``count`` slots. Raises OutOfDeviceMemory; then nothing was taken."""
         ...
 
     def release(self, slots: Sequence[Slot]) -> None:
-        """Give slots back; a group's memory is free once all of it was given back."""
+        """Return slots. A group's memory is free once all of its slots were returned."""
         ...
 
     def lock_pages(self, address: int, nbytes: int) -> str | None:
-        """Lock the host's pages, which are only read, so that copies need no detour; why not, if refused."""
+        """Lock the host's pages, which are only read, for direct copies. Returns the reason if refused."""
         ...
 
     def unlock_pages(self, address: int) -> None: ...
 
     def prepare(self, layouts: Sequence[SlotLayout], dtype: torch.dtype) -> str | None:
-        """Make ready to run experts of ``layouts`` on tokens of ``dtype``; why they take longer than they might, if
-        they do."""
+        """Prepare to run experts of ``layouts`` on tokens of ``dtype``. Returns the reason if they are slower than
+        possible."""
         ...
 
     def begin(self) -> None:
-        """A layer's work begins."""
+        """Begin a layer's work."""
         ...
 
     def copy(self, slot: Slot, pieces: Sequence[HostPiece]) -> Ticket:
-        """Begin to copy weights into ``slot``, after the last :meth:`run` that reads it. Raises CopyFailed."""
+        """Start to copy weights into ``slot``, after the last :meth:`run` that reads it. Raises CopyFailed."""
         ...
 
     def run(
@@ -210,36 +212,40 @@ class ExpertDevice(Protocol):
         out: torch.Tensor,
         after: Ticket | None = None,
     ) -> None:
-        """Begin to run ``experts`` of one layer, in one go, on their tokens of ``rows`` [tokens, hidden]; ``out``
-        [tokens, hidden], float32. ``after``: the copy of the only one, which may still be under way.
+        """Start to run ``experts`` of one layer together, on their tokens of ``rows`` [tokens, hidden]; ``out``
+        [tokens, hidden], float32.
 
-        The caller keeps both until :meth:`end`: their memory would else be the trunk's again while they are read.
-
-        Raises CopyFailed if the copy ``after`` did not succeed, OutOfDeviceMemory if there is no room to compute; then
-        any of the results may be missing.
+        ``after``: the copy of the only expert, which may still be in progress. The caller keeps both tensors until
+        :meth:`end`; otherwise the trunk might reuse their memory. Raises CopyFailed if the copy ``after`` failed,
+        OutOfDeviceMemory if there is no room to compute; then any of the results may be missing.
         """
         ...
 
     def whole_layer(self, slots: Sequence[Slot], layout: SlotLayout, dtype: torch.dtype) -> Any:
-        """What :meth:`run_routes` needs to know of a layer whose experts are all there, in ``slots`` in their order;
-        None if it does not run them."""
+        """The argument of :meth:`run_routes` for a layer whose experts are all on the device, in ``slots`` in their
+        order; None if it cannot run them."""
         ...
 
     def run_routes(
         self, layer: Any, layout: SlotLayout, gate: FamilyGate, rows: torch.Tensor, experts: torch.Tensor
     ) -> tuple[torch.Tensor, LayerWork]:
-        """Begin to run ``rows`` [tokens, hidden] on their ``experts`` [tokens, k], which stay on the device, as work of
-        the trunk: float32 [tokens * k, hidden]. ``layer`` is from :meth:`whole_layer`. Not between :meth:`begin` and
-        :meth:`end`. Raises OutOfDeviceMemory."""
+        """Start to run ``rows`` [tokens, hidden] on their ``experts`` [tokens, k], which stay on the device, as work of
+        the trunk.
+
+        Returns float32 [tokens * k, hidden]. ``layer`` is from :meth:`whole_layer`. Not to be called between
+        :meth:`begin` and :meth:`end`. Raises OutOfDeviceMemory.
+        """
         ...
 
     def end(self) -> LayerWork:
-        """The trunk's next work waits for all that was begun since :meth:`begin`; a copy begun between layers is waited
-        for by the runs that are given its ticket, and by nobody else."""
+        """Make the trunk's next work wait for all work since :meth:`begin`.
+
+        A copy started between layers is waited for only by runs that are given its ticket.
+        """
         ...
 
     def download(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """Copies on the host, there when this returns; work of other queues is not waited for."""
+        """Copies on the host, complete when this returns. Work of other queues is not waited for."""
         ...
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -247,5 +253,5 @@ class ExpertDevice(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Wait for everything."""
+        """Wait for all work."""
         ...

@@ -1,4 +1,4 @@
-"""The product of gate and up inside an expert: the family's own function, and what the kernels call it."""
+"""The product of gate and up inside an expert: the family's own function, and its name in the kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 Gate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""``gate(gate_out, up_out)``, both [tokens, ffn]: what goes into the down projection. The family's business."""
+"""``gate(gate_out, up_out)``, both [tokens, ffn]: the input of the down projection, as the family computes it."""
 
 ActivationKind = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped"]
 
@@ -44,7 +44,7 @@ class Activation:
 
 @dataclass(frozen=True)
 class FamilyGate:
-    """A family's gate: ``function`` is the library's own; ``activation`` is the same in the kernels' words, or None."""
+    """A family's gate: the library's ``function``, and the equal ``activation`` of the kernels, or None."""
 
     function: Gate
     activation: Activation | None
@@ -54,10 +54,11 @@ class FamilyGate:
 
 
 def family_gate(function: Gate, alpha: float | None = None, limit: float | None = None) -> FamilyGate:
-    """``function``, and which activation it equals. ``alpha`` and ``limit`` are those of a gate that may be clamped.
+    """The gate ``function`` with the activation that it equals. ``alpha`` and ``limit`` are those of a possibly clamped
+    gate.
 
-    Nobody's word is taken for it, nor a family's name: the function is run on numbers of every size, and an activation
-    that gives other results is not it.
+    Names are not trusted: the function is run on numbers of every size, and an activation with other results is not
+    used.
     """
     candidates = [Activation("silu"), Activation("gelu"), Activation("gelu_tanh"), Activation("relu")]
     if alpha is not None and limit is not None:

@@ -40,13 +40,14 @@ class HostExperts:
         self.slot_bytes = max(layout.size for layout in self._layouts.values())
 
     def layout(self, layer: int) -> SlotLayout:
-        """What lies where in a slot with an expert of ``layer``."""
+        """Layout of a slot with an expert of ``layer``."""
         return self._layouts[layer]
 
     def pieces(self, layer: int, expert: int) -> tuple[HostPiece, ...]:
         """The spans of one expert.
 
-        Raises ModelError if the expert does not lie like the others of its layer, IndexError if there is none.
+        Raises ModelError if its layout differs from the other experts of its layer, IndexError if there is no such
+        expert.
         """
         pieces = self._pieces.get((layer, expert))
         if pieces is None:
@@ -72,9 +73,10 @@ class HostExperts:
         progress: ProgressCallback,
         available: int | None = None,
     ) -> list[str]:
-        """Lock the experts' pages with ``register(address, nbytes)``, which says why if it refuses.
+        """Lock the experts' pages with ``register(address, nbytes)``, which returns the reason if it refuses.
 
-        Returns a line for the person if they are not locked, or not all. ``available`` bytes of memory: as measured.
+        Returns a line for the person if not all pages are locked. ``available``: bytes of available memory; None:
+        measured.
         """
         files: tuple[FileMapping, ...] = getattr(self.experts, "mapped_files", ())
         wanted = sum(mapped.size for mapped in files)
@@ -115,7 +117,7 @@ class HostExperts:
         self._locked.clear()
 
     def _source(self, span: FileSpan) -> int:
-        """The address to read a span from: in the locked mapping if its file is locked."""
+        """The address of a span: in the locked mapping if its file is locked."""
         for locked in self._locked:
             if locked.file is span.file:
                 return locked.address + span.start
@@ -141,7 +143,7 @@ def _in_slot(matrix: MatrixPlace, offsets: Sequence[int]) -> SlotMatrix:
 
 
 def _stands_for(experts: Experts, layer: int) -> int:
-    """An expert of ``layer``, one that is here if any is."""
+    """A representative expert of ``layer``, one on this node if there is any."""
     return next(iter(experts.held(layer)), 0)
 
 

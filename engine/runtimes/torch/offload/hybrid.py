@@ -54,7 +54,7 @@ WORTH_EVERY = 4
 
 @dataclass(frozen=True)
 class _Pending:
-    """A layer whose device may still be at work."""
+    """A layer whose device may still be working."""
 
     step: LayerStep
     started: float
@@ -66,7 +66,7 @@ class _Pending:
 
 @dataclass(frozen=True)
 class _RoutedThere:
-    """A layer whose experts the GPU found by itself: ``experts`` [tokens, k] are on the device."""
+    """A layer whose routes the GPU looked up by itself. ``experts`` [tokens, k] are on the device."""
 
     layer: int
     experts: torch.Tensor
@@ -75,8 +75,11 @@ class _RoutedThere:
 
 @dataclass(frozen=True)
 class _WholeLayer:
-    """What is known of a layer as long as the cache does not change. ``there``: see
-    :meth:`engine.runtimes.torch.offload.devices.ExpertDevice.whole_layer`; None if not all of its experts are there."""
+    """Facts about a layer that hold until the cache changes.
+
+    ``there``: see :meth:`engine.runtimes.torch.offload.devices.ExpertDevice.whole_layer`; None if some of its experts
+    are not there.
+    """
 
     changes: int
     there: Any
@@ -84,7 +87,7 @@ class _WholeLayer:
 
 @dataclass(frozen=True)
 class _CpuPart:
-    """What the CPU ran of a layer, and from when to when."""
+    """The part of a layer that the CPU ran, and its beginning and end."""
 
     share: HostShare
     results: torch.Tensor
@@ -150,22 +153,22 @@ class HybridBackend(TensorBackend):
 
     @property
     def gpu_expert_bytes(self) -> int:
-        """Device memory that keeps experts between steps."""
+        """Bytes of device memory that keeps experts between steps."""
         return self._memory.nbytes
 
     @property
     def staging_bytes(self) -> int:
-        """Device memory for weights on their way."""
+        """Bytes of device memory for weights that are being copied."""
         return len(self._memory.staging) * self._host.slot_bytes
 
     @property
     def slot_bytes(self) -> int:
-        """Device memory of one expert."""
+        """Bytes of device memory of one expert."""
         return self._host.slot_bytes
 
     @property
     def cache(self) -> SlabCache:
-        """What is on the device; to be looked at only."""
+        """The contents of the device, read-only."""
         return self._cache
 
     def resident(self) -> list[list[int]]:
@@ -174,15 +177,15 @@ class HybridBackend(TensorBackend):
     # --- the device's memory --------------------------------------------------------------------------------------
 
     def lock_pages(self, progress: ProgressCallback, most: int | None = None) -> list[str]:
-        """Lock the host's pages that hold experts; a line for the person if that is refused.
+        """Lock the host's pages that hold experts. Returns a line for the person if that is refused.
 
-        ``most`` bytes of memory may be taken; None: what is free.
+        ``most``: bytes of memory that may be taken; None: all that is free.
         """
         available = None if most is None else min(most, memory().free)
         return self._host.lock(self._device.lock_pages, self._device.unlock_pages, progress, available)
 
     def prepare_device(self) -> list[str]:
-        """Make the device ready for these experts; a line for the person if they take longer than they might."""
+        """Prepare the device for these experts. Returns a line for the person if they are slower than possible."""
         slower = self._device.prepare([self._host.layout(layer) for layer in self._layers], self.dtype)
         return [] if slower is None else [said_slower(self._device.name, slower)]
 
@@ -197,10 +200,10 @@ class HybridBackend(TensorBackend):
         return {layer: self._cache.resident(layer) for layer in self._layers}
 
     def check_results(self, progress: ProgressCallback) -> list[str]:
-        """See :class:`engine.runtimes.torch.offload.device_check.DeviceCheck`. A device that makes something else of
-        experts than the CPU gets none from now on. A line for the person if anything was wrong.
+        """See :class:`engine.runtimes.torch.offload.device_check.DeviceCheck`.
 
-        Raises ModelError if the device is lost.
+        A device whose results differ from the CPU's gets no more experts. Returns a line for the person if anything was
+        wrong. Raises ModelError if the device is lost.
         """
         check = DeviceCheck(self._host, self._device, self._cpu, self._gates, self._cache, self.dtype)
         try:
@@ -215,8 +218,11 @@ class HybridBackend(TensorBackend):
         return lines
 
     def resize(self, nbytes: int) -> int:
-        """Give the cache ``nbytes`` of device memory while the model is loaded; what it has then. One that was switched
-        off gets another chance. Raises DeviceLost, ModelError if its results are not trusted."""
+        """Give the cache ``nbytes`` of device memory while the model is loaded. Returns its actual bytes.
+
+        A cache that was switched off gets another chance. Raises DeviceLost, ModelError if the device's results are not
+        trusted.
+        """
         if self._lost:
             raise DeviceLost("all experts run on the CPU")
         if not self._trusted:
@@ -229,18 +235,18 @@ class HybridBackend(TensorBackend):
         return self._memory.resize(nbytes)
 
     def memory_for_trunk(self) -> int | None:
-        """Bytes of the device's memory that the trunk's work may take, those of the experts included, which make room
-        for it; None if the trunk is not there."""
+        """Bytes of device memory available to the trunk's work, including the experts', which make room for it; None if
+        the trunk is not on the device."""
         if self._lost or not self._holds_trunk:
             return None
         return max(0, self._device.memory()[0] + self.gpu_expert_bytes - RESERVE_BYTES)
 
     def make_room(self) -> bool:
-        """Somebody ran out of the device's memory: give back half of the experts'; whether there was any."""
+        """Return half of the experts' memory, because the device's memory ran out. Returns whether there was any."""
         return not self._lost and self._memory.shrink(-(-self._cache.capacity // 2))
 
     def close(self) -> None:
-        """Give all memory back; the executor cannot be used afterwards."""
+        """Return all memory. The executor cannot be used afterwards."""
         self._recorder.share(None)
         if not self._lost:
             self._memory.close()
@@ -250,8 +256,8 @@ class HybridBackend(TensorBackend):
 
     @property
     def result_dtype(self) -> torch.dtype:
-        """What is weighted is what the CPU alone would have weighted: torch rounds an expert's result, the kernels do
-        not."""
+        """Dtype in which results are weighted, the same as on the CPU alone: torch rounds an expert's result, the
+        kernels do not."""
         return self._cpu.result_dtype
 
     def run(
@@ -279,8 +285,8 @@ class HybridBackend(TensorBackend):
     def outputs(
         self, layer: int, hidden: torch.Tensor, indices: torch.Tensor, input_weights: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """See :class:`engine.runtimes.torch.offload.tensor_backend.TensorBackend`. Whatever happens to the device, the
-        CPU runs what it cannot."""
+        """See :class:`engine.runtimes.torch.offload.tensor_backend.TensorBackend`. If the device fails, the CPU runs
+        its experts."""
         if input_weights is not None:
             return self.outputs(layer, _scaled(hidden, input_weights), indices.reshape(-1, 1))
         self._count_tokens(layer, hidden)
@@ -326,13 +332,14 @@ class HybridBackend(TensorBackend):
         return self._weighted(routed, hidden, weights)
 
     def _weighted(self, routed: torch.Tensor, hidden: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-        """``routed`` [routes, hidden] to [tokens, hidden]: in the order of each token's routes."""
+        """The weighted sum [tokens, hidden] of ``routed`` [routes, hidden], added in the order of each token's
+        routes."""
         return weighted_sum(routed, hidden.shape[0], weights, self.result_dtype).to(hidden.dtype)
 
     # --- a layer --------------------------------------------------------------------------------------------------
 
     def _on_trunk(self, layer: int, hidden: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-        """What each route's expert makes of its token, float32 [tokens * k, hidden], all on the trunk's device."""
+        """The result of each route's expert, float32 [tokens * k, hidden], all on the trunk's device."""
         device, movement = self._device, self._recorder.movement
         self._begin_layer(layer)
         whole = self._whole_layer(layer) if self._few(layer, indices.numel()) else None
@@ -375,7 +382,7 @@ class HybridBackend(TensorBackend):
         return routes <= FEW_ROUTES and twice <= TWICE_BYTES
 
     def _whole_layer(self, layer: int) -> Any:
-        """What the device needs to run any expert of ``layer``; None if they are not all there, or it cannot."""
+        """The device's argument for running any expert of ``layer``; None if they are not all there, or it cannot."""
         if not self._uses_cache or self._side.arriving(layer):
             return None
         remembered = self._whole.get(layer)
@@ -395,7 +402,7 @@ class HybridBackend(TensorBackend):
         return routed
 
     def _count_routed_there(self) -> None:
-        """Count the routes that only the device knows so far, and what they took; waits for it."""
+        """Count the routes that only the device knows so far, and their time. Waits for the device."""
         done, self._routed_there = self._routed_there, []
         movement = self._recorder.movement
         for finished, experts in zip(done, self._on_host([finished.experts for finished in done]), strict=True):
@@ -408,13 +415,14 @@ class HybridBackend(TensorBackend):
             movement.total_s += ended - begun
 
     def _on_host(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies of small tensors on the host, in one transfer where they are alike."""
+        """Copies of small tensors on the host, in one transfer if they are of one kind."""
         if len({tensor.shape for tensor in tensors}) == 1:
             return list(self._device.download(torch.stack(tensors))[0])
         return self._device.download(*tensors)
 
     def _from_host(self, layer: int, routes: SortedRoutes, hidden: torch.Tensor) -> torch.Tensor:
-        """The same for ``hidden`` on the host, to the host; rows of routes with -1 are zero."""
+        """The result of each route's expert for ``hidden`` on the host, to the host. Rows of routes with -1 are
+        zero."""
         device, movement = self._device, self._recorder.movement
         self._begin_layer(layer)
         self.settle()
@@ -454,7 +462,8 @@ class HybridBackend(TensorBackend):
             self._side.next_step()
 
     def _run_cpu(self, step: LayerStep, hidden: torch.Tensor, on_host: torch.Tensor | None) -> _CpuPart | None:
-        """The CPU's experts, while the device runs its own; ``on_host``: the hidden states, if they are there."""
+        """Run the CPU's experts while the device runs its own. ``on_host``: the hidden states, if they are already
+        there."""
         if not step.cpu:
             return None
         share = host_share(step.routes, step.cpu, self._count, whole=on_host is not None)
@@ -478,7 +487,7 @@ class HybridBackend(TensorBackend):
             raise
 
     def _abandon(self, step: LayerStep) -> None:
-        """The step ended half-way: what was being copied is not held to be there."""
+        """Clean up after a step that ended half-way: copies in progress count as missing."""
         self._side.forget(step.layer, step.tickets)
         with contextlib.suppress(DeviceLost):
             self._device.synchronize()
@@ -525,7 +534,7 @@ class HybridBackend(TensorBackend):
     # --- what it cost ---------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Add what the last layer took; waits for the device if it is still at it."""
+        """Add the time of the last layer. Waits for the device if it is still working."""
         with contextlib.suppress(DeviceLost):  # said by what needs the device next
             self._count_routed_there()
         pending, self._pending = self._pending, None
@@ -552,7 +561,7 @@ class HybridBackend(TensorBackend):
             self._judge(ended - pending.started, pending.without_s)
 
     def _without(self, step: LayerStep) -> float | None:
-        """What the layer should take without a cache; None where nobody asks."""
+        """The predicted time of the layer without a cache; None if it is not asked for."""
         if not self._judged or not self._worth.asks or not self._cache.capacity:
             return None
         if (self._steps + self._layers.index(step.layer)) % WORTH_EVERY:
@@ -576,7 +585,7 @@ class HybridBackend(TensorBackend):
 
 
 def _scaled(hidden: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """One row per route [tokens * k, hidden]: its token's, multiplied by its weight."""
+    """One row per route [tokens * k, hidden]: its token's row multiplied by its weight."""
     scaled = (hidden[:, None, :] * weights[:, :, None]).to(hidden.dtype)
     return scaled.reshape(weights.numel(), -1)
 
@@ -585,7 +594,7 @@ def _scaled(hidden: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 WINDOW = 128
-"""Number of layers that are measured before a decision."""
+"""Number of layers measured before a decision."""
 
 Verdict = Literal["try-without", "keep", "off"]
 
@@ -602,9 +611,9 @@ class CacheWorth:
     window: int = WINDOW
     state: Literal["watching", "trying", "decided"] = "watching"
     with_cache: float = 0.0
-    """Measured time with the cache, relative to what it should be without; of the last whole window."""
+    """Measured time with the cache in the last whole window, relative to the predicted time without it."""
     without_cache: float = 0.0
-    """The same, measured without."""
+    """Measured time without the cache, relative to the predicted time."""
     _measured: float = 0.0
     _expected: float = 0.0
     _count: int = 0

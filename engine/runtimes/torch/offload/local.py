@@ -1,4 +1,4 @@
-"""Experts on this machine's CPU: which implementation runs them in torch, and why."""
+"""The choice of the implementation that runs experts on this machine's CPU, and its reason."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def make_cpu_backend(
     cpu_threads: int | None = None,
     trunk_bytes: int = 0,
 ) -> tuple[TensorBackend, tuple[str, ...]]:
-    """The fastest backend that can run ``experts`` on the CPU in ``dtype``, and a line for each fallback, with why.
+    """The fastest backend that can run ``experts`` on the CPU in ``dtype``, and a line with the reason for each
+    fallback.
 
-    ``gates[layer]`` is what :func:`engine.runtimes.torch.experts_module.gate_of` says of the layer. ``cpu_threads``
-    None: one per physical core. ``trunk_bytes`` of memory are still to be taken: what the machine has left decides
-    whether the experts stay in memory.
-    Raises ModelError if PRIVATELLM_KERNELS asks for what this CPU does not have.
+    ``gates[layer]``: result of :func:`engine.runtimes.torch.experts_module.gate_of` for the layer. ``cpu_threads``
+    None: one per physical core. ``trunk_bytes``: memory still to be taken, which decides whether the experts stay in
+    memory. Raises ModelError if PRIVATELLM_KERNELS asks for what this CPU lacks.
     """
     notices = []
     files = getattr(experts, "mapped_files", ())
@@ -71,7 +71,7 @@ def _unsuitable(experts: Experts, gates: Mapping[int, FamilyGate]) -> str | None
 
 
 def _slow_in_torch(experts: Experts, dtype: torch.dtype) -> list[str]:
-    """What makes these experts slow in torch, and what to do about it."""
+    """Reasons why these experts are slow in torch, and what to do about them."""
     if is_packed(experts.dtype):
         return [
             f"The experts are stored as {experts.dtype} and unpacked each time they are used, which is slow on a CPU."
@@ -186,5 +186,5 @@ class TorchKernelBackend(TensorBackend):
 
 
 def _contiguous(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``tensor`` as the kernels read it: itself where it is so already."""
+    """``tensor`` as the kernels read it: itself if possible, else a copy."""
     return tensor.to(dtype).contiguous()

@@ -14,7 +14,7 @@ from engine.runtimes.torch.offload.tensor_backend import ReadAhead, TensorBacken
 from engine.runtimes.torch.offload.torch_tensors import DTYPES, NAMES, kernels_for, numbers, padded_rows
 
 FEW_ROUTES = 64
-"""Up to here routes are sorted in Python, above by torch: Python wins while there are few of them."""
+"""Maximum routes that are sorted in Python; more are sorted by torch. Python is faster for few."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,10 @@ class ExpertTensors:
 
 
 def expert_tensors(part: Callable[[str], torch.Tensor | None]) -> ExpertTensors:
-    """The expert whose matrices and biases ``part`` gives by name, None for one that there is not. It is asked for
-    ``gate`` and ``up`` only if they do not lie together."""
+    """The expert whose matrices and biases ``part`` gives by name, or None for a missing one.
+
+    ``gate`` and ``up`` are asked for only if they do not lie together.
+    """
     gate_up = part("gate_up")
     gate, up = (part("gate"), part("up")) if gate_up is None else gate_up.chunk(2)
     down = part("down")
@@ -41,9 +43,10 @@ def expert_tensors(part: Callable[[str], torch.Tensor | None]) -> ExpertTensors:
 
 
 def run_expert(weights: ExpertTensors, gate: Gate, hidden: torch.Tensor) -> torch.Tensor:
-    """One expert on its tokens: [tokens, hidden] to [tokens, hidden]. Each matrix is read once, whatever the tokens.
+    """Run one expert on its tokens: [tokens, hidden] to [tokens, hidden].
 
-    Biases are added after the product is rounded, as transformers does. A faster kernel takes the place of this.
+    Each matrix is read once, whatever the number of tokens. Biases are added after the product is rounded, as
+    transformers does.
     """
     if weights.gate_up is not None:
         gate_out, up_out = linear(hidden, weights.gate_up).chunk(2, dim=-1)
@@ -56,11 +59,11 @@ def run_expert(weights: ExpertTensors, gate: Gate, hidden: torch.Tensor) -> torc
 
 
 class TorchBackend(TensorBackend):
-    """Runs experts with torch.
+    """Runs experts with torch. The weights stay views of the mapped file.
 
-    The weights stay views of the mapped file. Where they are packed, or of another dtype than is computed with, an
-    expert is converted each time it is used and dropped afterwards, so memory stays bounded by one expert.
-    ``gates[layer]`` is the family's activation, taken from the module of the library that this backend stands in for.
+    Weights that are packed, or of another dtype than is computed with, are converted each time an expert is used and
+    dropped afterwards, so that memory is bounded by one expert. ``gates[layer]``: the family's activation, from the
+    library module that this backend replaces.
     """
 
     def __init__(
@@ -132,7 +135,7 @@ class TorchBackend(TensorBackend):
         weights: torch.Tensor,
         scale_input: bool = False,
     ) -> torch.Tensor:
-        """The sum is made in float32 and rounded once, as in the library's own grouped and batched implementations."""
+        """The sum, made in float32 and rounded once, as in the library's own grouped and batched implementations."""
         tokens, k = indices.shape
         if self._read_ahead is not None:
             self._read_ahead.will_need(layer, indices)
@@ -163,7 +166,8 @@ class TorchBackend(TensorBackend):
     def _by_expert(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[int, int]]:
         """The routes of ``indices`` [tokens, k], counted row by row, sorted by expert.
 
-        Returns the sorted routes, the place of each route among them, and how many each expert has, ascending.
+        Returns the sorted routes, the position of each route among them, and the number of each expert's routes, by
+        ascending expert.
         """
         flat = indices.reshape(-1)
         if len(flat) > FEW_ROUTES:

@@ -1,5 +1,5 @@
-"""What :mod:`engine.calibration.expert_cost` times: a model's own experts, through the kernels that run them in an
-answer."""
+"""The two sides that :mod:`engine.calibration.expert_cost` measures: a model's experts, run by the kernels that answers
+use."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Call = tuple[int, torch.Tensor]
 
 
 class LocalCpuSide:
-    """See :class:`engine.calibration.expert_cost.CpuSide`. Reads the experts it will use once, so that they are in
+    """See :class:`engine.calibration.expert_cost.CpuSide`. Reads the experts once before measuring, so that they are in
     memory."""
 
     def __init__(self, experts: Experts, dtype: str, experts_per_token: int, cpu_threads: int | None) -> None:
@@ -65,9 +65,9 @@ class LocalCpuSide:
 
 
 def calls_in_turn(experts: Experts, together: int, limit: int | None = None) -> list[Call]:
-    """Groups of ``together`` experts, layers taking turns, as many as ``limit`` bytes hold (at least one).
+    """Groups of ``together`` experts, from the layers in turn, as many as ``limit`` bytes hold (at least one).
 
-    ``limit`` None: CYCLE_BYTES, or half of the memory that is free where that is less.
+    ``limit`` None: CYCLE_BYTES, or half of the free memory if that is less.
     """
     if limit is None:
         limit = min(CYCLE_BYTES, available_bytes() // 2)
@@ -87,7 +87,7 @@ def read_once(weights: ExpertWeights) -> None:
 
 
 class DeviceGpuSide:
-    """See :class:`engine.calibration.expert_cost.GpuSide`: some of the model's experts on ``device``, copied and run as
+    """See :class:`engine.calibration.expert_cost.GpuSide`: some of the model's experts, copied to ``device`` and run as
     in an answer.
 
     Takes memory for a few experts. Raises DeviceError if the device has none, or is lost.
@@ -161,7 +161,7 @@ class DeviceGpuSide:
         return self._wait
 
     def close(self) -> None:
-        """Give the memory back. Raises DeviceLost."""
+        """Return the memory. Raises DeviceLost."""
         try:
             self._device.release(self._slots)
         finally:
@@ -173,7 +173,7 @@ class DeviceGpuSide:
         return work.interval()
 
     def rows(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Activations of ``tokens`` tokens for each expert of a call, and room for the results, on the device."""
+        """Activations of ``tokens`` tokens for each expert of a call, and buffers for the results, on the device."""
         if tokens not in self._inputs:
             generator = torch.Generator().manual_seed(tokens)
             rows = torch.randn(self._experts * tokens, self._hidden, generator=generator)
@@ -185,7 +185,7 @@ class DeviceGpuSide:
 def gpu_side(
     experts: Experts, dtype: str, experts_per_token: int, progress: ProgressCallback
 ) -> tuple[DeviceGpuSide | None, list[str]]:
-    """The GPU with some of ``experts``, and a line for each thing to know; None if none can be measured."""
+    """The GPU with some of ``experts``, and lines for the person; None if none can be measured."""
     try:
         device = find_gpu()
         if device is None:
@@ -198,10 +198,7 @@ def gpu_side(
 def open_gpu_side(
     device: ExpertDevice, experts: Experts, dtype: str, experts_per_token: int, progress: ProgressCallback
 ) -> tuple[DeviceGpuSide, list[str]]:
-    """``device`` with some of ``experts``, their pages locked as far as they would be in an answer.
-
-    Raises DeviceError.
-    """
+    """``device`` with some of ``experts``, whose pages are locked as they would be in an answer. Raises DeviceError."""
     host = HostExperts(experts)
     try:
         lines = host.lock(device.lock_pages, device.unlock_pages, progress)

@@ -1,7 +1,7 @@
-"""Which experts are in a device's slots, and which of them makes room: bookkeeping only, nothing is copied here.
+"""Which experts are in a device's slots, and which one makes room. This is bookkeeping only; nothing is copied here.
 
-Recency and frequency are one number per expert. With C uses, each counting half as much after HALF_LIFE_STEPS steps,
-at the time t of the last one, an expert is worth ``t / half-life + log2(C)``: as all worths fade alike, their order
+Recency and frequency are one number per expert. With C uses, each counting half as much after HALF_LIFE_STEPS steps, at
+the time t of the last one, an expert is worth ``t / half-life + log2(C)``. All worths fade alike, so their order
 changes only by use (LRFU; Lee et al., 2001). For plain LRU the worth is the time of the last use.
 """
 
@@ -18,14 +18,14 @@ Key = tuple[int, int]
 """(layer, expert)."""
 
 HALF_LIFE_STEPS = 64
-"""Steps after which a use counts half. One of many layers is one step in so many uses of the cache."""
+"""Steps after which a use counts half. A step is one use of the cache in every layer."""
 
 
 class SlabCache:
-    """See the module. ``layers`` are the decoder layers that have routed experts.
+    """See the module. ``layers``: decoder layers with routed experts.
 
-    The slots are one pool, or with a rule of scope ``layer`` as many pools as there are layers, of equal size.
-    ``per_token``: to how many of a layer's ``experts`` a token is sent.
+    The slots are one pool or, with a rule of scope ``layer``, equally large pools for the layers. ``per_token``: number
+    of a layer's ``experts`` per token.
     """
 
     def __init__(self, rule: CacheRule, layers: Sequence[int], experts: int, per_token: int = 1) -> None:
@@ -41,7 +41,7 @@ class SlabCache:
         self._half_life = float(HALF_LIFE_STEPS * max(1, len(self._layers)))
         self._now = 0
         self.changes = 0
-        """How often it changed what is where."""
+        """Number of changes to the contents of slots."""
         # What an expert of average use is worth after long use; never used without frequencies.
         average = max(1, per_token) / max(1, experts) * HALF_LIFE_STEPS / math.log(2.0)
         self._seed_worth = math.log2(average) if rule.kind == "lfru" else -1.0
@@ -50,30 +50,30 @@ class SlabCache:
 
     @property
     def capacity(self) -> int:
-        """Slots, full and free."""
+        """Number of slots, full and free."""
         return len(self._slots)
 
     def __len__(self) -> int:
-        """Experts that are there."""
+        """Number of experts in slots."""
         return len(self._where)
 
     def slot_of(self, layer: int, expert: int) -> Slot | None:
         return self._where.get((layer, expert))
 
     def whole_layer(self, layer: int) -> list[Slot] | None:
-        """The slots of all experts of ``layer``, in their order; None if one of them is not there."""
+        """The slots of all experts of ``layer``, in their order; None if one of them is missing."""
         slots = [self._where.get((layer, expert)) for expert in range(self._experts)]
         found = [slot for slot in slots if slot is not None]
         return found if len(found) == len(slots) else None
 
     def resident(self, layer: int) -> list[int]:
-        """The experts of ``layer`` that are there, ascending."""
+        """The resident experts of ``layer``, ascending."""
         return [expert for expert in range(self._experts) if (layer, expert) in self._where]
 
     # --- use ------------------------------------------------------------------------------------------------------
 
     def touch(self, layer: int, experts: Iterable[int]) -> None:
-        """``experts`` of ``layer`` were used, whether they are there or not."""
+        """Record a use of ``experts`` of ``layer``, resident or not."""
         self._now += 1
         for expert in experts:
             key = (layer, expert)
@@ -82,17 +82,17 @@ class SlabCache:
                 self._push(worth, key)
 
     def hottest(self, layer: int, experts: Iterable[int]) -> int | None:
-        """Which of ``experts`` of ``layer`` is worth most."""
+        """The most valuable of ``experts`` of ``layer``."""
         return max(experts, key=lambda expert: self._value((layer, expert)), default=None)
 
     def admit(
         self, layer: int, expert: int, needed: Collection[int], evict: bool = True, clearly: bool = False
     ) -> Slot | None:
-        """The slot into which ``expert`` of ``layer`` is to be copied, from now on held to be there; None: it is not
-        to be kept. What had the slot is forgotten.
+        """The slot for copying ``expert`` of ``layer``, which counts as resident from now on; None: it is not to be
+        kept.
 
-        Another expert makes room only if the rule admits moved experts, ``evict`` is true, it is worth less (with
-        ``clearly`` by CLEARLY at least), and it is none of the experts ``needed`` in this layer now.
+        The slot's former expert is forgotten. It makes room only if the rule admits moved experts, ``evict`` is true,
+        it is worth less (by CLEARLY with ``clearly``), and it is not ``needed`` in this layer now.
         """
         key = (layer, expert)
         if key in self._where:
@@ -114,7 +114,7 @@ class SlabCache:
         return self._put(key, slot)
 
     def drop(self, layer: int, expert: int) -> None:
-        """The expert is not there after all (its copy failed); its slot is free."""
+        """Record that the expert is missing because its copy failed. Its slot is free."""
         slot = self._where.pop((layer, expert), None)
         if slot is not None:
             self.changes += 1
@@ -124,7 +124,7 @@ class SlabCache:
     # --- size -----------------------------------------------------------------------------------------------------
 
     def add(self, slots: Iterable[Slot]) -> None:
-        """More room; per layer it goes where there is least."""
+        """Add free ``slots``. With a pool per layer, they go to the smallest pools."""
         sizes = dict.fromkeys(self._pools(), 0)
         for pool in self._slots.values():
             sizes[pool] += 1
@@ -135,11 +135,11 @@ class SlabCache:
             self._free[pool].append(slot)
 
     def seed(self, order: Sequence[Key]) -> list[tuple[Key, Slot]]:
-        """Fill the free slots with the first experts of ``order`` that there is room for; what is to be copied where.
+        """Fill the free slots with the first experts of ``order`` that fit. Returns which expert to copy where.
 
-        They are worth what an expert of average use is worth after long use: else one prompt, which uses all experts
-        of all layers once, would put them out, and with them what popularity told. A rule of kind ``layers`` takes
-        whole layers of what is in ``order``, from the last one down.
+        They get the worth of an expert with average use after long use. Otherwise one prompt, which uses all experts of
+        all layers once, would evict them and lose what popularity told. A rule of kind ``layers`` takes whole layers
+        from ``order``, from the last one down.
         """
         if self.rule.kind == "none":
             return []
@@ -156,7 +156,7 @@ class SlabCache:
         return filled
 
     def _whole_layers(self, known: Collection[Key]) -> list[Key]:
-        """The experts ``known`` of as many of the last layers as there are slots for."""
+        """The experts ``known`` in the last layers, as many whole layers as there are slots for."""
         chosen: list[Key] = []
         for layer in reversed(self._layers):
             row = [(layer, expert) for expert in range(self._experts) if (layer, expert) in known]
@@ -166,9 +166,10 @@ class SlabCache:
         return chosen
 
     def shrink(self, slots: int, layer: int = -1, needed: Collection[int] = ()) -> list[Slot]:
-        """Give up at least ``slots`` slots if there are as many, in whole groups, those with the coldest experts first.
+        """Give up at least ``slots`` slots, if there are as many, in whole groups, those with the coldest experts
+        first.
 
-        Groups that hold one of ``needed`` of ``layer`` stay. Returns the slots to be released.
+        Groups with one of the experts ``needed`` in ``layer`` stay. Returns the slots to be released.
         """
         groups: dict[int, list[Slot]] = {}
         for slot in self._slots:
@@ -234,7 +235,7 @@ class SlabCache:
             heapq.heapify(self._heaps[pool])
 
     def _coldest(self, pool: int, stays: Callable[[Key], bool]) -> Key | None:
-        """The expert of ``pool`` that is worth least and need not stay. It is taken from the heap."""
+        """The least valuable expert of ``pool`` that need not stay. It is removed from the heap."""
         heap = self._heaps[pool]
         passed: list[tuple[float, Key]] = []
         coldest = None

@@ -1,4 +1,4 @@
-"""What backends of the torch runtime have in common: tensors in, words of the exchange out."""
+"""The common base of the torch runtime's backends: from tensors to the words of the exchange."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WORDS: dict[torch.dtype, np.dtype[Any]] = {
 class TensorBackend(ExpertBackend[torch.Tensor]):
     """See :class:`engine.moe.backend.ExpertBackend`. In a ring, tensors are on the CPU.
 
-    ``experts`` are those that can be run; ``dtype`` is what the trunk computes in.
+    ``experts``: the experts that can be run. ``dtype``: the trunk's dtype.
     """
 
     popularity: Popularity
@@ -42,27 +42,27 @@ class TensorBackend(ExpertBackend[torch.Tensor]):
     @property
     @abstractmethod
     def result_dtype(self) -> torch.dtype:
-        """What a route's result is before it is weighted: nothing is lost if it travels in this dtype."""
+        """Dtype of a route's result before it is weighted. Results lose nothing if they travel in it."""
 
     @abstractmethod
     def outputs(
         self, layer: int, hidden: torch.Tensor, indices: torch.Tensor, input_weights: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """What each route's expert makes of its token, not weighted and not added up.
+        """The result of each route's expert, neither weighted nor added up.
 
-        ``hidden`` [tokens, hidden] on the CPU, in the dtype computed in or float32; ``indices`` [tokens, k], int32 or
-        int64 on the CPU, -1 where somebody else runs the route. Returns float32 [tokens * k, hidden] in the order of
-        the routes, a new tensor; rows of routes with -1 are zero. A route's row does not depend on which other routes
-        are in the call, as far as the implementation can promise (see its description).
-        ``input_weights`` [tokens, k]: for families that scale what goes into an expert (llama4).
+        ``hidden`` [tokens, hidden] on the CPU, in the computed dtype or float32; ``indices`` [tokens, k], int32 or
+        int64 on the CPU, -1 if another machine runs the route. Returns float32 [tokens * k, hidden] in the order of the
+        routes, a new tensor; rows of routes with -1 are zero. A route's row does not depend on the other routes in the
+        call, as far as the implementation can promise (see its description). ``input_weights`` [tokens, k]: for
+        families that scale an expert's input (llama4).
         """
 
     @abstractmethod
     def combined(self, routed: torch.Tensor, tokens: int, weights: torch.Tensor | None) -> torch.Tensor:
-        """The sum that one CPU makes of results, to the bit, before it is rounded to hidden's dtype.
+        """The sum that a single CPU computes from results, to the bit, before it is rounded to hidden's dtype.
 
-        ``routed`` [tokens * k, hidden] in ``result_dtype``, in the order of the routes; ``weights`` [tokens, k] as the
-        router made them, None where they went into the input. Returns float32 [tokens, hidden]. ``tokens`` > 0.
+        ``routed`` [tokens * k, hidden] in ``result_dtype``, in the order of the routes; ``weights`` [tokens, k] from
+        the router, None if they scaled the input. Returns float32 [tokens, hidden]. ``tokens`` > 0.
         """
 
     def begin(
@@ -129,12 +129,12 @@ class TensorBackend(ExpertBackend[torch.Tensor]):
 
 
 def _shares(call: LayerCall[torch.Tensor], weights: Floats) -> torch.Tensor | None:
-    """What results are weighted with; None where the inputs were."""
+    """Weights of the results; None if the inputs were weighted."""
     return None if call.scale_input else torch.from_numpy(weights).to(call.weights.dtype)
 
 
 def _words(tensor: torch.Tensor) -> Words:
-    """``tensor`` as numbers that travel: float32, or two-byte words."""
+    """``tensor`` as words of the exchange: float32, or two-byte words."""
     plain = tensor if tensor.dtype == torch.float32 else tensor.view(torch.int16)
     words: Words = plain.numpy()
     return words.view(_WORDS[tensor.dtype])
@@ -144,10 +144,11 @@ def _words(tensor: torch.Tensor) -> Words:
 
 
 def weighted_sum(routed: torch.Tensor, tokens: int, weights: torch.Tensor | None, rounded: torch.dtype) -> torch.Tensor:
-    """``routed`` [tokens * k, hidden] to float32 [tokens, hidden], added in the order of each token's routes.
+    """The weighted sum of ``routed`` [tokens * k, hidden], float32 [tokens, hidden], in the order of each token's
+    routes.
 
-    ``rounded`` is the dtype in which the executor of one machine weights a route's result; ``weights`` [tokens, k],
-    None where the input was scaled. ``tokens`` is not 0.
+    ``rounded``: the dtype in which one machine's executor weights a route's result. ``weights`` [tokens, k]; None if
+    the input was scaled. ``tokens`` is not 0.
     """
     results = routed.to(rounded).view(tokens, -1, routed.shape[1])
     if weights is not None:
@@ -176,7 +177,8 @@ class ReadAhead:
         self._advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
     def will_need(self, layer: int, indices: torch.Tensor) -> None:
-        """``indices`` [tokens, k]: the experts of ``layer`` that are about to run, -1 for none. Never fails."""
+        """Announce the experts of ``layer`` in ``indices`` [tokens, k], which are about to run; -1: none. Never
+        fails."""
         for expert in indices.unique().tolist():
             if expert < 0:
                 continue

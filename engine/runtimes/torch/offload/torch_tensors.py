@@ -23,13 +23,13 @@ DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""safetensors' names of the dtypes a trunk or an expert may have."""
+"""torch's dtypes for a trunk or an expert, by safetensors' names."""
 
 NAMES: dict[torch.dtype, str] = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
 
 def stored_dtype(name: str) -> torch.dtype:
-    """torch's dtype for safetensors' ``name``. Raises ModelError if this runtime has no use for it."""
+    """torch's dtype for safetensors' ``name``. Raises ModelError if this runtime does not support it."""
     if name not in DTYPES:
         raise ModelError(
             f"The model's weights are stored as {name}, which the torch runtime cannot run; "
@@ -45,8 +45,10 @@ def view(stored: StoredTensor) -> torch.Tensor:
 
 
 def computed_dtype(name: str) -> torch.dtype:
-    """The dtype in which weights stored as ``name`` are computed with if nobody chooses one. Raises ModelError if this
-    runtime has no use for them."""
+    """The dtype to compute in for weights stored as ``name``, if nobody chooses one.
+
+    Raises ModelError if this runtime does not support them.
+    """
     return torch.bfloat16 if is_packed(name) else stored_dtype(name)
 
 
@@ -87,7 +89,7 @@ def numbers_on(
 
 
 def _changed(device: torch.device, stored: StoredTensor, change: Change) -> torch.Tensor:
-    """In float32."""
+    """``stored`` in float32 on ``device``, after ``change``."""
     values = numbers_on(device, change.in_rows(stored), torch.float32)
     if change.columns is not None:
         values = values[:, torch.from_numpy(change.columns).to(device)]
@@ -118,10 +120,10 @@ def kernels_for(rows: int, convolves: bool = False) -> Iterator[None]:
 
 
 def padded_rows(rows: int) -> int:
-    """How many rows an expert is given instead of ``rows``: at most an eighth more, and few different numbers.
+    """Number of rows that an expert is given instead of ``rows``: at most an eighth more, from few different numbers.
 
-    oneDNN builds a kernel for every number of rows, which takes longer than running it on a small expert; of a prompt,
-    each expert of each layer gets another number. Up to 16 rows, as in decoding, nothing is added.
+    oneDNN builds a kernel for every number of rows, which takes longer than running it on a small expert, and each
+    expert of each layer gets another number of a prompt's tokens. Up to 16 rows, as in decoding, nothing is added.
     """
     if rows <= 16:
         return rows

@@ -1,7 +1,7 @@
-"""Packed weights as numbers by torch's own operations, on the device that holds the packed bytes.
+"""Unpacks weights by torch's own operations, on the device that holds the packed bytes.
 
 The blocks are those of :data:`engine.models.formats.number_formats.BLOCKS`, ggml's layouts. The arithmetic is in
-float32 and in the order of ggml's own, so that the values are equal to the bit.
+float32 and in ggml's order, so that the values are equal to the bit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from engine.models.formats.number_formats import BLOCK_SIDE, BLOCKS, GROUPED
 
 _ON_CPU = 1 << 18
 _ON_DEVICE = 1 << 22
-"""Numbers that are unpacked at once: on a CPU so many stay in its caches, on a GPU so many keep it busy."""
+"""Numbers unpacked at once: few enough for a CPU's caches, and enough to keep a GPU busy."""
 
 _HALF_BYTES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """Values of the codes of the IQ4 formats."""
@@ -31,7 +31,7 @@ def unpack(
 ) -> torch.Tensor:
     """The numbers in ``words``, uint8 [rows, bytes]: [rows, numbers] of ``dtype`` on ``device`` (None: the same one).
 
-    The memory taken beside the result does not depend on the number of rows.
+    The additional memory does not depend on the number of rows.
     """
     numbers, nbytes = BLOCKS[number_format]
     decode = _DECODERS[number_format]
@@ -51,11 +51,10 @@ def unpack_groups(
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
 ) -> torch.Tensor:
-    """The numbers of a grouped format: ``codes`` uint8 [rows, bytes], ``scales`` and ``biases`` [rows, groups] give
-    [rows, numbers] of ``dtype`` on ``device`` (None: the same one). The scales of ``BLOCK_FP8`` are [row blocks, column
-    blocks].
+    """The numbers of a grouped format, [rows, numbers] of ``dtype`` on ``device`` (None: the same one).
 
-    The memory taken beside the result does not depend on the number of rows.
+    ``codes`` uint8 [rows, bytes], ``scales`` and ``biases`` [rows, groups]. The scales of ``BLOCK_FP8`` are [row
+    blocks, column blocks]. The additional memory does not depend on the number of rows.
     """
     numbers, nbytes = GROUPED[number_format]
     rows, columns = codes.shape[0], codes.shape[1] // nbytes * numbers
@@ -97,7 +96,7 @@ def _fields(words: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _halves(words: torch.Tensor, group: int) -> torch.Tensor:
-    """Codes of four bits [blocks, numbers]: of each ``group`` bytes first the low halves, then the high ones."""
+    """Codes of four bits [blocks, numbers]: the low halves of each ``group`` bytes, then the high ones."""
     blocks = len(words)
     return _fields(words.reshape(blocks, -1, group), 4).reshape(blocks, -1)
 
@@ -110,7 +109,8 @@ def _bits(blocks: torch.Tensor, at: int) -> torch.Tensor:
 def _scales_and_minima(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The scales and minima of the eight groups of Q4_K and Q5_K, float32 [blocks, 8, 1] each.
 
-    They are numbers of six bits in the bytes 4 to 15; the upper two bits of the last four are over those of the first.
+    They are six-bit numbers in the bytes 4 to 15. The upper two bits of the last four are stored above those of the
+    first four.
     """
     first, second, both = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat((first & 0x3F, (both & 0x0F) | ((first >> 2) & 0x30)), dim=1)
@@ -200,4 +200,4 @@ _DECODERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "IQ4_NL": _iq4_nl, "MXFP4": _mxfp4,
     "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "IQ4_XS": _iq4_xs,
 }  # fmt: skip
-"""What makes float32 [blocks, numbers] of uint8 [blocks, bytes], by number format."""
+"""Functions from uint8 [blocks, bytes] to float32 [blocks, numbers], by number format."""
