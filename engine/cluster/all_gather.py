@@ -1,9 +1,9 @@
-"""One node's part in every MoE layer: who runs what, one exchange, and the same results on all nodes.
+"""One node's part in every MoE layer: the assignment of experts, one exchange, and equal results on all nodes.
 
 Every contribution begins with a header: the number of the exchange, the layer, flags, and a hash of the routes. All
-nodes see the same headers, so all of them come to the same conclusion at the same exchange: that their routers disagree
-(the layer is run again with the head's routes), that the head gave the pass up, or that a node cannot go on. Whatever
-happens, each node has then taken part in the same number of exchanges, and the next pass is in step.
+nodes see the same headers and so reach the same conclusion at the same exchange: the routers disagree (the layer is run
+again with the head's routes), the head cancelled the pass, or a node cannot go on. In every case each node has taken
+part in the same number of exchanges, so the next pass is in step.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class RingLayers:
 
     @property
     def waits(self) -> Waits:
-        """The current wait of this node's thread. From any thread."""
+        """The current wait of this node's thread. Thread-safe."""
         return self._gather.waits
 
     # --- passes -----------------------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ class RingLayers:
         self._aborted = False
 
     def abort(self) -> None:
-        """End the pass at its next layer, on all nodes. On the head only, from any thread."""
+        """End the pass at its next layer, on all nodes. Called on the head only. Thread-safe."""
         self._aborted = True
 
     def give_up(self, reason: str = "") -> bool:
@@ -179,7 +179,8 @@ class RingLayers:
         return Gathered(routes.indices, routes.weights, sums=sums)
 
     def _mended_routes(self, layer: int, indices: Indices, weights: Floats) -> Routes:
-        """Repeat the layer with the head's routes, which it sends to all others. Returns them."""
+        """Repeat the layer's exchange with the head's routes, which the head sends to all others. Returns the
+        routes."""
         self._note_disagreement(layer)
         parts: list[Buffer] = [self._gather.header(layer)]
         if self.context.is_head and indices.size:

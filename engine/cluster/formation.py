@@ -1,4 +1,4 @@
-"""Interface between the control plane, which forms a ring, and the head's model, which uses it."""
+"""The interface between the control plane, which forms a ring, and the head's model, which uses it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from engine.runtimes.protocol import LoadedModel
 
 
 class PassControl(Protocol):
-    """The head's control of a pass: beginning it, and ending one that is not wanted any more."""
+    """The head's control over passes: beginning a pass, and ending one that is no longer wanted."""
 
     @property
     def waits(self) -> Waits:
-        """The current wait of the thread that runs the passes. From any thread."""
+        """The current wait of the thread that runs the passes. Thread-safe."""
         ...
 
     def begin_pass(self) -> None:
@@ -27,7 +27,7 @@ class PassControl(Protocol):
         ...
 
     def abort(self) -> None:
-        """End the running pass on all nodes at its next layer, with Interrupted. From any thread."""
+        """End the running pass on all nodes at its next layer, with Interrupted. Thread-safe."""
         ...
 
     def give_up(self, reason: str = "") -> bool:
@@ -49,8 +49,8 @@ class Formation(Protocol):
 
     @property
     def model(self) -> LoadedModel:
-        """The head's own, loaded with its :class:`engine.runtimes.protocol.RingPlace`; an
-        :class:`engine.cluster.head.remote_model.RemoteModel` where another machine computes."""
+        """The head's own model, loaded with its :class:`engine.runtimes.protocol.RingPlace`, or an
+        :class:`engine.cluster.head.remote_model.RemoteModel` if another machine computes."""
         ...
 
     @property
@@ -92,8 +92,8 @@ class Formation(Protocol):
         ...
 
     def lost(self) -> PeerLost | None:
-        """The loss that heartbeats or a closed link have shown. The exchange is closed by then, so nobody waits. From
-        any thread."""
+        """The loss that heartbeats or a closed link have shown. The exchange is then closed, so nobody waits.
+        Thread-safe."""
         ...
 
     def lose(self, ranks: Sequence[int], why: str) -> None:
@@ -110,7 +110,7 @@ class Formation(Protocol):
 
 
 class Former(Protocol):
-    """Forms a model's ring with the wanted nodes that are there, as often as requested."""
+    """Forms a model's ring from the wanted nodes that are present, as often as requested."""
 
     def form(self, progress: ProgressCallback, notify: Callable[[str], None] | None = None) -> Formation:
         """Form a new epoch with the present machines. The former formation must be closed.

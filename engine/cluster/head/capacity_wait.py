@@ -12,9 +12,9 @@ from engine.ipc.progress import ProgressCallback
 from engine.planning.units import byte_size
 
 POLL_S = 0.2
-"""Seconds between two looks at which machines are present."""
+"""Seconds between two checks which machines are present."""
 RETRY_S = 10.0
-"""Seconds until forming is tried again although no machine came, as memory may have been freed."""
+"""Seconds until forming is tried again although no machine came, because memory may have been freed."""
 
 Formed = TypeVar("Formed")
 
@@ -66,7 +66,7 @@ class CapacityWait:
                 self._wait(seen, error, begun, progress)
 
     def _wait(self, seen: frozenset[object], error: CapacityError, begun: float, progress: ProgressCallback) -> None:
-        """Wait until a machine came that is not in ``seen``, or until it is time to try again or to give up."""
+        """Wait until a machine comes that is not in ``seen``, or until it is time to try again or give up."""
         until = self.clock() + RETRY_S
         if self.limit_s is not None:
             until = min(until, begun + self.limit_s)

@@ -34,7 +34,7 @@ CONNECT_S = 60.0
 
 
 class NothingConnected(ModelError):
-    """No node in particular failed: no exchange could be made between this machine and any other."""
+    """Raised if no exchange could be made between this machine and any other, although no node in particular failed."""
 
 
 def connect_nodes(
@@ -109,7 +109,7 @@ CERTAIN: tuple[ExchangeName, ...] = ("tls", "socket", "envoy")
 
 
 class ExchangeChoice:
-    """Chooses by measurements when the ring is formed first. Formed again, a ring keeps its exchange or uses TLS.
+    """Chooses an exchange by measurements when the ring is first formed. Later a ring keeps its exchange or uses TLS.
 
     ``choice`` is the person's.
     """
@@ -125,7 +125,7 @@ class ExchangeChoice:
         return self._chosen is not None
 
     def candidates(self, ring: Ring, runtime: RuntimeName, in_use: bool) -> list[ExchangeName]:
-        """The exchanges that all nodes open. ``in_use``: a formed ring has the former one still.
+        """The exchanges that all nodes open. ``in_use``: a formed ring still uses the former exchange.
 
         Raises ModelError if the wanted exchange is not allowed or not available.
         """
@@ -177,6 +177,6 @@ class ExchangeChoice:
         return chosen, medians[chosen]
 
     def take_notices(self) -> list[str]:
-        """A line if another exchange than the wanted or the former one is used, once."""
+        """A line, once, if the exchange is not the wanted or the former one."""
         line, self._fallen_back = self._fallen_back, ""
         return [f"{line}; {self._chosen} is used."] if line else []

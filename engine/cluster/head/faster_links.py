@@ -1,7 +1,7 @@
-"""Faster ways between the machines of a ring than those in use: a cable that is back, or an address that is new.
+"""The search for faster ways between the machines of a ring than those in use: a cable that is back, or a new address.
 
-They are looked for in the background, where a way is only tried. It is measured between two questions, and taken if it
-is clearly faster.
+The search runs in the background and only opens links. They are measured between two questions, and used if they are
+clearly faster.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from engine.ipc.messages.ring import LinkFacts
 from engine.ipc.progress import ProgressCallback
 
 SELDOM, SELDOMEST = 15, 960
-"""Rounds after which addresses are tried that nobody has announced anew: at first, and at most. They double whenever
-measuring was in vain, as it delays an answer."""
+"""Rounds between two tries of addresses that were not announced anew: at first, and at most. The number doubles after
+each measurement in vain, because measuring delays an answer."""
 MOST_TRIED = 8
 """Maximum addresses of one link that are tried in a round."""
 
@@ -44,10 +44,11 @@ MOST_TRIED = 8
 def worth_trying(
     link: LinkFacts, fastest: LinkFacts | None, addresses: Collection[str], everything: bool = True
 ) -> list[str]:
-    """The addresses at which ``link`` may be faster than where it is.
+    """The addresses at which ``link`` may be faster than at its present one.
 
-    That is the address of the ``fastest`` measurement if it is gone. With ``everything`` it is also one that was
-    measured only once the machines were busier, and those of ``addresses`` that nobody has measured.
+    They include the address of the ``fastest`` measurement if that is not in use any more. With ``everything``, they
+    include addresses that were measured only while the machines were busier, and those of ``addresses`` that were never
+    measured.
     """
     once = fastest is not None and fastest.address != link.address and is_clearly_faster(fastest, link)
     gone = [fastest.address] if fastest is not None and once and (everything or with_gone(link, fastest).gone) else []
@@ -95,7 +96,8 @@ class FasterLinks:
         self._reached: dict[Way, str] = {}
         self._seldom = SELDOM
         self._unfit: set[tuple[Way, str]] = set()
-        """Addresses that took a link and could not be measured, until everything is tried again."""
+        """Addresses that accepted a link but could not be measured. They are skipped until everything is tried
+        again."""
         self._known: set[str] = set()
         """Addresses of all machines in the last round."""
         self._closed = threading.Event()
@@ -108,8 +110,7 @@ class FasterLinks:
         self._calls.end()
 
     def take(self, progress: ProgressCallback) -> dict[Way, LinkFacts]:
-        """The links that are clearly faster than those in use, of those that were found; they count as in use from now
-        on. Raises Cancelled."""
+        """The links that are clearly faster than those in use. From now on they count as in use. Raises Cancelled."""
         addresses_by_way = {way: [address, self.in_use[way].address] for way, address in self._reached.items()}
         faster: dict[Way, LinkFacts] = {}
         try:

@@ -143,10 +143,8 @@ class FormedRing:
         return self._links.move(links, addresses[HEAD])
 
     def announce_end(self) -> None:
-        """Notify the followers that the epoch is over because this machine's network closes.
-
-        They would take it for a loss otherwise.
-        """
+        """Notify the followers that the epoch is over because this machine's network closes. Otherwise they would see a
+        loss."""
         if not self._closed.is_set() and self._lost is None:
             end_epoch(self._table, self.followers.values(), self.context.epoch)
 

@@ -55,14 +55,14 @@ from engine.runtimes.protocol import LoadedModel, RingPlace, Runtime
 MOST_LOSSES = 3
 """Maximum losses of links or of unknown machines during one forming."""
 BACK_S = 10.0
-"""Seconds that a machine of the first forming may be silent and still be in it. Later an answer waits: a machine that
-counts as lost is not waited for, and any other for no longer than it takes to be lost."""
+"""Seconds that a machine of the first forming may be silent without being left out. Later an answer waits: lost
+machines are not waited for, and others only until they count as lost."""
 
 _NO_TRIAL = Trial()
 
 
 class LinksBroke(Exception):
-    """Links of the ring that is being formed cannot be opened any more."""
+    """Raised if links of the ring that is being formed no longer work."""
 
     def __init__(self, tried: Tried) -> None:
         super().__init__(", ".join(tried.broken.values()))
@@ -70,7 +70,7 @@ class LinksBroke(Exception):
 
 
 class FasterAlone(Exception):
-    """The nodes have measured together, and this machine alone is faster: ``decision`` says so."""
+    """Raised if the joint measurements show that this machine alone is faster. ``decision`` says so."""
 
     def __init__(self, decision: RingDecision) -> None:
         super().__init__(decision.reason)
@@ -78,7 +78,7 @@ class FasterAlone(Exception):
 
 
 class MachinesChanged(Exception):
-    """The machine ``node_id`` does not answer any more while the ring is formed, or answers again."""
+    """Raised if the machine ``node_id`` stops answering while the ring is formed, or answers again."""
 
     def __init__(self, node_id: str) -> None:
         super().__init__(node_id)
@@ -105,7 +105,8 @@ class RingFormer:
     ) -> None:
         """``load`` describes how this machine loads its own shard; ``load.ring`` is the person's choice.
 
-        ``choice``: that of ``runtime`` if nobody asked for it; GPUs of the machines may speak for torch instead.
+        ``choice``: the choice of ``runtime`` if nobody asked for it, which GPUs of the machines may change to torch;
+        otherwise None.
         """
         self._node = node
         self._name = name
@@ -123,7 +124,7 @@ class RingFormer:
         """Terms of the predicted step time, with what all nodes measured together."""
         self._formed: FormedRing | None = None
         self._considered: dict[str, str] = {}
-        """Machines that the last forming or a later check has seen: node ids to processes."""
+        """Machines that the last forming or a later check has considered: node ids to processes."""
         self._rejoin_policy = RejoinPolicy(surveyor)
         self._exchange = ExchangeChoice(load.ring)
         self._notified: set[str] = set()
@@ -256,7 +257,7 @@ class RingFormer:
 
     @contextlib.contextmanager
     def _put_off_if_stopped(self, formed: FormedRing, fresh: Sequence[Candidate]) -> Iterator[None]:
-        """The questions after one that is stopped here do not wait for ``fresh`` again."""
+        """After a cancelled forming, do not let later questions wait for ``fresh`` again."""
         try:
             yield
         except Cancelled:
@@ -266,8 +267,8 @@ class RingFormer:
             raise
 
     def _moved(self, formed: FormedRing, progress: ProgressCallback, notify: Callable[[str], None]) -> bool:
-        """Take the faster links that were found, if any is clearly faster now. Returns False if the ring must be formed
-        again for that. Raises Cancelled."""
+        """Use faster links, if any is clearly faster now. Returns False if the ring must be formed again for that.
+        Raises Cancelled."""
         faster = self._faster_links.take(progress)
         if not faster:
             return True
@@ -287,7 +288,7 @@ class RingFormer:
         return formed.moves
 
     def _measured_again(self, formed: FormedRing, exchange_s: float) -> None:
-        """An exchange takes ``exchange_s`` now, over the links in use."""
+        """Record that an exchange over the links in use now takes ``exchange_s`` seconds."""
         links = self._faster_links.in_use.values()
         slowest = WireSpeed.of_link(max(one.latency_s for one in links), min(one.bytes_per_s for one in links))
         if self.terms is not None:
@@ -298,8 +299,10 @@ class RingFormer:
     def _plan_change(
         self, formed: FormedRing, machines: Sequence[Candidate], progress: ProgressCallback
     ) -> RingChange | None:
-        """The change to a ring of ``machines``; None if those that are in it now would be in it again, so that nothing
-        changes. Raises NodeRefused, PeerLost, ModelError, Cancelled."""
+        """The change to a ring of ``machines``; None if the ring would be the same.
+
+        Raises NodeRefused, PeerLost, ModelError, Cancelled.
+        """
         survey = self._surveyor.survey(self._node, machines, self._load.runtime, progress, threads=self._trial.threads)
         together = self.plan(survey, machines)
         decision, mine = together.decision, self._node.identity.node_id
@@ -317,7 +320,7 @@ class RingFormer:
         return change_to(decision, self._token_s(), rates, self._choice, measured_s)
 
     def _token_s(self) -> float | None:
-        """Predicted seconds of a token of the present ring, with what the machines measured together."""
+        """Predicted seconds of a token in the present ring, with the joint measurements."""
         decision = self.decision
         if decision is None:
             return None
@@ -331,7 +334,7 @@ class RingFormer:
         self._node.off_forgotten(self._forgotten)
 
     def announce_end(self) -> None:
-        """Notify the machines of the ring that this machine's network closes. From any thread."""
+        """Notify the machines of the ring that this machine's network closes. Thread-safe."""
         formed = self._formed
         if formed is not None:
             formed.announce_end()
@@ -375,7 +378,7 @@ class RingFormer:
         return formed
 
     def _form_of(self, machines: Sequence[Candidate], notices: list[str], progress: ProgressCallback) -> FormedRing:
-        """Form a ring of ``machines`` or fewer, over connections that no failed heartbeat ends."""
+        """Form a ring of ``machines`` or fewer, over connections that survive failed heartbeats."""
         with contextlib.ExitStack() as connections:
 
             def apart(machine: Candidate) -> Candidate:
@@ -456,8 +459,10 @@ class RingFormer:
     def _while_there(
         self, machines: Sequence[Candidate], absent: Collection[str], notices: list[str], progress: ProgressCallback
     ) -> FormedRing:
-        """Form a ring of ``machines`` as long as all of them are there, and, the first time, no one of ``absent`` is.
-        Raises MachinesChanged then."""
+        """Form a ring of ``machines`` while all of them answer and, the first time, none of ``absent`` does.
+
+        Otherwise raises MachinesChanged.
+        """
         first = self._formed is None
         table = self._node.table
         watches = {one.node_id: table.watch(one.node_id) for one in machines}
@@ -478,7 +483,7 @@ class RingFormer:
             return self._form_with(machines, notices, watching)
 
     def _back_again(self, node_id: str, progress: ProgressCallback) -> Candidate | None:
-        """The machine, if it answers again after a silence that is no loss; else None. Raises Cancelled."""
+        """The machine, if it answers again after a silence without loss; else None. Raises Cancelled."""
         watch = self._node.table.watch(node_id)
         if watch is None:
             return None
@@ -572,8 +577,8 @@ class RingFormer:
     def plan(
         self, survey: Survey, machines: Sequence[Candidate], load: Load | None = None, waiting: bool = False
     ) -> ConnectedPlan:
-        """What the planner makes of the survey. ``load``: as this machine would load its share; None: as it does.
-        ``waiting``: an answer waits."""
+        """The planner's result for the survey. ``load``: this machine's load request; None: its own. ``waiting``: an
+        answer waits."""
         order = [(self._node.identity.node_id, self._node.name), *((one.node_id, one.name) for one in machines)]
         headers, load = self._surveyor.headers, load or self._load
         return plan_connected(headers, self._name, load, order, survey, self._trial.at_once, waiting)
@@ -586,7 +591,7 @@ class RingFormer:
         machines: Sequence[Candidate],
         progress: ProgressCallback,
     ) -> tuple[Survey, ConnectedPlan, list[str]]:
-        """Survey and plan by the runtime that suits these machines, which is used from now on, and a line about it."""
+        """Survey and plan for the runtime that suits these machines, which is used from now on, and a line about it."""
 
         def survey_again(load: Load) -> Survey:
             return self._surveyor.survey(
@@ -636,7 +641,7 @@ class RingFormer:
         )
 
     def _has_whole(self, folder: Path) -> None:
-        """Note that ``folder`` now contains the whole model."""
+        """Record that ``folder`` now contains the whole model."""
         self._lacked = None
         self.folder = self._surveyor.folder = folder
 
@@ -683,7 +688,7 @@ class RingFormer:
         return self._formed_ring(ring, specs[HEAD], facts, model, layers, links, [*notices, *lines])
 
     def _watch_faster_links(self, ring: Ring, exchange: ExchangeName) -> list[str]:
-        """Look for faster links than those of ``ring`` from now on. Returns lines about faster ones that are gone."""
+        """Start to look for faster links than those of ``ring``. Returns lines about faster links that are gone."""
         in_use = {way: link for way, link in ring.survey.links.items() if set(way) <= set(ring.decision.ranks)}
         if TRANSPORTS[exchange].plain_text:
             # Which networks it may use, the person decides.
@@ -694,7 +699,7 @@ class RingFormer:
         return lines
 
     def _threads(self, decision: RingDecision) -> int | None:
-        """Threads of the others; None: theirs to decide."""
+        """Number of threads of the other nodes; None: they decide."""
         return None if decision.mode == "central" else self._surveyor.threads_for(self._load.runtime)
 
     def _supply(self, decision: RingDecision, progress: ProgressCallback) -> Supply:
@@ -751,7 +756,7 @@ class RingFormer:
     # --- links ----------------------------------------------------------------------------------------------------
 
     def _try_links(self, ring: Ring, progress: ProgressCallback) -> None:
-        """Find out why links could not be opened. Raises LinksBroke if one of them does not work any more."""
+        """Find out why links could not be opened. Raises LinksBroke if one of them no longer works."""
         tried = self._surveyor.try_links(self._node, list(ring.followers.values()), progress)
         if tried.broken:
             raise LinksBroke(tried)

@@ -29,11 +29,11 @@ Done = TypeVar("Done")
 
 
 LONG_PASS = 64
-"""Tokens of a prompt from which on a pass tells how long prompts take to read."""
+"""Minimum tokens of a pass from which the speed of reading prompts is measured."""
 STOPPED_S = 1.0
 """Timeout in seconds for an exchange to end after the answer was stopped. The ring is kept if it ends in time."""
 LOOK_S = 0.1
-"""Seconds between two checks of what the head waits for."""
+"""Seconds between two checks of the head's current wait."""
 
 
 class PassWatch:
@@ -92,7 +92,7 @@ class RunningEpoch:
         return self._next_rows
 
     def release(self, rows: int) -> None:
-        """Mark ``rows`` as unused. The next command tells the followers to drop them. From any thread."""
+        """Mark ``rows`` as unused. The next command tells the followers to drop them. Thread-safe."""
         self._unused.append(rows)
 
     def send(self, command: RowsCommand) -> None:
@@ -171,7 +171,7 @@ class RingRecorder(Recorder):
         return self._epoch.formation.model.recorder
 
     def follow(self, epoch: RunningEpoch) -> None:
-        """Go on with another epoch. Measuring goes on there if it was enabled."""
+        """Continue with another epoch. If measuring was enabled, it continues there."""
         was = self.enabled
         self._epoch = epoch
         if was:
@@ -262,7 +262,7 @@ class RingRows(TokenRows):
         self._number = number
         self._prefixes = prefixes
         self._sampler: Sampler | None = None
-        """What the machine that computes everything chose the last token with."""
+        """Sampler with which the machine that computes everything chose the last token."""
 
     def __del__(self) -> None:
         self._epoch.release(self._number)
@@ -360,7 +360,7 @@ class RingModel(LoadedModel):
         self._recorder = RingRecorder(self._epoch, self.facts)
         self._cancelled: Callable[[], bool] = lambda: False
         self._gone: list[str] = []
-        """Names of machines that were reported as lost and whose outcome was not reported yet."""
+        """Names of machines that were reported as lost and have not been reported on since."""
         for line in self._epoch.formation.notices:
             self._recorder.notice(line)
 
@@ -379,7 +379,7 @@ class RingModel(LoadedModel):
 
     @property
     def popularity(self) -> Popularity | None:
-        """The head's own: every node counts all routes."""
+        """The head's own popularity counts: every node counts all routes."""
         return self._epoch.formation.model.popularity
 
     @property
@@ -437,7 +437,7 @@ class RingModel(LoadedModel):
         return True
 
     def _outcome(self, before: Collection[str]) -> str:
-        """A line about who left, came back and joined, compared with the names ``before``."""
+        """A line about machines that left, came back and joined, compared with the names ``before``."""
         formation = self._epoch.formation
         now = formation.names.values()
         gone, self._gone = self._gone, []

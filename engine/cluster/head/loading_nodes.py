@@ -24,7 +24,7 @@ SHOWN_NOTICES = 3
 
 
 class LoadingNodes:
-    """The loading of ``followers`` (by rank). Each is followed in a thread of its own.
+    """The loading of ``followers`` (by rank), each of which is followed in its own thread.
 
     ``on_alive`` is called with the node id whenever a follower reports.
     """
@@ -102,7 +102,7 @@ class LoadingNodes:
         return checked
 
     def _cancel(self) -> None:
-        """End all calls. From any thread."""
+        """End all calls. Thread-safe."""
         with self._lock:
             self._stopped = True
             calls = list(self._calls)

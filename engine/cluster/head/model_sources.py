@@ -31,7 +31,7 @@ class ModelSources:
         self._wanted = WantedModel(key=model.plain_folder.name, name=model.name)
         self._progress = progress
         self.at: tuple[str, int, int, str] = ("asking the machines", 0, 0, "")
-        """The arguments of the next call of ``progress``."""
+        """Arguments of the next call of ``progress``."""
 
     def look(self, tick: Callable[[], None] | None = None) -> tuple[list[Candidate], list[Candidate]]:
         """The machines that have the whole model, and those that have a part which this machine once sent.
@@ -71,7 +71,7 @@ class ModelSources:
         self._progress(*self.at)
 
     def _ask_all(self, machines: Sequence[Candidate], tick: Callable[[], None]) -> dict[str, ModelHere]:
-        """What each machine has, by node id, without those that fail to answer."""
+        """What each machine has of the model, by node id. Machines that fail to answer are left out."""
         calls, answers = CallGroup(), dict[str, ModelHere]()
 
         def ask_one(machine: Candidate) -> None:
@@ -131,7 +131,7 @@ def version_of(offered: Offer) -> tuple[object, ...]:
 
 
 def most_alike(sources: Sequence[PeerSource]) -> list[PeerSource]:
-    """The sources of the version of which the most items are offered, where ``sources`` offer several versions."""
+    """The sources of the version with the most items offered, if ``sources`` offer several versions."""
     versions: dict[tuple[object, ...], list[PeerSource]] = {}
     for one in sources:
         versions.setdefault(version_of(one.offered), []).append(one)

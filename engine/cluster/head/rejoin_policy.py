@@ -1,6 +1,6 @@
-"""The rejoin policy: which machines a ring takes in when it is formed again while a person waits for an answer.
+"""The choice of machines for a ring that is formed again while a person waits for an answer.
 
-A machine that lacks its weights is not taken in.
+Machines that lack their weights are left out.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from engine.ipc.progress import ProgressCallback
 LOOK_S = 3.0
 """Timeout in seconds for a machine's answer about what it has. The next question asks it again."""
 AGAIN_S = 30.0
-"""Seconds between the second refusal of a machine and the next try. Twice as many after each further one, as every try
-takes a forming."""
+"""Seconds between the second refusal of a machine and the next try. They double after each further refusal, because
+every try takes a forming."""
 MOST_AGAIN_S = 1800.0
 WORTH = 0.5
 """Fraction of an even share of the experts that a machine must hold to count as having its shard. Shards differ in
@@ -45,14 +45,14 @@ class RejoinPolicy:
         """Node ids of the machines that were present when the person formed the ring, or that later plans used."""
         self._surveyor = surveyor
         self._apart: set[tuple[str, str]] = set()
-        """Node ids and processes of machines that are put off. A restarted one is checked again."""
+        """Node ids and processes of machines that are left out for now. A restarted machine is checked again."""
         self._notified: set[str] = set()
         self._clock = clock
         self._refused: dict[str, Refusals] = {}
 
     def put_off(self, nodes: Iterable[tuple[str, str]]) -> None:
-        """Put off these machines (node ids, processes) until they leave or restart: the person did not want to wait for
-        them, or they contributed nothing."""
+        """Leave out these machines (node ids, processes) until they leave or restart: the person did not want to wait
+        for them, or they contributed nothing."""
         self._apart.update(nodes)
 
     def split(
@@ -79,8 +79,11 @@ class RejoinPolicy:
         return regular, others
 
     def refused(self, node_id: str, process: str) -> None:
-        """A machine refused. The next question tries it again, as the reason may pass (it was busy with the former
-        ring, its link broke); after further refusals in a row, a question that comes :data:`AGAIN_S` later or more."""
+        """Record a refusal.
+
+        The next question tries the machine again, because the reason may pass (it was busy with the former ring, or its
+        link broke). After further refusals in a row, it is tried only :data:`AGAIN_S` seconds later or more.
+        """
         refusals = self._refused.get(node_id)
         if refusals is None or refusals.process != process:
             refusals = self._refused[node_id] = Refusals(process)
@@ -89,12 +92,12 @@ class RejoinPolicy:
         refusals.again = self._clock() + pause
 
     def accepted(self, node_ids: Iterable[str]) -> None:
-        """These machines are in the ring. What they refused before no longer counts."""
+        """Forget the refusals of these machines, which are now in the ring."""
         for node_id in node_ids:
             self._refused.pop(node_id, None)
 
     def take_due(self, node_id: str) -> bool:
-        """Whether it is time to try a machine again that refused. True once for each refusal."""
+        """Whether it is time to try a machine again that refused. True only once for each refusal."""
         known = self._refused.get(node_id)
         if known is None or self._clock() < known.again:
             return False
@@ -102,7 +105,7 @@ class RejoinPolicy:
         return True
 
     def lines(self, others: Sequence[Candidate]) -> list[str]:
-        """A line for each of ``others`` that was checked. Each is returned once."""
+        """A line for each newly checked machine of ``others``. Each line is returned only once."""
         fresh = [
             machine for machine in others if _key(machine) in self._apart and machine.node_id not in self._notified
         ]
@@ -115,7 +118,7 @@ class RejoinPolicy:
         ]
 
     def _has_shard(self, machine: Candidate, nodes: int, central: bool, progress: ProgressCallback) -> bool:
-        """Whether almost nothing would have to be sent to it. Raises NodeRefused, Cancelled."""
+        """Whether the machine needs hardly any weights sent. Raises NodeRefused, Cancelled."""
         profile = self._surveyor.headers.profile
         weights = known_weights(self._surveyor.folder)
         if profile is None or not weights:

@@ -39,9 +39,9 @@ LOADING_S = 10 * LIMIT_S
 
 
 class RemotePasses:
-    """Implements :class:`engine.cluster.formation.PassControl`. A pass is one wait for one answer.
+    """Implements :class:`engine.cluster.formation.PassControl`. A pass waits for one answer.
 
-    ``stop(number)`` gives up a pass, counted from one. It notifies the machine by other means than ``link``.
+    ``stop(number)`` cancels a pass, counted from one, by other means than ``link``.
     """
 
     def __init__(self, link: Link, stop: Callable[[int], None]) -> None:
@@ -70,7 +70,7 @@ class RemotePasses:
         return self._answer(TOKEN.itemsize, 1, lambda data: read_token(data, vocabulary))
 
     def _answer(self, nbytes: int, tokens: int, read: Callable[[memoryview], Read]) -> Read:
-        """What ``read`` makes of the ``nbytes`` that answer the running pass over ``tokens`` tokens.
+        """The result of ``read`` for the ``nbytes`` that answer the running pass over ``tokens`` tokens.
 
         Raises Interrupted, PeerLost, and RingProtocolError for an invalid answer, after which the link is closed.
         """
@@ -94,7 +94,7 @@ class RemotePasses:
             raise
 
     def abort(self) -> None:
-        """End the running pass before its next layer. From any thread."""
+        """End the running pass before its next layer. Thread-safe."""
         with self._lock:
             wait, number = self.waits.now, self._number
             if not self._waiting or wait is None or self._stopped == number:

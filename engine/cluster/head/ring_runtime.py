@@ -31,10 +31,10 @@ def plan_by_runtime(
     survey_again: Callable[[Load], Survey],
     me: str,
 ) -> RuntimePlan:
-    """``plain``, which was chosen without looking at GPUs, or the plan by torch if that is better.
+    """``plain``, which was chosen without looking at GPUs, or the plan for torch if that is better.
 
-    ``me``: the head's node id. ``survey_again`` asks the machines for what they do by another runtime. Both are called
-    only if a GPU is there. Raises NodeRefused, Cancelled.
+    ``me``: the head's node id. ``survey_again`` asks the machines for measurements with another runtime. It and
+    ``plan`` are called only if there is a GPU. Raises NodeRefused, Cancelled.
     """
     choice, survey = plain.choice, plain.survey
     if choice.name != "native" or not _has_gpu(survey) or "torch" not in survey.facts[me].runtimes:
@@ -59,7 +59,7 @@ def _forecast(decision: RingDecision) -> RingForecast:
 
 
 def _gpus(decision: RingDecision, survey: Survey) -> tuple[list[str], list[str]]:
-    """In words, the GPUs that ``decision`` uses, and those of them that were not measured."""
+    """The GPUs that ``decision`` uses, in words, and those of them that were not measured."""
     shares = decision.facts.nodes if decision.facts is not None else []
     shares = shares[:1] if decision.kind == "alone" else shares[1:] if decision.kind == "elsewhere" else shares
     names, guessed = [], []

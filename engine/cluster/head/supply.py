@@ -55,7 +55,7 @@ class Supply(Protocol):
 
 
 class SourceFailed(Exception):
-    """The machine that sent an item failed. The rest may be requested again."""
+    """Raised if the machine that sent an item failed. The rest may be requested again."""
 
 
 class WholeCopy:
@@ -88,10 +88,10 @@ class PartialCopy:
         for."""
         self._peers: list[PeerSource] = []
         self._failed: dict[str, str] = {}
-        """Reasons of failure by the names of machines."""
+        """Reasons of failure, by machine name."""
 
     def take(self, held: Mapping[int, Sequence[int]], progress: ProgressCallback) -> None:
-        """Fetch the trunk and the experts ``held``. Received items are kept in any case.
+        """Fetch the trunk and the experts ``held``. Received items are kept even if this fails.
 
         Raises CapacityError if nobody has them, ModelError (disk), Cancelled.
         """
@@ -258,7 +258,7 @@ def _checked(chunks: Iterator[bytes], wants: Mapping[int, Wanted], offered: Offe
 OFFER_S = 600.0
 """Timeout in seconds for the answer to an offer. A node with a whole copy of the model reads it once to compare."""
 SURE_S = 3.0
-"""Seconds of sending before the remaining time is estimated."""
+"""Seconds of sending after which the remaining time is estimated."""
 
 
 class ShardUpload:
@@ -298,7 +298,7 @@ class ShardUpload:
         return {rank: want.has_bytes for rank, want in wants_by_rank.items()}
 
     def _doing(self, wants: Mapping[int, Wants]) -> str:
-        """The stage for the screen, such as ``sending weights to studio, attic · 40 s left``."""
+        """The stage as shown, such as ``sending weights to studio, attic · 40 s left``."""
         names = [one.name for rank, one in self._followers.items() if wants[rank].nbytes]
         text = f"sending weights to {', '.join(names)}" if names else "sending weights"
         if not self._sent:
@@ -321,7 +321,7 @@ class ShardUpload:
         return ask(one, lambda: one.client.upload("Offer", pieces, Wants, self._calls, OFFER_S))
 
     def _deliver(self, rank: int, offered: Offer, wants: Wants) -> None:
-        """Send a node what it wants. Raises NodeRefused, and ModelError if an item is not available."""
+        """Send a node the items it wants. Raises NodeRefused, and ModelError if an item is not available."""
         machine = self._followers[rank]
         failed: list[ModelError | SourceFailed] = []
 

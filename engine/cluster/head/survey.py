@@ -57,19 +57,19 @@ LINKS_S = 30.0
 ALIVE_S = 1.5
 """Timeout in seconds for a heartbeat that asks whether a machine is alive."""
 LONGEST_KIND = 160
-"""Maximum characters of the description of what a node's results depend on."""
+"""Maximum characters of the description of everything on which a node's results depend."""
 LONGEST_GPU = 60
 """Maximum characters of a GPU's name."""
 TORCH_LAYER_S = 1e-3
-"""Seconds that torch adds to a layer in Python and small operations where that was not measured."""
+"""Assumed seconds that torch adds to a layer in Python and small operations, if not measured."""
 
 
 @dataclass
 class Survey:
     """The measurements of all machines.
 
-    ``facts`` are by node id, the head included. ``links`` are the measured links by (from, to). ``tried`` says which
-    links can be opened. ``whole`` is whether the head has the whole model; otherwise its facts list its shard.
+    ``facts``: by node id, the head included. ``links``: measured links by (from, to). ``tried``: which links can be
+    opened. ``whole``: whether the head has the whole model; otherwise its facts list its shard.
     """
 
     facts: dict[str, NodeFacts] = field(default_factory=dict)
@@ -250,9 +250,9 @@ class Surveyor:
         wanted: Mapping[Way, Sequence[str]],
         progress: ProgressCallback,
     ) -> dict[Way, list[LinkFacts]]:
-        """Measure the link of each way at each of its addresses, one after the other, in the order of these.
+        """Measure the link of each way at each of its addresses, one by one, in their order.
 
-        A way is left out if one of them cannot be measured. Raises NodeRefused, Cancelled.
+        A way is left out if one of its addresses cannot be measured. Raises NodeRefused, Cancelled.
         """
         by_id, epoch = {one.node_id: one for one in machines}, secrets.token_hex(8)
         measured_by_way: dict[Way, list[LinkFacts]] = {}
@@ -276,7 +276,7 @@ class Surveyor:
         return measured_by_way
 
     def took_links(self, links: Mapping[Way, LinkFacts]) -> None:
-        """The ring uses ``links`` now. What was known of these ways before is measured again the next time."""
+        """Record that the ring uses ``links`` now. Other measurements of these ways are repeated the next time."""
         for way, link in links.items():
             self._links.replace(way, link)
 
@@ -299,7 +299,7 @@ def _helpers(threads: int) -> Iterator[tuple[ThreadPoolExecutor, CallGroup]]:
 
 
 class LinkFailedError(Exception):
-    """A link cannot be measured although both of its ends are alive."""
+    """Raised if a link cannot be measured although both of its ends are alive."""
 
 
 def _to(node: Node, machine: Candidate, epoch: str) -> LinkFacts:
@@ -311,7 +311,8 @@ def _to(node: Node, machine: Candidate, epoch: str) -> LinkFacts:
 
 
 def _failed(node: Node, ends: Sequence[Candidate], error: ModelError) -> Exception:
-    """The meaning of a measurement that ended with ``error``. Raises NodeRefused if one of the ``ends`` is gone."""
+    """The cause of a failed measurement that ended with ``error``. Raises NodeRefused if one of the ``ends`` is
+    gone."""
     for one in ends:
         ask(one, partial(one.client.call, "Beat", node.load(), NodeLoad, ALIVE_S))
     return LinkFailedError(str(error).rstrip("."))
@@ -405,8 +406,8 @@ def planned_nodes(
 ) -> list[NodeMeasured]:
     """The planner's facts of the nodes ``order`` (node ids and names, the head first).
 
-    Processes of one machine divide its free memory, and those that receive weights divide their disk. ``own``: how the
-    head loads its shard; None: with all defaults.
+    Processes of one machine divide its free memory; those that receive weights divide its disk. ``own``: how the head
+    loads its shard; None: with all defaults.
     """
     machines: dict[str, int] = {}
     for node_id, _ in order:
@@ -503,7 +504,7 @@ def planned_links(survey: Survey) -> list[PlannedLink]:
 # --- links that were measured before ---------------------------------------------------------------------------------
 
 LINK_AGE_S = 600.0
-"""Seconds until a link is measured anew, as other traffic may have disturbed the measurement."""
+"""Seconds after which a link is measured again, because other traffic may have disturbed the measurement."""
 
 
 @dataclass(frozen=True)
@@ -551,5 +552,5 @@ class KnownLinks:
         return self._fastest.get(pair)
 
     def replace(self, pair: tuple[str, str], link: LinkFacts) -> None:
-        """Store a measurement that counts as old: between which ends it was made is not known."""
+        """Store a measurement that counts as old, because its ends are not known."""
         self.put(pair, (), link)
