@@ -1,9 +1,9 @@
 """The engine process: ``python -m engine.host`` reads requests from its stdin and writes events to its stdout.
 
-Other programs may attach by a Unix socket (:mod:`engine.connections`). The main thread only reads, so that
-cancelling and the end of a program are noticed whatever the model does; one thread loads and generates, everybody in
-turn; another one fetches and prepares models, so that a chat goes on meanwhile. The process ends with the last program
-that uses it.
+Other programs may attach through a Unix socket (:mod:`engine.connections`). The main thread only reads, so that
+cancellation and the end of a program are noticed whatever the model does. A second thread loads and generates, in turns
+between clients. A third one fetches and prepares models, so that a chat can go on meanwhile. The process ends with the
+last program that uses it.
 """
 
 from __future__ import annotations
@@ -73,20 +73,20 @@ if TYPE_CHECKING:
     from engine.cluster.network import ClusterNetwork
 
 LAST_SAVE_S = 1.0
-"""Maximum time that the end of the process waits for a disk, in seconds."""
+"""Maximum seconds for which the end of the process waits for a disk."""
 
 
 class Client:
-    """A program that uses the engine. ``send`` writes to it from any thread."""
+    """A program that uses the engine. ``send`` writes to it and is thread-safe."""
 
     def __init__(self, send: Callable[[AnyEvent], None]) -> None:
         self.send = send
         self.watching = False
-        """Whether its timing panel is open."""
+        """Whether the client's timing panel is open."""
         self.uses_model = False
-        """Whether it was told that the model is loaded."""
+        """Whether the client was told that the model is loaded."""
         self.knows_network = False
-        """Whether it asked for anything about the network, and hears of changes."""
+        """Whether the client asked about the network, so that it is told of changes."""
 
 
 class Task:
@@ -96,7 +96,7 @@ class Task:
         self.request = request
         self.client = client
         self.only_shared = False
-        """Whether a Load is answered with what others have loaded, or refused."""
+        """Whether a Load is answered only with the model that others have loaded, or refused."""
         self._stop = threading.Event()
         self.report = Reports(request.id, client.send, self.cancelled)
 
@@ -116,10 +116,8 @@ class Task:
 
 
 class Host:
-    """Takes requests and emits events.
-
-    ``send`` belongs to a first client, whose requests are those that name no other; None for none.
-    """
+    """Takes requests and emits events. ``send`` belongs to a first client, for requests that name no other; None: there
+    is none."""
 
     def __init__(
         self,
@@ -136,10 +134,10 @@ class Host:
         self._tasks: dict[tuple[Client, int], Task] = {}
         self._lock = threading.Lock()
         self._loaded_as: Load | None = None
-        """The request whose model is loaded, without what belongs to its client."""
+        """The request by which the model was loaded, without its client's own options."""
         self._running: Task | None = None
         self._using = threading.Lock()
-        """Held by who runs the session."""
+        """Lock of the thread that runs the session."""
         self._answering: TurnQueue[tuple[Client, str], Task] = TurnQueue()
         self._fetching: TurnQueue[tuple[Client, str], Task] = TurnQueue()
         if send is not None:
@@ -153,7 +151,7 @@ class Host:
     # --- clients --------------------------------------------------------------------------------------------------
 
     def attach(self, send: Callable[[AnyEvent], None]) -> Client:
-        """A new client, to which ``send`` writes from any thread."""
+        """A new client, to which ``send`` writes. ``send`` must be thread-safe."""
         client = Client(send)
         with self._lock:
             self._clients.append(client)
@@ -163,7 +161,7 @@ class Host:
         return client
 
     def detach(self, client: Client) -> None:
-        """Forget a client that is gone, and cancel what it asked for. From any thread."""
+        """Forget a client that is gone, and cancel its requests. Thread-safe."""
         with self._lock:
             if client in self._clients:
                 self._clients.remove(client)
@@ -173,7 +171,7 @@ class Host:
         self._tell_of_sharing()
 
     def send(self, event: AnyEvent) -> None:
-        """Send ``event`` to all clients, those of the network only to who asked for that. From any thread."""
+        """Send ``event`` to all clients, but events of the network only to clients that asked for them. Thread-safe."""
         with self._lock:
             clients = list(self._clients)
         for client in clients:
@@ -239,7 +237,7 @@ class Host:
         tasks.put(task.owner, task)
 
     def _cancel(self, task: Task) -> None:
-        """Cancel ``task``. A question that waits for its turn ends at once."""
+        """Cancel ``task``. A waiting question ends at once."""
         task.cancel()
         if isinstance(task.request, Generate) and self._answering.remove(task.owner, task):
             self._finish_beside(task)
@@ -259,13 +257,13 @@ class Host:
             self._between_tasks()
 
     def keep_last_prefixes(self) -> None:
-        """Write to disk what the session may keep there, at the end of the process."""
+        """Write the session's prefixes to disk at the end of the process."""
         end = time.monotonic() + LAST_SAVE_S
         if self._using.acquire(timeout=LAST_SAVE_S):
             self._model.keep_prefixes(lambda: time.monotonic() > end, last=True)
 
     def _finish_beside(self, task: Task) -> None:
-        """Run in a thread of its own, or in this one if the system cannot start another."""
+        """Run in a separate thread, or in this one if the system cannot start another."""
         try:
             threading.Thread(target=self._finish, args=(task,), daemon=True).start()
         except RuntimeError:
@@ -283,7 +281,7 @@ class Host:
             task.client.send(Failed(id=task.request.id, error=f"The answer could not be sent: {error}."))
 
     def _answer(self, task: Task) -> AnyEvent:
-        """Run a request to its last event; whatever goes wrong becomes one."""
+        """Run a request and return its last event. Errors become events."""
         try:
             with AWAKE.held():
                 return self._run(task)
@@ -363,7 +361,7 @@ class Host:
         return facts
 
     def _shared_model(self, task: Task, wanted: Load) -> Loaded:
-        """The model that others use, for one more client. Raises ModelError (in-use) if another one is ``wanted``."""
+        """The model that others use, for one more client. Raises ModelError (in-use) if another model is ``wanted``."""
         with self._lock:
             session = self._model.session
             same = session is not None and wanted == self._loaded_as
@@ -399,7 +397,7 @@ class Host:
         return Done(id=request.id, path=str(folder), detail=resolved.elsewhere)
 
     def _the_network(self) -> ClusterNetwork:
-        """Made when it is first asked for; it opens no socket by itself."""
+        """The network, made when it is first needed. It opens no socket by itself."""
         with self._networking:
             if self._network is None:
                 from engine.cluster.network import ClusterNetwork
@@ -408,7 +406,7 @@ class Host:
             return self._network
 
     def close_network(self) -> None:
-        """Say goodbye to the other machines, if there are any. From any thread."""
+        """Say goodbye to the other machines, if there are any. Thread-safe."""
         network = self._network
         if network is not None:
             network.close()
@@ -467,7 +465,7 @@ class Host:
         self._model.release()
 
     def keep_popularity(self) -> None:
-        """Store the loaded model's popularity counts. From any thread."""
+        """Store the loaded model's popularity counts. Thread-safe."""
         self._model.keep_popularity()
 
     def _generate(self, task: Task, request: Generate) -> AnyEvent:
@@ -478,12 +476,12 @@ class Host:
         return self._model.generate(request, lambda event: self._emit(event, task.client), task)
 
     def _emit(self, event: AnyEvent, client: Client) -> None:
-        """Send an event of an answer to who asked, but what has changed for everybody to all."""
+        """Send an answer's event to the client that asked, or to all clients if it concerns everybody."""
         (self.send if isinstance(event, RingChanged) else client.send)(event)
 
 
 def loaded_options(request: Load) -> Load:
-    """``request`` without what belongs to who sent it."""
+    """``request`` without its client's own options."""
     return msgspec.structs.replace(request, id=0, share=False)
 
 
@@ -526,7 +524,7 @@ def _kind(error: BaseException) -> ErrorKind:
 
 
 def serve(pipes: Pipes, parts: EngineParts, key: str) -> NoReturn:
-    """Answer requests until nobody is left who could send one."""
+    """Answer requests until no client is left."""
     host = Host(None, pipes.log.roll_if_large, parts)
 
     def left() -> None:
@@ -555,7 +553,7 @@ def serve(pipes: Pipes, parts: EngineParts, key: str) -> NoReturn:
 
 
 def leave(host: Host) -> NoReturn:
-    """End the process. Popularity counts and prefixes are stored if the disk is quick, and the other machines are
+    """End the process. Popularity counts and prefixes are stored if the disk is fast enough, and other machines are
     notified."""
     last = (host.keep_popularity, host.keep_last_prefixes, host.close_network)
     leaving = [threading.Thread(target=each, daemon=True) for each in last]
@@ -567,7 +565,7 @@ def leave(host: Host) -> NoReturn:
 
 
 def main(parts: EngineParts = THE_PRODUCT) -> NoReturn:
-    """``parts``: those of the product, unless a test composes the engine of others."""
+    """Run the engine with ``parts``. Tests may pass other parts than the product's."""
     # Ctrl-c belongs to the screen, which decides what to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     keep_to_owner()
@@ -587,16 +585,16 @@ Item = TypeVar("Item")
 
 
 class TurnQueue(Generic[Owner, Item]):
-    """While an owner's item waits, no other owner is served twice, what was just served included. Thread-safe."""
+    """A queue in which no owner is served twice while another owner waits, the current one included. Thread-safe."""
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[Owner, deque[Item]] = OrderedDict()
         self._served: Owner | None = None
-        """The latest owner that was served."""
+        """The owner that was served last."""
         self._changed = threading.Condition()
 
     def put(self, owner: Owner, item: Item) -> None:
-        """Add ``item`` behind the other items of ``owner``, who joins the ring at its end."""
+        """Add ``item`` behind the other items of ``owner``. A new owner gets the last turn."""
         with self._changed:
             self._waiting.setdefault(owner, deque()).append(item)
             self._changed.notify()
@@ -616,7 +614,7 @@ class TurnQueue(Generic[Owner, Item]):
             return item
 
     def remove(self, owner: Owner, item: Item) -> bool:
-        """Take ``item`` of ``owner`` out of the queue. Returns False if it does not wait any more."""
+        """Remove ``item`` of ``owner`` from the queue. Returns False if it is not waiting any more."""
         with self._changed:
             items = self._waiting.get(owner)
             if items is None or item not in items:
@@ -627,7 +625,7 @@ class TurnQueue(Generic[Owner, Item]):
             return True
 
     def waiting(self) -> int:
-        """Number of items that wait."""
+        """Number of waiting items."""
         with self._changed:
             return sum(map(len, self._waiting.values()))
 

@@ -75,11 +75,11 @@ class Piece(Event, frozen=True, kw_only=True, tag="piece"):
     """Whether the answer text sent so far was in fact thoughts. Only their end was marked. ``reasoning`` repeats them,
     so that the screen can move them."""
     sample: int = 0
-    """Which of several answers this belongs to, from 0. The pieces of one come before those of the next."""
+    """Index of the answer, if there are several. All pieces of one answer precede those of the next."""
     tool_calls: list[ToolCallPiece] = []
     """What was added to the answer's calls of tools."""
     logprobs: list[TokenLogprob] = []
-    """The answer's tokens since the last piece, thoughts included, if log-probabilities were asked for."""
+    """Tokens of the answer since the last piece, thoughts included, if log-probabilities were asked for."""
 
 
 class BeamProgress(Event, frozen=True, kw_only=True, tag="beam_progress"):
@@ -110,9 +110,9 @@ class Timing(Event, frozen=True, kw_only=True, tag="timing"):
     moe_layers: list[int] = []
     expert_use: list[list[int]] = []
     movement: ExpertMovement | None = None
-    """None where experts are not shared between GPU and CPU."""
+    """Movement of experts; None if experts are not shared between GPU and CPU."""
     resident: list[list[int]] = []
-    """Per MoE layer, the experts that are in GPU memory now; empty where none are kept there."""
+    """Experts in GPU memory, per MoE layer; empty if none are kept there."""
     nodes: list[NodeTimes] = []
     """Times of the ring's nodes in rank order, the head first; only the computing node's if one other machine computes
     everything; empty on one machine."""
@@ -152,8 +152,8 @@ class Finished(Event, frozen=True, kw_only=True, tag="finished"):
     """Seconds of the first pass if this was the first answer after more than ten seconds of idling, else None. It shows
     the cost of weights that were unwired or dropped meanwhile."""
     sampling: Sampling | None = None
-    """The values that the tokens were chosen by, the model's own defaults included. ``seed`` only if one was asked
-    for: without one, the numbers that were drawn cannot be had again."""
+    """Sampling values of the answer, the model's own defaults included. ``seed`` is set only if one was asked for:
+    without one, the drawn numbers cannot be reproduced."""
     memory: MemoryUse | None = None
     """The memory that the engine took at the end of the answer."""
 
@@ -184,12 +184,12 @@ class TokensCounted(Event, frozen=True, kw_only=True, tag="tokens_counted"):
 
 
 class MachineMeasured(Event, frozen=True, kw_only=True, tag="machine_measured"):
-    """What decides which models this machine can run, and how fast."""
+    """Measurements that decide which models this machine can run, and how fast."""
 
     memory_bytes: int
     """Memory of the machine, as far as this process may use it."""
     memory_read: float
-    """Bytes per second at which the processor streams memory; 0.0 if it could not be measured."""
+    """Rate at which the processor streams memory, in bytes per second; 0.0 if it could not be measured."""
 
 
 class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):

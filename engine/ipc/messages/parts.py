@@ -12,7 +12,7 @@ RuntimeName = Literal["auto", "native", "torch", "mlx"]
 """``native``: the trunk of the commonest decoder shape in our own CPU kernels; ``torch``: transformers' trunk."""
 DtypeName = Literal["auto", "bfloat16", "float32"]
 KeyValuesName = Literal["auto", "q8_0"]
-"""How keys and values are kept: in what the model computes in, or in 8 bits where the runtime can."""
+"""Storage of keys and values: in the model's computed dtype, or in 8 bits if the runtime supports it."""
 Partitioning = Literal["auto", "cpu", "hybrid", "ring"]
 ExpertPolicy = Literal["balanced", "twiddler", "monde", "layers", "lru-offload", "stream", "on-demand"]
 """Policy by which GPU and CPU share the experts: ours, the papers', and the papers' baselines (see
@@ -44,11 +44,11 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: float | None = None
     seed: int | None = None
     presence_penalty: float = 0.0
-    """Subtracted from the logit of each token that the answer already contains, from -2 to 2."""
+    """Penalty subtracted from the logit of each token that the answer already contains, from -2 to 2."""
     frequency_penalty: float = 0.0
-    """Subtracted from a token's logit once for each time that the answer already contains it, from -2 to 2."""
+    """Penalty subtracted from a token's logit for each occurrence in the answer, from -2 to 2."""
     logit_bias: dict[int, float] = {}
-    """Added to the logits of these token ids, from -100 to 100."""
+    """Values added to logits, by token id, from -100 to 100."""
 
 
 class LayerTimes(msgspec.Struct, frozen=True):
@@ -99,10 +99,10 @@ class ReasoningFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExpertMovement(msgspec.Struct, frozen=True, kw_only=True):
-    """What sharing experts between GPU and CPU cost and gained, summed over the turn so far. Seconds are wall-clock.
+    """Costs and gains of sharing experts between GPU and CPU, summed over the turn so far. Seconds are wall-clock.
 
-    ``hits`` and ``misses`` count active experts (layer, expert with at least one token) that were, or were not, in GPU
-    memory; ``moved`` of the misses had their weights copied there, the others ran on the CPU.
+    ``hits`` and ``misses``: active experts (layer, expert with at least one token) that were, or were not, in GPU
+    memory. ``moved``: misses whose weights were copied there; the others ran on the CPU.
     """
 
     tokens: int = 0
@@ -159,11 +159,11 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     key_value_bytes_per_token: int
     parameters: int
     state_bytes: int = 0
-    """Bytes that a row keeps besides keys and values, whatever its length: the states of delta-nets."""
+    """Bytes of a row's states of delta-nets, which do not depend on its length."""
     windowed_bytes_per_token: int = 0
     """Part of ``key_value_bytes_per_token`` in layers that drop tokens outside their ``window``."""
     window: int = 0
-    """Tokens that such layers see, in the widest of them."""
+    """Width in tokens of the widest of these windows."""
     load_s: float = 0.0
     weights: str = ""
     """Number format of most of the stored weights as people call it: ``Q4_K_M``, ``MXFP4``, ``bf16``; empty if it is

@@ -22,7 +22,7 @@ from engine.ipc.messages.parts import (
 from engine.ipc.messages.ring import RingChoice
 
 LENT_GPU_SHARE = 0.5
-"""Fraction of a GPU's memory that is lent where its person says nothing."""
+"""Fraction of a GPU's memory that is lent if its person does not say."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
@@ -79,8 +79,8 @@ class LoadOptions(ModelOptions, frozen=True, kw_only=True):
     most_gpu_share: float = 1.0
     """Fraction of the GPU's memory that all of the model may take at most."""
     prefix_bytes: int | None = None
-    """Bytes of memory for the keys and values of other conversations than the current one; None: a part of what is
-    free; 0: none are kept."""
+    """Bytes of memory for keys and values of all conversations but the current one; None: a part of what is free; 0:
+    none are kept."""
     prefix_disk_bytes: int | None = None
     """Bytes of disk for the keys and values of conversations between runs, those of all models together; 0: none are
     kept, and those that were are removed; None: none are kept, and what is there stays."""
@@ -176,8 +176,8 @@ class Generate(Request, frozen=True, kw_only=True, tag="generate"):
     client: str = ""
     """Name of the client for which a program asks, if it has several. Each client gets a turn in the queue."""
     conversation: str = ""
-    """Name under which what is read of this conversation may be kept on disk (:mod:`engine.models.store.prefix_files`);
-    empty: nothing of it is."""
+    """Name under which this conversation's prefix may be kept on disk (:mod:`engine.models.store.prefix_files`); empty:
+    it is not kept."""
     with_timing: bool = False
     """Whether to measure from the first token on, even if the timing panel is closed."""
 
@@ -195,8 +195,8 @@ class Watch(Request, frozen=True, kw_only=True, tag="watch"):
 
 
 class ForgetPrefixes(Request, frozen=True, kw_only=True, tag="forget_prefixes"):
-    """Remove what is kept on disk of ``conversations``, by their names in :class:`Generate`, and write no more of what
-    was read of them so far. No event."""
+    """Remove the prefixes of ``conversations`` from disk, by their names in :class:`Generate`, and write no more of
+    what was read of them so far. No event."""
 
     conversations: list[str]
 

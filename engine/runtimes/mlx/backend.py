@@ -1,8 +1,8 @@
-"""Experts in mlx's memory: mlx-lm's ``SwitchGLU`` modules, and which of a layer's experts are in them.
+"""Experts in mlx's memory: mlx-lm's ``SwitchGLU`` modules, and which of a layer's experts they contain.
 
-In a ring, routes and results are copied to the host, where the exchange runs. For few routes the experts are begun
-before the host knows which, so that the GPU is waited for once per MoE layer; for many, the host sorts out first which
-are run here, and the GPU is waited for twice. The results of all machines are added up by the same expression as on one
+In a ring, routes and results are copied to the host, where the exchange runs. With few routes the experts are started
+before the host knows the routes, so that it waits for the GPU once per MoE layer. With many routes the host first
+selects those that run here, and waits twice. The results of all machines are added up by the same expression as on one
 machine.
 """
 
@@ -35,19 +35,22 @@ _WORDS: dict[Any, np.dtype[Any]] = {
 
 @dataclass(slots=True)
 class _MlxCall(LayerCall[Array]):
-    """``dtype`` is that of the experts' results. ``ready`` [tokens * k, width] are those of the experts that are here,
-    where they were run with the router; other rows are of no use. float32 if the hidden states are wanted on the host,
-    where results are sent as such."""
+    """A call of the backend.
+
+    ``dtype``: that of the experts' results. ``ready`` [tokens * k, width]: results of the experts that are here, if
+    they were run together with the router; other rows are meaningless. They are float32 if the hidden states are wanted
+    on the host, where results are sent as such.
+    """
 
     dtype: Any = None
     ready: Words | None = None
 
 
 class MlxBackend(ExpertBackend[Array]):
-    """See :class:`engine.moe.backend.ExpertBackend`. Hidden states that :meth:`run` gets are [..., width].
+    """See :class:`engine.moe.backend.ExpertBackend`. :meth:`run` takes hidden states [..., width].
 
-    ``experts[layer]`` is a ``SwitchGLU`` of the experts of that layer that are here, ascending; a layer of which there
-    are none is absent. ``slots[layer]`` says which they are; None: all are here.
+    ``experts[layer]``: a ``SwitchGLU`` of the experts of that layer that are here, ascending; layers without any are
+    absent. ``slots[layer]``: the position of each expert in it; None: all are here.
     """
 
     popularity = None
@@ -100,10 +103,10 @@ class MlxBackend(ExpertBackend[Array]):
         return _MlxCall(layer, hidden, weights, Routes(chosen, shares), width, word, False, rows, dtype, ready)
 
     def _at_once(self, layer: int, hidden: Array, routes: Array, dtype: Any) -> list[Array]:
-        """The results of the ``routes`` [tokens * k] whose experts are here, not evaluated, in words; none if there are
-        too many routes, or no experts of the layer here.
+        """Unevaluated results of the ``routes`` [tokens * k] whose experts are here, as words.
 
-        A route of another machine takes an expert of one that is here, whose weights are read anyway.
+        Empty if there are too many routes, or no experts of the layer here. A route of another machine uses an expert
+        of a route here, whose weights are read anyway.
         """
         if layer not in self._experts or routes.size >= SORTED_FROM:
             return []
@@ -134,7 +137,8 @@ class MlxBackend(ExpertBackend[Array]):
         return _to_words(found if word == _WORDS[dtype] else found.astype(mx.float32))
 
     def _ready(self, call: LayerCall[Array], weights: Floats, extra: Sequence[int]) -> Words | None:
-        """What was run with the router, unless the routes are others now. ``extra`` are then begun by themselves."""
+        """The results that were run with the router, unless the routes have changed. ``extra`` experts are then started
+        apart."""
         assert isinstance(call, _MlxCall)
         if call.ready is None or weights is not call.routes.weights:
             return None
@@ -180,7 +184,7 @@ class MlxBackend(ExpertBackend[Array]):
             mx.eval(result)
 
     def arrays(self, layer: int, rows: Array, indices: Indices, dtype: Any, extra: Sequence[int] = ()) -> Array:
-        """The results [tokens * k, width] of the routes that are not -1; zeros elsewhere."""
+        """The results [tokens * k, width] of the routes that are not -1, with zeros elsewhere."""
         chosen = indices.reshape(-1)
         routes = np.flatnonzero(chosen >= 0)
         slots = self._slots[layer]
@@ -209,7 +213,7 @@ class MlxBackend(ExpertBackend[Array]):
 
     @property
     def _computes_in(self) -> Any:
-        """The dtype of the experts, or of what scales them where they are quantised."""
+        """The dtype of the experts or, if they are quantised, of their scales."""
         for experts in self._experts.values():
             linear = experts.down_proj
             scales = linear.get("scales")
@@ -218,7 +222,7 @@ class MlxBackend(ExpertBackend[Array]):
         return mx.float32
 
     def _result_dtype(self, hidden: Any) -> Any:
-        """What an expert makes of hidden states of that type: the same on all nodes that hold any."""
+        """The dtype of an expert's results for hidden states of that dtype, equal on all nodes with experts."""
         dtype = self._dtypes.get(hidden)
         if dtype is None:
             dtype = hidden
@@ -242,12 +246,12 @@ def _scales() -> ModelError:
 
 
 def _weighted_sum(outputs: Array, weights: Array) -> Array:
-    """``outputs`` [..., k, hidden] of k experts, ``weights`` [..., k]: their sum [..., hidden]."""
+    """The weighted sum [..., hidden] of ``outputs`` [..., k, hidden] of k experts with ``weights`` [..., k]."""
     return (outputs * weights[..., None]).sum(axis=-2).astype(outputs.dtype)
 
 
 def slots_of(placement: Placement, rank: int, layer: int) -> NDArray[np.int32]:
-    """Per expert, its place among those of ``layer`` that ``rank`` holds; -1 for the others."""
+    """The position of each expert of ``layer`` among those that ``rank`` holds; -1 for the others."""
     slots = np.full(placement.experts, -1, np.int32)
     held = list(placement.held(rank, layer))
     slots[held] = np.arange(len(held))

@@ -1,8 +1,8 @@
-"""What one layer keeps of rows of equal length, on mlx-lm's own caches: keys and values, or a state.
+"""The cache of one layer for rows of equal length, built on mlx-lm's own caches: keys and values, or a state.
 
-Layers with keys and values keep their positions in order, also those that attend to a sliding window. Truncating
-therefore only moves the offset, for all families. mlx-lm's rotating cache keeps no more than the window, and could not
-be cut back; here what no window reaches is dropped when the rows' user asks for it.
+Layers with keys and values keep their positions in order, even with a sliding window, so truncating only moves the
+offset. mlx-lm's rotating cache keeps only the window and could not be cut back. Here positions outside all windows are
+dropped when the rows' user asks for it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from engine.runtimes.protocol import Bytes, Fill, RowContents, RowPart
 
 Array = Any
 Place = Any
-"""A moment of a cache: the number of its positions, or the arrays that it had."""
+"""A point to which a cache can return: its number of positions, or its arrays."""
 
 
 class RowCache(KVCache):  # type: ignore[misc]
     """Keys and values [rows, heads, capacity, size] of the positions from ``start`` to ``offset``.
 
-    ``window``: the layer's queries see that many positions, themselves included; None: all, and ``start`` stays 0.
+    ``window``: number of positions that the layer's queries see, themselves included; None: all, and ``start`` stays 0.
     """
 
     def __init__(self, window: int | None = None) -> None:
@@ -37,11 +37,11 @@ class RowCache(KVCache):  # type: ignore[misc]
 
     @property
     def shortest_cut(self) -> int:
-        """The smallest ``offset`` whose queries still find all that they see."""
+        """The smallest ``offset`` whose queries still find all positions that they see."""
         return self.start + self.window - 1 if self.start and self.window is not None else 0
 
     def forget_unseen(self, length: int) -> None:
-        """Drop what no query at ``length`` or later sees, if that is worth a copy of the rest."""
+        """Drop the positions that no query at ``length`` or later sees, if that is worth a copy of the rest."""
         first = self._first_seen(length)
         dropped = first - self.start
         if dropped < self.step:
@@ -70,19 +70,19 @@ class RowCache(KVCache):  # type: ignore[misc]
 
     @property
     def arrays(self) -> list[Array]:
-        """What it holds."""
+        """The arrays of the cache."""
         return [] if self.keys is None else [self.keys, self.values]
 
     @property
     def place(self) -> Place:
-        """What :meth:`go_back` needs to forget all that comes after now."""
+        """The current point, for :meth:`go_back`."""
         return int(self.offset)
 
     def go_back(self, place: Place) -> None:
         self.offset = place
 
     def copy_rows(self, rows: int) -> RowCache:
-        """A new cache of ``rows`` rows, each like the only one of this. Shares no memory."""
+        """A new cache with ``rows`` copies of this cache's only row. It shares no memory."""
         copy = RowCache(self.window)
         copy.start, copy.offset = self.start, self.offset
         if self.keys is not None:
@@ -90,7 +90,7 @@ class RowCache(KVCache):  # type: ignore[misc]
         return copy
 
     def _copied(self, stored: Array, rows: int, dropped: int = 0) -> Array:
-        """``rows`` rows like ``stored`` without its first ``dropped`` positions, and with room for some more."""
+        """``rows`` copies of ``stored`` without its first ``dropped`` positions, with some free room."""
         _, heads, _, size = stored.shape
         end = self.offset - self.start
         capacity = ((end - dropped) // self.step + 1) * self.step
@@ -99,22 +99,23 @@ class RowCache(KVCache):  # type: ignore[misc]
         return new
 
     def bytes_per_position(self) -> int:
-        """Bytes that one position of one row takes."""
+        """Bytes of one position in one row."""
         return sum(int(s.shape[1] * s.shape[3] * s.dtype.size) for s in self.arrays)
 
     def state_bytes(self) -> int:
-        """Bytes of what one row keeps whatever its length."""
+        """Bytes of one row's state, which do not depend on its length."""
         return 0
 
     def row_bytes(self) -> int:
-        """Bytes of what one row keeps now."""
+        """Bytes of one row now."""
         return int(self.offset - self.start) * self.bytes_per_position()
 
 
 class StateCache(ArraysCache):  # type: ignore[misc]
-    """The ``count`` arrays [rows, ...] that every pass replaces: the state of a delta-net or a short convolution.
+    """A cache of ``count`` arrays [rows, ...] that every pass replaces: the state of a delta-net or a short
+    convolution.
 
-    It cannot be truncated, only go back to a place where the arrays of before are still known.
+    It cannot be truncated, only go back to a point whose arrays are still known.
     """
 
     window = None
@@ -128,19 +129,19 @@ class StateCache(ArraysCache):  # type: ignore[misc]
 
     @property
     def arrays(self) -> list[Array]:
-        """What it holds."""
+        """The arrays of the cache."""
         return [array for array in self.cache if array is not None]
 
     @property
     def place(self) -> Place:
-        """What :meth:`go_back` needs to forget all that comes after now. Arrays do not change, so none is copied."""
+        """The current point, for :meth:`go_back`. Arrays do not change, so none is copied."""
         return list(self.cache)
 
     def go_back(self, place: Place) -> None:
         self.cache = list(place)
 
     def copy_rows(self, rows: int) -> StateCache:
-        """A new cache of ``rows`` rows, each like the only one of this."""
+        """A new cache with ``rows`` copies of this cache's only row."""
         copy = StateCache(len(self.cache))
         copy.cache = [None if array is None else mx.repeat(array, rows, axis=0) for array in self.cache]
         return copy
@@ -149,7 +150,7 @@ class StateCache(ArraysCache):  # type: ignore[misc]
         return 0
 
     def state_bytes(self) -> int:
-        """Bytes of what one row keeps whatever its length."""
+        """Bytes of one row's state, which do not depend on its length."""
         return sum(int(array.nbytes) // int(array.shape[0]) for array in self.arrays)
 
     def row_bytes(self) -> int:
@@ -160,10 +161,10 @@ LayerCache = RowCache | StateCache
 
 
 def cache_makers(model: Any, window: int | None) -> list[Callable[[], LayerCache]]:
-    """For each layer of an mlx-lm model what makes its empty cache.
+    """Functions that make the empty cache of each layer of an mlx-lm model.
 
-    ``window`` is the sliding window of the layers that the definition takes for full attention; None: they see all.
-    Raises ModelError for a model that keeps something else.
+    ``window``: sliding window of the layers that the definition treats as full attention; None: they see everything.
+    Raises ModelError for a model with another kind of cache.
     """
     makers: list[Callable[[], LayerCache]] = []
     for cache in make_prompt_cache(model):
@@ -179,13 +180,13 @@ def cache_makers(model: Any, window: int | None) -> list[Callable[[], LayerCache
 
 
 def evaluate(caches: Sequence[LayerCache]) -> None:
-    """Computes whatever is pending in ``caches``."""
+    """Compute all pending values in ``caches``."""
     mx.eval([array for cache in caches for array in cache.arrays])
 
 
 def move_rows(caches: Sequence[LayerCache], parents: Sequence[int], first: int, length: int) -> int:
-    """Row i of each cache becomes row ``parents[i]``: keys and values from position ``first`` to ``length``, where they
-    differ, and states as a whole.
+    """Make row i of each cache row ``parents[i]``: keys and values from position ``first`` to ``length``, and whole
+    states.
 
     Returns the bytes moved.
     """
@@ -299,7 +300,7 @@ def _names(caches: Sequence[LayerCache], with_checkpoint: bool) -> Iterator[str]
 
 
 def _begun(cache: LayerCache, begun: int, parts: Iterator[RowPart], fill: Fill) -> LayerCache:
-    """What a checkpoint has in place of ``cache``."""
+    """The cache of a checkpoint that belongs to ``cache``."""
     if isinstance(cache, RowCache):
         first = RowCache(cache.window)
         first.offset, first.keys, first.values = begun, cache.keys, cache.values

@@ -24,10 +24,10 @@ Array = Any
 
 @dataclass
 class RingPass:
-    """What the blocks of a model in a ring have in common.
+    """State shared by the blocks of a model in a ring.
 
-    ``check``, if set, is called before each layer and may end the pass. ``alone``: only the routes to experts that are
-    here are run and nothing is exchanged; what comes out is of no use.
+    ``check``, if set, is called before each layer and may end the pass. ``alone``: only routes to experts on this
+    machine are run and nothing is exchanged; the results are meaningless.
     """
 
     executor: RingExecutor[Array]
@@ -36,7 +36,7 @@ class RingPass:
     alone: bool = False
 
     def run(self, layer: int, hidden: Array, indices: Array, weights: Array, shared: Array | None) -> Array:
-        """The experts' sum [..., width] for ``hidden`` [..., width]; ``shared`` is evaluated while others are waited
+        """The experts' sum [..., width] for ``hidden`` [..., width]. ``shared`` is evaluated while others are waited
         for."""
         if self.check is not None:
             self.check()
@@ -48,7 +48,7 @@ class RingPass:
 
 
 class RoutedBlock(nn.Module):  # type: ignore[misc]
-    """Takes the place of a decoder layer's MoE block, ``block`` being mlx-lm's without its routed experts."""
+    """Replaces a decoder layer's MoE block. ``block`` is mlx-lm's, without its routed experts."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class RoutedBlock(nn.Module):  # type: ignore[misc]
         self._spans = spans
 
     def __call__(self, hidden: Array, *given: Array) -> Array:
-        """``given`` is what the layer gives its block besides: Gemma's the routes."""
+        """``given``: further arguments that the layer passes to its block, such as Gemma's routes."""
         spans, executor, layer = self._spans, self._executor, self._layer
         if spans.active:
             mx.eval(hidden)

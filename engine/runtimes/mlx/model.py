@@ -37,7 +37,8 @@ def draw_token(logits: Array, rule: SamplingRule, key: Array | None) -> Array:
 
 
 def surviving(logits: Array, rule: SamplingRule) -> Array:
-    """The logarithms [1, vocabulary] of what the tokens weigh, the likeliest 0, and -inf for those not to be drawn."""
+    """Logarithms [1, vocabulary] of the tokens' weights: 0 for the likeliest, -inf for tokens that must not be
+    drawn."""
     weights = (logits - mx.max(logits, axis=-1, keepdims=True)) / max(rule.temperature, _COLDEST)
     nothing = mx.array(-mx.inf, mx.float32)
     likeliest = weights
@@ -58,15 +59,15 @@ def surviving(logits: Array, rule: SamplingRule) -> Array:
 
 
 def are_scores(logits: Array) -> Array:
-    """Whether ``logits`` [1, vocabulary] are numbers, and the highest is finite: [1]."""
+    """Whether ``logits`` [1, vocabulary] are numbers with a finite maximum, as an array [1]."""
     return ~mx.any(mx.isnan(logits), axis=-1) & mx.isfinite(mx.max(logits, axis=-1))
 
 
 Array = Any
 
 _CLEARED_EVERY = 256
-"""Steps after which mlx gives back the buffers that it keeps. Keys and values grow by as many positions at once, and
-their former buffers fit nothing that comes later."""
+"""Steps after which mlx returns its cached buffers. Keys and values grow by as many positions at once, and their former
+buffers fit nothing later."""
 
 
 @contextmanager
@@ -138,12 +139,12 @@ class MlxModel(LoadedModel):
 
     @property
     def popularity(self) -> Popularity | None:
-        """The routes, which are counted in a ring only, where they come to the host."""
+        """Route counts, in a ring only: there the routes reach the host."""
         return self._ring.executor.popularity if self._ring is not None else None
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Let a model in a ring run without the other nodes. Its answers are meaningless meanwhile."""
+        """Let a model in a ring run without the other nodes. Meanwhile its answers are meaningless."""
         if self._ring is None:
             yield
             return
@@ -175,7 +176,7 @@ class MlxModel(LoadedModel):
 
     @property
     def keeps_contents(self) -> bool:
-        """In a ring, the other machines hold parts of a row."""
+        """Whether rows can export their contents. In a ring they cannot, because other machines hold parts of them."""
         return self._ring is None
 
     def restored(
@@ -207,23 +208,23 @@ class MlxModel(LoadedModel):
         return self.hidden_of(mx.array(tokens, dtype=mx.int32), caches)
 
     def hidden_of(self, tokens: Array, caches: Sequence[LayerCache]) -> Array:
-        """The same for ``tokens`` in an array on the device, all of which must be in the vocabulary."""
+        """The hidden states for ``tokens`` in an array on the device, all of which must be in the vocabulary."""
         if self._model is None:
             raise _closed()
         return self._model[self._backbone](tokens, list(caches))
 
     def logits(self, hidden: Array) -> Logits:
-        """The logits [rows, vocabulary] of the last position of ``hidden`` [rows, n, hidden]; [rows, 0] at a place in a
-        ring that has no use for them, and nothing is evaluated then.
+        """The logits [rows, vocabulary] of the last position of ``hidden`` [rows, n, hidden].
 
-        The head runs for that position only: over a prompt it would cost more than a layer.
+        [rows, 0] at a place in a ring that does not need them; then nothing is evaluated. The head runs for that
+        position only, because over a prompt it would cost more than a layer.
         """
         if not self._logits:
             return np.empty((hidden.shape[0], 0), np.float32)
         return np.array(self.scores(hidden))
 
     def scores(self, hidden: Array) -> Array:
-        """The logits as an array on the device, float32, not evaluated."""
+        """The logits as an unevaluated float32 array on the device."""
         last = hidden[:, -1:, :]
         if "lm_head" in self._model:
             logits = self._model.lm_head(last)
@@ -265,7 +266,8 @@ class MlxModel(LoadedModel):
 
 @dataclass(frozen=True)
 class _Begun:
-    """A running step: the token that it will choose, [1]. Its ``outcome`` is -1 if its ``scores`` are not numbers."""
+    """A running step and the token that it will choose, [1]. Its ``outcome`` is -1 if its ``scores`` are not
+    numbers."""
 
     token: Array
     outcome: Array
@@ -287,7 +289,7 @@ class MlxRows(TokenRows):
         self._length = length
         self._shared = shared
         self._ahead: tuple[int, Sampler, _Begun] | None = None
-        """The last chosen token, by what it was drawn, and the next step, which the caches have begun to hold."""
+        """The last chosen token, its sampler, and the next step, which has already begun to fill the caches."""
         self._key = mx.random.key(secrets.randbits(63))
 
     @property
@@ -383,7 +385,7 @@ class MlxRows(TokenRows):
         return chosen
 
     def settle(self) -> None:
-        """A running step ends by itself. What the steps of an answer leave in mlx's buffers is given back."""
+        """Let a running step end by itself, and return mlx's buffers from an answer's steps."""
         if self._ahead is not None:
             self._go_back()
             mx.clear_cache()
@@ -438,7 +440,8 @@ class MlxRows(TokenRows):
             )
 
     def checkpoint(self) -> TokenRows | None:
-        """Keys and values are copied, in the GPU's memory: reading the conversation again would take far longer."""
+        """A copy of the row in the GPU's memory, because reading the conversation again would take far longer. None if
+        the row can be truncated anyway."""
         return None if self.can_truncate else self.fan_out(1)
 
     def contents(self, checkpoint: TokenRows | None = None) -> RowContents | None:
@@ -457,24 +460,21 @@ class MlxRows(TokenRows):
         return moved
 
     def bytes_per_position(self) -> int:
-        """Bytes of keys and values that one token of one row takes; 0 while empty."""
+        """Bytes of keys and values of one token in one row; 0 while empty."""
         return sum(cache.bytes_per_position() for cache in self._caches)
 
     def state_bytes(self) -> int:
-        """Bytes that a row takes besides, whatever its length; 0 while empty."""
+        """Bytes of a row's states, which do not depend on its length; 0 while empty."""
         return sum(cache.state_bytes() for cache in self._caches)
 
     def _passed(self, tokens: int) -> None:
-        """A pass over ``tokens`` has ended."""
+        """Record a successful pass over ``tokens``."""
         self._length += tokens
         self._places = [cache.place for cache in self._caches]
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
-        """A pass that fails half-way leaves every layer at the old length, not some of them ahead.
-
-        Raises ModelError if memory ran out.
-        """
+        """Make a failing pass leave every layer at its old length. Raises ModelError if memory ran out."""
         try:
             with memory_named():
                 yield
@@ -483,7 +483,7 @@ class MlxRows(TokenRows):
             raise
 
     def _go_back(self) -> None:
-        """Forget what was begun after ``length`` tokens."""
+        """Discard what was begun after ``length`` tokens."""
         self._ahead = None
         for cache, place in zip(self._caches, self._places, strict=True):
             cache.go_back(place)

@@ -31,14 +31,15 @@ class WiredLimit:
         self._before: int | None = None
         self._wanted = 0
         self.refused_said = False
-        """Whether the person knows that this system wires nothing."""
+        """Whether the person was told that this system does not wire memory."""
 
     @property
     def is_set(self) -> bool:
         return self._before is not None
 
     def set(self, nbytes: int) -> None:
-        """Once until it is restored; what was before is remembered. Raises what mlx raises for a limit it refuses."""
+        """Set the limit, once until it is restored. The former limit is remembered. Raises what mlx raises for a limit
+        it refuses."""
         mx.clear_cache()  # Buffers that nothing uses would be wired, too, in place of weights.
         before = self._set(nbytes)
         self._wanted = nbytes
@@ -68,8 +69,11 @@ atexit.register(LIMIT.restore)
 
 
 def wire(share: int, key_values: int) -> tuple[bool, str]:
-    """Wire ``share`` bytes of weights and room for ``key_values``. Whether all weights are wired, and a line for the
-    person if not all of it is; nothing and no line where mlx has no GPU, whose memory could be wired."""
+    """Wire ``share`` bytes of weights and room for ``key_values``.
+
+    Returns whether all weights are wired, and a line for the person if something is not. Without a GPU in mlx, nothing
+    is wired and there is no line.
+    """
     if mx.default_device() != mx.gpu:
         return False, ""
     if _macos() < RESIDENCY_SETS:
@@ -86,7 +90,7 @@ def wire(share: int, key_values: int) -> tuple[bool, str]:
 
 
 def _said_of_old_macos() -> str:
-    """A line for the person, once: the system stays the same until this process ends."""
+    """A line for the person, returned only once per process."""
     if LIMIT.refused_said:
         return ""
     LIMIT.refused_said = True
@@ -94,13 +98,13 @@ def _said_of_old_macos() -> str:
 
 
 def _macos() -> int:
-    """The first number of macOS's version; that of the oldest that keeps memory wired where it is no Mac."""
+    """The major version of macOS. On other systems, the oldest one that keeps memory wired."""
     version = platform.mac_ver()[0].partition(".")[0]
     return int(version) if version.isdecimal() else RESIDENCY_SETS
 
 
 def said_of(wiring_plan: Wiring, share: int) -> str:
-    """A line for the person, empty if everything is wired."""
+    """A line for the person; empty if everything is wired."""
     if not wiring_plan.short:
         return ""
     what = "the weights" if wiring_plan.limit < share else "keys and values"
@@ -111,12 +115,13 @@ def said_of(wiring_plan: Wiring, share: int) -> str:
 
 
 class MlxWeights:
-    """See :class:`engine.runtimes.protocol.Weights`: each array is a piece; adding it up uses all of its memory."""
+    """See :class:`engine.runtimes.protocol.Weights`. Each array is a piece, and summing it touches all of its
+    memory."""
 
     def __init__(self, arrays: list[Array]) -> None:
         self._arrays = arrays
         self.own_memory = mx.default_device() == mx.gpu
-        """On a CPU it is memory like any other, which nobody unwires."""
+        """Whether weights are in the GPU's memory. On a CPU nobody unwires them."""
 
     @property
     def sizes(self) -> list[int]:
@@ -133,6 +138,6 @@ class MlxWeights:
 
 
 def arrays_of(model: Any | None, experts: Mapping[int, Any]) -> list[Array]:
-    """All weights: of the trunk ``model``, if there is one, then of ``experts``, modules by layer."""
+    """All weights: those of the trunk ``model``, if there is one, then those of ``experts`` (modules by layer)."""
     modules = [*([] if model is None else [model]), *(experts[layer] for layer in sorted(experts))]
     return [array for module in modules for _, array in tree_flatten(module.parameters())]

@@ -15,7 +15,7 @@ HEAD_KINDS = 2
 """Maximum kinds of heads of keys and values (PLLM_HEAD_KINDS)."""
 
 STEPS_TOGETHER = 8
-"""Maximum tokens of a pass that equals as many steps (PLLM_STEPS)."""
+"""Maximum tokens of a pass whose bits equal those of single steps (PLLM_STEPS)."""
 
 MOST_TAPS = 16
 """Maximum tokens of a delta-net's convolution (PLLM_MOST_TAPS)."""
@@ -232,7 +232,7 @@ class Cut(ctypes.Structure):
 
 @functools.cache
 def native() -> ctypes.CDLL:
-    """The library with the trunk's functions declared. Raises ModelError, saying why, where it is missing."""
+    """The library with the trunk's functions declared. Raises ModelError with the reason if it is missing."""
     library = load()
     pointer = ctypes.c_void_p
     library.pllm_trunk_bytes.argtypes = [pointer, pointer, ctypes.c_int]

@@ -1,10 +1,9 @@
-"""Keys and values in pages: grown without copying, and shared by reference between rows of tokens.
+"""Keys and values in pages, which grow without copying and are shared by reference between rows of tokens.
 
-A page is one allocation for all layers. Rows refer to pages through segments, each a run of positions of one page. A
-shared segment is never written again; later positions go behind it or into another page.
-
-Attention adds up segment by segment, so the borders of segments affect the last bits. For a single row the borders
-depend only on the position, never on how the row grew or was cut back.
+A page is one allocation for all layers. Rows refer to pages through segments, each a run of positions in one page. A
+shared segment is never written again; later positions go after it or into another page. Attention adds up segment by
+segment, so the borders of segments affect the last bits. For a single row the borders depend only on the position,
+never on how the row grew or was cut back.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from engine.runtimes.native.bindings import KEY_BLOCK, CSegment
 from engine.runtimes.protocol import Bytes, Fill, RowContents, RowPart, as_bytes
 
 SMALLEST_PAGE = 128
-"""Minimum positions of a page. A page of a long row has an eighth of the row's length, so that pages stay few."""
+"""Minimum positions of a page. A page of a long row has an eighth of the row's length, so that there are few pages."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +40,11 @@ class AlikeLayers:
 
 @dataclass(frozen=True)
 class PageShape:
-    """What a position costs: keys and values of all layers with attention, stored in ``number_format``: ``BF16``,
-    ``F32`` or ``Q8_0``. Without ``has_values`` the keys are the values, too."""
+    """The layout of a position: keys and values of all layers with attention, stored in ``number_format`` (``BF16``,
+    ``F32`` or ``Q8_0``).
+
+    Without ``has_values`` the keys are also the values.
+    """
 
     alike: tuple[AlikeLayers, ...]
     number_format: str
@@ -50,17 +52,17 @@ class PageShape:
 
     @property
     def arrays(self) -> tuple[tuple[str, AlikeLayers], ...]:
-        """What a page holds, in this order: a name, and of which layers."""
+        """Names of a page's arrays and the layers in them, in the order of the page."""
         names = ("keys", "values") if self.has_values else ("keys",)
         return tuple((name, alike) for alike in self.alike for name in names)
 
     def block_bytes(self, width: int) -> int:
-        """Bytes of KEY_BLOCK positions of the keys of one head of ``width``, or of its values. With ``Q8_0`` the scales
-        lie behind the numbers."""
+        """Bytes of KEY_BLOCK positions of the keys, or the values, of one head of ``width``. With ``Q8_0`` they include
+        the scales."""
         return KEY_BLOCK * stored_bytes(self.number_format, (width,))
 
     def array_bytes(self, alike: AlikeLayers) -> int:
-        """Bytes of a position in one array."""
+        """Bytes of one position in one array."""
         return alike.layers * alike.heads * stored_bytes(self.number_format, (alike.width,))
 
     @property
@@ -69,10 +71,10 @@ class PageShape:
 
 
 def _untouched(places: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Zeros that take memory only where they are written, so that a page of keys that is filled half takes half.
+    """Zeros that take memory only where they are written, so that a half-filled page of keys takes half its bytes.
 
-    A weight of zero hides no NaN, so values must be numbers from the beginning. numpy would ask the system for huge
-    pages, of which one write to each head of each layer takes a whole one.
+    A weight of zero does not hide a NaN, so values must be numbers from the start. numpy would ask the system for huge
+    pages, which a single write to each head of each layer would fill.
     """
     mapping = mmap.mmap(-1, math.prod(places) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
@@ -82,11 +84,10 @@ def _untouched(places: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 class Page:
-    """Room for ``capacity`` positions of ``rows`` rows.
+    """Memory for ``capacity`` positions of ``rows`` rows.
 
-    ``arrays`` are those of :attr:`PageShape.arrays`, [rows, layers, heads, blocks, words of KEY_BLOCK positions]; what
-    a block looks like inside is the library's business (trunk.h). Positions before ``frozen`` are seen by others and
-    must not change.
+    ``arrays`` are those of :attr:`PageShape.arrays`, [rows, layers, heads, blocks, words of KEY_BLOCK positions];
+    trunk.h describes the inside of a block. Positions before ``frozen`` are visible to others and must not change.
     """
 
     def __init__(self, shape: PageShape, rows: int, capacity: int) -> None:
@@ -112,9 +113,9 @@ class Page:
 
 @dataclass(frozen=True)
 class Segment:
-    """Positions ``start`` to ``start + count`` of the rows lie in ``page`` from ``offset`` on.
+    """Positions ``start`` to ``start + count`` of the rows, stored in ``page`` from ``offset`` on.
 
-    ``grows``: whoever has this segment, and nobody else, may append behind it.
+    ``grows``: only the owner of this segment may append to it.
     """
 
     page: Page
@@ -129,14 +130,14 @@ class Segment:
 
     @property
     def full(self) -> bool:
-        """Whether it reaches to the end of its page."""
+        """Whether the segment reaches the end of its page."""
         return self.offset + self.count == self.page.capacity
 
 
 class Segments:
-    """The pages of some rows of equal length. Pages of one row are shared by all rows.
+    """The pages of rows of equal length. Pages of one row are shared by all rows.
 
-    ``states``: what layers keep that have no keys and values.
+    ``states``: the states of layers without keys and values.
     """
 
     def __init__(
@@ -149,7 +150,8 @@ class Segments:
         self.length = segments[-1].end if segments else 0
 
     def room_for(self, tokens: int) -> tuple[Any, int]:
-        """A C array of segments for a pass that adds ``tokens``, and their number. Nothing counts before commit."""
+        """A C array of segments for a pass that adds ``tokens``, and their number. They take effect with
+        :meth:`commit`."""
         needed = self.length + tokens
         self._grow(needed)
         table = (CSegment * len(self._segments))()
@@ -166,13 +168,13 @@ class Segments:
         return table, len(self._segments)
 
     def commit(self, tokens: int) -> None:
-        """A pass over ``tokens`` positions has succeeded."""
+        """Record a successful pass over ``tokens`` positions."""
         self.length += tokens
         if self.states is not None:
             self.states.commit()
 
     def _grow(self, needed: int) -> None:
-        """Make the segments cover ``needed`` positions, in the last page and new ones."""
+        """Extend the segments to ``needed`` positions, in the last page and in new ones."""
         end = self._segments[-1].end if self._segments else 0
         while end < needed:
             last = self._segments[-1] if self._segments else None
@@ -200,7 +202,7 @@ class Segments:
         self.length = length
 
     def _seen(self) -> list[Segment]:
-        """The segments as another may see them, frozen."""
+        """The segments as other rows may see them, frozen."""
         seen = []
         for segment in self._segments:
             count = min(segment.count, self.length - segment.start)
@@ -210,13 +212,14 @@ class Segments:
         return seen
 
     def shared(self, rows: int) -> Segments:
-        """``rows`` rows that see what this single row holds, by reference, and go on by themselves."""
+        """``rows`` rows that share the contents of this single row by reference and continue independently."""
         return Segments(self.shape, rows, self._seen(), None if self.states is None else self.states.shared(rows))
 
     def move(self, changed: Sequence[tuple[int, int, int]]) -> int:
-        """For each (row, parent, first): ``row`` gets what ``parent`` has from position ``first`` on.
+        """Copy for each (row, parent, first) the contents of ``parent`` from position ``first`` on to ``row``. Returns
+        the bytes moved.
 
-        Returns the bytes moved. All are read before any is written.
+        All are read before any is written.
         """
         moved = 0
         for segment in self._segments:
@@ -240,7 +243,7 @@ class Segments:
         return moved
 
     def beginning(self, length: int, states: States) -> Segments:
-        """One row that sees the first ``length`` positions of this single row, and goes on from ``states``."""
+        """One row with the first ``length`` positions of this single row, which continues from ``states``."""
         begun = Segments(self.shape, 1, self._seen(), states)
         begun.truncate(length)
         return begun
@@ -297,7 +300,7 @@ class Segments:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pages and states, those shared with others included."""
+        """Bytes of the pages and states, including shared ones."""
         states = 0 if self.states is None else self.states.nbytes
         return states + sum(segment.page.nbytes for segment in self._segments)
 
@@ -307,12 +310,12 @@ def _whole_blocks(positions: int) -> int:
 
 
 def _room_from(position: int) -> int:
-    """Positions of the page that begins at ``position``."""
+    """Number of positions in the page that begins at ``position``."""
     return max(SMALLEST_PAGE, position // 8)
 
 
 def _parts(shape: PageShape, length: int, states: Sequence[int]) -> list[RowPart]:
-    """What a single row of ``length`` positions consists of, and ``states`` with so many floats each."""
+    """The parts of a single row with ``length`` positions. ``states``: number of floats of each state."""
     parts = []
     start = 0
     while start < length:
@@ -325,8 +328,10 @@ def _parts(shape: PageShape, length: int, states: Sequence[int]) -> list[RowPart
 
 
 def _clear(block: NDArray[Any], filled: int, number_format: str, width: int, keys: bool) -> None:
-    """Zero what follows the first ``filled`` positions of ``block`` [layers, heads, words], as trunk.h describes it:
-    what was cut off there is no part of the row. ``keys``: it holds keys, not values."""
+    """Zero the positions after the first ``filled`` of ``block`` [layers, heads, words], which trunk.h describes.
+
+    Positions that were cut off are not part of the row. ``keys``: the block contains keys, not values.
+    """
     places = block.shape[:2]
     if number_format == "F32":
         if keys:
@@ -349,7 +354,7 @@ def _clear(block: NDArray[Any], filled: int, number_format: str, width: int, key
 
 
 def _copied(segment: Segment) -> Segment:
-    """The same positions of a single row in a page of its own, at the same places, with the same room behind them."""
+    """A copy of a single row's positions in their own page, at the same places, with the same free room after them."""
     old, filled = segment.page, segment.offset + segment.count
     page = Page(old.shape, 1, old.capacity)
     blocks = -(-filled // KEY_BLOCK)
@@ -362,10 +367,10 @@ def _copied(segment: Segment) -> Segment:
 
 
 class _Buffer:
-    """The states of one row. ``shared``: other rows, of another cache, read them too, so they never change again."""
+    """The states of one row. ``shared``: rows of other caches read them, too, so they must not change any more."""
 
     def __init__(self, numbers: int) -> None:
-        """Raises ModelError (memory) if there is no room for ``numbers`` floats."""
+        """Allocate ``numbers`` floats. Raises ModelError (memory)."""
         try:
             mapping = mmap.mmap(-1, numbers * 4, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as failed:
@@ -385,7 +390,7 @@ class States:
     """The states of some rows, ``numbers`` floats each."""
 
     def __init__(self, numbers: int, rows: Sequence[_Buffer | None]) -> None:
-        """``rows`` are the states of each; None before its first pass."""
+        """``rows``: the states of each row; None before its first pass."""
         self._numbers = numbers
         self._rows = list(rows)
         self._next: list[_Buffer] | None = None
@@ -431,18 +436,18 @@ class States:
         return _addresses(self._rows), _addresses(after)
 
     def commit(self) -> None:
-        """The pass has succeeded."""
+        """Record that the pass has succeeded."""
         assert self._next is not None
         self._drop(self._rows, self._next)
         self._rows, self._next = list(self._next), None
 
     def give_up(self) -> None:
-        """The pass has failed: the states are those of before it."""
+        """Restore the states of before the pass, which has failed."""
         self._drop(self._next or [], self._rows)
         self._next = None
 
     def _drop(self, rows: Sequence[_Buffer | None], kept: Sequence[_Buffer | None]) -> None:
-        """What is among ``rows`` and not among ``kept`` may be written again."""
+        """Release the states among ``rows`` that are not among ``kept``, so that they may be written again."""
         known = {id(row) for row in kept}
         for row in rows:
             if row is not None and not row.shared and id(row) not in known:
@@ -450,21 +455,21 @@ class States:
                 self._spare.append(row)
 
     def shared(self, rows: int) -> States:
-        """``rows`` rows that go on from the states of this single row by themselves."""
+        """``rows`` rows that continue independently from the states of this single row."""
         only = self._rows[0]
         if only is not None:
             only.shared = True
         return States(self._numbers, [only] * rows)
 
     def reorder(self, parents: Sequence[int]) -> None:
-        """Row i goes on from the states of ``parents[i]``. Nothing is moved."""
+        """Let row i continue from the states of ``parents[i]``. Nothing is moved."""
         rows = [self._rows[parent] for parent in parents]
         self._drop(self._rows, rows)
         self._rows = rows
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the states, those shared with others included."""
+        """Bytes of the states, including shared ones."""
         buffers = {id(buffer): buffer for buffer in (*self._rows, *self._spare) if buffer is not None}
         return sum(buffer.numbers.nbytes for buffer in buffers.values())
 

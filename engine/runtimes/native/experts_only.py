@@ -1,5 +1,7 @@
-"""The routed experts that one node of a ring runs by the native kernels. A node in central mode is no more than these;
-in the other modes its trunk asks them."""
+"""The routed experts that one node of a ring runs by the native kernels.
+
+A node in central mode consists of only these. In other modes its trunk uses them.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,10 @@ from engine.runtimes.node_experts import NodeExperts
 
 
 def open_backend(experts: Experts, context: RankContext, gate: Gate, choice: KernelChoice, pool: Pool) -> KernelBackend:
-    """The experts of ``context``, ready to be run. The weights stay in the mapped files.
+    """The experts of ``context``, ready to run. The weights stay in the mapped files.
 
-    Raises ModelError if the context's placement is of another model, or an expert it gives this node is missing."""
+    Raises ModelError if the context's placement is for another model, or an expert of this node is missing.
+    """
     kernels = KernelExperts(held_by(experts, context.placement, context.rank), lambda layer: gate, choice, pool)
     kernels.open()
     return KernelBackend(kernels)
@@ -44,7 +47,7 @@ def unreadable_experts(experts: Experts) -> str | None:
 def load_experts(folder: Path, request: Load, context: RankContext) -> NodeExperts:
     """The experts of ``context`` from the model, or a shard of it, in ``folder``.
 
-    Raises ModelError if the kernels cannot run them, saying why, or the rank context's plan does not fit.
+    Raises ModelError if the kernels cannot run them, or the context's plan does not fit.
     """
     files = open_model(folder)
     experts = files.experts

@@ -27,23 +27,23 @@ from engine.runtimes.protocol import Fill, LoadedModel, Logits, RowContents, Row
 from engine.system.free_memory import memory
 
 PIECE = 512
-"""Maximum positions of one pass. A longer prefill is run in pieces, so that its buffers stay small."""
+"""Maximum positions of one pass. A longer prefill runs in pieces, so that its buffers stay small."""
 
 KEPT_BYTES = 8 * 1024 * 1024
-"""Bytes up to which a workspace is always kept for the next pass."""
+"""Bytes of a workspace that is always kept for the next pass."""
 KEPT_SHARE = 1 / 32
-"""Largest part of the free memory that a kept workspace may take. The system clears freed pages before it gives them
-out again, and a virtual machine may first have to ask its host for them."""
+"""Maximum share of the free memory for a kept workspace. Keeping it saves time: the system clears freed pages before it
+hands them out again, and a virtual machine may first have to ask its host for them."""
 
 STOP_INTERVAL_S = 0.005
-"""Shortest time between two looks, in seconds, whether a pass over a prompt is still wanted."""
+"""Minimum seconds between two checks whether a pass over a prompt is still wanted."""
 
 _ANGLES = 512
-"""Number of positions whose cosines and sines are computed at a time."""
+"""Number of positions whose cosines and sines are computed together."""
 
 
 def _stop_by(check: Callable[[], None], raised: list[BaseException]) -> Any:
-    """What C calls to ask whether to stop: when ``check`` raises. The exception is put into ``raised``."""
+    """The C callback that asks whether to stop. It stops if ``check`` raises; the exception is put into ``raised``."""
 
     def stop() -> int:
         try:
@@ -56,7 +56,7 @@ def _stop_by(check: Callable[[], None], raised: list[BaseException]) -> Any:
 
 
 class Angles:
-    """Cosines and sines of the positions that were needed so far, [positions, width / 2], float32."""
+    """Cosines and sines of all positions needed so far, [positions, width / 2], float32."""
 
     def __init__(self, rotary: Rotary) -> None:
         self._rotary = rotary
@@ -78,7 +78,7 @@ class Angles:
 
 
 class NativeModel(LoadedModel):
-    """A model whose trunk our own kernels run. One thread at a time."""
+    """A model whose trunk is run by our own kernels. Not thread-safe."""
 
     def __init__(
         self,
@@ -93,8 +93,10 @@ class NativeModel(LoadedModel):
         cache_format: str,
         ring: RingTrunk | None = None,
     ) -> None:
-        """``rotaries``: of each kind of heads. ``cache_format``: how keys and values are stored. ``ring`` runs the
-        passes if routed experts are shared with other machines."""
+        """``rotaries``: one for each kind of heads. ``cache_format``: storage format of keys and values.
+
+        ``ring`` runs the passes if routed experts are shared with other machines.
+        """
         self._shape = shape
         self._weights: TrunkWeights | None = weights
         self._angles = [Angles(rotary) for rotary in rotaries]
@@ -142,7 +144,7 @@ class NativeModel(LoadedModel):
 
     @property
     def keeps_contents(self) -> bool:
-        """In a ring, the other machines hold parts of a row."""
+        """Whether rows can export their contents. In a ring they cannot, because other machines hold parts of them."""
         return self._ring is None
 
     def restored(
@@ -153,7 +155,7 @@ class NativeModel(LoadedModel):
 
     @property
     def _state_numbers(self) -> int | None:
-        """Floats of the states of one row; None if no layer keeps one."""
+        """Number of floats in one row's states; None if no layer has one."""
         return self._shape.state_numbers or None
 
     def close(self) -> None:
@@ -168,13 +170,11 @@ class NativeModel(LoadedModel):
     def run(
         self, phase: Phase, tokens: list[list[int]], cache: Segments, want_logits: bool, as_steps: bool = False
     ) -> Logits | None:
-        """One forward pass over ``tokens`` [rows][positions] after what is in ``cache``. ``as_steps``: to the bits of a
-        pass for each position.
+        """Run one forward pass over ``tokens`` [rows][positions] after the contents of ``cache``.
 
-        Returns the logits after the last position, float32 [rows, vocabulary] ([rows, 0] at a place in a ring that has
-        no use for them), or None. A pass that raises leaves
-        the cache as it was. Raises ModelError if the model's files were changed: what was computed from them then is
-        not handed out.
+        ``as_steps``: with the bits of one pass per position. Returns the logits after the last position, float32 [rows,
+        vocabulary] ([rows, 0] at a place in a ring that does not need them), or None. A pass that raises leaves the
+        cache unchanged. Raises ModelError if the model's files were changed; results computed from them are discarded.
         """
         if self._weights is None:
             raise self._closed()
@@ -205,7 +205,7 @@ class NativeModel(LoadedModel):
         return logits
 
     def _check_files(self) -> None:
-        """Raises ModelError if a file of the model is not what it was when it was mapped, or could not be read."""
+        """Raises ModelError if a file of the model was changed since it was mapped, or could not be read."""
         if self._files is not None:
             for mapped in self._files.mapped_files:
                 mapped.check_unchanged()
@@ -220,7 +220,7 @@ class NativeModel(LoadedModel):
         want_logits: bool,
         as_steps: bool,
     ) -> Logits | None:
-        """Run a long prefill in pieces; only the last gives logits. Nothing is committed here."""
+        """Run a long prefill in pieces. Only the last piece gives logits. Nothing is committed here."""
         count, start = len(tokens[0]), cache.length
         table, segments = cache.room_for(count)
         # A step is one call, which nothing ends before its time but a change of the files, and then the model is lost.
@@ -291,14 +291,14 @@ class NativeModel(LoadedModel):
                 raise ModelError(f"The native trunk could not run: {MEANING.get(code, code)}.", kind="internal")
 
     def _room(self, nbytes: int) -> int:
-        """The address of a workspace of so many bytes, aligned to 64."""
+        """Address of a workspace of ``nbytes``, aligned to 64 bytes."""
         if self._workspace.nbytes < nbytes + 64:
             self._workspace = np.empty(0, np.uint8)
             self._workspace = np.empty(nbytes + nbytes // 8 + 64, np.uint8)
         return -(-int(self._workspace.ctypes.data) // 64) * 64
 
     def _counts(self) -> dict[int, tuple[int, ...]]:
-        """Routes so far of every expert, by layer."""
+        """Number of routes so far to every expert, by layer."""
         counted = self._popularity
         return {} if counted is None else {layer: tuple(counted.counts(layer)) for layer in counted.layers}
 
@@ -328,7 +328,7 @@ class NativeModel(LoadedModel):
 
 
 class NativePasses(Protocol):
-    """What rows need of the model they belong to."""
+    """The part of a model that its rows use."""
 
     @property
     def facts(self) -> ModelFacts: ...
@@ -341,7 +341,7 @@ class NativePasses(Protocol):
 class NativeTokenRows(TokenRows):
     """Rows of tokens in pages of keys and values.
 
-    ``shared`` is how many leading positions all rows have in common by reference: the prompt of a beam search.
+    ``shared``: leading positions that all rows share by reference, which is the prompt of a beam search.
     """
 
     def __init__(self, model: NativePasses, cache: Segments, shared: int = 0) -> None:
@@ -367,7 +367,7 @@ class NativeTokenRows(TokenRows):
         return STEPS_TOGETHER
 
     def extend(self, tokens: Sequence[int], want_logits: bool = True) -> Logits | None:
-        """Prefill ``tokens`` after what is there; the logits after the last one, [vocabulary], float32."""
+        """Prefill ``tokens``. Returns the logits after the last one, [vocabulary], float32."""
         return self._prefill(tokens, want_logits, as_steps=False)
 
     def replay(self, tokens: Sequence[int], want_logits: bool = True) -> Logits | None:
@@ -403,7 +403,7 @@ class NativeTokenRows(TokenRows):
         self._cache.truncate(length)
 
     def fan_out(self, rows: int) -> NativeTokenRows:
-        """``rows`` rows that share this single row's keys and values. This one is unchanged and stays usable."""
+        """``rows`` rows that share this single row's keys and values. This row is unchanged and stays usable."""
         if self.rows != 1:
             raise ValueError(f"fan_out works on one row, not on {self.rows}")
         if rows < 1:
@@ -420,7 +420,8 @@ class NativeTokenRows(TokenRows):
         return self._cache.contents(None if checkpoint is None else checkpoint._cache)
 
     def reorder(self, parents: Sequence[int]) -> int:
-        """Row i becomes a copy of row ``parents[i]``. Moves what the two do not have in common; returns the bytes."""
+        """Make row i a copy of row ``parents[i]``. Only positions in which they differ are moved. Returns the bytes
+        moved."""
         if len(parents) != self.rows or not all(0 <= parent < self.rows for parent in parents):
             raise ValueError(f"{list(parents)} does not name a parent among {self.rows} rows for each of them")
         changed = [(row, parent, int(self._common[row, parent])) for row, parent in enumerate(parents) if row != parent]

@@ -18,13 +18,13 @@ from engine.moe.kernel_backend import KernelBackend
 from engine.runtimes.native.bindings import MEANING, Cut, Pass, native
 
 KEPT_PLACES = 16
-"""Maximum arrays over the trunk's workspace that are kept, as making one takes longer than reading it."""
+"""Maximum cached arrays over the trunk's workspace. Making an array takes longer than reading it."""
 
 _FLOATS, _NUMBERS = np.dtype(np.float32), np.dtype(np.int32)
 
 
 class RingTrunk:
-    """Runs passes of a trunk whose routed experts are in a ring. One thread at a time."""
+    """Runs passes of a trunk whose routed experts are in a ring. Not thread-safe."""
 
     def __init__(
         self,
@@ -35,8 +35,11 @@ class RingTrunk:
         width: int,
         logits: bool,
     ) -> None:
-        """``executor`` runs the experts of ``layers`` on ``backend``; tokens have ``top_k`` routes and hidden states
-        of ``width`` numbers. ``logits``: whether passes compute logits that are asked for, or only what leads there."""
+        """``executor`` runs the experts of ``layers`` on ``backend``. Tokens have ``top_k`` routes, and hidden states
+        have ``width`` numbers.
+
+        ``logits``: whether passes compute the requested logits, or only the states that lead to them.
+        """
         self.logits = logits
         self._executor = executor
         self._backend = backend
@@ -56,13 +59,13 @@ class RingTrunk:
         check: Callable[[], None] | None,
         begins: bool,
     ) -> None:
-        """One pass of the ``trunk`` at that address on the ``pool`` at that one, with the logits if they are wanted.
+        """Run one pass of the trunk at the address ``trunk`` on the pool at the address ``pool``, with logits if they
+        are wanted.
 
-        Without :attr:`logits` it ends after the last layer, if that has experts.
-
-        ``shared`` are the layers with a shared expert. ``check`` may raise to end the pass; it is asked where the other
-        nodes can be told: between the exchanges, and before the first if the operation ``begins`` with this pass.
-        Raises ModelError, and what the exchange raises.
+        Without :attr:`logits` it ends after the last layer with experts. ``shared``: layers with a shared expert.
+        ``check`` may raise to end the pass. It is called where the other nodes can be notified: between the exchanges,
+        and before the first one if the operation ``begins`` with this pass. Raises ModelError, and what the exchange
+        raises.
         """
         address, cut, layers = ctypes.addressof(call), self._cut, int(call.last_layer)
         expected, done, first = self._layers, 0, 0
@@ -102,7 +105,7 @@ class RingTrunk:
             self._at(cut.sum, rows, width, _FLOATS)[:] = summed
 
     def _at(self, address: int | None, rows: int, width: int, kind: np.dtype[Any]) -> NDArray[Any]:
-        """The array [rows, width] at ``address``, in place. The trunk uses few places again and again."""
+        """The array [rows, width] at ``address``, in place. Cached: the trunk uses few addresses again and again."""
         if not rows or not address:
             return np.empty((0, width), kind)
         place = (address, rows, width)

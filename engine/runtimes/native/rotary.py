@@ -20,7 +20,8 @@ _WITH_ORIGINAL_LENGTH = ("llama3", "yarn")
 
 @dataclass(frozen=True)
 class Rotary:
-    """Angles are position * ``inverse_frequencies`` [width / 2], float32; cosine and sine are scaled by ``factor``."""
+    """Inverse frequencies [width / 2], float32, by which positions are multiplied to get angles. Cosine and sine are
+    scaled by ``factor``."""
 
     inverse_frequencies: NDArray[np.float32]
     factor: float
@@ -30,7 +31,7 @@ def rope_settings(config: Mapping[str, Any], default_base: float, default: Mappi
     """The rotary settings of ``config.json`` in one table, whichever of transformers' forms it uses; ``default`` if it
     has none.
 
-    ``rope_type`` and ``rope_theta`` are always there.
+    ``rope_type`` and ``rope_theta`` are always present.
     """
     settings = dict(config.get("rope_scaling") or config.get("rope_parameters") or default)
     base = config.get("rope_theta")
@@ -49,8 +50,10 @@ def rope_settings(config: Mapping[str, Any], default_base: float, default: Mappi
 
 
 def unsupported_reason(settings: Mapping[str, Any], partial: bool = False) -> str | None:
-    """Why these rotary settings do not run here, in a few words; None if they do. ``partial``: a part of each head may
-    be rotated."""
+    """Why these rotary settings are not supported, in a few words; None if they are.
+
+    ``partial``: a part of each head may be rotated.
+    """
     kind = settings["rope_type"]
     if kind not in TYPES:
         return f"its rotary scaling {shown(kind)} is not one of {', '.join(TYPES)}"
@@ -60,9 +63,9 @@ def unsupported_reason(settings: Mapping[str, Any], partial: bool = False) -> st
 
 
 def rotary(settings: Mapping[str, Any], width: int, longest: int) -> Rotary:
-    """The frequencies for heads of ``width``; ``longest`` is the model's largest position.
+    """The frequencies for heads of ``width``. ``longest``: the model's largest position.
 
-    Raises ModelError naming the setting that is missing or is no number, or if they give no frequencies.
+    Raises ModelError naming the setting that is missing or not a number, or if they give no frequencies.
     """
     try:
         with np.errstate(all="ignore"):
@@ -97,7 +100,8 @@ def _rotary(settings: Mapping[str, Any], width: int, longest: int) -> Rotary:
 
 
 def _llama3(settings: Mapping[str, Any], plain: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Long waves are stretched by ``factor``, short ones kept, those between blended."""
+    """Inverse frequencies in which long waves are stretched by ``factor``, short ones kept, and those between
+    blended."""
     factor = np.float32(positive_number(settings, "factor"))
     low, high = positive_number(settings, "low_freq_factor"), positive_number(settings, "high_freq_factor")
     original = positive_number(settings, "original_max_position_embeddings")

@@ -110,7 +110,7 @@ class Opened:
     dtype: str
     choice: KernelChoice
     cache_format: str
-    """How keys and values are stored: ``BF16``, ``F32`` or ``Q8_0``."""
+    """Storage format of keys and values: ``BF16``, ``F32`` or ``Q8_0``."""
     weights: TrunkWeights
     angles: tuple[rotary.Rotary, ...]
     """Rotary frequencies of each kind of heads."""
@@ -132,8 +132,10 @@ def open_native(files: ModelFiles, request: Load, popularity: Popularity | None,
 
 
 def check_native(files: ModelFiles, request: Load, in_ring: bool) -> None:
-    """Raises ModelError as :func:`open_native` does. The matrices of routed experts are not looked at one by one: the
-    files were checked for them when they were opened."""
+    """Raises ModelError as :func:`open_native` does.
+
+    The matrices of routed experts are not checked again, which happened when the files were opened.
+    """
     refuse_not_native(files, request, in_ring)
     shape = read_shape(files.config, () if files.experts is None else files.experts.layers)
     exact = choose("float32")
@@ -159,9 +161,10 @@ def refuse_not_native(files: ModelFiles, request: Load, in_ring: bool) -> None:
 def unsupported_reason(
     config: Mapping[str, Any], files: ModelFiles, request: Load, in_ring: bool = False
 ) -> str | None:
-    """Why the native trunk does not run this model as it is asked for, in a few words; None if it does.
+    """Why the native trunk does not run this model as requested, in a few words; None if it does.
 
-    ``in_ring``: as a node of one."""
+    ``in_ring``: the model is for a ring's node.
+    """
     if in_ring and files.experts is None:
         return "it has no experts that machines could share"
     if request.partitioning == "ring" and not in_ring:
@@ -190,7 +193,8 @@ def _unsupported_storage(files: ModelFiles, request: Load) -> str | None:
 
 
 def _unreadable(tensor: StoredTensor) -> str | None:
-    """Why the kernels cannot read a tensor of the trunk where it lies, or None. What is no matrix is copied."""
+    """Why the kernels cannot read a tensor of the trunk where it lies, or None. Tensors that are not matrices are
+    copied."""
     if tensor.words.ndim == 1:
         return None
     return unreadable(heads_of(tensor)[0] if is_grouped(tensor.dtype) and tensor.words.ndim == 3 else tensor)

@@ -34,13 +34,16 @@ ACTIVATIONS: Mapping[str, str] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
-"""transformers' names of activations that the kernels have."""
+"""The kernels' activations by transformers' names."""
 
 
 @dataclass(frozen=True)
 class DeltaShape:
-    """The gated delta-nets of a model: each of ``layers`` has ``value_heads`` states [key_width, value_width], and a
-    convolution over ``taps`` tokens before."""
+    """Gated delta-nets of a model.
+
+    Each of ``layers`` has ``value_heads`` states [key_width, value_width], and before them a convolution over ``taps``
+    tokens.
+    """
 
     layers: tuple[int, ...]
     key_heads: int
@@ -74,7 +77,7 @@ class HeadShape:
     rotated: int
     rope: dict[str, Any]
     keys_are_values: bool = False
-    """Whether values are the keys before they are normed and rotated."""
+    """Whether values are the keys before normalisation and rotation."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ class LatentShape:
 
 @dataclass(frozen=True)
 class Routing:
-    """How a token's experts are chosen and weighted.
+    """The rule by which a token's experts are chosen and weighted.
 
     Experts are scored by ``scoring`` of the logits and chosen from the best ``kept_groups`` of ``groups``. With
     ``normalise``, the weights are divided by their sum plus ``least_sum``. Then they are multiplied by ``scale``.
@@ -129,7 +132,7 @@ class Shape:
     layers: int
     heads: int
     kinds: tuple[HeadShape, ...]
-    """Kinds of heads of keys and values that layers have."""
+    """Kinds of key and value heads in the model's layers."""
     kind_of: tuple[int, ...]
     """The kind of each layer's heads."""
     ffn: int
@@ -183,11 +186,11 @@ class Shape:
         return 0 if self.delta is None else self.delta.state_numbers
 
     def layers_of(self, kind: int) -> tuple[int, ...]:
-        """The layers with attention whose heads are of the ``kind``."""
+        """The layers with attention whose heads are of ``kind``."""
         return tuple(layer for layer in self.attention_layers if self.kind_of[layer] == kind)
 
     def key_value_bytes(self, number_format: str) -> int:
-        """Bytes that one token adds to the cache. Keys over latents are values, too."""
+        """Bytes that one token adds to the cache. With latents, keys are also the values."""
         each = 2 if self.latent is None else 1
         return each * sum(
             len(self.layers_of(kind)) * heads.key_value_heads * stored_bytes(number_format, (heads.width,))
@@ -196,7 +199,7 @@ class Shape:
 
 
 def read_shape(config: Mapping[str, Any], moe_layers: tuple[int, ...]) -> Shape:
-    """The shape of a model of the table. Raises ModelError naming a setting that is missing or impossible."""
+    """The shape of a model of a supported family. Raises ModelError naming a setting that is missing or impossible."""
     traits = TABLE[config["model_type"]]
     hidden, heads, layers = (
         whole_number(config, key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers")
@@ -253,7 +256,7 @@ def read_shape(config: Mapping[str, Any], moe_layers: tuple[int, ...]) -> Shape:
 
 
 def _top_k(config: Mapping[str, Any], traits: Traits) -> int:
-    """Experts of a token. Raises ModelError if neither ``config.json`` nor the family says how many."""
+    """Number of experts per token. Raises ModelError if neither ``config.json`` nor the family gives it."""
     found = stated_experts_per_token(config) or traits.default_top_k
     if not found:
         raise damaged("config.json does not say how many experts a token goes to")
@@ -261,7 +264,7 @@ def _top_k(config: Mapping[str, Any], traits: Traits) -> int:
 
 
 def _shared_ffn(config: Mapping[str, Any], traits: Traits) -> int:
-    """Inner size of the shared expert, 0 if there is none. Several plain ones are stored as one."""
+    """Width of the shared expert, 0 without one. Several plain ones are stored as one."""
     if traits.shared_expert == "none":
         return 0
     if traits.shared_expert == "gated":
@@ -272,7 +275,7 @@ def _shared_ffn(config: Mapping[str, Any], traits: Traits) -> int:
 def _attention_scale(
     config: Mapping[str, Any], traits: Traits, width: int, latent: LatentShape | None, rope: Mapping[str, Any]
 ) -> float:
-    """What scores of attention are multiplied by."""
+    """Factor on the scores of attention."""
     if traits.sandwiched:
         return 1.0
     if traits.multipliers:
@@ -302,7 +305,7 @@ def _read_latent(config: Mapping[str, Any], traits: Traits) -> LatentShape:
 
 
 def _layers_of_kind(config: Mapping[str, Any], layers: int, kind: str) -> tuple[int, ...]:
-    """Layers of the ``kind`` that the family has besides attention."""
+    """The layers of the ``kind`` that the family has beside attention."""
     kinds = check_kinds(layer_kinds(config), layers, ("full_attention", kind))
     return tuple(layer for layer, each in enumerate(kinds) if each == kind)
 
@@ -394,7 +397,7 @@ def _read_delta(config: Mapping[str, Any], layers: int) -> DeltaShape:
 
 
 def read_gate(config: Mapping[str, Any]) -> Gate:
-    """What the feed-forward networks of a model of the table do between their matrices."""
+    """The function between the matrices of the feed-forward networks."""
     if TABLE[config["model_type"]].clamped:
         return Gate(
             "clamped", positive_number(config, "swiglu_alpha", 1.702), positive_number(config, "swiglu_limit", 7.0)
@@ -407,7 +410,7 @@ def _activation(config: Mapping[str, Any]) -> Any:
 
 
 def unsupported_shape(config: Mapping[str, Any]) -> str | None:
-    """Why a model of this configuration is not of the common shape, in a few words; None if it is."""
+    """Why a model with this configuration does not have the common shape, in a few words; None if it has."""
     family = config.get("model_type")
     if not isinstance(family, str) or family not in TABLE:
         return f"it runs {', '.join(TABLE)}, and this is {shown(family)}"
@@ -453,12 +456,12 @@ def _unsupported_sandwich(config: Mapping[str, Any], rope: Mapping[str, Any]) ->
 
 
 NAMES: Mapping[str, Dtype] = {"BF16": "bfloat16", "F32": "float32", "F16": "bfloat16"}
-"""What is computed with weights stored as the key, unless a person says otherwise. The cache of a
-model in float16 holds bfloat16; what its weights multiply is float32."""
+"""The dtype to compute in for each stored format, unless a person chooses another one. The cache of a float16 model
+holds bfloat16; its weights are multiplied in float32."""
 
 
 def bulk_dtype(files: ModelFiles) -> str:
-    """What most of the weights are stored as, by safetensors' name."""
+    """The format of most of the weights, by safetensors' name."""
     if files.experts is not None:
         return files.experts.dtype
     sizes: dict[str, int] = {}
@@ -468,6 +471,5 @@ def bulk_dtype(files: ModelFiles) -> str:
 
 
 def compute_dtype(files: ModelFiles, request: Load) -> Dtype:
-    """What is computed in: as the request says, or as the bulk of the checkpoint is stored; bfloat16 if that is
-    packed."""
+    """The dtype to compute in: as requested, or that of most stored weights; bfloat16 if they are packed."""
     return NAMES.get(bulk_dtype(files), "bfloat16") if request.dtype == "auto" else request.dtype

@@ -30,7 +30,7 @@ from engine.runtimes.native.shape import ConvolutionShape, DeltaShape, LatentSha
 
 
 def to_float32(tensor: StoredTensor) -> NDArray[np.float32]:
-    """A copy in float32 of a tensor of any format that the kernels read; for what is small (norms, biases)."""
+    """A float32 copy of a tensor in any format that the kernels read, for small tensors (norms, biases)."""
     if tensor.dtype == "F32":
         return np.array(tensor.words.view(np.float32))
     if tensor.dtype == "F16":
@@ -46,8 +46,7 @@ def to_float32(tensor: StoredTensor) -> NDArray[np.float32]:
 
 
 def opened(tensor: StoredTensor) -> StoredTensor:
-    """A copy in float32 of a packed matrix, for what is small and computed with float32 inputs; another tensor as it
-    is."""
+    """A float32 copy of a packed matrix that is small and has float32 inputs; any other tensor unchanged."""
     return StoredTensor("F32", to_float32(tensor).view(np.uint32)) if is_packed(tensor.dtype) else tensor
 
 
@@ -61,17 +60,17 @@ def heads_of(stacked: StoredTensor) -> list[StoredTensor]:
 
 
 class Tensors:
-    """The trunk's tensors by name; each may be taken once, and none may be left over."""
+    """The trunk's tensors by name. Each may be taken once, and none may be left over."""
 
     def __init__(self, files: ModelFiles, names: Mapping[str, str]) -> None:
-        """``names``: parts of the usual names, and what they are in these files."""
+        """``names``: parts of the usual names, and their replacements in these files."""
         self._left = dict(files.trunk())
         self._names = names
         self.kept: list[Any] = []
-        """What the structures point into."""
+        """Objects to which the structures point."""
 
     def take(self, names: Sequence[str], shape: tuple[int, ...]) -> StoredTensor:
-        """The tensor of the first of ``names`` that is there. Raises ModelError if none is, or its shape is another."""
+        """The tensor of the first of ``names`` that exists. Raises ModelError if none does, or its shape differs."""
         names = [self.named(name) for name in names]
         name = next((name for name in names if name in self._left), None)
         if name is None:
@@ -86,7 +85,7 @@ class Tensors:
         return tensor
 
     def named(self, name: str) -> str:
-        """The name in these files of a tensor that has this name in most families."""
+        """The name in these files of a tensor with the usual name ``name``."""
         for usual, here in self._names.items():
             name = name.replace(usual, here)
         return name
@@ -104,7 +103,7 @@ class Tensors:
         return matrix(tensor)
 
     def each_head(self, stacked: StoredTensor) -> Any:
-        """The matrices of a tensor [heads, rows, columns], one after the other, which are kept."""
+        """The matrices of a tensor [heads, rows, columns] as a C array. The tensor is kept alive."""
         self.kept.append(stacked)
         heads = heads_of(stacked)
         found = (Matrix * len(heads))(*map(matrix, heads))
@@ -112,21 +111,21 @@ class Tensors:
         return found
 
     def vector(self, name: str, count: int) -> int:
-        """The address of a float32 copy."""
+        """Address of a float32 copy of a vector."""
         return self.keep(to_float32(self.take([name], (count,))))
 
     def taps(self, name: str, channels: int, taps: int) -> int:
-        """The address of a convolution's kernel [taps, channels], a float32 copy."""
+        """Address of a convolution's kernel [taps, channels], a float32 copy."""
         kernel = to_float32(self.take([name], (channels, 1, taps)))
         return self.keep(np.ascontiguousarray(kernel[:, 0].T))
 
     def keep(self, numbers: NDArray[np.float32]) -> int:
-        """The address of ``numbers``, which lie one after the other and are kept."""
+        """Address of ``numbers``, which are contiguous and kept alive."""
         self.kept.append(numbers)
         return int(numbers.ctypes.data)
 
     def check_all_taken(self, family: str) -> None:
-        """Raises ModelError naming a tensor that has no place. Frequencies that old versions stored are passed over."""
+        """Raises ModelError naming an unexpected tensor. Frequencies stored by old versions are ignored."""
         for name in self._left:
             if not name.endswith("rotary_emb.inv_freq"):
                 raise ModelError(
@@ -136,29 +135,31 @@ class Tensors:
 
 
 def _plain(numbers: NDArray[np.float32], stored: str) -> StoredTensor:
-    """``numbers`` that were ``stored`` in a number format: in bfloat16 if that was it, else in float32, which loses
-    nothing."""
+    """``numbers`` that were ``stored`` in a number format: in bfloat16 if that was it, else in float32, without
+    loss."""
     if stored == "BF16":
         return StoredTensor("BF16", (numbers.view(np.uint32) >> np.uint32(16)).astype(np.uint16))
     return StoredTensor("F32", numbers.view(np.uint32))
 
 
 def _apart(stored: StoredTensor, sizes: Sequence[int], parts: Sequence[Sequence[int]]) -> list[StoredTensor]:
-    """Copies of the rows of a matrix that holds, head by head, pieces of ``sizes`` rows. Each of ``parts`` gets some of
-    the pieces: the first of all heads, then the next of all heads."""
+    """Copies of the rows of a matrix that consists, head by head, of pieces of ``sizes`` rows.
+
+    Each of ``parts`` gets some of the pieces: the first one of all heads, then the next one of all heads.
+    """
     places = np.arange(stored.shape[0]).reshape(-1, sum(sizes))
     pieces = [piece.reshape(-1) for piece in np.split(places, np.cumsum(sizes)[:-1], axis=1)]
     return [Change(rows=np.concatenate([pieces[i] for i in part])).in_rows(stored) for part in parts]
 
 
 def _tiled(files: ModelFiles, delta: DeltaShape) -> bool:
-    """Whether value heads are stored as llama.cpp does: the first of every key head, then the second, and so on."""
+    """Whether value heads are stored in llama.cpp's order: the first of every key head, then the second, and so on."""
     name = f"model.layers.{delta.layers[0]}.linear_attn.in_proj_qkv.weight" if delta.layers else ""
     return files.changes.get(name, Change()).rows is not None
 
 
 class TrunkWeights:
-    """The C structure of a whole trunk; everything it points to is kept alive here."""
+    """The C structure of a whole trunk. Everything it points to is kept alive here."""
 
     def __init__(
         self,
@@ -171,11 +172,11 @@ class TrunkWeights:
         in_ring: bool = False,
         checking: bool = False,
     ) -> None:
-        """``choice`` are the kernels of projections and experts, ``exact`` those that keep activations in float32.
-        ``in_ring``: the routed experts are run elsewhere. ``checking``: names and shapes are looked at, and the large
-        matrices that would have to be copied are left out, so nothing can be run.
+        """``choice``: kernels of projections and experts. ``exact``: kernels that keep activations in float32.
 
-        Raises ModelError naming the first tensor that is missing, unexpected or of the wrong shape.
+        ``in_ring``: the routed experts are run elsewhere. ``checking``: only names and shapes are checked, and large
+        matrices that would have to be copied are left out, so nothing can be run. Raises ModelError naming the first
+        tensor that is missing, unexpected or of the wrong shape.
         """
         self._shape = shape
         self._choice = choice
@@ -349,8 +350,8 @@ class TrunkWeights:
     def _latent_heads(self, prefix: str, latent: LatentShape) -> tuple[StoredTensor, StoredTensor] | None:
         """The heads' matrices for keys [heads, latents, plain] and values [heads, values, latents].
 
-        Newer GGUF files hold them so, and they are used where they lie. Others hold one projection, whose rows for keys
-        have to be transposed: a copy is made, or None returned while checking.
+        Newer GGUF files store them so, and they are used in place. Other files have one projection, whose rows for keys
+        must be transposed: a copy is made, or None is returned while checking.
         """
         heads, tensors = self._shape.heads, self._tensors
         shapes = (heads, latent.latents, latent.plain), (heads, latent.values, latent.latents)
@@ -384,10 +385,10 @@ class TrunkWeights:
         layer.delta = ctypes.pointer(filled)
 
     def _delta_inputs(self, prefix: str, delta: DeltaShape) -> list[StoredTensor] | None:
-        """What makes a delta-net's queries, keys and values, its gates, its decays and its rates of the hidden state.
+        """The projections of a delta-net: queries, keys and values; gates; decays; rates.
 
-        Qwen3-Next has the first two in one matrix by key head, and so the other two. They are brought apart in copies,
-        but for GGUF files that hold the first two apart. None while checking, if a copy would have to be made.
+        Qwen3-Next stores the first two in one matrix by key head, and the other two likewise. They are separated in
+        copies, except in GGUF files that store the first two apart. None while checking, if a copy would be needed.
         """
         hidden, tensors, heads = self._shape.hidden, self._tensors, delta.value_heads
         if tensors.has(prefix + "in_proj_qkv.weight"):
@@ -409,7 +410,7 @@ class TrunkWeights:
         return [*first, decays, rates]
 
     def _norm(self, name: str, count: int) -> int:
-        """The address of what a norm multiplies by, in float32."""
+        """Address of a norm's weights in float32."""
         weight = to_float32(self._tensors.take([name], (count,)))
         if self._shape.delta is not None:
             weight += np.float32(1 - self._changes.get(name, Change()).subtracted)
@@ -446,11 +447,11 @@ class TrunkWeights:
             layer.shared_gate = self._tensors.exact([prefix + "mlp.shared_expert_gate.weight"], 1, shape.hidden)
 
     def _dense(self, prefix: str, ffn: int, bias: bool) -> int:
-        """A feed-forward network as a layer of one expert; its address."""
+        """Address of a feed-forward network, as a layer of one expert."""
         tensors, hidden = self._tensors, self._shape.hidden
 
         def added(name: str, count: int) -> StoredTensor | None:
-            """In float32, as the three may be stored in formats of their own."""
+            """A bias in float32, because the three may be stored in different formats."""
             return (
                 StoredTensor("F32", to_float32(tensors.take([prefix + name], (count,))).view(np.uint32))
                 if bias
