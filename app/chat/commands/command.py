@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from app.chat.controller import ChatController
-from app.chat.state import Entry, Severity
-from app.chat.thread import Copying
+if TYPE_CHECKING:
+    from app.chat.controller import ChatController
+    from app.chat.state import Entry, Severity
+    from app.chat.thread import Copying
 
 Result = TypeVar("Result")
 

@@ -1,21 +1,20 @@
-"""All commands of the chat. Slash commands, keys, completion, the palette and the help are made from this table."""
+"""All commands of the chat. Slash commands, keys, completion, the palette and the help are made from this table.
+
+The names of keys are needed by every screen, so what a command works with is imported when it is first run.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from app.chat.commands.command import Command, Front, Shortcut
-from app.chat.saving import import_file, toggle
-from app.chat.thread import export_thread
-from app.chat.words import status_words
-from app.conversations.exporting import export_problem, suggested_path
-from app.conversations.store import StoreError
-from app.settings.fields import SettingError
-from app.settings.layers import ADJUSTABLE, PRESETS, preset_named
-from app.settings.personas import Persona, open_personas
 from app.text_safety import one_line
+
+if TYPE_CHECKING:
+    from app.settings.personas import Persona
 
 MOST_BEAMS = 16
 """Largest beam width."""
@@ -116,6 +115,9 @@ def choose_persona(front: Front, name: str) -> None:
     if not name:
         front.personas()
         return
+    from app.settings.fields import SettingError
+    from app.settings.personas import open_personas
+
     file = open_personas()
     for notice in file.notices:
         front.say("", "warning", in_lines=notice)
@@ -129,6 +131,8 @@ def choose_persona(front: Front, name: str) -> None:
 
 
 def _persona_names() -> Iterable[tuple[str, str]]:
+    from app.settings.personas import open_personas
+
     personas = [(persona.name, one_line(persona.system)[:_MOST_SHOWN]) for persona in open_personas().read()]
     return [*personas, (NO_PERSONA, "the setup of a new chat")]
 
@@ -157,6 +161,9 @@ def _sampling(front: Front, preset: str) -> None:
     if not preset:
         front.sampling()
         return
+    from app.settings.fields import SettingError
+    from app.settings.layers import preset_named
+
     try:
         front.call(front.controller.setup.use_preset, preset_named(preset))
     except SettingError as error:
@@ -166,11 +173,15 @@ def _sampling(front: Front, preset: str) -> None:
 
 
 def _preset_names() -> Iterable[tuple[str, str]]:
+    from app.settings.layers import PRESETS
+
     return [(preset.name, preset.about) for preset in PRESETS]
 
 
 def _set(front: Front, argument: str) -> None:
     """``NAME VALUE``, ``NAME`` to see one value, or nothing to see all."""
+    from app.settings.fields import SettingError
+
     name, _, text = argument.partition(" ")
     if not name:
         front.sampling()
@@ -183,6 +194,8 @@ def _set(front: Front, argument: str) -> None:
 
 
 def _value_names() -> Iterable[tuple[str, str]]:
+    from app.settings.layers import ADJUSTABLE
+
     return [(setting.key, one_line(setting.help)) for setting in ADJUSTABLE]
 
 
@@ -226,7 +239,15 @@ def _rename(front: Front, title: str) -> None:
         )
 
 
+def _toggle(front: Front, flag: Literal["pinned", "archived"]) -> None:
+    from app.chat.saving import toggle
+
+    front.run(toggle(front.controller, flag))
+
+
 def _import(front: Front, file: str) -> None:
+    from app.chat.saving import import_file
+
     if file:
         front.run(import_file(front.controller, file))
     else:
@@ -239,6 +260,10 @@ def _import(front: Front, file: str) -> None:
 
 def _export(front: Front, argument: str) -> None:
     """``[--thoughts] [file]``"""
+    from app.chat.thread import export_thread
+    from app.conversations.exporting import export_problem, suggested_path
+    from app.conversations.store import StoreError
+
     flag, _, rest = argument.partition(" ")
     thoughts = flag == "--thoughts"
     name = rest.strip() if thoughts else argument
@@ -266,6 +291,12 @@ def _export_flags() -> Iterable[tuple[str, str]]:
     return [("--thoughts", "with the model's thoughts")]
 
 
+def _status(front: Front, _: str) -> None:
+    from app.chat.words import status_words
+
+    front.tell("Status", status_words(front.controller.status))
+
+
 # --- the table ------------------------------------------------------------------------------------------------------
 
 COMMANDS: tuple[Command, ...] = (
@@ -291,8 +322,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("thoughts", "Thoughts", "Show or fold what the model thought before its answers",
             lambda front, _: front.thoughts(), shortcut=Shortcut("chat.thoughts", ("f9", "ctrl+right_square_bracket")),
             help_in_lines="Print what the model thought before its last answer"),
-    Command("status", "Status", "Model, engine, context, memory and speed in words",
-            lambda front, _: front.tell("Status", status_words(front.controller.status))),
+    Command("status", "Status", "Model, engine, context, memory and speed in words", _status),
     Command("log", "Log", "See what the engine and the screen have logged", lambda front, _: front.log()),
     Command("machines", "Machines", "Find, pair and forget machines; form a ring", lambda front, _: front.machines(),
             shortcut=Shortcut("chat.machines", ("f8", "ctrl+l"), shown=True), aliases=("peers",)),
@@ -324,9 +354,9 @@ COMMANDS: tuple[Command, ...] = (
             lambda front, _: front.copying.last_code()),
     Command("rename", "Rename the chat", "Give the chat a title", _rename, "[title]"),
     Command("pin", "Pin the chat", "Keep the chat at the top of the list, or no longer",
-            lambda front, _: front.run(toggle(front.controller, "pinned"))),
+            lambda front, _: _toggle(front, "pinned")),
     Command("archive", "Archive the chat", "Put the chat away from the list, or back",
-            lambda front, _: front.run(toggle(front.controller, "archived"))),
+            lambda front, _: _toggle(front, "archived")),
     Command("import", "Import chats", "Take in chats of privatellm, ChatGPT, Claude, Open WebUI or llm", _import,
             "[file]"),
     Command("export", "Export the chat",
