@@ -18,7 +18,7 @@ from engine.models.store.local_models import profile_key
 from engine.moe.kernels import pool
 from engine.moe.popularity import model_of, save_profile
 from engine.planning.calibration import CALIBRATION_VERSION, Calibration, Curve
-from engine.runtimes.mlx import runtime as eligible
+from engine.runtimes.mlx import eligible
 from engine.session import plan_model as planning
 from engine.session.plan_model import plan_model
 from engine.system.locations import profile_paths

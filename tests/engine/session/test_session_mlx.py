@@ -9,7 +9,7 @@ import pytest
 
 from engine.ipc.messages import AnyEvent, Finished, Generate, Load
 from engine.runtimes import choosing
-from engine.runtimes.mlx import runtime as eligible
+from engine.runtimes.mlx import eligible
 from engine.session import prefix_cache
 from engine.session.loading import load_session
 from engine.session.session import Session
