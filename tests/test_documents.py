@@ -15,11 +15,9 @@ from app.chat.commands.table import parse
 from app.commands.root import privatellm
 from app.settings.schema import setting_named
 from app.tui.keymap import HOMES, defaults, readable
-from engine.models.architectures import families, gguf_architectures
-from engine.models.formats import quantisation
+from engine.models.architectures import families, gguf_architectures, quantisation
 from engine.models.formats.number_formats import GGML_TYPES
 from engine.runtimes.mlx import families as mlx_families
-from engine.runtimes.native import traits
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("app", "engine", "discovery", "assets", "packaging", "benchmarks", "tests", "docs")
@@ -223,7 +221,7 @@ def test_the_table_of_models_is_what_runs() -> None:
         return {name.removesuffix("_text") for name in names}
 
     assert having("torch") == listed(families.SUPPORTED)
-    assert having("native") == listed(traits.TABLE)
+    assert having("native") == listed(name for name, family in families.FAMILIES.items() if family.native)
     assert having("mlx") == listed(mlx_families.SUPPORTED)
     assert having("mlx-lm, 4 and 8 bits") == listed(quantisation.FAMILIES_OF_MLX)
     files = {name for row in rows if row["GGUF"] != "no" for name in row["GGUF"].split(", ")}

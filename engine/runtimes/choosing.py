@@ -74,7 +74,7 @@ def native_unsupported_reason(folder: Path, request: Load, progress: ProgressCal
 def refuse_download(config: Mapping[str, Any], nbytes: int) -> None:
     """Raises ModelError if no runtime of this machine would run a model with this ``config``, whose files of weights
     have ``nbytes``. What mlx alone reads must fit in the memory of a Mac's GPU."""
-    from engine.models.formats.quantisation import readable_quantised, refuse_quantized
+    from engine.models.architectures.quantisation import readable_quantised, refuse_quantized
     from engine.runtimes.mlx import eligible, families
 
     quantised = eligible.quantisation_of(config) is not None

@@ -30,8 +30,8 @@ from engine.errors import ErrorKind, ModelError
 from engine.ipc.messages import AnyEvent, AnyRequest, ExpertPolicy
 from engine.models.architectures.families import SUPPORTED
 from engine.models.architectures.gguf_architectures import ARCHITECTURES
+from engine.models.architectures.quantisation import refuse_quantized
 from engine.models.formats.number_formats import BLOCKS, GROUPED, WIDTHS
-from engine.models.formats.quantisation import refuse_quantized
 from engine.models.store.catalogue import catalogue
 from engine.planning.policy import policy_named
 from engine.runtimes.mlx.families import unsupported_config

@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.errors import damaged
-from engine.models.formats.quantisation import QUANTISATION_KEYS
+from engine.models.architectures.families import FAMILIES
+from engine.models.architectures.quantisation import QUANTISATION_KEYS
 from engine.models.formats.safetensors_files import TensorEntry
 
-LANGUAGE_FAMILIES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "gemma4": "gemma4_text"}
+LANGUAGE_FAMILIES = {family.whole: name for name, family in FAMILIES.items() if family.whole}
 """The family of the language model, by that of the whole."""
 
 _PREFIXES = (("language_model.model.", "model."), ("model.language_model.", "model."), ("language_model.", ""))

@@ -16,6 +16,8 @@ from engine.models.formats.json_files import check_values
 
 LARGEST = 2**31 - 1
 """Maximum of any whole number, as the kernels count with 32-bit numbers."""
+MOST_LAYERS = 10_000
+"""Maximum decoder layers."""
 
 _Rule = Callable[[Any], str | None]
 """Function that returns None for a valid value, else what the value must be."""
@@ -175,8 +177,8 @@ def whole_number(
 
     Raises ModelError if there is none, or it is out of range.
     """
-    key = next((key for key in keys if _setting(config, key) is not None), keys[0])
-    value = _setting(config, key)
+    key = next((key for key in keys if setting(config, key) is not None), keys[0])
+    value = setting(config, key)
     return int(_checked(key, default if value is None else value, whole(minimum, maximum)))
 
 
@@ -185,11 +187,12 @@ def positive_number(config: Mapping[str, Any], key: str, default: float | None =
 
     Raises ModelError if there is none, or it is something else.
     """
-    value = _setting(config, key)
+    value = setting(config, key)
     return default if value is None and default is not None else float(_checked(key, value, positive))
 
 
-def _setting(config: Mapping[str, Any], key: str) -> Any:
+def setting(config: Mapping[str, Any], key: str) -> Any:
+    """What ``config`` has for ``key``, None if nothing. Dots lead into sections."""
     value: Any = config
     for step in key.split("."):
         value = value.get(step) if isinstance(value, Mapping) else None
@@ -207,6 +210,17 @@ def _checked(key: str, value: Any, rule: _Rule) -> Any:
 
 def _impossible(key: str, value: Any, wanted: str, name: str) -> ModelError:
     return damaged(f"{name} gives {shown(value)} for {key}, which must be {wanted}")
+
+
+def own_settings(config: Mapping[str, Any]) -> dict[int, Mapping[str, Any]] | None:
+    """What layers have for themselves as transformers 5 writes it, by layer; None if ``config`` was not written so.
+
+    The library fills the layers' numbers up with zeros, to the digits of the last one.
+    """
+    named = config.get("per_layer_config")
+    if not isinstance(named, Mapping):
+        return None
+    return {int(layer): own for layer, own in named.items() if str(layer).isdecimal() and isinstance(own, Mapping)}
 
 
 def without_implementations(config: Mapping[str, Any]) -> dict[str, Any]:

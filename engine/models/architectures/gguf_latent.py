@@ -7,14 +7,12 @@ keys is transposed, so that queries can be multiplied by it instead.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from engine.errors import ModelError
+from engine.models.architectures.gguf_expert_settings import grouped_experts
 from engine.models.architectures.gguf_metadata import Metadata, NamedTensor
 from engine.models.formats.gguf_file import GgufFile
-
-Kind = Literal["deepseek_v2", "deepseek_v3", "glm4_moe_lite"]
-"""transformers' families whose files call themselves deepseek2."""
 
 _SOFTMAX, _SIGMOID = 1, 2
 _GLM_VOCABULARY = 154880
@@ -22,18 +20,21 @@ _GLM_VOCABULARY = 154880
 _GLM_SPLITS = ("glm4", "chatglm-bpe")
 
 
-def kind_of(gguf: GgufFile) -> Kind:
-    """The family of a file. Raises ModelError if its router is of an unknown kind."""
-    tokens = gguf.metadata.get("tokenizer.ggml.tokens")
-    of_glm = gguf.metadata.get("tokenizer.ggml.pre") in _GLM_SPLITS
-    stated = Metadata(gguf).get("expert_gating_func", 0)
+def scores_by_sigmoid(metadata: Metadata) -> bool:
+    """Whether the router is one of sigmoids, not a softmax. Raises ModelError if it is of an unknown kind."""
+    tokens = metadata.file.metadata.get("tokenizer.ggml.tokens")
+    stated = metadata.get("expert_gating_func", 0)
     if stated == 0:
         stated = _SIGMOID if isinstance(tokens, list) and len(tokens) == _GLM_VOCABULARY else _SOFTMAX
     if stated not in (_SOFTMAX, _SIGMOID):
-        raise ModelError(f"{gguf.path} routes by the function {stated}, which is not supported; use another model.")
-    if stated == _SOFTMAX:
-        return "deepseek_v2"
-    return "glm4_moe_lite" if of_glm else "deepseek_v3"
+        path = metadata.file.path
+        raise ModelError(f"{path} routes by the function {stated}, which is not supported; use another model.")
+    return bool(stated == _SIGMOID)
+
+
+def splits_as_glm(metadata: Metadata) -> bool:
+    """Whether texts are split into tokens as GLM does it."""
+    return metadata.file.metadata.get("tokenizer.ggml.pre") in _GLM_SPLITS
 
 
 def settings(metadata: Metadata) -> dict[str, Any]:
@@ -53,35 +54,8 @@ def settings(metadata: Metadata) -> dict[str, Any]:
         "v_head_dim": values,
         "kv_lora_rank": metadata.number("attention.kv_lora_rank"),
         "q_lora_rank": metadata.number("attention.q_lora_rank", 0) or None,
-        "n_routed_experts": metadata.number("expert_count"),
-        "num_experts_per_tok": metadata.number("expert_used_count"),
-        "moe_intermediate_size": metadata.number("expert_feed_forward_length"),
-        "n_shared_experts": metadata.number("expert_shared_count"),
-        "routed_scaling_factor": metadata.short_real("expert_weights_scale", 1.0),
-        "norm_topk_prob": bool(metadata.get("expert_weights_norm", False)),
-        "n_group": metadata.number("expert_group_count", 1),
-        "topk_group": metadata.number("expert_group_used_count", 1),
-        "first_k_dense_replace": metadata.number("leading_dense_block_count", 0),
+        **grouped_experts(metadata, normalised=False),
     }
-
-
-def softmax_settings(metadata: Metadata) -> dict[str, Any]:
-    """As :func:`settings`, of DeepSeek V2. Raises ModelError if the weights of experts would have to be normalised,
-    which transformers does not do in this family."""
-    found = settings(metadata)
-    if found["norm_topk_prob"]:
-        raise ModelError(
-            "The GGUF normalises the weights of experts that a softmax gave, which no model of deepseek_v2 does; use "
-            "another file of this model."
-        )
-    return found | {"topk_method": "group_limited_greedy" if found["n_group"] > 1 else "greedy"}
-
-
-def glm_settings(metadata: Metadata) -> dict[str, Any]:
-    """As :func:`settings`, of GLM-4.7-Flash, whose configuration names the kind of every layer."""
-    found = settings(metadata)
-    dense, layers = found.pop("first_k_dense_replace"), found["num_hidden_layers"]
-    return found | {"mlp_layer_types": ["dense" if layer < dense else "sparse" for layer in range(layers)]}
 
 
 def yarn(metadata: Metadata) -> dict[str, Any]:

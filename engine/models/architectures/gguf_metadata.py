@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from engine.errors import ModelError, shown
-from engine.models.architectures.config_values import LARGEST, positive, whole
-from engine.models.architectures.families import MOST_LAYERS
+from engine.models.architectures.config_values import LARGEST, MOST_LAYERS, positive, whole
 from engine.models.formats.gguf_file import GgufFile
 
 Shape = tuple[int, ...]

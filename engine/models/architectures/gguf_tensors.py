@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from engine.errors import ModelError, shown
-from engine.models.architectures.families import FAMILIES, expert_shape
-from engine.models.architectures.gguf_architectures import Architecture, tensor_of
+from engine.models.architectures.families import expert_shape
+from engine.models.architectures.gguf_architectures import tensor_of
 from engine.models.architectures.gguf_metadata import Metadata, NamedTensor, Shape, projections
+from engine.models.architectures.record import DecoderRecord, Family, GgufRecord, MoeRecord, switched
 from engine.models.formats.gguf_file import GgufFile, GgufTensor
 from engine.models.formats.number_formats import BLOCKS, stored_bytes
 from engine.models.formats.safetensors_files import TensorEntry
@@ -25,7 +26,7 @@ _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def entries_of(
-    gguf: GgufFile, architecture: Architecture, config: Mapping[str, Any]
+    gguf: GgufFile, architecture: tuple[Family, GgufRecord], config: Mapping[str, Any]
 ) -> dict[str, dict[str, TensorEntry]]:
     """The checkpoint's tensors by file name, in the order of the architecture.
 
@@ -46,8 +47,8 @@ def entries_of(
         left.discard(wanted.source)
     if left:
         raise ModelError(
-            f"{gguf.path} holds the tensor {shown(min(left))}, which no {architecture.family} model known here has; "
-            "use another file of this model."
+            f"{gguf.path} holds the tensor {shown(min(left))}, which no {architecture[0].model_type} model known here "
+            "has; use another file of this model."
         )
     return entries
 
@@ -85,65 +86,67 @@ def _entry(gguf: GgufFile, tensor: GgufTensor, wanted: NamedTensor) -> TensorEnt
     return TensorEntry(number_format, wanted.shape, start, start + stored_bytes(number_format, wanted.shape))
 
 
-def named_tensors(gguf: GgufFile, architecture: Architecture, config: Mapping[str, Any]) -> Iterator[NamedTensor]:
+def named_tensors(
+    gguf: GgufFile, architecture: tuple[Family, GgufRecord], config: Mapping[str, Any]
+) -> Iterator[NamedTensor]:
     """The tensors that a model of ``architecture`` has, in the layout that ``gguf`` has chosen for each."""
-    for tensor in _usually_named(gguf, architecture, config):
+    family, record = architecture
+    for tensor in _usually_named(gguf, family, record, config):
         name = tensor.name
-        for usual, here in architecture.names.items():
+        for usual, here in family.decoder.names.items():
             name = name.replace(usual, here)
         yield tensor if name == tensor.name else replace(tensor, name=name)
 
 
-def _usually_named(gguf: GgufFile, architecture: Architecture, config: Mapping[str, Any]) -> Iterator[NamedTensor]:
+def _usually_named(
+    gguf: GgufFile, family: Family, record: GgufRecord, config: Mapping[str, Any]
+) -> Iterator[NamedTensor]:
     hidden, vocabulary = config["hidden_size"], config["vocab_size"]
     yield NamedTensor.whole("token_embd.weight", "model.embed_tokens.weight", (vocabulary, hidden))
-    routed = expert_shape(config, FAMILIES[config["model_type"]])
+    routed = expert_shape(config, family)
     layers_with_experts = frozenset(() if routed is None else routed.layers)
     for layer in range(config["num_hidden_layers"]):
         here, there = f"blk.{layer}.", f"model.layers.{layer}."
         yield NamedTensor.whole(here + "attn_norm.weight", there + "input_layernorm.weight", (hidden,))
-        if architecture.mixer is not None and _is_mixed(architecture, config, layer):
-            yield from architecture.mixer(gguf, config, here, there)
+        mixed = not record.mixed_layers or config["layer_types"][layer] == record.mixed_layers
+        if record.mixer is not None and mixed:
+            yield from record.mixer(gguf, config, here, there)
         else:
-            yield from _attention(gguf, architecture, config, here, there)
+            yield from _attention(gguf, family.decoder, config, here, there)
         norm = "post_attention_norm" if here + "post_attention_norm.weight" in gguf.tensors else "ffn_norm"
         yield NamedTensor.whole(f"{here}{norm}.weight", there + "post_attention_layernorm.weight", (hidden,))
-        if layer in layers_with_experts:
-            yield from _experts(gguf, architecture, config, here, there)
+        if family.moe is not None and layer in layers_with_experts:
+            yield from _experts(gguf, family.moe, config, here, there)
         else:
             yield from _feed_forward(here + "ffn_{}.weight", there + "mlp.", config["intermediate_size"], hidden)
-    yield NamedTensor.whole(architecture.final_norm, "model.norm.weight", (hidden,))
+    yield NamedTensor.whole(record.final_norm, "model.norm.weight", (hidden,))
     if not config["tie_word_embeddings"]:
         yield NamedTensor.whole("output.weight", "lm_head.weight", (vocabulary, hidden))
 
 
-def _is_mixed(architecture: Architecture, config: Mapping[str, Any], layer: int) -> bool:
-    return not architecture.mixed_layers or config["layer_types"][layer] == architecture.mixed_layers
-
-
 def _attention(
-    gguf: GgufFile, architecture: Architecture, config: Mapping[str, Any], here: str, there: str
+    gguf: GgufFile, decoder: DecoderRecord, config: Mapping[str, Any], here: str, there: str
 ) -> Iterator[NamedTensor]:
     hidden, size = config["hidden_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
     attention = there + "self_attn."
-    gated = 2 * queries if architecture.gated_queries else queries
+    gated = 2 * queries if decoder.mixer == "delta-net" else queries
     for kind, columns in (("weight", (hidden,)), ("bias", ())):
-        if kind == "bias" and architecture.biases == "none":
+        if kind == "bias" and not switched(decoder.qkv_bias, config):
             continue
         each = (
             (f"{here}attn_{short}.{kind}", f"{attention}{short}_proj.{kind}", rows)
             for short, rows in (("q", gated), ("k", keys), ("v", keys))
         )
         yield from projections(gguf, f"{here}attn_qkv.{kind}", each, columns)
-    if architecture.head_norm in ("per-head", "whole") or config.get("use_qk_norm"):
-        whole = architecture.head_norm == "whole"
+    if decoder.head_norm != "none" and switched(decoder.head_norm_setting or True, config):
+        whole = decoder.head_norm == "whole"
         yield NamedTensor.whole(here + "attn_q_norm.weight", attention + "q_norm.weight", (queries if whole else size,))
         yield NamedTensor.whole(here + "attn_k_norm.weight", attention + "k_norm.weight", (keys if whole else size,))
     yield NamedTensor.whole(here + "attn_output.weight", attention + "o_proj.weight", (hidden, queries))
-    if architecture.biases == "all":
+    if switched(decoder.output_bias, config):
         yield NamedTensor.whole(here + "attn_output.bias", attention + "o_proj.bias", (hidden,))
-    if architecture.sinks:
+    if decoder.sinks:
         yield NamedTensor.whole(here + "attn_sinks.weight", attention + "sinks", (config["num_attention_heads"],))
 
 
@@ -152,15 +155,15 @@ def _feed_forward(source: str, prefix: str, ffn: int, hidden: int) -> Iterator[N
         yield NamedTensor.whole(source.format(short), f"{prefix}{short}_proj.weight", shape)
 
 
-def _experts(
-    gguf: GgufFile, architecture: Architecture, config: Mapping[str, Any], here: str, there: str
-) -> Iterator[NamedTensor]:
+def _experts(gguf: GgufFile, moe: MoeRecord, config: Mapping[str, Any], here: str, there: str) -> Iterator[NamedTensor]:
+    assert moe.router is not None
+    router = moe.router.names[0]
     hidden = config["hidden_size"]
     count = next(config[key] for key in _COUNTS if config.get(key))
     ffn = config.get("moe_intermediate_size") or config["intermediate_size"]
-    yield NamedTensor.whole(here + "ffn_gate_inp.weight", there + architecture.router, (count, hidden))
-    if architecture.router_bias:
-        yield NamedTensor.whole(here + "exp_probs_b.bias", there + architecture.router_bias, (count,))
+    yield NamedTensor.whole(here + "ffn_gate_inp.weight", there + router, (count, hidden))
+    if moe.router.correction:
+        yield NamedTensor.whole(here + "exp_probs_b.bias", there + moe.router.correction, (count,))
     shapes = {"gate": (ffn, hidden), "up": (ffn, hidden), "down": (hidden, ffn)}
     if here + "ffn_gate.0.weight" in gguf.tensors:  # files of before 2024 have one tensor for each expert
         for expert in range(count):
@@ -173,16 +176,16 @@ def _experts(
         for short, shape in stacked.items():
             name = f"ffn_{short}_exps.weight"
             yield NamedTensor.whole(here + name, there + name, (count, *shape))
-    if architecture.biases == "all":
-        bias = there + architecture.router.removesuffix("weight") + "bias"
+    if moe.router.bias:
+        bias = there + router.removesuffix("weight") + "bias"
         yield NamedTensor.whole(here + "ffn_gate_inp.bias", bias, (count,))
         for short, (rows, _) in shapes.items():
             name = f"ffn_{short}_exps.bias"
             yield NamedTensor.whole(here + name, there + name, (count, rows))
-    if architecture.shared_expert == "plain":
+    if moe.shared == "plain":
         shared, prefix = ffn * config["n_shared_experts"], there + "mlp.shared_experts."
         yield from _feed_forward(here + "ffn_{}_shexp.weight", prefix, shared, hidden)
-    if architecture.shared_expert == "gated":
+    if moe.shared == "gated":
         shared = config["shared_expert_intermediate_size"]
         yield NamedTensor.whole(
             here + "ffn_gate_inp_shexp.weight", there + "mlp.shared_expert_gate.weight", (1, hidden)

@@ -9,36 +9,26 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from engine.models.architectures.families import FAMILIES
+from engine.models.architectures.record import Family
 from engine.models.formats.model_files import Change
 from engine.models.formats.safetensors_files import TensorEntry
 
 Headers = dict[str, dict[str, TensorEntry]]
 """Tensors by name, by file name."""
 
-_LATENTS = ((".self_attn.embed_q.", ".self_attn.k_b_proj."), (".self_attn.unembed_out.", ".self_attn.v_b_proj."))
-_NAMES: Mapping[str, tuple[tuple[str, str], ...]] = {
-    "deepseek_v3": _LATENTS,
-    "glm4_moe_lite": _LATENTS,
-    "lfm2_moe": (
-        (".feed_forward.gate_proj.", ".feed_forward.w1."),
-        (".feed_forward.down_proj.", ".feed_forward.w2."),
-        (".feed_forward.up_proj.", ".feed_forward.w3."),
-    ),
-}
-"""Parts of mlx-lm's names and what stands in their place, by family."""
 _TAPS = (".conv1d.weight", ".conv.conv.weight")
 """Ends of the names of convolutions: [channels, 1, taps] in transformers, [channels, taps, 1] in mlx-lm. With one
 channel for each filter the bytes are the same."""
 _OFFSET_NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight", ".q_norm.weight", ".k_norm.weight")
-"""Ends of the names of norms that multiply by one more than the weight, in the families of _DELTA_NETS. mlx-lm adds the
+"""Ends of the names of norms that multiply by one more than the weight, in families with delta-nets. mlx-lm adds the
 one to the weight."""
-_DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
 def as_transformers(headers: Headers, config: Mapping[str, Any]) -> tuple[Headers, dict[str, Change]]:
     """``headers`` as transformers names and shapes the tensors, and by name the changes that turn stored values into
     its own (norms minus one). Nothing differs for a checkpoint that mlx-lm did not write."""
-    family = str(config.get("model_type"))
+    family = FAMILIES.get(str(config.get("model_type")))
     renamed: Headers = {}
     turned = False
     for file, header in headers.items():
@@ -51,7 +41,7 @@ def as_transformers(headers: Headers, config: Mapping[str, Any]) -> tuple[Header
                 turned = True
             else:
                 renamed[file][name] = entry
-    if not turned or family not in _DELTA_NETS:
+    if not turned or family is None or family.decoder.mixer != "delta-net":
         return renamed, {}
     less_one = Change(subtracted=1.0)
     names = (name for header in renamed.values() for name in header)
@@ -63,8 +53,8 @@ def is_offset_norm(name: str) -> bool:
     return name == "model.norm.weight" or name.endswith(_OFFSET_NORMS)
 
 
-def _renamed(name: str, family: str) -> str:
-    for part, instead in _NAMES.get(family, ()):
+def _renamed(name: str, family: Family | None) -> str:
+    for part, instead in () if family is None or family.mlx is None else family.mlx.stored_names:
         if part in name:
             return name.replace(part, instead)
     return name

@@ -21,7 +21,8 @@ from typing import Any
 import msgspec
 
 from engine.errors import ModelError, shown
-from engine.models.architectures.families import ExpertLayers, Family, Part, expert_shape, layer_count, part_shape
+from engine.models.architectures.families import ExpertLayers, expert_shape, layer_count, part_shape
+from engine.models.architectures.record import Family, Part
 from engine.models.folders.shard_files import ShardPart
 from engine.models.formats.byte_map import ExpertPlace, FileSpan, MatrixPlace
 from engine.models.formats.mapped_file import MappedFile, aligned

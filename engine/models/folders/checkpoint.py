@@ -18,11 +18,7 @@ from numpy.typing import NDArray
 from engine.errors import ModelError, damaged, shown
 from engine.models.architectures.composite import language_tensors
 from engine.models.architectures.families import (
-    PARTS,
     ExpertLayers,
-    ExpertTensor,
-    Family,
-    Part,
     expert_shape,
     layer_count,
     layer_of,
@@ -34,6 +30,8 @@ from engine.models.architectures.families import (
 from engine.models.architectures.gguf_architectures import architecture_of
 from engine.models.architectures.gguf_tensors import entries_of
 from engine.models.architectures.mlx_layout import as_transformers
+from engine.models.architectures.quantisation import refuse_names
+from engine.models.architectures.record import PARTS, ExpertTensor, Family, Part
 from engine.models.folders.grouped_weights import gathered, grouped_places
 from engine.models.folders.shard_files import ShardPart
 from engine.models.formats.byte_map import ExpertPlace, FileSpan, MatrixPlace
@@ -41,7 +39,6 @@ from engine.models.formats.gguf_file import GgufFile
 from engine.models.formats.mapped_file import MappedFile, aligned
 from engine.models.formats.model_files import Change, Experts, ExpertWeights, StoredTensor
 from engine.models.formats.number_formats import is_grouped, is_packed, stored_bytes, words_dtype
-from engine.models.formats.quantisation import refuse_names
 from engine.models.formats.safetensors_files import TensorEntry, read_header
 
 if TYPE_CHECKING:
@@ -446,7 +443,8 @@ def _read_headers(
         return headers, False, changes
     with GgufFile(gguf) as opened:
         architecture = architecture_of(opened)
-        return entries_of(opened, architecture, config), architecture.paired_rotary, architecture.changes(config)
+        _, record = architecture
+        return entries_of(opened, architecture, config), record.paired_rotary, record.changes(config)
 
 
 def _safetensors_headers(folder: Path, progress: ProgressCallback | None) -> dict[str, dict[str, TensorEntry]]:

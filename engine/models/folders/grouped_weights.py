@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.errors import ModelError, damaged
-from engine.models.architectures.families import ExpertLayers, ExpertTensor, part_shape
+from engine.models.architectures.families import ExpertLayers, part_shape
+from engine.models.architectures.quantisation import Groups, groups_of, has_fp8_blocks
+from engine.models.architectures.record import ExpertTensor
 from engine.models.formats.byte_map import MatrixPlace
 from engine.models.formats.number_formats import BLOCK_SIDE, WIDTHS, scales_shape, stored_bytes
-from engine.models.formats.quantisation import Groups, groups_of, has_fp8_blocks
 from engine.models.formats.safetensors_files import TensorEntry
 
 _SCALES = ("BF16", "F16", "F32")

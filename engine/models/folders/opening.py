@@ -9,12 +9,12 @@ from engine.errors import ModelError
 from engine.models.architectures.composite import language_only
 from engine.models.architectures.config_values import check_config
 from engine.models.architectures.families import check_supported
+from engine.models.architectures.quantisation import refuse_quantized, refuse_settings
 from engine.models.folders.bank import JOURNAL, MANIFEST, Bank
 from engine.models.folders.checkpoint import OPENING, Checkpoint
 from engine.models.folders.shard_files import part_of
 from engine.models.formats.json_files import SMALL_FILE, read_object
 from engine.models.formats.model_files import ModelFiles
-from engine.models.formats.quantisation import refuse_quantized, refuse_settings
 
 if TYPE_CHECKING:
     from engine.ipc.progress import ProgressCallback

@@ -11,8 +11,10 @@ from typing import Any, Protocol
 from engine.models.architectures.config_values import whole_number
 from engine.models.architectures.families import (
     check_supported,
+    completed,
     expert_shape,
     language_config,
+    layer_config,
     layer_count,
     layer_kinds,
     stated_experts_per_token,
@@ -330,41 +332,16 @@ def _width(config: Mapping[str, Any]) -> int:
     return 2 * int(grouped or heads) * int(width)
 
 
-def layer_config(config: Mapping[str, Any], layer: int, kind: str) -> Mapping[str, Any]:
-    """``config`` with what differs in ``layer``: gemma4's layers with full attention have other heads, which
-    transformers names by layer and the published files by kind."""
-    own = own_settings(config)
-    if own is not None:
-        return {**config, **own.get(layer, {})}
-    if kind != "full_attention" or config.get("model_type") != "gemma4_text":
-        return config
-    heads = config.get("num_global_key_value_heads") if config.get("attention_k_eq_v") else None
-    return {
-        **config,
-        "head_dim": config.get("global_head_dim", 512),
-        "num_key_value_heads": heads or config.get("num_key_value_heads"),
-    }
-
-
-def own_settings(config: Mapping[str, Any]) -> dict[int, Mapping[str, Any]] | None:
-    """What layers have for themselves as transformers 5 writes it, by layer; None if ``config`` was not written so.
-
-    The library fills the layers' numbers up with zeros, to the digits of the last one.
-    """
-    named = config.get("per_layer_config")
-    if not isinstance(named, Mapping):
-        return None
-    return {int(layer): own for layer, own in named.items() if str(layer).isdecimal() and isinstance(own, Mapping)}
-
-
 def state_bytes(config: Mapping[str, Any], columns: int = 1) -> int:
     """Bytes of the states that layers keep for a row, in float32: delta-nets one of each value head, and, as short
     convolutions do, the last inputs of their convolution. 0 for a model with neither. ``columns``: the columns of a
     head's state take memory for a multiple of so many, as in the native runtime, which keeps no input of the latest
     token."""
-    if config.get("model_type") == "lfm2_moe":
-        taps = whole_number(config, "conv_L_cache", default=3) - (columns > 1)
-        return 4 * layer_kinds(config).count("conv") * taps * whole_number(config, "hidden_size")
+    config = completed(config)
+    convolving = layer_kinds(config).count("conv")
+    if convolving:
+        taps = whole_number(config, "conv_L_cache") - (columns > 1)
+        return 4 * convolving * taps * whole_number(config, "hidden_size")
     names = ("num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim", "conv_kernel_dim")
     sizes = [config.get(f"linear_{name}") for name in names]
     if not all(isinstance(size, int) and size > 0 for size in sizes):

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import ModelError
 from engine.models.architectures.families import check_supported
+from engine.models.architectures.quantisation import SETTINGS, refuse_quantized, refuse_settings
 from engine.models.folders import model_folder
 from engine.models.folders.opening import read_config
-from engine.models.formats.quantisation import SETTINGS, refuse_quantized, refuse_settings
 from engine.models.store import local_models
 from engine.models.store.downloading import Download, StopCheck, disk_error, write_json
 from engine.system.durable_files import flush_folder

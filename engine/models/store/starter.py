@@ -377,7 +377,7 @@ def dense_plan(gguf: GgufFile) -> list[PlannedTensor]:
     """
     architecture, config = architecture_of(gguf), config_of(gguf)
     entries_of(gguf, architecture, config)
-    changes = architecture.changes(config)
+    changes = architecture[1].changes(config)
     return [
         PlannedTensor(
             tensor.name, tensor.shape, tensor.source, changes[tensor.name].rows if tensor.name in changes else None

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import ModelError, shown
+from engine.models.architectures.families import family_named
 from engine.models.formats.json_files import MOST_TOKENIZER_BYTES, SMALL_FILE, check_size, read_object, read_text
 from engine.system.free_memory import give_back
 
@@ -72,25 +73,6 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
 
 # --- which class --------------------------------------------------------------------------------------------------
 
-_CLASS_OF_FAMILY = {
-    "qwen2": "Qwen2Tokenizer",
-    "qwen3": "Qwen2Tokenizer",
-    "qwen2_moe": "Qwen2Tokenizer",
-    "qwen3_moe": "Qwen2Tokenizer",
-    "olmoe": "GPTNeoXTokenizer",
-    "dbrx": "GPT2Tokenizer",
-    "qwen3_next": "Qwen2Tokenizer",
-    "qwen3_5": "Qwen3_5Tokenizer",
-    "qwen3_5_moe": "Qwen3_5Tokenizer",
-    "qwen3_5_text": "Qwen3_5Tokenizer",
-    "qwen3_5_moe_text": "Qwen3_5Tokenizer",
-    **dict.fromkeys(("mistral", "mixtral", "granitemoe", "phimoe", "glm4_moe", "glm4_moe_lite"), "TokenizersBackend"),
-}
-"""transformers' registered class of the families that run here; the others have none."""
-
-_WRONG_ON_THE_HUB = frozenset(("qwen2", "phimoe", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text"))
-"""Families whose published folders name a tokenizer class that transformers overrides."""
-
 
 def _declared_class(folder: Path, config: Mapping[str, Any]) -> tuple[str, str]:
     """The class that the folder names, without ``Fast``, and its family; empty if it names none."""
@@ -103,9 +85,11 @@ def _declared_class(folder: Path, config: Mapping[str, Any]) -> tuple[str, str]:
 
 def _class_of(declared: str, model_type: str, byte_level: Callable[[], bool]) -> str:
     """The class that AutoTokenizer takes."""
-    registered = _CLASS_OF_FAMILY.get(model_type, "")
-    believed = model_type not in _WRONG_ON_THE_HUB
-    if declared == "LlamaTokenizer" and believed and model_type not in ("mistral", "mixtral") and byte_level():
+    family = family_named(model_type)
+    registered = "" if family is None else family.tokenizer_class
+    believed = family is None or model_type not in family.tokenizer_overridden
+    kept = family is not None and family.keeps_llama_tokenizer
+    if declared == "LlamaTokenizer" and believed and not kept and byte_level():
         return "TokenizersBackend"
     if not declared:
         return registered

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from engine.errors import ModelError
 from engine.models.architectures.config_values import without_implementations
-from engine.models.folders.sizes import layer_config
-from engine.runtimes.mlx.families import FAMILIES, MlxFamily
+from engine.models.architectures.record import MlxRecord
+from engine.runtimes.mlx.families import FAMILIES
 from engine.runtimes.protocol import Config
 
 
@@ -40,6 +40,7 @@ def translate_config(config: Config) -> Config:
     """
     # A copy of all of it: mlx-lm changes the rotary settings that it is given.
     translated = copy.deepcopy(config)
+    family = FAMILIES[config["model_type"]]
     rope = dict(config.get("rope_parameters") or {})
     theta = rope.pop("rope_theta", config.get("rope_theta"))
     rope_type = rope.get("rope_type", "default")
@@ -49,29 +50,13 @@ def translate_config(config: Config) -> Config:
         translated["partial_rotary_factor"] = rope["partial_rotary_factor"]
     translated["rope_scaling"] = None if rope_type == "default" else {**rope, "type": rope_type}
     # qwen3 reads rope_parameters by itself, and would take its type from there.
-    if not FAMILIES[config["model_type"]].nested_rotary:
+    if not family.nested_rotary:
         translated.pop("rope_parameters", None)
-    if config["model_type"] == "glm4_moe_lite" and config.get("mlp_layer_types"):
-        translated["first_k_dense_replace"] = list(config["mlp_layer_types"]).count("dense")
-    if config["model_type"] == "qwen3_5_moe_text":
-        translated["norm_topk_prob"] = True  # transformers knows no such setting
     if "num_local_experts" in config:
         translated.setdefault("num_experts", config["num_local_experts"])
     if config.get("head_dim") is None and config.get("hidden_size"):
         translated["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
-    if config["model_type"] == "gemma4_text":
-        # transformers 5 writes what layers with full attention have of their own for each of them.
-        full = "full_attention"
-        wide = layer_config(config, config["layer_types"].index(full) if full in config["layer_types"] else 0, full)
-        translated["global_head_dim"] = wide["head_dim"]
-        translated["num_global_key_value_heads"] = wide["num_key_value_heads"]
-    if config["model_type"] == "dbrx":
-        attention = dict(config["attn_config"])
-        # The original checkpoints have it here, where mlx-lm looks and transformers 5.23 does not.
-        attention.setdefault("rope_theta", theta)
-        # mlx-lm always clips; transformers does not when the bound is None.
-        attention["clip_qkv"] = float("inf") if attention.get("clip_qkv") is None else attention["clip_qkv"]
-        translated["attn_config"] = attention
+    translated |= copy.deepcopy(family.translate(config))
     return translated
 
 
@@ -85,7 +70,7 @@ class Context:
     notice: str | None = None
 
 
-def context_of(config: Config, family: MlxFamily) -> Context:
+def context_of(config: Config, family: MlxRecord) -> Context:
     """The context of a model; ``config`` is complete.
 
     mlx-lm's definitions of most families attend to everything. A window that is the same in all layers is kept by our

@@ -14,9 +14,10 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
+from engine.models.architectures.record import MlxRecord, MoeRecord
 from engine.moe.executor import LocalExecutor, RingExecutor
 from engine.runtimes.mlx.backend import MlxBackend
-from engine.runtimes.mlx.routing import Layout
+from engine.runtimes.mlx.routing import ROUTES, SHARED
 from engine.runtimes.mlx.spans import Spans
 
 Array = Any
@@ -55,7 +56,8 @@ class RoutedBlock(nn.Module):  # type: ignore[misc]
         block: Any,
         layer: int,
         experts: int,
-        layout: Layout,
+        moe: MoeRecord,
+        defined: MlxRecord,
         executor: LocalExecutor[Array] | RingPass,
         spans: Spans,
     ) -> None:
@@ -63,7 +65,8 @@ class RoutedBlock(nn.Module):  # type: ignore[misc]
         self.block = block
         self._layer = layer
         self._experts = experts
-        self._layout = layout
+        self._route = ROUTES[defined.route]
+        self._shared = SHARED[moe.shared]
         self._executor = executor
         self._spans = spans
 
@@ -72,8 +75,8 @@ class RoutedBlock(nn.Module):  # type: ignore[misc]
         spans, executor, layer = self._spans, self._executor, self._layer
         if spans.active:
             mx.eval(hidden)
-        indices, weights = spans.run(layer, "router", lambda: self._layout.route(self.block, hidden, *given))
-        shared = self._layout.shared(self.block, hidden)
+        indices, weights = spans.run(layer, "router", lambda: self._route(self.block, hidden, *given))
+        shared = self._shared(self.block, hidden)
         before = spans.recorder.measured(layer)
         if isinstance(executor, RingPass):
             routed = executor.run(layer, hidden, indices, weights, shared)

@@ -21,12 +21,13 @@ from numpy.typing import NDArray
 from engine.errors import ModelError
 from engine.ipc.messages import Load, ModelFacts
 from engine.ipc.progress import ProgressCallback
-from engine.models.architectures.families import stated_experts_per_token
+from engine.models.architectures.families import FAMILIES, stated_experts_per_token
+from engine.models.architectures.quantisation import readable_quantised
+from engine.models.architectures.record import MlxRecord
 from engine.models.folders.opening import open_model, read_config
 from engine.models.folders.shard_files import part_of
 from engine.models.folders.weight_layout import in_library_layout, layout_of
 from engine.models.formats.number_formats import WIDTHS
-from engine.models.formats.quantisation import readable_quantised
 from engine.moe.executor import LocalExecutor, RingExecutor
 from engine.moe.expert_parallel import Floats, Indices, RankContext
 from engine.moe.held import check_held, held_by
@@ -39,9 +40,8 @@ from engine.runtimes.mlx.backend import MlxBackend, slots_of
 from engine.runtimes.mlx.cache import cache_makers
 from engine.runtimes.mlx.configuration import complete_config, context_of, translate_config
 from engine.runtimes.mlx.experts import RingPass, RoutedBlock
-from engine.runtimes.mlx.families import MlxFamily, check_settings, family_of
+from engine.runtimes.mlx.families import check_settings, family_of
 from engine.runtimes.mlx.model import MlxModel, memory_named
-from engine.runtimes.mlx.routing import LAYOUTS
 from engine.runtimes.mlx.spans import Spans
 from engine.runtimes.node_experts import NodeExperts
 from engine.runtimes.protocol import Config, RingPlace
@@ -58,7 +58,7 @@ class _Plan:
     folder: Path
     config: Config
     """Complete, before translation."""
-    family: MlxFamily
+    family: MlxRecord
     quantised: Config | None
     device: str
     notices: list[str]
@@ -235,7 +235,7 @@ def _wanted_dtype(plan: _Plan, request: Load, stored: str) -> Any:
 
 
 def _assemble(plan: _Plan, request: Load, loaded: weights.Assembled, dtype: str, place: RingPlace | None) -> MlxModel:
-    layout = LAYOUTS.get(plan.config["model_type"])
+    moe = FAMILIES[plan.config["model_type"]].moe
     spans = Spans(Recorder(len(loaded.layers), loaded.moe_layers, loaded.count))
     spans.recorder.sampled = plan.device == "gpu"
     context = context_of(plan.config, plan.family)
@@ -245,10 +245,12 @@ def _assemble(plan: _Plan, request: Load, loaded: weights.Assembled, dtype: str,
     description = executor.executor.description if isinstance(executor, RingPass) else executor.description
     trunk = _bytes(loaded.model)
     parameters = _parameters(loaded.model) + sum(map(_parameters, loaded.experts.values()))
-    if layout is not None:
+    if moe is not None:
         for index in loaded.moe_layers:
-            block = loaded.layers[index][layout.block]
-            loaded.layers[index][layout.block] = RoutedBlock(block, index, loaded.count, layout, executor, spans)
+            block = loaded.layers[index][plan.family.block]
+            loaded.layers[index][plan.family.block] = RoutedBlock(
+                block, index, loaded.count, moe, plan.family, executor, spans
+            )
     notices = [*plan.notices, *(each for each in (context.notice, rotary) if each)]
     facts = ModelFacts(
         name=plan.folder.name,

@@ -2,17 +2,18 @@
 
 The arithmetic follows mlx-lm's blocks operation by operation, in their order, so that the sums are the same to the bit.
 The executor computes only the product with the weights and the sum over the k routes, which are the same for all
-families. A family is one entry of ``LAYOUTS``.
+families. A family's record names its routing by a key of ``ROUTES``, and the kind of its shared expert.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.phimoe import sparsemixer
+
+from engine.models.architectures.record import SharedExpert
 
 Array = Any
 Block = Any
@@ -24,17 +25,6 @@ Route = Callable[..., Routes]
 """Given a block, hidden states, and whatever else the layer gives its block."""
 
 
-@dataclass(frozen=True)
-class Layout:
-    """A family's MoE layer: the attribute of its MoE block in a decoder layer (``block``), of the routed experts in
-    that block (``experts``), its routing, and the terms that it adds to the routed sum (shared experts)."""
-
-    block: str
-    experts: str
-    route: Route
-    shared: Callable[[Block, Array], Array | None]
-
-
 def _top(scores: Array, k: int) -> Array:
     return mx.argpartition(-scores, kth=k - 1, axis=-1)[..., :k]
 
@@ -44,33 +34,33 @@ def _last(scores: Array, k: int) -> Array:
     return mx.argpartition(scores, kth=-k, axis=-1)[..., -k:]
 
 
-def _mixtral(block: Block, hidden: Array) -> Routes:
+def _softmax_of_best(block: Block, hidden: Array) -> Routes:
     gates = block.gate(hidden)
     indices = _top(gates, block.num_experts_per_tok)
     return indices, mx.softmax(mx.take_along_axis(gates, indices, axis=-1), axis=-1, precise=True)
 
 
-def _qwen2_moe(block: Block, hidden: Array) -> Routes:
+def _best_of_softmax(block: Block, hidden: Array) -> Routes:
     gates = mx.softmax(block.gate(hidden), axis=-1, precise=True)
     indices = _top(gates, block.top_k)
     return indices, mx.take_along_axis(gates, indices, axis=-1)
 
 
-def _qwen3_moe(block: Block, hidden: Array) -> Routes:
+def _last_of_softmax(block: Block, hidden: Array) -> Routes:
     gates = mx.softmax(block.gate(hidden), axis=-1, precise=True)
     indices = _last(gates, block.top_k)
     weights = mx.take_along_axis(gates, indices, axis=-1)
     return indices, weights / mx.sum(weights, axis=-1, keepdims=True) if block.norm_topk_prob else weights
 
 
-def _olmoe(block: Block, hidden: Array) -> Routes:
+def _normalised_best(block: Block, hidden: Array) -> Routes:
     gates = mx.softmax(block.gate(hidden), axis=-1, precise=True)
     indices = _top(gates, block.top_k)
     weights = mx.take_along_axis(gates, indices, axis=-1)
     return indices, weights / weights.sum(axis=-1, keepdims=True) if block.norm_topk_prob else weights
 
 
-def _gpt_oss(block: Block, hidden: Array) -> Routes:
+def _softmax_of_last(block: Block, hidden: Array) -> Routes:
     gates = block.router(hidden)
     indices = _last(gates, block.num_experts_per_tok)
     return indices, mx.softmax(mx.take_along_axis(gates, indices, axis=-1), axis=-1, precise=True)
@@ -81,17 +71,17 @@ def _own_gate(block: Block, hidden: Array) -> Routes:
     return indices, weights
 
 
-def _granitemoe(block: Block, hidden: Array) -> Routes:
+def _own_router(block: Block, hidden: Array) -> Routes:
     indices, weights = block.router(hidden)
     return indices, weights
 
 
-def _phimoe(block: Block, hidden: Array) -> Routes:
+def _sparsemixer(block: Block, hidden: Array) -> Routes:
     indices, weights = sparsemixer(block.gate(hidden), top_k=block.top_k, jitter_eps=block.jitter_eps)
     return indices, weights
 
 
-def _dbrx(block: Block, hidden: Array) -> Routes:
+def _best_by_length(block: Block, hidden: Array) -> Routes:
     gates = mx.softmax(block.router(hidden).astype(mx.float32), axis=-1)
     indices = _top(gates, block.num_experts_per_tok)
     weights = mx.take_along_axis(gates, indices, axis=-1)
@@ -99,7 +89,7 @@ def _dbrx(block: Block, hidden: Array) -> Routes:
     return indices, weights.astype(hidden.dtype)
 
 
-def _lfm2_moe(block: Block, hidden: Array) -> Routes:
+def _last_of_corrected(block: Block, hidden: Array) -> Routes:
     gates = mx.sigmoid(block.gate(hidden))
     scores = gates.astype(mx.float32) + block.expert_bias if block.use_expert_bias else gates
     indices = _last(scores, block.top_k)
@@ -126,21 +116,23 @@ def _shared_experts(block: Block, hidden: Array) -> Array | None:
     return block.shared_experts(hidden) if "shared_experts" in block else None
 
 
-LAYOUTS: dict[str, Layout] = {
-    "mixtral": Layout("block_sparse_moe", "switch_mlp", _mixtral, _nothing),
-    "qwen2_moe": Layout("mlp", "switch_mlp", _qwen2_moe, _gated_shared_expert),
-    "qwen3_moe": Layout("mlp", "switch_mlp", _qwen3_moe, _nothing),
-    "olmoe": Layout("mlp", "switch_mlp", _olmoe, _nothing),
-    "gpt_oss": Layout("mlp", "experts", _gpt_oss, _nothing),
-    "deepseek_v3": Layout("mlp", "switch_mlp", _own_gate, _shared_experts),
-    "granitemoe": Layout("block_sparse_moe", "switch_mlp", _granitemoe, _nothing),
-    "phimoe": Layout("block_sparse_moe", "switch_mlp", _phimoe, _nothing),
-    "glm4_moe": Layout("mlp", "switch_mlp", _own_gate, _shared_experts),
-    "glm4_moe_lite": Layout("mlp", "switch_mlp", _own_gate, _shared_experts),
-    "dbrx": Layout("ffn", "experts", _dbrx, _nothing),
-    "qwen3_next": Layout("mlp", "switch_mlp", _qwen3_moe, _gated_shared_expert),
-    "qwen3_5_moe_text": Layout("mlp", "switch_mlp", _qwen3_moe, _gated_shared_expert),
-    "lfm2_moe": Layout("feed_forward", "switch_mlp", _lfm2_moe, _nothing),
-    "gemma4_text": Layout("experts", "switch_glu", _given, _nothing),
+ROUTES: dict[str, Route] = {
+    "softmax-of-best": _softmax_of_best,
+    "softmax-of-last": _softmax_of_last,
+    "best-of-softmax": _best_of_softmax,
+    "last-of-softmax": _last_of_softmax,
+    "normalised-best-of-softmax": _normalised_best,
+    "best-of-softmax-by-length": _best_by_length,
+    "last-of-corrected-sigmoids": _last_of_corrected,
+    "sparsemixer": _sparsemixer,
+    "own-gate": _own_gate,
+    "own-router": _own_router,
+    "given": _given,
 }
-"""Layouts of the families with routed experts, by the family's name."""
+"""Ways to route, by the names that records give them."""
+SHARED: dict[SharedExpert, Callable[[Block, Array], Array | None]] = {
+    "none": _nothing,
+    "gated": _gated_shared_expert,
+    "plain": _shared_experts,
+}
+"""The terms that blocks add to the routed sum."""

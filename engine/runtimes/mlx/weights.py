@@ -23,10 +23,9 @@ from engine.errors import ModelError
 from engine.ipc.progress import ProgressCallback
 from engine.models.architectures.composite import language_name
 from engine.models.architectures.mlx_layout import is_offset_norm
+from engine.models.architectures.record import MlxRecord
 from engine.models.formats.model_files import Experts, ExpertWeights, ModelFiles, StoredTensor
 from engine.models.formats.safetensors_files import TensorEntry, read_header
-from engine.runtimes.mlx.families import MlxFamily
-from engine.runtimes.mlx.routing import LAYOUTS, Layout
 from engine.runtimes.protocol import Config
 
 Array = Any
@@ -50,7 +49,7 @@ class Assembled:
     """All layers that have routed experts, held here or not."""
 
 
-def decoder_layers(model: Any, family: MlxFamily) -> list[Any]:
+def decoder_layers(model: Any, family: MlxRecord) -> list[Any]:
     """The backbone's own list of decoder layers (mutable)."""
     backbone = model[family.backbone]
     layers: list[Any] = backbone["layers"] if "layers" in backbone else backbone["blocks"]
@@ -70,7 +69,7 @@ def from_files(
     files: ModelFiles,
     held: Experts | None,
     config: Config,
-    family: MlxFamily,
+    family: MlxRecord,
     dtype: Any,
     progress: ProgressCallback,
     with_trunk: bool = True,
@@ -82,7 +81,7 @@ def from_files(
     """
     model = _build(config, family)
     layers = decoder_layers(model, family)
-    experts = _take_experts(layers, LAYOUTS.get(config["model_type"]))
+    experts = _take_experts(layers, family)
     total = files.trunk_bytes + (held.nbytes if held else 0)
     done = 0
 
@@ -120,7 +119,7 @@ def from_files(
 def from_library(
     folder: Path,
     config: Config,
-    family: MlxFamily,
+    family: MlxRecord,
     dtype: Any,
     progress: ProgressCallback,
     held: Mapping[int, Sequence[int]] | None = None,
@@ -145,7 +144,7 @@ def from_library(
         model.load_weights([(name, _cast(array, dtype) if keep(name) else array) for name, array in parameters])
         del parameters
     layers = decoder_layers(model, family)
-    experts = _take_experts(layers, LAYOUTS.get(config["model_type"]))
+    experts = _take_experts(layers, family)
     count = next((int(module.gate_proj.num_experts) for module in experts.values()), 0)
     moe_layers = tuple(experts)
     for index, layer in enumerate(layers):
@@ -208,7 +207,7 @@ def stack_experts(module: Any, experts: Iterable[ExpertWeights], read: Callable[
             linear[kind] = stacked
 
 
-def _classes(family: MlxFamily) -> tuple[Any, Any]:
+def _classes(family: MlxRecord) -> tuple[Any, Any]:
     """The class of the model, which also takes tensors named as in a composite checkpoint, and that of its
     arguments."""
     module = importlib.import_module(f"mlx_lm.models.{family.module}")
@@ -234,7 +233,7 @@ def _as_delta_nets(weights: dict[str, Array]) -> dict[str, Array]:
     return weights | changed
 
 
-def _build(config: Config, family: MlxFamily) -> Any:
+def _build(config: Config, family: MlxRecord) -> Any:
     model_class, arguments = _classes(family)
     try:
         model = model_class(arguments.from_dict(config))
@@ -246,15 +245,15 @@ def _build(config: Config, family: MlxFamily) -> Any:
     return model
 
 
-def _take_experts(layers: list[Any], layout: Layout | None) -> dict[int, Any]:
+def _take_experts(layers: list[Any], family: MlxRecord) -> dict[int, Any]:
     """Takes the modules that hold routed experts out of their blocks, as ``SwitchGLU``s by layer."""
     experts: dict[int, Any] = {}
-    if layout is None:
+    if not family.route:
         return experts
     for index, layer in enumerate(layers):
-        block = layer[layout.block]
-        if layout.experts in block:
-            taken = block.pop(layout.experts)
+        block = layer[family.block]
+        if family.experts in block:
+            taken = block.pop(family.experts)
             experts[index] = stack_modules(taken) if isinstance(taken, list) else taken
     return experts
 

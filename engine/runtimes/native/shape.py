@@ -1,4 +1,4 @@
-"""The shape of a model that the native trunk runs, read with ``config.json`` and the traits of its family.
+"""The shape of a model that the native trunk runs, read with ``config.json`` and the record of its family.
 
 Every family is the same decoder: RMS norm, a mixer of positions, residual, RMS norm, gated feed-forward or routed
 experts, residual. The mixer is rotary grouped-query attention, attention over latents, a gated delta-net or a short
@@ -14,15 +14,30 @@ from typing import Any
 from engine.errors import damaged, shown
 from engine.ipc.messages import Load
 from engine.models.architectures.config_values import positive_number, whole_number
-from engine.models.architectures.families import layer_kinds, stated_experts_per_token
-from engine.models.folders.sizes import STATE_COLUMNS, layer_config
+from engine.models.architectures.families import (
+    FAMILIES,
+    completed,
+    layer_config,
+    layer_kinds,
+    stated_experts_per_token,
+)
+from engine.models.architectures.layer_rules import check_kinds
+from engine.models.architectures.record import (
+    DecoderRecord,
+    Family,
+    HeadNorm,
+    RouterRecord,
+    Scoring,
+    SharedExpert,
+    switched,
+)
+from engine.models.folders.sizes import STATE_COLUMNS
 from engine.models.formats.model_files import ModelFiles
 from engine.models.formats.number_formats import stored_bytes
 from engine.moe.kernels.bindings import Dtype
 from engine.moe.kernels.layers import Gate
 from engine.runtimes.native import rotary
 from engine.runtimes.native.bindings import MOST_TAPS
-from engine.runtimes.native.traits import TABLE, HeadNorm, Scoring, SharedExpert, Traits, check_kinds
 
 SANDWICHED_KINDS = ("sliding_attention", "full_attention")
 """Kinds of layers of Gemma 4."""
@@ -200,86 +215,85 @@ class Shape:
 
 def read_shape(config: Mapping[str, Any], moe_layers: tuple[int, ...]) -> Shape:
     """The shape of a model of a supported family. Raises ModelError naming a setting that is missing or impossible."""
-    traits = TABLE[config["model_type"]]
+    family, config = FAMILIES[config["model_type"]], completed(config)
+    decoder, moe = family.decoder, family.moe
+    router = None if moe is None else moe.router
     hidden, heads, layers = (
         whole_number(config, key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers")
     )
-    latent = _read_latent(config, traits) if traits.latents else None
-    kinds, kind_of = _read_heads(config, traits, layers, latent)
+    latent = _read_latent(config, decoder) if decoder.latents else None
+    kinds, kind_of = _read_heads(config, decoder, layers, latent)
     width, rope = kinds[0].width, kinds[0].rope
 
-    def switched(trait: bool | str) -> bool:
-        return trait if isinstance(trait, bool) else bool(config.get(trait, trait in traits.default_on))
-
-    def multiplier(key: str, default: float = 1.0) -> float:
-        return positive_number(config, key, default) if traits.multipliers else default
+    def multiplier(key: str) -> float:
+        return positive_number(config, key) if decoder.multipliers else 1.0
 
     return Shape(
-        family=config["model_type"],
+        family=family.model_type,
         hidden=hidden,
         layers=layers,
         heads=heads,
         kinds=kinds,
         kind_of=kind_of,
-        ffn=whole_number(config, "intermediate_size") if traits.sandwiched or len(moe_layers) < layers else 0,
+        ffn=whole_number(config, "intermediate_size") if decoder.sandwiched or len(moe_layers) < layers else 0,
         vocabulary=whole_number(config, "vocab_size"),
         context=whole_number(config, "max_position_embeddings"),
-        epsilon=positive_number(config, traits.epsilon_setting, traits.default_epsilon),
+        epsilon=positive_number(config, decoder.epsilon_setting, 1e-6),
         gate=read_gate(config),
-        windows=tuple(traits.windows(config, layers)),
+        windows=tuple(decoder.windows(config, layers)),
         moe_layers=moe_layers,
-        top_k=_top_k(config, traits) if moe_layers else 0,
-        routing=_read_routing(config, traits) if moe_layers else Routing(),
-        head_norm="none" if traits.head_norm_setting and not config.get(traits.head_norm_setting) else traits.head_norm,
-        qkv_bias=switched(traits.qkv_bias),
-        output_bias=switched(traits.output_bias),
-        mlp_bias=switched(traits.mlp_bias),
-        sinks=traits.sinks,
-        tied=bool(config.get("tie_embedding", config.get("tie_word_embeddings", traits.default_tied))),
-        routers=traits.routers,
-        router_bias=traits.router_bias,
-        correction="" if config.get(traits.correction_setting) is False else traits.correction,
-        shared_expert=traits.shared_expert,
-        shared_ffn=_shared_ffn(config, traits),
-        clip=positive_number(config, "clip_qkv", 0.0) if traits.clip else 0.0,
-        embedding_scale=hidden**0.5 if traits.sandwiched else multiplier("embedding_multiplier"),
-        attention_scale=_attention_scale(config, traits, width, latent, rope),
+        top_k=_top_k(config) if moe_layers else 0,
+        routing=_read_routing(config, router) if moe_layers and router is not None else Routing(),
+        head_norm=decoder.head_norm if switched(decoder.head_norm_setting or True, config) else "none",
+        qkv_bias=switched(decoder.qkv_bias, config),
+        output_bias=switched(decoder.output_bias, config),
+        mlp_bias=switched(decoder.mlp_bias, config),
+        sinks=decoder.sinks,
+        tied=bool(config.get("tie_embedding", config.get("tie_word_embeddings"))),
+        routers=() if router is None else router.names,
+        router_bias=router is not None and router.bias,
+        correction="" if router is None or config.get(router.correction_setting) is False else router.correction,
+        shared_expert="none" if moe is None else moe.shared,
+        shared_ffn=_shared_ffn(config, family),
+        clip=positive_number(config, "clip_qkv", 0.0) if decoder.clip else 0.0,
+        embedding_scale=hidden**0.5 if decoder.sandwiched else multiplier("embedding_multiplier"),
+        attention_scale=_attention_scale(config, decoder, width, latent, rope),
         residual_scale=multiplier("residual_multiplier"),
         logits_divisor=multiplier("logits_scaling"),
-        logits_cap=positive_number(config, "final_logit_softcapping", 0.0) if traits.sandwiched else 0.0,
-        sandwiched=traits.sandwiched,
-        delta=_read_delta(config, layers) if traits.delta_nets else None,
+        logits_cap=positive_number(config, "final_logit_softcapping", 0.0) if decoder.sandwiched else 0.0,
+        sandwiched=decoder.sandwiched,
+        delta=_read_delta(config, layers) if decoder.mixer == "delta-net" else None,
         latent=latent,
-        convolution=_read_convolution(config, layers) if traits.convolutions else None,
-        names=traits.names,
+        convolution=_read_convolution(config, layers) if decoder.mixer == "convolution" else None,
+        names=decoder.names,
     )
 
 
-def _top_k(config: Mapping[str, Any], traits: Traits) -> int:
+def _top_k(config: Mapping[str, Any]) -> int:
     """Number of experts per token. Raises ModelError if neither ``config.json`` nor the family gives it."""
-    found = stated_experts_per_token(config) or traits.default_top_k
+    found = stated_experts_per_token(config)
     if not found:
         raise damaged("config.json does not say how many experts a token goes to")
     return found
 
 
-def _shared_ffn(config: Mapping[str, Any], traits: Traits) -> int:
+def _shared_ffn(config: Mapping[str, Any], family: Family) -> int:
     """Width of the shared expert, 0 without one. Several plain ones are stored as one."""
-    if traits.shared_expert == "none":
+    if family.moe is None or family.moe.shared == "none":
         return 0
-    if traits.shared_expert == "gated":
-        return whole_number(config, "shared_expert_intermediate_size", default=5632)
-    return whole_number(config, "moe_intermediate_size") * whole_number(config, "n_shared_experts", default=1)
+    if family.moe.shared == "gated":
+        return whole_number(config, "shared_expert_intermediate_size")
+    return whole_number(config, "moe_intermediate_size") * whole_number(config, "n_shared_experts")
 
 
 def _attention_scale(
-    config: Mapping[str, Any], traits: Traits, width: int, latent: LatentShape | None, rope: Mapping[str, Any]
+    config: Mapping[str, Any], decoder: DecoderRecord, width: int, latent: LatentShape | None, rope: Mapping[str, Any]
 ) -> float:
     """Factor on the scores of attention."""
-    if traits.sandwiched:
+    if decoder.sandwiched:
         return 1.0
-    if traits.multipliers:
-        return positive_number(config, "attention_multiplier", 1.0)
+    if decoder.multipliers:
+        return positive_number(config, "attention_multiplier")
     if latent is None:
         return float(width**-0.5)
     stretched = rope["rope_type"] != "default" and rope.get("mscale_all_dim")
@@ -291,16 +305,16 @@ def _attention_scale(
     return float((latent.plain + latent.rotated) ** -0.5 * factor * factor)
 
 
-def _read_latent(config: Mapping[str, Any], traits: Traits) -> LatentShape:
+def _read_latent(config: Mapping[str, Any], decoder: DecoderRecord) -> LatentShape:
     return LatentShape(
-        latents=_even(config, "kv_lora_rank", 512),
-        rotated=_even(config, "qk_rope_head_dim", 64),
-        plain=whole_number(config, "qk_nope_head_dim", default=128),
-        values=whole_number(config, "v_head_dim", default=128),
+        latents=_even(config, "kv_lora_rank"),
+        rotated=_even(config, "qk_rope_head_dim"),
+        plain=whole_number(config, "qk_nope_head_dim"),
+        values=whole_number(config, "v_head_dim"),
         query_rank=0 if config.get("q_lora_rank") is None else whole_number(config, "q_lora_rank"),
         # transformers gives these norms no epsilon of the configuration.
         epsilon=1e-6,
-        interleaved=not traits.interleaving_setting or bool(config.get(traits.interleaving_setting, True)),
+        interleaved=switched(decoder.interleaving_setting or True, config),
     )
 
 
@@ -311,36 +325,32 @@ def _layers_of_kind(config: Mapping[str, Any], layers: int, kind: str) -> tuple[
 
 
 def _read_convolution(config: Mapping[str, Any], layers: int) -> ConvolutionShape:
-    return ConvolutionShape(_layers_of_kind(config, layers, "conv"), whole_number(config, "conv_L_cache", default=3))
+    return ConvolutionShape(_layers_of_kind(config, layers, "conv"), whole_number(config, "conv_L_cache"))
 
 
-def _even(config: Mapping[str, Any], key: str, default: int) -> int:
-    value = whole_number(config, key, default=default)
+def _even(config: Mapping[str, Any], key: str) -> int:
+    value = whole_number(config, key)
     if value % 2:
         raise damaged(f"config.json gives {value} for {key}, which must be even")
     return value
 
 
-def _read_routing(config: Mapping[str, Any], traits: Traits) -> Routing:
-    setting = traits.normalise
-    normalise = setting if isinstance(setting, bool) else bool(config.get(setting, traits.default_normalise))
-    grouped = traits.groups and (traits.scoring == "sigmoid" or config.get("topk_method", "greedy") != "greedy")
-    groups, kept = (
-        whole_number(config, key, default=traits.default_groups) if grouped else 1 for key in ("n_group", "topk_group")
-    )
-    scale = positive_number(config, "routed_scaling_factor", traits.default_scale) if traits.scaled else 1.0
-    return Routing(traits.scoring, groups, kept, normalise, traits.least_sum, scale)
+def _read_routing(config: Mapping[str, Any], router: RouterRecord) -> Routing:
+    grouped = router.groups and (router.scoring == "sigmoid" or config["topk_method"] != "greedy")
+    groups, kept = (whole_number(config, key) if grouped else 1 for key in ("n_group", "topk_group"))
+    scale = positive_number(config, "routed_scaling_factor") if router.scaled else 1.0
+    return Routing(router.scoring, groups, kept, switched(router.normalise, config), router.least_sum, scale)
 
 
 def _read_heads(
-    config: Mapping[str, Any], traits: Traits, layers: int, latent: LatentShape | None
+    config: Mapping[str, Any], decoder: DecoderRecord, layers: int, latent: LatentShape | None
 ) -> tuple[tuple[HeadShape, ...], tuple[int, ...]]:
     """The kinds of heads, and the kind of each layer."""
-    rope = rotary.rope_settings(config, traits.default_base, traits.default_rope)
+    rope = rotary.rope_settings(config, decoder.rope_theta, decoder.rope)
     if latent is not None:
         return (HeadShape(1, latent.rotated + latent.latents, latent.rotated, rope),), (0,) * layers
-    if not traits.sandwiched:
-        return (_read_kind(config, traits, rope),), (0,) * layers
+    if not decoder.sandwiched:
+        return (_read_kind(config, decoder, rope),), (0,) * layers
     names = check_kinds(config.get("layer_types"), layers, SANDWICHED_KINDS)
     present = [name for name in SANDWICHED_KINDS if name in names]
     kinds = []
@@ -348,29 +358,29 @@ def _read_heads(
         own, angles = layer_config(config, names.index(name), name), rope.get(name)
         if not isinstance(angles, Mapping):
             raise damaged(f"config.json gives {shown(angles)} for the rotary embeddings of layers with {name}")
-        kind = _read_kind(own, traits, rotary.rope_settings({"rope_parameters": angles}, 10_000.0, {}))
+        kind = _read_kind(own, decoder, rotary.rope_settings({"rope_parameters": angles}, 10_000.0, {}))
         shared = name == "full_attention" and bool(config.get("attention_k_eq_v", False))
         kinds.append(replace(kind, keys_are_values=shared))
     return tuple(kinds), tuple(present.index(name) for name in names)
 
 
-def _read_kind(config: Mapping[str, Any], traits: Traits, rope: dict[str, Any]) -> HeadShape:
+def _read_kind(config: Mapping[str, Any], decoder: DecoderRecord, rope: dict[str, Any]) -> HeadShape:
     hidden, heads = whole_number(config, "hidden_size"), whole_number(config, "num_attention_heads")
-    width = whole_number(config, "head_dim", default=traits.default_width or hidden // heads)
-    key_value_heads = whole_number(config, "num_key_value_heads", default=traits.default_key_value_heads or heads)
+    width = whole_number(config, "head_dim", default=hidden // heads)
+    key_value_heads = whole_number(config, "num_key_value_heads", default=heads)
     if heads % key_value_heads or width % 2:
         raise damaged(
             f"config.json gives {heads} heads of {width} over {key_value_heads} key/value heads, which do not fit "
             "together"
         )
-    return HeadShape(key_value_heads, width, _rotated(rope, traits, width), rope)
+    return HeadShape(key_value_heads, width, _rotated(rope, decoder, width), rope)
 
 
-def _rotated(rope: Mapping[str, Any], traits: Traits, width: int) -> int:
+def _rotated(rope: Mapping[str, Any], decoder: DecoderRecord, width: int) -> int:
     share = rope.get("partial_rotary_factor")
-    if traits.default_rotated is None:
+    if decoder.rotated is None:
         return width
-    rotated = int(width * (traits.default_rotated if share is None else share))
+    rotated = int(width * (decoder.rotated if share is None else share))
     if rotated % 2 or not 2 <= rotated <= width:
         raise damaged(
             f"config.json rotates {rotated} numbers of heads of {width} (partial_rotary_factor {shown(share)}), which "
@@ -382,11 +392,11 @@ def _rotated(rope: Mapping[str, Any], traits: Traits, width: int) -> int:
 def _read_delta(config: Mapping[str, Any], layers: int) -> DeltaShape:
     shape = DeltaShape(
         layers=_layers_of_kind(config, layers, "linear_attention"),
-        key_heads=whole_number(config, "linear_num_key_heads", default=16),
-        value_heads=whole_number(config, "linear_num_value_heads", default=32),
-        key_width=whole_number(config, "linear_key_head_dim", default=128),
-        value_width=whole_number(config, "linear_value_head_dim", default=128),
-        taps=whole_number(config, "linear_conv_kernel_dim", default=4),
+        key_heads=whole_number(config, "linear_num_key_heads"),
+        value_heads=whole_number(config, "linear_num_value_heads"),
+        key_width=whole_number(config, "linear_key_head_dim"),
+        value_width=whole_number(config, "linear_value_head_dim"),
+        taps=whole_number(config, "linear_conv_kernel_dim"),
     )
     if shape.value_heads % shape.key_heads:
         raise damaged(
@@ -398,40 +408,45 @@ def _read_delta(config: Mapping[str, Any], layers: int) -> DeltaShape:
 
 def read_gate(config: Mapping[str, Any]) -> Gate:
     """The function between the matrices of the feed-forward networks."""
-    if TABLE[config["model_type"]].clamped:
+    if _is_clamped(FAMILIES[config["model_type"]]):
         return Gate(
             "clamped", positive_number(config, "swiglu_alpha", 1.702), positive_number(config, "swiglu_limit", 7.0)
         )
     return Gate(ACTIVATIONS[_activation(config)])
 
 
+def _is_clamped(family: Family) -> bool:
+    return family.activation == "clamped"
+
+
 def _activation(config: Mapping[str, Any]) -> Any:
-    return config.get(TABLE[config["model_type"]].activation_setting) or "silu"
+    return config.get(FAMILIES[config["model_type"]].decoder.activation_setting) or "silu"
 
 
 def unsupported_shape(config: Mapping[str, Any]) -> str | None:
     """Why a model with this configuration does not have the common shape, in a few words; None if it has."""
-    family = config.get("model_type")
-    if not isinstance(family, str) or family not in TABLE:
-        return f"it runs {', '.join(TABLE)}, and this is {shown(family)}"
-    traits, activation = TABLE[family], _activation(config)
-    if activation not in ACTIVATIONS and not traits.clamped:
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None or not family.native:
+        run = (name for name, known in FAMILIES.items() if known.native)
+        return f"it runs {', '.join(run)}, and this is {shown(config.get('model_type'))}"
+    config = completed(config)
+    decoder, activation = family.decoder, _activation(config)
+    if activation not in ACTIVATIONS and not _is_clamped(family):
         return f"the activation {shown(activation)} has no kernel"
-    if traits.delta_nets and ACTIVATIONS[activation] != "silu":
+    if decoder.mixer == "delta-net" and ACTIVATIONS[activation] != "silu":
         return f"its delta-nets have the activation {shown(activation)}, and only silu has a kernel there"
-    if config.get("attention_bias") and (traits.delta_nets or traits.latents):
-        return f"its {'gated attention' if traits.delta_nets else 'attention over latents'} has biases"
-    if traits.convolutions and config.get("conv_bias"):
+    if config.get("attention_bias") and (decoder.mixer == "delta-net" or decoder.latents):
+        return f"its {'attention over latents' if decoder.latents else 'gated attention'} has biases"
+    if decoder.mixer == "convolution" and config.get("conv_bias"):
         return "its convolutions have biases"
-    if traits.convolutions and config.get("conv_L_cache", 3) == 1:
+    if decoder.mixer == "convolution" and config["conv_L_cache"] == 1:
         return "its convolutions are over one token"
-    taps = config.get("linear_conv_kernel_dim", 4)
-    if traits.delta_nets and isinstance(taps, int) and taps > MOST_TAPS:
-        return f"its convolutions are over {taps} tokens, and the most is {MOST_TAPS}"
-    settings = rotary.rope_settings(config, traits.default_base, traits.default_rope)
-    if traits.sandwiched:
+    if decoder.mixer == "delta-net" and config["linear_conv_kernel_dim"] > MOST_TAPS:
+        return f"its convolutions are over {config['linear_conv_kernel_dim']} tokens, and the most is {MOST_TAPS}"
+    settings = rotary.rope_settings(config, decoder.rope_theta, decoder.rope)
+    if decoder.sandwiched:
         return _unsupported_sandwich(config, settings)
-    return rotary.unsupported_reason(settings, partial=traits.default_rotated is not None)
+    return rotary.unsupported_reason(settings, partial=decoder.rotated is not None)
 
 
 def _unsupported_sandwich(config: Mapping[str, Any], rope: Mapping[str, Any]) -> str | None:

@@ -9,6 +9,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicLayer, get_layer_types_and_kwargs
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
+from engine.models.architectures.families import FAMILIES
 from engine.models.folders.sizes import WITHOUT_KEYS
 from engine.runtimes.protocol import Bytes, Fill, RowContents, RowPart
 
@@ -255,7 +256,8 @@ AnyCache = KeyValueCache | LightningCache | ConvolutionCache
 def empty_cache(config: Any) -> AnyCache:
     """The empty cache for a model of ``config``."""
     position = Position()
-    if config.model_type == "minimax":
+    family = FAMILIES.get(config.model_type)
+    if family is not None and family.decoder.mixer == "lightning":
         return LightningCache([GrowingLayer(position) for _ in range(config.num_hidden_layers)], position)
     if not WITHOUT_KEYS.isdisjoint(getattr(config, "layer_types", None) or ()):
         return ConvolutionCache([GrowingLayer(position) for _ in range(config.num_hidden_layers)], position)

@@ -17,9 +17,10 @@ from torch import nn
 
 from engine.errors import ModelError, shown
 from engine.ipc.progress import ProgressCallback
-from engine.models.architectures.config_values import without_implementations
+from engine.models.architectures.config_values import setting, without_implementations
+from engine.models.architectures.families import FAMILIES
+from engine.models.architectures.quantisation import QUANTISATION_KEYS
 from engine.models.formats.model_files import ModelFiles, StoredTensor
-from engine.models.formats.quantisation import QUANTISATION_KEYS
 from engine.moe.kernels.bindings import KernelChoice
 from engine.runtimes.torch.offload.torch_tensors import numbers_on
 from engine.runtimes.torch.packed_modules import PackedEmbedding, PackedLinear, kernels_for, packed_module
@@ -47,22 +48,22 @@ def read_config(folder: Path, stored: dict[str, Any]) -> Any:
     except Exception as error:  # whatever transformers raises for settings it did not expect
         raise ModelError(f"{folder / 'config.json'} cannot be used: {_in_one_line(error)}") from error
     text = config.get_text_config(decoder=True)
-    _keep_dbrx_rotary_base(stored, text)
+    _keep_rotary_base(stored, text)
     if hasattr(text, "output_router_logits"):
         text.output_router_logits = False
     return text
 
 
-def _keep_dbrx_rotary_base(stored: dict[str, Any], config: Any) -> None:
-    """Set dbrx's rotary base to that of ``stored``.
+def _keep_rotary_base(stored: dict[str, Any], config: Any) -> None:
+    """Set the rotary base to that of ``stored`` where the family's authors have another setting for it.
 
-    transformers 5.23 reads it at the top level only, where published checkpoints do not have it, and silently uses
+    transformers 5.23 reads dbrx's at the top level only, where published checkpoints do not have it, and silently uses
     10000. They were trained with the 500000 of their ``attn_config``.
     """
-    if config.model_type != "dbrx":
-        return
-    if "rope_parameters" not in stored and "rope_theta" not in stored and "rope_theta" in stored.get("attn_config", {}):
-        config.rope_parameters = {**config.rope_parameters, "rope_theta": float(stored["attn_config"]["rope_theta"])}
+    family = FAMILIES.get(config.model_type)
+    base = setting(stored, family.decoder.rope_theta_key) if family is not None else None
+    if base is not None and "rope_parameters" not in stored and "rope_theta" not in stored:
+        config.rope_parameters = {**config.rope_parameters, "rope_theta": float(base)}
 
 
 def build_skeleton(config: Any, dtype: torch.dtype) -> nn.Module:

@@ -12,10 +12,10 @@ import pytest
 
 from benchmarks.stand_in_device import StandInDevice
 from engine.ipc.messages import ExpertPolicy, Load
+from engine.models.architectures.quantisation import FAMILIES_OF_MLX
 from engine.models.folders.opening import open_model
 from engine.models.folders.sizes import sizes_of
 from engine.models.formats.number_formats import is_packed
-from engine.models.formats.quantisation import FAMILIES_OF_MLX
 from engine.planning.hybrid import GPU_RUNTIME_BYTES
 from engine.runtimes.protocol import LoadedModel
 from engine.runtimes.torch.runtime import TorchRuntime

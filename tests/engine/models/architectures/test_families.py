@@ -136,12 +136,12 @@ def test_a_family_name_cannot_reach_the_terminal_raw():
 def test_layers_with_experts_follow_the_configuration():
     qwen = {
         "model_type": "qwen2_moe", "num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3],
-        "hidden_size": 8, "moe_intermediate_size": 4, "num_experts": 2,
+        "hidden_size": 8, "moe_intermediate_size": 4, "num_experts": 2, "num_experts_per_tok": 1,
     }  # fmt: skip
     assert expert_shape(qwen, FAMILIES["qwen2_moe"]) == ExpertLayers(8, 4, 2, (1, 5))
     deepseek = {
         "num_hidden_layers": 4, "first_k_dense_replace": 3, "hidden_size": 8, "moe_intermediate_size": 4,
-        "n_routed_experts": 2,
+        "n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1,
     }  # fmt: skip
     assert expert_shape(deepseek, FAMILIES["deepseek_v3"]) == ExpertLayers(8, 4, 2, (3,))
     llama4 = {

@@ -506,7 +506,11 @@ def test_a_changed_file_is_another_model(tiny_llama: Path, tmp_path: Path) -> No
     [
         ("qwen2moe", {}, "architecture qwen2moe without experts, which is not supported"),
         ("qwen2", {"expert_count": 8}, "architecture qwen2 with experts, which is not supported"),
-        ("gemma2", {}, "architecture gemma2, which is not supported; supported GGUF architectures are llama, qwen2moe"),
+        (
+            "gemma2",
+            {},
+            "architecture gemma2, which is not supported; supported GGUF architectures are deepseek2",
+        ),
         ("llama", {"rope.dimension_count": 4}, "rotates 4 of 8"),
         ("llama", {"rope.scaling.type": "longrope"}, "'longrope'"),
         ("llama", {"rope.scaling.type": "linear", "rope.scaling.factor": "four"}, "scaling.factor is four"),

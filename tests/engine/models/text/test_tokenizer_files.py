@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from engine.errors import ModelError
 from engine.models.architectures.composite import LANGUAGE_FAMILIES
-from engine.models.architectures.families import SUPPORTED
-from engine.models.text import tokenizer_files
+from engine.models.architectures.families import SUPPORTED, family_named
 from engine.models.text.tokenizer import load_tokenizer
 from engine.models.text.tokenizer_files import read_template, read_tokenizer
 from tests.support.random_examples import examples
@@ -331,13 +330,15 @@ def test_files_that_are_far_too_large_are_not_read(tmp_path: Path, monkeypatch: 
 
 
 def test_the_classes_of_the_families_are_transformers() -> None:
-    """A family that is added, or a new version of transformers, may ask for a line in the table."""
+    """A family that is added, or a new version of transformers, may ask for a line in a record."""
     from transformers.models.auto.tokenization_auto import (
         MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS,
         TOKENIZER_MAPPING_NAMES,
     )
 
     families = {*SUPPORTED, *LANGUAGE_FAMILIES}
-    registered = {family: TOKENIZER_MAPPING_NAMES.get(family) for family in families}
-    assert {family: name for family, name in registered.items() if name} == tokenizer_files._CLASS_OF_FAMILY
-    assert MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS & families == tokenizer_files._WRONG_ON_THE_HUB
+    records = {name: family for name in families if (family := family_named(name)) is not None}
+    registered = {name: TOKENIZER_MAPPING_NAMES.get(name) or "" for name in families}
+    assert registered == {name: family.tokenizer_class for name, family in records.items()}
+    overridden = {name for name, family in records.items() if name in family.tokenizer_overridden}
+    assert MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS & families == overridden

@@ -1,5 +1,5 @@
-"""GGUF files of Gemma 4 with experts (gemma4): layers with a sliding window and with full attention have heads of
-different sizes, and every layer has a dense feed-forward network beside its experts."""
+"""Gemma 4 with experts, without pictures: layers with a sliding window and with full attention have heads of different
+sizes, and every layer has a dense feed-forward network beside its experts."""
 
 from __future__ import annotations
 
@@ -9,14 +9,83 @@ from typing import Any
 import numpy as np
 
 from engine.errors import ModelError, shown
+from engine.models.architectures.config_values import own_settings
+from engine.models.architectures.expert_layouts import GGUF, LAYER, fused, of_mlx
 from engine.models.architectures.gguf_metadata import Metadata, NamedTensor, projections
+from engine.models.architectures.layer_rules import named_windows
+from engine.models.architectures.record import (
+    Config,
+    DecoderRecord,
+    Family,
+    GgufRecord,
+    MlxRecord,
+    MoeRecord,
+    RouterRecord,
+)
 from engine.models.formats.gguf_file import GgufFile
 
 _UNTURNED = 1e20
 """Divisor of a rotary frequency from which on it stands for a value that is not rotated."""
 
 
-def settings(metadata: Metadata) -> dict[str, Any]:
+# --- config.json ------------------------------------------------------------------------------------------------------
+
+
+def _moe_layers(config: Config, layers: int) -> list[int]:
+    if not config.get("enable_moe_block"):
+        raise ModelError(
+            "config.json describes a Gemma 4 model without experts, which is not supported; take Gemma-4-26B-A4B."
+        )
+    return list(range(layers))
+
+
+def _kind_settings(config: Config, kind: str) -> Config:
+    """Layers with full attention have other heads."""
+    if kind != "full_attention":
+        return {}
+    heads = config.get("num_global_key_value_heads") if config.get("attention_k_eq_v") else None
+    return {
+        "head_dim": config.get("global_head_dim", 512),
+        "num_key_value_heads": heads or config.get("num_key_value_heads"),
+    }
+
+
+# --- mlx --------------------------------------------------------------------------------------------------------------
+
+
+def _unknown_kinds(config: Config) -> str | None:
+    """mlx-lm knows settings of its own for all layers with full attention, not for each of them."""
+    own, known = own_settings(config) or {}, {"head_dim", "num_key_value_heads"}
+    of_kind: dict[str, dict[str, Any]] = {"sliding_attention": {}}
+    for layer, kind in enumerate(config.get("layer_types") or ()):
+        settings = dict(own.get(layer, {}))
+        if of_kind.setdefault(kind, settings) != settings or not known.issuperset(settings):
+            return f"per_layer_config {settings!r} of layer {layer}"
+    return None
+
+
+def _unknown_rotary(config: Config) -> str | None:
+    rope = config.get("rope_parameters") or {}
+    for kind, known in (("full_attention", "proportional"), ("sliding_attention", "default")):
+        found = rope.get(kind, {}).get("rope_type", known)
+        if found != known:
+            return f"rope_type {found!r} of {kind}"
+    return None
+
+
+def _translate(config: Config) -> Config:
+    """transformers 5 writes what layers with full attention have of their own for each of them."""
+    full = "full_attention"
+    own = own_settings(config)
+    layer = config["layer_types"].index(full) if full in config["layer_types"] else 0
+    wide = {**config, **(_kind_settings(config, full) if own is None else own.get(layer, {}))}
+    return {"global_head_dim": wide["head_dim"], "num_global_key_value_heads": wide["num_key_value_heads"]}
+
+
+# --- GGUF files -------------------------------------------------------------------------------------------------------
+
+
+def _settings(metadata: Metadata) -> dict[str, Any]:
     """The part of ``config.json`` that is of this kind. Raises ModelError for a number that is missing or impossible,
     and for what models without experts have: keys shared by layers, and embeddings of every layer."""
     gguf, layers = metadata.file, metadata.number("block_count")
@@ -83,7 +152,7 @@ def _rotated_part(gguf: GgufFile, width: int) -> float:
     return turned / divisors.size
 
 
-def layer_shapes(gguf: GgufFile, config: Mapping[str, Any], here: str, there: str) -> Iterator[NamedTensor]:
+def _layer_shapes(gguf: GgufFile, config: Mapping[str, Any], here: str, there: str) -> Iterator[NamedTensor]:
     """The tensors of a layer but for its experts, its router and the norms that layers of all kinds have."""
     layer = int(here.split(".")[1])
     hidden, inner = config["hidden_size"], config["intermediate_size"]
@@ -111,3 +180,50 @@ def layer_shapes(gguf: GgufFile, config: Mapping[str, Any], here: str, there: st
     ]
     for source, name, shape in found:
         yield NamedTensor.whole(here + source, there + name, shape)
+
+
+FAMILIES = (
+    Family(
+        "gemma4_text",
+        whole="gemma4",
+        defaults={
+            "head_dim": 256,
+            "num_key_value_heads": 4,
+            "sliding_window": 512,
+            "tie_word_embeddings": True,
+        },
+        decoder=DecoderRecord(
+            sandwiched=True,
+            windows=named_windows,
+            head_norm="per-head",
+            activation_setting="hidden_activation",
+            kind_settings=_kind_settings,
+        ),
+        moe=MoeRecord(
+            (fused(LAYER + "experts."), of_mlx(LAYER + "experts.switch_glu"), *GGUF),
+            RouterRecord(("router.proj.weight",), normalise=True),
+            layers=_moe_layers,
+            count_key="num_experts",
+            ffn_key="moe_intermediate_size",
+        ),
+        gguf=GgufRecord("gemma4", "Gemma4ForCausalLM", settings=_settings, own_heads=True, mixer=_layer_shapes),
+        mlx=MlxRecord(
+            "gemma4_text",
+            block="experts",
+            experts="switch_glu",
+            route="given",
+            nested_rotary=True,
+            windowed=True,
+            honours={
+                "hidden_activation": ("gelu_pytorch_tanh",),
+                "enable_moe_block": (True,),
+                "num_kv_shared_layers": (0,),
+                "hidden_size_per_layer_input": (0,),
+                "attention_bias": (False,),
+                "use_bidirectional_attention": (None, "vision", False),
+            },
+            checks=(_unknown_kinds, _unknown_rotary),
+            translate=_translate,
+        ),
+    ),
+)

@@ -1,4 +1,4 @@
-"""GGUF files of LFM2's kind with experts (lfm2moe), most layers of which are short convolutions."""
+"""LFM2 with experts, most layers of which are short convolutions."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from engine.errors import ModelError, shown
+from engine.models.architectures.expert_layouts import GGUF, LAYER, fused, of_mlx, per_expert
 from engine.models.architectures.gguf_metadata import Metadata, NamedTensor
+from engine.models.architectures.layer_rules import after_dense
+from engine.models.architectures.record import DecoderRecord, Family, GgufRecord, MlxRecord, MoeRecord, RouterRecord
 from engine.models.formats.gguf_file import GgufFile
 
-NAMES = {
+_NAMES = {
     "model.norm.": "model.embedding_norm.",
     "input_layernorm": "operator_norm",
     "post_attention_layernorm": "ffn_norm",
@@ -24,7 +27,7 @@ NAMES = {
 """Parts of the usual names of a checkpoint, and what they are in this family."""
 
 
-def settings(metadata: Metadata) -> dict[str, Any]:
+def _settings(metadata: Metadata) -> dict[str, Any]:
     """The part of ``config.json`` that is of this kind. Raises ModelError for a number that is missing or
     impossible."""
     layers = metadata.number("block_count")
@@ -52,10 +55,74 @@ def settings(metadata: Metadata) -> dict[str, Any]:
     }
 
 
-def layer_shapes(gguf: GgufFile, config: Mapping[str, Any], here: str, there: str) -> Iterator[NamedTensor]:
+def _layer_shapes(gguf: GgufFile, config: Mapping[str, Any], here: str, there: str) -> Iterator[NamedTensor]:
     """The tensors of a layer's convolution, norms of the layer left out."""
     hidden, kernel = config["hidden_size"], config["conv_L_cache"]
     stored, prefix = here + "shortconv.", there + "conv."
     for name, shape in (("in_proj.weight", (3 * hidden, hidden)), ("out_proj.weight", (hidden, hidden))):
         yield NamedTensor.whole(stored + name, prefix + name, shape)
     yield NamedTensor(stored + "conv.weight", prefix + "conv.weight", (hidden, 1, kernel), (hidden, kernel))
+
+
+FAMILIES = (
+    Family(
+        "lfm2_moe",
+        defaults={
+            "num_key_value_heads": 8,
+            "norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+            "conv_L_cache": 3,
+            "num_dense_layers": 2,
+            "num_experts_per_tok": 4,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0,
+        },
+        decoder=DecoderRecord(
+            mixer="convolution",
+            head_norm="per-head",
+            rope_theta=1_000_000.0,
+            epsilon_setting="norm_eps",
+            names=_NAMES,
+        ),
+        moe=MoeRecord(
+            (
+                per_expert(LAYER + "feed_forward.experts", "w1", "w3", "w2"),
+                fused(LAYER + "feed_forward.experts."),
+                of_mlx(LAYER + "feed_forward.switch_mlp"),
+                *GGUF,
+            ),
+            RouterRecord(
+                ("mlp.gate.weight",),
+                scoring="sigmoid",
+                normalise="norm_topk_prob",
+                least_sum=1e-6,
+                correction="mlp.expert_bias",
+                correction_setting="use_expert_bias",
+                scaled=True,
+            ),
+            layers=after_dense("num_dense_layers"),
+            count_key="num_experts",
+            ffn_key="moe_intermediate_size",
+        ),
+        gguf=GgufRecord(
+            "lfm2moe",
+            "Lfm2MoeForCausalLM",
+            settings=_settings,
+            mixer=_layer_shapes,
+            mixed_layers="conv",
+            final_norm="token_embd_norm.weight",
+        ),
+        mlx=MlxRecord(
+            "lfm2_moe",
+            block="feed_forward",
+            route="last-of-corrected-sigmoids",
+            nested_rotary=True,
+            honours={"tie_word_embeddings": (True,)},
+            stored_names=(
+                (".feed_forward.gate_proj.", ".feed_forward.w1."),
+                (".feed_forward.down_proj.", ".feed_forward.w2."),
+                (".feed_forward.up_proj.", ".feed_forward.w3."),
+            ),
+        ),
+    ),
+)

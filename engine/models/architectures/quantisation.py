@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ModelError, shown
+from engine.models.architectures.families import FAMILIES
 from engine.models.formats.json_files import SMALL_FILE, read_object
 from engine.models.formats.number_formats import BLOCK_SIDE
 
@@ -57,10 +58,8 @@ _ENDINGS: tuple[tuple[str, str], ...] = (
 )
 """Ends of names that only quantised tensors have, and the method."""
 
-FAMILIES_OF_MLX = (
-    *("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss"),
-    *("deepseek_v3", "glm4_moe", "glm4_moe_lite", "lfm2_moe", "gemma4_text"),
-    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
+FAMILIES_OF_MLX = tuple(
+    name for name, family in FAMILIES.items() if family.mlx is not None and family.mlx.read_elsewhere
 )
 """Families that run quantised by mlx-lm without mlx: where it stores tensors otherwise than transformers does,
 :mod:`engine.models.architectures.mlx_layout` knows how."""
@@ -105,7 +104,9 @@ def groups_of(config: Mapping[str, Any], module: str) -> Groups | None:
 def refuse_quantized(config: Mapping[str, Any]) -> None:
     """Raises ModelError naming the method if the weights of ``config`` are quantised with one that does not run."""
     method = method_of(config)
-    if method is None or (method == _METHODS["mxfp4"] and config.get("model_type") == "gpt_oss"):
+    family = FAMILIES.get(str(config.get("model_type")))
+    published = family is not None and family.moe is not None and family.moe.published_mxfp4
+    if method is None or (method == _METHODS["mxfp4"] and published):
         return
     if has_fp8_blocks(config):
         return
@@ -115,9 +116,8 @@ def refuse_quantized(config: Mapping[str, Any]) -> None:
     for each in (settings, *(own for own in settings.values() if isinstance(own, Mapping))):
         if _groups(each) is None:
             raise _refused(_described(each))
-    family = config.get("model_type")
-    if family not in FAMILIES_OF_MLX:
-        raise _refused(f"{method} as mlx-lm stores the family {shown(family)}")
+    if config.get("model_type") not in FAMILIES_OF_MLX:
+        raise _refused(f"{method} as mlx-lm stores the family {shown(config.get('model_type'))}")
 
 
 def has_fp8_blocks(config: Mapping[str, Any]) -> bool:

@@ -1,0 +1,54 @@
+"""The ways in which checkpoints store routed experts: parts of the records of families."""
+
+from __future__ import annotations
+
+from engine.models.architectures.record import PARTS, ExpertTensor, Layout, Part
+
+LAYER = "model.layers.{layer}."
+MLP_EXPERTS = LAYER + "mlp.experts"
+
+
+def per_expert(prefix: str, gate: str, up: str, down: str) -> Layout:
+    """A tensor for each matrix of each expert."""
+    names: tuple[tuple[Part, str], ...] = (("gate", gate), ("up", up), ("down", down))
+    return tuple(ExpertTensor(f"{prefix}.{{expert}}.{name}.weight", (part,)) for part, name in names)
+
+
+def fused(prefix: str, gate_up: str = "gate_up_proj", down: str = "down_proj", transposed: bool = False) -> Layout:
+    """Two tensors for all experts of a layer, gate and up in one."""
+    return (
+        ExpertTensor(f"{prefix}{gate_up}", ("gate", "up"), "stacked", transposed),
+        ExpertTensor(f"{prefix}{down}", ("down",), "stacked", transposed),
+    )
+
+
+def of_mlx(prefix: str) -> Layout:
+    """Three tensors for all experts of a layer, as mlx-lm writes them."""
+    return tuple(ExpertTensor(f"{prefix}.{part}_proj.weight", (part,), "stacked") for part in PARTS[:3])
+
+
+def biases(template: str) -> Layout:
+    """Biases of all experts of a layer in a tensor for each matrix, which stands for ``{}`` in ``template``."""
+    return tuple(
+        ExpertTensor(template.replace("{}", part.removesuffix("_bias")), (part,), "stacked") for part in PARTS[3:]
+    )
+
+
+GGUF_MATRICES = tuple(ExpertTensor(f"{LAYER}ffn_{part}_exps.weight", (part,), "stacked") for part in PARTS[:3])
+GGUF = (
+    GGUF_MATRICES,
+    fused(LAYER, "ffn_gate_up_exps.weight", "ffn_down_exps.weight"),
+)
+"""Layouts of GGUF files (:mod:`engine.models.architectures.gguf_tensors`); old ones have the experts by name."""
+FUSED_MLP = fused(MLP_EXPERTS + ".")
+"""Layout as transformers holds most families in memory, and as some tools write them."""
+BY_NAME = per_expert(MLP_EXPERTS, "gate_proj", "up_proj", "down_proj")
+QWEN = (BY_NAME, FUSED_MLP, of_mlx(LAYER + "mlp.switch_mlp"), *GGUF)
+MIXTRAL = (
+    per_expert(LAYER + "block_sparse_moe.experts", "w1", "w3", "w2"),
+    per_expert(MLP_EXPERTS, "w1", "w3", "w2"),
+    FUSED_MLP,
+    BY_NAME,
+    of_mlx(LAYER + "block_sparse_moe.switch_mlp"),
+    *GGUF,
+)

@@ -1,0 +1,117 @@
+"""Rules by which settings give each layer its kind: which have experts, and which see a window only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from engine.errors import ModelError, damaged, shown
+from engine.models.architectures.config_values import whole_number
+from engine.models.architectures.record import Config
+
+# --- which layers have experts ----------------------------------------------------------------------------------------
+
+
+def every_sparse_step(config: Config, layers: int) -> list[int]:
+    """Every ``decoder_sparse_step``-th layer but those of ``mlp_only_layers``."""
+    step = whole_number(config, "decoder_sparse_step")
+    dense = frozenset(layer_list(config, "mlp_only_layers") or ())
+    return [layer for layer in range(layers) if layer not in dense and (layer + 1) % step == 0]
+
+
+def after_dense(setting: str) -> Callable[[Config, int], list[int]]:
+    """The layers after the first ones, whose number ``setting`` is."""
+
+    def rule(config: Config, layers: int) -> list[int]:
+        return list(range(whole_number(config, setting, minimum=0), layers))
+
+    return rule
+
+
+def layer_list(config: Config, key: str) -> list[int] | None:
+    """The list of layers at ``key``, or None. Raises ModelError if it is something else."""
+    value = config.get(key)
+    if value is None:
+        return None
+    if not isinstance(value, list) or not all(type(layer) is int for layer in value):
+        raise damaged(f"config.json gives {shown(value)} for {key}, which must be a list of layers")
+    return value
+
+
+# --- which layers have full attention ---------------------------------------------------------------------------------
+
+
+def full_at_intervals(config: Config, layer: int) -> str:
+    """Every ``full_attention_interval``-th layer has full attention, the others are linear (qwen3_5)."""
+    interval = whole_number(config, "full_attention_interval")
+    return "linear_attention" if (layer + 1) % interval else "full_attention"
+
+
+# --- windows ----------------------------------------------------------------------------------------------------------
+
+
+def one_window(config: Config, layers: int) -> list[int]:
+    """Every layer has the window of the configuration (mistral, mixtral)."""
+    return [_window(config.get("sliding_window"))] * layers
+
+
+def switched_window(config: Config, layers: int) -> list[int]:
+    """Every layer, if ``use_sliding_window`` (qwen3_moe)."""
+    return [_window(config.get("sliding_window")) if config.get("use_sliding_window") else 0] * layers
+
+
+def late_windows(config: Config, layers: int) -> list[int]:
+    """Layers from ``max_window_layers`` on, if ``use_sliding_window``, or as ``layer_types`` says (qwen2, qwen3)."""
+    used = bool(config.get("use_sliding_window")) and config.get("sliding_window") is not None
+    first = config["max_window_layers"]
+    return by_type(config, [used and layer >= first for layer in range(layers)], used)
+
+
+def early_even_windows(config: Config, layers: int) -> list[int]:
+    """Even layers before ``max_window_layers``, if ``use_sliding_window`` (qwen2_moe)."""
+    used, last = bool(config.get("use_sliding_window")), config["max_window_layers"]
+    return by_type(config, [used and layer % 2 == 0 and layer < last for layer in range(layers)], used)
+
+
+def even_windows(config: Config, layers: int) -> list[int]:
+    """Even layers, or as ``layer_types`` says (gpt_oss)."""
+    used = config.get("sliding_window") is not None
+    return by_type(config, [layer % 2 == 0 for layer in range(layers)], used)
+
+
+def named_windows(config: Config, layers: int) -> list[int]:
+    """As ``layer_types`` says (gemma4)."""
+    return by_type(config, [False] * layers, True)
+
+
+def by_type(config: Config, default: list[bool], used: bool) -> list[int]:
+    """The window of the layers that ``layer_types``, or else ``default``, says slide. ``used``: there may be any."""
+    kinds = config.get("layer_types")
+    if kinds is not None:
+        check_kinds(kinds, len(default), ("full_attention", "sliding_attention"))
+        default = [kind == "sliding_attention" for kind in kinds]
+    if any(default) and not used:
+        raise damaged("config.json asks for sliding windows and gives no size for them")
+    return [_window(config.get("sliding_window")) if slides else 0 for slides in default]
+
+
+def check_kinds(kinds: Any, layers: int, known: tuple[str, ...]) -> list[str]:
+    """``kinds``, as ``layer_types`` gives them. Raises ModelError if that is no list of so many ``known`` kinds of
+    layers."""
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise damaged(
+            f"config.json gives {shown(kinds)} for layer_types, which must name one kind for each of the {layers} "
+            "layers"
+        )
+    unknown = next((kind for kind in kinds if kind not in known), None)
+    if unknown is not None:
+        raise damaged(f"config.json names the unknown kind of layer {shown(unknown)}")
+    return kinds
+
+
+def _window(value: Any) -> int:
+    if value is None or value == 0:
+        return 0
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ModelError(f"config.json gives {shown(value)} for sliding_window, which must be a number of tokens.")
+    return value

@@ -1,0 +1,293 @@
+"""What is known of a family of models: the record that runtimes, readers of files, plans and refusals are made from.
+
+A family is one :class:`Family` in a file of :mod:`engine.models.architectures.records`, composed of the parts below.
+Names of tensors are those of transformers' checkpoints; names of settings are those of ``config.json``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from engine.models.architectures.gguf_metadata import Metadata, NamedTensor
+from engine.models.formats.gguf_file import GgufFile
+from engine.models.formats.model_files import Change
+
+Config = Mapping[str, Any]
+
+# --- routed experts ---------------------------------------------------------------------------------------------------
+
+Part = Literal["gate", "up", "down", "gate_bias", "up_bias", "down_bias"]
+PARTS: tuple[Part, ...] = get_args(Part)
+"""All parts, in the order in which an expert's bytes are listed."""
+Stacking = Literal["separate", "stacked", "rows"]
+"""``separate``: one tensor per expert. ``stacked``: [experts, ...]. ``rows``: [experts * rows, columns]."""
+
+ActivationKind = Literal["gated", "clamped"]
+"""``gated``: act(gate) * up with the configuration's act. ``clamped``: gpt-oss's, with limits, (up + 1) * glu(gate)."""
+Scoring = Literal["softmax", "sigmoid"]
+"""What a router makes of the experts' logits."""
+SharedExpert = Literal["none", "gated", "plain"]
+"""An expert that runs for all tokens: none; scaled by a gate of its own (qwen2_moe); as it is (deepseek_v3)."""
+
+
+@dataclass(frozen=True)
+class ExpertTensor:
+    """The layout of one kind of checkpoint tensor with routed experts.
+
+    ``template`` is its name with ``{layer}`` and, if there is one tensor per expert, ``{expert}``. ``parts`` are its
+    contents, one below the other, or alternating by row if ``interleaved``. ``transposed``: stored [in, out].
+    """
+
+    template: str
+    parts: tuple[Part, ...]
+    stacking: Stacking = "separate"
+    transposed: bool = False
+    interleaved: bool = False
+
+    @property
+    def strided(self) -> bool:
+        """Whether an expert's matrices are not contiguous rows in the file."""
+        return self.transposed or self.interleaved
+
+
+Layout = tuple[ExpertTensor, ...]
+
+
+@dataclass(frozen=True)
+class RouterRecord:
+    """How a layer chooses and weighs a token's experts."""
+
+    names: tuple[str, ...]
+    """Names that a checkpoint may use for its matrix within a layer, the usual one first."""
+    bias: bool = False
+    """Whether it has a bias, and so the matrices of the experts."""
+    scoring: Scoring = "softmax"
+    normalise: bool | str = False
+    """Whether the chosen experts' weights are divided by their sum: never, always, or as this setting says."""
+    least_sum: float = 0.0
+    """What is added to that sum, as transformers does with scores that may all be 0."""
+    correction: str = ""
+    """Name of what is added to the experts' scores where they are compared, not where they are weighed."""
+    correction_setting: str = ""
+    """Setting that must not be false for it; empty: none."""
+    groups: bool = False
+    """Whether experts are in groups, of which only the best are used."""
+    scaled: bool = False
+    """Whether the weights of chosen experts are multiplied by ``routed_scaling_factor``."""
+
+
+@dataclass(frozen=True)
+class MoeRecord:
+    """The routed experts of a family's layers."""
+
+    layouts: tuple[Layout, ...]
+    """Ways in which checkpoints store them."""
+    router: RouterRecord | None = None
+    """None: only libraries route."""
+    shared: SharedExpert = "none"
+    activation: ActivationKind = "gated"
+    layers: Callable[[Config, int], list[int]] = lambda config, layers: list(range(layers))
+    """Layers with experts, from the configuration and the number of layers."""
+    count_key: str = "num_local_experts"
+    """Setting of the number of experts."""
+    ffn_key: str = "intermediate_size"
+    """Setting of the inner size of an expert."""
+    published_mxfp4: bool = False
+    """Whether its authors publish the experts in MXFP4."""
+
+
+# --- the decoder ------------------------------------------------------------------------------------------------------
+
+HeadNorm = Literal["none", "per-head", "whole"]
+"""Norms of queries and keys: none; each head by itself (qwen3); the whole projection (olmoe)."""
+Mixer = Literal["none", "delta-net", "convolution", "lightning"]
+"""What most layers have in place of attention: nothing else; a gated delta-net (qwen3_5); a short convolution
+(lfm2_moe); attention that keeps one matrix of state (minimax)."""
+
+
+def no_windows(config: Config, layers: int) -> list[int]:
+    """No layer has a sliding window."""
+    return [0] * layers
+
+
+@dataclass(frozen=True)
+class DecoderRecord:
+    """What distinguishes a family's layers from the common ones: RMS norm, rotary grouped-query attention, residual,
+    RMS norm, gated feed-forward or routed experts, residual."""
+
+    mixer: Mixer = "none"
+    layer_kind: Callable[[Config, int], str] = lambda config, layer: "full_attention"
+    """Kind of a layer where ``layer_types`` does not say it."""
+    latents: bool = False
+    """Whether attention is over latents (deepseek_v2)."""
+    interleaving_setting: str = ""
+    """Setting that is false if the rotated numbers of queries over latents are not in pairs; empty: they always are."""
+    sandwiched: bool = False
+    """Whether layers are those of Gemma 4: with norms after each part, a feed-forward network beside the experts, and
+    heads of two kinds."""
+    windows: Callable[[Config, int], list[int]] = no_windows
+    """Tokens that each layer sees; 0: all."""
+    head_norm: HeadNorm = "none"
+    head_norm_setting: str = ""
+    """Setting that has to be true for ``head_norm``; empty: always."""
+    qkv_bias: bool | str = False
+    """A bias of queries, keys and values: never, always, or as this setting says."""
+    output_bias: bool | str = False
+    mlp_bias: bool | str = False
+    sinks: bool = False
+    """Whether every head has a logit besides those of the keys, which takes a share of the attention (gpt_oss)."""
+    clip: bool = False
+    """Whether ``clip_qkv`` limits queries, keys and values (olmoe)."""
+    multipliers: bool = False
+    """Whether four settings scale embedding, attention, residual and logits (granitemoe)."""
+    rotated: float | None = None
+    """Share of each head that is rotated if ``config.json`` does not say it; None: all of it, and no other share is
+    known."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary embeddings if ``config.json`` gives none."""
+    rope: Config = field(default_factory=dict)
+    """Rotary settings if ``config.json`` has none."""
+    rope_theta_key: str = ""
+    """Setting of the base where the family's authors have another than transformers; dots lead into sections."""
+    epsilon_setting: str = "rms_norm_eps"
+    activation_setting: str = "hidden_act"
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Parts of the usual names of tensors, and what stands there in this family's."""
+    kind_settings: Callable[[Config, str], Config] = lambda config, kind: {}
+    """Settings that differ in layers of a kind."""
+
+
+def switched(word: bool | str, config: Config) -> bool:
+    """``word``, or, if it names a setting, that of ``config``, false if it is missing."""
+    return word if isinstance(word, bool) else bool(config.get(word))
+
+
+# --- GGUF files -------------------------------------------------------------------------------------------------------
+
+Settings = Callable[[Metadata], dict[str, Any]]
+MixerTensors = Callable[[GgufFile, Config, str, str], Iterator[NamedTensor]]
+"""The tensors of what a layer has in place of attention, given the prefixes of its names in the file and in the
+checkpoint."""
+
+
+@dataclass(frozen=True)
+class GgufRecord:
+    """How llama.cpp stores a family."""
+
+    name: str
+    """``general.architecture``."""
+    class_name: str
+    """transformers' class of the model."""
+    when: Callable[[Metadata], bool] | None = None
+    """Whether a file of this ``name`` is of this family; None: any that no other family claims."""
+    settings: Settings = lambda metadata: {}
+    """Settings of ``config.json`` beyond those that all have."""
+    paired_rotary: bool = False
+    """Whether the two values that a rotation turns together lie side by side in queries and keys, instead of half a
+    head apart, which is transformers' order."""
+    own_heads: bool = False
+    """Whether ``settings`` says which of a head's values are rotated; otherwise all of them must be."""
+    yarn: Settings = lambda metadata: {}
+    """Settings of yarn that not all have."""
+    mixer: MixerTensors | None = None
+    mixed_layers: str = ""
+    """The layer type (``layer_types`` of the configuration) whose attention ``mixer`` stands for; empty: of all."""
+    final_norm: str = "output_norm.weight"
+    """Name of the norm after the last layer."""
+    changes: Callable[[Config], dict[str, Change]] = lambda config: {}
+    """What undoes llama.cpp's storage, by the checkpoint's name of the tensor."""
+
+
+# --- mlx --------------------------------------------------------------------------------------------------------------
+
+SCALED_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
+"""Rotary position types of most definitions that scale positions at all."""
+MlxCheck = Callable[[Config], str | None]
+"""Function that returns what is wrong with a configuration, or None."""
+
+
+@dataclass(frozen=True)
+class MlxRecord:
+    """How mlx-lm runs a family, and what it ignores of a configuration."""
+
+    module: str
+    """Module of mlx_lm.models that defines it."""
+    classes: tuple[str, str] = ("Model", "ModelArgs")
+    """The model and its arguments in that module."""
+    backbone: str = "model"
+    """Attribute of the decoder without the head."""
+    block: str = "mlp"
+    """Attribute of a layer's MoE block."""
+    experts: str = "switch_mlp"
+    """Attribute of the routed experts in the block."""
+    route: str = ""
+    """Name of the block's routing, a key of :data:`engine.runtimes.mlx.routing.ROUTES`; empty for a dense family."""
+    rope_types: frozenset[str] = frozenset({"default"})
+    """Rotary position types that the definition honours."""
+    partial_rotary: bool = False
+    """Whether it honours ``partial_rotary_factor``."""
+    nested_rotary: bool = False
+    """Whether it reads ``rope_parameters`` as transformers 5 writes them."""
+    windowed: bool = False
+    """Whether it honours sliding windows; otherwise the context is limited to the window."""
+    honours: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: {"hidden_act": ("silu",)})
+    """The values of settings that it honours and does not read, a missing setting's first."""
+    checks: tuple[MlxCheck, ...] = ()
+    """What finds other settings that it ignores."""
+    translate: Callable[[Config], Config] = lambda config: {}
+    """Settings as its arguments name them, from a complete configuration."""
+    read_elsewhere: bool = True
+    """Whether the other runtimes read what mlx-lm quantised."""
+    stored_names: tuple[tuple[str, str], ...] = ()
+    """Parts of names in checkpoints that mlx-lm wrote, and what stands there in the family's own."""
+
+
+# --- the family -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture, by its name in transformers."""
+
+    model_type: str
+    whole: str = ""
+    """``model_type`` of the model that also sees pictures, of which this is the language model."""
+    defaults: Config = field(default_factory=dict)
+    """Settings that ``config.json`` may leave out."""
+    config_section: str = ""
+    """Section of ``config.json`` that describes the language model; empty for the top level."""
+    layers_prefix: str = "model.layers."
+    decoder: DecoderRecord = DecoderRecord()
+    moe: MoeRecord | None = None
+    """None for a dense family."""
+    extra_layers: bool = False
+    """Whether checkpoints may have further layers for multi-token prediction, which are not used."""
+    unused: tuple[str, ...] = ()
+    """Beginnings of the names of other tensors that checkpoints may have and that are not used."""
+    native: bool = True
+    """Whether the native trunk runs it."""
+    gguf: GgufRecord | None = None
+    """None: no GGUF file of it runs."""
+    mlx: MlxRecord | None = None
+    """None: mlx does not run it."""
+    tokenizer_class: str = ""
+    """transformers' registered class of tokenizer; empty without one."""
+    tokenizer_overridden: tuple[str, ...] = ()
+    """Which of ``model_type`` and ``whole`` publish folders that name a class that transformers overrides."""
+    keeps_llama_tokenizer: bool = False
+    """Whether a folder's ``LlamaTokenizer`` is that, also with a vocabulary of bytes."""
+
+    @property
+    def is_dense(self) -> bool:
+        return self.moe is None
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """Ways in which checkpoints store the routed experts; none for a dense family."""
+        return () if self.moe is None else self.moe.layouts
+
+    @property
+    def activation(self) -> ActivationKind:
+        return "gated" if self.moe is None else self.moe.activation

@@ -1,0 +1,104 @@
+"""DeepSeek V2 and V3."""
+
+from engine.errors import ModelError
+from engine.models.architectures import gguf_latent
+from engine.models.architectures.expert_layouts import QWEN
+from engine.models.architectures.gguf_metadata import Metadata
+from engine.models.architectures.layer_rules import after_dense
+from engine.models.architectures.mlx_names import LATENTS
+from engine.models.architectures.record import (
+    SCALED_ROPE,
+    DecoderRecord,
+    Family,
+    GgufRecord,
+    MlxRecord,
+    MoeRecord,
+    RouterRecord,
+)
+from engine.models.architectures.routers import GROUPED
+
+_LATENTS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+
+
+def _softmax_settings(metadata: Metadata) -> dict[str, object]:
+    """Raises ModelError if the weights of experts would have to be normalised, which transformers does not do in this
+    family."""
+    found = gguf_latent.settings(metadata)
+    if found["norm_topk_prob"]:
+        raise ModelError(
+            "The GGUF normalises the weights of experts that a softmax gave, which no model of deepseek_v2 does; use "
+            "another file of this model."
+        )
+    return found | {"topk_method": "group_limited_greedy" if found["n_group"] > 1 else "greedy"}
+
+
+V2 = Family(
+    "deepseek_v2",
+    defaults=_LATENTS
+    | {"n_group": 1, "topk_group": 1, "n_shared_experts": 2, "routed_scaling_factor": 1.0, "topk_method": "greedy"},
+    decoder=DecoderRecord(latents=True),
+    moe=MoeRecord(
+        QWEN,
+        RouterRecord(("mlp.gate.weight",), groups=True, scaled=True),
+        shared="plain",
+        layers=after_dense("first_k_dense_replace"),
+        count_key="n_routed_experts",
+        ffn_key="moe_intermediate_size",
+    ),
+    gguf=GgufRecord(
+        "deepseek2",
+        "DeepseekV2ForCausalLM",
+        when=lambda metadata: not gguf_latent.scores_by_sigmoid(metadata),
+        settings=_softmax_settings,
+        own_heads=True,
+        yarn=gguf_latent.yarn,
+        mixer=gguf_latent.attention_shapes,
+    ),
+)
+V3 = Family(
+    "deepseek_v3",
+    defaults=_LATENTS
+    | {
+        "rope_interleave": True,
+        "num_experts_per_tok": 8,
+        "n_group": 8,
+        "topk_group": 4,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+    },
+    decoder=DecoderRecord(latents=True, interleaving_setting="rope_interleave"),
+    moe=MoeRecord(
+        QWEN,
+        GROUPED,
+        shared="plain",
+        layers=after_dense("first_k_dense_replace"),
+        count_key="n_routed_experts",
+        ffn_key="moe_intermediate_size",
+    ),
+    extra_layers=True,
+    gguf=GgufRecord(
+        "deepseek2",
+        "DeepseekV3ForCausalLM",
+        when=lambda metadata: gguf_latent.scores_by_sigmoid(metadata) and not gguf_latent.splits_as_glm(metadata),
+        settings=gguf_latent.settings,
+        own_heads=True,
+        yarn=gguf_latent.yarn,
+        mixer=gguf_latent.attention_shapes,
+    ),
+    mlx=MlxRecord(
+        "deepseek_v3",
+        route="own-gate",
+        rope_types=SCALED_ROPE,
+        honours={
+            "hidden_act": ("silu",),
+            "rope_interleave": (True,),
+            "tie_word_embeddings": (False,),
+            "topk_method": ("noaux_tc",),
+            "scoring_func": ("sigmoid",),
+            "moe_layer_freq": (1,),
+        },
+        stored_names=LATENTS,
+    ),
+)
+FAMILIES = (V2, V3)

@@ -1,0 +1,55 @@
+"""Granite 3 MoE."""
+
+from engine.models.architectures.expert_layouts import GGUF, LAYER, fused, of_mlx
+from engine.models.architectures.gguf_expert_settings import experts
+from engine.models.architectures.gguf_metadata import Metadata
+from engine.models.architectures.gguf_paired_rotary import paired_changes
+from engine.models.architectures.record import (
+    SCALED_ROPE,
+    DecoderRecord,
+    Family,
+    GgufRecord,
+    MlxRecord,
+    MoeRecord,
+    RouterRecord,
+)
+
+
+def _settings(metadata: Metadata) -> dict[str, object]:
+    return {
+        **experts("num_local_experts")(metadata),
+        "attention_multiplier": metadata.short_real("attention.scale", 1.0),
+        "embedding_multiplier": metadata.short_real("embedding_scale", 1.0),
+        "residual_multiplier": metadata.short_real("residual_scale", 1.0),
+        "logits_scaling": metadata.short_real("logit_scale", 1.0),
+    }
+
+
+FAMILIES = (
+    Family(
+        "granitemoe",
+        defaults={
+            "num_experts_per_tok": 2,
+            "embedding_multiplier": 1.0,
+            "attention_multiplier": 1.0,
+            "residual_multiplier": 1.0,
+            "logits_scaling": 1.0,
+        },
+        decoder=DecoderRecord(qkv_bias="attention_bias", output_bias="attention_bias", multipliers=True),
+        moe=MoeRecord(
+            (
+                fused(LAYER + "block_sparse_moe.", "input_linear.weight", "output_linear.weight"),
+                fused(LAYER + "block_sparse_moe.experts."),
+                of_mlx(LAYER + "block_sparse_moe.switch_mlp"),
+                *GGUF,
+            ),
+            # A softmax over the chosen logits alone is the whole softmax, divided by the sum of the chosen.
+            RouterRecord(("block_sparse_moe.router.layer.weight", "block_sparse_moe.router.weight"), normalise=True),
+        ),
+        gguf=GgufRecord(
+            "granitemoe", "GraniteMoeForCausalLM", settings=_settings, paired_rotary=True, changes=paired_changes
+        ),
+        mlx=MlxRecord("granitemoe", block="block_sparse_moe", route="own-router", rope_types=SCALED_ROPE),
+        tokenizer_class="TokenizersBackend",
+    ),
+)

@@ -1,0 +1,60 @@
+"""Qwen 3, without and with experts."""
+
+from engine.models.architectures.expert_layouts import QWEN
+from engine.models.architectures.gguf_expert_settings import qwen_experts
+from engine.models.architectures.layer_rules import every_sparse_step, late_windows, switched_window
+from engine.models.architectures.record import (
+    SCALED_ROPE,
+    DecoderRecord,
+    Family,
+    GgufRecord,
+    MlxRecord,
+    MoeRecord,
+    RouterRecord,
+)
+
+QWEN3 = Family(
+    "qwen3",
+    defaults={
+        "head_dim": 128,
+        "num_key_value_heads": 32,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    },
+    decoder=DecoderRecord(
+        windows=late_windows, head_norm="per-head", qkv_bias="attention_bias", output_bias="attention_bias"
+    ),
+    gguf=GgufRecord("qwen3", "Qwen3ForCausalLM"),
+    mlx=MlxRecord("qwen3", rope_types=SCALED_ROPE, honours={"hidden_act": ("silu",), "attention_bias": (False,)}),
+    tokenizer_class="Qwen2Tokenizer",
+)
+QWEN3_MOE = Family(
+    "qwen3_moe",
+    defaults={
+        "num_key_value_heads": 4,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+    },
+    decoder=DecoderRecord(
+        windows=switched_window, head_norm="per-head", qkv_bias="attention_bias", output_bias="attention_bias"
+    ),
+    moe=MoeRecord(
+        QWEN,
+        RouterRecord(("mlp.gate.weight",), normalise="norm_topk_prob"),
+        layers=every_sparse_step,
+        count_key="num_experts",
+        ffn_key="moe_intermediate_size",
+    ),
+    gguf=GgufRecord("qwen3moe", "Qwen3MoeForCausalLM", settings=qwen_experts),
+    mlx=MlxRecord(
+        "qwen3_moe",
+        route="last-of-softmax",
+        honours={"hidden_act": ("silu",), "attention_bias": (False,)},
+    ),
+    tokenizer_class="Qwen2Tokenizer",
+)
+FAMILIES = (QWEN3, QWEN3_MOE)

@@ -1,0 +1,101 @@
+"""The records of families: what they say is what transformers, llama.cpp and mlx-lm say."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from gguf import MODEL_ARCH_NAMES
+
+from engine.models.architectures import records
+from engine.models.architectures.families import FAMILIES, completed, layer_kinds
+from engine.models.architectures.record import Family
+
+
+def families(of: Callable[[Family], Any] = lambda family: True) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(
+        "family", [pytest.param(each, id=name) for name, each in FAMILIES.items() if of(each)]
+    )
+
+
+NEVER_USED = {("deepseek_v2", "n_group"), ("deepseek_v2", "topk_group")}
+"""Defaults that transformers leaves empty, as its own default for ``topk_method`` does not need them."""
+
+
+def library_default(family: Family, key: str) -> Any:
+    """What transformers takes for ``key`` if ``config.json`` leaves it out."""
+    from transformers import CONFIG_MAPPING
+
+    # Without it, windows of other families are None, whatever their size.
+    config = CONFIG_MAPPING[family.model_type](use_sliding_window=True).get_text_config(decoder=True)
+    return config.to_dict()[key]
+
+
+@families()
+def test_defaults_are_those_of_transformers(family: Family) -> None:
+    settings = {key: value for key, value in family.defaults.items() if (family.model_type, key) not in NEVER_USED}
+    not_stored = {"full_attention_interval", "use_sliding_window"}  # used up by transformers' constructor, or given
+    found = {key: library_default(family, key) for key in settings.keys() - not_stored}
+    assert found == {key: value for key, value in settings.items() if key not in not_stored}
+
+
+@families(lambda family: family.native)
+def test_rotary_bases_and_epsilons_are_those_of_transformers(family: Family) -> None:
+    rope = library_default(family, "rope_parameters")
+    if not family.decoder.sandwiched:
+        assert rope["rope_theta"] == family.decoder.rope_theta
+        assert rope.get("partial_rotary_factor") == family.decoder.rotated
+        assert {key: rope.get(key) for key in family.decoder.rope} == family.decoder.rope
+    epsilon = family.decoder.epsilon_setting
+    assert library_default(family, epsilon) == family.defaults.get(epsilon, 1e-6)
+
+
+@families(lambda family: family.decoder.mixer in ("delta-net", "lightning"))
+def test_kinds_of_layers_are_those_of_transformers(family: Family) -> None:
+    kinds = library_default(family, "layer_types")
+    assert layer_kinds({"model_type": family.model_type, "num_hidden_layers": len(kinds)}) == kinds
+
+
+@families(lambda family: family.gguf)
+def test_names_of_models_are_those_of_transformers_and_gguf(family: Family) -> None:
+    import transformers
+
+    assert family.gguf is not None
+    assert hasattr(transformers, family.gguf.class_name)
+    assert family.gguf.name in MODEL_ARCH_NAMES.values()
+
+
+@families(lambda family: family.mlx)
+def test_mlx_lm_has_the_module_and_a_routing_of_that_name(family: Family) -> None:
+    pytest.importorskip("mlx_lm")
+    from engine.runtimes.mlx.routing import ROUTES
+
+    assert family.mlx is not None
+    module = importlib.import_module(f"mlx_lm.models.{family.mlx.module}")
+    assert all(hasattr(module, name) for name in family.mlx.classes)
+    assert (family.mlx.route in ROUTES) == (family.moe is not None)
+
+
+def test_every_file_of_records_is_found_and_no_family_is_there_twice() -> None:
+    names = [
+        family.model_type
+        for module in pkgutil.iter_modules(records.__path__)
+        for family in importlib.import_module(f"{records.__name__}.{module.name}").FAMILIES
+    ]
+    assert sorted(names) == sorted(FAMILIES)
+    assert len(set(names)) == len(names)
+
+
+def test_a_configuration_is_completed_and_keeps_what_it_says() -> None:
+    config = {"model_type": "mistral", "num_key_value_heads": 2, "sliding_window": None}
+    assert completed(config) == config
+    assert completed({"model_type": "mistral"}) == {
+        "model_type": "mistral",
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+    }
+    assert completed({"model_type": "qwen2", "max_window_layers": None})["max_window_layers"] == 28
+    assert completed({"model_type": "mamba"}) == {"model_type": "mamba"}
