@@ -27,7 +27,6 @@ NOT_YET = (
     "app/tui/screens",
     "engine/cluster/weights",
     "engine/models/architectures",
-    "engine/runtimes/native/traits.py",
 )
 """Places that still have riddles and vague names. None may be added."""
 

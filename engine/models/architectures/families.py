@@ -178,9 +178,11 @@ def expert_shape(config: Mapping[str, Any], family: Family) -> ExpertLayers | No
             f"config.json asks for {count} experts in each of {len(moe_layers)} layers, over {_MOST_PAIRS} in all"
         )
     per_token = stated_experts_per_token(section)
-    if per_token is not None and per_token > count:
+    if per_token is None:
+        raise damaged(f"config.json does not say {family.moe.per_token_key}")
+    if per_token > count:
         raise damaged(f"config.json sends every token to {per_token} experts, but there are {count}")
-    _check_groups(section, count, per_token or 1)
+    _check_groups(section, count, per_token)
     return ExpertLayers(
         hidden=whole_number(section, "hidden_size", "d_model"),
         ffn=whole_number(section, family.moe.ffn_key),

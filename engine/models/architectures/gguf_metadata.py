@@ -78,10 +78,10 @@ class Metadata:
         return int(value)
 
     def real(self, key: str, default: float) -> float:
-        """Raises ModelError if it is not a positive number."""
+        """Raises ModelError if it is not a positive number, nor 0 where that is the default."""
         value = self.get(key, default)
         wanted = positive(value)
-        if wanted is not None:
+        if wanted is not None and not value == default == 0:
             raise self._impossible(key, value, wanted)
         return float(value)
 
@@ -91,6 +91,6 @@ class Metadata:
         )
 
     def short_real(self, key: str, default: float) -> float:
-        """As :meth:`real`: the number of fewest digits that is the same in float32, as files store it, so 1e-6 and not
+        """The number of :meth:`real` with the fewest digits that is the same in float32, as files store it: 1e-6, not
         9.99999997e-07."""
         return float(str(np.float32(self.real(key, default))))

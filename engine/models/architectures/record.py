@@ -92,6 +92,8 @@ class MoeRecord:
     """Layers with experts, from the configuration and the number of layers."""
     count_key: str = "num_local_experts"
     """Setting of the number of experts."""
+    per_token_key: str = "num_experts_per_tok"
+    """Setting of how many experts a token goes to."""
     ffn_key: str = "intermediate_size"
     """Setting of the inner size of an expert."""
     published_mxfp4: bool = False

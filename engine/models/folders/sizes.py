@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from engine.models.architectures.config_values import whole_number
 from engine.models.architectures.families import (
+    FAMILIES,
     check_supported,
     completed,
     expert_shape,
@@ -337,16 +338,16 @@ def state_bytes(config: Mapping[str, Any], columns: int = 1) -> int:
     convolutions do, the last inputs of their convolution. 0 for a model with neither. ``columns``: the columns of a
     head's state take memory for a multiple of so many, as in the native runtime, which keeps no input of the latest
     token."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    mixer = "none" if family is None else family.decoder.mixer
     config = completed(config)
-    convolving = layer_kinds(config).count("conv")
-    if convolving:
+    if mixer == "convolution":
         taps = whole_number(config, "conv_L_cache") - (columns > 1)
-        return 4 * convolving * taps * whole_number(config, "hidden_size")
-    names = ("num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim", "conv_kernel_dim")
-    sizes = [config.get(f"linear_{name}") for name in names]
-    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        return 4 * layer_kinds(config).count("conv") * taps * whole_number(config, "hidden_size")
+    if mixer != "delta-net":
         return 0
-    key_heads, key_width, value_heads, value_width, taps = (int(size or 0) for size in sizes)
+    names = ("num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim", "conv_kernel_dim")
+    key_heads, key_width, value_heads, value_width, taps = (whole_number(config, f"linear_{name}") for name in names)
     values = value_heads * value_width
     layers = layer_kinds(config).count("linear_attention")
     padded = value_heads * -(-value_width // columns) * columns

@@ -293,7 +293,12 @@ def _keep_precision(model: Any, trunk: dict[str, Array], files: ModelFiles) -> d
 
 
 def _assign(model: Any, trunk: dict[str, Array], folder: Path) -> None:
-    weights = model.sanitize(trunk)
+    try:
+        weights = model.sanitize(trunk)
+    except ValueError as error:
+        raise ModelError(
+            f"the weights in {folder} do not fit the configuration: {_first_line(error)}: fetch the model again"
+        ) from error
     expected = {name: array.shape for name, array in tree_flatten(model.parameters())}
     if "lm_head.weight" not in expected and any(name.endswith("embed_tokens.weight") for name in weights):
         weights.pop("lm_head.weight", None)  # a tied head that was stored all the same

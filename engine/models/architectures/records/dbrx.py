@@ -34,7 +34,12 @@ FAMILIES = (
         "dbrx",
         layers_prefix="transformer.blocks.",
         decoder=DecoderRecord(rope_theta_key="attn_config.rope_theta"),
-        moe=MoeRecord((_LAYOUT,), count_key="ffn_config.moe_num_experts", ffn_key="ffn_config.ffn_hidden_size"),
+        moe=MoeRecord(
+            (_LAYOUT,),
+            count_key="ffn_config.moe_num_experts",
+            per_token_key="ffn_config.moe_top_k",
+            ffn_key="ffn_config.ffn_hidden_size",
+        ),
         native=False,
         mlx=MlxRecord(
             "dbrx",

@@ -204,6 +204,7 @@ FAMILIES = (
             RouterRecord(("router.proj.weight",), normalise=True),
             layers=_moe_layers,
             count_key="num_experts",
+            per_token_key="top_k_experts",
             ffn_key="moe_intermediate_size",
         ),
         gguf=GgufRecord("gemma4", "Gemma4ForCausalLM", settings=_settings, own_heads=True, mixer=_layer_shapes),

@@ -151,7 +151,7 @@ def test_layers_with_experts_follow_the_configuration():
         }
     }  # fmt: skip
     assert expert_shape(llama4, FAMILIES["llama4"]) == ExpertLayers(8, 4, 2, (1, 3))
-    dbrx = {"n_layers": 2, "d_model": 8, "ffn_config": {"ffn_hidden_size": 4, "moe_num_experts": 2}}
+    dbrx = {"n_layers": 2, "d_model": 8, "ffn_config": {"ffn_hidden_size": 4, "moe_num_experts": 2, "moe_top_k": 1}}
     assert expert_shape(dbrx, FAMILIES["dbrx"]) == ExpertLayers(8, 4, 2, (0, 1))
     assert expert_shape({"num_hidden_layers": 2}, FAMILIES["llama"]) is None
 

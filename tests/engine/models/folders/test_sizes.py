@@ -70,6 +70,7 @@ def test_latent_and_linear_attention_keep_less() -> None:
 
 def test_delta_nets_keep_states() -> None:
     config: dict[str, object] = {
+        "model_type": "qwen3_next",
         "layer_types": ["linear_attention"] * 3 + ["full_attention"],
         "linear_num_key_heads": 16,
         "linear_key_head_dim": 128,
@@ -78,7 +79,8 @@ def test_delta_nets_keep_states() -> None:
         "linear_conv_kernel_dim": 4,
     }
     assert state_bytes(config) == 3 * 4 * (32 * 128 * 128 + 3 * 8192)
-    assert state_bytes({**config, "linear_num_key_heads": None}) == 0
+    assert state_bytes({**config, "linear_num_key_heads": None}) == state_bytes(config)
+    assert state_bytes({**config, "model_type": "qwen3"}) == 0
 
 
 def test_every_second_layer_of_minimax_keeps_a_state_if_none_is_named() -> None:
