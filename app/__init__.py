@@ -1,1 +1,1 @@
-"""What a person touches: the command line and the screen. Imports no torch, mlx, transformers or grpc."""
+"""The program's user interface: the command line and the screen. Imports no torch, mlx, transformers or grpc."""

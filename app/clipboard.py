@@ -22,7 +22,7 @@ _SCREEN_PIECE = 700
 """Number of characters that GNU screen passes on at once. It cuts off what is beyond 768."""
 
 SENT = "Sent to the terminal's clipboard. Nothing to paste? Shift-drag to select."
-"""What is said after a way that gives no answer."""
+"""Message after a copy that cannot be confirmed."""
 
 
 class Clipboard:
@@ -97,7 +97,7 @@ class Clipboard:
         return False
 
     async def _run(self, command: list[str], data: bytes) -> bool:
-        """Did ``command`` take ``data``? A tool that keeps running to serve the clipboard does not block this."""
+        """Whether ``command`` took ``data``. A tool that keeps running to serve the clipboard does not block this."""
         program = shutil.which(command[0], path=self._environment.get("PATH"))
         if program is None:
             return False
@@ -157,9 +157,9 @@ def _coded(tool: str, text: str) -> bytes:
 
 
 def sequences(text: str, environment: Mapping[str, str], *, plain: bool = True) -> str:
-    """What makes a terminal copy ``text``: OSC 52, wrapped for the multiplexer that is between, if any.
+    """Escape sequences that make a terminal copy ``text``: OSC 52, wrapped for a multiplexer in between, if any.
 
-    ``plain``: the sequence is sent without wrapping too, for a tmux that accepts programs' own (``set-clipboard on``).
+    ``plain``: the sequence is also sent without wrapping, for a tmux that accepts programs' own (``set-clipboard on``).
     """
     sequence = f"\x1b]52;c;{base64.b64encode(text.encode('utf-8', 'replace')).decode()}\a"
     if environment.get("TMUX"):

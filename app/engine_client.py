@@ -37,7 +37,7 @@ __all__ = ["Engine", "EngineClient", "EngineDied", "ends", "how_it_ended"]
 
 
 class Engine(Protocol):
-    """What the screen and the commands need of an engine. The tests have a second implementation."""
+    """The interface to an engine for the screen and the commands. The tests have a second implementation."""
 
     def new_id(self) -> int:
         """A fresh request id, never 0."""
@@ -80,13 +80,12 @@ _OF_THE_NETWORK = (OpenNetwork, CloseNetwork, ShowCode, Pair, ForgetPeer)
 
 
 class EngineClient:
-    """The :class:`Engine` of the product: ``python -m engine.host`` as a child in a session of its own.
+    """The product's :class:`Engine`: ``python -m engine.host`` as a child process in its own session.
 
-    In its own session, ctrl-c in the terminal does not reach it. It lives as long as a program uses it, so it ends with
-    this one however that ends; what it prints goes to the log. Use it from one event loop.
-
-    ``share``: programs of the same person share an engine. This one attaches to a running engine if that has loaded, or
-    is loading, the model that is wanted, and others may attach to the engine that it starts.
+    Its own session keeps ctrl-c in the terminal away from it. It lives as long as a program uses it, so it ends with
+    this one in any case. Its output goes to the log. Use it from one event loop. ``share``: programs of the same person
+    share an engine. This one attaches to a running engine that has loaded, or is loading, the wanted model, and others
+    may attach to an engine that it starts.
     """
 
     def __init__(self, command: Sequence[str] | None = None, *, share: bool = False) -> None:

@@ -39,7 +39,7 @@ class EngineDied(Exception):
 
 
 def ends(event: AnyEvent) -> bool:
-    """Is ``event`` the last one of its request? A NetworkState that answers a request is its only event."""
+    """Whether ``event`` is the last one of its request. A NetworkState that answers a request is its only event."""
     return isinstance(event, (*TERMINAL_EVENTS, NetworkState))
 
 
@@ -115,7 +115,7 @@ class EngineConnection(ABC):
 
     @abstractmethod
     async def _gone(self, problem: str) -> str:
-        """What is done when the engine sends no more, because of ``problem`` if there is one. Returns the reason."""
+        """End the link because the engine sends no more, perhaps because of ``problem``. Returns the reason."""
 
     async def write(self, frame: bytes) -> None:
         """Raises EngineDied."""

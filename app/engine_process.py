@@ -1,6 +1,6 @@
-"""The engine's process: how it is started, and how one is begun before this program knows what it will ask.
+"""The engine's process: starting it, and starting one before this program knows what it will ask.
 
-Imports little, so that an engine can be begun early: it takes as long to come up as this program.
+Imports little, so that an engine can be started early: it takes as long to come up as this program.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def host_command() -> tuple[str, ...]:
 
 
 def start(command: Sequence[str]) -> subprocess.Popen[bytes]:
-    """A process in a session of its own, connected to this one by its stdin and stdout. Raises OSError."""
+    """A process in its own session, connected to this one by its stdin and stdout. Raises OSError."""
     log = _open_log()
     try:
         return subprocess.Popen(

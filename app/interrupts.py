@@ -30,7 +30,7 @@ def raise_on_interrupt() -> None:
 
 @contextmanager
 def handled(first: Callable[[], None], last: Callable[[], None]) -> Iterator[None]:
-    """Inside, the first ctrl-c calls ``first``; a second one calls ``last`` and ends the process.
+    """Handles ctrl-c inside: the first one calls ``first``; a second one calls ``last`` and ends the process.
 
     Both run in the signal handler, so ``first`` should only schedule work (``loop.call_soon_threadsafe``).
     """

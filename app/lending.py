@@ -200,7 +200,7 @@ def _place(facts: LendingFacts) -> tuple[str, str, int, int]:
 
 
 def _went_idle(before: LendingFacts | None, after: LendingFacts) -> bool:
-    """Did an answer end? The next stage, ``ready``, needs no line then."""
+    """Whether an answer ended, so that the next stage, ``ready``, needs no line."""
     return before is not None and before.stage == "answering" and after.stage == "ready"
 
 

@@ -78,7 +78,7 @@ def _no_sharing(machine: Machine) -> str | None:
 
 
 def default_runtime(machine: Machine | None = None) -> tuple[str, str]:
-    """What ``runtime = "auto"`` means here, and why, e.g. ``("native or torch", "as the model allows")``."""
+    """The meaning of ``runtime = "auto"`` here and its reason, e.g. ``("native or torch", "as the model allows")``."""
     machine = machine or this_machine()
     names = candidates(apple_silicon=machine.apple_silicon, gpu=machine.gpu)
     if names[0] == "mlx" and machine.mlx:

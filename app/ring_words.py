@@ -63,7 +63,7 @@ def fingerprint(words: Sequence[str]) -> str:
 
 
 def to_send(node: NodeShard) -> str:
-    """``482 MB to send``; ``up to`` in a plan, as a node is asked what it has only when the ring is formed."""
+    """``482 MB to send``; ``up to`` in a plan, because a node is asked for its weights only when the ring is formed."""
     held = node.trunk_bytes + node.expert_bytes
     if not node.rank or held <= node.has_bytes:
         return ""
@@ -161,7 +161,7 @@ def roughly(ring: RingFacts) -> str:
 
 
 def is_slower(ring: RingFacts) -> bool:
-    """Is one machine alone predicted to be at least as fast as the machines together?"""
+    """Whether one machine alone is predicted to be at least as fast as the machines together."""
     return (
         not ring.elsewhere
         and ring.tokens_per_s is not None

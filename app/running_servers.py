@@ -40,7 +40,7 @@ def servers_folder() -> Path:
 
 @contextlib.contextmanager
 def announced(folder: Path, server: RunningServer) -> Iterator[None]:
-    """Inside, ``server`` is among :func:`running_servers`. Raises OSError."""
+    """Lists ``server`` among :func:`running_servers` while inside. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True, mode=PRIVATE_FOLDER)
     _remove_left(folder)
     path = folder / f"{server.pid}-{server.port}.json"

@@ -76,9 +76,9 @@ class _EscapeState(enum.Enum):
     ESCAPE = enum.auto()
     """After ESC, or ESC and intermediate characters."""
     SEQUENCE = enum.auto()
-    """In a control sequence (CSI), up to its final character."""
+    """Within a control sequence (CSI), up to its final character."""
     STRING = enum.auto()
-    """In a command string (OSC, DCS, SOS, PM, APC), up to its terminator."""
+    """Within a command string (OSC, DCS, SOS, PM, APC), up to its terminator."""
 
 
 class Sanitizer:

@@ -95,7 +95,7 @@ def read_file(path: Path, name: str | None = None) -> Attachment:
 
 
 def with_attachments(question: str, attachments: Sequence[Attachment]) -> str:
-    """What the model gets for ``question`` with ``attachments``: the form that this module describes."""
+    """The model's input for ``question`` with ``attachments``, in the form that this module describes."""
     return "\n\n".join([question, *map(_fenced, attachments)]) if attachments else question
 
 

@@ -82,7 +82,7 @@ def best(found: Iterable[tuple[int, int, str]], limit: int) -> list[str]:
 
 
 def _score(wanted: str, name: str) -> int | None:
-    """How badly ``name`` fits; None if it does not fit at all."""
+    """Penalty of ``name``, 0 for the best fit; None if it does not fit at all."""
     last = name.rstrip("/").rpartition("/")[2]
     if last.startswith(wanted):
         return 0
@@ -102,7 +102,7 @@ def _score(wanted: str, name: str) -> int | None:
 
 
 def _by_git(folder: Path) -> list[str] | None:
-    """What git lists; None if there is no git, or no repository."""
+    """Files that git lists; None without git or a repository."""
     git = shutil.which("git")
     if git is None:
         return None

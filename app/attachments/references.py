@@ -56,7 +56,7 @@ class Resolved:
     """The files that were looked at, and what they were like."""
 
     def is_current(self) -> bool:
-        """Are the files that were looked at as they were then? Files that a folder has got since do not count."""
+        """Whether the examined files are unchanged. Files that a folder has got since do not count."""
         return all(_stamp(path) == stamp for path, stamp in self.stamps)
 
 
@@ -112,7 +112,7 @@ def resolve(text: str, folder: Path, attached: Sequence[Attachment] = ()) -> Res
 
 
 def _stamp(path: Path) -> Stamp | None:
-    """What the file at ``path`` is like now; None if there is none."""
+    """The state of the file at ``path``, to detect changes; None if there is none."""
     try:
         facts = path.expanduser().stat()
     except (OSError, ValueError, RuntimeError):
@@ -125,7 +125,7 @@ def _names_many(path: str) -> bool:
 
 
 def _fits(path: str, name: str) -> bool:
-    """Is ``path``, as a reference has it, the name of the file ``name``, or a pattern or folder for it?"""
+    """Whether ``path``, as written in a reference, is the name of the file ``name``, or a pattern or folder for it."""
     if path.endswith("/"):
         return name.startswith(path)
     return path == name or (_GLOB.search(path) is not None and pattern(path).fullmatch(name) is not None)

@@ -54,10 +54,10 @@ from engine.ipc.messages import (
 )
 
 _LONG_CHAT = "Most of it is the chat before the question: /delete shortens it, /new begins another."
-"""What is added if it is not the question that is too long."""
+"""Addition to the message if the question itself is not too long."""
 
 UNEXPECTED = "Something went wrong; details are in the log."
-"""What is said when an error of this program ended an answer, or loading."""
+"""Message for an error of this program that ended an answer or loading."""
 
 
 @dataclass(eq=False)
@@ -71,9 +71,9 @@ class ChatTurn:
     begun: BegunAnswer = NOTHING
     """The part of the answer that was there before, and is gone on with."""
     text: str = ""
-    """What the turn has added to the answer."""
+    """Text that the turn has added to the answer."""
     thought: str = ""
-    """What the turn has added to the thoughts."""
+    """Text that the turn has added to the thoughts."""
     request: int | None = None
     stopping: bool = False
     prompt_tokens: int = 0
@@ -245,7 +245,7 @@ class AnswerLoop:
 
     @property
     def busy(self) -> bool:
-        """Is a question being answered, or waiting?"""
+        """Whether a question is being answered or is waiting."""
         return self._current is not None or bool(self._waiting)
 
     @property
@@ -254,7 +254,7 @@ class AnswerLoop:
         return [turn for turn in (self._current, *self._waiting) if turn is not None]
 
     def answers(self, thread: Thread) -> bool:
-        """Is a question of ``thread`` being answered, or waiting?"""
+        """Whether a question of ``thread`` is being answered or is waiting."""
         return any(turn.thread is thread and not turn.ended for turn in self.unfinished)
 
     def add(self, turn: ChatTurn) -> None:

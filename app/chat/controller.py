@@ -131,7 +131,7 @@ class ChatController:
 
     @property
     def busy(self) -> bool:
-        """Is a question being answered, or waiting, in whatever conversation?"""
+        """Whether a question is being answered or is waiting, in any conversation."""
         return self.answers.busy or any(thread.queue.items for thread in self.unfinished)
 
     @property
@@ -338,7 +338,7 @@ class ChatController:
         return ""
 
     def is_saved(self, key: str) -> bool:
-        """Is the value of the setting in effect also that of the next start?"""
+        """Whether the effective value of the setting also applies at the next start."""
         return key not in self._settings.unsaved
 
     def _settings_changed(self, before: Settings, keys: Iterable[str]) -> None:
@@ -381,7 +381,7 @@ class ChatController:
 
     @property
     def _can_stop_loading(self) -> bool:
-        """Is a model downloaded, or its ring formed?"""
+        """Whether a model is being downloaded, or its ring formed."""
         forming = self.status.phase is Phase.LOADING and self.options.partitioning == "ring"
         return forming or self.status.phase is Phase.FETCHING
 

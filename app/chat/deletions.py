@@ -28,7 +28,7 @@ class Deleted:
 
 
 class OpenChat(Protocol):
-    """What deletions need of the controller."""
+    """The part of the controller that deletions need."""
 
     thread: Thread
 
@@ -76,7 +76,7 @@ class Deletions:
 
     @property
     def latest(self) -> str:
-        """What would be undone; empty if there is nothing."""
+        """Description of what would be undone; empty if there is nothing."""
         return self._steps[-1].what if self._steps else ""
 
     def forget(self, memory: ConversationStore) -> None:
@@ -205,5 +205,5 @@ def _nearest(thread: Thread, entry: Entry, left: Sequence[MessageRecord]) -> int
 
 
 def chat_named(title: str) -> str:
-    """How a notice names a conversation with this ``title``."""
+    """The name of a conversation with this ``title`` in a notice."""
     return f"the chat “{one_line(title)}”" if title.strip() else "the chat without a title"

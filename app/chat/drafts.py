@@ -163,7 +163,8 @@ class QuestionHistory:
 
     def __init__(self) -> None:
         self.source: Callable[[str, int], list[str]] = lambda beginning, limit: []
-        """Called with a text and a limit. Returns at most so many questions that begin with the text, newest first."""
+        """Function from a text and a limit to at most that number of questions that begin with the text, newest
+        first."""
         self._sent: list[str] = []
         self._found: list[str] = []
         self._typed = ""

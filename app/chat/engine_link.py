@@ -83,7 +83,7 @@ class EngineLink:
         engine.on_ring = self._ring_changed
 
     def has(self, options: Settings) -> bool:
-        """Is the engine running with the model that ``options`` want?"""
+        """Whether the engine is running with the model that ``options`` want."""
         return self.engine.running and self._loaded is not None and self._loaded.loads_like(options)
 
     async def bring_up(self, options: Callable[[], Settings]) -> bool:
@@ -316,7 +316,7 @@ class EngineLink:
         return problem
 
     def _differs_in_gpu_memory(self, wanted: Settings) -> bool:
-        """Is the wanted model loaded, with only the GPU memory for its experts different?"""
+        """Whether the wanted model is loaded and only the GPU memory for its experts differs."""
         there, facts = self._loaded, self.status.facts
         if there is None or facts is None or facts.policy is None:
             return False

@@ -11,7 +11,7 @@ _MARKUP = re.compile(r"\*\*|__|[*`~]|^[ \t]*(?:#{1,6} |> ?)", re.MULTILINE)
 
 
 def pattern_of(text: str) -> re.Pattern[str] | None:
-    """What finds ``text``, whatever its case and its white space; None if it has no words."""
+    """A pattern that finds ``text`` regardless of case and white space; None if it has no words."""
     words = text.split()
     return re.compile(r"\s+".join(map(re.escape, words)), re.IGNORECASE) if words else None
 

@@ -13,7 +13,7 @@ from engine.errors import ModelError
 
 
 class FirstRun:
-    """What can be chosen on a first start, and what was. The first model that arrives is loaded.
+    """The choices on a first start, and the choice made. The first model that arrives is loaded.
 
     ``on_change`` is called when the offers or the state of a download changed.
     """
@@ -22,7 +22,7 @@ class FirstRun:
         self.controller = controller
         self.on_change = on_change
         self.machine: MachineFigures | None = None
-        """None until this machine was looked at."""
+        """Figures of this machine; None until it was measured."""
         self.offers: list[ModelOffer] = []
         self.arrived = ""
         """The model that arrived and is loaded now."""
@@ -62,7 +62,7 @@ class FirstRun:
 
 
 async def machine_figures(link: EngineLink) -> MachineFigures:
-    """What decides which models fit this machine; zeros for what the engine cannot measure."""
+    """Figures that decide which models fit this machine; zeros for what the engine cannot measure."""
     measured = await link.measure_machine()
     return MachineFigures(
         memory_bytes=measured.memory_bytes if measured is not None else 0,

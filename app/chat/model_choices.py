@@ -83,7 +83,7 @@ def _installed(model: InstalledModel, entry: CatalogueEntry | None, machine: Mac
 
 
 def _of_catalogue(entry: CatalogueEntry | None, machine: MachineFigures | None, name: str) -> ModelOption:
-    """What the catalogue says of the model called ``name``."""
+    """The option for the model called ``name``, from its entry in the catalogue."""
     if entry is None:
         return ModelOption(name, here=False)
     return ModelOption(
@@ -99,7 +99,7 @@ def _of_catalogue(entry: CatalogueEntry | None, machine: MachineFigures | None, 
 
 
 def _size(entry: CatalogueEntry) -> str:
-    """What it takes to download."""
+    """Size of the download, as shown."""
     if entry.origin == "starter":
         return size(STARTER_DOWNLOAD_BYTES)
     return f"{'about ' if entry.about else ''}{size(entry.gigabytes * 1e9)}"

@@ -25,7 +25,7 @@ NOMINAL_MEMORY = 0.9
 
 @dataclass(frozen=True)
 class MachineFigures:
-    """What decides which models fit. ``memory_read`` is in bytes per second; 0.0 if it was not measured."""
+    """Figures that decide which models fit. ``memory_read`` is in bytes per second; 0.0 if it was not measured."""
 
     memory_bytes: int
     memory_read: float
@@ -40,7 +40,7 @@ class ModelOffer:
     download_bytes: int
     tokens_per_s: float
     about: str
-    """What it is good for, in a sentence."""
+    """Purpose of the model, in a sentence."""
     rounded: bool = False
     """Whether ``download_bytes`` is computed from the number of parameters."""
 
@@ -52,7 +52,7 @@ class ModelOffer:
 
 
 def speed_words(tokens_per_s: float) -> str:
-    """``about 25 tokens/s``, ``about 1.5 tokens/s``: two digits at most, as it is a rough prediction."""
+    """``about 25 tokens/s``, ``about 1.5 tokens/s``: at most two digits, because it is a rough prediction."""
     if tokens_per_s < 9.5:
         return f"about {max(0.1, round(tokens_per_s, 1)):g} tokens/s"
     digits = 10 ** max(0, math.floor(math.log10(tokens_per_s)) - 1)
@@ -122,7 +122,7 @@ def offers(entries: Sequence[CatalogueEntry], machine: MachineFigures) -> list[M
 
 
 def _beside(entry: CatalogueEntry, best: CatalogueEntry, machine: MachineFigures) -> str:
-    """What ``entry`` has over ``best``."""
+    """Advantage of ``entry`` over ``best``, in a sentence."""
     if tokens_per_s(entry, machine) > tokens_per_s(best, machine):
         return "Quicker."
     if strength(entry) > strength(best):

@@ -78,7 +78,7 @@ class Saver:
 
     @property
     def waits(self) -> bool:
-        """Is the store locked by another program's write? :meth:`settle` waits for its end."""
+        """Whether the store is locked by another program's write. :meth:`settle` waits for its end."""
         return bool(self._pending) and not self.problem
 
     async def settle(self) -> None:
@@ -95,7 +95,8 @@ class Saver:
         return len({entry.key for _, path in self._pending for entry in path if _differs(entry)})
 
     def look_after_file(self) -> list[str]:
-        """Have the store's file written again if it is gone; what is to be said of the store since the last call."""
+        """Have the store's file written again if it is gone. Returns the messages about the store since the last
+        call."""
         try:
             self.store.look_after_file()
         except StoreError as error:
@@ -212,7 +213,7 @@ _DONE = {
 
 
 class ListedChat(Protocol):
-    """What the changes need of the controller."""
+    """The part of the controller that the changes need."""
 
     thread: Thread
     store: ConversationStore
@@ -243,7 +244,7 @@ async def toggle(chat: ListedChat, flag: Literal["pinned", "archived"]) -> None:
 
 
 class ImportingChat(Protocol):
-    """What an import needs of the controller."""
+    """The part of the controller that an import needs."""
 
     store: ConversationStore
 

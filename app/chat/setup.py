@@ -1,4 +1,4 @@
-"""What the shown chat asks its answers with: system prompt, persona, values of its own. No Textual."""
+"""The prompt settings of the shown chat: system prompt, persona, values of its own. No Textual."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class ChatSetup:
         self._save()
 
     def change(self, changes: Mapping[str, object]) -> None:
-        """Give the chat values of its own. Raises SettingError if one is not allowed; then nothing changes."""
+        """Set the chat's own values. Raises SettingError if one is not allowed; then nothing changes."""
         self._set(self.values.having(changes))
 
     def change_typed(self, name: str, text: str) -> str:
@@ -87,9 +87,9 @@ class ChatSetup:
         self._set(self.values.with_preset(preset, self._settings()))
 
     def use_persona(self, persona: Persona) -> str:
-        """Give the chat ``persona``'s system prompt and values in place of its own, and load the persona's model.
+        """Replace the chat's system prompt and values by those of ``persona``, and load the persona's model.
 
-        Returns what went wrong, or an empty text.
+        Returns an error message, or an empty text.
         """
         thread = self._thread()
         thread.system = persona.system
@@ -100,7 +100,7 @@ class ChatSetup:
         return ""
 
     def leave_persona(self) -> None:
-        """Have the settings' system prompt and values again, as a new chat has."""
+        """Return to the settings' system prompt and values, as in a new chat."""
         self._thread().system = self._settings().system_prompt
         self._set(ChatValues())
 

@@ -1,4 +1,4 @@
-"""How the chat begins: with the latest conversation, another model, a persona. No Textual."""
+"""The start of the chat: with the latest conversation, another model, or a persona. No Textual."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Start:
-    """What the person asked for on the command line.
+    """The choices of the command line.
 
-    ``model`` (empty: that of the persona or the settings) is used until another is chosen or the program ends. The
+    ``model`` (empty: that of the persona or the settings) is used until another one is chosen or the program ends. The
     settings file keeps its own.
     """
 
@@ -28,7 +28,7 @@ class Start:
     persona: Persona | None = None
 
     def choose_model(self, settings: SettingsFile) -> None:
-        """Have ``settings`` name the wanted model, before any is loaded. Raises SettingError."""
+        """Make ``settings`` name the wanted model before any is loaded. Raises SettingError."""
         model = self.model or (self.persona.model if self.persona is not None else "")
         if model:
             settings.use("model", model)

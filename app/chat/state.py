@@ -95,7 +95,7 @@ BUSY = frozenset({Phase.READING, Phase.THINKING, Phase.ANSWERING, Phase.STOPPING
 
 @dataclass
 class Status:
-    """What the status line shows."""
+    """Contents of the status line."""
 
     phase: Phase = Phase.STARTING
     model: str = ""
@@ -109,7 +109,7 @@ class Status:
     """Whether the model's tokenizer has counted them; otherwise they are estimated."""
     tokens_per_s: float = 0.0
     elsewhere: bool = False
-    """Does the engine answer a question of another conversation than the one that is shown?"""
+    """Whether the engine answers a question of another conversation than the one shown."""
     waiting: int = 0
     """Number of questions that are part of their conversations and wait for an answer."""
     queued: int = 0
@@ -117,7 +117,7 @@ class Status:
     unsaved: str = ""
     """Why some messages are not saved; empty if all are."""
     problem: str = ""
-    """Why there is no model; empty if there is one."""
+    """Reason why there is no model; empty if there is one."""
     beams: int = 1
     warm_up: WarmUp | None = None
     """Progress of bringing the weights into memory; None if it is not going on."""
@@ -128,7 +128,7 @@ class Status:
     memory: MemoryUse | None = None
     """The engine's memory after loading or after the last answer."""
     slowest: str = ""
-    """What a decoding step waits for longest, in words; empty while nothing is measured."""
+    """The slowest part of a decoding step, in words; empty while nothing is measured."""
     served_at: tuple[str, ...] = ()
     """Addresses at which `privatellm serve` answers other programs now, of whatever model."""
     probe_s: float | None = None
@@ -142,7 +142,7 @@ Severity = Literal["information", "warning", "error"]
 
 @dataclass(frozen=True)
 class PathChanged:
-    """Another conversation or branch is shown. ``focus``: the entry to bring into view; None: the newest."""
+    """Event: another conversation or branch is shown. ``focus``: the entry to bring into view; None: the newest."""
 
     focus: Entry | None = None
 
@@ -162,7 +162,7 @@ class EntryChanged:
 
 @dataclass(frozen=True)
 class QueueChanged:
-    """Another question waits in ``thread``, or one does no longer."""
+    """Event: the questions waiting in ``thread`` have changed."""
 
     thread: Thread
 

@@ -212,7 +212,7 @@ class BegunAnswer:
 
     @property
     def messages(self) -> list[Message]:
-        """What the model is given at the end of the prompt, to go on from."""
+        """Messages for the model, at the end of which it continues."""
         return [Message("assistant", self.text, self.thoughts.text)] if self.text else []
 
     def with_thoughts(self, new: Thoughts) -> Thoughts:

@@ -47,7 +47,7 @@ def can_title(facts: ModelFacts | None) -> bool:
 
 
 def clean_title(text: str) -> str:
-    """The title in a model's answer ``text``: its first line, without marks around it. Empty if that is no title."""
+    """The title in a model's answer ``text``: its first line, without marks around it. Empty if that is not a title."""
     lines = [found for line in sanitize(text).splitlines() if (found := one_line(line))]
     if len(lines) != 1:
         return ""

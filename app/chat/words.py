@@ -173,7 +173,7 @@ def slowest_node_words(nodes: Sequence[NodeTimes], phase: str) -> str:
 
 
 def slowest_words(timing: Timing) -> str:
-    """What a decoding step waits for longest: the slowest node of a ring, otherwise the slowest layer."""
+    """The slowest part of a decoding step, in words: the slowest node of a ring, otherwise the slowest layer."""
     if len(timing.nodes) > 1:
         return slowest_node_words(timing.nodes, "decode")
     return slowest_layer_words(timing.nodes[0].decode.layers if timing.nodes else timing.decode.layers)

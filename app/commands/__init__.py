@@ -1,1 +1,1 @@
-"""What each command does; imported only when one is run."""
+"""The implementations of the commands, each imported only when it is run."""

@@ -161,7 +161,7 @@ class _Shown:
 
 
 def result_object(finished: Finished, facts: ModelFacts) -> dict[str, Any]:
-    """What ``--json`` prints. Scripts depend on it: add keys, do not change them."""
+    """The object that ``--json`` prints. Scripts depend on it: add keys, do not change them."""
     return {
         "text": finished.text,
         "token_ids": finished.token_ids,

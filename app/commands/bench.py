@@ -47,7 +47,7 @@ def bench(
 
 
 def as_object(result: BenchResult) -> dict[str, Any]:
-    """What ``--json`` prints: the table as shown, and every figure it was made from."""
+    """The object that ``--json`` prints: the table as shown, and every figure behind it."""
     table = {"title": result.title, "columns": result.columns, "rows": result.rows, "notes": result.notes}
     return {**table, **result.data}
 

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 def start_from(*, latest: bool, model: str | None, persona: str | None) -> Start | None:
-    """How the chat begins by its flags; None without any. Raises WorkFailed for what is unknown or not here."""
+    """The start of the chat according to its flags; None without flags. Raises WorkFailed for unknown or missing
+    choices."""
     if not latest and model is None and persona is None:
         return None
     from app.chat.starting import Start

@@ -78,7 +78,7 @@ def examine(*, probe: bool = False, peer: str = "") -> list[Finding]:
 
 
 def _lines(finding: Finding, width: int) -> str:
-    """The finding and its way out. ``width``: columns of what it is about."""
+    """The finding and its way out. ``width``: columns of the subject."""
     line = f"{_SIGNS[finding.mark]} {finding.about:{width}} {one_line(finding.text)}\n"
     return line + (f"{'':{width + 3}}fix: {one_line(finding.way_out)}\n" if finding.way_out else "")
 
@@ -193,7 +193,7 @@ def _kernels_and_model(facts: DoctorFacts | str, model: str) -> list[Finding]:
 
 
 def engine_facts(load: Load) -> DoctorFacts | str:
-    """The engine's facts, from a process of its own as this one does not import the engine; or what went wrong."""
+    """The engine's facts, from a separate process because this one does not import the engine; or an error message."""
     command = [sys.executable, "-P", "-m", "engine.doctor_facts"]
     try:
         done = subprocess.run(
@@ -251,7 +251,7 @@ def _is_here(model: str) -> bool:
 
 
 def _engine() -> list[Finding]:
-    """Does the engine process start and answer?"""
+    """Whether the engine process starts and answers, as findings."""
 
     async def start() -> None:
         engine = EngineClient()

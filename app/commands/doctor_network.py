@@ -47,7 +47,7 @@ _UNREACHABLE = "127.0.0.1:0"
 """Listening address of the process that greets another machine. It is not announced, and no other machine can
 connect to it."""
 _MARKS: dict[str, Mark] = {"neighbours": "note"}
-"""Marks of network problems that may be none: hearing no other machine is right where there is no other."""
+"""Marks of network problems that may be harmless: there may be no other machine to hear."""
 
 
 def network(*, probe: bool, peer: str = "") -> list[Finding]:
@@ -98,7 +98,7 @@ def _peers(folder: Path) -> list[Finding]:
 
 
 def _ports() -> list[Finding]:
-    """Are the usual two ports free? They are opened and closed again."""
+    """Whether the usual two ports are free, as findings. They are opened and closed again."""
     from discovery.errors import DiscoveryError
     from discovery.link_listener import USUAL_PORT, bind_pair
 
@@ -166,7 +166,7 @@ def _step(step: PeerStep) -> Finding:
 
 
 def _trust(folder: Path, host: str, port: int) -> tuple[Peer | None, Finding]:
-    """Is the certificate that the machine shows one that was paired here?"""
+    """Whether the certificate that the machine shows is one that was paired here."""
     from discovery.certificates import fingerprint
     from discovery.errors import DiscoveryError
     from discovery.identity import fingerprint_words, short
@@ -197,7 +197,7 @@ def _trust(folder: Path, host: str, port: int) -> tuple[Peer | None, Finding]:
 
 
 def _greeted(peer: Peer, address: str) -> Finding:
-    """How the machine answers a greeting. It is sent from an engine process that no other machine can reach."""
+    """The machine's reply to a greeting from an engine process that no other machine can reach."""
     about, name = "peer: hello", one_line(peer.label)
     try:
         facts = asyncio.run(_facts_of(peer.node_id, address))

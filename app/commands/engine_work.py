@@ -1,4 +1,4 @@
-"""The work of a command on an engine process of its own, which is always ended; for a ring the network is opened."""
+"""Running a command's work on a separate engine process, which is always ended. For a ring the network is opened."""
 
 from __future__ import annotations
 
@@ -20,10 +20,8 @@ _ORDERLY_END_WAIT_S = 2.0
 
 
 class Interruption:
-    """What ctrl-c does: it cancels the work.
-
-    After :meth:`ask_first` it asks for an orderly end first. After :meth:`work_ended` it cancels nothing.
-    """
+    """The effect of ctrl-c: it cancels the work. After :meth:`ask_first` it first asks for an orderly end. After
+    :meth:`work_ended` it cancels nothing."""
 
     def __init__(self, task: asyncio.Task[int]) -> None:
         self.happened = False

@@ -150,8 +150,10 @@ def _in_lines(wanted: OpenNetwork) -> int:
 
 @contextmanager
 def _on_signals(leave: Callable[[], None], hang_up: Callable[[], None]) -> Iterator[None]:
-    """Inside, SIGTERM (which ends a service) calls ``leave`` in the event loop. SIGHUP calls ``hang_up`` and ``leave``,
-    unless it was ignored (nohup)."""
+    """Handles signals inside: SIGTERM (which ends a service) calls ``leave`` in the event loop.
+
+    SIGHUP calls ``hang_up`` and ``leave``, unless it was ignored (nohup).
+    """
     loop = asyncio.get_running_loop()
 
     def hung_up() -> None:

@@ -18,11 +18,11 @@ _STEPS = 4
 
 
 class ReaderGoneError(Exception):
-    """The reader of our output has closed it (``| head``). That is no failure, but the work can stop."""
+    """Raised if the reader of our output has closed it (``| head``). That is no failure, but the work can stop."""
 
 
 class _LastLine:
-    """What the last line of the terminal holds, on which stdout and stderr both write."""
+    """Contents of the terminal's last line, to which stdout and stderr both write."""
 
     def __init__(self) -> None:
         self.holds: Literal["", "progress", "answer"] = ""

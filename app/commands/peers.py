@@ -72,7 +72,7 @@ def pair(peer: str, code: str | None) -> int:
 
 
 def show_code() -> int:
-    """Have the ``join`` that runs here show a new code, and print it. Raises WorkFailed if none runs."""
+    """Let the ``join`` that runs here show a new code, and print it. Raises WorkFailed if none runs."""
     from discovery.code_requests import ask_for_code
     from discovery.errors import DiscoveryError
     from engine.system.locations import ensure
@@ -145,7 +145,7 @@ def _ask_for_code(peer: str) -> str:
 
 
 def as_object(state: NetworkState) -> dict[str, Any]:
-    """What ``--json`` prints."""
+    """The object that ``--json`` prints."""
     found = cast(dict[str, Any], msgspec.to_builtins(state))
     return {key: found[key] for key in ("me", "open", "peers", "problems")}
 

@@ -34,7 +34,7 @@ def plan(flags: LoadFlags, *, in_json: bool) -> int:
 
 
 def as_object(planned: Planned) -> dict[str, Any]:
-    """What ``--json`` prints: the event without its id and type."""
+    """The object that ``--json`` prints: the event without its id and type."""
     found = cast(dict[str, Any], msgspec.to_builtins(planned))
     return {key: value for key, value in found.items() if key not in ("id", "type")}
 
@@ -66,7 +66,7 @@ def memory_line(device: DeviceMemory) -> str:
 
 
 def ring_lines(ring: RingFacts) -> list[str]:
-    """The ring in a line, then each node with what it holds."""
+    """The ring in one line, then a line for each node with its share."""
     fast, alone = figure(ring.tokens_per_s or 0), figure(ring.alone_tokens_per_s or 0)
     who = f"{machine_name(ring.nodes[1])} alone" if ring.elsewhere else f"Ring of {len(ring.nodes)}"
     head = f"{who}: {speed_words(ring, f'{fast} tokens/s', f'{alone} tokens/s')}"

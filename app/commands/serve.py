@@ -47,7 +47,7 @@ class ServeFlags:
 
 @dataclass(frozen=True)
 class _Access:
-    """How clients reach the server."""
+    """The clients' access to the server."""
 
     address: ListenAddress
     rules: Rules
@@ -137,7 +137,7 @@ async def _serve(
 
 @contextlib.contextmanager
 def _on_signals(leave: Callable[[], None]) -> Iterator[None]:
-    """Inside, SIGTERM (which ends a service) and a closed terminal call ``leave`` in the event loop."""
+    """Handles signals inside: SIGTERM (which ends a service) and a closed terminal call ``leave`` in the event loop."""
     loop = asyncio.get_running_loop()
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     wanted = [number for number, handler in before.items() if handler != signal.SIG_IGN]  # nohup

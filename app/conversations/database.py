@@ -548,7 +548,7 @@ _live: weakref.WeakValueDictionary[str, Writer] = weakref.WeakValueDictionary()
 
 
 def is_alive(token: str) -> bool:
-    """May the writer with this token still write?"""
+    """Whether the writer with this token may still write."""
     pid, _, rest = token.partition(":")
     start = rest.partition(":")[0]
     if not pid.isdecimal() or not start.replace(".", "", 1).isdecimal():

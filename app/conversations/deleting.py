@@ -132,7 +132,7 @@ class Deleting:
         return self._ids("SELECT max(id) FROM message WHERE conversation = ? AND deleted = ''", conversation)[0]
 
     def _named_by_a_question(self, conversation: int) -> bool:
-        """Was the title made from a first question? Then it is made again when that question is deleted."""
+        """Whether the title was made from a first question. Then it is made again when that question is deleted."""
         (title,) = self._connection.execute("SELECT title FROM conversation WHERE id = ?", (conversation,)).fetchone()
         return title in ("", *map(title_from, self._first_questions(conversation)))
 

@@ -1,4 +1,4 @@
-"""What was typed: drafts that were not sent, and questions that were, in the store."""
+"""Typed texts in the store: drafts that were not sent, and questions that were."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Draft:
 class Drafts:
     """The part of the store with drafts and earlier questions. The methods are parts of the caller's transaction.
 
-    Conversation 0 is one that has not begun, and the number of a message with a minus is what it is being changed to.
+    Conversation 0 stands for one that has not begun. A negative number is that of a message that is being edited.
     """
 
     def __init__(self, connection: sqlite3.Connection) -> None:

@@ -75,7 +75,7 @@ def remove_side_files(own: dict[Path, FileId | None]) -> None:
 
 
 def holds(path: Path, connection: sqlite3.Connection) -> bool:
-    """Has the database at ``path`` all messages of ``connection``, as a copy has that another program made of it?"""
+    """Whether the database at ``path`` has all messages of ``connection``, as another program's copy of it has."""
     known = "SELECT count(*), coalesce(max(id), 0), total(created) FROM message"
     count, last, created = connection.execute(known).fetchone()
     try:

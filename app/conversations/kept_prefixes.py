@@ -1,4 +1,4 @@
-"""What the engine keeps on disk of conversations that it has read: under which names, and its removal with them."""
+"""Names of the engine's cached prefixes of conversations on disk, and their removal with the conversations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _CHAT = "chat"
 
 
 def prefix_owner(conversation: int) -> str:
-    """The name under which the engine keeps what it has read of ``conversation``."""
+    """The name under which the engine keeps its prefix of ``conversation``."""
     return f"{_CHAT}{conversation}"
 
 

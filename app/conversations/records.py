@@ -1,4 +1,4 @@
-"""What the conversation store keeps: conversations, their messages, and what was found or deleted."""
+"""Records of the conversation store: conversations, their messages, search results and deletions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from app.attachments.attachment import Attachment
 
 @dataclass(frozen=True)
 class Generation:
-    """How one answer was generated. None: not known, or there was none."""
+    """The generation of one answer: its values and figures. None: not known, or there was none."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -109,7 +109,8 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Thoughts:
-    """What a model thought before its answer. They are no part of the answer: no later question has them in it."""
+    """A model's thoughts before its answer. They are not part of the answer, and later questions do not include
+    them."""
 
     text: str = ""
     tokens: int = 0
@@ -157,7 +158,8 @@ class SearchHit:
 
 @dataclass(frozen=True)
 class Deletion:
-    """What one call deleted, for :meth:`ConversationStore.restore`. ``leaf``: the conversation's before the call."""
+    """The extent of one deletion, for :meth:`ConversationStore.restore`. ``leaf``: the conversation's leaf before
+    it."""
 
     conversation: int
     messages: tuple[int, ...]

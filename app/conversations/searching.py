@@ -23,7 +23,7 @@ _THERE = "message.deleted = '' AND conversation.deleted = ''"
 
 @dataclass(frozen=True)
 class FoundChat:
-    """What was found in one conversation. ``message``: the best of the ``messages`` that have the text."""
+    """Search results in one conversation. ``message``: the best of the ``messages`` that have the text."""
 
     conversation: int
     message: int
@@ -65,7 +65,7 @@ class SearchIndex:
 
     @property
     def behind(self) -> bool:
-        """Has :meth:`catch_up` anything to do?"""
+        """Whether :meth:`catch_up` has anything to do."""
         if not self.available:
             return False
         (behind,) = self._connection.execute(
@@ -205,7 +205,7 @@ def _found(best: dict[int, list[int]], snippets: dict[int, str]) -> list[FoundCh
 
 
 def contains_folded(content: str, wanted: str) -> bool:
-    """Is ``wanted`` in ``content``, ignoring case?"""
+    """Whether ``wanted`` is in ``content``, ignoring case."""
     return wanted.casefold() in content.casefold()
 
 

@@ -1,4 +1,4 @@
-"""What the conversation store can do, and the errors it raises."""
+"""The interface of the conversation store, and the errors it raises."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def explain(error: sqlite3.Error, path: Path) -> StoreError:
 
 
 def _is_full(path: Path) -> bool:
-    """Is the disk full? Some failed writes, such as growing a mapped file, do not give that as their reason."""
+    """Whether the disk is full. Some failed writes, such as growing a mapped file, do not give that as their reason."""
     try:
         return shutil.disk_usage(path.parent).free < _NO_SPACE_BYTES
     except OSError:
@@ -187,7 +187,7 @@ def _is_full(path: Path) -> bool:
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Inside, sqlite3.Error becomes StoreError."""
+    """Turns an sqlite3.Error inside into a StoreError."""
     try:
         yield
     except sqlite3.Error as error:

@@ -111,7 +111,7 @@ class CountRequest(msgspec.Struct, kw_only=True):
     metadata: UserData | None = None
 
     def generate(self, defaults: Defaults) -> Generate:
-        """What the engine is asked. Raises Refused."""
+        """The request to the engine. Raises Refused."""
         messages = [Message("system", _system_text(self.system))] if self.system else []
         asked = last_question([message.kind for message in self.messages])
         for number, message in enumerate(self.messages):
@@ -182,9 +182,9 @@ def _system_text(system: Blocks | None) -> str:
 
 
 def _messages(message: TurnMessage, where: str, *, asked: bool) -> Iterator[Message]:
-    """What one message is for the engine: results of tools are messages of their own.
+    """One message as messages for the engine: results of tools become separate messages.
 
-    ``asked``: it is what the person asks now. Raises Refused.
+    ``asked``: it is the current question. Raises Refused.
     """
     if message.role not in ("user", "assistant", "system"):
         raise Refused(f"The role {message.role[:50]!r} is unknown: use user or assistant.", parameter=f"{where}.role")
@@ -271,11 +271,10 @@ class MessageAnswer:
                     yield _event("message_stop")
 
     def ping(self) -> bytes:
-        """What is sent in silence.
+        """An event for silent phases.
 
-        Clients pass over pings, and some, Claude Code among them, take a stream without other events for dead. So while
-        a long prompt is read, or something is written that is not certain yet, they hear that the message has not
-        changed.
+        Clients ignore pings. Some, Claude Code among them, take a stream without any events for dead. Pings tell them,
+        while a long prompt is read or uncertain text is written, that the message has not changed.
         """
         if not self._is_open:
             return PING

@@ -1,4 +1,4 @@
-"""What the protocols share: from the fields of a request to what the engine is asked, and from its answer back."""
+"""The common part of the protocols: from the fields of a request to the engine's request, and from its answer back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.ipc.messages import Constraint, Finished, Message, Sample, Sampling,
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Natural = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 NaturalOrAll = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]
-"""A number of tokens; -1: as many as there are, or fit."""
+"""A number of tokens; -1: all that there are, or fit."""
 Switch = bool | Annotated[int, msgspec.Meta(ge=0, le=1)]
 Temperature = Annotated[float, msgspec.Meta(ge=0.0, le=2.0)]
 Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
@@ -68,7 +68,7 @@ _NOT_READ = {
     "file": "a file that this model cannot read",
     "screenshot": "a picture that this model cannot see",
 }
-"""What stands in the prompt for a part, by a word in the name of its kind."""
+"""Placeholders in the prompt for unsupported parts, by a word in the name of their kind."""
 _THOUGHTS = ("thinking", "redacted_thinking", "reasoning")
 
 
@@ -93,7 +93,7 @@ def text_of(content: Content, where: str, *, asked: bool = False) -> str:
 
 
 def line_for(kind: str, where: str, *, asked: bool) -> str:
-    """What stands for a part of a ``kind`` that is no text. Raises Refused if it is ``asked``."""
+    """The placeholder for a part of a ``kind`` that is not text. Raises Refused if it is ``asked``."""
     if asked:
         raise Refused(f"This model reads text only, not {kind[:50]!r}: leave that part out.", parameter=where)
     known = next((said for word, said in _NOT_READ.items() if word in kind), None)
@@ -101,7 +101,7 @@ def line_for(kind: str, where: str, *, asked: bool) -> str:
 
 
 def result_text(given: Any) -> str:
-    """What a tool gave, as text: parts that hold something else are a line each, objects without a kind are JSON."""
+    """A tool's result as text. Other parts become a line each; objects without a kind become JSON."""
     parts = given if isinstance(given, list) else [given]
     return "\n".join(_part_text(part) for part in parts if part is not None)
 
@@ -123,9 +123,10 @@ def _part_text(part: Any) -> str:
 
 
 def last_question(roles: Sequence[str]) -> int:
-    """The place of the person's last question among messages of these ``roles``; -1 if there is none.
+    """The index of the person's last question among messages of these ``roles``; -1 if there is none.
 
-    What a program adds to a tool's result is no question, and one that tools were called for has been taken already.
+    Texts that a program adds to a tool's result are not questions, and a question for which tools were called has been
+    handled already.
     """
     place = max((place for place, role in enumerate(roles) if role == "user"), default=-1)
     return -1 if "tool" in roles[max(0, place - 1) :] else place
@@ -269,7 +270,7 @@ class NamedTool(msgspec.Struct):
 
 
 class ToolChoiceObject(NamedTool):
-    """A ``tool_choice`` that is no word: one tool, or those that are allowed (``mode`` says whether one must be)."""
+    """A ``tool_choice`` that is an object: one tool, or the allowed ones (``mode`` says whether one must be called)."""
 
     type: str = ""
     mode: str = "auto"

@@ -1,4 +1,4 @@
-"""Who may ask: no web page, nobody without the key where there is one."""
+"""The rules on who may use the server: no web page, and nobody without the key if there is one."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class ListenAddress:
             return False
 
     def url(self, *, tls: bool) -> str:
-        """What clients are given as the base URL; of all interfaces, this machine's own name."""
+        """The base URL for clients. For all interfaces it has this machine's own name."""
         host = self.host
         if host in ("0.0.0.0", "::", ""):
             host = socket.gethostname()

@@ -136,7 +136,7 @@ class ChatRequest(SampledRequest, kw_only=True):
     chat_template_kwargs: TemplateArguments | None = None
 
     def generate(self, defaults: Defaults) -> Generate:
-        """What the engine is asked. Raises Refused for what is not offered."""
+        """The request to the engine. Raises Refused for unsupported fields."""
         if self.functions:
             raise Refused("Functions are called as tools here: use tools.", parameter="functions")
         if self.audio is not None:
@@ -174,7 +174,7 @@ class ChatRequest(SampledRequest, kw_only=True):
 
     @property
     def foreign_tools(self) -> list[str]:
-        """Kinds of tools that are no functions. The model is not told of them."""
+        """Kinds of tools that are not functions. The model is not told of them."""
         return [tool.type for tool in self.tools or () if tool.function is None]
 
 
@@ -259,7 +259,7 @@ class ChatAnswers:
 
 
 def delta_of(piece: Piece) -> dict[str, object]:
-    """What a piece adds. Text that turned out to be thoughts cannot be taken back, and is not repeated."""
+    """The delta for a piece. Text that turned out to be thoughts cannot be withdrawn, and is not repeated."""
     delta: dict[str, object] = {}
     if piece.reasoning and not piece.withdrawn:
         delta["reasoning_content"] = piece.reasoning

@@ -77,7 +77,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     prompt_cache_key: str | None = None
 
     def generate(self, defaults: Defaults) -> Generate:
-        """What the engine is asked. Raises Refused for what is not offered."""
+        """The request to the engine. Raises Refused for unsupported fields."""
         for name in ("previous_response_id", "conversation", "background"):
             if getattr(self, name):
                 raise Refused(

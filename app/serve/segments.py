@@ -24,7 +24,7 @@ class AnswerSegment:
 
 @dataclass(frozen=True)
 class SegmentChange:
-    """What happened to a segment: it ``began``, got ``added`` text, or ``ended``. One at a time is open."""
+    """A change to a segment: it ``began``, got ``added`` text, or ``ended``. Only one is open at a time."""
 
     what: Literal["began", "added", "ended"]
     segment: AnswerSegment

@@ -57,7 +57,7 @@ class SettingsFile:
         return changed
 
     def go_back(self, key: str, value: Value) -> None:
-        """Set one setting to an earlier value. If that was not saved, it is not now: the file has what it had then.
+        """Set one setting to an earlier value. If that was not saved then, it is not saved now.
 
         Raises SettingError as :meth:`change` does.
         """
@@ -93,8 +93,10 @@ class SettingsFile:
         self.notices += [f"{self.path.name}: {problem}" for problem in problems]
 
     def _content(self) -> dict[str, Any]:
-        """What the file says, for who does not change it; raises OSError. What keeps comments takes longer to import
-        than all other reading of the settings."""
+        """The file's content, for reading only. Raises OSError.
+
+        The library that keeps comments takes longer to import than reading the settings otherwise.
+        """
         import tomllib
 
         try:

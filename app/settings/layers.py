@@ -38,10 +38,10 @@ def allowed(content: object) -> dict[str, Value]:
 
 @dataclass(frozen=True)
 class ChatValues:
-    """What one chat sets differently from the settings. None as a value means the model's own default.
+    """One chat's differences from the settings. None as a value means the model's own default.
 
-    ``persona`` is the name of the persona that the chat was given. ``given`` are the persona's values of that moment,
-    so a later change of the persona does not change the chat. ``own`` were set in the chat and come before ``given``.
+    ``persona``: name of the chat's persona. ``given``: the persona's values when it was chosen, so that later changes
+    of the persona do not change the chat. ``own``: values set in the chat, which override ``given``.
     """
 
     persona: str = ""
@@ -114,7 +114,8 @@ def value_in_effect(key: str, options: Settings, own: Sampling | None) -> Value:
 
 
 def _filters(options: Settings) -> bool:
-    """Are tokens left out? The engine then samples with a model that by itself always takes the likeliest one."""
+    """Whether tokens are filtered. Then the engine samples even with a model that by default takes the likeliest
+    token."""
     return any(value is not None for value in (options.top_p, options.top_k, options.min_p))
 
 

@@ -194,7 +194,7 @@ def _values(table: Mapping[str, Any]) -> tuple[dict[str, Value], list[str]]:
 
 
 def _parsed(path: Path) -> tuple[dict[str, Any], str]:
-    """The file's content and what is wrong with it, as the end of a sentence. Raises OSError."""
+    """The file's content, and an error message as the end of a sentence. Raises OSError."""
     import tomllib
 
     try:

@@ -35,7 +35,7 @@ _setting = functools.partial(setting, "ring", takes_effect="reload")
 
 @dataclass(frozen=True)
 class RingSettings:
-    """How machines are found, and how they share a model."""
+    """Settings for finding machines, and for sharing a model with them."""
 
     ring_mode: RingMode = _setting(
         "choice", "Ring mode", "auto",
@@ -131,7 +131,7 @@ def open_network(
 
 
 def may_be_copied(model: str, partitioning: Partitioning) -> bool:
-    """Is ``model`` a hub model that is not on this machine, but may be on a machine of the ring?"""
+    """Whether ``model`` is a hub model that is not on this machine, but may be on a machine of the ring."""
     with suppress(ModelError):
         found = resolve(model)
         return partitioning == "ring" and found.kind == "hub" and found.folder is None
@@ -139,9 +139,9 @@ def may_be_copied(model: str, partitioning: Partitioning) -> bool:
 
 
 def ring_choice(settings: RingSettings, network: NetworkState | None) -> RingChoice:
-    """What ``settings`` ask of a ring. Names of machines become node ids, by the state of the network.
+    """The ring options of ``settings``. Names of machines become node ids, by the state of the network.
 
-    Raises SettingError for a machine that is not known.
+    Raises SettingError for an unknown machine.
     """
     shares = dict(share(item) for item in split_items(settings.ring_shares))
     return RingChoice(
@@ -157,7 +157,7 @@ def ring_choice(settings: RingSettings, network: NetworkState | None) -> RingCho
 
 
 def _named(key: str, name: str, network: NetworkState | None) -> str:
-    """The node id of the machine ``name``, as the setting ``key`` names it. Raises SettingError, naming the setting."""
+    """The node id of the machine ``name``, as named in the setting ``key``. Raises SettingError, naming the setting."""
     try:
         return node_id(name, network)
     except SettingError as error:

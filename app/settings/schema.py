@@ -231,8 +231,10 @@ class Settings(RingSettings):
 
     @property
     def load(self) -> Load:
-        """What the engine is asked to load; its id is set when it is sent, and what is asked of a ring when that is
-        known (:func:`app.settings.ring.ring_choice`). An option with a setting's name is that setting's value."""
+        """The load request for the engine, without id and ring options (:func:`app.settings.ring.ring_choice`).
+
+        An option with a setting's name is that setting's value.
+        """
         same = {name: getattr(self, name) for name in LoadOptions.__struct_fields__ if name in _BY_KEY}
         return Load(
             id=0,
@@ -285,7 +287,7 @@ class Settings(RingSettings):
 
     @property
     def thinking_effort(self) -> str:
-        """How long the model is told to think; empty: it is told nothing."""
+        """The thinking effort that the model is told; empty: it is told nothing."""
         return "" if self.effort == "auto" else self.effort
 
 
@@ -304,7 +306,7 @@ _BY_KEY = {setting.key: setting for setting in SCHEMA}
 
 
 def setting_named(key: str) -> Setting:
-    """Raises SettingError if there is no such setting."""
+    """The setting ``key``. Raises SettingError if there is no such setting."""
     try:
         return _BY_KEY[key]
     except KeyError:

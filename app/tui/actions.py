@@ -32,7 +32,7 @@ class Action:
 
 
 def title_of(binding: Binding) -> str:
-    """What ``binding`` does. The line of keys has a shorter word for it."""
+    """The title of ``binding``. The line of keys shows a shorter word."""
     return binding.tooltip or binding.description
 
 

@@ -38,7 +38,7 @@ from app.tui.terminal.application import TerminalApp
 
 
 def starter_is_missing(model: str) -> bool:
-    """Is ``model`` the starter, and not yet on this machine?"""
+    """Whether ``model`` is the starter and is not yet on this machine."""
     from engine.models.store.catalogue import STARTER
     from engine.models.store.local_models import resolve
 

@@ -1,4 +1,4 @@
-"""The screen of ``privatellm join``: this machine, its code, and what it does for a ring."""
+"""The screen of ``privatellm join``: this machine, its code, and its work for a ring."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class LendingChanged(Message):
 
 
 class LendingDetails(Rendered):
-    """This machine: its name, its code, and what it does for a ring."""
+    """This machine: its name, its code, and its work for a ring."""
 
     state: NetworkState | None = None
     restarting = False

@@ -14,7 +14,7 @@ _IN_HELP = 0.5
 
 
 class Described(Protocol):
-    """What can be run."""
+    """A command that can be run."""
 
     @property
     def title(self) -> str: ...

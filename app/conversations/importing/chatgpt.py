@@ -141,7 +141,7 @@ def _part(part: object) -> str:
 
 
 def _is_pointer(part: object) -> bool:
-    """Is ``part`` a picture or another file, of which the export has only the name?"""
+    """Whether ``part`` is a picture or another file, of which the export has only the name."""
     return name(table(part).get("content_type")) not in ("", "audio_transcription")
 
 

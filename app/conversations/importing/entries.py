@@ -35,7 +35,7 @@ class Unread(enum.Enum):
     LARGE = enum.auto()
     DEEP = enum.auto()
     CUT = enum.auto()
-    """What follows is not read either, as it cannot be said where the next one begins."""
+    """Reading ended here, because the beginning of the next entry cannot be found."""
 
 
 def entries(data: bytes) -> Iterator[Mapping[str, Any] | Unread | None]:

@@ -155,7 +155,7 @@ def _old(log: _Log, allowance: Allowance) -> Iterator[tuple[str, ImportedConvers
 
 
 def _references(log: _Log, table: str, column: str) -> dict[Any, list[Any]]:
-    """What ``table`` gives to each response, in its order."""
+    """The values of ``column`` in ``table`` for each response, in order."""
     found: dict[Any, list[Any]] = {}
     for row in _in_order(log.rows(table, ("response_id", column, "order")), "order"):
         found.setdefault(row.get("response_id"), []).append(row.get(column))
@@ -222,7 +222,7 @@ class LoggedAnswers:
 
 
 def _given(row: Row, kind: str, allowance: Allowance) -> list[str]:
-    """The fragments of the prompt or the system prompt that are not already in it, as they are since 0.32."""
+    """The fragments that are not already part of the prompt or system prompt, as they are since 0.32."""
     listed = rows(row.get(f"{kind}_fragments"))[:_MOST_FRAGMENTS]
     fragments = [found for entry in listed if isinstance(found := table(entry).get("content"), str)]
     if not fragments:
@@ -296,7 +296,7 @@ def _new(log: _Log, allowance: Allowance) -> Iterator[tuple[str, ImportedConvers
         turns.setdefault(str(row.get("thread_id")), []).append(row)
     fragments = _fragments(log)
     said_at: dict[str, tuple[str, str]] = {}
-    """What was put together so far: threads that part have a beginning in common."""
+    """The texts put together so far. Threads that part share their beginning."""
     for row in log.rows("threads", ("id", "name", "tip_message_hash")):
         key, own = name(str(row.get("id"))), turns.get(str(row.get("id")), [])
         by_tip = {str(turn.get("tip_message_hash")): turn for turn in own}

@@ -1,4 +1,4 @@
-"""What is imported, and the checks that every value from a file goes through."""
+"""The parts of imported conversations, and the checks that every value from a file passes."""
 
 from __future__ import annotations
 
@@ -51,14 +51,16 @@ class Allowance:
 
 
 def produced_of(size: int) -> Allowance:
-    """What an import of a file of ``size`` bytes may produce. Fragments of prompts that are kept once and used often
-    make more of it than was read, but not without limit."""
+    """The maximum result of importing a file of ``size`` bytes.
+
+    Fragments of prompts that are stored once and used often produce more text than was read, within limits.
+    """
     return Allowance(min(_MOST_PRODUCED, 10_000_000 + 100 * size))
 
 
 @dataclass(frozen=True)
 class Added:
-    """What an import added. ``known``: the number of conversations that were there already."""
+    """The result of an import. ``known``: number of conversations that were already there."""
 
     new: int
     known: int
@@ -89,7 +91,7 @@ class ImportedMessage:
     only_named: int = 0
 
     def spend(self, allowance: Allowance) -> None:
-        """Take from ``allowance`` what this message has. Raises ImportTooLarge, also for a limit of its own."""
+        """Subtract this message from ``allowance``. Raises ImportTooLarge, also for limits of its own."""
         texts = (self.content, self.thoughts.text, *(attachment.text for attachment in self.attachments))
         if max(map(len, texts)) > LONGEST_TEXT:
             raise ImportTooLarge
@@ -116,7 +118,7 @@ class ImportedConversation:
     own_values: Mapping[str, Any] = field(default_factory=dict)
 
     def spend(self, allowance: Allowance) -> None:
-        """Take from ``allowance`` what this conversation has. Raises ImportTooLarge, also for a limit of its own."""
+        """Subtract this conversation from ``allowance``. Raises ImportTooLarge, also for limits of its own."""
         if len(self.messages) > MOST_MESSAGES:
             raise ImportTooLarge
         allowance.spend(_OWN_SIZE + len(self.system))
@@ -143,7 +145,7 @@ def text(value: object) -> str:
 
 
 def name(value: object) -> str:
-    """``value`` as one short safe line; empty if it is no text."""
+    """``value`` as one short safe line; empty if it is not a text."""
     return one_line(value[: 4 * _LONGEST_NAME])[:_LONGEST_NAME] if isinstance(value, str) else ""
 
 
@@ -177,12 +179,12 @@ def moment(value: object) -> float | None:
 
 
 def file_mark(kind: object) -> str:
-    """What stands in a message for a picture or a file that is not in the export: ``[photo.png]``."""
+    """The mark in a message for a picture or file that is not in the export: ``[photo.png]``."""
     return f"[{name(kind) or 'file'}]"
 
 
 def digest(created: object, messages: Sequence[ImportedMessage]) -> str:
-    """A name for a conversation that has no id of its own, from what is in it."""
+    """An identifier, made from its contents, for a conversation without an id."""
     said = [created if isinstance(created, float) else 0, *(message.content for message in messages)]
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:32]
 

@@ -38,7 +38,7 @@ _MOST_ENTRIES = 500_000
 _MOST_DAMAGED = 100
 """Number of files in an archive that cannot be unpacked after which it is given up."""
 _MOST_NAMED = 5
-"""Number of things that are named as lost; of others it is said how many they are."""
+"""Maximum items that are named as lost. The others are only counted."""
 _MEMBER = re.compile(r"(?:.*/)?conversations(?:-\d{1,6})?\.json")
 """Names of the files with conversations in the archives of ChatGPT and Claude."""
 _NOT_UNPACKED = (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, EOFError, OSError, ValueError)
@@ -77,7 +77,7 @@ class ReadFile:
 
     @property
     def left_out(self) -> str:
-        """What is in the file and not in the conversations, as a sentence; empty if there is nothing."""
+        """A sentence on what is in the file and was not imported; empty if there is nothing."""
         files = sum(message.only_named for chat in self.conversations for message in chat.messages)
         parts = [
             _counted(self.empty, "chat without text", "chats without text"),
@@ -134,7 +134,7 @@ def _read(path: Path) -> ReadFile:
 
 
 class _Found:
-    """What was found in the file at ``path`` so far."""
+    """The results so far of reading the file at ``path``."""
 
     def __init__(self, path: Path, allowance: Allowance) -> None:
         self.allowance = allowance
@@ -181,7 +181,7 @@ class _Found:
             self._chats.append(chat)
 
     def result(self) -> ReadFile:
-        """All of it. Raises ImportProblem if there is no conversation with text."""
+        """The final result. Raises ImportProblem if there is no conversation with text."""
         lost = [*self.lost, *(_missed(*place, count) for place, count in self.missed.items())]
         if len(lost) > _MOST_NAMED:
             lost[_MOST_NAMED:] = [f"and {len(lost) - _MOST_NAMED:,} more such things"]
@@ -205,7 +205,7 @@ class _Found:
 
 
 def _missed(reason: Unread, member: str, count: int) -> str:
-    """What was not read, in words."""
+    """A description of entries that were not read."""
     where = f" in {one_line(PurePosixPath(member).name)}" if member else ""
     match reason:
         case Unread.CUT:

@@ -21,7 +21,7 @@ LOOK_S = 0.25
 """Seconds without a key after which the draft is looked at."""
 Count = Callable[[Sequence[str]], Awaitable[list[int] | None]]
 _MOST_SAID = 3
-"""Maximum number of files of which is said why they cannot be attached."""
+"""Maximum files for which the reason is shown why they cannot be attached."""
 
 
 class AttachmentLine(Static):

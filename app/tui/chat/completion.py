@@ -89,8 +89,8 @@ class FileReferences:
 
 
 def _names_in(folder: str, current: Path) -> list[str]:
-    """What can be typed below ``folder``. Not offered are names with a character that acts on a terminal or is not
-    seen."""
+    """The names that can be typed below ``folder``, without names that contain invisible or terminal control
+    characters."""
     return [name for name in _all_names_in(folder, current) if visible(sanitize(name)) == name and "\n" not in name]
 
 
@@ -141,9 +141,9 @@ class Suggestion:
 
 @dataclass(frozen=True)
 class Completion:
-    """What a source offers: ``candidates``, best first, for the text from offset ``start`` to the cursor.
+    """An offer of a source: ``candidates``, best first, for the text from offset ``start`` to the cursor.
 
-    ``preselected``: enter takes the first candidate. Otherwise enter keeps what was typed until a candidate was chosen
+    ``preselected``: enter takes the first candidate. Otherwise enter keeps the typed text until a candidate was chosen
     with an arrow key, and only tab takes the first.
     """
 
@@ -161,9 +161,9 @@ class CompletionSource(Protocol):
 
 
 class Completer:
-    """What the sources offer at the cursor, which candidate is marked, and whether the person closed the popup.
+    """The sources' offers at the cursor, the marked candidate, and whether the person closed the popup.
 
-    The sources are asked in their order; the first that offers something is taken.
+    The sources are asked in order, and the first offer is taken.
     """
 
     def __init__(self, sources: Sequence[CompletionSource] = ()) -> None:
@@ -277,9 +277,10 @@ _LONGEST = 300
 
 
 class QuestionSearch:
-    """The source for ``/history``. ``questions`` gives at most so many questions that begin with a text, newest first.
+    """The source for ``/history``.
 
-    The question that is taken replaces the command.
+    ``questions`` gives earlier questions that begin with a text, up to a limit, newest first. The chosen question
+    replaces the command.
     """
 
     def __init__(self, questions: Callable[[str, int], list[str]]) -> None:

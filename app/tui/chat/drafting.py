@@ -1,4 +1,4 @@
-"""What is in the prompt while conversations change and earlier messages are edited: no unsent text is lost."""
+"""The contents of the prompt while conversations change and earlier messages are edited: no unsent text is lost."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Drafting:
         """The message in the prompt whose new text is kept; None if there is none, or it is on no disk itself."""
         self._set_aside: Draft | None = None
         self._left: dict[Thread, Draft] = {}
-        """What was typed in conversations that were left while questions waited in them."""
+        """Texts typed in conversations that were left while questions waited in them."""
         self.being_read: Callable[[], Sequence[str]] = lambda: ()
         """Gives the questions that were sent and whose files are being read."""
         self._brought: list[list[str]] | None = None
-        """What was put before the draft since the editor was opened; None: no editor is open."""
+        """Texts put before the draft since the editor was opened; None: no editor is open."""
         prompt.earlier.source = self.questions
 
     def shown(self) -> None:
@@ -54,7 +54,7 @@ class Drafting:
         self.changed()
 
     def changed(self) -> None:
-        """What is typed changed, or the queue did."""
+        """Handle a change of the typed text or the queue."""
         if self._controller.thread is self._keeper.thread:
             self._keeper.note(self._typed())
         self._note_edit()
@@ -211,7 +211,7 @@ class Editing:
         self.show()
 
     def show(self) -> None:
-        """Say in the prompt's frame what it is for now."""
+        """Show the prompt's present purpose in its frame."""
         temporary = self._controller.thread.memory is not None
         self._prompt.set_class(temporary, "-temporary")
         if self.entry is not None:

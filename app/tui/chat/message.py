@@ -170,7 +170,7 @@ class MessageView(Written, can_focus=True):
         return self.markdown(self.entry.content, width, marked=self.entry.state != "writing")
 
     def _question(self, start: int) -> Content:
-        """What was asked, which is drawn from the character ``start`` on. Of a long one only its ends are laid out."""
+        """The question from the character ``start`` on. Only the ends of a long one are laid out."""
         text = self.entry.content
         folded = fold(text)
         if folded is None:

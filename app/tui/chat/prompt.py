@@ -171,7 +171,7 @@ class Prompt(FoldingArea):
 
     @property
     def draft(self) -> Draft:
-        """What is in the field, with its folded pastes."""
+        """The field's content, with its folded pastes."""
         return Draft(self.text, self.folds.used(self.text))
 
     def restore(self, draft: Draft) -> None:
@@ -216,7 +216,7 @@ class Prompt(FoldingArea):
 
     @property
     def completion(self) -> Completion | None:
-        """What can be completed at the cursor."""
+        """The completion at the cursor, or None."""
         if self.popup is None or not self.selection.is_empty:
             return None
         start, cursor, end = self.document.start, self.cursor_location, self.document.end
@@ -308,7 +308,7 @@ class Prompt(FoldingArea):
         self.done()
 
     def done(self) -> None:
-        """What was in the field was used: empty it, so that nothing is left to undo."""
+        """Empty the field after its content was used, so that nothing is left to undo."""
         self.clear()
         self.history.clear()
 
@@ -355,7 +355,7 @@ class Prompt(FoldingArea):
         self.post_message(self.Scrolled(1))
 
     def _recalled(self) -> bool:
-        """Is an earlier question in the field, unchanged?"""
+        """Whether the field contains an earlier question, unchanged."""
         recalled = self.earlier.recalled
         return recalled is not None and self.text == self._with_labels(recalled)
 

@@ -1,4 +1,4 @@
-"""What the chat says about the model and the engine: the status line, and what an empty conversation shows."""
+"""Texts about the model and the engine: the status line, and the content of an empty conversation."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ _MOST_LINES = 3
 """Maximum number of lines shown. The oldest leave first."""
 
 _MARKS: dict[Severity, str] = {"information": "·", "warning": "!", "error": "✗"}
-"""What begins a line, so that it is not told by its colour alone."""
+"""Marks at the start of a line, so that colour is not the only sign of its severity."""
 
 
 class NoticeLine(Static):

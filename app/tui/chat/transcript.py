@@ -171,7 +171,7 @@ class Transcript(VerticalScroll, can_focus=False):
 
     @property
     def following(self) -> bool:
-        """Is the end of the conversation in view?"""
+        """Whether the end of the conversation is in view."""
         return self._following
 
     def toggle_thoughts(self) -> bool:
@@ -184,7 +184,7 @@ class Transcript(VerticalScroll, can_focus=False):
 
     @property
     def thoughts_in_sight(self) -> bool:
-        """Is there an answer with thoughts whose beginning, where they stand, is on the screen?"""
+        """Whether an answer's thoughts begin on the screen."""
         bottom = self.scroll_y + self.container_size.height
         tops = [view.virtual_region.y for view in self.views if view.entry.thoughts.text]
         return any(self.scroll_y - 2 <= top < bottom - 2 for top in tops)
@@ -432,7 +432,7 @@ class Transcript(VerticalScroll, can_focus=False):
             self.screen._refresh_layout(scroll=True)
 
     async def go_to(self, entry: Entry) -> MessageView | None:
-        """Have ``entry`` mounted, and what is around it. Returns its view; None if it is not in the path."""
+        """Mount ``entry`` and its surroundings. Returns its view; None if it is not in the path."""
         if entry not in self.path:
             return None
         async with self._mounting:

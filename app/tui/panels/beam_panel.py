@@ -266,7 +266,7 @@ class Candidates(Rendered, can_focus=True):
 
 
 def _shown(text: str, places: Sequence[int], room: int) -> Content:
-    """What of a candidate shows its partings, each marked before the first word that differs, which stands out."""
+    """The part of a candidate that shows its partings. The first different word after each parting stands out."""
     if not text:
         return Content("(empty)")
     parts: list[Content | str | tuple[str, str]] = []
@@ -311,7 +311,7 @@ class Stretch:
 
 
 def partings(texts: Sequence[str]) -> list[tuple[int, ...]]:
-    """For each text the places where others part from it, in order: the beginnings of the first words that differ.
+    """The places in each text at which others part from it, in order: the beginnings of the first different words.
 
     A text that is the beginning of another one parts at its end.
     """

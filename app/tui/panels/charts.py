@@ -170,7 +170,7 @@ def heat_map(timing: Timing, width: int) -> Content:
 
 
 def _joined(pieces: Sequence[Content]) -> list[Content]:
-    """The same text in fewer pieces: neighbours of the same style are joined."""
+    """The same text in fewer pieces: neighbours with the same style are joined."""
     joined: list[tuple[str, str]] = []
     for piece in pieces:
         style = str(piece.spans[0].style) if piece.spans else ""

@@ -12,9 +12,9 @@ from app.tui.panels.panel import Panel, PanelSlot
 
 
 class ChatPanels(PanelSlot):
-    """Makes the chat's panels where there is room for them.
+    """Makes the chat's panels if there is room for them.
 
-    ``on_left`` and ``on_text`` are those of the slot. ``use_beams`` gives the shown chat a beam width.
+    ``on_left`` and ``on_text`` are passed to the slot. ``use_beams`` sets the shown chat's beam width.
     """
 
     def __init__(

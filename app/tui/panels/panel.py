@@ -30,9 +30,9 @@ class Panel(VerticalScroll):
     def __init__(self) -> None:
         super().__init__(classes="panel")
         self.covers = False
-        """True if the panel fills the screen, so that there is no prompt to ask from."""
+        """Whether the panel fills the screen, so that there is no prompt."""
         self.on_typed: Callable[[str], None] = lambda text: None
-        """Called with a character that is no key of the panel: the person writes a question."""
+        """Called with a character that is not a key of the panel, because the person is typing a question."""
 
     def on_key(self, event: events.Key) -> None:
         if event.is_printable and event.character and event.key not in self.screen.active_bindings:
@@ -118,12 +118,12 @@ class PanelSlot:
 
     @property
     def covers(self) -> bool:
-        """Does the panel fill the screen?"""
+        """Whether the panel fills the screen."""
         return self._cover is not None
 
     @property
     def beside(self) -> bool:
-        """Is a panel open beside the conversation?"""
+        """Whether a panel is open beside the conversation."""
         return self.panel is not None and not self.covers
 
     def toggle(self, kind: str) -> None:

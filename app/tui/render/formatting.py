@@ -75,7 +75,7 @@ class Folded:
 
 
 def fold(question: str) -> Folded | None:
-    """What is shown of a long question; None if it is short."""
+    """The folded form of a long question; None if it is short."""
     lines = question.count("\n") + 1
     if lines <= LINES and len(question) <= CHARACTERS:
         return None

@@ -59,7 +59,7 @@ def symbol(command: str) -> str | None:
 
 @functools.cache
 def kind_of(text: str) -> str:
-    """How ``text`` is spaced, by TeX's classes: ``ord``, ``op``, ``bin``, ``rel``, ``open``, ``close``, ``punct``."""
+    """Spacing class of ``text`` in TeX: ``ord``, ``op``, ``bin``, ``rel``, ``open``, ``close``, ``punct``."""
     if text in _BINARY:
         return "bin"
     if text in _LARGE:

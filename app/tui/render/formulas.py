@@ -76,7 +76,7 @@ class _Atom:
 
 
 class _Unreadable(ValueError):
-    """This is no formula that can be shown."""
+    """Raised for text that is not a displayable formula."""
 
 
 def inline_formula(source: str) -> str | None:
@@ -149,7 +149,7 @@ class _FormulaReader:
         return self._tokens[self._next - 1]
 
     def _peek(self) -> str:
-        """The next token that is no space. Spaces before it are passed."""
+        """The next token that is not a space. Spaces before it are skipped."""
         while self._next < len(self._tokens) and self._tokens[self._next].isspace():
             self._next += 1
         return self._tokens[self._next] if self._next < len(self._tokens) else ""
@@ -187,7 +187,7 @@ class _FormulaReader:
         return "".join(self._tokens[start : self._next - 1])
 
     def _option(self) -> list[_Atom]:
-        """What stands in square brackets, if anything does."""
+        """The content of square brackets, if there are any."""
         if self._peek() != "[":
             return []
         self._next += 1
@@ -373,7 +373,7 @@ def _fraction(top: str, bottom: str) -> _Atom:
 
 
 def _is_simple(text: str) -> bool:
-    """Is ``text`` a number, a letter with what is raised and lowered beside it, or a word?"""
+    """Whether ``text`` is a number, a letter with raised and lowered letters, or a word."""
     if text.replace(".", "").replace(",", "").isdecimal() or (len(text) > 2 and text.isalpha()):
         return True
     return (text[:1].isalpha() or text == "∞") and all(
@@ -408,7 +408,7 @@ def _joined(atoms: Sequence[_Atom]) -> str:
 
 
 def _is_spaced(left: _Atom, right: _Atom) -> bool:
-    """Does TeX put space between the two?"""
+    """Whether TeX puts space between the two."""
     kinds = {left.kind, right.kind}
     if "space" in kinds or not left.text or not right.text:
         return False

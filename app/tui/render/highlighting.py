@@ -135,7 +135,7 @@ class Highlighter:
 
     @property
     def busy(self) -> bool:
-        """Are colours still being made?"""
+        """Whether colours are still being computed."""
         return bool(self._wanted)
 
     @property
@@ -242,7 +242,7 @@ class Highlighter:
 
 
 def worth_colouring(code: str, lexer: str) -> bool:
-    """Is ``code`` within the limits for being coloured?"""
+    """Whether ``code`` is within the limits for colouring."""
     if len(code) > SHORTER_BLOCKS.get(lexer, BLOCK_LIMIT) or any(len(line) > LINE_LIMIT for line in code.split("\n")):
         return False
     return all(len(space.group()) <= SPACE_LIMIT for space in re.finditer(r"\s+", code))

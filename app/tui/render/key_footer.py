@@ -1,4 +1,4 @@
-"""The line of keys at the bottom of a screen: the keys that count at the moment, as many as fit."""
+"""The line of keys at the bottom of a screen: the currently useful keys, as many as fit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _GAP = 1
 
 @dataclass(frozen=True)
 class _ShownKey:
-    """What is shown of a key."""
+    """A key as shown."""
 
     key: str
     display: str
@@ -88,10 +88,10 @@ class KeyFooter(Footer):
         return _fitting(list(shown.values()), self.size.width or self.app.size.width)
 
     def _place(self, active: ActiveBinding) -> tuple[int, int, int]:
-        """How far its widget is from the focused one, which of that widget's bindings it is, and which of the keys that
-        the person gave to it.
+        """Sort key of a binding: the distance of its widget from the focused one, its index in that widget, and the
+        key's index.
 
-        The order of the active bindings is another one: a screen's key that a field has, too, comes before the field's.
+        The order of active bindings differs: there, a screen's key precedes the same key of a field.
         """
         chain = (self.screen.focused or self.screen).ancestors_with_self
         declared = [binding.id for kind in type(active.node).__mro__ for binding in vars(kind).get("BINDINGS", ())]

@@ -74,7 +74,7 @@ def copy_marks(content: Content) -> list[int]:
 
 
 def _read_as_markdown(source: str) -> tuple[str, str]:
-    """What of ``source`` is read as Markdown, and the rest."""
+    """The part of ``source`` that is read as Markdown, and the rest."""
     text = sanitize(source)
     if len(text) <= MARKDOWN_LIMIT:
         return text, ""

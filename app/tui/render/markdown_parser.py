@@ -87,7 +87,7 @@ def _formula(state: StateInline, silent: bool) -> bool:
 
 
 def _is_prose(between: str) -> bool:
-    """Are these words between two prices, and no formula? They are several words, or a number and a word."""
+    """Whether ``between`` is text between two prices, not a formula: several words, or a number and a word."""
     if "\\" in between:
         return False
     return _TWO_WORDS.search(between) is not None or (between[0].isdecimal() and _WORD.search(between) is not None)

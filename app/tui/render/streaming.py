@@ -31,14 +31,14 @@ _FENCE = re.compile(r"^ {0,3}(`{3,}|~{3,})(.*)$")
 
 
 class Joint(Enum):
-    """How a part is joined to what is above it."""
+    """The joint between a part and the text above it."""
 
     BLOCK = 1
-    """It is a block of its own: an empty line is between them."""
+    """The part is a block of its own, after an empty line."""
     LINE = 2
-    """It goes on in the next line."""
+    """The part continues in the next line."""
     CODE = 3
-    """It goes on in the next line, as code whose language stands above already."""
+    """The part continues in the next line, as code whose language is shown above."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class GrowingText:
         self._reopen = ""
         """Opening line of a fence that was cut: the tail begins with it."""
         self._joint = Joint.BLOCK
-        """How the tail is joined."""
+        """Joint between the tail and the text above."""
         self._tried = 0
         """Length of the tail when it was last tried to cut it at a line."""
 

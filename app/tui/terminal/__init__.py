@@ -1,1 +1,1 @@
-"""The terminal that the screen is drawn on: what it sends, how it ends, what it can copy."""
+"""The terminal on which the screen is drawn: its input, its end, and copying."""

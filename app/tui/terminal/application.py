@@ -62,7 +62,7 @@ class TerminalApp(GuardedApp):
 
     @property
     def still(self) -> bool:
-        """Is nothing to blink, slide or spin?"""
+        """Whether nothing must blink, slide or spin."""
         return self.animation_level == "none"
 
     @on(events.DescendantFocus)
@@ -107,7 +107,7 @@ class TerminalApp(GuardedApp):
 
     @contextmanager
     def suspend(self) -> Iterator[None]:
-        """Inside, another program has the terminal, and nothing that this one draws or prints reaches it.
+        """Gives the terminal to another program inside. Nothing that this program draws or prints reaches it.
 
         Raises SuspendNotSupported if there is no terminal to give away.
         """
@@ -134,7 +134,7 @@ class TerminalApp(GuardedApp):
         super().action_suspend_process()
 
     def sequence_of(self, key: str) -> str:
-        """What the terminal sent last for ``key``; empty if it is not known."""
+        """The sequence that the terminal last sent for ``key``; empty if it is not known."""
         return self._driver.sequences.get(key, "") if isinstance(self._driver, TerminalDriver) else ""
 
     @abstractmethod
@@ -204,7 +204,7 @@ class TerminalApp(GuardedApp):
 
     @property
     def may_write_copies(self) -> bool:
-        """May a copied text be written to a file if there is no clipboard?"""
+        """Whether copied text may be written to a file if there is no clipboard."""
         return True
 
     def _write_sequences(self, sequences: str) -> None:

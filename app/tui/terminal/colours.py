@@ -38,7 +38,7 @@ HEATS = 10
 
 _WHITE, _BLACK = Color(255, 255, 255), Color(0, 0, 0)
 _MARKED, _CODE = 0.10, 0.06
-"""How far the two fields are moved from the surface towards white or black."""
+"""Fractions by which the two fields differ from the surface, towards white or black."""
 _ANSI_COMMON = {
     "foreground-muted": "ansi_default", "foreground-disabled": "ansi_default", "text-muted": "ansi_default",
     "text-disabled": "ansi_default", "line-marked": "ansi_default", "code-background": "ansi_default",

@@ -42,7 +42,7 @@ shows its own after an empty one."""
 
 
 class EndsSoon(Protocol):
-    """What the driver asks of its application."""
+    """The part of the application that the driver needs."""
 
     def end_soon(self, status: int) -> None:
         """End with the exit status ``status``, without asking the person."""
@@ -62,7 +62,7 @@ class TerminalDriver(LinuxDriver):
         assert self._file is not None
         self._file = cast(Any, _Output(self._file, self._gone))
         self.sequences: dict[str, str] = {}
-        """What the terminal sent last for each key, by the key's name."""
+        """The sequence that the terminal last sent for each key, by the key's name."""
         self._title = ""
         self._title_before_stop = ""
         self._given_away = False
@@ -216,10 +216,11 @@ def end_at_last(status: int, before: Callable[[], None], patience_s: float) -> N
 
 @contextmanager
 def ended_by_signals(end_soon: Callable[[int], None], in_time: Callable[[int], None]) -> Iterator[None]:
-    """Inside, SIGHUP, SIGTERM and SIGINT call ``in_time`` at once and ``end_soon`` in the running event loop.
+    """Handles signals inside: SIGHUP, SIGTERM and SIGINT call ``in_time`` at once and ``end_soon`` in the running event
+    loop.
 
-    Both are given the exit status. SIGHUP counts even if it was ignored before (nohup): a screen is of no use without
-    its terminal.
+    Both get the exit status. SIGHUP counts even if it was ignored before (nohup): a screen is useless without its
+    terminal.
     """
     loop = asyncio.get_running_loop()
 

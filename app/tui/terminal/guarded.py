@@ -40,7 +40,7 @@ class GuardedApp(App[int]):
 
     @property
     def log_words(self) -> str | Path:
-        """How the log is called while the application runs."""
+        """The name of the log in messages while the application runs."""
         return screen_log()
 
     @property
@@ -50,7 +50,7 @@ class GuardedApp(App[int]):
 
     @property
     def kept_words(self) -> str:
-        """What is kept whatever goes wrong, in words; empty if nothing is to be kept."""
+        """What is kept whatever goes wrong, in words; empty if nothing is."""
         return ""
 
     def end_soon(self, status: int) -> None:
@@ -192,7 +192,7 @@ class GuardedApp(App[int]):
             self.notify(words, severity="error", markup=False, timeout=10)
 
     def _failure_words(self, next_step: str, log: str | Path) -> str:
-        """What is said about an error of this program, with what to do now and where the details are."""
+        """The message about an error of this program, with the next step and the place of the details."""
         kept = self.kept_words and f"; {self.kept_words}"
         return f"Something went wrong{kept}. {next_step}; details are in {log}."
 

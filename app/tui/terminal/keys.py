@@ -1,4 +1,4 @@
-"""What a terminal sends, as events: Textual's parser with some keys and pastes added."""
+"""The terminal's input as events: Textual's parser with some keys and pastes added."""
 
 from __future__ import annotations
 
@@ -112,10 +112,8 @@ class KeyParser(XTermParser):
             yield from self._with_alt(begun[1])
 
     def _is_late(self, data: str) -> bool:
-        """Is ``data`` the rest of a sequence whose ESC was taken for the escape key?
-
-        One hand does not type two characters in one piece.
-        """
+        """Whether ``data`` is the rest of a sequence whose ESC was taken for the escape key. One hand does not type two
+        characters at once."""
         escaped, self._escaped = self._escaped, None
         if escaped is None or self._begun or self._clock() > escaped + SEQUENCE_S or len(data) < 2:
             return False

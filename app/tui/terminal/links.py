@@ -35,7 +35,7 @@ _ADDRESS = re.compile(
 
 
 def opens(address: str) -> bool:
-    """Is ``address`` one that may be a link: http or https, ASCII, without user info and backslashes?"""
+    """Whether ``address`` may be a link: http or https, ASCII, without user info and backslashes."""
     return len(address) <= LONGEST_ADDRESS and _ADDRESS.fullmatch(address) is not None
 
 

@@ -1,4 +1,4 @@
-"""What reaches the terminal: stray output of this process goes to a log, and every drawn line is made safe."""
+"""The output to the terminal: stray output of this process goes to a log, and every drawn line is made safe."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def open_log(path: Path) -> IO[bytes] | None:
 
 @contextlib.contextmanager
 def guarded_output(log_path: Path | None = None) -> Iterator[None]:
-    """Inside, descriptors 1 and 2 are the log, so that native code that prints does not corrupt the screen.
+    """Redirects descriptors 1 and 2 to the log inside, so that native code that prints does not corrupt the screen.
 
-    The screen draws on ``sys.__stderr__`` and ``sys.__stdout__``, which are the terminal inside. Afterwards everything
-    is as before. Does nothing if there is no terminal.
+    The screen draws on ``sys.__stderr__`` and ``sys.__stdout__``, which stay the terminal. Afterwards everything is as
+    before. Does nothing without a terminal.
     """
     terminal = next((fd for fd in (1, 2) if _is_terminal(fd)), None)
     if terminal is None:
