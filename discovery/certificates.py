@@ -1,4 +1,4 @@
-"""The certificate that is a machine's identity: self-signed, pinned by whoever paired with it."""
+"""The certificate that is a machine's identity: self-signed, and pinned by paired machines."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Problem:
 
     step: str
     what: str
-    """What fails, with the value."""
+    """The failure, with its value."""
     remedy: str
 
     def __str__(self) -> str:
@@ -86,7 +86,7 @@ class PeerStep:
 
     step: str
     said: str
-    """What was found."""
+    """The result in words."""
     problem: Problem | None = None
 
 

@@ -45,7 +45,7 @@ class ShownCode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CodeRequests:
-    """The side that shows codes. One thread at a time."""
+    """The side that shows codes. Not thread-safe."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -73,7 +73,7 @@ class CodeRequests:
             self._answered = True
 
     def tidy(self) -> None:
-        """Delete an answer that nobody fetched, as its code is no longer valid."""
+        """Delete an answer that nobody fetched, because its code is no longer valid."""
         if self._answered:
             self._answered = False
             with contextlib.suppress(OSError):

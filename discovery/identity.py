@@ -188,8 +188,8 @@ def _create(folder: Path, notice: str) -> Identity:
 
 
 def _account(folder: Path, node_id: str) -> str:
-    """The name of the key in the keyring. The folder is part of it: a copied folder does not find the key and gets an
-    identity of its own."""
+    """The name of the key in the keyring. It contains the folder, so a copied folder does not find the key and gets its
+    own identity."""
     return f"{node_id} {folder.resolve()}"
 
 

@@ -98,7 +98,7 @@ class LinkListener:
 
     @classmethod
     def open(cls, host: str = "", port: int = 0) -> LinkListener:
-        """Open a link listener on a port of its own (0: any). Raises LinkListenerError."""
+        """Open a link listener on its own port (0: any). Raises LinkListenerError."""
         try:
             return cls(_listen(host, port))
         except OSError as error:
@@ -273,7 +273,7 @@ def may_use_local_network(environment: Mapping[str, str]) -> bool:
 
 
 def local_network_permission(terminal: str) -> str:
-    """How to give the permission to ``terminal``, which is what ``TERM_PROGRAM`` says, or empty."""
+    """Instructions for giving the permission to ``terminal``, the value of ``TERM_PROGRAM``, or empty."""
     known = terminal and terminal.isprintable() and terminal not in ("tmux", "screen")
     name = _NAMES.get(terminal, terminal) if known else "your terminal app"
     return (
@@ -283,9 +283,10 @@ def local_network_permission(terminal: str) -> str:
 
 
 def permission_lacked(error: OSError, environment: Mapping[str, str], system: str) -> str:
-    """How to give the permission, if ``error`` of a connection on ``system`` may come from its lack; else empty.
+    """Instructions for giving the permission, if ``error`` of a connection on ``system`` may come from its lack; else
+    empty.
 
-    macOS then says that there is no route to the host.
+    macOS then reports that there is no route to the host.
     """
     if system != "darwin" or error.errno != errno.EHOSTUNREACH or may_use_local_network(environment):
         return ""

@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 SERVICE = "_privatellm._tcp.local."
 ANNOUNCED_VERSION = 1
 MAX_SERVICES = 64
-"""Maximum announcements that are followed at a time. More are no household but a flood."""
+"""Maximum announcements followed at a time. More are not a household but a flood."""
 _MOST_EACH = 4
 """Maximum announcements of one node id. Without room the same applies to one address, and one of its announcements
 gives way."""
@@ -65,7 +65,7 @@ class FoundNode:
 
 @dataclass(frozen=True)
 class Hearing:
-    """What :mod:`discovery.checks` judges: whether multicast works here."""
+    """The evidence for :mod:`discovery.checks` on whether multicast works here."""
 
     seconds: float
     """Seconds since the sockets were last opened."""
@@ -79,14 +79,14 @@ class Hearing:
 
 @dataclass(frozen=True)
 class Intervals:
-    """How often the network is looked at, in seconds."""
+    """Intervals of looking at the network, in seconds."""
 
     wake: float = 0.5
-    """Between two looks at what was heard."""
+    """Seconds between two checks of what was heard."""
     poll: float = 2.0
-    """Between two looks at this machine's addresses."""
+    """Seconds between two checks of this machine's addresses."""
     retry: float = 10.0
-    """Between two tries to open sockets that could not be opened."""
+    """Seconds between two tries to open sockets that could not be opened."""
     refresh: float = 10.0
     """Seconds between two questions to every machine that was heard."""
     unseen: float = 8.0
@@ -109,8 +109,8 @@ class _Seen:
 class Neighbourhood:
     """Announces this machine and keeps the list of others, on all interfaces, until closed.
 
-    ``on_change(found)`` is called in a thread of its own whenever the list has changed. Changed addresses are announced
-    within seconds. Never raises for what the network does: see :meth:`hearing`.
+    ``on_change(found)`` is called in a separate thread whenever the list has changed. Changed addresses are announced
+    within seconds. Network errors never raise; see :meth:`hearing`.
     """
 
     def __init__(

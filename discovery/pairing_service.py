@@ -57,7 +57,7 @@ class PairingService:
         self._ended = threading.Condition()
 
     def show(self) -> Code:
-        """Show a new code. The former one is no longer valid."""
+        """Show a new code. The previous one is no longer valid."""
         self.hide()
         self._code = code = Code(self._clock)
         return code

@@ -1,4 +1,4 @@
-"""The machines this one is paired with, in a file of its owner."""
+"""The paired machines, in a file that only its owner can read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MAX_FILE = 4 * 1024 * 1024
 
 
 class Peer(msgspec.Struct, frozen=True, kw_only=True):
-    """A paired machine: whoever holds the key of this certificate is that machine."""
+    """A paired machine: the holder of this certificate's key is that machine."""
 
     node_id: str
     certificate_pem: str

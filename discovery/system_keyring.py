@@ -59,7 +59,7 @@ def _backend() -> KeyringBackend:
 
 
 def _within(limit: float | None, work: Callable[[], T]) -> T:
-    """Run ``work`` in a thread of its own. A hanging thread is left behind, as it cannot be ended from outside."""
+    """Run ``work`` in a separate thread. A hanging thread is left behind, because it cannot be ended from outside."""
     seconds = SECONDS if limit is None else limit
     results: list[T] = []
     failures: list[Exception] = []

@@ -37,7 +37,7 @@ ClientT = TypeVar("ClientT")
 
 
 class Clients(Protocol[ClientT]):
-    """Who answers the requests. All methods can be called from any thread."""
+    """The interface to the code that answers requests. All methods are thread-safe."""
 
     def attach(self, send: Callable[[AnyEvent], None]) -> ClientT: ...
 
@@ -70,10 +70,11 @@ class Connection(Generic[ClientT]):
 
 
 class Connections(Generic[ClientT]):
-    """Reads the requests of all programs. ``on_empty`` is called when the last one is gone, and never returns.
+    """Reads the requests of all programs.
 
-    ``on_bad_frame``: called with the writer of the program that started this process and what was wrong, if that sent
-    something that is no request. ``key``: see :func:`engine.ipc.engine_sockets.listen`.
+    ``on_empty`` is called when the last program is gone, and never returns. ``on_bad_frame`` is called with the writer
+    of the program that started this process, and the problem, if that sent something that is not a request. ``key``:
+    see :func:`engine.ipc.engine_sockets.listen`.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class Connections(Generic[ClientT]):
             self._forget_socket(found)
 
     def forget_socket(self) -> None:
-        """Remove the socket's file at the end of the process. From any thread."""
+        """Remove the socket's file at the end of the process. Thread-safe."""
         found = self._listening
         if found is not None:
             self._forget_socket(found)
@@ -192,7 +193,7 @@ class Connections(Generic[ClientT]):
             self._clients.take(request, connection.client)
 
     def _lost(self, *connections: Connection[ClientT]) -> None:
-        """``connections`` cannot be written to any more. From any thread."""
+        """Forget programs to whose ``connections`` nothing can be written any more. Thread-safe."""
         for connection in connections:
             if connection.peer is not None:
                 with contextlib.suppress(OSError):

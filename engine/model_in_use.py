@@ -1,6 +1,6 @@
-"""The one model that an engine has loaded: loading it, answering with it, and making place for the next.
+"""The one model that an engine has loaded: loading it, answering with it, and making room for the next.
 
-What is learned while it answers is kept: which experts are popular, and what it has read.
+Results of answering are kept: the popularity of experts, and prefixes.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class ModelInUse:
             traceback.print_exc()
 
     def _make_resident(self, session: Session, request: Load, network: ClusterNetwork | None) -> None:
-        """Have the loaded model's weights brought into memory and looked after, in the background."""
+        """Bring the loaded model's weights into memory and keep them there, in the background."""
         from engine.models.store.local_models import resolve
         from engine.residency.resident_model import Residency
 
@@ -132,7 +132,7 @@ class ModelInUse:
 
 
 def popularity_writer_for(session: Session, model: str, notice: Callable[[str], None]) -> PopularityWriter | None:
-    """What keeps the use of ``session``'s experts; None for a dense model, or a runtime that does not count it."""
+    """The writer of ``session``'s use of experts; None for a dense model, or a runtime that does not count it."""
     from engine.models.store.local_models import profile_key, resolve
     from engine.moe.popularity import PopularityWriter
     from engine.system.locations import profile_paths

@@ -1,1 +1,1 @@
-"""Measuring a loaded model: what it costs to decode, to read a prompt, to step beams, and what its experts cost."""
+"""Measurements of a loaded model: the costs of decoding, prefill, beams and experts."""

@@ -1,7 +1,7 @@
-"""``bench exchange``: what one exchange costs through every transport, between processes on this machine.
+"""``bench exchange``: the cost of one exchange through every transport, between processes on this machine.
 
-Each node is a process with a certificate of its own; the links are those of a ring, on loopback. All transports are
-measured in turns in the same run, so that what else the machine does meanwhile falls on all of them.
+Each node is a process with its own certificate; the links are those of a ring, on loopback. All transports are measured
+in turns in the same run, so that other work on the machine affects all of them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _Message = TypeVar("_Message")
 
 @dataclass
 class Measured:
-    """What came out for one number of nodes."""
+    """The results for one number of nodes."""
 
     nodes: int
     seconds: dict[ExchangeName, dict[int, list[float]]] = field(default_factory=dict)

@@ -67,7 +67,7 @@ class ExchangeTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BenchNode:
-    """What the process has between two messages."""
+    """The state of the process between two messages."""
 
     def __init__(self, setup: NodeSetup) -> None:
         self._links = NodeLinks(setup)
@@ -123,7 +123,7 @@ class BenchNode:
 
 
 def contribution(rank: int, size: int) -> bytes:
-    """What a node contributes where digests are compared: ``rank`` bytes less than ``size``, of its own."""
+    """A node's contribution for the comparison of digests: ``size`` minus ``rank`` bytes, different for each node."""
     return random.Random(f"{rank} of {size}").randbytes(max(0, size - rank))
 
 
@@ -234,8 +234,8 @@ class NodeLinks:
 
 
 class Requests:
-    """The benchmark's requests. A thread of its own reads them, so that the end of the benchmark is noticed while this
-    node waits for other nodes."""
+    """The benchmark's requests, read in a separate thread, so that the end of the benchmark is noticed while this node
+    waits for others."""
 
     def __init__(self) -> None:
         self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()

@@ -67,7 +67,7 @@ def launch_python(arguments: Sequence[str], environment: Mapping[str, str]) -> C
 
 
 class LocalEngine:
-    """An engine process of this machine, and the events it sent. From any thread.
+    """An engine process of this machine, and the events it sent. Thread-safe.
 
     ``arguments`` of the Python interpreter may prepare the process before it calls ``engine.host.main()``. ``launch``
     starts the process; tests fork it from one that has imported everything.
@@ -89,7 +89,7 @@ class LocalEngine:
         self._news = threading.Condition()
         self._ended = False
         self._end = ""
-        """How it ended."""
+        """Reason for the process's end."""
         self._next = 0
         self._reader = threading.Thread(target=self._read, name="reading events", daemon=True)
         self._reader.start()

@@ -34,8 +34,8 @@ from engine.system.temporary_folders import temporary_folder
 
 Packing = Literal["unstacked", "by layer", "prestacked"]
 PACKINGS: tuple[Packing, ...] = ("unstacked", "by layer", "prestacked")
-"""An array for each matrix; one for each layer, as this program packs the experts of a layer; one for all layers, as
-the paper packs each expert."""
+"""Packings of the matrices. ``unstacked``: one array for each matrix. ``by layer``: one for each layer, as this program
+packs a layer's experts. ``prestacked``: one for all layers, as the paper packs each expert."""
 
 NOTHING = {"kind": "residency", "waits_ms": [], "seconds": {}}
 """Data of a run that measured nothing."""

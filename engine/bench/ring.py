@@ -80,7 +80,7 @@ NAIVE = RingMethod("naive", "central", "selected", one_by_one=True)
 BUSY_FULL = RingMethod("P-L_B", "central", "busy-full")
 DECENTRALISED = RingMethod("P-L_R-D", "fast", "router-aided", exchange="envoy")
 OVER_TLS = RingMethod("P-L_R-D, TLS", "fast", "router-aided")
-"""The same over the exchange that this program would choose."""
+"""The same method over the exchange that this program would choose."""
 TABLE_3 = (NAIVE, BUSY_FULL, DECENTRALISED)
 
 
@@ -90,7 +90,7 @@ class Samples:
     last formed ring."""
 
     method: RingMethod | None
-    """None: one node by itself."""
+    """Method of the ring; None: one node by itself."""
     nodes: int
     in_parts: bool = False
     """Whether the node runs as a node of a ring does, interrupted at every MoE layer, but with no other node."""
@@ -216,7 +216,7 @@ class _Bench:
                     self._together(network, samples, samples.method, ids[: samples.nodes - 1], rounds)
 
     def rows(self) -> list[RingRow]:
-        """What was measured, in the order of the table. The other nodes' processes have ended."""
+        """The measurements, in the order of the table. The other nodes' processes have ended."""
         # Another program may have disturbed either measurement.
         self._at_once = statistics.fmean((self._at_once, self._experts_at_once()))
         in_parts = self._plan[1].median()
@@ -344,7 +344,7 @@ class _Bench:
 
 
 def held_at_most(model: ModelSizes) -> int:
-    """Bytes of experts on one node: half of each layer's, rounded up, as the paper's nodes hold 8 of 16."""
+    """Bytes of experts on one node: half of each layer's, rounded up, like the paper's nodes, which hold 8 of 16."""
     return -(-model.experts // 2) * model.moe_layers * model.slab_bytes
 
 
@@ -362,7 +362,8 @@ def parts_of(decode: PhaseTimes) -> PassTime:
 
 
 class LoneExchange:
-    """An exchange of one node: it gets back what it sent. See :class:`engine.cluster.transport.exchange.Exchange`."""
+    """An exchange of one node, which gets back what it sent. See
+    :class:`engine.cluster.transport.exchange.Exchange`."""
 
     name = "none"
     rank = HEAD
@@ -424,7 +425,7 @@ class RingRow:
 def result_of(
     request: Bench, threads: int, bound: bool, cores: int, steps: int, rows: Sequence[RingRow]
 ) -> BenchResult:
-    """``bound``: each process had cores of its own, of ``cores``."""
+    """The table. ``bound``: each process had its own cores, of ``cores``."""
     where = "on cores of its own" if bound else f"sharing the {cores} cores"
     together = {row.model: f"{row.at_once:.1f} ({row.model})" for row in rows}
     notes = [

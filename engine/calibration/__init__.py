@@ -1,1 +1,1 @@
-"""What this machine was measured to do, and the files that keep it."""
+"""Measurements of this machine, and the files that keep them."""

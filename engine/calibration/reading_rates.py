@@ -122,7 +122,7 @@ def _timed(file: int, mapped: mmap.mmap, buffer: mmap.mmap, starts: Sequence[int
 
 
 class _PagesInMemory:
-    """Which pages of a mapped file the system's memory holds."""
+    """The pages of a mapped file that are in the system's memory."""
 
     def __init__(self, mapped: mmap.mmap) -> None:
         self._size = len(mapped)

@@ -68,9 +68,10 @@ def check_shape(shape: ExpertShape) -> None:
 
 
 def _formats(shape: ExpertShape) -> tuple[str, str] | None:
-    """The number formats of gate and up, and of down, of made-up weights; None if the kernels read no such.
+    """The number formats of synthetic weights: that of gate and up, and that of down; None if the kernels read no
+    suitable one.
 
-    In files of packed weights down often has a format of its own: the one that comes nearest to the expert's bytes.
+    In files of packed weights, down often has another format: the one that comes nearest to the expert's bytes.
     """
     if shape.dtype not in FORMATS:
         return None
@@ -185,9 +186,12 @@ class _Call:
 
 
 def experts_at_once(shape: ExpertShape, threads: int, processes: int) -> float:
-    """How many experts that many processes of ``threads`` threads run together in the time in which one runs one: they
-    have one memory, and perhaps one cache, but each has experts of its own. Raises ModelError if an expert of ``shape``
-    cannot be had in memory."""
+    """Number of experts that ``processes`` processes of ``threads`` threads run in the time in which one process runs
+    one.
+
+    They share memory, and perhaps a cache, but each has experts of its own. Raises ModelError if an expert of ``shape``
+    does not fit in memory.
+    """
     choice = choose("float32" if shape.dtype == "F32" else "bfloat16")
     if processes < 2:
         return 1.0

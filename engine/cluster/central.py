@@ -104,7 +104,7 @@ class CentralHead:
 
     @property
     def waits(self) -> Waits:
-        """The current wait of the head's thread. From any thread."""
+        """The current wait of the head's thread. Thread-safe."""
         return self._gather.waits
 
     def begin_pass(self) -> None:
@@ -112,7 +112,7 @@ class CentralHead:
         self._aborted = False
 
     def abort(self) -> None:
-        """End the pass at its next layer. From any thread."""
+        """End the pass at its next layer. Thread-safe."""
         self._aborted = True
 
     def give_up(self, reason: str = "") -> bool:

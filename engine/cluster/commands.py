@@ -140,7 +140,7 @@ _times = msgspec.msgpack.Decoder(Times)
 
 
 def command_limit(context_limit: int) -> int:
-    """Maximum bytes of a command to a node whose model reads so many tokens."""
+    """Maximum bytes of a command to a node whose context has ``context_limit`` tokens."""
     return _COMMAND_BYTES + _TOKEN_BYTES * context_limit
 
 

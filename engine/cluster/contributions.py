@@ -37,8 +37,8 @@ def reason_in(view: memoryview) -> str:
 class NumberedGather:
     """This node's all-gathers of an epoch, one after the other: :meth:`send`, then :meth:`receive`.
 
-    ``waits`` is what its thread waits for meanwhile; another thread may close the exchange to end a wait. ``number`` is
-    the number of exchanges that have ended. ``lost`` is the loss that ended the epoch, if any.
+    ``waits``: the current wait of its thread; another thread may close the exchange to end it. ``number``: number of
+    exchanges that have ended. ``lost``: the loss that ended the epoch, if any.
     """
 
     def __init__(self, exchange: Exchange) -> None:
@@ -136,7 +136,7 @@ class Wait:
 
 
 class Waits:
-    """What one thread waits for now, visible to other threads."""
+    """The current wait of one thread, visible to other threads."""
 
     def __init__(self) -> None:
         self.now: Wait | None = None

@@ -18,7 +18,7 @@ from engine.runtimes.node_experts import NodeExperts
 def layers_for(context: RankContext, exchange: Exchange, one_by_one: bool = False) -> RingLayers | CentralHead:
     """The layer exchange for the model of the node at ``context``. In central mode only the head has a model.
 
-    ``one_by_one``: the head calls experts one after the other, as the paper's naive version does.
+    ``one_by_one``: the head calls experts one after the other, like the paper's naive version.
     """
     if context.mode == "central":
         return CentralHead(context, exchange, one_by_one=one_by_one)

@@ -118,11 +118,11 @@ class ClusterNetwork:
         return node
 
     def open_node(self) -> Node | None:
-        """None while the network is closed."""
+        """The open node; None while the network is closed."""
         return self._node
 
     def surveyor(self, me: str, folder: Path, load: Load) -> Surveyor:
-        """The surveyor for the model in ``folder``. It is kept, as it remembers its measurements."""
+        """The surveyor for the model in ``folder``. It is kept because it remembers its measurements."""
         key = (me, folder, load.runtime, load.dtype, load.cpu_threads)
         with self._lock:
             if self._surveyor is None or self._surveyor[0] != key:
@@ -150,7 +150,7 @@ class ClusterNetwork:
         lacked: LackedModel | None = None,
         choice: RuntimeChoice | None = None,
     ) -> RingFormer:
-        """What forms rings for the model ``name`` in ``folder``; see :class:`RingFormer`. Raises ModelError."""
+        """The former of rings for the model ``name`` in ``folder``; see :class:`RingFormer`. Raises ModelError."""
         as_node = msgspec.structs.replace(as_ring_node(load, runtime.name), runtime=runtime.name)
         surveyor = self.surveyor(self.node.identity.node_id, folder, as_node)
         chosen_here = choice if load.runtime == "auto" else None

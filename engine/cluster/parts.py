@@ -65,8 +65,8 @@ class TimeConstants:
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured, of a model and while a ring is formed. The same on all nodes of a ring, as they measure
-    together."""
+    """The extent of measurements, of a model and while a ring is formed. It is the same on all nodes of a ring, which
+    measure together."""
 
     link_s: float = 0.3
     """Maximum seconds for the bandwidth of a link."""
@@ -86,10 +86,10 @@ class EngineParts:
     times: TimeConstants = field(default_factory=TimeConstants)
     effort: Effort = field(default_factory=Effort)
     greeting: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of its greeting in which the node does not say what it is, and their values."""
+    """Fields of the node's greeting with values that replace its own, for tests."""
     figures: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of its figures (:class:`engine.cluster.membership.control_messages.NodeFacts`) in which the node does not
-    say what it measured, and their values."""
+    """Fields of the node's figures (:class:`engine.cluster.membership.control_messages.NodeFacts`) with values that
+    replace its measurements, for tests."""
     observe: Observer = nobody_observes
 
 

@@ -1,4 +1,4 @@
-"""What runs the experts that are here, wherever their weights lie: mapped files, a device's memory, mlx arrays."""
+"""The interface of a backend that runs experts on this machine, from mapped files, a device's memory, or mlx arrays."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Array = TypeVar("Array")
 
 @dataclass(slots=True)
 class LayerCall(Generic[Array]):
-    """What the experts of one layer are given.
+    """The input of one layer's experts.
 
-    ``hidden`` [tokens, width]; ``weights`` [..., k] as the router made them: their dtype is that of the weighting.
-    ``routes`` are the same routes on the host. ``scale_input``: weights multiply the experts' inputs (llama4).
-    ``word``: numbers in which an un-weighted result travels without loss. ``rows``: the hidden states on the host,
-    float32 [tokens, width], where :meth:`ExpertBackend.begin` was asked for them.
+    ``hidden`` [tokens, width]; ``weights`` [..., k] from the router, whose dtype is that of the weighting. ``routes``:
+    the same routes on the host. ``scale_input``: weights multiply the experts' inputs (llama4). ``word``: numbers in
+    which an unweighted result travels without loss. ``rows``: the hidden states on the host, float32 [tokens, width],
+    if :meth:`ExpertBackend.begin` was asked for them.
     """
 
     layer: int
@@ -54,7 +54,7 @@ class ExpertBackend(ABC, Generic[Array]):
     @property
     @abstractmethod
     def description(self) -> str:
-        """How the experts run, in a few words: ``local (torch, cpu)``."""
+        """Description of the implementation, in a few words: ``local (torch, cpu)``."""
 
     @property
     @abstractmethod

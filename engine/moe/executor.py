@@ -33,7 +33,7 @@ FEW_ROUTES = 64
 
 
 class Executor(ABC, Generic[Array]):
-    """Turns hidden states and routes into the experts' weighted sum. One thread at a time."""
+    """Turns hidden states and routes into the experts' weighted sum. Not thread-safe."""
 
     backend: ExpertBackend[Array]
 

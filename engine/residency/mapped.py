@@ -59,10 +59,12 @@ class MappedWeights:
         in_use: Iterable[FileMapping] = (),
         last: Mapping[int, Collection[int]] | None = None,
     ) -> None:
-        """``held`` are the experts in use, by layer; None: all that are here. ``trunk`` is whether the trunk is in use.
-        ``in_use`` are the runtime's own mappings, which must stay mapped until this is closed. ``last`` are experts, by
-        layer, that come after all others, as they are needed less: where memory does not suffice for all, they are left
-        out. Raises ModelError."""
+        """``held``: the experts in use, by layer; None: all that are here. ``trunk``: whether the trunk is in use.
+
+        ``in_use``: the runtime's own mappings, which must stay mapped until this is closed. ``last``: experts, by
+        layer, that are needed least and come after all others; they are left out if memory does not suffice. Raises
+        ModelError.
+        """
         layout = layout_of(folder)
         shard = part_of(folder)
         # Touching a hole of a shard would fill memory with zeros.

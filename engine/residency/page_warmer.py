@@ -54,9 +54,11 @@ class PageWarmer:
 
     ``on_progress(done, total)`` is called with the warm-up's progress in bytes, at most four times per second.
     ``after_warm_up`` (locking) is called once, in the warmer's thread. ``wired``: warm weights stay in memory by
-    themselves. The warmer pauses while an answer runs (:meth:`answering`). An error in a pass, such as a disk error,
-    ends only the warmer. ``lets_go(seconds)`` returns whether to release the weights after so many idle seconds (None:
-    never). ``hold(False)`` is called then, and ``hold(True)`` when the next answer begins.
+    themselves.
+
+    The warmer pauses while an answer runs (:meth:`answering`). An error in a pass, such as a disk error, ends only the
+    warmer. ``lets_go(seconds)`` returns whether to release the weights after so many idle seconds (None: never).
+    ``hold(False)`` is called then, and ``hold(True)`` when the next answer begins.
     """
 
     def __init__(

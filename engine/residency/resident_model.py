@@ -160,8 +160,8 @@ class Residency:
                 self.loaded(*self._made)
 
     def probed(self, finished: Finished, first_pass_s: float | None) -> Finished:
-        """See :meth:`ResidentModel.probed`. A ring that was formed again meanwhile loaded its weights, so there is no
-        probe."""
+        """See :meth:`ResidentModel.probed`. A ring that was formed again meanwhile has loaded its weights, so there is
+        no probe."""
         if self._ready is None or self._made is None or self._made[0].context is not self._context:
             return finished
         return self._ready.probed(finished, first_pass_s)

@@ -102,9 +102,9 @@ class TokenRows(ABC):
         return None
 
     def contents(self, checkpoint: TokenRows | None = None) -> RowContents | None:
-        """What the only row holds, and what its ``checkpoint`` holds besides; None if the runtime cannot tell.
+        """The contents of the only row and its ``checkpoint``; None if the runtime cannot export them.
 
-        It is read before the next pass. :meth:`LoadedModel.restored` makes the row of it again.
+        They are read before the next pass. :meth:`LoadedModel.restored` makes the row from them.
         """
         return None
 
@@ -171,7 +171,7 @@ class LoadedWeights(ABC):
         return None
 
     def hold_weights(self, wanted: bool) -> None:
-        """Tell the system to keep the weights in memory (True), or that it need not (False). From any thread."""
+        """Tell the system whether to keep the weights in memory. Thread-safe."""
         return
 
     @abstractmethod

@@ -59,7 +59,7 @@ class Memory:
 
     @property
     def available(self) -> int:
-        """What is free, a reserve deducted; never negative."""
+        """Free bytes minus a reserve; never negative."""
         return max(0, self.free - RESERVE_BYTES)
 
 
@@ -89,8 +89,11 @@ _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
 def container_bytes(mount: Path = _CGROUP, membership: Path = _MEMBERSHIP) -> int | None:
-    """What is left of the tightest memory limit that holds for this process, its container's or any control group's
-    around it (versions 1 and 2); None where there is no limit. Pages of files count as free."""
+    """Bytes left of the tightest memory limit on this process, by its container or any control group (versions 1 and
+    2).
+
+    None without a limit. Pages of files count as free.
+    """
     return min((left for _, left in _limits(mount, membership)), default=None)
 
 

@@ -62,7 +62,7 @@ def driver_problem(cuda: str | None, driver: str | None = None) -> str:
 
 
 def _asked_of_driver(*query: str) -> str:
-    """What nvidia-smi answers; empty if it is absent or fails."""
+    """The output of nvidia-smi; empty if it is absent or fails."""
     program = shutil.which("nvidia-smi") or shutil.which("nvidia-smi", path=WSL_LIBRARIES)
     return "" if program is None else _output(program, *query)
 

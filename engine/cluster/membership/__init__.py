@@ -1,1 +1,1 @@
-"""Who is in the cluster: peers, heartbeats, calls between them, what each can do."""
+"""The membership of the cluster: peers, heartbeats, calls between them, and their abilities."""

@@ -32,7 +32,7 @@ CLIENT_OPTIONS = (
 CONNECT_MS = 200
 """Milliseconds that connecting may take. One address after the other is tried."""
 PATIENT_CONNECT_MS = 5_000
-"""The same for a machine that is known to be there: a busy one takes its time."""
+"""Milliseconds for connecting to a machine that is known to be present but may be busy."""
 KEEPALIVE_MS = 3_000
 """Milliseconds without an answer of the other system after which a connection counts as broken."""
 
@@ -56,7 +56,7 @@ class NobodyListens(Unreachable):
 
 
 class CallGroup:
-    """Calls that can be ended together. A call that begins afterwards is ended at once. From any thread."""
+    """Calls that can be ended together. Calls that begin afterwards are ended at once. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -87,7 +87,7 @@ class CallGroup:
 
 
 class PeerClient:
-    """Calls methods of one paired machine at one of its addresses (``HOST:PORT``). From any thread."""
+    """Calls methods of one paired machine at one of its addresses (``HOST:PORT``). Thread-safe."""
 
     def __init__(self, address: str, credentials: Credentials, server_name: str, patient: bool = False) -> None:
         """``patient``: connecting may take longer, and silences are borne."""
@@ -169,8 +169,10 @@ class PeerClient:
         return self._closed.is_set()
 
     def apart(self) -> PeerClient:
-        """A client of the same machine with a connection of its own, which bears longer silences. Closing either one
-        does not end the calls of the other."""
+        """A client of the same machine with its own connection, which tolerates longer silences.
+
+        Closing either one does not end the calls of the other.
+        """
         return PeerClient(self.address, *self._identity, patient=True)
 
     def close(self) -> None:

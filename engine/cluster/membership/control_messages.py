@@ -91,10 +91,10 @@ class NodeLoad(ControlBody, frozen=True, kw_only=True):
 
 
 class WantedFacts(ControlBody, frozen=True, kw_only=True):
-    """``Facts``: measure what a model's experts cost.
+    """``Facts``: measure the costs of a model's experts.
 
     ``shape`` None: a dense model, or nothing to measure. ``weights``: fingerprint of the model's weights, by which the
-    node looks for what it already has of them.
+    node looks for parts that it already has.
     """
 
     shape: ExpertShape | None
@@ -103,7 +103,7 @@ class WantedFacts(ControlBody, frozen=True, kw_only=True):
     dtype: DtypeName = "auto"
     runtime: RuntimeName = "auto"
     threads: int | None = None
-    """None: as many as the node has cores."""
+    """Number of threads; None: one per core of the node."""
 
 
 class GpuFacts(ControlBody, frozen=True, kw_only=True):
@@ -154,7 +154,7 @@ class NodeFacts(ControlBody, frozen=True, kw_only=True):
     unified_memory: bool = False
     """Whether CPU and GPU share the memory, so that the system needs a reserve."""
     gpu: GpuFacts | None = None
-    """None: it has none that torch uses, lends nothing of it, or is of a version before."""
+    """The GPU that torch uses; None: there is none, it is not lent, or the node's version is older."""
 
 
 class Linked(ControlBody, frozen=True, kw_only=True):
@@ -175,7 +175,7 @@ class MeasuredLink(ControlBody, frozen=True, kw_only=True):
 
 
 class TryLinks(ControlBody, frozen=True, kw_only=True):
-    """``TryLinks``: try all these links at once, and trust their certificates from now on, as the other ends try
+    """``TryLinks``: try all these links at once, and trust their certificates from now on, because the other ends try
     theirs.
 
     A link without addresses is not tried from here.
@@ -226,7 +226,7 @@ class WantedModel(ControlBody, frozen=True, kw_only=True):
 
 
 class ModelHere(ControlBody, frozen=True, kw_only=True):
-    """What may be copied of the model: the whole, or a ``part`` that the caller once sent as a shard."""
+    """The parts of the model that may be copied: the whole, or a ``part`` that the caller once sent as a shard."""
 
     whole: bool = False
     part: bool = False
@@ -259,8 +259,8 @@ class WantedWeights(ControlBody, frozen=True, kw_only=True):
 class EpochMember(ControlBody, frozen=True, kw_only=True):
     """A node of an epoch, as the head describes it to the others.
 
-    The head vouches for ``certificate`` for this epoch only: its nodes need not be paired with one another.
-    ``addresses``: those of the link listener, the best first.
+    The head vouches for ``certificate`` for this epoch only; its nodes need not be paired with one another.
+    ``addresses``: those of the link listener, best first.
     """
 
     rank: int
@@ -327,7 +327,7 @@ class Forming(ControlBody, frozen=True, kw_only=True):
     ready: bool = False
     executor: Text = ""
     can_truncate: bool = True
-    """Whether rows of tokens can be truncated. A head without a model of its own needs to know."""
+    """Whether rows of tokens can be truncated, for a head without a model of its own."""
     steps_together: Annotated[int, msgspec.Meta(ge=0, le=MOST_STEPS)] = 0
     """Tokens that rows run again in one pass; see :attr:`engine.runtimes.protocol.TokenRows.steps_together`."""
     notices: Annotated[list[Text], msgspec.Meta(max_length=MOST_NOTICES)] = []

@@ -192,7 +192,7 @@ class PeerWatch:
             return self._client is not None and self._greeting is not None and self._greeting.process != process
 
     def go_over(self, address: str) -> None:
-        """Heartbeats go to ``address`` from now on if the connected machine is there, as the ring's links do."""
+        """Send heartbeats to ``address`` from now on if the connected machine is there, as the ring's links do."""
         with self._lock:
             if self._client is None or self._client.address == address:
                 return
@@ -521,7 +521,7 @@ class PeerWatch:
 
 @contextlib.contextmanager
 def tolerate_silence(watches: Sequence[PeerWatch]) -> Iterator[None]:
-    """Allow these machines more silence inside, as they load a model or are sent one."""
+    """Allow these machines more silence inside, because they load a model or receive one."""
     before = [watch.tolerant for watch in watches]
     for watch in watches:
         watch.tolerant = True

@@ -160,7 +160,7 @@ Way = tuple[str, str]
 
 @dataclass(frozen=True)
 class Tried:
-    """Which links can be made.
+    """The links that can be made.
 
     ``broken``: the reason by pair of node ids. ``reached``: the address of the link listener by way.
     """
@@ -170,7 +170,7 @@ class Tried:
 
 
 def all_ways(me: str, machines: Sequence[Candidate]) -> list[Way]:
-    """Every link of a ring of these machines, as it will be dialled: the lower rank dials."""
+    """All links of a ring of these machines, in their dialling direction: the lower rank dials."""
     ids = [me, *(one.node_id for one in machines)]
     return [(first, second) for index, first in enumerate(ids) for second in ids[index + 1 :]]
 
@@ -229,7 +229,7 @@ class LinkTrial:
         return [pool.submit(self._of_node, node_id, wanted, calls) for node_id, wanted in self._wanted.items()]
 
     def result(self, tried: Sequence[Future[tuple[str, LinksTried]]]) -> Tried:
-        """What the nodes found. All futures that :meth:`begin` returned must be done."""
+        """The nodes' results. All futures that :meth:`begin` returned must be done."""
         tried_links = Tried()
         for future in tried:
             node_id, links = future.result()

@@ -105,9 +105,9 @@ def measure_node(wanted: WantedFacts, threads: int | None = None) -> NodeFacts:
 
 
 def torch_gpu(shape: ExpertShape | None, dtype: str, threads: int | None) -> GpuFacts | None:
-    """The GPU that torch uses here, and what `privatellm bench experts` measured on it with experts of ``shape``.
+    """The GPU that torch uses here, with the measurements of `privatellm bench experts` for experts of ``shape``.
 
-    None if there is no GPU, or torch cannot use it. Nothing is measured now: that would take the GPU for a minute.
+    None if there is no GPU, or torch cannot use it. Nothing is measured now: that would occupy the GPU for a minute.
     """
     if importlib.util.find_spec("torch") is None or not gpu_present():
         return None

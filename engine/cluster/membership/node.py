@@ -50,7 +50,7 @@ _TRIES = 5
 
 @dataclass(frozen=True)
 class LentState:
-    """What a lent machine reports of itself in every heartbeat."""
+    """A lent machine's report on itself in every heartbeat."""
 
     head: str = ""
     epoch: str = ""
@@ -211,7 +211,7 @@ class Node:
         return msgspec.structs.replace(greeting, **self.parts.greeting)
 
     def reported(self, measured: NodeFacts) -> NodeFacts:
-        """What this machine says of itself where ``measured`` is what it found out."""
+        """This machine's facts for others, from its measurements ``measured``."""
         return msgspec.structs.replace(measured, **self.parts.figures)
 
     def runtimes(self) -> list[str]:
@@ -245,7 +245,8 @@ class Node:
         return self._runtime
 
     def _announce(self) -> Neighbourhood | None:
-        """None if this node listens on a loopback address, which no other machine can reach."""
+        """The announcement of this machine; None if this node listens on a loopback address, which no other machine can
+        reach."""
         with contextlib.suppress(ValueError):
             if ipaddress.ip_address(self._host).is_loopback:
                 return None
@@ -323,7 +324,7 @@ class Node:
 
     @property
     def pairing_problem(self) -> str:
-        """What went wrong at the last attempt to pair with this machine; empty if nothing did."""
+        """The problem with the last attempt to pair with this machine; empty if there was none."""
         return self._pairing_problem
 
     def problems_now(self) -> list[str]:

@@ -58,7 +58,7 @@ class CopiedInstance:
 
 
 class PeerTable:
-    """The paired machines, each with its heartbeat. From any thread.
+    """The paired machines, each with its heartbeat. Thread-safe.
 
     ``greet`` and ``load`` make this machine's own messages. ``changed`` is called after every change.
     """

@@ -1,4 +1,5 @@
-"""Calls to several machines at once. A failure is attributed to one machine, and whoever waits can end the calls."""
+"""Calls to several machines at once. A failure is attributed to one machine, and the waiting caller can end the
+calls."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from engine.cluster.transport.exchange import PeerLost
 from engine.errors import Cancelled, ModelError
 
 POLL_S = 0.1
-"""Seconds between two reports to whoever waits. The waiting can be ended at each of them."""
+"""Seconds between two reports to the waiting caller, who may end the wait at each of them."""
 
 Answer = TypeVar("Answer")
 

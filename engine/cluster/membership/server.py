@@ -62,7 +62,8 @@ SERVER_OPTIONS = (
 
 @dataclass(frozen=True)
 class Credentials:
-    """What one side presents and whom it trusts, as PEM. Exactly these ``roots`` are trusted."""
+    """The certificate and key that one side presents, and the certificates that it trusts, as PEM. Exactly these
+    ``roots`` are trusted."""
 
     key: bytes = field(repr=False)
     certificate: bytes
@@ -275,7 +276,7 @@ End = tuple[str, int]
 
 
 class CrowdLimit:
-    """Limits the connections of each address to the listening port. From any thread."""
+    """Limits the connections of each address to the listening port. Thread-safe."""
 
     def __init__(self) -> None:
         self._proved: dict[End, None] = {}

@@ -34,7 +34,7 @@ Made = TypeVar("Made")
 def made_while_wanted(
     epoch: Epoch, make: Callable[[], Made], unmake: Callable[[Made], None], wake: Callable[[], None] = lambda: None
 ) -> Made:
-    """The result of ``make``, which runs in a thread of its own, as libraries and processes wait long or for ever for a
+    """The result of ``make``, which runs in a separate thread because libraries and processes may wait for ever for a
     dead node.
 
     If ``epoch`` is given up, the thread is left behind and ``wake`` is called. A late result is passed to ``unmake``.
@@ -60,7 +60,7 @@ def made_while_wanted(
 
 
 class Gathering(ABC):
-    """An all-gather of a library. One thread at a time."""
+    """An all-gather of a library. Not thread-safe."""
 
     @property
     @abstractmethod

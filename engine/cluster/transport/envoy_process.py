@@ -402,7 +402,7 @@ def _settled(future: asyncio.Future[None]) -> bool:
 
 
 def _reason(error: BaseException) -> str:
-    """What a failed stream means, in words of a person's line: gRPC's own name sockets and numbers of errors."""
+    """The meaning of a failed stream in words, in place of gRPC's names and error numbers."""
     match error:
         case grpc.aio.AioRpcError() if error.code() == grpc.StatusCode.PERMISSION_DENIED:  # see _accept
             return "it does not know this machine"

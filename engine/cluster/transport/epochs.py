@@ -1,4 +1,4 @@
-"""What a node must know of an epoch to make its links, and the request for a link."""
+"""The facts about an epoch that a node needs to make its links, and the request for a link."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Epoch:
-    """What a node must know to connect: the members by rank, this node included, and the key of plain links."""
+    """The facts that a node needs to connect: the members by rank, this node included, and the key of plain links."""
 
     epoch: str
     rank: int
@@ -71,7 +71,7 @@ class Epoch:
     """Set when the links are not wanted any more. Whoever makes them then ends soon."""
 
     def dialling(self, addresses: Mapping[int, str]) -> Epoch:
-        """The same epoch in which this node dials the members of these ranks at these addresses first."""
+        """The same epoch, but this node first dials the members of these ranks at these addresses."""
         members = tuple(
             replace(one, addresses=tuple(dict.fromkeys([addresses[one.rank], *one.addresses])))
             if one.rank in addresses
@@ -82,7 +82,7 @@ class Epoch:
 
 
 def in_networks(address: str, networks: Sequence[str]) -> bool:
-    """Whether the IP ``address`` is in one of ``networks``. Text that is no address or network is in none."""
+    """Whether the IP ``address`` is in one of ``networks``. Text that is not an address or network never matches."""
     try:
         ip = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

@@ -20,7 +20,7 @@ class RingProtocolError(ModelError):
 
 
 class Exchange(Protocol):
-    """All-gather among the ranks of an epoch. One thread at a time.
+    """All-gather among the ranks of an epoch. Not thread-safe.
 
     An exchange is one :meth:`send` and one :meth:`receive` on every node. A node may compute in between.
     """
@@ -61,7 +61,7 @@ class Exchange(Protocol):
         ...
 
     def missing(self) -> Sequence[int]:
-        """The ranks whose contributions :meth:`receive` waits for, as far as this exchange knows. From any thread."""
+        """The ranks whose contributions :meth:`receive` waits for, as far as this exchange knows. Thread-safe."""
         ...
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ class Link(Protocol):
         ...
 
     def close(self) -> None:
-        """Close the link. From any thread. May be called twice."""
+        """Close the link. Thread-safe. May be called twice."""
         ...
 
 

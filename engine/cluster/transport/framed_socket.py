@@ -255,13 +255,13 @@ class FramedSocket(ABC):
         return _ip(self._socket.getpeername)
 
     def interrupt(self) -> None:
-        """Wake whoever waits in this socket, which raises PeerLost. From any thread."""
+        """Wake the thread that waits in this socket, which raises PeerLost. Thread-safe."""
         self.closing = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RD)
 
     def cut(self) -> None:
-        """Wake a waiting sender as well, if :meth:`interrupt` was not enough. From any thread."""
+        """Wake a waiting sender as well, if :meth:`interrupt` was not enough. Thread-safe."""
         self.closing = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)

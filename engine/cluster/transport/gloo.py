@@ -31,8 +31,8 @@ _words = msgspec.msgpack.Decoder(dict[str, bytes])
 
 
 class GlooGathering(Gathering):
-    """An all-gather over a process group of its own. ``store``: where its nodes find each other. ``own_address``: the
-    IP address at which others reach this node."""
+    """An all-gather over its own process group. ``store``: where its nodes find each other. ``own_address``: the IP
+    address at which others reach this node."""
 
     def __init__(self, rank: int, size: int, store: distributed.Store, own_address: str) -> None:
         self._rank = rank

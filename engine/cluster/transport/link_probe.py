@@ -1,6 +1,6 @@
-"""Trying and measuring a link between two machines, over a connection of its own.
+"""Trying and measuring a link between two machines, over a separate connection.
 
-The dialler asks, and the acceptor answers: it returns frames as they are, or counts their bytes up to the last one.
+The dialler asks, and the acceptor answers: it returns frames unchanged, or counts their bytes up to the last one.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def try_link(links: Links, epoch: str, member: Member, addresses: Sequence[str],
 
 
 class _Attempt:
-    """Tries one link at several addresses, each in a thread of its own. ``over`` is set when one of them works."""
+    """Tries one link at several addresses, each in its own thread. ``over`` is set when one of them works."""
 
     def __init__(self, links: Links, epoch: Epoch, member: Member, stop: threading.Event) -> None:
         self.over = threading.Event()

@@ -54,7 +54,7 @@ not listening yet."""
 
 
 class GroupState(msgspec.Struct, frozen=True):
-    """What a node reports to the others before they make a group or reuse the existing one."""
+    """A node's report to the others before they make a group or reuse the existing one."""
 
     address: str = ""
     """``IP:PORT`` for the TCP ring. Empty if this process already had its group, or has no address on a trusted

@@ -186,8 +186,8 @@ class Follower:
         self._check_memory(rows.rows * more)
 
     def _check_memory(self, more: int) -> None:
-        """Raises ModelError (memory) if keys and values of so many more tokens exceed the lent memory. The others are
-        notified."""
+        """Raises ModelError (memory) if keys and values of ``more`` further tokens exceed the lent memory. The others
+        are notified."""
         if self._memory is None:
             return
         held = sum(rows.rows * rows.length for rows, _ in self._rows.values())

@@ -1,4 +1,4 @@
-"""What a follower does between forming and the end of its epoch: it runs a model with the head, or experts for it."""
+"""A follower's work between forming and the end of its epoch: it runs a model with the head, or experts for it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def lent_gpu(gpu: GpuFacts | None, terms: LendTerms) -> GpuFacts | None:
 
 
 def load_of(spec: EpochSpec, terms: LendTerms) -> Load:
-    """How the shard is loaded: as the head loads its own, on this machine's ``terms``."""
+    """The load request for the shard: like the head's for its own, on this machine's ``terms``."""
     own = values_of(MachineOptions, terms) | {"cpu_threads": lent_threads(terms, spec.options.cpu_threads)}
     # mlx has nothing but the GPU, whose memory is the machine's.
     on_cpu = spec.options.runtime == "native" or (spec.options.runtime == "torch" and terms.lend_gpu_memory == 0)
@@ -107,7 +107,7 @@ def gpu_shard_bytes(
 
 
 class Work(Protocol):
-    """What a follower does until its epoch ends."""
+    """A follower's work until its epoch ends."""
 
     @property
     def executor(self) -> str: ...
@@ -186,7 +186,7 @@ class _ModelFollowing:
 
 
 class ModelWork(_ModelFollowing):
-    """Decentralised modes: this node runs the trunk and its experts, with rows of its own."""
+    """Work in decentralised modes: this node runs the trunk and its experts, with rows of its own."""
 
     def __init__(self, task: FollowerTask, exchange: Exchange, link: Link, move: Callable[[MoveLinks], Link]) -> None:
         spec = task.spec
@@ -267,7 +267,7 @@ class CentralWork:
             self._ran(tokens)
 
     def _around(self, layer: int) -> AbstractContextManager[None]:
-        """What a layer runs within. Layers are requested in their order; an earlier one belongs to the next pass."""
+        """A context for running a layer. Layers are requested in order; an earlier one belongs to the next pass."""
         self._observe("layer", layer)
         self._begins = self._at is None or layer <= self._at
         self._at = layer
@@ -367,7 +367,7 @@ JOIN_S = 3.0
 
 
 class Following:
-    """A follower's task in a thread of its own. Loads during its construction.
+    """A follower's task in its own thread. Loads during its construction.
 
     Raises ModelError, Cancelled from ``progress``, PeerLost.
     """
@@ -430,7 +430,7 @@ class Following:
         )
 
     def stop_pass(self, number: int) -> None:
-        """The head gives up pass ``number`` of a model that runs here as a whole. From any thread."""
+        """Cancel pass ``number`` of a model that runs here as a whole, for the head. Thread-safe."""
         if self._whole is not None:
             self._whole.answers.stop(number)
 

@@ -128,7 +128,7 @@ class ClusterWorker:
             return LentState(self._head, self._spec.epoch if self._spec else "", self._stage, tuple(broken))
 
     def facts(self) -> LendingFacts | None:
-        """None while it is lent to nobody."""
+        """Facts about the current head; None while the machine is lent to nobody."""
         with self._lock:
             spec, following = self._spec, self._following
             if not self._head:
@@ -438,7 +438,7 @@ class ClusterWorker:
         )
 
     def _form(self, caller: Caller, wanted: LoadShard) -> Iterator[Forming]:
-        """Load in a thread of its own, and report its progress."""
+        """Load in a separate thread, and report its progress."""
         with self._lock:
             spec, links, need = self._spec, self._links, self._need
         if spec is None or links is None or spec.epoch != wanted.epoch:

@@ -120,7 +120,7 @@ class ModelProvider:
         return ModelHere() if found is None else ModelHere(whole=found.whole, part=not found.whole)
 
     def _offer(self, caller: Caller, wanted: WantedModel) -> Iterator[OfferPiece]:
-        """Offer the model. It may have to be read, in a thread of its own, so that progress can be reported."""
+        """Offer the model. It may have to be read, in a separate thread, so that progress can be reported."""
         copy = self._find(caller, wanted)
         if copy is None:
             return

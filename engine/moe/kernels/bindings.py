@@ -20,7 +20,7 @@ from engine.errors import ModelError
 from engine.models.formats.number_formats import BLOCKS, GROUPED, block_size
 
 Dtype = Literal["bfloat16", "float32"]
-"""What a model computes with; ``float32`` keeps activations in float32 whatever the weights are stored as."""
+"""The dtype of a model's computations. ``float32`` keeps activations in float32 whatever the format of the weights."""
 
 VERSION = 13
 """PLLM_VERSION of native/privatellm_kernels.h; a library of another version is not used."""
@@ -45,9 +45,10 @@ _NAME = "_native"
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """Which kernels run and why. ``name`` is a key of SETS, or ``none`` (then torch's kernels answer).
+    """The chosen kernels and the reason.
 
-    ``way_out`` is what a person can do about ``none``; it may be empty.
+    ``name`` is a key of SETS, or ``none`` (then torch's kernels are used). ``way_out`` is what a person can do about
+    ``none``; it may be empty.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""How setuptools builds the native kernels, in what depends on the system. It is imported by nothing else."""
+"""The system-dependent part of building the native kernels with setuptools. Nothing else imports it."""
 
 from __future__ import annotations
 

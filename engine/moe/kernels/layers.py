@@ -30,7 +30,7 @@ _MEANING = {-1: "this CPU lacks the instruction set", -2: "out of memory", -3: "
 
 @dataclass(frozen=True)
 class Gate:
-    """What goes into the down projection: a key of ACTIVATIONS; ``clamped`` is gpt-oss's, with alpha and limit."""
+    """The function before the down projection, a key of ACTIVATIONS. ``clamped`` is gpt-oss's, with alpha and limit."""
 
     kind: str
     alpha: float = 0.0
@@ -145,7 +145,7 @@ def _unreadable_biases(gate: StoredTensor | None, up: StoredTensor | None) -> st
 
 
 def kernel_kind(number_format: str) -> str:
-    """What is equal for number formats of which the same kernels take the same input."""
+    """A key that is equal for number formats whose kernels take the same input."""
     if number_format == "BLOCK_FP8":
         return number_format
     if is_grouped(number_format):
@@ -262,7 +262,7 @@ def linear(
 
 
 def product_error(code: int) -> ModelError:
-    """What a product of the kernels failed with; ``code`` is below 0."""
+    """The error of a product of the kernels; ``code`` is negative."""
     return ModelError(f"The matrix could not be multiplied: {_MEANING[code]}.", "memory" if code == -2 else "model")
 
 

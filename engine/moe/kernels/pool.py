@@ -39,7 +39,7 @@ def within_this_machine(load: Load) -> tuple[Load, str]:
 
 
 def reason_for(load: Load) -> str:
-    """Why a model runs on so many threads, in a few words for a plan."""
+    """The reason for the number of threads, in a few words for a plan."""
     if load.cpu_threads is None:
         return "one per physical core"
     _, said = within_this_machine(load)
@@ -105,7 +105,7 @@ def physical_cores() -> int:
 
 
 def cores_among(allowed: Iterable[int], topology: Path) -> int:
-    """How many physical cores the CPUs ``allowed`` are; ``topology`` is /sys/devices/system/cpu."""
+    """Number of physical cores of the CPUs ``allowed``. ``topology`` is /sys/devices/system/cpu."""
     cores: set[str] = set()
     for cpu in allowed:
         try:
