@@ -296,7 +296,7 @@ async def test_a_crash_and_the_end_of_the_program_cost_no_edit(
         question = controller(app).thread.path[0].record
         assert question is not None
         await pilot.press(*"draft")
-        app.chat.editing.last_question()
+        app.chat.editing.begin(controller(app).thread.path[0])
         await pilot.press("b")
         # As a kill would find it.
         await wait_until(pilot, lambda: store.draft(-question) == Draft("ab"))
