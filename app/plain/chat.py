@@ -129,12 +129,12 @@ class PlainChat:
             self.call(self.controller.submit, text, attachments)
             self.follow()
 
-    def attached(self, text: str, kept: Sequence[Attachment] = ()) -> Sequence[Attachment] | None:
+    def attached(self, text: str, already_attached: Sequence[Attachment] = ()) -> Sequence[Attachment] | None:
         """Read and name the files that ``text`` refers to; None if one cannot be attached, which is said.
 
-        ``kept``: those of the question that was edited.
+        ``already_attached``: those of the question that was edited.
         """
-        resolved = resolve(text, Path(), kept)
+        resolved = resolve(text, Path(), already_attached)
         for problem in (*resolved.problems, *resolved.left_out):
             self.speaker.say(problem, "Warning")
         if resolved.problems:

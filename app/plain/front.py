@@ -134,20 +134,22 @@ class PlainFront:
         store = self.controller.store
         try:
             if words:
-                found = list({hit.conversation.id: hit.conversation for hit in store.search(words)}.values())
+                conversations = list({hit.conversation.id: hit.conversation for hit in store.search(words)}.values())
             else:
-                found = store.conversations()
+                conversations = store.conversations()
         except StoreError as error:
             self.say(str(error), "error")
             return
-        if not found:
+        if not conversations:
             self.say("No chat was found." if words else "There are no chats yet.")
             return
-        picked = self._pick([_chat_line(known) for known in found[:_MOST_LISTED]], "Number, or words to search for")
+        picked = self._pick(
+            [_chat_line(known) for known in conversations[:_MOST_LISTED]], "Number, or words to search for"
+        )
         if isinstance(picked, str):
             self.chats(picked)
-        elif picked is not None and self.call(self.controller.open_conversation, found[picked].id):
-            self._speaker.say(one_line(found[picked].title), "Chat")
+        elif picked is not None and self.call(self.controller.open_conversation, conversations[picked].id):
+            self._speaker.say(one_line(conversations[picked].title), "Chat")
             self._chat.show_conversation()
 
     def models(self) -> None:
@@ -179,17 +181,17 @@ class PlainFront:
 
     def settings(self) -> None:
         options = self.controller.options
-        changed = [known for known in SCHEMA if options.value(known.key) != known.default]
-        for known in changed:
-            self._console.write_line(f"{known.key} {_shown(options.value(known.key))}: {known.label}.")
+        changed = [setting for setting in SCHEMA if options.value(setting.key) != setting.default]
+        for setting in changed:
+            self._console.write_line(f"{setting.key} {_shown(options.value(setting.key))}: {setting.label}.")
         if not changed:
             self.say("All settings have their defaults.")
         line = self._read("A setting and its value, such as temperature 0.7; ? lists all")
         if line == "?":
-            for known in SCHEMA:
-                value = _shown(options.value(known.key))
+            for setting in SCHEMA:
+                value = _shown(options.value(setting.key))
                 self._console.write_line(
-                    f"{known.key} {value}: {known.label}. {known.help} {known.allowed.capitalize()}."
+                    f"{setting.key} {value}: {setting.label}. {setting.help} {setting.allowed.capitalize()}."
                 )
             return
         key, _, value = line.partition(" ")
@@ -274,19 +276,19 @@ class PlainFront:
     def history(self, words: str) -> None:
         """List the earlier questions of all chats that have ``words``, and ask the one that is picked."""
         try:
-            found = with_words(self.controller.store.questions, words, _MOST_LISTED)
+            questions = with_words(self.controller.store.questions, words, _MOST_LISTED)
         except StoreError as error:
             self.say(str(error), "error")
             return
-        if not found:
+        if not questions:
             self.say("No earlier question was found." if words else "There are no earlier questions yet.")
             return
-        lines = [one_line(question[:_LONGEST_LINE]) for question in found]
+        lines = [one_line(question[:_LONGEST_LINE]) for question in questions]
         picked = self._pick(lines, "Number of the question to ask, or words")
         if isinstance(picked, str):
             self.history(picked)
         elif picked is not None:
-            self._ask(found[picked])
+            self._ask(questions[picked])
 
     def editor(self) -> None:
         """Ask the question that is written in the person's own editor."""

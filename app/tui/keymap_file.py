@@ -156,7 +156,7 @@ def keymap_of(file: Path) -> Keymap:
 
 
 def _usable(words: Sequence[str], same: Sequence[Action]) -> tuple[tuple[str, ...], list[str]]:
-    """Those of the keys ``words`` that the actions ``same``, which share an id, can have; and what is wrong."""
+    """The keys among ``words`` that the actions ``same``, which share an id, can have; and the problems."""
     keys: list[str] = []
     wrong: list[str] = []
     for word in words:
@@ -176,29 +176,29 @@ def _usable(words: Sequence[str], same: Sequence[Action]) -> tuple[tuple[str, ..
 
 def _followers(changed: Mapping[str, tuple[str, ...]], actions: Sequence[Action]) -> dict[str, tuple[str, ...]]:
     """The keys of bindings that share a function's keys, where the function's home was changed."""
-    found: dict[str, tuple[str, ...]] = {}
+    keys_by_action: dict[str, tuple[str, ...]] = {}
     for function, home in HOMES.items():
         if home not in changed:
             continue
         before = set(defaults(function))
         for action in actions:
-            keys = found.get(action.id, action.keys)
+            keys = keys_by_action.get(action.id, action.keys)
             named = len(before) > 1 or function in action.id.split(".")
             if action.id not in changed and named and before <= set(keys):
                 rest = [key for key in keys if key not in before]
-                found[action.id] = tuple(dict.fromkeys([*rest, *changed[home]]))
-    return found
+                keys_by_action[action.id] = tuple(dict.fromkeys([*rest, *changed[home]]))
+    return keys_by_action
 
 
-def _meet(one: Action, other: Action) -> bool:
-    """Can both be reached at the same time, so that one key cannot mean both?"""
-    if one.place == other.place:
+def _meet(first_action: Action, other: Action) -> bool:
+    """Whether both can be reached at the same time, so that one key cannot mean both."""
+    if first_action.place == other.place:
         return True
-    places = {one.place, other.place}
-    first = next((action for action in (one, other) if action.place in ("ChatApp", "ChatScreen")), None)
+    places = {first_action.place, other.place}
+    first = next((action for action in (first_action, other) if action.place in ("ChatApp", "ChatScreen")), None)
     if first is None or not first.priority or "LendingApp" in places:
         return False
-    beside = other if first is one else one
+    beside = other if first is first_action else first_action
     within = not beside.screen and beside.module.startswith(("app.tui.chat.", "app.tui.panels."))
     return first.place == "ChatApp" or within
 
@@ -209,24 +209,24 @@ def _conflicts(changed: dict[str, tuple[str, ...]], actions: Sequence[Action]) -
     An entry takes a key from an action that has no entry for it, and the first of two entries has it. An action keeps
     its only key.
     """
-    said: list[str] = []
+    sentences: list[str] = []
     asked = dict(changed)
     order = {id: number for number, id in enumerate(asked)}
-    for one in actions:
-        for key in set(asked.get(one.id, ())) - set(one.keys):
+    for action in actions:
+        for key in set(asked.get(action.id, ())) - set(action.keys):
             for other in actions:
-                clash = key in changed.get(other.id, other.keys) and key in changed.get(one.id, one.keys)
-                if other.id == one.id or not clash or not _meet(one, other):
+                clash = key in changed.get(other.id, other.keys) and key in changed.get(action.id, action.keys)
+                if other.id == action.id or not clash or not _meet(action, other):
                     continue
-                was_first = key in asked.get(other.id, ()) and order[other.id] < order[one.id]
-                loser, winner = (one, other) if was_first else (other, one)
+                was_first = key in asked.get(other.id, ()) and order[other.id] < order[action.id]
+                loser, winner = (action, other) if was_first else (other, action)
                 if set(changed.get(loser.id, loser.keys)) == {key}:
                     loser, winner = winner, loser
                 left = tuple(name for name in changed.get(loser.id, loser.keys) if name != key)
                 changed[loser.id] = left or loser.keys
                 kept = " and ".join(map(readable, changed[loser.id]))
-                said.append(f"{KEYMAP_FILE}: {readable(key)} is for {winner.id}; {loser.id} keeps {kept}.")
-    return said
+                sentences.append(f"{KEYMAP_FILE}: {readable(key)} is for {winner.id}; {loser.id} keeps {kept}.")
+    return sentences
 
 
 def _with_neighbours(
@@ -236,7 +236,7 @@ def _with_neighbours(
 
     The library takes a key that is changed away from all actions of the class.
     """
-    found = dict(changed)
+    result = dict(changed)
     for action in actions:
         if action.id not in changed:
             shared = any(
@@ -245,5 +245,5 @@ def _with_neighbours(
                 if other.place == action.place and other.id in changed
             )
             if shared:
-                found[action.id] = action.keys
-    return found
+                result[action.id] = action.keys
+    return result

@@ -259,12 +259,12 @@ class ChatBrowser(Vertical):
             self._try(lambda: self._store.change(found.id, pinned=not found.pinned))
 
     def action_archive(self) -> None:
-        found = self.marked_chat
-        if found is None:
+        chat = self.marked_chat
+        if chat is None:
             return
-        title = one_line(found.title) or "the chat without a title"
-        said = f"Restored {title}." if found.archived else f"Archived {title}. ctrl+l shows the archived chats."
-        self._try(lambda: self._store.change(found.id, archived=not found.archived), said)
+        title = one_line(chat.title) or "the chat without a title"
+        said = f"Restored {title}." if chat.archived else f"Archived {title}. ctrl+l shows the archived chats."
+        self._try(lambda: self._store.change(chat.id, archived=not chat.archived), said)
 
     def action_delete(self) -> None:
         found = self.marked_chat
@@ -277,26 +277,26 @@ class ChatBrowser(Vertical):
     def action_rename(self) -> None:
         from app.tui.screens.dialogues import AskText
 
-        found = self.marked_chat
-        if found is None:
+        chat = self.marked_chat
+        if chat is None:
             return
 
         def renamed(title: str | None) -> None:
             if not title:
                 return
-            if found.id == self._shown:
+            if chat.id == self._shown:
                 self._controller.rename(title, self._filled_again)
             else:
-                self._try(lambda: self._store.change(found.id, title=title))
+                self._try(lambda: self._store.change(chat.id, title=title))
 
-        self.app.push_screen(AskText("Title of the chat", found.title), renamed)
+        self.app.push_screen(AskText("Title of the chat", chat.title), renamed)
 
     def action_export(self) -> None:
         from app.conversations.exporting import export_form, export_problem, suggested_path, write_export
         from app.tui.screens.dialogues import AskText
 
-        found = self.marked_chat
-        if found is None:
+        chat = self.marked_chat
+        if chat is None:
             return
 
         def named(path: str | None) -> None:
@@ -304,13 +304,13 @@ class ChatBrowser(Vertical):
                 return
             target = Path(path).expanduser()
             try:
-                written = write_export(target, self._store.export(found.id, export_form(target)))
+                written = write_export(target, self._store.export(chat.id, export_form(target)))
             except (OSError, StoreError) as error:
                 self._show_problem(export_problem(Path(path), error))
             else:
                 self.notify(f"Exported to {written}.", markup=False)
 
-        self.app.push_screen(AskText("Export to file (.md or .json)", str(suggested_path(found.title))), named)
+        self.app.push_screen(AskText("Export to file (.md or .json)", str(suggested_path(chat.title))), named)
 
     def action_import(self) -> None:
         from app.chat.saving import import_file
@@ -327,16 +327,16 @@ class ChatBrowser(Vertical):
             self.fill()
 
     @work(group="changes")
-    async def _try(self, change: Callable[[], object], said: str = "") -> None:
-        """Do ``change``, show what there is then, and say ``said``."""
+    async def _try(self, change: Callable[[], object], message: str = "") -> None:
+        """Do ``change``, show what there is then, and say ``message``."""
         try:
             await unlocked(change)
         except StoreError as error:
             self._show_problem(str(error))
             return
         self.fill()
-        if said:
-            self.notify(said, markup=False)
+        if message:
+            self.notify(message, markup=False)
 
 
 # --- preview of the marked conversation ------------------------------------------------------------------------------

@@ -53,14 +53,14 @@ def when(seconds: float, now: float) -> str:
         return "just now"
     if age < 3600:
         return f"{int(age // 60)} min ago"
-    there, here = local_date(seconds), local_date(now)
-    if there is None or here is None:
+    date, here = local_date(seconds), local_date(now)
+    if date is None or here is None:
         return ""
-    if there == here:
+    if date == here:
         return time.strftime("%H:%M", time.localtime(seconds))
-    if (here - there).days == 1:
+    if (here - date).days == 1:
         return "yesterday"
-    return there.strftime("%d %b" if there.year == here.year else "%d %b %Y")
+    return date.strftime("%d %b" if date.year == here.year else "%d %b %Y")
 
 
 def marked_snippet(snippet: str, *, on_bar: bool = False) -> Content:
@@ -217,13 +217,13 @@ class ChatRows(ScrollView, can_focus=False):
         return Content.styled(f"   {self._facts(row.conversation)}", muted)
 
     def _title(self, row: ChatRow, width: int, muted: str) -> Content:
-        found = row.conversation
-        current = found.id == self.current
-        mark = (self._mark(found.id), "$text-success")
-        title = one_line(found.title) or "(no title)"
+        conversation = row.conversation
+        current = conversation.id == self.current
+        mark = (self._mark(conversation.id), "$text-success")
+        title = one_line(conversation.title) or "(no title)"
         line = Content.assemble(" ", mark, (title, "bold" if current or not self._dense else ""))
         hits = f"{row.hits} hits" if row.hits > 1 else ""
-        facts = "" if self._dense or self._narrow else self._facts(found)
+        facts = "" if self._dense or self._narrow else self._facts(conversation)
         aside = "  ".join(filter(None, (hits, facts)))
         if not aside:
             return line

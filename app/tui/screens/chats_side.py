@@ -131,7 +131,7 @@ class ChatsSide:
 
 
 class ConversationsScreen(Screen[ConversationChosen | None]):
-    """Its result is the conversation to show."""
+    """Screen whose result is the conversation to show."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding(bound("chats"), "dismiss(None)", "Close", show=False, priority=True, id="chats.leave"),

@@ -126,7 +126,7 @@ def keys_here(screen: Screen[Any]) -> dict[str, list[tuple[list[str], Content]]]
     active = {name: at for name, at in screen.active_bindings.items() if not _scrolls_nothing(at.node, at.binding)}
     impossible: dict[tuple[DOMNode, str], tuple[list[str], Content]] = {}
     told: set[str] = set()
-    found: dict[str, dict[tuple[DOMNode, str], tuple[list[str], Content]]] = {}
+    rows_by_place: dict[str, dict[tuple[DOMNode, str], tuple[list[str], Content]]] = {}
     for node, bindings in screen._modal_binding_chain:
         place = "Everywhere" if isinstance(node, App) else "On this screen" if isinstance(node, Screen) else "Here"
         for name, binding in bindings:
@@ -135,7 +135,7 @@ def keys_here(screen: Screen[Any]) -> dict[str, list[tuple[list[str], Content]]]
                 continue
             if at is None and (name in told or _scrolls_nothing(node, binding)):
                 continue
-            about, rows = Content(title_of(binding)), found.setdefault(place, {})
+            about, rows = Content(title_of(binding)), rows_by_place.setdefault(place, {})
             if at is None:
                 told.add(name)
                 rows = impossible
@@ -144,7 +144,7 @@ def keys_here(screen: Screen[Any]) -> dict[str, list[tuple[list[str], Content]]]
                 about = Content.styled(f"{title_of(binding)}: {why}", "$foreground-muted")
             keys, _ = rows.setdefault((node, binding.action), ([], about))
             keys.append(readable(name))
-    return {place: list(rows.values()) for place, rows in {**found, NOT_NOW: impossible}.items() if rows}
+    return {place: list(rows.values()) for place, rows in {**rows_by_place, NOT_NOW: impossible}.items() if rows}
 
 
 def _scrolls_nothing(node: DOMNode, binding: Binding) -> bool:

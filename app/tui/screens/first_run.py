@@ -32,7 +32,7 @@ _AROUND = 10
 
 
 class FirstRunScreen(Screen[bool]):
-    """Its result is True if the person wants the list of all models."""
+    """Screen whose result is True if the person wants the list of all models."""
 
     HELP = (
         "No model is on this machine yet, and nothing is downloaded before you choose. `1`, `2`, `3` (or `enter`) "

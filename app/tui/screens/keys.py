@@ -99,12 +99,12 @@ class KeysScreen(Screen[None]):
 def matching(actions: Iterable[Action], typed: str) -> list[Action]:
     """One action for each id, those whose id, title or a key has ``typed`` in it."""
     wanted = typed.strip().casefold()
-    found: dict[str, Action] = {}
+    by_id: dict[str, Action] = {}
     for action in actions:
         words = [action.id, action.title, *map(readable, keys_of(action.id, action.keys))]
         if any(wanted in word.casefold() for word in words):
-            found.setdefault(action.id, action)
-    return list(found.values())
+            by_id.setdefault(action.id, action)
+    return list(by_id.values())
 
 
 def pressed_line(key: str, sent: str, actions: Sequence[Action]) -> Content:

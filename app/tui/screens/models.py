@@ -33,7 +33,7 @@ _AROUND = 7
 
 
 class ModelsScreen(Screen[str | None]):
-    """Its result is the name of the chosen model."""
+    """Screen whose result is the name of the chosen model."""
 
     HELP = (
         "`enter` loads a model that is on this machine. It downloads any other model while you go on chatting. `p` "

@@ -39,7 +39,7 @@ class Chosen:
 
 
 class PersonasScreen(Screen[Chosen | None]):
-    """Its result is what was chosen, None if the person left."""
+    """Screen whose result is the choice, None if the person left."""
 
     HELP = (
         "A persona is a system prompt with a model and sampling values under a name. `enter` gives the chat the marked "
@@ -85,12 +85,12 @@ class PersonasScreen(Screen[Chosen | None]):
     def _draw(self, marked: str = "", place: int = 0) -> None:
         """Show the personas that are searched for. The one called ``marked`` is highlighted, else that at ``place``."""
         wanted = self.query_one("#persona-search", Input).value.casefold().split()
-        found = [
+        matching = [
             persona
             for persona in self._file.personas
             if all(word in f"{persona.name} {persona.model} {persona.system}".casefold() for word in wanted)
         ]
-        self._rows = [*found, *([] if wanted else [None])]
+        self._rows = [*matching, *([] if wanted else [None])]
         current = self._controller.setup.values.persona
         personas = self.query_one("#personas", OptionList)
         self.query_one("#personas-hint").display = not self._file.personas

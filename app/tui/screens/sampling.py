@@ -31,7 +31,7 @@ class ChatValueList:
         setup, settings = self._controller.setup, self._controller.options
         options, facts = setup.options, self._controller.status.facts
         own = facts.sampling if facts is not None else None
-        found = []
+        rows = []
         for setting in ADJUSTABLE:
             source = setup.values.source(setting.key, settings)
             idle = setting.key in SAMPLED and options.beams > 1
@@ -39,9 +39,9 @@ class ChatValueList:
             value = value_in_effect(setting.key, options, own)
             if value is None and setting.key == "max_tokens" and facts is not None:
                 value = facts.answer_limit
-            words = _words(source, setting, value, setup.values.persona, known=facts is not None)
-            found.append(ValueRow(setting, value, words, source in ("chat", "persona"), idle))
-        return found
+            words = _words(source, setting, value, setup.values.persona, defaults_known=facts is not None)
+            rows.append(ValueRow(setting, value, words, source in ("chat", "persona"), idle))
+        return rows
 
     def change(self, key: str, value: Value) -> None:
         self._controller.setup.change({key: value})
@@ -50,8 +50,8 @@ class ChatValueList:
         self._controller.setup.reset([key])
 
 
-def _words(source: Source, setting: Setting, value: Value, persona: str, *, known: bool) -> str:
-    """Where ``value`` comes from. ``known``: what the model brings of its own is known."""
+def _words(source: Source, setting: Setting, value: Value, persona: str, *, defaults_known: bool) -> str:
+    """The origin of ``value``, as shown. ``defaults_known``: the model's own defaults are known."""
     match source:
         case "chat":
             return "● chat"
@@ -61,7 +61,7 @@ def _words(source: Source, setting: Setting, value: Value, persona: str, *, know
             return "  settings"
         case _ if setting.key == "seed":
             return "  new each time"
-        case _ if setting.key == "max_tokens" and value is None and known:
+        case _ if setting.key == "max_tokens" and value is None and defaults_known:
             return "  no limit"
         case _:
             return "  from model" if setting.optional or setting.default == "auto" else "  default"

@@ -174,7 +174,7 @@ class SettingRow(Horizontal):
         return not problem
 
     def take_field(self) -> bool:
-        """As :meth:`take`, with the text of the field. Returns True if there is no field."""
+        """Apply the text of the field by :meth:`take`. Returns True if there is no field."""
         match self._control:
             case Input():
                 return self.take(self._control.value)
@@ -249,7 +249,7 @@ class Prediction(Rendered):
 
 
 class SettingsScreen(Screen[str]):
-    """Its result is what went wrong when the changes were applied, or an empty text."""
+    """Screen whose result is the problem of applying the changes, or an empty text."""
 
     HELP = (
         "A setting is saved and used as soon as you change it, a field when you leave it or press `enter`. "

@@ -89,12 +89,12 @@ class SlashCommands:
         if values is None:
             return None
         typed = argument.strip().casefold()
-        found = sorted(
+        candidates = sorted(
             (_rank(value.casefold(), typed), number, value, detail) for number, (value, detail) in enumerate(values())
         )
         lines = [
             Suggestion(value, detail, f"/{word} {value}", sends=True)
-            for rank, _, value, detail in found
+            for rank, _, value, detail in candidates
             if rank < _NONE
         ]
         return Completion(0, tuple(lines), preselected=False)

@@ -31,14 +31,14 @@ def language_only(config: dict[str, Any]) -> dict[str, Any]:
     family, inner = LANGUAGE_FAMILIES.get(str(config.get("model_type"))), config.get("text_config")
     if family is None or not isinstance(inner, Mapping):
         return config
-    found = {key: value for key, value in config.items() if key == "tie_word_embeddings"}
-    found |= {**inner, "model_type": family}
+    inner_config = {key: value for key, value in config.items() if key == "tie_word_embeddings"}
+    inner_config |= {**inner, "model_type": family}
     for key in QUANTISATION_KEYS:
         settings = config.get(key)
         if settings is not None:
             mapping = isinstance(settings, Mapping)
-            found[key] = {_renamed(name): value for name, value in settings.items()} if mapping else settings
-    return found
+            inner_config[key] = {_renamed(name): value for name, value in settings.items()} if mapping else settings
+    return inner_config
 
 
 def language_tensors(
@@ -50,7 +50,7 @@ def language_tensors(
     Raises ModelError if two tensors are the same one of the language model."""
     if config.get("model_type") not in LANGUAGE_FAMILIES.values():
         return headers
-    kept: dict[str, dict[str, TensorEntry]] = {file: {} for file in headers}
+    tensors: dict[str, dict[str, TensorEntry]] = {file: {} for file in headers}
     stored: dict[str, str] = {}
     for file, header in headers.items():
         for name, entry in header.items():
@@ -62,8 +62,8 @@ def language_tensors(
                     f"{file}: tensor {name} holds the same weights of the language model as {stored[renamed]}"
                 )
             stored[renamed] = name
-            kept[file][renamed] = entry
-    return kept
+            tensors[file][renamed] = entry
+    return tensors
 
 
 def language_name(name: str) -> str | None:

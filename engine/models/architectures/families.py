@@ -245,14 +245,14 @@ def part_shape(part: Part, shape: ExpertLayers) -> tuple[int, ...]:
 def stored_shape(tensor: ExpertTensor, shape: ExpertLayers) -> tuple[int, ...]:
     """Shape the checkpoint tensor must have."""
     rows, *columns = part_shape(tensor.parts[0], shape)
-    one = (rows * len(tensor.parts), *columns)
+    single = (rows * len(tensor.parts), *columns)
     if tensor.transposed:
-        one = one[::-1]
+        single = single[::-1]
     if tensor.stacking == "stacked":
-        return (shape.count, *one)
+        return (shape.count, *single)
     if tensor.stacking == "rows":
-        return (shape.count * one[0], *one[1:])
-    return one
+        return (shape.count * single[0], *single[1:])
+    return single
 
 
 def part_views(

@@ -164,7 +164,7 @@ def _llama3_rope(gguf: GgufFile, theta: float, head_size: int) -> dict[str, Any]
 
 
 def llama3_divisors(parameters: Mapping[str, Any], head_size: int) -> NDArray[np.float64]:
-    """By what each rotary frequency [head_size / 2] is divided under Llama 3's scaling."""
+    """Divisors of the rotary frequencies [head_size / 2] under Llama 3's scaling."""
     frequency = parameters["rope_theta"] ** -(np.arange(0, head_size, 2) / head_size)
     turns = parameters["original_max_position_embeddings"] * frequency / (2 * np.pi)
     low, high, factor = parameters["low_freq_factor"], parameters["high_freq_factor"], parameters["factor"]

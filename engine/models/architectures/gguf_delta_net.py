@@ -64,7 +64,7 @@ def _layer_types(metadata: Metadata, layers: int) -> list[str]:
 
 
 def next_settings(metadata: Metadata) -> dict[str, Any]:
-    """As :func:`expert_settings`, of Qwen3-Next, which knows no pictures."""
+    """The settings of Qwen3-Next, which knows no pictures; see :func:`expert_settings`."""
     found = expert_settings(metadata)
     rope = {key: value for key, value in found["rope_parameters"].items() if not key.startswith("mrope")}
     return {
@@ -77,7 +77,7 @@ def next_settings(metadata: Metadata) -> dict[str, Any]:
 
 
 def expert_settings(metadata: Metadata) -> dict[str, Any]:
-    """As :func:`settings`, of a model with experts."""
+    """The settings of a model with experts; see :func:`settings`."""
     return {
         **settings(metadata),
         "num_experts": metadata.number("expert_count"),
@@ -87,58 +87,58 @@ def expert_settings(metadata: Metadata) -> dict[str, Any]:
     }
 
 
-def layer_shapes(gguf: GgufFile, config: Mapping[str, Any], here: str, there: str) -> Iterator[NamedTensor]:
+def layer_shapes(gguf: GgufFile, config: Mapping[str, Any], here: str, prefix: str) -> Iterator[NamedTensor]:
     """The tensors of a layer's delta-net, norms of the layer left out."""
     hidden, heads = config["hidden_size"], config["linear_num_value_heads"]
     channels, values = _channels(config)
     yield from _named(
         here,
-        there,
+        prefix,
         ("attn_qkv.weight", "in_proj_qkv.weight", (channels, hidden)),
         ("attn_gate.weight", "in_proj_z.weight", (values, hidden)),
         ("ssm_alpha.weight", "in_proj_a.weight", (heads, hidden)),
         ("ssm_beta.weight", "in_proj_b.weight", (heads, hidden)),
     )
-    yield from _common_shapes(config, here, there)
+    yield from _common_shapes(config, here, prefix)
 
 
-def next_layer_shapes(gguf: GgufFile, config: Mapping[str, Any], here: str, there: str) -> Iterator[NamedTensor]:
-    """As :func:`layer_shapes`, of Qwen3-Next. Old files hold its large projection as the checkpoint does."""
+def next_layer_shapes(gguf: GgufFile, config: Mapping[str, Any], here: str, prefix: str) -> Iterator[NamedTensor]:
+    """The tensors of a layer of Qwen3-Next. Old files store its large projection as the checkpoint does."""
     hidden = config["hidden_size"]
     channels, values = _channels(config)
     if here + "ssm_in.weight" in gguf.tensors:
-        yield from _named(here, there, ("ssm_in.weight", "in_proj_qkvz.weight", (channels + values, hidden)))
+        yield from _named(here, prefix, ("ssm_in.weight", "in_proj_qkvz.weight", (channels + values, hidden)))
     else:
         yield from _named(
             here,
-            there,
+            prefix,
             ("attn_qkv.weight", "in_proj_qkvz.qkv.weight", (channels, hidden)),
             ("attn_gate.weight", "in_proj_qkvz.z.weight", (values, hidden)),
         )
     yield from _named(
-        here, there, ("ssm_ba.weight", "in_proj_ba.weight", (2 * config["linear_num_value_heads"], hidden))
+        here, prefix, ("ssm_ba.weight", "in_proj_ba.weight", (2 * config["linear_num_value_heads"], hidden))
     )
-    yield from _common_shapes(config, here, there)
+    yield from _common_shapes(config, here, prefix)
 
 
 def _channels(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Of the convolution, and of the values."""
+    """Widths of the convolution and of the values."""
     values = config["linear_num_value_heads"] * config["linear_value_head_dim"]
     return 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"] + values, values
 
 
-def _common_shapes(config: Mapping[str, Any], here: str, there: str) -> Iterator[NamedTensor]:
+def _common_shapes(config: Mapping[str, Any], here: str, prefix: str) -> Iterator[NamedTensor]:
     heads, width = config["linear_num_value_heads"], config["linear_value_head_dim"]
     yield from _named(
         here,
-        there,
+        prefix,
         ("ssm_norm.weight", "norm.weight", (width,)),
         ("ssm_out.weight", "out_proj.weight", (config["hidden_size"], heads * width)),
         ("ssm_a", "A_log", (heads,)),
         ("ssm_dt.bias", "dt_bias", (heads,)),
     )
     channels, kernel = _channels(config)[0], config["linear_conv_kernel_dim"]
-    name = there + "linear_attn.conv1d.weight"
+    name = prefix + "linear_attn.conv1d.weight"
     yield NamedTensor(here + "ssm_conv1d.weight", name, (channels, 1, kernel), (channels, kernel))
 
 
@@ -150,29 +150,29 @@ def _named(here: str, there: str, *tensors: tuple[str, str, tuple[int, ...]]) ->
 def next_changes(config: Mapping[str, Any]) -> dict[str, Change]:
     """What undoes llama.cpp's storage of Qwen3-Next, by the checkpoint's name of the tensor."""
     less_one = Change(subtracted=1.0)
-    found = {"model.norm.weight": less_one}
+    changes = {"model.norm.weight": less_one}
     for layer, kind in enumerate(config["layer_types"]):
         prefix = f"model.layers.{layer}."
-        found |= {f"{prefix}{norm}.weight": less_one for norm in ("input_layernorm", "post_attention_layernorm")}
+        changes |= {f"{prefix}{norm}.weight": less_one for norm in ("input_layernorm", "post_attention_layernorm")}
         if kind == "full_attention":
-            found |= {f"{prefix}self_attn.{norm}.weight": less_one for norm in ("q_norm", "k_norm")}
+            changes |= {f"{prefix}self_attn.{norm}.weight": less_one for norm in ("q_norm", "k_norm")}
         else:
-            found[prefix + "linear_attn.A_log"] = Change(log_of_negative=True)
-    return found
+            changes[prefix + "linear_attn.A_log"] = Change(log_of_negative=True)
+    return changes
 
 
 def changes(config: Mapping[str, Any]) -> dict[str, Change]:
-    """As :func:`next_changes`, of Qwen 3.5, whose value heads are moved, too."""
+    """The changes for Qwen 3.5: those of :func:`next_changes`, and value heads in another order."""
     keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
     heads = _grouped(config["linear_num_key_heads"], config["linear_num_value_heads"], 1)
     values = _grouped(config["linear_num_key_heads"], config["linear_num_value_heads"], config["linear_value_head_dim"])
     joined = np.concatenate([np.arange(2 * keys), 2 * keys + values])
-    found = next_changes(config)
+    result = next_changes(config)
     for layer, kind in enumerate(config["layer_types"]):
         if kind == "full_attention":
             continue
         linear = f"model.layers.{layer}.linear_attn."
-        found |= {
+        result |= {
             linear + "in_proj_qkv.weight": Change(rows=joined),
             linear + "conv1d.weight": Change(rows=joined),
             linear + "in_proj_z.weight": Change(rows=values),
@@ -182,7 +182,7 @@ def changes(config: Mapping[str, Any]) -> dict[str, Change]:
             linear + "A_log": Change(rows=heads, log_of_negative=True),
             linear + "out_proj.weight": Change(columns=values),
         }
-    return found
+    return result
 
 
 def _grouped(key_heads: int, value_heads: int, width: int) -> Order:

@@ -37,13 +37,13 @@ class NamedTensor:
 
 
 def projections(
-    gguf: GgufFile, merged: str, each: Iterable[tuple[str, str, int]], columns: Shape
+    gguf: GgufFile, merged: str, parts: Iterable[tuple[str, str, int]], columns: Shape
 ) -> Iterator[NamedTensor]:
-    """(name in the file, name in the checkpoint, rows) of ``each`` projection of the same input; some files hold them
+    """(name in the file, name in the checkpoint, rows) of ``parts`` projection of the same input; some files hold them
     one below the other in the tensor ``merged``."""
-    each = tuple(each)
-    rows_of_all, first = sum(rows for _, _, rows in each), 0
-    for source, name, rows in each:
+    parts = tuple(parts)
+    rows_of_all, first = sum(rows for _, _, rows in parts), 0
+    for source, name, rows in parts:
         if merged in gguf.tensors:
             yield NamedTensor(merged, name, (rows, *columns), (rows_of_all, *columns), first, rows)
         else:

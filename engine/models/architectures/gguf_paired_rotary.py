@@ -13,13 +13,13 @@ from engine.models.formats.model_files import Change, Order
 def paired_changes(config: Mapping[str, Any]) -> dict[str, Change]:
     """What brings queries and keys from llama.cpp's order into transformers', by the name of a checkpoint's tensor."""
     size = config["head_dim"]
-    found: dict[str, Change] = {}
+    changes: dict[str, Change] = {}
     for short, heads in (("q", config["num_attention_heads"]), ("k", config["num_key_value_heads"])):
         change = Change(rows=_halves(heads, size))
         for layer in range(config["num_hidden_layers"]):
             for kind in ("weight", "bias"):
-                found[f"model.layers.{layer}.self_attn.{short}_proj.{kind}"] = change
-    return found
+                changes[f"model.layers.{layer}.self_attn.{short}_proj.{kind}"] = change
+    return changes
 
 
 def _halves(heads: int, size: int) -> Order:

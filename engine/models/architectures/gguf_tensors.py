@@ -106,19 +106,19 @@ def _usually_named(
     routed = expert_shape(config, family)
     layers_with_experts = frozenset(() if routed is None else routed.layers)
     for layer in range(config["num_hidden_layers"]):
-        here, there = f"blk.{layer}.", f"model.layers.{layer}."
-        yield NamedTensor.whole(here + "attn_norm.weight", there + "input_layernorm.weight", (hidden,))
+        here, target = f"blk.{layer}.", f"model.layers.{layer}."
+        yield NamedTensor.whole(here + "attn_norm.weight", target + "input_layernorm.weight", (hidden,))
         mixed = not record.mixed_layers or config["layer_types"][layer] == record.mixed_layers
         if record.mixer is not None and mixed:
-            yield from record.mixer(gguf, config, here, there)
+            yield from record.mixer(gguf, config, here, target)
         else:
-            yield from _attention(gguf, family.decoder, config, here, there)
+            yield from _attention(gguf, family.decoder, config, here, target)
         norm = "post_attention_norm" if here + "post_attention_norm.weight" in gguf.tensors else "ffn_norm"
-        yield NamedTensor.whole(f"{here}{norm}.weight", there + "post_attention_layernorm.weight", (hidden,))
+        yield NamedTensor.whole(f"{here}{norm}.weight", target + "post_attention_layernorm.weight", (hidden,))
         if family.moe is not None and layer in layers_with_experts:
-            yield from _experts(gguf, family.moe, config, here, there)
+            yield from _experts(gguf, family.moe, config, here, target)
         else:
-            yield from _feed_forward(here + "ffn_{}.weight", there + "mlp.", config["intermediate_size"], hidden)
+            yield from _feed_forward(here + "ffn_{}.weight", target + "mlp.", config["intermediate_size"], hidden)
     yield NamedTensor.whole(record.final_norm, "model.norm.weight", (hidden,))
     if not config["tie_word_embeddings"]:
         yield NamedTensor.whole("output.weight", "lm_head.weight", (vocabulary, hidden))
@@ -155,39 +155,41 @@ def _feed_forward(source: str, prefix: str, ffn: int, hidden: int) -> Iterator[N
         yield NamedTensor.whole(source.format(short), f"{prefix}{short}_proj.weight", shape)
 
 
-def _experts(gguf: GgufFile, moe: MoeRecord, config: Mapping[str, Any], here: str, there: str) -> Iterator[NamedTensor]:
+def _experts(
+    gguf: GgufFile, moe: MoeRecord, config: Mapping[str, Any], here: str, target: str
+) -> Iterator[NamedTensor]:
     assert moe.router is not None
     router = moe.router.names[0]
     hidden = config["hidden_size"]
     count = next(config[key] for key in _COUNTS if config.get(key))
     ffn = config.get("moe_intermediate_size") or config["intermediate_size"]
-    yield NamedTensor.whole(here + "ffn_gate_inp.weight", there + router, (count, hidden))
+    yield NamedTensor.whole(here + "ffn_gate_inp.weight", target + router, (count, hidden))
     if moe.router.correction:
-        yield NamedTensor.whole(here + "exp_probs_b.bias", there + moe.router.correction, (count,))
+        yield NamedTensor.whole(here + "exp_probs_b.bias", target + moe.router.correction, (count,))
     shapes = {"gate": (ffn, hidden), "up": (ffn, hidden), "down": (hidden, ffn)}
     if here + "ffn_gate.0.weight" in gguf.tensors:  # files of before 2024 have one tensor for each expert
         for expert in range(count):
             for short, shape in shapes.items():
-                name = f"{there}mlp.experts.{expert}.{short}_proj.weight"
+                name = f"{target}mlp.experts.{expert}.{short}_proj.weight"
                 yield NamedTensor.whole(f"{here}ffn_{short}.{expert}.weight", name, shape)
     else:
         fused = here + "ffn_gate_up_exps.weight" in gguf.tensors
         stacked = {"gate_up": (2 * ffn, hidden), "down": shapes["down"]} if fused else shapes
         for short, shape in stacked.items():
             name = f"ffn_{short}_exps.weight"
-            yield NamedTensor.whole(here + name, there + name, (count, *shape))
+            yield NamedTensor.whole(here + name, target + name, (count, *shape))
     if moe.router.bias:
-        bias = there + router.removesuffix("weight") + "bias"
+        bias = target + router.removesuffix("weight") + "bias"
         yield NamedTensor.whole(here + "ffn_gate_inp.bias", bias, (count,))
         for short, (rows, _) in shapes.items():
             name = f"ffn_{short}_exps.bias"
-            yield NamedTensor.whole(here + name, there + name, (count, rows))
+            yield NamedTensor.whole(here + name, target + name, (count, rows))
     if moe.shared == "plain":
-        shared, prefix = ffn * config["n_shared_experts"], there + "mlp.shared_experts."
+        shared, prefix = ffn * config["n_shared_experts"], target + "mlp.shared_experts."
         yield from _feed_forward(here + "ffn_{}_shexp.weight", prefix, shared, hidden)
     if moe.shared == "gated":
         shared = config["shared_expert_intermediate_size"]
         yield NamedTensor.whole(
-            here + "ffn_gate_inp_shexp.weight", there + "mlp.shared_expert_gate.weight", (1, hidden)
+            here + "ffn_gate_inp_shexp.weight", target + "mlp.shared_expert_gate.weight", (1, hidden)
         )
-        yield from _feed_forward(here + "ffn_{}_shexp.weight", there + "mlp.shared_expert.", shared, hidden)
+        yield from _feed_forward(here + "ffn_{}_shexp.weight", target + "mlp.shared_expert.", shared, hidden)

@@ -80,7 +80,7 @@ def even_windows(config: Config, layers: int) -> list[int]:
 
 
 def named_windows(config: Config, layers: int) -> list[int]:
-    """As ``layer_types`` says (gemma4)."""
+    """Layers with a sliding window by ``layer_types`` (gemma4)."""
     return by_type(config, [False] * layers, True)
 
 
@@ -95,15 +95,15 @@ def by_type(config: Config, default: list[bool], used: bool) -> list[int]:
     return [_window(config.get("sliding_window")) if slides else 0 for slides in default]
 
 
-def check_kinds(kinds: Any, layers: int, known: tuple[str, ...]) -> list[str]:
-    """``kinds``, as ``layer_types`` gives them. Raises ModelError if that is no list of so many ``known`` kinds of
+def check_kinds(kinds: Any, layers: int, allowed: tuple[str, ...]) -> list[str]:
+    """``kinds``, as ``layer_types`` gives them. Raises ModelError if that is no list of so many ``allowed`` kinds of
     layers."""
     if not isinstance(kinds, list) or len(kinds) != layers:
         raise damaged(
             f"config.json gives {shown(kinds)} for layer_types, which must name one kind for each of the {layers} "
             "layers"
         )
-    unknown = next((kind for kind in kinds if kind not in known), None)
+    unknown = next((kind for kind in kinds if kind not in allowed), None)
     if unknown is not None:
         raise damaged(f"config.json names the unknown kind of layer {shown(unknown)}")
     return kinds

@@ -23,13 +23,13 @@ _LATENTS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128
 def _softmax_settings(metadata: Metadata) -> dict[str, object]:
     """Raises ModelError if the weights of experts would have to be normalised, which transformers does not do in this
     family."""
-    found = gguf_latent.settings(metadata)
-    if found["norm_topk_prob"]:
+    settings = gguf_latent.settings(metadata)
+    if settings["norm_topk_prob"]:
         raise ModelError(
             "The GGUF normalises the weights of experts that a softmax gave, which no model of deepseek_v2 does; use "
             "another file of this model."
         )
-    return found | {"topk_method": "group_limited_greedy" if found["n_group"] > 1 else "greedy"}
+    return settings | {"topk_method": "group_limited_greedy" if settings["n_group"] > 1 else "greedy"}
 
 
 V2 = Family(

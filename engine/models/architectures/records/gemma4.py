@@ -152,7 +152,7 @@ def _rotated_part(gguf: GgufFile, width: int) -> float:
     return turned / divisors.size
 
 
-def _layer_shapes(gguf: GgufFile, config: Mapping[str, Any], here: str, there: str) -> Iterator[NamedTensor]:
+def _layer_shapes(gguf: GgufFile, config: Mapping[str, Any], here: str, prefix: str) -> Iterator[NamedTensor]:
     """The tensors of a layer but for its experts, its router and the norms that layers of all kinds have."""
     layer = int(here.split(".")[1])
     hidden, inner = config["hidden_size"], config["intermediate_size"]
@@ -160,9 +160,9 @@ def _layer_shapes(gguf: GgufFile, config: Mapping[str, Any], here: str, there: s
     size, groups = config[f"{kind}head_dim"], config[f"num_{kind}key_value_heads"]
     queries, keys = config["num_attention_heads"] * size, groups * size
     rows = {"q": queries, "k": keys} | ({} if kind and config["attention_k_eq_v"] else {"v": keys})
-    each = ((f"{here}attn_{short}.weight", f"{there}self_attn.{short}_proj.weight", rows[short]) for short in rows)
+    each = ((f"{here}attn_{short}.weight", f"{prefix}self_attn.{short}_proj.weight", rows[short]) for short in rows)
     yield from projections(gguf, here + "attn_qkv.weight", each, (hidden,))
-    found: list[tuple[str, str, tuple[int, ...]]] = [
+    tensors: list[tuple[str, str, tuple[int, ...]]] = [
         ("attn_output.weight", "self_attn.o_proj.weight", (hidden, queries)),
         ("attn_q_norm.weight", "self_attn.q_norm.weight", (size,)),
         ("attn_k_norm.weight", "self_attn.k_norm.weight", (size,)),
@@ -178,8 +178,8 @@ def _layer_shapes(gguf: GgufFile, config: Mapping[str, Any], here: str, there: s
         ("ffn_down_exps.scale", "router.per_expert_scale", (config["num_experts"],)),
         ("layer_output_scale.weight", "layer_scalar", (1,)),
     ]
-    for source, name, shape in found:
-        yield NamedTensor.whole(here + source, there + name, shape)
+    for source, name, shape in tensors:
+        yield NamedTensor.whole(here + source, prefix + name, shape)
 
 
 FAMILIES = (
