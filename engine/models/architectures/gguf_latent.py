@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from engine.errors import ModelError
-from engine.models.architectures.gguf_expert_settings import grouped_experts
 from engine.models.architectures.gguf_metadata import Metadata, NamedTensor
+from engine.models.architectures.gguf_parts import grouped_experts
 from engine.models.formats.gguf_file import GgufFile
 
 _SOFTMAX, _SIGMOID = 1, 2

@@ -2,10 +2,9 @@
 
 from engine.errors import ModelError
 from engine.models.architectures import gguf_latent
-from engine.models.architectures.expert_layouts import QWEN
 from engine.models.architectures.gguf_metadata import Metadata
 from engine.models.architectures.layer_rules import after_dense
-from engine.models.architectures.mlx_names import LATENTS
+from engine.models.architectures.parts import GROUPED, LATENTS, QWEN
 from engine.models.architectures.record import (
     SCALED_ROPE,
     DecoderRecord,
@@ -15,7 +14,6 @@ from engine.models.architectures.record import (
     MoeRecord,
     RouterRecord,
 )
-from engine.models.architectures.routers import GROUPED
 
 _LATENTS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
 

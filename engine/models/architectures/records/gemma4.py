@@ -10,9 +10,9 @@ import numpy as np
 
 from engine.errors import ModelError, shown
 from engine.models.architectures.config_values import own_settings
-from engine.models.architectures.expert_layouts import GGUF, LAYER, fused, of_mlx
 from engine.models.architectures.gguf_metadata import Metadata, NamedTensor, projections
 from engine.models.architectures.layer_rules import named_windows
+from engine.models.architectures.parts import GGUF, LAYER, fused, of_mlx
 from engine.models.architectures.record import (
     Config,
     DecoderRecord,

@@ -1,12 +1,11 @@
 """GLM-4.5 and GLM-4.5-Air."""
 
 from engine.errors import ModelError
-from engine.models.architectures.expert_layouts import QWEN
-from engine.models.architectures.gguf_expert_settings import grouped_experts
 from engine.models.architectures.gguf_metadata import Metadata
+from engine.models.architectures.gguf_parts import grouped_experts
 from engine.models.architectures.layer_rules import after_dense
+from engine.models.architectures.parts import GROUPED, QWEN
 from engine.models.architectures.record import DecoderRecord, Family, GgufRecord, MlxRecord, MoeRecord
-from engine.models.architectures.routers import GROUPED
 
 
 def _settings(metadata: Metadata) -> dict[str, object]:

@@ -1,9 +1,8 @@
 """GLM-4.7-Flash, whose attention is over latents. Its GGUF files call themselves deepseek2."""
 
 from engine.models.architectures import gguf_latent
-from engine.models.architectures.expert_layouts import QWEN
 from engine.models.architectures.gguf_metadata import Metadata
-from engine.models.architectures.mlx_names import LATENTS
+from engine.models.architectures.parts import GROUPED, LATENTS, QWEN
 from engine.models.architectures.record import (
     SCALED_ROPE,
     Config,
@@ -13,7 +12,6 @@ from engine.models.architectures.record import (
     MlxRecord,
     MoeRecord,
 )
-from engine.models.architectures.routers import GROUPED
 
 
 def _sparse_layers(config: Config, layers: int) -> list[int]:

@@ -1,10 +1,10 @@
 """gpt-oss, whose experts are transposed, interleaved and biased, or packed in MXFP4 as they are published."""
 
 from engine.errors import ModelError, shown
-from engine.models.architectures.expert_layouts import GGUF_MATRICES, LAYER, MLP_EXPERTS, biases, of_mlx
-from engine.models.architectures.gguf_expert_settings import experts
 from engine.models.architectures.gguf_metadata import Metadata
+from engine.models.architectures.gguf_parts import experts
 from engine.models.architectures.layer_rules import even_windows
+from engine.models.architectures.parts import GGUF_MATRICES, LAYER, MLP_EXPERTS, biases, of_mlx
 from engine.models.architectures.record import (
     SCALED_ROPE,
     DecoderRecord,

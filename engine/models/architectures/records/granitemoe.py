@@ -1,9 +1,8 @@
 """Granite 3 MoE."""
 
-from engine.models.architectures.expert_layouts import GGUF, LAYER, fused, of_mlx
-from engine.models.architectures.gguf_expert_settings import experts
 from engine.models.architectures.gguf_metadata import Metadata
-from engine.models.architectures.gguf_paired_rotary import paired_changes
+from engine.models.architectures.gguf_parts import experts, paired_changes
+from engine.models.architectures.parts import GGUF, LAYER, fused, of_mlx
 from engine.models.architectures.record import (
     SCALED_ROPE,
     DecoderRecord,

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from engine.errors import ModelError, shown
-from engine.models.architectures.expert_layouts import GGUF, LAYER, fused, of_mlx, per_expert
 from engine.models.architectures.gguf_metadata import Metadata, NamedTensor
 from engine.models.architectures.layer_rules import after_dense
+from engine.models.architectures.parts import GGUF, LAYER, fused, of_mlx, per_expert
 from engine.models.architectures.record import DecoderRecord, Family, GgufRecord, MlxRecord, MoeRecord, RouterRecord
 from engine.models.formats.gguf_file import GgufFile
 

@@ -1,7 +1,7 @@
 """Llama 2 and 3, and Mistral, whose GGUF files call themselves llama."""
 
 from engine.models.architectures.gguf_metadata import Metadata
-from engine.models.architectures.gguf_paired_rotary import paired_changes
+from engine.models.architectures.gguf_parts import paired_changes
 from engine.models.architectures.layer_rules import one_window
 from engine.models.architectures.record import SCALED_ROPE, DecoderRecord, Family, GgufRecord, MlxRecord
 

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from engine.models.architectures.config_values import whole_number
-from engine.models.architectures.expert_layouts import fused
 from engine.models.architectures.layer_rules import layer_list
+from engine.models.architectures.parts import fused
 from engine.models.architectures.record import Config, Family, MoeRecord
 
 _EXPERTS = "model.layers.{layer}.feed_forward.experts."

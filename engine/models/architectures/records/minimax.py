@@ -1,6 +1,6 @@
 """MiniMax-Text-01, every second layer of which keeps one matrix of state."""
 
-from engine.models.architectures.expert_layouts import MIXTRAL
+from engine.models.architectures.parts import MIXTRAL
 from engine.models.architectures.record import DecoderRecord, Family, MoeRecord
 
 FAMILIES = (

@@ -1,9 +1,8 @@
 """Mixtral. Its GGUF files call themselves llama and count experts."""
 
-from engine.models.architectures.expert_layouts import MIXTRAL
-from engine.models.architectures.gguf_expert_settings import experts
-from engine.models.architectures.gguf_paired_rotary import paired_changes
+from engine.models.architectures.gguf_parts import experts, paired_changes
 from engine.models.architectures.layer_rules import one_window
+from engine.models.architectures.parts import MIXTRAL
 from engine.models.architectures.record import DecoderRecord, Family, GgufRecord, MlxRecord, MoeRecord, RouterRecord
 
 FAMILIES = (

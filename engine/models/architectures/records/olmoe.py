@@ -1,8 +1,8 @@
 """OLMoE."""
 
-from engine.models.architectures.expert_layouts import QWEN
-from engine.models.architectures.gguf_expert_settings import experts
 from engine.models.architectures.gguf_metadata import Metadata
+from engine.models.architectures.gguf_parts import experts
+from engine.models.architectures.parts import QWEN
 from engine.models.architectures.record import (
     SCALED_ROPE,
     DecoderRecord,

@@ -1,6 +1,6 @@
 """Phi-3.5-MoE."""
 
-from engine.models.architectures.expert_layouts import MIXTRAL
+from engine.models.architectures.parts import MIXTRAL
 from engine.models.architectures.record import Family, MlxRecord, MoeRecord
 
 FAMILIES = (

@@ -1,9 +1,9 @@
 """Qwen 2 and 2.5, without and with experts."""
 
-from engine.models.architectures.expert_layouts import QWEN
-from engine.models.architectures.gguf_expert_settings import qwen_experts
 from engine.models.architectures.gguf_metadata import Metadata
+from engine.models.architectures.gguf_parts import qwen_experts
 from engine.models.architectures.layer_rules import early_even_windows, every_sparse_step, late_windows
+from engine.models.architectures.parts import QWEN
 from engine.models.architectures.record import (
     SCALED_ROPE,
     DecoderRecord,

@@ -1,8 +1,8 @@
 """Qwen 3, without and with experts."""
 
-from engine.models.architectures.expert_layouts import QWEN
-from engine.models.architectures.gguf_expert_settings import qwen_experts
+from engine.models.architectures.gguf_parts import qwen_experts
 from engine.models.architectures.layer_rules import every_sparse_step, late_windows, switched_window
+from engine.models.architectures.parts import QWEN
 from engine.models.architectures.record import (
     SCALED_ROPE,
     DecoderRecord,

@@ -4,8 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 from engine.models.architectures import gguf_delta_net
-from engine.models.architectures.expert_layouts import QWEN
 from engine.models.architectures.layer_rules import every_sparse_step, full_at_intervals
+from engine.models.architectures.parts import QWEN
 from engine.models.architectures.record import (
     SCALED_ROPE,
     Config,

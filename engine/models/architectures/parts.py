@@ -1,8 +1,8 @@
-"""The ways in which checkpoints store routed experts: parts of the records of families."""
+"""Parts that the records of several families share: layouts of experts, routers, names in checkpoints of mlx-lm."""
 
 from __future__ import annotations
 
-from engine.models.architectures.record import PARTS, ExpertTensor, Layout, Part
+from engine.models.architectures.record import PARTS, ExpertTensor, Layout, Part, RouterRecord
 
 LAYER = "model.layers.{layer}."
 MLP_EXPERTS = LAYER + "mlp.experts"
@@ -52,3 +52,17 @@ MIXTRAL = (
     of_mlx(LAYER + "block_sparse_moe.switch_mlp"),
     *GGUF,
 )
+
+GROUPED = RouterRecord(
+    ("mlp.gate.weight",),
+    scoring="sigmoid",
+    normalise="norm_topk_prob",
+    least_sum=1e-20,
+    correction="mlp.gate.e_score_correction_bias",
+    groups=True,
+    scaled=True,
+)
+"""Routers as those of DeepSeek V3."""
+
+LATENTS = ((".self_attn.embed_q.", ".self_attn.k_b_proj."), (".self_attn.unembed_out.", ".self_attn.v_b_proj."))
+"""Names in checkpoints of mlx-lm of the two halves of the projection of latents, and those in GGUF files."""

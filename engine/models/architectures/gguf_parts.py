@@ -1,11 +1,14 @@
-"""Settings of routed experts in the metadata of a GGUF file: parts of the records of families."""
+"""Parts that the records of several families share about GGUF files: settings of experts, orders of rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from engine.models.architectures.gguf_metadata import Metadata
+from engine.models.formats.model_files import Change, Order
 
 
 def experts(count_key: str) -> Callable[[Metadata], dict[str, Any]]:
@@ -45,3 +48,22 @@ def grouped_experts(metadata: Metadata, normalised: bool) -> dict[str, Any]:
         "topk_group": metadata.number("expert_group_used_count", 1),
         "first_k_dense_replace": metadata.number("leading_dense_block_count", 0),
     }
+
+
+def paired_changes(config: Mapping[str, Any]) -> dict[str, Change]:
+    """What brings queries and keys from llama.cpp's order into transformers', by the name of a checkpoint's tensor."""
+    size = config["head_dim"]
+    changes: dict[str, Change] = {}
+    for short, heads in (("q", config["num_attention_heads"]), ("k", config["num_key_value_heads"])):
+        change = Change(rows=_halves(heads, size))
+        for layer in range(config["num_hidden_layers"]):
+            for kind in ("weight", "bias"):
+                changes[f"model.layers.{layer}.self_attn.{short}_proj.{kind}"] = change
+    return changes
+
+
+def _halves(heads: int, size: int) -> Order:
+    """The places of rows whose pairs lie side by side, in transformers' order: the values of a pair are half a head of
+    ``size`` apart."""
+    pairs = np.arange(heads * size, dtype=np.int64).reshape(heads, size // 2, 2)
+    return pairs.swapaxes(1, 2).reshape(-1)
