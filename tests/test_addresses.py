@@ -56,22 +56,27 @@ THROUGH = {
     "engine/cluster/transport/test_mesh.py": "engine/cluster/transport/tls_socket",
     "engine/cluster/weights/test_transfer.py": "engine/cluster/weights/local_copy engine/models/folders/shard_files",
     "engine/cluster/worker/test_model_provider.py": "engine/cluster/head/model_sources",
+    "engine/models/architectures/test_record.py": " ".join(
+        path.relative_to(ROOT).with_suffix("").as_posix()
+        for path in (ROOT / "engine/models/architectures/records").glob("[!_]*.py")
+    ),
     "engine/models/store/test_fetching.py": "engine/models/formats/json_files",
     "engine/models/store/test_gguf_folder.py": "engine/models/formats/gguf_file "
-    + " ".join(f"engine/models/architectures/gguf_{name}" for name in ("architectures", "metadata", "tensors")),
+    + " ".join(
+        f"engine/models/architectures/gguf_{name}" for name in ("architectures", "metadata", "parts", "tensors")
+    ),
     "engine/planning/test_placement_planner.py": "engine/planning/placement_search",
     "engine/residency/test_mapped.py": "engine/system/durable_files",
     "engine/runtimes/mlx/test_measuring.py": "engine/bench/throughput",
     "engine/runtimes/mlx/test_model_oracle.py": "engine/runtimes/mlx/experts engine/runtimes/mlx/routing "
     "engine/runtimes/mlx/weights",
     "engine/runtimes/native/test_model_oracle.py": "engine/moe/kernel_backend engine/runtimes/native/shape "
-    "engine/runtimes/native/traits",
+    "engine/models/architectures/layer_rules engine/models/architectures/parts",
     "engine/runtimes/test_choosing.py": "engine/doctor_facts",
     "engine/runtimes/test_protocol.py": "engine/moe/timing",
     "engine/runtimes/test_runtimes_gguf_packed.py": "engine/runtimes/torch/packed_modules "
-    + " ".join(f"engine/models/architectures/gguf_{name}" for name in ("delta_net", "gemma", "latent")),
-    "engine/runtimes/test_runtimes_grouped_models.py": "engine/models/formats/quantisation",
-    "engine/runtimes/test_runtimes_mixed_formats.py": "engine/models/architectures/gguf_short_convolution",
+    + " ".join(f"engine/models/architectures/gguf_{name}" for name in ("delta_net", "latent")),
+    "engine/runtimes/test_runtimes_grouped_models.py": "engine/models/architectures/quantisation",
     "engine/runtimes/torch/offload/test_gates.py": "engine/runtimes/torch/experts_module",
     "engine/runtimes/torch/offload/test_hybrid_faults.py": "engine/runtimes/torch/gpu_memory_plan",
     "engine/runtimes/torch/offload/test_local_torch.py": "engine/moe/backend engine/moe/executor",
