@@ -90,8 +90,11 @@ class Widths(Rendered, can_focus=True):
         self._apply = apply
         self._costs: BeamEstimates | str = "Estimating the cost…"
         self._tokens = 0
+        self._typed: str | None = ""
+        """Digits that were typed one after the other; None when a question is typed."""
+
+    def on_focus(self) -> None:
         self._typed = ""
-        """Digits that were typed one after the other."""
 
     def use(self, width: int) -> None:
         """``width`` was set, here or elsewhere, for the next question."""
@@ -106,8 +109,10 @@ class Widths(Rendered, can_focus=True):
 
     def on_key(self, event: events.Key) -> None:
         """Mark the width whose number is typed. Elsewhere digits begin a question, as other letters do here."""
+        if self._typed is None:
+            return
         if event.character is None or event.character not in "0123456789":
-            self._typed = ""
+            self._typed = None if event.is_printable else ""
             return
         event.stop()
         self._typed = next(

@@ -33,10 +33,19 @@ class Panel(VerticalScroll):
         """Whether the panel fills the screen, so that there is no prompt."""
         self.on_typed: Callable[[str], None] = lambda text: None
         """Called with a character that is not a key of the panel, because the person is typing a question."""
+        self._typing = False
+        """Whether such a character came. The keys of one burst all arrive here, and belong to the question."""
+
+    def on_focus(self) -> None:
+        self._typing = False
+
+    def on_descendant_focus(self) -> None:
+        self._typing = False
 
     def on_key(self, event: events.Key) -> None:
-        if event.is_printable and event.character and event.key not in self.screen.active_bindings:
+        if event.is_printable and event.character and (self._typing or event.key not in self.screen.active_bindings):
             event.stop()
+            self._typing = True
             self.on_typed(event.character)
 
     def handle_update(self, update: Update) -> None:
@@ -55,18 +64,22 @@ class Panel(VerticalScroll):
 class PanelScreen(Screen[None]):
     """A panel that fills the screen, where it would not fit beside the conversation.
 
-    ``on_text`` is called with what is typed or pasted when the panel has been closed for it.
+    ``on_text`` is called with what is typed or pasted when the panel has been closed for it. ``toggle`` closes the
+    panel of a name, or opens it in place of this one.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape," + bound("beams", "timing"), "close_panel", "Close", show=False, id="panel.back"),
+        Binding("escape", "close_panel", "Close", show=False, id="panel.back"),
+        Binding(bound("beams"), "toggle_panel('beams')", show=False, id="panel.beams"),
+        Binding(bound("timing"), "toggle_panel('timing')", show=False, id="panel.timing"),
         Binding(bound("help"), "app.help", "Help", id="panel.help"),
     ]
 
-    def __init__(self, panel: Panel, on_text: Callable[[str], None]) -> None:
+    def __init__(self, panel: Panel, on_text: Callable[[str], None], toggle: Callable[[str], None]) -> None:
         super().__init__()
         self._panel = panel
         self._on_text = on_text
+        self._toggle = toggle
         panel.covers = True
         panel.on_typed = self._leave_with
 
@@ -91,6 +104,9 @@ class PanelScreen(Screen[None]):
     def action_close_panel(self) -> None:
         self._panel.closed()
         self.dismiss(None)
+
+    def action_toggle_panel(self, kind: str) -> None:
+        self._toggle(kind)
 
 
 class PanelSlot:
@@ -182,8 +198,8 @@ class PanelSlot:
             self.on_moved()
             self._screen.call_after_refresh(self._opened, panel)
             return
-        self._cover = PanelScreen(panel, self._on_text)
-        self._screen.app.push_screen(self._cover, self._left)
+        cover = self._cover = PanelScreen(panel, self._on_text, self.toggle)
+        self._screen.app.push_screen(cover, lambda _: self._left(cover))
 
     def _opened(self, panel: Panel) -> None:
         if panel is self.panel:
@@ -191,6 +207,7 @@ class PanelSlot:
             if panel.PANEL == "beams":
                 panel.focus_first()
 
-    def _left(self, result: None) -> None:
-        self.panel = self._cover = None
-        self._on_left()
+    def _left(self, cover: PanelScreen) -> None:
+        if self._cover is cover:
+            self.panel = self._cover = None
+            self._on_left()

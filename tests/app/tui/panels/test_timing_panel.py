@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from textual import events
+from textual.keys import _character_to_key as character_key
 
+from app.tui.panels.beam_panel import Widths
 from app.tui.panels.panel import PanelScreen
+from app.tui.panels.timing_panel import TimingPanel
 from engine.ipc.messages import ExpertMovement, LayerTimes, PhaseTimes, Timing
 from tests.app.fake_engine import FakeEngine
 from tests.app.tui.screen_helpers import MakeApp, ask, ready, wait_until
@@ -55,6 +59,41 @@ async def test_timing_is_measured_while_the_panel_is_open(make_app: MakeApp, eng
         await pilot.press("f5")
         await wait_until(pilot, lambda: not engine.watching)
         assert not app.screen.query(".timing")
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("key", ["f4", "f5"])
+async def test_a_question_that_is_typed_at_once_in_a_panel_loses_no_letter(
+    make_app: MakeApp, columns: int, key: str
+) -> None:
+    """Keys that arrive together are all on their way to the panel when the first of them leaves it."""
+    app = make_app()
+    async with app.run_test(size=(columns, 40)) as pilot:
+        await ready(pilot, app)
+        assert app.chat is not None
+        await pilot.press(key)
+        await wait_until(pilot, lambda: bool(app.screen.query(".panel")))
+        await pilot.press(key) if columns == 120 and key == "f5" else None
+        await pilot.pause()
+        for character in "What is p? 12 apples?":
+            app.post_message(events.Key(character_key(character), character))
+        prompt = app.chat.prompt
+        await wait_until(pilot, lambda: app.focused is prompt and len(prompt.text) == 21)
+        assert prompt.text == "What is p? 12 apples?"
+
+
+async def test_the_key_of_another_panel_opens_it_in_place_of_this_one(make_app: MakeApp) -> None:
+    app = make_app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await ready(pilot, app)
+        await pilot.press("f5")
+        for key, other in (("f4", Widths), ("f5", TimingPanel), ("f4", Widths)):
+            await pilot.press(key)
+            await wait_until(pilot, lambda other=other: bool(app.screen.query(other)))  # type: ignore[misc]
+            assert isinstance(app.screen, PanelScreen)
+        await pilot.press("f4")
+        await wait_until(pilot, lambda: app.screen is app.chat)
+        assert app.chat is not None and app.focused is app.chat.prompt
 
 
 async def test_sharing_is_shown_where_there_is_any(make_app: MakeApp, engine: FakeEngine) -> None:
