@@ -207,9 +207,9 @@ def _conflicts(changed: dict[str, tuple[str, ...]], actions: Sequence[Action]) -
     """Give each key to one action only, in ``changed``; returns what was decided, one sentence each.
 
     An entry takes a key from an action that has no entry for it, and the first of two entries has it. An action keeps
-    its only key.
+    its only key. What is decided alike of bindings that share their functions' keys is told once, of their homes.
     """
-    sentences: list[str] = []
+    sentences: dict[str, None] = {}
     asked = dict(changed)
     order = {id: number for number, id in enumerate(asked)}
     for action in actions:
@@ -225,8 +225,9 @@ def _conflicts(changed: dict[str, tuple[str, ...]], actions: Sequence[Action]) -
                 left = tuple(name for name in changed.get(loser.id, loser.keys) if name != key)
                 changed[loser.id] = left or loser.keys
                 kept = " and ".join(map(readable, changed[loser.id]))
-                sentences.append(f"{KEYMAP_FILE}: {readable(key)} is for {winner.id}; {loser.id} keeps {kept}.")
-    return sentences
+                one, two = (HOMES.get(id.rpartition(".")[2], id) for id in (winner.id, loser.id))
+                sentences[f"{KEYMAP_FILE}: {readable(key)} is for {one}; {two} keeps {kept}."] = None
+    return list(sentences)
 
 
 def _with_neighbours(
