@@ -37,6 +37,7 @@ from benchmarks.shapes import (
 )
 from benchmarks.synthetic import write_synthetic
 from engine.models.architectures.gguf_architectures import config_of
+from engine.models.folders.opening import open_model
 from engine.models.formats.gguf_file import GgufFile
 
 MEMORY_SHARE = 0.8
@@ -64,7 +65,7 @@ Kind = Literal[
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to compare on: as a plain Hugging Face folder, as GGUF, and as a bank where there is one. A packed one is
+    """A model to compare on: as a plain Hugging Face folder, as GGUF, and prepared where it is. A packed one is
     a GGUF, and the folder links to it."""
 
     title: str
@@ -171,12 +172,18 @@ def starter_subject(work: Path) -> Subject:
 
 def model_subject(folder: Path, work: Path, title: str, kind: Kind = "folder") -> Subject:
     """A bfloat16 model of a family that can be exported and that is already on this machine, prepared or plain."""
-    prepared = folder if (folder / "bank.json").is_file() else None
     try:
+        prepared = folder if _is_stacked(folder) else None
         plain = write_plain(folder, work / f"{folder.name}.plain") if prepared is not None else folder
         return Subject(title, plain, write_gguf(plain, work / f"{folder.name}.gguf"), prepared, kind)
     except (OSError, ValueError) as error:
         raise SystemExit(f"{folder} cannot be compared: {error}.") from error
+
+
+def _is_stacked(folder: Path) -> bool:
+    """Whether gate and up of an expert are one matrix in the files, as in prepared models."""
+    experts = open_model(folder).experts
+    return experts is not None and experts.expert(experts.layers[0], 0).gate_up is not None
 
 
 def add_arguments(parser: argparse.ArgumentParser, models: list[str]) -> None:

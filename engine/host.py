@@ -493,7 +493,7 @@ def _measured(request: MeasureMachine) -> AnyEvent:
 
 
 def _prepare(task: Task, request: Prepare) -> AnyEvent:
-    from engine.models.folders.prepare import needs_preparing, prepare
+    from engine.models.folders.prepare import is_old, needs_preparing, prepare
     from engine.models.store import local_models
     from engine.models.store.gguf_folder import open_gguf
 
@@ -504,8 +504,9 @@ def _prepare(task: Task, request: Prepare) -> AnyEvent:
     worth_it, why = needs_preparing(folder)
     if not worth_it:
         return Done(id=request.id, path=str(folder), detail=why)
-    prepare(folder, resolved.prepared_folder, task.report, task.cancelled)
-    return Done(id=request.id, path=str(resolved.prepared_folder), detail=why)
+    destination = folder if is_old(folder) else resolved.prepared_folder
+    prepare(folder, destination, task.report, task.cancelled)
+    return Done(id=request.id, path=str(destination), detail=why)
 
 
 def _sentence(error: BaseException) -> str:

@@ -54,7 +54,7 @@ THROUGH = {
     "engine/cluster/test_central.py": "engine/moe/held",
     "engine/cluster/transport/test_exchange_processes.py": "engine/bench/exchange_node",
     "engine/cluster/transport/test_mesh.py": "engine/cluster/transport/tls_socket",
-    "engine/cluster/weights/test_transfer.py": "engine/cluster/weights/local_copy engine/models/folders/shard_files",
+    "engine/cluster/weights/test_transfer.py": "engine/models/folders/shard_files",
     "engine/cluster/worker/test_model_provider.py": "engine/cluster/head/model_sources",
     "engine/models/architectures/test_record.py": " ".join(
         path.relative_to(ROOT).with_suffix("").as_posix()

@@ -65,13 +65,13 @@ def rows() -> list[ModelRow]:
     begun += [
         ModelRow(
             name,
-            "bank",
+            "prepared copy",
             nbytes,
             model_folder.family_of(locate("models") / name),
-            "Bank of a model in another folder.",
+            "Prepared copy of a model in another folder.",
             str(locate("models") / name),
         )
-        for name, nbytes in local_models.banks_of_elsewhere()
+        for name, nbytes in local_models.prepared_elsewhere()
     ]
     absent = [
         ModelRow(
@@ -148,7 +148,7 @@ def pull(model: str, *, machines: bool = False) -> int:
 
 
 def prepare(model: str) -> int:
-    """Write a model's bank and print its folder."""
+    """Write a model's prepared copy and print its folder."""
     return _work(model, lambda engine: Prepare(id=engine.new_id(), model=model))
 
 

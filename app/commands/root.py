@@ -262,7 +262,7 @@ def models_pull(model: str, machines: bool) -> int:
 @models.command("prepare")
 @_model_argument
 def models_prepare(model: str) -> int:
-    """Write a model's bank: its experts in privatellm's own layout."""
+    """Write a copy of a model with its experts laid out as they are used."""
     from app.commands.models import prepare
 
     return prepare(model)

@@ -107,19 +107,19 @@ def headers(home: Path) -> Iterator[Attempt]:
 
 
 @contextlib.contextmanager
-def banks(home: Path) -> Iterator[Attempt]:
-    """Prepared folders with a spoiled manifest."""
-    from engine.models.folders.bank import MANIFEST
+def prepared_indexes(home: Path) -> Iterator[Attempt]:
+    """Prepared folders with a spoiled index."""
+    from engine.models.folders.model_folder import INDEX
     from engine.models.folders.prepare import prepare
 
-    prepare(write_moe(home / "model", SHAPE, quiet), home / "bank", quiet)
-    manifest = json.loads((home / "bank" / MANIFEST).read_bytes())
-    answered(home / "bank")
+    prepare(write_moe(home / "model", SHAPE, quiet), home / "prepared", quiet)
+    index = json.loads((home / "prepared" / INDEX).read_bytes())
+    answered(home / "prepared")
 
     def attempt(draw: random.Random) -> None:
-        hostile = linked(home / "bank", home / "hostile", MANIFEST)
-        data = json.dumps(spoiled_tree(manifest, draw)).encode()
-        (hostile / MANIFEST).write_bytes(data if draw.random() < 0.7 else spoiled(data, draw))
+        hostile = linked(home / "prepared", home / "hostile", INDEX)
+        data = json.dumps(spoiled_tree(index, draw)).encode()
+        (hostile / INDEX).write_bytes(data if draw.random() < 0.7 else spoiled(data, draw))
         answered(hostile)
 
     yield attempt
@@ -282,7 +282,7 @@ def offers(home: Path) -> Iterator[Attempt]:
 ATTACKS = [
     Attack("configurations of models", 20_000, configurations),
     Attack("headers of weights", 20_000, headers),
-    Attack("manifests of prepared models", 10_000, banks),
+    Attack("indexes of prepared models", 10_000, prepared_indexes),
     Attack("GGUF files", 20_000, ggufs),
     Attack("tokenizers and templates", 10_000, tokenizers),
     Attack("offers and pieces of shards", 20_000, offers),

@@ -1,1 +1,1 @@
-"""Models on disk: catalogue, fetching, the starter, the bank, tokenizer and chat template. No torch, no mlx."""
+"""Models on disk: catalogue, fetching, the starter, tokenizer and chat template. No torch, no mlx."""

@@ -28,7 +28,7 @@ REMEMBERED = 8
 """Maximum models and choices whose facts are kept. The files are not kept open."""
 
 _PATTERNS = ("*.json", "*.safetensors", "*.gguf", "experts/*.slabs")
-"""Names of the files that make a model."""
+"""Names of the files that make a model; slabs are of models that an earlier version prepared."""
 
 _Key = tuple[object, ...]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from engine.errors import ModelError
-from engine.models.architectures.families import check_supported
-from engine.models.folders.bank import FORMAT, MANIFEST, read_manifest
+from engine.models.architectures.families import FAMILIES, check_supported
+from engine.models.folders.old_bank import slab_headers
 from engine.runtimes.mlx.families import family_of
 from engine.runtimes.torch.loading import read_config
 from engine.session.loading import settings_not_applied
@@ -28,11 +28,11 @@ def test_generation_settings() -> None:
         assert "repetition_penalty" in notice and notice.isascii() and notice.isprintable() and len(notice) < 200
 
 
-@pytest.mark.parametrize("manifest", [{"format": FORMAT, EVIL: 1}, {"format": EVIL}])
+@pytest.mark.parametrize("manifest", [{"format": 1, EVIL: 1}, {"format": EVIL}])
 def test_a_manifest(tmp_path: Path, manifest: dict[str, object]) -> None:
-    (tmp_path / MANIFEST).write_text(json.dumps(manifest))
+    (tmp_path / "bank.json").write_text(json.dumps(manifest))
     with pytest.raises(ModelError) as refused:
-        read_manifest(tmp_path)
+        slab_headers(tmp_path, {}, FAMILIES["mixtral"])
     assert plain(str(refused.value), tmp_path)
 
 

@@ -17,7 +17,7 @@ from engine.moe.expert_parallel import Loading, Mode
 from engine.planning.calibration import Calibration, Curve, ExpertShape, check_calibration
 from engine.planning.placement import Placement
 
-CONTROL_PROTOCOL = 3
+CONTROL_PROTOCOL = 4
 """Version of the control protocol. It is increased when nodes of two versions could not understand each other."""
 
 SERVICE = "privatellm.ControlBody"

@@ -70,10 +70,8 @@ class ModelReceiver:
         self._sources = sources
         self._progress = progress
         self._checking = checking or progress
-        first = sources[0].offered
-        self.folder = model.prepared_folder if first.form == "bank" else model.plain_folder
-        key = model.plain_folder.name
-        self._partial = model.plain_folder.with_name(f"{key}{model_folder.RECEIVED}{model_folder.PARTIAL}")
+        self.folder = model.plain_folder
+        self._partial = self.folder.with_name(f"{self.folder.name}{model_folder.RECEIVED}{model_folder.PARTIAL}")
 
     def run(self) -> Path:
         """Copy the model. Returns its folder.

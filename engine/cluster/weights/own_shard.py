@@ -156,8 +156,8 @@ def _checked(folder: Path, offered: Offer) -> Offer:
     """
     refuse_unfit(folder)
     layout = layout_of(folder)
-    named = (layout.fingerprint, layout.files, layout.form, len(layout.trunk), config_fingerprint(layout.config))
-    if named != (offered.layout, offered.files, offered.form, offered.trunk_pieces, offered.identity.config):
+    named = (layout.fingerprint, layout.files, len(layout.trunk), config_fingerprint(layout.config))
+    if named != (offered.layout, offered.files, offered.trunk_pieces, offered.identity.config):
         raise RingProtocolError(f"another model arrived than {offered.identity.name}, which was offered")
     places = places_of_items(layout)
     if any(item.runs != places.get(item.key) for item in offered.items if item.runs):

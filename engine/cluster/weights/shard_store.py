@@ -27,7 +27,6 @@ from pathlib import Path
 import msgspec
 
 from engine.cluster.transport.exchange import RingProtocolError
-from engine.cluster.weights.local_copy import local_copy
 from engine.cluster.weights.transfer import (
     Item,
     Offer,
@@ -79,9 +78,8 @@ class ShardStore:
     def need(self, offered: Offer, progress: ProgressCallback) -> Need:
         """Find out what of the offer is not here.
 
-        A whole copy of the model is looked for first: its offered bytes are read once and compared. If a bank is
-        offered and a plain checkpoint of the model is here, the shard is made from that. ``progress`` may raise
-        Cancelled. Raises ModelError, RingProtocolError.
+        A whole copy of the model is looked for first: its offered bytes are read once and compared. ``progress`` may
+        raise Cancelled. Raises ModelError, RingProtocolError.
         """
         check_offer(offered)
         total = offered.nbytes
@@ -89,18 +87,9 @@ class ShardStore:
             if _agrees(layout, offered, progress):
                 return Need(layout.folder, (), 0, total, whole=True)
         folder = self.folder(offered)
-        wanted = self._missing(offered)
-        copy = local_copy(self._models, offered) if wanted else None
-        if copy is not None:
-            made = copy.wanted(wanted)
-            self.receive(offered, made, copy.chunks(made), _named(progress, "taking over the model that is here"))
-            wanted = self._missing(offered)
+        wanted = missing_in(folder, offered, self._head)
         missing = sum(offered.items[want.item].nbytes - want.start for want in wanted)
         return Need(folder, wanted, missing, total - missing)
-
-    def _missing(self, offered: Offer) -> tuple[Wanted, ...]:
-        """The items of the offer that are not in the shard."""
-        return missing_in(self.folder(offered), offered, self._head)
 
     def folder(self, offered: Offer) -> Path:
         """The folder of the offered model's shard, which may not exist yet."""
@@ -214,10 +203,6 @@ def _is_of(manifest: ShardManifest, offered: Offer, head: str) -> bool:
     return same and manifest.head == head
 
 
-def _named(progress: ProgressCallback, stage: str) -> ProgressCallback:
-    return lambda _, done, total, unit: progress(stage, done, total, unit)
-
-
 def _agrees(layout: WeightLayout, offered: Offer, progress: ProgressCallback) -> bool:
     """Whether this whole model contains everything that is offered, as their checksums say."""
     if config_fingerprint(layout.config) != offered.identity.config:
@@ -313,7 +298,6 @@ class _ItemsOnDisk:
             format=FORMAT,
             identity=self.offered.identity,
             head=self.head,
-            form=self.offered.form,
             layout=self.offered.layout,
             files=tuple(FileSize(name, size) for name, size in self.offered.files),
             experts={layer: tuple(sorted(experts)) for layer, experts in sorted(self.experts.items())},

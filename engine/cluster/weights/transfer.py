@@ -30,7 +30,7 @@ from engine.cluster.weights.weight_fingerprint import (
 from engine.errors import ModelError, shown
 from engine.ipc.progress import ProgressCallback
 from engine.models.folders.model_folder import SHARD_MANIFEST
-from engine.models.folders.shard_files import Form, ModelIdentity, read_shard
+from engine.models.folders.shard_files import ModelIdentity, read_shard
 from engine.models.folders.weight_layout import WeightLayout, layout_of, runs_of
 from engine.models.formats.byte_map import Run, Runs
 
@@ -72,7 +72,6 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """The items of a model that one node needs. Made by :func:`offer`; :func:`decode_offer` checks a received one."""
 
     identity: ModelIdentity
-    form: Form
     layout: str
     files: Annotated[tuple[tuple[str, int], ...], msgspec.Meta(max_length=_MOST_ITEMS)]
     """Names and sizes of the weight files."""
@@ -190,7 +189,6 @@ def _offer(
     checksums.keep()
     return Offer(
         identity=identity,
-        form=layout.form,
         layout=layout.fingerprint,
         files=layout.files,
         items=tuple(items),

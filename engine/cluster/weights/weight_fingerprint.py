@@ -1,8 +1,8 @@
 """The identity of a model folder, by which two machines find out whether they have the same model.
 
 Checksums (CRC-32) are of items: files beside the weights, headers, trunk pieces, and single experts. They are computed
-once and kept until a file's size or modification time changes. A bank contains those of its experts. They detect damage
-and mix-ups, not malice, as items travel between paired machines only.
+once and kept until a file's size or modification time changes. They detect damage and mix-ups, not malice, as items
+travel between paired machines only.
 """
 
 from __future__ import annotations
@@ -15,14 +15,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
-import numpy as np
 
 from engine.errors import ModelError, damaged
 from engine.ipc.progress import ProgressCallback
-from engine.models.folders.bank import Bank, slab_layout
-from engine.models.folders.checkpoint import Checkpoint, PlainExperts
 from engine.models.folders.model_folder import PREPARED, SHARD
-from engine.models.folders.prepare import fill_slab
 from engine.models.folders.shard_files import ModelIdentity, ShardManifest, is_shard, read_shard
 from engine.models.folders.weight_layout import (
     WeightLayout,
@@ -52,7 +48,7 @@ def _no_progress(stage: str, done: int, total: int, unit: str) -> None:
 def identity_of(folder: Path, progress: ProgressCallback = _no_progress) -> ModelIdentity:
     """The identity of the whole model in ``folder``.
 
-    The first call reads all weights, or the trunk of a bank. ``progress`` may raise Cancelled; checksums computed until
+    The first call reads all weights. ``progress`` may raise Cancelled; checksums computed until
     then are kept. Raises ModelError if the folder is no model or is damaged.
     """
     layout = layout_of(folder)
@@ -177,14 +173,13 @@ class ItemChecksums:
         self._layout = layout
         self._items: dict[str, int] = {}
         self._parts: dict[str, int] = {}
-        """Checksums that are equal in any form: of the trunk's tensors by name, and of experts as a bank stores
-        them."""
-        self._path = locate("data") / "checksums" / f"{profile_key(layout.folder)}.{layout.form}.json"
+        """Checksums of the trunk's tensors by name."""
+        which = "prepared" if layout.folder.name.endswith(PREPARED) else "plain"
+        self._path = locate("data") / "checksums" / f"{profile_key(layout.folder)}.{which}.json"
         self._stamps = self._stamp()
         kept = self._read()
         if kept is not None:
             self._items, self._parts = dict(kept.items), dict(kept.parts)
-        self._take_from_bank()
         self._known = len(self._items)
 
     def setting(self, path: Path) -> int:
@@ -211,7 +206,8 @@ class ItemChecksums:
         return self._of(expert_key(layer, expert), self._layout.experts[layer, expert], report)
 
     def fingerprint(self, progress: ProgressCallback) -> str:
-        """The fingerprint of all weights, equal in any form from which a bank can be made."""
+        """The fingerprint of all weights: of each tensor of the trunk, and of each expert's bytes as they are
+        stored."""
         total = self._layout.trunk_bytes + self._layout.expert_bytes * len(self._layout.experts)
         done = 0
 
@@ -227,8 +223,8 @@ class ItemChecksums:
             tensors = {name: entry for piece in self._layout.trunk for name, _, entry in piece}
             for name, entry in sorted(tensors.items()):
                 digest.update(f"{name}\0{entry.dtype}\0{list(entry.shape)}\0{self._parts[name]}\n".encode())
-            for (layer, expert), checksum in self._canonical(report):
-                digest.update(f"{layer}\0{expert}\0{checksum}\n".encode())
+            for layer, expert in sorted(self._layout.experts):
+                digest.update(f"{layer}\0{expert}\0{self.expert(layer, expert, report)}\n".encode())
         finally:
             self.keep()
         return digest.hexdigest()
@@ -245,34 +241,8 @@ class ItemChecksums:
                 file.write(msgspec.json.encode(kept))
             self._known = len(self._items)
 
-    def _canonical(self, report: Callable[[int], None]) -> Iterator[tuple[tuple[int, int], int]]:
-        """Every expert's checksum in the form of a bank, or of its bytes as stored where none can be made: in the form
-        ``library``, of packed weights, and of those in several number formats."""
-        opened = self._layout.opened
-        fill: Callable[[int, int], int] | None = None
-        experts = opened.experts if isinstance(opened, Checkpoint) else None
-        if isinstance(experts, PlainExperts) and not experts.packed and len(experts.formats) == 1:
-            has_bias = experts.expert(experts.layers[0], 0).down_bias is not None
-            slab = slab_layout(experts.dtype, experts.shape, has_bias)
-            buffer = np.zeros(slab.size, dtype=np.uint8)
-
-            def as_slab(layer: int, expert: int) -> int:
-                fill_slab(buffer, slab, experts.expert(layer, expert))
-                return zlib.crc32(buffer.data)
-
-            fill = as_slab
-
-        for layer, expert in sorted(self._layout.experts):
-            checksum = self.expert(layer, expert, report)
-            if fill is not None:
-                key = expert_key(layer, expert)
-                if key not in self._parts:
-                    self._parts[key] = fill(layer, expert)
-                checksum = self._parts[key]
-            yield (layer, expert), checksum
-
     def _kind(self) -> str:
-        """The form that the experts' checksums are of. Float experts have the same in all folders; others differ."""
+        """The number format of the experts, or that mlx-lm wrote them or that they are quantised."""
         opened = self._layout.opened
         return "library" if opened is None else "" if opened.experts is None else opened.experts.dtype
 
@@ -289,13 +259,6 @@ class ItemChecksums:
             yield block
             if report is not None:
                 report(len(block))
-
-    def _take_from_bank(self) -> None:
-        bank = self._layout.opened
-        if isinstance(bank, Bank):
-            for file in bank.manifest.layers:
-                for expert, checksum in enumerate(file.checksums):
-                    self._items[expert_key(file.layer, expert)] = checksum
 
     def _stamp(self) -> tuple[tuple[str, int, int], ...]:
         try:

@@ -74,7 +74,7 @@ class ProvidedModel:
 
 
 def find_provided(key: str, name: str, caller: str) -> ProvidedModel | None:
-    """The model in the folder ``key`` of the models folder, its bank if it has one.
+    """The model in the folder ``key`` of the models folder, its prepared copy if it has one.
 
     Otherwise the shard that the machine with the node id ``caller`` once sent of the model it calls ``name``. None if
     neither is here. Shards of other heads are not given: what a head sent is used with that head only.

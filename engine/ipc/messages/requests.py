@@ -233,7 +233,7 @@ class Pull(Request, frozen=True, kw_only=True, tag="pull"):
 
 
 class Prepare(Request, frozen=True, kw_only=True, tag="prepare"):
-    """Write the bank of a model. Events: Progress*, then Done or Failed."""
+    """Write the prepared copy of a model. Events: Progress*, then Done or Failed."""
 
     model: str
 

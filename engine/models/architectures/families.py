@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from engine.errors import ModelError, damaged, shown
 from engine.models.architectures import records
 from engine.models.architectures.config_values import MOST_LAYERS, own_settings, whole_number
-from engine.models.architectures.record import ExpertTensor, Family, Part
+from engine.models.architectures.record import ExpertTensor, Family, Layout, Part
 
 
 @dataclass(frozen=True)
@@ -223,6 +223,16 @@ def match_tensor(family: Family, name: str) -> Match | None:
             expert = groups.get("expert")
             return Match(tensor, int(groups["layer"]), None if expert is None else int(expert))
     return None
+
+
+def prepared_layout(family: Family, has_bias: bool) -> Layout:
+    """The layout in which prepared folders hold the experts of ``family``: every tensor has those of a whole layer,
+    ``gate`` and ``up`` are one, and no matrix is transposed or interleaved."""
+    for layout in family.layouts:
+        fused = layout[0].parts == ("gate", "up") and all(tensor.stacking == "stacked" for tensor in layout)
+        if fused and not any(tensor.strided for tensor in layout) and (len(layout) > 2) == has_bias:
+            return layout
+    raise damaged(f"The experts of a {family.model_type} model have parts that its family has not")
 
 
 def layer_of(family: Family, name: str) -> int | None:

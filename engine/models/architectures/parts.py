@@ -22,6 +22,11 @@ def fused(prefix: str, gate_up: str = "gate_up_proj", down: str = "down_proj", t
     )
 
 
+def prepared(prefix: str) -> Layout:
+    """The layout of prepared folders of a family whose own tensors are transposed or interleaved."""
+    return fused(prefix, "gate_up_proj.weight", "down_proj.weight")
+
+
 def of_mlx(prefix: str) -> Layout:
     """Three tensors for all experts of a layer, as mlx-lm writes them."""
     return tuple(ExpertTensor(f"{prefix}.{part}_proj.weight", (part,), "stacked") for part in PARTS[:3])

@@ -33,18 +33,19 @@ from engine.models.architectures.mlx_layout import as_transformers
 from engine.models.architectures.quantisation import refuse_names
 from engine.models.architectures.record import PARTS, ExpertTensor, Family, Part
 from engine.models.folders.grouped_weights import gathered, grouped_places
+from engine.models.folders.model_folder import BANK_MANIFEST, INDEX
+from engine.models.folders.old_bank import slab_headers
 from engine.models.folders.shard_files import ShardPart
 from engine.models.formats.byte_map import ExpertPlace, FileSpan, MatrixPlace
 from engine.models.formats.gguf_file import GgufFile
 from engine.models.formats.mapped_file import MappedFile, aligned
-from engine.models.formats.model_files import Change, Experts, ExpertWeights, StoredTensor
+from engine.models.formats.model_files import Change, ExpertWeights, StoredTensor
 from engine.models.formats.number_formats import is_grouped, is_packed, stored_bytes, words_dtype
 from engine.models.formats.safetensors_files import TensorEntry, read_header
 
 if TYPE_CHECKING:
     from engine.ipc.progress import ProgressCallback
 
-INDEX = "model.safetensors.index.json"
 OPENING = "opening the model"
 """Stage of the progress reports while a model's files are opened."""
 SINGLE = "model.safetensors"
@@ -75,7 +76,7 @@ class Checkpoint:
         self._config = config
         self._shard = shard
         self.family = family
-        headers, self.paired_rotary, self.changes = _read_headers(folder, config, progress)
+        headers, self.paired_rotary, self.changes = _read_headers(folder, config, family, progress)
         self._files = {name: MappedFile(folder / name) for name in headers}
         self._trunk: dict[str, tuple[str, TensorEntry]] = {}
         shape = expert_shape(config, family)
@@ -96,10 +97,6 @@ class Checkpoint:
     @property
     def config(self) -> dict[str, Any]:
         return self._config
-
-    @property
-    def prepared(self) -> bool:
-        return False
 
     @property
     def is_gguf(self) -> bool:
@@ -129,7 +126,7 @@ class Checkpoint:
             yield name, StoredTensor(entry.dtype, words, *groups)
 
     @property
-    def experts(self) -> Experts | None:
+    def experts(self) -> PlainExperts | None:
         return self._experts
 
     @property
@@ -165,6 +162,11 @@ class _Source:
         self.file_name = file_name
         self.entry = entry
 
+    @property
+    def file_names(self) -> tuple[str, ...]:
+        """The files with its weights, scales and biases."""
+        return (self.file_name, *(file_name for file_name, _ in self.entry.groups))
+
 
 _Key = tuple[int, int | None, Part]
 _Sources = dict[_Key, _Source]
@@ -181,6 +183,7 @@ class PlainExperts:
         self._shard = shard
         self.shape = shape
         self._files = files
+        self._by_name = {mapped.path.name: mapped for mapped in files.values()}
         per_layer: dict[int, list[tuple[int | None, Part]]] = {}
         for layer, expert, part in sources:
             per_layer.setdefault(layer, []).append((expert, part))
@@ -245,7 +248,7 @@ class PlainExperts:
 
     def _stored(self, place: ExpertPlace, matrix: MatrixPlace) -> StoredTensor:
         span = place.spans[matrix.span]
-        file = self._files[span.file.path.name]
+        file = self._by_name[span.file.path.name]
         stored = file.strided(matrix.format, matrix.shape, matrix.stride, span.start + matrix.offset)
         groups = [self._stored(place, part) for part in (matrix.scales, matrix.biases) if part is not None]
         return StoredTensor(stored.dtype, stored.words, *groups)
@@ -263,7 +266,7 @@ class PlainExperts:
             matrices |= self._matrices_in(source.tensor, entry, len(spans))
             for file_name, part in ((source.file_name, entry), *entry.groups):
                 size = (part.stop - part.start) // (1 if whole is None else self.count)
-                start = part.start if whole is None else part.start + expert * size
+                start = part.start if whole is None else part.start + expert * (part.step or size)
                 spans.append(FileSpan(self._files[file_name], start, start + size))
         return ExpertPlace(tuple(spans), matrices)
 
@@ -284,16 +287,20 @@ class PlainExperts:
     @property
     def mapped_files(self) -> tuple[MappedFile, ...]:
         """The files that hold experts."""
-        names = dict.fromkeys(
-            name
-            for source in self._sources.values()
-            for name in (source.file_name, *(file_name for file_name, _ in source.entry.groups))
-        )
+        names = dict.fromkeys(name for source in self._sources.values() for name in source.file_names)
         return tuple(self._files[name] for name in names)
 
     def check_unchanged(self, layer: int | None = None) -> None:
-        for mapped in self._files.values():
+        files = self.mapped_files if layer is None else self._layer_files[layer]
+        for mapped in files:
             mapped.check_unchanged()
+
+    @cached_property
+    def _layer_files(self) -> dict[int, tuple[MappedFile, ...]]:
+        names: dict[int, dict[str, None]] = {layer: {} for layer in self.layers}
+        for (layer, _, _), source in self._sources.items():
+            names[layer] |= dict.fromkeys(source.file_names)
+        return {layer: tuple(self._files[name] for name in found) for layer, found in names.items()}
 
 
 def _plain_places(tensor: ExpertTensor, dtype: str, span: int, shape: ExpertLayers) -> dict[str, MatrixPlace]:
@@ -431,10 +438,12 @@ class _Collected:
 
 
 def _read_headers(
-    folder: Path, config: Mapping[str, Any], progress: ProgressCallback | None
+    folder: Path, config: Mapping[str, Any], family: Family, progress: ProgressCallback | None
 ) -> tuple[dict[str, dict[str, TensorEntry]], bool, dict[str, Change]]:
     """The headers of the folder's files of weights, by file name, and what :attr:`Checkpoint.paired_rotary` and
     :attr:`Checkpoint.changes` say of them. No tensor is in two files."""
+    if (folder / BANK_MANIFEST).is_file():
+        return slab_headers(folder, config, family), False, {}
     gguf = next(iter(sorted(folder.glob("*.gguf"))), None)
     if gguf is None or any(folder.glob("*.safetensors")):
         headers = language_tensors(_safetensors_headers(folder, progress), config)

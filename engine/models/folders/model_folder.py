@@ -18,10 +18,14 @@ PARTIAL = ".partial"
 PREPARED = ".prepared"
 SHARD = ".share"
 RECEIVED = ".received"
+INDEX = "model.safetensors.index.json"
+"""Name of the file that says which tensor is in which safetensors file; a prepared folder's also names its source."""
 SHARD_MANIFEST = "share.json"
 """Name of the file that marks a folder as a shard of a model (:mod:`engine.models.folders.shard_files`)."""
+JOURNAL = "journal.jsonl"
+"""Name of the file that records which parts of a preparation are finished."""
 BANK_MANIFEST = "bank.json"
-"""Name of the file that marks a folder as a prepared model (:mod:`engine.models.folders.bank`)."""
+"""Name of the file that marks a model that an earlier version prepared (:mod:`engine.models.folders.old_bank`)."""
 
 
 def is_complete(folder: Path) -> bool:
@@ -84,11 +88,6 @@ def family_of(folder: Path) -> str:
     except ModelError:
         return ""
     return family if isinstance(family, str) else ""
-
-
-def has_bank(folder: Path) -> bool:
-    """Whether ``folder`` itself holds prestacked experts."""
-    return (folder / BANK_MANIFEST).is_file()
 
 
 def folder_bytes(folder: Path) -> int:

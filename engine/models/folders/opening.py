@@ -1,4 +1,4 @@
-"""Opening a model folder: reading its configuration, refusing what cannot run, and picking the reader."""
+"""Opening a model folder: reading its configuration and refusing what cannot run."""
 
 from __future__ import annotations
 
@@ -10,20 +10,18 @@ from engine.models.architectures.composite import language_only
 from engine.models.architectures.config_values import check_config
 from engine.models.architectures.families import check_supported
 from engine.models.architectures.quantisation import refuse_quantized, refuse_settings
-from engine.models.folders.bank import JOURNAL, MANIFEST, Bank
 from engine.models.folders.checkpoint import OPENING, Checkpoint
+from engine.models.folders.model_folder import INDEX, JOURNAL
 from engine.models.folders.shard_files import part_of
 from engine.models.formats.json_files import SMALL_FILE, read_object
-from engine.models.formats.model_files import ModelFiles
 
 if TYPE_CHECKING:
     from engine.ipc.progress import ProgressCallback
 
 
-def open_model(folder: Path, progress: ProgressCallback | None = None, as_whole: bool = False) -> ModelFiles:
-    """Open the model in ``folder``: one that :func:`engine.models.folders.prepare.prepare` wrote, plain safetensors, or
-    a shard
-    of either (:mod:`engine.models.folders.shard_files`), which hands out only what it holds.
+def open_model(folder: Path, progress: ProgressCallback | None = None, as_whole: bool = False) -> Checkpoint:
+    """Open the model in ``folder``: safetensors, GGUF files, or a shard of either
+    (:mod:`engine.models.folders.shard_files`), which hands out only what it holds.
 
     ``as_whole``: a shard is opened like the whole model, for reading types, shapes and sizes only. Only headers are
     read, and the files are mapped. ``progress`` is called before each file and may raise Cancelled.
@@ -38,9 +36,7 @@ def open_model(folder: Path, progress: ProgressCallback | None = None, as_whole:
     refuse_quantized(config)
     refuse_settings(folder, config)
     shard = None if as_whole else part_of(folder)
-    if (folder / MANIFEST).is_file():
-        return Bank(folder, config, family, shard)
-    if (folder / JOURNAL).is_file():
+    if (folder / JOURNAL).is_file() and not (folder / INDEX).is_file():
         raise ModelError(f"{folder} is a preparation that was not finished; prepare the model again.")
     return Checkpoint(folder, config, family, shard, progress)
 

@@ -1,18 +1,20 @@
-"""Writing the bank of a model: routed experts prestacked into slabs, the trunk beside them.
+"""Preparing a model: writing its experts stacked, one safetensors file per layer, with the trunk in a file beside them.
 
-Only one expert at a time is in memory. The bank is written as ``<destination>.partial`` and renamed when it is
-complete. Each file is written under a temporary name, synced, read back and compared before the journal records it. A
-run that was killed, stopped or ended by a full disk is resumed where the journal ends.
+The result is an ordinary folder of safetensors with an index. Only one matrix of an expert at a time is in memory. The
+folder is written as ``<destination>.partial`` and renamed when it is complete. Each file is written under a temporary
+name, synced, read back and compared before the journal records it. A run that was killed, stopped or ended by a full
+disk is resumed where the journal ends.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import os
 import shutil
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,32 +25,22 @@ from numpy.typing import NDArray
 
 from engine.errors import Cancelled, ModelError
 from engine.ipc.progress import ProgressCallback
+from engine.models.architectures.families import prepared_layout, stored_shape
+from engine.models.architectures.record import ExpertTensor
 from engine.models.folders import model_folder
-from engine.models.folders.bank import (
-    EXPERTS_FOLDER,
-    FORMAT,
-    JOURNAL,
-    MANIFEST,
-    TRUNK,
-    LayerFile,
-    Manifest,
-    SlabLayout,
-    TrunkFile,
-    layer_path,
-    read_manifest,
-    slab_layout,
-    verify,
-    verify_layer,
-    verify_trunk,
-)
 from engine.models.folders.checkpoint import Checkpoint, PlainExperts
+from engine.models.folders.model_folder import BANK_MANIFEST, INDEX, JOURNAL
 from engine.models.folders.opening import open_model
 from engine.models.formats.json_files import SMALL_FILE
-from engine.models.formats.model_files import ExpertWeights, StoredTensor
-from engine.models.formats.number_formats import WIDTHS, words_dtype
+from engine.models.formats.model_files import StoredTensor
+from engine.models.formats.number_formats import WIDTHS
 from engine.models.formats.safetensors_files import encode_header
 from engine.system.durable_files import flush, flush_folder, forget_cached, new_file
 
+FORMAT = 2
+"""Version of the journal."""
+_DATA_ALIGNMENT = 4096
+"""Bytes whose multiple the first tensor begins at: rows that divide a page then lie in one, which reads faster."""
 _CHUNK = 8 * 1024 * 1024
 _TILE = (64, 256)
 """Rows and columns of a tile; the fastest size measured."""
@@ -57,22 +49,23 @@ _COPIED_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".md")
 _COPIED_NAMES = ("LICENSE", "LICENCE", "NOTICE")
 SETTING_LIMIT = 200_000_000
 """Maximum bytes of a file that is copied beside the weights."""
+_INDEX_LIMIT = 200_000_000
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def needs_preparing(folder: Path) -> tuple[bool, str]:
-    """Whether writing a bank of the model in ``folder`` gains anything, and the reason in one sentence.
+    """Whether preparing the model in ``folder`` gains anything, and the reason in one sentence.
 
     Raises ModelError if the folder cannot be opened.
     """
     files = open_model(folder)
-    if files.prepared:
+    if is_old(folder):
+        return True, "It was prepared by an earlier version, whose files only this program reads."
+    if read_prepared(folder) is not None:
         return False, "It is prepared already."
     experts = files.experts
     if experts is None:
         return False, "It is a dense model: there are no routed experts to prestack."
-    assert isinstance(experts, PlainExperts)
-    assert isinstance(files, Checkpoint)
     if files.is_gguf:
         return False, "A GGUF file's weights are used where they lie: preparing gains nothing."
     if experts.packed:
@@ -82,11 +75,11 @@ def needs_preparing(folder: Path) -> tuple[bool, str]:
     if experts.strided:
         return True, (
             "Its experts are stored transposed or interleaved: unprepared, every use of an expert reads its matrices "
-            "in strides; prepared, as one contiguous slab."
+            "in strides; prepared, as contiguous rows."
         )
     return False, (
-        "Its experts' matrices are stored as they are used, each one contiguous: preparing would only put an expert's "
-        "matrices side by side, for twice the disk space."
+        "Its experts' matrices are stored as they are used, each one contiguous: preparing would only put those of a "
+        "layer into one file, for twice the disk space."
     )
 
 
@@ -96,16 +89,17 @@ def prepare(
     progress: ProgressCallback,
     should_stop: Callable[[], bool] | None = None,
 ) -> None:
-    """Write the bank of the model in ``source`` as the folder ``destination``.
+    """Write the model in ``source``, prepared, as the folder ``destination``; they may be the same for a model that an
+    earlier version prepared.
 
-    If ``destination`` is already a valid bank of this source, it is only checked. Progress is in bytes, written and
+    If ``destination`` was prepared from this source and is sound, it is only checked. Progress is in bytes, written and
     checked. Raises ModelError (kind ``disk`` if there is no room), or Cancelled. Finished parts are then kept in
     ``<destination>.partial`` for the next call.
     """
     files = open_model(source)
-    if not isinstance(files, Checkpoint):
+    if read_prepared(source) is not None:
         raise ModelError(f"{source} is prepared already; use it as it is.", "bad-input")
-    plan = plan_bank(files)
+    plan = _plan(files)
     _check_destination(source, destination)
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
@@ -121,31 +115,41 @@ def prepare(
 
 
 @dataclass(frozen=True)
-class BankPlan:
-    """The plan of a checkpoint's bank: all of its bytes except the manifest."""
+class _PlannedFile:
+    """A file of weights: of a layer's experts, or of the trunk (``layer`` is None)."""
 
-    files: Checkpoint
-    experts: PlainExperts
-    slab: SlabLayout
-    source: str
-    """Identity of the source's files: names, sizes, modification times."""
-    trunk: list[tuple[str, StoredTensor]]
-    trunk_header: bytes
-
-    @property
-    def layer_bytes(self) -> int:
-        return self.slab.size * self.experts.count
+    name: str
+    layer: int | None
+    tensors: tuple[tuple[str, str, tuple[int, ...]], ...]
+    """Name, number format and shape, in the order in which they are written."""
 
     @cached_property
-    def trunk_bytes(self) -> int:
-        return len(self.trunk_header) + self.files.trunk_bytes
+    def header(self) -> bytes:
+        return encode_header(self.tensors, {"format": "pt"}, _DATA_ALIGNMENT)
 
     @cached_property
     def nbytes(self) -> int:
-        return self.trunk_bytes + self.layer_bytes * len(self.experts.layers)
+        return len(self.header) + sum(int(np.prod(shape)) * WIDTHS[dtype] for _, dtype, shape in self.tensors)
 
 
-def plan_bank(files: Checkpoint) -> BankPlan:
+@dataclass(frozen=True)
+class _Preparation:
+    """The files that are to be written of the checkpoint ``files``, without the index."""
+
+    files: Checkpoint
+    experts: PlainExperts
+    layout: tuple[ExpertTensor, ...]
+    source: str
+    """Identity of the source's files: names, sizes, modification times."""
+    trunk: list[tuple[str, StoredTensor]]
+    written: tuple[_PlannedFile, ...]
+
+    @cached_property
+    def nbytes(self) -> int:
+        return sum(planned.nbytes for planned in self.written)
+
+
+def _plan(files: Checkpoint) -> _Preparation:
     """Raises ModelError for a dense model, a GGUF file, whose weights may be in another order, packed weights, or
     experts in several number formats."""
     experts = files.experts
@@ -160,7 +164,6 @@ def plan_bank(files: Checkpoint) -> BankPlan:
             "prepare, use it as it is.",
             "bad-input",
         )
-    assert isinstance(experts, PlainExperts)
     if experts.packed:
         raise ModelError(
             f"{files.folder} holds packed weights, which are used where they lie; use it as it is.", "bad-input"
@@ -171,12 +174,27 @@ def plan_bank(files: Checkpoint) -> BankPlan:
             "prepared copy has one; use it as it is.",
             "bad-input",
         )
-    has_bias = experts.expert(experts.layers[0], 0).down_bias is not None if experts.layers else False
-    # Wide types first: then every tensor begins at a multiple of its own width.
-    trunk = sorted(files.trunk(), key=lambda item: -WIDTHS[item[1].dtype])
-    header = encode_header(((name, tensor.dtype, tensor.shape) for name, tensor in trunk), {"format": "pt"})
-    slab = slab_layout(experts.dtype, experts.shape, has_bias)
-    return BankPlan(files, experts, slab, _fingerprint(files), trunk, header)
+    has_bias = experts.expert(experts.layers[0], 0).down_bias is not None
+    layout = prepared_layout(files.family, has_bias)
+    # Wide types first: then every tensor begins at a multiple of its own width. By name, so that copies made of the
+    # same weights in other files are equal.
+    trunk = sorted(files.trunk(), key=lambda item: (-WIDTHS[item[1].dtype], item[0]))
+    count = 1 + len(experts.layers)
+    names = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+    of_trunk = _PlannedFile(names[0], None, tuple((name, tensor.dtype, tensor.shape) for name, tensor in trunk))
+    of_layers = (
+        _PlannedFile(name, layer, _layer_tensors(experts, layout, layer))
+        for name, layer in zip(names[1:], experts.layers, strict=True)
+    )
+    return _Preparation(files, experts, layout, _fingerprint(files), trunk, (of_trunk, *of_layers))
+
+
+def _layer_tensors(
+    experts: PlainExperts, layout: tuple[ExpertTensor, ...], layer: int
+) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
+    return tuple(
+        (tensor.template.format(layer=layer), experts.dtype, stored_shape(tensor, experts.shape)) for tensor in layout
+    )
 
 
 def _fingerprint(files: Checkpoint) -> str:
@@ -189,43 +207,97 @@ def _fingerprint(files: Checkpoint) -> str:
 
 def _check_destination(source: Path, destination: Path) -> None:
     """Raises ModelError if something is at ``destination`` that is not ours to replace."""
+    if is_old(destination):
+        return
     if destination.resolve() == source.resolve():
-        raise ModelError(f"The bank of {source} cannot be written over it; name another folder.", "bad-input")
+        raise ModelError(f"The prepared copy of {source} cannot be written over it; name another folder.", "bad-input")
     if not destination.exists():
         return
-    if not destination.is_dir() or (any(destination.iterdir()) and not (destination / MANIFEST).is_file()):
+    if not destination.is_dir() or (any(destination.iterdir()) and read_prepared(destination) is None):
         raise ModelError(f"{destination} exists and is not a prepared model; name another folder.", "bad-input")
+
+
+# --- prepared folders ---------------------------------------------------------------------------------------------
+
+
+class Prepared(msgspec.Struct, frozen=True):
+    """What the index of a prepared folder says of it, beside the file of each tensor."""
+
+    prepared_from: str
+    """Identity of the source's files."""
+    checksums: dict[str, int]
+    """CRC-32 of each file of weights, by name."""
+
+
+class _Index(msgspec.Struct, frozen=True):
+    metadata: Prepared
+
+
+def read_prepared(folder: Path) -> Prepared | None:
+    """None for a folder that was not prepared, or whose index is damaged."""
+    path = folder / INDEX
+    try:
+        if path.stat().st_size > _INDEX_LIMIT:
+            return None
+        return msgspec.json.decode(path.read_bytes(), type=_Index).metadata
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def is_old(folder: Path) -> bool:
+    """Whether ``folder`` was prepared by a version before ordinary safetensors."""
+    return (folder / BANK_MANIFEST).is_file()
+
+
+def verify(folder: Path, on_bytes: Callable[[int], None] | None = None) -> None:
+    """Read a prepared folder and compare every file of weights with its checksum.
+
+    ``on_bytes`` is called with the number of bytes read since the last call. Raises ModelError naming the file that
+    differs.
+    """
+    prepared = read_prepared(folder)
+    if prepared is None:
+        raise ModelError(f"{folder} has no checksums of its weights; prepare the model again.")
+    for name, checksum in prepared.checksums.items():
+        _verify_file(folder / name, checksum, on_bytes or (lambda count: None))
+
+
+def _verify_file(path: Path, wanted: int, report: Callable[[int], None]) -> None:
+    checksum = 0
+    try:
+        with path.open("rb", buffering=0) as file:
+            buffer = memoryview(bytearray(min(_CHUNK, max(1, os.fstat(file.fileno()).st_size))))
+            while count := file.readinto(buffer):
+                checksum = zlib.crc32(buffer[:count], checksum)
+                report(count)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read ({error.strerror or error}); prepare the model again.") from error
+    if checksum != wanted:
+        raise ModelError(f"{path} is damaged: its checksum is wrong; prepare the model again.")
 
 
 # --- the journal --------------------------------------------------------------------------------------------------
 
 
 class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One line of the journal: the source, or a file that is finished."""
+    """One line of the journal: the source, or a file that is finished with its checksum."""
 
     source: str | None = None
     format: int | None = None
-    trunk: TrunkFile | None = None
-    layer: LayerFile | None = None
+    file: str | None = None
+    checksum: int = 0
 
 
-@dataclass
-class _Finished:
-    """What the journal says is finished."""
-
-    trunk: TrunkFile | None = None
-    layers: dict[int, LayerFile] = field(default_factory=dict)
-
-
-def _read_journal(path: Path, source: str) -> _Finished | None:
-    """What is finished of ``source``; None if the journal is of something else. A torn last line is ignored."""
+def _read_journal(path: Path, source: str) -> dict[str, int] | None:
+    """The checksums of the finished files of ``source``; None if the journal is of something else. A torn last line is
+    ignored."""
     try:
         if path.stat().st_size > SMALL_FILE:
             return None
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
         return None
-    finished: _Finished | None = None
+    finished: dict[str, int] | None = None
     for line in lines:
         try:
             entry = msgspec.json.decode(line, type=_Entry)
@@ -234,11 +306,9 @@ def _read_journal(path: Path, source: str) -> _Finished | None:
         if finished is None:
             if entry.source != source or entry.format != FORMAT:
                 return None
-            finished = _Finished()
-        if entry.trunk is not None:
-            finished.trunk = entry.trunk
-        if entry.layer is not None:
-            finished.layers[entry.layer.layer] = entry.layer
+            finished = {}
+        if entry.file is not None:
+            finished[entry.file] = entry.checksum
     return finished
 
 
@@ -249,7 +319,7 @@ class _Writer:
     """One run of a preparation."""
 
     def __init__(
-        self, plan: BankPlan, destination: Path, progress: ProgressCallback, should_stop: Callable[[], bool]
+        self, plan: _Preparation, destination: Path, progress: ProgressCallback, should_stop: Callable[[], bool]
     ) -> None:
         self._plan = plan
         self._destination = destination
@@ -258,36 +328,33 @@ class _Writer:
         self._should_stop = should_stop
         self._stage = "writing experts"
         self._done = 0
-        self._finished = _Finished()
+        self._finished: dict[str, int] = {}
+        """Checksums of the finished files."""
 
     def is_already_written(self) -> bool:
-        """Whether the destination is a bank of this source whose contents are right."""
-        if not (self._destination / MANIFEST).is_file():
+        """Whether the destination was prepared from this source and its contents are right."""
+        prepared = read_prepared(self._destination)
+        if prepared is None or prepared.prepared_from != self._plan.source:
             return False
         self._stage = "checking"
         try:
-            sound = read_manifest(self._destination).source == self._plan.source
-            if sound:
-                verify(self._destination, self._report)
+            verify(self._destination, self._report)
         except Cancelled:
             raise
         except ModelError:
-            sound = False
-        self._done = 0
-        return sound
+            self._done = 0
+            return False
+        return True
 
     def run(self) -> None:
         """Write everything that is not there yet."""
         plan = self._plan
         self._take_up()
-        kept = self._kept_bytes()
+        kept = sum(planned.nbytes for planned in plan.written if planned.name in self._finished)
         model_folder.check_space(self._folder, plan.nbytes - kept, f"Preparing {plan.files.folder.name}")
-        if self._finished.trunk is None:
-            self._finish_trunk()
-        buffer = np.zeros(plan.slab.size, dtype=np.uint8)
-        for layer in plan.experts.layers:
-            if layer not in self._finished.layers:
-                self._finish_layer(layer, buffer)
+        for planned in plan.written:
+            if planned.name not in self._finished:
+                self._finish(planned)
         plan.files.check_unchanged()
         self._copy_settings()
         self._publish()
@@ -295,35 +362,27 @@ class _Writer:
     def _take_up(self) -> None:
         """Keep what an earlier run finished, if it was of the same source and is sound; delete the rest."""
         journal = self._folder / JOURNAL
-        finished = _read_journal(journal, self._plan.source)
+        noted = _read_journal(journal, self._plan.source)
         self._stage = "checking what is there"
-        if finished is not None:
-            self._finished = self._sound_part(finished)
-        elif self._folder.exists():
+        if noted is None and self._folder.exists():
             shutil.rmtree(self._folder)
-        (self._folder / EXPERTS_FOLDER).mkdir(parents=True, exist_ok=True)
-        self._rewrite_journal(journal)
-        kept = {layer_path(self._folder, layer).name for layer in self._finished.layers}
-        for path in (self._folder / EXPERTS_FOLDER).iterdir():
-            if path.name not in kept:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for planned in self._plan.written:
+            checksum = (noted or {}).get(planned.name)
+            if checksum is not None and self._is_sound(self._folder / planned.name, checksum):
+                self._finished[planned.name] = checksum
+        entries = [_Entry(source=self._plan.source, format=FORMAT)]
+        entries += [_Entry(file=name, checksum=checksum) for name, checksum in self._finished.items()]
+        with new_file(journal) as file:
+            file.write(b"".join(msgspec.json.encode(entry) + b"\n" for entry in entries))
+        for path in self._folder.iterdir():
+            if path.name not in self._finished and path != journal:
                 path.unlink()
 
-    def _sound_part(self, finished: _Finished) -> _Finished:
-        sound = _Finished()
-        if finished.trunk is not None and self._passes(verify_trunk, self._folder / TRUNK, finished.trunk):
-            sound.trunk = finished.trunk
-        for layer, file in finished.layers.items():
-            path = layer_path(self._folder, layer)
-            if len(file.checksums) == self._plan.experts.count and self._passes(
-                verify_layer, path, file, self._plan.slab.size
-            ):
-                sound.layers[layer] = file
-        return sound
-
-    def _passes(self, check: Callable[..., None], *arguments: Any) -> bool:
+    def _is_sound(self, path: Path, checksum: int) -> bool:
         before = self._done
         try:
-            check(*arguments, self._report)
+            _verify_file(path, checksum, self._report)
         except Cancelled:
             raise
         except ModelError:
@@ -331,48 +390,31 @@ class _Writer:
             return False
         return True
 
-    def _kept_bytes(self) -> int:
-        kept = self._plan.layer_bytes * len(self._finished.layers)
-        return kept + (self._plan.trunk_bytes if self._finished.trunk is not None else 0)
-
-    def _rewrite_journal(self, journal: Path) -> None:
-        entries = [_Entry(source=self._plan.source, format=FORMAT)]
-        if self._finished.trunk is not None:
-            entries.append(_Entry(trunk=self._finished.trunk))
-        entries += [_Entry(layer=file) for file in self._finished.layers.values()]
-        with new_file(journal) as file:
-            file.write(b"".join(msgspec.json.encode(entry) + b"\n" for entry in entries))
-
-    def _note(self, entry: _Entry) -> None:
-        with (self._folder / JOURNAL).open("ab") as file:
-            file.write(msgspec.json.encode(entry) + b"\n")
-            flush(file)
-
-    def _finish_trunk(self) -> None:
-        self._stage = "writing the trunk"
-        path = self._folder / TRUNK
+    def _finish(self, planned: _PlannedFile) -> None:
+        """Write one file, read it back and note it."""
+        self._stage = "writing the trunk" if planned.layer is None else "writing experts"
+        path = self._folder / planned.name
         with new_file(path) as file:
-            checksum = self._write(file, np.frombuffer(self._plan.trunk_header, dtype=np.uint8), 0)
-            for _, tensor in self._plan.trunk:
-                checksum = self._write(file, _as_bytes(tensor.words), checksum)
-        trunk = TrunkFile(self._plan.trunk_bytes, checksum)
-        self._read_back(verify_trunk, path, trunk)
-        self._finished.trunk = trunk
-        self._note(_Entry(trunk=trunk))
-
-    def _finish_layer(self, layer: int, buffer: NDArray[np.uint8]) -> None:
-        self._stage = "writing experts"
-        path = layer_path(self._folder, layer)
-        checksums = []
-        with new_file(path) as file:
-            for expert in range(self._plan.experts.count):
-                fill_slab(buffer, self._plan.slab, self._plan.experts.expert(layer, expert))
-                checksums.append(self._write(file, buffer, 0))
+            checksum = self._write(file, np.frombuffer(planned.header, dtype=np.uint8), 0)
+            for words in self._contents(planned):
+                checksum = self._write(file, _as_bytes(words), checksum)
         self._plan.files.check_unchanged()
-        layer_file = LayerFile(layer, tuple(checksums))
-        self._read_back(verify_layer, path, layer_file, self._plan.slab.size)
-        self._finished.layers[layer] = layer_file
-        self._note(_Entry(layer=layer_file))
+        self._read_back(path, checksum)
+        self._finished[planned.name] = checksum
+        with (self._folder / JOURNAL).open("ab") as journal:
+            journal.write(msgspec.json.encode(_Entry(file=planned.name, checksum=checksum)) + b"\n")
+            flush(journal)
+
+    def _contents(self, planned: _PlannedFile) -> Iterator[NDArray[Any]]:
+        """The tensors of a file, one after the other: of the trunk whole, of experts part by part."""
+        if planned.layer is None:
+            yield from (tensor.words for _, tensor in self._plan.trunk)
+            return
+        for tensor in self._plan.layout:
+            for expert in range(self._plan.experts.count):
+                weights = self._plan.experts.expert(planned.layer, expert)
+                for part in tensor.parts:
+                    yield in_rows(getattr(weights, part).words)
 
     def _write(self, file: BinaryIO, data: NDArray[np.uint8], checksum: int) -> int:
         """Write ``data`` in pieces. Returns the CRC-32 continued from ``checksum``."""
@@ -384,12 +426,12 @@ class _Writer:
             self._report(len(piece))
         return checksum
 
-    def _read_back(self, check: Callable[..., None], path: Path, *arguments: Any) -> None:
-        """Compare a file just written with its checksums, from the disk rather than the page cache."""
+    def _read_back(self, path: Path, checksum: int) -> None:
+        """Compare a file just written with its checksum, from the disk rather than the page cache."""
         self._stage = "checking"
         forget_cached(path)
         try:
-            check(path, *arguments, lambda count: self._stop_if_asked())
+            _verify_file(path, checksum, lambda count: self._stop_if_asked())
         except Cancelled:
             raise
         except ModelError as error:
@@ -407,9 +449,10 @@ class _Writer:
     def _stop_if_asked(self) -> None:
         """Raises Cancelled if somebody asked to stop."""
         if self._should_stop():
-            count, layers = len(self._finished.layers), len(self._plan.experts.layers)
+            layers = [planned for planned in self._plan.written if planned.layer is not None]
+            count = sum(planned.name in self._finished for planned in layers)
             raise Cancelled(
-                f"Stopped preparing {self._plan.files.folder.name} with {count} of {layers} layers finished; "
+                f"Stopped preparing {self._plan.files.folder.name} with {count} of {len(layers)} layers finished; "
                 "preparing it again goes on from there."
             )
 
@@ -421,24 +464,18 @@ class _Writer:
                     shutil.copyfileobj(original, copy)
 
     def _publish(self) -> None:
-        """Write the manifest, the last of the files, and give the folder its name."""
-        plan, trunk = self._plan, self._finished.trunk
-        assert trunk is not None
-        manifest = Manifest(
-            format=FORMAT,
-            family=plan.files.family.model_type,
-            activation=plan.files.family.activation,
-            source=plan.source,
-            trunk=trunk,
-            experts=plan.experts.count,
-            slab=plan.slab,
-            layers=tuple(self._finished.layers[layer] for layer in plan.experts.layers),
-        )
-        with new_file(self._folder / MANIFEST) as file:
-            file.write(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+        """Write the index, the last of the files, and give the folder its name."""
+        plan = self._plan
+        prepared = Prepared(plan.source, {planned.name: self._finished[planned.name] for planned in plan.written})
+        index = {
+            "metadata": {"total_size": plan.nbytes, **msgspec.to_builtins(prepared)},
+            "weight_map": {name: planned.name for planned in plan.written for name, _, _ in planned.tensors},
+        }
+        with new_file(self._folder / INDEX) as file:
+            file.write(msgspec.json.format(msgspec.json.encode(index), indent=1))
         replaced = self._destination.with_name(f"{self._destination.name}.replaced{model_folder.PARTIAL}")
         if self._destination.exists():
-            # Aside first: an old bank that is half deleted must not lie under the name of a complete one.
+            # Aside first: an old copy that is half deleted must not lie under the name of a complete one.
             shutil.rmtree(replaced, ignore_errors=True)
             self._destination.rename(replaced)
         self._folder.rename(self._destination)
@@ -451,7 +488,7 @@ class _Writer:
 def is_setting(path: Path) -> bool:
     """Whether ``path`` is one of the small files that belong to a model in any form: configuration, tokenizer, chat
     template, licence."""
-    ours = path.name in (MANIFEST, JOURNAL) or path.name.endswith(".index.json")
+    ours = path.name in (BANK_MANIFEST, JOURNAL) or path.name.endswith(".index.json")
     return is_setting_name(path.name) and not ours and path.is_file() and path.stat().st_size <= SETTING_LIMIT
 
 
@@ -461,30 +498,21 @@ def is_setting_name(name: str) -> bool:
     return path.suffix in _COPIED_SUFFIXES or path.stem.upper() in _COPIED_NAMES
 
 
-def fill_slab(buffer: NDArray[np.uint8], layout: SlabLayout, expert: ExpertWeights) -> None:
-    """Copy the parts of ``expert``, however they are stored, to their places in ``buffer`` ([slab size] bytes)."""
-    dtype = words_dtype(layout.dtype)
-    for place in layout.parts:
-        tensor = getattr(expert, place.name)
-        assert tensor is not None
-        nbytes = tensor.words.size * dtype.itemsize
-        target = buffer[place.offset : place.offset + nbytes].view(dtype).reshape(place.shape)
-        if tensor.words.ndim == 2 and tensor.words.strides[0] < tensor.words.strides[1]:
-            _copy_transposed(target, tensor.words)
-        else:
-            target[...] = tensor.words
+def in_rows(words: NDArray[Any]) -> NDArray[Any]:
+    """``words`` as contiguous rows, copied if they are not.
 
-
-def _copy_transposed(target: NDArray[Any], words: NDArray[Any]) -> None:
-    """``target[...] = words`` for words that lie column by column: in tiles, each first copied as it lies.
-
-    Without tiles every word misses the cache, which is ten times slower where the row length is a power of two.
+    What lies column by column is copied in tiles, each first as it lies. Without tiles every word misses the cache,
+    which is ten times slower where the row length is a power of two.
     """
+    if words.ndim != 2 or words.strides[0] >= words.strides[1]:
+        return np.ascontiguousarray(words)
+    ordered = np.empty(words.shape, words.dtype)
     rows, columns = _TILE
     for row in range(0, words.shape[0], rows):
         for column in range(0, words.shape[1], columns):
             tile = words[row : row + rows, column : column + columns]
-            target[row : row + rows, column : column + columns] = np.ascontiguousarray(tile.T).T
+            ordered[row : row + rows, column : column + columns] = np.ascontiguousarray(tile.T).T
+    return ordered
 
 
 def _as_bytes(words: NDArray[Any]) -> NDArray[np.uint8]:
@@ -495,8 +523,10 @@ def _explained(error: OSError, destination: Path) -> ModelError:
     reason = error.strerror or str(error)
     if error.errno in _DISK_ERRORS:
         return ModelError(
-            f"The disk is full: the bank could not be written to {destination.parent} ({reason}); make room and "
-            "prepare the model again, which goes on with what is finished.",
+            f"The disk is full: the prepared model could not be written to {destination.parent} ({reason}); make room "
+            "and prepare the model again, which goes on with what is finished.",
             "disk",
         )
-    return ModelError(f"The bank could not be written to {destination.parent} ({reason}); check the folder.", "disk")
+    return ModelError(
+        f"The prepared model could not be written to {destination.parent} ({reason}); check the folder.", "disk"
+    )

@@ -9,7 +9,6 @@ other bytes of the files do not count. A shard can be loaded only as a node's pa
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
@@ -19,16 +18,12 @@ from engine.models.folders.model_folder import SHARD_MANIFEST
 FORMAT = 1
 _MANIFEST_LIMIT = 64 * 1024 * 1024
 
-Form = Literal["bank", "plain", "library"]
-"""Form in which a folder keeps experts: prepared slabs (``bank``), a checkpoint with the names of transformers
-(``plain``), or one that mlx-lm wrote or that is quantised (``library``)."""
-
 
 class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """The properties that two machines compare before they share a model. All but ``name`` must be equal.
 
-    ``weights`` and ``tokenizer`` are fingerprints in hexadecimal digits. The same weights have the same fingerprint in
-    any form, prepared or not.
+    ``weights`` and ``tokenizer`` are fingerprints in hexadecimal digits. That of the weights depends on how an expert
+    lies in the files.
     """
 
     version: int
@@ -58,15 +53,14 @@ class Begun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     checksum: int
 
 
-class ShardManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ShardManifest(msgspec.Struct, frozen=True):
     """``share.json``. ``layout`` is the fingerprint of the folder's files
-    (:mod:`engine.models.folders.weight_layout`)."""
+    (:mod:`engine.models.folders.weight_layout`). Unknown fields are ignored: earlier versions wrote one more."""
 
     format: int
     identity: ModelIdentity
     head: str
     """Node id of the machine that sent this."""
-    form: Form
     layout: str
     files: tuple[FileSize, ...]
     experts: dict[int, tuple[int, ...]]

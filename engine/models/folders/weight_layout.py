@@ -1,7 +1,7 @@
 """The layout of a model folder's weights, byte by byte: the trunk and each expert.
 
-It covers every form of folder: prepared slabs, plain checkpoints, and those that mlx-lm wrote or that are quantised, in
-which an expert is one row of each of several stacked tensors. Only headers are read.
+It covers every form of folder: checkpoints with the names of transformers, GGUF files, and what mlx-lm wrote or what is
+quantised, in which an expert is one row of each of several stacked tensors. Only headers are read.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ from engine.errors import ModelError, damaged
 from engine.models.architectures.composite import language_name
 from engine.models.architectures.families import check_supported, expert_shape
 from engine.models.architectures.gguf_tensors import unread_entries
-from engine.models.folders.bank import JOURNAL, MANIFEST, Bank
-from engine.models.folders.checkpoint import INDEX, Checkpoint
-from engine.models.folders.model_folder import SHARD_MANIFEST
+from engine.models.folders.checkpoint import Checkpoint
+from engine.models.folders.model_folder import BANK_MANIFEST, INDEX, JOURNAL, SHARD_MANIFEST
 from engine.models.folders.opening import open_model, read_config
-from engine.models.folders.shard_files import Form
 from engine.models.formats.byte_map import Run, Runs, merged
 from engine.models.formats.gguf_file import GgufFile
 from engine.models.formats.safetensors_files import TensorEntry, read_header
@@ -52,7 +50,6 @@ class WeightLayout:
 
     folder: Path
     config: dict[str, Any]
-    form: Form
     files: tuple[tuple[str, int], ...]
     headers: tuple[int, ...]
     layers: tuple[int, ...]
@@ -61,8 +58,8 @@ class WeightLayout:
     experts: Mapping[tuple[int, int], Runs]
     trunk: tuple[tuple[TrunkTensor, ...], ...]
     """Tensors of the trunk, in pieces."""
-    opened: Bank | Checkpoint | None
-    """None for the form ``library``."""
+    opened: Checkpoint | None
+    """None for what mlx-lm wrote or what is quantised."""
 
     @property
     def trunk_bytes(self) -> int:
@@ -81,7 +78,7 @@ class WeightLayout:
 
         ours = {SHARD_MANIFEST, JOURNAL}
         wanted = (path for path in sorted(self.folder.iterdir()) if path.name not in ours)
-        return tuple(path for path in wanted if is_setting(path) or path.name in (MANIFEST, INDEX))
+        return tuple(path for path in wanted if is_setting(path) or path.name in (BANK_MANIFEST, INDEX))
 
     @cached_property
     def fingerprint(self) -> str:
@@ -103,18 +100,14 @@ def in_library_layout(names: Iterable[str]) -> bool:
 
 def is_library(folder: Path) -> bool:
     """Whether ``folder`` is in mlx-lm's layout, or quantised. Raises ModelError if it is no model."""
-    return not (folder / MANIFEST).is_file() and _library_entries(folder, read_config(folder)) is not None
+    return _library_entries(folder, read_config(folder)) is not None
 
 
 def layout_of(folder: Path) -> WeightLayout:
     """Raises ModelError if ``folder`` is no model, is damaged, or is of a family that is not supported."""
     config = read_config(folder)
-    entries = None if (folder / MANIFEST).is_file() else _library_entries(folder, config)
-    if entries is not None:
-        return _library_layout(folder, config, entries)
-    opened = open_model(folder)
-    assert isinstance(opened, (Bank, Checkpoint))
-    return _opened_layout(opened)
+    entries = _library_entries(folder, config)
+    return _opened_layout(open_model(folder)) if entries is None else _library_layout(folder, config, entries)
 
 
 def runs_of(piece: Iterable[TrunkTensor]) -> Runs:
@@ -138,8 +131,7 @@ def quantisation_words(config: Mapping[str, Any], dtype: str) -> str:
 # --- one form each ------------------------------------------------------------------------------------------------
 
 
-def _opened_layout(opened: Bank | Checkpoint) -> WeightLayout:
-    form: Form = "bank" if isinstance(opened, Bank) else "plain"
+def _opened_layout(opened: Checkpoint) -> WeightLayout:
     files = {str(mapped.path.relative_to(opened.folder)): mapped.size for mapped in opened.mapped_files}
     numbers = {Path(name).name: number for number, name in enumerate(files)}
     experts = opened.experts
@@ -149,35 +141,21 @@ def _opened_layout(opened: Bank | Checkpoint) -> WeightLayout:
             for expert in range(experts.count):
                 runs[layer, expert] = experts.place(layer, expert).runs(numbers)
     trunk = dict(opened.trunk_entries)
-    if isinstance(opened, Checkpoint) and opened.is_gguf:
+    if opened.is_gguf:
         with GgufFile(opened.files[0]) as gguf:
             trunk |= {name: (file, entry) for name, file, entry in unread_entries(gguf)}
             headers = gguf.data_starts
     else:
         headers = tuple(_header_bytes(opened.folder / name) for name in files)
-    return _layout(opened, form, files, headers, trunk, runs)
-
-
-def _layout(
-    opened: Bank | Checkpoint,
-    form: Form,
-    files: Mapping[str, int],
-    headers: tuple[int, ...],
-    trunk: Mapping[str, tuple[str, TensorEntry]],
-    runs: Mapping[tuple[int, int], Runs],
-) -> WeightLayout:
-    numbers = {name: number for number, name in enumerate(files)}
-    experts = opened.experts
     return WeightLayout(
         folder=opened.folder,
         config=opened.config,
-        form=form,
         files=tuple(files.items()),
         headers=headers,
         layers=experts.layers if experts is not None else (),
         count=experts.count if experts is not None else 0,
         experts=runs,
-        trunk=_pieces([(name, numbers[file], entry) for name, (file, entry) in trunk.items()]),
+        trunk=_pieces([(name, numbers[Path(file).name], entry) for name, (file, entry) in trunk.items()]),
         opened=opened,
     )
 
@@ -234,7 +212,6 @@ def _library_layout(
     return WeightLayout(
         folder=folder,
         config=config,
-        form="library",
         files=tuple((name, (folder / name).stat().st_size) for name in entries),
         headers=tuple(_header_bytes(folder / name) for name in entries),
         layers=layers,
@@ -258,7 +235,7 @@ def _pieces(tensors: list[TrunkTensor]) -> tuple[tuple[TrunkTensor, ...], ...]:
 
 
 def _header_bytes(path: Path) -> int:
-    """Number of bytes of a file before its first tensor; 0 for slabs."""
+    """Number of bytes of a file before its first tensor; 0 for slabs of an earlier version."""
     if path.suffix != ".safetensors":
         return 0
     with path.open("rb") as file:

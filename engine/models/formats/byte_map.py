@@ -1,7 +1,7 @@
 """The byte map: the place of every matrix of a model's experts, with file, offset and number format.
 
 The runtimes' views, copies to a device, prefetching, residency and the transfer between machines all start from an
-:class:`ExpertPlace`, which the opened bank or checkpoint provides.
+:class:`ExpertPlace`, which the opened checkpoint provides.
 """
 
 from __future__ import annotations

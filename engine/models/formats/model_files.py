@@ -1,7 +1,7 @@
 """Interface between the model files and the runtimes: memory-mapped tensors, and routed experts in one shape.
 
-:mod:`engine.models.folders.checkpoint` opens plain Hugging Face folders and :mod:`engine.models.folders.bank` prepared
-ones. Neither torch nor mlx is needed: a tensor is raw words in a numpy array.
+:mod:`engine.models.folders.checkpoint` opens folders. Neither torch nor mlx is needed: a tensor is raw words in a numpy
+array.
 """
 
 from __future__ import annotations
@@ -89,9 +89,8 @@ class ExpertWeights:
     """One routed expert, in one shape whatever the family: gate, up [ffn, hidden]; down [hidden, ffn]; biases or None.
 
     ``y = down @ (activation(gate @ x + gate_bias) * (up @ x + up_bias)) + down_bias``. The family defines
-    ``activation`` and the product exactly (gpt-oss clamps). In a bank, gate, up, down and biases follow one another in
-    one 64-byte-aligned slab, and ``gate_up`` is a view of gate and up together [2*ffn, hidden]. In a plain checkpoint
-    ``gate_up`` is None unless both are contiguous.
+    ``activation`` and the product exactly (gpt-oss clamps). ``gate_up`` is a view of gate and up together
+    [2*ffn, hidden], or None if they are not one matrix in the file.
     """
 
     gate: StoredTensor
@@ -186,9 +185,6 @@ class ModelFiles(Protocol):
         ...
 
     @property
-    def prepared(self) -> bool: ...
-
-    @property
     def paired_rotary(self) -> bool:
         """Whether the rows of queries and keys that a rotation turns together lie side by side, as in GGUF files of
         llama's kind, instead of half a head apart."""
@@ -215,6 +211,3 @@ class ModelFiles(Protocol):
     def mapped_files(self) -> tuple[FileMapping, ...]:
         """All files with tensors, including the trunk's."""
         ...
-
-
-# engine.models.folders.opening.open_model(folder) -> ModelFiles opens either kind.

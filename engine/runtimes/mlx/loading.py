@@ -27,6 +27,7 @@ from engine.models.architectures.record import MlxRecord
 from engine.models.folders.opening import open_model, read_config
 from engine.models.folders.shard_files import part_of
 from engine.models.folders.weight_layout import in_library_layout, layout_of
+from engine.models.formats.model_files import Experts
 from engine.models.formats.number_formats import WIDTHS
 from engine.moe.executor import LocalExecutor, RingExecutor
 from engine.moe.expert_parallel import Floats, Indices, RankContext
@@ -184,7 +185,7 @@ def _read(
     entries = weights.entries_for_library(plan.folder)
     if plan.quantised is None and not in_library_layout(entries):
         files = open_model(plan.folder, progress)
-        held = files.experts
+        held: Experts | None = files.experts
         if held is not None and plan.context is not None:
             held = held_by(held, plan.context.placement, plan.context.rank)
         stored = files.experts.dtype if files.experts else next(tensor.dtype for _, tensor in files.trunk())

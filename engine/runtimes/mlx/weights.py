@@ -1,6 +1,6 @@
 """Loading weights from a model folder into an mlx-lm model, layer by layer, without two copies of all of them.
 
-Folders that :mod:`engine.models` opens (plain Hugging Face checkpoints and prepared banks) give experts one by one, in
+Folders that :mod:`engine.models` opens (Hugging Face checkpoints, prepared or not) give experts one by one, in
 one shape for all families. Folders written by mlx-lm, quantised or not (and MXFP4 as gpt-oss is published), are read by
 mlx-lm's own loader.
 """

@@ -78,17 +78,18 @@ def test_models_can_be_listed_as_json_without_list(home: Path, capsys: pytest.Ca
     assert written(capsys)[0] == short and any(row["name"] == "starter" for row in json.loads(short))
 
 
-def test_the_bank_of_a_folder_elsewhere_is_listed_and_can_be_removed(
+def test_the_prepared_copy_of_a_folder_elsewhere_is_listed_and_can_be_removed(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = "local--mine--0123456789abcdef.prepared"
-    bank = install(home, name)
-    (bank / "model.safetensors").write_bytes(b"\0" * 1000)
-    (bank / "prestacked.json").write_text("{}")
+    prepared = install(home, name)
+    (prepared / "model.safetensors").write_bytes(b"\0" * 1000)
     assert run(["models", "list", "--json"]) == 0
     rows = {row["name"]: row for row in json.loads(written(capsys)[0])}
-    assert rows[name]["state"] == "bank" and rows[name]["nbytes"] > 1000 and rows[name]["path"] == str(bank)
+    assert (
+        rows[name]["state"] == "prepared copy" and rows[name]["nbytes"] > 1000 and rows[name]["path"] == str(prepared)
+    )
     assert run(["models"]) == 0
     assert name in written(capsys)[0]
     assert run(["models", "remove", "--yes", name]) == 0
-    assert not bank.exists()
+    assert not prepared.exists()

@@ -1,5 +1,6 @@
 """DBRX, whose settings lie in sections."""
 
+from engine.models.architectures.parts import prepared
 from engine.models.architectures.record import Config, DecoderRecord, ExpertTensor, Family, MlxRecord, MoeRecord
 
 _EXPERTS = "transformer.blocks.{layer}.ffn.experts.mlp."
@@ -35,7 +36,7 @@ FAMILIES = (
         layers_prefix="transformer.blocks.",
         decoder=DecoderRecord(rope_theta_key="attn_config.rope_theta"),
         moe=MoeRecord(
-            (_LAYOUT,),
+            (_LAYOUT, prepared(_EXPERTS)),
             count_key="ffn_config.moe_num_experts",
             per_token_key="ffn_config.moe_top_k",
             ffn_key="ffn_config.ffn_hidden_size",

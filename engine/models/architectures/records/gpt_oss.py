@@ -4,7 +4,7 @@ from engine.errors import ModelError, shown
 from engine.models.architectures.gguf_metadata import Metadata
 from engine.models.architectures.gguf_parts import experts
 from engine.models.architectures.layer_rules import even_windows
-from engine.models.architectures.parts import GGUF_MATRICES, LAYER, MLP_EXPERTS, biases, of_mlx
+from engine.models.architectures.parts import GGUF_MATRICES, LAYER, MLP_EXPERTS, biases, of_mlx, prepared
 from engine.models.architectures.record import (
     SCALED_ROPE,
     DecoderRecord,
@@ -32,6 +32,7 @@ _LAYOUTS = (
         *_BIASES,
     ),
     (*of_mlx(MLP_EXPERTS), *biases(MLP_EXPERTS + ".{}_proj.bias")),
+    (*prepared(MLP_EXPERTS + "."), *biases(MLP_EXPERTS + ".{}_proj.bias")),
     (*GGUF_MATRICES, *biases(LAYER + "ffn_{}_exps.bias")),
 )
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from engine.models.architectures.config_values import whole_number
 from engine.models.architectures.layer_rules import layer_list
-from engine.models.architectures.parts import fused
+from engine.models.architectures.parts import fused, prepared
 from engine.models.architectures.record import Config, Family, MoeRecord
 
 _EXPERTS = "model.layers.{layer}.feed_forward.experts."
@@ -27,7 +27,7 @@ TEXT = Family(
         "num_experts_per_tok": 1,
         "interleave_moe_layer_step": 1,
     },
-    moe=MoeRecord((fused(_EXPERTS, transposed=True),), layers=_moe_layers),
+    moe=MoeRecord((fused(_EXPERTS, transposed=True), prepared(_EXPERTS)), layers=_moe_layers),
     native=False,
 )
 WHOLE = replace(
@@ -35,6 +35,9 @@ WHOLE = replace(
     model_type="llama4",
     config_section="text_config",
     layers_prefix="language_model.model.layers.",
-    moe=MoeRecord((fused("language_model." + _EXPERTS, transposed=True),), layers=_moe_layers),
+    moe=MoeRecord(
+        (fused("language_model." + _EXPERTS, transposed=True), prepared("language_model." + _EXPERTS)),
+        layers=_moe_layers,
+    ),
 )
 FAMILIES = (TEXT, WHOLE)

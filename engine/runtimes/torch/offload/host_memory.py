@@ -1,7 +1,7 @@
 """The experts in the host's memory as a device copies them: spans of the mapped files, never a second copy.
 
-A bank's expert is one span of bytes, a plain checkpoint's is one per tensor. What is stored transposed or interleaved
-is copied as it lies and read with its strides, so the host never rearranges weights.
+An expert is one span of bytes per tensor: of a prepared model two, and one for each bias. What is stored transposed or
+interleaved is copied as it lies and read with its strides, so the host never rearranges weights.
 
 Copies are fastest from page-locked memory. The private mappings that the CPU reads cannot be locked: a lock for writing
 gives every page a copy of its own. So each file is mapped a second time, shared and read-only, which takes no memory

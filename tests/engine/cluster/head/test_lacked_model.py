@@ -58,8 +58,8 @@ def test_headers_are_all_that_a_plan_takes(
 ):
     folder = tiny_model(family, dtype="bfloat16")
     if prepared:
-        prepare(folder, tmp_path / "bank", quiet)
-        folder = tmp_path / "bank"
+        prepare(folder, tmp_path / "prepared", quiet)
+        folder = tmp_path / "prepared"
     source = Having(folder)
     own = OwnShard.begin([source], "me", quiet)  # type: ignore[list-item]
     assert own.folder.parent == models

@@ -24,7 +24,7 @@ from tests.support.tiny_gguf import whole_blocks, write_tiny_gguf
 from tests.support.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.slow
-PLAIN, BANK, SHARED, PACKED = "owner--plain", "owner--bank", "owner--shared", "owner--packed--Q4_K_M"
+PLAIN, PREPARED, SHARED, PACKED = "owner--plain", "owner--prepared", "owner--shared", "owner--packed--Q4_K_M"
 ANSWER = 6
 
 
@@ -33,7 +33,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Folders by the names that they have where they are whole."""
     folder = tmp_path_factory.mktemp("models")
     model = write_tiny_model(folder / PLAIN, "mixtral", num_local_experts=8, dtype="bfloat16")
-    prepare(model, folder / f"{BANK}.prepared", lambda *_: None)
+    prepare(model, folder / f"{PREPARED}.prepared", lambda *_: None)
     shared = write_tiny_model(folder / SHARED, "mixtral", num_local_experts=8, dtype="bfloat16", seed=1)
     source = write_tiny_model(folder / "source", "qwen2_moe", **whole_blocks("qwen2_moe"))
     packed = folder / "a file" / "packed-Q4_K_M.gguf"
@@ -42,12 +42,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     with GgufFile(packed) as gguf:
         write_settings(packed.parent, gguf)
     packed.parent.rename(folder / PACKED)
-    return {PLAIN: model, BANK: folder / f"{BANK}.prepared", SHARED: shared, PACKED: folder / PACKED}
+    return {PLAIN: model, PREPARED: folder / f"{PREPARED}.prepared", SHARED: shared, PACKED: folder / PACKED}
 
 
 def test_a_model_that_only_followers_have_runs_in_a_ring(tmp_path: Path, made: dict[str, Path]):
-    """As a plain folder on one, as a bank on the other; then both have a half of what the head gave away."""
-    others = [Machine(models=(made[PLAIN], made[PACKED])), Machine(models=(made[BANK],))]
+    """As a plain folder on one, prepared on the other; then both have a half of what the head gave away."""
+    others = [Machine(models=(made[PLAIN], made[PACKED])), Machine(models=(made[PREPARED],))]
     with RealRing(tmp_path, [Machine(), *others]) as ring:
         models = ring.head.home / "models"
 
@@ -59,10 +59,10 @@ def test_a_model_that_only_followers_have_runs_in_a_ring(tmp_path: Path, made: d
         with pytest.raises(ModelError, match="not on this machine"):
             ring.load(Path("owner/absent"), "native", 2)
         assert copied("owner/plain").detail == "Copied from node 1."
-        assert copied("owner/bank").detail == "Copied from node 2."
+        assert copied("owner/prepared").detail == "Copied from node 2."
         ring.alone(made[PLAIN], "native", "bfloat16")
         alone = ring.answer()
-        for name in ("owner/plain", "owner/bank"):
+        for name in ("owner/plain", "owner/prepared"):
             # What another machine has whole is not sent back to it.
             facts = ring.form(Path(name), "native", 2, "bfloat16")
             assert ring.answer() == alone

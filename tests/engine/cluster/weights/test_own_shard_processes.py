@@ -19,7 +19,7 @@ from tests.support.hooked_engine import hooked
 from tests.support.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.slow
-PLAIN, BANK = "owner--plain", "owner--bank"
+PLAIN, PREPARED = "owner--plain", "owner--prepared"
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +27,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Folders by the names that they have where they are whole."""
     folder = tmp_path_factory.mktemp("models")
     model = write_tiny_model(folder / PLAIN, "mixtral", num_local_experts=8, dtype="bfloat16")
-    prepare(model, folder / f"{BANK}.prepared", lambda *_: None)
-    return {PLAIN: model, BANK: folder / f"{BANK}.prepared"}
+    prepare(model, folder / f"{PREPARED}.prepared", lambda *_: None)
+    return {PLAIN: model, PREPARED: folder / f"{PREPARED}.prepared"}
 
 
 def shares(engine: LocalEngine) -> list[Path]:
@@ -39,7 +39,7 @@ def held(folder: Path) -> int:
     return sum(map(len, read_shard(folder).experts.values()))
 
 
-@pytest.mark.parametrize("key", [pytest.param(PLAIN, marks=pytest.mark.soak), BANK])
+@pytest.mark.parametrize("key", [pytest.param(PLAIN, marks=pytest.mark.soak), PREPARED])
 def test_a_ring_begins_without_a_copy_on_its_head(tmp_path: Path, made: dict[str, Path], key: str):
     """One of two followers has all of it. The other one gets its share through the head.
 

@@ -48,22 +48,22 @@ shares.receive(offered, need.wanted, stream(source, offered, need.wanted), progr
 
 
 @pytest.fixture
-def bank(tiny_model: TinyModel, tmp_path: Path) -> Path:
+def prepared(tiny_model: TinyModel, tmp_path: Path) -> Path:
     """Some megabytes."""
-    prepare(tiny_model("mixtral", hidden_size=96, intermediate_size=192), tmp_path / "bank", quiet)
-    return tmp_path / "bank"
+    prepare(tiny_model("mixtral", hidden_size=96, intermediate_size=192), tmp_path / "prepared", quiet)
+    return tmp_path / "prepared"
 
 
 @pytest.fixture
-def offered(bank: Path) -> Offer:
-    layout = layout_of(bank)
-    return offer(bank, {layer: range(0, layout.count, 2) for layer in layout.layers}, quiet)
+def offered(prepared: Path) -> Offer:
+    layout = layout_of(prepared)
+    return offer(prepared, {layer: range(0, layout.count, 2) for layer in layout.layers}, quiet)
 
 
-def assert_complete(shares: ShardStore, offered: Offer, bank: Path) -> None:
+def assert_complete(shares: ShardStore, offered: Offer, prepared: Path) -> None:
     need = shares.need(offered, quiet)
     assert need.wanted == ()
-    share, whole = open_model(need.folder), open_model(bank)
+    share, whole = open_model(need.folder), open_model(prepared)
     assert [name for name, _ in share.trunk()] == [name for name, _ in whole.trunk()]
     for (_, mine), (_, theirs) in zip(share.trunk(), whole.trunk(), strict=True):
         assert mine.words.tobytes() == theirs.words.tobytes()
@@ -76,21 +76,21 @@ def assert_complete(shares: ShardStore, offered: Offer, bank: Path) -> None:
                 assert mine.words.tobytes() == theirs.words.tobytes()
 
 
-def test_a_node_that_is_killed_again_and_again(bank: Path, offered: Offer, tmp_path: Path):
+def test_a_node_that_is_killed_again_and_again(prepared: Path, offered: Offer, tmp_path: Path):
     models, sent = tmp_path / "node", tmp_path / "offer"
     sent.write_bytes(encode_offer(offered))
     shares = ShardStore(models, "head")
     missing = [offered.nbytes]
     for _ in range(3):
-        arguments = [sys.executable, "-c", RECEIVER, str(models), str(bank), str(sent), str(missing[-1] // 2)]
+        arguments = [sys.executable, "-c", RECEIVER, str(models), str(prepared), str(sent), str(missing[-1] // 2)]
         done = subprocess.run(arguments, cwd=Path(__file__).parents[4], timeout=120, check=False)
         assert done.returncode == -signal.SIGKILL
         missing.append(shares.need(offered, quiet).nbytes)
         assert missing[-1] < missing[-2] or missing[-2] < 800_000
     assert missing[-1] < offered.nbytes / 2
     need = shares.need(offered, quiet)
-    shares.receive(offered, need.wanted, stream(bank, offered, need.wanted), quiet)
-    assert_complete(shares, offered, bank)
+    shares.receive(offered, need.wanted, stream(prepared, offered, need.wanted), quiet)
+    assert_complete(shares, offered, prepared)
 
 
 @pytest.fixture
@@ -105,11 +105,11 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_disk_that_is_really_full(bank: Path, offered: Offer, small_disk: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_disk_that_is_really_full(prepared: Path, offered: Offer, small_disk: Path, monkeypatch: pytest.MonkeyPatch):
     shares = ShardStore(small_disk, "head")
     need = shares.need(offered, quiet)
     with pytest.raises(ModelError, match="are missing; make room") as caught:
-        shares.receive(offered, need.wanted, stream(bank, offered, need.wanted), quiet)
+        shares.receive(offered, need.wanted, stream(prepared, offered, need.wanted), quiet)
     assert caught.value.kind == "disk" and list(small_disk.iterdir()) in (
         [],
         [small_disk / f".{need.folder.name}.lock"],
@@ -120,7 +120,7 @@ def test_a_disk_that_is_really_full(bank: Path, offered: Offer, small_disk: Path
     with pytest.raises(
         ModelError, match=r"is full \(No space left on device\): \d+ MB of this machine's share"
     ) as caught:
-        shares.receive(offered, need.wanted, stream(bank, offered, need.wanted), quiet)
+        shares.receive(offered, need.wanted, stream(prepared, offered, need.wanted), quiet)
     assert caught.value.kind == "disk"
     manifest = read_shard(need.folder)
     named = sum(map(len, manifest.experts.values()))
@@ -129,5 +129,5 @@ def test_a_disk_that_is_really_full(bank: Path, offered: Offer, small_disk: Path
     assert 0 < again.nbytes <= offered.nbytes
 
     subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
-    shares.receive(offered, again.wanted, stream(bank, offered, again.wanted), quiet)
-    assert_complete(shares, offered, bank)
+    shares.receive(offered, again.wanted, stream(prepared, offered, again.wanted), quiet)
+    assert_complete(shares, offered, prepared)

@@ -30,6 +30,7 @@ from engine.models.folders.prepare import prepare
 from engine.models.folders.shard_files import read_shard
 from engine.models.folders.weight_layout import layout_of
 from engine.models.store import local_models
+from tests.support.old_bank import write_old_bank
 from tests.support.progress import quiet
 
 pytestmark = pytest.mark.usefixtures("home")
@@ -47,9 +48,9 @@ def shares(tmp_path: Path) -> ShardStore:
 
 
 @pytest.fixture
-def bank(tiny_model: TinyModel, tmp_path: Path) -> Path:
-    prepare(tiny_model("mixtral", dtype="bfloat16"), tmp_path / "bank", quiet)
-    return tmp_path / "bank"
+def prepared(tiny_model: TinyModel, tmp_path: Path) -> Path:
+    prepare(tiny_model("mixtral", dtype="bfloat16"), tmp_path / "prepared", quiet)
+    return tmp_path / "prepared"
 
 
 def every_second(folder: Path, first: int = 0) -> dict[int, list[int]]:
@@ -89,15 +90,17 @@ def assert_same_experts(share: Path, whole: Path, held: Mapping[int, Sequence[in
                     np.testing.assert_array_equal(one.words, other.words)
 
 
-@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize("form", ["published", "prepared", "bank"])
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "gpt_oss", "dbrx", "deepseek_v3", "llama4_text"])
 def test_a_share_hands_out_what_the_whole_model_has(
-    tiny_model: TinyModel, shares: ShardStore, tmp_path: Path, family: str, prepared: bool
+    tiny_model: TinyModel, shares: ShardStore, tmp_path: Path, family: str, form: str
 ):
-    folder = tiny_model(family, dtype="bfloat16", shards=not prepared)
-    if prepared:
-        prepare(folder, tmp_path / "bank", quiet)
-        folder = tmp_path / "bank"
+    folder = tiny_model(family, dtype="bfloat16", shards=form == "published")
+    if form == "prepared":
+        prepare(folder, tmp_path / "prepared", quiet)
+        folder = tmp_path / "prepared"
+    if form == "bank":
+        folder = write_old_bank(folder, tmp_path / "bank")
     held = every_second(folder)
     offered = decode_offer(encode_offer(offer(folder, held, quiet)))
     need = send(shares, folder, offered)
@@ -114,21 +117,21 @@ def test_a_share_hands_out_what_the_whole_model_has(
 
 
 def test_what_a_wrong_head_sent_is_used_with_that_head_only(
-    tiny_model: TinyModel, bank: Path, tmp_path: Path, home: Path
+    tiny_model: TinyModel, prepared: Path, tmp_path: Path, home: Path
 ):
     """It says that its other weights are the same model as the right head's."""
     models = home / "models"
     prepare(tiny_model("mixtral", dtype="bfloat16", seed=1), tmp_path / "wrong", quiet)
-    held = every_second(bank)
-    right, wrong = offer(bank, held, quiet, name="a model"), offer(tmp_path / "wrong", held, quiet, name="a model")
+    held = every_second(prepared)
+    right, wrong = offer(prepared, held, quiet, name="a model"), offer(tmp_path / "wrong", held, quiet, name="a model")
     assert wrong.identity != right.identity and wrong.layout == right.layout
     forged = msgspec.structs.replace(wrong, identity=right.identity)
     theirs = send(ShardStore(models, "wrong head"), tmp_path / "wrong", forged)
     shares = ShardStore(models, "head")
     assert held_of(right.identity.weights, "head") == ({}, False)
     assert shares.need(right, quiet).nbytes == right.nbytes
-    mine = send(shares, bank, right)
-    assert_same_experts(mine.folder, bank, held)
+    mine = send(shares, prepared, right)
+    assert_same_experts(mine.folder, prepared, held)
     assert_same_experts(theirs.folder, tmp_path / "wrong", held)
     assert mine.folder != theirs.folder
     assert held_of(right.identity.weights, "head") == ({layer: held[layer] for layer in held}, True)
@@ -136,7 +139,7 @@ def test_what_a_wrong_head_sent_is_used_with_that_head_only(
     shutil.rmtree(mine.folder)
     theirs.folder.rename(mine.folder)
     assert shares.need(right, quiet).nbytes == right.nbytes
-    assert_same_experts(send(shares, bank, right).folder, bank, held)
+    assert_same_experts(send(shares, prepared, right).folder, prepared, held)
 
 
 def test_only_the_trunk_and_the_own_experts_are_sent_and_take_room(
@@ -162,58 +165,58 @@ def test_only_the_trunk_and_the_own_experts_are_sent_and_take_room(
     assert blocks(need.folder) < blocks(folder) / 2
 
 
-def test_a_share_without_trunk_has_experts_only(bank: Path, shares: ShardStore):
-    held = every_second(bank)
-    offered = offer(bank, held, quiet, trunk=False)
-    assert offered.nbytes < offer(bank, held, quiet).nbytes - layout_of(bank).trunk_bytes + 1
-    need = send(shares, bank, offered)
-    assert_same_experts(need.folder, bank, held)
+def test_a_share_without_trunk_has_experts_only(prepared: Path, shares: ShardStore):
+    held = every_second(prepared)
+    offered = offer(prepared, held, quiet, trunk=False)
+    assert offered.nbytes < offer(prepared, held, quiet).nbytes - layout_of(prepared).trunk_bytes + 1
+    need = send(shares, prepared, offered)
+    assert_same_experts(need.folder, prepared, held)
     share = open_model(need.folder)
     assert share.trunk_bytes == 0
     with pytest.raises(ModelError, match="without its trunk"):
         list(share.trunk())
-    whole = offer(bank, held, quiet)
-    later = send(shares, bank, whole)
-    assert later.nbytes == layout_of(bank).trunk_bytes
-    assert len(list(open_model(later.folder).trunk())) == len(list(open_model(bank).trunk()))
+    whole = offer(prepared, held, quiet)
+    later = send(shares, prepared, whole)
+    assert later.nbytes == layout_of(prepared).trunk_bytes
+    assert len(list(open_model(later.folder).trunk())) == len(list(open_model(prepared).trunk()))
 
 
-def test_a_later_placement_fetches_the_difference(bank: Path, shares: ShardStore):
-    layout = layout_of(bank)
-    send(shares, bank, offer(bank, every_second(bank), quiet))
+def test_a_later_placement_fetches_the_difference(prepared: Path, shares: ShardStore):
+    layout = layout_of(prepared)
+    send(shares, prepared, offer(prepared, every_second(prepared), quiet))
     held = {layer: list(range(layout.count)) for layer in layout.layers}
-    offered = offer(bank, held, quiet)
-    need = send(shares, bank, offered)
+    offered = offer(prepared, held, quiet)
+    need = send(shares, prepared, offered)
     assert need.nbytes == layout.expert_bytes * layout.count * len(layout.layers) // 2
     assert need.has_bytes == offered.nbytes - need.nbytes
-    assert_same_experts(need.folder, bank, held)
+    assert_same_experts(need.folder, prepared, held)
 
 
-def test_experts_are_given_up_only_for_room(bank: Path, shares: ShardStore, monkeypatch: pytest.MonkeyPatch):
-    first, second = every_second(bank), every_second(bank, 1)
-    folder = send(shares, bank, offer(bank, first, quiet)).folder
-    layout = layout_of(bank)
+def test_experts_are_given_up_only_for_room(prepared: Path, shares: ShardStore, monkeypatch: pytest.MonkeyPatch):
+    first, second = every_second(prepared), every_second(prepared, 1)
+    folder = send(shares, prepared, offer(prepared, first, quiet)).folder
+    layout = layout_of(prepared)
     both = {layer: list(range(layout.count)) for layer in layout.layers}
-    send(shares, bank, offer(bank, second, quiet))
-    assert_same_experts(folder, bank, both)
+    send(shares, prepared, offer(prepared, second, quiet))
+    assert_same_experts(folder, prepared, both)
 
     before = blocks(folder)
     assert shares.keep_only(folder, first) > 0
     assert blocks(folder) < before
-    assert_same_experts(folder, bank, first)
+    assert_same_experts(folder, prepared, first)
 
     # Now there is room for one reserve only: those that are not wanted go.
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, shard_store.RESERVE_BYTES))
     with pytest.raises(ModelError, match="are missing") as caught:
-        send(shares, bank, offer(bank, second, quiet))
+        send(shares, prepared, offer(prepared, second, quiet))
     assert caught.value.kind == "disk"
     assert read_shard(folder).experts == dict.fromkeys(layout.layers, ())
 
 
-def test_a_node_that_has_the_model_is_sent_nothing(bank: Path, shares: ShardStore, tmp_path: Path):
-    shutil.copytree(bank, tmp_path / "node" / "its-own-copy")
-    held = every_second(bank)
-    offered = offer(bank, held, quiet)
+def test_a_node_that_has_the_model_is_sent_nothing(prepared: Path, shares: ShardStore, tmp_path: Path):
+    shutil.copytree(prepared, tmp_path / "node" / "its-own-copy")
+    held = every_second(prepared)
+    offered = offer(prepared, held, quiet)
     need = shares.need(offered, quiet)
     assert need == Need(tmp_path / "node" / "its-own-copy", (), 0, offered.nbytes, whole=True)
 
@@ -241,11 +244,11 @@ def test_a_copy_that_differs_is_not_used(tiny_model: TinyModel, shares: ShardSto
 
 
 def test_an_interrupted_transfer_goes_on_within_an_item(
-    bank: Path, shares: ShardStore, monkeypatch: pytest.MonkeyPatch
+    prepared: Path, shares: ShardStore, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(transfer, "CHUNK_BYTES", 1000)
-    held = every_second(bank)
-    offered = offer(bank, held, quiet)
+    held = every_second(prepared)
+    offered = offer(prepared, held, quiet)
     received = 0
     needs = []
 
@@ -260,79 +263,82 @@ def test_an_interrupted_transfer_goes_on_within_an_item(
         need = shares.need(offered, quiet)
         needs.append(need.nbytes)
         with pytest.raises((ModelError, ConnectionResetError)):
-            shares.receive(offered, need.wanted, cut(stream(bank, offered, need.wanted), 40), quiet)
+            shares.receive(offered, need.wanted, cut(stream(prepared, offered, need.wanted), 40), quiet)
     assert needs[0] - needs[2] > 50_000
     need = shares.need(offered, quiet)
     assert any(want.start for want in need.wanted)
-    shares.receive(offered, need.wanted, stream(bank, offered, need.wanted), quiet)
+    shares.receive(offered, need.wanted, stream(prepared, offered, need.wanted), quiet)
     assert received + need.nbytes == offered.nbytes
-    assert_same_experts(need.folder, bank, held)
+    assert_same_experts(need.folder, prepared, held)
 
 
 def test_what_was_begun_goes_on_behind_the_items_of_another_placement(
-    bank: Path, shares: ShardStore, monkeypatch: pytest.MonkeyPatch
+    prepared: Path, shares: ShardStore, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(transfer, "CHUNK_BYTES", 1000)
     few, more = (
-        offer(bank, dict.fromkeys(outline(bank).layers, experts), quiet, trunk=False) for experts in ((1,), (0, 1))
+        offer(prepared, dict.fromkeys(outline(prepared).layers, experts), quiet, trunk=False)
+        for experts in ((1,), (0, 1))
     )
     need = shares.need(few, quiet)
-    chunks = list(stream(bank, few, need.wanted))
+    chunks = list(stream(prepared, few, need.wanted))
     with pytest.raises(ModelError, match="stopped sending"):
         shares.receive(few, need.wanted, chunks[:-1], quiet)
     need = shares.need(more, quiet)
     assert need.wanted[0].start == 0 < need.wanted[-1].start
-    shares.receive(more, need.wanted, stream(bank, more, need.wanted), quiet)
+    shares.receive(more, need.wanted, stream(prepared, more, need.wanted), quiet)
     assert shares.need(more, quiet).wanted == ()
-    assert_same_experts(need.folder, bank, dict.fromkeys(outline(bank).layers, (0, 1)))
+    assert_same_experts(need.folder, prepared, dict.fromkeys(outline(prepared).layers, (0, 1)))
 
 
-def test_it_can_be_stopped_and_what_came_is_kept(bank: Path, shares: ShardStore):
-    offered = offer(bank, every_second(bank), quiet)
+def test_it_can_be_stopped_and_what_came_is_kept(prepared: Path, shares: ShardStore):
+    offered = offer(prepared, every_second(prepared), quiet)
     need = shares.need(offered, quiet)
     count = iter(range(1000))
     with pytest.raises(Cancelled):
         shares.receive(
-            offered, need.wanted, stream(bank, offered, need.wanted), quiet, should_stop=lambda: next(count) > 6
+            offered, need.wanted, stream(prepared, offered, need.wanted), quiet, should_stop=lambda: next(count) > 6
         )
     assert 0 < len(shares.need(offered, quiet).wanted) < len(need.wanted)
 
 
-def test_a_stream_that_ends_early_says_so(bank: Path, shares: ShardStore):
-    offered = offer(bank, every_second(bank), quiet)
+def test_a_stream_that_ends_early_says_so(prepared: Path, shares: ShardStore):
+    offered = offer(prepared, every_second(prepared), quiet)
     need = shares.need(offered, quiet)
     with pytest.raises(ModelError, match="stopped sending after"):
-        shares.receive(offered, need.wanted, list(stream(bank, offered, need.wanted))[:-2], quiet)
+        shares.receive(offered, need.wanted, list(stream(prepared, offered, need.wanted))[:-3], quiet)
+    # An expert of a prepared model is two runs of bytes, and each run a chunk.
     assert len(shares.need(offered, quiet).wanted) == 2
 
 
-def test_damage_on_the_way_is_refused(bank: Path, shares: ShardStore):
-    offered = offer(bank, every_second(bank), quiet)
+def test_damage_on_the_way_is_refused(prepared: Path, shares: ShardStore):
+    offered = offer(prepared, every_second(prepared), quiet)
     need = shares.need(offered, quiet)
-    chunks = list(stream(bank, offered, need.wanted))
+    chunks = list(stream(prepared, offered, need.wanted))
     damaged = bytearray(chunks[-1])
     damaged[-1] ^= 1
     with pytest.raises(RingProtocolError, match="damaged on its way"):
         shares.receive(offered, need.wanted, [*chunks[:-1], bytes(damaged)], quiet)
     left = shares.need(offered, quiet)
-    assert left.wanted == need.wanted[-1:]
+    (last,) = left.wanted
+    assert last.item == need.wanted[-1].item and last.start > 0
 
     # With a checksum that fits the chunk, the item's does not fit.
-    last = transfer.decode_chunk(chunks[-1])
-    wrong = bytes(len(last.data))
-    forged = transfer.encode_chunk(transfer.Chunk(last.item, last.offset, zlib.crc32(wrong), wrong))
+    sent = transfer.decode_chunk(chunks[-1])
+    wrong = bytes(len(sent.data))
+    forged = transfer.encode_chunk(transfer.Chunk(sent.item, sent.offset, zlib.crc32(wrong), wrong))
     with pytest.raises(RingProtocolError, match="another checksum"):
         shares.receive(offered, left.wanted, [forged], quiet)
-    assert shares.need(offered, quiet).wanted == left.wanted
+    assert shares.need(offered, quiet).wanted == (Wanted(last.item),)
     layer, expert = transfer.expert_of(offered.items[last.item].key) or (0, 0)
     assert expert not in read_shard(need.folder).experts[layer]
 
 
 @pytest.mark.parametrize("order", ["reversed", "twice", "more"])
-def test_only_what_was_asked_for_is_taken(bank: Path, shares: ShardStore, order: str):
-    offered = offer(bank, every_second(bank), quiet)
+def test_only_what_was_asked_for_is_taken(prepared: Path, shares: ShardStore, order: str):
+    offered = offer(prepared, every_second(prepared), quiet)
     need = shares.need(offered, quiet)
-    chunks = list(stream(bank, offered, need.wanted))
+    chunks = list(stream(prepared, offered, need.wanted))
     sent = {"reversed": chunks[::-1], "twice": [chunks[0], *chunks], "more": [*chunks, chunks[0]]}[order]
     with pytest.raises(RingProtocolError):
         shares.receive(offered, need.wanted, sent, quiet)
@@ -340,10 +346,10 @@ def test_only_what_was_asked_for_is_taken(bank: Path, shares: ShardStore, order:
 
 @pytest.mark.parametrize("failing", ["pwrite", "fsync"])
 def test_a_full_disk_is_named_and_nothing_half_counted(
-    bank: Path, shares: ShardStore, monkeypatch: pytest.MonkeyPatch, failing: str
+    prepared: Path, shares: ShardStore, monkeypatch: pytest.MonkeyPatch, failing: str
 ):
-    held = every_second(bank)
-    offered = offer(bank, held, quiet)
+    held = every_second(prepared)
+    offered = offer(prepared, held, quiet)
     need = shares.need(offered, quiet)
     left = iter(range(1000))
     genuine = getattr(os, failing)
@@ -355,23 +361,23 @@ def test_a_full_disk_is_named_and_nothing_half_counted(
 
     monkeypatch.setattr(os, failing, full)
     with pytest.raises(ModelError, match=r"is full .* [kM]B of this machine's share did not fit") as caught:
-        shares.receive(offered, need.wanted, stream(bank, offered, need.wanted), quiet)
+        shares.receive(offered, need.wanted, stream(prepared, offered, need.wanted), quiet)
     assert caught.value.kind == "disk"
     monkeypatch.undo()
     again = shares.need(offered, quiet)
     assert 0 < again.nbytes <= offered.nbytes
-    shares.receive(offered, again.wanted, stream(bank, offered, again.wanted), quiet)
-    assert_same_experts(need.folder, bank, held)
+    shares.receive(offered, again.wanted, stream(prepared, offered, again.wanted), quiet)
+    assert_same_experts(need.folder, prepared, held)
 
 
 def test_too_little_room_is_refused_before_anything_is_received(
-    bank: Path, shares: ShardStore, monkeypatch: pytest.MonkeyPatch
+    prepared: Path, shares: ShardStore, monkeypatch: pytest.MonkeyPatch
 ):
-    offered = offer(bank, every_second(bank), quiet)
+    offered = offer(prepared, every_second(prepared), quiet)
     need = shares.need(offered, quiet)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 0))
     with pytest.raises(ModelError, match=r"needs another .* are missing; make room"):
-        shares.receive(offered, need.wanted, stream(bank, offered, need.wanted), quiet)
+        shares.receive(offered, need.wanted, stream(prepared, offered, need.wanted), quiet)
     assert not need.folder.exists()
 
 
@@ -385,16 +391,16 @@ def test_a_head_whose_files_changed_says_so(tiny_model: TinyModel, shares: Shard
         list(stream(head, offered, need.wanted))
 
 
-def test_wanting_what_was_not_offered_is_refused(bank: Path):
-    offered = offer(bank, every_second(bank), quiet)
+def test_wanting_what_was_not_offered_is_refused(prepared: Path):
+    offered = offer(prepared, every_second(prepared), quiet)
     for wanted in ([Wanted(len(offered.items))], [Wanted(-1)], [Wanted(0, 1 << 40)]):
         with pytest.raises(RingProtocolError, match="was wanted and not offered"):
-            list(stream(bank, offered, wanted))
+            list(stream(prepared, offered, wanted))
 
 
-def test_a_share_is_no_model_to_load_or_list(bank: Path, home: Path):
+def test_a_share_is_no_model_to_load_or_list(prepared: Path, home: Path):
     models = home / "models"
-    need = send(ShardStore(models, "head"), bank, offer(bank, every_second(bank), quiet, name="a model"))
+    need = send(ShardStore(models, "head"), prepared, offer(prepared, every_second(prepared), quiet, name="a model"))
     assert need.folder.parent == models and need.folder.name.startswith("a-model--")
     assert local_models.installed() == []
     with pytest.raises(ModelError, match="share of a model that a ring runs"):
@@ -407,61 +413,29 @@ def test_a_share_is_no_model_to_load_or_list(bank: Path, home: Path):
     assert local_models.shards() == [] and not need.folder.exists()
 
 
-def test_a_damaged_or_foreign_share_is_received_anew(bank: Path, shares: ShardStore):
-    held = every_second(bank)
-    offered = offer(bank, held, quiet)
-    folder = send(shares, bank, offered).folder
+def test_a_damaged_or_foreign_share_is_received_anew(prepared: Path, shares: ShardStore):
+    held = every_second(prepared)
+    offered = offer(prepared, held, quiet)
+    folder = send(shares, prepared, offered).folder
     (folder / model_folder.SHARD_MANIFEST).write_bytes(b"{")
     with pytest.raises(ModelError, match="is damaged"):
         open_model(folder)
-    assert send(shares, bank, offered).nbytes == offered.nbytes
-    assert_same_experts(folder, bank, held)
+    assert send(shares, prepared, offered).nbytes == offered.nbytes
+    assert_same_experts(folder, prepared, held)
     (folder / "config.json").write_text("{}")
     assert [offered.items[want.item].key for want in shares.need(offered, quiet).wanted] == ["setting/config.json"]
 
 
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "dbrx", "qwen2_moe"])
-def test_of_a_plain_checkpoint_a_share_of_a_bank_is_made(
-    tiny_model: TinyModel, shares: ShardStore, tmp_path: Path, family: str
-):
-    plain = tiny_model(family, dtype="bfloat16")
-    prepare(plain, tmp_path / "bank", quiet)
-    shutil.copytree(plain, tmp_path / "node" / "checkpoint")
-    held = every_second(tmp_path / "bank")
-    offered = offer(tmp_path / "bank", held, quiet)
-    need = shares.need(offered, quiet)
-    assert [offered.items[want.item].key for want in need.wanted] == ["setting/bank.json"]
-    shares.receive(offered, need.wanted, stream(tmp_path / "bank", offered, need.wanted), quiet)
-    assert_same_experts(need.folder, tmp_path / "bank", held)
-    trunk = {name: tensor.words.tobytes() for name, tensor in open_model(tmp_path / "bank").trunk()}
-    assert {name: tensor.words.tobytes() for name, tensor in open_model(need.folder).trunk()} == trunk
-
-
-def test_of_another_checkpoint_only_what_is_the_same_is_taken(
-    tiny_model: TinyModel, shares: ShardStore, tmp_path: Path
-):
-    plain = Path(shutil.copytree(tiny_model("mixtral", dtype="bfloat16"), tmp_path / "node" / "checkpoint"))
-    prepare(plain, tmp_path / "bank", quiet)
-    run = layout_of(plain).experts[1, 3][0]
-    data = bytearray((plain / "model.safetensors").read_bytes())
-    data[run.start] ^= 1
-    (plain / "model.safetensors").write_bytes(data)
-    offered = offer(tmp_path / "bank", {layer: [2, 3] for layer in range(3)}, quiet)
-    need = shares.need(offered, quiet)
-    keys = [offered.items[want.item].key for want in need.wanted]
-    assert [key for key in keys if not key.startswith("setting/")] == ["expert/1/3"]
-
-
-def test_an_item_that_came_whole_and_was_not_compared_comes_again(bank: Path, shares: ShardStore):
-    offered = offer(bank, every_second(bank), quiet)
+def test_an_item_that_came_whole_and_was_not_compared_comes_again(prepared: Path, shares: ShardStore):
+    offered = offer(prepared, every_second(prepared), quiet)
     need = shares.need(offered, quiet)
     last = offered.items[need.wanted[-1].item]
-    shares.receive(offered, need.wanted[:-1], stream(bank, offered, need.wanted[:-1]), quiet)
+    shares.receive(offered, need.wanted[:-1], stream(prepared, offered, need.wanted[:-1]), quiet)
     begun = shard_store.Begun(last.key, last.nbytes, last.checksum)
     shard_store._write_manifest(need.folder, msgspec.structs.replace(read_shard(need.folder), begun=begun))
     again = shares.need(offered, quiet)
     assert (again.wanted, again.nbytes) == (need.wanted[-1:], last.nbytes)
-    shares.receive(offered, again.wanted, stream(bank, offered, again.wanted), quiet)
+    shares.receive(offered, again.wanted, stream(prepared, offered, again.wanted), quiet)
     assert shares.need(offered, quiet).wanted == ()
 
 
@@ -479,16 +453,16 @@ PAIRS = st.sets(st.tuples(st.integers(0, 2), st.integers(0, 7)), min_size=1, max
 @given(st.lists(PAIRS, min_size=1, max_size=4))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=15, deadline=None)
 def test_whatever_placements_follow_each_other_nothing_is_sent_twice(
-    bank: Path, placements: list[set[tuple[int, int]]]
+    prepared: Path, placements: list[set[tuple[int, int]]]
 ):
-    layout = layout_of(bank)
+    layout = layout_of(prepared)
     with tempfile.TemporaryDirectory() as node:
         shares = ShardStore(Path(node), "head")
         here: set[tuple[int, int]] = set()
         for number, pairs in enumerate(placements):
             held = {layer: sorted(e for at, e in pairs if at == layer) for layer in layout.layers}
-            offered = offer(bank, held, quiet)
-            need = send(shares, bank, offered)
+            offered = offer(prepared, held, quiet)
+            need = send(shares, prepared, offered)
             other = offered.nbytes - len(pairs) * layout.expert_bytes
             assert need.nbytes == len(pairs - here) * layout.expert_bytes + (other if number == 0 else 0)
             assert need.has_bytes == offered.nbytes - need.nbytes

@@ -50,7 +50,6 @@ IDENTITY = ModelIdentity(
 def an_offer(**changes: Any) -> Offer:
     good = Offer(
         identity=IDENTITY,
-        form="plain",
         layout="0123456789abcdef",
         files=(("model.safetensors", 1000),),
         items=(

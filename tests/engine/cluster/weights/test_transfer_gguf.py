@@ -196,11 +196,11 @@ def test_a_persons_own_file_is_not_given(folder: Path) -> None:
     assert find_provided(folder.name, "tiny", "anybody") is None
 
 
-def test_a_gguf_file_is_no_source_of_a_bank(folder: Path, tmp_path: Path) -> None:
-    """Its weights are packed, or in another order: a bank offered of the same configuration is not made of it."""
+def test_a_gguf_file_is_no_copy_of_prepared_weights(folder: Path, tmp_path: Path) -> None:
+    """Its weights are packed, or in another order: what is offered with the same configuration is not taken from it."""
     source = write_tiny_model(tmp_path / "plain", "mixtral", num_local_experts=4)
-    prepare(source, tmp_path / "bank", quiet)
-    offered = offer(tmp_path / "bank", half(tmp_path / "bank"), quiet)
+    prepare(source, tmp_path / "prepared", quiet)
+    offered = offer(tmp_path / "prepared", half(tmp_path / "prepared"), quiet)
     config = (folder / "config.json").read_bytes()
     (folder / "config.json").write_bytes((source / "config.json").read_bytes())
     need = ShardStore(folder.parent, "head").need(offered, quiet)

@@ -38,7 +38,7 @@ def test_held_rows_and_the_trunk_arrive_the_rest_is_holes(family: str, tmp_path:
     assert shape is not None
     held = {layer: [1, shape.count - 1] for layer in shape.layers}
     offered = offer(folder, held, quiet)
-    assert offered.form == "library"
+    assert layout_of(folder).opened is None
     assert offered.identity.quantisation == "4-bit in groups of 32"
     shares = ShardStore(tmp_path / "node", "head")
     need = shares.need(offered, quiet)

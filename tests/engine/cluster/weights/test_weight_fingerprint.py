@@ -15,6 +15,7 @@ from engine.cluster.weights.weight_fingerprint import differences, identity_of
 from engine.models.folders.prepare import prepare
 from engine.models.folders.shard_files import ModelIdentity
 from engine.models.folders.weight_layout import layout_of
+from tests.support.old_bank import write_old_bank
 from tests.support.progress import quiet
 
 pytestmark = pytest.mark.usefixtures("home")
@@ -31,15 +32,29 @@ def model(tiny_model: TinyModel, tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "dbrx", "qwen2_moe", "llama"])
-def test_it_is_the_same_in_any_form(tiny_model: TinyModel, tmp_path: Path, family: str):
-    whole = identity_of(tiny_model(family, dtype="bfloat16"))
-    assert differences(whole, identity_of(tiny_model(family, dtype="bfloat16", shards=True))) is None
-    if family != "llama":
-        prepare(tiny_model(family, dtype="bfloat16"), tmp_path / "bank", quiet)
-        bank = identity_of(tmp_path / "bank")
-        assert differences(whole, bank) is None
-        assert (bank.quantisation, bank.family) == ("bfloat16", family)
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "dbrx", "qwen2_moe"])
+def test_prepared_copies_are_the_same_whatever_they_were_made_of(tiny_model: TinyModel, tmp_path: Path, family: str):
+    one, other = tmp_path / "one" / "prepared", tmp_path / "other" / "prepared"
+    prepare(tiny_model(family, dtype="bfloat16"), one, quiet)
+    prepare(tiny_model(family, dtype="bfloat16", shards=True), other, quiet)
+    identity = identity_of(one)
+    assert identity == identity_of(other)
+    assert (identity.quantisation, identity.family) == ("bfloat16", family)
+    assert layout_of(one).fingerprint == layout_of(other).fingerprint
+
+
+@pytest.mark.parametrize("family", ["mixtral", "llama"])
+def test_copies_of_a_folder_are_the_same(tiny_model: TinyModel, tmp_path: Path, family: str):
+    whole = tiny_model(family, dtype="bfloat16")
+    shutil.copytree(whole, tmp_path / "copy")
+    assert differences(identity_of(whole), identity_of(tmp_path / "copy")) is None
+
+
+def test_an_earlier_versions_prepared_copy_is_the_same_as_todays(model: Path, tmp_path: Path):
+    prepare(model, tmp_path / "new" / "prepared", quiet)
+    write_old_bank(model, tmp_path / "old" / "prepared")
+    new, old = (identity_of(tmp_path / each / "prepared") for each in ("new", "old"))
+    assert new == old
 
 
 def test_weights_that_differ_in_one_bit(model: Path):
@@ -112,10 +127,3 @@ def test_weights_are_read_once(model: Path, home: Path):
     for kept in (home / "data" / "checksums").iterdir():
         kept.write_text("{")
     assert isinstance(identity_of(model), ModelIdentity)
-
-
-def test_a_bank_brings_the_checksums_of_its_experts(model: Path, tmp_path: Path):
-    prepare(model, tmp_path / "bank", quiet)
-    seen: list[int] = []
-    identity_of(tmp_path / "bank", lambda stage, done, total, unit: seen.append(done))
-    assert seen[-1] == layout_of(tmp_path / "bank").trunk_bytes

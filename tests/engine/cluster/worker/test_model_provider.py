@@ -60,10 +60,10 @@ def test_what_arrives_is_what_was_there(
 ):
     folder = tiny_model(family, dtype="bfloat16", shards=not prepared)
     if prepared:
-        prepare(folder, tmp_path / "bank", quiet)
-        folder = tmp_path / "bank"
+        prepare(folder, tmp_path / "prepared", quiet)
+        folder = tmp_path / "prepared"
     got = taking(Having(folder)).run()
-    assert got == models / (KEY + model_folder.PREPARED if prepared else KEY)
+    assert got == models / KEY
     assert content(got) == content(folder)
     assert local_models.resolve(NAME).folder == got
     assert local_models.partial_downloads() == []

@@ -16,22 +16,27 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors import safe_open
 
 from engine.errors import Cancelled, ModelError
 from engine.models.folders import model_folder
 from engine.models.folders import prepare as preparing
-from engine.models.folders.bank import JOURNAL, verify
+from engine.models.folders.model_folder import JOURNAL
 from engine.models.folders.opening import open_model
-from engine.models.folders.prepare import needs_preparing, prepare
+from engine.models.folders.prepare import needs_preparing, prepare, read_prepared, verify
 from engine.models.formats.safetensors_files import encode_header
 from engine.models.store.gguf_folder import open_gguf
+from tests.support.old_bank import write_old_bank
 from tests.support.progress import quiet
 from tests.support.tiny_gguf import write_tiny_gguf
+from tests.support.tiny_models import TINY_MOE_FAMILIES
 
 pytestmark = pytest.mark.usefixtures("home")
 
 
 TinyModel = Callable[..., Path]
+TRUNK, *OF_LAYERS = (f"model-{number:05}-of-00004.safetensors" for number in range(1, 5))
+"""Files of a prepared model of three layers."""
 
 
 @pytest.fixture
@@ -45,7 +50,7 @@ def partial(destination: Path) -> Path:
 
 def assert_equal_models(mine: Path, theirs: Path) -> None:
     ours, others = open_model(mine), open_model(theirs)
-    assert ours.prepared
+    assert read_prepared(mine) is not None
     assert {n: t.words.tobytes() for n, t in ours.trunk()} == {n: t.words.tobytes() for n, t in others.trunk()}
     assert ours.experts is not None and others.experts is not None
     assert ours.experts.layers == others.experts.layers
@@ -67,10 +72,10 @@ def test_a_prepared_folder_is_complete_and_clean(source: Path, tmp_path: Path):
     seen: list[tuple[str, int, int, str]] = []
     prepare(plain, tmp_path / "bank", lambda *step: seen.append(step))
     assert sorted(path.name for path in (tmp_path / "bank").iterdir()) == [
-        "LICENSE", "LICENSE.txt", "bank.json", "chat_template.jinja", "config.json", "experts",
-        "generation_config.json", "tokenizer.json", "tokenizer.model", "trunk.safetensors",
+        "LICENSE", "LICENSE.txt", "chat_template.jinja", "config.json", "generation_config.json",
+        "model-00001-of-00004.safetensors", "model-00002-of-00004.safetensors", "model-00003-of-00004.safetensors",
+        "model-00004-of-00004.safetensors", "model.safetensors.index.json", "tokenizer.json", "tokenizer.model",
     ]  # fmt: skip
-    assert len(list((tmp_path / "bank" / "experts").iterdir())) == 3
     assert not partial(tmp_path / "bank").exists()
     assert (tmp_path / "bank" / "tokenizer.json").read_text() == "tokenizer.json"
     assert_equal_models(tmp_path / "bank", plain)
@@ -133,7 +138,7 @@ def test_a_sound_bank_is_only_checked(source: Path, tmp_path: Path):
 
 def test_a_damaged_bank_is_written_again(source: Path, tmp_path: Path):
     prepare(source, tmp_path / "bank", quiet)
-    (tmp_path / "bank" / "experts" / "layer-00001.slabs").write_bytes(b"damage")
+    (tmp_path / "bank" / OF_LAYERS[1]).write_bytes(b"damage")
     prepare(source, tmp_path / "bank", quiet)
     assert_equal_models(tmp_path / "bank", source)
     assert sorted(path.name for path in tmp_path.iterdir() if path.suffix == ".partial") == []
@@ -198,14 +203,14 @@ def test_stopping_keeps_what_is_finished(source: Path, tmp_path: Path):
     before = identities(partial(destination))
     prepare(source, destination, quiet)
     after = identities(destination)
-    kept = {"trunk.safetensors", "layer-00000.slabs"}
+    kept = {TRUNK, OF_LAYERS[0]}
     assert {name: before[name] for name in kept} == {name: after[name] for name in kept}
     assert_equal_models(destination, source)
 
 
 def finished_layers(destination: Path) -> int:
     journal = partial(destination) / JOURNAL
-    return journal.read_text().count('"layer":{') if journal.exists() else 0
+    return sum(name in journal.read_text() for name in OF_LAYERS) if journal.exists() else 0
 
 
 def test_stopping_at_any_time_leaves_nothing_wrong(source: Path, tmp_path: Path):
@@ -227,12 +232,12 @@ def test_what_was_damaged_in_between_is_not_taken_up(source: Path, tmp_path: Pat
     destination = tmp_path / "bank"
     with pytest.raises(Cancelled):
         prepare(source, destination, quiet, should_stop=lambda: finished_layers(destination) == 2)
-    damaged = partial(destination) / "experts" / "layer-00000.slabs"
+    damaged = partial(destination) / OF_LAYERS[0]
     content = bytearray(damaged.read_bytes())
     content[1000] ^= 1
     damaged.write_bytes(content)
     with (partial(destination) / JOURNAL).open("ab") as journal:
-        journal.write(b'{"layer":{"layer":2,"checks')
+        journal.write(b'{"file":"model-00004-of-')
     prepare(source, destination, quiet)
     assert_equal_models(destination, source)
     verify(destination)
@@ -350,7 +355,7 @@ def test_too_little_room_is_said_before_anything_is_written(
         prepare(source, tmp_path / "bank", quiet)
     assert caught.value.kind == "disk"
     assert not (tmp_path / "bank").exists()
-    assert not list(partial(tmp_path / "bank").rglob("*.slabs*"))
+    assert not list(partial(tmp_path / "bank").glob("*.safetensors*"))
 
 
 def test_a_disk_that_fills_up_loses_nothing(source: Path, tmp_path: Path):
@@ -368,8 +373,8 @@ def test_a_disk_that_fills_up_loses_nothing(source: Path, tmp_path: Path):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert caught.value.kind == "disk"
     assert not destination.exists()
-    names = sorted(path.name for path in (partial(destination) / "experts").iterdir())
-    assert names == ["layer-00000.slabs", "layer-00001.slabs"]
+    names = sorted(path.name for path in partial(destination).glob("*.safetensors*"))
+    assert names == [TRUNK, *OF_LAYERS[:2]]
     prepare(source, destination, quiet)
     after = identities(destination)
     assert {name: after[name] for name in names} == {name: before[name] for name in names}
@@ -408,7 +413,7 @@ def test_any_write_may_fail(source: Path, tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_disk_that_does_not_keep_what_is_written(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def lose_a_bit(path: Path) -> None:
-        if path.name == "layer-00001.slabs":
+        if path.name == OF_LAYERS[1]:
             content = bytearray(path.read_bytes())
             content[-1] ^= 1
             path.write_bytes(content)
@@ -521,3 +526,86 @@ def test_a_gguf_file_is_not_prepared(tiny_model: TinyModel, tmp_path: Path) -> N
     with pytest.raises(ModelError, match="holds the weights of a GGUF file"):
         prepare(folder, tmp_path / "bank", quiet)
     assert not (tmp_path / "bank").exists()
+
+
+# --- the layout ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", TINY_MOE_FAMILIES)
+def test_it_holds_what_the_source_holds_as_aligned_rows(tiny_model: TinyModel, tmp_path: Path, family: str, dtype: str):
+    source = tiny_model(family, dtype=dtype)
+    prepare(source, tmp_path / "prepared", quiet)
+    plain, prepared = open_model(source), open_model(tmp_path / "prepared")
+    assert prepared.config == plain.config and prepared.trunk_bytes == plain.trunk_bytes
+    trunk = {name: (tensor.dtype, tensor.words.tobytes()) for name, tensor in plain.trunk()}
+    assert {name: (tensor.dtype, tensor.words.tobytes()) for name, tensor in prepared.trunk()} == trunk
+    mine, theirs = prepared.experts, plain.experts
+    assert mine is not None and theirs is not None and not mine.strided
+    assert (mine.layers, mine.count, mine.dtype) == (theirs.layers, theirs.count, theirs.dtype)
+    assert mine.nbytes == theirs.nbytes
+    for layer in mine.layers:
+        for expert in range(mine.count):
+            weights, place = mine.expert(layer, expert), mine.place(layer, expert)
+            assert len({span.file.path for span in place.spans}) == 1
+            assert all(span.address % 64 == 0 for span in place.spans[:2])
+            assert len(place.spans) == 2 + (3 if weights.down_bias is not None else 0)
+            assert weights.gate_up is not None and weights.gate_up.words.flags.c_contiguous
+            both = np.concatenate([weights.gate.words, weights.up.words])
+            assert np.array_equal(weights.gate_up.words, both)
+            for one, other in zip(weights.parts, theirs.expert(layer, expert).parts, strict=True):
+                assert one.words.flags.c_contiguous
+                assert np.array_equal(one.words, other.words)
+
+
+def test_others_read_it_as_ordinary_safetensors(source: Path, tmp_path: Path):
+    from transformers import AutoModelForCausalLM
+
+    prepare(source, tmp_path / "prepared", quiet)
+    mine, theirs = (AutoModelForCausalLM.from_pretrained(str(each)) for each in (tmp_path / "prepared", source))
+    weights = theirs.state_dict()
+    assert {name: tensor.shape for name, tensor in mine.state_dict().items()} == {
+        name: tensor.shape for name, tensor in weights.items()
+    }
+    assert all(bool((tensor == weights[name]).all()) for name, tensor in mine.state_dict().items())
+    with safe_open(tmp_path / "prepared" / TRUNK, "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+        assert sorted(file.keys()) == sorted(name for name, _ in open_model(source).trunk())
+
+
+def test_a_sound_folder_verifies_and_a_wrong_bit_is_named(source: Path, tmp_path: Path):
+    prepare(source, tmp_path / "prepared", quiet)
+    counts: list[int] = []
+    verify(tmp_path / "prepared", counts.append)
+    assert sum(counts) == sum(path.stat().st_size for path in (tmp_path / "prepared").glob("*.safetensors"))
+    for name in (TRUNK, OF_LAYERS[2]):
+        path = tmp_path / "prepared" / name
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+        with pytest.raises(ModelError, match=f"{name} is damaged: its checksum is wrong"):
+            verify(tmp_path / "prepared")
+        content[-1] ^= 1
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"metadata": 1}', '{"metadata": {"prepared_from": 1}}', '{"metadata": {"total_size": 1}}']
+)
+def test_an_index_that_says_nothing_of_preparing(source: Path, tmp_path: Path, text: str):
+    """Such a folder is a person's own: it is not written over."""
+    prepare(source, tmp_path / "prepared", quiet)
+    (tmp_path / "prepared" / "model.safetensors.index.json").write_text(text)
+    assert read_prepared(tmp_path / "prepared") is None
+    with pytest.raises(ModelError, match="is not a prepared model"):
+        prepare(source, tmp_path / "prepared", quiet)
+    with pytest.raises(ModelError, match="has no checksums"):
+        verify(tmp_path / "prepared")
+
+
+def test_a_copy_of_an_earlier_version_is_replaced(source: Path, tmp_path: Path):
+    write_old_bank(source, tmp_path / "prepared")
+    prepare(source, tmp_path / "prepared", quiet)
+    assert_equal_models(tmp_path / "prepared", source)
+    assert not (tmp_path / "prepared" / "bank.json").exists()

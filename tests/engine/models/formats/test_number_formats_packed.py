@@ -287,7 +287,7 @@ def test_a_shard_has_the_bytes_of_its_own_experts(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
     folder = write_packed_folder(tmp_path)
     layout = layout_of(folder)
-    assert layout.form == "library" and layout.count == COUNT
+    assert layout.opened is None and layout.count == COUNT
     held = {layer: [layer % COUNT, (layer + 2) % COUNT] for layer in layout.layers}
     offered = decode_offer(encode_offer(offer(folder, held, quiet)))
     (tmp_path / "node").mkdir()

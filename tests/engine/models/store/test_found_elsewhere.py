@@ -399,7 +399,7 @@ def test_what_the_hugging_face_cache_holds_is_opened_where_it_lies(tmp_path: Pat
     assert (name, folder) == ("a/M", weights) and opened.experts is not None
     prepare(folder, local_models.resolve("a/M").prepared_folder, quiet)
     assert find_folder("a/M", quiet, None)[1].parent == local_models.locate("models")
-    assert [folder for folder, _ in local_models.banks_of_elsewhere()] == [
+    assert [folder for folder, _ in local_models.prepared_elsewhere()] == [
         local_models.resolve("a/M").prepared_folder.name
     ]
     assert {path: path.lstat().st_mtime_ns for path in hub_cache.rglob("*")} == before

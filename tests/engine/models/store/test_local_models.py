@@ -25,12 +25,12 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home" / "models"
 
 
-def make_model(folder: Path, family: str = "mixtral", size: int = 1000, bank: bool = False) -> Path:
+def make_model(folder: Path, family: str = "mixtral", size: int = 1000, index: bool = False) -> Path:
     folder.mkdir(parents=True)
     (folder / "model.safetensors").write_bytes(bytes(size))
     (folder / "config.json").write_text(json.dumps({"model_type": family}))
-    if bank:
-        (folder / "bank.json").write_text("{}")
+    if index:
+        (folder / "model.safetensors.index.json").write_text("{}")
     return folder
 
 
@@ -103,13 +103,16 @@ def test_a_downloaded_file_is_found_by_whatever_names_it(models: Path) -> None:
     assert remove("owner/M-GGUF:q4_k_xl") > 0 and not four.exists() and eight.exists()
 
 
-def test_the_bank_is_opened_where_there_is_one(models: Path) -> None:
+@pytest.mark.parametrize("last", ["model.safetensors.index.json", "bank.json"])
+def test_the_prepared_copy_is_opened_where_there_is_one(models: Path, last: str) -> None:
+    """``last`` is what is written last into it, now or by an earlier version."""
     plain = make_model(models / "owner--name")
     assert resolve("owner/name").folder == plain and not resolve("owner/name").prepared
-    bank = make_model(models / "owner--name.prepared", size=500, bank=True)
-    assert resolve("owner/name").folder == bank and resolve("owner/name").prepared
-    os.utime(plain / "model.safetensors", ns=(0, (bank / "bank.json").stat().st_mtime_ns + 10**9))
-    assert resolve("owner/name").folder == plain, "weights changed since: the bank is out of date"
+    prepared = make_model(models / "owner--name.prepared", size=500)
+    (prepared / last).write_text("{}")
+    assert resolve("owner/name").folder == prepared and resolve("owner/name").prepared
+    os.utime(plain / "model.safetensors", ns=(0, (prepared / last).stat().st_mtime_ns + 10**9))
+    assert resolve("owner/name").folder == plain, "weights changed since: the copy is out of date"
 
 
 def test_local_folders_are_models(tmp_path: Path, models: Path) -> None:
@@ -118,8 +121,8 @@ def test_local_folders_are_models(tmp_path: Path, models: Path) -> None:
         model = resolve(text)
         assert (model.kind, model.name, model.folder) == ("folder", "mine", folder)
         assert model.prepared_folder.parent == models and model.prepared_folder.name.startswith("local--mine--")
-    bank = make_model(model.prepared_folder, bank=True)
-    assert resolve(str(folder)).folder == bank
+    prepared = make_model(model.prepared_folder, index=True)
+    assert resolve(str(folder)).folder == prepared
     assert remove(str(folder)) > 0
     assert resolve(str(folder)).folder == folder and folder.exists(), "a person's own folder is never deleted"
     with pytest.raises(ModelError, match="Nothing of mine"):
@@ -128,9 +131,9 @@ def test_local_folders_are_models(tmp_path: Path, models: Path) -> None:
 
 def test_a_folder_in_the_models_folder_by_its_path(models: Path) -> None:
     plain = make_model(models / "owner--name")
-    bank = make_model(models / "owner--name.prepared", bank=True)
-    assert resolve(str(bank)).plain_folder == plain
-    assert resolve(str(plain)).prepared_folder == bank
+    prepared = make_model(models / "owner--name.prepared", index=True)
+    assert resolve(str(prepared)).plain_folder == plain
+    assert resolve(str(plain)).prepared_folder == prepared
 
 
 NO_MODELS = [
@@ -189,23 +192,23 @@ def test_unfinished_is_not_a_model(models: Path, tmp_path: Path) -> None:
 def test_what_is_installed(models: Path) -> None:
     assert installed() == []
     make_model(models / "mistralai--Mixtral-8x7B-Instruct-v0.1")
-    make_model(models / "mistralai--Mixtral-8x7B-Instruct-v0.1.prepared", bank=True)
-    make_model(models / "owner--name.prepared", family="olmoe", bank=True)
-    make_model(models / "starter", bank=True)
-    make_model(models / "local--mine--0123456789abcdef.prepared", bank=True)
+    make_model(models / "mistralai--Mixtral-8x7B-Instruct-v0.1.prepared", index=True)
+    make_model(models / "owner--name.prepared", family="olmoe", index=True)
+    make_model(models / "starter")
+    make_model(models / "local--mine--0123456789abcdef.prepared", index=True)
     broken = make_model(models / "owner--broken")
     (broken / "config.json").write_text("{")
     found = {model.name: model for model in installed()}
     assert sorted(found) == ["mixtral-8x7b", "owner/broken", "owner/name", "starter"]
     assert found["mixtral-8x7b"].prepared and found["mixtral-8x7b"].nbytes > 2000
     assert found["owner/name"].prepared and found["owner/name"].family == "olmoe"
-    assert found["starter"].prepared and found["owner/broken"].family == ""
+    assert not found["starter"].prepared and found["owner/broken"].family == ""
     assert all(resolve(name).folder is not None for name in found)
 
 
 def test_removing(models: Path) -> None:
     make_model(models / "owner--name", size=10_000)
-    make_model(models / "owner--name.prepared", size=20_000, bank=True)
+    make_model(models / "owner--name.prepared", size=20_000, index=True)
     make_model(models / "owner--name.partial", size=30_000)
     make_model(models / "owner--name2")
     assert remove("owner/name") > 60_000

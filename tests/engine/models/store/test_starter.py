@@ -31,7 +31,7 @@ from engine.models.store.starter import (
     dense_plan,
     neuron_order,
     router_weights,
-    write_plain_starter,
+    write_starter,
     write_tensors,
 )
 from engine.models.text.tokenizer import Tokenizer, load_tokenizer
@@ -64,7 +64,7 @@ def gguf(starter_wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 def plain(gguf: GgufFile, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The upcycled model as a plain folder, its lower layers only."""
     folder = tmp_path_factory.mktemp("starter") / "plain"
-    write_plain_starter(folder, gguf, quiet)
+    write_starter(folder, gguf, quiet)
     return folder
 
 
@@ -136,7 +136,7 @@ def test_too_small_a_disk_is_found_first(home: Path, monkeypatch: pytest.MonkeyP
         free = 100_000_000
 
     monkeypatch.setattr("shutil.disk_usage", lambda path: Usage)
-    with pytest.raises(ModelError, match=r"needs 2\.0 GB") as raised:
+    with pytest.raises(ModelError, match=r"needs 1\.2 GB") as raised:
         build_starter(quiet)
     assert raised.value.kind == "disk"
 
@@ -283,7 +283,7 @@ def tiny_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("stage", ["unpacking", "writing weights", "writing experts"])
+@pytest.mark.parametrize("stage", ["unpacking", "writing weights"])
 def test_a_killed_build_leaves_nothing_that_opens_and_the_next_one_works(
     home: Path, tiny_wheel: Path, stage: str
 ) -> None:
@@ -291,9 +291,9 @@ def test_a_killed_build_leaves_nothing_that_opens_and_the_next_one_works(
     build(tiny_wheel)
     folder = local_models.resolve("starter").require_folder()
     assert folder == home / "models" / "starter"
-    assert open_model(folder).prepared
+    assert open_model(folder).experts is not None
     (model,) = local_models.installed()
-    assert (model.name, model.family, model.prepared) == ("starter", "mixtral", True)
+    assert (model.name, model.family, model.prepared) == ("starter", "mixtral", False)
     assert [path.name for path in folder.parent.iterdir() if not path.name.endswith(".lock")] == ["starter"]
     assert pull("starter", quiet) == folder, "what is there is not built again"
     assert local_models.partial_downloads() == []
@@ -305,13 +305,13 @@ def test_a_killed_build_leaves_nothing_that_opens_and_the_next_one_works(
 def test_a_damaged_model_is_built_again(home: Path, tiny_wheel: Path) -> None:
     build(tiny_wheel)
     folder = home / "models" / "starter"
-    slabs = folder / "experts" / "layer-00001.slabs"
-    whole = slabs.read_bytes()
-    slabs.write_bytes(bytes(16))
-    with pytest.raises(ModelError, match="fetch or prepare the model again"):
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(bytes(16))
+    with pytest.raises(ModelError, match="fetch the model again"):
         open_model(folder)
     build(tiny_wheel)
-    assert open_model(folder).prepared and slabs.read_bytes() == whole
+    assert open_model(folder).experts is not None and weights.read_bytes() == whole
 
 
 @pytest.mark.soak
@@ -324,7 +324,7 @@ def test_the_starter_is_built_in_little_memory_and_answers_in_english(
     folder = resolved.require_folder()
     assert folder == home / "models" / "starter"
     built, expected = open_model(folder), open_model(plain)
-    assert built.prepared and built.experts is not None and expected.experts is not None
+    assert built.experts is not None and expected.experts is not None
     for layer, expert in ((0, 0), (1, 3), (1, 1)):
         ours, theirs = built.experts.expert(layer, expert), expected.experts.expert(layer, expert)
         for part in ("gate", "up", "down"):
@@ -332,7 +332,7 @@ def test_the_starter_is_built_in_little_memory_and_answers_in_english(
     below = {name for name, _ in expected.trunk()}
     assert {name for name, _ in built.trunk() if not is_above(name)} == below
     (model,) = local_models.installed()
-    assert (model.name, model.family, model.prepared) == ("starter", "mixtral", True)
+    assert (model.name, model.family, model.prepared) == ("starter", "mixtral", False)
     tokenizer = load_tokenizer(folder)
     assert tokenizer is not None
     assert answer(folder, tokenizer.encode_chat(CAPITAL), tokenizer) == "The capital of France is Paris."
