@@ -16,13 +16,14 @@ from engine.errors import ModelError
 from engine.generation.sampling import Sampler, SamplingRule
 from engine.ipc.messages import ModelFacts
 from engine.moe.popularity import Popularity
-from engine.moe.timing import Phase, Recorder
+from engine.moe.timing import Phase
+from engine.runtimes.common.model import LocalModel, LocalRows
 from engine.runtimes.mlx import eligible, wired
 from engine.runtimes.mlx import spans as timed
 from engine.runtimes.mlx.cache import LayerCache, RowCache, contents_of, evaluate, move_rows, restored_caches
 from engine.runtimes.mlx.experts import RingPass
 from engine.runtimes.mlx.spans import Spans
-from engine.runtimes.protocol import Fill, LoadedModel, Logits, RowContents, RowPart, TokenRows
+from engine.runtimes.protocol import Fill, Logits, RowContents, RowPart, TokenRows
 
 _COLDEST = 1e-30
 """Lowest temperature in use, as on the host. Below it only the likeliest tokens have a weight in float32."""
@@ -86,12 +87,8 @@ def memory_named() -> Iterator[None]:
         raise
 
 
-def _closed() -> ModelError:
-    return ModelError("the model is closed: load it again", kind="internal")
-
-
-class MlxModel(LoadedModel):
-    """An mlx-lm model whose MoE blocks are ours. One step at a time.
+class MlxModel(LocalModel):
+    """An mlx-lm model whose MoE blocks are ours.
 
     ``backbone`` is the attribute that holds the decoder without the head, ``attentions`` each layer's attention or
     what it has in its place, ``makers`` make each layer's empty cache; ``ring`` runs the experts, if the model is in a
@@ -110,6 +107,7 @@ class MlxModel(LoadedModel):
         experts: Mapping[int, Any] | None = None,
         logits: bool = True,
     ) -> None:
+        super().__init__(facts, spans.recorder)
         self._model = model
         self._backbone = backbone
         self._attentions = attentions
@@ -121,21 +119,6 @@ class MlxModel(LoadedModel):
         self._logits = logits
         self._wired = False
         self.weights_are_wired = False
-        # Outside a ring nothing is computed before the graph of all layers is built, and it is not called.
-        self.between_layers = None
-        self._facts = facts
-
-    @property
-    def facts(self) -> ModelFacts:
-        return self._facts
-
-    @facts.setter
-    def facts(self, facts: ModelFacts) -> None:
-        self._facts = facts
-
-    @property
-    def recorder(self) -> Recorder:
-        return self._spans.recorder
 
     @property
     def popularity(self) -> Popularity | None:
@@ -170,8 +153,7 @@ class MlxModel(LoadedModel):
 
     def start(self) -> MlxRows:
         """An empty cache of one row. Raises ModelError if the model is closed."""
-        if self._model is None:
-            raise _closed()
+        self.check_files()
         return MlxRows(self, [make() for make in self._makers], rows=1, length=0)
 
     @property
@@ -187,6 +169,7 @@ class MlxModel(LoadedModel):
         return row, None if saved is None else MlxRows(self, saved, rows=1, length=begun)
 
     def close(self) -> None:
+        super().close()
         self._model = self._ring = None
         self._experts = {}
         if self._wired:
@@ -194,23 +177,11 @@ class MlxModel(LoadedModel):
             self._wired = False
         mx.clear_cache()
 
-    def hidden(self, tokens: list[list[int]], caches: Sequence[LayerCache]) -> Array:
+    def hidden(self, tokens: Array, caches: Sequence[LayerCache]) -> Array:
         """The hidden states [rows, n, hidden] after the backbone for ``tokens`` [rows, n], appended to ``caches``.
 
-        Raises ModelError for a token id outside the vocabulary (mlx would read past the embedding).
+        All tokens must be in the vocabulary, because mlx would read past the embedding.
         """
-        if self._model is None:
-            raise _closed()
-        size = self.facts.vocabulary
-        wrong = next((token for row in tokens for token in row if not 0 <= token < size), None)
-        if wrong is not None:
-            raise ModelError(f"token id {wrong} is outside the vocabulary of {size}", kind="bad-input")
-        return self.hidden_of(mx.array(tokens, dtype=mx.int32), caches)
-
-    def hidden_of(self, tokens: Array, caches: Sequence[LayerCache]) -> Array:
-        """The hidden states for ``tokens`` in an array on the device, all of which must be in the vocabulary."""
-        if self._model is None:
-            raise _closed()
         return self._model[self._backbone](tokens, list(caches))
 
     def logits(self, hidden: Array) -> Logits:
@@ -238,20 +209,13 @@ class MlxModel(LoadedModel):
         return logits if cap is None else mx.tanh(logits / cap) * cap
 
     @contextmanager
-    def step(self, phase: Phase, tokens: int) -> Iterator[None]:
-        """Run one forward pass, measured if the recorder is enabled."""
-        recorder = self.recorder
+    def step(self, phase: Phase, tokens: list[list[int]]) -> Iterator[None]:
+        """A context for one forward pass over ``tokens`` [rows][positions], measured if the recorder is enabled."""
         if self._ring is not None:
             self._ring.check = self.between_layers if phase == "prefill" else None
-        self._watch(recorder.enabled)
-        if not self._timed:
+        self._watch(self.recorder.enabled)
+        with self.one_pass(phase, tokens):
             yield
-            return
-        recorder.begin_step(phase, tokens)
-        try:
-            yield
-        finally:
-            recorder.end_step()
 
     def _watch(self, wanted: bool) -> None:
         if wanted == self._timed or self._model is None:
@@ -274,14 +238,16 @@ class _Begun:
     scores: Array
 
 
-class MlxRows(TokenRows):
+class MlxRows(LocalRows):
     """Rows of tokens in the caches of one model.
 
     ``shared`` positions at the beginning are the same in all rows.
     """
 
+    _model: MlxModel
+
     def __init__(self, model: MlxModel, caches: Sequence[LayerCache], rows: int, length: int, shared: int = 0) -> None:
-        self._model = model
+        super().__init__(model)
         self._caches = caches
         self._places = [cache.place for cache in caches]
         """Place of each cache after ``length`` tokens."""
@@ -333,47 +299,34 @@ class MlxRows(TokenRows):
         windowed = [cache for cache in self._caches if cache.window is not None] if self.can_truncate else []
         return sum(cache.bytes_per_position() for cache in windowed), max((c.window or 0 for c in windowed), default=0)
 
-    def extend(self, tokens: Sequence[int], want_logits: bool = True) -> Logits | None:
-        self._needs_one_row("extend")
-        if not tokens:
-            raise ValueError("extend needs at least one token")
-        self.settle()
-        with self._model.step("prefill", len(tokens)), self._all_or_nothing():
-            hidden = self._model.hidden([list(tokens)], self._caches)
-            logits = self._model.logits(hidden)[0] if want_logits else None
+    def _pass(self, phase: Phase, tokens: list[list[int]], want_logits: bool, as_steps: bool = False) -> Logits | None:
+        with self._model.step(phase, tokens), self._all_or_nothing():
+            hidden = self._model.hidden(mx.array(tokens, dtype=mx.int32), self._caches)
+            logits = self._model.logits(hidden) if want_logits else None
             evaluate(self._caches)
-        self._passed(len(tokens))
-        # The buffers of a long chunk fit no later step: keeping them would double the memory of a conversation.
-        mx.clear_cache()
-        return logits
-
-    def step(self, tokens: Sequence[int]) -> Logits:
-        if len(tokens) != self._rows:
-            raise ValueError(f"{len(tokens)} tokens for {self._rows} rows")
-        if self._ahead is not None and self._model.recorder.enabled:
-            mx.eval(self._ahead[2].outcome)  # It must not run beside what is measured.
-        self.settle()
-        with self._model.step("decode", 1), self._all_or_nothing():
-            logits = self._model.logits(self._model.hidden([[token] for token in tokens], self._caches))
-            evaluate(self._caches)
-        self._passed(1)
-        self._clear_sometimes()
+        self._length += len(tokens[0])
+        self._places = [cache.place for cache in self._caches]
+        if phase == "prefill":
+            # The buffers of a long chunk fit no later step: keeping them would double the memory of a conversation.
+            mx.clear_cache()
+        else:
+            self._clear_sometimes()
         return logits
 
     def step_choosing(self, token: int, sampler: Sampler) -> int | None:
-        self._needs_one_row("step_choosing")
+        self._expect_one_row("step_choosing works")
         # A seed gives the same numbers on every runtime, so the host draws; nothing may run beside a measured step.
         if not sampler.unbound or self._model.recorder.enabled:
             return None
         ahead = self._ahead
-        with self._model.step("decode", 1), self._all_or_nothing():
+        with self._model.step("decode", [[token]]), self._all_or_nothing():
             if ahead is not None and ahead[0] == token and ahead[1] is sampler:
                 begun = ahead[2]
             else:
                 self.settle()
-                begun = self._begin(self._model.hidden([[token]], self._caches), sampler.rule)
+                begun = self._begin(self._model.hidden(mx.array([[token]], dtype=mx.int32), self._caches), sampler.rule)
             places = [cache.place for cache in self._caches]
-            following = self._begin(self._model.hidden_of(begun.token[:, None], self._caches), sampler.rule)
+            following = self._begin(self._model.hidden(begun.token[:, None], self._caches), sampler.rule)
             mx.async_eval(following.outcome)  # type: ignore[no-untyped-call]
             chosen = int(begun.outcome.item())
             if chosen < 0:
@@ -387,6 +340,8 @@ class MlxRows(TokenRows):
     def settle(self) -> None:
         """Let a running step end by itself, and return mlx's buffers from an answer's steps."""
         if self._ahead is not None:
+            if self._model.recorder.enabled:
+                mx.eval(self._ahead[2].outcome)  # It must not run beside what is measured.
             self._go_back()
             mx.clear_cache()
 
@@ -403,24 +358,13 @@ class MlxRows(TokenRows):
         token = draw_token(scores, rule, key).astype(mx.int32)
         return _Begun(token, mx.where(are_scores(scores), token, -1), scores)
 
-    def truncate(self, length: int) -> None:
-        self._needs_one_row("truncate")
-        if not 0 <= length <= self._length:
-            raise ValueError(f"cannot keep {length} of {self._length} tokens")
-        if length < self._length and not self.can_truncate:
-            raise ModelError(f"The {self._model.facts.family} family keeps a state that cannot be cut back.")
-        if length < self.shortest_cut:
-            raise ValueError(f"cannot keep {length} tokens: what they see was forgotten")
+    def _cut(self, length: int) -> None:
         if length < self._length:
             self._length = length
             self._places = [length] * len(self._caches)
         self._go_back()
 
-    def fan_out(self, rows: int) -> MlxRows:
-        self._needs_one_row("fan_out")
-        if rows < 1:
-            raise ValueError(f"{rows} rows cannot be made")
-        self.settle()
+    def _copied(self, rows: int) -> MlxRows:
         if rows > 1:
             self._refuse_copies(rows)
         caches = [cache.copy_rows(rows) for cache in self._caches]
@@ -444,17 +388,11 @@ class MlxRows(TokenRows):
         the row can be truncated anyway."""
         return None if self.can_truncate else self.fan_out(1)
 
-    def contents(self, checkpoint: TokenRows | None = None) -> RowContents | None:
-        """The contents of the only row, which has at least one token."""
+    def _contents(self, checkpoint: TokenRows | None) -> RowContents:
         assert checkpoint is None or isinstance(checkpoint, MlxRows)
-        self._needs_one_row("contents")
-        self.settle()
         return contents_of(self._caches, () if checkpoint is None else checkpoint._caches)
 
-    def reorder(self, parents: Sequence[int]) -> int:
-        if len(parents) != self._rows or any(not 0 <= parent < self._rows for parent in parents):
-            raise ValueError(f"parents {list(parents)} do not fit {self._rows} rows")
-        self.settle()
+    def _move(self, parents: Sequence[int], changed: Sequence[int]) -> int:
         moved = move_rows(self._caches, parents, self._shared, self._length)
         self._places = [cache.place for cache in self._caches]
         return moved
@@ -466,11 +404,6 @@ class MlxRows(TokenRows):
     def state_bytes(self) -> int:
         """Bytes of a row's states, which do not depend on its length; 0 while empty."""
         return sum(cache.state_bytes() for cache in self._caches)
-
-    def _passed(self, tokens: int) -> None:
-        """Record a successful pass over ``tokens``."""
-        self._length += tokens
-        self._places = [cache.place for cache in self._caches]
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
@@ -487,7 +420,3 @@ class MlxRows(TokenRows):
         self._ahead = None
         for cache, place in zip(self._caches, self._places, strict=True):
             cache.go_back(place)
-
-    def _needs_one_row(self, what: str) -> None:
-        if self._rows != 1:
-            raise ValueError(f"{what} works on one row, not {self._rows}")

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import ModelError
 from engine.ipc.messages import ModelFacts
-from engine.models.formats.byte_map import FileMapping
 from engine.models.formats.model_files import ModelFiles
-from engine.moe.kernels.file_guard import FileGuard
 from engine.moe.kernels.pool import Pool
 from engine.moe.popularity import Popularity
 from engine.moe.timing import Phase, Recorder
+from engine.runtimes.common.model import LocalModel, LocalRows
 from engine.runtimes.native.bindings import MEANING, PARTS, STEPS_TOGETHER, STOPPED, Pass, Stop, native
 from engine.runtimes.native.cache import AlikeLayers, PageShape, Segments, States
 from engine.runtimes.native.ring import RingTrunk
 from engine.runtimes.native.rotary import Rotary
 from engine.runtimes.native.shape import Shape
 from engine.runtimes.native.weights import TrunkWeights
-from engine.runtimes.protocol import Fill, LoadedModel, Logits, RowContents, RowPart, TokenRows
+from engine.runtimes.protocol import Fill, Logits, RowContents, RowPart, TokenRows
 from engine.system.free_memory import memory
 
 PIECE = 512
@@ -77,8 +76,8 @@ class Angles:
         self.sine = np.concatenate([self.sine, np.sin(exact).astype(np.float32) * factor])
 
 
-class NativeModel(LoadedModel):
-    """A model whose trunk is run by our own kernels. Not thread-safe."""
+class NativeModel(LocalModel):
+    """A model whose trunk is run by our own kernels."""
 
     def __init__(
         self,
@@ -97,13 +96,11 @@ class NativeModel(LoadedModel):
 
         ``ring`` runs the passes if routed experts are shared with other machines.
         """
+        super().__init__(facts, recorder, files.mapped_files)
         self._shape = shape
         self._weights: TrunkWeights | None = weights
-        self._angles = [Angles(rotary) for rotary in rotaries]
-        self._facts = facts
-        self._recorder = recorder
         self._files: ModelFiles | None = files
-        self._guard = FileGuard(files.mapped_files)
+        self._angles = [Angles(rotary) for rotary in rotaries]
         self._pool = pool
         self._popularity = popularity
         self._ring = ring
@@ -115,29 +112,14 @@ class NativeModel(LoadedModel):
         self._page_shape = PageShape(tuple(alike), cache_format, has_values=shape.latent is None)
         self._workspace: NDArray[np.uint8] = np.empty(0, np.uint8)
         self._seconds = np.zeros((shape.layers, len(PARTS)))
-        self.between_layers = None
-
-    @property
-    def facts(self) -> ModelFacts:
-        return self._facts
-
-    @property
-    def recorder(self) -> Recorder:
-        return self._recorder
 
     @property
     def popularity(self) -> Popularity | None:
         return self._popularity
 
-    @property
-    def mapped_files(self) -> tuple[FileMapping, ...]:
-        return () if self._files is None else self._files.mapped_files
-
     def start(self) -> NativeTokenRows:
         """An empty cache of one row. Raises ModelError if the model's files were changed since it was loaded."""
-        if self._files is None:
-            raise self._closed()
-        self._check_files()
+        self.check_files()
         numbers = self._state_numbers
         states = None if numbers is None else States.of_one_row(numbers)
         return NativeTokenRows(self, Segments(self._page_shape, states=states))
@@ -159,57 +141,30 @@ class NativeModel(LoadedModel):
         return self._shape.state_numbers or None
 
     def close(self) -> None:
-        """Drop the weights and the mappings of the files. The model cannot run afterwards."""
-        self._recorder.enabled = False
-        self._weights = None
-        self._ring = None
-        self._guard.close()
-        self._files = None
+        super().close()
+        self._weights = self._ring = self._files = None
         self._workspace = np.empty(0, np.uint8)
 
     def run(
         self, phase: Phase, tokens: list[list[int]], cache: Segments, want_logits: bool, as_steps: bool = False
     ) -> Logits | None:
-        """Run one forward pass over ``tokens`` [rows][positions] after the contents of ``cache``.
-
-        ``as_steps``: with the bits of one pass per position. Returns the logits after the last position, float32 [rows,
-        vocabulary] ([rows, 0] at a place in a ring that does not need them), or None. A pass that raises leaves the
-        cache unchanged. Raises ModelError if the model's files were changed; results computed from them are discarded.
-        """
-        if self._weights is None:
-            raise self._closed()
-        self._check_ids(tokens)
-        if phase == "prefill":
-            self._check_files()
-        count = len(tokens[0])
-        measured = self._recorder.enabled
-        before = self._counts() if measured else {}
-        if measured:
-            self._seconds[:] = 0
-            self._recorder.begin_step(phase, len(tokens) * count if phase == "prefill" else 1)
+        """See :meth:`engine.runtimes.common.model.LocalRows._pass`; ``cache`` is that of the rows."""
         try:
-            logits = self._pieces(self._weights, phase, tokens, cache, want_logits, as_steps)
-            if measured:
-                self._record(before)
-            self._check_files()
+            with self.one_pass(phase, tokens) as measured:
+                assert self._weights is not None
+                before = self._counts() if measured else {}
+                self._seconds[:] = 0
+                logits = self._pieces(self._weights, phase, tokens, cache, want_logits, as_steps)
+                if measured:
+                    self._record(before)
         except BaseException:
             if cache.states is not None:
                 cache.states.give_up()
             raise
-        finally:
-            if measured:
-                self._recorder.end_step()
-        cache.commit(count)
+        cache.commit(len(tokens[0]))
         if logits is not None and self._ring is not None and not self._ring.logits:
             return logits[:, :0]
         return logits
-
-    def _check_files(self) -> None:
-        """Raises ModelError if a file of the model was changed since it was mapped, or could not be read."""
-        if self._files is not None:
-            for mapped in self._files.mapped_files:
-                mapped.check_unchanged()
-            self._guard.check()
 
     def _pieces(
         self,
@@ -311,41 +266,17 @@ class NativeModel(LoadedModel):
         for layer, after in self._counts().items():
             self._recorder.add_routes(layer, [now - then for now, then in zip(after, before[layer], strict=True)])
 
-    def _check_ids(self, tokens: list[list[int]]) -> None:
-        vocabulary = self._facts.vocabulary
-        for row in tokens:
-            if min(row) < 0 or max(row) >= vocabulary:
-                wrong = next(token for token in row if not 0 <= token < vocabulary)
-                raise ModelError(
-                    f"Token id {wrong} is outside the model's vocabulary of {vocabulary}.", kind="bad-input"
-                )
 
-    def _closed(self) -> ModelError:
-        return ModelError(f"The model {self._facts.name} is closed; load it again.", kind="internal")
-
-
-# --- rows of tokens --------------------------------------------------------------------------------------------------
-
-
-class NativePasses(Protocol):
-    """The part of a model that its rows use."""
-
-    @property
-    def facts(self) -> ModelFacts: ...
-
-    def run(
-        self, phase: Phase, tokens: list[list[int]], cache: Segments, want_logits: bool, as_steps: bool = False
-    ) -> Logits | None: ...
-
-
-class NativeTokenRows(TokenRows):
+class NativeTokenRows(LocalRows):
     """Rows of tokens in pages of keys and values.
 
     ``shared``: leading positions that all rows share by reference, which is the prompt of a beam search.
     """
 
-    def __init__(self, model: NativePasses, cache: Segments, shared: int = 0) -> None:
-        self._model = model
+    _model: NativeModel
+
+    def __init__(self, model: NativeModel, cache: Segments, shared: int = 0) -> None:
+        super().__init__(model)
         self._cache = cache
         # [row, row]: how many leading positions two rows have in common; those need not be moved.
         self._common = np.full((cache.rows, cache.rows), shared)
@@ -366,68 +297,27 @@ class NativeTokenRows(TokenRows):
     def steps_together(self) -> int:
         return STEPS_TOGETHER
 
-    def extend(self, tokens: Sequence[int], want_logits: bool = True) -> Logits | None:
-        """Prefill ``tokens``. Returns the logits after the last one, [vocabulary], float32."""
-        return self._prefill(tokens, want_logits, as_steps=False)
-
-    def replay(self, tokens: Sequence[int], want_logits: bool = True) -> Logits | None:
-        """Prefill ``tokens`` like :meth:`extend`, with bits equal to single decoding steps."""
-        if len(tokens) > STEPS_TOGETHER:
-            raise ValueError(f"{len(tokens)} tokens in one pass; at most {STEPS_TOGETHER} equal as many steps")
-        return self._prefill(tokens, want_logits, as_steps=True)
-
-    def _prefill(self, tokens: Sequence[int], want_logits: bool, as_steps: bool) -> Logits | None:
-        if self.rows != 1:
-            raise ValueError(f"a prompt is run on one row, not on {self.rows}")
-        if not tokens:
-            raise ValueError("a pass needs at least one token")
-        logits = self._model.run("prefill", [list(tokens)], self._cache, want_logits, as_steps)
-        return None if logits is None else logits[0]
-
-    def step(self, tokens: Sequence[int]) -> Logits:
-        """Decode one token per row; logits [rows, vocabulary], float32."""
-        if len(tokens) != self.rows:
-            raise ValueError(f"{len(tokens)} tokens for {self.rows} rows")
-        logits = self._model.run("decode", [[token] for token in tokens], self._cache, want_logits=True)
-        assert logits is not None
-        return logits
-
-    def truncate(self, length: int) -> None:
-        """Keep the first ``length`` tokens of the only row."""
-        if self.rows != 1:
-            raise ValueError(f"truncate works on one row, not on {self.rows}")
-        if not 0 <= length <= self.length:
-            raise ValueError(f"{length} is not a length between 0 and {self.length}")
-        if length < self.length and not self.can_truncate:
-            raise ModelError(f"The {self._model.facts.family} family keeps a state that cannot be cut back.")
-        self._cache.truncate(length)
-
-    def fan_out(self, rows: int) -> NativeTokenRows:
-        """``rows`` rows that share this single row's keys and values. This row is unchanged and stays usable."""
-        if self.rows != 1:
-            raise ValueError(f"fan_out works on one row, not on {self.rows}")
-        if rows < 1:
-            raise ValueError(f"{rows} rows cannot be made")
-        return NativeTokenRows(self._model, self._cache.shared(rows), self.length)
-
     def checkpoint(self) -> TokenRows | None:
         """A row that shares this one's pages and states, without a copy; None if the row can be truncated anyway."""
         return None if self.can_truncate else self.fan_out(1)
 
-    def contents(self, checkpoint: TokenRows | None = None) -> RowContents | None:
-        """The contents of the only row, which has at least one token."""
+    def _pass(self, phase: Phase, tokens: list[list[int]], want_logits: bool, as_steps: bool = False) -> Logits | None:
+        return self._model.run(phase, tokens, self._cache, want_logits, as_steps)
+
+    def _cut(self, length: int) -> None:
+        self._cache.truncate(length)
+
+    def _copied(self, rows: int) -> NativeTokenRows:
+        """``rows`` rows that share this single row's keys and values."""
+        return NativeTokenRows(self._model, self._cache.shared(rows), self.length)
+
+    def _contents(self, checkpoint: TokenRows | None) -> RowContents:
         assert checkpoint is None or isinstance(checkpoint, NativeTokenRows)
         return self._cache.contents(None if checkpoint is None else checkpoint._cache)
 
-    def reorder(self, parents: Sequence[int]) -> int:
-        """Make row i a copy of row ``parents[i]``. Only positions in which they differ are moved. Returns the bytes
-        moved."""
-        if len(parents) != self.rows or not all(0 <= parent < self.rows for parent in parents):
-            raise ValueError(f"{list(parents)} does not name a parent among {self.rows} rows for each of them")
-        changed = [(row, parent, int(self._common[row, parent])) for row, parent in enumerate(parents) if row != parent]
-        if not changed:
-            return 0
-        moved = self._cache.move(changed)
+    def _move(self, parents: Sequence[int], changed: Sequence[int]) -> int:
+        """Only positions in which a row and its parent differ are moved."""
+        moved = self._cache.move([(row, parents[row], int(self._common[row, parents[row]])) for row in changed])
         if self._cache.states is not None:
             self._cache.states.reorder(parents)
         common = self._common[np.ix_(parents, parents)]

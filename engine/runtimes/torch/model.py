@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -15,13 +15,12 @@ from torch.utils.hooks import RemovableHandle
 
 from engine.errors import ModelError
 from engine.ipc.messages import ModelFacts
-from engine.models.formats.byte_map import FileMapping
 from engine.models.formats.model_files import ModelFiles
 from engine.moe.executor import Executor
-from engine.moe.kernels.file_guard import FileGuard
 from engine.moe.popularity import Popularity
 from engine.moe.timing import Part, Phase, Recorder
-from engine.runtimes.protocol import Fill, LoadedModel, Logits, RowContents, RowPart, TokenRows
+from engine.runtimes.common.model import LocalModel, LocalRows
+from engine.runtimes.protocol import Fill, Logits, RowContents, RowPart, TokenRows
 from engine.runtimes.torch.cache import AnyCache, contents_of, empty_cache, fill_cache
 from engine.runtimes.torch.experts_module import RoutedExperts, ScaledInputBlock
 from engine.runtimes.torch.gpu_memory_plan import SharedRoom
@@ -30,27 +29,14 @@ from engine.runtimes.torch.offload.torch_tensors import kernels_for
 from engine.runtimes.torch.packed_modules import numbers_kept_packed
 
 
-class TorchPasses(Protocol):
-    """The part of a model that its rows use."""
-
-    device: torch.device
-
-    @property
-    def facts(self) -> ModelFacts: ...
-
-    def run(self, phase: Phase, tokens: list[list[int]], cache: AnyCache, want_logits: bool) -> Logits | None: ...
-
-    def with_room(self, work: Callable[[], Done]) -> Done:
-        """The result of ``work``. If it runs out of memory, experts make room and it runs again."""
-        ...
-
-
-class TorchTokenRows(TokenRows):
+class TorchTokenRows(LocalRows):
     """Rows of tokens in a cache of transformers. ``shared``: leading positions that all rows have in common, which
     reordering never touches."""
 
-    def __init__(self, model: TorchPasses, cache: AnyCache, rows: int = 1, shared: int = 0) -> None:
-        self._model = model
+    _model: TorchModel
+
+    def __init__(self, model: TorchModel, cache: AnyCache, rows: int = 1, shared: int = 0) -> None:
+        super().__init__(model)
         self._cache = cache
         self._rows = rows
         self._shared = shared
@@ -67,58 +53,25 @@ class TorchTokenRows(TokenRows):
     def can_truncate(self) -> bool:
         return self._cache.can_truncate
 
-    def extend(self, tokens: Sequence[int], want_logits: bool = True) -> Logits | None:
-        """Prefill ``tokens``. Returns the logits after the last one, [vocabulary], float32."""
-        if self._rows != 1:
-            raise ValueError(f"extend works on one row, not on {self._rows}")
-        if not tokens:
-            raise ValueError("extend needs at least one token")
-        logits = self._model.run("prefill", [list(tokens)], self._cache, want_logits)
-        return None if logits is None else logits[0]
+    def _pass(self, phase: Phase, tokens: list[list[int]], want_logits: bool, as_steps: bool = False) -> Logits | None:
+        return self._model.run(phase, tokens, self._cache, want_logits)
 
-    def step(self, tokens: Sequence[int]) -> Logits:
-        """Decode one token per row; logits [rows, vocabulary], float32."""
-        if len(tokens) != self._rows:
-            raise ValueError(f"{len(tokens)} tokens for {self._rows} rows")
-        logits = self._model.run("decode", [[token] for token in tokens], self._cache, True)
-        assert logits is not None
-        return logits
-
-    def truncate(self, length: int) -> None:
-        """Keep the first ``length`` tokens. This costs nothing, and the buffers stay."""
-        if self._rows != 1:
-            raise ValueError(f"truncate works on one row, not on {self._rows}")
-        if not 0 <= length <= self.length:
-            raise ValueError(f"cannot keep {length} of {self.length} tokens")
-        if length == self.length:
-            return
-        if not self.can_truncate:
-            raise ModelError(f"The {self._model.facts.family} family keeps a state that cannot be cut back.")
+    def _cut(self, length: int) -> None:
+        """This costs nothing, and the buffers stay."""
         self._cache.position.length = length
         self._shared = min(self._shared, length)
 
-    def fan_out(self, rows: int) -> TorchTokenRows:
-        """``rows`` copies of this row. The prompt is copied once per row and never again."""
-        if self._rows != 1:
-            raise ValueError(f"fan_out works on one row, not on {self._rows}")
-        if rows < 1:
-            raise ValueError(f"{rows} rows cannot be made")
+    def _copied(self, rows: int) -> TorchTokenRows:
+        """The prompt is copied once per row and never again."""
         with torch.inference_mode():
             cache = self._model.with_room(lambda: self._cache.rows_copied(rows))
             return TorchTokenRows(self._model, cache, rows, shared=self.length)
 
-    def contents(self, checkpoint: TokenRows | None = None) -> RowContents | None:
-        """The contents of the only row, which has at least one token."""
+    def _contents(self, checkpoint: TokenRows | None) -> RowContents:
         assert checkpoint is None
         return contents_of(self._cache)
 
-    def reorder(self, parents: Sequence[int]) -> int:
-        """Make row i a copy of row ``parents[i]``. Returns the bytes moved (0 if every row keeps its place)."""
-        if len(parents) != self._rows or not all(0 <= parent < self._rows for parent in parents):
-            raise ValueError(f"{list(parents)} are not parents of {self._rows} rows")
-        changed = [row for row, parent in enumerate(parents) if row != parent]
-        if not changed:
-            return 0
+    def _move(self, parents: Sequence[int], changed: Sequence[int]) -> int:
         device = self._model.device
         with torch.inference_mode():
             return self._cache.move(
@@ -131,8 +84,11 @@ class TorchTokenRows(TokenRows):
 Done = TypeVar("Done")
 
 
-class TorchModel(LoadedModel):
-    """A model whose trunk transformers runs. One thread at a time."""
+class TorchModel(LocalModel):
+    """A model whose trunk transformers runs.
+
+    Torch keeps a trunk that is not packed in its own memory, so that passes read the files of the experts only.
+    """
 
     def __init__(
         self,
@@ -147,36 +103,17 @@ class TorchModel(LoadedModel):
         logits: bool = True,
     ) -> None:
         """``logits``: see :class:`engine.runtimes.protocol.RingPlace`."""
+        packed = bool(numbers_kept_packed(module))
+        super().__init__(facts, recorder, files.mapped_files if packed else getattr(files.experts, "mapped_files", ()))
         self._module = module
         self._config = config
-        self._facts = facts
-        self._recorder = recorder
-        self._files: ModelFiles | None = files
-        self._in_place = files.mapped_files if numbers_kept_packed(module) else ()
-        self._guard = FileGuard(self.mapped_files)
         self._convolves = any(isinstance(each, torch.nn.Conv1d) for each in module.modules())
         self._hooks = TimingHooks(layer_parts(decoder_layers(module)), recorder, device)
         self.device = device
         self.executor = executor
         self._shared = shared
         self._logits = logits
-        self.between_layers = None
         module.get_output_embeddings().register_forward_pre_hook(compact_input)
-
-    @property
-    def facts(self) -> ModelFacts:
-        return self._facts
-
-    @property
-    def mapped_files(self) -> tuple[FileMapping, ...]:
-        """Mapped files of the experts, and of a packed trunk. Torch keeps any other trunk in its own memory."""
-        if self._files is None:
-            return ()
-        return self._in_place or getattr(self._files.experts, "mapped_files", ())
-
-    @property
-    def recorder(self) -> Recorder:
-        return self._recorder
 
     @property
     def experts_on_gpu(self) -> Mapping[int, Collection[int]]:
@@ -206,9 +143,7 @@ class TorchModel(LoadedModel):
 
     def start(self) -> TorchTokenRows:
         """An empty cache of one row. Raises ModelError if the model's files were changed since it was loaded."""
-        if self._files is None:
-            raise ModelError(f"The model {self._facts.name} is closed; load it again.", kind="internal")
-        self._check_files()
+        self.check_files()
         return TorchTokenRows(self, empty_cache(self._config))
 
     @property
@@ -225,54 +160,23 @@ class TorchModel(LoadedModel):
         return TorchTokenRows(self, cache), None
 
     def close(self) -> None:
-        """Drop the weights and the mappings of the files. The model cannot run afterwards."""
-        self._recorder.enabled = False
+        super().close()
         self._hooks.match()
         self._module = None
-        self._guard.close()
-        self._files = None
         if self.executor is not None:
             self.executor.backend.close()
         self.executor = self._shared = None
 
     def run(self, phase: Phase, tokens: list[list[int]], cache: AnyCache, want_logits: bool) -> Logits | None:
-        """Run one forward pass over ``tokens`` [rows][positions] after the contents of ``cache``.
-
-        Returns the logits after the last position, float32 [rows, vocabulary] ([rows, 0] at a place in a ring that does
-        not need them), or None. A pass that raises leaves the cache unchanged. Raises ModelError if the experts' files
-        were changed; results computed from them are discarded.
-        """
-        if self._module is None:
-            raise ModelError(f"The model {self._facts.name} is closed; load it again.", kind="internal")
-        self._check_ids(tokens)
-        if phase == "prefill":
-            self._check_files()
-        self._hooks.match()
-        measured = self._recorder.enabled
-        count = len(tokens[0])
-        if measured:
-            self._recorder.begin_step(phase, len(tokens) * count if phase == "prefill" else 1)
-        check = self.between_layers if phase == "prefill" else None
-        layers = decoder_layers(self._module)
-        try:
+        """See :meth:`engine.runtimes.common.model.LocalRows._pass`; ``cache`` is that of the rows."""
+        with self.one_pass(phase, tokens):
+            self._hooks.match()
+            check = self.between_layers if phase == "prefill" else None
+            layers = decoder_layers(self._module)
             with checked(layers, check), experts_of_last(layers, int(want_logits) if phase == "prefill" else None):
                 logits = self.with_room(lambda: self._forward(tokens, cache, want_logits))
-        finally:
-            if measured:
-                self._recorder.end_step()
-        self._check_files()
-        cache.commit(count)
+        cache.commit(len(tokens[0]))
         return logits
-
-    def _check_files(self) -> None:
-        """Raises ModelError if a mapped file was changed since it was mapped, or could not be read."""
-        if self._files is None:
-            return
-        for mapped in self._in_place:
-            mapped.check_unchanged()
-        if self._files.experts is not None and not self._in_place:
-            self._files.experts.check_unchanged()
-        self._guard.check()
 
     def with_room(self, work: Callable[[], Done]) -> Done:
         """The result of ``work``. If the GPU's memory runs out, the experts there make room and it runs again."""
@@ -299,15 +203,6 @@ class TorchModel(LoadedModel):
             logits = self._module(**inputs, logits_to_keep=1).logits[:, -1]
             array: Logits = logits.float().cpu().numpy()
             return array
-
-    def _check_ids(self, tokens: list[list[int]]) -> None:
-        vocabulary = self._facts.vocabulary
-        for row in tokens:
-            if min(row) < 0 or max(row) >= vocabulary:
-                wrong = next(token for token in row if not 0 <= token < vocabulary)
-                raise ModelError(
-                    f"Token id {wrong} is outside the model's vocabulary of {vocabulary}.", kind="bad-input"
-                )
 
 
 def compact_input(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

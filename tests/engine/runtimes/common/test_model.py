@@ -278,7 +278,7 @@ def test_misuse_is_an_error(subject: Subject, loaded: Loaded) -> None:
         with pytest.raises(ValueError):
             misuse()
     for token in (-1, 160, 10**9):
-        with pytest.raises(ModelError, match=rf"(?i)token id {token} is outside .*vocabulary of 160"):
+        with pytest.raises(ModelError, match=f"Token id {token} is outside the model's vocabulary of 160"):
             single.extend([5, token])
     assert single.length == 3
     assert_close(single.step([6])[0], fresh(model, [3, 4, 5, 6]))
@@ -303,7 +303,7 @@ def test_a_closed_model_says_so(subject: Subject, stored_model: StoredModel) -> 
     rows = model.start()
     assert np.isfinite(rows.extend([3])).all()  # type: ignore[arg-type]
     model.close()
-    with pytest.raises(ModelError, match=r"is closed[;:] load it again"):
+    with pytest.raises(ModelError, match=r"is closed; load it again"):
         rows.extend([3])
-    with pytest.raises(ModelError, match=r"is closed[;:] load it again"):
+    with pytest.raises(ModelError, match=r"is closed; load it again"):
         model.start()
