@@ -54,6 +54,10 @@ COMPUTING = ("packaging", "engine/session", "engine/runtimes", "app/tui", "app/c
 """The same of folders whose tests mostly compute."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-screens", action="store_true", help="Keep the screens as they are drawn now.")
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
     """Workers are forked from one process that has imported what they all import, the tests themselves among it: that

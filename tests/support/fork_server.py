@@ -62,7 +62,6 @@ OF_TESTS = (
     "mlx_lm.utils",
     "openai",
     "pytest_asyncio.plugin",
-    "syrupy",
     "textual.pilot",
     "transformers.models.auto.modeling_auto",
     "xdist.remote",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 
 import msgspec
 import pytest
@@ -14,6 +13,7 @@ from app.tui.screens.dialogues import Confirm
 from engine.ipc.messages import LendingFacts, LinkFacts, NetworkState, OpenNetwork
 from tests.app.fake_engine import ME, STUDIO, FakeEngine
 from tests.app.tui.screen_helpers import wait_until
+from tests.support.kept_screens import CheckScreen
 
 LINK = LinkFacts(
     interface="en5", address="10.0.0.2:47821", latency_s=85e-6, bytes_per_s=2.3e9, others=["en0 192.168.1.7: 450 µs"]
@@ -95,7 +95,7 @@ async def test_a_machine_that_cannot_be_lent_says_why(engine: FakeEngine) -> Non
 @pytest.mark.parametrize("size", [(80, 24), (40, 20)], ids=["80x24", "40x20"])
 @pytest.mark.parametrize("stage", ["waiting", "answering"])
 def test_how_it_looks(
-    snap_compare: Callable[..., bool], engine: FakeEngine, size: tuple[int, int], stage: str,
+    check_screen: CheckScreen, engine: FakeEngine, size: tuple[int, int], stage: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr("app.tui.lending.time.strftime", lambda form: "12:00:00")
@@ -107,5 +107,4 @@ def test_how_it_looks(
         await wait_until(pilot, lambda: "studio" in app.query_one(Events).render().plain)
         await pilot.pause()
 
-    run_before: Callable[[Pilot[int]], Awaitable[None]] = before
-    assert snap_compare(app, terminal_size=size, run_before=run_before)
+    check_screen(app, size, before)

@@ -1,8 +1,6 @@
-"""How the popup of completions and the palette look. `pytest --snapshot-update` takes what is drawn now as right."""
+"""How the popup of completions and the palette look. `pytest --update-screens` takes what is drawn now as right."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import pytest
 from textual.command import CommandPalette
@@ -15,12 +13,11 @@ from app.tui.screens import keys
 from app.tui.screens.machines import MachinesScreen
 from tests.app.tui.screen_helpers import MakeApp, wait_until
 from tests.app.tui.screens.test_screens_pictures import app_of, at_sizes, ready
-
-Compare = Callable[..., bool]
+from tests.support.kept_screens import CheckScreen
 
 
 @at_sizes((80, 24), (40, 20))
-def test_slash_completion(snap_compare: Compare, make_app: MakeApp, size: tuple[int, int]) -> None:
+def test_slash_completion(check_screen: CheckScreen, make_app: MakeApp, size: tuple[int, int]) -> None:
     async def before(pilot: Pilot[int]) -> None:
         await ready(pilot)
         await pilot.press("slash", "b")
@@ -28,10 +25,10 @@ def test_slash_completion(snap_compare: Compare, make_app: MakeApp, size: tuple[
         await wait_until(pilot, lambda: popup.display)
         await pilot.press("down")
 
-    assert snap_compare(make_app(), terminal_size=size, run_before=before)
+    check_screen(make_app(), size, before)
 
 
-def test_palette_of_a_screen(snap_compare: Compare, make_app: MakeApp) -> None:
+def test_palette_of_a_screen(check_screen: CheckScreen, make_app: MakeApp) -> None:
     async def before(pilot: Pilot[int]) -> None:
         await ready(pilot)
         await pilot.press("f8")
@@ -40,11 +37,13 @@ def test_palette_of_a_screen(snap_compare: Compare, make_app: MakeApp) -> None:
         await wait_until(pilot, lambda: isinstance(pilot.app.screen, CommandPalette))
         await wait_until(pilot, lambda: pilot.app.screen.query_one(OptionList).option_count)
 
-    assert snap_compare(make_app(), terminal_size=(80, 24), run_before=before)
+    check_screen(make_app(), (80, 24), before)
 
 
 @at_sizes((80, 24), (40, 20))
-def test_keys(snap_compare: Compare, make_app: MakeApp, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]) -> None:
+def test_keys(
+    check_screen: CheckScreen, make_app: MakeApp, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
+) -> None:
     # Other actions would change the picture whenever one is added.
     shown = tuple(action for action in all_actions() if action.id.startswith("prompt.") or action.id == "chat.beams")
     monkeypatch.setattr(keys, "all_actions", lambda: shown)
@@ -58,4 +57,4 @@ def test_keys(snap_compare: Compare, make_app: MakeApp, monkeypatch: pytest.Monk
         await wait_until(pilot, lambda: isinstance(pilot.app.screen, keys.KeysScreen))
         await pilot.press("ctrl+b", "f20", "ctrl+j")
 
-    assert snap_compare(make_app(), terminal_size=size, run_before=before)
+    check_screen(make_app(), size, before)

@@ -1,9 +1,8 @@
-"""How the prompt and what belongs to it look. `pytest --snapshot-update` takes what is drawn now as right."""
+"""How the prompt and what belongs to it look. `pytest --update-screens` takes what is drawn now as right."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,8 +14,8 @@ from app.tui.chat.completion import CompletionPopup
 from app.tui.chat.queue_view import QueueView
 from tests.app.fake_engine import FakeEngine
 from tests.app.tui.screen_helpers import MakeApp, ask, controller, ready, wait_until
+from tests.support.kept_screens import CheckScreen
 
-Compare = Callable[..., bool]
 NARROW, USUAL = (40, 20), (80, 24)
 
 
@@ -25,7 +24,7 @@ def app_of(pilot: Pilot[int]) -> ChatApp:
     return pilot.app
 
 
-def test_queued_questions_and_a_folded_paste(snap_compare: Compare, make_app: MakeApp, engine: FakeEngine) -> None:
+def test_queued_questions_and_a_folded_paste(check_screen: CheckScreen, make_app: MakeApp, engine: FakeEngine) -> None:
     engine.gate = asyncio.Event()
 
     async def before(pilot: Pilot[int]) -> None:
@@ -43,11 +42,11 @@ def test_queued_questions_and_a_folded_paste(snap_compare: Compare, make_app: Ma
         chat.prompt.paste("a line\n" * 214)
         await wait_until(pilot, lambda: chat.query_one(QueueView).option_count == 2)
 
-    assert snap_compare(make_app(), terminal_size=USUAL, run_before=before)
+    check_screen(make_app(), USUAL, before)
 
 
 def test_files_are_offered_announced_and_folded(
-    snap_compare: Compare, make_app: MakeApp, home: Path, monkeypatch: pytest.MonkeyPatch
+    check_screen: CheckScreen, make_app: MakeApp, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("notes.md", "src/prompt.py", "src/deep/proof.py", "two words.txt"):
         (home / "work" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -65,4 +64,4 @@ def test_files_are_offered_announced_and_folded(
         await wait_until(pilot, lambda: chat.query_one(AttachmentLine).display)
         await wait_until(pilot, lambda: chat.query_one(CompletionPopup).display)
 
-    assert snap_compare(make_app(), terminal_size=USUAL, run_before=before)
+    check_screen(make_app(), USUAL, before)

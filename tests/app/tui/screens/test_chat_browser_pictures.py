@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +19,8 @@ from app.tui.screens import chat_browser
 from app.tui.screens.chat_browser import ChatBrowser
 from tests.app.fake_engine import FakeEngine
 from tests.app.tui.screen_helpers import MACHINE, wait_until
+from tests.support.kept_screens import CheckScreen
 
-Compare = Callable[..., bool]
 NOON = datetime(2026, 11, 22, 12, tzinfo=UTC)
 CHATS = (
     ("How do bees find their way home?", 1), ("A haiku about the rain on the roof of a small house in the hills", 25),
@@ -65,7 +65,7 @@ async def ready(pilot: Pilot[int]) -> ChatApp:
 @pytest.mark.sampled
 @pytest.mark.parametrize("size", [(80, 24), (40, 20)], ids=["80x24", "40x20"])
 @pytest.mark.parametrize("words", ["", "the sun"], ids=["all", "search"])
-def test_the_chats_screen(snap_compare: Compare, past_app: ChatApp, size: tuple[int, int], words: str) -> None:
+def test_the_chats_screen(check_screen: CheckScreen, past_app: ChatApp, size: tuple[int, int], words: str) -> None:
     async def before(pilot: Pilot[int]) -> None:
         app = await ready(pilot)
         assert app.chat is not None
@@ -75,11 +75,11 @@ def test_the_chats_screen(snap_compare: Compare, past_app: ChatApp, size: tuple[
         await pilot.press("down", *words)
         await pilot.pause()
 
-    assert snap_compare(past_app, terminal_size=size, run_before=before)
+    check_screen(past_app, size, before)
 
 
 @pytest.mark.parametrize("focused", [False, True], ids=["beside", "focused"])
-def test_the_chats_beside_the_conversation(snap_compare: Compare, past_app: ChatApp, focused: bool) -> None:
+def test_the_chats_beside_the_conversation(check_screen: CheckScreen, past_app: ChatApp, focused: bool) -> None:
     async def before(pilot: Pilot[int]) -> None:
         app = await ready(pilot)
         assert app.chat is not None
@@ -91,4 +91,4 @@ def test_the_chats_beside_the_conversation(snap_compare: Compare, past_app: Chat
         await wait_until(pilot, lambda: not app.highlighter.busy)
         await pilot.pause()
 
-    assert snap_compare(past_app, terminal_size=(120, 30), run_before=before)
+    check_screen(past_app, (120, 30), before)

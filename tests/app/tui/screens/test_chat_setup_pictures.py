@@ -10,7 +10,8 @@ from app.tui.screens.chat import ChatScreen
 from engine.ipc.messages import Sampling
 from tests.app.fake_engine import FACTS, FakeEngine
 from tests.app.tui.screen_helpers import MakeApp, wait_until
-from tests.app.tui.screens.test_screens_pictures import Compare, app_of, ask, at_sizes, ready
+from tests.app.tui.screens.test_screens_pictures import app_of, ask, at_sizes, ready
+from tests.support.kept_screens import CheckScreen
 
 SIZES = at_sizes((80, 24), (40, 20))
 POET = Persona("Poet", "Answer in rhymes, whatever is asked.", "", {"temperature": 1.2, "min_p": 0.1})
@@ -39,7 +40,7 @@ async def personas(pilot: Pilot[int]) -> None:
 
 
 @SIZES
-def test_sampling(snap_compare: Compare, make_app: MakeApp, engine: FakeEngine, size: tuple[int, int]) -> None:
+def test_sampling(check_screen: CheckScreen, make_app: MakeApp, engine: FakeEngine, size: tuple[int, int]) -> None:
     own = Sampling(temperature=0.7, top_p=0.95, top_k=20, min_p=0.0, repetition_penalty=1.0)
     engine.facts = msgspec.structs.replace(FACTS, sampling=own)
 
@@ -50,22 +51,22 @@ def test_sampling(snap_compare: Compare, make_app: MakeApp, engine: FakeEngine, 
         await pilot.press("ctrl+backslash", "down", "down")
         await pilot.pause()
 
-    assert snap_compare(make_app(max_tokens=500), terminal_size=size, run_before=before)
+    check_screen(make_app(max_tokens=500), size, before)
 
 
 @at_sizes((80, 24))
-def test_a_value_that_is_not_allowed(snap_compare: Compare, make_app: MakeApp, size: tuple[int, int]) -> None:
+def test_a_value_that_is_not_allowed(check_screen: CheckScreen, make_app: MakeApp, size: tuple[int, int]) -> None:
     async def before(pilot: Pilot[int]) -> None:
         chat = await chat_of(pilot)
         chat.controller.setup.change({"beams": 4})
         await pilot.press("ctrl+backslash", *"-1", "enter")
         await pilot.pause()
 
-    assert snap_compare(make_app(), terminal_size=size, run_before=before)
+    check_screen(make_app(), size, before)
 
 
 @SIZES
-def test_personas(snap_compare: Compare, make_app: MakeApp, size: tuple[int, int]) -> None:
+def test_personas(check_screen: CheckScreen, make_app: MakeApp, size: tuple[int, int]) -> None:
     open_personas().put(POET)
     open_personas().put(EDITOR)
 
@@ -74,16 +75,16 @@ def test_personas(snap_compare: Compare, make_app: MakeApp, size: tuple[int, int
         chat.controller.setup.use_persona(POET)
         await personas(pilot)
 
-    assert snap_compare(make_app(), terminal_size=size, run_before=before)
+    check_screen(make_app(), size, before)
 
 
 @at_sizes((80, 24))
-def test_no_persona_yet(snap_compare: Compare, make_app: MakeApp, size: tuple[int, int]) -> None:
-    assert snap_compare(make_app(), terminal_size=size, run_before=personas)
+def test_no_persona_yet(check_screen: CheckScreen, make_app: MakeApp, size: tuple[int, int]) -> None:
+    check_screen(make_app(), size, personas)
 
 
 @SIZES
-def test_a_persona(snap_compare: Compare, make_app: MakeApp, size: tuple[int, int]) -> None:
+def test_a_persona(check_screen: CheckScreen, make_app: MakeApp, size: tuple[int, int]) -> None:
     open_personas().put(EDITOR)
 
     async def before(pilot: Pilot[int]) -> None:
@@ -91,25 +92,25 @@ def test_a_persona(snap_compare: Compare, make_app: MakeApp, size: tuple[int, in
         await pilot.press("ctrl+e")
         await shown(pilot, "#persona-name")
 
-    assert snap_compare(make_app(), terminal_size=size, run_before=before)
+    check_screen(make_app(), size, before)
 
 
 @at_sizes((80, 24))
-def test_a_system_prompt(snap_compare: Compare, make_app: MakeApp, size: tuple[int, int]) -> None:
+def test_a_system_prompt(check_screen: CheckScreen, make_app: MakeApp, size: tuple[int, int]) -> None:
     async def before(pilot: Pilot[int]) -> None:
         chat = await chat_of(pilot)
         chat.action_command("system")
         await shown(pilot, ".text-dialogue")
 
-    assert snap_compare(make_app(system_prompt="Be brief.\nNo lists."), terminal_size=size, run_before=before)
+    check_screen(make_app(system_prompt="Be brief.\nNo lists."), size, before)
 
 
 @SIZES
-def test_the_heading_tells_the_setup(snap_compare: Compare, make_app: MakeApp, size: tuple[int, int]) -> None:
+def test_the_heading_tells_the_setup(check_screen: CheckScreen, make_app: MakeApp, size: tuple[int, int]) -> None:
     async def before(pilot: Pilot[int]) -> None:
         chat = await chat_of(pilot)
         chat.controller.setup.use_persona(POET)
         chat.controller.setup.change({"seed": 7})
         await ask(pilot, "What is the capital of France, and why is it not Lyon?")
 
-    assert snap_compare(make_app(), terminal_size=size, run_before=before)
+    check_screen(make_app(), size, before)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from app.tui.application import ChatApp
 from app.tui.screens.first_run import FirstRunScreen
 from tests.app.fake_engine import FakeEngine
 from tests.app.tui.screen_helpers import MACHINE, controller, wait_until
+from tests.support.kept_screens import CheckScreen
 
 
 async def offered(pilot: Pilot[int]) -> None:
@@ -33,13 +33,13 @@ def app(engine: FakeEngine, store: ConversationStore, home: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("size", [(80, 24), (40, 20), (120, 30)], ids=lambda size: f"{size[0]}x{size[1]}")
-def test_models_to_choose_from(snap_compare: Callable[..., bool], app: ChatApp, size: tuple[int, int]) -> None:
-    assert snap_compare(app, terminal_size=size, run_before=offered)
+def test_models_to_choose_from(check_screen: CheckScreen, app: ChatApp, size: tuple[int, int]) -> None:
+    check_screen(app, size, offered)
 
 
 @pytest.mark.parametrize("size", [(80, 24), (40, 20)], ids=lambda size: f"{size[0]}x{size[1]}")
 def test_downloads_on_the_first_screen(
-    snap_compare: Callable[..., bool], app: ChatApp, engine: FakeEngine, size: tuple[int, int]
+    check_screen: CheckScreen, app: ChatApp, engine: FakeEngine, size: tuple[int, int]
 ) -> None:
     async def downloading(pilot: Pilot[int]) -> None:
         await offered(pilot)
@@ -58,4 +58,4 @@ def test_downloads_on_the_first_screen(
         await pilot.press("3")
         await wait_until(pilot, lambda: any(progress.total for progress in pulling.active.values()))
 
-    assert snap_compare(app, terminal_size=size, run_before=downloading)
+    check_screen(app, size, downloading)

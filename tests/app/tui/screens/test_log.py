@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from engine.ipc.messages import MemoryUse
 from tests.app.fake_engine import FACTS
 from tests.app.tui.screen_helpers import MakeApp, controller, ready, wait_until
 from tests.app.tui.screens.test_screens_pictures import app_of
+from tests.support.kept_screens import CheckScreen
 
 
 def write_log(text: str, log: str = "engine") -> Path:
@@ -96,7 +96,7 @@ async def test_a_server_is_shown_while_it_runs(make_app: MakeApp) -> None:
 
 
 @pytest.mark.parametrize("what", ["status", "log"])
-def test_pictures(snap_compare: Callable[..., bool], make_app: MakeApp, home: Path, what: str) -> None:
+def test_pictures(check_screen: CheckScreen, make_app: MakeApp, home: Path, what: str) -> None:
     async def before(pilot: Pilot[Any]) -> None:
         app = app_of(pilot)
         await ready(pilot, app)
@@ -111,4 +111,4 @@ def test_pictures(snap_compare: Callable[..., bool], make_app: MakeApp, home: Pa
             lines = app.screen.query_one("#log")
             await wait_until(pilot, lambda: lines.scroll_offset.y == lines.max_scroll_y > 0)
 
-    assert snap_compare(make_app(), terminal_size=(80, 24), run_before=before)
+    check_screen(make_app(), (80, 24), before)

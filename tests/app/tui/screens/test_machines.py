@@ -3,8 +3,6 @@ the timing panel show of it."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-
 import msgspec
 import pytest
 from textual.pilot import Pilot
@@ -40,6 +38,7 @@ from engine.ipc.messages import (
 )
 from tests.app.fake_engine import FACTS, ME, PLANNED, STRANGER, STUDIO, FakeEngine
 from tests.app.tui.screen_helpers import MakeApp, ask, controller, notice, ready, wait_until
+from tests.support.kept_screens import CheckScreen
 
 LINK = LinkFacts(interface="en5", address="10.0.0.2:47821", latency_s=85e-6, bytes_per_s=2.3e9)
 RING = RingFacts(
@@ -461,13 +460,11 @@ def test_the_status_line_with_a_ring_fits(width: int) -> None:
 
 SIZES = [(80, 24), pytest.param((120, 40), marks=pytest.mark.soak), (40, 20)]
 sizes = pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
-Compare = Callable[..., bool]
-Before = Callable[[Pilot[int]], Awaitable[None]]
 
 
 @sizes
 def test_the_machines_of_a_ring(
-    snap_compare: Compare, make_app: MakeApp, engine: FakeEngine, size: tuple[int, int]
+    check_screen: CheckScreen, make_app: MakeApp, engine: FakeEngine, size: tuple[int, int]
 ) -> None:
     engine.network.peers = [msgspec.structs.replace(STUDIO, link=LINK, state="ring"), STRANGER]
     engine.facts = ON_A_RING
@@ -477,11 +474,13 @@ def test_the_machines_of_a_ring(
         await machines(pilot, app)
         await wait_until(pilot, lambda: "Ring of 2" in here(app) and "10.0.0.3" in listed(app))
 
-    assert snap_compare(app, terminal_size=size, run_before=before)
+    check_screen(app, size, before)
 
 
 @sizes
-def test_timing_by_node(snap_compare: Compare, make_app: MakeApp, engine: FakeEngine, size: tuple[int, int]) -> None:
+def test_timing_by_node(
+    check_screen: CheckScreen, make_app: MakeApp, engine: FakeEngine, size: tuple[int, int]
+) -> None:
     engine.timing = TIMING
     app = make_app()
 
@@ -495,11 +494,11 @@ def test_timing_by_node(snap_compare: Compare, make_app: MakeApp, engine: FakeEn
         await wait_until(pilot, lambda: "by node" in app.screen.query_one(TimingView).render().plain)
         await wait_until(pilot, lambda: app.chat and not app.chat.transcript.query_one(".tail").display)
 
-    assert snap_compare(app, terminal_size=size, run_before=before)
+    check_screen(app, size, before)
 
 
 @pytest.mark.soak
-def test_a_ring_in_the_settings(snap_compare: Compare, make_app: MakeApp, engine: FakeEngine) -> None:
+def test_a_ring_in_the_settings(check_screen: CheckScreen, make_app: MakeApp, engine: FakeEngine) -> None:
     planned: Planned = msgspec.structs.replace(PLANNED, ring=RING)
     engine.planned = planned
     app = make_app(partitioning="ring")
@@ -512,4 +511,4 @@ def test_a_ring_in_the_settings(snap_compare: Compare, make_app: MakeApp, engine
         row(app, "ring_shares").focus_control()
         await wait_until(pilot, lambda: app.screen.query("Input:focus"))
 
-    assert snap_compare(app, terminal_size=(80, 24), run_before=before)
+    check_screen(app, (80, 24), before)

@@ -1,10 +1,9 @@
-"""How the screens look, at three sizes. `pytest --snapshot-update` takes what is drawn now as right."""
+"""How the screens look, at three sizes. `pytest --update-screens` takes what is drawn now as right."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -19,6 +18,7 @@ from app.tui.screens.settings import Prediction, SettingRow
 from engine.ipc.messages import Beam, DeviceMemory, ExpertMovement, LayerTimes, PhaseTimes, PlannedChoice, Timing
 from tests.app.fake_engine import PLANNED, FakeEngine
 from tests.app.tui.screen_helpers import MACHINE, MakeApp, wait_until
+from tests.support.kept_screens import CheckScreen
 
 
 def at_sizes(*marked: Any) -> pytest.MarkDecorator:
@@ -28,8 +28,6 @@ def at_sizes(*marked: Any) -> pytest.MarkDecorator:
 sizes = at_sizes((80, 24), pytest.param((120, 40), marks=pytest.mark.soak), (40, 20))
 """A large terminal has room for everything: but for some screens it is left to ``make test-soak``."""
 all_sizes = at_sizes((80, 24), (120, 40), (40, 20))
-Compare = Callable[..., bool]
-Before = Callable[[Pilot[int]], Awaitable[None]]
 
 ANSWER = """\
 ## Stacks and queues
@@ -96,13 +94,13 @@ async def ask(pilot: Pilot[int], text: str) -> None:
 
 
 @sizes
-def test_first_start(snap_compare: Compare, make_app: MakeApp, size: tuple[int, int]) -> None:
-    assert snap_compare(make_app(), terminal_size=size, run_before=ready)
+def test_first_start(check_screen: CheckScreen, make_app: MakeApp, size: tuple[int, int]) -> None:
+    check_screen(make_app(), size, ready)
 
 
 @sizes
 def test_loading_with_a_question_that_waits(
-    snap_compare: Compare, make_app: MakeApp, engine: FakeEngine, size: tuple[int, int]
+    check_screen: CheckScreen, make_app: MakeApp, engine: FakeEngine, size: tuple[int, int]
 ) -> None:
     engine.load_gate = asyncio.Event()
 
@@ -113,11 +111,11 @@ def test_loading_with_a_question_that_waits(
         chat.controller.submit("Are you there?")
         await wait_until(pilot, lambda: chat.transcript.query_one(".tail").display)
 
-    assert snap_compare(make_app(), terminal_size=size, run_before=before)
+    check_screen(make_app(), size, before)
 
 
 @sizes
-def test_streaming(snap_compare: Compare, make_app: MakeApp, engine: FakeEngine, size: tuple[int, int]) -> None:
+def test_streaming(check_screen: CheckScreen, make_app: MakeApp, engine: FakeEngine, size: tuple[int, int]) -> None:
     engine.gate = asyncio.Event()
     engine.answer = lambda request: ["A finished paragraph.\n\n- a list\n- that is **still", "** growing"]
 
@@ -129,33 +127,35 @@ def test_streaming(snap_compare: Compare, make_app: MakeApp, engine: FakeEngine,
         await wait_until(pilot, lambda: chat.transcript.views and chat.controller.thread.path[-1].content)
         await wait_until(pilot, lambda: "still" in str(chat.transcript.query_one(".tail").render()))
 
-    assert snap_compare(make_app(), terminal_size=size, run_before=before)
+    check_screen(make_app(), size, before)
 
 
 @all_sizes
-def test_finished_answer(snap_compare: Compare, make_app: MakeApp, engine: FakeEngine, size: tuple[int, int]) -> None:
+def test_finished_answer(
+    check_screen: CheckScreen, make_app: MakeApp, engine: FakeEngine, size: tuple[int, int]
+) -> None:
     engine.answer = lambda request: [ANSWER]
 
     async def before(pilot: Pilot[int]) -> None:
         await ready(pilot)
         await ask(pilot, "What are stacks and queues?")
 
-    assert snap_compare(make_app(), terminal_size=size, run_before=before)
+    check_screen(make_app(), size, before)
 
 
-def test_finished_answer_on_a_light_theme(snap_compare: Compare, make_app: MakeApp, engine: FakeEngine) -> None:
+def test_finished_answer_on_a_light_theme(check_screen: CheckScreen, make_app: MakeApp, engine: FakeEngine) -> None:
     engine.answer = lambda request: [ANSWER]
 
     async def before(pilot: Pilot[int]) -> None:
         await ready(pilot)
         await ask(pilot, "What are stacks and queues?")
 
-    assert snap_compare(make_app(theme="textual-light"), terminal_size=(80, 36), run_before=before)
+    check_screen(make_app(theme="textual-light"), (80, 36), before)
 
 
 @sizes
 def test_a_message_with_the_focus(
-    snap_compare: Compare, make_app: MakeApp, engine: FakeEngine, size: tuple[int, int]
+    check_screen: CheckScreen, make_app: MakeApp, engine: FakeEngine, size: tuple[int, int]
 ) -> None:
     async def before(pilot: Pilot[int]) -> None:
         await ready(pilot)
@@ -167,11 +167,11 @@ def test_a_message_with_the_focus(
         await pilot.press("shift+up")
         await pilot.pause()
 
-    assert snap_compare(make_app(), terminal_size=size, run_before=before)
+    check_screen(make_app(), size, before)
 
 
 @all_sizes
-def test_beams(snap_compare: Compare, make_app: MakeApp, engine: FakeEngine, size: tuple[int, int]) -> None:
+def test_beams(check_screen: CheckScreen, make_app: MakeApp, engine: FakeEngine, size: tuple[int, int]) -> None:
     engine.beam_steps = [BEAMS]
 
     async def before(pilot: Pilot[int]) -> None:
@@ -186,11 +186,11 @@ def test_beams(snap_compare: Compare, make_app: MakeApp, engine: FakeEngine, siz
         await pilot.press("down")
         await pilot.pause()
 
-    assert snap_compare(make_app(beams=4), terminal_size=size, run_before=before)
+    check_screen(make_app(beams=4), size, before)
 
 
 @sizes
-def test_a_temporary_chat(snap_compare: Compare, make_app: MakeApp, size: tuple[int, int]) -> None:
+def test_a_temporary_chat(check_screen: CheckScreen, make_app: MakeApp, size: tuple[int, int]) -> None:
     async def before(pilot: Pilot[int]) -> None:
         await ready(pilot)
         chat = app_of(pilot).chat
@@ -198,11 +198,11 @@ def test_a_temporary_chat(snap_compare: Compare, make_app: MakeApp, size: tuple[
         chat.action_command("temporary")
         await ask(pilot, "What is the capital?")
 
-    assert snap_compare(make_app(), terminal_size=size, run_before=before)
+    check_screen(make_app(), size, before)
 
 
 @sizes
-def test_finding(snap_compare: Compare, make_app: MakeApp, engine: FakeEngine, size: tuple[int, int]) -> None:
+def test_finding(check_screen: CheckScreen, make_app: MakeApp, engine: FakeEngine, size: tuple[int, int]) -> None:
     engine.answer = lambda request: [ANSWER]
 
     async def before(pilot: Pilot[int]) -> None:
@@ -216,11 +216,11 @@ def test_finding(snap_compare: Compare, make_app: MakeApp, engine: FakeEngine, s
         await wait_until(pilot, lambda: "2 of 3" in str(pilot.app.screen.query_one("#find-count", Static).visual))
         await pilot.pause()
 
-    assert snap_compare(make_app(), terminal_size=size, run_before=before)
+    check_screen(make_app(), size, before)
 
 
 @sizes
-def test_timing(snap_compare: Compare, make_app: MakeApp, engine: FakeEngine, size: tuple[int, int]) -> None:
+def test_timing(check_screen: CheckScreen, make_app: MakeApp, engine: FakeEngine, size: tuple[int, int]) -> None:
     engine.timing = TIMING
 
     async def before(pilot: Pilot[int]) -> None:
@@ -231,10 +231,10 @@ def test_timing(snap_compare: Compare, make_app: MakeApp, engine: FakeEngine, si
         app = app_of(pilot)
         await wait_until(pilot, lambda: "Expert use" in str(app.screen.query_one(".experts").render()))
 
-    assert snap_compare(make_app(), terminal_size=size, run_before=before)
+    check_screen(make_app(), size, before)
 
 
-def test_timing_scrolled_to_the_heat_map(snap_compare: Compare, make_app: MakeApp, engine: FakeEngine) -> None:
+def test_timing_scrolled_to_the_heat_map(check_screen: CheckScreen, make_app: MakeApp, engine: FakeEngine) -> None:
     engine.timing = TIMING
 
     async def before(pilot: Pilot[int]) -> None:
@@ -247,12 +247,12 @@ def test_timing_scrolled_to_the_heat_map(snap_compare: Compare, make_app: MakeAp
         await pilot.press("end")
         await pilot.pause()
 
-    assert snap_compare(make_app(), terminal_size=(80, 24), run_before=before)
+    check_screen(make_app(), (80, 24), before)
 
 
 @pytest.mark.parametrize("size", [(130, 60), (70, 60)], ids=["beside", "alone"])
 def test_timing_of_shared_experts(
-    snap_compare: Compare, make_app: MakeApp, engine: FakeEngine, size: tuple[int, int]
+    check_screen: CheckScreen, make_app: MakeApp, engine: FakeEngine, size: tuple[int, int]
 ) -> None:
     moved = ExpertMovement(
         tokens=384, weight_bytes=4_720_000_000, activation_bytes=63_000_000, hits=3900, misses=2244, moved=700,
@@ -269,12 +269,12 @@ def test_timing_of_shared_experts(
         app = app_of(pilot)
         await wait_until(pilot, lambda: "in GPU memory" in str(app.screen.query_one(".experts").render()))
 
-    assert snap_compare(make_app(), terminal_size=size, run_before=before)
+    check_screen(make_app(), size, before)
 
 
 @pytest.mark.soak
 @sizes
-def test_settings(snap_compare: Compare, make_app: MakeApp, size: tuple[int, int]) -> None:
+def test_settings(check_screen: CheckScreen, make_app: MakeApp, size: tuple[int, int]) -> None:
     async def before(pilot: Pilot[int]) -> None:
         await ready(pilot)
         await pilot.press("ctrl+s")
@@ -284,14 +284,14 @@ def test_settings(snap_compare: Compare, make_app: MakeApp, size: tuple[int, int
         pilot.app.screen.set_focus(None)
         await pilot.pause()
 
-    assert snap_compare(make_app(), terminal_size=size, run_before=before)
+    check_screen(make_app(), size, before)
 
 
 @pytest.mark.soak
 @pytest.mark.usefixtures("few_settings")
 @pytest.mark.parametrize("size", [(80, 24), (40, 20)], ids=lambda size: f"{size[0]}x{size[1]}")
 def test_settings_that_do_not_fit(
-    snap_compare: Compare, make_app: MakeApp, engine: FakeEngine, size: tuple[int, int]
+    check_screen: CheckScreen, make_app: MakeApp, engine: FakeEngine, size: tuple[int, int]
 ) -> None:
     gpu = DeviceMemory(
         device="Some GPU 24 GB", total=25_700_000_000, free=24_100_000_000, trunk=3_200_000_000,
@@ -318,12 +318,12 @@ def test_settings_that_do_not_fit(
 
     app = make_app()
     app.machine = dataclasses.replace(MACHINE, gpu=True)
-    assert snap_compare(app, terminal_size=size, run_before=before)
+    check_screen(app, size, before)
 
 
 @sizes
 def test_models(
-    snap_compare: Compare,
+    check_screen: CheckScreen,
     make_app: MakeApp,
     engine: FakeEngine,
     monkeypatch: pytest.MonkeyPatch,
@@ -361,11 +361,13 @@ def test_models(
             pilot, lambda: "downloading" in str(pilot.app.screen.query_one("#model-details Static", Static).visual)
         )
 
-    assert snap_compare(make_app(), terminal_size=size, run_before=before)
+    check_screen(make_app(), size, before)
 
 
 @sizes
-def test_the_engine_died(snap_compare: Compare, make_app: MakeApp, engine: FakeEngine, size: tuple[int, int]) -> None:
+def test_the_engine_died(
+    check_screen: CheckScreen, make_app: MakeApp, engine: FakeEngine, size: tuple[int, int]
+) -> None:
     engine.dies_at = 3
 
     async def before(pilot: Pilot[int]) -> None:
@@ -376,11 +378,11 @@ def test_the_engine_died(snap_compare: Compare, make_app: MakeApp, engine: FakeE
         await wait_until(pilot, lambda: chat.query_one("#notice").display and engine.starts == 2)
         await wait_until(pilot, lambda: chat.controller.status.phase is Phase.READY)
 
-    assert snap_compare(make_app(), terminal_size=size, run_before=before)
+    check_screen(make_app(), size, before)
 
 
 @sizes
-def test_no_model(snap_compare: Compare, make_app: MakeApp, engine: FakeEngine, size: tuple[int, int]) -> None:
+def test_no_model(check_screen: CheckScreen, make_app: MakeApp, engine: FakeEngine, size: tuple[int, int]) -> None:
     engine.load_error = "There is no model called 'nosuch'; did you mean starter?"
 
     async def before(pilot: Pilot[int]) -> None:
@@ -390,15 +392,15 @@ def test_no_model(snap_compare: Compare, make_app: MakeApp, engine: FakeEngine, 
         chat = app.chat
         await wait_until(pilot, lambda: chat.controller.status.phase is Phase.UNAVAILABLE)
 
-    assert snap_compare(make_app(model="nosuch"), terminal_size=size, run_before=before)
+    check_screen(make_app(model="nosuch"), size, before)
 
 
 @sizes
-def test_help(snap_compare: Compare, make_app: MakeApp, size: tuple[int, int]) -> None:
+def test_help(check_screen: CheckScreen, make_app: MakeApp, size: tuple[int, int]) -> None:
     async def before(pilot: Pilot[int]) -> None:
         await ready(pilot)
         await pilot.press("f1")
         await wait_until(pilot, lambda: pilot.app.screen.query(".help-text"))
         await pilot.pause()
 
-    assert snap_compare(make_app(), terminal_size=size, run_before=before)
+    check_screen(make_app(), size, before)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import calendar
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from app.tui.render.formatting import Stamp, stamp
 from app.tui.screens.settings import ChoiceButton, Choices, OnOff, SettingsScreen
 from tests.app.tui.screen_helpers import MakeApp, ask, controller, ready, shown, wait_until
 from tests.app.tui.screens.test_screens_pictures import app_of
+from tests.support.kept_screens import CheckScreen
 
 
 async def test_the_conversation_is_as_wide_as_it_is_set_and_centred(make_app: MakeApp) -> None:
@@ -111,7 +111,7 @@ async def test_a_choice_that_is_made_has_another_mark(make_app: MakeApp) -> None
 
 
 def test_picture_of_time_stamps_in_a_narrow_column(
-    snap_compare: Callable[..., bool], make_app: MakeApp, monkeypatch: pytest.MonkeyPatch
+    check_screen: CheckScreen, make_app: MakeApp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.tui.chat.transcript.stamp", lambda created, before: STAMPS[before is not None])
 
@@ -120,7 +120,7 @@ def test_picture_of_time_stamps_in_a_narrow_column(
         await ready(pilot, app)
         await ask(pilot, app, "Which city is the capital of France, and how many people live there?")
 
-    assert snap_compare(make_app(time_stamps=True, reading_width=50), terminal_size=(80, 24), run_before=before)
+    check_screen(make_app(time_stamps=True, reading_width=50), (80, 24), before)
 
 
 STAMPS = (Stamp("12:00", "Monday, 3 May 2027"), Stamp("12:01"))
