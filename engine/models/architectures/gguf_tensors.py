@@ -11,11 +11,10 @@ from engine.models.architectures.families import expert_shape
 from engine.models.architectures.gguf_architectures import tensor_of
 from engine.models.architectures.gguf_metadata import Metadata, NamedTensor, Shape, projections
 from engine.models.architectures.record import DecoderRecord, Family, GgufRecord, MoeRecord, switched
-from engine.models.formats.gguf_file import GgufFile, GgufTensor
-from engine.models.formats.number_formats import BLOCKS, stored_bytes
+from engine.models.formats.gguf_file import GgufFile, GgufTensor, UnreadableFormat
+from engine.models.formats.number_formats import GGML_TYPES, stored_bytes
 from engine.models.formats.safetensors_files import TensorEntry
 
-_PLAIN = ("F32", "F16", "BF16")
 _IGNORED = frozenset({"rope_freqs.weight"})
 """Tensors whose content is in the configuration."""
 _MOST_AHEAD = 8
@@ -77,11 +76,8 @@ def _predicts_ahead(gguf: GgufFile, name: str, config: Mapping[str, Any]) -> boo
 
 def _entry(gguf: GgufFile, tensor: GgufTensor, wanted: NamedTensor) -> TensorEntry:
     number_format = tensor.format
-    if number_format not in BLOCKS and number_format not in _PLAIN:
-        raise ModelError(
-            f"{gguf.path}: tensor {shown(tensor.name)} is stored as {number_format}, which cannot be run; use a "
-            f"Q4_K_M, Q5_K_M, Q6_K or Q8_0 file of this model (formats that run: {', '.join((*BLOCKS, *_PLAIN))})."
-        )
+    if number_format not in GGML_TYPES.values():
+        raise UnreadableFormat(gguf.path, tensor.name, number_format)
     start = tensor.offset + stored_bytes(number_format, (wanted.first, *wanted.shape[1:]))
     return TensorEntry(number_format, wanted.shape, start, start + stored_bytes(number_format, wanted.shape))
 

@@ -84,6 +84,21 @@ def stated_architecture(path: Path) -> str:
     return ""
 
 
+class UnreadableFormat(ModelError):
+    """A tensor is stored in a number format that cannot be run. ``problem`` says so; other files may be without it."""
+
+    def __init__(self, path: Path, tensor: str, number_format: str) -> None:
+        self.problem = f"{path}: tensor {shown(tensor)} is stored as {number_format}, which cannot be run"
+        formats = ", ".join(GGML_TYPES.values())
+        super().__init__(
+            f"{self.problem}; use a Q4_K_M, Q5_K_M, Q6_K or Q8_0 file of this model (formats that run: {formats})."
+        )
+
+
+class _UnknownType(Exception):
+    """The type of a tensor is a number that ggml does not use. The arguments are its name and what to call the type."""
+
+
 class HeaderGoesOn(ValueError):
     """The header of file ``part`` of the model, counted from 0, does not end within the bytes that were given."""
 
@@ -147,6 +162,8 @@ class GgufFile:
             raise
         except OSError as error:
             raise ModelError(f"{path} cannot be read: {error.strerror or error}.", "disk") from error
+        except _UnknownType as unknown:
+            raise UnreadableFormat(path, *unknown.args) from unknown
         except (struct.error, ValueError, OverflowError) as error:
             raise ModelError(
                 f"{path} is not a usable GGUF file: {shown(str(error), 200)}; download it again."
@@ -209,10 +226,7 @@ class GgufFile:
             try:
                 values = dequantize(block, GGMLQuantizationType[tensor.format])
             except NotImplementedError as error:
-                raise ModelError(
-                    f"{self.path}: tensor {name} is quantised as {tensor.format}, which cannot be read here; use a "
-                    "Q4_K, Q5_K, Q6_K, Q8_0, F16 or BF16 file of this model."
-                ) from error
+                raise UnreadableFormat(self.path, name, tensor.format) from error
             yield values.astype(np.float32, copy=False).reshape(-1, tensor.columns)
 
     def _stored_rows(self, tensor: GgufTensor, first: int, count: int) -> NDArray[np.uint8]:
@@ -348,7 +362,7 @@ def _placed(name: str, shape: tuple[int, ...], kind: int, offset: int, size: int
     try:
         number_format, block, block_bytes = _format_of(kind)
     except (ValueError, KeyError):
-        raise ValueError(f"tensor {name!r} has the unknown type {kind}") from None
+        raise _UnknownType(name, f"the unknown type {kind}") from None
     columns, rows = shape[-1], math.prod(shape[:-1])
     if columns < 1 or rows < 1 or columns % block:
         raise ValueError(f"tensor {name!r} has the impossible shape {list(shape)}")

@@ -11,11 +11,12 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import ModelError
-from engine.models.formats.gguf_file import MOST_HEADER_BYTES, GgufFile, HeaderGoesOn
+from engine.errors import Cancelled, ModelError
+from engine.models.formats.gguf_file import MOST_HEADER_BYTES, GgufFile, HeaderGoesOn, UnreadableFormat
 from engine.models.formats.gguf_names import GgufChoice, choices_of, listed, matching, recommended
 from engine.models.store import hub
 from engine.models.store.gguf_folder import WRITTEN_FILES, checked_config, write_settings
+from engine.planning.units import byte_size
 
 if TYPE_CHECKING:
     from engine.models.store.downloading import Download
@@ -25,6 +26,8 @@ FIRST_BYTES = 8 << 20
 """Bytes of the first part that are fetched first; a vocabulary of 150,000 tokens takes about 6 million."""
 LATER_BYTES = 1 << 20
 """Bytes of the other parts that are fetched first; they hold no vocabulary."""
+MOST_OTHERS = 3
+"""Maximum files whose headers are read in search of one that runs."""
 
 
 def choose(repository: Repository, tag: str) -> GgufChoice | None:
@@ -34,7 +37,7 @@ def choose(repository: Repository, tag: str) -> GgufChoice | None:
     Raises ModelError (bad-input) with the choices, their sizes and the recommended one if that is not exactly one.
     """
     repo = repository.repo
-    choices = choices_of({name: file.size for name, file in repository.files.items()})
+    choices = choices_of(_sizes_of(repository))
     if not tag and (hub.has_safetensors(repository) or not choices):
         return None
     if not choices:
@@ -78,14 +81,41 @@ def fetch_gguf(
         config = checked_config(header_of(task, repository, files))
         refuse(config, hub.total_bytes(files))
     except ModelError as error:
-        if error.kind == "model":  # nothing of it is of use
-            shutil.rmtree(task.folder, ignore_errors=True)
-        raise
+        try:
+            if isinstance(error, UnreadableFormat) and (other := _another(task, repository, choice)):
+                raise ModelError(
+                    f"{error.problem}; {other.tag} of it ({byte_size(other.nbytes)}) runs: privatellm models pull "
+                    f"{repository.repo}:{other.tag}"
+                ) from error
+            raise
+        finally:
+            if error.kind == "model":  # nothing of it is of use
+                shutil.rmtree(task.folder, ignore_errors=True)
     task.fetch(files, hub.total_bytes(files))
     task.progress("opening the model", 0, 0, "")
     with GgufFile(task.folder / files[0].name) as gguf:
         write_settings(task.folder, gguf, task.should_stop)
     return {*(file.name for file in files), *WRITTEN_FILES}
+
+
+def _another(task: Download, repository: Repository, unreadable: GgufChoice) -> GgufChoice | None:
+    """The file of ``repository`` next in size to ``unreadable`` whose header says that it runs; few are looked at."""
+    others = [choice for choice in choices_of(_sizes_of(repository)) if choice.runs and choice.complete]
+    others = [choice for choice in others if choice.paths != unreadable.paths]
+    for choice in sorted(others, key=lambda choice: abs(choice.nbytes - unreadable.nbytes))[:MOST_OTHERS]:
+        try:
+            checked_config(header_of(task, repository, files_of(repository, choice)))
+        except Cancelled:
+            raise
+        except ModelError:
+            continue
+        return choice
+    return None
+
+
+def _sizes_of(repository: Repository) -> dict[str, int]:
+    """Bytes of the repository's files, by their paths."""
+    return {name: file.size for name, file in repository.files.items()}
 
 
 def files_of(repository: Repository, choice: GgufChoice) -> list[RemoteFile]:

@@ -229,14 +229,28 @@ def test_a_type_that_does_not_run_is_refused_in_any_part(hub: LoopbackHub, repo:
     )
     for part in (1, 2):
         name = EIGHT.format(part)
-        # Q5_0 is 6; TQ2_0 is 35 and runs nowhere here. They differ in size, which the offsets then show.
+        # Q5_0 is 6; ggml has no type 137.
         repo.files[name] = (tmp_path / name.rpartition("/")[2]).read_bytes()
     second = repo.files[EIGHT.format(2)]
     at = second.index(b"blk.1.attn_output.weight") + len(b"blk.1.attn_output.weight") + 4 + 2 * 8
     assert second[at : at + 4] == (6).to_bytes(4, "little")
-    repo.files[EIGHT.format(2)] = second[:at] + (35).to_bytes(4, "little") + second[at + 4 :]
-    with pytest.raises(ModelError, match=r"blk\.1\.attn_output\.weight"):
+    repo.files[EIGHT.format(2)] = second[:at] + (137).to_bytes(4, "little") + second[at + 4 :]
+    problem = r"blk\.1\.attn_output\.weight is stored as the unknown type 137, which cannot be run; "
+    with pytest.raises(ModelError, match=rf"{problem}Q4_K_M of it \(.*\) runs: privatellm models pull {REPO}:Q4_K_M$"):
         pull(f"{REPO}:Q8_0", quiet)
+    assert local_models.partial_downloads() == []
+    assert model_folder.is_complete(pull(f"{REPO}:Q4_K_M", quiet)), "what was named runs"
+
+
+def test_where_no_file_runs_none_is_named(hub: LoopbackHub, repo: Repo) -> None:
+    kind = GGMLQuantizationType.Q4_K.to_bytes(4, "little")
+    data = repo.files["M-Q4_K_M.gguf"]
+    at = data.index(b"blk.1.attn_output.weight") + len(b"blk.1.attn_output.weight") + 4 + 2 * 8
+    assert data[at : at + 4] == kind
+    unreadable = data[:at] + (137).to_bytes(4, "little") + data[at + 4 :]
+    repo.files = {"M-Q4_K_M.gguf": unreadable, "M-Q5_K_M.gguf": unreadable, "M-Q4_0.gguf": b"GGUF"}
+    with pytest.raises(ModelError, match=r"the unknown type 137, which cannot be run; use a Q4_K_M, .* \(formats that"):
+        pull(f"{REPO}:Q4_K_M", quiet)
 
 
 def test_a_header_is_read_from_a_beginning_that_holds_it_and_from_no_shorter_one(published: dict[str, bytes]) -> None:
