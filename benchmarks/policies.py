@@ -26,8 +26,8 @@ from benchmarks.papers.replay import Step, replay
 from benchmarks.routes import Floats, mixtral_popularity, popular_order, steps
 from engine.ipc.messages import ExpertPolicy
 from engine.planning.calibration import Calibration, ExpertShape, Processor, estimated
+from engine.planning.memory import ModelSizes
 from engine.planning.policy import Policy, policy_named
-from engine.planning.prediction import ModelSizes
 
 MIXTRAL_SHAPE = ExpertShape(hidden=4096, ffn=14336, dtype="BF16", expert_bytes=3 * 4096 * 14336 * 2)
 MIXTRAL = ModelSizes(
@@ -109,7 +109,7 @@ class Result:
 
 def trunk_seconds(rows: Sequence[int], gpu: Processor) -> float:
     """Everything but the experts, on the GPU."""
-    operations = 2.0 * MIXTRAL.trunk_bytes / MIXTRAL.bytes_per_weight
+    operations = 2.0 * MIXTRAL.trunk_bytes / MIXTRAL.width
     return sum(max(MIXTRAL.trunk_bytes / gpu.memory_rate, operations * n / gpu.operations_rate) for n in rows)
 
 

@@ -38,8 +38,8 @@ from engine.models.folders.sizes import sizes_of
 from engine.models.store.catalogue import STARTER
 from engine.moe.expert_parallel import HEAD, RankContext
 from engine.moe.kernels.pool import physical_cores
+from engine.planning.memory import ModelSizes
 from engine.planning.placement import Placement
-from engine.planning.prediction import ModelSizes
 from engine.planning.ring_speed import PassTime, StepTerms, compare, measured_costs
 from engine.runtimes import runtime_named
 from engine.runtimes.choosing import choose_runtime, on_one_machine
@@ -283,7 +283,7 @@ class _Bench:
         self, network: ClusterNetwork, method: RingMethod, followers: Sequence[str]
     ) -> tuple[RingModel, RingFormer]:
         """A ring of all these nodes. Raises ModelError if one of them is left out again and again."""
-        held = held_at_most(sizes_of(open_model(self._folder), self._load.dtype).for_planning())
+        held = held_at_most(sizes_of(open_model(self._folder), self._load.dtype))
         choice = RingChoice(
             nodes=list(followers),
             shares=dict.fromkeys((network.node.identity.node_id, *followers), held),

@@ -17,9 +17,9 @@ from engine.errors import ModelError
 from engine.ipc.messages import Bench, BenchResult, ExpertMovement, Load, Message, ModelFacts
 from engine.ipc.progress import ProgressCallback
 from engine.models.folders.opening import open_model
-from engine.models.folders.sizes import Sizes
 from engine.models.text.tokenizer import load_tokenizer
 from engine.moe.kernels.pool import physical_cores
+from engine.planning.memory import ModelSizes
 from engine.runtimes.choosing import on_one_machine
 from engine.runtimes.model_headers import read_headers
 from engine.system.machine import processor
@@ -90,7 +90,7 @@ def run_bench(
     return _with_circumstances(result, request, session.facts, threads)
 
 
-def weight_bytes_per_token(facts: ModelFacts, sizes: Sizes) -> int:
+def weight_bytes_per_token(facts: ModelFacts, sizes: ModelSizes) -> int:
     """Bytes of weights that decoding one token reads: the trunk, and the experts the token is sent to.
 
     Of an embedding that is not the head as well, only one row is read.

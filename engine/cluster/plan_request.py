@@ -9,14 +9,15 @@ import msgspec
 
 from engine.cluster.head.missing_links import ConnectedPlan, plan_connected
 from engine.cluster.head.ring_runtime import RuntimePlan, plan_by_runtime
-from engine.cluster.head.survey import Survey, Surveyor, candidates, planned_model
+from engine.cluster.head.survey import Survey, Surveyor, candidates
 from engine.cluster.membership.node import Node
 from engine.cluster.membership.rpc_fanout import Candidate, NodeRefused
 from engine.cluster.network import ClusterNetwork
 from engine.ipc.messages import DeviceMemory, Load, ModelFacts, NodeShard
 from engine.moe.expert_parallel import HEAD, Mode
 from engine.planning.hybrid import workspace_bytes
-from engine.planning.ring_nodes import RingModelFacts, beside_weights
+from engine.planning.memory import ModelSizes
+from engine.planning.ring_nodes import beside_weights
 from engine.planning.ring_plan import RingDecision
 from engine.planning.ring_words import THIS_MACHINE, absent_lines
 from engine.planning.runtime_choice import RuntimeChoice
@@ -75,7 +76,7 @@ def plan_ring_request(
     tokens_per_s = decision.facts.tokens_per_s if decision.facts is not None and formed else None
     if decision.kind == "alone" and decision.alone_step is not None:
         tokens_per_s = decision.alone_step.tokens_per_s
-    model = planned_model(headers, name, load)
+    model = headers.sizes.as_loaded(load, load.runtime)
     shards = decision.facts.nodes if decision.facts is not None else []
     if decision.kind == "elsewhere":
         shards = shards[1:]  # the head holds no weights
@@ -117,7 +118,7 @@ def _planned(
     return plan_by_runtime(plain, plan, survey, me) if may_switch_runtime else plain
 
 
-def _memory(shard: NodeShard, survey: Survey, model: RingModelFacts, mode: Mode) -> list[DeviceMemory]:
+def _memory(shard: NodeShard, survey: Survey, model: ModelSizes, mode: Mode) -> list[DeviceMemory]:
     """The memory of a node, and of its GPU if it has one."""
     key_values, workspace = beside_weights(model, mode == "central" and shard.rank != HEAD)
     facts = survey.facts[shard.node_id]
@@ -139,7 +140,7 @@ def _memory(shard: NodeShard, survey: Survey, model: RingModelFacts, mode: Mode)
         trunk=0,
         experts=shard.gpu_expert_bytes,
         key_values=0,
-        workspace=workspace_bytes(model.sizes, model.prefill_chunk, gpu=True),
+        workspace=workspace_bytes(model, gpu=True),
     )
     return [memory, on_gpu]
 

@@ -15,31 +15,17 @@ from typing import Literal
 
 from engine.ipc.messages import DeviceMemory, ExpertPolicy, PlannedChoice
 from engine.planning.calibration import Calibration
+from engine.planning.memory import ModelSizes
 from engine.planning.policy import Policy, policy_named
 from engine.planning.prediction import (
     DECODE_CONTEXT,
     PREFILL_TOKENS,
-    ModelSizes,
     Shares,
     Speed,
     cpu_speed,
     hybrid_speed,
     streaming_step_s,
 )
-
-__all__ = [
-    "Device",
-    "HybridMachine",
-    "HybridPlan",
-    "HybridRequest",
-    "ModelSizes",
-    "better",
-    "experts_only",
-    "gpu_room",
-    "plan",
-    "slabs_kept",
-    "workspace_bytes",
-]
 
 GPU_RUNTIME_BYTES = 512 * 1024 * 1024
 """GPU memory in bytes that the GPU's own libraries take before anything is loaded."""
@@ -89,8 +75,6 @@ class HybridRequest:
     partitioning: Literal["auto", "cpu", "hybrid"] = "auto"
     policy: ExpertPolicy = "balanced"
     gpu_expert_bytes: int | None = None
-    context_tokens: int = 4096
-    prefill_chunk: int = 512
     cpu_layer_overhead_s: float = 0.0
     cpu_read_share: float = 1.0
 
@@ -116,41 +100,23 @@ class HybridPlan:
     """Share of routes whose expert is on the GPU, if the use of experts stays as it was."""
 
 
-def workspace_bytes(model: ModelSizes, prefill_chunk: int, gpu: bool) -> int:
-    """Bytes for the intermediate results of a forward pass of ``prefill_chunk`` tokens, beside weights, keys and
-    values.
+def workspace_bytes(model: ModelSizes, gpu: bool) -> int:
+    """Bytes for the intermediate results of a forward pass over a chunk of a prompt, beside weights, keys and values.
 
     On a GPU they include the GPU's libraries, slots for weights in transfer, and an unpacked expert if weights are
     packed.
     """
     widths = _WIDTHS_OF_ACTIVATIONS + (2 * model.experts_per_token if model.experts else 0)
-    activations = 4 * prefill_chunk * model.hidden * widths
+    activations = 4 * model.prefill_chunk * model.hidden * widths
     if not gpu:
         return activations
     unpacking = model.unpacked_slab_bytes + UNPACKING_ROOM if model.unpacked_slab_bytes else 0
     return activations + GPU_RUNTIME_BYTES + STAGING_SLABS * model.slot_bytes + unpacking
 
 
-def gpu_room(model: ModelSizes, gpu: Device, context_tokens: int, prefill_chunk: int = 512) -> int:
+def gpu_room(model: ModelSizes, gpu: Device) -> int:
     """Bytes of GPU memory left for experts; negative if the trunk, its keys and values and the workspace do not fit."""
-    needed = model.trunk_bytes + model.cache_bytes(context_tokens)
-    return gpu.free - needed - workspace_bytes(model, prefill_chunk, gpu=True)
-
-
-def experts_only(model: ModelSizes) -> ModelSizes:
-    """``model`` as a GPU in a ring sees it. Trunk, keys and values stay on the CPU, so that their bits are equal on all
-    machines."""
-    return replace(
-        model,
-        trunk_bytes=0,
-        trunk_weights=0,
-        trunk_stored_bytes=0,
-        shared_bytes=0,
-        embedding_bytes=0,
-        trunk_is_mapped=False,
-        key_value_bytes_per_token=0,
-        state_bytes=0,
-    )
+    return gpu.free - model.trunk_bytes - model.planned_cache_bytes - workspace_bytes(model, gpu=True)
 
 
 def slabs_kept(model: ModelSizes, policy: Policy, room: int) -> int:
@@ -214,8 +180,8 @@ def _cpu_plan(
     shares: Shares,
     popularity: Sequence[Sequence[int]],
 ) -> HybridPlan:
-    key_values = model.cache_bytes(wanted.context_tokens)
-    workspace = workspace_bytes(model, wanted.prefill_chunk, gpu=False)
+    key_values = model.planned_cache_bytes
+    workspace = workspace_bytes(model, gpu=False)
     pages = machine.cpu.free - key_values - workspace
     trunk = min(model.trunk_bytes, max(0, pages)) if model.trunk_is_mapped else model.trunk_bytes
     spare = pages - trunk
@@ -265,7 +231,7 @@ def _gpu_plan(
     popularity: Sequence[Sequence[int]],
 ) -> HybridPlan:
     policy = policy_named(wanted.policy, model.experts)
-    room = gpu_room(model, gpu, wanted.context_tokens, wanted.prefill_chunk)
+    room = gpu_room(model, gpu)
     asked = 0
     if policy.cache.kind != "none":
         most = model.slabs * model.slot_bytes
@@ -278,10 +244,10 @@ def _gpu_plan(
         free=gpu.free,
         trunk=model.trunk_bytes,
         experts=asked if shortfall else slabs * model.slot_bytes,
-        key_values=model.cache_bytes(wanted.context_tokens),
-        workspace=workspace_bytes(model, wanted.prefill_chunk, gpu=True),
+        key_values=model.planned_cache_bytes,
+        workspace=workspace_bytes(model, gpu=True),
     )
-    on_cpu = _on_cpu(machine.cpu, model, 0, 0, workspace_bytes(model, wanted.prefill_chunk, gpu=False))
+    on_cpu = _on_cpu(machine.cpu, model, 0, 0, workspace_bytes(model, gpu=False))
     choices = _gpu_choices(model, wanted, policy, slabs, room)
     per_layer = slabs / model.moe_layers if model.moe_layers else 0.0
     speed: Speed | None = None
@@ -369,7 +335,7 @@ def _with_speed(
         if speed is not None:
             # Keys and values take memory as the conversation grows, and a prompt's workspace while it is read. One that
             # is kept afterwards is at most a small part of the free memory.
-            cached = model.cache_bytes(min(DECODE_CONTEXT, wanted.context_tokens)) if cpu.key_values else 0
+            cached = model.cache_bytes(min(DECODE_CONTEXT, model.context_tokens)) if cpu.key_values else 0
             room = machine.cpu.free + machine.reserve - kept_bytes - cached
             step_bytes = bytes_from_disk(model, room, 1, popularity)
             prompt_bytes = bytes_from_disk(model, room - cpu.workspace, PREFILL_TOKENS, popularity)

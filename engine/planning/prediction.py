@@ -14,6 +14,7 @@ from functools import lru_cache
 from math import comb
 
 from engine.planning.calibration import Calibration, Curve
+from engine.planning.memory import ModelSizes
 from engine.planning.policy import ActiveExpert, Policy
 
 DECODE_CONTEXT = 512
@@ -30,95 +31,6 @@ RESIDENT_OPERATIONS = 15
 SLOW_GPU_MEMORY = 128e9
 """Memory rate of the slowest GPU for which torch is built (GTX 1650), in bytes per second. It stands in for a
 measurement, because a small expert's time is the host's and says nothing about the GPU's memory."""
-
-
-@dataclass(frozen=True)
-class ModelSizes:
-    """The sizes of a model that planning needs; ``expert_bytes`` is all routed experts of all MoE layers."""
-
-    layers: int
-    moe_layers: int
-    experts: int
-    experts_per_token: int
-    hidden: int
-    trunk_bytes: int
-    expert_bytes: int
-    key_value_bytes_per_token: int
-    state_bytes: int = 0
-    """Bytes of a row's states of delta-nets, which every pass replaces and which do not depend on the row's length."""
-    windowed_bytes_per_token: int = 0
-    """Part of ``key_value_bytes_per_token`` in layers that keep at most ``windowed_tokens`` tokens."""
-    windowed_tokens: int = 0
-    bytes_per_weight: int = 2
-    """Bytes of a weight in the format that is computed with."""
-    name: str = ""
-    """The model's name as commands take it."""
-    shared_bytes: int = 0
-    """Bytes of the shared experts of all MoE layers. They are part of the trunk, and every token runs them."""
-    expert_weights: int = 0
-    """Number of weights of all routed experts, whatever their format; 0: expert_bytes divided by bytes_per_weight."""
-    trunk_weights: int = 0
-    """Number of weights of the trunk, whatever their format; 0: trunk_bytes divided by bytes_per_weight."""
-    trunk_stored_bytes: int = 0
-    """Bytes of the trunk in the model's files; 0: the same as in memory."""
-    unpacks_experts: bool = False
-    """Whether a GPU unpacks an expert's weights to the computed width each time it runs it."""
-    largest_slab_bytes: int = 0
-    """Bytes of the largest routed expert, as layers' formats may differ; 0: all experts are equally large."""
-    embedding_bytes: int = 0
-    """Bytes of an embedding that is not also the head. It is part of the trunk, and a token reads one row of it."""
-    trunk_is_mapped: bool = False
-    """Whether the trunk is read from the mapped files, as the experts are, so that it need not fit in memory."""
-
-    @property
-    def trunk_read_bytes(self) -> int:
-        """Bytes of the trunk that every pass reads."""
-        return self.trunk_bytes - self.embedding_bytes
-
-    def cache_bytes(self, tokens: int) -> int:
-        """Bytes of the cache of a row of ``tokens``. States are counted twice, as a pass keeps those of before and
-        after it."""
-        dropped = self.windowed_bytes_per_token * max(0, tokens - self.windowed_tokens)
-        return tokens * self.key_value_bytes_per_token - dropped + 2 * self.state_bytes
-
-    @property
-    def trunk_file_bytes(self) -> int:
-        """Bytes of the trunk on the disk, and when it is sent to another machine."""
-        return self.trunk_stored_bytes or self.trunk_bytes
-
-    @property
-    def weights_per_trunk_byte(self) -> float:
-        """Mean number of weights per byte of the trunk."""
-        known = self.trunk_weights and self.trunk_bytes
-        return self.trunk_weights / self.trunk_bytes if known else 1.0 / self.bytes_per_weight
-
-    @property
-    def unpacked_slab_bytes(self) -> int:
-        """Bytes of a routed expert's unpacked weights, which a GPU needs beside the slab; 0 if it computes with the
-        slab itself."""
-        return round(self.slab_weights * self.bytes_per_weight) if self.unpacks_experts else 0
-
-    @property
-    def slab_weights(self) -> float:
-        """Number of weights of one routed expert; 0 for a dense model."""
-        if not self.expert_weights:
-            return self.slab_bytes / self.bytes_per_weight
-        return self.expert_weights / self.slabs if self.slabs else 0.0
-
-    @property
-    def slabs(self) -> int:
-        """Number of routed experts in all layers."""
-        return self.experts * self.moe_layers
-
-    @property
-    def slab_bytes(self) -> int:
-        """Mean bytes of a routed expert, rounded up; 0 for a dense model."""
-        return -(-self.expert_bytes // self.slabs) if self.slabs else 0
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of GPU memory that hold any one routed expert."""
-        return max(self.slab_bytes, self.largest_slab_bytes)
 
 
 @dataclass(frozen=True)
@@ -325,7 +237,7 @@ def _weight_rate(curve: Curve, calibration: Calibration) -> float:
 def _operations_rate(curve: Curve, calibration: Calibration, model: ModelSizes) -> float:
     """Operations per second at the largest measured number of tokens."""
     tokens = curve.tokens[-1]
-    weights = model.slab_weights or calibration.shape.expert_bytes / model.bytes_per_weight
+    weights = model.slab_weights or calibration.shape.expert_bytes / model.width
     return 2.0 * tokens * weights / curve.at(tokens)
 
 

@@ -9,10 +9,10 @@ import msgspec
 
 from engine.ipc.messages import ExpertPolicy
 from engine.planning.calibration import Calibration, Curve, ExpertShape, guessed, with_trunk_on_host
-from engine.planning.hybrid import Device, experts_only, gpu_room, slabs_kept, workspace_bytes
-from engine.planning.placement_planner import ExpertGrid
+from engine.planning.hybrid import Device, gpu_room, slabs_kept, workspace_bytes
+from engine.planning.memory import ModelSizes
 from engine.planning.policy import policy_named
-from engine.planning.prediction import PREFILL_TOKENS, ModelSizes, Shares, hybrid_speed
+from engine.planning.prediction import PREFILL_TOKENS, Shares, hybrid_speed
 from engine.planning.ring_speed import GpuCosts, NodeCosts, PassTime, alone_time, costs_of
 
 GIB = 1024**3
@@ -94,77 +94,54 @@ class LinkFigures:
     bytes_per_s: float
 
 
-@dataclass(frozen=True)
-class RingModelFacts:
-    """The model of a ring. ``moe_layers``: the decoder layers with routed experts, ascending, as many as ``sizes``
-    says."""
-
-    sizes: ModelSizes
-    moe_layers: tuple[int, ...]
-    context_tokens: int = 4096
-    prefill_chunk: int = 512
-    word_bytes: int = 4
-    """Bytes of one number in the exchange."""
-    vocabulary: int = 0
-    """Number of logits of a token."""
-
-    @property
-    def grid(self) -> ExpertGrid:
-        sizes = self.sizes
-        return ExpertGrid(self.moe_layers, sizes.experts, sizes.experts_per_token, sizes.slab_bytes)
-
-
-def beside_weights(model: RingModelFacts, central_follower: bool = False) -> tuple[int, int]:
+def beside_weights(model: ModelSizes, central_follower: bool = False) -> tuple[int, int]:
     """Bytes of keys and values, and bytes of workspace, on a node."""
-    key_values = 0 if central_follower else model.sizes.cache_bytes(model.context_tokens)
-    return key_values, workspace_bytes(model.sizes, model.prefill_chunk, gpu=False)
+    key_values = 0 if central_follower else model.planned_cache_bytes
+    return key_values, workspace_bytes(model, gpu=False)
 
 
-def memory_room(model: RingModelFacts, node: NodeMeasured, central_follower: bool = False) -> int:
+def memory_room(model: ModelSizes, node: NodeMeasured, central_follower: bool = False) -> int:
     """Bytes for experts in the memory of ``node``'s CPU, after trunk, keys and values, workspace and reserve.
 
     Negative if even those do not fit. A follower in central mode keeps no trunk, keys or values.
     """
-    sizes = model.sizes
     reserve = (UNIFIED_RESERVE if node.unified else MAPPED_RESERVE).of(node.memory_total)
-    taken = sum(beside_weights(model, central_follower)) + (0 if central_follower else sizes.trunk_bytes)
+    taken = sum(beside_weights(model, central_follower)) + (0 if central_follower else model.trunk_bytes)
     return min(node.memory_free, node.memory_total - reserve) - taken
 
 
-def slabs_on(gpu: NodeGpu, sizes: ModelSizes, context_tokens: int, prefill_chunk: int) -> int:
-    """Number of experts that the memory of a node's GPU keeps in a ring, where it holds nothing else of the model."""
-    few = experts_only(sizes)
-    room = gpu_room(few, Device(gpu.name, gpu.total, gpu.free), context_tokens, prefill_chunk)
+def slabs_on(gpu: NodeGpu, model: ModelSizes) -> int:
+    """Number of experts that the memory of a node's GPU keeps in a ring, where it holds nothing else of ``model``."""
+    few = model.experts_only()
+    room = gpu_room(few, Device(gpu.name, gpu.total, gpu.free))
     chosen = room if gpu.expert_bytes is None else min(room, gpu.expert_bytes)
     return slabs_kept(few, policy_named(gpu.policy, few.experts), chosen)
 
 
-def gpu_slabs(model: RingModelFacts, node: NodeMeasured) -> int:
+def gpu_slabs(model: ModelSizes, node: NodeMeasured) -> int:
     """Number of experts that the memory of ``node``'s GPU keeps; 0 without a GPU."""
-    if node.gpu is None:
-        return 0
-    return slabs_on(node.gpu, model.sizes, model.context_tokens, model.prefill_chunk)
+    return 0 if node.gpu is None else slabs_on(node.gpu, model)
 
 
-def expert_room(model: RingModelFacts, node: NodeMeasured, central_follower: bool = False) -> int:
+def expert_room(model: ModelSizes, node: NodeMeasured, central_follower: bool = False) -> int:
     """Bytes for experts on ``node``, in its memory and its GPU's; negative as in :func:`memory_room`."""
     room = memory_room(model, node, central_follower)
-    return room if room < 0 else room + gpu_slabs(model, node) * model.sizes.slab_bytes
+    return room if room < 0 else room + gpu_slabs(model, node) * model.slab_bytes
 
 
-def disk_room(model: RingModelFacts, node: NodeMeasured, central_follower: bool) -> int | None:
+def disk_room(model: ModelSizes, node: NodeMeasured, central_follower: bool) -> int | None:
     """Bytes of experts that ``node`` can keep on its disk, including those already there. None: no limit.
 
     Negative if even the other parts that it is sent do not fit.
     """
     if node.disk_free is None:
         return None
-    there = sum(len(set(experts)) for experts in node.has.values()) * model.sizes.slab_bytes
-    trunk = 0 if node.has_trunk or central_follower else model.sizes.trunk_file_bytes
+    there = sum(len(set(experts)) for experts in node.has.values()) * model.slab_bytes
+    trunk = 0 if node.has_trunk or central_follower else model.trunk_file_bytes
     return node.disk_free + there - trunk
 
 
-def node_costs(model: RingModelFacts, node: NodeMeasured) -> NodeCosts | None:
+def node_costs(model: ModelSizes, node: NodeMeasured) -> NodeCosts | None:
     """Costs of ``node``; without a measured expert, from the time of streaming its weights. None if neither is
     known."""
     expert = node.expert
@@ -172,10 +149,10 @@ def node_costs(model: RingModelFacts, node: NodeMeasured) -> NodeCosts | None:
         return None
     if expert is None:
         # Beyond a few tokens an expert is bound by arithmetic, of which nothing is known: as if by sixteen per reading.
-        reading = model.sizes.slab_bytes / node.memory_read
+        reading = model.slab_bytes / node.memory_read
         expert = Curve((1, 16, 512), (reading, reading, 32 * reading))
     costs = costs_of(
-        model.sizes,
+        model,
         expert,
         node.memory_read,
         node.layer_overhead_s,
@@ -186,55 +163,52 @@ def node_costs(model: RingModelFacts, node: NodeMeasured) -> NodeCosts | None:
     return with_gpu(model, node, costs)
 
 
-def with_gpu(model: RingModelFacts, node: NodeMeasured, costs: NodeCosts) -> NodeCosts:
+def with_gpu(model: ModelSizes, node: NodeMeasured, costs: NodeCosts) -> NodeCosts:
     """``costs`` of ``node``'s CPU with its GPU added, if it has one."""
     gpu = node.gpu
     if gpu is None:
         return replace(costs, gpu=None)
     calibration = with_trunk_on_host(gpu_calibration(model, gpu, costs.expert, node.memory_read or 0.0))
-    return replace(
-        costs, gpu=GpuCosts(calibration, policy_named(gpu.policy, model.sizes.experts), gpu_slabs(model, node))
-    )
+    return replace(costs, gpu=GpuCosts(calibration, policy_named(gpu.policy, model.experts), gpu_slabs(model, node)))
 
 
-def gpu_calibration(model: RingModelFacts, gpu: NodeGpu, cpu: Curve, memory_read: float) -> Calibration:
+def gpu_calibration(model: ModelSizes, gpu: NodeGpu, cpu: Curve, memory_read: float) -> Calibration:
     """The measured calibration of ``gpu``, or a guess, beside a CPU whose experts take ``cpu`` seconds."""
-    sizes = model.sizes
-    ffn = round(sizes.slab_weights / (3 * sizes.hidden))
-    shape = ExpertShape(hidden=sizes.hidden, ffn=ffn, dtype="", expert_bytes=sizes.slab_bytes)
+    ffn = round(model.slab_weights / (3 * model.hidden))
+    shape = ExpertShape(hidden=model.hidden, ffn=ffn, dtype="", expert_bytes=model.slab_bytes)
     if gpu.calibration is None or gpu.calibration.gpu is None:
-        return guessed(shape, sizes.bytes_per_weight, cpu)
+        return guessed(shape, model.width, cpu)
     rate = memory_read or gpu.calibration.memory_read
     return msgspec.structs.replace(gpu.calibration, shape=shape, cpu=cpu, memory_read=rate)
 
 
-def slabs_alone(model: RingModelFacts, node: NodeMeasured) -> int | None:
+def slabs_alone(model: ModelSizes, node: NodeMeasured) -> int | None:
     """Number of experts that ``node``'s GPU keeps beside trunk, keys and values if the node runs the model alone.
 
     None if it has no GPU with room for those.
     """
-    gpu, sizes = node.gpu, model.sizes
+    gpu = node.gpu
     if gpu is None:
         return None
-    room = gpu_room(sizes, Device(gpu.name, gpu.total, gpu.free), model.context_tokens, model.prefill_chunk)
+    room = gpu_room(model, Device(gpu.name, gpu.total, gpu.free))
     chosen = room if gpu.expert_bytes is None else min(room, gpu.expert_bytes)
-    return None if room < 0 else slabs_kept(sizes, policy_named(gpu.policy, sizes.experts), chosen)
+    return None if room < 0 else slabs_kept(model, policy_named(gpu.policy, model.experts), chosen)
 
 
-def alone_times(model: RingModelFacts, node: NodeMeasured, costs: NodeCosts) -> tuple[PassTime, PassTime]:
+def alone_times(model: ModelSizes, node: NodeMeasured, costs: NodeCosts) -> tuple[PassTime, PassTime]:
     """Times of a decoding step and a prompt of PREFILL_TOKENS on ``node``, which holds everything.
 
     Trunk, keys and values are on a GPU with room for them, unless the CPU is faster.
     """
-    sizes, gpu = model.sizes, node.gpu
-    on_cpu = alone_time(sizes, replace(costs, gpu=None)), alone_time(sizes, replace(costs, gpu=None), PREFILL_TOKENS)
+    gpu = node.gpu
+    on_cpu = alone_time(model, replace(costs, gpu=None)), alone_time(model, replace(costs, gpu=None), PREFILL_TOKENS)
     if gpu is None:
         return on_cpu
-    policy, slabs = policy_named(gpu.policy, sizes.experts), slabs_alone(model, node)
+    policy, slabs = policy_named(gpu.policy, model.experts), slabs_alone(model, node)
     calibration = gpu_calibration(model, gpu, costs.expert, node.memory_read or 0.0)
-    shares = Shares.even(sizes.experts)
-    speed = hybrid_speed(sizes, calibration, policy, (slabs or 0) / sizes.moe_layers, shares, node.layer_overhead_s)
+    shares = Shares.even(model.experts)
+    speed = hybrid_speed(model, calibration, policy, (slabs or 0) / model.moe_layers, shares, node.layer_overhead_s)
     if slabs is None or speed.step_s > on_cpu[0].seconds:
         return on_cpu
-    moe = sizes.moe_layers * speed.layer_s
+    moe = model.moe_layers * speed.layer_s
     return PassTime(moe, 0.0, speed.step_s - moe), PassTime(0.0, 0.0, speed.prefill_s, PREFILL_TOKENS)

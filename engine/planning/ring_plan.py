@@ -15,13 +15,13 @@ from msgspec import structs
 
 from engine.ipc.messages.ring import NodeShard, RingChoice, RingFacts
 from engine.planning.cluster_load import load_outcomes
+from engine.planning.memory import ModelSizes
 from engine.planning.placement import Placement
 from engine.planning.placement_planner import NodeRoom, Shortfall, place, place_held
 from engine.planning.prediction import PREFILL_TOKENS
 from engine.planning.ring_nodes import (
     LinkFigures,
     NodeMeasured,
-    RingModelFacts,
     alone_times,
     disk_room,
     expert_room,
@@ -60,8 +60,6 @@ from engine.planning.ring_words import (
     waiting_together_sentence,
 )
 from engine.planning.routing_load import LoadingRule
-
-__all__ = ["LinkFigures", "NodeMeasured", "RingDecision", "RingModelFacts", "expert_room", "node_costs", "plan_ring"]
 
 ANSWER_TOKENS = 128
 """Tokens of the answer in the turn by which modes are compared. Its prompt has PREFILL_TOKENS."""
@@ -114,7 +112,7 @@ class RingDecision:
 
 
 def plan_ring(
-    model: RingModelFacts,
+    model: ModelSizes,
     nodes: Sequence[NodeMeasured],
     links: Sequence[LinkFigures],
     choice: RingChoice,
@@ -130,7 +128,7 @@ def plan_ring(
     """
     if not nodes:
         raise ValueError("a ring needs at least its head")
-    if not model.sizes.experts:
+    if not model.experts:
         return RingDecision("refused", "The model has no experts to share: run it on one machine, partitioning auto.")
     costs = _alike(model, [node_costs(model, node) for node in nodes], nodes)
     known = {node.node_id: each for node, each in zip(nodes, costs, strict=True) if each is not None}
@@ -173,7 +171,7 @@ class _Planner:
 
     def __init__(
         self,
-        model: RingModelFacts,
+        model: ModelSizes,
         costs: Mapping[str, NodeCosts],
         links: Iterable[LinkFigures],
         choice: RingChoice,
@@ -226,7 +224,7 @@ class _Planner:
                 return RingDecision(
                     "refused", full_disk_sentence(node.name, -on_disk, is_head=rank == 0), shortfall=-on_disk
                 )
-            if on_disk is not None and on_disk < min(room, self.model.sizes.expert_bytes):
+            if on_disk is not None and on_disk < min(room, self.model.expert_bytes):
                 notices.append(disk_sentence(node.name, on_disk))
                 room = on_disk
             rooms.append(room if hand is None else min(max(0, hand), room))
@@ -250,15 +248,14 @@ class _Planner:
         self, nodes: Sequence[NodeMeasured], rooms: Sequence[int], costs: Sequence[NodeCosts]
     ) -> Placement | Shortfall:
         """The placement on ``rooms``, by the experts' seconds on nodes that hold as many as they can."""
-        sizes = self.model.sizes
-        slots = [min(max(0, room) // sizes.slab_bytes, sizes.slabs) for room in rooms]
-        seconds = [each.expert_s(sizes, slot) for each, slot in zip(costs, slots, strict=True)] if costs else []
+        slots = [min(max(0, room) // self.model.slab_bytes, self.model.slabs) for room in rooms]
+        seconds = [each.expert_s(self.model, slot) for each, slot in zip(costs, slots, strict=True)] if costs else []
         given = [NodeRoom(room, each) for room, each in zip(rooms, seconds or [1.0] * len(nodes), strict=True)]
         has = [self._head_has(nodes[0]), *(node.has for node in nodes[1:])]
         all_hold = self.choice.even_if_slower or bool(self.choice.nodes)
         if self._held_only:
             found = place_held(self.model.grid, given, has, self.choice.overlap)
-            return found or Shortfall(0, sizes.expert_bytes, sum(rooms))
+            return found or Shortfall(0, self.model.expert_bytes, sum(rooms))
         return place(self.model.grid, given, self._popularity, self.choice.overlap, has, all_hold)
 
     def _head_has(self, head: NodeMeasured) -> Mapping[int, Sequence[int]]:
@@ -275,7 +272,7 @@ class _Planner:
             for node in nodes[1:]
             if (central or node.has_trunk)
             and any(node.has.values())
-            and expert_room(self.model, node, central) >= self.model.sizes.slab_bytes
+            and expert_room(self.model, node, central) >= self.model.slab_bytes
         ]
         planner = copy(self)
         planner._held_only = True
@@ -293,7 +290,7 @@ class _Planner:
     def alone(self, node: NodeMeasured) -> PassTime | None:
         """Time of a decoding step of ``node`` alone; None if the model does not fit there or nothing was measured."""
         costs = self._costs.get(node.node_id)
-        if costs is None or expert_room(self.model, node) < self.model.sizes.expert_bytes:
+        if costs is None or expert_room(self.model, node) < self.model.expert_bytes:
             return None
         return alone_times(self.model, node, costs)[0]
 
@@ -303,7 +300,7 @@ class _Planner:
         They include sending tokens there and logits back. None if the model does not or may not fit there, or nothing
         was measured.
         """
-        step, costs, all_experts = self.alone(node), self._costs.get(node.node_id), self.model.sizes.expert_bytes
+        step, costs, all_experts = self.alone(node), self._costs.get(node.node_id), self.model.expert_bytes
         on_disk = disk_room(self.model, node, False)
         if step is None or costs is None or (on_disk is not None and on_disk < all_experts):
             return None
@@ -331,7 +328,7 @@ class _Planner:
         here, other = facts.nodes
         nothing = structs.replace(here, trunk_bytes=0, has_bytes=0, gpu="", gpu_expert_bytes=0)
         slabs = slabs_alone(self.model, node)
-        on_gpu = 0 if slabs is None else min(slabs * self.model.sizes.slab_bytes, other.expert_bytes)
+        on_gpu = 0 if slabs is None else min(slabs * self.model.slab_bytes, other.expert_bytes)
         other = structs.replace(other, gpu=other.gpu if slabs is not None else "", gpu_expert_bytes=on_gpu)
         alone = ring.facts.alone_tokens_per_s if ring.facts is not None else None
         return RingDecision(
@@ -384,7 +381,7 @@ class _Planner:
         central: bool,
         notices: list[str],
     ) -> RingDecision:
-        seconds = expert_seconds(self.model.sizes, placement, costs) if costs else [1.0] * len(nodes)
+        seconds = expert_seconds(self.model, placement, costs) if costs else [1.0] * len(nodes)
         weights = tuple(item / min(seconds) for item in seconds)
         loading, why_loading = self._loading(nodes)
         mode: Mode = "central" if central else "fast" if self.choice.mode == "fast" else "exact"
@@ -428,9 +425,9 @@ class _Planner:
         mode: Mode,
         loading: LoadingRule,
     ) -> StepTerms:
-        setting = RingSetting(mode, loading, self.model.word_bytes, self._at_once)
+        setting = RingSetting(mode, loading, at_once=self._at_once)
         wire = self.wire(nodes, mode == "central")
-        return StepTerms(self.model.sizes, placement, tuple(costs), wire, setting, self._popularity)
+        return StepTerms(self.model, placement, tuple(costs), wire, setting, self._popularity)
 
     def _times(
         self,
@@ -455,17 +452,16 @@ class _Planner:
         step: PassTime | None,
         reason: str,
     ) -> RingFacts:
-        sizes = self.model.sizes
-        outcomes = load_outcomes(placement, sizes.experts_per_token, self._popularity, weights)
+        outcomes = load_outcomes(placement, self.model.experts_per_token, self._popularity, weights)
         shares = []
         for rank, (node, expected) in enumerate(zip(nodes, outcomes.per_rank(), strict=True)):
-            trunk = 0 if mode == "central" and rank > 0 else sizes.trunk_bytes
+            trunk = 0 if mode == "central" and rank > 0 else self.model.trunk_bytes
             experts = placement.count_of(rank)
             on_gpu = min(experts, gpu_slabs(self.model, node))
             present_bytes = trunk if node.has_trunk else 0
             for layer, row in zip(placement.layers, placement.holders, strict=True):
                 mine = node.has.get(layer, ())
-                present_bytes += sizes.slab_bytes * sum(
+                present_bytes += self.model.slab_bytes * sum(
                     rank in row[expert] for expert in set(mine) if expert < len(row)
                 )
             shares.append(
@@ -474,13 +470,13 @@ class _Planner:
                     node_id=node.node_id,
                     name=node.name,
                     experts=experts,
-                    expert_bytes=min(experts * sizes.slab_bytes, sizes.expert_bytes),
+                    expert_bytes=min(experts * self.model.slab_bytes, self.model.expert_bytes),
                     trunk_bytes=trunk,
                     memory_free=node.memory_free,
                     expected_experts=expected,
                     has_bytes=present_bytes,
                     gpu=node.gpu.name if node.gpu is not None else "",
-                    gpu_expert_bytes=min(on_gpu * sizes.slab_bytes, sizes.expert_bytes),
+                    gpu_expert_bytes=min(on_gpu * self.model.slab_bytes, self.model.expert_bytes),
                 )
             )
         return RingFacts(
@@ -493,16 +489,16 @@ class _Planner:
         )
 
 
-def _gpu_only(model: RingModelFacts, nodes: Sequence[NodeMeasured], rooms: Sequence[int]) -> list[list[int]]:
+def _gpu_only(model: ModelSizes, nodes: Sequence[NodeMeasured], rooms: Sequence[int]) -> list[list[int]]:
     """``rooms`` without the CPU's memory on nodes with a GPU: for each such node in turn, and for all of them."""
-    there = [gpu_slabs(model, node) * model.sizes.slab_bytes for node in nodes]
+    there = [gpu_slabs(model, node) * model.slab_bytes for node in nodes]
     shared = [rank for rank, room in enumerate(rooms) if 0 < there[rank] < room]
     sets = [[rank] for rank in shared] + ([shared] if len(shared) > 1 else [])
     return [[there[rank] if rank in few else room for rank, room in enumerate(rooms)] for few in sets]
 
 
 def _alike(
-    model: RingModelFacts, costs: Sequence[NodeCosts | None], nodes: Sequence[NodeMeasured]
+    model: ModelSizes, costs: Sequence[NodeCosts | None], nodes: Sequence[NodeMeasured]
 ) -> list[NodeCosts | None]:
     """``costs`` with the fastest measurement for nodes with the same hardware. Slower ones were disturbed by other
     work.
@@ -547,7 +543,7 @@ def _turn(step: PassTime, prefill: PassTime) -> float:
 
 def _without_the_small(planner: _Planner, nodes: Sequence[NodeMeasured]) -> tuple[list[NodeMeasured], list[str]]:
     """The nodes with room for what every node needs and for one expert, and a line for each other node."""
-    central, least = planner.is_central(nodes), planner.model.sizes.slab_bytes
+    central, least = planner.is_central(nodes), planner.model.slab_bytes
     large_enough, lines = [nodes[0]], []
     for node in nodes[1:]:
         room, on_disk = expert_room(planner.model, node, central), disk_room(planner.model, node, central)
@@ -597,12 +593,12 @@ def _against_alone(planner: _Planner, nodes: Sequence[NodeMeasured], ring: RingD
     """``ring``, or the head or another machine alone if that is faster."""
     head = nodes[0]
     by_itself = {node.node_id: planner.alone(node) for node in nodes}
-    sizes = planner.model.sizes
+    model = planner.model
     # A head that lacks the model would have to take all of it.
-    on_disk = head.disk_free is None or head.disk_free >= sizes.trunk_file_bytes + sizes.expert_bytes
+    on_disk = head.disk_free is None or head.disk_free >= model.trunk_file_bytes + model.expert_bytes
     if not on_disk:
         by_itself[head.node_id] = None
-    fits_alone = on_disk and expert_room(planner.model, head) >= sizes.expert_bytes
+    fits_alone = on_disk and expert_room(planner.model, head) >= model.expert_bytes
     known = [(option.seconds, node.node_id) for node in nodes if (option := by_itself[node.node_id]) is not None]
     best_s, best = min(known, default=(0.0, ""))
     step = by_itself[head.node_id]

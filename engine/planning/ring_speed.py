@@ -20,11 +20,11 @@ from typing import Literal
 
 from engine.planning.calibration import Calibration, Curve
 from engine.planning.cluster_load import LoadOutcomes, load_outcomes
+from engine.planning.memory import ModelSizes
 from engine.planning.placement import Placement
 from engine.planning.policy import Policy
 from engine.planning.prediction import (
     DECODE_CONTEXT,
-    ModelSizes,
     Shares,
     decode_layer_s,
     expected_tokens,

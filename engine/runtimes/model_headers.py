@@ -14,13 +14,14 @@ from engine.errors import ModelError
 from engine.ipc.messages import Load
 from engine.models.architectures.families import check_supported, expert_shape
 from engine.models.folders.opening import open_model
-from engine.models.folders.sizes import Sizes, sizes_in_library, sizes_of
+from engine.models.folders.sizes import sizes_in_library, sizes_of
 from engine.models.folders.weight_layout import WeightLayout, is_library, layout_of
 from engine.models.formats.byte_map import FileMapping
 from engine.models.formats.model_files import ModelFiles
 from engine.moe.kernels.bindings import VARIABLE
 from engine.moe.popularity import ProfileModel, model_of
 from engine.planning.calibration import ExpertShape
+from engine.planning.memory import ModelSizes
 from engine.runtimes.choosing import mlx_by_default
 from engine.runtimes.native.runtime import check_native, unsupported_reason
 
@@ -42,7 +43,7 @@ class Headers:
     """
 
     folder: Path
-    sizes: Sizes
+    sizes: ModelSizes
     shape: ExpertShape | None
     profile: ProfileModel | None
     not_native: str | None

@@ -17,7 +17,6 @@ from engine.calibration.calibration_file import MLX_GPU, MachineSpeed, calibrati
 from engine.calibration.reading_rates import disk_rate
 from engine.errors import ModelError
 from engine.ipc.messages import Load, ModelFacts, Plan, Planned, PlannedChoice
-from engine.models.folders.sizes import Sizes
 from engine.models.formats.number_formats import is_packed
 from engine.models.store.local_models import ResolvedModel, resolve
 from engine.moe.kernels.pool import reason_for, threads_of, within_this_machine
@@ -25,7 +24,7 @@ from engine.moe.popularity import known_counts
 from engine.planning.calibration import Calibration
 from engine.planning.hybrid import Device, HybridMachine, HybridPlan, HybridRequest, better, workspace_bytes
 from engine.planning.hybrid import plan as plan_placement
-from engine.planning.memory import windowed_tokens
+from engine.planning.memory import ModelSizes
 from engine.planning.runtime_choice import RuntimeChoice
 from engine.runtimes import choosing
 from engine.runtimes.choosing import choose_runtime
@@ -63,7 +62,7 @@ def plan_model(request: Plan, loaded: ModelFacts | None = None, network: Cluster
         fits=plan.fits,
         shortfall=plan.shortfall,
         memory=list(plan.memory),
-        choices=[*_choices(request.load, sizes, runtime, here.context), *plan.choices, *_said(notices)],
+        choices=[*_choices(request.load, sizes, runtime), *plan.choices, *_said(notices)],
         tokens_per_s=plan.tokens_per_s,
         prefill_tokens_per_s=plan.prefill_tokens_per_s,
         basis=_basis(plan, sizes, here.speed, runtime.name, load.model),
@@ -75,10 +74,9 @@ class PlanHere:
     """A plan for this machine, its runtime, and its inputs."""
 
     plan: HybridPlan
-    sizes: Sizes
+    sizes: ModelSizes
     runtime: RuntimeChoice
     speed: MachineSpeed | None
-    context: int
 
 
 def plan_here(load: Load, folder: Path, loaded: ModelFacts | None, notices: list[str]) -> PlanHere:
@@ -103,34 +101,27 @@ def _with_one_choice(load: Load, folder: Path, loaded: ModelFacts | None, notice
     graphics = gpu_for(load)
     headers = read_headers(folder, load)
     runtime = planned_runtime(load, headers, graphics)
-    sizes = headers.sizes.for_runtime(runtime.name, on_gpu=graphics is not None, key_values=load.key_values)
+    sizes = headers.sizes.as_loaded(load, runtime.name, on_gpu=graphics is not None)
+    if runtime.name == "mlx":
+        sizes = sizes.with_windows(eligible.prefill_chunk(load.prefill_chunk, eligible.architecture()))
     headers = replace(headers, sizes=sizes)
     calibration, speed = _measured(load, headers, graphics, runtime.name, notices)
-    context = min(sizes.context_limit, load.context_limit or HybridRequest().context_tokens)
     overhead_s, read_share = _beside_streaming(speed, runtime.name)
-    model = sizes.for_planning(load.model)
-    chunk = _prefill_chunk(load, runtime.name)
-    if runtime.name == "mlx":
-        windowed, kept = sizes.windowed_bytes_per_token, windowed_tokens(sizes.window, chunk)
-        model = replace(model, windowed_bytes_per_token=windowed, windowed_tokens=kept)
-    needed = model.trunk_bytes + model.expert_bytes + model.cache_bytes(context)
-    needed += workspace_bytes(model, chunk, gpu=False)
+    needed = sizes.trunk_bytes + sizes.expert_bytes + sizes.planned_cache_bytes + workspace_bytes(sizes, gpu=False)
     plan = plan_placement(
-        model,
+        sizes,
         _machine(headers, needed, graphics, speed, loaded),
         HybridRequest(
             partitioning="cpu" if graphics is None else "hybrid",
             policy=load.policy,
             gpu_expert_bytes=load.gpu_expert_bytes,
-            context_tokens=context,
-            prefill_chunk=chunk,
             cpu_layer_overhead_s=overhead_s,
             cpu_read_share=read_share,
         ),
         calibration,
         _popularity(headers, notices),
     )
-    return PlanHere(plan, sizes, runtime, speed, context)
+    return PlanHere(plan, sizes, runtime, speed)
 
 
 def _plan_ring(request: Plan, load: Load, loaded: ModelFacts | None, network: ClusterNetwork | None) -> Planned:
@@ -145,7 +136,6 @@ def _plan_ring(request: Plan, load: Load, loaded: ModelFacts | None, network: Cl
         network, headers, resolved.name, load, planned_runtime(load, headers, None), loaded, notices
     )
     decision, memory, runtime = plan.decision, plan.memory, plan.choice
-    context = min(headers.sizes.context_limit, load.context_limit or HybridRequest().context_tokens)
     return Planned(
         id=request.id,
         model=resolved.name,
@@ -154,7 +144,7 @@ def _plan_ring(request: Plan, load: Load, loaded: ModelFacts | None, network: Cl
         shortfall=decision.shortfall,
         memory=memory,
         choices=[
-            *_choices(request.load, headers.sizes, runtime, context),
+            *_choices(request.load, headers.sizes.as_loaded(load, runtime.name), runtime),
             PlannedChoice(
                 "partitioning", "ring" if decision.kind == "ring" else "this machine", decision.reason or "as chosen"
             ),
@@ -226,11 +216,6 @@ def _measured(
     return calibration, speed
 
 
-def _prefill_chunk(load: Load, runtime: str) -> int:
-    chunk = load.prefill_chunk
-    return eligible.prefill_chunk(chunk, eligible.architecture()) if runtime == "mlx" else chunk
-
-
 def _popularity(headers: Headers, notices: list[str]) -> list[list[int]]:
     if headers.profile is None:
         return []
@@ -238,7 +223,8 @@ def _popularity(headers: Headers, notices: list[str]) -> list[list[int]]:
     return [] if counts is None else [[round(routes) for routes in row] for row in counts.values()]
 
 
-def _choices(load: Load, sizes: Sizes, runtime: RuntimeChoice, context: int) -> list[PlannedChoice]:
+def _choices(load: Load, sizes: ModelSizes, runtime: RuntimeChoice) -> list[PlannedChoice]:
+    context = sizes.context_tokens
     if load.context_limit is not None and load.context_limit < sizes.context_limit:
         why = "as chosen"
     elif context == sizes.context_limit:
@@ -247,7 +233,7 @@ def _choices(load: Load, sizes: Sizes, runtime: RuntimeChoice, context: int) -> 
     else:
         why = f"usual for a conversation; the model takes up to {sizes.context_limit}"
     per_token = sizes.key_value_bytes_per_token
-    if runtime.name == "mlx" and context > windowed_tokens(sizes.window, _prefill_chunk(load, runtime.name)):
+    if sizes.dropped_bytes(context):
         per_token -= sizes.windowed_bytes_per_token
     per_thousand = 1000 * per_token / 1e6
     if load.dtype != "auto":
@@ -287,7 +273,7 @@ def _beside_streaming(speed: MachineSpeed | None, runtime: str) -> tuple[float, 
     return (speed.layer_overhead_s.get(measured, 0.0), 1.0) if share is None else (0.0, share)
 
 
-def _basis(plan: HybridPlan, sizes: Sizes, speed: MachineSpeed | None, runtime: str, model: str) -> str:
+def _basis(plan: HybridPlan, sizes: ModelSizes, speed: MachineSpeed | None, runtime: str, model: str) -> str:
     if plan.tokens_per_s is None:
         if not sizes.experts and not plan.on_gpu and speed is None:
             return f"nothing was measured on this machine ({processor()}): run `privatellm bench decode` with any model"

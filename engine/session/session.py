@@ -35,7 +35,7 @@ from engine.models.store.prefix_files import is_owner
 from engine.models.text.reasoning_formats import template_variables
 from engine.models.text.tool_formats import ToolFormat
 from engine.moe.popularity import ProfileModel
-from engine.planning.memory import ModelCosts, estimate_beams, extra_beam_memory, longest_answer, unseen_bytes
+from engine.planning.memory import ModelSizes, estimate_beams, extra_beam_memory, longest_answer
 from engine.planning.units import byte_size
 from engine.runtimes.protocol import (
     Interrupted,
@@ -125,10 +125,9 @@ class Session:
         shared = self._model.memory_for_rows()
         return available_bytes(self.facts.device) if shared is None else shared
 
-    def _unseen_bytes(self, tokens: int) -> int:
-        """Bytes of keys and values that a prompt of ``tokens`` drops."""
-        facts = self.facts
-        return unseen_bytes(tokens, facts.window, facts.windowed_bytes_per_token, self.prefill_chunk)
+    @property
+    def _sizes(self) -> ModelSizes:
+        return ModelSizes.of_loaded(self.facts, self.prefill_chunk)
 
     def _budget(self, kept_bytes: int) -> int:
         """Bytes that all conversations but the current one may take. ``kept_bytes``: bytes that they take now."""
@@ -271,17 +270,7 @@ class Session:
         if request.context_tokens < 0:
             raise ModelError(f"A context of {request.context_tokens} tokens means nothing.", kind="bad-input")
         available = self._memory()
-        costs = ModelCosts(
-            trunk_bytes=self.facts.trunk_bytes,
-            expert_bytes=self.facts.expert_bytes,
-            moe_layers=len(self.facts.moe_layers),
-            experts=self.facts.experts,
-            experts_per_token=self.facts.experts_per_token,
-            key_value_bytes_per_token=self.facts.key_value_bytes_per_token,
-            state_bytes=self.facts.state_bytes,
-            unseen_bytes=self._unseen_bytes(request.context_tokens),
-        )
-        found = estimate_beams(costs, request.widths, request.context_tokens, len(self._cache.tokens), available)
+        found = estimate_beams(self._sizes, request.widths, request.context_tokens, len(self._cache.tokens), available)
         return BeamEstimates(
             id=request.id,
             estimates=[BeamEstimate(c.width, c.memory_bytes, c.fits, c.relative_step_time) for c in found],
@@ -428,7 +417,7 @@ class Session:
         if request.beams == 1:
             return most
         per_token = self.facts.key_value_bytes_per_token
-        state = self.facts.state_bytes - self._unseen_bytes(prompt_tokens)
+        state = self.facts.state_bytes - self._sizes.dropped_bytes(prompt_tokens)
         available, cached = self._memory(), len(self._cache.tokens)
         fits = longest_answer(request.beams, prompt_tokens, available, per_token, cached, state)
         if fits < most and self._cache.kept_tokens:

@@ -24,8 +24,8 @@ from engine.errors import ModelError
 from engine.generation.sampling import Sampler
 from engine.ipc.messages import Load, ModelFacts
 from engine.ipc.progress import ProgressCallback
-from engine.models.folders.sizes import Sizes
 from engine.moe.timing import Recorder
+from engine.planning.memory import ModelSizes
 from engine.runtimes.protocol import LoadedModel, Logits, TokenRows
 
 Read = TypeVar("Read")
@@ -213,7 +213,13 @@ _MATRICES = 3
 
 
 def load_remote(
-    ring: Ring, links: EpochLinks, table: PeerTable, name: str, sizes: Sizes, load: Load, progress: ProgressCallback
+    ring: Ring,
+    links: EpochLinks,
+    table: PeerTable,
+    name: str,
+    sizes: ModelSizes,
+    load: Load,
+    progress: ProgressCallback,
 ) -> tuple[RemoteModel, RemotePasses, list[str]]:
     """Have the machine load the model ``name``.
 
@@ -240,7 +246,7 @@ def load_remote(
     return model, passes, notices_of(machine.name, ready.notices)
 
 
-def _facts(ring: Ring, machine: Candidate, ready: Forming, name: str, sizes: Sizes, load: Load) -> ModelFacts:
+def _facts(ring: Ring, machine: Candidate, ready: Forming, name: str, sizes: ModelSizes, load: Load) -> ModelFacts:
     """Facts from the model's files on this machine. Only executor and device come from the other machine.
 
     Byte counts are zero, as the model takes no memory here.

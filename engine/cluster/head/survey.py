@@ -42,10 +42,9 @@ from engine.ipc.progress import ProgressCallback
 from engine.models.folders.shard_files import is_shard
 from engine.moe.kernels.pool import threads_of
 from engine.moe.popularity import known_counts
-from engine.planning.hybrid import HybridRequest
-from engine.planning.ring_nodes import NodeGpu
-from engine.planning.ring_plan import LinkFigures as PlannedLink
-from engine.planning.ring_plan import NodeMeasured, RingDecision, RingModelFacts, plan_ring
+from engine.planning.ring_nodes import LinkFigures as PlannedLink
+from engine.planning.ring_nodes import NodeGpu, NodeMeasured
+from engine.planning.ring_plan import RingDecision, plan_ring
 from engine.planning.ring_words import THIS_MACHINE
 from engine.planning.runtime_choice import experts_runtime
 from engine.runtimes.model_headers import Headers, read_headers
@@ -377,7 +376,7 @@ def decide(
     if headers.profile is not None:
         counts = known_counts(headers.folder, headers.profile, headers.sizes.experts_per_token, lambda text: None)
         popularity = [] if counts is None else [list(map(float, row)) for row in counts.values()]
-    model, links = planned_model(headers, name, load), planned_links(survey)
+    model, links = replace(headers.sizes.as_loaded(load, load.runtime), name=name), planned_links(survey)
     decision = plan_ring(model, nodes, links, load.ring, popularity, at_once, waiting)
     if decision.facts is None:
         return decision
@@ -386,19 +385,6 @@ def decide(
     ]
     at_best = not all(_overheads(survey, me, node_id) for node_id, _ in order)
     return replace(decision, facts=msgspec.structs.replace(decision.facts, nodes=named, at_best=at_best))
-
-
-def planned_model(headers: Headers, name: str, load: Load) -> RingModelFacts:
-    """The planner's facts of the model."""
-    sizes = headers.sizes
-    profile = headers.profile
-    return RingModelFacts(
-        sizes=sizes.for_runtime(load.runtime, key_values=load.key_values).for_planning(name),
-        moe_layers=profile.layers if profile is not None else (),
-        context_tokens=min(sizes.context_limit, load.context_limit or HybridRequest().context_tokens),
-        prefill_chunk=load.prefill_chunk,
-        vocabulary=sizes.vocabulary,
-    )
 
 
 def planned_nodes(

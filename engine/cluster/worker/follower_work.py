@@ -31,7 +31,6 @@ from engine.ipc.messages import LENT_GPU_SHARE, ExchangeName, LendTerms, Load, M
 from engine.ipc.progress import ProgressCallback
 from engine.moe.expert_parallel import HEAD
 from engine.moe.kernels.pool import within_this_machine
-from engine.planning.hybrid import HybridRequest
 from engine.planning.ring_nodes import NodeGpu, slabs_on
 from engine.planning.runtime_choice import experts_runtime
 from engine.residency.resident_model import ResidentModel, held_in
@@ -94,15 +93,9 @@ def gpu_shard_bytes(
     if lent is None or experts_runtime(spec.options.runtime, installed) != "torch":
         return 0
     load = load_of(spec, terms)
-    sizes = read_headers(folder, load).sizes
-    context = min(sizes.context_limit, load.context_limit or HybridRequest().context_tokens)
+    sizes = read_headers(folder, load).sizes.as_loaded(load, "torch")
     free = min(lent.memory_free, lent.memory_lent or 0)
-    slabs = slabs_on(
-        NodeGpu(lent.name, lent.memory_total, free),
-        sizes.for_runtime("torch").for_planning(),
-        context,
-        load.prefill_chunk,
-    )
+    slabs = slabs_on(NodeGpu(lent.name, lent.memory_total, free), sizes)
     return min(slabs, spec.placement.count_of(spec.rank)) * outline(folder).expert_bytes
 
 

@@ -24,7 +24,7 @@ from engine.models.folders.weight_layout import WeightLayout
 from engine.models.formats.gguf_names import tag_of
 from engine.models.formats.model_files import ModelFiles, whole_bytes, whole_weights
 from engine.models.formats.number_formats import BLOCKS, is_packed, stored_bytes
-from engine.planning.prediction import ModelSizes
+from engine.planning.memory import ModelSizes, TrunkSize
 
 _WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 _NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -36,131 +36,6 @@ STATE_COLUMNS = 32
 """Columns of a delta-net's state that lie together in the native runtime (PLLM_STATE_COLUMNS)."""
 _FEW = 2
 """Default experts per token if ``config.json`` gives none, as in the commonest family."""
-
-
-@dataclass(frozen=True)
-class TrunkSize:
-    """Bytes, or numbers, of the trunk; of those, an embedding that is not the head, and shared experts."""
-
-    total: int = 0
-    embedding: int = 0
-    shared: int = 0
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes that loading and running a model need. Bytes are for computing in ``dtype``; packed weights and experts
-    stay as stored. :meth:`for_runtime` is exact for one runtime."""
-
-    family: str
-    dtype: str
-    """``bfloat16`` or ``float32``: the requested one, else that of most of the stored model."""
-    stored: str
-    """Dtype or packed format of most of the stored model."""
-    layers: int
-    moe_layers: int
-    experts: int
-    experts_per_token: int
-    hidden: int
-    ffn: int
-    """Inner size of a routed expert, or of the dense layers."""
-    vocabulary: int
-    context_limit: int
-    trunk_bytes: int
-    embedding_bytes: int
-    """Bytes of the embedding, of which a token reads only one row; 0 if the embedding is also the head."""
-    expert_bytes: int
-    key_value_bytes_per_token: int
-    state_bytes: int = 0
-    """Bytes of a row's states of delta-nets, which do not depend on its length."""
-    padded_state_bytes: int = 0
-    """``state_bytes``, padded to the native runtime's blocks of columns."""
-    windowed_bytes_per_token: int = 0
-    """Part of ``key_value_bytes_per_token`` in layers with a sliding window, which mlx drops in part."""
-    window: int = 0
-    """Width of the sliding window, in tokens."""
-    head_width: int = 0
-    """Numbers of a key or value of one head; 0: they cannot be kept in 8 bits."""
-    shared_bytes: int = 0
-    """Bytes of the shared experts, which are part of the trunk and are run for every token."""
-    expert_weights: int = 0
-    """Number of weights of the routed experts, whatever bytes they take; 0: as many as of the computed width."""
-    experts_are_packed: bool = False
-    """Whether an expert is unpacked where the native kernels do not run it."""
-    largest_expert_bytes: int = 0
-    """The largest expert; layers may store theirs in different formats."""
-    trunk_stored: TrunkSize = TrunkSize()
-    """Bytes of the trunk in the files."""
-    trunk_numbers: TrunkSize | None = None
-    """Numbers of the trunk; None if the runtime for these files never converts it."""
-    trunk_packed: TrunkSize = TrunkSize()
-    """Bytes of the trunk's packed matrices."""
-    trunk_plain: TrunkSize = TrunkSize()
-    """Numbers of the trunk's other tensors."""
-    native_copies: int = 0
-    """Bytes of the trunk's matrices that native copies because of the order in which they are stored."""
-    trunk_is_mapped: bool = False
-    """Whether the runtime reads the trunk in the files."""
-
-    @property
-    def width(self) -> int:
-        """Bytes of one number in ``dtype``."""
-        return _WIDTHS.get(self.dtype, 2)
-
-    def for_runtime(self, runtime: str, on_gpu: bool = False, key_values: str = "auto") -> Sizes:
-        """These sizes with trunk, states, keys and values as ``runtime`` keeps them. ``key_values`` as in
-        :class:`engine.ipc.messages.LoadOptions`: only native keeps them in 8 bits.
-
-        The trunk: native reads it where it is stored, and computes in
-        bfloat16 with weights stored as float16. torch converts it to ``dtype``, but for packed tensors of a trunk that
-        computes in bfloat16 on a CPU."""
-        packs = key_values == "q8_0" and self.head_width > 0 and self.head_width % BLOCKS["Q8_0"][0] == 0
-        if packs and runtime == "native":
-            heads = self.key_value_bytes_per_token // self.width // self.head_width
-            found = replace(self, key_value_bytes_per_token=heads * stored_bytes("Q8_0", (self.head_width,)))
-            return found.for_runtime(runtime, on_gpu)
-        if self.trunk_numbers is None or runtime not in ("native", "torch"):
-            return self
-        trunk, width, packed, dtype = self.trunk_numbers, self.width, TrunkSize(), self.dtype
-        states = self.state_bytes
-        if runtime == "native":
-            trunk, width, states = self.trunk_stored, 1, self.padded_state_bytes
-            dtype = "bfloat16" if dtype == "float16" else dtype
-        elif dtype == "bfloat16" and not on_gpu:
-            trunk, packed = self.trunk_plain, self.trunk_packed
-        return replace(
-            self,
-            dtype=dtype,
-            trunk_bytes=packed.total + trunk.total * width + (self.native_copies if runtime == "native" else 0),
-            embedding_bytes=packed.embedding + trunk.embedding * width,
-            shared_bytes=packed.shared + trunk.shared * width,
-            state_bytes=states,
-            trunk_is_mapped=runtime == "native",
-        )
-
-    def for_planning(self, name: str = "", bytes_per_weight: int | None = None) -> ModelSizes:
-        """The planner's sizes. ``bytes_per_weight`` is for a runtime that computes with another width."""
-        return ModelSizes(
-            name=name,
-            layers=self.layers,
-            moe_layers=self.moe_layers,
-            experts=self.experts,
-            experts_per_token=self.experts_per_token,
-            hidden=self.hidden,
-            trunk_bytes=self.trunk_bytes,
-            expert_bytes=self.expert_bytes,
-            key_value_bytes_per_token=self.key_value_bytes_per_token,
-            state_bytes=self.state_bytes,
-            bytes_per_weight=self.width if bytes_per_weight is None else bytes_per_weight,
-            shared_bytes=self.shared_bytes,
-            expert_weights=self.expert_weights,
-            trunk_weights=0 if self.trunk_numbers is None else self.trunk_numbers.total,
-            trunk_stored_bytes=self.trunk_stored.total,
-            unpacks_experts=self.experts_are_packed,
-            largest_slab_bytes=self.largest_expert_bytes,
-            embedding_bytes=self.embedding_bytes,
-            trunk_is_mapped=self.trunk_is_mapped,
-        )
 
 
 @dataclass(frozen=True)
@@ -193,10 +68,10 @@ class _Stored(Protocol):
 
 @dataclass(frozen=True)
 class _Routed:
-    """The routed experts: layers that have them, experts per layer, bytes of all, the format of most, the number of
+    """The routed experts: the layers that have them, experts per layer, bytes of all, the format of most, the number of
     their weights, 0 if that is unknown, and the bytes of the largest, 0 if all are alike."""
 
-    layers: int
+    layers: tuple[int, ...]
     count: int
     nbytes: int
     dtype: str
@@ -204,13 +79,13 @@ class _Routed:
     largest: int = 0
 
 
-def sizes_of(files: ModelFiles, dtype: str = "auto") -> Sizes:
+def sizes_of(files: ModelFiles, dtype: str = "auto") -> ModelSizes:
     """Raises ModelError if ``config.json`` does not give a size, naming it."""
     experts = files.experts
     routed = None
     if experts is not None:
         routed = _Routed(
-            layers=len(experts.layers),
+            layers=tuple(experts.layers),
             count=experts.count,
             nbytes=whole_bytes(experts),
             dtype=experts.dtype,
@@ -220,7 +95,7 @@ def sizes_of(files: ModelFiles, dtype: str = "auto") -> Sizes:
     return _sizes(files.config, _trunk(files.trunk(), files.config), routed, dtype)
 
 
-def sizes_in_library(layout: WeightLayout, dtype: str = "auto") -> Sizes:
+def sizes_in_library(layout: WeightLayout, dtype: str = "auto") -> ModelSizes:
     """The sizes of a folder that mlx-lm wrote. Quantised weights stay as stored.
 
     Raises ModelError.
@@ -230,14 +105,14 @@ def sizes_in_library(layout: WeightLayout, dtype: str = "auto") -> Sizes:
     # Norms are never quantised: the library computes in their dtype.
     norm = next((entry.dtype for name, entry in entries if name.endswith("norm.weight")), "BF16")
     nbytes = layout.expert_bytes * len(layout.experts)
-    routed = _Routed(len(layout.layers), layout.count, nbytes, norm) if layout.experts else None
+    routed = _Routed(tuple(layout.layers), layout.count, nbytes, norm) if layout.experts else None
     if trunk.stored not in _WIDTHS:
         dtype = _NAMES.get(norm, norm)
         return _sizes(layout.config, replace(trunk, stored=dtype, numbers=None), routed, dtype)
     return _sizes(layout.config, trunk, routed, dtype)
 
 
-def _sizes(whole: Mapping[str, Any], trunk: _Trunk, experts: _Routed | None, dtype: str) -> Sizes:
+def _sizes(whole: Mapping[str, Any], trunk: _Trunk, experts: _Routed | None, dtype: str) -> ModelSizes:
     family = check_supported(whole)
     config = language_config(whole, family)
     stored = trunk.stored if experts is None else _NAMES.get(experts.dtype, experts.dtype)
@@ -248,12 +123,15 @@ def _sizes(whole: Mapping[str, Any], trunk: _Trunk, experts: _Routed | None, dty
     # Whoever runs it converts a plain trunk; packed weights and experts are read as they are.
     scale = 1.0 if is_packed(trunk.stored) else _WIDTHS.get(chosen, 2) / _WIDTHS.get(trunk.stored, 2)
     hidden = whole_number(config, "hidden_size", "d_model")
-    return Sizes(
+    numbers, head = key_value_numbers(config), _head_width(config)
+    in_8_bits = head > 0 and head % BLOCKS["Q8_0"][0] == 0
+    return ModelSizes(
         family=family.model_type,
         dtype=chosen,
         stored=stored,
         layers=layer_count(whole, family),
-        moe_layers=0 if experts is None else experts.layers,
+        moe_layers=0 if experts is None else len(experts.layers),
+        expert_layers=() if experts is None else experts.layers,
         experts=0 if experts is None else experts.count,
         experts_per_token=0 if experts is None else experts_per_token(config),
         hidden=hidden,
@@ -265,12 +143,12 @@ def _sizes(whole: Mapping[str, Any], trunk: _Trunk, experts: _Routed | None, dty
         shared_bytes=round(trunk.nbytes.shared * scale),
         expert_bytes=0 if experts is None else experts.nbytes,
         expert_weights=_expert_weights(experts, hidden, 0 if shape is None else shape.ffn),
-        key_value_bytes_per_token=key_value_numbers(config) * _WIDTHS.get(chosen, 2),
+        key_value_bytes_per_token=numbers * _WIDTHS.get(chosen, 2),
         state_bytes=state_bytes(config),
         padded_state_bytes=state_bytes(config, STATE_COLUMNS),
         windowed_bytes_per_token=windowed_numbers(config) * _WIDTHS.get(chosen, 2),
         window=_window(config),
-        head_width=_head_width(config),
+        key_value_bytes_in_8_bits=numbers // head * stored_bytes("Q8_0", (head,)) if in_8_bits else 0,
         experts_are_packed=experts is not None and is_packed(experts.dtype),
         largest_expert_bytes=0 if experts is None else experts.largest,
         trunk_stored=trunk.nbytes,
@@ -284,7 +162,7 @@ def _sizes(whole: Mapping[str, Any], trunk: _Trunk, experts: _Routed | None, dty
 def _expert_weights(experts: _Routed | None, hidden: int, ffn: int) -> int:
     if experts is None:
         return 0
-    return experts.weights or 3 * hidden * ffn * experts.count * experts.layers
+    return experts.weights or 3 * hidden * ffn * experts.count * len(experts.layers)
 
 
 def experts_per_token(config: Mapping[str, Any]) -> int:

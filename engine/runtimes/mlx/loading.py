@@ -34,8 +34,7 @@ from engine.moe.expert_parallel import Floats, Indices, RankContext
 from engine.moe.held import check_held, held_by
 from engine.moe.kernels.file_guard import unchanged
 from engine.moe.timing import Recorder
-from engine.planning.hybrid import HybridRequest
-from engine.planning.memory import unseen_bytes
+from engine.planning.memory import USUAL_CONTEXT, windowed_tokens
 from engine.runtimes.mlx import eligible, weights, wired
 from engine.runtimes.mlx.backend import MlxBackend, slots_of
 from engine.runtimes.mlx.cache import cache_makers
@@ -111,10 +110,11 @@ def load(
     )
     if request.keep_resident:
         # The usual size of a conversation, as most Macs do not have enough memory for the whole context of a long one.
-        context = min(model.facts.context_limit, request.context_limit or HybridRequest().context_tokens)
+        context = min(model.facts.context_limit, request.context_limit or USUAL_CONTEXT)
         # The states of a row, those of the step begun ahead, and those of a checkpoint.
         chunk = eligible.prefill_chunk(request.prefill_chunk, eligible.architecture())
-        kept = model.facts.key_value_bytes_per_token * context - unseen_bytes(context, window, windowed, chunk)
+        unseen = max(0, context - windowed_tokens(window, chunk))
+        kept = model.facts.key_value_bytes_per_token * context - windowed * unseen
         said = model.wire(kept + 3 * model.facts.state_bytes)
         if said:
             model.facts = msgspec.structs.replace(model.facts, notices=[*model.facts.notices, said])

@@ -20,15 +20,8 @@ from engine.models.formats.model_files import Experts, ModelFiles
 from engine.moe.popularity import seed_order
 from engine.moe.timing import Recorder
 from engine.planning.calibration import Calibration, guessed, with_trunk_on_host
-from engine.planning.hybrid import (
-    GPU_RUNTIME_BYTES,
-    Device,
-    HybridRequest,
-    ModelSizes,
-    experts_only,
-    gpu_room,
-    slabs_kept,
-)
+from engine.planning.hybrid import GPU_RUNTIME_BYTES, Device, gpu_room, slabs_kept
+from engine.planning.memory import ModelSizes
 from engine.planning.policy import Policy, policy_named
 from engine.planning.units import byte_size
 from engine.runtimes import gpu_present
@@ -52,7 +45,6 @@ class Room:
 
     device: ExpertDevice
     sizes: ModelSizes
-    context_tokens: int
     expert_bytes: int
     in_ring: bool = False
 
@@ -94,15 +86,12 @@ def find_room(
             ]
         return None, []
     free = _may_take(request, free_now, total)
-    sizes = sizes_of(files, NAMES[dtype]).for_runtime("torch", on_gpu=not in_ring)
-    context = min(sizes.context_limit, request.context_limit or HybridRequest().context_tokens)
-    needed = sizes.for_planning(bytes_per_weight=dtype.itemsize)
-    if in_ring:
-        needed = experts_only(needed)
-    room = gpu_room(needed, Device(device.name, total, free), context, request.prefill_chunk)
+    sizes = sizes_of(files, NAMES[dtype]).as_loaded(request, "torch", on_gpu=not in_ring)
+    needed = sizes.experts_only() if in_ring else sizes
+    room = gpu_room(needed, Device(device.name, total, free))
     wanted = request.gpu_expert_bytes
     if room >= (wanted or 0):
-        return Room(device, needed, context, room if wanted is None else wanted, in_ring), []
+        return Room(device, needed, room if wanted is None else wanted, in_ring), []
     if free < free_now:
         return None, [
             f"{byte_size(free)} of {device.name} are lent, {byte_size(-room)} less than it takes to run experts there, "
@@ -183,7 +172,7 @@ def open_cache(
     policy: Policy = policy_named(request.policy)
     free, total = room.device.memory()
     filled = replace(room.sizes, trunk_bytes=0)
-    left = gpu_room(filled, Device(room.device.name, total, free), room.context_tokens, request.prefill_chunk)
+    left = gpu_room(filled, Device(room.device.name, total, free))
     # The trunk took what it took: what was planned is the most, what is left decides.
     slabs = slabs_kept(
         room.sizes, policy, min(room.expert_bytes, left) if request.gpu_expert_bytes is None else room.expert_bytes
@@ -208,13 +197,13 @@ class SharedRoom:
 
         Raises ModelError (memory), naming the shortfall, if there is too little or the GPU is lost.
         """
-        backend, room, chunk = self.backend, self.room, self.request.prefill_chunk
+        backend, room = self.backend, self.room
         has = backend.gpu_expert_bytes
         try:
             free, total = room.device.memory()
             # Slots on their way are taken already, and so is the trunk; of keys and values nobody knows how many.
             there = Device(room.device.name, total, free + has + backend.staging_bytes)
-            most = max(has, gpu_room(replace(room.sizes, trunk_bytes=0), there, room.context_tokens, chunk))
+            most = max(has, gpu_room(replace(room.sizes, trunk_bytes=0), there))
             if nbytes is not None and nbytes > most:
                 raise ModelError(
                     f"{room.device.name} lacks {byte_size(nbytes - most)} for {byte_size(nbytes)} of experts beside "

@@ -225,5 +225,5 @@ def test_experts_of_several_processes_are_measured(monkeypatch: pytest.MonkeyPat
 
 
 def test_nodes_hold_half_of_each_layers_experts(tmp_path: Path) -> None:
-    sizes = sizes_of(open_model(write_tiny_model(tmp_path, "mixtral", num_local_experts=5)), "float32").for_planning()
+    sizes = sizes_of(open_model(write_tiny_model(tmp_path, "mixtral", num_local_experts=5)), "float32")
     assert ring.held_at_most(sizes) == 3 * sizes.moe_layers * sizes.slab_bytes

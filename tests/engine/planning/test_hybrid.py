@@ -18,7 +18,6 @@ from engine.planning.hybrid import (
     HybridMachine,
     HybridPlan,
     HybridRequest,
-    ModelSizes,
     better,
     bytes_from_disk,
     gpu_room,
@@ -26,6 +25,7 @@ from engine.planning.hybrid import (
     slabs_kept,
     workspace_bytes,
 )
+from engine.planning.memory import ModelSizes
 from engine.planning.policy import policy_named
 from engine.planning.prediction import (
     EXECUTOR_OPERATIONS,
@@ -91,11 +91,12 @@ def test_a_plan_for_mixtral_on_a_gpu_of_24_gb(name: ExpertPolicy) -> None:
 def test_sums_add_up_nothing_is_negative_and_more_memory_never_hurts(
     free: int, more: int, host: int, asked: int | None, name: ExpertPolicy, context: int
 ) -> None:
-    wanted = HybridRequest(partitioning="hybrid", policy=name, gpu_expert_bytes=asked, context_tokens=context)
+    wanted = HybridRequest(partitioning="hybrid", policy=name, gpu_expert_bytes=asked)
+    model = replace(MIXTRAL, context_tokens=context)
 
     def on(gpu_free: int) -> HybridPlan:
         cpu = Device("CPU", 256 * GB, host)
-        return plan(MIXTRAL, HybridMachine(cpu, Device("a GPU", 160 * GB, gpu_free), disk_read=2e9), wanted, MEASURED)
+        return plan(model, HybridMachine(cpu, Device("a GPU", 160 * GB, gpu_free), disk_read=2e9), wanted, MEASURED)
 
     small, large = on(free), on(free + more)
     for found in (small, large):
@@ -137,7 +138,7 @@ def test_balanced_is_predicted_to_be_no_slower_than_any_other_policy() -> None:
 def test_asking_for_more_gpu_memory_than_there_is_tells_the_shortfall() -> None:
     found = plan(MIXTRAL, BIG, HybridRequest(gpu_expert_bytes=60 * GB), MEASURED)
     assert not found.fits
-    assert found.shortfall == 60 * GB - gpu_room(MIXTRAL, BIG.gpu or BIG.cpu, 4096)
+    assert found.shortfall == 60 * GB - gpu_room(MIXTRAL, BIG.gpu or BIG.cpu)
     modest = plan(MIXTRAL, BIG, HybridRequest(partitioning="hybrid", gpu_expert_bytes=5 * GB), MEASURED)
     assert modest.fits
     assert modest.slabs == 5 * GB // SLAB
@@ -223,7 +224,7 @@ def test_experts_beyond_the_hosts_memory_come_from_the_disk_at_its_rate() -> Non
 def test_a_trunk_in_the_files_need_not_fit_in_memory() -> None:
     """A dense model that lacks one byte is read whole for every token, as its pages are wanted in a circle."""
     mapped = replace(DENSE, trunk_is_mapped=True, embedding_bytes=GB // 10)
-    beside = 4096 * 32_768 + workspace_bytes(mapped, 512, gpu=False)
+    beside = 4096 * 32_768 + workspace_bytes(mapped, gpu=False)
     found = plan(mapped, HybridMachine(Device("CPU", 4 * GB, GB + beside), None, 20e9, 1e9), HybridRequest())
     assert found.fits and found.memory[0].trunk == GB
     assert "1.0 GB of the weights do not fit" in found.choices[-1].reason
@@ -252,8 +253,8 @@ def test_what_a_cache_holds_fits_in_its_room(room: int, name: ExpertPolicy) -> N
 
 
 def test_the_workspace_grows_with_the_chunk_and_is_larger_on_a_gpu() -> None:
-    assert workspace_bytes(MIXTRAL, 512, gpu=False) < workspace_bytes(MIXTRAL, 2048, gpu=False)
-    assert workspace_bytes(MIXTRAL, 512, gpu=True) >= workspace_bytes(MIXTRAL, 512, gpu=False) + 2 * SLAB
+    assert workspace_bytes(MIXTRAL, gpu=False) < workspace_bytes(replace(MIXTRAL, prefill_chunk=2048), gpu=False)
+    assert workspace_bytes(MIXTRAL, gpu=True) >= workspace_bytes(MIXTRAL, gpu=False) + 2 * SLAB
 
 
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=64), st.integers(1, 8), st.integers(0, 600))

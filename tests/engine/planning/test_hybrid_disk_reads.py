@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.planning.hybrid import bytes_from_disk, missing_chances, uses_per_token
-from engine.planning.prediction import ModelSizes
+from engine.planning.memory import ModelSizes
 
 SLAB = 1000
 MODEL = ModelSizes(4, 4, 16, 2, 8, 5000, 4 * 16 * SLAB, 10)

@@ -9,17 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.planning.memory import (
-    ModelCosts,
+    ModelSizes,
     beam_memory,
     estimate_beams,
     expected_distinct_experts,
     extra_beam_memory,
     longest_answer,
     step_bytes,
-    unseen_bytes,
 )
 
-MIXTRAL = ModelCosts(
+MIXTRAL = ModelSizes(
+    layers=32,
+    hidden=4096,
     trunk_bytes=3_000_000_000,
     expert_bytes=90_000_000_000,
     moe_layers=32,
@@ -54,7 +55,7 @@ def test_step_reads_the_trunk_once_and_each_expert_once() -> None:
 
 
 def test_a_dense_model_pays_for_the_cache_alone() -> None:
-    dense = ModelCosts(1_000_000, 0, 0, 0, 0, 100)
+    dense = ModelSizes(1, 0, 0, 0, 1, 1_000_000, 0, 100)
     costs = estimate_beams(dense, [1, 4], 1000, 0, 10**9)
     assert costs[0].relative_step_time == 1.0
     assert costs[1].relative_step_time == pytest.approx((1_000_000 + 400_000) / 1_100_000)
@@ -96,15 +97,17 @@ def test_every_row_has_states_of_its_own() -> None:
     assert beam_memory(4, 100, 20, 8, 1000) == beam_memory(4, 100, 20, 8) + 5 * 1000
     assert extra_beam_memory(4, 100, 20, 8, 50, 1000) == extra_beam_memory(4, 100, 20, 8, 50) + 4 * 1000
     assert longest_answer(4, 100, 3999, 0, 50, 1000) == -1 < longest_answer(4, 100, 4000, 0, 50, 1000)
-    costs = ModelCosts(1_000_000, 0, 0, 0, 0, 100, state_bytes=50_000)
+    costs = ModelSizes(1, 0, 0, 0, 1, 1_000_000, 0, 100, state_bytes=50_000)
     assert step_bytes(costs, 3, 1000) == 1_000_000 + 3 * (100_000 + 100_000)
 
 
 def test_beams_do_not_pay_for_what_no_window_reaches() -> None:
-    assert unseen_bytes(1024 + 256 + 100 + 512, 100, 40, 512) == 0
-    dropped = unseen_bytes(1024 + 256 + 100 + 512 + 7, 100, 40, 512)
-    assert dropped == 7 * 40
-    costs = ModelCosts(1_000_000, 0, 0, 0, 0, 100, unseen_bytes=dropped)
+    kept = 1024 + 256 + 100 + 512
+    whole = ModelSizes(1, 0, 0, 0, 1, 1_000_000, 0, 100, windowed_bytes_per_token=40, window=100)
+    costs = whole.with_windows(512)
+    assert [sizes.dropped_bytes(kept) for sizes in (whole, costs)] == [0, 0]
+    assert [sizes.dropped_bytes(kept + 7) for sizes in (whole, costs)] == [0, 7 * 40]
+    dropped = (2000 - kept) * 40
     assert step_bytes(costs, 3, 2000) == 1_000_000 + 3 * (200_000 - dropped)
     (found,) = estimate_beams(costs, [3], 2000, 2000, 0)
     assert found.memory_bytes == 4 * (200_000 - dropped)

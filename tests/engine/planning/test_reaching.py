@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.ipc.messages.ring import RingChoice
-from engine.planning.prediction import ModelSizes
+from engine.planning.memory import ModelSizes
 from engine.planning.reaching import Pair, plan_reaching, reaching_sets, why_apart
-from engine.planning.ring_nodes import NodeMeasured, RingModelFacts
+from engine.planning.ring_nodes import NodeMeasured
 from engine.planning.ring_plan import RingDecision, plan_ring
 from tests.support.random_examples import examples
 
@@ -28,7 +28,7 @@ SIZES = ModelSizes(
     key_value_bytes_per_token=98_304,
     name="small",
 )
-MODEL = RingModelFacts(SIZES, (0, 1))
+MODEL = SIZES
 NAMES = "abcde"
 
 pairs = st.sets(st.sampled_from([frozenset(pair) for pair in itertools.combinations(f"h{NAMES}", 2)]), max_size=9)

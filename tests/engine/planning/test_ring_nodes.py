@@ -15,15 +15,15 @@ from engine.ipc.messages import ExpertPolicy
 from engine.ipc.messages.ring import RingChoice
 from engine.planning.balancing import layer_sides
 from engine.planning.calibration import Calibration, Curve, ExpertShape, guessed, with_trunk_on_host
-from engine.planning.hybrid import Device, experts_only, gpu_room, slabs_kept, workspace_bytes
+from engine.planning.hybrid import Device, gpu_room, slabs_kept, workspace_bytes
+from engine.planning.memory import ModelSizes
 from engine.planning.placement import Placement
 from engine.planning.policy import ActiveExpert, policy_named
-from engine.planning.prediction import ModelSizes, Shares, hybrid_speed
+from engine.planning.prediction import Shares, hybrid_speed
 from engine.planning.ring_nodes import (
     LinkFigures,
     NodeGpu,
     NodeMeasured,
-    RingModelFacts,
     alone_times,
     expert_room,
     gpu_slabs,
@@ -47,8 +47,8 @@ SIZES = ModelSizes(
     expert_bytes=8 * SLAB,
     key_value_bytes_per_token=100,
 )
-MODEL = RingModelFacts(SIZES, (0, 1), context_tokens=1000)
-WORKSPACE = workspace_bytes(experts_only(SIZES), MODEL.prefill_chunk, gpu=True)
+MODEL = replace(SIZES, context_tokens=1000)
+WORKSPACE = workspace_bytes(SIZES.experts_only(), gpu=True)
 """Bytes of a GPU that no expert gets."""
 CPU = Curve((1, 512), (1e-3, 100e-3))
 MEASURED = Calibration(
@@ -103,8 +103,8 @@ def test_a_gpu_adds_the_room_that_loading_finds_there() -> None:
     assert expert_room(MODEL, found) == 5 * SLAB
     # Trunk, keys and values of a ring are on the CPU.
     device = Device("", found.gpu.total, found.gpu.free)
-    assert gpu_room(experts_only(SIZES), device, MODEL.context_tokens) == 3 * SLAB
-    assert gpu_room(SIZES, device, MODEL.context_tokens) == 3 * SLAB - SIZES.trunk_bytes - 100_000
+    assert gpu_room(MODEL.experts_only(), device) == 3 * SLAB
+    assert gpu_room(MODEL, device) == 3 * SLAB - SIZES.trunk_bytes - 100_000
     assert expert_room(MODEL, replace(found, gpu=gpu(3, expert_bytes=SLAB))) == 3 * SLAB
     assert expert_room(MODEL, replace(found, gpu=gpu(3, policy="stream"))) == 2 * SLAB
     short = NodeGpu("a GPU", WORKSPACE, WORKSPACE // 2)
@@ -283,7 +283,7 @@ def test_alone_the_trunk_keys_and_values_are_on_the_gpu() -> None:
     here = node("a", 8, on_gpu=6)
     costs = node_costs(MODEL, here)
     assert costs is not None and here.gpu is not None
-    room = gpu_room(SIZES, Device("", here.gpu.total, here.gpu.free), MODEL.context_tokens)
+    room = gpu_room(MODEL, Device("", here.gpu.total, here.gpu.free))
     assert room == 6 * SLAB - SIZES.trunk_bytes - 100_000
     slabs = slabs_kept(SIZES, policy_named("balanced"), room)
     told = hybrid_speed(SIZES, MEASURED, policy_named("balanced"), slabs / 2, Shares.even(4))

@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 
 from engine.ipc.messages.ring import RingChoice, RingFacts
 from engine.planning.calibration import Curve
-from engine.planning.prediction import ModelSizes
+from engine.planning.memory import ModelSizes
 from engine.planning.ring_nodes import (
     GIB,
     MAPPED_RESERVE,
     UNIFIED_RESERVE,
     LinkFigures,
     NodeMeasured,
-    RingModelFacts,
     expert_room,
 )
 from engine.planning.ring_plan import RingDecision, bytes_sent, decided_again, plan_ring
@@ -37,8 +36,8 @@ SIZES = ModelSizes(
     key_value_bytes_per_token=98_304,
     name="qwen3-30b-a3b",
 )
-MODEL = RingModelFacts(SIZES, tuple(range(48)))
-SMALLER = RingModelFacts(replace(SIZES, layers=6, moe_layers=6, experts=16, experts_per_token=2), tuple(range(6)))
+MODEL = SIZES
+SMALLER = replace(SIZES, layers=6, moe_layers=6, experts=16, experts_per_token=2)
 """As many bytes in fewer experts, for what is planned many times."""
 ETHERNET = (3e-4, 1.1e9)
 RDMA = (1e-5, 5e9)
@@ -57,7 +56,7 @@ def links(nodes: list[NodeMeasured], kind: tuple[float, float] = ETHERNET) -> li
 def decide(
     machines: list[NodeMeasured],
     kind: tuple[float, float] = ETHERNET,
-    model: RingModelFacts = MODEL,
+    model: ModelSizes = MODEL,
     **choice: object,
 ) -> RingDecision:
     return plan_ring(model, machines, links(machines, kind), RingChoice(**choice))  # type: ignore[arg-type]
@@ -316,7 +315,7 @@ def test_a_slow_machine_is_left_out_unless_it_was_named_or_is_needed() -> None:
         [(96, 20e9), (30, 10e9), (30, 10e9), (30, 80e9)],
     ],
 )
-def test_no_other_choice_of_machines_is_much_faster(machines: list[tuple[float, float]], model: RingModelFacts) -> None:
+def test_no_other_choice_of_machines_is_much_faster(machines: list[tuple[float, float]], model: ModelSizes) -> None:
     """Against all sets of machines that hold the model, the head in them."""
     nodes = [node(f"n{i}", memory, read) for i, (memory, read) in enumerate(machines)]
     found = decide(nodes, RDMA, model, mode="fast")
@@ -480,7 +479,7 @@ def test_popularity_spreads_the_hot_experts() -> None:
 
 
 def test_a_dense_model_has_nothing_to_share() -> None:
-    dense = RingModelFacts(replace(SIZES, moe_layers=0, experts=0, experts_per_token=0, expert_bytes=0), ())
+    dense = replace(SIZES, moe_layers=0, experts=0, experts_per_token=0, expert_bytes=0)
     found = plan_ring(dense, [node("head"), node("second")], [], RingChoice())
     assert found.kind == "refused"
     assert "no experts" in found.reason
@@ -575,7 +574,7 @@ def test_nothing_is_sent_if_the_machines_can_go_on_with_what_they_have(
         nodes.append(node(f"n{i}", memory, has=dict.fromkeys(range(6), tuple(has)), has_trunk=trunk))
     choice = RingChoice(even_if_slower=even_if_slower)
     found = plan_ring(SMALLER, nodes, links(nodes, RDMA), choice, waiting=True)
-    slab = SMALLER.sizes.slab_bytes
+    slab = SMALLER.slab_bytes
     slots = [max(0, expert_room(SMALLER, each)) // slab for each in nodes]
     held = [set(has) if trunk and slot else set() for (_, has, trunk), slot in zip(others, slots[1:], strict=True)]
     # By Hall's theorem: of every set of the other machines, what only these have beside the head.
@@ -600,7 +599,7 @@ def test_nothing_is_sent_if_the_machines_can_go_on_with_what_they_have(
 
 def test_a_machine_that_would_hold_nothing_is_left_out() -> None:
     small = replace(SIZES, layers=1, moe_layers=1, experts=2, experts_per_token=2, expert_bytes=GB)
-    model = RingModelFacts(small, (0,))
+    model = small
     nodes = [node("head", 40, 800e9), node("second", 40, 800e9), node("slow", 40, 4e9)]
     choice = RingChoice(even_if_slower=True, overlap=False)
     found = plan_ring(model, nodes, links(nodes, RDMA), choice)
@@ -611,7 +610,7 @@ def test_a_machine_that_would_hold_nothing_is_left_out() -> None:
     for asked in (named, given_nothing):
         assert plan_ring(model, nodes, links(nodes, RDMA), asked).ranks == ("head-id", "second-id")
     # Where there are enough, a slow one gets one: nobody is left out for being slow then.
-    more = RingModelFacts(replace(small, experts=4), (0,))
+    more = replace(small, experts=4)
     assert [share.experts for share in facts(plan_ring(more, nodes, links(nodes, RDMA), choice)).nodes] == [1, 2, 1]
 
 
@@ -630,7 +629,7 @@ def test_every_machine_of_a_ring_holds_experts(
     sizes = replace(SIZES, layers=2, moe_layers=2, experts=experts, experts_per_token=2, expert_bytes=12 * GB)
     nodes = [node(f"n{i}", memory, read) for i, (memory, read) in enumerate(machines)]
     choice = RingChoice(mode=mode, overlap=overlap, even_if_slower=even_if_slower)  # type: ignore[arg-type]
-    model = RingModelFacts(sizes, (0, 1))
+    model = sizes
     found = plan_ring(model, nodes, links(nodes, RDMA), choice)
     if found.kind != "ring":
         return

@@ -36,7 +36,7 @@ def test_four_processes_of_unlike_size_answer_as_one(four: RealRing, model: Path
     layers = len(four.alone(model, "native").facts.moe_layers)
     alone, beams = four.answer(), four.beams()
     assert len(alone) == ANSWER
-    slab = read_headers(model, Load(id=0, model=str(model), dtype="float32")).sizes.for_planning(model.name).slab_bytes
+    slab = read_headers(model, Load(id=0, model=str(model), dtype="float32")).sizes.slab_bytes
     shares = {node_id: each * layers * slab for node_id, each in zip(four.ids, PER_LAYER, strict=True)}
     formed = four.form(model, "native", followers=3, mode="exact", shares=shares)
     assert {share.node_id: share.experts for share in formed.nodes} == {

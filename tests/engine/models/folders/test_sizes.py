@@ -33,7 +33,7 @@ def test_headers_tell_what_the_loaded_model_tells(tiny_model: Callable[..., Path
         assert sizes.expert_bytes == facts.expert_bytes
         assert sizes.trunk_bytes == pytest.approx(facts.trunk_bytes, rel=0.02)
         assert sizes.key_value_bytes_per_token == facts.key_value_bytes_per_token
-        assert sizes.state_bytes == sizes.for_planning().state_bytes == facts.state_bytes
+        assert sizes.state_bytes == facts.state_bytes
         assert (sizes.state_bytes > 0) == family.startswith(("qwen3_5", "qwen3_next", "lfm2"))
         model.close()
 
@@ -55,7 +55,6 @@ def test_shared_experts_are_counted_apart_from_the_rest_of_the_trunk(
     shared = 3 * int(config.get("shared_expert_intermediate_size") or 0) * sizes.hidden
     expected = sizes.moe_layers * (shared + sizes.hidden) * sizes.width if shared else 0
     assert sizes.shared_bytes == expected < sizes.trunk_bytes
-    assert sizes.for_planning().shared_bytes == expected
     assert sizes_of(files, "bfloat16").shared_bytes == expected // 2
 
 
@@ -93,8 +92,8 @@ def test_every_second_layer_of_minimax_keeps_a_state_if_none_is_named() -> None:
 
 def test_native_keeps_states_in_blocks_of_columns(tiny_model: Callable[..., Path]) -> None:
     sizes = sizes_of(open_model(tiny_model("qwen3_5_text")))  # heads of 20 columns
-    assert sizes.for_runtime("torch").for_planning().state_bytes == sizes.state_bytes
-    assert sizes.for_runtime("native").for_planning().state_bytes > sizes.state_bytes > 0
+    assert sizes.for_runtime("torch").state_bytes == sizes.state_bytes
+    assert sizes.for_runtime("native").state_bytes > sizes.state_bytes > 0
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"])

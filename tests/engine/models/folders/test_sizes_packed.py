@@ -67,7 +67,7 @@ def test_predicted_memory_is_what_the_runtimes_take(folders: tuple[Path, Path]) 
     wide = sizes_of(files, "float32")
     assert wide.for_runtime("torch").trunk_bytes == 2 * sizes.for_runtime("torch", on_gpu=True).trunk_bytes
     # Arithmetic is counted in weights, whatever bytes they are packed in.
-    weights = [sizes.for_runtime(name).for_planning() for name in ("native", "torch")]
+    weights = [sizes.for_runtime(name) for name in ("native", "torch")]
     assert len({round(each.trunk_bytes * each.weights_per_trunk_byte) for each in weights}) == 1
     assert {each.trunk_file_bytes for each in weights} == {native.trunk_bytes}
 
@@ -99,12 +99,12 @@ def test_a_gpu_has_slots_for_the_largest_expert_and_room_to_unpack_one(folders: 
     _, folder = folders
     experts = open_model(folder).experts
     assert experts is not None
-    sizes = sizes_of(open_model(folder)).for_runtime("torch", on_gpu=True).for_planning()
+    sizes = sizes_of(open_model(folder)).for_runtime("torch", on_gpu=True)
     large, small = (experts.place(layer, 0).nbytes for layer in (0, 1))
     assert small < sizes.slab_bytes < large == sizes.slot_bytes
     assert sizes.unpacked_slab_bytes == 2 * experts.place(0, 0).weights
-    plain = workspace_bytes(sizes, 16, gpu=False)
-    assert workspace_bytes(sizes, 16, gpu=True) - plain >= 2 * large + sizes.unpacked_slab_bytes + UNPACKING_ROOM
-    free = 10**9 - gpu_room(sizes, Device("", 10**9, 10**9), 10, 16)
+    plain = workspace_bytes(sizes, gpu=False)
+    assert workspace_bytes(sizes, gpu=True) - plain >= 2 * large + sizes.unpacked_slab_bytes + UNPACKING_ROOM
+    free = 10**9 - gpu_room(sizes, Device("", 10**9, 10**9))
     there = Device("", free + 3 * large, free + 3 * large)
-    assert slabs_kept(sizes, policy_named("balanced"), gpu_room(sizes, there, 10, 16)) == 3
+    assert slabs_kept(sizes, policy_named("balanced"), gpu_room(sizes, there)) == 3

@@ -42,7 +42,7 @@ from engine.planning.hybrid import Device, gpu_room, workspace_bytes
 from engine.planning.placement_planner import ExpertGrid
 from engine.planning.policy import policy_named
 from engine.planning.prediction import Shares, cpu_speed
-from engine.planning.ring_nodes import NodeGpu, NodeMeasured, RingModelFacts, expert_room, gpu_slabs, memory_room
+from engine.planning.ring_nodes import NodeGpu, NodeMeasured, expert_room, gpu_slabs, memory_room
 from engine.runtimes.torch.offload.device_cache import DeviceCache
 from engine.runtimes.torch.offload.devices import tensors_in
 from engine.runtimes.torch.offload.gates import Activation, FamilyGate
@@ -241,18 +241,17 @@ def test_sizes_are_the_byte_maps(experts: PackedExperts) -> None:
 
 
 def test_plans_count_bytes_for_memory_and_weights_for_arithmetic(experts: PackedExperts) -> None:
-    sizes = sizes_of(files_of(experts)).for_planning()
+    sizes = sizes_of(files_of(experts))
     largest = max(sum(size_of(name, layer) for name in SHAPES) for layer in (0, 2))
     assert sizes.slab_bytes == -(-experts.nbytes // (2 * COUNT)) < largest == sizes.slot_bytes
     assert sizes.slab_weights == 3 * HIDDEN * FFN + HIDDEN
-    model = RingModelFacts(sizes, experts.layers, context_tokens=10)
-    assert isinstance(model.grid, ExpertGrid) and model.grid.slab_bytes == sizes.slab_bytes
+    assert sizes.grid == ExpertGrid((0, 2), COUNT, sizes.experts_per_token, sizes.slab_bytes)
     node = NodeMeasured("a", "a", 1 << 34, 1 << 33)
-    taken = workspace_bytes(sizes, model.prefill_chunk, gpu=True)
+    taken = workspace_bytes(sizes, gpu=True)
     gpu = NodeGpu("a GPU", taken + 3 * largest, taken + 3 * largest)
-    assert gpu_slabs(model, NodeMeasured("a", "a", 1 << 34, 1 << 33, gpu=gpu)) == 3
-    assert expert_room(model, node) == memory_room(model, node)
-    assert gpu_room(sizes, Device("", taken, taken), 10) < 0
+    assert gpu_slabs(sizes, NodeMeasured("a", "a", 1 << 34, 1 << 33, gpu=gpu)) == 3
+    assert expert_room(sizes, node) == memory_room(sizes, node)
+    assert gpu_room(sizes, Device("", taken, taken)) < 0
     # Many tokens take the operations of the weights, however few bytes they are packed in.
     calibration = guessed(shape_of(experts))
     assert calibration.cpu.at(4096) == pytest.approx(2 * 4096 * 3 * HIDDEN * FFN / 1e12, rel=0.5)
