@@ -15,7 +15,7 @@ from engine.models.store.catalogue import STARTER
 from engine.models.text.tokenizer_files import read_tokenizer
 from engine.runtimes import runtime_named
 from engine.runtimes.choosing import choose_runtime, on_one_machine
-from engine.runtimes.loading import load_model
+from engine.runtimes.common.loading import load_model
 from engine.runtimes.protocol import LoadedModel
 from engine.session.loading import find_folder
 

@@ -26,7 +26,7 @@ from engine.planning.placement import Placement
 from engine.planning.placement_planner import ExpertGrid, NodeRoom, place
 from engine.runtimes import runtime_named
 from engine.runtimes.choosing import choose_runtime, on_one_machine
-from engine.runtimes.loading import load_model
+from engine.runtimes.common.loading import load_model
 from engine.session.loading import find_folder
 
 NODES = 4

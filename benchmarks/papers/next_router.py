@@ -23,7 +23,7 @@ from engine.models.folders.opening import open_model
 from engine.models.store.catalogue import STARTER
 from engine.runtimes import runtime_named
 from engine.runtimes.choosing import on_one_machine
-from engine.runtimes.loading import load_model
+from engine.runtimes.common.loading import load_model
 from engine.runtimes.torch.model import TorchModel
 from engine.runtimes.torch.offload.tensor_backend import TensorBackend
 from engine.session.loading import find_folder

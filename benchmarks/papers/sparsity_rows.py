@@ -19,7 +19,7 @@ from engine.models.store.catalogue import STARTER
 from engine.moe.kernels.bindings import VARIABLE
 from engine.runtimes import runtime_named
 from engine.runtimes.choosing import on_one_machine
-from engine.runtimes.loading import load_model
+from engine.runtimes.common.loading import load_model
 from engine.runtimes.protocol import LoadedModel
 from engine.session.loading import find_folder
 

@@ -43,7 +43,7 @@ from engine.planning.placement import Placement
 from engine.planning.ring_speed import PassTime, StepTerms, compare, measured_costs
 from engine.runtimes import runtime_named
 from engine.runtimes.choosing import choose_runtime, on_one_machine
-from engine.runtimes.loading import load_model
+from engine.runtimes.common.loading import load_model
 from engine.runtimes.model_headers import read_headers
 from engine.runtimes.protocol import LoadedModel, RingPlace
 from engine.session.loading import find_folder

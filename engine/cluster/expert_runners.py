@@ -11,8 +11,8 @@ from engine.ipc.messages import Load
 from engine.ipc.progress import ProgressCallback
 from engine.moe.expert_parallel import RankContext
 from engine.moe.kernels.bindings import choose
-from engine.runtimes.mlx.runtime import open_files_kept
-from engine.runtimes.node_experts import NodeExperts
+from engine.runtimes import runtime_named
+from engine.runtimes.common.node_experts import NodeExperts
 
 
 def layers_for(context: RankContext, exchange: Exchange, one_by_one: bool = False) -> RingLayers | CentralHead:
@@ -34,15 +34,6 @@ def load_experts(
     Raises ModelError if they are not here, cannot be run, or do not fit.
     """
     progress("loading experts", 0, 0, "")
-    if runtime == "mlx":
-        with open_files_kept():
-            from engine.runtimes.mlx.loading import load_experts as load_for_mlx
-
-        return load_for_mlx(folder, load, progress, context)
-    if runtime == "native" and choose("float32").native:
-        from engine.runtimes.native.experts_only import load_experts as load_for_native
-
-        return load_for_native(folder, load, context)
-    from engine.runtimes.torch.runtime import load_experts as load_for_torch
-
-    return load_for_torch(folder, load, context, progress)
+    if runtime == "native" and not choose("float32").native:
+        runtime = "torch"
+    return runtime_named(runtime).load_experts(folder, load, context, progress)

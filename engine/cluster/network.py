@@ -44,7 +44,7 @@ from engine.ipc.progress import ProgressCallback
 from engine.models.store.local_models import ResolvedModel
 from engine.planning.runtime_choice import RuntimeChoice
 from engine.runtimes.choosing import as_ring_node
-from engine.runtimes.protocol import Runtime
+from engine.runtimes.common.loading import Runtime
 from engine.system.awake import AWAKE
 
 STATE_S = 0.25

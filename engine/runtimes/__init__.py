@@ -9,7 +9,7 @@ from pathlib import Path
 
 from engine.errors import ModelError
 from engine.planning.runtime_choice import WSL_LIBRARIES, has_gpu
-from engine.runtimes.protocol import Runtime
+from engine.runtimes.common.loading import Runtime
 
 _CLASSES = {
     "native": ("engine.runtimes.native.runtime", "NativeRuntime"),

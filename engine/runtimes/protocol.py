@@ -10,7 +10,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -18,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import ModelError, PeerLost
-from engine.ipc.messages import Load, ModelFacts
+from engine.ipc.messages import ModelFacts
 from engine.ipc.progress import ProgressCallback
 from engine.models.formats.byte_map import FileMapping
 from engine.moe.expert_parallel import LayerExchange, RankContext
@@ -282,30 +281,6 @@ class RingPlace:
     context: RankContext
     exchange: LayerExchange
     logits: bool = True
-
-
-class Runtime(Protocol):
-    """A way to run models: ``torch`` or ``mlx``."""
-
-    @property
-    def name(self) -> str: ...
-
-    def load(
-        self,
-        folder: Path,
-        request: Load,
-        progress: ProgressCallback,
-        ring: RingPlace | None = None,
-        release: Callable[[], None] = lambda: None,
-    ) -> LoadedModel:
-        """Load the model in ``folder`` (prepared, or plain Hugging Face safetensors; in a ring also a shard of it).
-
-        With ``ring`` only the experts of its rank context are used, and every MoE layer goes through its exchange.
-        ``release`` frees the model that was loaded before: it is called once, after all that can be refused without
-        its memory was refused, and before memory is taken.
-        Raises :class:`engine.errors.ModelError` if the family is not supported, files are damaged, or it does not fit.
-        """
-        ...
 
 
 Config = dict[str, Any]

@@ -15,7 +15,7 @@ from engine.ipc.messages import Load, ModelFacts
 from engine.ipc.progress import ProgressCallback
 from engine.models.architectures.config_values import check_config
 from engine.models.formats.json_files import SMALL_FILE, read_object
-from engine.runtimes.loading import load_model
+from engine.runtimes.common.loading import load_model
 from engine.session.refusals import check_request
 
 if TYPE_CHECKING:

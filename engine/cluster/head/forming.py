@@ -50,7 +50,8 @@ from engine.planning.ring_speed import StepTerms, WireSpeed
 from engine.planning.ring_words import absent_lines, change_sentence
 from engine.planning.runtime_choice import RuntimeChoice
 from engine.runtimes import runtime_named
-from engine.runtimes.protocol import LoadedModel, RingPlace, Runtime
+from engine.runtimes.common.loading import Runtime, load_model
+from engine.runtimes.protocol import LoadedModel, RingPlace
 
 MOST_LOSSES = 3
 """Maximum losses of links or of unknown machines during one forming."""
@@ -617,8 +618,6 @@ class RingFormer:
         return planned.survey, planned.together, said
 
     def _alone(self, decision: RingDecision, notices: list[str], progress: ProgressCallback) -> FormedRing:
-        from engine.runtimes.loading import load_model
-
         if self._lacked is not None:
             folder, line = self._lacked.take_whole(progress)
             self._has_whole(folder)
@@ -768,8 +767,6 @@ class RingFormer:
     ) -> tuple[LoadedModel, PassControl, list[str]]:
         """Have all nodes load their shards in parallel. Returns the head's model, its layers, and lines for the
         person."""
-        from engine.runtimes.loading import load_model
-
         layers = layers_for(rank_context_of(spec), links.keep(exchange), spec.one_by_one)
         place = RingPlace(rank_context_of(spec), layers)
         table = self._node.table

@@ -35,7 +35,7 @@ from engine.planning.ring_nodes import NodeGpu, slabs_on
 from engine.planning.runtime_choice import experts_runtime
 from engine.residency.resident_model import ResidentModel, held_in
 from engine.runtimes import runtime_named
-from engine.runtimes.loading import load_model
+from engine.runtimes.common.loading import load_model
 from engine.runtimes.model_headers import read_headers
 from engine.runtimes.protocol import LoadedModel, RingPlace
 

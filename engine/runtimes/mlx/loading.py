@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,8 @@ from engine.moe.held import check_held, held_by
 from engine.moe.kernels.file_guard import unchanged
 from engine.moe.timing import Recorder
 from engine.planning.memory import USUAL_CONTEXT, windowed_tokens
+from engine.runtimes.common.loading import refuse_ring_alone
+from engine.runtimes.common.node_experts import NodeExperts
 from engine.runtimes.mlx import eligible, weights, wired
 from engine.runtimes.mlx.backend import MlxBackend, slots_of
 from engine.runtimes.mlx.cache import cache_makers
@@ -43,7 +44,6 @@ from engine.runtimes.mlx.experts import RingPass, RoutedBlock
 from engine.runtimes.mlx.families import check_settings, family_of
 from engine.runtimes.mlx.model import MlxModel, memory_named
 from engine.runtimes.mlx.spans import Spans
-from engine.runtimes.node_experts import NodeExperts
 from engine.runtimes.protocol import Config, RingPlace
 
 _DTYPES = {"bfloat16": mx.bfloat16, "float32": mx.float32}
@@ -52,7 +52,7 @@ _ATTENTIONS = ("self_attn", "linear_attn", "conv", "norm_attn_norm")
 
 
 @dataclass
-class _Plan:
+class LoadingPlan:
     """The plan of loading a model."""
 
     folder: Path
@@ -71,23 +71,18 @@ class _Plan:
         return self.quantised is not None and not readable_quantised(self.config)
 
 
-def load(
-    folder: Path,
-    request: Load,
-    progress: ProgressCallback,
-    ring: RingPlace | None = None,
-    release: Callable[[], None] = lambda: None,
-) -> MlxModel:
-    """Loads ``folder``. Raises ModelError if it cannot be run, is damaged, or does not fit.
-
-    ``release``: see :class:`engine.runtimes.protocol.Runtime`.
-    """
-    started = time.perf_counter()
-    plan = _plan(folder, request, None if ring is None else ring.context)
-    if ring is None:
+def plan_loading(folder: Path, request: Load, context: RankContext | None) -> LoadingPlan:
+    """The plan of loading ``folder``, in a ring at the place ``context``. Raises ModelError if it cannot be run, or is
+    too large for this Mac's GPU."""
+    found = _plan(folder, request, context)
+    if context is None:
         whole = eligible.weight_bytes(folder, request.dtype)
-        eligible.refuse_too_large(whole, eligible.working_set_bytes(), plan.only_here)
-    release()
+        eligible.refuse_too_large(whole, eligible.working_set_bytes(), found.only_here)
+    return found
+
+
+def build(plan: LoadingPlan, request: Load, progress: ProgressCallback, ring: RingPlace | None) -> MlxModel:
+    """Load the model of ``plan``. Raises ModelError if it is damaged, or does not fit."""
     with memory_named():
         dtype, loaded = _read(plan, request, progress)
     model = _assemble(plan, request, loaded, dtype, ring)
@@ -106,7 +101,6 @@ def load(
         state_bytes=probe.state_bytes(),
         windowed_bytes_per_token=windowed,
         window=window,
-        load_s=time.perf_counter() - started,
     )
     if request.keep_resident:
         # The usual size of a conversation, as most Macs do not have enough memory for the whole context of a long one.
@@ -122,7 +116,10 @@ def load(
 
 
 def load_experts(folder: Path, request: Load, progress: ProgressCallback, context: RankContext) -> WiredExperts:
-    """The experts of ``context`` alone, for central mode. Raises ModelError as :func:`load` does."""
+    """The experts of ``context`` alone, for central mode.
+
+    Raises ModelError if they cannot be run, are damaged, or do not fit.
+    """
     plan = _plan(folder, request, context)
     with memory_named():
         _, loaded = _read(plan, request, progress, with_trunk=False)
@@ -135,7 +132,7 @@ def load_experts(folder: Path, request: Load, progress: ProgressCallback, contex
     return experts
 
 
-def _plan(folder: Path, request: Load, context: RankContext | None) -> _Plan:
+def _plan(folder: Path, request: Load, context: RankContext | None) -> LoadingPlan:
     eligible.refuse_gguf(folder)
     config = read_config(folder)
     family = family_of(config)
@@ -146,17 +143,13 @@ def _plan(folder: Path, request: Load, context: RankContext | None) -> _Plan:
     notices = []
     if request.cpu_threads is not None:
         notices.append(f"mlx chooses its own threads: the setting of {request.cpu_threads} is not used")
-    return _Plan(folder, complete, family, _quantisation(config), device, notices, context)
+    return LoadingPlan(folder, complete, family, _quantisation(config), device, notices, context)
 
 
 def _check_partitioning(request: Load, device: str, context: RankContext | None) -> None:
+    refuse_ring_alone(request, context)
     if context is not None:
         return
-    if request.partitioning == "ring":
-        raise ModelError(
-            "partitioning 'ring' needs a place in a ring, which this model was loaded without: choose auto",
-            kind="bad-input",
-        )
     if request.partitioning == "hybrid":
         raise ModelError(
             "partitioning 'hybrid' is not for the mlx runtime, where GPU and CPU share one memory: choose auto",
@@ -178,7 +171,7 @@ def _quantisation(config: Config) -> Config | None:
 
 
 def _read(
-    plan: _Plan, request: Load, progress: ProgressCallback, with_trunk: bool = True
+    plan: LoadingPlan, request: Load, progress: ProgressCallback, with_trunk: bool = True
 ) -> tuple[str, weights.Assembled]:
     """The weights, and their type in words."""
     translated = translate_config(plan.config)
@@ -223,7 +216,7 @@ def _held_in_library(folder: Path, context: RankContext) -> tuple[dict[int, tupl
     return held, layout.trunk_bytes + sum(map(len, held.values())) * layout.expert_bytes
 
 
-def _wanted_dtype(plan: _Plan, request: Load, stored: str) -> Any:
+def _wanted_dtype(plan: LoadingPlan, request: Load, stored: str) -> Any:
     """The type to convert weights of the type ``stored`` to, None to keep it."""
     if plan.device != "cpu":
         return _DTYPES.get(request.dtype)
@@ -235,7 +228,9 @@ def _wanted_dtype(plan: _Plan, request: Load, stored: str) -> Any:
     return None if stored == "F32" else mx.float32
 
 
-def _assemble(plan: _Plan, request: Load, loaded: weights.Assembled, dtype: str, place: RingPlace | None) -> MlxModel:
+def _assemble(
+    plan: LoadingPlan, request: Load, loaded: weights.Assembled, dtype: str, place: RingPlace | None
+) -> MlxModel:
     moe = FAMILIES[plan.config["model_type"]].moe
     spans = Spans(Recorder(len(loaded.layers), loaded.moe_layers, loaded.count))
     spans.recorder.sampled = plan.device == "gpu"
@@ -289,7 +284,7 @@ def _weights_name(quantised: dict[str, Any] | None, dtype: str) -> str:
 
 
 def _executor(
-    plan: _Plan, loaded: weights.Assembled, spans: Spans, place: RingPlace | None
+    plan: LoadingPlan, loaded: weights.Assembled, spans: Spans, place: RingPlace | None
 ) -> LocalExecutor[Any] | RingPass:
     backend = _backend(plan, loaded)
     if place is None:
@@ -299,7 +294,7 @@ def _executor(
     return RingPass(executor, backend)
 
 
-def _backend(plan: _Plan, loaded: weights.Assembled) -> MlxBackend:
+def _backend(plan: LoadingPlan, loaded: weights.Assembled) -> MlxBackend:
     if plan.context is None:
         return MlxBackend(loaded.experts, plan.device)
     placement, rank = plan.context.placement, plan.context.rank
@@ -307,7 +302,7 @@ def _backend(plan: _Plan, loaded: weights.Assembled) -> MlxBackend:
     return MlxBackend(loaded.experts, plan.device, slots)
 
 
-def _check_fits(needed: int, plan: _Plan) -> None:
+def _check_fits(needed: int, plan: LoadingPlan) -> None:
     """Raises ModelError if ``needed`` bytes of weights do not fit in the free memory."""
     limit = eligible.working_set_bytes()
     if limit is not None:
@@ -420,7 +415,7 @@ class WiredExperts(NodeExperts):
         extra: Sequence[int] = (),
         scale: bool = False,
     ) -> Floats:
-        """See :class:`engine.runtimes.node_experts.NodeExperts`. Raises ModelError if memory runs out."""
+        """See :class:`engine.runtimes.common.node_experts.NodeExperts`. Raises ModelError if memory runs out."""
         with memory_named():
             return super().run_experts(layer, hidden, indices, weights, extra, scale)
 

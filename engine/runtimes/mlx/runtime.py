@@ -6,12 +6,18 @@ import importlib.util
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 from engine.errors import ModelError
 from engine.ipc.messages import Load
 from engine.ipc.progress import ProgressCallback
-from engine.runtimes.protocol import LoadedModel, RingPlace
+from engine.moe.expert_parallel import RankContext
+from engine.runtimes.common.loading import Runtime
+from engine.runtimes.common.model import LocalModel
+from engine.runtimes.common.node_experts import NodeExperts
+from engine.runtimes.protocol import RingPlace
 
 
 def available() -> str | None:
@@ -47,29 +53,32 @@ def open_files_kept() -> Iterator[None]:
         resource.setrlimit = real
 
 
-class MlxRuntime:
-    """See :class:`engine.runtimes.protocol.Runtime`."""
+class MlxRuntime(Runtime):
+    """Runs models by mlx-lm: prepared, plain Hugging Face safetensors, or quantised by mlx-lm."""
 
     name = "mlx"
 
-    def load(
-        self,
-        folder: Path,
-        request: Load,
-        progress: ProgressCallback,
-        ring: RingPlace | None = None,
-        release: Callable[[], None] = lambda: None,
-    ) -> LoadedModel:
-        """Loads the model in ``folder``: prepared, plain Hugging Face safetensors, or quantised by mlx-lm.
+    def _checked(
+        self, folder: Path, request: Load, progress: ProgressCallback, ring: RingPlace | None
+    ) -> Callable[[], LocalModel]:
+        plan = _library().plan_loading(folder, request, None if ring is None else ring.context)
+        return partial(_library().build, plan, request, progress, ring)
 
-        Raises ModelError if mlx is missing, the family is not one it runs, files are damaged, or it does not fit.
-        """
-        problem = available()
-        if problem is not None:
-            raise ModelError(problem)
-        try:
-            with open_files_kept():
-                from engine.runtimes.mlx.loading import load
-        except Exception as error:  # native libraries and mlx-lm's own set-up fail in more ways than ImportError
-            raise ModelError(f"mlx is installed and cannot be used here ({error}): choose the torch runtime") from error
-        return load(folder, request, progress, ring, release)
+    def load_experts(
+        self, folder: Path, request: Load, context: RankContext, progress: ProgressCallback
+    ) -> NodeExperts:
+        experts: NodeExperts = _library().load_experts(folder, request, progress, context)
+        return experts
+
+
+def _library() -> ModuleType:
+    """The module that loads models, with mlx imported. Raises ModelError if mlx is missing, or cannot be used here."""
+    problem = available()
+    if problem is not None:
+        raise ModelError(problem)
+    try:
+        with open_files_kept():
+            from engine.runtimes.mlx import loading
+    except Exception as error:  # native libraries and mlx-lm's own set-up fail in more ways than ImportError
+        raise ModelError(f"mlx is installed and cannot be used here ({error}): choose the torch runtime") from error
+    return loading

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from engine.errors import ModelError
 from engine.ipc.messages import ModelFacts
 from engine.models.formats.model_files import ModelFiles
+from engine.moe.kernels.bindings import KernelChoice
 from engine.moe.kernels.pool import Pool
 from engine.moe.popularity import Popularity
 from engine.moe.timing import Phase, Recorder
@@ -76,40 +78,44 @@ class Angles:
         self.sine = np.concatenate([self.sine, np.sin(exact).astype(np.float32) * factor])
 
 
+@dataclass(frozen=True)
+class OpenedModel:
+    """A checked model, ready for the native trunk. Of its weights only norms and what must be copied have been read."""
+
+    files: ModelFiles
+    shape: Shape
+    dtype: str
+    choice: KernelChoice
+    cache_format: str
+    """Storage format of keys and values: ``BF16``, ``F32`` or ``Q8_0``."""
+    weights: TrunkWeights
+    rotaries: tuple[Rotary, ...]
+    """Rotary frequencies of each kind of heads."""
+    popularity: Popularity | None
+    """The number of routes to each expert; None for a dense model."""
+
+
 class NativeModel(LocalModel):
     """A model whose trunk is run by our own kernels."""
 
     def __init__(
-        self,
-        shape: Shape,
-        weights: TrunkWeights,
-        rotaries: Sequence[Rotary],
-        facts: ModelFacts,
-        recorder: Recorder,
-        files: ModelFiles,
-        pool: Pool,
-        popularity: Popularity | None,
-        cache_format: str,
-        ring: RingTrunk | None = None,
+        self, opened: OpenedModel, facts: ModelFacts, recorder: Recorder, pool: Pool, ring: RingTrunk | None = None
     ) -> None:
-        """``rotaries``: one for each kind of heads. ``cache_format``: storage format of keys and values.
-
-        ``ring`` runs the passes if routed experts are shared with other machines.
-        """
-        super().__init__(facts, recorder, files.mapped_files)
-        self._shape = shape
-        self._weights: TrunkWeights | None = weights
-        self._files: ModelFiles | None = files
-        self._angles = [Angles(rotary) for rotary in rotaries]
+        """``ring`` runs the passes if routed experts are shared with other machines."""
+        super().__init__(facts, recorder, opened.files.mapped_files)
+        shape = self._shape = opened.shape
+        self._weights: TrunkWeights | None = opened.weights
+        self._files: ModelFiles | None = opened.files
+        self._angles = [Angles(rotary) for rotary in opened.rotaries]
         self._pool = pool
-        self._popularity = popularity
+        self._popularity = opened.popularity
         self._ring = ring
         # A page of no layers cannot be mapped.
         alike = [
             AlikeLayers(max(1, len(shape.layers_of(kind))), heads.key_value_heads, heads.width)
             for kind, heads in enumerate(shape.kinds)
         ]
-        self._page_shape = PageShape(tuple(alike), cache_format, has_values=shape.latent is None)
+        self._page_shape = PageShape(tuple(alike), opened.cache_format, has_values=shape.latent is None)
         self._workspace: NDArray[np.uint8] = np.empty(0, np.uint8)
         self._seconds = np.zeros((shape.layers, len(PARTS)))
 

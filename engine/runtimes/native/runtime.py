@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
-
-import msgspec
 
 from engine import runtimes
 from engine.calibration.reading_rates import notice_beyond_memory
@@ -18,22 +16,32 @@ from engine.ipc.messages import Load, ModelFacts
 from engine.ipc.progress import ProgressCallback
 from engine.models.folders.opening import open_model
 from engine.models.folders.sizes import native_copies, weights_name
-from engine.models.formats.model_files import Experts, ModelFiles, StoredTensor, whole_weights
-from engine.models.formats.number_formats import BLOCKS, is_grouped
+from engine.models.formats.model_files import Experts, ModelFiles, StoredTensor, one_of_each, whole_weights
+from engine.models.formats.number_formats import BLOCKS, is_grouped, is_packed
 from engine.moe.executor import RingExecutor
 from engine.moe.expert_parallel import RankContext
 from engine.moe.held import held_by
+from engine.moe.kernel_backend import KernelBackend, KernelExperts
 from engine.moe.kernels.bindings import FORMATS, KernelChoice, choose
 from engine.moe.kernels.file_guard import unchanged
-from engine.moe.kernels.layers import unreadable
-from engine.moe.kernels.pool import physical_cores, shared_pool
+from engine.moe.kernels.layers import Gate, unreadable
+from engine.moe.kernels.layers import unsupported_reason as unsupported_expert
+from engine.moe.kernels.pool import Pool, physical_cores, shared_pool
 from engine.moe.popularity import Popularity
 from engine.moe.timing import Recorder
+from engine.runtimes.common.loading import Runtime, files_with_experts, refuse_no_threads
+from engine.runtimes.common.node_experts import NodeExperts
 from engine.runtimes.native import rotary
-from engine.runtimes.native.experts_only import open_backend, unreadable_experts
-from engine.runtimes.native.model import NativeModel
+from engine.runtimes.native.model import NativeModel, OpenedModel
 from engine.runtimes.native.ring import RingTrunk
-from engine.runtimes.native.shape import Shape, bulk_dtype, compute_dtype, read_shape, unsupported_shape
+from engine.runtimes.native.shape import (
+    Shape,
+    bulk_dtype,
+    compute_dtype,
+    read_gate,
+    read_shape,
+    unsupported_shape,
+)
 from engine.runtimes.native.weights import TrunkWeights, heads_of
 from engine.runtimes.protocol import RingPlace
 from engine.system.free_memory import available_bytes
@@ -41,54 +49,39 @@ from engine.system.free_memory import available_bytes
 _STORED: Mapping[str, Literal["BF16", "F32"]] = {"bfloat16": "BF16", "float32": "F32"}
 
 
-class NativeRuntime:
-    """See :class:`engine.runtimes.protocol.Runtime`."""
+class NativeRuntime(Runtime):
+    """Runs models by our own kernels; all weights stay in the mapped files."""
 
-    @property
-    def name(self) -> str:
-        return "native"
+    name = "native"
 
-    def load(
-        self,
-        folder: Path,
-        request: Load,
-        progress: ProgressCallback,
-        ring: RingPlace | None = None,
-        release: Callable[[], None] = lambda: None,
-    ) -> NativeModel:
-        """Load the model in ``folder``; all its weights stay in the mapped files.
-
-        With ``ring`` only the experts of its rank context are used, and its exchange gets the model's recorder.
-        Raises ModelError if the native trunk cannot run it, saying why, or the files are damaged
-        or change meanwhile.
-        """
-        started = time.perf_counter()
+    def _checked(
+        self, folder: Path, request: Load, progress: ProgressCallback, ring: RingPlace | None
+    ) -> Callable[[], NativeModel]:
         files = open_model(folder, progress)
-        threads = physical_cores() if request.cpu_threads is None else request.cpu_threads
-        if threads < 1:
-            raise ModelError(f"{threads} CPU threads cannot run a model; choose 1 or more.", kind="bad-input")
+        refuse_no_threads(request)
         experts = files.experts
         popularity = None if experts is None else Popularity(experts.layers, experts.count)
         with unchanged(files.mapped_files):
             opened = open_native(files, request, popularity, in_ring=ring is not None)
-        shape, dtype, choice = opened.shape, opened.dtype, opened.choice
-        release()
-        recorder = Recorder(shape.layers, shape.moe_layers, 0 if experts is None else experts.count)
+        return partial(self._build, opened, request, progress, ring)
+
+    def _build(
+        self, opened: OpenedModel, request: Load, progress: ProgressCallback, ring: RingPlace | None
+    ) -> NativeModel:
+        files, shape, choice = opened.files, opened.shape, opened.choice
+        experts, threads = files.experts, _threads(request)
         progress("reading the trunk", files.trunk_bytes, files.trunk_bytes, "bytes")
-        load_s = time.perf_counter() - started
         context = None if ring is None else ring.context
-        facts = describe(shape, files, request, dtype, choice, threads, opened.cache_format, load_s, context)
-        if request.key_values == "q8_0" and opened.cache_format != "Q8_0":
-            widths = " and ".join(str(kind.width) for kind in shape.kinds)
-            said = f"Keys and values are kept in {dtype}: heads of {widths} numbers do not fit the 8-bit format."
-            facts = msgspec.structs.replace(facts, notices=[*facts.notices, said])
+        notices = _notices(opened, request)
         if ring is None:
             nbytes = files.trunk_bytes + (0 if experts is None else experts.nbytes)
             beyond = notice_beyond_memory("weights", nbytes, files.mapped_files, available_bytes())
             if beyond is not None:
-                facts = msgspec.structs.replace(facts, notices=[*facts.notices, beyond])
+                notices.append(beyond)
                 if experts is not None:
                     opened.weights.read_ahead(experts)
+        facts = describe(opened, request, threads, context, notices)
+        recorder = Recorder(shape.layers, shape.moe_layers, 0 if experts is None else experts.count)
         pool = shared_pool(threads)
         trunk = None
         if ring is not None and experts is not None:
@@ -96,27 +89,33 @@ class NativeRuntime:
             layers = tuple(experts.layers)
             executor = RingExecutor(backend, ring.exchange, ring.context, layers, experts.count, recorder)
             trunk = RingTrunk(executor, backend, layers, shape.top_k, shape.hidden, ring.logits)
-            popularity = executor.popularity
-        weights, angles = opened.weights, opened.angles
-        cache = opened.cache_format
-        return NativeModel(shape, weights, angles, facts, recorder, files, pool, popularity, cache, trunk)
+            opened = replace(opened, popularity=executor.popularity)
+        return NativeModel(opened, facts, recorder, pool, trunk)
+
+    def load_experts(
+        self, folder: Path, request: Load, context: RankContext, progress: ProgressCallback
+    ) -> NodeExperts:
+        files, experts = files_with_experts(folder, request, progress)
+        reason = unsupported_shape(files.config) or unreadable_experts(experts)
+        if reason is not None:
+            raise ModelError(
+                f"The native runtime cannot run the experts of {request.model}: {reason}; choose the runtime torch.",
+                kind="bad-input",
+            )
+        choice = choose(compute_dtype(files, request))
+        if not choice.native:
+            raise ModelError(f"The native kernels cannot be used: {choice.reason}; choose the runtime torch.")
+        width = int(files.config["hidden_size"])
+        gate, pool = read_gate(files.config), shared_pool(_threads(request))
+        backend = open_backend(experts, context, gate, choice, pool)
+        return NodeExperts(backend, width, _in_ring(choice, context), experts)
 
 
-@dataclass(frozen=True)
-class Opened:
-    """A checked model, ready for the native trunk. Of its weights only norms and what must be copied have been read."""
-
-    shape: Shape
-    dtype: str
-    choice: KernelChoice
-    cache_format: str
-    """Storage format of keys and values: ``BF16``, ``F32`` or ``Q8_0``."""
-    weights: TrunkWeights
-    angles: tuple[rotary.Rotary, ...]
-    """Rotary frequencies of each kind of heads."""
+def _threads(request: Load) -> int:
+    return physical_cores() if request.cpu_threads is None else request.cpu_threads
 
 
-def open_native(files: ModelFiles, request: Load, popularity: Popularity | None, in_ring: bool) -> Opened:
+def open_native(files: ModelFiles, request: Load, popularity: Popularity | None, in_ring: bool) -> OpenedModel:
     """``files`` for the native trunk. ``in_ring``: the routed experts are run elsewhere.
 
     Raises ModelError if it cannot run them as ``request`` asks, saying why, or they are damaged.
@@ -128,7 +127,7 @@ def open_native(files: ModelFiles, request: Load, popularity: Popularity | None,
     packs = request.key_values == "q8_0" and all(kind.width % BLOCKS["Q8_0"][0] == 0 for kind in shape.kinds)
     cache = "Q8_0" if packs else _STORED[dtype]
     weights = TrunkWeights(files, shape, choice, exact, cache, popularity, in_ring)
-    return Opened(shape, dtype, choice, cache, weights, _angles(shape))
+    return OpenedModel(files, shape, dtype, choice, cache, weights, _angles(shape), popularity)
 
 
 def check_native(files: ModelFiles, request: Load, in_ring: bool) -> None:
@@ -200,65 +199,82 @@ def _unreadable(tensor: StoredTensor) -> str | None:
     return unreadable(heads_of(tensor)[0] if is_grouped(tensor.dtype) and tensor.words.ndim == 3 else tensor)
 
 
+def unreadable_experts(experts: Experts) -> str | None:
+    """Why the kernels cannot run these experts where they lie, in a few words; None if they can."""
+    if experts.dtype not in FORMATS:
+        return f"the experts are stored as {experts.dtype}"
+    reasons = (unsupported_expert(experts.expert(layer, number)) for layer, number in one_of_each(experts))
+    reason = next((reason for reason in reasons if reason is not None), None)
+    if reason is None:
+        return None
+    advice = "" if is_packed(experts.dtype) else "; those of a prepared copy can"
+    return f"its experts cannot be run where they lie ({reason}{advice})"
+
+
+def open_backend(experts: Experts, context: RankContext, gate: Gate, choice: KernelChoice, pool: Pool) -> KernelBackend:
+    """The experts of ``context``, ready to run. The weights stay in the mapped files.
+
+    Raises ModelError if the context's placement is for another model, or an expert of this node is missing.
+    """
+    kernels = KernelExperts(held_by(experts, context.placement, context.rank), lambda layer: gate, choice, pool)
+    kernels.open()
+    return KernelBackend(kernels)
+
+
 # --- facts of a loaded model -----------------------------------------------------------------------------------------
 
 
 def describe(
-    shape: Shape,
-    files: ModelFiles,
-    request: Load,
-    dtype: str,
-    choice: KernelChoice,
-    threads: int,
-    cache_format: str,
-    load_s: float,
-    context: RankContext | None = None,
+    opened: OpenedModel, request: Load, threads: int, context: RankContext | None, notices: list[str]
 ) -> ModelFacts:
-    """The facts of the model in ``files``, which computes in ``dtype`` with the kernels ``choice`` and stores keys and
-    values in ``cache_format``; ``context`` is its
-    place in a ring. Bytes are those of its shard there, parameters those of the whole model."""
+    """The facts of ``opened``, which computes with ``threads``; ``context`` is its place in a ring.
+
+    Bytes are those of its shard there, parameters those of the whole model.
+    """
+    files, shape, choice = opened.files, opened.shape, opened.choice
     experts = files.experts
     numbers = sum(math.prod(tensor.shape) for _, tensor in files.trunk())
+    executor, held_bytes = "none (dense)", 0
     if experts is not None:
         numbers += whole_weights(experts)
-    limit = shape.context if request.context_limit is None else min(shape.context, request.context_limit)
+        executor, held_bytes = f"native ({choice.name}, cpu)", experts.nbytes
+        if context is not None:
+            executor, held_bytes = _in_ring(choice, context), held_by(experts, context.placement, context.rank).nbytes
     return ModelFacts(
         name=request.model,
         family=shape.family,
         runtime="native",
-        executor=_executor(files, choice, context),
+        executor=executor,
         device="cpu",
-        dtype=dtype,
+        dtype=opened.dtype,
         layers=shape.layers,
         experts=0 if experts is None else experts.count,
         experts_per_token=shape.top_k,
         moe_layers=list(shape.moe_layers),
         vocabulary=shape.vocabulary,
         hidden=shape.hidden,
-        context_limit=limit,
+        context_limit=min(shape.context, request.context_limit or shape.context),
         trunk_bytes=files.trunk_bytes + native_copies(files.trunk()),
-        expert_bytes=_expert_bytes(experts, context),
-        key_value_bytes_per_token=shape.key_value_bytes(cache_format),
+        expert_bytes=held_bytes,
+        key_value_bytes_per_token=shape.key_value_bytes(opened.cache_format),
         state_bytes=4 * shape.state_numbers,
         parameters=numbers,
-        load_s=load_s,
+        load_s=0.0,
         weights=weights_name(files),
         trunk=f"native ({choice.name}, {threads} {'thread' if threads == 1 else 'threads'})",
-        notices=["No GPU was found, so everything runs on the CPU."] if request.partitioning == "hybrid" else [],
+        notices=notices,
     )
 
 
-def _expert_bytes(experts: Experts | None, context: RankContext | None) -> int:
-    if experts is None:
-        return 0
-    if context is None:
-        return experts.nbytes
-    return held_by(experts, context.placement, context.rank).nbytes
+def _notices(opened: OpenedModel, request: Load) -> list[str]:
+    notices = ["No GPU was found, so everything runs on the CPU."] if request.partitioning == "hybrid" else []
+    if request.key_values == "q8_0" and opened.cache_format != "Q8_0":
+        widths = " and ".join(str(kind.width) for kind in opened.shape.kinds)
+        notices.append(
+            f"Keys and values are kept in {opened.dtype}: heads of {widths} numbers do not fit the 8-bit format."
+        )
+    return notices
 
 
-def _executor(files: ModelFiles, choice: KernelChoice, context: RankContext | None) -> str:
-    if files.experts is None:
-        return "none (dense)"
-    if context is None:
-        return f"native ({choice.name}, cpu)"
+def _in_ring(choice: KernelChoice, context: RankContext) -> str:
     return f"ring (node {context.rank + 1} of {context.nodes}, {context.mode}, native {choice.name}, cpu)"

@@ -49,16 +49,6 @@ class Room:
     in_ring: bool = False
 
 
-def refuse_partitioning(request: Load, in_ring: bool) -> None:
-    """Raises ModelError (bad-input) for partitioning ``ring`` outside a ring."""
-    if request.partitioning == "ring" and not in_ring:
-        raise ModelError(
-            "Partitioning 'ring' needs a place in a ring, which this model was loaded without; choose auto, cpu or "
-            "hybrid.",
-            kind="bad-input",
-        )
-
-
 def find_room(
     find_gpu: GpuFinder, files: ModelFiles, dtype: torch.dtype, request: Load, in_ring: bool = False
 ) -> tuple[Room | None, list[str]]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from engine.errors import ModelError
 from engine.ipc.messages import Load, ModelFacts
@@ -22,7 +22,8 @@ from engine.moe.held import held_by
 from engine.moe.kernels.file_guard import unchanged
 from engine.moe.kernels.pool import threads_of
 from engine.moe.timing import Recorder
-from engine.runtimes.node_experts import NodeExperts
+from engine.runtimes.common.loading import Runtime, files_with_experts, refuse_no_threads, refuse_ring_alone
+from engine.runtimes.common.node_experts import NodeExperts
 from engine.runtimes.protocol import RingPlace
 from engine.runtimes.torch.experts_module import ExpertsPlace, experts_per_token, find_experts, gate_of, replace_experts
 from engine.runtimes.torch.gpu_memory_plan import (
@@ -33,12 +34,10 @@ from engine.runtimes.torch.gpu_memory_plan import (
     find_room,
     make_hybrid,
     open_cache,
-    refuse_partitioning,
 )
 from engine.runtimes.torch.loading import build_skeleton, fill_trunk, read_config
 from engine.runtimes.torch.model import TorchModel
 from engine.runtimes.torch.offload.cuda_device import find_gpu
-from engine.runtimes.torch.offload.gates import FamilyGate
 from engine.runtimes.torch.offload.hybrid import HybridBackend
 from engine.runtimes.torch.offload.local import make_cpu_backend
 from engine.runtimes.torch.offload.tensor_backend import TensorBackend
@@ -52,96 +51,104 @@ from engine.runtimes.torch.trunk_modules import (
 )
 
 
-class TorchRuntime:
-    """See :class:`engine.runtimes.protocol.Runtime`. ``find_gpu`` finds the device that shares the experts."""
+@dataclass(frozen=True)
+class Skeleton:
+    """A model as transformers builds it, without memory for its tensors, and the files that fill it."""
+
+    files: ModelFiles
+    config: Any
+    dtype: torch.dtype
+    module: Any
+    places: list[ExpertsPlace]
+
+    @classmethod
+    def of(cls, files: ModelFiles, request: Load) -> Skeleton:
+        """Raises ModelError if transformers cannot build the model, or it cannot be computed with its dtype."""
+        config = read_config(files.folder, files.config)
+        dtype = pick_dtype(files, request)
+        module = build_skeleton(config, dtype)
+        return cls(files, config, dtype, module, find_experts(module))
+
+    def recorder(self, experts: int) -> Recorder:
+        """A recorder of the layers, which have ``experts`` routed experts each."""
+        return Recorder(self.config.num_hidden_layers, [place.layer for place in self.places], experts)
+
+
+class TorchRuntime(Runtime):
+    """Runs models by transformers; their routed experts stay in the mapped files.
+
+    ``find_gpu`` finds the device that shares the experts. In a ring the trunk is on the CPU; a GPU shares this node's
+    experts with it.
+    """
+
+    name = "torch"
 
     def __init__(self, find_gpu: GpuFinder = find_gpu) -> None:
         self._find_gpu = find_gpu
 
-    @property
-    def name(self) -> str:
-        return "torch"
-
-    def load(
-        self,
-        folder: Path,
-        request: Load,
-        progress: ProgressCallback,
-        ring: RingPlace | None = None,
-        release: Callable[[], None] = lambda: None,
-    ) -> TorchModel:
-        """Load the model in ``folder``; its routed experts stay in the mapped files.
-
-        In a ring the trunk is on the CPU; a GPU shares this node's experts with it.
-
-        Raises ModelError if the family is not supported, the files are damaged or change meanwhile, or the request
-        cannot be met here.
-        """
-        started = time.perf_counter()
-        if request.cpu_threads is not None:
-            set_threads(request.cpu_threads)
-        elif ring is not None:
-            # As many as the other nodes were told: the order in which torch adds up depends on it.
-            set_threads(threads_of(request))
+    def _checked(
+        self, folder: Path, request: Load, progress: ProgressCallback, ring: RingPlace | None
+    ) -> Callable[[], TorchModel]:
+        refuse_no_threads(request)
+        if request.cpu_threads is not None or ring is not None:
+            # In a ring as many as the other nodes were told: the order in which torch adds up depends on it.
+            torch.set_num_threads(request.cpu_threads or threads_of(request))
         files = open_model(folder, progress)
-        with unchanged(files.mapped_files):
-            return self._read(files, request, progress, ring, release, started)
+        skeleton = Skeleton.of(files, request)
+        check_layers(skeleton.places, files.experts)
+        refuse_ring_alone(request, None if ring is None else ring.context)
+        return partial(self._build, skeleton, request, progress, ring)
 
-    def _read(
-        self,
-        files: ModelFiles,
-        request: Load,
-        progress: ProgressCallback,
-        ring: RingPlace | None,
-        release: Callable[[], None],
-        started: float,
+    def _build(
+        self, skeleton: Skeleton, request: Load, progress: ProgressCallback, ring: RingPlace | None
     ) -> TorchModel:
-        config = read_config(files.folder, files.config)
-        dtype = pick_dtype(files, request)
-        module: Any = build_skeleton(config, dtype)
-        places = find_experts(module)
-        check_layers(places, files.experts)
-        refuse_partitioning(request, in_ring=ring is not None)
-        # The memory that a GPU has for this model is counted after the one before has left it.
-        release()
-        room, lines = find_room(self._find_gpu, files, dtype, request, in_ring=ring is not None)
-        device = room.device.torch_device if room is not None and ring is None else torch.device("cpu")
-        recorder = Recorder(config.num_hidden_layers, [place.layer for place in places], count_of(files.experts))
-        recorder.sampled = device.type == "cuda"
-        executor: Executor[torch.Tensor] | None = None
-        backend: TensorBackend | None = None
-        held = experts_here(files.experts, ring)
-        if held is not None:
-            gates = {place.layer: gate_of(place.experts) for place in places}
-            trunk_bytes = sizes_of(files, NAMES[dtype]).for_runtime("torch").trunk_bytes
-            backend, said = make_backend(held, gates, dtype, recorder, request, room, trunk_bytes)
-            lines += said
-            executor = make_executor(backend, held, recorder, ring)
-            replace_experts(module, places, executor)
-        top_k = experts_per_token(places)
-        shared: SharedRoom | None = None
-        with closed_on_failure(backend):
-            names = [name for name, _ in files.trunk()]
-            expect_split_latents(module, names)
-            expect_two_projections(module, names)
-            fill_trunk(module, files, dtype, device, progress)
-            attend_to_latents(module)
-            if device.type == "cuda":
-                fuse_norms(module)
-            if isinstance(backend, HybridBackend) and room is not None:
-                shared = SharedRoom(backend, room, request)
-                lines += open_cache(backend, room, files, request, top_k, progress)
-        load_s = time.perf_counter() - started
-        facts = describe(module, config, files, request, device, dtype, executor, shared, held, top_k, load_s, lines)
-        logits = ring is None or ring.logits
-        return TorchModel(module, config, facts, recorder, device, files, executor, shared, logits)
+        files, module, dtype = skeleton.files, skeleton.module, skeleton.dtype
+        with unchanged(files.mapped_files):
+            room, lines = find_room(self._find_gpu, files, dtype, request, in_ring=ring is not None)
+            device = room.device.torch_device if room is not None and ring is None else torch.device("cpu")
+            recorder = skeleton.recorder(0 if files.experts is None else files.experts.count)
+            recorder.sampled = device.type == "cuda"
+            executor: Executor[torch.Tensor] | None = None
+            backend: TensorBackend | None = None
+            held = files.experts
+            if held is not None:
+                if ring is not None:
+                    held = held_by(held, ring.context.placement, ring.context.rank)
+                trunk_bytes = sizes_of(files, NAMES[dtype]).for_runtime("torch").trunk_bytes
+                backend, said = make_backend(held, skeleton, recorder, request, room, trunk_bytes)
+                lines += said
+                executor = make_executor(backend, held, recorder, ring)
+                replace_experts(module, skeleton.places, executor)
+            top_k = experts_per_token(skeleton.places)
+            shared: SharedRoom | None = None
+            with closed_on_failure(backend):
+                names = [name for name, _ in files.trunk()]
+                expect_split_latents(module, names)
+                expect_two_projections(module, names)
+                fill_trunk(module, files, dtype, device, progress)
+                attend_to_latents(module)
+                if device.type == "cuda":
+                    fuse_norms(module)
+                if isinstance(backend, HybridBackend) and room is not None:
+                    shared = SharedRoom(backend, room, request)
+                    lines += open_cache(backend, room, files, request, top_k, progress)
+            facts = describe(skeleton, request, device, executor, shared, held, top_k, lines)
+            logits = ring is None or ring.logits
+            return TorchModel(module, skeleton.config, facts, recorder, device, files, executor, shared, logits)
 
-
-def set_threads(threads: int) -> None:
-    """Let torch use ``threads`` CPU threads."""
-    if threads < 1:
-        raise ModelError(f"{threads} CPU threads cannot run a model; choose 1 or more.", kind="bad-input")
-    torch.set_num_threads(threads)
+    def load_experts(
+        self, folder: Path, request: Load, context: RankContext, progress: ProgressCallback
+    ) -> NodeExperts:
+        files, experts = files_with_experts(folder, request, progress)
+        skeleton = Skeleton.of(files, request)
+        held = held_by(experts, context.placement, context.rank)
+        room, lines = find_room(self._find_gpu, files, skeleton.dtype, request, in_ring=True)
+        backend, said = make_backend(held, skeleton, skeleton.recorder(held.count), request, room)
+        lines += said
+        if isinstance(backend, HybridBackend) and room is not None:
+            with closed_on_failure(backend):
+                lines += open_cache(backend, room, files, request, experts_per_token(skeleton.places), progress)
+        return NodeExperts(backend, int(skeleton.config.hidden_size), backend.description, held, lines)
 
 
 def pick_dtype(files: ModelFiles, request: Load) -> torch.dtype:
@@ -172,31 +179,24 @@ def check_layers(places: list[ExpertsPlace], experts: Experts | None) -> None:
         )
 
 
-def count_of(experts: Experts | None) -> int:
-    return 0 if experts is None else experts.count
-
-
 # --- facts of a loaded model -----------------------------------------------------------------------------------------
 
 
 def describe(
-    module: nn.Module,
-    config: Any,
-    files: ModelFiles,
+    skeleton: Skeleton,
     request: Load,
     device: torch.device,
-    dtype: torch.dtype,
     executor: Executor[torch.Tensor] | None,
     shared: SharedRoom | None,
     held: Experts | None,
     top_k: int,
-    load_s: float,
     notices: list[str],
 ) -> ModelFacts:
-    """The facts of ``module``, filled from ``files``.
+    """The facts of ``skeleton``, which has been filled.
 
     ``top_k``: experts per token. ``held``: the experts that run here. ``shared``: the GPU that shares them.
     """
+    files, config, module, dtype = skeleton.files, skeleton.config, skeleton.module, skeleton.dtype
     experts = files.experts
     stored = {tensor.data_ptr(): tensor for tensor in module.state_dict().values()}.values()
     expert_parameters = 0 if experts is None else whole_weights(experts)
@@ -213,25 +213,19 @@ def describe(
         moe_layers=[] if experts is None else list(experts.layers),
         vocabulary=config.vocab_size,
         hidden=config.hidden_size,
-        context_limit=context_limit(config, request.context_limit),
+        context_limit=min(int(config.max_position_embeddings), request.context_limit or config.max_position_embeddings),
         trunk_bytes=sum(tensor.nbytes for tensor in stored),
         expert_bytes=0 if held is None else held.nbytes,
         key_value_bytes_per_token=key_value_numbers(config) * dtype.itemsize,
         state_bytes=state_bytes(files.config),
         parameters=sum(p.numel() for p in module.parameters()) + numbers_kept_packed(module) + expert_parameters,
-        load_s=load_s,
+        load_s=0.0,
         weights=weights_name(files),
         trunk=f"transformers (torch, {device.type})",
         policy=request.policy if shared is not None else None,
         gpu_expert_bytes=shared.backend.gpu_expert_bytes if shared is not None else 0,
         notices=notices,
     )
-
-
-def context_limit(config: Any, wanted: int | None) -> int:
-    """Maximum tokens of the model's context, or ``wanted`` if that is less."""
-    limit = int(config.max_position_embeddings)
-    return limit if wanted is None else min(limit, wanted)
 
 
 def key_value_numbers(config: Any) -> int:
@@ -261,21 +255,16 @@ def _width(layer: Any) -> int:
 
 
 def make_backend(
-    held: Experts,
-    gates: Mapping[int, FamilyGate],
-    dtype: torch.dtype,
-    recorder: Recorder,
-    request: Load,
-    room: Room | None,
-    trunk_bytes: int = 0,
+    held: Experts, skeleton: Skeleton, recorder: Recorder, request: Load, room: Room | None, trunk_bytes: int = 0
 ) -> tuple[TensorBackend, list[str]]:
     """The backend for the experts ``held``, and a line for each fallback.
 
     ``room``: a GPU that shares them with the CPU. ``trunk_bytes``: memory still to be taken.
     """
+    gates = {place.layer: gate_of(place.experts) for place in skeleton.places}
     if room is not None:
-        return make_hybrid(room, held, gates, dtype, recorder, request)
-    backend, lines = make_cpu_backend(held, gates, dtype, request.cpu_threads, trunk_bytes)
+        return make_hybrid(room, held, gates, skeleton.dtype, recorder, request)
+    backend, lines = make_cpu_backend(held, gates, skeleton.dtype, request.cpu_threads, trunk_bytes)
     return backend, list(lines)
 
 
@@ -286,39 +275,3 @@ def make_executor(
     if ring is None:
         return LocalExecutor(backend, recorder)
     return RingExecutor(backend, ring.exchange, ring.context, held.layers, held.count, recorder)
-
-
-def experts_here(experts: Experts | None, ring: RingPlace | None) -> Experts | None:
-    """The experts that this node runs. Raises ModelError if one is missing."""
-    if experts is None or ring is None:
-        return experts
-    return held_by(experts, ring.context.placement, ring.context.rank)
-
-
-# --- experts without a trunk -----------------------------------------------------------------------------------------
-
-
-def load_experts(
-    folder: Path, request: Load, context: RankContext, progress: ProgressCallback, gpu: GpuFinder = find_gpu
-) -> NodeExperts:
-    """The experts of ``context`` from the model, or a shard of it, in ``folder``.
-
-    ``gpu`` finds the device that shares them with the CPU. Raises ModelError if the family is not supported, or experts
-    are missing.
-    """
-    files = open_model(folder)
-    if files.experts is None:
-        raise ModelError(f"{request.model} has no experts to share; it runs on one machine.", kind="bad-input")
-    config: Any = read_config(folder, files.config)
-    dtype = pick_dtype(files, request)
-    places = find_experts(build_skeleton(config, dtype))
-    held = held_by(files.experts, context.placement, context.rank)
-    recorder = Recorder(config.num_hidden_layers, held.layers, held.count)
-    gates = {place.layer: gate_of(place.experts) for place in places}
-    room, lines = find_room(gpu, files, dtype, request, in_ring=True)
-    backend, said = make_backend(held, gates, dtype, recorder, request, room)
-    lines += said
-    if isinstance(backend, HybridBackend) and room is not None:
-        with closed_on_failure(backend):
-            lines += open_cache(backend, room, files, request, experts_per_token(places), progress)
-    return NodeExperts(backend, int(config.hidden_size), backend.description, held, lines)

@@ -26,8 +26,8 @@ from engine.planning.hybrid import GPU_RUNTIME_BYTES
 from engine.planning.runtime_choice import RuntimeChoice
 from engine.runtimes import runtime_named
 from engine.runtimes.choosing import as_ring_node
+from engine.runtimes.common.loading import Runtime
 from engine.runtimes.model_headers import read_headers
-from engine.runtimes.protocol import Runtime
 from engine.runtimes.torch.runtime import TorchRuntime
 from engine.system.machine import Gpu
 from tests.engine.cluster.paired_nodes import Nodes

@@ -37,7 +37,7 @@ from engine.models.store.starter import (
 from engine.models.text.tokenizer import Tokenizer, load_tokenizer
 from engine.runtimes import runtime_named
 from engine.runtimes.choosing import choose_runtime
-from engine.runtimes.loading import load_model
+from engine.runtimes.common.loading import load_model
 from tests.support.progress import quiet
 from tests.support.tiny_gguf import write_tiny_gguf
 from tests.support.tiny_models import write_tiny_model

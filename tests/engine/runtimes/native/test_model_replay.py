@@ -19,8 +19,8 @@ from engine.runtimes.native.model import NativeTokenRows
 from engine.runtimes.protocol import LoadedModel, RingPlace, TokenRows
 from tests.engine.cluster.memory_exchange import MemoryRing, must_succeed, on_all_ranks
 from tests.engine.cluster.ring_places import placed, places
-from tests.engine.runtimes.native.test_experts_only import experts_of
 from tests.engine.runtimes.native.test_ring import in_ring
+from tests.engine.runtimes.native.test_runtime_experts import experts_of
 from tests.engine.runtimes.native_oracle import load_native, needs_kernels
 from tests.engine.runtimes.subjects import (
     FP8,

@@ -23,7 +23,7 @@ from engine.runtimes.protocol import Logits, RingPlace
 from engine.runtimes.torch import gpu_memory_plan
 from engine.runtimes.torch.model import TorchModel
 from engine.runtimes.torch.offload.hybrid import HybridBackend
-from engine.runtimes.torch.runtime import TorchRuntime, load_experts
+from engine.runtimes.torch.runtime import TorchRuntime
 from tests.engine.cluster.memory_exchange import MemoryRing, on_all_ranks
 from tests.engine.cluster.ring_conversation import all_conversations, assert_same, conversation
 from tests.engine.cluster.ring_places import PLACEMENTS, placement_for, places
@@ -220,7 +220,7 @@ def test_a_node_of_central_mode_shares_its_experts_with_a_device(family: str, ti
     head = load(folder, RingPlace(contexts[0], CentralHead(contexts[0], memory.ends[0])), StandInDevice(MEMORY))
     device = StandInDevice(MEMORY)
     request = Load(id=1, model=folder.name, cpu_threads=1, dtype="float32")
-    experts = load_experts(folder, request, contexts[1], quiet, lambda: device)
+    experts = TorchRuntime(lambda: device).load_experts(folder, request, contexts[1], quiet)
     assert experts.description.startswith("hybrid (")
 
     def work(rank: int) -> Any:

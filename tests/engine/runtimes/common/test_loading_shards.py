@@ -18,7 +18,7 @@ from engine.models.folders.prepare import prepare
 from engine.models.folders.weight_layout import layout_of
 from engine.planning.placement import Placement
 from engine.runtimes import runtime_named
-from engine.runtimes.loading import load_model
+from engine.runtimes.common.loading import load_model
 from engine.runtimes.protocol import LoadedModel, Logits, RingPlace
 from tests.engine.cluster.memory_exchange import must_succeed, on_all_ranks
 from tests.engine.cluster.ring_places import placed, places

@@ -16,8 +16,8 @@ from engine.ipc.messages import Load
 from engine.models.folders.opening import open_model
 from engine.moe.expert_parallel import Loading, RankContext
 from engine.planning.placement import Placement
-from engine.runtimes.native.experts_only import load_experts
-from engine.runtimes.node_experts import NodeExperts
+from engine.runtimes.common.node_experts import NodeExperts
+from engine.runtimes.native.runtime import NativeRuntime
 from engine.runtimes.protocol import RingPlace
 from tests.engine.cluster.memory_exchange import MemoryRing, on_all_ranks
 from tests.engine.cluster.ring_conversation import assert_same, conversation
@@ -26,6 +26,7 @@ from tests.engine.runtimes.native.test_ring import in_ring
 from tests.engine.runtimes.native_oracle import FAMILIES, load_native, needs_kernels
 from tests.engine.runtimes.subjects import NATIVE, StoredModel
 from tests.support.pairwise import pairwise
+from tests.support.progress import quiet
 from tests.support.tiny_models import TINY_MOE_FAMILIES
 
 pytestmark = needs_kernels
@@ -40,7 +41,7 @@ def placement_of(folder: Path, nodes: int) -> Placement:
 
 
 def experts_of(folder: Path, context: RankContext, **options: Any) -> NodeExperts:
-    return load_experts(folder, Load(id=1, model=folder.name, cpu_threads=1, **options), context)
+    return NativeRuntime().load_experts(folder, Load(id=1, model=folder.name, cpu_threads=1, **options), context, quiet)
 
 
 def central(folder: Path, nodes: int, loading: Loading, one_by_one: bool = False) -> Any:
