@@ -10,6 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -100,8 +101,8 @@ class TokenRows(ABC):
         """
         return None
 
-    def contents(self, checkpoint: TokenRows | None = None) -> RowContents | None:
-        """The contents of the only row and its ``checkpoint``; None if the runtime cannot export them.
+    def contents(self, checkpoint: TokenRows | None = None) -> Sequence[RowArray] | None:
+        """The arrays of the only row and its ``checkpoint`` in order; None if the runtime cannot export them.
 
         They are read before the next pass. :meth:`LoadedModel.restored` makes the row from them.
         """
@@ -311,11 +312,16 @@ class RowPart(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass(frozen=True)
-class RowContents:
-    """The arrays of a row in order. ``read(i)`` gives the bytes of ``parts[i]``, and copies no more than that."""
+class RowArray:
+    """An array of a row. ``read()`` gives its bytes, and copies no more than that."""
 
-    parts: Sequence[RowPart]
-    read: Callable[[int], Bytes]
+    part: RowPart
+    read: Callable[[], Bytes]
+
+    @classmethod
+    def of(cls, name: str, array: Any, read: Callable[[Any], Bytes]) -> RowArray:
+        """``array`` of a library whose types of numbers have their usual names; ``read`` gives its bytes."""
+        return cls(RowPart(name, str(array.dtype).rpartition(".")[2], tuple(array.shape)), partial(read, array))
 
 
 Fill = Callable[[Bytes], None]

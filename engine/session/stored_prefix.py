@@ -14,7 +14,6 @@ import stat
 import struct
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -22,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.models.store.prefix_files import part_of
-from engine.runtimes.protocol import Bytes, LoadedModel, Logits, RowPart, as_bytes
+from engine.runtimes.protocol import Bytes, LoadedModel, Logits, RowArray, RowPart, as_bytes
 from engine.session.kept_rows import CachedRow, RowCheckpoint, reusable_length
 from engine.session.passes import PassSequence
 
@@ -145,7 +144,7 @@ def read_prefix(path: Path, identity: str, model: LoadedModel, should_stop: Call
 def stored_bytes(row: CachedRow) -> int:
     """Approximate bytes of a file with ``row``; 0 if its runtime cannot export its contents."""
     contents = _contents(row)
-    return 0 if contents is None else sum(part.nbytes for part, _ in contents) + 8 * len(row.tokens) + 4096
+    return 0 if contents is None else sum(array.part.nbytes for array in contents) + 8 * len(row.tokens) + 4096
 
 
 def write_prefix(path: Path, identity: str, row: CachedRow, should_stop: Callable[[], bool]) -> Path:
@@ -165,7 +164,7 @@ def write_prefix(path: Path, identity: str, row: CachedRow, should_stop: Callabl
             begun=[] if saved is None else list(saved.passes.runs),
             can_truncate=row.rows.can_truncate,
             shortest_cut=row.rows.shortest_cut,
-            parts=[part for part, _ in contents],
+            parts=[array.part for array in contents],
         )
     )
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
@@ -183,8 +182,8 @@ def write_prefix(path: Path, identity: str, row: CachedRow, should_stop: Callabl
                     _write_all(file, block)
 
             write(memoryview(MAGIC + _LENGTH.pack(len(header)) + header))
-            for _, read in contents:
-                write(read().data)
+            for array in contents:
+                write(array.read().data)
             _write_all(file, memoryview(digest.digest()))
     except BaseException:
         with suppress(OSError):
@@ -193,20 +192,14 @@ def write_prefix(path: Path, identity: str, row: CachedRow, should_stop: Callabl
     return part
 
 
-def _contents(row: CachedRow) -> list[tuple[RowPart, Callable[[], Bytes]]] | None:
+def _contents(row: CachedRow) -> list[RowArray] | None:
     """The arrays of a file with ``row``."""
     assert row.rows is not None
     saved = row.checkpoint if not row.rows.can_truncate else None
     contents = row.rows.contents(None if saved is None else saved.rows)
-    if contents is None:
-        return None
-    parts: list[tuple[RowPart, Callable[[], Bytes]]] = [
-        (part, partial(contents.read, index)) for index, part in enumerate(contents.parts)
-    ]
-    if row.known is not None:
-        logits = row.known[1]
-        parts.append((RowPart(_LOGITS, "float32", logits.shape), lambda: as_bytes(logits)))
-    return parts
+    if contents is None or row.known is None:
+        return None if contents is None else list(contents)
+    return [*contents, RowArray.of(_LOGITS, row.known[1], as_bytes)]
 
 
 def _write_all(file: io.FileIO, data: memoryview) -> None:

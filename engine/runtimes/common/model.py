@@ -13,7 +13,7 @@ from engine.ipc.messages import ModelFacts
 from engine.models.formats.byte_map import FileMapping
 from engine.moe.kernels.file_guard import FileGuard
 from engine.moe.timing import Phase, Recorder
-from engine.runtimes.protocol import LoadedModel, Logits, RowContents, TokenRows
+from engine.runtimes.protocol import LoadedModel, Logits, RowArray, TokenRows
 
 
 class LocalModel(LoadedModel):
@@ -127,7 +127,7 @@ class LocalRows(TokenRows):
         the bytes moved."""
 
     @abstractmethod
-    def _contents(self, checkpoint: TokenRows | None) -> RowContents:
+    def _contents(self, checkpoint: TokenRows | None) -> Sequence[RowArray]:
         """The contents of the only row and its ``checkpoint``."""
 
     def extend(self, tokens: Sequence[int], want_logits: bool = True) -> Logits | None:
@@ -179,7 +179,7 @@ class LocalRows(TokenRows):
         changed = [row for row, parent in enumerate(parents) if row != parent]
         return self._move(parents, changed) if changed else 0
 
-    def contents(self, checkpoint: TokenRows | None = None) -> RowContents | None:
+    def contents(self, checkpoint: TokenRows | None = None) -> Sequence[RowArray] | None:
         """The contents of the only row, which has at least one token."""
         self._expect_one_row("contents are given")
         self.settle()

@@ -17,7 +17,7 @@ from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
 from engine.errors import ModelError
-from engine.runtimes.protocol import Bytes, Fill, RowContents, RowPart
+from engine.runtimes.protocol import Bytes, Fill, RowArray, RowPart
 
 Array = Any
 Place = Any
@@ -220,10 +220,9 @@ def move_rows(caches: Sequence[LayerCache], parents: Sequence[int], first: int, 
 
 
 _DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
-def contents_of(caches: Sequence[LayerCache], checkpoint: Sequence[LayerCache] = ()) -> RowContents:
+def contents_of(caches: Sequence[LayerCache], checkpoint: Sequence[LayerCache] = ()) -> list[RowArray]:
     """The filled positions of the keys and values of each layer, or its state; after all of them the states of
     ``checkpoint``, whose keys and values are the first ones of these."""
     arrays: list[Any] = []
@@ -233,14 +232,12 @@ def contents_of(caches: Sequence[LayerCache], checkpoint: Sequence[LayerCache] =
         else:
             arrays += cache.arrays
     arrays += [array for cache in checkpoint if isinstance(cache, StateCache) for array in cache.arrays]
-    names = _names(caches, bool(checkpoint))
+    named = zip(_names(caches, bool(checkpoint)), arrays, strict=True)
+    return [RowArray.of(name, array, _bytes_of) for name, array in named]
 
-    def read(index: int) -> Bytes:
-        numbers = mx.contiguous(arrays[index]).reshape(-1)
-        return np.array(numbers.view(mx.uint8))
 
-    parts = [RowPart(name, _NAMES[each.dtype], tuple(each.shape)) for name, each in zip(names, arrays, strict=True)]
-    return RowContents(parts, read)
+def _bytes_of(array: Array) -> Bytes:
+    return np.array(mx.contiguous(array).reshape(-1).view(mx.uint8))
 
 
 def restored_caches(

@@ -23,7 +23,7 @@ from engine.runtimes.mlx import spans as timed
 from engine.runtimes.mlx.cache import LayerCache, RowCache, contents_of, evaluate, move_rows, restored_caches
 from engine.runtimes.mlx.experts import RingPass
 from engine.runtimes.mlx.spans import Spans
-from engine.runtimes.protocol import Fill, Logits, RowContents, RowPart, TokenRows
+from engine.runtimes.protocol import Fill, Logits, RowArray, RowPart, TokenRows
 
 _COLDEST = 1e-30
 """Lowest temperature in use, as on the host. Below it only the likeliest tokens have a weight in float32."""
@@ -388,7 +388,7 @@ class MlxRows(LocalRows):
         the row can be truncated anyway."""
         return None if self.can_truncate else self.fan_out(1)
 
-    def _contents(self, checkpoint: TokenRows | None) -> RowContents:
+    def _contents(self, checkpoint: TokenRows | None) -> Sequence[RowArray]:
         assert checkpoint is None or isinstance(checkpoint, MlxRows)
         return contents_of(self._caches, () if checkpoint is None else checkpoint._caches)
 

@@ -12,8 +12,9 @@ import contextlib
 import ctypes
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from engine.errors import ModelError
 from engine.models.formats.number_formats import stored_bytes, words_dtype
 from engine.planning.units import byte_size
 from engine.runtimes.native.bindings import KEY_BLOCK, CSegment
-from engine.runtimes.protocol import Bytes, Fill, RowContents, RowPart, as_bytes
+from engine.runtimes.protocol import Bytes, Fill, RowArray, RowPart, as_bytes
 
 SMALLEST_PAGE = 128
 """Minimum positions of a page. A page of a long row has an eighth of the row's length, so that there are few pages."""
@@ -248,28 +249,26 @@ class Segments:
         begun.truncate(length)
         return begun
 
-    def contents(self, checkpoint: Segments | None) -> RowContents:
+    def contents(self, checkpoint: Segments | None) -> list[RowArray]:
         """Contents of a single row: each page's filled blocks, and the states of the row and of its ``checkpoint``."""
         filled = [(part.page, min(part.count, self.length - part.start)) for part in self._segments]
         pages = [(page, count) for page, count in filled if count > 0]
         states = [part.states for part in (self, checkpoint) if part is not None and part.states is not None]
 
-        stored = [
-            (array, *described, filled)
-            for page, filled in pages
-            for array, described in zip(page.arrays, self.shape.arrays, strict=True)
-        ]
-
-        def read(index: int) -> Bytes:
-            if index >= len(stored):
-                return states[index - len(stored)].only_row()
-            array, name, alike, filled = stored[index]
+        def read(array: NDArray[Any], name: str, alike: AlikeLayers, filled: int) -> Bytes:
             blocks = array[0, :, :, : -(-filled // KEY_BLOCK)].copy()
             if filled % KEY_BLOCK:
                 _clear(blocks[:, :, -1], filled % KEY_BLOCK, self.shape.number_format, alike.width, name == "keys")
             return as_bytes(blocks)
 
-        return RowContents(_parts(self.shape, self.length, [part.numbers for part in states]), read)
+        reads: list[Callable[[], Bytes]] = [
+            partial(read, array, *described, filled)
+            for page, filled in pages
+            for array, described in zip(page.arrays, self.shape.arrays, strict=True)
+        ]
+        reads += [part.only_row for part in states]
+        parts = _parts(self.shape, self.length, [part.numbers for part in states])
+        return [RowArray(*described) for described in zip(parts, reads, strict=True)]
 
     @classmethod
     def restored(

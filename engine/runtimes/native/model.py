@@ -24,7 +24,7 @@ from engine.runtimes.native.ring import RingTrunk
 from engine.runtimes.native.rotary import Rotary
 from engine.runtimes.native.shape import Shape
 from engine.runtimes.native.weights import TrunkWeights
-from engine.runtimes.protocol import Fill, Logits, RowContents, RowPart, TokenRows
+from engine.runtimes.protocol import Fill, Logits, RowArray, RowPart, TokenRows
 from engine.system.free_memory import memory
 
 PIECE = 512
@@ -317,7 +317,7 @@ class NativeTokenRows(LocalRows):
         """``rows`` rows that share this single row's keys and values."""
         return NativeTokenRows(self._model, self._cache.shared(rows), self.length)
 
-    def _contents(self, checkpoint: TokenRows | None) -> RowContents:
+    def _contents(self, checkpoint: TokenRows | None) -> Sequence[RowArray]:
         assert checkpoint is None or isinstance(checkpoint, NativeTokenRows)
         return self._cache.contents(None if checkpoint is None else checkpoint._cache)
 

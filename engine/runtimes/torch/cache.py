@@ -11,7 +11,7 @@ from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 from engine.models.architectures.families import FAMILIES
 from engine.models.folders.sizes import WITHOUT_KEYS
-from engine.runtimes.protocol import Bytes, Fill, RowContents, RowPart
+from engine.runtimes.protocol import Bytes, Fill, RowArray, RowPart
 
 BLOCK = 128
 """Minimum number of positions by which a buffer grows."""
@@ -269,21 +269,24 @@ def empty_cache(config: Any) -> AnyCache:
 
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
-def contents_of(cache: AnyCache) -> RowContents:
+def contents_of(cache: AnyCache) -> list[RowArray]:
     """The filled positions of each buffer, and the states."""
-    tensors = _tensors(cache)
-    parts = [RowPart(name, _NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors]
+    length = cache.position.length
+    arrays = []
+    for index, layer in enumerate(cache.layers):
+        for kind, buffer in (("keys", layer.key_buffer), ("values", layer.value_buffer)):
+            if buffer is not None:
+                arrays.append(RowArray.of(f"{index} {kind}", buffer[:, :, :length], _bytes_of))
+    states: dict[tuple[int, str], torch.Tensor] = getattr(cache, "states", {})
+    return arrays + [RowArray.of(f"{index} {kind}", state, _bytes_of) for (index, kind), state in states.items()]
 
-    def read(index: int) -> Bytes:
-        with torch.inference_mode():
-            here = tensors[index][1].cpu().contiguous()
-        found: Bytes = here.reshape(-1).view(torch.uint8).numpy()
-        return found
 
-    return RowContents(parts, read)
+def _bytes_of(tensor: torch.Tensor) -> Bytes:
+    with torch.inference_mode():
+        here: Bytes = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return here
 
 
 def fill_cache(cache: AnyCache, length: int, parts: Sequence[RowPart], fill: Fill, device: torch.device) -> None:
@@ -311,18 +314,6 @@ def fill_cache(cache: AnyCache, length: int, parts: Sequence[RowPart], fill: Fil
             buffer[:, :, :length] = content
             setattr(cache.layers[layer], "key_buffer" if kind == "keys" else "value_buffer", buffer)
     cache.position.length = length
-
-
-def _tensors(cache: AnyCache) -> list[tuple[str, torch.Tensor]]:
-    """All tensors with contents in ``cache``, as views."""
-    length = cache.position.length
-    tensors = []
-    for index, layer in enumerate(cache.layers):
-        for kind, buffer in (("keys", layer.key_buffer), ("values", layer.value_buffer)):
-            if buffer is not None:
-                tensors.append((f"{index} {kind}", buffer[:, :, :length]))
-    states: dict[tuple[int, str], torch.Tensor] = getattr(cache, "states", {})
-    return tensors + [(f"{index} {kind}", state) for (index, kind), state in states.items()]
 
 
 def _slot(cache: AnyCache, part: RowPart, length: int) -> tuple[int, str]:

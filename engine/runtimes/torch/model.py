@@ -20,7 +20,7 @@ from engine.moe.executor import Executor
 from engine.moe.popularity import Popularity
 from engine.moe.timing import Part, Phase, Recorder
 from engine.runtimes.common.model import LocalModel, LocalRows
-from engine.runtimes.protocol import Fill, Logits, RowContents, RowPart, TokenRows
+from engine.runtimes.protocol import Fill, Logits, RowArray, RowPart, TokenRows
 from engine.runtimes.torch.cache import AnyCache, contents_of, empty_cache, fill_cache
 from engine.runtimes.torch.experts_module import RoutedExperts, ScaledInputBlock
 from engine.runtimes.torch.gpu_memory_plan import SharedRoom
@@ -67,7 +67,7 @@ class TorchTokenRows(LocalRows):
             cache = self._model.with_room(lambda: self._cache.rows_copied(rows))
             return TorchTokenRows(self._model, cache, rows, shared=self.length)
 
-    def _contents(self, checkpoint: TokenRows | None) -> RowContents:
+    def _contents(self, checkpoint: TokenRows | None) -> Sequence[RowArray]:
         assert checkpoint is None
         return contents_of(self._cache)
 

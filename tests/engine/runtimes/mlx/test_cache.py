@@ -130,18 +130,18 @@ def test_a_shortened_row_is_restored_from_its_contents(family: str, tmp_path: Pa
     rows, _ = prefilled(model, TOKENS, 64)
     contents = rows.contents()
     assert contents is not None
-    read = iter(range(len(contents.parts)))
+    given, parts = iter(contents), [array.part for array in contents]
 
     def fill(place: NDArray[np.uint8]) -> None:
-        place[:] = contents.read(next(read))
+        place[:] = next(given).read()
 
-    again, saved = model.restored(700, 0, contents.parts, fill)
+    again, saved = model.restored(700, 0, parts, fill)
     assert saved is None and starts(again) == starts(rows) and again.shortest_cut == rows.shortest_cut
     for each in (again, rows):
         each.truncate(600)
     assert (again.extend([5, 6, 7]) == rows.extend([5, 6, 7])).all()  # type: ignore[union-attr]
     with pytest.raises(ValueError, match="are not those of 900 tokens"):
-        model.restored(900, 0, contents.parts, fill)
+        model.restored(900, 0, parts, fill)
 
 
 @pytest.mark.soak

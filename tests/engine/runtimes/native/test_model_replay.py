@@ -44,7 +44,7 @@ def content(rows: TokenRows) -> list[bytes]:
     assert isinstance(rows, NativeTokenRows)
     found = rows.contents()
     assert found is not None
-    return [bytes(memoryview(found.read(index)).cast("B")) for index in range(len(found.parts))]
+    return [bytes(memoryview(array.read()).cast("B")) for array in found]
 
 
 def two_ways(
