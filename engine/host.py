@@ -381,11 +381,11 @@ class Host:
         resolved = local_models.resolve(request.model)
         node = self._network.open_node() if self._network is not None else None
         if node is not None and resolved.folder is None and resolved.kind in ("hub", "starter"):
-            from engine.cluster.head.model_sources import Copier
+            from engine.cluster.head.lacked_model import copy_model
 
-            taken = Copier(node, resolved, task.report).run()
-            if taken is not None:
-                return Done(id=request.id, path=str(taken[0]), detail=taken[1])
+            copied = copy_model(node, resolved, task.report)
+            if copied is not None:
+                return Done(id=request.id, path=str(copied[0]), detail=copied[1])
         if resolved.kind == "starter":
             from engine.models.store.starter import build_starter
 

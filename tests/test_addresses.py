@@ -43,7 +43,9 @@ THROUGH = {
     "engine/bench/test_residency.py": "engine/runtimes/mlx/packing",
     "engine/cluster/head/test_faster_links.py": "engine/cluster/epoch_links engine/ipc/messages/ring",
     "engine/cluster/head/test_forming.py": "engine/runtimes/model_headers",
-    "engine/cluster/head/test_forming_processes.py": "engine/cluster/formation engine/cluster/plan_request",
+    "engine/cluster/head/test_forming_processes.py": "engine/cluster/formation engine/cluster/head/shard_upload "
+    "engine/cluster/plan_request",
+    "engine/cluster/head/test_lacked_model.py": "engine/cluster/head/joined_source",
     "engine/cluster/head/test_remote_model.py": "engine/cluster/commands engine/cluster/worker/follower "
     "engine/ipc/progress",
     "engine/cluster/membership/test_heartbeat.py": "engine/cluster/parts",

@@ -21,9 +21,6 @@ VAGUE = frozenset(("each", "found", "kept", "known", "one", "said", "theirs", "t
 LONGEST_VAGUE = 5
 """Maximum lines from the first to the last use of a variable with a vague name."""
 
-NOT_YET = ("engine/cluster/weights",)
-"""Places that still have riddles and vague names. None may be added."""
-
 
 def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Line and text of the docstrings of a module, its classes and functions, and of constants and fields."""
@@ -61,26 +58,14 @@ def modules() -> dict[str, ast.Module]:
     return {file.relative_to(ROOT).as_posix(): ast.parse(file.read_text(encoding="utf-8")) for file in files}
 
 
-def lies_in(path: str, place: str) -> bool:
-    return path == place or path.startswith(f"{place}/")
-
-
 def test_docstrings_say_what_a_thing_is() -> None:
     trees = modules()
     assert sum(1 for tree in trees.values() for _ in docstrings(tree)) > 5000
-    held = {path: tree for path, tree in trees.items() if not any(lies_in(path, place) for place in NOT_YET)}
-    assert [f"{path}:{line}" for path, tree in held.items() for line in riddles(tree)] == []
+    assert [f"{path}:{line}" for path, tree in trees.items() for line in riddles(tree)] == []
 
 
 def test_variables_of_many_lines_have_names_that_tell() -> None:
-    held = {path: tree for path, tree in modules().items() if not any(lies_in(path, place) for place in NOT_YET)}
-    assert [f"{path}:{line} {name}" for path, tree in held.items() for line, name in vague_variables(tree)] == []
-
-
-@pytest.mark.parametrize("place", NOT_YET)
-def test_what_is_not_yet_held_has_riddles_or_vague_names(place: str) -> None:
-    """A place that has none any more leaves the list."""
-    assert any(vague_variables(tree) or riddles(tree) for path, tree in modules().items() if lies_in(path, place))
+    assert [f"{path}:{line} {name}" for path, tree in modules().items() for line, name in vague_variables(tree)] == []
 
 
 @pytest.mark.parametrize("word", sorted(RIDDLES))

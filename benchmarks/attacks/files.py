@@ -257,7 +257,7 @@ def offers(home: Path) -> Iterator[Attempt]:
     from engine.cluster.weights.transfer import decode_chunk, decode_offer, encode_offer, offer, stream
 
     folder = write_moe(home / "model", SHAPE, quiet)
-    made = offer(folder, {layer: [0, 2] for layer in range(SHAPE.layers)}, quiet)
+    made = offer(folder, quiet).part({layer: [0, 2] for layer in range(SHAPE.layers)}, trunk=True)
     encoded = encode_offer(made)
     (home / "node").mkdir()
     shares = ShardStore(home / "node", "head")

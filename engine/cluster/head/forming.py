@@ -25,7 +25,7 @@ from engine.cluster.head.missing_links import ConnectedPlan, LinkRetry, plan_con
 from engine.cluster.head.rejoin_policy import RejoinPolicy
 from engine.cluster.head.remote_model import load_remote
 from engine.cluster.head.ring_runtime import RuntimePlan, plan_by_runtime
-from engine.cluster.head.supply import ShardUpload, Supply, WholeCopy
+from engine.cluster.head.shard_upload import ShardUpload
 from engine.cluster.head.survey import Survey, Surveyor, candidates
 from engine.cluster.membership.control_messages import EpochSpec
 from engine.cluster.membership.heartbeat import FORMING, NOTIFIED_S, tolerate_silence
@@ -38,6 +38,8 @@ from engine.cluster.membership.rpc_fanout import (
 )
 from engine.cluster.transport.exchange import PeerLost
 from engine.cluster.transport.registry import TRANSPORTS
+from engine.cluster.weights.source import FolderSource, Source
+from engine.cluster.weights.transfer import offer
 from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import Load
 from engine.ipc.messages.ring import ExchangeName, RingFacts
@@ -645,7 +647,7 @@ class RingFormer:
         self.folder = self._surveyor.folder = folder
 
     def _together(self, ring: Ring, notices: list[str], progress: ProgressCallback) -> FormedRing:
-        has = ShardUpload(self._supply(ring.decision, progress), ring.decision, ring.followers).send(progress)
+        has = ShardUpload(self._source(ring.decision, progress), ring.decision, ring.followers).send(progress)
         threads = self._trial.threads or self._threads(ring.decision)
         elsewhere = ring.decision.kind == "elsewhere"
         exchanges = [] if elsewhere else self._exchange.candidates(ring, self._load.runtime, self._formed is not None)
@@ -701,14 +703,13 @@ class RingFormer:
         """Number of threads of the other nodes; None: they decide."""
         return None if decision.mode == "central" else self._surveyor.threads_for(self._load.runtime)
 
-    def _supply(self, decision: RingDecision, progress: ProgressCallback) -> Supply:
+    def _source(self, decision: RingDecision, progress: ProgressCallback) -> Source:
         """The source of the weights. On return this machine's own shard is here."""
         if self._lacked is None:
-            return WholeCopy(self.folder, self._name)
-        supply, placement = self._lacked.supply(progress), decision.placement
-        if decision.kind != "elsewhere" and placement is not None:
-            supply.take({layer: placement.held(HEAD, layer) for layer in placement.layers}, progress)
-        return supply
+            return FolderSource(self._node.name, self.folder, offer(self.folder, progress, self._name))
+        placement = None if decision.kind == "elsewhere" else decision.placement
+        held = None if placement is None else {layer: placement.held(HEAD, layer) for layer in placement.layers}
+        return self._lacked.take(held, progress)
 
     def _elsewhere(
         self,

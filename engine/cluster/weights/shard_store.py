@@ -135,32 +135,31 @@ class ShardStore:
         """
         layout = layout_of(folder)
         manifest = read_shard(folder)
-        kept = {
+        remaining = {
             layer: tuple(expert for expert in experts if expert in held.get(layer, ()))
             for layer, experts in manifest.experts.items()
         }
         gone = [(layer, expert) for layer, experts in manifest.experts.items() for expert in experts]
-        gone = [place for place in gone if place[1] not in kept[place[0]]]
+        gone = [place for place in gone if place[1] not in remaining[place[0]]]
         # The manifest is written first, so that it never names what was deleted.
-        _write_manifest(folder, msgspec.structs.replace(manifest, experts=kept))
+        _write_manifest(folder, msgspec.structs.replace(manifest, experts=remaining))
         spans = [
             (layout.files[run.file][0], run.start, run.stop) for place in gone for run in layout.experts.get(place, ())
         ]
         return punch(folder, spans)
 
-    def _copies(self, offered: Offer) -> list[WeightLayout]:
+    def _copies(self, offered: Offer) -> Iterator[WeightLayout]:
         """Whole models here with the same files and layout as the offered one."""
-        found = []
         for path in sorted(self._models.iterdir()) if self._models.is_dir() else ():
             if path.name.startswith(".") or not model_folder.is_complete(path):
                 continue
             try:
                 layout = layout_of(path)
-                if layout.files == offered.files and layout.fingerprint == offered.layout:
-                    found.append(layout)
+                is_same = layout.files == offered.files and layout.fingerprint == offered.layout
             except (ModelError, OSError):
                 continue
-        return found
+            if is_same:
+                yield layout
 
 
 def missing_in(folder: Path, offered: Offer, head: str) -> tuple[Wanted, ...]:
@@ -182,7 +181,8 @@ def receive_into(
     *,
     may_give_up: bool = False,
 ) -> None:
-    """As :meth:`ShardStore.receive`, into ``folder``, which has or gets the manifest of a shard that ``head`` sent.
+    """Do what :meth:`ShardStore.receive` does, in ``folder``, which has or gets the manifest of a shard that ``head``
+    sent.
 
     ``may_give_up``: experts that the offer does not name are deleted if the disk space is needed.
     """

@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -30,7 +29,7 @@ from engine.cluster.weights.weight_fingerprint import (
 from engine.errors import ModelError, shown
 from engine.ipc.progress import ProgressCallback
 from engine.models.folders.model_folder import SHARD_MANIFEST
-from engine.models.folders.shard_files import ModelIdentity, read_shard
+from engine.models.folders.shard_files import ModelIdentity, is_shard, read_shard
 from engine.models.folders.weight_layout import WeightLayout, layout_of, runs_of
 from engine.models.formats.byte_map import Run, Runs
 
@@ -67,6 +66,11 @@ class Item(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     checksum: int
     runs: Annotated[Spans, msgspec.Meta(max_length=_MOST_RUNS)] = ()
 
+    @property
+    def is_small(self) -> bool:
+        """Whether it is configuration, tokenizer or header, which show the model's size and whether it can run."""
+        return not self.runs or self.key.startswith("header/")
+
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The items of a model that one node needs. Made by :func:`offer`; :func:`decode_offer` checks a received one."""
@@ -83,14 +87,27 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return sum(item.nbytes for item in self.items)
 
     @property
+    def version(self) -> tuple[object, ...]:
+        """A key that is equal for all offers of the same version of a model."""
+        return self.layout, self.identity.weights, self.files, self.trunk_pieces
+
+    def part(self, held: Mapping[int, Sequence[int]], trunk: bool) -> Offer:
+        """The part for a node with the experts ``held`` (by decoder layer). ``trunk`` is False for a node that serves
+        experts only."""
+        experts = {expert_key(layer, expert) for layer, row in held.items() for expert in row}
+
+        def is_needed(item: Item) -> bool:
+            return item.key in experts if expert_of(item.key) else trunk or not item.key.startswith("trunk/")
+
+        return msgspec.structs.replace(self, items=tuple(filter(is_needed, self.items)))
+
+    @property
     def held(self) -> dict[int, tuple[int, ...]]:
         """The offered experts by layer."""
-        found: dict[int, list[int]] = {}
-        for item in self.items:
-            place = expert_of(item.key)
-            if place is not None:
-                found.setdefault(place[0], []).append(place[1])
-        return {layer: tuple(sorted(experts)) for layer, experts in sorted(found.items())}
+        experts: dict[int, list[int]] = {}
+        for layer, expert in filter(None, (expert_of(item.key) for item in self.items)):
+            experts.setdefault(layer, []).append(expert)
+        return {layer: tuple(sorted(row)) for layer, row in sorted(experts.items())}
 
 
 class Wanted(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -109,83 +126,32 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     data: bytes
 
 
-@dataclass(frozen=True)
-class Outline:
-    """Sizes of a model's parts for planning, in bytes on the disk."""
+def offer(folder: Path, progress: ProgressCallback, name: str = "") -> Offer:
+    """The offer of everything in ``folder``: a whole model, or a shard with the identity that its head gave it.
 
-    layers: tuple[int, ...]
-    experts: int
-    expert_bytes: int
-    trunk_bytes: int
-
-
-def outline(folder: Path) -> Outline:
-    """The outline of the model in ``folder``, of which only headers are read. Raises ModelError if it is no model."""
-    layout = layout_of(folder)
-    return Outline(layout.layers, layout.count, layout.expert_bytes, layout.trunk_bytes)
-
-
-def offer(
-    folder: Path,
-    held: Mapping[int, Sequence[int]],
-    progress: ProgressCallback,
-    trunk: bool = True,
-    name: str = "",
-    layout: WeightLayout | None = None,
-) -> Offer:
-    """The offer for a node with the experts ``held`` (by decoder layer) of the model in ``folder``.
-
-    ``trunk`` is False for a node that serves experts only. ``name`` is the head's name of the model. ``layout`` is that
-    of ``folder``, if it is known.
-
-    Weights whose checksums are unknown are read. Raises ModelError, and IndexError for experts that the model lacks.
+    ``name`` is the head's name of a whole model. Weights whose checksums are unknown are read. Raises ModelError.
     ``progress`` may raise Cancelled.
     """
-    layout = layout or layout_of(folder)
+    layout = layout_of(folder)
     checksums = ItemChecksums(layout)
-    identity = identity_with(layout, checksums, progress)
-    named = msgspec.structs.replace(identity, name=shown(name or identity.name, _LONGEST_WORD))
-    return _offer(layout, checksums, named, held, range(len(layout.trunk)) if trunk else ())
-
-
-def offer_whole(folder: Path, progress: ProgressCallback, name: str = "") -> Offer:
-    """As :func:`offer`, of the whole model in ``folder``."""
-    layout = layout_of(folder)
-    return offer(folder, dict.fromkeys(layout.layers, range(layout.count)), progress, name=name, layout=layout)
-
-
-def offer_of_shard(folder: Path) -> Offer:
-    """The offer of all items of the shard in ``folder``, with the name and identity that its head gave it.
-
-    Weights whose checksums are unknown are read. Raises ModelError.
-    """
-    manifest = read_shard(folder)
-    layout = layout_of(folder)
-    pieces = [piece for piece in range(len(layout.trunk)) if trunk_key(piece) in manifest.other]
-    return _offer(layout, ItemChecksums(layout), manifest.identity, manifest.experts, pieces)
-
-
-def _offer(
-    layout: WeightLayout,
-    checksums: ItemChecksums,
-    identity: ModelIdentity,
-    held: Mapping[int, Sequence[int]],
-    trunk: Iterable[int],
-) -> Offer:
-    """An offer of the experts ``held`` and the trunk pieces ``trunk``."""
+    pieces: Iterable[int] = range(len(layout.trunk))
+    experts: Iterable[tuple[int, int]] = layout.experts
+    if is_shard(folder):
+        manifest = read_shard(folder)
+        identity = manifest.identity
+        pieces = [piece for piece in pieces if trunk_key(piece) in manifest.other]
+        experts = [(layer, expert) for layer, held in manifest.experts.items() for expert in held]
+    else:
+        identity = identity_with(layout, checksums, progress)
+        identity = msgspec.structs.replace(identity, name=shown(name or identity.name, _LONGEST_WORD))
     items = [_setting_item(path, checksums) for path in layout.settings if path.stat().st_size]
     items += [
         Item(header_key(file), size, checksums.header(file), ((file, 0, size),))
         for file, size in enumerate(layout.headers)
         if size
     ]
-    items += [_item(trunk_key(piece), runs_of(layout.trunk[piece]), checksums.trunk(piece)) for piece in trunk]
-    for layer, experts in sorted(held.items()):
-        for expert in sorted(experts):
-            if (layer, expert) not in layout.experts:
-                raise IndexError(f"no expert {expert} in layer {layer} of {layout.folder}")
-            runs = layout.experts[layer, expert]
-            items.append(_item(expert_key(layer, expert), runs, checksums.expert(layer, expert)))
+    items += [_item(trunk_key(piece), runs_of(layout.trunk[piece]), checksums.trunk(piece)) for piece in pieces]
+    items += [_item(expert_key(*at), layout.experts[at], checksums.expert(*at)) for at in sorted(experts)]
     checksums.keep()
     return Offer(
         identity=identity,
@@ -194,16 +160,6 @@ def _offer(
         items=tuple(items),
         trunk_pieces=len(layout.trunk),
     )
-
-
-def part_of_offer(offered: Offer, held: Mapping[int, Sequence[int]], trunk: bool) -> Offer:
-    """The part of ``offered`` for a node with the experts ``held``; see :func:`offer`."""
-    experts = {expert_key(layer, expert) for layer, row in held.items() for expert in row}
-
-    def is_needed(item: Item) -> bool:
-        return item.key in experts if expert_of(item.key) else trunk or not item.key.startswith("trunk/")
-
-    return msgspec.structs.replace(offered, items=tuple(filter(is_needed, offered.items)))
 
 
 def places_of_items(layout: WeightLayout) -> dict[str, Spans]:

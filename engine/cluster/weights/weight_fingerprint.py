@@ -75,7 +75,7 @@ def known_weights(folder: Path) -> str:
 
 
 def identity_with(layout: WeightLayout, checksums: ItemChecksums, progress: ProgressCallback) -> ModelIdentity:
-    """As :func:`identity_of`, for an open layout and its checksums."""
+    """The identity of the model with this layout and its checksums; see :func:`identity_of`."""
     return _described(layout, checksums.fingerprint(progress))
 
 
@@ -102,40 +102,41 @@ def is_of_tokenizer(name: str) -> bool:
     return name.lower().startswith(_TOKENIZER_PREFIXES)
 
 
-def why_unlike(theirs: ModelIdentity, here: str, there: str) -> str | None:
-    """As :func:`differences`, for this machine's whole model with the name of ``theirs``; None if it has none.
+def why_unlike(other: ModelIdentity, here: str, elsewhere: str) -> str | None:
+    """The first of the :func:`differences` to this machine's whole model with the name of ``other``; None if it has
+    none.
 
     Weights are not compared: a damaged copy here would differ, too, and sending the weights repairs that.
     """
     for model in installed():
-        if model.name == theirs.name:
+        if model.name == other.name:
             # A model that cannot be opened is not compared.
             with contextlib.suppress(ModelError, OSError):
-                return differences(_described(layout_of(model.path), ""), theirs, here, there)
+                return differences(_described(layout_of(model.path), ""), other, here, elsewhere)
     return None
 
 
 def differences(
-    mine: ModelIdentity, theirs: ModelIdentity, here: str = "this machine", there: str = "the other"
+    mine: ModelIdentity, other: ModelIdentity, here: str = "this machine", elsewhere: str = "the other"
 ) -> str | None:
     """A sentence about the first difference between two models, with both values; None if they are the same.
 
-    ``here`` and ``there`` are the names of the machines. An empty weight fingerprint is unknown and is not compared.
+    ``here`` and ``elsewhere`` are the names of the machines. An empty weight fingerprint is unknown, and not compared.
     """
     named = [
-        ("version of the model's description", str(mine.version), str(theirs.version)),
-        ("family", mine.family, theirs.family),
-        ("quantisation", mine.quantisation, theirs.quantisation),
-        ("configuration", mine.config[:12], theirs.config[:12]),
-        ("tokenizer", mine.tokenizer[:12], theirs.tokenizer[:12]),
+        ("version of the model's description", str(mine.version), str(other.version)),
+        ("family", mine.family, other.family),
+        ("quantisation", mine.quantisation, other.quantisation),
+        ("configuration", mine.config[:12], other.config[:12]),
+        ("tokenizer", mine.tokenizer[:12], other.tokenizer[:12]),
     ]
-    if mine.weights and theirs.weights:
-        named.append(("weights", mine.weights[:12], theirs.weights[:12]))
-    for what, ours, other in named:
-        if ours != other:
+    if mine.weights and other.weights:
+        named.append(("weights", mine.weights[:12], other.weights[:12]))
+    for what, ours, value in named:
+        if ours != value:
             return (
-                f"The models differ in the {what}: {ours} ({mine.name}) on {here}, {other} ({theirs.name}) on {there}; "
-                f"use the same model on both, or remove it from {here}, which is sent its share then."
+                f"The models differ in the {what}: {ours} ({mine.name}) on {here}, {value} ({other.name}) on "
+                f"{elsewhere}; use the same model on both, or remove it from {here}, which is sent its share then."
             )
     return None
 
@@ -233,12 +234,12 @@ class ItemChecksums:
         """Store the checksums if the files have not changed since. Errors are ignored."""
         if len(self._items) == self._known or self._stamp() != self._stamps:
             return
-        kept = _KeptChecksums(VERSION, self._layout.fingerprint, self._stamps, self._items, self._parts)
+        checksums = _KeptChecksums(VERSION, self._layout.fingerprint, self._stamps, self._items, self._parts)
         # If this fails, the weights are read again the next time.
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             with new_file(self._path) as file:
-                file.write(msgspec.json.encode(kept))
+                file.write(msgspec.json.encode(checksums))
             self._known = len(self._items)
 
     def _kind(self) -> str:

@@ -24,11 +24,11 @@ from engine.cluster.membership.control_messages import EpochSpec, Forming, GpuFa
 from engine.cluster.parts import Moment, Observer, nobody_observes
 from engine.cluster.transport.accepting import Links
 from engine.cluster.transport.exchange import Buffer, Exchange, Link, PeerLost
-from engine.cluster.weights.transfer import outline
 from engine.cluster.worker.follower import BEAMS_LIMIT, Follower
 from engine.errors import ModelError
 from engine.ipc.messages import LENT_GPU_SHARE, ExchangeName, LendTerms, Load, MachineOptions, ModelOptions, values_of
 from engine.ipc.progress import ProgressCallback
+from engine.models.folders.weight_layout import layout_of
 from engine.moe.expert_parallel import HEAD
 from engine.moe.kernels.pool import within_this_machine
 from engine.planning.ring_nodes import NodeGpu, slabs_on
@@ -74,7 +74,7 @@ def load_of(spec: EpochSpec, terms: LendTerms) -> Load:
 
 def shard_bytes(folder: Path, spec: EpochSpec) -> int:
     """Bytes of memory for the weights of this node's shard. ``folder`` has the shard, or the whole model."""
-    experts = outline(folder).expert_bytes * spec.placement.count_of(spec.rank)
+    experts = layout_of(folder).expert_bytes * spec.placement.count_of(spec.rank)
     if spec.mode == "central":
         return experts
     load = Load(id=0, **values_of(ModelOptions, spec.options))
@@ -96,7 +96,7 @@ def gpu_shard_bytes(
     sizes = read_headers(folder, load).sizes.as_loaded(load, "torch")
     free = min(lent.memory_free, lent.memory_lent or 0)
     slabs = slabs_on(NodeGpu(lent.name, lent.memory_total, free), sizes)
-    return min(slabs, spec.placement.count_of(spec.rank)) * outline(folder).expert_bytes
+    return min(slabs, spec.placement.count_of(spec.rank)) * layout_of(folder).expert_bytes
 
 
 class Work(Protocol):
@@ -390,7 +390,7 @@ class Following:
         self.tokens = 0
         self.warming: tuple[int, int] | None = None
         """Bytes of the weights that were brought into memory, and their total; None before and after."""
-        self.expert_bytes = outline(folder).expert_bytes * spec.placement.count_of(spec.rank)
+        self.expert_bytes = layout_of(folder).expert_bytes * spec.placement.count_of(spec.rank)
         self._members = spec.members
         self._node_links = node_links
         self._links = links

@@ -44,12 +44,13 @@ from engine.cluster.transport.epochs import CONNECT_S, check_certificate
 from engine.cluster.transport.exchange import RingProtocolError
 from engine.cluster.transport.registry import available_exchanges
 from engine.cluster.weights.shard_store import Need, ShardStore
-from engine.cluster.weights.transfer import OFFER_LIMIT, Offer, decode_offer, encode_wanted, outline
+from engine.cluster.weights.transfer import OFFER_LIMIT, Offer, decode_offer, encode_wanted
 from engine.cluster.weights.weight_fingerprint import held_of, reusable_bytes, why_unlike
 from engine.cluster.worker.follower_work import Following, gpu_shard_bytes, lent_gpu, lent_threads, shard_bytes
 from engine.cluster.worker.model_provider import ModelProvider
 from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import LendingFacts, LendTerms
+from engine.models.folders.weight_layout import layout_of
 from engine.planning.units import byte_size
 from engine.system.locations import locate
 
@@ -542,7 +543,7 @@ class ClusterWorker:
         if self._need is None:
             return 0
         with contextlib.suppress(ModelError, OSError):
-            return outline(self._need.folder).expert_bytes * spec.placement.count_of(spec.rank)
+            return layout_of(self._need.folder).expert_bytes * spec.placement.count_of(spec.rank)
         return 0
 
     # --- small things ---------------------------------------------------------------------------------------------

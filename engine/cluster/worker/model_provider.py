@@ -7,7 +7,7 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,15 +23,8 @@ from engine.cluster.membership.control_messages import (
 from engine.cluster.membership.node import Node
 from engine.cluster.membership.server import Caller
 from engine.cluster.transport.exchange import RingProtocolError
-from engine.cluster.weights.transfer import (
-    Offer,
-    Wanted,
-    decode_wanted,
-    encode_offer,
-    offer_of_shard,
-    offer_whole,
-    stream,
-)
+from engine.cluster.weights.source import FolderSource
+from engine.cluster.weights.transfer import Offer, decode_wanted, encode_offer, offer
 from engine.errors import Cancelled, ModelError
 from engine.ipc.progress import ProgressCallback
 from engine.models.folders import model_folder
@@ -54,23 +47,10 @@ class ProvidedModel:
     whole: bool
     """Whether it is a whole model and not a shard."""
 
-    def offer(self, progress: ProgressCallback) -> Offer:
-        """An offer of everything in the folder. The first time all of it is read; ``progress`` may raise Cancelled.
-        Raises ModelError."""
-        return offer_whole(self.folder, progress, self.name) if self.whole else offer_of_shard(self.folder)
-
-    def chunks(
-        self, layout: str, weights: str, wanted: Sequence[Wanted], progress: ProgressCallback
-    ) -> Iterator[bytes]:
-        """The ``wanted`` items of the offer with these fingerprints of its layout and weights, as
-        :func:`engine.cluster.weights.transfer.stream`.
-
-        Raises RingProtocolError if something else is here.
-        """
-        offered = self.offer(progress)
-        if (offered.layout, offered.identity.weights) != (layout, weights):
-            raise RingProtocolError("weights of another model were wanted than are here")
-        return stream(self.folder, offered, wanted)
+    def source(self, progress: ProgressCallback) -> FolderSource:
+        """Everything in the folder. The first time all of it is read; ``progress`` may raise Cancelled. Raises
+        ModelError."""
+        return FolderSource(self.name, self.folder, offer(self.folder, progress, self.name))
 
 
 def find_provided(key: str, name: str, caller: str) -> ProvidedModel | None:
@@ -135,7 +115,7 @@ class ModelProvider:
 
         def read() -> None:
             try:
-                queued.put(copy.offer(progress))
+                queued.put(copy.source(progress).offered)
             except BaseException as error:
                 queued.put(error)
 
@@ -151,8 +131,10 @@ class ModelProvider:
             if not caller.active():
                 raise Cancelled("Nobody waits for the weights any more.")
 
-        items = decode_wanted(wanted.wanted)
-        for chunk in copy.chunks(wanted.layout, wanted.weights, items, progress):
+        items, source = decode_wanted(wanted.wanted), copy.source(progress)
+        if (source.offered.layout, source.offered.identity.weights) != (wanted.layout, wanted.weights):
+            raise RingProtocolError("weights of another model were wanted than are here")
+        for chunk in source.chunks(source.offered, items, lambda: None):
             yield DataPiece(data=chunk)
 
 

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from engine.cluster.weights.transfer import Offer, Wanted, offer_whole, stream
+from engine.cluster.head.lacked_model import _copy
+from engine.cluster.head.model_sources import ModelSources
+from engine.cluster.weights.own_shard import OwnShard
+from engine.cluster.weights.source import RemoteSource, Tick
+from engine.cluster.weights.transfer import Offer, Wanted, offer, stream
+from engine.ipc.progress import ProgressCallback
+from engine.models.store import local_models
+from engine.models.store.local_models import ResolvedModel
 from tests.support.progress import quiet
 
 TinyModel = Callable[..., Path]
@@ -28,22 +36,46 @@ def there(tiny_model: TinyModel) -> Path:
     return tiny_model("mixtral", dtype="bfloat16", shards=True)
 
 
-class Having:
+class Having(RemoteSource):
     """A machine that has ``folder``, says of it what a test makes it say, and does to chunks on their way what a test
     makes it do."""
 
-    name = "studio"
-
-    def __init__(self, folder: Path, offered: Offer | None = None) -> None:
+    def __init__(self, folder: Path, offered: Offer | None = None, name: str = "studio") -> None:
+        super().__init__(name, offered or offer(folder, quiet, NAME))
+        self.node_id = name
         self.folder = folder
-        self.offered = offered or offer_whole(folder, quiet, NAME)
-        self.asked: list[Wanted] = []
+        self.asked: list[str] = []
+        """Keys of the items that were requested."""
         self.change: Callable[[bytes], bytes] = lambda data: data
 
-    @property
-    def asked_keys(self) -> list[str]:
-        return [self.offered.items[want.item].key for want in self.asked]
-
-    def chunks(self, wanted: Sequence[Wanted]) -> Iterator[bytes]:
-        self.asked += wanted
+    def sent(self, wanted: Sequence[Wanted], tick: Tick) -> Iterator[bytes]:
+        self.asked += [self.offered.items[want.item].key for want in wanted]
         yield from map(self.change, stream(self.folder, self.offered, wanted))
+
+
+class Machines(ModelSources):
+    """The machines that have the model whole, and those that have parts of it."""
+
+    def __init__(
+        self, model: ResolvedModel, wholes: Sequence[Having], parts: Sequence[Having], progress: ProgressCallback
+    ) -> None:
+        super().__init__(None, model, progress)  # type: ignore[arg-type]
+        self._machines = (list(wholes), list(parts))  # type: ignore[assignment]
+
+    def _offered_by(self, machine: Any, tick: Tick) -> Any:
+        self._asked.add(machine.node_id)
+        return machine
+
+
+def copied(
+    *wholes: Having, parts: Sequence[Having] = (), progress: ProgressCallback = quiet, model: str = NAME
+) -> Path | None:
+    """The folder of the model, copied from these machines; None if they have not all of it."""
+    resolved = local_models.resolve(model)
+    found = _copy("me", resolved, Machines(resolved, wholes, parts, progress))
+    return None if found is None else found[0]
+
+
+def own_shard(*sources: Having) -> OwnShard:
+    """A shard begun from ``sources``."""
+    return OwnShard.begin(sources, "me", quiet, lambda: None)

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from engine.cluster.weights.shard_store import ShardStore
-from engine.cluster.weights.transfer import offer, stream
 from engine.ipc.messages import Load
 from engine.models.folders.opening import open_model
 from engine.models.folders.weight_layout import layout_of
@@ -21,6 +20,7 @@ from engine.runtimes import runtime_named
 from engine.system.durable_files import forget_cached
 from tests.support.progress import quiet
 from tests.support.resident_memory import needs_smaps, resident_bytes
+from tests.support.shards import offer_part, send
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -95,9 +95,7 @@ def test_of_a_share_only_what_is_here_is_touched(large: Path, tmp_path: Path):
     held = {layer: [1, 2] for layer in layout.layers}
     for trunk in (False, True):
         shares = ShardStore(tmp_path / f"node-{trunk}", "head")
-        offered = offer(large, held, quiet, trunk=trunk)
-        need = shares.need(offered, quiet)
-        shares.receive(offered, need.wanted, stream(large, offered, need.wanted), quiet)
+        need = send(shares, large, offer_part(large, held, trunk=trunk))
         weights = MappedWeights(need.folder)
         assert weights.nbytes == trunk * layout.trunk_bytes + 2 * len(layout.layers) * layout.expert_bytes
         weights.close()

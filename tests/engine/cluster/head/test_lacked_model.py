@@ -14,12 +14,11 @@ import pytest
 
 from engine.cluster.head.capacity_wait import CapacityError
 from engine.cluster.head.lacked_model import LackedModel, find_lacked
-from engine.cluster.head.supply import PartialCopy, SourceFailed
 from engine.cluster.transport.exchange import RingProtocolError
 from engine.cluster.weights import shard_store
-from engine.cluster.weights.model_receiver import NotWhole
-from engine.cluster.weights.own_shard import KEPT, OwnShard
-from engine.cluster.weights.transfer import Chunk, Offer, decode_chunk, encode_chunk, offer_whole, stream
+from engine.cluster.weights.own_shard import KEPT, NotWhole, OwnShard
+from engine.cluster.weights.source import FolderSource, SourceFailed
+from engine.cluster.weights.transfer import Chunk, Offer, decode_chunk, encode_chunk, offer, stream
 from engine.cluster.worker import model_provider
 from engine.cluster.worker.lending import ClusterWorker
 from engine.cluster.worker.model_provider import ProvidedModel
@@ -31,7 +30,7 @@ from engine.models.store import local_models
 from engine.models.text.tokenizer import load_tokenizer
 from engine.runtimes.choosing import choose_runtime
 from engine.runtimes.model_headers import read_headers
-from tests.engine.cluster.lacking_machine import KEY, NAME, Having, TinyModel, models, there
+from tests.engine.cluster.lacking_machine import KEY, NAME, Having, TinyModel, models, own_shard, there
 from tests.engine.cluster.paired_nodes import Nodes
 from tests.support.progress import quiet
 
@@ -61,9 +60,9 @@ def test_headers_are_all_that_a_plan_takes(
         prepare(folder, tmp_path / "prepared", quiet)
         folder = tmp_path / "prepared"
     source = Having(folder)
-    own = OwnShard.begin([source], "me", quiet)  # type: ignore[list-item]
+    own = own_shard(source)
     assert own.folder.parent == models
-    assert not any(key.startswith(("trunk/", "expert/")) for key in source.asked_keys)
+    assert not any(key.startswith(("trunk/", "expert/")) for key in source.asked)
     load = Load(id=0, model=NAME, partitioning="ring")
     ours, theirs = read_headers(own.folder, load), read_headers(folder, load)
     assert (ours.sizes, ours.shape, ours.profile, ours.not_native) == (
@@ -91,7 +90,7 @@ def moved(offered: Offer) -> Offer:
 
 
 def test_an_offer_that_does_not_fit_its_own_headers_is_none(there: Path, models: Path):
-    honest = offer_whole(there, quiet, NAME)
+    honest = offer(there, quiet, NAME)
     identity = msgspec.structs.replace(honest.identity, config="0" * 32)
     for lie, wrong in (
         (moved(honest), "in places where it has none"),
@@ -99,14 +98,14 @@ def test_an_offer_that_does_not_fit_its_own_headers_is_none(there: Path, models:
         (msgspec.structs.replace(honest, trunk_pieces=honest.trunk_pieces + 1), "another model arrived"),
     ):
         with pytest.raises(RingProtocolError, match=wrong):
-            OwnShard.begin([Having(there, lie)], "me", quiet)  # type: ignore[list-item]
+            own_shard(Having(there, lie))
     with pytest.raises(NotWhole):
-        OwnShard.begin([Having(there, msgspec.structs.replace(honest, items=honest.items[:-1]))], "me", quiet)  # type: ignore[list-item]
+        own_shard(Having(there, msgspec.structs.replace(honest, items=honest.items[:-1])))
     assert list(models.glob("*.share")) == []
 
 
 def test_what_is_kept_beside_the_share_is_believed_only_if_it_goes_with_it(there: Path, models: Path):
-    own = OwnShard.begin([Having(there)], "me", quiet)  # type: ignore[list-item]
+    own = own_shard(Having(there))
     kept = (own.folder / KEPT).read_bytes()
     for data in (b"", kept[:-1], kept[:40]):
         (own.folder / KEPT).write_bytes(data)
@@ -115,7 +114,7 @@ def test_what_is_kept_beside_the_share_is_believed_only_if_it_goes_with_it(there
     config = (own.folder / "config.json").read_bytes()
     (own.folder / "config.json").write_bytes(config[:-1] + b" ")
     assert OwnShard.find(NAME, "me") is None
-    assert OwnShard.begin([Having(there)], "me", quiet).offered == own.offered  # type: ignore[list-item]
+    assert own_shard(Having(there)).offered == own.offered
     assert (own.folder / "config.json").read_bytes() == config
 
 
@@ -137,18 +136,23 @@ def places(three: Nodes, there: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     """Bob and Carl have the model."""
     made = Places(dict.fromkeys((1, 2), there))
 
-    class Told(ProvidedModel):
-        def chunks(self, *given: Any) -> Iterator[bytes]:
-            made.read.append(self.who)  # type: ignore[attr-defined]
+    class Told(FolderSource):
+        def chunks(self, *given: Any) -> Iterator[bytes]:  # type: ignore[override]
+            made.read.append(self.name)
             for data in super().chunks(*given):
-                yield made.change(self.who, data)  # type: ignore[attr-defined]
+                yield made.change(self.name, data)
+
+    class Given(ProvidedModel):
+        def source(self, progress: Any) -> FolderSource:
+            found = super().source(progress)
+            return Told(self.who, found.folder, found.offered)  # type: ignore[attr-defined]
 
     class Gives(model_provider.ModelProvider):
         def _find(self, caller: Any, wanted: Any) -> ProvidedModel | None:
             index = three.nodes.index(self._node)
             if wanted.key != KEY or index not in made.folders:
                 return None
-            found = Told(made.folders[index], NAME, True)
+            found = Given(made.folders[index], NAME, True)
             object.__setattr__(found, "who", self._node.name)
             return found
 
@@ -173,17 +177,17 @@ def test_the_head_takes_its_share_and_no_more(three: Nodes, places: Places, ther
     model = lacked(three)
     assert here(model) == {} and not read_shard(model.folder).has_trunk
     assert len(places.read) == 1
-    model.supply(quiet).take(HELD, quiet)
+    model.take(HELD, quiet)
     assert here(model) == HELD and read_shard(model.folder).has_trunk
     whole, mine = sparse(there), sparse(model.folder)
     assert len(whole) == len(mine) and whole != mine
     # Nobody is asked for what is here; an expert more is one more call.
     places.read.clear()
     places.folders.clear()
-    lacked(three).supply(quiet).take(HELD, quiet)
+    lacked(three).take(HELD, quiet)
     assert places.read == []
     places.folders[2] = there
-    model.supply(quiet).take({**HELD, 1: (1, 2)}, quiet)
+    model.take({**HELD, 1: (1, 2)}, quiet)
     assert places.read == ["Carl"]
     assert here(model)[1] == (1, 2)
 
@@ -206,7 +210,7 @@ def test_what_a_machine_failed_to_give_comes_from_another_one(three: Nodes, plac
 
     places.read.clear()
     places.change = fail
-    model.supply(quiet).take(HELD, quiet)
+    model.take(HELD, quiet)
     assert sorted(places.read) == ["Bob", "Carl"]
     assert here(model) == HELD
     assert len(given) == len(set(given)) + 1  # what had come is not sent again
@@ -222,13 +226,13 @@ def test_damage_is_noticed_before_it_is_passed_on_and_named_if_nobody_else_has_i
         return encode_chunk(Chunk(chunk.item, chunk.offset, zlib.crc32(bad), bad))
 
     places.change = damage
-    supply = model.supply(quiet)
-    part = supply.offer(HELD, True, quiet)
+    source = model.take(None, quiet)
+    part = source.offered.part(HELD, trunk=True)
     wanted = shard_store.missing_in(model.folder, part, three.identities[0].node_id)
     with pytest.raises(SourceFailed):
-        list(supply.chunks(part, wanted, lambda: None))
+        list(source.chunks(part, wanted, lambda: None))
     with pytest.raises(CapacityError) as failed:
-        supply.take(HELD, quiet)
+        model.take(HELD, quiet)
     assert "arrived with another checksum than was offered" in str(failed.value)
     assert "(Bob: " in str(failed.value) and "privatellm models pull owner/tiny" in str(failed.value)
     assert failed.value.missing > 0 and failed.value.lines == (str(failed.value),)
@@ -239,8 +243,40 @@ def test_another_version_of_the_model_is_not_mixed_in(three: Nodes, places: Plac
     model = lacked(three)
     places.folders = dict.fromkeys((1, 2), tiny_model("mixtral", dtype="bfloat16", shards=True, seed=9))
     with pytest.raises(CapacityError, match=r"\(Bob: it has another version .* `privatellm models remove owner-tiny--"):
-        model.supply(quiet).take(HELD, quiet)
+        model.take(HELD, quiet)
     assert here(model) == {}
+
+
+def test_a_shard_that_takes_the_rest_is_the_model(three: Nodes, places: Places, there: Path, models: Path):
+    model = lacked(three)
+    model.take(HELD, quiet)
+    shard, held = model.folder, here(model)
+    del places.folders[1]
+    assert held and model.take_whole(quiet) == (models / KEY, "Copied from Carl.")
+    assert not shard.exists() and list(models.glob("*.partial")) == []
+    assert {path.name: path.read_bytes() for path in (models / KEY).iterdir()} == {
+        path.name: path.read_bytes() for path in there.iterdir()
+    }
+
+
+def test_a_shard_of_an_older_version_gives_way_to_the_whole_of_todays(
+    three: Nodes, places: Places, models: Path, tiny_model: TinyModel
+):
+    model = lacked(three)
+    model.take(HELD, quiet)
+    places.folders = {2: tiny_model("mixtral", dtype="bfloat16", shards=True, seed=9)}
+    assert model.take_whole(quiet) == (models / KEY, "Copied from Carl.")
+    assert sparse(models / KEY) == sparse(places.folders[2])
+    assert not model.folder.exists()
+
+
+def test_a_shard_stays_when_nobody_has_the_rest(three: Nodes, places: Places):
+    model = lacked(three)
+    model.take(HELD, quiet)
+    places.folders = {}
+    with pytest.raises(CapacityError, match=r"are on no machine that is there now; .* had all of it"):
+        model.take_whole(quiet)
+    assert here(model) == HELD
 
 
 def test_the_disk_is_looked_at_before_anything_is_taken(three: Nodes, places: Places, monkeypatch: pytest.MonkeyPatch):
@@ -249,7 +285,7 @@ def test_the_disk_is_looked_at_before_anything_is_taken(three: Nodes, places: Pl
     usage = shutil.disk_usage(model.folder)
     monkeypatch.setattr(shard_store.shutil, "disk_usage", lambda path: usage._replace(free=shard_store.RESERVE_BYTES))
     with pytest.raises(ModelError, match=r"on the disk of .* are missing") as refused:
-        model.supply(quiet).take(HELD, quiet)
+        model.take(HELD, quiet)
     assert refused.value.kind == "disk"
     assert places.read == []
 
@@ -273,11 +309,11 @@ def test_taking_ends_when_it_is_stopped_although_nothing_comes_and_goes_on_later
     places.change = stuck
     try:
         with pytest.raises(Cancelled):
-            model.supply(progress).take(HELD, progress)
+            model.take(HELD, progress)
     finally:
         release.set()
     places.change = lambda who, data: data
-    model.supply(quiet).take(HELD, quiet)
+    model.take(HELD, quiet)
     assert here(model) == HELD
 
 
@@ -286,13 +322,12 @@ def test_what_is_here_and_what_is_elsewhere_come_in_the_order_that_was_asked_for
 ):
     """As a follower asks for it: one machine is called once for all that it gives."""
     model = lacked(three)
-    supply: PartialCopy = model.supply(quiet)
-    supply.take(HELD, quiet)
+    source = model.take(HELD, quiet)
     places.read.clear()
     every = {layer: tuple(range(4)) for layer in range(3)}
-    part = supply.offer(every, True, quiet)
+    part = source.offered.part(every, trunk=True)
     wanted = shard_store.missing_in(Path("nowhere"), part, "other")
-    came = [decode_chunk(data) for data in supply.chunks(part, wanted, lambda: None)]
+    came = [decode_chunk(data) for data in source.chunks(part, wanted, lambda: None)]
     assert len(places.read) == 1
     whole = [decode_chunk(data) for data in stream(there, part, wanted)]
     assert came == whole

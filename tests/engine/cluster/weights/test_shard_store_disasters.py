@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 
 from engine.cluster.weights.shard_store import ShardStore
-from engine.cluster.weights.transfer import Offer, encode_offer, offer, stream
+from engine.cluster.weights.transfer import Offer, encode_offer, stream
 from engine.errors import ModelError
 from engine.models.folders.opening import open_model
 from engine.models.folders.prepare import prepare
 from engine.models.folders.shard_files import read_shard
 from engine.models.folders.weight_layout import layout_of
 from tests.support.progress import quiet
+from tests.support.shards import offer_part, send
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -57,7 +58,7 @@ def prepared(tiny_model: TinyModel, tmp_path: Path) -> Path:
 @pytest.fixture
 def offered(prepared: Path) -> Offer:
     layout = layout_of(prepared)
-    return offer(prepared, {layer: range(0, layout.count, 2) for layer in layout.layers}, quiet)
+    return offer_part(prepared, {layer: range(0, layout.count, 2) for layer in layout.layers})
 
 
 def assert_complete(shares: ShardStore, offered: Offer, prepared: Path) -> None:
@@ -88,8 +89,7 @@ def test_a_node_that_is_killed_again_and_again(prepared: Path, offered: Offer, t
         missing.append(shares.need(offered, quiet).nbytes)
         assert missing[-1] < missing[-2] or missing[-2] < 800_000
     assert missing[-1] < offered.nbytes / 2
-    need = shares.need(offered, quiet)
-    shares.receive(offered, need.wanted, stream(prepared, offered, need.wanted), quiet)
+    send(shares, prepared, offered)
     assert_complete(shares, offered, prepared)
 
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from engine.cluster.transport.exchange import RingProtocolError
 from engine.cluster.weights import shard_store, transfer
 from engine.cluster.weights.shard_store import Need, ShardStore
-from engine.cluster.weights.transfer import Offer, Wanted, decode_offer, encode_offer, offer, outline, stream
+from engine.cluster.weights.transfer import Wanted, decode_offer, encode_offer, stream
 from engine.cluster.weights.weight_fingerprint import held_of
 from engine.errors import Cancelled, ModelError
 from engine.models.folders import model_folder
@@ -32,6 +32,7 @@ from engine.models.folders.weight_layout import layout_of
 from engine.models.store import local_models
 from tests.support.old_bank import write_old_bank
 from tests.support.progress import quiet
+from tests.support.shards import offer_part, send
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -55,14 +56,8 @@ def prepared(tiny_model: TinyModel, tmp_path: Path) -> Path:
 
 def every_second(folder: Path, first: int = 0) -> dict[int, list[int]]:
     """Half of the experts: odd and even ones in turn, one layer fewer."""
-    found = outline(folder)
-    return {layer: list(range((first + layer) % 2, found.experts, 2)) for layer in found.layers}
-
-
-def send(shares: ShardStore, folder: Path, offered: Offer, **options: Any) -> Need:
-    need = shares.need(offered, quiet)
-    shares.receive(offered, need.wanted, stream(folder, offered, need.wanted), quiet, **options)
-    return need
+    found = layout_of(folder)
+    return {layer: list(range((first + layer) % 2, found.count, 2)) for layer in found.layers}
 
 
 def blocks(folder: Path) -> int:
@@ -102,7 +97,7 @@ def test_a_share_hands_out_what_the_whole_model_has(
     if form == "bank":
         folder = write_old_bank(folder, tmp_path / "bank")
     held = every_second(folder)
-    offered = decode_offer(encode_offer(offer(folder, held, quiet)))
+    offered = decode_offer(encode_offer(offer_part(folder, held)))
     need = send(shares, folder, offered)
     assert need.nbytes == offered.nbytes and need.has_bytes == 0
     assert_same_experts(need.folder, folder, held)
@@ -123,7 +118,7 @@ def test_what_a_wrong_head_sent_is_used_with_that_head_only(
     models = home / "models"
     prepare(tiny_model("mixtral", dtype="bfloat16", seed=1), tmp_path / "wrong", quiet)
     held = every_second(prepared)
-    right, wrong = offer(prepared, held, quiet, name="a model"), offer(tmp_path / "wrong", held, quiet, name="a model")
+    right, wrong = offer_part(prepared, held, name="a model"), offer_part(tmp_path / "wrong", held, name="a model")
     assert wrong.identity != right.identity and wrong.layout == right.layout
     forged = msgspec.structs.replace(wrong, identity=right.identity)
     theirs = send(ShardStore(models, "wrong head"), tmp_path / "wrong", forged)
@@ -148,7 +143,7 @@ def test_only_the_trunk_and_the_own_experts_are_sent_and_take_room(
     folder = tiny_model("mixtral", hidden_size=192, intermediate_size=384, vocab_size=200)
     layout = layout_of(folder)
     held = {layer: [layer] for layer in layout.layers}
-    offered = offer(folder, held, quiet)
+    offered = offer_part(folder, held)
     settings = sum(path.stat().st_size for path in layout.settings)
     own = 3 * layout.expert_bytes
     assert offered.nbytes == settings + layout.headers[0] + layout.trunk_bytes + own
@@ -167,15 +162,15 @@ def test_only_the_trunk_and_the_own_experts_are_sent_and_take_room(
 
 def test_a_share_without_trunk_has_experts_only(prepared: Path, shares: ShardStore):
     held = every_second(prepared)
-    offered = offer(prepared, held, quiet, trunk=False)
-    assert offered.nbytes < offer(prepared, held, quiet).nbytes - layout_of(prepared).trunk_bytes + 1
+    offered = offer_part(prepared, held, trunk=False)
+    assert offered.nbytes < offer_part(prepared, held).nbytes - layout_of(prepared).trunk_bytes + 1
     need = send(shares, prepared, offered)
     assert_same_experts(need.folder, prepared, held)
     share = open_model(need.folder)
     assert share.trunk_bytes == 0
     with pytest.raises(ModelError, match="without its trunk"):
         list(share.trunk())
-    whole = offer(prepared, held, quiet)
+    whole = offer_part(prepared, held)
     later = send(shares, prepared, whole)
     assert later.nbytes == layout_of(prepared).trunk_bytes
     assert len(list(open_model(later.folder).trunk())) == len(list(open_model(prepared).trunk()))
@@ -183,9 +178,9 @@ def test_a_share_without_trunk_has_experts_only(prepared: Path, shares: ShardSto
 
 def test_a_later_placement_fetches_the_difference(prepared: Path, shares: ShardStore):
     layout = layout_of(prepared)
-    send(shares, prepared, offer(prepared, every_second(prepared), quiet))
+    send(shares, prepared, offer_part(prepared, every_second(prepared)))
     held = {layer: list(range(layout.count)) for layer in layout.layers}
-    offered = offer(prepared, held, quiet)
+    offered = offer_part(prepared, held)
     need = send(shares, prepared, offered)
     assert need.nbytes == layout.expert_bytes * layout.count * len(layout.layers) // 2
     assert need.has_bytes == offered.nbytes - need.nbytes
@@ -194,10 +189,10 @@ def test_a_later_placement_fetches_the_difference(prepared: Path, shares: ShardS
 
 def test_experts_are_given_up_only_for_room(prepared: Path, shares: ShardStore, monkeypatch: pytest.MonkeyPatch):
     first, second = every_second(prepared), every_second(prepared, 1)
-    folder = send(shares, prepared, offer(prepared, first, quiet)).folder
+    folder = send(shares, prepared, offer_part(prepared, first)).folder
     layout = layout_of(prepared)
     both = {layer: list(range(layout.count)) for layer in layout.layers}
-    send(shares, prepared, offer(prepared, second, quiet))
+    send(shares, prepared, offer_part(prepared, second))
     assert_same_experts(folder, prepared, both)
 
     before = blocks(folder)
@@ -208,7 +203,7 @@ def test_experts_are_given_up_only_for_room(prepared: Path, shares: ShardStore, 
     # Now there is room for one reserve only: those that are not wanted go.
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, shard_store.RESERVE_BYTES))
     with pytest.raises(ModelError, match="are missing") as caught:
-        send(shares, prepared, offer(prepared, second, quiet))
+        send(shares, prepared, offer_part(prepared, second))
     assert caught.value.kind == "disk"
     assert read_shard(folder).experts == dict.fromkeys(layout.layers, ())
 
@@ -216,7 +211,7 @@ def test_experts_are_given_up_only_for_room(prepared: Path, shares: ShardStore, 
 def test_a_node_that_has_the_model_is_sent_nothing(prepared: Path, shares: ShardStore, tmp_path: Path):
     shutil.copytree(prepared, tmp_path / "node" / "its-own-copy")
     held = every_second(prepared)
-    offered = offer(prepared, held, quiet)
+    offered = offer_part(prepared, held)
     need = shares.need(offered, quiet)
     assert need == Need(tmp_path / "node" / "its-own-copy", (), 0, offered.nbytes, whole=True)
 
@@ -227,7 +222,7 @@ def test_a_copy_that_differs_is_not_used(tiny_model: TinyModel, shares: ShardSto
     (head / "tokenizer.json").write_text('{"version": "1.0"}')
     copy = Path(shutil.copytree(head, tmp_path / "node" / "copy"))
     layout = layout_of(head)
-    offered = offer(head, every_second(head), quiet)
+    offered = offer_part(head, every_second(head))
     assert shares.need(offered, quiet).whole
     if what == "the tokenizer":
         (copy / "tokenizer.json").write_text('{"version": "1.1"}')
@@ -248,7 +243,7 @@ def test_an_interrupted_transfer_goes_on_within_an_item(
 ):
     monkeypatch.setattr(transfer, "CHUNK_BYTES", 1000)
     held = every_second(prepared)
-    offered = offer(prepared, held, quiet)
+    offered = offer_part(prepared, held)
     received = 0
     needs = []
 
@@ -277,7 +272,7 @@ def test_what_was_begun_goes_on_behind_the_items_of_another_placement(
 ):
     monkeypatch.setattr(transfer, "CHUNK_BYTES", 1000)
     few, more = (
-        offer(prepared, dict.fromkeys(outline(prepared).layers, experts), quiet, trunk=False)
+        offer_part(prepared, dict.fromkeys(layout_of(prepared).layers, experts), trunk=False)
         for experts in ((1,), (0, 1))
     )
     need = shares.need(few, quiet)
@@ -288,11 +283,11 @@ def test_what_was_begun_goes_on_behind_the_items_of_another_placement(
     assert need.wanted[0].start == 0 < need.wanted[-1].start
     shares.receive(more, need.wanted, stream(prepared, more, need.wanted), quiet)
     assert shares.need(more, quiet).wanted == ()
-    assert_same_experts(need.folder, prepared, dict.fromkeys(outline(prepared).layers, (0, 1)))
+    assert_same_experts(need.folder, prepared, dict.fromkeys(layout_of(prepared).layers, (0, 1)))
 
 
 def test_it_can_be_stopped_and_what_came_is_kept(prepared: Path, shares: ShardStore):
-    offered = offer(prepared, every_second(prepared), quiet)
+    offered = offer_part(prepared, every_second(prepared))
     need = shares.need(offered, quiet)
     count = iter(range(1000))
     with pytest.raises(Cancelled):
@@ -303,7 +298,7 @@ def test_it_can_be_stopped_and_what_came_is_kept(prepared: Path, shares: ShardSt
 
 
 def test_a_stream_that_ends_early_says_so(prepared: Path, shares: ShardStore):
-    offered = offer(prepared, every_second(prepared), quiet)
+    offered = offer_part(prepared, every_second(prepared))
     need = shares.need(offered, quiet)
     with pytest.raises(ModelError, match="stopped sending after"):
         shares.receive(offered, need.wanted, list(stream(prepared, offered, need.wanted))[:-3], quiet)
@@ -312,7 +307,7 @@ def test_a_stream_that_ends_early_says_so(prepared: Path, shares: ShardStore):
 
 
 def test_damage_on_the_way_is_refused(prepared: Path, shares: ShardStore):
-    offered = offer(prepared, every_second(prepared), quiet)
+    offered = offer_part(prepared, every_second(prepared))
     need = shares.need(offered, quiet)
     chunks = list(stream(prepared, offered, need.wanted))
     damaged = bytearray(chunks[-1])
@@ -336,7 +331,7 @@ def test_damage_on_the_way_is_refused(prepared: Path, shares: ShardStore):
 
 @pytest.mark.parametrize("order", ["reversed", "twice", "more"])
 def test_only_what_was_asked_for_is_taken(prepared: Path, shares: ShardStore, order: str):
-    offered = offer(prepared, every_second(prepared), quiet)
+    offered = offer_part(prepared, every_second(prepared))
     need = shares.need(offered, quiet)
     chunks = list(stream(prepared, offered, need.wanted))
     sent = {"reversed": chunks[::-1], "twice": [chunks[0], *chunks], "more": [*chunks, chunks[0]]}[order]
@@ -349,7 +344,7 @@ def test_a_full_disk_is_named_and_nothing_half_counted(
     prepared: Path, shares: ShardStore, monkeypatch: pytest.MonkeyPatch, failing: str
 ):
     held = every_second(prepared)
-    offered = offer(prepared, held, quiet)
+    offered = offer_part(prepared, held)
     need = shares.need(offered, quiet)
     left = iter(range(1000))
     genuine = getattr(os, failing)
@@ -373,7 +368,7 @@ def test_a_full_disk_is_named_and_nothing_half_counted(
 def test_too_little_room_is_refused_before_anything_is_received(
     prepared: Path, shares: ShardStore, monkeypatch: pytest.MonkeyPatch
 ):
-    offered = offer(prepared, every_second(prepared), quiet)
+    offered = offer_part(prepared, every_second(prepared))
     need = shares.need(offered, quiet)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 0))
     with pytest.raises(ModelError, match=r"needs another .* are missing; make room"):
@@ -383,7 +378,7 @@ def test_too_little_room_is_refused_before_anything_is_received(
 
 def test_a_head_whose_files_changed_says_so(tiny_model: TinyModel, shares: ShardStore, tmp_path: Path):
     head = Path(shutil.copytree(tiny_model("mixtral"), tmp_path / "head"))
-    offered = offer(head, every_second(head), quiet)
+    offered = offer_part(head, every_second(head))
     need = shares.need(offered, quiet)
     with (head / "model.safetensors").open("ab") as file:
         file.write(b"more")
@@ -392,7 +387,7 @@ def test_a_head_whose_files_changed_says_so(tiny_model: TinyModel, shares: Shard
 
 
 def test_wanting_what_was_not_offered_is_refused(prepared: Path):
-    offered = offer(prepared, every_second(prepared), quiet)
+    offered = offer_part(prepared, every_second(prepared))
     for wanted in ([Wanted(len(offered.items))], [Wanted(-1)], [Wanted(0, 1 << 40)]):
         with pytest.raises(RingProtocolError, match="was wanted and not offered"):
             list(stream(prepared, offered, wanted))
@@ -400,7 +395,7 @@ def test_wanting_what_was_not_offered_is_refused(prepared: Path):
 
 def test_a_share_is_no_model_to_load_or_list(prepared: Path, home: Path):
     models = home / "models"
-    need = send(ShardStore(models, "head"), prepared, offer(prepared, every_second(prepared), quiet, name="a model"))
+    need = send(ShardStore(models, "head"), prepared, offer_part(prepared, every_second(prepared), name="a model"))
     assert need.folder.parent == models and need.folder.name.startswith("a-model--")
     assert local_models.installed() == []
     with pytest.raises(ModelError, match="share of a model that a ring runs"):
@@ -415,7 +410,7 @@ def test_a_share_is_no_model_to_load_or_list(prepared: Path, home: Path):
 
 def test_a_damaged_or_foreign_share_is_received_anew(prepared: Path, shares: ShardStore):
     held = every_second(prepared)
-    offered = offer(prepared, held, quiet)
+    offered = offer_part(prepared, held)
     folder = send(shares, prepared, offered).folder
     (folder / model_folder.SHARD_MANIFEST).write_bytes(b"{")
     with pytest.raises(ModelError, match="is damaged"):
@@ -427,7 +422,7 @@ def test_a_damaged_or_foreign_share_is_received_anew(prepared: Path, shares: Sha
 
 
 def test_an_item_that_came_whole_and_was_not_compared_comes_again(prepared: Path, shares: ShardStore):
-    offered = offer(prepared, every_second(prepared), quiet)
+    offered = offer_part(prepared, every_second(prepared))
     need = shares.need(offered, quiet)
     last = offered.items[need.wanted[-1].item]
     shares.receive(offered, need.wanted[:-1], stream(prepared, offered, need.wanted[:-1]), quiet)
@@ -442,7 +437,7 @@ def test_an_item_that_came_whole_and_was_not_compared_comes_again(prepared: Path
 def test_an_empty_file_beside_the_weights_is_not_missed(tiny_model: TinyModel, shares: ShardStore, tmp_path: Path):
     folder = Path(shutil.copytree(tiny_model("mixtral"), tmp_path / "head"))
     (folder / "README.md").touch()
-    offered = offer(folder, every_second(folder), quiet)
+    offered = offer_part(folder, every_second(folder))
     send(shares, folder, offered)
     assert shares.need(offered, quiet).wanted == ()
 
@@ -461,7 +456,7 @@ def test_whatever_placements_follow_each_other_nothing_is_sent_twice(
         here: set[tuple[int, int]] = set()
         for number, pairs in enumerate(placements):
             held = {layer: sorted(e for at, e in pairs if at == layer) for layer in layout.layers}
-            offered = offer(prepared, held, quiet)
+            offered = offer_part(prepared, held)
             need = send(shares, prepared, offered)
             other = offered.nbytes - len(pairs) * layout.expert_bytes
             assert need.nbytes == len(pairs - here) * layout.expert_bytes + (other if number == 0 else 0)

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
 
-from engine.cluster.weights.model_receiver import ModelReceiver
 from engine.cluster.weights.own_shard import OwnShard
-from engine.cluster.weights.shard_store import Need, ShardStore
-from engine.cluster.weights.transfer import Offer, decode_offer, encode_offer, offer, outline, stream
+from engine.cluster.weights.shard_store import ShardStore
+from engine.cluster.weights.transfer import decode_offer, encode_offer, stream
 from engine.cluster.weights.weight_fingerprint import identity_of, known_weights
 from engine.cluster.worker.model_provider import find_provided
 from engine.errors import ModelError
@@ -25,8 +24,9 @@ from engine.models.folders.weight_layout import layout_of
 from engine.models.formats.gguf_file import GgufFile
 from engine.models.store import local_models
 from engine.models.store.gguf_folder import open_gguf
-from tests.engine.cluster.lacking_machine import Having
+from tests.engine.cluster.lacking_machine import Having, copied, own_shard
 from tests.support.progress import quiet
+from tests.support.shards import offer_part, send
 from tests.support.tiny_gguf import write_tiny_gguf
 from tests.support.tiny_models import write_tiny_model
 
@@ -54,14 +54,8 @@ def folder(file: Path) -> Path:
 
 
 def half(folder: Path) -> dict[int, list[int]]:
-    found = outline(folder)
-    return {layer: list(range(layer % 2, found.experts, 2)) for layer in found.layers}
-
-
-def send(shares: ShardStore, folder: Path, offered: Offer) -> Need:
-    need = shares.need(offered, quiet)
-    shares.receive(offered, need.wanted, stream(folder, offered, need.wanted), quiet)
-    return need
+    found = layout_of(folder)
+    return {layer: list(range(layer % 2, found.count, 2)) for layer in found.layers}
 
 
 def content(file: Path) -> dict[str, tuple[str, int]]:
@@ -75,7 +69,7 @@ def content(file: Path) -> dict[str, tuple[str, int]]:
 def test_a_shard_is_a_sparse_copy_with_files_of_its_own(file: Path, folder: Path, tmp_path: Path) -> None:
     before = content(file)
     layout, held = layout_of(folder), half(folder)
-    offered = decode_offer(encode_offer(offer(folder, held, quiet)))
+    offered = decode_offer(encode_offer(offer_part(folder, held)))
     shares = ShardStore(tmp_path / "node", "head")
     need = send(shares, folder, offered)
     mine = need.folder
@@ -114,7 +108,7 @@ def test_a_shard_is_a_sparse_copy_with_files_of_its_own(file: Path, folder: Path
 def test_the_same_file_on_another_machine_is_the_same_model(
     file: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    offered = offer(folder, half(folder), quiet)
+    offered = offer_part(folder, half(folder))
     mine = identity_of(folder, quiet)
     monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "other"))
     there = tmp_path / "there"
@@ -139,7 +133,7 @@ def test_the_same_file_on_another_machine_is_the_same_model(
 
 def test_a_link_in_place_of_a_file_is_not_written_through(file: Path, folder: Path, tmp_path: Path) -> None:
     before = content(file)
-    offered = offer(folder, half(folder), quiet)
+    offered = offer_part(folder, half(folder))
     shares = ShardStore(tmp_path / "node", "head")
     need = shares.need(offered, quiet)
     need.folder.mkdir(parents=True)
@@ -154,7 +148,7 @@ def test_a_copy_of_the_model_has_real_files(folder: Path, tmp_path: Path, monkey
     source = Having(folder)
     mine = identity_of(folder, quiet)
     monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "other"))
-    got = ModelReceiver(local_models.resolve("owner/name:Q4_0"), "me", [source], quiet).run()
+    got = copied(source, model="owner/name:Q4_0")
     assert got == local_models.locate("models") / "owner--name--Q4_0"
     assert local_models.resolve("owner/name:Q4_0").folder == got
     files = sorted(got.glob("*.gguf"))
@@ -173,15 +167,15 @@ def test_a_copy_has_what_only_the_configuration_is_made_of(tmp_path: Path, monke
     path = write_tiny_gguf(tmp_path / "l3.gguf", source, "llama", extra_tensors={"rope_freqs.weight": divisors})
     having = Having(open_gguf(path, quiet))
     monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "other"))
-    got = ModelReceiver(local_models.resolve("owner/name:F32"), "me", [having], quiet).run()
+    got = copied(having, model="owner/name:F32")
     assert (got / "l3.gguf").read_bytes() == path.read_bytes()
 
 
 def test_a_head_keeps_only_its_share(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Having(folder)
     monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "other"))
-    shard = OwnShard.begin([source], "me", quiet)
-    part = shard.part(half(folder), trunk=True)
+    shard = own_shard(source)
+    part = shard.offered.part(half(folder), trunk=True)
     wanted = shard.missing(part)
     shard.receive(part, wanted, stream(folder, part, wanted), quiet)
     experts = open_model(shard.folder).experts
@@ -200,7 +194,7 @@ def test_a_gguf_file_is_no_copy_of_prepared_weights(folder: Path, tmp_path: Path
     """Its weights are packed, or in another order: what is offered with the same configuration is not taken from it."""
     source = write_tiny_model(tmp_path / "plain", "mixtral", num_local_experts=4)
     prepare(source, tmp_path / "prepared", quiet)
-    offered = offer(tmp_path / "prepared", half(tmp_path / "prepared"), quiet)
+    offered = offer_part(tmp_path / "prepared", half(tmp_path / "prepared"))
     config = (folder / "config.json").read_bytes()
     (folder / "config.json").write_bytes((source / "config.json").read_bytes())
     need = ShardStore(folder.parent, "head").need(offered, quiet)

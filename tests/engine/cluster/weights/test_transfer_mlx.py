@@ -12,13 +12,13 @@ mlx = pytest.importorskip("mlx.core")
 pytest.importorskip("mlx_lm")
 
 from engine.cluster.weights.shard_store import ShardStore  # noqa: E402
-from engine.cluster.weights.transfer import offer, outline, stream  # noqa: E402
 from engine.cluster.weights.weight_fingerprint import differences, identity_of  # noqa: E402
 from engine.models.architectures.families import check_supported, expert_shape  # noqa: E402
 from engine.models.folders.opening import read_config  # noqa: E402
 from engine.models.folders.shard_files import is_shard, read_shard  # noqa: E402
 from engine.models.folders.weight_layout import layout_of  # noqa: E402
 from tests.engine.runtimes.mlx_oracle import MOE_FAMILIES, QUANTISABLE, write_quantised  # noqa: E402
+from tests.support.shards import offer_part, send  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -37,12 +37,11 @@ def test_held_rows_and_the_trunk_arrive_the_rest_is_holes(family: str, tmp_path:
     shape = expert_shape(read_config(folder), check_supported(read_config(folder)))
     assert shape is not None
     held = {layer: [1, shape.count - 1] for layer in shape.layers}
-    offered = offer(folder, held, quiet)
+    offered = offer_part(folder, held)
     assert layout_of(folder).opened is None
     assert offered.identity.quantisation == "4-bit in groups of 32"
     shares = ShardStore(tmp_path / "node", "head")
-    need = shares.need(offered, quiet)
-    shares.receive(offered, need.wanted, stream(folder, offered, need.wanted), quiet)
+    need = send(shares, folder, offered)
     assert read_shard(need.folder).experts == {layer: tuple(rows) for layer, rows in held.items()}
 
     layout = layout_of(folder)
@@ -77,8 +76,8 @@ def test_held_rows_and_the_trunk_arrive_the_rest_is_holes(family: str, tmp_path:
 
 def test_sizes_of_a_quantised_model(tmp_path: Path):
     folder = write_quantised(tmp_path, "qwen3_moe")
-    found = outline(folder)
-    assert found.experts * found.expert_bytes * len(found.layers) + found.trunk_bytes == sum(
+    found = layout_of(folder)
+    assert found.count * found.expert_bytes * len(found.layers) + found.trunk_bytes == sum(
         entry.nbytes  # type: ignore[attr-defined]
         for entry in tensors(folder).values()
     )

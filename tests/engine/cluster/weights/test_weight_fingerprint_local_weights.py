@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from engine.cluster.weights.shard_store import ShardStore
-from engine.cluster.weights.transfer import offer, stream
+from engine.cluster.weights.transfer import stream
 from engine.cluster.weights.weight_fingerprint import held_of, reusable_bytes
 from engine.models.folders.model_folder import folder_bytes
 from engine.models.folders.weight_layout import layout_of
 from tests.support.progress import quiet
+from tests.support.shards import offer_part
 
 
 def test_what_may_be_of_the_model_counts_as_room(
@@ -26,7 +27,7 @@ def test_what_may_be_of_the_model_counts_as_room(
     assert reusable_bytes("", "mixtral", "head") == 0
     # A share counts as long as its head does not say which weights it has; after that it is known what is there.
     layout = layout_of(folder)
-    offered = offer(folder, {layer: [0, 1] for layer in layout.layers}, quiet)
+    offered = offer_part(folder, {layer: [0, 1] for layer in layout.layers})
     store = ShardStore(models, "head")
     wanted = store.need(offered, quiet).wanted
     store.receive(offered, wanted, stream(folder, offered, wanted), quiet)

@@ -26,7 +26,7 @@ from engine.cluster.membership.node import LentState
 from engine.cluster.transport.addresses import (
     listener_address,
 )
-from engine.cluster.weights.transfer import encode_offer, offer
+from engine.cluster.weights.transfer import encode_offer
 from engine.cluster.worker import lending
 from engine.cluster.worker.lending import ClusterWorker
 from engine.errors import ModelError
@@ -35,6 +35,7 @@ from engine.planning.placement import Placement
 from tests.engine.cluster.paired_nodes import Nodes
 from tests.engine.cluster.tests_models import tiny_mixtral
 from tests.support.eventually import eventually
+from tests.support.shards import offer_part
 
 pytestmark = pytest.mark.usefixtures("no_keyring")
 
@@ -104,7 +105,7 @@ def test_a_machine_waits_for_the_weights_that_others_are_sent(
         looked: list[str] = []
         is_forming = lender._is_forming
         monkeypatch.setattr(lender, "_is_forming", lambda node_id: (looked.append(node_id), is_forming(node_id))[1])
-        data = encode_offer(offer(folder, {0: [0]}, lambda *_: None))
+        data = encode_offer(offer_part(folder, {0: [0]}))
         client.upload("Offer", [DataPiece(data=data)], Wants, CallGroup())
         eventually(lambda: len(looked) > 2)
         assert lender.facts() is not None

@@ -12,12 +12,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.cluster.head.model_sources import Copier
+from engine.cluster.head.lacked_model import copy_model
 from engine.cluster.membership.control_messages import ModelHere, OfferPiece, WantedModel, WantedWeights
-from engine.cluster.transport.exchange import RingProtocolError
-from engine.cluster.weights.model_receiver import ModelReceiver, NotWhole
 from engine.cluster.weights.shard_store import ShardStore
-from engine.cluster.weights.transfer import Item, Offer, decode_chunk, encode_chunk, offer, offer_whole, stream
+from engine.cluster.weights.source import FolderSource
+from engine.cluster.weights.transfer import Item, Offer, decode_chunk, encode_chunk, offer, stream
 from engine.cluster.worker import model_provider
 from engine.cluster.worker.lending import ClusterWorker
 from engine.cluster.worker.model_provider import ProvidedModel, find_provided
@@ -27,20 +26,18 @@ from engine.models.folders import model_folder
 from engine.models.folders.prepare import prepare
 from engine.models.folders.shard_files import read_shard
 from engine.models.store import local_models
-from tests.engine.cluster.lacking_machine import KEY, NAME, Having, TinyModel, models, there
+from tests.engine.cluster.lacking_machine import KEY, NAME, Having, TinyModel, copied, models, there
 from tests.engine.cluster.paired_nodes import Nodes
 from tests.support.eventually import eventually
 from tests.support.progress import quiet
+from tests.support.shards import offer_part
 
 __all__ = ["models", "there"]
 pytestmark = pytest.mark.usefixtures("no_keyring")
 
 
-def taking(*sources: Any, progress: Any = quiet) -> ModelReceiver:
-    return ModelReceiver(local_models.resolve(NAME), "me", sources, progress)
-
-
-def content(folder: Path) -> dict[str, bytes]:
+def content(folder: Path | None) -> dict[str, bytes]:
+    assert folder is not None
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
@@ -62,7 +59,7 @@ def test_what_arrives_is_what_was_there(
     if prepared:
         prepare(folder, tmp_path / "prepared", quiet)
         folder = tmp_path / "prepared"
-    got = taking(Having(folder)).run()
+    got = copied(Having(folder))
     assert got == models / KEY
     assert content(got) == content(folder)
     assert local_models.resolve(NAME).folder == got
@@ -81,17 +78,16 @@ def test_what_was_stopped_goes_on_where_it_was(there: Path, models: Path):
 
     first.change = stop
     with pytest.raises(Cancelled):
-        taking(first).run()
+        copied(first)
     assert [name for name, _ in local_models.partial_downloads()] == [NAME]
     assert local_models.resolve(NAME).folder is None
     # Another machine that has the same goes on.
     second = Having(there)
-    got = taking(second).run()
+    got = copied(second)
     assert content(got) == content(there)
     arrived = {first.offered.items[item].key for item in come if item != come[-1]}
-    asked = {second.offered.items[want.item].key for want in second.asked}
-    assert arrived and asked
-    assert not arrived & asked
+    assert arrived and second.asked
+    assert not arrived & set(second.asked)
 
 
 def test_removing_the_model_removes_what_has_arrived_of_it(there: Path, models: Path):
@@ -105,7 +101,7 @@ def test_removing_the_model_removes_what_has_arrived_of_it(there: Path, models: 
             raise Cancelled("Stopped.")
 
     with pytest.raises(Cancelled):
-        taking(source, progress=stop).run()
+        copied(source, progress=stop)
     local_models.remove(NAME)
     assert [path for path in models.iterdir() if not path.name.startswith(".")] == []
 
@@ -115,27 +111,23 @@ def test_parts_that_together_are_whole_are_put_together(
 ):
     """They lie as shares on two machines; some experts on both."""
     halves = []
-    whole = offer_whole(there, quiet)
+    whole = offer(there, quiet)
     for node in range(2):
         held = {layer: [e for e in experts if e % 2 == node or e == 0] for layer, experts in whole.held.items()}
-        wanted = offer(there, held, quiet, name=NAME)
+        wanted = offer_part(there, held, name=NAME)
         monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / f"node-{node}"))
         shares = ShardStore(tmp_path / f"node-{node}" / "models", "me")
         need = shares.need(wanted, quiet)
         folder = shares.receive(wanted, need.wanted, stream(there, wanted, need.wanted), quiet)
-        halves.append(Having(folder, ProvidedModel(folder, NAME, False).offer(quiet)))
+        halves.append(Having(folder, ProvidedModel(folder, NAME, False).source(quiet).offered, f"node {node}"))
         assert halves[node].offered.identity == wanted.identity
         assert {item.key for item in halves[node].offered.items} == {item.key for item in wanted.items}
     monkeypatch.setenv("PRIVATELLM_HOME", str(models.parent))
-    with pytest.raises(NotWhole):
-        taking(halves[0]).run()
-    experts = [want for want in halves[0].asked if halves[0].offered.items[want.item].key.startswith("expert")]
-    assert experts == []
-    assert content(taking(*halves).run()) == content(there)
-    keys = [half.offered.items[want.item].key for half in halves for want in half.asked]
-    assert len([key for key in keys if key.startswith("expert")]) == len(
-        {key for key in keys if key.startswith("expert")}
-    )
+    assert copied(parts=halves[:1]) is None
+    assert not any(key.startswith("expert") for key in halves[0].asked)
+    assert content(copied(parts=halves)) == content(there)
+    keys = [key for half in halves for key in half.asked if key.startswith("expert")]
+    assert len(keys) == len(set(keys))
 
 
 # --- what a machine may do that means harm, or is broken --------------------------------------------------------------
@@ -150,22 +142,22 @@ def with_setting(offered: Offer, name: str, data: bytes) -> Offer:
 
 @pytest.mark.parametrize("name", ["weights.pkl", "modeling_tiny.pyc", "run.sh", "model.bin", "hook.so"])
 def test_a_file_that_belongs_to_no_model_is_refused_before_anything_comes(there: Path, models: Path, name: str):
-    source = Having(there, with_setting(offer_whole(there, quiet), name, b"harm"))
-    with pytest.raises(RingProtocolError, match="belongs to no model"):
-        taking(source).run()
+    source = Having(there, with_setting(offer(there, quiet), name, b"harm"))
+    with pytest.raises(ModelError, match=r"studio: an offer has the file .*, which belongs to no model"):
+        copied(source)
     assert source.asked == []
     assert local_models.partial_downloads() == []
 
 
 def test_a_model_that_cannot_run_is_refused_before_its_weights_come(there: Path, tmp_path: Path):
-    whole = offer_whole(there, quiet)
+    whole = offer(there, quiet)
     other = shutil.copytree(there, tmp_path / "other")
     data = (there / "config.json").read_bytes().replace(b'"mixtral"', b'"unheard-of"')
     (other / "config.json").write_bytes(data)
     source = Having(other, with_setting(whole, "config.json", data))
     with pytest.raises(ModelError, match="unheard-of"):
-        taking(source).run()
-    assert {source.offered.items[want.item].key.partition("/")[0] for want in source.asked} <= {"setting", "header"}
+        copied(source)
+    assert {key.partition("/")[0] for key in source.asked} <= {"setting", "header"}
 
 
 def test_a_damaged_chunk_is_not_kept(there: Path):
@@ -179,20 +171,20 @@ def test_a_damaged_chunk_is_not_kept(there: Path):
         return encode_chunk(msgspec.structs.replace(chunk, data=wrong, checksum=zlib.crc32(wrong)))
 
     source.change = damage
-    with pytest.raises(RingProtocolError, match="another checksum"):
-        taking(source).run()
+    with pytest.raises(ModelError, match=r"studio: expert/.* arrived with another checksum"):
+        copied(source)
     source.change = lambda data: data
-    assert content(taking(source).run()) == content(there)
+    assert content(copied(source)) == content(there)
 
 
 def test_another_model_than_was_offered_is_not_kept(tiny_model: TinyModel, there: Path):
     """Every item agrees with its checksum, and together they are another model."""
     wrong = tiny_model("mixtral", dtype="bfloat16", shards=True, seed=1)
-    lie = msgspec.structs.replace(offer_whole(wrong, quiet), identity=offer_whole(there, quiet).identity)
-    with pytest.raises(RingProtocolError, match="another model arrived"):
-        taking(Having(wrong, lie)).run()
+    lie = msgspec.structs.replace(offer(wrong, quiet), identity=offer(there, quiet).identity)
+    with pytest.raises(ModelError, match="studio: another model arrived"):
+        copied(Having(wrong, lie))
     assert local_models.resolve(NAME).folder is None
-    assert content(taking(Having(there)).run()) == content(there)
+    assert content(copied(Having(there))) == content(there)
 
 
 def test_what_is_no_file_of_this_model_is_not_taken_over(there: Path, tiny_model: TinyModel, models: Path):
@@ -206,9 +198,9 @@ def test_what_is_no_file_of_this_model_is_not_taken_over(there: Path, tiny_model
 
     source.change = stop
     with pytest.raises(Cancelled):
-        taking(source).run()
+        copied(source)
     assert (models / f"{KEY}{model_folder.RECEIVED}{model_folder.PARTIAL}").is_dir()
-    assert content(taking(Having(there)).run()) == content(there)
+    assert content(copied(Having(there))) == content(there)
 
 
 def test_a_full_disk_is_said_before_weights_come(there: Path, monkeypatch: pytest.MonkeyPatch):
@@ -216,9 +208,9 @@ def test_a_full_disk_is_said_before_weights_come(there: Path, monkeypatch: pytes
     usage = shutil.disk_usage(there)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=(64 << 20) + 100_000))
     with pytest.raises(ModelError, match="Copying owner/tiny from studio needs") as caught:
-        taking(source).run()
+        copied(source)
     assert caught.value.kind == "disk"
-    assert {source.offered.items[want.item].key.partition("/")[0] for want in source.asked} <= {"setting", "header"}
+    assert {key.partition("/")[0] for key in source.asked} <= {"setting", "header"}
 
 
 # --- what is given ----------------------------------------------------------------------------------------------------
@@ -249,7 +241,7 @@ def test_unfinished_and_borrowed_folders_are_not_given(installed: Path, models: 
 
 
 def test_a_share_goes_back_only_to_the_head_that_sent_it(there: Path, models: Path):
-    wanted = offer(there, {}, quiet, name=NAME)
+    wanted = offer_part(there, {}, name=NAME)
     shares = ShardStore(models, "head")
     need = shares.need(wanted, quiet)
     folder = shares.receive(wanted, need.wanted, stream(there, wanted, need.wanted), quiet)
@@ -300,16 +292,16 @@ def lent(pair: Nodes, there: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     lender.close()
 
 
-def copier(pair: Nodes, progress: Any = quiet, name: str = NAME) -> Copier:
-    return Copier(pair.nodes[0], local_models.resolve(name), progress)
+def fetched(pair: Nodes, progress: Any = quiet, name: str = NAME) -> tuple[Path, str] | None:
+    return copy_model(pair.nodes[0], local_models.resolve(name), progress)
 
 
 def test_a_model_is_copied_over_the_link_of_paired_machines(
     pair: Nodes, lent: ClusterWorker, there: Path, models: Path
 ):
-    assert copier(pair, name="owner/absent").run() is None
+    assert fetched(pair, name="owner/absent") is None
     stages = []
-    found = copier(pair, lambda stage, *figures: stages.append(stage)).run()
+    found = fetched(pair, lambda stage, *figures: stages.append(stage))
     assert found == (models / KEY, "Copied from Bob.")
     assert content(found[0]) == content(there)
     assert lent.take_notices() == ["Anna copies owner/tiny from this machine."]
@@ -326,7 +318,7 @@ def test_copying_ends_when_it_is_stopped_although_nothing_comes(
         release.wait(60)
         yield b""
 
-    monkeypatch.setattr(ProvidedModel, "chunks", stuck)
+    monkeypatch.setattr(FolderSource, "chunks", stuck)
 
     def progress(*_: object) -> None:
         if reached.is_set():
@@ -334,7 +326,7 @@ def test_copying_ends_when_it_is_stopped_although_nothing_comes(
 
     try:
         with pytest.raises(Cancelled):
-            copier(pair, progress).run()
+            fetched(pair, progress)
     finally:
         release.set()
     assert local_models.resolve(NAME).folder is None
@@ -343,7 +335,7 @@ def test_copying_ends_when_it_is_stopped_although_nothing_comes(
 def test_a_machine_that_fails_is_named_and_the_internet_is_not_asked_by_itself(
     pair: Nodes, lent: ClusterWorker, there: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    good = ProvidedModel.chunks
+    good = FolderSource.chunks
 
     def broken(*given: Any) -> Iterator[bytes]:
         for number, chunk in enumerate(good(*given)):
@@ -351,9 +343,9 @@ def test_a_machine_that_fails_is_named_and_the_internet_is_not_asked_by_itself(
                 raise ModelError("the disk of it is broken.", "disk")
             yield chunk
 
-    monkeypatch.setattr(ProvidedModel, "chunks", broken)
+    monkeypatch.setattr(FolderSource, "chunks", broken)
     with pytest.raises(ModelError, match=r"Bob: the disk of it is broken\).*privatellm models pull owner/tiny"):
-        copier(pair).run()
-    monkeypatch.setattr(ProvidedModel, "chunks", good)
-    found = copier(pair).run()
+        fetched(pair)
+    monkeypatch.setattr(FolderSource, "chunks", good)
+    found = fetched(pair)
     assert found is not None and content(found[0]) == content(there)

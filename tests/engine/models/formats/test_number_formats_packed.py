@@ -20,7 +20,7 @@ import torch
 from benchmarks.stand_in_device import StandInDevice
 from engine.calibration.calibration_file import shape_of
 from engine.cluster.weights.shard_store import ShardStore
-from engine.cluster.weights.transfer import decode_offer, encode_offer, offer, outline, stream
+from engine.cluster.weights.transfer import decode_offer, encode_offer
 from engine.errors import ModelError
 from engine.models.folders.sizes import sizes_of
 from engine.models.folders.weight_layout import layout_of
@@ -49,6 +49,7 @@ from engine.runtimes.torch.offload.gates import Activation, FamilyGate
 from engine.runtimes.torch.offload.host_memory import ALIGNMENT, HostExperts
 from engine.runtimes.torch.offload.local import make_cpu_backend
 from tests.support.progress import quiet
+from tests.support.shards import offer_part, send
 from tests.support.tiny_models import write_tiny_model
 
 HIDDEN, FFN, COUNT = 64, 96, 5
@@ -288,12 +289,11 @@ def test_a_shard_has_the_bytes_of_its_own_experts(tmp_path: Path, monkeypatch: p
     layout = layout_of(folder)
     assert layout.opened is None and layout.count == COUNT
     held = {layer: [layer % COUNT, (layer + 2) % COUNT] for layer in layout.layers}
-    offered = decode_offer(encode_offer(offer(folder, held, quiet)))
+    offered = decode_offer(encode_offer(offer_part(folder, held)))
     (tmp_path / "node").mkdir()
     shards = ShardStore(tmp_path / "node", "head")
-    need = shards.need(offered, quiet)
-    shards.receive(offered, need.wanted, stream(folder, offered, need.wanted), quiet)
-    assert outline(need.folder).expert_bytes == layout.expert_bytes
+    need = send(shards, folder, offered)
+    assert layout_of(need.folder).expert_bytes == layout.expert_bytes
     whole, mine = ((each / "model.safetensors").read_bytes() for each in (folder, need.folder))
     assert len(mine) == len(whole)
     for (layer, expert), runs in layout.experts.items():

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from engine.cluster.weights.shard_store import ShardStore
-from engine.cluster.weights.transfer import offer, stream
 from engine.errors import ModelError
 from engine.ipc.messages import Load
 from engine.models.folders.prepare import prepare
@@ -24,6 +23,7 @@ from tests.engine.cluster.memory_exchange import must_succeed, on_all_ranks
 from tests.engine.cluster.ring_places import placed, places
 from tests.engine.runtimes.native_oracle import needs_kernels
 from tests.support.progress import quiet
+from tests.support.shards import offer_part, send
 
 TinyModel = Callable[..., Path]
 PROMPT = [5, 17, 101, 42, 9, 77, 30, 12, 64, 3, 88]
@@ -39,10 +39,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def sent(folder: Path, node: Path, placement: Placement, rank: int) -> Path:
     """The folder that ``rank`` loads."""
     held = {layer: placement.held(rank, layer) for layer in placement.layers}
-    offered = offer(folder, held, quiet)
-    shares = ShardStore(node, "head")
-    need = shares.need(offered, quiet)
-    return shares.receive(offered, need.wanted, stream(folder, offered, need.wanted), quiet)
+    return send(ShardStore(node, "head"), folder, offer_part(folder, held)).folder
 
 
 def load(folder: Path, runtime: str, place: RingPlace | None = None) -> LoadedModel:

@@ -11,7 +11,6 @@ import torch
 
 from engine.cluster.expert_runners import load_experts
 from engine.cluster.weights.shard_store import ShardStore
-from engine.cluster.weights.transfer import offer, stream
 from engine.errors import ModelError
 from engine.ipc.messages import Load
 from engine.models.folders.opening import open_model
@@ -22,6 +21,7 @@ from engine.planning.placement import Placement
 from tests.engine.cluster.ring_places import placed
 from tests.engine.runtimes.subjects import FP8, PUBLISHED
 from tests.support.progress import quiet
+from tests.support.shards import offer_part, send
 
 
 @pytest.fixture(autouse=True)
@@ -33,11 +33,8 @@ def one_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def share_of(folder: Path, placement: Placement, rank: int, at: Path, trunk: bool = True) -> Path:
     held = {layer: list(placement.held(rank, layer)) for layer in placement.layers}
-    offered = offer(folder, held, quiet) if trunk else offer(folder, held, quiet, trunk=False)
     store = ShardStore(at / f"node-{rank}", "head")
-    need = store.need(offered, quiet)
-    store.receive(offered, need.wanted, stream(folder, offered, need.wanted), quiet)
-    return need.folder
+    return send(store, folder, offer_part(folder, held, trunk)).folder
 
 
 @pytest.mark.parametrize("runtime", ["torch", "mlx", "native"])
