@@ -68,8 +68,8 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
             spec.python = engine_forks.interpreter_of_workers([*config.args, *ignored])
 
 
-LEAST_CASES = 2
-"""Cases of a sampled test that run in `make test` whatever their number, if its mark gives no other number."""
+LEAST_CASES = 1
+"""Minimum cases of a sampled test that run in `make test`, if its mark gives no other number."""
 
 
 @pytest.hookimpl(wrapper=True)

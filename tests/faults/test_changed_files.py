@@ -134,7 +134,7 @@ def ended(program: list[str], kernels: str = "") -> tuple[int, list[str]]:
     return process.wait(120), said
 
 
-@pytest.mark.sampled(least=1)
+@pytest.mark.sampled
 @needs_library
 @pytest.mark.parametrize("kernels", ["", "off"])
 def test_files_shortened_during_a_pass_end_the_answer_and_not_the_engine(prepared: Path, kernels: str) -> None:

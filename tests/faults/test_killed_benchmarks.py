@@ -95,7 +95,7 @@ def removers() -> list[psutil.Process]:
     return [one for one in psutil.Process().children() if is_remover(one.cmdline())]
 
 
-@pytest.mark.sampled(least=1)
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "stage", "number", "whom"),

@@ -29,7 +29,7 @@ def ring_with_libraries() -> Iterator[Ring]:
         yield ring
 
 
-@pytest.mark.sampled(least=1)
+@pytest.mark.sampled
 @pytest.mark.parametrize("exchange", [pytest.param("socket", marks=pytest.mark.soak), "envoy", "gloo", "mlx"])
 def test_killed_and_back_over_every_exchange(
     ring_with_libraries: Ring, model: Path, alone: Oracle, exchange: ExchangeName

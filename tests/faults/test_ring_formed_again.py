@@ -93,7 +93,7 @@ def asked_until(ring: Ring, gone: Machine, stage: str) -> tuple[int, int]:
             returns(ring, gone)
 
 
-@pytest.mark.sampled(least=1)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "stage", [pytest.param(one, marks=() if one in SAMPLED else pytest.mark.soak) for one in STAGES]
 )

@@ -179,7 +179,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-@pytest.mark.sampled(least=1)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "number",
     [

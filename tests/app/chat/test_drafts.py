@@ -212,6 +212,7 @@ async def test_editing_an_earlier_question_sets_the_draft_aside(make_app: MakeAp
         await wait_until(pilot, lambda: prompt.text == "draft")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("pasted", "asked"),
     [
@@ -357,6 +358,7 @@ def test_the_history_has_each_question_once_and_those_not_saved() -> None:
     assert history.recalled is None
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", [(80, 24), (120, 40)], ids=["over", "beside"])
 async def test_what_is_typed_in_a_panel_is_written_in_the_prompt(make_app: MakeApp, size: tuple[int, int]) -> None:
     app = make_app()

@@ -140,7 +140,7 @@ async def test_a_candidate_of_a_beam_search_goes_on_too(engine: FakeEngine, stor
         assert _texts(chat) == ["q", "Paris is the capital. South."] and chat.path[1].siblings == 2
 
 
-@pytest.mark.sampled(least=1)
+@pytest.mark.sampled
 @pytest.mark.parametrize("begins", ["Lyon", "// Lyon", "/again"])
 async def test_the_keys(make_app: MakeApp, engine: FakeEngine, begins: str) -> None:
     app = make_app()

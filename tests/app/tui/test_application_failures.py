@@ -207,7 +207,7 @@ async def goes_wrong(pilot: Pilot[int], app: ChatApp, way: Callable[[Widget, pyt
     assert SENTENCE in said(app), way
 
 
-@pytest.mark.sampled(least=6)
+@pytest.mark.sampled(least=3)
 @pytest.mark.parametrize("name", SCREENS)
 async def test_no_error_on_any_screen_ends_the_chat(
     name: str, make_app: MakeApp, engine: FakeEngine, few_settings: None, asked_early: list[str]

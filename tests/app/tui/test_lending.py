@@ -51,6 +51,7 @@ def test_large_digits_have_three_lines() -> None:
     assert large("abc") == ["abc"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("keys", [("q", "y"), ("ctrl+c", "ctrl+c"), ("ctrl+q", "ctrl+q")], ids=" ".join)
 async def test_leaving_a_ring_that_answers_is_asked_once(engine: FakeEngine, keys: tuple[str, str]) -> None:
     leave, confirm = keys
@@ -92,6 +93,7 @@ async def test_a_machine_that_cannot_be_lent_says_why(engine: FakeEngine) -> Non
     assert (app.return_value, app.problem) == (1, "Port 47820 is in use: choose another.")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", [(80, 24), (40, 20)], ids=["80x24", "40x20"])
 @pytest.mark.parametrize("stage", ["waiting", "answering"])
 def test_how_it_looks(

@@ -20,6 +20,7 @@ from engine.runtimes.torch.runtime import TorchRuntime
 from engine.session.session import Session
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("policy", ["balanced", "lru-offload", "stream"])
 def test_sharing_experts_is_told_with_the_benchmark(
     tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, policy: ExpertPolicy

@@ -59,6 +59,7 @@ def setting(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> 
     made.close()
 
 
+@pytest.mark.sampled
 def test_stopped_while_a_machine_is_silent(setting: Mute, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head_model, "STOPPED_S", 0.2)
     expected = setting.alone()
@@ -73,6 +74,7 @@ def test_stopped_while_a_machine_is_silent(setting: Mute, monkeypatch: pytest.Mo
     assert len(setting.former.formations) == 2
 
 
+@pytest.mark.sampled
 def test_stopped_in_a_prompt_while_a_machine_is_silent(setting: Mute, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head_model, "STOPPED_S", 0.2)
     setting.silence(4)
@@ -83,6 +85,7 @@ def test_stopped_in_a_prompt_while_a_machine_is_silent(setting: Mute, monkeypatc
     assert setting.ring().token_ids == setting.alone().token_ids
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("options", [DECODING, {"max_tokens": 6, "beams": 3}], ids=["decoding", "beams"])
 def test_a_silent_machine_is_left_out(setting: Mute, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
     expected = setting.alone(**options)
@@ -103,6 +106,7 @@ def test_a_slow_machine_is_not_taken_for_a_silent_one() -> None:
     assert contributions.exchange_timeout(1, first=True) == contributions.FIRST * step
 
 
+@pytest.mark.sampled
 def test_a_command_that_nobody_takes_is_waited_for_no_longer(setting: Mute, monkeypatch: pytest.MonkeyPatch) -> None:
     """The times of a node that never answers."""
     monkeypatch.setattr(head_model, "STOPPED_S", 0.2)

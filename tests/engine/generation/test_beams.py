@@ -157,6 +157,7 @@ def test_equals_transformers(models: dict[str, Any], family: str, width: int) ->
     assert ended_early or width == 2
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("penalty", [1.2, 0.8])
 def test_a_repetition_penalty_equals_transformers(models: dict[str, Any], penalty: float) -> None:
     model = models["mixtral"]

@@ -327,6 +327,7 @@ def test_a_prompt_may_begin_a_call() -> None:
     check("hermes", f"{BODY}</tool_call>", "", ONE, "assistant\n<tool_call>")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", SAID)
 @settings(max_examples=examples(12), deadline=None)
 @given(data=st.data())

@@ -171,6 +171,7 @@ def test_an_answer_that_is_continued_holds_no_thoughts() -> None:
     assert found == Separated("", " is a tag, </think> another.")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 @settings(max_examples=examples(40))
 @given(data=st.data())
@@ -186,6 +187,7 @@ def test_how_the_stream_is_cut_changes_nothing(form: ReasoningFormat, data: st.D
     assert separate(ReasoningParser(form, prompt), text) == whole
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 @settings(max_examples=examples(40))
 @given(thoughts=st.text("ab \n<|", max_size=20), answer=st.text("ab \n<|", max_size=20))

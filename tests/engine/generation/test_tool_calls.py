@@ -85,6 +85,7 @@ def test_every_format_has_an_example() -> None:
     assert set(SAID) == set(BY_NAME)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", SAID)
 def test_calls_are_read_whatever_the_pieces(name: str) -> None:
     form, said = BY_NAME[name], SAID[name]
@@ -131,6 +132,7 @@ def test_an_argument_may_hold_the_end_mark() -> None:
     assert parsed(BY_NAME["hermes"], list(said)) == ("", [("weather", {"city": "a</tool_call>b"})])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", SAID)
 def test_an_argument_may_hold_the_marks_of_its_format(name: str) -> None:
     form = BY_NAME[name]

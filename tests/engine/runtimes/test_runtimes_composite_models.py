@@ -50,6 +50,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Published:
     return folders
 
 
+@pytest.mark.sampled
 @needs_kernels
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "gemma4"])
 @pytest.mark.parametrize("loader", [load_native, load, pytest.param(load_mlx, marks=needs_mlx)])

@@ -117,6 +117,7 @@ def test_plain_weights_give_the_librarys_logits_in_torch(
     assert worst(our_run(model, tokens, 2, answer), theirs) < EXACT
 
 
+@pytest.mark.sampled
 @needs_kernels
 @pytest.mark.parametrize(
     ("family", "kind"), [(family, KINDS[family]) for family in ("mixtral", "qwen3_moe", "olmoe", "llama")]

@@ -123,6 +123,7 @@ def test_a_chat_goes_on_after_a_restart_as_without_one(model: LoadedModel) -> No
     assert restarted.cached == first.cached
 
 
+@pytest.mark.sampled
 def test_a_repeated_question_is_answered_at_once_with_the_same_bits(model: LoadedModel) -> None:
     first = Run(model)
     answer = first.ask(PROMPT, tokens=1)

@@ -310,6 +310,7 @@ def test_the_models_own_limit_ends_an_answer_unless_another_was_asked_for(ask: A
     assert ask(PROMPT, beams=beams, max_tokens=5).completion_tokens == 5
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("beams", [1, 3])
 def test_the_models_repetition_penalty_equals_transformers(ask: Ask, reference: Any, beams: int) -> None:
     plain = ask(PROMPT, max_tokens=16, beams=beams).token_ids

@@ -184,6 +184,7 @@ def test_every_question_has_one_answer_whatever_many_keep(keeper: Person, steps:
     check_one_answer(keeper, steps)
 
 
+@pytest.mark.sampled
 def test_two_who_ask_in_turn_do_not_evict_one_another(keeper: Person) -> None:
     """Each is answered as if it were alone, and only what it says is run."""
     said: list[list[Message]] = [[], []]
@@ -201,6 +202,7 @@ def test_two_who_ask_in_turn_do_not_evict_one_another(keeper: Person) -> None:
     assert keeper.session._cache.kept_tokens == []
 
 
+@pytest.mark.sampled
 def test_a_changed_question_leaves_the_old_branch_in_place(keeper: Person) -> None:
     greedy = {"sampling": Sampling(temperature=0.0)}
     begin = [Message("user", "the beginning that two branches have in common")]
@@ -248,6 +250,7 @@ def check_one_answer(person: Person, steps: list[tuple[str, int]]) -> None:
         asked.ask(question)
 
 
+@pytest.mark.sampled
 def test_asked_again_at_once_nothing_is_run_before_the_answer(person: Person) -> None:
     question = Question((Message("user", "what was that again?"),), 1, 5)
     first, _ = person(list(question.messages), **question.options)
@@ -358,6 +361,7 @@ def test_passes_are_what_a_plain_list_says(
     assert not any(decodes for _, decodes in more)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("runtime", "family"), WITH_STATES)
 def test_states_that_cannot_be_cut_back_go_on_before_the_end_of_the_last_prompt(
     tiny_model: Callable[..., Path], runtime: RuntimeName, family: str

@@ -38,7 +38,7 @@ def answer(session: Session, prompt: list[int], **options: Any) -> Finished:
     return found
 
 
-@pytest.mark.sampled(least=1)
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gpt_oss", "qwen3_5_text", "lfm2_moe"])
 def test_both_runtimes_answer_the_same(tmp_path: Path, family: str) -> None:
     folder = write_tiny_model(tmp_path / family, family)

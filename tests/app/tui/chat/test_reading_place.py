@@ -40,6 +40,7 @@ def _words(drawn: Drawn, row: int) -> str:
     return "".join(letters for line, letters in drawn.lines() if line >= row)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("other", [24, 60, 200])
 def test_each_line_is_found_at_another_width(other: int) -> None:
     before, now = _drawn(ANSWER, 100), _drawn(ANSWER, other)

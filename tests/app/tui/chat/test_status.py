@@ -10,6 +10,7 @@ from tests.app.tui.every_screen import SCREENS, prepare
 from tests.app.tui.screen_helpers import MakeApp, ask, notice, ready, wait_until
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", [(40, 20), (80, 24)])
 async def test_notices_never_cover_the_prompt(make_app: MakeApp, size: tuple[int, int]) -> None:
     app = make_app()
@@ -61,7 +62,7 @@ async def test_a_key_that_is_not_possible_says_why(make_app: MakeApp, place: int
         assert not app.chat.notice.display
 
 
-@pytest.mark.sampled(least=6)
+@pytest.mark.sampled(least=3)
 @pytest.mark.parametrize("name", [name for name in SCREENS if name not in ("palette", "queue")])
 async def test_every_key_that_is_not_possible_says_something(
     make_app: MakeApp, engine: FakeEngine, few_settings: None, name: str, monkeypatch: pytest.MonkeyPatch

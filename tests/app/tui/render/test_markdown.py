@@ -46,7 +46,7 @@ def test_any_text_can_be_rendered(source: str, width: int) -> None:
     assert not any(ord(character) < 32 and character not in "\n\t" for character in content.plain)
 
 
-@pytest.mark.sampled(least=1)
+@pytest.mark.sampled
 @pytest.mark.parametrize("mark", ["*", "_", "["])
 def test_marks_within_marks_without_end_are_shown_all_the_same(mark: str) -> None:
     source = mark * 6000 + "the words" + mark * 6000

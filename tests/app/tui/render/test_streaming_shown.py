@@ -118,6 +118,7 @@ def test_it_looks_at_every_step_as_it_will_when_it_is_complete(
         assert streamed(tail, width) == final, (received, tail.frozen)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "line",
     ["a line of **words** and so on\n", "- an item\n", "> said\n", "```py\nx = 1\n```\n"],
@@ -143,6 +144,7 @@ class Screen(TerminalApp):
         """There is nothing to save."""
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("texts", [5, pytest.param(50, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("width", [40, 100])
 async def test_no_line_is_invisible_on_the_screen_at_any_step(

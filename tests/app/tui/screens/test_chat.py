@@ -41,6 +41,7 @@ async def test_a_question_is_answered(make_app: MakeApp) -> None:
         assert not app.chat.query_one("#welcome").display
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("update_s", [0.0, 0.02])
 async def test_text_is_shown_while_it_arrives(
     make_app: MakeApp, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, update_s: float
@@ -83,6 +84,7 @@ async def test_what_is_typed_just_behind_enter_stays_out_of_the_question(make_ap
         assert [entry.content for entry in controller(app).thread.path[::2]] == ["one", "two"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("key", ["ctrl+j", "shift+enter", "alt+enter"])
 async def test_keys_that_break_the_line(make_app: MakeApp, engine: FakeEngine, key: str) -> None:
     app = make_app()

@@ -75,6 +75,7 @@ async def test_typing_searches_wherever_one_is_and_enter_opens(make_app: MakeApp
         await wait_until(pilot, lambda: controller(app).thread.path[0].content == "about lions, read daily")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("width", [40, 140])
 async def test_a_search_lists_each_chat_once_with_the_number_of_its_hits(
     make_app: MakeApp, store: ConversationStore, width: int
@@ -337,6 +338,7 @@ async def test_the_list_beside_the_chat_is_there_at_the_next_start_and_left_alon
         assert len(looks) <= before + 1
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", [(100, 32), (80, 24)])
 async def test_the_marked_chat_is_shown_below_the_list_where_there_is_room(
     make_app: MakeApp, store: ConversationStore, size: tuple[int, int]

@@ -78,6 +78,7 @@ def test_the_chats_screen(check_screen: CheckScreen, past_app: ChatApp, size: tu
     check_screen(past_app, size, before)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("focused", [False, True], ids=["beside", "focused"])
 def test_the_chats_beside_the_conversation(check_screen: CheckScreen, past_app: ChatApp, focused: bool) -> None:
     async def before(pilot: Pilot[int]) -> None:

@@ -15,6 +15,7 @@ from app.tui.application import ChatApp
 from app.tui.screens.first_run import FirstRunScreen
 from tests.app.fake_engine import FakeEngine
 from tests.app.tui.screen_helpers import MACHINE, controller, wait_until
+from tests.app.tui.screens.test_screens_pictures import at_sizes
 from tests.support.kept_screens import CheckScreen
 
 
@@ -32,12 +33,12 @@ def app(engine: FakeEngine, store: ConversationStore, home: Path, monkeypatch: p
     return ChatApp(engine, store, open_settings(home / "s.toml"), machine=MACHINE, is_missing=lambda model: True)
 
 
-@pytest.mark.parametrize("size", [(80, 24), (40, 20), (120, 30)], ids=lambda size: f"{size[0]}x{size[1]}")
+@at_sizes((80, 24), (40, 20), (120, 30))
 def test_models_to_choose_from(check_screen: CheckScreen, app: ChatApp, size: tuple[int, int]) -> None:
     check_screen(app, size, offered)
 
 
-@pytest.mark.parametrize("size", [(80, 24), (40, 20)], ids=lambda size: f"{size[0]}x{size[1]}")
+@at_sizes((80, 24), (40, 20))
 def test_downloads_on_the_first_screen(
     check_screen: CheckScreen, app: ChatApp, engine: FakeEngine, size: tuple[int, int]
 ) -> None:

@@ -38,6 +38,7 @@ from engine.ipc.messages import (
 )
 from tests.app.fake_engine import FACTS, ME, PLANNED, STRANGER, STUDIO, FakeEngine
 from tests.app.tui.screen_helpers import MakeApp, ask, controller, notice, ready, wait_until
+from tests.app.tui.screens.test_screens_pictures import at_sizes
 from tests.support.kept_screens import CheckScreen
 
 LINK = LinkFacts(interface="en5", address="10.0.0.2:47821", latency_s=85e-6, bytes_per_s=2.3e9)
@@ -458,11 +459,8 @@ def test_the_status_line_with_a_ring_fits(width: int) -> None:
 
 # --- pictures -----------------------------------------------------------------------------------------------------
 
-SIZES = [(80, 24), pytest.param((120, 40), marks=pytest.mark.soak), (40, 20)]
-sizes = pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
 
-
-@sizes
+@at_sizes((80, 24), (120, 40), (40, 20))
 def test_the_machines_of_a_ring(
     check_screen: CheckScreen, make_app: MakeApp, engine: FakeEngine, size: tuple[int, int]
 ) -> None:
@@ -477,7 +475,7 @@ def test_the_machines_of_a_ring(
     check_screen(app, size, before)
 
 
-@sizes
+@at_sizes((80, 24), (120, 40), (40, 20))
 def test_timing_by_node(
     check_screen: CheckScreen, make_app: MakeApp, engine: FakeEngine, size: tuple[int, int]
 ) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import msgspec
 import pytest
@@ -20,14 +21,16 @@ from tests.app.fake_engine import PLANNED, FakeEngine
 from tests.app.tui.screen_helpers import MACHINE, MakeApp, wait_until
 from tests.support.kept_screens import CheckScreen
 
-
-def at_sizes(*marked: Any) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("size", marked, ids=lambda size: f"{size[0]}x{size[1]}")
+Test = TypeVar("Test", bound=Callable[..., None])
 
 
-sizes = at_sizes((80, 24), pytest.param((120, 40), marks=pytest.mark.soak), (40, 20))
-"""A large terminal has room for everything: but for some screens it is left to ``make test-soak``."""
-all_sizes = at_sizes((80, 24), (120, 40), (40, 20))
+def at_sizes(*sizes: Any) -> Callable[[Test], Test]:
+    """In `make test` a screen is drawn at one of the sizes."""
+    cases = pytest.mark.parametrize("size", sizes, ids=lambda size: f"{size[0]}x{size[1]}")
+    return lambda test: pytest.mark.sampled(cases(test))
+
+
+sizes = at_sizes((80, 24), (120, 40), (40, 20))
 
 ANSWER = """\
 ## Stacks and queues
@@ -130,7 +133,7 @@ def test_streaming(check_screen: CheckScreen, make_app: MakeApp, engine: FakeEng
     check_screen(make_app(), size, before)
 
 
-@all_sizes
+@sizes
 def test_finished_answer(
     check_screen: CheckScreen, make_app: MakeApp, engine: FakeEngine, size: tuple[int, int]
 ) -> None:
@@ -170,7 +173,7 @@ def test_a_message_with_the_focus(
     check_screen(make_app(), size, before)
 
 
-@all_sizes
+@sizes
 def test_beams(check_screen: CheckScreen, make_app: MakeApp, engine: FakeEngine, size: tuple[int, int]) -> None:
     engine.beam_steps = [BEAMS]
 

@@ -45,6 +45,7 @@ def in_step(setting: Setting) -> None:
         assert prefixes.state == rows._prefixes.state  # type: ignore[attr-defined]
 
 
+@pytest.mark.sampled
 @both
 def test_a_conversation_says_what_one_machine_says(setting: Setting) -> None:
     alone, ring = setting.alone(), setting.ring()
@@ -67,6 +68,7 @@ def test_a_conversation_says_what_one_machine_says(setting: Setting) -> None:
     assert not setting.formation.failures
 
 
+@pytest.mark.sampled
 @both
 def test_beams_are_those_of_one_machine(setting: Setting) -> None:
     alone, ring = setting.alone(beams=4), setting.ring(beams=4)
@@ -141,6 +143,7 @@ def test_a_machine_lost_in_the_prompt(setting: Setting) -> None:
     assert "Lost cellar" in setting.ring.notices
 
 
+@pytest.mark.sampled
 @both
 def test_a_machine_lost_in_a_beam_search(setting: Setting) -> None:
     expected = setting.alone(beams=3)
@@ -259,6 +262,7 @@ def test_a_prompt_given_up_leaves_all_in_step(setting: Setting, after: int) -> N
     assert len(setting.former.formations) == 1
 
 
+@pytest.mark.sampled
 @both
 def test_a_stale_cache_is_refused_and_made_anew(setting: Setting) -> None:
     setting.ring()

@@ -126,6 +126,7 @@ def test_lost_at_any_moment(setting: Doomed, options: dict[str, Any]) -> None:
         assert "Lost cellar" in setting.ring.notices
 
 
+@pytest.mark.sampled
 @settings(max_examples=examples(2), deadline=None)
 @given(first=st.integers(0, 14), more=st.integers(0, 14), beams=st.booleans())
 def test_lost_again_while_it_is_run_again(setting: Doomed, first: int, more: int, beams: bool) -> None:
@@ -140,6 +141,7 @@ def test_lost_again_while_it_is_run_again(setting: Doomed, first: int, more: int
     assert setting.said(setting.ring, prompt, options, (first, first + more)) == expected
 
 
+@pytest.mark.sampled
 def test_lost_between_two_questions(setting: Doomed) -> None:
     """A question that was never asked goes on from the same passes as it would have."""
     prompt = [*second_question(setting.alone(PROMPT, **GREEDY)), 19]
@@ -151,6 +153,7 @@ def test_lost_between_two_questions(setting: Doomed) -> None:
     assert setting.said(setting.ring, prompt, SEEDED) == expected
 
 
+@pytest.mark.sampled
 def test_what_nobody_can_ask_again_is_not_run_token_by_token(setting: Doomed) -> None:
     drawn = {"max_tokens": ANSWER, "sampling": Sampling(temperature=1.0)}
     layers = len(setting.alone.session.facts.moe_layers)
@@ -163,6 +166,7 @@ def test_what_nobody_can_ask_again_is_not_run_token_by_token(setting: Doomed) ->
     assert setting.count == (3 + ANSWER - 2) * layers + 1 + 4 * layers
 
 
+@pytest.mark.sampled
 def test_decoded_tokens_are_run_again_in_passes_of_several(setting: Doomed) -> None:
     """A loss at the end of a long answer costs few passes, and how far they are is said."""
     # Torch runs them one by one, whatever their number.

@@ -222,6 +222,7 @@ RULES = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("rule", RULES)
 def test_the_machine_that_computes_draws_the_heads_tokens(setting: Setting, rule: str) -> None:
     sampling = Sampling(**RULES[rule], logit_bias={7: 3.0, 9: -50.0} if rule == "all" else {})  # type: ignore[arg-type]
@@ -279,6 +280,7 @@ def test_an_answer_is_stopped(setting: Setting, monkeypatch: pytest.MonkeyPatch)
     assert setting.former.formed == 1
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("rule", ["greedy", "all"])
 def test_the_machine_dies_and_the_answer_goes_on(setting: Setting, rule: str) -> None:
     sampling = Sampling(**RULES[rule])  # type: ignore[arg-type]

@@ -101,6 +101,7 @@ def test_all_nodes_get_all_contributions(
     assert in_threads(exchanges, act) == [sent] * size
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("transport", OURS)
 @pytest.mark.parametrize(
     ("size", "capacity"), [(3, 12_000_001), pytest.param(2, 48_000_001, marks=pytest.mark.soak)], ids=["three", "two"]

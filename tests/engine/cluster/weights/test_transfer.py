@@ -85,6 +85,7 @@ def assert_same_experts(share: Path, whole: Path, held: Mapping[int, Sequence[in
                     np.testing.assert_array_equal(one.words, other.words)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("form", ["published", "prepared", "bank"])
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "gpt_oss", "dbrx", "deepseek_v3", "llama4_text"])
 def test_a_share_hands_out_what_the_whole_model_has(

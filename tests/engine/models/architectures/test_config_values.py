@@ -228,6 +228,7 @@ def test_a_long_list_of_dense_layers_is_looked_up_at_once(tmp_path: Path) -> Non
 # --- cancelling ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("runtime", ["native", "torch"])
 def test_a_load_is_cancelled_in_each_of_its_phases(tmp_path: Path, runtime: Any) -> None:
     from engine.errors import Cancelled

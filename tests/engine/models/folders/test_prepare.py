@@ -381,7 +381,7 @@ def test_a_disk_that_fills_up_loses_nothing(source: Path, tmp_path: Path):
     assert_equal_models(destination, source)
 
 
-@pytest.mark.sampled(least=1)
+@pytest.mark.sampled
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 def test_any_write_may_fail(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int):
     fsync, at, failed = os.fsync, 0, True
@@ -501,7 +501,7 @@ def write_large_model(folder: Path, family: str) -> Path:
     return folder
 
 
-@pytest.mark.sampled(least=1)
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="RssAnon is Linux's")
 @pytest.mark.parametrize("family", ["mixtral", "llama4_text"])

@@ -69,6 +69,7 @@ def run(
     return summed
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("instructions", "gate", "up", "down", "tokens", "scale_input"),
     pairwise(AVAILABLE, FORMATS, FORMATS, FORMATS, (1, 12, 40), (False, True)),

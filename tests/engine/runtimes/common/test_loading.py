@@ -123,6 +123,7 @@ def test_facts(subject: Subject, folder: Path) -> None:
     assert facts.load_s > 0 and facts.notices == []
 
 
+@pytest.mark.sampled
 @each_runtime
 def test_progress_runs_from_opening_to_all_and_may_stop_the_loading(subject: Subject, folder: Path) -> None:
     seen: list[tuple[str, int, int, str]] = []

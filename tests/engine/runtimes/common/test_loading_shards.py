@@ -72,6 +72,7 @@ def assert_the_ring_is_one_machine(folder: Path, tmp_path: Path, runtime: str, n
         model.close()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("runtime", "family", "prepared"),
     [
@@ -92,6 +93,7 @@ def test_shares_of_a_checkpoint_or_a_bank(
     assert_the_ring_is_one_machine(folder, tmp_path, runtime)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
 def test_shares_of_what_mlx_wrote(tmp_path: Path, family: str):
     pytest.importorskip("mlx.core")

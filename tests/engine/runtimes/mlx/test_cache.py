@@ -125,6 +125,7 @@ def test_beams_and_copies_of_a_shortened_row_go_on_alike(family: str, tmp_path: 
     assert found[0][0] == found[1][0] and (found[0][1] == found[1][1]).all()
 
 
+@pytest.mark.sampled
 def test_a_shortened_row_is_restored_from_its_contents(family: str, tmp_path: Path) -> None:
     _, model = written(tmp_path, family)
     rows, _ = prefilled(model, TOKENS, 64)
@@ -160,6 +161,7 @@ def test_copies_are_refused_by_what_a_shortened_row_takes(
         whole.fan_out(2)
 
 
+@pytest.mark.sampled
 def test_the_plan_and_the_loaded_model_count_the_same(family: str, tmp_path: Path) -> None:
     folder, model = written(tmp_path, family)
     facts, sizes = model.facts, sizes_of(open_model(folder), "float32")

@@ -116,6 +116,7 @@ def test_a_step_that_nobody_asks_for_leaves_nothing(family: str, after: str, tmp
     assert rows.length == plain.length
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_next", "lfm2_moe"])
 @pytest.mark.parametrize("ahead", [False, True], ids=["alone", "ahead"])
 def test_a_pass_that_fails_half_way_leaves_the_rows_as_they_were(

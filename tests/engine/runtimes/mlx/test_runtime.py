@@ -71,6 +71,7 @@ def test_the_ring_benchmark_loads_one_node_by_itself(folder: Path, monkeypatch: 
     model.close()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["decode", "prefill"])
 def test_a_model_in_four_bits_is_measured_as_it_is_loaded(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

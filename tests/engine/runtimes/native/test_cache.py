@@ -40,6 +40,7 @@ def test_a_page_takes_memory_for_the_positions_that_are_written() -> None:
         assert resident_bytes(array.ctypes.data, array.nbytes) - before <= 2 * written
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("family", "length", "width"),
     [

@@ -202,6 +202,7 @@ def test_latents_on_every_instruction_set(
     assert typical(ours, theirs) < 1e-2
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("instructions", available())
 @pytest.mark.parametrize(
     "family", ["mistral", "mixtral", "gpt_oss", "qwen3_5_text", "glm4_moe", "lfm2_moe", "gemma4_text"]

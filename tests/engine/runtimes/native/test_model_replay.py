@@ -114,7 +114,13 @@ def test_where_attention_is_cut_into_parts(
 ) -> None:
     """Several pages, and the position after which the parts of a row become longer; one head of keys."""
     monkeypatch.setenv("PRIVATELLM_KERNELS", instructions)
-    options = {"head_dim": 64, "num_attention_heads": 16, "num_key_value_heads": 1, "max_position_embeddings": 8192}
+    options = {
+        "num_hidden_layers": 1,
+        "head_dim": 64,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 8192,
+    }
     model = load_native(tiny_model("qwen3_moe", **options), cpu_threads=3, key_values=key_values)
     for prompt in (0, 250, 4090):
         assert_equal(model, prompt)
@@ -154,6 +160,7 @@ def test_in_a_ring(family: str, mode: Mode, how: str, stored_model: StoredModel)
         assert len(found) > 2 and found == expected
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", RING_FAMILIES)
 def test_in_a_central_ring(family: str, stored_model: StoredModel) -> None:
     folder = stored_model(NATIVE, family)

@@ -49,7 +49,7 @@ def test_plain_weights_give_the_librarys_logits(
     assert worst(our_run(model, tokens, 2, answer), theirs) < EXACT
 
 
-@pytest.mark.sampled(least=1)
+@pytest.mark.sampled
 @pytest.mark.parametrize("attention", ["Q8_0", "F16", "BF16"])
 def test_gpt_oss_as_it_is_published(tmp_path: Path, sources: Callable[[str], Path], attention: str) -> None:
     """Experts in MXFP4, biases in float32; a prompt over many windows, and more branches than are taken together."""

@@ -48,6 +48,7 @@ def check(phase: PhaseTimes, model: TorchModel) -> None:
     assert inside + phase.outside_layers == pytest.approx(phase.per_token)
 
 
+@pytest.mark.sampled
 def test_parts_add_up_and_routes_are_counted(model: TorchModel) -> None:
     tokens = prompt(model, 25)
     model.recorder.reset()
@@ -89,6 +90,7 @@ def test_each_second_lands_in_one_part(model: TorchModel) -> None:
         assert layer.other == pytest.approx((1 + 1 + (2 if moe else 0)) * per_second)
 
 
+@pytest.mark.sampled
 def test_nothing_is_hooked_or_recorded_while_nobody_looks(model: TorchModel) -> None:
     model.recorder.reset()
     answer(model, prompt(model, 25), steps=2)

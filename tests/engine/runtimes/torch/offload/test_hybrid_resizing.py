@@ -42,6 +42,7 @@ def answer(session: Session, tokens: int = 6) -> list[int]:
     return session.generate(request, lambda event: None, Watching()).token_ids
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("policy", ["balanced", "twiddler", "lru-offload"])
 def test_the_conversation_goes_on_with_other_memory(folder: Path, policy: str) -> None:
     expected = answer(Session(load(folder, None), None, ends=(), defaults={}))

@@ -183,6 +183,7 @@ def test_fast_mode_is_close_and_the_same_on_all_nodes(tiny_model: Callable[..., 
         assert np.abs(ours - expected).max() / np.abs(expected).max() < 1e-4
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "faults",
     [
@@ -210,6 +211,7 @@ def test_what_happens_to_a_device_changes_no_bit_and_ends_no_pass(
         assert any("stopped working" in notice for notice in models[0].recorder.take_notices())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", ["mixtral", "llama4_text"])
 def test_a_node_of_central_mode_shares_its_experts_with_a_device(family: str, tiny_model: Callable[..., Path]) -> None:
     folder = tiny_model(family)
