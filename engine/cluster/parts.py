@@ -88,7 +88,7 @@ class EngineParts:
     greeting: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the node's greeting with values that replace its own, for tests."""
     figures: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the node's figures (:class:`engine.cluster.membership.control_messages.NodeFacts`) with values that
+    """Fields of the node's figures (:class:`engine.planning.ring_nodes.NodeFacts`) with values that
     replace its measurements, for tests."""
     observe: Observer = nobody_observes
 

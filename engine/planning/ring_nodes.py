@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import Annotated
 
 import msgspec
 
@@ -16,6 +16,10 @@ from engine.planning.prediction import PREFILL_TOKENS, Shares, hybrid_speed
 from engine.planning.ring_speed import GpuCosts, NodeCosts, PassTime, alone_time, costs_of
 
 GIB = 1024**3
+TORCH_LAYER_S = 1e-3
+"""Assumed seconds that torch adds to a layer in Python and small operations, if not measured."""
+Text = Annotated[str, msgspec.Meta(max_length=4096)]
+"""Text from another machine, with a limit on its length."""
 
 
 @dataclass(frozen=True)
@@ -35,63 +39,92 @@ MAPPED_RESERVE = Reserve(GIB // 2, 0.05)
 """Reserve on other machines, where the experts are mapped files."""
 
 
-@dataclass(frozen=True)
-class NodeGpu:
-    """The GPU that shares a node's experts with its CPU. Sizes are in bytes."""
+class GpuFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """A node's GPU that torch uses, which shares the node's experts with its CPU. Memory in bytes."""
 
-    name: str
-    total: int
-    free: int
-    """Bytes that may be taken: what is free, or the lent part of it."""
+    name: Text
+    memory_total: int
+    memory_free: int
+    memory_lent: int | None = None
+    """Bytes of its memory that its person lends; None: whatever is free."""
     calibration: Calibration | None = None
-    """Measured costs of one expert of this model; None: not measured."""
+    """One expert of the model as this machine measured it; None: it did not."""
+
+    # The head's choice, never the machine's own word.
     policy: ExpertPolicy = "balanced"
     expert_bytes: int | None = None
     """Bytes that the node's person gives to experts; None: all that is left."""
 
+    def slabs(self, model: ModelSizes) -> int | None:
+        """Number of experts that its memory keeps beside the rest of ``model`` there; None if that does not fit."""
+        room = gpu_room(model, Device(self.name, self.memory_total, self.memory_free))
+        chosen = room if self.expert_bytes is None else min(room, self.expert_bytes)
+        return None if room < 0 else slabs_kept(model, policy_named(self.policy, model.experts), chosen)
 
-@dataclass(frozen=True)
-class NodeMeasured:
-    """One machine as it described and measured itself. Bytes and seconds; None: not measured."""
 
-    node_id: str
-    name: str
+class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """One machine as it described and measured itself, and as a ring uses it. Bytes, bytes per second and seconds."""
+
     memory_total: int
     memory_free: int
     """Bytes of memory that can be had without harm, page cache included."""
+    memory_lent: int | None = None
+    """Bytes of memory that its person lends; None: whatever is free."""
+    memory_read: float = 0.0
+    """Rate of reading memory; 0: not measured."""
+    disk_free: int | None = None
+    """Free bytes on the node's disk; None: there is no limit."""
+    disk: Text = ""
+    """Identifier of the disk with the models, the same for all processes that use it."""
+    expert: Curve | None = None
+    """Seconds of one expert of the model by its number of tokens; None: not measured."""
+    instruction_set: str = ""
+    runtimes: list[str] = []
+    """The runtimes that are installed and run on the node, best first."""
+    libraries: dict[Text, Text] = {}
+    """Version of the computing library by runtime. privatellm's own kernels have none."""
+    exchanges: list[str] = []
+    """The exchanges that the node can run."""
+    has: dict[int, list[int]] = {}
+    """Experts of the model that are already on the node's disk, by decoder layer."""
+    has_trunk: bool = False
+    processor: str = ""
+    system: str = ""
+    threads: int = 0
+    layer_overhead_s: dict[str, float] = {}
+    """Seconds of a layer beside its weights, by runtime."""
+    fence_s: float = 0.0
+    """Seconds that a ring costs the node per MoE layer beside experts and transfer."""
+    central_s: float = 0.0
+    """The same in central mode, for the head and one follower together."""
+    machine: str = ""
+    """Identifier of the machine, the same for all its processes. Empty in a plan: no other node is on it."""
+    unified_memory: bool = False
+    """Whether CPU and GPU share the memory, which is wired for it (Apple Silicon), so that the system needs a
+    reserve."""
+    gpu: GpuFacts | None = None
+    """The GPU that torch uses; None: there is none, it is not lent, or the node's version is older."""
+
+    # The head's words, never the machine's own.
+    node_id: str = ""
+    name: str = ""
+    runs: str = ""
+    """The runtime of its experts."""
     kind: str = ""
     """Runtime, instruction set and dtype, e.g. ``native avx512_bf16``. Nodes of one kind compute the same bits."""
-    unified: bool = False
-    """Whether memory is shared with the GPU and wired for it (Apple Silicon)."""
-    expert: Curve | None = None
-    """Seconds of one expert of this model by its number of tokens."""
-    memory_read: float | None = None
-    """Rate of reading memory, in bytes per second."""
-    layer_overhead_s: float = 0.0
-    fence_s: float = 0.0
-    central_s: float = 0.0
-    machine: str = ""
-    """Name of the machine; see :class:`engine.planning.ring_speed.NodeCosts`."""
-    processor: str = ""
-    """Processor and number of threads. Machines that agree in both count as equally fast. Empty: unknown."""
-    has: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    """Experts of this model on the node's disk, by decoder layer."""
-    has_trunk: bool = False
-    disk_free: int | None = None
-    """Free bytes on the node's disk; None: unknown, so there is no limit."""
-    gpu: NodeGpu | None = None
-    """The GPU that runs experts in this ring; None: there is none."""
 
+    @property
+    def hardware(self) -> tuple[str, int] | None:
+        """Processor and number of threads. Nodes that agree in both count as equally fast. None: unknown."""
+        return (self.processor, self.threads) if self.processor else None
 
-@dataclass(frozen=True)
-class LinkFigures:
-    """The link between two machines, by node id, in either direction: seconds of half a round trip of 12 KiB, and bytes
-    per second."""
-
-    first: str
-    second: str
-    latency_s: float
-    bytes_per_s: float
+    @property
+    def overhead_s(self) -> float:
+        """Seconds that its runtime adds to a layer. Torch is never taken to add as little as the native runtime."""
+        measured, native = self.layer_overhead_s, self.layer_overhead_s.get("native", 0.0)
+        if self.runs == "torch" and measured and "torch" not in measured:
+            return max(TORCH_LAYER_S, native)
+        return measured.get(self.runs, native)
 
 
 def beside_weights(model: ModelSizes, central_follower: bool = False) -> tuple[int, int]:
@@ -100,36 +133,28 @@ def beside_weights(model: ModelSizes, central_follower: bool = False) -> tuple[i
     return key_values, workspace_bytes(model, gpu=False)
 
 
-def memory_room(model: ModelSizes, node: NodeMeasured, central_follower: bool = False) -> int:
+def memory_room(model: ModelSizes, node: NodeFacts, central_follower: bool = False) -> int:
     """Bytes for experts in the memory of ``node``'s CPU, after trunk, keys and values, workspace and reserve.
 
     Negative if even those do not fit. A follower in central mode keeps no trunk, keys or values.
     """
-    reserve = (UNIFIED_RESERVE if node.unified else MAPPED_RESERVE).of(node.memory_total)
+    reserve = (UNIFIED_RESERVE if node.unified_memory else MAPPED_RESERVE).of(node.memory_total)
     taken = sum(beside_weights(model, central_follower)) + (0 if central_follower else model.trunk_bytes)
     return min(node.memory_free, node.memory_total - reserve) - taken
 
 
-def slabs_on(gpu: NodeGpu, model: ModelSizes) -> int:
-    """Number of experts that the memory of a node's GPU keeps in a ring, where it holds nothing else of ``model``."""
-    few = model.experts_only()
-    room = gpu_room(few, Device(gpu.name, gpu.total, gpu.free))
-    chosen = room if gpu.expert_bytes is None else min(room, gpu.expert_bytes)
-    return slabs_kept(few, policy_named(gpu.policy, few.experts), chosen)
-
-
-def gpu_slabs(model: ModelSizes, node: NodeMeasured) -> int:
+def gpu_slabs(model: ModelSizes, node: NodeFacts) -> int:
     """Number of experts that the memory of ``node``'s GPU keeps; 0 without a GPU."""
-    return 0 if node.gpu is None else slabs_on(node.gpu, model)
+    return 0 if node.gpu is None else node.gpu.slabs(model.experts_only()) or 0
 
 
-def expert_room(model: ModelSizes, node: NodeMeasured, central_follower: bool = False) -> int:
+def expert_room(model: ModelSizes, node: NodeFacts, central_follower: bool = False) -> int:
     """Bytes for experts on ``node``, in its memory and its GPU's; negative as in :func:`memory_room`."""
     room = memory_room(model, node, central_follower)
     return room if room < 0 else room + gpu_slabs(model, node) * model.slab_bytes
 
 
-def disk_room(model: ModelSizes, node: NodeMeasured, central_follower: bool) -> int | None:
+def disk_room(model: ModelSizes, node: NodeFacts, central_follower: bool) -> int | None:
     """Bytes of experts that ``node`` can keep on its disk, including those already there. None: no limit.
 
     Negative if even the other parts that it is sent do not fit.
@@ -141,7 +166,7 @@ def disk_room(model: ModelSizes, node: NodeMeasured, central_follower: bool) -> 
     return node.disk_free + there - trunk
 
 
-def node_costs(model: ModelSizes, node: NodeMeasured) -> NodeCosts | None:
+def node_costs(model: ModelSizes, node: NodeFacts) -> NodeCosts | None:
     """Costs of ``node``; without a measured expert, from the time of streaming its weights. None if neither is
     known."""
     expert = node.expert
@@ -155,7 +180,7 @@ def node_costs(model: ModelSizes, node: NodeMeasured) -> NodeCosts | None:
         model,
         expert,
         node.memory_read,
-        node.layer_overhead_s,
+        node.overhead_s,
         node.fence_s,
         node.machine,
         central_s=node.central_s,
@@ -163,16 +188,16 @@ def node_costs(model: ModelSizes, node: NodeMeasured) -> NodeCosts | None:
     return with_gpu(model, node, costs)
 
 
-def with_gpu(model: ModelSizes, node: NodeMeasured, costs: NodeCosts) -> NodeCosts:
+def with_gpu(model: ModelSizes, node: NodeFacts, costs: NodeCosts) -> NodeCosts:
     """``costs`` of ``node``'s CPU with its GPU added, if it has one."""
     gpu = node.gpu
     if gpu is None:
         return replace(costs, gpu=None)
-    calibration = with_trunk_on_host(gpu_calibration(model, gpu, costs.expert, node.memory_read or 0.0))
+    calibration = with_trunk_on_host(gpu_calibration(model, gpu, costs.expert, node.memory_read))
     return replace(costs, gpu=GpuCosts(calibration, policy_named(gpu.policy, model.experts), gpu_slabs(model, node)))
 
 
-def gpu_calibration(model: ModelSizes, gpu: NodeGpu, cpu: Curve, memory_read: float) -> Calibration:
+def gpu_calibration(model: ModelSizes, gpu: GpuFacts, cpu: Curve, memory_read: float) -> Calibration:
     """The measured calibration of ``gpu``, or a guess, beside a CPU whose experts take ``cpu`` seconds."""
     ffn = round(model.slab_weights / (3 * model.hidden))
     shape = ExpertShape(hidden=model.hidden, ffn=ffn, dtype="", expert_bytes=model.slab_bytes)
@@ -182,20 +207,15 @@ def gpu_calibration(model: ModelSizes, gpu: NodeGpu, cpu: Curve, memory_read: fl
     return msgspec.structs.replace(gpu.calibration, shape=shape, cpu=cpu, memory_read=rate)
 
 
-def slabs_alone(model: ModelSizes, node: NodeMeasured) -> int | None:
+def slabs_alone(model: ModelSizes, node: NodeFacts) -> int | None:
     """Number of experts that ``node``'s GPU keeps beside trunk, keys and values if the node runs the model alone.
 
     None if it has no GPU with room for those.
     """
-    gpu = node.gpu
-    if gpu is None:
-        return None
-    room = gpu_room(model, Device(gpu.name, gpu.total, gpu.free))
-    chosen = room if gpu.expert_bytes is None else min(room, gpu.expert_bytes)
-    return None if room < 0 else slabs_kept(model, policy_named(gpu.policy, model.experts), chosen)
+    return None if node.gpu is None else node.gpu.slabs(model)
 
 
-def alone_times(model: ModelSizes, node: NodeMeasured, costs: NodeCosts) -> tuple[PassTime, PassTime]:
+def alone_times(model: ModelSizes, node: NodeFacts, costs: NodeCosts) -> tuple[PassTime, PassTime]:
     """Times of a decoding step and a prompt of PREFILL_TOKENS on ``node``, which holds everything.
 
     Trunk, keys and values are on a GPU with room for them, unless the CPU is faster.
@@ -205,9 +225,9 @@ def alone_times(model: ModelSizes, node: NodeMeasured, costs: NodeCosts) -> tupl
     if gpu is None:
         return on_cpu
     policy, slabs = policy_named(gpu.policy, model.experts), slabs_alone(model, node)
-    calibration = gpu_calibration(model, gpu, costs.expert, node.memory_read or 0.0)
+    calibration = gpu_calibration(model, gpu, costs.expert, node.memory_read)
     shares = Shares.even(model.experts)
-    speed = hybrid_speed(model, calibration, policy, (slabs or 0) / model.moe_layers, shares, node.layer_overhead_s)
+    speed = hybrid_speed(model, calibration, policy, (slabs or 0) / model.moe_layers, shares, node.overhead_s)
     if slabs is None or speed.step_s > on_cpu[0].seconds:
         return on_cpu
     moe = model.moe_layers * speed.layer_s

@@ -6,22 +6,21 @@ of its memory, and the memory of its GPU, hold experts. The decision gives its r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from msgspec import structs
 
-from engine.ipc.messages.ring import NodeShard, RingChoice, RingFacts
+from engine.ipc.messages.ring import LinkFacts, NodeShard, RingChoice, RingFacts
 from engine.planning.cluster_load import load_outcomes
 from engine.planning.memory import ModelSizes
 from engine.planning.placement import Placement
 from engine.planning.placement_planner import NodeRoom, Shortfall, place, place_held
 from engine.planning.prediction import PREFILL_TOKENS
 from engine.planning.ring_nodes import (
-    LinkFigures,
-    NodeMeasured,
+    NodeFacts,
     alone_times,
     disk_room,
     expert_room,
@@ -113,8 +112,8 @@ class RingDecision:
 
 def plan_ring(
     model: ModelSizes,
-    nodes: Sequence[NodeMeasured],
-    links: Sequence[LinkFigures],
+    nodes: Sequence[NodeFacts],
+    links: Mapping[tuple[str, str], LinkFacts],
     choice: RingChoice,
     popularity: Sequence[Sequence[float]] = (),
     at_once: float = 1.0,
@@ -122,9 +121,9 @@ def plan_ring(
 ) -> RingDecision:
     """The ring for ``model`` on ``nodes`` (the head first), within ``choice``.
 
-    ``popularity``: routes counted before, [MoE layer][expert]. ``at_once``: see RingSetting. ``waiting``: an answer
-    waits, so a placement that needs no weights sent takes precedence. Raises ValueError without nodes, and for a
-    popularity of another model.
+    ``links``: measured links, by the node ids of their ends in either order. ``popularity``: routes counted before,
+    [MoE layer][expert]. ``at_once``: see RingSetting. ``waiting``: an answer waits, so a placement that needs no
+    weights sent takes precedence. Raises ValueError without nodes, and for a popularity of another model.
     """
     if not nodes:
         raise ValueError("a ring needs at least its head")
@@ -132,7 +131,7 @@ def plan_ring(
         return RingDecision("refused", "The model has no experts to share: run it on one machine, partitioning auto.")
     costs = _alike(model, [node_costs(model, node) for node in nodes], nodes)
     known = {node.node_id: each for node, each in zip(nodes, costs, strict=True) if each is not None}
-    planner = _Planner(model, known, links, choice, popularity, at_once)
+    planner = _Planner(model, known, {frozenset(way): link for way, link in links.items()}, choice, popularity, at_once)
     chosen = [nodes[0], *(node for node in nodes[1:] if not choice.nodes or node.node_id in choice.nodes)]
     notices: list[str] = []
     if not choice.nodes:
@@ -173,7 +172,7 @@ class _Planner:
         self,
         model: ModelSizes,
         costs: Mapping[str, NodeCosts],
-        links: Iterable[LinkFigures],
+        links: Mapping[frozenset[str], LinkFacts],
         choice: RingChoice,
         popularity: Sequence[Sequence[float]],
         at_once: float,
@@ -181,13 +180,13 @@ class _Planner:
         self.model = model
         self._costs = costs
         self.choice = choice
-        self._links = {frozenset((link.first, link.second)): link for link in links}
+        self._links = links
         self._popularity = popularity
         self._at_once = at_once
         self._held_only = False
         """Whether every node uses only the experts that it has already."""
 
-    def ring(self, nodes: Sequence[NodeMeasured]) -> RingDecision:
+    def ring(self, nodes: Sequence[NodeFacts]) -> RingDecision:
         """A ring of ``nodes``, or why there is none.
 
         Nodes that would hold no expert are left out: they would run the trunk and wait in every exchange for nothing,
@@ -203,7 +202,7 @@ class _Planner:
             decision, lines = fewer, [*lines, *(idle_sentence(node.name) for node in idle)]
         return replace(decision, notices=(*decision.notices, *lines))
 
-    def _exactly(self, nodes: Sequence[NodeMeasured]) -> RingDecision:
+    def _exactly(self, nodes: Sequence[NodeFacts]) -> RingDecision:
         """A ring of all ``nodes``, or why there is none."""
         central = self.is_central(nodes)
         if self.choice.mode in ("exact", "fast") and _unlike(nodes):
@@ -245,7 +244,7 @@ class _Planner:
         return min(decisions, key=lambda one: one.step.seconds if one.step is not None else 0.0)
 
     def _place(
-        self, nodes: Sequence[NodeMeasured], rooms: Sequence[int], costs: Sequence[NodeCosts]
+        self, nodes: Sequence[NodeFacts], rooms: Sequence[int], costs: Sequence[NodeCosts]
     ) -> Placement | Shortfall:
         """The placement on ``rooms``, by the experts' seconds on nodes that hold as many as they can."""
         slots = [min(max(0, room) // self.model.slab_bytes, self.model.slabs) for room in rooms]
@@ -258,13 +257,13 @@ class _Planner:
             return found or Shortfall(0, self.model.expert_bytes, sum(rooms))
         return place(self.model.grid, given, self._popularity, self.choice.overlap, has, all_hold)
 
-    def _head_has(self, head: NodeMeasured) -> Mapping[int, Sequence[int]]:
+    def _head_has(self, head: NodeFacts) -> Mapping[int, Sequence[int]]:
         """Experts on the head's disk, by layer. Without a limit of disk space this is the whole model, whatever was
         counted."""
         grid = self.model.grid
         return head.has if head.disk_free is not None else dict.fromkeys(grid.layers, tuple(range(grid.experts)))
 
-    def held(self, nodes: Sequence[NodeMeasured]) -> RingDecision | None:
+    def held(self, nodes: Sequence[NodeFacts]) -> RingDecision | None:
         """A ring of ``nodes`` that needs no weights sent, or None if there is none."""
         central = self.is_central(nodes)
         able = [
@@ -282,19 +281,19 @@ class _Planner:
     def in_mode(self, mode: Mode) -> _Planner:
         """The same planner with ``mode`` fixed."""
         choice = structs.replace(self.choice, mode=mode)
-        return _Planner(self.model, self._costs, self._links.values(), choice, self._popularity, self._at_once)
+        return _Planner(self.model, self._costs, self._links, choice, self._popularity, self._at_once)
 
-    def is_central(self, nodes: Sequence[NodeMeasured]) -> bool:
+    def is_central(self, nodes: Sequence[NodeFacts]) -> bool:
         return self.choice.mode == "central" or (self.choice.mode == "auto" and _unlike(nodes))
 
-    def alone(self, node: NodeMeasured) -> PassTime | None:
+    def alone(self, node: NodeFacts) -> PassTime | None:
         """Time of a decoding step of ``node`` alone; None if the model does not fit there or nothing was measured."""
         costs = self._costs.get(node.node_id)
         if costs is None or expert_room(self.model, node) < self.model.expert_bytes:
             return None
         return alone_times(self.model, node, costs)[0]
 
-    def elsewhere(self, head: NodeMeasured, node: NodeMeasured) -> tuple[PassTime, PassTime] | None:
+    def elsewhere(self, head: NodeFacts, node: NodeFacts) -> tuple[PassTime, PassTime] | None:
         """Times of a decoding step and a prompt of PREFILL_TOKENS for ``head`` if ``node`` runs the model alone.
 
         They include sending tokens there and logits back. None if the model does not or may not fit there, or nothing
@@ -315,8 +314,8 @@ class _Planner:
     def decided_elsewhere(
         self,
         ring: RingDecision,
-        head: NodeMeasured,
-        node: NodeMeasured,
+        head: NodeFacts,
+        node: NodeFacts,
         times: tuple[PassTime, PassTime],
         reason: str,
     ) -> RingDecision:
@@ -344,7 +343,7 @@ class _Planner:
             notices=ring.notices,
         )
 
-    def slowest(self, nodes: Sequence[NodeMeasured]) -> list[NodeMeasured]:
+    def slowest(self, nodes: Sequence[NodeFacts]) -> list[NodeFacts]:
         """The nodes other than the head with the slowest experts and with the slowest links."""
         step = {
             node.node_id: alone_times(self.model, node, self._costs[node.node_id])[0].seconds
@@ -357,11 +356,11 @@ class _Planner:
         )
         return [by_work] if by_work is by_link else [by_work, by_link]
 
-    def _latency(self, first: NodeMeasured, second: NodeMeasured) -> float:
+    def _latency(self, first: NodeFacts, second: NodeFacts) -> float:
         link = self._links.get(frozenset((first.node_id, second.node_id)))
         return link.latency_s if link else ASSUMED_LATENCY_S
 
-    def wire(self, nodes: Sequence[NodeMeasured], central: bool) -> WireSpeed:
+    def wire(self, nodes: Sequence[NodeFacts], central: bool) -> WireSpeed:
         """Speed of the slowest link in use. Links that were not measured count as slow."""
         latency, rate = 0.0, float("inf")
         for i, first in enumerate(nodes):
@@ -375,7 +374,7 @@ class _Planner:
 
     def _decided(
         self,
-        nodes: Sequence[NodeMeasured],
+        nodes: Sequence[NodeFacts],
         placement: Placement,
         costs: Sequence[NodeCosts],
         central: bool,
@@ -411,15 +410,15 @@ class _Planner:
             notices=tuple(notices),
         )
 
-    def _loading(self, nodes: Sequence[NodeMeasured]) -> tuple[LoadingRule, str]:
+    def _loading(self, nodes: Sequence[NodeFacts]) -> tuple[LoadingRule, str]:
         if self.choice.loading != "auto":
             return self.choice.loading, ""
-        wired = [node.name for node in nodes if node.unified]
+        wired = [node.name for node in nodes if node.unified_memory]
         return ("router-aided", loading_sentence(wired)) if wired and len(nodes) > 1 else ("selected", "")
 
     def _terms(
         self,
-        nodes: Sequence[NodeMeasured],
+        nodes: Sequence[NodeFacts],
         placement: Placement,
         costs: Sequence[NodeCosts],
         mode: Mode,
@@ -431,7 +430,7 @@ class _Planner:
 
     def _times(
         self,
-        nodes: Sequence[NodeMeasured],
+        nodes: Sequence[NodeFacts],
         placement: Placement,
         costs: Sequence[NodeCosts],
         mode: Mode,
@@ -444,7 +443,7 @@ class _Planner:
 
     def _facts(
         self,
-        nodes: Sequence[NodeMeasured],
+        nodes: Sequence[NodeFacts],
         placement: Placement,
         weights: Sequence[float],
         mode: Mode,
@@ -489,7 +488,7 @@ class _Planner:
         )
 
 
-def _gpu_only(model: ModelSizes, nodes: Sequence[NodeMeasured], rooms: Sequence[int]) -> list[list[int]]:
+def _gpu_only(model: ModelSizes, nodes: Sequence[NodeFacts], rooms: Sequence[int]) -> list[list[int]]:
     """``rooms`` without the CPU's memory on nodes with a GPU: for each such node in turn, and for all of them."""
     there = [gpu_slabs(model, node) * model.slab_bytes for node in nodes]
     shared = [rank for rank, room in enumerate(rooms) if 0 < there[rank] < room]
@@ -497,9 +496,7 @@ def _gpu_only(model: ModelSizes, nodes: Sequence[NodeMeasured], rooms: Sequence[
     return [[there[rank] if rank in few else room for rank, room in enumerate(rooms)] for few in sets]
 
 
-def _alike(
-    model: ModelSizes, costs: Sequence[NodeCosts | None], nodes: Sequence[NodeMeasured]
-) -> list[NodeCosts | None]:
+def _alike(model: ModelSizes, costs: Sequence[NodeCosts | None], nodes: Sequence[NodeFacts]) -> list[NodeCosts | None]:
     """``costs`` with the fastest measurement for nodes with the same hardware. Slower ones were disturbed by other
     work.
 
@@ -520,18 +517,18 @@ def _alike(
     return improved
 
 
-def _same_hardware(first: NodeMeasured, second: NodeMeasured, costs: NodeCosts, others: NodeCosts) -> bool:
+def _same_hardware(first: NodeFacts, second: NodeFacts, costs: NodeCosts, others: NodeCosts) -> bool:
     if first is second:
         return True
     if first.kind != second.kind:
         return False
     if first.machine and first.machine == second.machine:
         return True
-    alike = bool(first.processor) and first.processor == second.processor
+    alike = first.hardware is not None and first.hardware == second.hardware
     return alike and costs.expert.at(1) <= NOISE * others.expert.at(1)
 
 
-def _unlike(nodes: Sequence[NodeMeasured]) -> bool:
+def _unlike(nodes: Sequence[NodeFacts]) -> bool:
     """Whether some nodes would compute other bits than the head."""
     return any(node.kind != nodes[0].kind for node in nodes)
 
@@ -541,7 +538,7 @@ def _turn(step: PassTime, prefill: PassTime) -> float:
     return prefill.seconds + ANSWER_TOKENS * step.seconds
 
 
-def _without_the_small(planner: _Planner, nodes: Sequence[NodeMeasured]) -> tuple[list[NodeMeasured], list[str]]:
+def _without_the_small(planner: _Planner, nodes: Sequence[NodeFacts]) -> tuple[list[NodeFacts], list[str]]:
     """The nodes with room for what every node needs and for one expert, and a line for each other node."""
     central, least = planner.is_central(nodes), planner.model.slab_bytes
     large_enough, lines = [nodes[0]], []
@@ -556,7 +553,7 @@ def _without_the_small(planner: _Planner, nodes: Sequence[NodeMeasured]) -> tupl
     return large_enough, lines
 
 
-def _without_the_slow(planner: _Planner, nodes: Sequence[NodeMeasured], best: RingDecision) -> RingDecision:
+def _without_the_slow(planner: _Planner, nodes: Sequence[NodeFacts], best: RingDecision) -> RingDecision:
     """``best`` (the ring of all ``nodes``), or a smaller ring that is predicted to be clearly faster.
 
     Nodes are left out one by one, each time the slowest or the one behind the slowest link, while the rest can hold the
@@ -565,10 +562,10 @@ def _without_the_slow(planner: _Planner, nodes: Sequence[NodeMeasured], best: Ri
     # In one mode: else more machines with exact sums would be weighed against fewer with fast ones.
     same = planner.in_mode(best.mode)
     whole = best.step
-    chain: list[tuple[PassTime, list[NodeMeasured]]] = []
+    chain: list[tuple[PassTime, list[NodeFacts]]] = []
     left = list(nodes)
     while len(left) > 2:
-        rings: list[tuple[float, int, NodeMeasured, PassTime]] = []
+        rings: list[tuple[float, int, NodeFacts, PassTime]] = []
         for out in same.slowest(left):
             ring = same.ring([node for node in left if node is not out])
             if ring.kind == "ring" and ring.step is not None:
@@ -589,7 +586,7 @@ def _without_the_slow(planner: _Planner, nodes: Sequence[NodeMeasured], best: Ri
     return replace(fewer, notices=(*fewer.notices, line))
 
 
-def _against_alone(planner: _Planner, nodes: Sequence[NodeMeasured], ring: RingDecision) -> RingDecision:
+def _against_alone(planner: _Planner, nodes: Sequence[NodeFacts], ring: RingDecision) -> RingDecision:
     """``ring``, or the head or another machine alone if that is faster."""
     head = nodes[0]
     by_itself = {node.node_id: planner.alone(node) for node in nodes}
@@ -627,7 +624,7 @@ def _against_alone(planner: _Planner, nodes: Sequence[NodeMeasured], ring: RingD
     return decision
 
 
-def _without_sending(planner: _Planner, nodes: Sequence[NodeMeasured], decision: RingDecision) -> RingDecision:
+def _without_sending(planner: _Planner, nodes: Sequence[NodeFacts], decision: RingDecision) -> RingDecision:
     """``decision``, or one that needs no weights sent.
 
     That is the faster of a ring of what the nodes have, and the head alone, unless the ring was asked for even if it is

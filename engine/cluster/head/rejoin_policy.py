@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 from engine.cluster.head.survey import Surveyor
 from engine.cluster.membership.client import CallGroup
-from engine.cluster.membership.control_messages import NodeFacts, WantedFacts, check_facts
+from engine.cluster.membership.control_messages import WantedFacts, check_facts
 from engine.cluster.membership.rpc_fanout import Candidate, NodeRefused, ask, stopped_by
 from engine.cluster.weights.weight_fingerprint import known_weights
 from engine.ipc.progress import ProgressCallback
+from engine.planning.ring_nodes import NodeFacts
 
 LOOK_S = 3.0
 """Timeout in seconds for a machine's answer about what it has. The next question asks it again."""

@@ -19,10 +19,8 @@ from engine.cluster.membership.client import CallGroup, Unreachable
 from engine.cluster.membership.control_messages import (
     MOST_ADDRESSES,
     MOST_TEXT,
-    GpuFacts,
     Linked,
     MeasuredLink,
-    NodeFacts,
     NodeLoad,
     WantedFacts,
     check_facts,
@@ -42,8 +40,7 @@ from engine.ipc.progress import ProgressCallback
 from engine.models.folders.shard_files import is_shard
 from engine.moe.kernels.pool import threads_of
 from engine.moe.popularity import known_counts
-from engine.planning.ring_nodes import LinkFigures as PlannedLink
-from engine.planning.ring_nodes import NodeGpu, NodeMeasured
+from engine.planning.ring_nodes import GpuFacts, NodeFacts
 from engine.planning.ring_plan import RingDecision, plan_ring
 from engine.planning.ring_words import THIS_MACHINE
 from engine.planning.runtime_choice import experts_runtime
@@ -59,8 +56,6 @@ LONGEST_KIND = 160
 """Maximum characters of the description of everything on which a node's results depend."""
 LONGEST_GPU = 60
 """Maximum characters of a GPU's name."""
-TORCH_LAYER_S = 1e-3
-"""Assumed seconds that torch adds to a layer in Python and small operations, if not measured."""
 
 
 @dataclass
@@ -376,8 +371,8 @@ def decide(
     if headers.profile is not None:
         counts = known_counts(headers.folder, headers.profile, headers.sizes.experts_per_token, lambda text: None)
         popularity = [] if counts is None else [list(map(float, row)) for row in counts.values()]
-    model, links = replace(headers.sizes.as_loaded(load, load.runtime), name=name), planned_links(survey)
-    decision = plan_ring(model, nodes, links, load.ring, popularity, at_once, waiting)
+    model = replace(headers.sizes.as_loaded(load, load.runtime), name=name)
+    decision = plan_ring(model, nodes, survey.links, load.ring, popularity, at_once, waiting)
     if decision.facts is None:
         return decision
     named = [
@@ -389,8 +384,8 @@ def decide(
 
 def planned_nodes(
     survey: Survey, order: Sequence[tuple[str, str]], runtime: str, dtype: str, own: Load | None = None
-) -> list[NodeMeasured]:
-    """The planner's facts of the nodes ``order`` (node ids and names, the head first).
+) -> list[NodeFacts]:
+    """The nodes ``order`` as the planner takes them (node ids and names, the head first).
 
     Processes of one machine divide its free memory; those that receive weights divide its disk. ``own``: how the head
     loads its shard; None: with all defaults.
@@ -399,59 +394,45 @@ def planned_nodes(
     for node_id, _ in order:
         machine = survey.facts[node_id].machine
         machines[machine] = machines.get(machine, 0) + 1
-    nodes: list[NodeMeasured] = []
+    nodes: list[NodeFacts] = []
     for node_id, name in order:
         facts = survey.facts[node_id]
         shared = machines[facts.machine]
         taking = order[1:] if survey.whole else order
         disk = sum(survey.facts[other].disk == facts.disk for other, _ in taking) if facts.disk else 1
         runs = experts_runtime(runtime, facts.runtimes)
-        overhead = _overheads(survey, order[0][0], node_id)
         gpu = None if runs != "torch" or facts.gpu is None else _gpu_of(facts.gpu, shared, None if nodes else own)
         nodes.append(
-            NodeMeasured(
+            msgspec.structs.replace(
+                facts,
                 node_id=node_id,
                 name=name,
+                runs=runs,
+                kind=_kind(runs, facts, dtype),
                 memory_total=facts.memory_total // shared,
                 memory_free=_least(facts.memory_free // shared, facts.memory_lent),
-                kind=_kind(runs, facts, dtype),
-                unified=facts.unified_memory,
-                expert=facts.expert,
-                memory_read=facts.memory_read,
-                layer_overhead_s=_overhead_s(overhead, runs),
-                fence_s=facts.fence_s,
-                central_s=facts.central_s,
+                disk_free=(facts.disk_free or 0) // disk if nodes or not survey.whole else None,
+                layer_overhead_s=_overheads(survey, order[0][0], node_id),
                 machine=facts.machine if shared > 1 else "",
-                processor=f"{facts.processor}, {facts.threads} threads" if facts.processor else "",
-                has={layer: tuple(experts) for layer, experts in facts.has.items()},
-                has_trunk=facts.has_trunk,
-                disk_free=facts.disk_free // disk if nodes or not survey.whole else None,
                 gpu=gpu,
             )
         )
     return nodes
 
 
-def _gpu_of(facts: GpuFacts, shared: int, own: Load | None) -> NodeGpu | None:
+def _gpu_of(facts: GpuFacts, shared: int, own: Load | None) -> GpuFacts | None:
     """The GPU of a machine that ``shared`` nodes share, as one of them uses it. ``own``: how the head loads; others use
     what is lent by the default policy."""
     if own is not None and own.partitioning == "cpu":
         return None
-    return NodeGpu(
+    return msgspec.structs.replace(
+        facts,
         name=plain_text(facts.name, LONGEST_GPU),
-        total=facts.memory_total // shared,
-        free=_least(facts.memory_free // shared, facts.memory_lent),
-        calibration=facts.calibration,
+        memory_total=facts.memory_total // shared,
+        memory_free=_least(facts.memory_free // shared, facts.memory_lent),
         policy=own.policy if own is not None else "balanced",
         expert_bytes=own.gpu_expert_bytes if own is not None else None,
     )
-
-
-def _overhead_s(measured: Mapping[str, float], runtime: str) -> float:
-    """Seconds that ``runtime`` adds to a layer. Torch is never taken to add as little as the native runtime."""
-    if runtime not in measured and runtime == "torch" and measured:
-        return max(TORCH_LAYER_S, measured.get("native", 0.0))
-    return measured.get(runtime, measured.get("native", 0.0))
 
 
 def _least(free: int, lent: int | None) -> int:
@@ -479,12 +460,6 @@ def _overheads(survey: Survey, head: str, node_id: str) -> dict[str, float]:
     facts = survey.facts[node_id]
     same = facts.machine == survey.facts[head].machine
     return survey.facts[head].layer_overhead_s if same else facts.layer_overhead_s
-
-
-def planned_links(survey: Survey) -> list[PlannedLink]:
-    return [
-        PlannedLink(first, second, link.latency_s, link.bytes_per_s) for (first, second), link in survey.links.items()
-    ]
 
 
 # --- links that were measured before ---------------------------------------------------------------------------------

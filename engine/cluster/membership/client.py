@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar, cast, get_args
 
 import grpc
+import msgspec
 
 from discovery.names import plain_text
 from engine.cluster.membership.control_messages import MESSAGE_LIMIT, SERVICE, ControlBody, pack, unpack
@@ -40,7 +41,7 @@ SILENT = ("timed out", "timeout", "no route to host", "unreachable", "host is do
 """Words of gRPC for a connection that failed because nothing came back, as when a cable is out. The machine's program
 may still run."""
 
-Body = TypeVar("Body", bound=ControlBody)
+Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 class Unreachable(Exception):

@@ -14,8 +14,9 @@ from engine.ipc.messages.parts import DtypeName, RuntimeName
 from engine.ipc.messages.requests import ModelOptions
 from engine.ipc.messages.ring import ExchangeName, LinkFacts
 from engine.moe.expert_parallel import Loading, Mode
-from engine.planning.calibration import Calibration, Curve, ExpertShape, check_calibration
+from engine.planning.calibration import ExpertShape, check_calibration
 from engine.planning.placement import Placement
+from engine.planning.ring_nodes import GpuFacts, NodeFacts, Text
 
 CONTROL_PROTOCOL = 4
 """Version of the control protocol. It is increased when nodes of two versions could not understand each other."""
@@ -38,9 +39,6 @@ _LARGEST = 1 << 60
 _LONGEST_S = 1e6
 """Maximum seconds that another machine may say that one expert, or a copy of it, takes."""
 _EPOCH = re.compile(r"[0-9A-Za-z_-]{1,64}")
-
-Text = Annotated[str, msgspec.Meta(max_length=MOST_TEXT)]
-"""Text from another machine, with a limit on its length."""
 
 
 class ControlBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=False):
@@ -104,57 +102,6 @@ class WantedFacts(ControlBody, frozen=True, kw_only=True):
     runtime: RuntimeName = "auto"
     threads: int | None = None
     """Number of threads; None: one per core of the node."""
-
-
-class GpuFacts(ControlBody, frozen=True, kw_only=True):
-    """A node's GPU that torch uses. Memory in bytes."""
-
-    name: Text
-    memory_total: int
-    memory_free: int
-    memory_lent: int | None = None
-    """Bytes of its memory that its person lends; None: whatever is free."""
-    calibration: Calibration | None = None
-    """One expert of ``shape`` as this machine measured it; None: it did not."""
-
-
-class NodeFacts(ControlBody, frozen=True, kw_only=True):
-    """A node's own measurements, in bytes, bytes per second and seconds."""
-
-    memory_total: int
-    memory_free: int
-    memory_lent: int | None = None
-    """Bytes of memory that its person lends; None: whatever is free."""
-    memory_read: float
-    disk_free: int
-    disk: Text = ""
-    """Identifier of the disk with the models, the same for all processes that use it."""
-    expert: Curve | None
-    """Seconds of one expert over tokens; None if ``shape`` was."""
-    instruction_set: str
-    runtimes: list[str]
-    """The runtimes that are installed and run on the node, best first."""
-    libraries: dict[Text, Text] = {}
-    """Version of the computing library by runtime. privatellm's own kernels have none."""
-    exchanges: list[str] = []
-    """The exchanges that the node can run."""
-    has: dict[int, list[int]] = {}
-    """Experts of the model that are already on the node's disk, by layer."""
-    has_trunk: bool = False
-    processor: str
-    system: str
-    threads: int
-    layer_overhead_s: dict[str, float] = {}
-    fence_s: float = 0.0
-    """Seconds that a ring costs the node per MoE layer beside experts and transfer."""
-    central_s: float = 0.0
-    """The same in central mode, for the head and one follower together."""
-    machine: str = ""
-    """Identifier of the machine, the same for all its processes."""
-    unified_memory: bool = False
-    """Whether CPU and GPU share the memory, so that the system needs a reserve."""
-    gpu: GpuFacts | None = None
-    """The GPU that torch uses; None: there is none, it is not lent, or the node's version is older."""
 
 
 class Linked(ControlBody, frozen=True, kw_only=True):
@@ -362,12 +309,12 @@ LENDING: dict[str, tuple[type[ControlBody], CallKind]] = {
 }
 """Request and shape of the call by method, for the methods of a lent machine only."""
 
-Body = TypeVar("Body", bound=ControlBody)
+Body = TypeVar("Body", bound=msgspec.Struct)
 _encode = msgspec.msgpack.Encoder().encode
 _decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
 
 
-def pack(body: ControlBody) -> bytes:
+def pack(body: msgspec.Struct) -> bytes:
     """The encoded ``body``. Raises RingProtocolError if it is larger than a message may be."""
     data = _encode(body)
     if len(data) > MESSAGE_LIMIT:
@@ -413,7 +360,8 @@ def check_spec(spec: EpochSpec) -> None:
 
 def check_facts(facts: NodeFacts) -> None:
     """Raises RingProtocolError for figures that no machine has. They would otherwise end up in every node's plan."""
-    sizes = (facts.memory_total, facts.memory_free, facts.disk_free, facts.memory_lent or 0)
+    disk = -1 if facts.disk_free is None else facts.disk_free
+    sizes = (facts.memory_total, facts.memory_free, disk, facts.memory_lent or 0)
     if not all(0 <= size < _LARGEST for size in sizes) or not facts.memory_total or not 0 < facts.threads < 1 << 20:
         raise RingProtocolError(f"A machine says that it has {facts.memory_total} bytes and {facts.threads} threads.")
     curve = facts.expert

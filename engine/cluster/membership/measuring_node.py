@@ -29,7 +29,7 @@ from engine.calibration.memory_rate import memory_rate
 from engine.calibration.synthetic_experts import check_shape, expert_curve
 from engine.cluster.all_gather import RingLayers
 from engine.cluster.central import CentralHead, CentralNode
-from engine.cluster.membership.control_messages import GpuFacts, NodeFacts, WantedFacts
+from engine.cluster.membership.control_messages import WantedFacts
 from engine.cluster.transport.exchange import Buffer, between_exchanges
 from engine.cluster.weights.shard_store import RESERVE_BYTES
 from engine.errors import ModelError
@@ -38,6 +38,7 @@ from engine.moe.kernels.bindings import choose
 from engine.moe.kernels.pool import physical_cores, usable_cpus
 from engine.planning.calibration import ExpertShape
 from engine.planning.placement import Placement
+from engine.planning.ring_nodes import GpuFacts, NodeFacts
 from engine.runtimes import gpu_present
 from engine.runtimes.mlx.runtime import open_files_kept
 from engine.system.free_memory import available_bytes, memory

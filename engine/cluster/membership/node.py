@@ -28,7 +28,7 @@ from discovery.mdns import FoundNode, Neighbourhood
 from discovery.pairing_service import KIND as PAIR_KIND
 from discovery.pairing_service import PairingService, pair_with
 from discovery.peers import Peer, PeersFile, PeersWatch
-from engine.cluster.membership.control_messages import CONTROL_PROTOCOL, LENDING, Greeting, NodeFacts, NodeLoad
+from engine.cluster.membership.control_messages import CONTROL_PROTOCOL, LENDING, Greeting, NodeLoad
 from engine.cluster.membership.measuring_node import runtimes
 from engine.cluster.membership.peer_table import AnnouncedPeer, PeerTable
 from engine.cluster.membership.server import Caller, ControlServer, RpcMethod
@@ -39,6 +39,7 @@ from engine.cluster.transport.link_probe import answer_measuring
 from engine.errors import ModelError
 from engine.ipc.messages import OpenNetwork
 from engine.ipc.messages.ring import NodeId
+from engine.planning.ring_nodes import NodeFacts
 from engine.system.free_memory import memory
 from engine.system.locations import ensure, locate
 

@@ -20,6 +20,7 @@ from typing import Any
 from urllib.parse import unquote
 
 import grpc
+import msgspec
 import psutil
 
 from discovery.addresses import interface_of
@@ -220,8 +221,8 @@ class _Forgotten(Exception):
     """The caller was unpaired while it was answered."""
 
 
-def _once(method: RpcMethod, caller: Caller, data: bytes) -> ControlBody:
-    answer: ControlBody = method.answer(caller, unpack(data, method.request))
+def _once(method: RpcMethod, caller: Caller, data: bytes) -> msgspec.Struct:
+    answer: msgspec.Struct = method.answer(caller, unpack(data, method.request))
     return answer
 
 

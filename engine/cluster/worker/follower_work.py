@@ -20,7 +20,7 @@ from engine.cluster.commands import Answers, MoveLinks
 from engine.cluster.epoch_links import EpochLinks, rank_context_of
 from engine.cluster.expert_runners import layers_for, load_experts
 from engine.cluster.formation import PassControl
-from engine.cluster.membership.control_messages import EpochSpec, Forming, GpuFacts
+from engine.cluster.membership.control_messages import EpochSpec, Forming
 from engine.cluster.parts import Moment, Observer, nobody_observes
 from engine.cluster.transport.accepting import Links
 from engine.cluster.transport.exchange import Buffer, Exchange, Link, PeerLost
@@ -31,7 +31,7 @@ from engine.ipc.progress import ProgressCallback
 from engine.models.folders.weight_layout import layout_of
 from engine.moe.expert_parallel import HEAD
 from engine.moe.kernels.pool import within_this_machine
-from engine.planning.ring_nodes import NodeGpu, slabs_on
+from engine.planning.ring_nodes import GpuFacts
 from engine.planning.runtime_choice import experts_runtime
 from engine.residency.resident_model import ResidentModel, held_in
 from engine.runtimes import runtime_named
@@ -95,7 +95,7 @@ def gpu_shard_bytes(
     load = load_of(spec, terms)
     sizes = read_headers(folder, load).sizes.as_loaded(load, "torch")
     free = min(lent.memory_free, lent.memory_lent or 0)
-    slabs = slabs_on(NodeGpu(lent.name, lent.memory_total, free), sizes)
+    slabs = msgspec.structs.replace(lent, memory_free=free).slabs(sizes.experts_only()) or 0
     return min(slabs, spec.placement.count_of(spec.rank)) * layout_of(folder).expert_bytes
 
 

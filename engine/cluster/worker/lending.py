@@ -26,7 +26,6 @@ from engine.cluster.membership.control_messages import (
     LinksTried,
     LoadShard,
     MeasuredLink,
-    NodeFacts,
     Received,
     StopPass,
     TryLinks,
@@ -51,6 +50,7 @@ from engine.cluster.worker.model_provider import ModelProvider
 from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import LendingFacts, LendTerms
 from engine.models.folders.weight_layout import layout_of
+from engine.planning.ring_nodes import NodeFacts
 from engine.planning.units import byte_size
 from engine.system.locations import locate
 
@@ -293,7 +293,7 @@ class ClusterWorker:
         facts = self._node.reported(measure_node(wanted, lent_threads(self._terms, wanted.threads)))
         has, trunk = held_of(wanted.weights, caller.node_id)
         exchanges = [str(name) for name in available_exchanges()]
-        disk = facts.disk_free + reusable_bytes(wanted.weights, wanted.family, caller.node_id)
+        disk = (facts.disk_free or 0) + reusable_bytes(wanted.weights, wanted.family, caller.node_id)
         return msgspec.structs.replace(
             facts,
             exchanges=exchanges,

@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from engine.cluster.membership.control_messages import (
-    NodeFacts,
-)
 from engine.planning.calibration import Curve
+from engine.planning.ring_nodes import NodeFacts
 from tests.support.tiny_models import write_tiny_model
 
 

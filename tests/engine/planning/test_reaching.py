@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from engine.ipc.messages.ring import RingChoice
 from engine.planning.memory import ModelSizes
 from engine.planning.reaching import Pair, plan_reaching, reaching_sets, why_apart
-from engine.planning.ring_nodes import NodeMeasured
+from engine.planning.ring_nodes import NodeFacts
 from engine.planning.ring_plan import RingDecision, plan_ring
 from tests.support.random_examples import examples
 
@@ -38,13 +38,20 @@ memories = st.lists(st.sampled_from([5, 8, 14, 30]), min_size=1, max_size=6)
 def planning(memory: Sequence[float], **choice: object):  # type: ignore[no-untyped-def]
     """A plan of the head ``h`` and the others, who have so many GB, each with another speed."""
     nodes = {
-        name: NodeMeasured(name, name, round(gb * GB), round(gb * GB), kind="native", memory_read=(50 + 7 * at) * 1e9)
+        name: NodeFacts(
+            node_id=name,
+            name=name,
+            memory_total=round(gb * GB),
+            memory_free=round(gb * GB),
+            kind="native",
+            memory_read=(50 + 7 * at) * 1e9,
+        )
         for at, (name, gb) in enumerate(zip(f"h{NAMES}", memory, strict=False))
     }
     chosen = RingChoice(even_if_slower=True, overlap=False, **choice)  # type: ignore[arg-type]
 
     def plan(others: Sequence[str]) -> RingDecision:
-        return plan_ring(MODEL, [nodes["h"], *(nodes[one] for one in others)], [], chosen)
+        return plan_ring(MODEL, [nodes["h"], *(nodes[one] for one in others)], {}, chosen)
 
     return list(nodes)[1:], plan
 

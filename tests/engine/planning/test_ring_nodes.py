@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.ipc.messages import ExpertPolicy
-from engine.ipc.messages.ring import RingChoice
+from engine.ipc.messages.ring import LinkFacts, RingChoice
 from engine.planning.balancing import layer_sides
 from engine.planning.calibration import Calibration, Curve, ExpertShape, guessed, with_trunk_on_host
 from engine.planning.hybrid import Device, gpu_room, slabs_kept, workspace_bytes
@@ -21,9 +21,8 @@ from engine.planning.placement import Placement
 from engine.planning.policy import ActiveExpert, policy_named
 from engine.planning.prediction import Shares, hybrid_speed
 from engine.planning.ring_nodes import (
-    LinkFigures,
-    NodeGpu,
-    NodeMeasured,
+    GpuFacts,
+    NodeFacts,
     alone_times,
     expert_room,
     gpu_slabs,
@@ -35,6 +34,8 @@ from engine.planning.ring_speed import GpuCosts, NodeCosts, RingSetting, WireSpe
 from engine.planning.routing_load import Assigner
 from engine.planning.runtime_choice import RingForecast, RuntimeChoice, experts_runtime, ring_choice
 from tests.support.random_examples import examples
+
+changed = msgspec.structs.replace
 
 SLAB = 10_000_000
 SIZES = ModelSizes(
@@ -65,30 +66,32 @@ MEASURED = Calibration(
 )
 
 
-def gpu(slabs: int, **more: object) -> NodeGpu:
+def gpu(slabs: int, **more: object) -> GpuFacts:
     """One with room for exactly ``slabs`` experts."""
     memory = WORKSPACE + slabs * SLAB
     values: dict[str, object] = {"calibration": MEASURED, **more}
-    return NodeGpu("a GPU", memory, memory, **values)  # type: ignore[arg-type]
+    return GpuFacts(name="a GPU", memory_total=memory, memory_free=memory, **values)  # type: ignore[arg-type]
 
 
-def node(name: str, experts: int = 8, on_gpu: int | None = None, **more: object) -> NodeMeasured:
+def node(name: str, experts: int = 8, on_gpu: int | None = None, **more: object) -> NodeFacts:
     """A node whose CPU's memory has room for ``experts`` experts."""
-    taken = memory_room(MODEL, NodeMeasured(name, name, 1 << 40, 1 << 40))
+    taken = memory_room(MODEL, NodeFacts(memory_total=1 << 40, memory_free=1 << 40))
     free = (1 << 40) - taken + experts * SLAB
     reserve = round((1 << 40) * 0.05)
-    values: dict[str, object] = {"expert": CPU, "memory_read": SLAB / 1e-3, "kind": "torch", **more}
-    found = NodeMeasured(name, name, 1 << 40, free - reserve, **values)  # type: ignore[arg-type]
-    found = replace(found, gpu=None if on_gpu is None else gpu(on_gpu))
+    values: dict[str, object] = {"node_id": name, "name": name, "kind": "torch", **more}
+    values = {"expert": CPU, "memory_read": SLAB / 1e-3, **values}
+    found = NodeFacts(memory_total=1 << 40, memory_free=free - reserve, **values)  # type: ignore[arg-type]
+    found = changed(found, gpu=None if on_gpu is None else gpu(on_gpu))
     assert memory_room(MODEL, found) == experts * SLAB
     return found
 
 
-def links(nodes: list[NodeMeasured]) -> list[LinkFigures]:
-    return [LinkFigures(a.node_id, b.node_id, 1e-5, 5e9) for a, b in itertools.combinations(nodes, 2)]
+def links(nodes: list[NodeFacts]) -> dict[tuple[str, str], LinkFacts]:
+    link = LinkFacts(interface="", address="", latency_s=1e-5, bytes_per_s=5e9)
+    return {(a.node_id, b.node_id): link for a, b in itertools.combinations(nodes, 2)}
 
 
-def decide(nodes: list[NodeMeasured], **choice: object) -> RingDecision:
+def decide(nodes: list[NodeFacts], **choice: object) -> RingDecision:
     values: dict[str, object] = {"even_if_slower": True, **choice}
     return plan_ring(MODEL, nodes, links(nodes), RingChoice(**values))  # type: ignore[arg-type]
 
@@ -102,15 +105,15 @@ def test_a_gpu_adds_the_room_that_loading_finds_there() -> None:
     assert gpu_slabs(MODEL, found) == 3
     assert expert_room(MODEL, found) == 5 * SLAB
     # Trunk, keys and values of a ring are on the CPU.
-    device = Device("", found.gpu.total, found.gpu.free)
+    device = Device("", found.gpu.memory_total, found.gpu.memory_free)
     assert gpu_room(MODEL.experts_only(), device) == 3 * SLAB
     assert gpu_room(MODEL, device) == 3 * SLAB - SIZES.trunk_bytes - 100_000
-    assert expert_room(MODEL, replace(found, gpu=gpu(3, expert_bytes=SLAB))) == 3 * SLAB
-    assert expert_room(MODEL, replace(found, gpu=gpu(3, policy="stream"))) == 2 * SLAB
-    short = NodeGpu("a GPU", WORKSPACE, WORKSPACE // 2)
-    assert expert_room(MODEL, replace(found, gpu=short)) == 2 * SLAB
+    assert expert_room(MODEL, changed(found, gpu=gpu(3, expert_bytes=SLAB))) == 3 * SLAB
+    assert expert_room(MODEL, changed(found, gpu=gpu(3, policy="stream"))) == 2 * SLAB
+    short = GpuFacts(name="a GPU", memory_total=WORKSPACE, memory_free=WORKSPACE // 2)
+    assert expert_room(MODEL, changed(found, gpu=short)) == 2 * SLAB
     # A node without memory for what every node keeps is none, whatever its GPU has.
-    assert expert_room(MODEL, replace(found, memory_free=0)) < 0
+    assert expert_room(MODEL, changed(found, memory_free=0)) < 0
 
 
 def test_experts_are_placed_up_to_the_memory_of_cpus_and_gpus() -> None:
@@ -217,7 +220,7 @@ def test_the_most_used_experts_are_taken_to_be_on_the_gpu() -> None:
 # --- who holds what -------------------------------------------------------------------------------------------------
 
 
-def best_of_all(nodes: list[NodeMeasured]) -> float:
+def best_of_all(nodes: list[NodeFacts]) -> float:
     """The fastest step of all placements of one layer's experts without replicas, equal in both layers, in which every
     node has one; infinite if there is none."""
     costs = [each for one in nodes if (each := node_costs(MODEL, one)) is not None]
@@ -251,7 +254,7 @@ def test_close_to_the_best_of_all_placements(memory: list[int], on_gpu: list[int
 
 def test_a_slow_cpu_beside_a_fast_gpu_is_left_to_others() -> None:
     """The GPU holds half; what is beyond it would run on this node's CPU, behind the GPU's own copies and runs."""
-    slow = replace(node("a", 8, on_gpu=4), expert=Curve((1, 512), (20e-3, 100e-3)))
+    slow = changed(node("a", 8, on_gpu=4), expert=Curve((1, 512), (20e-3, 100e-3)))
     found = decide([slow, node("b", 8)], overlap=False)
     assert found.placement is not None
     assert found.placement.count_of(0) == 4
@@ -267,7 +270,7 @@ def test_weights_are_the_seconds_with_the_gpu() -> None:
 def test_equal_machines_keep_their_own_gpus() -> None:
     """Their CPUs are taken to be alike, whatever they measured apart; a GPU is not."""
     with_gpu = node("a", 8, on_gpu=4, processor="p", machine="one")
-    slower = replace(node("b", 8, processor="p", machine="one"), expert=Curve((1, 512), (1.1e-3, 110e-3)))
+    slower = changed(node("b", 8, processor="p", machine="one"), expert=Curve((1, 512), (1.1e-3, 110e-3)))
     found = decide([with_gpu, slower])
     assert found.terms is not None
     first, second = found.terms.nodes
@@ -283,7 +286,7 @@ def test_alone_the_trunk_keys_and_values_are_on_the_gpu() -> None:
     here = node("a", 8, on_gpu=6)
     costs = node_costs(MODEL, here)
     assert costs is not None and here.gpu is not None
-    room = gpu_room(MODEL, Device("", here.gpu.total, here.gpu.free))
+    room = gpu_room(MODEL, Device("", here.gpu.memory_total, here.gpu.memory_free))
     assert room == 6 * SLAB - SIZES.trunk_bytes - 100_000
     slabs = slabs_kept(SIZES, policy_named("balanced"), room)
     told = hybrid_speed(SIZES, MEASURED, policy_named("balanced"), slabs / 2, Shares.even(4))
@@ -291,11 +294,11 @@ def test_alone_the_trunk_keys_and_values_are_on_the_gpu() -> None:
     assert step.seconds == pytest.approx(told.step_s)
     assert step.moe_s == pytest.approx(2 * told.layer_s)
     assert prefill.seconds == pytest.approx(told.prefill_s)
-    cpu = alone_times(MODEL, replace(here, gpu=None), costs)
+    cpu = alone_times(MODEL, changed(here, gpu=None), costs)
     assert cpu[0].seconds > step.seconds
     # A GPU without room for the trunk, or a slower one, is left alone.
     for other in (gpu(1), gpu(6, calibration=msgspec.structs.replace(MEASURED, gpu=Curve((1,), (1.0,))))):
-        assert alone_times(MODEL, replace(here, gpu=other), costs) == cpu
+        assert alone_times(MODEL, changed(here, gpu=other), costs) == cpu
 
 
 def test_the_head_alone_with_its_gpu_is_faster_than_the_ring() -> None:
@@ -316,7 +319,7 @@ def test_another_machine_that_computes_alone_keeps_trunk_keys_and_values_on_its_
 
 
 def test_what_was_not_measured_is_guessed() -> None:
-    found = node_costs(MODEL, replace(node("a"), gpu=gpu(2, calibration=None)))
+    found = node_costs(MODEL, changed(node("a"), gpu=gpu(2, calibration=None)))
     assert found is not None and found.gpu is not None
     shape = ExpertShape(1024, round(SLAB / 2 / 3 / 1024), "", SLAB)
     assert found.gpu.calibration == with_trunk_on_host(guessed(shape, 2, CPU))

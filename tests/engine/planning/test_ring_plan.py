@@ -10,19 +10,20 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engine.ipc.messages.ring import RingChoice, RingFacts
+from engine.ipc.messages.ring import LinkFacts, RingChoice, RingFacts
 from engine.planning.calibration import Curve
 from engine.planning.memory import ModelSizes
 from engine.planning.ring_nodes import (
     GIB,
     MAPPED_RESERVE,
     UNIFIED_RESERVE,
-    LinkFigures,
-    NodeMeasured,
+    NodeFacts,
     expert_room,
 )
 from engine.planning.ring_plan import RingDecision, bytes_sent, decided_again, plan_ring
 from tests.support.random_examples import examples
+
+changed = msgspec.structs.replace
 
 GB = 1_000_000_000
 SIZES = ModelSizes(
@@ -43,18 +44,23 @@ ETHERNET = (3e-4, 1.1e9)
 RDMA = (1e-5, 5e9)
 
 
-def node(name: str, memory_gb: float = 64, read: float | None = 100e9, **more: object) -> NodeMeasured:
+def node(name: str, memory_gb: float = 64, read: float | None = 100e9, **more: object) -> NodeFacts:
     memory = round(memory_gb * GB)
-    values: dict[str, object] = {"kind": "native avx512_bf16", "layer_overhead_s": 2e-5, **more}
-    return NodeMeasured(f"{name}-id", name, memory, memory - GB, memory_read=read, **values)  # type: ignore[arg-type]
+    values: dict[str, object] = {"kind": "native avx512_bf16", "layer_overhead_s": {"native": 2e-5}, **more}
+    about: dict[str, object] = {"node_id": f"{name}-id", "name": name, "memory_read": read or 0.0}
+    return NodeFacts(memory_total=memory, memory_free=memory - GB, **about, **values)  # type: ignore[arg-type]
 
 
-def links(nodes: list[NodeMeasured], kind: tuple[float, float] = ETHERNET) -> list[LinkFigures]:
-    return [LinkFigures(a.node_id, b.node_id, *kind) for i, a in enumerate(nodes) for b in nodes[i + 1 :]]
+def link(latency_s: float, bytes_per_s: float) -> LinkFacts:
+    return LinkFacts(interface="", address="", latency_s=latency_s, bytes_per_s=bytes_per_s)
+
+
+def links(nodes: list[NodeFacts], kind: tuple[float, float] = ETHERNET) -> dict[tuple[str, str], LinkFacts]:
+    return {(a.node_id, b.node_id): link(*kind) for i, a in enumerate(nodes) for b in nodes[i + 1 :]}
 
 
 def decide(
-    machines: list[NodeMeasured],
+    machines: list[NodeFacts],
     kind: tuple[float, float] = ETHERNET,
     model: ModelSizes = MODEL,
     **choice: object,
@@ -193,7 +199,7 @@ def test_where_it_is_computed_is_the_best_of_all_that_can_be(
     """Against each machine by itself, planned as the head of its own, and against the ring that was asked for."""
     nodes = [node(f"n{i}", memory, read) for i, (memory, read) in enumerate(machines)]
 
-    def plan(these: list[NodeMeasured], **choice: bool) -> RingDecision:
+    def plan(these: list[NodeFacts], **choice: bool) -> RingDecision:
         return plan_ring(SMALLER, these, links(these, wire), RingChoice(**choice))
 
     found = plan(nodes)
@@ -221,9 +227,9 @@ def test_noise_between_equal_machines_idles_none_of_them() -> None:
     found = decide(nodes, RDMA, even_if_slower=True)
     assert found.weights == (1.0, 1.0)
     assert [share.expected_experts for share in facts(found).nodes] == pytest.approx([4, 4], rel=0.1)
-    other = [nodes[0], replace(nodes[1], processor="y, 2")]
+    other = [nodes[0], changed(nodes[1], processor="y, 2")]
     assert decide(other, RDMA, even_if_slower=True).weights == pytest.approx((1.2, 1.0))
-    slower = replace(nodes[0], expert=Curve((1, 512), (2e-4, 4e-3)))
+    slower = changed(nodes[0], expert=Curve((1, 512), (2e-4, 4e-3)))
     assert decide([slower, nodes[1]], RDMA, even_if_slower=True).weights == pytest.approx((2.0, 1.0))
 
 
@@ -237,7 +243,7 @@ def test_a_model_that_does_not_fit_is_refused_with_what_is_missing() -> None:
     assert found.reason.startswith(f"{found.shortfall / 1e9:.1f} GB are missing: the experts take 58.0 GB")
     assert "add a machine" in found.reason
     # With exactly that much more it fits.
-    more = [replace(nodes[0], memory_total=2 * 24 * GB, memory_free=nodes[0].memory_free + found.shortfall), nodes[1]]
+    more = [changed(nodes[0], memory_total=2 * 24 * GB, memory_free=nodes[0].memory_free + found.shortfall), nodes[1]]
     assert decide(more).kind == "ring"
 
 
@@ -299,7 +305,7 @@ def test_a_slow_machine_is_left_out_unless_it_was_named_or_is_needed() -> None:
     needed = decide([node("head", 30), node("second", 30), node("slow", 30, 10e9)], RDMA, SMALLER)
     assert len(needed.ranks) == 3
     behind = [*fast, node("far", 40)]
-    wires = links(fast, RDMA) + [LinkFigures(each.node_id, "far-id", 20e-3, 1e6) for each in fast]
+    wires = links(fast, RDMA) | {(each.node_id, "far-id"): link(20e-3, 1e6) for each in fast}
     assert plan_ring(SMALLER, behind, wires, RingChoice()).ranks == ("head-id", "second-id")
 
 
@@ -362,7 +368,7 @@ def test_a_follower_of_central_mode_needs_no_room_for_the_trunk() -> None:
 
 
 def test_idle_experts_are_kept_in_use_where_memory_is_unwired() -> None:
-    macs = [node("head", 64, kind="mlx", unified=True), node("second", 64, kind="mlx", unified=True)]
+    macs = [node("head", 64, kind="mlx", unified_memory=True), node("second", 64, kind="mlx", unified_memory=True)]
     found = decide(macs, RDMA, even_if_slower=True)
     assert found.loading == "router-aided"
     assert "Idle experts are kept in use" in found.reason
@@ -374,12 +380,12 @@ def test_the_reserve() -> None:
     assert UNIFIED_RESERVE.of(16 * GIB) == 8 * GIB
     assert UNIFIED_RESERVE.of(64 * GIB) == 16 * GIB
     assert MAPPED_RESERVE.of(2 * GIB) == GIB // 2
-    mac = node("mac", 64, unified=True)
-    taken = expert_room(MODEL, replace(mac, memory_free=mac.memory_total))
+    mac = node("mac", 64, unified_memory=True)
+    taken = expert_room(MODEL, changed(mac, memory_free=mac.memory_total))
     assert (
-        expert_room(MODEL, replace(mac, memory_free=mac.memory_total - 10 * GB)) == taken
+        expert_room(MODEL, changed(mac, memory_free=mac.memory_total - 10 * GB)) == taken
     )  # within the reserve anyway
-    assert expert_room(MODEL, replace(mac, memory_free=mac.memory_total - 30 * GB)) == taken - 30 * GB + 16 * GB
+    assert expert_room(MODEL, changed(mac, memory_free=mac.memory_total - 30 * GB)) == taken - 30 * GB + 16 * GB
 
 
 def test_what_is_there_already_is_not_counted_as_sent() -> None:
@@ -401,7 +407,7 @@ def test_a_full_disk_limits_what_a_machine_can_hold() -> None:
     assert too_little.kind == "refused"
     assert [line for line in too_little.notices if line.startswith("second has disk space for 7.0 GB")]
     there = {layer: tuple(range(64)) for layer in range(48)}
-    kept = decide([nodes[0], replace(nodes[1], has=there, has_trunk=True)], RDMA, even_if_slower=True)
+    kept = decide([nodes[0], changed(nodes[1], has=there, has_trunk=True)], RDMA, even_if_slower=True)
     assert facts(kept).nodes[1].expert_bytes > 29 * GB
 
 
@@ -415,12 +421,12 @@ def test_a_head_that_lacks_the_model_has_room_on_its_disk_for_what_it_holds() ->
     roomy = [node("head", 100), node("second", 100)]
     slow = (5e-3, 1e8)
     assert decide(roomy, slow).kind == "alone"
-    short = decide([replace(roomy[0], disk_free=40 * GB), roomy[1]], slow)
+    short = decide([changed(roomy[0], disk_free=40 * GB), roomy[1]], slow)
     assert short.kind in ("ring", "elsewhere") and short.alone_step is None
-    assert decide([replace(roomy[0], disk_free=80 * GB), roomy[1]], slow).kind == "alone"
+    assert decide([changed(roomy[0], disk_free=80 * GB), roomy[1]], slow).kind == "alone"
     # What it took for an earlier ring stays its own.
     layers = dict.fromkeys(range(48), (3, 77))
-    kept = decide([replace(nodes[0], has=layers, has_trunk=True), nodes[1]], RDMA, even_if_slower=True)
+    kept = decide([changed(nodes[0], has=layers, has_trunk=True), nodes[1]], RDMA, even_if_slower=True)
     assert kept.placement is not None
     assert all({3, 77} <= set(kept.placement.held(0, layer)) for layer in range(48))
     full = decide([node("head", 60, disk_free=1 * GB), node("second", 60)], RDMA)
@@ -465,7 +471,7 @@ def test_processes_of_one_machine_are_alike_whatever_they_measured() -> None:
     fast, slow = Curve((1, 512), (1e-4, 2e-3)), Curve((1, 512), (3e-4, 6e-3))
     nodes = [node("head", 60, expert=slow, machine="here"), node("second", 60, expert=fast, machine="here")]
     assert decide(nodes, RDMA, even_if_slower=True).weights == (1.0, 1.0)
-    apart = [replace(each, machine="") for each in nodes]
+    apart = [changed(each, machine="") for each in nodes]
     assert decide(apart, RDMA, even_if_slower=True).weights == pytest.approx((3.0, 1.0))
 
 
@@ -480,11 +486,11 @@ def test_popularity_spreads_the_hot_experts() -> None:
 
 def test_a_dense_model_has_nothing_to_share() -> None:
     dense = replace(SIZES, moe_layers=0, experts=0, experts_per_token=0, expert_bytes=0)
-    found = plan_ring(dense, [node("head"), node("second")], [], RingChoice())
+    found = plan_ring(dense, [node("head"), node("second")], {}, RingChoice())
     assert found.kind == "refused"
     assert "no experts" in found.reason
     with pytest.raises(ValueError, match="its head"):
-        plan_ring(MODEL, [], [], RingChoice())
+        plan_ring(MODEL, [], {}, RingChoice())
 
 
 def test_a_ring_that_turns_out_slower_than_one_machine_is_not_formed() -> None:
@@ -506,7 +512,7 @@ def test_a_ring_that_turns_out_slower_than_one_machine_is_not_formed() -> None:
     assert decided_again(too_large, too_large.terms.with_exchange(1.0), RingChoice()) is too_large
 
 
-def waiting(machines: list[NodeMeasured], kind: tuple[float, float] = RDMA, **choice: object) -> RingDecision:
+def waiting(machines: list[NodeFacts], kind: tuple[float, float] = RDMA, **choice: object) -> RingDecision:
     return plan_ring(MODEL, machines, links(machines, kind), RingChoice(**choice), waiting=True)  # type: ignore[arg-type]
 
 

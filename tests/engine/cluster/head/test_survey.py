@@ -10,21 +10,18 @@ import msgspec
 import pytest
 
 from engine.cluster.head.survey import (
-    TORCH_LAYER_S,
     Survey,
     Surveyor,
-    planned_links,
     planned_nodes,
 )
 from engine.cluster.membership.control_messages import (
-    GpuFacts,
     WantedFacts,
 )
 from engine.cluster.membership.measuring_node import measure_node
 from engine.cluster.worker.follower_work import Busy
 from engine.ipc.messages import Load
-from engine.ipc.messages.ring import LinkFacts
 from engine.planning.calibration import ExpertShape
+from engine.planning.ring_nodes import TORCH_LAYER_S, GpuFacts
 from tests.engine.cluster.tests_models import facts
 
 pytestmark = pytest.mark.usefixtures("no_keyring")
@@ -41,8 +38,8 @@ def test_processes_of_one_machine_share_its_memory_and_its_overheads() -> None:
     order = [("head", "Anna"), ("near", "Bob"), ("far", "Carl")]
     head, near, far = planned_nodes(survey, order, "native", "bfloat16")
     assert (head.memory_free, near.memory_free, far.memory_free) == (3_000_000_000, 3_000_000_000, 1_000_000_000)
-    assert head.layer_overhead_s == near.layer_overhead_s == 3e-5
-    assert far.layer_overhead_s == 0.0
+    assert head.overhead_s == near.overhead_s == 3e-5
+    assert far.overhead_s == 0.0
     assert head.machine == near.machine != far.machine
 
 
@@ -71,14 +68,25 @@ def test_a_gpu_is_planned_with_where_torch_runs_experts() -> None:
     assert all(node.gpu is None for node in planned_nodes(survey, order, "native", "bfloat16"))
     own = Load(id=0, model="m", policy="twiddler", gpu_expert_bytes=1 << 30)
     found = [node.gpu for node in planned_nodes(survey, order, "torch", "bfloat16", own)]
-    assert [each and each.free >> 30 for each in found] == [20, 2, 10, 10, None, None]
-    assert [each and each.total >> 30 for each in found] == [24, 24, 12, 12, None, None]
+    assert [each and each.memory_free >> 30 for each in found] == [20, 2, 10, 10, None, None]
+    assert [each and each.memory_total >> 30 for each in found] == [24, 24, 12, 12, None, None]
     head, lent = found[:2]
     assert head is not None and lent is not None
     assert (head.policy, head.expert_bytes, lent.policy, lent.expert_bytes) == ("twiddler", 1 << 30, "balanced", None)
     assert "\x1b" not in head.name
     on_cpu = msgspec.structs.replace(own, partitioning="cpu")
     assert planned_nodes(survey, order, "torch", "bfloat16", on_cpu)[0].gpu is None
+
+
+def test_a_machine_does_not_decide_what_the_head_decides() -> None:
+    gpu = GpuFacts(name="an L4", memory_total=24 << 30, memory_free=20 << 30, policy="stream", expert_bytes=1)
+    lying = facts(node_id="a", name="Anna", runs="mlx", kind="any", gpu=gpu, machine="two")
+    _, found = planned_nodes(
+        Survey(facts={"a": facts(), "b": lying}), [("a", "Anna"), ("b", "Bob")], "torch", "float32"
+    )
+    assert (found.node_id, found.name, found.runs) == ("b", "Bob", "torch")
+    assert found.kind.startswith("torch avx512_bf16 float32")
+    assert found.gpu is not None and (found.gpu.policy, found.gpu.expert_bytes) == ("balanced", None)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +104,7 @@ def test_torch_is_not_taken_to_cost_as_little_as_native(
 ) -> None:
     survey = Survey(facts={"a": facts(layer_overhead_s=measured)})
     (found,) = planned_nodes(survey, [("a", "a")], runtime, "bfloat16")
-    assert found.layer_overhead_s == seconds
+    assert found.overhead_s == seconds
 
 
 def test_processes_that_are_sent_weights_share_the_disk_they_are_put_on() -> None:
@@ -149,12 +157,6 @@ def test_nodes_of_torch_are_told_the_heads_threads(tmp_path: Path) -> None:
     for runtime, threads in (("torch", 1), ("native", None), ("mlx", None)):
         load = msgspec.structs.replace(chosen, runtime=runtime)
         assert Surveyor("head", tmp_path, load).threads_for(runtime) == threads
-
-
-def test_measured_links_reach_the_planner() -> None:
-    link = LinkFacts(interface="lo", address="127.0.0.1:2", latency_s=1e-4, bytes_per_s=1e9)
-    (found,) = planned_links(Survey(links={("a", "b"): link}))
-    assert (found.first, found.second, found.latency_s, found.bytes_per_s) == ("a", "b", 1e-4, 1e9)
 
 
 def test_a_node_measures_itself_without_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

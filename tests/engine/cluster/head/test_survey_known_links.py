@@ -12,11 +12,11 @@ import pytest
 
 from engine.cluster.head import survey as surveying
 from engine.cluster.head.survey import LINK_AGE_S, KnownLinks, Survey, Surveyor, candidates
-from engine.cluster.membership.control_messages import NodeFacts
 from engine.cluster.membership.rpc_fanout import Candidate
 from engine.cluster.worker.lending import ClusterWorker
 from engine.ipc.messages import Load
 from engine.ipc.messages.ring import LinkFacts
+from engine.planning.ring_nodes import NodeFacts
 from tests.engine.cluster.paired_nodes import Nodes
 from tests.support.eventually import eventually
 from tests.support.tiny_models import write_tiny_model

@@ -40,12 +40,10 @@ from engine.cluster.membership.control_messages import (
     EpochMember,
     EpochSpec,
     Forming,
-    GpuFacts,
     Greeting,
     Linked,
     LoadShard,
     MeasuredLink,
-    NodeFacts,
     NodeLoad,
     WantedFacts,
     check_facts,
@@ -73,6 +71,7 @@ from engine.ipc.messages import ModelOptions, OpenNetwork
 from engine.ipc.messages.ring import LinkFacts
 from engine.planning.calibration import Calibration, Curve, ExpertShape
 from engine.planning.placement import Placement
+from engine.planning.ring_nodes import GpuFacts, NodeFacts
 from tests.engine.cluster.membership.test_server import spec_with
 from tests.engine.cluster.paired_nodes import Nodes, make_identity
 from tests.support.eventually import PATIENCE_S, eventually
@@ -397,6 +396,7 @@ def test_figures_of_a_machine_are_accepted() -> None:
         {"memory_total": 1 << 62},
         {"memory_free": -1},
         {"disk_free": -5},
+        {"disk_free": None},
         {"memory_lent": -1},
         {"memory_read": 0.0},
         {"memory_read": math.nan},

@@ -41,6 +41,7 @@ from engine.cluster.worker.lending import ClusterWorker
 from engine.errors import ModelError
 from engine.ipc.messages import ModelOptions, OpenNetwork
 from engine.planning.placement import Placement
+from engine.planning.ring_nodes import NodeFacts
 from engine.system import free_memory
 from tests.engine.cluster.paired_nodes import Nodes, make_identity
 from tests.support.eventually import PATIENCE_S, eventually
@@ -214,8 +215,8 @@ def test_message_over_the_limit_is_refused(pair: Nodes) -> None:
 
 
 @settings(max_examples=examples(20), deadline=None)
-@given(st.binary(max_size=400), st.sampled_from([*messages.ControlBody.__subclasses__()]))
-def test_random_bytes_are_a_message_or_a_protocol_error(data: bytes, kind: type[messages.ControlBody]) -> None:
+@given(st.binary(max_size=400), st.sampled_from([*messages.ControlBody.__subclasses__(), NodeFacts]))
+def test_random_bytes_are_a_message_or_a_protocol_error(data: bytes, kind: type[msgspec.Struct]) -> None:
     try:
         found = messages.unpack(data, kind)
     except RingProtocolError:

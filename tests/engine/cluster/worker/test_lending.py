@@ -12,8 +12,6 @@ from engine.cluster.membership.control_messages import (
     Connected,
     EpochMember,
     EpochSpec,
-    GpuFacts,
-    NodeFacts,
     WantedFacts,
 )
 from engine.cluster.transport.addresses import listener_address
@@ -26,6 +24,7 @@ from engine.errors import ModelError
 from engine.ipc.messages import LendTerms, ModelOptions, OpenNetwork, RuntimeName
 from engine.models.folders.weight_layout import layout_of
 from engine.planning.placement import Placement
+from engine.planning.ring_nodes import GpuFacts, NodeFacts
 from tests.engine.cluster.paired_nodes import Nodes
 from tests.support.eventually import eventually
 

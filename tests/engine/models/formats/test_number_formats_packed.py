@@ -42,7 +42,7 @@ from engine.planning.hybrid import Device, gpu_room, workspace_bytes
 from engine.planning.placement_planner import ExpertGrid
 from engine.planning.policy import policy_named
 from engine.planning.prediction import Shares, cpu_speed
-from engine.planning.ring_nodes import NodeGpu, NodeMeasured, expert_room, gpu_slabs, memory_room
+from engine.planning.ring_nodes import GpuFacts, NodeFacts, expert_room, gpu_slabs, memory_room
 from engine.runtimes.torch.offload.device_cache import DeviceCache
 from engine.runtimes.torch.offload.devices import tensors_in
 from engine.runtimes.torch.offload.gates import Activation, FamilyGate
@@ -247,10 +247,10 @@ def test_plans_count_bytes_for_memory_and_weights_for_arithmetic(experts: Packed
     assert sizes.slab_bytes == -(-experts.nbytes // (2 * COUNT)) < largest == sizes.slot_bytes
     assert sizes.slab_weights == 3 * HIDDEN * FFN + HIDDEN
     assert sizes.grid == ExpertGrid((0, 2), COUNT, sizes.experts_per_token, sizes.slab_bytes)
-    node = NodeMeasured("a", "a", 1 << 34, 1 << 33)
+    node = NodeFacts(memory_total=1 << 34, memory_free=1 << 33)
     taken = workspace_bytes(sizes, gpu=True)
-    gpu = NodeGpu("a GPU", taken + 3 * largest, taken + 3 * largest)
-    assert gpu_slabs(sizes, NodeMeasured("a", "a", 1 << 34, 1 << 33, gpu=gpu)) == 3
+    gpu = GpuFacts(name="a GPU", memory_total=taken + 3 * largest, memory_free=taken + 3 * largest)
+    assert gpu_slabs(sizes, NodeFacts(memory_total=1 << 34, memory_free=1 << 33, gpu=gpu)) == 3
     assert expert_room(sizes, node) == memory_room(sizes, node)
     assert gpu_room(sizes, Device("", taken, taken)) < 0
     # Many tokens take the operations of the weights, however few bytes they are packed in.
