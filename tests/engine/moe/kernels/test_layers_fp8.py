@@ -3,8 +3,6 @@ instruction set of this CPU."""
 
 from __future__ import annotations
 
-import ctypes
-
 import numpy as np
 import pytest
 import torch
@@ -17,7 +15,7 @@ from engine.moe.kernels.bindings import KernelChoice
 from engine.moe.kernels.layers import Gate, LayerExperts, kernel_kind, matrix, unsupported_reason
 from engine.moe.kernels.pool import Pool
 from engine.runtimes.torch.offload.torch_tensors import unpacked
-from tests.engine.moe.kernels.kernel_oracle import before_a_hole, error, opened, product
+from tests.engine.moe.kernels.kernel_oracle import error, opened, product
 from tests.support.pairwise import pairwise
 
 AVAILABLE = bindings.available()
@@ -83,49 +81,6 @@ def test_every_number_is_multiplied_as_it_is(pool: Pool, instructions: str) -> N
         assert (np.delete(found, none, axis=1) == np.delete(wanted, none)).all()
 
 
-@pytest.mark.parametrize("scales", SCALES)
-@pytest.mark.parametrize("instructions", AVAILABLE)
-def test_products_are_those_of_the_unpacked_weights(pool: Pool, instructions: str, scales: str) -> None:
-    """Rows and columns that are no whole blocks, with few rows of input and with many."""
-    generator = np.random.default_rng(1)
-    for rows, columns in ((203, 904), (140, 130), (31, 77), (300, 2048 + 384)):
-        weight, values = weights(rows, columns, scales)
-        for tokens in (1, 2, 3, 4, 7, 16, 17, 40):
-            x = generator.standard_normal((tokens, columns)).astype(np.float32)
-            limit = error_of(instructions) if tokens < 17 else max(error_of(instructions), 3e-6)
-            assert error(product(pool, instructions, matrix(weight), x), x @ values.astype(np.float64).T) < limit
-
-
-@pytest.mark.parametrize("instructions", AVAILABLE)
-def test_a_row_depends_neither_on_its_neighbours_nor_on_the_threads(pool: Pool, instructions: str) -> None:
-    weight, _ = weights(323, 904)
-    alone = Pool(1)
-    try:
-        for most in (16, 33):
-            x = np.random.default_rng(3).standard_normal((most, 904)).astype(np.float32)
-            whole = product(pool, instructions, matrix(weight), x)
-            for rows in (1, 3, 5, 14) if most == 16 else (17, 30):
-                given = np.ascontiguousarray(x[most - rows :])
-                assert (product(alone, instructions, matrix(weight), given) == whole[most - rows :]).all()
-    finally:
-        alone.close()
-
-
-@pytest.mark.parametrize("instructions", AVAILABLE)
-def test_nothing_is_read_past_codes_and_scales(pool: Pool, instructions: str) -> None:
-    """Each ends where the memory does: the page after it cannot be read."""
-    weight, _ = weights(133, 461)
-    assert weight.scales is not None
-    at_the_end = StoredTensor(
-        weight.dtype, before_a_hole(weight.words), StoredTensor("F32", before_a_hole(weight.scales.words))
-    )
-    for tokens in (1, 4, 20):
-        x = np.random.default_rng(4).standard_normal((tokens, 461)).astype(np.float32)
-        found = product(pool, instructions, matrix(at_the_end), x)
-        assert (found == product(pool, instructions, matrix(weight), x)).all()
-    assert (opened(matrix(at_the_end), 132) == opened(matrix(weight), 132)).all()
-
-
 @pytest.mark.parametrize(("instructions", "tokens"), pairwise(AVAILABLE, (1, 5, 50)))
 def test_experts_are_the_sum_of_their_products(pool: Pool, instructions: str, tokens: int) -> None:
     hidden, ffn, count, k = 320, 200, 3, 2
@@ -153,19 +108,3 @@ def test_matrices_of_an_expert_lie_in_one_piece() -> None:
     torn = StoredTensor(weight.dtype, weight.words[::2], weight.scales)
     assert "do not lie like their blocks" in (unsupported_reason(ExpertWeights(torn, torn, torn)) or "")
     assert kernel_kind("BLOCK_FP8") not in (kernel_kind("AFFINE8"), kernel_kind("BF16"), kernel_kind("Q8_0"))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"group": 64}, {"scales": None}, {"scale_dtype": 0}, {"row_stride": 512}, {"skipped_rows": 3}],
-    ids="-".join,
-)
-def test_descriptions_that_cannot_be_are_refused(pool: Pool, change: dict[str, int | None]) -> None:
-    weight = matrix(weights(8, 256)[0])
-    for field, value in change.items():
-        setattr(weight, field, value)
-    x, out = np.zeros((1, 256), np.float32), np.zeros((1, 8), np.float32)
-    code = bindings.load().pllm_linear(
-        pool.handle, 0, ctypes.addressof(weight), None, x.ctypes.data, 256, 1, out.ctypes.data, 8
-    )
-    assert code == -3

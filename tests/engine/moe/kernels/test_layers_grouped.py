@@ -3,7 +3,6 @@ set of this CPU."""
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 from dataclasses import dataclass
 
@@ -19,14 +18,11 @@ from engine.moe.kernels.bindings import KernelChoice
 from engine.moe.kernels.layers import Gate, LayerExperts, matrix, unsupported_reason
 from engine.moe.kernels.pool import Pool
 from engine.runtimes.torch.offload.torch_tensors import unpacked
-from tests.engine.moe.kernels.kernel_oracle import before_a_hole, error, opened, product
+from tests.engine.moe.kernels.kernel_oracle import GAUSSIAN, error, opened
 from tests.support.pairwise import pairwise
 from tests.support.tiny_grouped import HALVES_OF_FP4, pack
 
 AVAILABLE = bindings.available()
-GAUSSIAN, OUTLIERS = 0.008, 0.013
-"""Largest root mean square of the error, as a share of the result's, for inputs that are normal, and with some that
-are thirty times as large."""
 Floats = NDArray[np.float32]
 
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="the native kernels were not built")
@@ -132,73 +128,6 @@ def test_values_of_mxfp4_are_transformers_to_the_bit() -> None:
     assert_same_bits(unpacked(stored, torch.float32).numpy(), wide)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("instructions", AVAILABLE)
-def test_products_are_those_of_the_unpacked_weights(pool: Pool, instructions: str, kind: Kind) -> None:
-    """With few rows, where inputs are rounded to eight bits, and with many."""
-    stored, wide = weights(kind, 203, COLUMNS)
-    generator = np.random.default_rng(1)
-    for rows in (1, 2, 3, 4, 7, 16, 17, 40):
-        x = generator.standard_normal((rows, COLUMNS)).astype(np.float32)
-        assert error(product(pool, instructions, matrix(stored), x), x @ wide.astype(np.float64).T) < GAUSSIAN
-    x = generator.standard_normal((16, COLUMNS)).astype(np.float32)
-    x[generator.random(x.shape) < 0.005] *= 30
-    assert error(product(pool, instructions, matrix(stored), x), x @ wide.astype(np.float64).T) < OUTLIERS
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_all_sets_add_up_the_same_whole_numbers(pool: Pool, kind: Kind) -> None:
-    stored, _ = weights(kind, 37, COLUMNS)
-    x = np.random.default_rng(2).standard_normal((5, COLUMNS)).astype(np.float32)
-    plain = product(pool, "scalar", matrix(stored), x)
-    for instructions in AVAILABLE:
-        np.testing.assert_allclose(
-            product(pool, instructions, matrix(stored), x), plain, rtol=0, atol=3e-6 * float(np.abs(plain).max())
-        )
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("instructions", AVAILABLE)
-def test_a_row_depends_neither_on_its_neighbours_nor_on_the_threads(pool: Pool, instructions: str, kind: Kind) -> None:
-    stored, _ = weights(kind, 67, COLUMNS)
-    alone = Pool(1)
-    try:
-        for most, fewer in ((8, (1, 3, 5, 7)), (16, (9, 14)), (33, (17, 30))):
-            x = np.random.default_rng(3).standard_normal((most, COLUMNS)).astype(np.float32)
-            whole = product(pool, instructions, matrix(stored), x)
-            for rows in fewer:
-                given = np.ascontiguousarray(x[most - rows :])
-                assert (product(alone, instructions, matrix(stored), given) == whole[most - rows :]).all()
-    finally:
-        alone.close()
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("instructions", AVAILABLE)
-def test_nothing_is_read_past_codes_scales_and_biases(pool: Pool, instructions: str, kind: Kind) -> None:
-    """Each ends where the memory does: the page after it cannot be read."""
-    stored, _ = weights(kind, 5, COLUMNS)
-    at_the_end = StoredTensor(
-        stored.dtype,
-        before_a_hole(stored.words),
-        *(StoredTensor(part.dtype, before_a_hole(part.words)) for part in (stored.scales, stored.biases) if part),
-    )
-    for rows in (1, 4, 20):
-        x = np.random.default_rng(4).standard_normal((rows, COLUMNS)).astype(np.float32)
-        found = product(pool, instructions, matrix(at_the_end), x)
-        assert (found == product(pool, instructions, matrix(stored), x)).all()
-    assert (opened(matrix(at_the_end), 4) == opened(matrix(stored), 4)).all()
-
-
-@pytest.mark.parametrize("instructions", AVAILABLE)
-def test_an_input_that_is_no_number_gives_none(pool: Pool, instructions: str) -> None:
-    stored, _ = weights(Kind("AFFINE4", 64, "BF16"), 8, 512)
-    x = np.ones((3, 512), np.float32)
-    x[0, 300], x[1, 7] = np.nan, np.inf
-    found = product(pool, instructions, matrix(stored), x)
-    assert np.isnan(found[:2]).all() and np.isfinite(found[2]).all()
-
-
 def every_second(stored: StoredTensor, first: int) -> StoredTensor:
     parts = (None if part is None else every_second(part, first) for part in (stored.scales, stored.biases))
     return StoredTensor(stored.dtype, stored.words[first::2], *parts)
@@ -250,22 +179,6 @@ def test_scales_lie_like_their_rows() -> None:
     grouped, _ = weights(KINDS[0], 64, 64)
     torn = StoredTensor(grouped.dtype, grouped.words[::2], grouped.scales, grouped.biases)
     assert "do not lie like their rows" in (unsupported_reason(ExpertWeights(torn, torn, torn)) or "")
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"group": 0}, {"group": 48}, {"scales": None}, {"biases": None}, {"scale_dtype": 0}, {"columns": 100}],
-    ids="-".join,
-)
-def test_descriptions_that_cannot_be_are_refused(pool: Pool, change: dict[str, int | None]) -> None:
-    weight = matrix(weights(KINDS[0], 8, 256)[0])
-    for field, value in change.items():
-        setattr(weight, field, value)
-    x, out = np.zeros((1, 256), np.float32), np.zeros((1, 8), np.float32)
-    code = bindings.load().pllm_linear(
-        pool.handle, 0, ctypes.addressof(weight), None, x.ctypes.data, 256, 1, out.ctypes.data, 8
-    )
-    assert code == -3
 
 
 def test_every_grouped_format_is_tested() -> None:

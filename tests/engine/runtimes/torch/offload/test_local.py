@@ -149,9 +149,13 @@ def test_single_routes_add_up_to_the_weighted_sum(folders: dict[str, Path]) -> N
         assert torch.equal(parts.view_as(each), each)
 
 
-@needs_kernels
-def test_popularity_and_routes_are_counted(folders: dict[str, Path]) -> None:
-    experts = experts_of(folders["float32"])
+@pytest.mark.parametrize("kernels", [pytest.param("", marks=needs_kernels), "off"])
+@pytest.mark.parametrize("stored", ["float32", "float32-plain"])
+def test_popularity_and_routes_are_counted(
+    folders: dict[str, Path], stored: str, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(bindings.VARIABLE, kernels)
+    experts = experts_of(folders[stored])
     recorder = recorder_for(experts)
     executor = LocalExecutor(executor_on(experts, torch.float32), recorder)
     assert executor.popularity is not None

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.nn.functional import linear, silu
+from torch.nn.functional import silu
 
 from engine.models.folders.opening import open_model
 from engine.models.folders.prepare import prepare
 from engine.models.formats.model_files import Experts
-from engine.moe.executor import LocalExecutor
-from engine.moe.timing import Recorder
 from engine.runtimes.torch.offload import local_torch
 from engine.runtimes.torch.offload.local_torch import FEW_ROUTES, ExpertTensors, TorchBackend
-from engine.runtimes.torch.offload.torch_tensors import view
+from tests.engine.runtimes.torch.offload.test_local import LAYER, K, one_by_one, routes
 from tests.support.tiny_models import write_tiny_model
-
-LAYER, K = 1, 2
 
 
 def gate(gate_out: torch.Tensor, up_out: torch.Tensor) -> torch.Tensor:
@@ -39,34 +35,22 @@ def executor_on(experts: Experts, dtype: torch.dtype = torch.float32) -> TorchBa
     return TorchBackend(experts, dict.fromkeys(experts.layers, gate), dtype)
 
 
-def routes(experts: Experts, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(tokens)
-    hidden = torch.randn(tokens, experts.expert(LAYER, 0).gate.shape[1], generator=generator)
-    scores = torch.rand(tokens, experts.count, generator=generator)
-    weights, indices = scores.topk(K, dim=-1)
-    return hidden, indices, weights
-
-
-def one_by_one(
+def summed(
     experts: Experts, hidden: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor, scale_input: bool = False
 ) -> torch.Tensor:
-    out = torch.zeros(hidden.shape, dtype=torch.float64)
-    for token in range(len(hidden)):
-        for expert, weight in zip(indices[token].tolist(), weights[token], strict=True):
-            stored = experts.expert(LAYER, expert)
-            x = hidden[token].double() * (weight.double() if scale_input else 1.0)
-            inner = silu(linear(x, view(stored.gate).double())) * linear(x, view(stored.up).double())
-            out[token] += linear(inner, view(stored.down).double()) * (1.0 if scale_input else weight.double())
-    return out
+    """The experts' results in float64, each computed by itself, weighted and added up."""
+    each = one_by_one(experts, hidden, indices, weights if scale_input else torch.ones_like(weights))
+    shares = torch.ones_like(weights) if scale_input else weights
+    return (each * shares.double().reshape(-1, 1)).view(len(hidden), K, -1).sum(dim=1)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 7, FEW_ROUTES // K, FEW_ROUTES // K + 1, 90])
 def test_equals_one_by_one(experts: Experts, tokens: int) -> None:
     hidden, indices, weights = routes(experts, tokens)
     executor = executor_on(experts)
-    expected = one_by_one(experts, hidden, indices, weights)
+    expected = summed(experts, hidden, indices, weights)
     torch.testing.assert_close(executor.run(LAYER, hidden, indices, weights).double(), expected, atol=1e-5, rtol=1e-5)
-    expected = one_by_one(experts, hidden, indices, weights, scale_input=True)
+    expected = summed(experts, hidden, indices, weights, scale_input=True)
     scaled = executor.run(LAYER, hidden, indices, weights, scale_input=True)
     torch.testing.assert_close(scaled.double(), expected, atol=1e-5, rtol=1e-5)
 
@@ -105,22 +89,5 @@ def test_another_dtype_is_made_per_use_and_not_kept(experts: Experts) -> None:
     assert executor._tensors(LAYER, 0).down.data_ptr() != first.down.data_ptr()
     out = executor.run(LAYER, hidden.bfloat16(), indices, weights)
     assert out.dtype == torch.bfloat16
-    expected = one_by_one(experts, hidden.bfloat16(), indices, weights)
+    expected = summed(experts, hidden.bfloat16(), indices, weights)
     assert (out.double() - expected).abs().max() < 0.03 * expected.abs().max()
-
-
-def test_popularity_and_routes_are_counted(experts: Experts) -> None:
-    recorder = Recorder(3, experts.layers, experts.count)
-    executor = LocalExecutor(executor_on(experts), recorder)
-    hidden, indices, weights = routes(experts, 40)
-    executor.run(LAYER, hidden, indices, weights)
-    expected = tuple(indices.flatten().bincount(minlength=experts.count).tolist())
-    assert executor.popularity.counts(LAYER) == expected
-    recorder.enabled = True
-    recorder.begin_step("prefill", 40)
-    executor.run(LAYER, hidden, indices, weights)
-    recorder.end_step()
-    frame = recorder.frame(0)
-    assert tuple(frame.expert_use[frame.moe_layers.index(LAYER)]) == expected
-    assert frame.prefill.layers[LAYER].experts > 0
-    assert executor.popularity.counts(LAYER) == tuple(2 * count for count in expected)
