@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +19,18 @@ from engine.cluster.head.connecting_nodes import ExchangeChoice, NothingConnecte
 from engine.cluster.head.epoch_specs import Ring, Trial, epoch_specs
 from engine.cluster.head.faster_links import FasterLinks, moved_line, slower_lines
 from engine.cluster.head.formed import AloneLayers, FormedRing, end_epoch
+from engine.cluster.head.forming_state import (
+    FormingState,
+    GiveUp,
+    Kind,
+    LeaveOut,
+    Step,
+    Task,
+    TryAgain,
+    WaitFor,
+    next_task,
+)
+from engine.cluster.head.forming_try import FormingTry, LinksBroke, MachinesChanged, explained
 from engine.cluster.head.lacked_model import LackedModel
 from engine.cluster.head.loading_nodes import LoadingNodes, notices_of
 from engine.cluster.head.missing_links import ConnectedPlan, LinkRetry, plan_connected
@@ -27,7 +39,6 @@ from engine.cluster.head.remote_model import load_remote
 from engine.cluster.head.ring_runtime import RuntimePlan, plan_by_runtime
 from engine.cluster.head.shard_upload import ShardUpload
 from engine.cluster.head.survey import Survey, Surveyor, candidates
-from engine.cluster.membership.control_messages import EpochSpec
 from engine.cluster.membership.heartbeat import FORMING, NOTIFIED_S, tolerate_silence
 from engine.cluster.membership.links import Tried
 from engine.cluster.membership.node import LentState, Node
@@ -55,37 +66,11 @@ from engine.runtimes import runtime_named
 from engine.runtimes.common.loading import Runtime, load_model
 from engine.runtimes.protocol import LoadedModel, RingPlace
 
-MOST_LOSSES = 3
-"""Maximum losses of links or of unknown machines during one forming."""
 BACK_S = 10.0
 """Seconds that a machine of the first forming may be silent without being left out. Later an answer waits: lost
 machines are not waited for, and others only until they count as lost."""
 
 _NO_TRIAL = Trial()
-
-
-class LinksBroke(Exception):
-    """Raised if links of the ring that is being formed no longer work."""
-
-    def __init__(self, tried: Tried) -> None:
-        super().__init__(", ".join(tried.broken.values()))
-        self.tried = tried
-
-
-class FasterAlone(Exception):
-    """Raised if the joint measurements show that this machine alone is faster. ``decision`` says so."""
-
-    def __init__(self, decision: RingDecision) -> None:
-        super().__init__(decision.reason)
-        self.decision = decision
-
-
-class MachinesChanged(Exception):
-    """Raised if the machine ``node_id`` stops answering while the ring is formed, or answers again."""
-
-    def __init__(self, node_id: str) -> None:
-        super().__init__(node_id)
-        self.node_id = node_id
 
 
 class RingFormer:
@@ -389,101 +374,107 @@ class RingFormer:
                 connections.callback(client.close)
                 return replace(machine, client=client)
 
-            return self._tries([apart(machine) for machine in machines], notices, progress, apart)
+            return self._follow_plan([apart(machine) for machine in machines], notices, progress, apart)
 
-    def _tries(
+    def _follow_plan(
         self,
         machines: Sequence[Candidate],
         notices: list[str],
         progress: ProgressCallback,
         apart: Callable[[Candidate], Candidate],
     ) -> FormedRing:
+        """Do what :func:`next_task` says until the ring is formed or given up."""
+        state = FormingState(self._formed is None, frozenset(machine.node_id for machine in machines))
         gone: set[str] = set()
         silent: dict[str, str] = {}
         """Lines about machines that did not answer, by their node ids."""
-        losses = silences = 0
+        error: Exception = ModelError("")
         while True:
-            try:
-                formed = self._while_there(machines, silent if silences < MOST_LOSSES else {}, notices, progress)
-                formed.notices = [line for line in formed.notices if line not in self._notified and line not in gone]
-                self._notified.update(formed.notices)
-                return formed
-            except PeerLost as lost:
-                # The next survey finds out which machine is gone.
-                losses += 1
-                if losses > MOST_LOSSES:
-                    raise ModelError(f"The ring cannot be formed: {lost}", kind="network") from lost
-            except LinksBroke as broke:
-                # They could be opened a moment ago. The other machines may be enough without them.
-                losses += 1
-                if losses > MOST_LOSSES:
-                    raise ModelError(f"The links of the ring cannot be made: {broke}.", kind="network") from broke
-                self._tried = broke.tried
-            except NothingConnected:
-                # The first time the wanted exchange is not available, which is said. Later it was, an answer waits, and
-                # all may have been too busy for a moment.
-                losses += 1
-                if self._formed is None or losses > MOST_LOSSES:
-                    raise
-            except (MachinesChanged, NodeRefused) as changed:
-                refused = (
-                    changed
-                    if isinstance(changed, NodeRefused)
-                    else NodeRefused(changed.node_id, "it does not answer any more.", gone=True)
-                )
-                # The first time its silence was borne for longer than it would be waited for now.
-                waited = changed is not refused and self._formed is None and refused.node_id not in silent
-                if refused.gone and not waited and silences < MOST_LOSSES:
-                    silences += 1
-                    back = self._back_again(refused.node_id, progress)
+            match next_task(state):
+                case WaitFor(node_id):
+                    back = self._back_again(node_id, progress)
+                    state = state.waited_for(node_id, back is not None)
                     if back is not None:
                         # It kept what was sent.
-                        if (line := silent.pop(back.node_id, None)) is not None:
+                        if (line := silent.pop(node_id, None)) is not None:
                             notices.remove(line)
-                        self._considered[back.node_id] = back.process
-                        others = [machine for machine in machines if machine.node_id != back.node_id]
+                        self._considered[node_id] = back.process
+                        others = [machine for machine in machines if machine.node_id != node_id]
                         machines = sorted([*others, apart(back)], key=lambda machine: machine.node_id)
+                case LeaveOut(node_id):
+                    # The other machines may be enough without it; if not, the plan says what is missing.
+                    line = f"{self._node.table.name_of(node_id)} is left out of the ring: {error}"
+                    notices.append(line)
+                    process = self._considered.get(node_id, "")
+                    state = state.left_out(node_id)
+                    machines = [machine for machine in machines if machine.node_id in state.machines]
+                    if node_id not in state.silent:
+                        self._rejoin_policy.refused(node_id, process)
                         continue
-                if refused.node_id in silent:
-                    continue
-                # The other machines may be enough without it; if not, the plan says what is missing.
-                notices.append(f"{self._node.table.name_of(refused.node_id)} is left out of the ring: {refused}")
-                process = self._considered.get(refused.node_id, "")
-                if refused.gone:
-                    self._considered.pop(refused.node_id, None)
-                    silent[refused.node_id] = notices[-1]
-                else:
-                    self._rejoin_policy.refused(refused.node_id, process)
-                if refused.gone and self._formed is not None:
-                    # The loss has a line of its own.
-                    gone.add(notices[-1])
-                machines = [machine for machine in machines if machine.node_id != refused.node_id]
+                    self._considered.pop(node_id, None)
+                    silent[node_id] = line
+                    if not state.first:
+                        # The loss has a line of its own.
+                        gone.add(line)
+                case TryAgain():
+                    state = state.tried_again()
+                case GiveUp():
+                    raise error
+                case _:
+                    try:
+                        formed = self._try(state, machines, notices, progress)
+                    except (PeerLost, LinksBroke, NothingConnected, MachinesChanged, NodeRefused) as problem:
+                        if isinstance(problem, LinksBroke):
+                            # They could be opened a moment ago. The other machines may be enough without them.
+                            self._tried = problem.tried
+                        failure, error = explained(problem)
+                        state = state.failed(failure)
+                        continue
+                    formed.notices = [
+                        line for line in formed.notices if line not in self._notified and line not in gone
+                    ]
+                    self._notified.update(formed.notices)
+                    return formed
 
-    def _while_there(
-        self, machines: Sequence[Candidate], absent: Collection[str], notices: list[str], progress: ProgressCallback
+    def _try(
+        self, state: FormingState, machines: Sequence[Candidate], notices: list[str], progress: ProgressCallback
     ) -> FormedRing:
-        """Form a ring of ``machines`` while all of them answer and, the first time, none of ``absent`` does.
+        """Take one step of forming after the other while all ``machines`` answer and none of the awaited ones does.
 
-        Otherwise raises MachinesChanged.
+        Otherwise raises MachinesChanged. Everything is undone if a step fails.
         """
-        first = self._formed is None
         table = self._node.table
-        watches = {one.node_id: table.watch(one.node_id) for one in machines}
-        left_out = {node_id: table.watch(node_id) for node_id in absent} if first else {}
+        watches = {machine.node_id: table.watch(machine.node_id) for machine in machines}
+        awaited = {node_id: table.watch(node_id) for node_id in state.awaited}
 
         def watching(stage: str, done: int, total: int, unit: str) -> None:
             for node_id, watch in watches.items():
                 if node_id in self._needed and (watch is None or not watch.view().reachable):
                     raise MachinesChanged(node_id)
-            for node_id, watch in left_out.items():
+            for node_id, watch in awaited.items():
                 if self._needed and watch is not None and watch.view().client is not None:
                     raise MachinesChanged(node_id)
             progress(stage, done, total, unit)
 
         self._needed = set(watches)
+        steps: Mapping[Task, Callable[[FormingTry], Kind | None]] = {
+            Step.PLAN: self._plan_try,
+            Step.REFUSE: self._refuse,
+            Step.SEND: self._send,
+            Step.CONNECT: self._connect,
+            Step.LOAD: self._load_together,
+            Step.LOAD_REMOTE: self._load_elsewhere,
+            Step.LOAD_ALONE: self._load_alone,
+        }
         # Later an answer waits, and a machine that is lost is not waited for.
-        with tolerate_silence([watch for watch in watches.values() if watch is not None] if first else []):
-            return self._form_with(machines, notices, watching)
+        tolerant = [watch for watch in watches.values() if watch is not None] if state.first else []
+        with tolerate_silence(tolerant), contextlib.ExitStack() as undo:
+            attempt = FormingTry(machines, list(notices), watching, undo)
+            while (step := next_task(state)) is not Step.FINISH:
+                assert isinstance(step, Step)
+                state = state.did(step, steps[step](attempt))
+            undo.pop_all()
+            return self._with_link_retry(attempt.formed, attempt.together, machines)
 
     def _back_again(self, node_id: str, progress: ProgressCallback) -> Candidate | None:
         """The machine, if it answers again after a silence without loss; else None. Raises Cancelled."""
@@ -503,12 +494,14 @@ class RingFormer:
             time.sleep(POLL_S)
         return None
 
-    def _form_with(self, machines: Sequence[Candidate], notices: list[str], progress: ProgressCallback) -> FormedRing:
+    def _plan_try(self, attempt: FormingTry) -> Kind:
+        """Survey the machines and plan the ring. Returns the kind of the decision."""
         # After a loss an answer is waiting.
         hurry = self._formed is not None and self._formed.lost() is not None
         links_tried, self._tried = self._tried, None
         if self._lacked is not None and (fetched := self._lacked.fetched) is not None:
             self._has_whole(fetched)
+        machines, progress = attempt.machines, attempt.progress
         survey = self._surveyor.survey(
             self._node,
             machines,
@@ -521,29 +514,24 @@ class RingFormer:
         together = self.plan(survey, machines, waiting=hurry)
         if self._open_choice is not None and self._formed is None:
             survey, together, lines = self._by_runtime(self._open_choice, survey, together, machines, progress)
-            notices = [*notices, *lines]
+            attempt.notices += lines
         self._planned = {machine.node_id for machine in machines} - together.without_links.keys()
         decision = self.decision = together.decision
         self._makeshift = decision.instead is not None
-        notices = [*notices, *together.lines]
+        attempt.together = together
+        attempt.notices += together.lines
         if decision.kind == "refused":
-            text = " ".join([*notices, *decision.notices, decision.reason])
-            if decision.shortfall:
-                self._watch_links(together)
-                raise CapacityError(text, decision.shortfall, together.lines)
-            raise ModelError(text, kind="bad-input")
+            return "refused"
         if self._formed is None:
             # Only once, as the figures differ a little each time.
-            notices = [*notices, *decision.notices]
+            attempt.notices += decision.notices
         if decision.kind == "alone" or len(decision.ranks) == 1:
-            self._needed = set()
-            formed = self._alone(decision, [*notices, decision.reason], progress)
-            return self._with_link_retry(formed, together, machines)
+            return "alone"
         by_id = {machine.node_id: machine for machine in machines}
         self._needed = by_id.keys() & set(decision.ranks)
         self._rejoin_policy.members.update(node_id for node_id in decision.ranks if node_id in by_id)
         assert decision.facts is not None and decision.placement is not None
-        ring = Ring(
+        ring = attempt.ring = Ring(
             epoch=secrets.token_hex(8),
             decision=decision,
             facts=decision.facts,
@@ -551,16 +539,18 @@ class RingFormer:
             followers={rank: by_id[node_id] for rank, node_id in enumerate(decision.ranks) if rank != HEAD},
             key=secrets.token_bytes(32),
         )
-        try:
-            formed = self._together(ring, notices, progress)
-        except BaseException as error:
-            end_epoch(self._node.table, [machine.node_id for machine in ring.followers.values()], ring.epoch)
-            if not isinstance(error, FasterAlone):
-                raise
-            decision, self._needed = error.decision, set()
-            self.decision = decision
-            formed = self._alone(decision, [*notices, decision.reason], progress)
-        return self._with_link_retry(formed, together, machines)
+        followers = [machine.node_id for machine in ring.followers.values()]
+        attempt.undo.callback(end_epoch, self._node.table, followers, ring.epoch)
+        return decision.kind
+
+    def _refuse(self, attempt: FormingTry) -> None:
+        """Raises CapacityError if bytes are missing, else ModelError."""
+        decision = attempt.together.decision
+        text = " ".join([*attempt.notices, *decision.notices, decision.reason])
+        if decision.shortfall:
+            self._watch_links(attempt.together)
+            raise CapacityError(text, decision.shortfall, attempt.together.lines)
+        raise ModelError(text, kind="bad-input")
 
     def _with_link_retry(
         self, formed: FormedRing, together: ConnectedPlan, machines: Sequence[Candidate]
@@ -619,17 +609,22 @@ class RingFormer:
         said = [] if planned.choice == choice else [f"The ring runs by {planned.choice.name}: {planned.choice.reason}."]
         return planned.survey, planned.together, said
 
-    def _alone(self, decision: RingDecision, notices: list[str], progress: ProgressCallback) -> FormedRing:
+    def _load_alone(self, attempt: FormingTry) -> None:
+        """Load the whole model here."""
+        self._needed = set()
+        assert self.decision is not None
+        decision, progress = self.decision, attempt.progress
+        attempt.notices.append(decision.reason)
         if self._lacked is not None:
             folder, line = self._lacked.take_whole(progress)
             self._has_whole(folder)
-            notices = [*notices, line]
+            attempt.notices.append(line)
         model = load_model(self._runtime, self._name, self.folder, self._load, progress)
         placement = decision.placement or Placement((), 1, ())
         facts = decision.facts or RingFacts(mode="exact", exchange="auto", loading="selected", nodes=[])
         me = self._node.identity.node_id
         facts = msgspec.structs.replace(facts, nodes=[shard for shard in facts.nodes if shard.node_id == me])
-        return FormedRing(
+        attempt.formed = FormedRing(
             self._node.table,
             RankContext("", HEAD, placement),
             facts,
@@ -638,7 +633,7 @@ class RingFormer:
             None,
             {HEAD: me},
             {HEAD: self._node.name},
-            notices,
+            attempt.notices,
         )
 
     def _has_whole(self, folder: Path) -> None:
@@ -646,47 +641,96 @@ class RingFormer:
         self._lacked = None
         self.folder = self._surveyor.folder = folder
 
-    def _together(self, ring: Ring, notices: list[str], progress: ProgressCallback) -> FormedRing:
-        has = ShardUpload(self._source(ring.decision, progress), ring.decision, ring.followers).send(progress)
+    def _send(self, attempt: FormingTry) -> None:
+        """Send the other machines what they lack."""
+        ring, progress = attempt.ring, attempt.progress
+        attempt.has = ShardUpload(self._source(ring.decision, progress), ring.decision, ring.followers).send(progress)
+
+    def _connect(self, attempt: FormingTry) -> Kind | None:
+        """Connect the machines and measure the exchanges. Returns ``alone`` if this machine alone turns out to be
+        faster."""
+        ring = attempt.ring
         threads = self._trial.threads or self._threads(ring.decision)
         elsewhere = ring.decision.kind == "elsewhere"
         exchanges = [] if elsewhere else self._exchange.candidates(ring, self._load.runtime, self._formed is not None)
         # Forming again must be quick.
         rehearse = self._node.parts.effort.rehearse and not self._exchange.made and not elsewhere
         specs = epoch_specs(ring, self._node, self._name, self._load, exchanges, threads, self._trial, rehearse)
-        links = EpochLinks(epoch_of(specs[HEAD], {rank: one.name for rank, one in ring.followers.items()}))
-        try:
-            cpu_threads = self._load.cpu_threads
-            medians = connect_nodes(self._node, ring, specs, links, cpu_threads, self._try_links, progress)
-            if elsewhere:
-                return self._elsewhere(ring, specs[HEAD], links, has, notices, progress)
-            exchange, exchange_s = self._exchange.choose(medians, links.problems)
-            self._measured_with, self._measured_s = set(ring.decision.ranks), exchange_s
-            terms = ring.decision.terms
-            self.terms = None if terms is None else terms.with_exchange(exchange_s, links.layer_s.get(exchange))
-            if self._lacked is None:
-                again = decided_again(ring.decision, self.terms, self._choice)
-                if again.kind == "alone":
-                    raise FasterAlone(again)
-            model, layers, lines = self._load_all(ring, specs[HEAD], links, exchange, progress)
-        except BaseException:
-            links.close()
-            raise
-        shards = [
-            msgspec.structs.replace(shard, has_bytes=has.get(shard.rank, shard.has_bytes)) for shard in ring.facts.nodes
-        ]
+        attempt.spec = specs[HEAD]
+        names = {rank: machine.name for rank, machine in ring.followers.items()}
+        links = attempt.links = EpochLinks(epoch_of(attempt.spec, names))
+        attempt.undo.callback(links.close)
+        cpu_threads = self._load.cpu_threads
+        medians = connect_nodes(self._node, ring, specs, links, cpu_threads, self._try_links, attempt.progress)
+        if elsewhere:
+            return None
+        exchange, exchange_s = attempt.exchange, attempt.exchange_s = self._exchange.choose(medians, links.problems)
+        self._measured_with, self._measured_s = set(ring.decision.ranks), exchange_s
+        terms = ring.decision.terms
+        self.terms = None if terms is None else terms.with_exchange(exchange_s, links.layer_s.get(exchange))
+        if self._lacked is None:
+            again = decided_again(ring.decision, self.terms, self._choice)
+            if again.kind == "alone":
+                attempt.undo.close()
+                self.decision = again
+                return "alone"
+        return None
+
+    def _load_together(self, attempt: FormingTry) -> None:
+        """Have all nodes load their shards in parallel."""
+        ring, table = attempt.ring, self._node.table
+        context = rank_context_of(attempt.spec)
+        layers = layers_for(context, attempt.links.keep(attempt.exchange), attempt.spec.one_by_one)
+        watches = [watch for machine in ring.followers.values() if (watch := table.watch(machine.node_id)) is not None]
+        with tolerate_silence(watches):
+            model, ready = LoadingNodes(ring.followers, ring.epoch, attempt.exchange, table.record_contact).beside(
+                lambda told: load_model(
+                    self._runtime, self._name, self.folder, self._load, told, RingPlace(context, layers)
+                ),
+                attempt.progress,
+            )
+        for rank, machine in ready.items():
+            attempt.notices += notices_of(ring.followers[rank].name, machine.notices)
         facts = msgspec.structs.replace(
             ring.facts,
             epoch=ring.epoch,
-            exchange=exchange,
-            exchange_s=exchange_s,
+            exchange=attempt.exchange,
+            exchange_s=attempt.exchange_s,
             tokens_per_s=None if self.terms is None else self.terms.step().tokens_per_s,
-            encrypted=exchange in ("tls", "envoy"),
-            nodes=shards,
+            encrypted=attempt.exchange in ("tls", "envoy"),
         )
-        lines += self._exchange.take_notices()
-        lines += self._watch_faster_links(ring, exchange)
-        return self._formed_ring(ring, specs[HEAD], facts, model, layers, links, [*notices, *lines])
+        attempt.notices += self._exchange.take_notices()
+        self._use(attempt, facts, model, layers)
+
+    def _load_elsewhere(self, attempt: FormingTry) -> None:
+        """Have one other machine load everything."""
+        ring, sizes = attempt.ring, self._surveyor.headers.sizes
+        model, passes, lines = load_remote(
+            ring, attempt.links, self._node.table, self._name, sizes, self._load, attempt.progress
+        )
+        self.terms, attempt.exchange = None, "tls"
+        attempt.notices += [ring.decision.reason, *lines]
+        self._use(attempt, msgspec.structs.replace(ring.facts, epoch=ring.epoch, exchange="tls"), model, passes)
+
+    def _use(self, attempt: FormingTry, facts: RingFacts, model: LoadedModel, layers: PassControl) -> None:
+        """Make the formed ring of what was loaded."""
+        ring, me = attempt.ring, self._node.identity.node_id
+        shards = [
+            msgspec.structs.replace(shard, has_bytes=attempt.has.get(shard.rank, shard.has_bytes))
+            for shard in facts.nodes
+        ]
+        attempt.notices += self._watch_faster_links(ring, attempt.exchange)
+        attempt.formed = FormedRing(
+            self._node.table,
+            rank_context_of(attempt.spec),
+            msgspec.structs.replace(facts, nodes=shards),
+            model,
+            layers,
+            attempt.links,
+            {HEAD: me, **{rank: machine.node_id for rank, machine in ring.followers.items()}},
+            {HEAD: self._node.name, **{rank: machine.name for rank, machine in ring.followers.items()}},
+            attempt.notices,
+        )
 
     def _watch_faster_links(self, ring: Ring, exchange: ExchangeName) -> list[str]:
         """Start to look for faster links than those of ``ring``. Returns lines about faster links that are gone."""
@@ -711,48 +755,6 @@ class RingFormer:
         held = None if placement is None else {layer: placement.held(HEAD, layer) for layer in placement.layers}
         return self._lacked.take(held, progress)
 
-    def _elsewhere(
-        self,
-        ring: Ring,
-        spec: EpochSpec,
-        links: EpochLinks,
-        has: Mapping[int, int],
-        notices: list[str],
-        progress: ProgressCallback,
-    ) -> FormedRing:
-        """Form a ring in which one other machine computes everything."""
-        sizes = self._surveyor.headers.sizes
-        model, passes, lines = load_remote(ring, links, self._node.table, self._name, sizes, self._load, progress)
-        self.terms = None
-        here, remote = ring.facts.nodes
-        remote = msgspec.structs.replace(remote, has_bytes=has.get(remote.rank, remote.has_bytes))
-        facts = msgspec.structs.replace(ring.facts, epoch=ring.epoch, exchange="tls", nodes=[here, remote])
-        lines += self._watch_faster_links(ring, "tls")
-        return self._formed_ring(ring, spec, facts, model, passes, links, [*notices, ring.decision.reason, *lines])
-
-    def _formed_ring(
-        self,
-        ring: Ring,
-        spec: EpochSpec,
-        facts: RingFacts,
-        model: LoadedModel,
-        layers: PassControl,
-        links: EpochLinks,
-        notices: list[str],
-    ) -> FormedRing:
-        me = self._node.identity.node_id
-        return FormedRing(
-            self._node.table,
-            rank_context_of(spec),
-            facts,
-            model,
-            layers,
-            links,
-            {HEAD: me, **{rank: one.node_id for rank, one in ring.followers.items()}},
-            {HEAD: self._node.name, **{rank: one.name for rank, one in ring.followers.items()}},
-            notices,
-        )
-
     # --- links ----------------------------------------------------------------------------------------------------
 
     def _try_links(self, ring: Ring, progress: ProgressCallback) -> None:
@@ -760,26 +762,6 @@ class RingFormer:
         tried = self._surveyor.try_links(self._node, list(ring.followers.values()), progress)
         if tried.broken:
             raise LinksBroke(tried)
-
-    # --- loading --------------------------------------------------------------------------------------------------
-
-    def _load_all(
-        self, ring: Ring, spec: EpochSpec, links: EpochLinks, exchange: ExchangeName, progress: ProgressCallback
-    ) -> tuple[LoadedModel, PassControl, list[str]]:
-        """Have all nodes load their shards in parallel. Returns the head's model, its layers, and lines for the
-        person."""
-        layers = layers_for(rank_context_of(spec), links.keep(exchange), spec.one_by_one)
-        place = RingPlace(rank_context_of(spec), layers)
-        table = self._node.table
-        watches = [watch for machine in ring.followers.values() if (watch := table.watch(machine.node_id)) is not None]
-        with tolerate_silence(watches):
-            model, ready = LoadingNodes(ring.followers, ring.epoch, exchange, table.record_contact).beside(
-                lambda told: load_model(self._runtime, self._name, self.folder, self._load, told, place), progress
-            )
-        lines = [
-            line for rank, machine in ready.items() for line in notices_of(ring.followers[rank].name, machine.notices)
-        ]
-        return model, layers, lines
 
     def _forgotten(self, node_id: str) -> None:
         if self._formed is not None:

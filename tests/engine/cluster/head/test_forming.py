@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ import pytest
 from engine.cluster.head.connecting_nodes import NothingConnected
 from engine.cluster.head.formed import FormedRing
 from engine.cluster.head.forming import RingFormer
+from engine.cluster.head.forming_state import Kind
+from engine.cluster.head.forming_try import FormingTry
 from engine.cluster.head.survey import (
     Candidate,
     NodeRefused,
@@ -107,7 +109,7 @@ def test_a_ring_that_was_there_is_connected_again_when_all_failed_at_once(
     former: RingFormer, monkeypatch: pytest.MonkeyPatch, again: bool, failures: int, formed: bool
 ) -> None:
     """Machines that are too busy for a moment do not end an answer."""
-    form, left = former._form_with, iter(range(failures))
+    form, left = former._try, iter(range(failures))
 
     def failing(*arguments: Any) -> FormedRing:
         if next(left, None) is not None:
@@ -116,7 +118,7 @@ def test_a_ring_that_was_there_is_connected_again_when_all_failed_at_once(
 
     if again:
         former.form(lambda *_: None)
-    monkeypatch.setattr(former, "_form_with", failing)
+    monkeypatch.setattr(former, "_try", failing)
     if formed:
         assert former.form(lambda *_: None).names == {0: "me"}
         return
@@ -270,22 +272,23 @@ def test_a_machine_whose_taking_in_was_stopped_is_not_waited_for_again(
 def test_a_machine_that_was_left_out_as_silent_is_asked_again_when_it_answers(lent: Callable[..., Lent]) -> None:
     made = lent("Bob", "Carl")
     former, bob = made.former, made.others[0]
-    form, back = former._form_with, former._back_again
+    plan, back = former._plan_try, former._back_again
     asked: list[set[str]] = []
 
-    def forming(machines: Sequence[Candidate], notices: list[str], progress: Any) -> FormedRing:
-        asked.append({one.name for one in machines})
+    def planning(attempt: FormingTry) -> Kind:
+        asked.append({machine.name for machine in attempt.machines})
         match len(asked):
             case 1:
                 raise NodeRefused(bob.identity.node_id, "it cannot be reached.", gone=True)
             case 2:
-                assert [line for line in notices if line.startswith("Bob is left out of the ring")]
-                progress("sending weights", 0, 0, "")
+                assert [line for line in attempt.notices if line.startswith("Bob is left out of the ring")]
+                attempt.progress("sending weights", 0, 0, "")
                 pytest.fail("it was not asked again while weights are on their way to Carl")
-        assert notices == []
-        return form([], notices, progress)
+        assert attempt.notices == []
+        attempt.machines = []
+        return plan(attempt)
 
-    former._form_with = forming  # type: ignore[method-assign]
+    former._plan_try = planning  # type: ignore[method-assign]
     # It is silent for as long as it is waited for, and then answers.
     former._back_again = lambda *given: back(*given) if len(asked) > 1 else None  # type: ignore[method-assign]
     former.form(lambda *_: None)

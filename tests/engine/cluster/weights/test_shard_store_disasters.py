@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from engine.cluster.weights.shard_store import ShardStore
-from engine.cluster.weights.transfer import Offer, encode_offer, stream
+from engine.cluster.weights.transfer import Offer, encode_offer
 from engine.errors import ModelError
 from engine.models.folders.opening import open_model
 from engine.models.folders.prepare import prepare
 from engine.models.folders.shard_files import read_shard
 from engine.models.folders.weight_layout import layout_of
 from tests.support.progress import quiet
-from tests.support.shards import offer_part, send
+from tests.support.shards import assert_same_experts, offer_part, send
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -65,16 +65,10 @@ def assert_complete(shares: ShardStore, offered: Offer, prepared: Path) -> None:
     need = shares.need(offered, quiet)
     assert need.wanted == ()
     share, whole = open_model(need.folder), open_model(prepared)
-    assert [name for name, _ in share.trunk()] == [name for name, _ in whole.trunk()]
-    for (_, mine), (_, theirs) in zip(share.trunk(), whole.trunk(), strict=True):
-        assert mine.words.tobytes() == theirs.words.tobytes()
-    assert share.experts is not None and whole.experts is not None
-    for layer, experts in offered.held.items():
-        assert share.experts.held(layer) == experts
-        for expert in experts:
-            for part in ("gate", "up", "down"):
-                mine, theirs = (getattr(each.expert(layer, expert), part) for each in (share.experts, whole.experts))
-                assert mine.words.tobytes() == theirs.words.tobytes()
+    assert [(name, tensor.words.tobytes()) for name, tensor in share.trunk()] == [
+        (name, tensor.words.tobytes()) for name, tensor in whole.trunk()
+    ]
+    assert_same_experts(need.folder, prepared, offered.held)
 
 
 def test_a_node_that_is_killed_again_and_again(prepared: Path, offered: Offer, tmp_path: Path):
@@ -109,7 +103,7 @@ def test_a_disk_that_is_really_full(prepared: Path, offered: Offer, small_disk: 
     shares = ShardStore(small_disk, "head")
     need = shares.need(offered, quiet)
     with pytest.raises(ModelError, match="are missing; make room") as caught:
-        shares.receive(offered, need.wanted, stream(prepared, offered, need.wanted), quiet)
+        send(shares, prepared, offered)
     assert caught.value.kind == "disk" and list(small_disk.iterdir()) in (
         [],
         [small_disk / f".{need.folder.name}.lock"],
@@ -120,7 +114,7 @@ def test_a_disk_that_is_really_full(prepared: Path, offered: Offer, small_disk: 
     with pytest.raises(
         ModelError, match=r"is full \(No space left on device\): \d+ MB of this machine's share"
     ) as caught:
-        shares.receive(offered, need.wanted, stream(prepared, offered, need.wanted), quiet)
+        send(shares, prepared, offered)
     assert caught.value.kind == "disk"
     manifest = read_shard(need.folder)
     named = sum(map(len, manifest.experts.values()))
@@ -129,5 +123,5 @@ def test_a_disk_that_is_really_full(prepared: Path, offered: Offer, small_disk: 
     assert 0 < again.nbytes <= offered.nbytes
 
     subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
-    shares.receive(offered, again.wanted, stream(prepared, offered, again.wanted), quiet)
+    send(shares, prepared, offered)
     assert_complete(shares, offered, prepared)

@@ -8,12 +8,11 @@ import os
 import shutil
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -32,13 +31,12 @@ from engine.models.folders.weight_layout import layout_of
 from engine.models.store import local_models
 from tests.support.old_bank import write_old_bank
 from tests.support.progress import quiet
-from tests.support.shards import offer_part, send
+from tests.support.shards import assert_same_experts, offer_part, send
 
 pytestmark = pytest.mark.usefixtures("home")
 
 
 TinyModel = Callable[..., Path]
-PARTS = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
 
 
 @pytest.fixture
@@ -64,25 +62,6 @@ def blocks(folder: Path) -> int:
     """Bytes of disk that the files of weights take."""
     files = [*folder.glob("*.safetensors"), *folder.glob("experts/*")]
     return sum(path.stat().st_blocks * 512 for path in files)
-
-
-def assert_same_experts(share: Path, whole: Path, held: Mapping[int, Sequence[int]]) -> None:
-    mine, theirs = open_model(share).experts, open_model(whole).experts
-    assert mine is not None and theirs is not None
-    assert (mine.layers, mine.count, mine.dtype) == (theirs.layers, theirs.count, theirs.dtype)
-    for layer in theirs.layers:
-        assert list(mine.held(layer)) == list(held[layer])
-        for expert in range(theirs.count):
-            if expert not in held[layer]:
-                with pytest.raises(IndexError):
-                    mine.expert(layer, expert)
-                continue
-            left, right = mine.expert(layer, expert), theirs.expert(layer, expert)
-            for part in PARTS:
-                one, other = getattr(left, part), getattr(right, part)
-                assert (one is None) == (other is None)
-                if one is not None:
-                    np.testing.assert_array_equal(one.words, other.words)
 
 
 @pytest.mark.sampled
@@ -261,9 +240,8 @@ def test_an_interrupted_transfer_goes_on_within_an_item(
         with pytest.raises((ModelError, ConnectionResetError)):
             shares.receive(offered, need.wanted, cut(stream(prepared, offered, need.wanted), 40), quiet)
     assert needs[0] - needs[2] > 50_000
-    need = shares.need(offered, quiet)
+    need = send(shares, prepared, offered)
     assert any(want.start for want in need.wanted)
-    shares.receive(offered, need.wanted, stream(prepared, offered, need.wanted), quiet)
     assert received + need.nbytes == offered.nbytes
     assert_same_experts(need.folder, prepared, held)
 
@@ -280,9 +258,8 @@ def test_what_was_begun_goes_on_behind_the_items_of_another_placement(
     chunks = list(stream(prepared, few, need.wanted))
     with pytest.raises(ModelError, match="stopped sending"):
         shares.receive(few, need.wanted, chunks[:-1], quiet)
-    need = shares.need(more, quiet)
+    need = send(shares, prepared, more)
     assert need.wanted[0].start == 0 < need.wanted[-1].start
-    shares.receive(more, need.wanted, stream(prepared, more, need.wanted), quiet)
     assert shares.need(more, quiet).wanted == ()
     assert_same_experts(need.folder, prepared, dict.fromkeys(layout_of(prepared).layers, (0, 1)))
 
@@ -346,7 +323,6 @@ def test_a_full_disk_is_named_and_nothing_half_counted(
 ):
     held = every_second(prepared)
     offered = offer_part(prepared, held)
-    need = shares.need(offered, quiet)
     left = iter(range(1000))
     genuine = getattr(os, failing)
 
@@ -357,24 +333,22 @@ def test_a_full_disk_is_named_and_nothing_half_counted(
 
     monkeypatch.setattr(os, failing, full)
     with pytest.raises(ModelError, match=r"is full .* [kM]B of this machine's share did not fit") as caught:
-        shares.receive(offered, need.wanted, stream(prepared, offered, need.wanted), quiet)
+        send(shares, prepared, offered)
     assert caught.value.kind == "disk"
     monkeypatch.undo()
-    again = shares.need(offered, quiet)
+    again = send(shares, prepared, offered)
     assert 0 < again.nbytes <= offered.nbytes
-    shares.receive(offered, again.wanted, stream(prepared, offered, again.wanted), quiet)
-    assert_same_experts(need.folder, prepared, held)
+    assert_same_experts(again.folder, prepared, held)
 
 
 def test_too_little_room_is_refused_before_anything_is_received(
     prepared: Path, shares: ShardStore, monkeypatch: pytest.MonkeyPatch
 ):
     offered = offer_part(prepared, every_second(prepared))
-    need = shares.need(offered, quiet)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 0))
     with pytest.raises(ModelError, match=r"needs another .* are missing; make room"):
-        shares.receive(offered, need.wanted, stream(prepared, offered, need.wanted), quiet)
-    assert not need.folder.exists()
+        send(shares, prepared, offered)
+    assert not shares.folder(offered).exists()
 
 
 def test_a_head_whose_files_changed_says_so(tiny_model: TinyModel, shares: ShardStore, tmp_path: Path):
@@ -429,9 +403,8 @@ def test_an_item_that_came_whole_and_was_not_compared_comes_again(prepared: Path
     shares.receive(offered, need.wanted[:-1], stream(prepared, offered, need.wanted[:-1]), quiet)
     begun = shard_store.Begun(last.key, last.nbytes, last.checksum)
     shard_store._write_manifest(need.folder, msgspec.structs.replace(read_shard(need.folder), begun=begun))
-    again = shares.need(offered, quiet)
+    again = send(shares, prepared, offered)
     assert (again.wanted, again.nbytes) == (need.wanted[-1:], last.nbytes)
-    shares.receive(offered, again.wanted, stream(prepared, offered, again.wanted), quiet)
     assert shares.need(offered, quiet).wanted == ()
 
 

@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 
 from engine.cluster.weights.shard_store import ShardStore
-from engine.cluster.weights.transfer import stream
 from engine.cluster.weights.weight_fingerprint import held_of, reusable_bytes
 from engine.models.folders.model_folder import folder_bytes
 from engine.models.folders.weight_layout import layout_of
-from tests.support.progress import quiet
-from tests.support.shards import offer_part
+from tests.support.shards import offer_part, send
 
 
 def test_what_may_be_of_the_model_counts_as_room(
@@ -28,9 +26,7 @@ def test_what_may_be_of_the_model_counts_as_room(
     # A share counts as long as its head does not say which weights it has; after that it is known what is there.
     layout = layout_of(folder)
     offered = offer_part(folder, {layer: [0, 1] for layer in layout.layers})
-    store = ShardStore(models, "head")
-    wanted = store.need(offered, quiet).wanted
-    store.receive(offered, wanted, stream(folder, offered, wanted), quiet)
+    send(ShardStore(models, "head"), folder, offered)
     sent = offered.nbytes
     assert (
         sent <= reusable_bytes("", "mixtral", "head") < layout.trunk_bytes + layout.expert_bytes * len(layout.experts)

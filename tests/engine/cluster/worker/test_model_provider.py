@@ -16,7 +16,7 @@ from engine.cluster.head.lacked_model import copy_model
 from engine.cluster.membership.control_messages import ModelHere, OfferPiece, WantedModel, WantedWeights
 from engine.cluster.weights.shard_store import ShardStore
 from engine.cluster.weights.source import FolderSource
-from engine.cluster.weights.transfer import Item, Offer, decode_chunk, encode_chunk, offer, stream
+from engine.cluster.weights.transfer import Item, Offer, decode_chunk, encode_chunk, offer
 from engine.cluster.worker import model_provider
 from engine.cluster.worker.lending import ClusterWorker
 from engine.cluster.worker.model_provider import ProvidedModel, find_provided
@@ -30,7 +30,7 @@ from tests.engine.cluster.lacking_machine import KEY, NAME, Having, TinyModel, c
 from tests.engine.cluster.paired_nodes import Nodes
 from tests.support.eventually import eventually
 from tests.support.progress import quiet
-from tests.support.shards import offer_part
+from tests.support.shards import offer_part, send
 
 __all__ = ["models", "there"]
 pytestmark = pytest.mark.usefixtures("no_keyring")
@@ -117,8 +117,7 @@ def test_parts_that_together_are_whole_are_put_together(
         wanted = offer_part(there, held, name=NAME)
         monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / f"node-{node}"))
         shares = ShardStore(tmp_path / f"node-{node}" / "models", "me")
-        need = shares.need(wanted, quiet)
-        folder = shares.receive(wanted, need.wanted, stream(there, wanted, need.wanted), quiet)
+        folder = send(shares, there, wanted).folder
         halves.append(Having(folder, ProvidedModel(folder, NAME, False).source(quiet).offered, f"node {node}"))
         assert halves[node].offered.identity == wanted.identity
         assert {item.key for item in halves[node].offered.items} == {item.key for item in wanted.items}
@@ -242,9 +241,7 @@ def test_unfinished_and_borrowed_folders_are_not_given(installed: Path, models: 
 
 def test_a_share_goes_back_only_to_the_head_that_sent_it(there: Path, models: Path):
     wanted = offer_part(there, {}, name=NAME)
-    shares = ShardStore(models, "head")
-    need = shares.need(wanted, quiet)
-    folder = shares.receive(wanted, need.wanted, stream(there, wanted, need.wanted), quiet)
+    folder = send(ShardStore(models, "head"), there, wanted).folder
     assert read_shard(folder).head == "head"
     assert find_provided(KEY, NAME, "head") == ProvidedModel(folder, NAME, False)
     assert find_provided(KEY, NAME, "another head") is None
