@@ -14,7 +14,7 @@ from engine.errors import ModelError
 from engine.ipc.messages import Load, ModelFacts
 from engine.ipc.progress import ProgressCallback
 from engine.models.folders.opening import open_model
-from engine.models.folders.sizes import WITHOUT_KEYS, sizes_of, state_bytes, weights_name
+from engine.models.folders.sizes import sizes_of, weights_name
 from engine.models.formats.model_files import Experts, ModelFiles, whole_weights
 from engine.moe.executor import Executor, LocalExecutor, RingExecutor
 from engine.moe.expert_parallel import RankContext
@@ -200,6 +200,7 @@ def describe(
     experts = files.experts
     stored = {tensor.data_ptr(): tensor for tensor in module.state_dict().values()}.values()
     expert_parameters = 0 if experts is None else whole_weights(experts)
+    sizes = sizes_of(files, NAMES[dtype])
     return ModelFacts(
         name=request.model,
         family=str(files.config["model_type"]),
@@ -216,8 +217,8 @@ def describe(
         context_limit=min(int(config.max_position_embeddings), request.context_limit or config.max_position_embeddings),
         trunk_bytes=sum(tensor.nbytes for tensor in stored),
         expert_bytes=0 if held is None else held.nbytes,
-        key_value_bytes_per_token=key_value_numbers(config) * dtype.itemsize,
-        state_bytes=state_bytes(files.config),
+        key_value_bytes_per_token=sizes.key_value_bytes_per_token,
+        state_bytes=sizes.state_bytes,
         parameters=sum(p.numel() for p in module.parameters()) + numbers_kept_packed(module) + expert_parameters,
         load_s=0.0,
         weights=weights_name(files),
@@ -226,29 +227,6 @@ def describe(
         gpu_expert_bytes=shared.backend.gpu_expert_bytes if shared is not None else 0,
         notices=notices,
     )
-
-
-def key_value_numbers(config: Any) -> int:
-    """Numbers that one token adds to the cache: keys and values of every layer that keeps them.
-
-    Latent attention (deepseek) caches the latents and the rotated part. Recurrent layers keep a state of fixed size.
-    """
-    if getattr(config, "kv_lora_rank", None):
-        per_layer = int(config.kv_lora_rank + config.qk_rope_head_dim)
-        return per_layer * int(config.num_hidden_layers)
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    return sum(
-        _width(layer) for layer, kind in zip(config.per_layer_config, kinds, strict=True) if kind not in WITHOUT_KEYS
-    )
-
-
-def _width(layer: Any) -> int:
-    """Number of a token's keys and values in ``layer``, the configuration of one layer."""
-    heads = getattr(layer, "num_key_value_heads", None)
-    if heads is None:
-        # dbrx keeps it one level further down.
-        heads = layer.attn_config.kv_n_heads
-    return 2 * int(heads) * int(getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads)
 
 
 # --- whose experts are run, and by what ------------------------------------------------------------------------------
