@@ -22,8 +22,8 @@ from engine.errors import ModelError
 from engine.ipc.messages import Load
 from engine.models.store.catalogue import STARTER
 from engine.moe.expert_parallel import Mode
-from engine.planning.placement import Placement
-from engine.planning.placement_planner import ExpertGrid, NodeRoom, place
+from engine.planning.placement import ExpertGrid, Placement
+from engine.planning.placement_planner import NodeRoom, place
 from engine.runtimes import runtime_named
 from engine.runtimes.choosing import choose_runtime, on_one_machine
 from engine.runtimes.common.loading import load_model

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.planning.placement import Placement
-from engine.planning.placement_planner import ExpertGrid, NodeRoom, place
+from engine.planning.placement import ExpertGrid, Placement
+from engine.planning.placement_planner import NodeRoom, place
 
 RDMA_LATENCY_S = {"RoCEv2": 750e-9, "Infiniband": 600e-9}
 RDMA_BYTES_PER_S = {"RoCEv2": 25e9 / 8, "Infiniband": 200e9 / 8}

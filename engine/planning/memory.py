@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from engine.ipc.messages import Load, ModelFacts
-from engine.planning.placement_planner import ExpertGrid
+from engine.planning.placement import ExpertGrid
 
 CUT_BACK_TOKENS = 1024
 """Tokens before the last prefill chunk to which a row can always be cut back. An answer is kept whole until the next

@@ -1,8 +1,23 @@
-"""The placement of a ring's experts on its nodes: the value that planner, transfer and backends share."""
+"""The routed experts of a model, and their placement on a ring's nodes: values that planner, transfer and backends
+share."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ExpertGrid:
+    """The routed experts of a model: ``experts`` in each of the decoder layers ``layers``, each of ``slab_bytes``."""
+
+    layers: tuple[int, ...]
+    experts: int
+    per_token: int
+    slab_bytes: int
+
+    @property
+    def slabs(self) -> int:
+        return len(self.layers) * self.experts
 
 
 @dataclass(frozen=True)

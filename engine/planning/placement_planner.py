@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from engine.planning.placement import Placement
+from engine.planning.placement import ExpertGrid, Placement
 from engine.planning.placement_search import SAMPLED, LocalSearch, ReplicaPruning, Rows
 
 
@@ -37,20 +37,6 @@ class _Layer:
     popularity: tuple[float, ...]
     there: tuple[tuple[int, ...], ...]
     """Experts that are already stored on each rank."""
-
-
-@dataclass(frozen=True)
-class ExpertGrid:
-    """The routed experts of a model: ``experts`` in each of the decoder layers ``layers``, each of ``slab_bytes``."""
-
-    layers: tuple[int, ...]
-    experts: int
-    per_token: int
-    slab_bytes: int
-
-    @property
-    def slabs(self) -> int:
-        return len(self.layers) * self.experts
 
 
 @dataclass(frozen=True)

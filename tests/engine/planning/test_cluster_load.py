@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from engine.planning import cluster_load
 from engine.planning.cluster_load import expected_experts, load_outcomes, odds_of
-from engine.planning.placement import Placement
-from engine.planning.placement_planner import ExpertGrid, NodeRoom, place
+from engine.planning.placement import ExpertGrid, Placement
+from engine.planning.placement_planner import NodeRoom, place
 from tests.support.random_examples import examples
 
 Rows = tuple[tuple[int, ...], ...]

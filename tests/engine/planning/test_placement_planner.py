@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.planning.cluster_load import expected_experts
-from engine.planning.placement import Placement
-from engine.planning.placement_planner import ExpertGrid, NodeRoom, Shortfall, dealt, numbers, place, place_held
+from engine.planning.placement import ExpertGrid, Placement
+from engine.planning.placement_planner import NodeRoom, Shortfall, dealt, numbers, place, place_held
 from tests.support.pairwise import pairwise
 from tests.support.random_examples import examples
 

@@ -13,8 +13,8 @@ from benchmarks.papers.cluster_model import DBRX, ClusterHardware, cluster_bound
 from engine.planning.calibration import Calibration, Curve, ExpertShape
 from engine.planning.cluster_load import expected_experts
 from engine.planning.memory import ModelSizes
-from engine.planning.placement import Placement
-from engine.planning.placement_planner import ExpertGrid, NodeRoom, place
+from engine.planning.placement import ExpertGrid, Placement
+from engine.planning.placement_planner import NodeRoom, place
 from engine.planning.prediction import Shares, cpu_speed
 from engine.planning.ring_speed import (
     Mode,

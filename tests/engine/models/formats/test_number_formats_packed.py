@@ -39,7 +39,7 @@ from engine.moe.held import HeldExperts
 from engine.moe.popularity import model_of
 from engine.planning.calibration import Processor, guessed
 from engine.planning.hybrid import Device, gpu_room, workspace_bytes
-from engine.planning.placement_planner import ExpertGrid
+from engine.planning.placement import ExpertGrid
 from engine.planning.policy import policy_named
 from engine.planning.prediction import Shares, cpu_speed
 from engine.planning.ring_nodes import GpuFacts, NodeFacts, expert_room, gpu_slabs, memory_room
