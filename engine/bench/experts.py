@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import importlib.resources
 from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 from typing import Any
 
 import numpy as np
 
-from engine.bench.subject import WARM_UP_STEPS, BenchSubject, median, not_kept, random_tokens, read_prompt, steps
+from engine.bench.subject import WARM_UP_STEPS, BenchSubject, not_kept, random_tokens, read_prompt, steps
 from engine.bench.throughput import keep_speed
 from engine.calibration.calibration_file import calibration_key, save_calibration, shape_of
 from engine.calibration.expert_cost import Figures, calibration_of, measure

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -91,10 +90,6 @@ def steps(subject: BenchSubject, rows: TokenRows, count: int, seed: int) -> list
 def not_kept(why: str) -> str:
     """The line that says so, and what to do."""
     return f"Not kept for plans: {why}; measure again on an idle machine, or with --even-if-busy."
-
-
-def median(values: Sequence[float]) -> float:
-    return statistics.median(values)
 
 
 @contextmanager

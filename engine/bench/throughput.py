@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from statistics import median
+
 from engine.bench.subject import (
     PROMPT_TOKENS,
     WARM_UP_STEPS,
     BenchSubject,
-    median,
     not_kept,
     random_tokens,
     read_prompt,

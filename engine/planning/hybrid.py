@@ -144,7 +144,9 @@ def plan(
     alone = _cpu_plan(model, machine, wanted, calibration, shares, popularity)
     if wanted.partitioning == "cpu" or machine.gpu is None:
         if wanted.partitioning == "hybrid":
-            return replace(alone, fits=False, choices=(_choice("experts", "none", "there is no GPU to share with"),))
+            return replace(
+                alone, fits=False, choices=(PlannedChoice("experts", "none", "there is no GPU to share with"),)
+            )
         return alone
     shared = _gpu_plan(model, machine, machine.gpu, wanted, calibration, shares, popularity)
     return shared if wanted.partitioning == "hybrid" else better(alone, shared, wanted.gpu_expert_bytes is not None)
@@ -157,7 +159,8 @@ def better(alone: HybridPlan, shared: HybridPlan, gpu_wanted: bool) -> HybridPla
     person chose how much GPU memory experts get.
     """
     if not shared.fits:
-        return shared if gpu_wanted else _instead(alone, shared)
+        short = f"the GPU lacks {shared.shortfall / 1e9:.1f} GB for trunk, keys and values, and workspace"
+        return shared if gpu_wanted else _cpu_because(alone, short)
     if not alone.fits or not alone.tokens_per_s or not shared.tokens_per_s:
         return shared
     # Where a prompt's rate is not known for both, the answer decides.
@@ -165,11 +168,11 @@ def better(alone: HybridPlan, shared: HybridPlan, gpu_wanted: bool) -> HybridPla
     if alone.prefill_tokens_per_s and shared.prefill_tokens_per_s:
         on_cpu += PREFILL_TOKENS / alone.prefill_tokens_per_s
         on_gpu += PREFILL_TOKENS / shared.prefill_tokens_per_s
-    return _slower(alone, on_cpu, on_gpu) if on_cpu < on_gpu else shared
-
-
-def _choice(what: str, choice: str, reason: str) -> PlannedChoice:
-    return PlannedChoice(what, choice, reason)
+    if on_cpu >= on_gpu:
+        return shared
+    exchange = f"a question of {PREFILL_TOKENS} tokens and an answer of {ANSWER_TOKENS}"
+    times = f"{on_cpu:.1f} s for {exchange}, with the GPU {on_gpu:.1f} s"
+    return _cpu_because(alone, f"the CPU alone is predicted to be faster: {times}")
 
 
 def _cpu_plan(
@@ -187,10 +190,10 @@ def _cpu_plan(
     spare = pages - trunk
     memory = _on_cpu(machine.cpu, model, trunk=trunk, key_values=key_values, workspace=workspace)
     if machine.gpu is None:
-        where = _choice("experts", "CPU", "this machine has no GPU that torch can use")
+        where = PlannedChoice("experts", "CPU", "this machine has no GPU that torch can use")
     else:
-        where = _choice("experts", "CPU", "the GPU is left alone, as chosen")
-    choices = [where] if model.experts else [_choice("weights", "CPU", where.reason)]
+        where = PlannedChoice("experts", "CPU", "the GPU is left alone, as chosen")
+    choices = [where] if model.experts else [PlannedChoice("weights", "CPU", where.reason)]
     speed: Speed | None = None
     if calibration is not None:
         speed = cpu_speed(model, calibration, shares, wanted.cpu_layer_overhead_s, wanted.cpu_read_share)
@@ -278,13 +281,15 @@ def _hit_rate(model: ModelSizes, policy: Policy, per_layer: float, shares: Share
 def _gpu_choices(
     model: ModelSizes, wanted: HybridRequest, policy: Policy, slabs: int, room: int
 ) -> tuple[PlannedChoice, ...]:
-    trunk = _choice("trunk", "GPU", "every token uses all of it")
+    trunk = PlannedChoice("trunk", "GPU", "every token uses all of it")
     if not model.experts:
-        return (_choice("weights", "GPU", "the model has no experts to share, so all of it goes there"),)
+        return (PlannedChoice("weights", "GPU", "the model has no experts to share, so all of it goes there"),)
     if policy.cache.kind == "none":
-        experts_kept = _choice("experts on the GPU", "none kept", f"the policy {policy.name} keeps none between steps")
+        experts_kept = PlannedChoice(
+            "experts on the GPU", "none kept", f"the policy {policy.name} keeps none between steps"
+        )
     elif slabs == model.slabs:
-        experts_kept = _choice("experts on the GPU", f"all {slabs}", "there is room for every expert")
+        experts_kept = PlannedChoice("experts on the GPU", f"all {slabs}", "there is room for every expert")
     else:
         size = f"{model.slot_bytes / 1e6:.0f} MB each"
         limit = (
@@ -292,8 +297,8 @@ def _gpu_choices(
             if wanted.gpu_expert_bytes is None
             else f"{wanted.gpu_expert_bytes / 1e9:.1f} GB were chosen"
         )
-        experts_kept = _choice("experts on the GPU", f"{slabs} of {model.slabs}", f"{limit}, {size}")
-    return (trunk, experts_kept, _choice("policy", policy.name, _POLICY_REASONS[policy.name]))
+        experts_kept = PlannedChoice("experts on the GPU", f"{slabs} of {model.slabs}", f"{limit}, {size}")
+    return (trunk, experts_kept, PlannedChoice("policy", policy.name, _POLICY_REASONS[policy.name]))
 
 
 _POLICY_REASONS: dict[ExpertPolicy, str] = {
@@ -329,7 +334,7 @@ def _with_speed(
         reason += "and are read from the disk when used"
         if machine.disk_read:
             reason += f", at {machine.disk_read / 1e6:.0f} MB/s"
-        finished = replace(finished, choices=(*finished.choices, _choice("memory", "part on disk", reason)))
+        finished = replace(finished, choices=(*finished.choices, PlannedChoice("memory", "part on disk", reason)))
         if machine.disk_read is None:
             return replace(finished, basis="part of the model is read from the disk, whose rate was not measured")
         if speed is not None:
@@ -365,25 +370,10 @@ def _bench_experts(model: ModelSizes) -> str:
     return " ".join(["privatellm bench experts", *([shlex.quote(model.name)] if model.name else [])])
 
 
-def _instead(alone: HybridPlan, shared: HybridPlan) -> HybridPlan:
-    short = f"the GPU lacks {shared.shortfall / 1e9:.1f} GB for trunk, keys and values, and workspace"
-    return _cpu_because(alone, short)
-
-
-def _slower(alone: HybridPlan, on_cpu: float, on_gpu: float) -> HybridPlan:
-    exchange = f"a question of {PREFILL_TOKENS} tokens and an answer of {ANSWER_TOKENS}"
-    times = f"{on_cpu:.1f} s for {exchange}, with the GPU {on_gpu:.1f} s"
-    return _cpu_because(alone, f"the CPU alone is predicted to be faster: {times}")
-
-
 def _cpu_because(alone: HybridPlan, reason: str) -> HybridPlan:
-    first = _for_reason(alone.choices[0], reason)
-    return replace(alone, choices=(first, *alone.choices[1:]))
-
-
-def _for_reason(choice: PlannedChoice, reason: str) -> PlannedChoice:
-    """``choice`` for another reason."""
-    return PlannedChoice(choice.what, choice.choice, reason)
+    """``alone``, the plan for the CPU, with the ``reason`` why the GPU is not used."""
+    first = alone.choices[0]
+    return replace(alone, choices=(PlannedChoice(first.what, first.choice, reason), *alone.choices[1:]))
 
 
 # --- what is read from the disk --------------------------------------------------------------------------------------

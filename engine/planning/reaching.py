@@ -88,5 +88,5 @@ def _needs(decision: RingDecision, broken: Collection[Pair]) -> bool:
 
 
 def _seconds(decision: RingDecision) -> float:
-    step = decision.alone_step if decision.kind == "alone" else decision.step
+    step = decision.chosen_step
     return step.seconds if step is not None else float("inf")

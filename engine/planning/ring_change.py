@@ -80,8 +80,7 @@ class RingChange:
 
 def step_seconds(decision: RingDecision) -> float | None:
     """Predicted seconds of a token for the choice of ``decision``."""
-    step = decision.alone_step if decision.kind == "alone" else decision.step
-    return None if step is None else step.seconds
+    return None if decision.chosen_step is None else decision.chosen_step.seconds
 
 
 def change_to(

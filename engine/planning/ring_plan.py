@@ -109,6 +109,11 @@ class RingDecision:
     instead: RingDecision | None = None
     """The decision if no answer waited. Set if another one was taken because it needs no weights sent."""
 
+    @property
+    def chosen_step(self) -> PassTime | None:
+        """Predicted time of a decoding step of what was decided; None if too little was measured."""
+        return self.alone_step if self.kind == "alone" else self.step
+
 
 def plan_ring(
     model: ModelSizes,

@@ -10,6 +10,7 @@ import msgspec
 from engine.cluster.head.missing_links import ConnectedPlan
 from engine.cluster.head.survey import Survey
 from engine.ipc.messages import Load
+from engine.planning.ring_change import step_seconds
 from engine.planning.ring_plan import RingDecision
 from engine.planning.runtime_choice import RingForecast, RuntimeChoice, ring_choice
 from engine.runtimes.choosing import as_ring_node
@@ -54,8 +55,7 @@ def _has_gpu(survey: Survey) -> bool:
 
 
 def _forecast(decision: RingDecision) -> RingForecast:
-    step = decision.alone_step if decision.kind == "alone" else decision.step
-    return RingForecast(decision.kind != "refused", None if step is None else step.seconds)
+    return RingForecast(decision.kind != "refused", step_seconds(decision))
 
 
 def _gpus(decision: RingDecision, survey: Survey) -> tuple[list[str], list[str]]:
