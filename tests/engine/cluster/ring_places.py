@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.cluster.all_gather import RingLayers
 from engine.cluster.transport.exchange import Exchange
-from engine.models.folders.opening import open_model
+from engine.models.folders.weight_layout import layout_of
 from engine.moe.expert_parallel import Loading, Mode, RankContext
 from engine.planning.placement import Placement
 from engine.runtimes.protocol import RingPlace
@@ -45,6 +45,5 @@ def places(
 
 
 def placement_for(folder: Path, nodes: int, how: str = "even") -> Placement:
-    experts = open_model(folder).experts
-    assert experts is not None
-    return placed(tuple(experts.layers), experts.count, nodes, how)
+    layout = layout_of(folder)
+    return placed(layout.layers, layout.count, nodes, how)

@@ -20,14 +20,18 @@ from engine.cluster.all_gather import RingLayers
 from engine.cluster.transport.exchange import PeerLost
 from engine.cluster.transport.registry import open_exchange
 from engine.errors import ModelError
-from engine.models.folders.weight_layout import layout_of
+from engine.ipc.messages import Load
 from engine.moe.expert_parallel import Loading
 from engine.planning.placement import Placement
+from engine.runtimes import runtime_named
+from engine.runtimes.common.loading import load_model
+from engine.runtimes.native.bindings import native
 from engine.runtimes.protocol import Interrupted, LoadedModel, Logits
 from tests.engine.cluster.linked_nodes import LinkedNodes
-from tests.engine.cluster.memory_exchange import MemoryRing, must_succeed, on_all_ranks
+from tests.engine.cluster.memory_exchange import MemoryRing, must_succeed, note_order, on_all_ranks
 from tests.engine.cluster.ring_conversation import all_conversations, assert_same, conversation
-from tests.engine.cluster.ring_places import PLACEMENTS, placed, places
+from tests.engine.cluster.ring_places import PLACEMENTS, placed, placement_for, places
+from tests.engine.runtimes.common.test_node_experts import share_of
 from tests.engine.runtimes.subjects import (
     FP8,
     MLX,
@@ -44,6 +48,7 @@ from tests.engine.runtimes.subjects import (
     prompt_of,
 )
 from tests.support.pairwise import in_turn, pairwise
+from tests.support.progress import quiet
 from tests.support.random_examples import examples
 
 pytestmark = pytest.mark.usefixtures("one_kernel")
@@ -67,11 +72,6 @@ def alone(loaded: Loaded) -> Alone:
         return held[key]
 
     return of
-
-
-def placement_for(folder: Path, nodes: int, how: str = "even") -> Placement:
-    layout = layout_of(folder)
-    return placed(layout.layers, layout.count, nodes, how)
 
 
 def ring_of(subject: Subject, folder: Path, nodes: int, how: str = "even", **context: Any) -> list[LoadedModel]:
@@ -242,6 +242,97 @@ def test_nodes_whose_logits_nobody_reads_leave_them_out(
     assert_same([head], expected)
     for found in others:
         assert [each.shape for each in found] == [(*each.shape[:-1], 0) for each in expected]
+
+
+@pytest.mark.sampled(least=3)
+@pytest.mark.parametrize(
+    ("subject", "family", "stored", "nodes"),
+    [
+        case(NATIVE, "mixtral", "bfloat16", 3),
+        case(NATIVE, "qwen3_moe", "prepared", 3),
+        case(TORCH, "mixtral", "prepared", 3),
+        case(TORCH, "gpt_oss", "bfloat16", 3),
+        case(TORCH, "dbrx", "bfloat16", 3),
+        case(MLX, "mixtral", "4-bit", 2),
+        case(MLX, "qwen3_moe", "4-bit", 2),
+        case(MLX, "deepseek_v3", "4-bit", 2),
+        case(MLX, "mixtral", "float32", 2),
+    ],
+)
+def test_nodes_load_the_shards_that_the_head_sent_them(
+    subject: Subject,
+    family: str,
+    stored: str,
+    nodes: int,
+    stored_model: StoredModel,
+    prepared: Callable[[Path], Path],
+    tmp_path: Path,
+) -> None:
+    folder = stored_model(subject, family, "bfloat16" if stored == "prepared" else stored)
+    if stored == "prepared":
+        folder = prepared(folder)
+    placement = placement_for(folder, nodes, "overlapping")
+    models = [
+        subject.load(share_of(folder, placement, rank, tmp_path) if rank else folder, place)
+        for rank, place in enumerate(places(placement))
+    ]
+    assert_same(all_conversations(models), conversation(subject.load(folder)))
+    close(models)
+
+
+def test_a_shard_is_not_run_alone(stored_model: StoredModel, tmp_path: Path) -> None:
+    folder = stored_model(TORCH, "mixtral")
+    shard = share_of(folder, placement_for(folder, 2), 1, tmp_path)
+    with pytest.raises(ModelError, match="share of a model"):
+        load_model(runtime_named("torch"), "a share", shard, Load(id=1, model="a share"), quiet)
+
+
+def note_shared_experts(model: LoadedModel, happened: list[str], patch: pytest.MonkeyPatch) -> int:
+    """From now on ``happened`` gets "shared" when a shared expert is computed. Returns how many layers have one."""
+
+    def noted(compute: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given: (happened.append("shared"), compute(*given))[1]
+
+    inner: Any = model
+    if model.facts.runtime == "torch":
+        names = ("shared_expert", "shared_experts")
+        shared = [module for name, module in inner._module.named_modules() if name.endswith(names)]
+        for module in shared:
+            module.down_proj.register_forward_pre_hook(lambda *_: happened.append("shared"))
+        return len(shared)
+    if model.facts.runtime == "native":
+        library = native()
+        patch.setattr(library, "pllm_trunk_shared", noted(library.pllm_trunk_shared))
+    else:
+        import mlx.core as mx
+
+        patch.setattr(mx, "async_eval", noted(mx.async_eval))
+    return len(model.facts.moe_layers)
+
+
+@pytest.mark.parametrize(
+    ("subject", "family"),
+    [
+        case(NATIVE, "qwen2_moe"),
+        *(case(TORCH, family) for family in ("deepseek_v3", "glm4_moe", "llama4_text", "qwen2_moe")),
+        *(case(MLX, family) for family in ("qwen2_moe", "deepseek_v3")),
+    ],
+)
+def test_shared_experts_are_computed_between_sending_and_receiving(
+    subject: Subject, family: str, stored_model: StoredModel, loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = MemoryRing(1)
+    folder = stored_model(subject, family)
+    model = subject.load(folder, places(placement_for(folder, 1), exchanges=list(memory.ends))[0])
+    happened: list[str] = []
+    note_order(memory.ends[0], happened)
+    rows, alone = model.start(), loaded(subject, family).start()
+    with monkeypatch.context() as patch:
+        layers = note_shared_experts(model, happened, patch)
+        found = [rows.extend([3, 4, 5]), rows.step([6])]
+    assert layers > 0 and happened == ["send", "shared", "receive"] * layers * 2
+    for ours, expected in zip(found, (alone.extend([3, 4, 5]), alone.step([6])), strict=True):
+        assert ours is not None and expected is not None and np.array_equal(ours, expected)
 
 
 @each_runtime

@@ -17,13 +17,16 @@ pytest.importorskip("mlx_lm")
 from engine.errors import ModelError  # noqa: E402
 from engine.generation.sampling import Sampler, SamplingRule  # noqa: E402
 from engine.ipc.messages import AnyEvent, Finished, Generate, Load, Sampling  # noqa: E402
-from engine.runtimes.mlx.model import MlxModel, MlxRows, draw_token, surviving  # noqa: E402  # noqa: E402
+from engine.runtimes.mlx import eligible  # noqa: E402
+from engine.runtimes.mlx.model import MlxModel, MlxRows, draw_token, surviving  # noqa: E402
+from engine.runtimes.protocol import LoadedModel  # noqa: E402
 from engine.session.loading import load_session  # noqa: E402
 from engine.session.session import Session  # noqa: E402
 from tests.engine.runtimes.mlx_oracle import load, prompt_of, write_comparable, write_quantised  # noqa: E402
+from tests.engine.runtimes.subjects import MLX, assert_close, fresh  # noqa: E402
 from tests.support.survivors import surviving_tokens  # noqa: E402
 
-PROMPT = prompt_of(21)
+PROMPT, LONGER = prompt_of(21), prompt_of(30)
 COUNT = 16
 
 
@@ -191,6 +194,63 @@ def test_logits_that_are_no_numbers_are_refused_as_by_the_host(tmp_path: Path) -
     with pytest.raises(ModelError, match="where a score was expected"):
         rows.step_choosing(7, GREEDY)
     assert rows.length == len(PROMPT)
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_pass_leaves_the_rows_as_they_were(
+    loaded: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mixtral = loaded(MLX, "mixtral")
+    assert isinstance(mixtral, MlxModel)
+    rows = mixtral.start()
+    rows.extend(LONGER)
+    executor = mixtral._model.model.layers[2].block_sparse_moe._executor
+    with monkeypatch.context() as patch:
+        patch.setattr(executor, "run", lambda *_: (_ for _ in ()).throw(MemoryError("no room")))
+        with pytest.raises(ModelError, match=r"not enough memory for this step \(no room\)") as caught:
+            rows.extend([5, 6, 7])
+        assert caught.value.kind == "memory"
+        patch.setattr(executor, "run", lambda *_: (_ for _ in ()).throw(RuntimeError("[malloc] Unable to allocate 9")))
+        with pytest.raises(ModelError, match="Unable to allocate 9"):
+            rows.step([5])
+        patch.setattr(executor, "run", lambda *_: (_ for _ in ()).throw(RuntimeError("another fault")))
+        with pytest.raises(RuntimeError, match="another fault"):
+            rows.step([5])
+    assert rows.length == 30
+    assert_close(rows.extend([8, 9]), fresh(mixtral, [*LONGER, 8, 9]))
+
+
+def test_a_state_keeps_no_memory_of_the_chunk_that_it_comes_from(loaded: Callable[..., LoadedModel]) -> None:
+    model = loaded(MLX, "lfm2_moe")
+    model.start().extend(LONGER)
+    before = mx.get_active_memory()
+    rows = model.start()
+    rows.extend(prompt_of(500))
+    checkpoint = rows.checkpoint()
+    rows.step([5])
+    assert checkpoint is not None and checkpoint.length == 500
+    keys = 2 * 512 * model.facts.key_value_bytes_per_token
+    assert mx.get_active_memory() - before < keys + 6 * model.facts.state_bytes + 40_000
+
+
+def test_beams_whose_copies_do_not_fit_are_refused_before_they_are_made(
+    loaded: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mixtral = loaded(MLX, "mixtral")
+    rows = mixtral.start()
+    rows.extend(LONGER)
+    used = mx.get_active_memory()
+    one = 30 * rows.bytes_per_position()
+    monkeypatch.setattr(mx, "get_active_memory", lambda: used)
+    monkeypatch.setattr(eligible, "working_set_bytes", lambda: used + 3 * one)
+    assert rows.fan_out(3).rows == 3
+    with pytest.raises(ModelError, match=r"4 beams need .* for copies of the conversation's 30 tokens") as caught:
+        rows.fan_out(4)
+    assert caught.value.kind == "memory" and rows.length == 30
+    monkeypatch.setattr(eligible, "working_set_bytes", lambda: used)
+    assert rows.fan_out(1).rows == 1
 
 
 # --- the rule -----------------------------------------------------------------------------------------------------

@@ -10,16 +10,13 @@ import pytest
 
 from engine.cluster.all_gather import RingLayers
 from engine.cluster.central import CentralHead, CentralNode
-from engine.models.folders.opening import open_model
 from engine.moe.expert_parallel import Mode, RankContext
 from engine.moe.kernels.bindings import available
-from engine.planning.placement import Placement
 from engine.runtimes.native.bindings import STEPS_TOGETHER
 from engine.runtimes.native.model import NativeTokenRows
 from engine.runtimes.protocol import LoadedModel, RingPlace, TokenRows
 from tests.engine.cluster.memory_exchange import MemoryRing, must_succeed, on_all_ranks
-from tests.engine.cluster.ring_places import placed, places
-from tests.engine.runtimes.native.test_ring import in_ring
+from tests.engine.cluster.ring_places import placement_for, places
 from tests.engine.runtimes.native.test_runtime_experts import experts_of
 from tests.engine.runtimes.native_oracle import load_native, needs_kernels
 from tests.engine.runtimes.subjects import (
@@ -132,12 +129,6 @@ def test_more_than_equal_as_many_steps_is_refused(tiny_model: TinyModel) -> None
         rows.replay([3] * (STEPS_TOGETHER + 1))
 
 
-def placement_of(folder: Path, how: str) -> Placement:
-    experts = open_model(folder).experts
-    assert experts is not None
-    return placed(tuple(experts.layers), experts.count, 3, how)
-
-
 RING_FAMILIES = ("mixtral", "qwen2_moe", "deepseek_v3", "qwen3_5_moe_text", "gpt_oss")
 
 
@@ -148,8 +139,8 @@ def test_in_a_ring(family: str, mode: Mode, how: str, stored_model: StoredModel)
     """In mode fast the machine that runs an expert of several machines is chosen by all tokens of a pass, so that sums
     differ; nobody promises the same bits there."""
     folder = stored_model(NATIVE, family)
-    ring = places(placement_of(folder, how), mode)
-    models = [in_ring(folder, place) for place in ring]
+    ring = places(placement_for(folder, 3, how), mode)
+    models = [NATIVE.load(folder, place) for place in ring]
 
     def work(rank: int) -> tuple[list[bytes], list[bytes]]:
         layers = ring[rank].exchange
@@ -164,7 +155,7 @@ def test_in_a_ring(family: str, mode: Mode, how: str, stored_model: StoredModel)
 @pytest.mark.parametrize("family", RING_FAMILIES)
 def test_in_a_central_ring(family: str, stored_model: StoredModel) -> None:
     folder = stored_model(NATIVE, family)
-    placement, memory = placement_of(folder, "overlapping"), MemoryRing(3)
+    placement, memory = placement_for(folder, 3, "overlapping"), MemoryRing(3)
     contexts = [RankContext("epoch", rank, placement, "central", "selected") for rank in range(3)]
 
     def work(rank: int) -> tuple[list[bytes], list[bytes]]:
@@ -172,7 +163,7 @@ def test_in_a_central_ring(family: str, stored_model: StoredModel) -> None:
             CentralNode(contexts[rank], memory.ends[rank], experts_of(folder, contexts[rank])).serve()
         head = CentralHead(contexts[0], memory.ends[0])
         try:
-            return two_ways(in_ring(folder, RingPlace(contexts[0], head)), 30, COUNTS)
+            return two_ways(NATIVE.load(folder, RingPlace(contexts[0], head)), 30, COUNTS)
         finally:
             memory.ends[0].close()
 

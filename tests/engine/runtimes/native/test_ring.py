@@ -16,28 +16,17 @@ from engine.moe.expert_parallel import Gathered, LayerExchange, RankContext, Rou
 from engine.moe.kernels.bindings import available
 from engine.moe.timing import Recorder
 from engine.planning.placement import Placement
-from engine.runtimes import runtime_named
 from engine.runtimes.choosing import native_unsupported_reason
-from engine.runtimes.native.bindings import native
-from engine.runtimes.native.model import NativeModel
 from engine.runtimes.protocol import Interrupted, Logits, RingPlace
-from tests.engine.cluster.memory_exchange import MemoryRing, must_succeed, note_order, on_all_ranks
+from tests.engine.cluster.memory_exchange import must_succeed, on_all_ranks
 from tests.engine.cluster.ring_conversation import all_conversations, assert_same, conversation
 from tests.engine.cluster.ring_places import placement_for, places
 from tests.engine.runtimes.native_oracle import load_native, needs_kernels
-from tests.engine.runtimes.subjects import prompt_of
-from tests.support.progress import quiet
+from tests.engine.runtimes.subjects import NATIVE, prompt_of
 
 pytestmark = needs_kernels
 
 TinyModel = Callable[..., Path]
-
-
-def in_ring(folder: Path, place: RingPlace, **options: Any) -> NativeModel:
-    request = Load(id=1, model=folder.name, partitioning="ring", **({"cpu_threads": 1} | options))
-    loaded = runtime_named("native").load(folder, request, quiet, place)
-    assert isinstance(loaded, NativeModel)
-    return loaded
 
 
 def test_nodes_with_other_numbers_of_threads_compute_the_same(tiny_model: TinyModel) -> None:
@@ -45,7 +34,7 @@ def test_nodes_with_other_numbers_of_threads_compute_the_same(tiny_model: TinyMo
     alone = conversation(load_native(folder, cpu_threads=5), 1100)
     contexts = places(placement_for(folder, 3, "overlapping"))
     models = [
-        in_ring(folder, context, cpu_threads=threads) for context, threads in zip(contexts, (1, 2, 3), strict=True)
+        NATIVE.load(folder, context, cpu_threads=threads) for context, threads in zip(contexts, (1, 2, 3), strict=True)
     ]
     found = must_succeed(on_all_ranks(lambda rank: conversation(models[rank], 1100), 3))
     assert_same(found, alone)
@@ -58,7 +47,7 @@ def test_every_instruction_set(
 ) -> None:
     monkeypatch.setenv("PRIVATELLM_KERNELS", instructions)
     folder = tiny_model("qwen2_moe", dtype=dtype)
-    models = [in_ring(folder, place) for place in places(placement_for(folder, 2, "overlapping"))]
+    models = [NATIVE.load(folder, place) for place in places(placement_for(folder, 2, "overlapping"))]
     assert_same(all_conversations(models), conversation(load_native(folder, cpu_threads=1)))
     runs = "avx512f" if instructions == "avx512_bf16" and dtype == "float32" else instructions
     assert models[1].facts.executor == f"ring (node 2 of 2, exact, native {runs}, cpu)"
@@ -67,7 +56,7 @@ def test_every_instruction_set(
 @pytest.mark.parametrize("nodes", [2, 3])
 def test_keys_and_values_in_eight_bits(nodes: int, tiny_model: TinyModel) -> None:
     folder = tiny_model("qwen3_moe", head_dim=64)
-    models = [in_ring(folder, place, key_values="q8_0") for place in places(placement_for(folder, nodes))]
+    models = [NATIVE.load(folder, place, key_values="q8_0") for place in places(placement_for(folder, nodes))]
     alone = load_native(folder, cpu_threads=1, key_values="q8_0")
     assert alone.facts.key_value_bytes_per_token == models[1].facts.key_value_bytes_per_token
     assert_same(all_conversations(models), conversation(alone))
@@ -80,7 +69,7 @@ def test_a_dense_model_has_nothing_to_share(tiny_model: TinyModel) -> None:
     folder = tiny_model("llama")
     place = places(Placement((0,), 1, (((0,),),)))[0]
     with pytest.raises(ModelError, match="no experts that machines could share"):
-        in_ring(folder, place)
+        NATIVE.load(folder, place)
 
 
 def test_a_ring_is_refused_without_a_place_in_one(tiny_model: TinyModel) -> None:
@@ -110,7 +99,7 @@ def test_a_pass_the_head_ends_after_some_pieces_leaves_all_rows_as_they_were(tur
     length = 1100
     folder = tiny_model("qwen2_moe", max_position_embeddings=4096)
     contexts = places(placement_for(folder, 2))
-    models = [in_ring(folder, context) for context in contexts]
+    models = [NATIVE.load(folder, context) for context in contexts]
     check = StopsAt(turn, Interrupted())
 
     def work(rank: int) -> list[Logits]:
@@ -176,7 +165,7 @@ class Answers:
 def test_what_no_exchange_may_answer_is_refused(change: Callable[[Gathered], Gathered], tiny_model: TinyModel) -> None:
     folder = tiny_model("mixtral")
     exchange: LayerExchange = Answers(change)
-    model = in_ring(folder, RingPlace(RankContext("epoch", 0, placement_for(folder, 1)), exchange))
+    model = NATIVE.load(folder, RingPlace(RankContext("epoch", 0, placement_for(folder, 1)), exchange))
     rows = model.start()
     with pytest.raises(ModelError):
         rows.extend([3, 4, 5])
@@ -185,23 +174,7 @@ def test_what_no_exchange_may_answer_is_refused(change: Callable[[Gathered], Gat
 
 def test_a_shared_expert_is_run_in_every_layer(tiny_model: TinyModel) -> None:
     folder = tiny_model("qwen2_moe")
-    model = in_ring(folder, RingPlace(RankContext("epoch", 0, placement_for(folder, 1)), Answers(lambda found: found)))
+    model = NATIVE.load(
+        folder, RingPlace(RankContext("epoch", 0, placement_for(folder, 1)), Answers(lambda found: found))
+    )
     assert_same([conversation(model)], conversation(load_native(folder, cpu_threads=1)))
-
-
-def test_the_shared_expert_is_computed_between_sending_and_receiving(
-    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tiny_model("qwen2_moe")
-    memory = MemoryRing(1)
-    placement = placement_for(folder, 1)
-    model = in_ring(folder, places(placement, exchanges=list(memory.ends))[0])
-    happened: list[str] = []
-    note_order(memory.ends[0], happened)
-    library = native()
-    compute = library.pllm_trunk_shared
-    monkeypatch.setattr(library, "pllm_trunk_shared", lambda *given: (happened.append("shared"), compute(*given))[1])
-    rows = model.start()
-    rows.extend([3, 4, 5], want_logits=True)
-    rows.step([6])
-    assert happened == ["send", "shared", "receive"] * len(placement.layers) * 2

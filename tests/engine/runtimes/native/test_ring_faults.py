@@ -12,29 +12,19 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from engine.ipc.messages import Load
-from engine.models.folders.opening import open_model
-from engine.runtimes import runtime_named
-from engine.runtimes.native.model import NativeModel
-from engine.runtimes.protocol import Interrupted
+from engine.runtimes.protocol import Interrupted, LoadedModel
 from tests.engine.cluster.memory_exchange import must_succeed, on_all_ranks
-from tests.engine.cluster.ring_places import placed, places
+from tests.engine.cluster.ring_places import placement_for, places
 from tests.engine.runtimes.native_oracle import load_native, needs_kernels
+from tests.engine.runtimes.subjects import NATIVE
 from tests.engine.runtimes.torch_oracle import prompt
-from tests.support.progress import quiet
 from tests.support.tiny_models import write_tiny_model
 
 pytestmark = needs_kernels
 
 
-def two_nodes(folder: Path) -> list[NativeModel]:
-    experts = open_model(folder).experts
-    assert experts is not None
-    request = Load(id=1, model="m", partitioning="ring", cpu_threads=2)
-    runtime = runtime_named("native")
-    contexts = places(placed(tuple(experts.layers), experts.count, 2, "overlapping"))
-    models = [runtime.load(folder, request, quiet, context) for context in contexts]
-    return [model for model in models if isinstance(model, NativeModel)]
+def two_nodes(folder: Path) -> list[LoadedModel]:
+    return [NATIVE.load(folder, place, cpu_threads=2) for place in places(placement_for(folder, 2, "overlapping"))]
 
 
 @pytest.mark.parametrize("where", ["model.layers.0.mlp.gate.weight", "model.layers.1.input_layernorm.weight"])

@@ -13,7 +13,6 @@ from engine.cluster.central import CentralHead, CentralNode
 from engine.cluster.transport.exchange import PeerLost
 from engine.errors import ModelError
 from engine.ipc.messages import Load
-from engine.models.folders.opening import open_model
 from engine.moe.expert_parallel import Loading, RankContext
 from engine.planning.placement import Placement
 from engine.runtimes.common.node_experts import NodeExperts
@@ -21,8 +20,7 @@ from engine.runtimes.native.runtime import NativeRuntime
 from engine.runtimes.protocol import RingPlace
 from tests.engine.cluster.memory_exchange import MemoryRing, on_all_ranks
 from tests.engine.cluster.ring_conversation import assert_same, conversation
-from tests.engine.cluster.ring_places import placed
-from tests.engine.runtimes.native.test_ring import in_ring
+from tests.engine.cluster.ring_places import placed, placement_for
 from tests.engine.runtimes.native_oracle import FAMILIES, load_native, needs_kernels
 from tests.engine.runtimes.subjects import NATIVE, StoredModel
 from tests.support.pairwise import pairwise
@@ -34,19 +32,13 @@ pytestmark = needs_kernels
 TinyModel = Callable[..., Path]
 
 
-def placement_of(folder: Path, nodes: int) -> Placement:
-    experts = open_model(folder).experts
-    assert experts is not None
-    return placed(tuple(experts.layers), experts.count, nodes, "overlapping")
-
-
 def experts_of(folder: Path, context: RankContext, **options: Any) -> NodeExperts:
     return NativeRuntime().load_experts(folder, Load(id=1, model=folder.name, cpu_threads=1, **options), context, quiet)
 
 
 def central(folder: Path, nodes: int, loading: Loading, one_by_one: bool = False) -> Any:
     """The head's logits; the other nodes have only experts."""
-    placement = placement_of(folder, nodes)
+    placement = placement_for(folder, nodes, "overlapping")
     contexts = [RankContext("epoch", rank, placement, "central", loading) for rank in range(nodes)]
     memory = MemoryRing(nodes)
 
@@ -57,7 +49,7 @@ def central(folder: Path, nodes: int, loading: Loading, one_by_one: bool = False
             ).serve()
         head = CentralHead(contexts[0], memory.ends[0], one_by_one=one_by_one)
         try:
-            return conversation(in_ring(folder, RingPlace(contexts[0], head)))
+            return conversation(NATIVE.load(folder, RingPlace(contexts[0], head)))
         finally:
             memory.ends[0].close()
 
@@ -142,7 +134,7 @@ def test_what_cannot_be_loaded_says_why(tiny_model: TinyModel) -> None:
         experts_of(tiny_model("mixtral"), RankContext("epoch", 0, place))
     gpt = tiny_model("gpt_oss")
     with pytest.raises(ModelError, match="choose the runtime torch"):
-        experts_of(gpt, RankContext("epoch", 0, placement_of(gpt, 1)))
+        experts_of(gpt, RankContext("epoch", 0, placement_for(gpt, 1, "overlapping")))
 
 
 def test_a_changed_file_gives_no_results(tmp_path: Path, tiny_model: TinyModel) -> None:
@@ -150,7 +142,7 @@ def test_a_changed_file_gives_no_results(tmp_path: Path, tiny_model: TinyModel) 
     folder.mkdir()
     for file in tiny_model("mixtral").iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
-    node = experts_of(folder, RankContext("epoch", 0, placement_of(folder, 1)))
+    node = experts_of(folder, RankContext("epoch", 0, placement_for(folder, 1, "overlapping")))
     hidden, weights = np.ones((1, 48), np.float32), np.ones((1, 2), np.float32)
     node.run_experts(0, hidden, np.zeros((1, 2), np.int32), weights)
     (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())

@@ -1,4 +1,4 @@
-"""A ring of torch nodes: experts that torch runs, memory that runs out, shared experts beside the exchange."""
+"""A ring of torch nodes: experts that torch runs, memory that runs out, experts beyond the routes."""
 
 from __future__ import annotations
 
@@ -6,36 +6,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from engine.cluster.all_gather import RingLayers
 from engine.cluster.contributions import NodeFailed
-from engine.ipc.messages import Load
 from engine.moe.backend import ExpertBackend
 from engine.moe.executor import RingExecutor
 from engine.moe.expert_parallel import Loading
 from engine.planning.placement import Placement
-from engine.runtimes.protocol import RingPlace
 from engine.runtimes.torch.model import TorchModel
-from engine.runtimes.torch.runtime import TorchRuntime
-from tests.engine.cluster.memory_exchange import MemoryRing, must_succeed, note_order, on_all_ranks
+from tests.engine.cluster.memory_exchange import must_succeed, on_all_ranks
 from tests.engine.cluster.ring_conversation import all_conversations, assert_same, conversation
 from tests.engine.cluster.ring_places import PLACEMENTS, placement_for, places
+from tests.engine.runtimes.subjects import TORCH
 from tests.support.pairwise import pairwise
-from tests.support.progress import quiet
 
 pytestmark = pytest.mark.usefixtures("one_kernel")
 
 
-def load(folder: Path, place: RingPlace | None, **options: Any) -> TorchModel:
-    request = Load(id=1, model=folder.name, cpu_threads=1, **options)
-    return TorchRuntime(find_gpu=lambda: None).load(folder, request, quiet, place)
-
-
 def load_ring(folder: Path, placement: Placement, loading: Loading = "selected", **options: Any) -> list[TorchModel]:
-    return [load(folder, place, **options) for place in places(placement, loading=loading)]
+    return [TORCH.load(folder, place, **options) for place in places(placement, loading=loading)]
 
 
 @pytest.mark.sampled
@@ -45,7 +36,7 @@ def test_torch_experts_too(
 ) -> None:
     monkeypatch.setenv("PRIVATELLM_KERNELS", "off")
     folder = tiny_model("qwen3_moe")
-    alone = load(folder, None, dtype=dtype)
+    alone = TORCH.load(folder, None, dtype=dtype)
     assert "torch, cpu" in alone.facts.executor
     models = load_ring(folder, placement_for(folder, nodes, how), dtype=dtype)
     assert_same(all_conversations(models), conversation(alone))
@@ -54,13 +45,12 @@ def test_torch_experts_too(
 # --- what can happen in a ring --------------------------------------------------------------------------------------
 
 
-def ring_of(folder: Path, nodes: int, **options: Any) -> tuple[list[TorchModel], list[RingLayers], MemoryRing]:
+def ring_of(folder: Path, nodes: int) -> tuple[list[TorchModel], list[RingLayers]]:
     placement = placement_for(folder, nodes, "overlapping")
-    memory = MemoryRing(nodes)
-    made = places(placement, exchanges=list(memory.ends), **options)
+    made = places(placement)
     layers = [place.exchange for place in made]
     assert all(isinstance(each, RingLayers) for each in layers)
-    return [load(folder, place, dtype="float32") for place in made], layers, memory
+    return [TORCH.load(folder, place, dtype="float32") for place in made], layers
 
 
 def backend_of(model: TorchModel) -> ExpertBackend[torch.Tensor]:
@@ -71,7 +61,7 @@ def backend_of(model: TorchModel) -> ExpertBackend[torch.Tensor]:
 def test_out_of_memory_on_one_node_is_told_to_the_others(
     tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    models, layers, _ = ring_of(tiny_model("olmoe"), 3)
+    models, layers = ring_of(tiny_model("olmoe"), 3)
 
     def no_memory(*_: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("no memory for the experts")
@@ -109,23 +99,3 @@ def test_experts_beyond_the_routes_are_run(
     if loading == "busy-full":
         assert beyond > 2 * 8 * len(placement.layers)
     assert beyond > 0
-
-
-@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "llama4_text", "qwen2_moe"])
-def test_shared_experts_are_computed_between_sending_and_receiving(
-    family: str, tiny_model: Callable[..., Path]
-) -> None:
-    folder = tiny_model(family)
-    alone = load(folder, None, dtype="float32")
-    models, _, memory = ring_of(folder, 1)
-    happened: list[str] = []
-    note_order(memory.ends[0], happened)
-    handles = [
-        module.down_proj.register_forward_pre_hook(lambda *_: happened.append("shared"))
-        for name, module in models[0]._module.named_modules()
-        if name.endswith(("shared_expert", "shared_experts"))
-    ]
-    assert handles
-    found, expected = models[0].start().extend([3, 4, 5]), alone.start().extend([3, 4, 5])
-    assert found is not None and expected is not None and np.array_equal(found, expected)
-    assert happened == ["send", "shared", "receive"] * len(handles)
