@@ -1,4 +1,4 @@
-"""When the native trunk runs, what it says when it does not, what it costs to load, and what it measures."""
+"""When the native trunk runs, what it says when it does not, and what it costs to load."""
 
 from __future__ import annotations
 
@@ -225,36 +225,6 @@ def test_facts(family: str, tmp_path: Path) -> None:
     else:
         assert facts.executor.startswith("native (") and facts.executor.endswith(", cpu)")
         assert (facts.experts, facts.experts_per_token, facts.moe_layers) == (6, 3, [0, 2])
-
-
-def test_every_layer_is_measured_while_somebody_looks(tmp_path: Path) -> None:
-    model = load_native(write_tiny_model(tmp_path / "model", "qwen2_moe"))
-    tokens = prompt(model, 25)
-    unwatched = model.start().extend(tokens)
-    model.recorder.reset()
-    model.recorder.enabled = True
-    rows = model.start()
-    watched = rows.extend(tokens)
-    for token in (3, 4):
-        rows.step([token])
-    beams = rows.fan_out(4)
-    beams.step([3, 4, 5, 6])
-    model.recorder.enabled = False
-    model.start().extend(tokens)
-    assert (watched == unwatched).all()
-    frame = model.recorder.frame(0)
-    assert (frame.prefill.steps, frame.prefill.tokens) == (1, 25)
-    assert (frame.decode.steps, frame.decode.tokens) == (3, 3), "a step of beams counts as one token"
-    for phase in (frame.prefill, frame.decode):
-        assert phase.outside_layers > 0
-        for index, layer in enumerate(phase.layers):
-            moe = index in model.facts.moe_layers
-            assert layer.attention > 0 and layer.other > 0
-            assert (layer.router > 0) == (layer.experts > 0) == moe
-    # Of the prompt, only the last position's logits are asked for, so the last layer's experts run for no other.
-    assert [sum(counts) for counts in frame.expert_use] == [(25 + 2 + 4) * 3, (1 + 2 + 4) * 3]
-    assert model.popularity is not None
-    assert sum(model.popularity.counts(0)) == (25 + 25 + 2 + 4 + 25) * 3
 
 
 _MEASURE = """
