@@ -40,7 +40,7 @@ from engine.moe.expert_parallel import HEAD, RankContext
 from engine.moe.kernels.pool import physical_cores
 from engine.planning.memory import ModelSizes
 from engine.planning.placement import Placement
-from engine.planning.ring_speed import PassTime, StepTerms, compare, measured_costs
+from engine.planning.ring_speed import ALLOWED_ERROR, PassTime, StepTerms, measured_costs, relative_error
 from engine.runtimes import runtime_named
 from engine.runtimes.choosing import choose_runtime, on_one_machine
 from engine.runtimes.common.loading import load_model
@@ -466,7 +466,7 @@ def result_of(
 
 def _cells(row: RingRow) -> list[str | int | float | None]:
     took = row.measured
-    compared = compare(row.predicted, took) if row.predicted is not None else None
+    error = relative_error(row.predicted, took) if row.predicted is not None else None
     return [
         row.model,
         row.method,
@@ -478,8 +478,8 @@ def _cells(row: RingRow) -> list[str | int | float | None]:
         figure(took.other_s * 1e3),
         figure(row.planned.tokens_per_s) if row.planned is not None else None,
         figure(row.predicted.tokens_per_s) if row.predicted is not None else None,
-        f"{compared.error * 100:+.0f} %" if compared is not None else None,
-        ("yes" if compared.within else "no") if compared is not None else None,
+        f"{error * 100:+.0f} %" if error is not None else None,
+        ("yes" if abs(error) <= ALLOWED_ERROR else "no") if error is not None else None,
     ]
 
 
@@ -489,7 +489,8 @@ def _within(rows: Sequence[RingRow]) -> list[str]:
     for name in ("planned", "predicted"):
         pairs = [(time, row.measured) for row in rows if (time := getattr(row, name)) is not None]
         if pairs:
-            counted.append(f"{name} {sum(compare(*pair).within for pair in pairs)} of {len(pairs)}")
+            within = sum(abs(relative_error(*pair)) <= ALLOWED_ERROR for pair in pairs)
+            counted.append(f"{name} {within} of {len(pairs)}")
     return [f"Predictions within 25 % of the measured time of a token: {', '.join(counted)}."] if counted else []
 
 
@@ -521,10 +522,10 @@ def _parts(before: str, time: PassTime) -> dict[str, float]:
 def _predicted(name: str, time: PassTime | None, measured: PassTime) -> dict[str, Any]:
     if time is None:
         return {f"{name}_s": None, f"{name}_error": None, f"{name}_within_25_percent": None}
-    compared = compare(time, measured)
+    error = relative_error(time, measured)
     return {
         f"{name}_s": time.seconds,
         **_parts(f"{name}_", time),
-        f"{name}_error": compared.error,
-        f"{name}_within_25_percent": compared.within,
+        f"{name}_error": error,
+        f"{name}_within_25_percent": abs(error) <= ALLOWED_ERROR,
     }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from engine.ipc.messages import DeviceMemory, ExpertPolicy, PlannedChoice
@@ -96,8 +96,6 @@ class HybridPlan:
     tokens_per_s: float | None = None
     prefill_tokens_per_s: float | None = None
     basis: str = ""
-    hit_rate: float | None = field(default=None)
-    """Share of routes whose expert is on the GPU, if the use of experts stays as it was."""
 
 
 def workspace_bytes(model: ModelSizes, gpu: bool) -> int:
@@ -267,15 +265,8 @@ def _gpu_plan(
         memory=(on_gpu, on_cpu),
         choices=choices,
         basis=basis,
-        hit_rate=_hit_rate(model, policy, per_layer, shares),
     )
     return _with_speed(finished, replace(model, trunk_is_mapped=False), machine, wanted, speed, 0, popularity)
-
-
-def _hit_rate(model: ModelSizes, policy: Policy, per_layer: float, shares: Shares) -> float | None:
-    if not model.experts:
-        return None
-    return per_layer / model.experts if policy.cache.kind == "layers" else shares.caught(per_layer)
 
 
 def _gpu_choices(

@@ -170,38 +170,15 @@ class PassTime:
         return self.tokens / self.seconds if self.seconds > 0 else 0.0
 
 
-@dataclass(frozen=True)
-class Compared:
-    """A prediction and the measured time. ``error``: (predicted - measured) / measured time of a token."""
-
-    predicted_s: float
-    measured_s: float
-    error: float
-    within: bool
-    moe_error: float
-    exchange_error: float
-    other_error: float
+ALLOWED_ERROR = 0.25
+"""Relative error of a token's time within which a prediction counts as true."""
 
 
-def compare(predicted: PassTime, measured: PassTime, allowed: float = 0.25) -> Compared:
-    """The errors of ``predicted`` against ``measured``, in all and by part. The parts' errors are relative to the
-    whole.
-
-    Raises ValueError if the measured time is not above 0.
-    """
-    whole = measured.seconds
-    if not whole > 0:
-        raise ValueError(f"a measured pass takes more than {whole:g} s")
-    error = (predicted.seconds - whole) / whole
-    return Compared(
-        predicted_s=predicted.seconds,
-        measured_s=whole,
-        error=error,
-        within=abs(error) <= allowed,
-        moe_error=(predicted.moe_s - measured.moe_s) / whole,
-        exchange_error=(predicted.exchange_s - measured.exchange_s) / whole,
-        other_error=(predicted.other_s - measured.other_s) / whole,
-    )
+def relative_error(predicted: PassTime, measured: PassTime) -> float:
+    """(predicted - measured) / measured time. Raises ValueError if the measured time is not above 0."""
+    if not measured.seconds > 0:
+        raise ValueError(f"a measured pass takes more than {measured.seconds:g} s")
+    return (predicted.seconds - measured.seconds) / measured.seconds
 
 
 @dataclass(frozen=True)
