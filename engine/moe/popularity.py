@@ -18,9 +18,13 @@ from engine.system.locations import ensure, profile_paths
 
 
 class Popularity:
-    """Counts of routes per (layer, expert). ``layers`` are the decoder layers that have routed experts."""
+    """Counts of routes per (layer, expert). ``layers`` are the decoder layers that have routed experts.
 
-    def __init__(self, layers: Iterable[int], experts: int) -> None:
+    ``model``: identity of the whole model, if it is known.
+    """
+
+    def __init__(self, layers: Iterable[int], experts: int, model: ProfileModel | None = None) -> None:
+        self.model = model
         self._counts = {layer: array("q", bytes(8 * experts)) for layer in layers}
 
     def add(self, layer: int, expert: int, routes: int) -> None:

@@ -111,7 +111,8 @@ def load_session(
     )
     # From the files: in a ring the loaded model is this machine's shard, and forming may replace that by a whole copy.
     here = (network.loaded_from if network is not None else None) or folder
-    profile = None if model.popularity is None else read_headers(here, request).profile
+    popularity = model.popularity
+    profile = None if popularity is None else popularity.model or read_headers(here, request).profile
     chunk = request.prefill_chunk
     if runtime.name == "mlx" and network is None:  # the machines of a ring agree on theirs
         chunk = eligible.prefill_chunk(chunk, eligible.architecture())

@@ -27,7 +27,7 @@ from engine.moe.kernels.file_guard import unchanged
 from engine.moe.kernels.layers import Gate, unreadable
 from engine.moe.kernels.layers import unsupported_reason as unsupported_expert
 from engine.moe.kernels.pool import Pool, physical_cores, shared_pool
-from engine.moe.popularity import Popularity
+from engine.moe.popularity import Popularity, model_of
 from engine.moe.timing import Recorder
 from engine.runtimes.common.loading import Runtime, files_with_experts, refuse_no_threads
 from engine.runtimes.common.node_experts import NodeExperts
@@ -60,7 +60,7 @@ class NativeRuntime(Runtime):
         files = open_model(folder, progress)
         refuse_no_threads(request)
         experts = files.experts
-        popularity = None if experts is None else Popularity(experts.layers, experts.count)
+        popularity = None if experts is None else Popularity(experts.layers, experts.count, model_of(experts))
         with unchanged(files.mapped_files):
             opened = open_native(files, request, popularity, in_ring=ring is not None)
         return partial(self._build, opened, request, progress, ring)

@@ -17,7 +17,6 @@ from engine import runtimes
 from engine.errors import ModelError
 from engine.ipc.messages import Load
 from engine.models.folders.opening import open_model
-from engine.models.folders.sizes import sizes_of
 from engine.models.formats.model_files import StoredTensor
 from engine.models.formats.number_formats import BLOCKS
 from engine.models.formats.safetensors_files import read_header
@@ -25,6 +24,7 @@ from engine.moe.kernels.layers import unreadable
 from engine.planning.runtime_choice import RuntimeChoice
 from engine.runtimes import choosing
 from engine.runtimes.choosing import choose_runtime, native_unsupported_reason
+from engine.runtimes.model_headers import read_headers
 from engine.runtimes.native import model as native_model
 from engine.runtimes.native import weights
 from engine.runtimes.native.runtime import NativeRuntime, check_native, open_native
@@ -199,9 +199,11 @@ def test_what_has_to_be_copied_is_not_copied_to_see_whether_it_runs(
 @pytest.mark.sampled(least=5)
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in PREPARED_ONLY])
 def test_headers_tell_what_the_loaded_model_tells(tmp_path: Path, family: str) -> None:
-    """Of states, keys and values, and the trunk with the copies that are made of it."""
+    """The states, keys and values, the trunk with the copies that are made of it, and the identity of the experts."""
     folder = write_tiny_model(tmp_path / "model", family, dtype="bfloat16")
-    facts, sizes = load_native(folder).facts, sizes_of(open_model(folder)).for_runtime("native")
+    model, headers = load_native(folder), read_headers(folder, ask_for(folder, partitioning="cpu"))
+    facts, sizes = model.facts, headers.sizes.for_runtime("native")
+    assert headers.profile == (None if model.popularity is None else model.popularity.model)
     assert sizes.trunk_bytes == facts.trunk_bytes
     assert sizes.state_bytes == facts.state_bytes
     assert sizes.key_value_bytes_per_token == facts.key_value_bytes_per_token
