@@ -86,15 +86,25 @@ def decoders(tree: ast.Module) -> set[str]:
     return {ast.unparse(target) for node in assigned for target in node.targets}
 
 
+def last_name(function: ast.expr) -> str:
+    """What a call calls: ``c`` of ``a.b.c(…)``."""
+    return getattr(function, "attr", getattr(function, "id", ""))
+
+
 def faults(source: str) -> Iterator[tuple[str, str]]:
     """The name of each function that parses, with a word for each thing that is wrong with it, and one without."""
     if not NAMED_WITH.search(source):
         return
     tree = ast.parse(source)
     known = {*PARSERS, *(f"{name}.decode" for name in decoders(tree) | {"self._decoder", "decoder"})}
+    called_last = {name.rpartition(".")[2] for name in (*known, *UNLIMITED, "check_size")}
     for function in functions(tree):
         nodes = list(own_nodes(function))
-        calls = [(ast.unparse(node.func), node, guarded) for node, guarded in nodes if isinstance(node, ast.Call)]
+        calls = [
+            (ast.unparse(node.func), node, guarded)
+            for node, guarded in nodes
+            if isinstance(node, ast.Call) and last_name(node.func) in called_last
+        ]
         parsing = [guarded for name, _, guarded in calls if name in known]
         if not parsing:
             continue

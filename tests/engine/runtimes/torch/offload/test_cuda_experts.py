@@ -65,7 +65,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     if compiler is None:
         pytest.skip("no C++ compiler here")
     source = Path(__file__).with_name("emulated_cuda.cpp")
-    options = ["-std=c++17", "-O0", "-ffp-contract=off", "-shared", "-fPIC", "-Werror", "-Wall", "-Wno-unknown-pragmas"]
+    options = ["-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-Werror", "-Wall", "-Wno-unknown-pragmas"]
 
     def build(folder: Path) -> None:
         folder.mkdir()
