@@ -80,6 +80,10 @@ class JoinedSource:
                 wants = [want for want, chosen in zip(wanted, plan, strict=True) if chosen == number]
                 stream = self._sent_by(sources[number], part, wants, tick)
                 streams[number] = open_calls.enter_context(contextlib.closing(stream))
+            if len(streams) == 1:
+                for stream in streams.values():
+                    yield from stream
+                return
             for number in plan:
                 is_whole = False
                 while not is_whole:

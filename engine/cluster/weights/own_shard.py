@@ -33,7 +33,7 @@ from engine.models.architectures.families import check_supported
 from engine.models.folders import model_folder
 from engine.models.folders.opening import read_config
 from engine.models.folders.prepare import SETTING_LIMIT, is_setting_name
-from engine.models.folders.shard_files import read_shard
+from engine.models.folders.shard_files import shards_in
 from engine.models.folders.weight_layout import config_fingerprint, layout_of
 from engine.runtimes.choosing import refuse_download
 from engine.system.durable_files import flush_folder, new_file
@@ -71,9 +71,8 @@ class OwnShard:
     @classmethod
     def find(cls, name: str, me: str) -> OwnShard | None:
         """This machine's shard of the model that it calls ``name``, or None."""
-        for path in sorted(locate("models").glob(f"*{model_folder.SHARD}")):
+        for path, manifest in shards_in(locate("models")):
             with contextlib.suppress(ModelError, OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                manifest = read_shard(path)
                 if manifest.head != me or manifest.identity.name != name:
                     continue
                 if (path / KEPT).stat().st_size > _KEPT_LIMIT:

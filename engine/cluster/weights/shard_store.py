@@ -39,7 +39,7 @@ from engine.cluster.weights.weight_fingerprint import ItemChecksums, is_of_token
 from engine.errors import Cancelled, ModelError
 from engine.ipc.progress import ProgressCallback
 from engine.models.folders import model_folder
-from engine.models.folders.shard_files import FORMAT, Begun, FileSize, ShardManifest, is_shard, read_shard
+from engine.models.folders.shard_files import FORMAT, Begun, FileSize, ShardManifest, is_shard, read_shard, shards_in
 from engine.models.folders.weight_layout import WeightLayout, config_fingerprint, layout_of
 from engine.planning.units import byte_size
 from engine.system.durable_files import new_file
@@ -93,11 +93,7 @@ class ShardStore:
 
     def folder(self, offered: Offer) -> Path:
         """The folder of the offered model's shard, which may not exist yet."""
-        for path in sorted(self._models.glob(f"*{model_folder.SHARD}")):
-            try:
-                manifest = read_shard(path)
-            except ModelError:
-                continue
+        for path, manifest in shards_in(self._models):
             if _is_of(manifest, offered, self._head):
                 return path
         name = re.sub(r"[^A-Za-z0-9_.-]+", "-", offered.identity.name).strip(".-")[:60] or "model"

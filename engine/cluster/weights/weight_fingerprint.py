@@ -18,8 +18,8 @@ import msgspec
 
 from engine.errors import ModelError, damaged
 from engine.ipc.progress import ProgressCallback
-from engine.models.folders.model_folder import PREPARED, SHARD
-from engine.models.folders.shard_files import ModelIdentity, ShardManifest, is_shard, read_shard
+from engine.models.folders.model_folder import PREPARED
+from engine.models.folders.shard_files import ModelIdentity, ShardManifest, is_shard, read_shard, shards_in
 from engine.models.folders.weight_layout import (
     WeightLayout,
     config_fingerprint,
@@ -336,11 +336,7 @@ def reusable_bytes(weights: str, family: str, head: str) -> int:
 
 
 def _shards_of(head: str) -> Iterator[tuple[Path, ShardManifest]]:
-    for path in sorted(locate("models").glob(f"*{SHARD}")):
-        with contextlib.suppress(ModelError):
-            manifest = read_shard(path)
-            if manifest.head == head:
-                yield path, manifest
+    return ((path, manifest) for path, manifest in shards_in(locate("models")) if manifest.head == head)
 
 
 def _on_disk(folder: Path) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import re
 import threading
@@ -28,7 +27,7 @@ from engine.cluster.weights.transfer import Offer, decode_wanted, encode_offer, 
 from engine.errors import Cancelled, ModelError
 from engine.ipc.progress import ProgressCallback
 from engine.models.folders import model_folder
-from engine.models.folders.shard_files import read_shard
+from engine.models.folders.shard_files import shards_in
 from engine.models.store import local_models
 from engine.system.locations import locate
 
@@ -64,11 +63,9 @@ def find_provided(key: str, name: str, caller: str) -> ProvidedModel | None:
     found = local_models.resolve_installed(key)
     if found is not None and found.folder is not None:
         return ProvidedModel(found.folder, name, True)
-    for path in sorted(locate("models").glob(f"*{model_folder.SHARD}")):
-        with contextlib.suppress(ModelError):
-            manifest = read_shard(path)
-            if manifest.head == caller and manifest.identity.name == name:
-                return ProvidedModel(path, name, False)
+    for path, manifest in shards_in(locate("models")):
+        if manifest.head == caller and manifest.identity.name == name:
+            return ProvidedModel(path, name, False)
     return None
 
 

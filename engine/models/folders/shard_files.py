@@ -8,12 +8,13 @@ other bytes of the files do not count. A shard can be loaded only as a node's pa
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
 from engine.errors import ModelError
-from engine.models.folders.model_folder import SHARD_MANIFEST
+from engine.models.folders.model_folder import SHARD, SHARD_MANIFEST
 
 FORMAT = 1
 _MANIFEST_LIMIT = 64 * 1024 * 1024
@@ -95,6 +96,16 @@ def read_shard(folder: Path) -> ShardManifest:
     if manifest.format != FORMAT:
         raise ModelError(f"{path} is of format {manifest.format}, not {FORMAT}; {_remedy(folder)}.")
     return manifest
+
+
+def shards_in(models: Path) -> Iterator[tuple[Path, ShardManifest]]:
+    """The readable shards in the folder ``models``, by name."""
+    for path in sorted(models.glob(f"*{SHARD}")):
+        try:
+            manifest = read_shard(path)
+        except ModelError:
+            continue
+        yield path, manifest
 
 
 class ShardPart:
