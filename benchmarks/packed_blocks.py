@@ -38,11 +38,13 @@ def random_blocks(name: str, rows: int, columns: int, seed: int = 0) -> NDArray[
 
     if name == "MXFP4":
         blocks[:, 0] = generator.integers(120, 123, len(blocks))
-    elif name == "Q6_K":
-        put(208, scale)
-        blocks[:, 192:208] = generator.integers(20, 60, (len(blocks), 16))
     else:
-        put(0, scale)
+        put(SCALES.get(name, (0,))[0], scale)
+    if name == "Q6_K":
+        blocks[:, 192:208] = generator.integers(20, 60, (len(blocks), 16))
+    if name == "Q2_K":
+        put(82, (scale * np.float16(1.5)).astype(np.float16))
+        blocks[:, :16] = generator.integers(4, 16, (len(blocks), 16)) * 0x11
     if name in ("Q4_1", "Q5_1"):
         put(2, (scale * np.float16(-7.5 if name == "Q4_1" else -15.5)).astype(np.float16))
     if name in ("Q4_K", "Q5_K"):
@@ -71,5 +73,7 @@ def random_values(
     return words, unpacked(name, words)
 
 
-SCALES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+SCALES = {
+    "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q2_K": (80, 82), "Q3_K": (108,),
+}  # fmt: skip
 """Where the float16 scales of a block are, in bytes; in formats that are not here at its beginning."""

@@ -22,8 +22,11 @@ _EDGE = r"(?:(?<=[-._/])|^)"
 _TAG = re.compile(
     _EDGE + r"(?P<tag>(UD-)?(I?Q\d+(_[A-Z0-9]+)*|TQ\d_\d|MXFP4(_MOE)?|NVFP4|BF16|FP?16|FP?32))(?=[-.]|$)", re.IGNORECASE
 )
-_RUNS = re.compile(r"(UD-)?(Q[4568]|Q[458]_[01]|Q[4568]_K(_[A-Z]+)?|IQ4_(XS|NL)|MXFP4(_MOE)?|BF16|FP?16|FP?32)")
+_RUNS = re.compile(
+    r"(UD-)?(Q[4568]|Q[458]_[01]|Q[4568]_K(_[A-Z]+)?|Q[23]_K(_[SML])?|IQ3_[SM]|IQ4_(XS|NL)|MXFP4(_MOE)?|BF16|FP?16|FP?32)"
+)
 """Tags of files whose tensors are, by custom, all in formats that run."""
+_FEW_BITS = re.compile(r"(UD-)?(I?Q[123]|TQ)")
 _NO_MODEL = re.compile(r"mmproj|imatrix", re.IGNORECASE)
 _RECOMMENDED = ("Q4_K_M", "UD-Q4_K_XL", "MXFP4", "MXFP4_MOE", "Q4_K_XL", "Q4_K_L", "Q4_K_S", "IQ4_XS", "Q4_0", "Q5_K_M")
 """Tags in the order in which they are recommended: about 4.5 bits per weight cost little quality."""
@@ -141,7 +144,10 @@ def recommended(choices: Iterable[GgufChoice]) -> GgufChoice | None:
     """The one to take without a reason for another; None if none of them runs."""
     running = [choice for choice in choices if choice.runs and choice.complete]
     by_tag = {choice.tag: choice for choice in running}
-    return next((by_tag[tag] for tag in _RECOMMENDED if tag in by_tag), running[0] if running else None)
+    # Otherwise the smallest one, but of files with fewer than four bits the largest.
+    wide = [choice for choice in running if not _FEW_BITS.match(choice.tag)]
+    other = wide[0] if wide else running[-1] if running else None
+    return next((by_tag[tag] for tag in _RECOMMENDED if tag in by_tag), other)
 
 
 def listed(choices: Iterable[GgufChoice]) -> str:

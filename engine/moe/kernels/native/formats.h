@@ -5,32 +5,38 @@
 #ifndef PRIVATELLM_FORMATS_H
 #define PRIVATELLM_FORMATS_H
 
-enum { NO_TABLE, IQ4_TABLE, FP4_TABLE };
+enum { NO_TABLE, IQ4_TABLE, FP4_TABLE, GRID };
 
 /* Packed in blocks, as GGUF files hold them: ggml's ggml-common.h and gguf's quants.py describe them.
 
    values, bytes   of a block
    codes           where its codes begin, in bytes
    bits            of a code as it is multiplied; codes of 8 bits are signed
-   above           by how much the codes in the file are above what they stand for
+   above           by how much codes that are multiplied without a sign are above what they stand for; those in the file
+                   are so, too, where there is no table
    minimums        whether a block says what is to be taken away from its values
-   table           what codes of four bits stand for, IQ4_VALUES or FP4_VALUES; NO_TABLE: themselves */
+   shared          values that have a scale, and a minimum, in common: 32 or 16
+   table           what the codes in the file stand for: those of four bits IQ4_VALUES or FP4_VALUES, those of a GRID
+                   several values at once (packed_grids.h); NO_TABLE: themselves */
 #define PLLM_BLOCK_FORMATS(ROW)                                                                                    \
-    /*  name    values bytes codes bits above minimums table */                                                    \
-    ROW(Q4_0,     32,   18,   2,   4,    8,   0,   NO_TABLE)                                                       \
-    ROW(Q4_1,     32,   20,   4,   4,    0,   1,   NO_TABLE)                                                       \
-    ROW(Q5_0,     32,   22,   6,   5,   16,   0,   NO_TABLE)                                                       \
-    ROW(Q5_1,     32,   24,   8,   5,    0,   1,   NO_TABLE)                                                       \
-    ROW(Q8_0,     32,   34,   2,   8,    0,   0,   NO_TABLE)                                                       \
-    ROW(Q4_K,    256,  144,  16,   4,    0,   1,   NO_TABLE)                                                       \
-    ROW(Q5_K,    256,  176,  48,   5,    0,   1,   NO_TABLE)                                                       \
-    ROW(Q6_K,    256,  210,   0,   6,   32,   0,   NO_TABLE)                                                       \
-    ROW(IQ4_NL,   32,   18,   2,   8,    0,   0,   IQ4_TABLE)                                                      \
-    ROW(IQ4_XS,  256,  136,   8,   8,    0,   0,   IQ4_TABLE)                                                      \
-    ROW(MXFP4,    32,   17,   1,   5,    0,   0,   FP4_TABLE)
+    /*   name   values bytes codes bits above minimums shared table */                                             \
+    ROW(Q4_0,     32,   18,   2,  4,   8,   0,    32, NO_TABLE)                                                    \
+    ROW(Q4_1,     32,   20,   4,  4,   0,   1,    32, NO_TABLE)                                                    \
+    ROW(Q5_0,     32,   22,   6,  5,  16,   0,    32, NO_TABLE)                                                    \
+    ROW(Q5_1,     32,   24,   8,  5,   0,   1,    32, NO_TABLE)                                                    \
+    ROW(Q8_0,     32,   34,   2,  8,   0,   0,    32, NO_TABLE)                                                    \
+    ROW(Q4_K,    256,  144,  16,  4,   0,   1,    32, NO_TABLE)                                                    \
+    ROW(Q5_K,    256,  176,  48,  5,   0,   1,    32, NO_TABLE)                                                    \
+    ROW(Q6_K,    256,  210,   0,  6,  32,   0,    16, NO_TABLE)                                                    \
+    ROW(IQ4_NL,   32,   18,   2,  8,   0,   0,    32, IQ4_TABLE)                                                   \
+    ROW(IQ4_XS,  256,  136,   8,  8,   0,   0,    32, IQ4_TABLE)                                                   \
+    ROW(MXFP4,    32,   17,   1,  5,  16,   0,    32, FP4_TABLE)                                                   \
+    ROW(Q2_K,    256,   84,  16,  2,   0,   1,    16, NO_TABLE)                                                    \
+    ROW(Q3_K,    256,  110,  32,  3,   4,   0,    16, NO_TABLE)                                                    \
+    ROW(IQ3_S,   256,  110,   2,  5,  16,   0,    32, GRID)
 
 /* What formats without blocks have in the other columns. */
-#define UNPACKED 0, 0, 0, 0, NO_TABLE
+#define UNPACKED 0, 0, 0, 0, 0, NO_TABLE
 
 /* Grouped: codes of four or eight bits, and the scales of their groups in arrays of their own. Values of the smallest
    group, and bytes of their codes. */
@@ -53,7 +59,10 @@ enum {
     Q4_K_SCALES = 4,
     Q5_K_HIGH = 16,
     Q6_K_HIGH = 128, Q6_K_SCALES = 192, Q6_K_SCALE = 208,
-    IQ4_XS_HIGH = 2, IQ4_XS_LOW = 4
+    IQ4_XS_HIGH = 2, IQ4_XS_LOW = 4,
+    Q2_K_SCALE = 80, Q2_K_MINIMUM = 82,
+    Q3_K_SCALES = 96, Q3_K_SCALE = 108,
+    IQ3_S_HIGH = 66, IQ3_S_SIGNS = 74, IQ3_S_SCALES = 106
 };
 
 /* IQ4_NL and IQ4_XS: what a code of four bits stands for. */

@@ -65,7 +65,7 @@ ALWAYS_INLINE void open_unit(panel_block *to, const int v, const uint8_t *const 
     avx512f_transpose(lanes);
     for (int block = 0; block < blocks; block++) {
         _mm512_storeu_ps(to[block].scales[0] + 16 * v, lanes[block]);
-        _mm512_storeu_ps(to[block].minimums + 16 * v, _mm512_sub_ps(_mm512_setzero_ps(), lanes[8 + block]));
+        _mm512_storeu_ps(to[block].minimums[0] + 16 * v, _mm512_sub_ps(_mm512_setzero_ps(), lanes[8 + block]));
     }
 }
 

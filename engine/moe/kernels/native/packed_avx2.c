@@ -1,4 +1,4 @@
-/* Products with packed weights for AVX2: 32 codes of four to eight bits at a time, sums of products in whole numbers,
+/* Products with packed weights for AVX2: 32 codes of two to eight bits at a time, sums of products in whole numbers,
    eight lanes of four values each. */
 #include <float.h>
 #include <math.h>
@@ -15,6 +15,7 @@
 #pragma GCC target("avx2,fma,f16c")
 #endif
 
+#include "packed_codes_x86.h"
 #include "packed_scales_x86.h"
 #include "vector_avx2.h"
 
@@ -35,7 +36,7 @@ typedef struct unit_input {
 _Static_assert(sizeof(unit_input) == sizeof(packed_input), "rows of either take the same memory");
 
 /* By how much the codes of a format, as they are multiplied, are above what they stand for. */
-ALWAYS_INLINE int raised_by(const int dtype) { return dtype == PLLM_MXFP4 ? 16 : (int)raised_in_file(dtype); }
+ALWAYS_INLINE int raised_by(const int dtype) { return above_of(dtype); }
 
 /* Whether the codes of a format are signed. The others are small enough to be added up in pairs in 16 bits. */
 ALWAYS_INLINE int is_signed(const int dtype) { return !has_minimums(dtype) && raised_by(dtype) == 0; }
@@ -45,7 +46,7 @@ ALWAYS_INLINE int largest(const int dtype) { return code_bits(dtype) == 8 ? 128 
 
 ALWAYS_INLINE __m256i masked(__m256i v, int bits) { return _mm256_and_si256(v, _mm256_set1_epi8((char)bits)); }
 
-ALWAYS_INLINE __m256i loaded(const uint8_t *from) { return _mm256_loadu_si256((const __m256i *)(const void *)from); }
+ALWAYS_INLINE __m256i loaded(const uint8_t *from) { return thirty_two(from); }
 
 /* Low nibbles of 16 bytes, then high nibbles. */
 ALWAYS_INLINE __m256i nibbles(const uint8_t *from) {
@@ -62,18 +63,13 @@ ALWAYS_INLINE __m256i looked_up(__m256i codes, const int dtype) {
 
 /* 16 added to the codes whose bit is set in the four bytes at `bits`. */
 ALWAYS_INLINE __m256i with_fifth_bits(__m256i codes, const uint8_t *bits) {
-    uint32_t word;
-    memcpy(&word, bits, 4);
-    const __m256i bytes = _mm256_shuffle_epi8(
-        _mm256_set1_epi32((int)word),
-        _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3));
-    const __m256i bit = _mm256_set1_epi64x((long long)0x8040201008040201ULL);
-    return _mm256_or_si256(codes, masked(_mm256_cmpeq_epi8(_mm256_and_si256(bytes, bit), bit), 16));
+    return _mm256_or_si256(codes, masked(bytes_of_bits(word_at(bits)), 16));
 }
 
 /* Codes 32 g .. 32 g + 31 of the unit at b, raised. */
 ALWAYS_INLINE __m256i codes_of(const uint8_t *b, const int g, const int dtype) {
     const uint8_t *from = b + codes_at(dtype) + g * codes_apart(dtype);
+    if (has_few_bits(dtype)) return few_bits(b, g, dtype);
     switch (dtype) {
     case PLLM_Q4_K: {
         const __m256i both = loaded(b + codes_at(dtype) + g / 2 * 32);
@@ -99,7 +95,7 @@ ALWAYS_INLINE __m256i codes_of(const uint8_t *b, const int g, const int dtype) {
     }
 }
 
-/* Sums of the products of four neighbours. 128 * 127 twice, and 63 * 127 twice, just fit into 16 bits. */
+/* Sums of the products of four neighbours. 128 * 127 twice just fits into 16 bits. */
 ALWAYS_INLINE __m256i dots(__m256i codes, __m256i in, const int dtype) {
     if (is_signed(dtype)) {
         in = _mm256_sign_epi8(in, codes);
@@ -125,20 +121,6 @@ ALWAYS_INLINE __m256i four_dots(const __m256i codes[4], const int8_t *in, const 
     return merged(merged(sums[0], sums[1], limit), merged(sums[2], sums[3], limit), 2 * limit);
 }
 
-/* The scales of a unit's groups; Q6_K has two each, of their halves. */
-ALWAYS_INLINE void scales_of(const uint8_t *b, __m256 scales[2], const int dtype) {
-    if (dtype != PLLM_Q6_K) {
-        scales[0] = eight_scales(b, dtype);
-        return;
-    }
-    const __m128i own = _mm_loadu_si128((const __m128i *)(const void *)(b + Q6_K_SCALES));
-    const __m128i order = _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
-    const __m128i apart = _mm_shuffle_epi8(own, order);
-    const __m256 by = _mm256_set1_ps(widened(b + Q6_K_SCALE));
-    scales[0] = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(apart)), by);
-    scales[1] = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(apart, 8))), by);
-}
-
 /* sums[R][M] += the units at w, one of each row, times those at x. Groups that are not there are zeros. A unit adds to the
    float32 sums once or twice: with an addition for each group, one row of one token would wait for its own sums. */
 ALWAYS_INLINE void add_unit(const uint8_t *const *w, const packed_input *const *x, const int groups,
@@ -154,21 +136,22 @@ ALWAYS_INLINE void add_unit(const uint8_t *const *w, const packed_input *const *
             UNROLL for (int m = 0; m < M; m++)
                 (four ? high : low)[m] = four_dots(codes, x[m]->codes + 4 * GROUP * four, dtype);
         }
-        __m256 scales[2], minimums;
+        __m256 scales[2], minimums[2];
         scales_of(w[r], scales, dtype);
-        if (has_minimums(dtype)) minimums = eight_minimums(w[r], dtype);
+        if (has_minimums(dtype)) minimums_of(w[r], minimums, dtype);
         UNROLL for (int m = 0; m < M; m++) {
             const unit_input *in = (const unit_input *)(const void *)x[m];
             const __m256i first = _mm256_permute2x128_si256(low[m], high[m], 0x20);
             const __m256i second = _mm256_permute2x128_si256(low[m], high[m], 0x31);
             const __m256 by = _mm256_loadu_ps(in->scales);
-            if (dtype == PLLM_Q6_K) {
+            if (is_halved(dtype)) {
                 const __m256i halves[2] = {first, second};
                 UNROLL for (int half = 0; half < 2; half++) {
                     const __m256 own = _mm256_loadu_ps(in->half_sums[half]);
                     const __m256 raised = _mm256_mul_ps(_mm256_set1_ps(raised_by(dtype)), own);
                     const __m256 products = _mm256_fmsub_ps(_mm256_cvtepi32_ps(halves[half]), by, raised);
                     sums[r][m] = _mm256_fmadd_ps(products, scales[half], sums[r][m]);
+                    if (has_minimums(dtype)) sums[r][m] = _mm256_fnmadd_ps(minimums[half], own, sums[r][m]);
                 }
                 continue;
             }
@@ -176,7 +159,7 @@ ALWAYS_INLINE void add_unit(const uint8_t *const *w, const packed_input *const *
             if (raised_by(dtype) > 0)
                 products = _mm256_fnmadd_ps(_mm256_set1_ps(raised_by(dtype)), _mm256_loadu_ps(in->sums), products);
             sums[r][m] = _mm256_fmadd_ps(products, scales[0], sums[r][m]);
-            if (has_minimums(dtype)) sums[r][m] = _mm256_fnmadd_ps(minimums, _mm256_loadu_ps(in->sums), sums[r][m]);
+            if (has_minimums(dtype)) sums[r][m] = _mm256_fnmadd_ps(minimums[0], _mm256_loadu_ps(in->sums), sums[r][m]);
         }
     }
 }

@@ -2,7 +2,7 @@
    values and scaled once. Included by packed_avx2.c.
 
    A panel is PANEL_ROWS rows of weights opened once for all tokens, eight rows to a vector, four neighbouring codes to a
-   lane. Codes of four to six bits are unsigned: what was added to them for that is taken away again as whole numbers
+   lane. Codes of two to seven bits are unsigned: what was added to them for that is taken away again as whole numbers
    (tile_block.raised). Codes of eight bits are signed.
 
    VPMADDUBSW adds up two products in 16 bits. Codes of four bits fit there 32 columns long, wider ones less long, and those
@@ -17,11 +17,15 @@
 _Static_assert(sizeof(panel_block) * (PANEL_COLUMNS / INPUT_BLOCK) <= PANEL_BYTES, "a panel of bytes fits where others do");
 
 /* How wide the codes of a panel are. */
-enum { FOUR_BITS, FIVE_BITS, SIX_BITS, EIGHT_BITS };
+enum { FOUR_BITS, FIVE_BITS, SIX_BITS, SEVEN_BITS, EIGHT_BITS, WIDTHS };
 
-ALWAYS_INLINE int width_of(const int dtype) {
-    return code_bits(dtype) == 8 ? EIGHT_BITS : FOUR_BITS + code_bits(dtype) - 4;
-}
+ALWAYS_INLINE int width_of(const int dtype) { return MAX(FOUR_BITS, FOUR_BITS + code_bits(dtype) - 4); }
+
+/* What is done with the products of a block: its codes are raised, or else are signed or have a minimum (LOWERED); its
+   halves have a scale of their own (HALVED), or that and a minimum. */
+enum { RAISED, LOWERED, HALVED, HALVED_LOWERED, KINDS };
+
+ALWAYS_INLINE int kind_of(const int dtype) { return (is_halved(dtype) ? HALVED : RAISED) + has_minimums(dtype); }
 
 /* ---- Opening a panel -------------------------------------------------------------------------------------------- */
 
@@ -68,13 +72,19 @@ ALWAYS_INLINE void open_scales(const uint8_t *const rows[ROWS_OF_VECTOR], panel_
         __m256 scales[2];
         scales_of(rows[r], scales, dtype);
         lanes[r] = scales[0];
-        if (dtype == PLLM_Q6_K) upper[r] = scales[1];
+        if (is_halved(dtype)) upper[r] = scales[1];
     }
     store_eight(lanes, to->scales[0] + ROWS_OF_VECTOR * v, apart, blocks);
-    if (dtype == PLLM_Q6_K) store_eight(upper, to->scales[1] + ROWS_OF_VECTOR * v, apart, blocks);
+    if (is_halved(dtype)) store_eight(upper, to->scales[1] + ROWS_OF_VECTOR * v, apart, blocks);
     if (!has_minimums(dtype)) return;
-    UNROLL for (int r = 0; r < ROWS_OF_VECTOR; r++) lanes[r] = eight_minimums(rows[r], dtype);
-    store_eight(lanes, to->minimums + ROWS_OF_VECTOR * v, apart, blocks);
+    UNROLL for (int r = 0; r < ROWS_OF_VECTOR; r++) {
+        __m256 minimums[2];
+        minimums_of(rows[r], minimums, dtype);
+        lanes[r] = minimums[0];
+        if (is_halved(dtype)) upper[r] = minimums[1];
+    }
+    store_eight(lanes, to->minimums[0] + ROWS_OF_VECTOR * v, apart, blocks);
+    if (is_halved(dtype)) store_eight(upper, to->minimums[1] + ROWS_OF_VECTOR * v, apart, blocks);
 }
 
 /* `count` rows of `columns` values; those that are not there get the last one's. Meanwhile fetches what lies `ahead` bytes
@@ -174,12 +184,12 @@ ALWAYS_INLINE void widen(__m256i whole[PART_TOKENS][VECTORS], const __m256i pair
 
 /* The products of a block, or of a half of it, as whole numbers. */
 ALWAYS_INLINE void whole_products(__m256i whole[PART_TOKENS][VECTORS], const uint8_t *codes, const int32_t *in,
-                                  const int half, const int width, const int M) {
+                                  const int half, const int width, const int halves, const int M) {
     if (width == EIGHT_BITS) {
         signed_products(whole, codes, in, M);
         return;
     }
-    const int at_once = width == FOUR_BITS ? 8 : width == FIVE_BITS ? 4 : 2, steps = width == SIX_BITS ? 4 : 8;
+    const int steps = 8 / halves, at_once = MIN(steps, 8 >> width);
     UNROLL for (int step = 0; step < steps; step += at_once) {
         __m256i pairs[PART_TOKENS][VECTORS];
         add_steps(pairs, codes, in, steps * half + step, at_once, M);
@@ -188,10 +198,9 @@ ALWAYS_INLINE void whole_products(__m256i whole[PART_TOKENS][VECTORS], const uin
 }
 
 /* y[m][0..PANEL_ROWS) (+)= panel * tile for M tokens from token `at` of the tile on, and VECTORS vectors of rows from
-   `vector` on; WIDTH, LOWERED (the blocks have minimums, and their codes are not raised) and M are constants of the
-   compiler. */
+   `vector` on; WIDTH, KIND and M are constants of the compiler. */
 ALWAYS_INLINE void multiply_part(const panel_task *task, const tile_block *tile, const int64_t at, const int64_t vector,
-                                 float *y, const int width, const int lowered, const int M) {
+                                 float *y, const int width, const int kind, const int M) {
     const int64_t row = vector * ROWS_OF_VECTOR;
     const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
     __m256i there[VECTORS];
@@ -203,38 +212,39 @@ ALWAYS_INLINE void multiply_part(const panel_task *task, const tile_block *tile,
             sums[m][v] = task->more ? _mm256_maskload_ps(y + m * task->y_stride + row + ROWS_OF_VECTOR * v, there[v])
                                     : _mm256_setzero_ps();
     const __m128i less = _mm_cvtsi32_si128(task->less);
+    const int halves = kind == HALVED || kind == HALVED_LOWERED ? 2 : 1;
     const panel_block *panel = task->panel;
     for (int64_t block = 0; block < task->blocks; block++, panel++, tile++) {
-        __m256 first[PART_TOKENS][VECTORS]; /* halves of six-bit codes */
-        UNROLL for (int half = 0; half < 2; half++) {
-            if (half == 1 && width != SIX_BITS) break;
+        __m256 first[PART_TOKENS][VECTORS]; /* of the halves */
+        UNROLL for (int half = 0; half < halves; half++) {
             __m256i whole[PART_TOKENS][VECTORS];
-            whole_products(whole, panel->codes[0] + 4 * row, &tile->codes[0][at], half, width, M);
+            whole_products(whole, panel->codes[0] + 4 * row, &tile->codes[0][at], half, width, halves, M);
             UNROLL for (int m = 0; m < M; m++) {
                 const __m256 by = _mm256_broadcast_ss(&tile->scales[at + m]);
+                const __m256i raised = _mm256_set1_epi32(tile->raised[halves == 2 ? half : 2][at + m]);
                 UNROLL for (int v = 0; v < VECTORS; v++) {
-                    const __m256 scale = _mm256_loadu_ps(panel->scales[half] + row + ROWS_OF_VECTOR * v);
-                    if (!lowered && width != EIGHT_BITS) {
-                        const int32_t raised = tile->raised[width == SIX_BITS ? half : 2][at + m];
-                        const __m256i start = _mm256_sra_epi32(_mm256_set1_epi32(raised), less);
-                        whole[m][v] = _mm256_add_epi32(whole[m][v], start);
-                    }
+                    const int64_t own = row + ROWS_OF_VECTOR * v;
+                    const __m256 scale = _mm256_loadu_ps(panel->scales[half] + own);
+                    if ((kind == RAISED || kind == HALVED) && width != EIGHT_BITS)
+                        whole[m][v] = _mm256_add_epi32(whole[m][v], _mm256_sra_epi32(raised, less));
                     const __m256 product = _mm256_cvtepi32_ps(whole[m][v]);
-                    if (width == SIX_BITS && half == 0)
-                        first[m][v] = _mm256_mul_ps(product, scale);
-                    else if (width == SIX_BITS)
-                        sums[m][v] = _mm256_fmadd_ps(_mm256_fmadd_ps(product, scale, first[m][v]), by, sums[m][v]);
-                    else
+                    if (halves == 1) {
                         sums[m][v] = _mm256_fmadd_ps(product, _mm256_mul_ps(scale, by), sums[m][v]);
+                        continue;
+                    }
+                    first[m][v] = half ? _mm256_fmadd_ps(product, scale, first[m][v]) : _mm256_mul_ps(product, scale);
+                    if (half == 1) sums[m][v] = _mm256_fmadd_ps(first[m][v], by, sums[m][v]);
                 }
             }
         }
-        if (!lowered) continue;
-        UNROLL for (int v = 0; v < VECTORS; v++) {
-            const __m256 minimum = _mm256_loadu_ps(panel->minimums + row + ROWS_OF_VECTOR * v);
-            UNROLL for (int m = 0; m < M; m++)
-                sums[m][v] = _mm256_fnmadd_ps(minimum, _mm256_broadcast_ss(&tile->sums[at + m]), sums[m][v]);
-        }
+        if (kind == RAISED || kind == HALVED) continue;
+        UNROLL for (int half = 0; half < halves; half++)
+            UNROLL for (int v = 0; v < VECTORS; v++) {
+                const float *added = halves == 2 ? tile->half_sums[half] : tile->sums;
+                const __m256 minimum = _mm256_loadu_ps(panel->minimums[half] + row + ROWS_OF_VECTOR * v);
+                UNROLL for (int m = 0; m < M; m++)
+                    sums[m][v] = _mm256_fnmadd_ps(minimum, _mm256_broadcast_ss(added + at + m), sums[m][v]);
+            }
     }
     UNROLL for (int m = 0; m < M; m++)
         UNROLL for (int v = 0; v < VECTORS; v++)
@@ -243,27 +253,21 @@ ALWAYS_INLINE void multiply_part(const panel_task *task, const tile_block *tile,
 
 typedef void (*part_function)(const panel_task *task, const tile_block *tile, int64_t at, int64_t vector, float *y);
 
-#define MULTIPLY(WIDTH, LOWERED, M)                                                                                \
-    NOINLINE void WIDTH##_##LOWERED##_##M(const panel_task *task, const tile_block *tile, int64_t at,              \
-                                          int64_t vector, float *y) {                                              \
-        multiply_part(task, tile, at, vector, y, WIDTH, LOWERED, M);                                               \
+#define MULTIPLY(WIDTH, KIND, M)                                                                                   \
+    NOINLINE void WIDTH##_##KIND##_##M(const panel_task *task, const tile_block *tile, int64_t at,                 \
+                                       int64_t vector, float *y) {                                                 \
+        multiply_part(task, tile, at, vector, y, WIDTH, KIND, M);                                                  \
     }
-#define MULTIPLY_ALL(WIDTH, LOWERED) MULTIPLY(WIDTH, LOWERED, 1) MULTIPLY(WIDTH, LOWERED, 2) MULTIPLY(WIDTH, LOWERED, 3)
-MULTIPLY_ALL(FOUR_BITS, 0)
-MULTIPLY_ALL(FOUR_BITS, 1)
-MULTIPLY_ALL(FIVE_BITS, 0)
-MULTIPLY_ALL(FIVE_BITS, 1)
-MULTIPLY_ALL(SIX_BITS, 0)
-MULTIPLY_ALL(EIGHT_BITS, 0)
+#define MULTIPLY_ALL(WIDTH, KIND) MULTIPLY(WIDTH, KIND, 1) MULTIPLY(WIDTH, KIND, 2) MULTIPLY(WIDTH, KIND, 3)
+#define MULTIPLY_NAMES(WIDTH, KIND) [WIDTH][KIND] = {WIDTH##_##KIND##_1, WIDTH##_##KIND##_2, WIDTH##_##KIND##_3},
+#define WIDTHS_AND_KINDS(OF)                                                                                       \
+    OF(FOUR_BITS, RAISED) OF(FOUR_BITS, LOWERED) OF(FOUR_BITS, HALVED) OF(FOUR_BITS, HALVED_LOWERED)               \
+    OF(FIVE_BITS, RAISED) OF(FIVE_BITS, LOWERED) OF(SIX_BITS, HALVED) OF(EIGHT_BITS, RAISED)
 
-#define MULTIPLY_NAMES(WIDTH, LOWERED) {WIDTH##_##LOWERED##_1, WIDTH##_##LOWERED##_2, WIDTH##_##LOWERED##_3}
-/* By width of the codes, whether the blocks have minimums, and tokens. */
-static const part_function part_table[4][2][PART_TOKENS] = {
-    [FOUR_BITS] = {MULTIPLY_NAMES(FOUR_BITS, 0), MULTIPLY_NAMES(FOUR_BITS, 1)},
-    [FIVE_BITS] = {MULTIPLY_NAMES(FIVE_BITS, 0), MULTIPLY_NAMES(FIVE_BITS, 1)},
-    [SIX_BITS] = {MULTIPLY_NAMES(SIX_BITS, 0)},
-    [EIGHT_BITS] = {MULTIPLY_NAMES(EIGHT_BITS, 0)},
-};
+WIDTHS_AND_KINDS(MULTIPLY_ALL)
+
+/* By width of the codes, kind of the format, and tokens. */
+static const part_function part_table[WIDTHS][KINDS][PART_TOKENS] = {WIDTHS_AND_KINDS(MULTIPLY_NAMES)};
 
 /* A few rows of the panel pass all tokens before the next ones do, as they stay in the first-level cache. */
 static void multiply_panel(const panel_task *task, const part_function *parts, const tile_block *tiles,
@@ -283,8 +287,8 @@ void SET(many)(const void *weights, int dtype, int64_t stride, int64_t rows, int
                int64_t tokens, float *y, int64_t y_stride, int add, void *scratch, const void *after) {
     const char *data = weights;
     const int64_t row_bytes = bytes_of_values(dtype, stride), tile_blocks = padded(columns) / INPUT_BLOCK;
-    const int raised = raised_by(dtype), less = raised == 32 ? 2 : raised == 16 ? 3 : 4;
-    const part_function *parts = part_table[width_of(dtype)][has_minimums(dtype)];
+    const int less = raised_shift(raised_by(dtype));
+    const part_function *parts = part_table[width_of(dtype)][kind_of(dtype)];
     for (int64_t n = 0; n < rows; n += PANEL_ROWS) {
         const int64_t here = MIN(PANEL_ROWS, rows - n);
         for (int64_t k = 0; k < columns; k += PANEL_COLUMNS) {
@@ -369,7 +373,10 @@ void SET(tile)(void *tile, const float *const *rows, const float *scales, int64_
             const float step = rounded_block(rows[m] + i, scales ? scales[m] : 1.0F, &codes, sums);
             _mm256_storeu_si256((__m256i *)(void *)words, codes);
             UNROLL for (int j = 0; j < 8; j++) to->codes[j][m] = words[j];
-            UNROLL for (int half = 0; half < 2; half++) to->raised[half][m] = -128 * sums[half];
+            UNROLL for (int half = 0; half < 2; half++) {
+                to->raised[half][m] = -128 * sums[half];
+                to->half_sums[half][m] = step * (float)sums[half];
+            }
             to->raised[2][m] = -128 * (sums[0] + sums[1]);
             to->scales[m] = step;
             to->sums[m] = step * (float)(sums[0] + sums[1]);

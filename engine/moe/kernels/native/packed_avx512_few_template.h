@@ -120,6 +120,11 @@ ALWAYS_INLINE __m512i two_of_six_bits(const uint8_t *low, const uint8_t *high, _
 /* The unsigned codes of the unit at b. */
 ALWAYS_INLINE void unit_codes(const uint8_t *b, const int dtype, __m512i to[4]) {
     const int64_t size = block_bytes(dtype);
+    if (has_few_bits(dtype)) {
+        spread(two_of_few_bits(b, 0, 2, dtype), two_of_few_bits(b, 1, 3, dtype), two_of_few_bits(b, 4, 6, dtype),
+               two_of_few_bits(b, 5, 7, dtype), to);
+        return;
+    }
     switch (dtype) {
     case PLLM_Q4_K:
         spread_nibbles(b + codes_at(dtype), to);
@@ -218,17 +223,27 @@ ALWAYS_INLINE __m512 half_in_all(const uint8_t *from) {
     return _mm512_cvtph_ps(_mm256_set1_epi16((short)half_at(from)));
 }
 
+/* The figures of the halves of groups by lane. */
+ALWAYS_INLINE __m512 by_lane(const __m256 figures[2]) {
+    return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 4, 1, 5, 8, 12, 9, 13, 2, 6, 3, 7, 10, 14, 11, 15),
+                                 _mm512_insertf32x8(_mm512_castps256_ps512(figures[0]), figures[1], 1));
+}
+
 /* The scales of a unit by lane, and in the last eight lanes of `minimums` what is to be taken away from each block, if
-   its format has that. For Q4_K and Q5_K see below. */
+   its format has that; of formats that are halved by lane a 128th of it, as `raised` is what it is multiplied with. For
+   Q4_K and Q5_K see below. */
 ALWAYS_INLINE __m512 unit_scales(const uint8_t *b, const int dtype, __m512 *minimums) {
     const int size = (int)block_bytes(dtype);
-    switch (dtype) {
-    case PLLM_Q6_K: {
-        const __m128i order = _mm_setr_epi8(0, 8, 2, 10, 1, 9, 3, 11, 4, 12, 6, 14, 5, 13, 7, 15);
-        const __m128i own = _mm_loadu_si128((const __m128i *)(const void *)(b + Q6_K_SCALES));
-        return _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_shuffle_epi8(own, order))),
-                             half_in_all(b + Q6_K_SCALE));
+    if (is_halved(dtype)) {
+        __m256 own[2], less[2];
+        scales_of(b, own, dtype);
+        if (has_minimums(dtype)) {
+            minimums_of(b, less, dtype);
+            *minimums = _mm512_mul_ps(by_lane(less), _mm512_set1_ps(-1.0F / 128));
+        }
+        return by_lane(own);
     }
+    switch (dtype) {
     case PLLM_MXFP4: return powers(b);
     case PLLM_Q8_0: return _mm512_cvtph_ps(wide_headers(b));
     default:
@@ -290,7 +305,11 @@ ALWAYS_INLINE void add_unit(const uint8_t *w, const int64_t ahead, const int pas
         const wide_input *in = x[m] + unit;
         const __m512 by = _mm512_mul_ps(scales, _mm512_loadu_ps(in->scales));
         sums[m] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(DOT(codes, in, dtype)), by, sums[m]);
-        if (has_minimums(dtype)) sums[m] = _mm512_fnmadd_ps(minimums, _mm512_loadu_ps(in->sums), sums[m]);
+        if (!has_minimums(dtype)) continue;
+        const __m512 own = is_halved(dtype) ? _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_loadu_si512(in->raised)),
+                                                            _mm512_loadu_ps(in->scales))
+                                            : _mm512_loadu_ps(in->sums);
+        sums[m] = _mm512_fnmadd_ps(minimums, own, sums[m]);
     }
 }
 

@@ -86,10 +86,10 @@ ALWAYS_INLINE void open_k_scales(const uint8_t *const rows[16], panel_block *to,
         const __m512i scale_end = _mm512_slli_epi32(bits_of(heads[1], 8 * j + 6, 3), 4);
         const __m512i minimum_end = _mm512_slli_epi32(bits_of(heads[2], 8 * j + 6, 3), 4);
         _mm512_storeu_ps(to[j].scales[0] + 16 * v, scaled(bits_of(heads[1], 8 * j, 63), scale));
-        _mm512_storeu_ps(to[j].minimums + 16 * v, scaled(bits_of(heads[2], 8 * j, 63), minimum));
+        _mm512_storeu_ps(to[j].minimums[0] + 16 * v, scaled(bits_of(heads[2], 8 * j, 63), minimum));
         _mm512_storeu_ps(to[4 + j].scales[0] + 16 * v,
                          scaled(_mm512_or_si512(bits_of(heads[3], 8 * j, 15), scale_end), scale));
-        _mm512_storeu_ps(to[4 + j].minimums + 16 * v,
+        _mm512_storeu_ps(to[4 + j].minimums[0] + 16 * v,
                          scaled(_mm512_or_si512(bits_of(heads[3], 8 * j + 4, 15), minimum_end), minimum));
     }
 }
@@ -107,20 +107,36 @@ ALWAYS_INLINE void open_q6_k_scales(const uint8_t *const rows[16], panel_block *
         }
 }
 
-ALWAYS_INLINE void open_scales(const uint8_t *const rows[16], panel_block *to, const int v, const int64_t blocks,
-                               const int dtype) {
-    if (dtype == PLLM_Q4_K || dtype == PLLM_Q5_K) return open_k_scales(rows, to, v);
-    if (dtype == PLLM_Q6_K) return open_q6_k_scales(rows, to, v);
+/* To `count` blocks: a figure of each row, and, if there is a place for it, a second one. */
+ALWAYS_INLINE void store_figures(__m256 figures[16][2], float *to, float *more, const int64_t count) {
+    const int64_t apart = sizeof(panel_block) / sizeof(float);
     __m512 lanes[16];
     for (int r = 0; r < 16; r++) {
-        lanes[r] = _mm512_castps256_ps512(eight_scales(rows[r], dtype));
-        if (has_minimums(dtype)) lanes[r] = _mm512_insertf32x8(lanes[r], eight_minimums(rows[r], dtype), 1);
+        lanes[r] = _mm512_castps256_ps512(figures[r][0]);
+        if (more) lanes[r] = _mm512_insertf32x8(lanes[r], figures[r][1], 1);
     }
     avx512f_transpose(lanes);
-    for (int block = 0; block < blocks; block++) {
-        _mm512_storeu_ps(to[block].scales[0] + 16 * v, lanes[block]);
-        if (has_minimums(dtype)) _mm512_storeu_ps(to[block].minimums + 16 * v, lanes[8 + block]);
+    for (int64_t block = 0; block < count; block++) {
+        _mm512_storeu_ps(to + block * apart, lanes[block]);
+        if (more) _mm512_storeu_ps(more + block * apart, lanes[8 + block]);
     }
+}
+
+ALWAYS_INLINE void open_scales(const uint8_t *const rows[16], panel_block *to, const int v, const int64_t blocks,
+                               const int dtype) {
+    const int halved = is_halved(dtype), lowered = has_minimums(dtype);
+    if (dtype == PLLM_Q4_K || dtype == PLLM_Q5_K) return open_k_scales(rows, to, v);
+    if (dtype == PLLM_Q6_K) return open_q6_k_scales(rows, to, v);
+    __m256 figures[16][2];
+    for (int r = 0; r < 16; r++) {
+        scales_of(rows[r], figures[r], dtype);
+        if (lowered && !halved) minimums_of(rows[r], figures[r] + 1, dtype);
+    }
+    float *more = halved ? to->scales[1] + 16 * v : lowered ? to->minimums[0] + 16 * v : NULL;
+    store_figures(figures, to->scales[0] + 16 * v, more, blocks);
+    if (!halved || !lowered) return;
+    for (int r = 0; r < 16; r++) minimums_of(rows[r], figures[r], dtype);
+    store_figures(figures, to->minimums[0] + 16 * v, to->minimums[1] + 16 * v, blocks);
 }
 
 /* `count` rows of `columns` values; those that are not there get the last one's. */
@@ -158,11 +174,13 @@ static const open_function open_table[PLLM_DTYPES] = {PLLM_BLOCK_FORMATS(PANEL_N
 
 /* ---- Products --------------------------------------------------------------------------------------------------- */
 
-/* Whether a format's blocks have a minimum; else its codes are raised, with one scale for a block or one for each half. */
-enum { LOWERED = 0, RAISED = 1, HALVED = 2 };
+/* Whether a format's blocks have a minimum; else its codes are raised. There is one of it and of the scales for a block, or
+   one for each half. */
+enum { LOWERED = 0, RAISED = 1, HALVED = 2, HALVED_LOWERED = 3 };
 
 ALWAYS_INLINE int kind_of(const int dtype) {
-    return dtype == PLLM_Q6_K ? HALVED : has_minimums(dtype) || is_grouped(dtype) ? LOWERED : RAISED;
+    if (is_halved(dtype)) return has_minimums(dtype) ? HALVED_LOWERED : HALVED;
+    return has_minimums(dtype) || is_grouped(dtype) ? LOWERED : RAISED;
 }
 
 /* What a matrix's products have in common. */
@@ -183,8 +201,8 @@ ALWAYS_INLINE void multiply_tile(const panel_task *task, const tile_block *tile,
             sums[m][v] = task->more ? _mm512_maskz_loadu_ps(task->rows[v], y + m * task->y_stride + 16 * v)
                                     : _mm512_setzero_ps();
     const panel_block *panel = task->panel;
-    const int halves = kind == HALVED ? 2 : 1, steps = 8 / halves;
-    __m512 first[BYTE_TILE_TOKENS][PANEL_VECTORS]; /* halves of Q6_K */
+    const int halves = kind == HALVED || kind == HALVED_LOWERED ? 2 : 1, steps = 8 / halves;
+    __m512 first[BYTE_TILE_TOKENS][PANEL_VECTORS]; /* of the halves */
     const __m128i less = _mm_cvtsi32_si128(task->less);
     for (int64_t block = 0; block < task->blocks; block++, panel++, tile++) {
         for (int64_t i = 0; i < task->fetched; i++) __builtin_prefetch(next + *fetches++, 0, 2);
@@ -194,7 +212,7 @@ ALWAYS_INLINE void multiply_tile(const panel_task *task, const tile_block *tile,
             UNROLL for (int m = 0; m < M; m++) {
                 __m512i start = _mm512_setzero_si512();
                 if (kind == RAISED) start = _mm512_sra_epi32(_mm512_set1_epi32(tile->raised[2][m]), less);
-                if (kind == HALVED) start = _mm512_srai_epi32(_mm512_set1_epi32(tile->raised[half][m]), 2);
+                if (kind == HALVED) start = _mm512_sra_epi32(_mm512_set1_epi32(tile->raised[half][m]), less);
                 UNROLL for (int v = 0; v < PANEL_VECTORS; v++) whole[m][v] = start;
             }
             UNROLL for (int step = half * steps; step < (half + 1) * steps; step++) {
@@ -210,20 +228,22 @@ ALWAYS_INLINE void multiply_tile(const panel_task *task, const tile_block *tile,
                 const __m512 scale = _mm512_loadu_ps(panel->scales[half] + 16 * v);
                 UNROLL for (int m = 0; m < M; m++) {
                     const __m512 product = _mm512_cvtepi32_ps(whole[m][v]), by = _mm512_set1_ps(tile->scales[m]);
-                    if (kind == HALVED && half == 0)
-                        first[m][v] = _mm512_mul_ps(product, scale);
-                    else if (kind == HALVED)
-                        sums[m][v] = _mm512_fmadd_ps(_mm512_fmadd_ps(product, scale, first[m][v]), by, sums[m][v]);
-                    else
+                    if (halves == 1) {
                         sums[m][v] = _mm512_fmadd_ps(product, _mm512_mul_ps(scale, by), sums[m][v]);
+                        continue;
+                    }
+                    first[m][v] = half ? _mm512_fmadd_ps(product, scale, first[m][v]) : _mm512_mul_ps(product, scale);
+                    if (half == 1) sums[m][v] = _mm512_fmadd_ps(first[m][v], by, sums[m][v]);
                 }
             }
         }
-        if (kind == LOWERED)
+        if (kind == RAISED || kind == HALVED) continue;
+        UNROLL for (int half = 0; half < halves; half++)
             UNROLL for (int v = 0; v < PANEL_VECTORS; v++) {
-                const __m512 minimum = _mm512_loadu_ps(panel->minimums + 16 * v);
+                const float *added = halves == 2 ? tile->half_sums[half] : tile->sums;
+                const __m512 minimum = _mm512_loadu_ps(panel->minimums[half] + 16 * v);
                 UNROLL for (int m = 0; m < M; m++)
-                    sums[m][v] = _mm512_fnmadd_ps(minimum, _mm512_set1_ps(tile->sums[m]), sums[m][v]);
+                    sums[m][v] = _mm512_fnmadd_ps(minimum, _mm512_set1_ps(added[m]), sums[m][v]);
             }
     }
     UNROLL for (int m = 0; m < M; m++)
@@ -244,10 +264,11 @@ typedef void (*tile_function)(const panel_task *task, const tile_block *tile, fl
 MULTIPLY_ALL(LOWERED)
 MULTIPLY_ALL(RAISED)
 MULTIPLY_ALL(HALVED)
+MULTIPLY_ALL(HALVED_LOWERED)
 
 #define MULTIPLY_NAMES(KIND) {KIND##_1, KIND##_2, KIND##_3, KIND##_4, KIND##_5, KIND##_6}
-static const tile_function tile_table[3][BYTE_TILE_TOKENS] = {
-    MULTIPLY_NAMES(LOWERED), MULTIPLY_NAMES(RAISED), MULTIPLY_NAMES(HALVED),
+static const tile_function tile_table[4][BYTE_TILE_TOKENS] = {
+    MULTIPLY_NAMES(LOWERED), MULTIPLY_NAMES(RAISED), MULTIPLY_NAMES(HALVED), MULTIPLY_NAMES(HALVED_LOWERED),
 };
 
 /* Where the lines of a panel are that begins at 0, and the last one PANEL_BLOCKS times more; returns their number. */
@@ -267,7 +288,7 @@ void SET(many)(const void *weights, int dtype, int64_t stride, int64_t rows, int
     const char *data = grouped ? grouped->data : weights;
     const int64_t row_bytes = bytes_of_values(dtype, stride), count = divided_up(tokens, BYTE_TILE_TOKENS);
     const int64_t tile_blocks = padded(columns) / INPUT_BLOCK;
-    const int less = raised_by(dtype) == 16 ? 3 : raised_by(dtype) == 8 ? 4 : 0;
+    const int less = raised_shift(raised_by(dtype));
     const int64_t lines = lines_of(panel->fetches, row_bytes, bytes_of_values(dtype, MIN(PANEL_COLUMNS, columns)));
     for (int64_t n = 0; n < rows; n += PANEL_ROWS) {
         const int64_t here = MIN(PANEL_ROWS, rows - n);
@@ -312,6 +333,7 @@ void SET(tile)(void *tile, const float *const *rows, const float *scales, int64_
                 _mm_storeu_si128((__m128i *)(void *)words, _mm512_cvtepi32_epi8(halves[half]));
                 UNROLL for (int j = 0; j < 4; j++) memcpy(&to->codes[4 * half + j][m], &words[j], 4);
                 to->raised[half][m] = -128 * sum;
+                to->half_sums[half][m] = step * (float)sum;
                 total += sum;
             }
             to->raised[2][m] = -128 * total;

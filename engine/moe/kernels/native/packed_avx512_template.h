@@ -1,15 +1,16 @@
-/* Packed weights opened for AVX-512: 64 codes of four to eight bits at a time. Codes are unsigned: what was added to them
+/* Packed weights opened for AVX-512: 64 codes of two to eight bits at a time. Codes are unsigned: what was added to them
    for that is taken away again with the minimums. The including file says
 
    SET(name)   the name of this set's copy of a function */
 
+#include "packed_codes_x86.h"
 #include "packed_scales_x86.h"
 
 #define GROUP 64 /* codes of a vector */
 #define GROUPS (UNIT / GROUP)
 /* By how much the codes of a format are raised: those that are signed in the file by 128. */
-ALWAYS_INLINE float raised_by(const int dtype) {
-    return has_minimums(dtype) || raised_in_file(dtype) > 0 ? raised_in_file(dtype) : 128;
+ALWAYS_INLINE int raised_by(const int dtype) {
+    return has_minimums(dtype) || above_of(dtype) > 0 ? above_of(dtype) : 128;
 }
 
 ALWAYS_INLINE __m512i masked(__m512i v, int bits) { return _mm512_and_si512(v, _mm512_set1_epi8((char)bits)); }
@@ -40,7 +41,7 @@ ALWAYS_INLINE __m512i twice(const uint8_t *from) {
 ALWAYS_INLINE __m512i looked_up(__m512i codes, const int dtype) {
     static const int8_t iq4[16] = {IQ4_VALUES}, fp4[16] = {FP4_VALUES};
     const __m128i table = _mm_loadu_si128((const __m128i *)(const void *)(table_of(dtype) == IQ4_TABLE ? iq4 : fp4));
-    const __m128i raised = _mm_xor_si128(table, _mm_set1_epi8((char)0x80));
+    const __m128i raised = _mm_add_epi8(table, _mm_set1_epi8((char)raised_by(dtype)));
     return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(raised), codes);
 }
 
@@ -52,8 +53,14 @@ ALWAYS_INLINE __m512i with_fifth_bits(__m512i codes, const uint8_t *a, const uin
     return _mm512_or_si512(codes, bit);
 }
 
+/* Codes of groups `first` and `second` of 32, of formats that few_bits opens. */
+ALWAYS_INLINE __m512i two_of_few_bits(const uint8_t *b, const int first, const int second, const int dtype) {
+    return _mm512_inserti64x4(_mm512_castsi256_si512(few_bits(b, first, dtype)), few_bits(b, second, dtype), 1);
+}
+
 /* Codes 64 g .. 64 g + 63 of the unit at b, unsigned. */
 ALWAYS_INLINE __m512i codes_of(const uint8_t *b, const int g, const int dtype) {
+    if (has_few_bits(dtype)) return two_of_few_bits(b, 2 * g, 2 * g + 1, dtype);
     const uint8_t *first = b + codes_at(dtype) + 2 * g * codes_apart(dtype), *second = first + codes_apart(dtype);
     switch (dtype) {
     case PLLM_Q4_K:

@@ -34,19 +34,17 @@ static inline __attribute__((always_inline)) __m512i SET(dot)(const __m512i code
         }
         pairs[i] = _mm512_maddubs_epi16(code, x);
     }
-    if (raised_by(dtype) == 128 && dtype != PLLM_MXFP4) {
-        UNROLL for (int i = 0; i < 4; i++) pairs[i] = _mm512_madd_epi16(pairs[i], ones);
-        return _mm512_add_epi32(_mm512_add_epi32(pairs[0], pairs[1]), _mm512_add_epi32(pairs[2], pairs[3]));
-    }
-    const __m512i first = _mm512_add_epi16(pairs[0], pairs[1]), second = _mm512_add_epi16(pairs[2], pairs[3]);
     __m512i sum;
-    if (dtype == PLLM_Q6_K)
-        sum = _mm512_add_epi32(_mm512_madd_epi16(first, ones), _mm512_madd_epi16(second, ones));
-    else
-        sum = _mm512_madd_epi16(_mm512_add_epi16(first, second), ones);
-    const int less = raised_by(dtype) == 32 ? 2 : raised_by(dtype) == 16 ? 3 : 4;
-    if (raised_by(dtype) == 0 || dtype == PLLM_MXFP4) return sum;
-    return _mm512_add_epi32(sum, _mm512_srai_epi32(_mm512_loadu_si512(raised), less));
+    if (code_bits(dtype) > 6) {
+        UNROLL for (int i = 0; i < 4; i++) pairs[i] = _mm512_madd_epi16(pairs[i], ones);
+        sum = _mm512_add_epi32(_mm512_add_epi32(pairs[0], pairs[1]), _mm512_add_epi32(pairs[2], pairs[3]));
+    } else {
+        const __m512i first = _mm512_add_epi16(pairs[0], pairs[1]), second = _mm512_add_epi16(pairs[2], pairs[3]);
+        sum = code_bits(dtype) == 6 ? _mm512_add_epi32(_mm512_madd_epi16(first, ones), _mm512_madd_epi16(second, ones))
+                                    : _mm512_madd_epi16(_mm512_add_epi16(first, second), ones);
+    }
+    if (raised_by(dtype) == 0 || raised_by(dtype) == 128) return sum;
+    return _mm512_add_epi32(sum, _mm512_srai_epi32(_mm512_loadu_si512(raised), (unsigned)raised_shift(raised_by(dtype))));
 }
 
 #define LARGE_CODES 0
@@ -54,26 +52,23 @@ static inline __attribute__((always_inline)) __m512i SET(dot)(const __m512i code
 
 /* ---- Rows opened for panels ---------------------------------------------------------------------------------- */
 
-ALWAYS_INLINE __m512 each_twice(__m256 v) {
-    return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7),
-                                 _mm512_castps256_ps512(v));
+/* The figures of a unit for each 16 values: those of groups, or of their first halves and their second ones. */
+ALWAYS_INLINE __m512 of_sixteen(const __m256 figures[2], const int dtype) {
+    const __m512 both = _mm512_insertf32x8(_mm512_castps256_ps512(figures[0]), figures[is_halved(dtype) ? 1 : 0], 1);
+    return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15), both);
 }
 
 /* The scales of a unit, and what is to be taken away, for each 16 values of raised codes. */
-ALWAYS_INLINE __m512 scales_of(const uint8_t *b, const int dtype, __m512 *minimums) {
+ALWAYS_INLINE __m512 scales_of_sixteen(const uint8_t *b, const int dtype, __m512 *minimums) {
+    __m256 own[2], less[2];
+    scales_of(b, own, dtype);
+    const __m512 scales = of_sixteen(own, dtype);
     if (has_minimums(dtype)) {
-        *minimums = each_twice(eight_minimums(b, dtype));
-        return each_twice(eight_scales(b, dtype));
-    }
-    __m512 scales;
-    if (dtype == PLLM_Q6_K) {
-        const __m128i own = _mm_loadu_si128((const __m128i *)(const void *)(b + Q6_K_SCALES));
-        scales = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(own)),
-                               _mm512_set1_ps(widened(b + Q6_K_SCALE)));
+        minimums_of(b, less, dtype);
+        *minimums = of_sixteen(less, dtype);
     } else {
-        scales = each_twice(eight_scales(b, dtype));
+        *minimums = _mm512_mul_ps(scales, _mm512_set1_ps((float)raised_by(dtype)));
     }
-    *minimums = _mm512_mul_ps(scales, _mm512_set1_ps(raised_by(dtype)));
     return scales;
 }
 
@@ -95,7 +90,7 @@ ALWAYS_INLINE void open_row(const int dtype, const uint8_t *from, float *to, int
             unit = blocks;
         }
         __m512 minimums;
-        const __m512 scales = scales_of(unit, dtype, &minimums);
+        const __m512 scales = scales_of_sixteen(unit, dtype, &minimums);
         UNROLL for (int g = 0; g < GROUPS; g++) {
             const __m512i codes = codes_of(unit, g, dtype);
             UNROLL for (int i = 0; i < GROUP / 16; i++) {

@@ -1,5 +1,8 @@
 /* Packed weights one value at a time: what the instruction sets are compared with, and what runs where there is none. */
 #include "packed_blocks.h"
+#include "packed_grids.h"
+
+const uint32_t pllm_iq3_s_grid[256][2] = {IQ3_S_GRID(IQ3_S_POINTS)};
 
 static const int8_t IQ4[16] = {IQ4_VALUES}, FP4[16] = {FP4_VALUES};
 
@@ -88,12 +91,58 @@ static void open_iq4_xs(const uint8_t *b, packed_unit *to) {
     }
 }
 
+static void open_q2_k(const uint8_t *b, packed_unit *to) {
+    const float scale = half_to_float(b + Q2_K_SCALE), minimum = half_to_float(b + Q2_K_MINIMUM);
+    for (int i = 0; i < UNIT_SCALES; i++) {
+        to->scales[i] = scale * (float)(b[i] & 15);
+        to->minimums[i] = minimum * (float)(b[i] >> 4);
+    }
+    for (int i = 0; i < UNIT; i++)
+        to->codes[i] = (int8_t)(b[codes_at(PLLM_Q2_K) + i / 128 * 32 + i % 32] >> (i / 32 % 4 * 2) & 3);
+}
+
+static void open_q3_k(const uint8_t *b, packed_unit *to) {
+    const float scale = half_to_float(b + Q3_K_SCALE);
+    for (int i = 0; i < UNIT_SCALES; i++) {
+        to->scales[i] = scale * (float)(q3_k_scale(b + Q3_K_SCALES, i) - 32);
+        to->minimums[i] = 0;
+    }
+    for (int i = 0; i < UNIT; i++) {
+        const int low = b[codes_at(PLLM_Q3_K) + i / 128 * 32 + i % 32] >> (i / 32 % 4 * 2) & 3;
+        to->codes[i] = (int8_t)((low | (b[i % 32] >> (i / 32) & 1) << 2) - 4);
+    }
+}
+
+/* Four or eight codes of a grid, and the signs of each. */
+static void signed_point(const void *point, int count, int signs, int8_t *codes) {
+    const int8_t *values = point;
+    for (int i = 0; i < count; i++) codes[i] = (int8_t)(signs >> i & 1 ? -values[i] : values[i]);
+}
+
+static void open_iq3_s(const uint8_t *b, packed_unit *to) {
+    const float scale = half_to_float(b);
+    for (int j = 0; j < 8; j++) {
+        const int own = b[IQ3_S_SCALES + j / 2] >> (j % 2 * 4) & 15;
+        for (int i = 0; i < 2; i++) {
+            to->scales[2 * j + i] = scale * (float)(1 + 2 * own);
+            to->minimums[2 * j + i] = 0;
+        }
+        for (int i = 0; i < 8; i++) {
+            const uint32_t *point = &pllm_iq3_s_grid[b[codes_at(PLLM_IQ3_S) + 8 * j + i]][b[IQ3_S_HIGH + j] >> i & 1];
+            signed_point(point, 4, b[IQ3_S_SIGNS + 4 * j + i / 2] >> (i % 2 * 4), to->codes + 32 * j + 4 * i);
+        }
+    }
+}
+
 void pllm_open_unit(int dtype, const uint8_t *from, int64_t values, packed_unit *to) {
     switch (dtype) {
     case PLLM_Q4_K:
     case PLLM_Q5_K: open_k(from, dtype == PLLM_Q5_K, to); return;
     case PLLM_Q6_K: open_q6_k(from, to); return;
     case PLLM_IQ4_XS: open_iq4_xs(from, to); return;
+    case PLLM_Q2_K: open_q2_k(from, to); return;
+    case PLLM_Q3_K: open_q3_k(from, to); return;
+    case PLLM_IQ3_S: open_iq3_s(from, to); return;
     default: break;
     }
     if (values < UNIT) memset(to, 0, sizeof *to);

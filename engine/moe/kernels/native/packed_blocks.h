@@ -12,7 +12,7 @@
 /* Values that the kernels take in one step, whatever the format: one block of 256, or eight of 32. */
 #define UNIT 256
 #define UNIT_BYTES_LIMIT (UNIT / 32 * 34) /* of a unit in any format of 32 values */
-/* Values that have a scale of their own in the finest format (Q6_K). */
+/* Values that have a scale of their own in the finest formats. */
 #define FINEST 16
 #define UNIT_SCALES (UNIT / FINEST)
 
@@ -20,7 +20,7 @@ static inline int is_packed(int dtype) { return dtype > PLLM_F32 && dtype < PLLM
 static inline int is_grouped(int dtype) { return dtype > PLLM_F16; }
 
 typedef struct format_row {
-    int values, bytes, codes, bits, above, minimums, table;
+    int values, bytes, codes, bits, above, minimums, shared, table;
 } format_row;
 
 #define FORMAT_ROW(NAME, ...) [PLLM_##NAME] = {__VA_ARGS__},
@@ -33,13 +33,24 @@ static inline int64_t block_bytes(int dtype) { return format_rows[dtype].bytes; 
 /* Whether the blocks of a format say what is to be taken away from its values. */
 static inline int has_minimums(int dtype) { return format_rows[dtype].minimums; }
 
-/* By how much the unsigned codes of a format, as they lie in the file, are above what they stand for. */
-static inline float raised_in_file(int dtype) { return (float)format_rows[dtype].above; }
+/* Whether each half of 32 values has a scale of its own, and where the format has minimums one of these. */
+static inline int is_halved(int dtype) { return format_rows[dtype].shared == FINEST; }
+
+/* By how much the codes of a format, multiplied without a sign, are above what they stand for. */
+static inline int above_of(int dtype) { return format_rows[dtype].above; }
+
+/* How far -128 times a sum of codes is shifted to the right to be -above times it, `above` being a power of two. */
+static inline int raised_shift(int above) {
+    return above == 128 ? 0 : above == 64 ? 1 : above == 32 ? 2 : above == 16 ? 3 : above == 8 ? 4 : above == 4 ? 5 : 7;
+}
 
 /* Bits of a code as it is multiplied; one of 8 bits is signed. */
 static inline int code_bits(int dtype) { return format_rows[dtype].bits; }
 
 static inline int table_of(int dtype) { return format_rows[dtype].table; }
+
+/* By how much the codes of a format, as they lie in the file, are above what they stand for. */
+static inline float raised_in_file(int dtype) { return table_of(dtype) == NO_TABLE ? (float)above_of(dtype) : 0; }
 
 /* Where the codes of a block begin, and how far those of 32 values are from the next ones, where a nibble holds one. */
 static inline int64_t codes_at(int dtype) { return format_rows[dtype].codes; }
@@ -101,11 +112,19 @@ static inline void k_scale(const uint8_t *scales, int i, int *scale, int *minimu
     }
 }
 
+/* The 6-bit scales of Q3_K, 32 more than what they stand for. */
+static inline int q3_k_scale(const uint8_t *scales, int i) {
+    return (scales[i % 8] >> (i / 8 * 4) & 15) | (scales[8 + i % 4] >> (i / 4 * 2) & 3) << 4;
+}
+
 /* A unit as the kernels multiply it: value i is scales[i / FINEST] * codes[i] - minimums[i / FINEST]. */
 typedef struct packed_unit {
     int8_t codes[UNIT];
     float scales[UNIT_SCALES], minimums[UNIT_SCALES];
 } packed_unit;
+
+/* The points of the grids. Of those of IQ3_S both that differ in the highest bit of nine lie side by side. */
+extern const uint32_t pllm_iq3_s_grid[256][2];
 
 /* The first `values` of a unit (whole blocks); the rest are zeros. */
 void pllm_open_unit(int dtype, const uint8_t *from, int64_t values, packed_unit *to);

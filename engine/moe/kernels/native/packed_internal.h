@@ -61,16 +61,17 @@ typedef struct tile_block {
     int32_t codes[8][BYTE_TILE_TOKENS];
     float scales[BYTE_TILE_TOKENS], sums[BYTE_TILE_TOKENS];
     int32_t raised[3][BYTE_TILE_TOKENS]; /* of each half, and of both, -128 times the sum of the codes */
-    char unused[BYTE_TILE_TOKENS * 12];
+    float half_sums[2][BYTE_TILE_TOKENS];
+    char unused[BYTE_TILE_TOKENS * 4];
 } tile_block;
 
 _Static_assert(sizeof(tile_block) == BYTE_TILE_TOKENS * INPUT_BLOCK * BYTE_TILE_ELEMENT, "tiles lie where they are looked for");
 
 /* INPUT_BLOCK columns of a panel of bytes. Codes as packed_avx512_template.h raises them, or, with NEON, signed and in the
-   order of packed_neon_many_template.h. Only Q6_K has a scale for each half. */
+   order of packed_neon_many_template.h. Formats that are halved have a scale for each half, and a minimum. */
 typedef struct panel_block {
     uint8_t codes[8][PANEL_ROWS * 4];
-    float scales[2][PANEL_ROWS], minimums[PANEL_ROWS];
+    float scales[2][PANEL_ROWS], minimums[2][PANEL_ROWS];
 } panel_block;
 
 _Static_assert(sizeof(packed_input) <= FEWEST_STRIDE * PACKED_ROW_ELEMENT, "a unit fits into the shortest row");

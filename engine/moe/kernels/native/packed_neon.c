@@ -1,4 +1,4 @@
-/* Products with packed weights for NEON with dot products of bytes: 16 codes of four to eight bits at a time, sums of
+/* Products with packed weights for NEON with dot products of bytes: 16 codes of two to eight bits at a time, sums of
    products in whole numbers, four lanes of four values each. Many tokens' with grouped weights, too. */
 #include <float.h>
 #include <math.h>
@@ -28,9 +28,9 @@ ALWAYS_INLINE sixteen each_twice(const eight v) {
 
 /* The scales of a unit, and what is to be taken away for each 16 values of the input. */
 ALWAYS_INLINE sixteen scales_of(const uint8_t *b, const int dtype, sixteen *minimums) {
-    const sixteen scales = dtype == PLLM_Q6_K ? q6_k_scales(b) : each_twice(eight_scales(b, dtype));
+    const sixteen scales = is_halved(dtype) ? halved_scales(b, dtype) : each_twice(eight_scales(b, dtype));
     if (has_minimums(dtype)) {
-        *minimums = each_twice(eight_minimums(b, dtype));
+        *minimums = is_halved(dtype) ? halved_minimums(b) : each_twice(eight_minimums(b, dtype));
     } else {
         UNROLL for (int i = 0; i < 4; i++) minimums->of[i] = vmulq_n_f32(scales.of[i], raised_in_file(dtype));
     }

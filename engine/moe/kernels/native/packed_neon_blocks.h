@@ -1,4 +1,4 @@
-/* Packed weights as NEON reads them: 16 codes of four to eight bits at a time, and the scales of a unit. Codes of grouped
+/* Packed weights as NEON reads them: 16 codes of two to eight bits at a time, and the scales of a unit. Codes of grouped
    weights are among them. */
 
 #define GROUP 16 /* codes of a vector, which have one scale */
@@ -39,12 +39,44 @@ ALWAYS_INLINE uint8x16_t high_bits(const uint8_t *from, const int shift, const i
     return vshlq_n_u8(vandq_u8(bytes, vdupq_n_u8((uint8_t)bits)), 4);
 }
 
+ALWAYS_INLINE uint8x16_t low_bits(const uint8_t *from, const int shift, const int bits) {
+    return vandq_u8(vshlq_u8(vld1q_u8(from), vdupq_n_s8((int8_t)-shift)), vdupq_n_u8((uint8_t)bits));
+}
+
+/* Sizes with the signs of the bits of two bytes. */
+ALWAYS_INLINE int8x16_t with_signs(uint8x16_t sizes, const int first, const int second) {
+    static const uint8_t each[16] = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
+    const uint8x16_t bytes = vcombine_u8(vdup_n_u8((uint8_t)first), vdup_n_u8((uint8_t)second));
+    const uint8x16_t negative = vtstq_u8(bytes, vld1q_u8(each));
+    return vreinterpretq_s8_u8(vsubq_u8(veorq_u8(sizes, negative), negative));
+}
+
+/* Four points of four values, whose indices are eight bits each and the four lowest of `high` above them. */
+ALWAYS_INLINE uint8x16_t four_points(const uint32_t (*grid)[2], const uint8_t *low, const int high) {
+    uint32_t points[4];
+    UNROLL for (int i = 0; i < 4; i++) points[i] = grid[low[i]][high >> i & 1];
+    return vreinterpretq_u8_u32(vld1q_u32(points));
+}
+
+/* Codes 16 g .. 16 g + 15 of the unit at b, of a format with a grid. */
+ALWAYS_INLINE int8x16_t of_grid(const uint8_t *b, const int g, const int dtype) {
+    const uint8_t *signs = b + IQ3_S_SIGNS + 2 * g;
+    return with_signs(four_points(pllm_iq3_s_grid, b + codes_at(dtype) + 4 * g, b[IQ3_S_HIGH + g / 2] >> (g % 2 * 4)),
+                      signs[0], signs[1]);
+}
+
 /* Codes 16 g .. 16 g + 15 of the unit at b. Those of PLLM_AFFINE8 are 128 less than in the file. */
 ALWAYS_INLINE int8x16_t codes_of(const uint8_t *b, const int g, const int dtype) {
     const uint8_t *from = b + codes_at(dtype) + g / 2 * codes_apart(dtype);
     const int half = g % 2;
+    const int64_t twos = codes_at(dtype) + g / 8 * 32 + half * 16;
     uint8x16_t codes;
+    if (table_of(dtype) == GRID) return of_grid(b, g, dtype);
     switch (dtype) {
+    case PLLM_Q2_K: codes = low_bits(b + twos, g / 2 % 4 * 2, 3); break;
+    case PLLM_Q3_K:
+        codes = vorrq_u8(low_bits(b + twos, g / 2 % 4 * 2, 3), vshlq_n_u8(low_bits(b + half * 16, g / 2, 1), 2));
+        break;
     case PLLM_Q4_K: codes = nibble(b + codes_at(dtype) + g / 4 * 32 + half * 16, g / 2 % 2); break;
     case PLLM_Q5_K:
         codes = vorrq_u8(nibble(b + codes_at(dtype) + g / 4 * 32 + half * 16, g / 2 % 2),
@@ -105,7 +137,7 @@ ALWAYS_INLINE eight eight_k(const uint8_t *b, const int minimums) {
                     vmulq_n_f32(vcvtq_f32_u32(vmovl_u16(vget_high_u16(whole))), by)}};
 }
 
-/* Of all formats but Q6_K. */
+/* Of formats that are not halved. */
 ALWAYS_INLINE eight eight_scales(const uint8_t *b, const int dtype) {
     const int64_t size = block_bytes(dtype);
     float own[8];
@@ -114,6 +146,10 @@ ALWAYS_INLINE eight eight_scales(const uint8_t *b, const int dtype) {
         const int high = b[IQ4_XS_HIGH] | b[IQ4_XS_HIGH + 1] << 8;
         UNROLL for (int i = 0; i < 8; i++)
             own[i] = (float)(((b[IQ4_XS_LOW + i / 2] >> (i % 2 * 4) & 15) | (high >> (2 * i) & 3) << 4) - 32);
+        return eight_products(own, widened(b));
+    }
+    if (dtype == PLLM_IQ3_S) {
+        UNROLL for (int i = 0; i < 8; i++) own[i] = (float)(1 + 2 * (b[IQ3_S_SCALES + i / 2] >> (i % 2 * 4) & 15));
         return eight_products(own, widened(b));
     }
     UNROLL for (int i = 0; i < 8; i++) own[i] = dtype == PLLM_MXFP4 ? e8m0_half(b[i * size]) : widened(b + i * size);
@@ -128,12 +164,24 @@ ALWAYS_INLINE eight eight_minimums(const uint8_t *b, const int dtype) {
     return eight_products(own, -1);
 }
 
-ALWAYS_INLINE sixteen q6_k_scales(const uint8_t *b) {
-    const int8x16_t bytes = vld1q_s8((const int8_t *)b + Q6_K_SCALES);
-    const int16x8_t low = vmovl_s8(vget_low_s8(bytes)), high = vmovl_s8(vget_high_s8(bytes));
-    const float by = widened(b + Q6_K_SCALE);
+ALWAYS_INLINE sixteen sixteen_products(int8x16_t whole, const float by) {
+    const int16x8_t low = vmovl_s8(vget_low_s8(whole)), high = vmovl_s8(vget_high_s8(whole));
     return (sixteen){{vmulq_n_f32(vcvtq_f32_s32(vmovl_s16(vget_low_s16(low))), by),
                       vmulq_n_f32(vcvtq_f32_s32(vmovl_s16(vget_high_s16(low))), by),
                       vmulq_n_f32(vcvtq_f32_s32(vmovl_s16(vget_low_s16(high))), by),
                       vmulq_n_f32(vcvtq_f32_s32(vmovl_s16(vget_high_s16(high))), by)}};
+}
+
+/* The scales of a format that is halved, in order. */
+ALWAYS_INLINE sixteen halved_scales(const uint8_t *b, const int dtype) {
+    if (dtype == PLLM_Q6_K) return sixteen_products(vld1q_s8((const int8_t *)b + Q6_K_SCALES), widened(b + Q6_K_SCALE));
+    if (dtype == PLLM_Q2_K) return sixteen_products(vreinterpretq_s8_u8(nibble(b, 0)), widened(b + Q2_K_SCALE));
+    int8_t own[16];
+    UNROLL for (int i = 0; i < 16; i++) own[i] = (int8_t)(q3_k_scale(b + Q3_K_SCALES, i) - 32);
+    return sixteen_products(vld1q_s8(own), widened(b + Q3_K_SCALE));
+}
+
+/* Its minimums, if it has any. */
+ALWAYS_INLINE sixteen halved_minimums(const uint8_t *b) {
+    return sixteen_products(vreinterpretq_s8_u8(nibble(b, 1)), widened(b + Q2_K_MINIMUM));
 }

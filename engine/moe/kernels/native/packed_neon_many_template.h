@@ -56,27 +56,32 @@ ALWAYS_INLINE void store_figures(const eight figures[4], float *to) {
     }
 }
 
+/* The even ones of sixteen figures, or the odd ones. */
+ALWAYS_INLINE eight every_second(const sixteen both, const int odd) {
+    eight found;
+    UNROLL for (int i = 0; i < 2; i++) {
+        const float32x4_t a = both.of[2 * i], b = both.of[2 * i + 1];
+        found.of[i] = odd ? vuzp2q_f32(a, b) : vuzp1q_f32(a, b);
+    }
+    return found;
+}
+
 ALWAYS_INLINE void open_scales(const uint8_t *const rows[SLICE_ROWS], panel_block *to, const int64_t row,
                                const int dtype) {
+    const int halves = is_halved(dtype) ? 2 : 1;
     UNROLL for (int first = 0; first < SLICE_ROWS; first += 4) {
         const uint8_t *const *four = rows + first;
-        eight figures[4], others[4];
-        UNROLL for (int r = 0; r < 4; r++) {
-            if (dtype != PLLM_Q6_K) {
-                figures[r] = eight_scales(four[r], dtype);
-                continue;
-            }
-            const sixteen both = q6_k_scales(four[r]);
-            UNROLL for (int i = 0; i < 2; i++) {
-                figures[r].of[i] = vuzp1q_f32(both.of[2 * i], both.of[2 * i + 1]);
-                others[r].of[i] = vuzp2q_f32(both.of[2 * i], both.of[2 * i + 1]);
-            }
+        UNROLL for (int half = 0; half < halves; half++) {
+            eight figures[4];
+            UNROLL for (int r = 0; r < 4; r++)
+                figures[r] = halves == 2 ? every_second(halved_scales(four[r], dtype), half) : eight_scales(four[r], dtype);
+            store_figures(figures, to->scales[half] + row + first);
+            if (!has_minimums(dtype)) continue;
+            UNROLL for (int r = 0; r < 4; r++)
+                figures[r] = halves == 2 ? every_second(halved_minimums(four[r]), half)
+                                         : eight_minimums(four[r], dtype);
+            store_figures(figures, to->minimums[half] + row + first);
         }
-        store_figures(figures, to->scales[0] + row + first);
-        if (dtype == PLLM_Q6_K) store_figures(others, to->scales[1] + row + first);
-        if (!has_minimums(dtype)) continue;
-        UNROLL for (int r = 0; r < 4; r++) figures[r] = eight_minimums(four[r], dtype);
-        store_figures(figures, to->minimums + row + first);
     }
 }
 
@@ -92,7 +97,7 @@ ALWAYS_INLINE void open_group_scales(const pllm_matrix *matrix, const int64_t ow
         to[block].scales[0][row] = scale;
         if (dtype == PLLM_OCP_MXFP4) continue;
         const float bias = group_number(biases + at, reader.kind);
-        to[block].minimums[row] = -(dtype == PLLM_AFFINE8 ? bias + 128 * scale : bias);
+        to[block].minimums[0][row] = -(dtype == PLLM_AFFINE8 ? bias + 128 * scale : bias);
     }
 }
 
@@ -145,11 +150,11 @@ static const open_function open_table[PLLM_DTYPES] = {
 
 /* ---- Products --------------------------------------------------------------------------------------------------- */
 
-/* Whether a format's blocks have one scale, a minimum besides, or a scale for each half. */
-enum { PLAIN = 0, LOWERED = 1, HALVED = 2 };
+/* Whether a format's blocks have one scale, a minimum besides, or these for each half. */
+enum { PLAIN = 0, LOWERED = 1, HALVED = 2, HALVED_LOWERED = 3 };
 
 ALWAYS_INLINE int kind_of(const int dtype) {
-    if (dtype == PLLM_Q6_K) return HALVED;
+    if (is_halved(dtype)) return has_minimums(dtype) ? HALVED_LOWERED : HALVED;
     return has_minimums(dtype) || dtype == PLLM_AFFINE4 || dtype == PLLM_AFFINE8 ? LOWERED : PLAIN;
 }
 
@@ -167,7 +172,7 @@ typedef struct panel_task {
 /* sums[M / TOKENS_OF_VECTOR][VECTORS] += a slice of the panel, which begins at `row`, times M tokens. */
 ALWAYS_INLINE void multiply_blocks(const panel_task *task, const tile_block *tile, const int64_t row,
                                    float32x4_t sums[][VECTORS], const int kind, const int M) {
-    const int groups = (M + TOKENS_OF_VECTOR - 1) / TOKENS_OF_VECTOR, halves = kind == HALVED ? 2 : 1;
+    const int groups = (M + TOKENS_OF_VECTOR - 1) / TOKENS_OF_VECTOR, halves = kind >= HALVED ? 2 : 1;
     const panel_block *panel = task->panel;
     for (int64_t block = 0; block < task->blocks; block++, panel++, tile++) {
         float32x4_t own[VECTORS];
@@ -187,11 +192,14 @@ ALWAYS_INLINE void multiply_blocks(const panel_task *task, const tile_block *til
                     sums[m][v] = vfmaq_f32(sums[m][v], vcvtq_f32_s32(whole[m][v]), vmulq_f32(own[v], by));
             }
         }
-        if (kind != LOWERED) continue;
-        row_factors(panel->minimums + row, own);
-        UNROLL for (int m = 0; m < groups; m++) {
-            const float32x4_t by = token_factors(tile->sums + m * TOKENS_OF_VECTOR);
-            UNROLL for (int v = 0; v < VECTORS; v++) sums[m][v] = vfmsq_f32(sums[m][v], own[v], by);
+        if (kind == PLAIN || kind == HALVED) continue;
+        UNROLL for (int half = 0; half < halves; half++) {
+            row_factors(panel->minimums[half] + row, own);
+            UNROLL for (int m = 0; m < groups; m++) {
+                const float *added = halves == 2 ? tile->half_sums[half] : tile->sums;
+                const float32x4_t by = token_factors(added + m * TOKENS_OF_VECTOR);
+                UNROLL for (int v = 0; v < VECTORS; v++) sums[m][v] = vfmsq_f32(sums[m][v], own[v], by);
+            }
         }
     }
 }
@@ -230,10 +238,11 @@ typedef void (*slice_function)(const panel_task *task, const tile_block *tile, i
 MULTIPLY_ALL(PLAIN)
 MULTIPLY_ALL(LOWERED)
 MULTIPLY_ALL(HALVED)
+MULTIPLY_ALL(HALVED_LOWERED)
 
 #define MULTIPLY_NAMES(KIND) {KIND##_1, KIND##_2, KIND##_3, KIND##_4, KIND##_5, KIND##_6}
-static const slice_function slice_table[3][BYTE_TILE_TOKENS] = {
-    MULTIPLY_NAMES(PLAIN), MULTIPLY_NAMES(LOWERED), MULTIPLY_NAMES(HALVED),
+static const slice_function slice_table[4][BYTE_TILE_TOKENS] = {
+    MULTIPLY_NAMES(PLAIN), MULTIPLY_NAMES(LOWERED), MULTIPLY_NAMES(HALVED), MULTIPLY_NAMES(HALVED_LOWERED),
 };
 
 void SET(many)(const void *weights, int dtype, int64_t stride, int64_t rows, int64_t columns, const void *tiles,
@@ -269,8 +278,9 @@ void SET(many)(const void *weights, int dtype, int64_t stride, int64_t rows, int
 
 /* ---- Tiles ------------------------------------------------------------------------------------------------------- */
 
-/* INPUT_BLOCK values rounded to whole numbers, their sum, and their common scale, as pllm_packed_scalar_convert does. */
-ALWAYS_INLINE float rounded_block(const float *from, const float scale, int8_t codes[INPUT_BLOCK], int *sum) {
+/* INPUT_BLOCK values rounded to whole numbers, their common scale, as pllm_packed_scalar_convert does, and the sum of each
+   half. */
+ALWAYS_INLINE float rounded_block(const float *from, const float scale, int8_t codes[INPUT_BLOCK], int sums[2]) {
     float32x4_t values[8], most = vdupq_n_f32(0);
     uint32x4_t finite = vdupq_n_u32(UINT32_MAX);
     UNROLL for (int i = 0; i < 8; i++) {
@@ -279,7 +289,7 @@ ALWAYS_INLINE float rounded_block(const float *from, const float scale, int8_t c
         finite = vandq_u32(finite, vcleq_f32(size, vdupq_n_f32(FLT_MAX)));
         most = vmaxq_f32(most, size);
     }
-    *sum = 0;
+    sums[0] = sums[1] = 0;
     if (vminvq_u32(finite) == 0) {
         memset(codes, 0, INPUT_BLOCK);
         return NAN;
@@ -292,7 +302,7 @@ ALWAYS_INLINE float rounded_block(const float *from, const float scale, int8_t c
         const int8x16_t bytes = vcombine_s8(vqmovn_s16(vcombine_s16(whole[0], whole[1])),
                                             vqmovn_s16(vcombine_s16(whole[2], whole[3])));
         vst1q_s8(codes + 16 * half, bytes);
-        *sum += vaddlvq_s8(bytes);
+        sums[half] = vaddlvq_s8(bytes);
     }
     return size / 127.0F;
 }
@@ -305,12 +315,13 @@ void SET(tile)(void *tile, const float *const *rows, const float *scales, int64_
         tile_block *to = (tile_block *)tile + column / INPUT_BLOCK;
         for (int64_t i = 0; i < count; i += INPUT_BLOCK, to++) {
             int8_t codes[INPUT_BLOCK];
-            int sum;
-            const float step = rounded_block(rows[token] + i, scales ? scales[token] : 1.0F, codes, &sum);
+            int sums[2];
+            const float step = rounded_block(rows[token] + i, scales ? scales[token] : 1.0F, codes, sums);
             UNROLL for (int j = 0; j < STEPS; j++)
                 memcpy((int8_t *)to->codes + (j * BYTE_TILE_TOKENS + m) * STEP, codes + j * STEP, STEP);
             to->scales[m] = step;
-            to->sums[m] = step * (float)sum;
+            to->sums[m] = step * (float)(sums[0] + sums[1]);
+            UNROLL for (int half = 0; half < 2; half++) to->half_sums[half][m] = step * (float)sums[half];
         }
     }
 }

@@ -1,5 +1,5 @@
-/* The scales of packed weights as AVX2 and AVX-512 read them: eight for a unit, one for each 32 values. Q6_K, with sixteen,
-   is not among them. Include inside pragmas for avx2 and f16c. */
+/* The scales of packed weights as AVX2 and AVX-512 read them: eight for a unit, one for each 32 values, or twice as many.
+   Include inside pragmas for avx2 and f16c. */
 
 ALWAYS_INLINE int half_at(const uint8_t *from) {
     uint16_t half;
@@ -67,11 +67,26 @@ ALWAYS_INLINE __m256 eight_iq4_xs(const uint8_t *b) {
     return times_one(_mm256_sub_epi32(own, _mm256_set1_epi32(32)), b);
 }
 
+/* Numbers of four bits. */
+ALWAYS_INLINE __m256i eight_fours(const uint8_t *from) {
+    uint32_t word;
+    memcpy(&word, from, 4);
+    const __m256i fours = _mm256_srlv_epi32(_mm256_set1_epi32((int)word), _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28));
+    return _mm256_and_si256(fours, _mm256_set1_epi32(15));
+}
+
+/* One more than twice each. */
+ALWAYS_INLINE __m256 eight_odd(const uint8_t *scale, const uint8_t *from) {
+    const __m256i fours = eight_fours(from);
+    return times_one(_mm256_add_epi32(_mm256_add_epi32(fours, fours), _mm256_set1_epi32(1)), scale);
+}
+
 ALWAYS_INLINE __m256 eight_scales(const uint8_t *b, const int dtype) {
     switch (dtype) {
     case PLLM_Q4_K:
     case PLLM_Q5_K: return eight_k(b, 0);
     case PLLM_IQ4_XS: return eight_iq4_xs(b);
+    case PLLM_IQ3_S: return eight_odd(b, b + IQ3_S_SCALES);
     case PLLM_MXFP4: return eight_powers(b, block_bytes(dtype));
     default: return eight_halves(b, block_bytes(dtype), 0);
     }
@@ -81,4 +96,50 @@ ALWAYS_INLINE __m256 eight_scales(const uint8_t *b, const int dtype) {
 ALWAYS_INLINE __m256 eight_minimums(const uint8_t *b, const int dtype) {
     if (dtype == PLLM_Q4_K || dtype == PLLM_Q5_K) return eight_k(b, 1);
     return _mm256_sub_ps(_mm256_setzero_ps(), eight_halves(b, block_bytes(dtype), 2));
+}
+
+/* Sixteen whole numbers times a half: first those of even places, then those of odd ones. */
+ALWAYS_INLINE void sixteen_apart(__m128i whole, const uint8_t *half, __m256 to[2]) {
+    const __m128i order = _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
+    const __m128i apart = _mm_shuffle_epi8(whole, order);
+    const __m256 by = _mm256_set1_ps(widened(half));
+    to[0] = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(apart)), by);
+    to[1] = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(apart, 8))), by);
+}
+
+ALWAYS_INLINE __m128i sixteen_bytes(const uint8_t *from) { return _mm_loadu_si128((const __m128i *)(const void *)from); }
+
+/* As q3_k_scale, less 32. */
+ALWAYS_INLINE __m128i sixteen_of_q3_k(const uint8_t *scales) {
+    uint64_t low;
+    uint32_t high;
+    memcpy(&low, scales, 8);
+    memcpy(&high, scales + 8, 4);
+    const __m128i nibble = _mm_set1_epi8(15), lows = _mm_cvtsi64_si128((long long)low);
+    const __m128i fours = _mm_and_si128(_mm_unpacklo_epi64(lows, _mm_srli_epi16(lows, 4)), nibble);
+    const __m128i twos = _mm_srlv_epi32(_mm_set1_epi32((int)high), _mm_setr_epi32(0, 2, 4, 6));
+    const __m128i ends = _mm_slli_epi16(_mm_and_si128(twos, _mm_set1_epi8(3)), 4);
+    return _mm_sub_epi8(_mm_or_si128(fours, ends), _mm_set1_epi8(32));
+}
+
+/* The scales of a unit's groups, or, where halves of groups have their own, of the first halves and of the second ones. */
+ALWAYS_INLINE void scales_of(const uint8_t *b, __m256 scales[2], const int dtype) {
+    switch (dtype) {
+    case PLLM_Q6_K: sixteen_apart(sixteen_bytes(b + Q6_K_SCALES), b + Q6_K_SCALE, scales); return;
+    case PLLM_Q2_K:
+        sixteen_apart(_mm_and_si128(sixteen_bytes(b), _mm_set1_epi8(15)), b + Q2_K_SCALE, scales);
+        return;
+    case PLLM_Q3_K: sixteen_apart(sixteen_of_q3_k(b + Q3_K_SCALES), b + Q3_K_SCALE, scales); return;
+    default: scales[0] = eight_scales(b, dtype);
+    }
+}
+
+/* The same of what the file itself says is to be taken away; only of formats with has_minimums. */
+ALWAYS_INLINE void minimums_of(const uint8_t *b, __m256 minimums[2], const int dtype) {
+    if (dtype == PLLM_Q2_K) {
+        const __m128i own = _mm_and_si128(_mm_srli_epi16(sixteen_bytes(b), 4), _mm_set1_epi8(15));
+        sixteen_apart(own, b + Q2_K_MINIMUM, minimums);
+    } else {
+        minimums[0] = eight_minimums(b, dtype);
+    }
 }

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from engine.models.formats.number_formats import BLOCK_SIDE, BLOCKS, WIDTHS, is_grouped
+from engine.moe import kernels
 from engine.runtimes.torch.offload.devices import SlotLayout, SlotMatrix
 from engine.runtimes.torch.offload.gates import Gate
 
@@ -389,6 +390,8 @@ class CudaExperts:
 
 
 SOURCE = Path(__file__).parent / "cuda" / "experts.cu"
+GRIDS = Path(kernels.__file__).parent / "native" / "packed_grids.h"
+"""Codebooks of number formats, which come before the source."""
 
 Grid = tuple[int, int, int]
 
@@ -460,7 +463,8 @@ class CudaLauncher:
         compiler, program = self._compiler, ctypes.c_void_p()
         name = kernel.encode()
         options = [option.encode() for option in self._options]
-        self._checked(compiler.nvrtcCreateProgram(ctypes.byref(program), SOURCE.read_bytes(), b"", 0, None, None))
+        source = GRIDS.read_bytes() + SOURCE.read_bytes()
+        self._checked(compiler.nvrtcCreateProgram(ctypes.byref(program), source, b"", 0, None, None))
         try:
             self._checked(compiler.nvrtcAddNameExpression(program, name))
             status = compiler.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))

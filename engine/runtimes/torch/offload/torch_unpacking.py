@@ -188,6 +188,50 @@ def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
     return (scales[:, :, None] * codes).view(len(blocks), 256)
 
 
+def _twos(words: torch.Tensor) -> torch.Tensor:
+    """Codes of two bits [blocks, 16, 16]: the lowest bits of each 32 bytes, then the next ones."""
+    return _fields(words.reshape(len(words), -1, 32), 2).reshape(len(words), 16, 16)
+
+
+def _q2_k(blocks: torch.Tensor) -> torch.Tensor:
+    scales = _half(blocks, 80) * (blocks[:, :16] & 15)
+    minima = _half(blocks, 82) * (blocks[:, :16] >> 4)
+    return (scales[:, :, None] * _twos(blocks[:, 16:80]) - minima[:, :, None]).view(len(blocks), 256)
+
+
+def _q3_k(blocks: torch.Tensor) -> torch.Tensor:
+    low, high = _halves(blocks[:, 96:104], 8), _fields(blocks[:, None, 104:108], 2).reshape(len(blocks), 16)
+    scales = _half(blocks, 108) * ((low | (high << 4)).to(torch.int8) - 32)
+    third = _fields(blocks[:, None, :32], 1).reshape(len(blocks), 16, 16)
+    codes = (_twos(blocks[:, 32:96]) | (third << 2)).to(torch.int8) - 4
+    return (scales[:, :, None] * codes).view(len(blocks), 256)
+
+
+@functools.cache
+def _grid(name: str, device: torch.device) -> torch.Tensor:
+    """The points of a codebook, float32 [points, values of a point]."""
+    from gguf import quants
+
+    own = getattr(quants, name)
+    own.init_grid()
+    return torch.from_numpy(own.grid.reshape(own.grid_shape)).to(device)
+
+
+def _signed(scales: torch.Tensor, sizes: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
+    """The numbers [blocks, 256] of points ``sizes`` [blocks, ...], a byte of ``signs`` [blocks, 32] for each eight."""
+    negative = _fields(signs[:, :, None], 1).reshape(len(signs), 256).bool()
+    sizes = sizes.reshape(len(signs), 256)
+    values = scales[:, :, None] * torch.where(negative, -sizes, sizes).view(*scales.shape, -1)
+    return values.view(len(signs), 256)
+
+
+def _iq3_s(blocks: torch.Tensor) -> torch.Tensor:
+    high = _fields(blocks[:, 66:74, None], 1).reshape(len(blocks), 64).int()
+    sizes = _grid("IQ3_S", blocks.device)[blocks[:, 2:66] | (high << 8)]
+    scales = _half(blocks, 0) * (1 + 2 * _halves(blocks[:, 106:110], 1))
+    return _signed(scales, sizes, blocks[:, 74:106])
+
+
 def _iq4_xs(blocks: torch.Tensor) -> torch.Tensor:
     low = _halves(blocks[:, 4:8], 1)
     high = _fields(blocks[:, 2:4].reshape(len(blocks), 2, 1), 2).reshape(len(blocks), 8)
@@ -198,6 +242,6 @@ def _iq4_xs(blocks: torch.Tensor) -> torch.Tensor:
 
 _DECODERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "IQ4_NL": _iq4_nl, "MXFP4": _mxfp4,
-    "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "IQ4_XS": _iq4_xs,
+    "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "IQ4_XS": _iq4_xs, "Q2_K": _q2_k, "Q3_K": _q3_k, "IQ3_S": _iq3_s,
 }  # fmt: skip
 """Functions from uint8 [blocks, bytes] to float32 [blocks, numbers], by number format."""

@@ -8,7 +8,7 @@ from engine.models.formats.gguf_names import choices_of, listed, matching, recom
 
 GB = 10**9
 REPOSITORY = {
-    "Model-A3B-Q2_K.gguf": 11 * GB,
+    "Model-A3B-IQ2_K.gguf": 11 * GB,
     "Model-A3B-Q4_K_M.gguf": 18 * GB,
     "Model-A3B-UD-Q4_K_XL.gguf": 19 * GB,
     "Q8_0/Model-A3B-Q8_0-00001-of-00002.gguf": 20 * GB,
@@ -47,11 +47,11 @@ def test_the_tag_in_a_name(name: str, tag: str) -> None:
 
 def test_parts_belong_together_and_what_is_no_model_is_left_out() -> None:
     found = {choice.tag: choice for choice in choices_of(REPOSITORY)}
-    assert list(found) == ["Q2_K", "Q4_K_M", "UD-Q4_K_XL", "Q8_0", "BF16"], "the smallest first"
+    assert list(found) == ["IQ2_K", "Q4_K_M", "UD-Q4_K_XL", "Q8_0", "BF16"], "the smallest first"
     assert found["Q8_0"].paths == tuple(name for name in REPOSITORY if "Q8_0" in name)
     assert found["Q8_0"].nbytes == 32 * GB and found["Q8_0"].complete
     assert not found["BF16"].complete
-    assert [tag for tag, choice in found.items() if not choice.runs] == ["Q2_K"]
+    assert [tag for tag, choice in found.items() if not choice.runs] == ["IQ2_K"]
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_parts_belong_together_and_what_is_no_model_is_left_out() -> None:
         ("model-a3b-q8_0", ["Q8_0"]),
         ("Q8_0/Model-A3B-Q8_0-00001-of-00002.gguf", ["Q8_0"]),
         ("Model-A3B-Q8_0-00002-of-00002.gguf", ["Q8_0"]),
-        ("A3B", ["Q2_K", "Q4_K_M", "UD-Q4_K_XL", "Q8_0", "BF16"]),
+        ("A3B", ["IQ2_K", "Q4_K_M", "UD-Q4_K_XL", "Q8_0", "BF16"]),
         ("Q4_K", []),
         ("Q5_K_M", []),
         ("latest", []),
@@ -93,7 +93,9 @@ def test_two_models_with_one_tag_are_called_by_their_files() -> None:
         (["M-Q8_0.gguf", "M-Q4_K_M.gguf", "M-Q2_K.gguf"], "Q4_K_M"),
         (["M-Q8_0.gguf", "M-UD-Q4_K_XL.gguf"], "UD-Q4_K_XL"),
         (["M-Q6_K.gguf", "M-Q8_0.gguf"], "Q6_K"),
-        (["M-Q2_K.gguf", "M-IQ3_XXS.gguf"], None),
+        (["M-Q2_K.gguf", "M-Q6_K.gguf", "M-Q8_0.gguf"], "Q6_K"),
+        (["M-Q2_K.gguf", "M-IQ3_S.gguf"], "IQ3_S"),
+        (["M-IQ2_K.gguf", "M-IQ4_KS.gguf"], None),
     ],
 )
 def test_the_recommended_one(names: list[str], tag: str | None) -> None:
@@ -110,7 +112,9 @@ def test_the_recommended_one(names: list[str], tag: str | None) -> None:
         ("M", True),
         ("M-mxfp4", True),
         ("M-Q4_0_4_8", False),
-        ("M-Q3_K_L", False),
+        ("M-Q3_K_L", True),
+        ("M-UD-IQ3_S", True),
+        ("M-Q3_K_L_4", False),
         ("M-UD-IQ1_S", False),
         ("M-TQ1_0", False),
         ("M-IQ4_KS", False),
@@ -125,4 +129,4 @@ def test_which_names_speak_of_formats_that_run(stem: str, runs: bool) -> None:
 def test_choices_are_listed_with_their_sizes() -> None:
     choices = choices_of(REPOSITORY)
     assert listed(choices[:3]) == "Q4_K_M (18.0 GB), UD-Q4_K_XL (19.0 GB), and 1 in formats that do not run here"
-    assert listed(choices[:1]) == "Q2_K (11.0 GB)"
+    assert listed(choices[:1]) == "IQ2_K (11.0 GB)"

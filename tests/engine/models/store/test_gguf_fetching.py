@@ -124,7 +124,7 @@ def test_no_byte_is_fetched_twice(hub: LoopbackHub, repo: Repo) -> None:
 
 
 def test_without_a_tag_the_choices_are_named_with_their_sizes(hub: LoopbackHub, repo: Repo) -> None:
-    repo.files["M-IQ2_XXS.gguf"] = bytes(100)
+    repo.files["M-IQ2_KS.gguf"] = bytes(100)
     with pytest.raises(ModelError) as raised:
         pull(REPO, quiet)
     four = len(repo.files["M-Q4_K_M.gguf"]) // 1000
@@ -179,9 +179,9 @@ def test_a_file_that_lacks_a_part_is_refused(hub: LoopbackHub, repo: Repo) -> No
 
 
 def test_where_nothing_runs_another_repository_is_advised(hub: LoopbackHub, repo: Repo) -> None:
-    repo.files = {"M-Q2_K.gguf": b"GGUF", "M-IQ1_S.gguf": b"GG"}
+    repo.files = {"M-IQ2_K.gguf": b"GGUF", "M-IQ1_KT.gguf": b"GG"}
     with pytest.raises(
-        ModelError, match=r"several GGUF files, but IQ1_S \(2 B\), Q2_K \(4 B\) are in formats that do not run"
+        ModelError, match=r"several GGUF files, but IQ1_KT \(2 B\), IQ2_K \(4 B\) are in formats that do not run"
     ):
         pull(REPO, quiet)
     repo.files = {"M-Q8_0-00001-of-00002.gguf": b"GGUF"}

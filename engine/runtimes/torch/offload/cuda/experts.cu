@@ -10,8 +10,8 @@
 // unpack<Format, Output>: a whole matrix as numbers, for a product of many tokens.
 //
 // The layouts of blocks are ggml's; see engine/models/formats/number_formats.py. Decoding rounds as torch_unpacking.py does, so
-// this is compiled without contracting products and sums; where they may be, fmaf says so. No header is needed, because
-// the compiler in torch's packages comes without any.
+// this is compiled without contracting products and sums; where they may be, fmaf says so. The compiler in torch's packages
+// comes without headers; the only one that is needed, the native kernels' packed_grids.h, is put before this.
 
 typedef unsigned char byte;
 typedef unsigned short half_word;
@@ -270,6 +270,64 @@ struct IQ4_XS {
         const float scale = half_of(Memory<4>::pair(block)) * (float)((int)(low | high << 4) - 32);
         const Halves<4> codes(block + 8 + 16 * group, piece & 3);
         EACH_NUMBER out[i] = scale * iq4(codes[i]);
+    }
+};
+
+// The codes of two bits of a piece: of each 32 bytes first the lowest ones.
+struct TwosOf32 {
+    Bytes bytes;
+    int shift;
+    template <int ALIGNMENT> __device__ TwosOf32(Memory<ALIGNMENT>, const byte *codes, int piece)
+        : bytes(Memory<ALIGNMENT>::eight(codes + 32 * (piece / 16) + 8 * (piece & 3))), shift(2 * (piece >> 2 & 3)) {}
+    __device__ unsigned operator[](int i) const { return bytes[i] >> shift & 3; }
+};
+
+struct Q2_K {
+    enum { NUMBERS = 256, BYTES = 84, ALIGNMENT = 4 };
+    static __device__ void decode(const byte *block, int piece, float *out) {
+        const unsigned own = block[piece / 2];
+        const float scale = half_of(Memory<4>::pair(block + 80)) * (float)(own & 15);
+        const float minimum = half_of(Memory<4>::pair(block + 82)) * (float)(own >> 4);
+        const TwosOf32 codes(Memory<4>(), block + 16, piece);
+        EACH_NUMBER out[i] = scale * (float)codes[i] - minimum;
+    }
+};
+
+struct Q3_K {
+    enum { NUMBERS = 256, BYTES = 110, ALIGNMENT = 2 };
+    static __device__ void decode(const byte *block, int piece, float *out) {
+        const byte *packed = block + 96;
+        const int group = piece / 2;
+        const unsigned low = packed[group & 7] >> 4 * (group / 8) & 15, high = packed[8 + (group & 3)] >> 2 * (group / 4) & 3;
+        const float scale = half_of(Memory<2>::pair(block + 108)) * (float)((int)(low | high << 4) - 32);
+        const TwosOf32 codes(Memory<2>(), block + 32, piece);
+        const Bytes third = Memory<2>::eight(block + 8 * (piece & 3));
+        EACH_NUMBER
+            out[i] = scale * (float)((int)(codes[i] | (third[i] >> piece / 4 & 1) << 2) - 4);
+    }
+};
+
+// Points of grids: the first value in the lowest byte.
+__device__ const word iq3_s_grid[256][2] = {IQ3_S_GRID(IQ3_S_POINTS)};
+
+// A piece of sizes, times the scale, with the signs of a byte.
+__device__ inline void with_signs(const Bytes &sizes, float scale, unsigned signs, float *out) {
+    EACH_NUMBER {
+        const float size = (float)sizes[i];
+        out[i] = scale * (signs >> i & 1 ? -size : size);
+    }
+}
+
+struct IQ3_S {
+    enum { NUMBERS = 256, BYTES = 110, ALIGNMENT = 2 };
+    static __device__ void decode(const byte *block, int piece, float *out) {
+        const int group = piece / 4;
+        const float scale = half_of(Memory<2>::pair(block)) * (float)(1 + 2 * (block[106 + group / 2] >> 4 * (group & 1) & 15));
+        const unsigned low = Memory<2>::pair(block + 2 + 2 * piece), high = block[66 + group] >> 2 * (piece & 3);
+        Bytes sizes;
+        sizes.part[0] = iq3_s_grid[low & 255][high & 1];
+        sizes.part[1] = iq3_s_grid[low >> 8][high >> 1 & 1];
+        with_signs(sizes, scale, block[74 + piece], out);
     }
 };
 

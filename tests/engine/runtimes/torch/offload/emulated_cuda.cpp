@@ -45,6 +45,7 @@ static float sum_of_lanes(float number) {
 }
 
 #define EMULATED
+#include "packed_grids.h"
 #include "experts.cu"
 #include "formats.h"
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from benchmarks.packed_blocks import block_of, unpacked
+from benchmarks.packed_blocks import SCALES, block_of, unpacked
 from engine.models.formats.number_formats import BLOCKS
 from engine.runtimes.torch.offload import torch_unpacking
 from engine.runtimes.torch.offload.torch_unpacking import unpack
@@ -21,7 +21,7 @@ ODD_EXPONENTS = (0, 1, 2, 127, 253, 254, 255)
 
 def scales_at(name: str) -> tuple[int, ...]:
     """Where the float16 numbers of a block lie."""
-    return {"MXFP4": (), "Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}.get(name, (0,))
+    return () if name == "MXFP4" else SCALES.get(name, (0,))
 
 
 def same(found: torch.Tensor, wanted: np.ndarray) -> bool:
