@@ -73,7 +73,7 @@ THROUGH = {
     "engine/runtimes/mlx/test_model_oracle.py": "engine/runtimes/mlx/experts engine/runtimes/mlx/routing "
     "engine/runtimes/mlx/weights",
     "engine/runtimes/native/test_model_oracle.py": "engine/moe/kernel_backend engine/runtimes/native/shape "
-    "engine/models/architectures/layer_rules engine/models/architectures/parts",
+    "engine/models/architectures/parts",
     "engine/runtimes/test_choosing.py": "engine/doctor_facts",
     "engine/runtimes/test_protocol.py": "engine/moe/timing",
     "engine/runtimes/test_runtimes_gguf_packed.py": "engine/runtimes/torch/packed_modules "

@@ -1,5 +1,6 @@
 """Writes ``inventory.txt``, or with the argument ``logits`` ``logits.txt``: run by ``make inventory`` and by ``make
-logits`` after a change of what privatellm offers and says, or of what models answer."""
+logits`` after a change of what privatellm offers and says, or of what models answer. Further arguments name the tiny
+models whose logits are written anew."""
 
 from __future__ import annotations
 
@@ -18,16 +19,17 @@ def write_inventory() -> None:
     FILE.write_text("\n".join(inventory()) + "\n", encoding="utf-8")
 
 
-def write_logits() -> None:
-    """Takes some minutes, and needs the native kernels and mlx."""
+def write_logits(names: list[str]) -> None:
+    """Takes some minutes, and needs the native kernels and mlx. ``names``: of the tiny models; empty: all."""
     from engine.moe.kernels.bindings import choose
     from tests.inventory.logits_of_models import FAMILIES, lines_of, outcomes
 
     kernels = choose("float32")
     if not kernels.native:
         sys.exit(f"There are no native kernels whose logits could be kept: {kernels.reason}")
-    lines = []
-    for family in FAMILIES:
+    before = LOGITS.read_text("utf-8").splitlines() if names else []
+    lines = [line for line in before if line.partition(",")[0] not in names]
+    for family in names or FAMILIES:
         with tempfile.TemporaryDirectory() as home:
             os.environ["PRIVATELLM_HOME"] = f"{home}/home"
             lines += lines_of(list(outcomes(family, Path(home))))
@@ -36,4 +38,4 @@ def write_logits() -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
-    write_logits() if sys.argv[1:] == ["logits"] else write_inventory()
+    write_logits(sys.argv[2:]) if sys.argv[1:2] == ["logits"] else write_inventory()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shutil
@@ -11,7 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from gguf import ExpertGatingFuncType, GGMLQuantizationType, GGUFWriter, RopeScalingType
+from gguf import MODEL_ARCH_NAMES, ExpertGatingFuncType, GGMLQuantizationType, GGUFWriter, RopeScalingType
+from gguf import get_tensor_name_map as gguf_names
 from gguf.quants import dequantize, quantize
 from numpy.typing import NDArray
 
@@ -41,8 +43,14 @@ ARCHITECTURES = {
     "qwen3_next": "qwen3next",
     "lfm2_moe": "lfm2moe",
     "gemma4_text": "gemma4",
+    "gemma4_dense": "gemma4",
+    "gemma4_e2b": "gemma4",
+    "gemma4_unified_text": "gemma4",
 }
 """Family in transformers -> architecture of its GGUF files."""
+
+READ_AS = {"gemma4_unified_text": "gemma4_text"}
+"""Families whose GGUF files are read as those of another, of which they are a kind."""
 
 PRE = {"glm4_moe_lite": "glm4", "glm4_moe": "glm4"}
 """The rule by which texts are split, for families that are told apart by it."""
@@ -105,20 +113,14 @@ _NAMES = {
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
 }
-_GEMMA_NAMES = {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
-    "post_feedforward_layernorm": "post_ffw_norm",
-    "post_feedforward_layernorm_1": "post_ffw_norm_1",
-    "post_feedforward_layernorm_2": "post_ffw_norm_2",
-    "router.proj": "ffn_gate_inp",
-}
-_GEMMA_SCALES = {
+BY_GGUF = ("gemma4",)
+"""Architectures whose names are those of the gguf package, which llama.cpp's converter uses."""
+_UNKNOWN_TO_GGUF = {
     "layer_scalar": "layer_output_scale.weight",
     "router.scale": "ffn_gate_inp.scale",
     "router.per_expert_scale": "ffn_down_exps.scale",
 }
+"""Names that the converter makes by itself, by the end of the name of a layer's tensor."""
 _EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe|feed_forward)\.experts\.(\d+)\.(\w+)\.weight")
 _SHORT = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
 
@@ -155,14 +157,21 @@ def plain_types(name: str) -> GGMLQuantizationType:
     return GGMLQuantizationType.F32
 
 
+@functools.cache
+def _names_of(architecture: str) -> Any:
+    known = next(each for each, name in MODEL_ARCH_NAMES.items() if name == architecture)
+    return gguf_names(known, 100)
+
+
 def gguf_name(name: str, architecture: str = "") -> str:
     """The name of a Hugging Face tensor in a GGUF; those of experts are not asked for."""
-    if architecture == "gemma4" and name.startswith("model.layers."):
-        _, _, layer, rest = name.split(".", 3)
-        if rest in _GEMMA_SCALES:
-            return f"blk.{layer}.{_GEMMA_SCALES[rest]}"
-        owner, _, kind = rest.rpartition(".")
-        return f"blk.{layer}.{_GEMMA_NAMES.get(owner) or _NAMES[owner]}.{kind}"
+    if architecture in BY_GGUF:
+        for ours, theirs in _UNKNOWN_TO_GGUF.items():
+            if name.endswith(ours):
+                return f"blk.{name.split('.')[2]}.{theirs}"
+        found = _names_of(architecture).get_name(name, (".weight", ".bias"))
+        assert found is not None, name
+        return found
     stem, _, kind = name.rpartition(".")
     if kind in ("A_log", "dt_bias"):
         return f"blk.{stem.split('.')[2]}.{'ssm_a' if kind == 'A_log' else 'ssm_dt.bias'}"
@@ -358,7 +367,11 @@ def _write_metadata(
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
+    width, shared = config["intermediate_size"], config.get("num_kv_shared_layers") or 0
+    if config.get("use_double_wide_mlp"):
+        writer.add_feed_forward_length([width] * (config["num_hidden_layers"] - shared) + [2 * width] * shared)
+    else:
+        writer.add_feed_forward_length(width)
     writer.add_head_count(config["num_attention_heads"])
     split = architecture == "deepseek2" and layout != "separate"
     heads = 1 if split else config["num_key_value_heads"]
@@ -376,7 +389,7 @@ def _write_metadata(
     elif config.get("head_dim") and architecture != "gemma4":
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
-    if used and "expert_count" not in extra:
+    if used and config.get("enable_moe_block", True) and "expert_count" not in extra:
         writer.add_expert_count(next(config[key] for key in COUNTS if config.get(key)))
         writer.add_expert_used_count(used)
     if config.get("moe_intermediate_size"):
@@ -444,10 +457,10 @@ def _write_two_kinds(writer: GGUFWriter, config: dict[str, Any]) -> None:
     slides = [kind == "sliding_attention" for kind in config["layer_types"]]
     wide = next(iter(config["per_layer_config"].values()))
     narrow = config["head_dim"]
-    counts = (wide["num_key_value_heads"], config["num_key_value_heads"])
+    counts = (wide.get("num_key_value_heads", config["num_key_value_heads"]), config["num_key_value_heads"])
     writer.add_head_count_kv([counts[one] for one in slides])
-    writer.add_shared_kv_layers(0)
-    writer.add_embedding_length_per_layer_input(0)
+    writer.add_shared_kv_layers(config["num_kv_shared_layers"])
+    writer.add_embedding_length_per_layer_input(config.get("hidden_size_per_layer_input", 0))
     writer.add_sliding_window(config["sliding_window"])
     writer.add_sliding_window_pattern(slides)
     writer.add_final_logit_softcapping(config["final_logit_softcapping"])
@@ -690,10 +703,13 @@ def whole_blocks(family: str) -> dict[str, Any]:
     if family == "lfm2_moe":
         del sizes["num_hidden_layers"], sizes["head_dim"]
         sizes |= {"num_experts": 8, "moe_intermediate_size": 256}
-    if family == "gemma4_text":
+    if family.startswith("gemma4"):
         del sizes["num_hidden_layers"]
-        sizes |= {"num_experts": 4, "moe_intermediate_size": 256, "global_head_dim": 64}
-        sizes |= {"num_key_value_heads": 4, "num_global_key_value_heads": 2}
+        sizes |= {"global_head_dim": 64, "num_key_value_heads": 4, "num_global_key_value_heads": 2}
+    if family == "gemma4_text":
+        sizes |= {"num_experts": 4, "moe_intermediate_size": 256}
+    if family == "gemma4_e2b":
+        sizes["hidden_size_per_layer_input"] = 256
     if family in ("qwen3_5_moe_text", "qwen3_next"):
         sizes |= {"num_experts": 4, "moe_intermediate_size": 256}
     return sizes

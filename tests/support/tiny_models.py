@@ -36,8 +36,19 @@ TINY_MOE_FAMILIES: tuple[str, ...] = (
     "dbrx",
     "llama4_text",
 )
-TINY_DENSE_FAMILIES: tuple[str, ...] = ("llama", "mistral", "qwen2", "qwen3", "qwen3_5_text")
+_KINDS_OF_FAMILIES = {"gemma4_dense": "gemma4_text", "gemma4_e2b": "gemma4_text"}
+"""Further tiny models of families that have several kinds of them."""
+TINY_DENSE_FAMILIES: tuple[str, ...] = (
+    *("llama", "mistral", "qwen2", "qwen3", "qwen3_5_text"),
+    *("gemma4_dense", "gemma4_e2b", "gemma4_unified_text"),
+)
 TINY_FAMILIES: tuple[str, ...] = TINY_DENSE_FAMILIES + TINY_MOE_FAMILIES
+
+
+def family_of(name: str) -> str:
+    """The family of the tiny model ``name``, one of TINY_FAMILIES."""
+    return _KINDS_OF_FAMILIES.get(name, name)
+
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 160,
@@ -83,6 +94,18 @@ _LATENT: dict[str, Any] = {
     "v_head_dim": 16,
 }
 """Latent attention; experts in groups, of which the best two count."""
+
+_GEMMA4: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "global_head_dim": 24,
+    "num_key_value_heads": 3,
+    "num_global_key_value_heads": 2,
+    "sliding_window": 16,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "final_logit_softcapping": 30.0,
+}
+"""Heads of two kinds."""
 
 _FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},
@@ -198,20 +221,28 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 40,
     },
     "gemma4_text": {
-        "num_hidden_layers": 4,
-        "head_dim": 16,
-        "global_head_dim": 24,
-        "num_key_value_heads": 3,
-        "num_global_key_value_heads": 2,
+        **_GEMMA4,
         "attention_k_eq_v": True,
-        "sliding_window": 16,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
         "enable_moe_block": True,
         "num_experts": 8,
         "top_k_experts": 3,
         "moe_intermediate_size": 40,
         "hidden_size_per_layer_input": 0,
-        "final_logit_softcapping": 30.0,
+    },
+    "gemma4_dense": {
+        **_GEMMA4,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+    },
+    "gemma4_unified_text": {**_GEMMA4, "attention_k_eq_v": True},
+    "gemma4_e2b": {
+        **_GEMMA4,
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 3,
+        "hidden_size_per_layer_input": 20,
+        "vocab_size_per_layer_input": 160,
+        "use_double_wide_mlp": True,
     },
     "minimax": {
         "num_local_experts": 6,
@@ -256,7 +287,7 @@ def tiny_config(family: str, **overrides: Any) -> Any:
     if family == "dbrx":
         values = {_DBRX_NAMES.get(name, name) or "": value for name, value in values.items()}
         values.pop("", None)
-    return AutoConfig.for_model(family, **values)
+    return AutoConfig.for_model(family_of(family), **values)
 
 
 ENDLESS = 1_000_000
@@ -312,7 +343,7 @@ def _make(
 
 def _fill(name: str, parameter: Any, generator: Any, family: str, *, tied: bool) -> None:
     """Random values of a scale that keeps signals of every layer near one."""
-    gemma = family == "gemma4_text"
+    gemma = family.startswith("gemma")
     if name.endswith(("bias", "sinks")):
         parameter.normal_(0.0, 0.3, generator=generator)
     elif gemma and name.endswith(("q_norm.weight", "k_norm.weight")):  # their products are not divided by anything

@@ -191,6 +191,11 @@ def positive_number(config: Mapping[str, Any], key: str, default: float | None =
     return default if value is None and default is not None else float(_checked(key, value, positive))
 
 
+def number_of(key: str) -> Callable[[Mapping[str, Any]], float]:
+    """The function that gives the number over 0 of the setting ``key``, as :func:`positive_number` does."""
+    return lambda config: positive_number(config, key)
+
+
 def setting(config: Mapping[str, Any], key: str) -> Any:
     """What ``config`` has for ``key``, None if nothing. Dots lead into sections."""
     value: Any = config

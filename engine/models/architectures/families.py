@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from engine.errors import ModelError, damaged, shown
 from engine.models.architectures import records
 from engine.models.architectures.config_values import MOST_LAYERS, own_settings, whole_number
-from engine.models.architectures.record import ExpertTensor, Family, Layout, Part
+from engine.models.architectures.record import ExpertTensor, Family, Layout, Part, switched
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,9 @@ def language_config(config: Mapping[str, Any], family: Family) -> Mapping[str, A
     return completed(section, family)
 
 
-_MAY_BE_NULL = frozenset(("sliding_window", "num_key_value_heads", "head_dim"))
-"""Settings of which a null does not stand for the family's default: no window, as many as heads, hidden / heads."""
+_MAY_BE_NULL = frozenset(("sliding_window", "num_key_value_heads", "head_dim", "hidden_size_per_layer_input"))
+"""Settings of which a null does not stand for the family's default: no window, as many as heads, hidden / heads, no
+embeddings of layers."""
 
 
 def completed(config: Mapping[str, Any], family: Family | None = None) -> Mapping[str, Any]:
@@ -160,14 +161,14 @@ def layer_config(config: Mapping[str, Any], layer: int, kind: str) -> Mapping[st
 
 
 def expert_shape(config: Mapping[str, Any], family: Family) -> ExpertLayers | None:
-    """Sizes of the routed experts as ``config.json`` gives them; None for a dense family.
+    """Sizes of the routed experts as ``config.json`` gives them; None for a dense model.
 
     Raises ModelError naming the setting that is missing or is not a positive whole number, or if a token is sent to
     more experts than there are, or than their groups hold.
     """
-    if family.moe is None:
-        return None
     section = language_config(config, family)
+    if family.moe is None or not switched(family.moe.setting or True, section):
+        return None
     layers = layer_count(config, family)
     moe_layers = family.moe.layers(section, layers)
     if any(not 0 <= layer < layers for layer in moe_layers):
@@ -223,6 +224,28 @@ def match_tensor(family: Family, name: str) -> Match | None:
             expert = groups.get("expert")
             return Match(tensor, int(groups["layer"]), None if expert is None else int(expert))
     return None
+
+
+def key_layers(config: Mapping[str, Any]) -> list[int]:
+    """For each layer of the language model that ``config`` describes the one whose keys and values it attends to.
+
+    Raises ModelError if a setting that this needs is missing or impossible.
+    """
+    layers = whole_number(config, "num_hidden_layers", "n_layers", maximum=MOST_LAYERS)
+    family = FAMILIES.get(str(config.get("model_type")))
+    return list(range(layers)) if family is None else family.decoder.keys_of(completed(config), layers)
+
+
+def unused_tensors(config: Mapping[str, Any], family: Family) -> tuple[str, ...]:
+    """Beginnings of the names of tensors that checkpoints of the model may have and that are not used."""
+    section = language_config(config, family)
+    sources = family.decoder.keys_of(section, layer_count(config, family))
+    return family.unused + tuple(
+        f"{family.layers_prefix}{layer}.self_attn.{name}"
+        for layer, source in enumerate(sources)
+        if layer != source
+        for name in ("k_proj.", "v_proj.", "k_norm.")
+    )
 
 
 def prepared_layout(family: Family, has_bias: bool) -> Layout:

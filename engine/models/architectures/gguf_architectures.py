@@ -34,7 +34,7 @@ def architecture_of(gguf: GgufFile) -> tuple[Family, GgufRecord]:
         raise ModelError(f"{gguf.path} does not say which architecture it is; download it again.")
     metadata = Metadata(gguf)
     experts = bool(metadata.get("expert_count", 0))
-    alike = [(family, record) for family, record in _BY_NAME.get(name, ()) if family.is_dense != experts]
+    alike = [(family, record) for family, record in _BY_NAME.get(name, ()) if family.has_models(experts)]
     # Those that claim some files of their name come first.
     for family, record in sorted(alike, key=lambda each: each[1].when is None):
         if record.when is None or record.when(metadata):

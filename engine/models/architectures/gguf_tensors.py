@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from engine.errors import ModelError, shown
-from engine.models.architectures.families import expert_shape
+from engine.models.architectures.families import expert_shape, key_layers, layer_config, layer_kinds
 from engine.models.architectures.gguf_architectures import tensor_of
 from engine.models.architectures.gguf_metadata import Metadata, NamedTensor, Shape, projections
 from engine.models.architectures.record import DecoderRecord, Family, GgufRecord, MoeRecord, switched
@@ -33,7 +33,12 @@ def entries_of(
     read.
     """
     entries: dict[str, dict[str, TensorEntry]] = {path.name: {} for path in gguf.paths}
-    left = {name for name in gguf.tensors if name not in _IGNORED and not _predicts_ahead(gguf, name, config)}
+    ignored = _keys_of_others(config)
+    left = {
+        name
+        for name in gguf.tensors
+        if name not in _IGNORED and not name.startswith(ignored) and not _predicts_ahead(gguf, name, config)
+    }
     for wanted in named_tensors(gguf, architecture, config):
         # The first missing tensor ends this, as a file may claim any number of layers.
         tensor = tensor_of(gguf, wanted.source)
@@ -74,6 +79,12 @@ def _predicts_ahead(gguf: GgufFile, name: str, config: Mapping[str, Any]) -> boo
     return any(name.startswith(f"blk.{config['num_hidden_layers'] + extra}.") for extra in range(_MOST_AHEAD))
 
 
+def _keys_of_others(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Beginnings of the names of keys and values in layers that attend to another one's, which are not used."""
+    others = [layer for layer, source in enumerate(key_layers(config)) if layer != source]
+    return tuple(f"blk.{layer}.attn_{name}" for layer in others for name in ("k.", "v.", "k_norm."))
+
+
 def _entry(gguf: GgufFile, tensor: GgufTensor, wanted: NamedTensor) -> TensorEntry:
     number_format = tensor.format
     if number_format not in GGML_TYPES.values():
@@ -99,46 +110,81 @@ def _usually_named(
 ) -> Iterator[NamedTensor]:
     hidden, vocabulary = config["hidden_size"], config["vocab_size"]
     yield NamedTensor.whole("token_embd.weight", "model.embed_tokens.weight", (vocabulary, hidden))
-    routed = expert_shape(config, family)
+    routed, decoder = expert_shape(config, family), family.decoder
     layers_with_experts = frozenset(() if routed is None else routed.layers)
+    own_input = config.get(decoder.own_input) or 0
+    if own_input:
+        yield from _own_inputs(config["num_hidden_layers"] * own_input, own_input, hidden, vocabulary)
     for layer in range(config["num_hidden_layers"]):
         here, target = f"blk.{layer}.", f"model.layers.{layer}."
-        yield NamedTensor.whole(here + "attn_norm.weight", target + "input_layernorm.weight", (hidden,))
+        if decoder.norms != "after":
+            yield NamedTensor.whole(here + "attn_norm.weight", target + "input_layernorm.weight", (hidden,))
         mixed = not record.mixed_layers or config["layer_types"][layer] == record.mixed_layers
         if record.mixer is not None and mixed:
             yield from record.mixer(gguf, config, here, target)
         else:
-            yield from _attention(gguf, family.decoder, config, here, target)
-        norm = "post_attention_norm" if here + "post_attention_norm.weight" in gguf.tensors else "ffn_norm"
-        yield NamedTensor.whole(f"{here}{norm}.weight", target + "post_attention_layernorm.weight", (hidden,))
+            yield from _attention(gguf, decoder, config, layer)
+        for source, name in _norms(gguf, decoder, here):
+            yield NamedTensor.whole(f"{here}{source}.weight", f"{target}{name}.weight", (hidden,))
         if family.moe is not None and layer in layers_with_experts:
             yield from _experts(gguf, family.moe, config, here, target)
-        else:
-            yield from _feed_forward(here + "ffn_{}.weight", target + "mlp.", config["intermediate_size"], hidden)
+        if layer not in layers_with_experts or (family.moe is not None and family.moe.shared == "network"):
+            yield from _feed_forward(here + "ffn_{}.weight", target + "mlp.", decoder.ffn(config, layer), hidden)
+        if own_input:
+            for source, name, shape in (
+                ("inp_gate", "per_layer_input_gate", (own_input, hidden)),
+                ("proj", "per_layer_projection", (hidden, own_input)),
+                ("post_norm", "post_per_layer_input_norm", (hidden,)),
+            ):
+                yield NamedTensor.whole(f"{here}{source}.weight", f"{target}{name}.weight", shape)
+        if decoder.layer_scale:
+            yield NamedTensor.whole(here + "layer_output_scale.weight", target + "layer_scalar", (1,))
     yield NamedTensor.whole(record.final_norm, "model.norm.weight", (hidden,))
     if not config["tie_word_embeddings"]:
         yield NamedTensor.whole("output.weight", "lm_head.weight", (vocabulary, hidden))
 
 
-def _attention(
-    gguf: GgufFile, decoder: DecoderRecord, config: Mapping[str, Any], here: str, there: str
-) -> Iterator[NamedTensor]:
-    hidden, size = config["hidden_size"], config["head_dim"]
-    queries, keys = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
-    attention = there + "self_attn."
-    gated = 2 * queries if decoder.mixer == "delta-net" else queries
-    for kind, columns in (("weight", (hidden,)), ("bias", ())):
-        if kind == "bias" and not switched(decoder.qkv_bias, config):
+def _own_inputs(columns: int, width: int, hidden: int, vocabulary: int) -> Iterator[NamedTensor]:
+    """The embeddings that layers have of their own, ``width`` numbers each, ``columns`` in all."""
+    for source, name, shape in (
+        ("token_embd", "embed_tokens_per_layer", (vocabulary, columns)),
+        ("model_proj", "per_layer_model_projection", (columns, hidden)),
+        ("proj_norm", "per_layer_projection_norm", (width,)),
+    ):
+        yield NamedTensor.whole(f"per_layer_{source}.weight", f"model.{name}.weight", shape)
+
+
+def _norms(gguf: GgufFile, decoder: DecoderRecord, here: str) -> Iterator[tuple[str, str]]:
+    """Names of a layer's norms behind its attention in the file and in the checkpoint."""
+    if decoder.norms == "before":
+        newer = here + "post_attention_norm.weight" in gguf.tensors
+        yield "post_attention_norm" if newer else "ffn_norm", "post_attention_layernorm"
+        return
+    yield "post_attention_norm", "post_attention_layernorm"
+    yield "post_ffw_norm", "post_feedforward_layernorm"
+    if decoder.norms == "around":
+        yield "ffn_norm", "pre_feedforward_layernorm"
+
+
+def _attention(gguf: GgufFile, decoder: DecoderRecord, config: Mapping[str, Any], layer: int) -> Iterator[NamedTensor]:
+    here, attention = f"blk.{layer}.", f"model.layers.{layer}.self_attn."
+    kind = layer_kinds(config)[layer]
+    own = layer_config(config, layer, kind)
+    hidden, size = config["hidden_size"], own["head_dim"]
+    queries, keys = config["num_attention_heads"] * size, own["num_key_value_heads"] * size
+    rows = {"q": 2 * queries if decoder.mixer == "delta-net" else queries}
+    if key_layers(config)[layer] == layer:
+        rows |= {"k": keys} | ({} if decoder.keys_are_values(config, kind) else {"v": keys})
+    for part, columns in (("weight", (hidden,)), ("bias", ())):
+        if part == "bias" and not switched(decoder.qkv_bias, config):
             continue
-        each = (
-            (f"{here}attn_{short}.{kind}", f"{attention}{short}_proj.{kind}", rows)
-            for short, rows in (("q", gated), ("k", keys), ("v", keys))
-        )
-        yield from projections(gguf, f"{here}attn_qkv.{kind}", each, columns)
+        each = ((f"{here}attn_{short}.{part}", f"{attention}{short}_proj.{part}", rows[short]) for short in rows)
+        yield from projections(gguf, f"{here}attn_qkv.{part}", each, columns)
     if decoder.head_norm != "none" and switched(decoder.head_norm_setting or True, config):
-        whole = decoder.head_norm == "whole"
-        yield NamedTensor.whole(here + "attn_q_norm.weight", attention + "q_norm.weight", (queries if whole else size,))
-        yield NamedTensor.whole(here + "attn_k_norm.weight", attention + "k_norm.weight", (keys if whole else size,))
+        for short, width in (("q", queries), ("k", keys)):
+            if short in rows:
+                shape = (width if decoder.head_norm == "whole" else size,)
+                yield NamedTensor.whole(f"{here}attn_{short}_norm.weight", f"{attention}{short}_norm.weight", shape)
     yield NamedTensor.whole(here + "attn_output.weight", attention + "o_proj.weight", (hidden, queries))
     if switched(decoder.output_bias, config):
         yield NamedTensor.whole(here + "attn_output.bias", attention + "o_proj.bias", (hidden,))
@@ -162,6 +208,17 @@ def _experts(
     yield NamedTensor.whole(here + "ffn_gate_inp.weight", target + router, (count, hidden))
     if moe.router.correction:
         yield NamedTensor.whole(here + "exp_probs_b.bias", target + moe.router.correction, (count,))
+    if moe.router.norm:
+        yield NamedTensor.whole(here + "ffn_gate_inp.scale", target + moe.router.norm, (hidden,))
+    if moe.router.expert_scale:
+        yield NamedTensor.whole(here + "ffn_down_exps.scale", target + moe.router.expert_scale, (count,))
+    if moe.shared == "network":
+        for source, name in (
+            ("pre_ffw_norm_2", "pre_feedforward_layernorm_2"),
+            ("post_ffw_norm_1", "post_feedforward_layernorm_1"),
+            ("post_ffw_norm_2", "post_feedforward_layernorm_2"),
+        ):
+            yield NamedTensor.whole(f"{here}{source}.weight", f"{target}{name}.weight", (hidden,))
     shapes = {"gate": (ffn, hidden), "up": (ffn, hidden), "down": (hidden, ffn)}
     if here + "ffn_gate.0.weight" in gguf.tensors:  # files of before 2024 have one tensor for each expert
         for expert in range(count):

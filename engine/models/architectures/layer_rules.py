@@ -84,6 +84,35 @@ def named_windows(config: Config, layers: int) -> list[int]:
     return by_type(config, [False] * layers, True)
 
 
+KINDS = ("sliding_attention", "full_attention")
+"""Kinds of layers with attention."""
+
+
+def named_kinds(config: Config, layers: int) -> list[str]:
+    """The kinds of attention that ``layer_types`` gives (gemma4). Raises ModelError if it gives none."""
+    return check_kinds(config.get("layer_types"), layers, KINDS)
+
+
+# --- layers that attend to another one's keys -------------------------------------------------------------------------
+
+
+def shared_keys(config: Config, layers: int) -> list[int]:
+    """Each of the last ``num_kv_shared_layers`` layers has the keys of the last layer of its kind before them (gemma4).
+
+    Raises ModelError if there is none.
+    """
+    shared = whole_number(config, "num_kv_shared_layers", minimum=0)
+    if not shared:
+        return list(range(layers))
+    kinds, first = named_kinds(config, layers), layers - shared
+    last = {kind: layer for layer, kind in enumerate(kinds[: max(first, 0)])}
+    if any(kind not in last for kind in kinds):
+        raise damaged(
+            f"config.json lets {shared} of {layers} layers share keys of those before them, which are not of all kinds"
+        )
+    return [*range(first), *(last[kind] for kind in kinds[first:])]
+
+
 def by_type(config: Config, default: list[bool], used: bool) -> list[int]:
     """The window of the layers that ``layer_types``, or else ``default``, says slide. ``used``: there may be any."""
     kinds = config.get("layer_types")

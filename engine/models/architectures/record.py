@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from engine.models.architectures.config_values import whole_number
 from engine.models.architectures.gguf_metadata import Metadata, NamedTensor
 from engine.models.formats.gguf_file import GgufFile
 from engine.models.formats.model_files import Change
@@ -28,8 +29,9 @@ ActivationKind = Literal["gated", "clamped"]
 """``gated``: act(gate) * up with the configuration's act. ``clamped``: gpt-oss's, with limits, (up + 1) * glu(gate)."""
 Scoring = Literal["softmax", "sigmoid"]
 """What a router makes of the experts' logits."""
-SharedExpert = Literal["none", "gated", "plain"]
-"""An expert that runs for all tokens: none; scaled by a gate of its own (qwen2_moe); as it is (deepseek_v3)."""
+SharedExpert = Literal["none", "gated", "plain", "network"]
+"""An expert that runs for all tokens: none; scaled by a gate of its own (qwen2_moe); as it is (deepseek_v3); the
+layer's usual feed-forward network, with norms of its own before and after it (gemma4)."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,10 @@ class RouterRecord:
     """Whether experts are in groups, of which only the best are used."""
     scaled: bool = False
     """Whether the weights of chosen experts are multiplied by ``routed_scaling_factor``."""
+    norm: str = ""
+    """Name of the weights of a norm in front of it, whose result is divided by the root of its width (gemma4)."""
+    expert_scale: str = ""
+    """Name of factors of the weights of chosen experts, one for each expert (gemma4)."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +92,8 @@ class MoeRecord:
     """Ways in which checkpoints store them."""
     router: RouterRecord | None = None
     """None: only libraries route."""
+    setting: str = ""
+    """Setting that is true in models of the family that have experts; empty: all have."""
     shared: SharedExpert = "none"
     activation: ActivationKind = "gated"
     layers: Callable[[Config, int], list[int]] = lambda config, layers: list(range(layers))
@@ -109,9 +117,39 @@ Mixer = Literal["none", "delta-net", "convolution", "lightning"]
 (lfm2_moe); attention that keeps one matrix of state (minimax)."""
 
 
+Norms = Literal["before", "around", "after"]
+"""Places of the norms of attention and of the feed-forward network: before them; before and after (gemma4); after
+(olmo2).
+
+The norms after are ``post_attention_layernorm`` and ``post_feedforward_layernorm``; then the one before the network is
+``pre_feedforward_layernorm``."""
+Number = Callable[[Config], float]
+"""A number that settings give."""
+
+
 def no_windows(config: Config, layers: int) -> list[int]:
     """No layer has a sliding window."""
     return [0] * layers
+
+
+def one(config: Config) -> float:
+    """1, whatever the settings are."""
+    return 1.0
+
+
+def by_width(config: Config, width: int) -> float:
+    """The usual factor on the scores of attention with heads of ``width``."""
+    return float(width**-0.5)
+
+
+def own_keys(config: Config, layers: int) -> list[int]:
+    """Every layer has keys and values of its own."""
+    return list(range(layers))
+
+
+def same_width(config: Config, layer: int) -> int:
+    """The dense feed-forward networks of all layers have ``intermediate_size``."""
+    return whole_number(config, "intermediate_size")
 
 
 @dataclass(frozen=True)
@@ -126,9 +164,23 @@ class DecoderRecord:
     """Whether attention is over latents (deepseek_v2)."""
     interleaving_setting: str = ""
     """Setting that is false if the rotated numbers of queries over latents are not in pairs; empty: they always are."""
-    sandwiched: bool = False
-    """Whether layers are those of Gemma 4: with norms after each part, a feed-forward network beside the experts, and
-    heads of two kinds."""
+    norms: Norms = "before"
+    layer_scale: bool = False
+    """Whether a number of its own (``layer_scalar``) scales the hidden state after each layer (gemma4)."""
+    own_input: str = ""
+    """Setting of the width of an embedding that each layer has of its own, 0 without; empty: none (gemma4)."""
+    head_kinds: Callable[[Config, int], list[str]] | None = None
+    """The kind of each layer's heads, of two at most; None: all are alike."""
+    kind_rope: Callable[[Config, str], Config | None] | None = None
+    """Rotary settings of the heads of a kind, None where nothing is rotated; None: the same for all kinds."""
+    keys_are_values: Callable[[Config, str], bool] = lambda config, kind: False
+    """Whether the heads of a kind have the keys, before they are normed and rotated, as values."""
+    keys_of: Callable[[Config, int], list[int]] = own_keys
+    """For each layer the one whose keys and values it attends to."""
+    value_norm: bool = False
+    """Whether each head's values are normed, without weights (gemma4)."""
+    ffn: Callable[[Config, int], int] = same_width
+    """Width of the dense feed-forward network of a layer."""
     windows: Callable[[Config, int], list[int]] = no_windows
     """Tokens that each layer sees; 0: all."""
     head_norm: HeadNorm = "none"
@@ -142,8 +194,14 @@ class DecoderRecord:
     """Whether every head has a logit besides those of the keys, which takes a share of the attention (gpt_oss)."""
     clip: bool = False
     """Whether ``clip_qkv`` limits queries, keys and values (olmoe)."""
-    multipliers: bool = False
-    """Whether four settings scale embedding, attention, residual and logits (granitemoe)."""
+    embedding_scale: Number = one
+    score_scale: Callable[[Config, int], float] = by_width
+    """Factor on the scores of attention, from the settings and the width of a head."""
+    residual_scale: Number = one
+    """Factor on what each part of a layer gives."""
+    logits_divisor: Number = one
+    logits_cap: str = ""
+    """Setting of the limit to which logits are bent; empty: none."""
     rotated: float | None = None
     """Share of each head that is rotated if ``config.json`` does not say it; None: all of it, and no other share is
     known."""
@@ -284,6 +342,10 @@ class Family:
     @property
     def is_dense(self) -> bool:
         return self.moe is None
+
+    def has_models(self, with_experts: bool) -> bool:
+        """Whether some of its models have experts, or have none."""
+        return self.moe is not None if with_experts else self.moe is None or bool(self.moe.setting)
 
     @property
     def layouts(self) -> tuple[Layout, ...]:

@@ -26,6 +26,7 @@ from engine.models.architectures.families import (
     part_shape,
     part_views,
     stored_shape,
+    unused_tensors,
 )
 from engine.models.architectures.gguf_architectures import architecture_of
 from engine.models.architectures.gguf_tensors import entries_of
@@ -80,7 +81,7 @@ class Checkpoint:
         self._files = {name: MappedFile(folder / name) for name in headers}
         self._trunk: dict[str, tuple[str, TensorEntry]] = {}
         shape = expert_shape(config, family)
-        collected = _Collected(family, shape, layer_count(config, family))
+        collected = _Collected(family, shape, layer_count(config, family), unused_tensors(config, family))
         for file_name, header in headers.items():
             for name, entry in header.items():
                 if collected.is_trunk(file_name, name, entry):
@@ -343,17 +344,19 @@ def _packed_places(tensor: ExpertTensor, dtype: str, span: int, shape: ExpertLay
 class _Collected:
     """Sorts a checkpoint's tensors into trunk and experts, and checks that all experts are present."""
 
-    def __init__(self, family: Family, shape: ExpertLayers | None, layers: int) -> None:
+    def __init__(self, family: Family, shape: ExpertLayers | None, layers: int, unused: tuple[str, ...]) -> None:
+        """``unused``: beginnings of the names of tensors that are not used."""
         self._family = family
         self._shape = shape
         self._layers = layers
+        self._unused = unused
         self._sources: _Sources = {}
         self._kinds: dict[tuple[int, Part], dict[str, str]] = {}
         """Storage kinds (a plain format, or ``packed``) of each part of a layer, with the first tensor of that kind."""
 
     def is_trunk(self, file_name: str, name: str, entry: TensorEntry) -> bool:
         """Whether the tensor belongs to the trunk; an expert's is noted. Raises ModelError if it cannot be right."""
-        if name.startswith(self._family.unused):
+        if name.startswith(self._unused):
             return False
         layer = layer_of(self._family, name)
         if layer is not None and layer >= self._layers:
@@ -371,9 +374,12 @@ class _Collected:
         return False
 
     def _note(self, tensor: ExpertTensor, key: _Key, file_name: str, name: str, entry: TensorEntry) -> None:
-        shape = self._shape
-        assert shape is not None
-        layer, expert, _ = key
+        shape, (layer, expert, _) = self._shape, key
+        if shape is None:
+            raise ModelError(
+                f"{file_name} has the tensor {name}, but config.json describes a model without experts; the files do "
+                "not belong together: fetch the model again."
+            )
         if layer not in shape.layers or (expert is not None and expert >= shape.count):
             raise ModelError(
                 f"{file_name} has the tensor {name}, but config.json asks for {shape.count} experts in the layers "

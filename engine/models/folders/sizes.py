@@ -14,6 +14,7 @@ from engine.models.architectures.families import (
     check_supported,
     completed,
     expert_shape,
+    key_layers,
     language_config,
     layer_config,
     layer_count,
@@ -186,14 +187,20 @@ def key_value_numbers(config: Mapping[str, Any]) -> int:
     if config.get("kv_lora_rank"):
         layers = whole_number(config, "num_hidden_layers", "n_layers")
         return layers * (whole_number(config, "kv_lora_rank") + whole_number(config, "qk_rope_head_dim"))
-    kinds = enumerate(layer_kinds(config))
+    kinds = _kinds_with_keys(config)
     return sum(_width(layer_config(config, layer, kind)) for layer, kind in kinds if kind not in WITHOUT_KEYS)
 
 
 def windowed_numbers(config: Mapping[str, Any]) -> int:
     """Part of :func:`key_value_numbers` in layers with a sliding window, by ``layer_types``."""
-    kinds = enumerate(layer_kinds(config) if _window(config) else ())
+    kinds = _kinds_with_keys(config) if _window(config) else ()
     return sum(_width(layer_config(config, layer, kind)) for layer, kind in kinds if kind == "sliding_attention")
+
+
+def _kinds_with_keys(config: Mapping[str, Any]) -> list[tuple[int, str]]:
+    """Number and kind of the layers that do not attend to another one's keys."""
+    kinds, sources = layer_kinds(config), key_layers(config)
+    return [(layer, kind) for layer, kind in enumerate(kinds) if sources[layer] == layer]
 
 
 def _window(config: Mapping[str, Any]) -> int:
@@ -267,7 +274,7 @@ class _TrunkCount:
     """A :class:`TrunkSize` while its tensors are counted."""
 
     def __init__(self) -> None:
-        self._total = self._embedding = self._shared = 0
+        self._total = self._embedding = self._read_by_row = self._shared = 0
         self._has_head = False
 
     def add(self, name: str, count: int) -> None:
@@ -275,13 +282,16 @@ class _TrunkCount:
         self._has_head = self._has_head or name.endswith("lm_head.weight")
         if name.rpartition(".")[0].endswith(("embed_tokens", "wte")):
             self._embedding += count
+        elif name.rpartition(".")[0].endswith("embed_tokens_per_layer"):
+            self._read_by_row += count
         elif not _SHARED.isdisjoint(name.split(".")):
             self._shared += count
 
     def size(self, tied: bool) -> TrunkSize:
         if tied and self._has_head:  # stored twice, kept once
-            return TrunkSize(self._total - self._embedding, 0, self._shared)
-        return TrunkSize(self._total, self._embedding if self._has_head else 0, self._shared)
+            return TrunkSize(self._total - self._embedding, self._read_by_row, self._shared)
+        embedding = self._embedding if self._has_head else 0
+        return TrunkSize(self._total, embedding + self._read_by_row, self._shared)
 
 
 # --- the number format in one word -----------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from typing import Any
 
 from engine.errors import ModelError, damaged
 from engine.models.architectures.composite import language_name
-from engine.models.architectures.families import check_supported, expert_shape
+from engine.models.architectures.families import check_supported, expert_shape, unused_tensors
 from engine.models.architectures.gguf_tensors import unread_entries
 from engine.models.folders.checkpoint import Checkpoint
 from engine.models.folders.model_folder import BANK_MANIFEST, INDEX, JOURNAL, SHARD_MANIFEST
@@ -177,6 +177,7 @@ def _library_layout(
     family = check_supported(config)
     shape = expert_shape(config, family)
     layers, count = (shape.layers, shape.count) if shape is not None else ((), 0)
+    unused = unused_tensors(config, family)
     with_experts = frozenset(layers)
     stacked: Counter[int] = Counter()
     trunk: list[TrunkTensor] = []
@@ -186,7 +187,7 @@ def _library_layout(
             if language_name(name) is None:
                 continue
             match = _LIBRARY_EXPERT.fullmatch(name)
-            ahead = name.startswith(family.unused)
+            ahead = name.startswith(unused)
             if match is None or ahead or int(match[1]) not in with_experts:
                 trunk.append((name, number, entry))
                 continue

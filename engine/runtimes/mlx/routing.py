@@ -134,5 +134,6 @@ SHARED: dict[SharedExpert, Callable[[Block, Array], Array | None]] = {
     "none": _nothing,
     "gated": _gated_shared_expert,
     "plain": _shared_experts,
+    "network": _nothing,
 }
 """The terms that blocks add to the routed sum."""

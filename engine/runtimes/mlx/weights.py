@@ -251,7 +251,7 @@ def _take_experts(layers: list[Any], family: MlxRecord) -> dict[int, Any]:
     if not family.route:
         return experts
     for index, layer in enumerate(layers):
-        block = layer[family.block]
+        block = layer.get(family.block, {})
         if family.experts in block:
             taken = block.pop(family.experts)
             experts[index] = stack_modules(taken) if isinstance(taken, list) else taken

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 
-from engine.moe.kernels.bindings import Matrix, load
+from engine.moe.kernels.bindings import CActivation, Matrix, load
 from engine.moe.timing import Part
 
 KEY_BLOCK = 16
@@ -79,6 +79,12 @@ class Norms(ctypes.Structure):
     )
 
 
+class OwnInput(ctypes.Structure):
+    """``pllm_own_input``."""
+
+    _fields_ = (("gate", Matrix), ("projection", Matrix), ("norm", ctypes.c_void_p))
+
+
 class Heads(ctypes.Structure):
     """``pllm_heads``."""
 
@@ -90,8 +96,8 @@ class TrunkLayer(ctypes.Structure):
 
     _fields_ = (
         ("query", Matrix),
-        ("key", Matrix),
         ("output", Matrix),
+        ("key", Matrix),
         ("value", Matrix),
         ("router", Matrix),
         ("shared_gate", Matrix),
@@ -109,6 +115,7 @@ class TrunkLayer(ctypes.Structure):
         ("sinks", ctypes.c_void_p),
         ("expert_scale", ctypes.c_void_p),
         ("norms", ctypes.POINTER(Norms)),
+        ("own_input", ctypes.POINTER(OwnInput)),
         ("experts", ctypes.c_void_p),
         ("shared", ctypes.c_void_p),
         ("counts", ctypes.c_void_p),
@@ -131,6 +138,11 @@ class Trunk(ctypes.Structure):
         ("embedding", Matrix),
         ("head", Matrix),
         ("final_norm", ctypes.c_void_p),
+        ("own_embedding", Matrix),
+        ("own_projection", Matrix),
+        ("own_norm", ctypes.c_void_p),
+        ("own_width", ctypes.c_int64),
+        ("own_activation", CActivation),
         ("kinds", Heads * HEAD_KINDS),
         ("kind_count", ctypes.c_int64),
         ("layer_count", ctypes.c_int64),

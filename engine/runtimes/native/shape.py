@@ -1,17 +1,18 @@
 """The shape of a model that the native trunk runs, read with ``config.json`` and the record of its family.
 
 Every family is the same decoder: RMS norm, a mixer of positions, residual, RMS norm, gated feed-forward or routed
-experts, residual. The mixer is rotary grouped-query attention, attention over latents, a gated delta-net or a short
-convolution.
+experts, residual; some have norms elsewhere. The mixer is rotary grouped-query attention, attention over latents, a
+gated delta-net or a short convolution.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.errors import damaged, shown
+from engine.errors import ModelError, damaged, shown
 from engine.ipc.messages import Load
 from engine.models.architectures.config_values import positive_number, whole_number
 from engine.models.architectures.families import (
@@ -26,6 +27,7 @@ from engine.models.architectures.record import (
     DecoderRecord,
     Family,
     HeadNorm,
+    Norms,
     RouterRecord,
     Scoring,
     SharedExpert,
@@ -39,8 +41,6 @@ from engine.moe.kernels.layers import Gate
 from engine.runtimes.native import rotary
 from engine.runtimes.native.bindings import MOST_TAPS
 
-SANDWICHED_KINDS = ("sliding_attention", "full_attention")
-"""Kinds of layers of Gemma 4."""
 ACTIVATIONS: Mapping[str, str] = {
     "silu": "silu",
     "swish": "silu",
@@ -150,8 +150,11 @@ class Shape:
     """Kinds of key and value heads in the model's layers."""
     kind_of: tuple[int, ...]
     """The kind of each layer's heads."""
-    ffn: int
-    """Width of the dense MLP, also of one beside experts. The experts' width follows from their matrices."""
+    keys_of: tuple[int, ...]
+    """For each layer the one whose keys and values it attends to."""
+    ffns: tuple[int, ...]
+    """Width of each layer's dense network, also of one beside experts; 0: none. The experts' width follows from their
+    matrices."""
     vocabulary: int
     context: int
     epsilon: float
@@ -168,6 +171,8 @@ class Shape:
     tied: bool
     routers: tuple[str, ...]
     router_bias: bool
+    router_norm: str
+    expert_scale: str
     correction: str
     shared_expert: SharedExpert
     shared_ffn: int
@@ -179,8 +184,11 @@ class Shape:
     logits_divisor: float
     logits_cap: float
     """Limit of logits; 0: none."""
-    sandwiched: bool
-    """Whether layers are those of Gemma 4 (pllm_norms)."""
+    norms: Norms
+    layer_scale: bool
+    value_norm: bool
+    own_width: int
+    """Width of an embedding that each layer has of its own; 0: none."""
     delta: DeltaShape | None
     latent: LatentShape | None
     convolution: ConvolutionShape | None
@@ -189,7 +197,7 @@ class Shape:
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """Layers with attention, which keep keys and values."""
+        """Layers with attention."""
         others = {layer for kind in (self.delta, self.convolution) if kind is not None for layer in kind.layers}
         return tuple(layer for layer in range(self.layers) if layer not in others)
 
@@ -201,8 +209,9 @@ class Shape:
         return 0 if self.delta is None else self.delta.state_numbers
 
     def layers_of(self, kind: int) -> tuple[int, ...]:
-        """The layers with attention whose heads are of ``kind``."""
-        return tuple(layer for layer in self.attention_layers if self.kind_of[layer] == kind)
+        """The layers that keep keys and values of heads of ``kind``."""
+        kept = (layer for layer in self.attention_layers if self.keys_of[layer] == layer)
+        return tuple(layer for layer in kept if self.kind_of[layer] == kind)
 
     def key_value_bytes(self, number_format: str) -> int:
         """Bytes that one token adds to the cache. With latents, keys are also the values."""
@@ -223,10 +232,8 @@ def read_shape(config: Mapping[str, Any], moe_layers: tuple[int, ...]) -> Shape:
     )
     latent = _read_latent(config, decoder) if decoder.latents else None
     kinds, kind_of = _read_heads(config, decoder, layers, latent)
-    width, rope = kinds[0].width, kinds[0].rope
-
-    def multiplier(key: str) -> float:
-        return positive_number(config, key) if decoder.multipliers else 1.0
+    shared = "none" if moe is None or not moe_layers else moe.shared
+    dense = frozenset(range(layers)) if shared == "network" else frozenset(range(layers)).difference(moe_layers)
 
     return Shape(
         family=family.model_type,
@@ -235,7 +242,8 @@ def read_shape(config: Mapping[str, Any], moe_layers: tuple[int, ...]) -> Shape:
         heads=heads,
         kinds=kinds,
         kind_of=kind_of,
-        ffn=whole_number(config, "intermediate_size") if decoder.sandwiched or len(moe_layers) < layers else 0,
+        keys_of=tuple(decoder.keys_of(config, layers)),
+        ffns=tuple(decoder.ffn(config, layer) if layer in dense else 0 for layer in range(layers)),
         vocabulary=whole_number(config, "vocab_size"),
         context=whole_number(config, "max_position_embeddings"),
         epsilon=positive_number(config, decoder.epsilon_setting, 1e-6),
@@ -252,16 +260,21 @@ def read_shape(config: Mapping[str, Any], moe_layers: tuple[int, ...]) -> Shape:
         tied=bool(config.get("tie_embedding", config.get("tie_word_embeddings"))),
         routers=() if router is None else router.names,
         router_bias=router is not None and router.bias,
+        router_norm="" if router is None else router.norm,
+        expert_scale="" if router is None else router.expert_scale,
         correction="" if router is None or config.get(router.correction_setting) is False else router.correction,
-        shared_expert="none" if moe is None else moe.shared,
-        shared_ffn=_shared_ffn(config, family),
+        shared_expert=shared,
+        shared_ffn=_shared_ffn(config, shared),
         clip=positive_number(config, "clip_qkv", 0.0) if decoder.clip else 0.0,
-        embedding_scale=hidden**0.5 if decoder.sandwiched else multiplier("embedding_multiplier"),
-        attention_scale=_attention_scale(config, decoder, width, latent, rope),
-        residual_scale=multiplier("residual_multiplier"),
-        logits_divisor=multiplier("logits_scaling"),
-        logits_cap=positive_number(config, "final_logit_softcapping", 0.0) if decoder.sandwiched else 0.0,
-        sandwiched=decoder.sandwiched,
+        embedding_scale=decoder.embedding_scale(config),
+        attention_scale=_attention_scale(config, decoder, kinds[0], latent),
+        residual_scale=decoder.residual_scale(config),
+        logits_divisor=decoder.logits_divisor(config),
+        logits_cap=positive_number(config, decoder.logits_cap, 0.0) if decoder.logits_cap else 0.0,
+        norms=decoder.norms,
+        layer_scale=decoder.layer_scale,
+        value_norm=decoder.value_norm,
+        own_width=_own_width(config, decoder, hidden),
         delta=_read_delta(config, layers) if decoder.mixer == "delta-net" else None,
         latent=latent,
         convolution=_read_convolution(config, layers) if decoder.mixer == "convolution" else None,
@@ -277,25 +290,29 @@ def _top_k(config: Mapping[str, Any]) -> int:
     return found
 
 
-def _shared_ffn(config: Mapping[str, Any], family: Family) -> int:
-    """Width of the shared expert, 0 without one. Several plain ones are stored as one."""
-    if family.moe is None or family.moe.shared == "none":
+def _own_width(config: Mapping[str, Any], decoder: DecoderRecord, hidden: int) -> int:
+    if not decoder.own_input or not config.get(decoder.own_input):
         return 0
-    if family.moe.shared == "gated":
+    return whole_number(config, decoder.own_input, maximum=hidden)
+
+
+def _shared_ffn(config: Mapping[str, Any], shared: SharedExpert) -> int:
+    """Width of the shared expert, 0 without one or where it is the layer's network. Several plain ones are stored as
+    one."""
+    if shared in ("none", "network"):
+        return 0
+    if shared == "gated":
         return whole_number(config, "shared_expert_intermediate_size")
     return whole_number(config, "moe_intermediate_size") * whole_number(config, "n_shared_experts")
 
 
 def _attention_scale(
-    config: Mapping[str, Any], decoder: DecoderRecord, width: int, latent: LatentShape | None, rope: Mapping[str, Any]
+    config: Mapping[str, Any], decoder: DecoderRecord, heads: HeadShape, latent: LatentShape | None
 ) -> float:
     """Factor on the scores of attention."""
-    if decoder.sandwiched:
-        return 1.0
-    if decoder.multipliers:
-        return positive_number(config, "attention_multiplier")
     if latent is None:
-        return float(width**-0.5)
+        return decoder.score_scale(config, heads.width)
+    rope = heads.rope
     stretched = rope["rope_type"] != "default" and rope.get("mscale_all_dim")
     factor = 1.0
     if stretched:
@@ -346,22 +363,27 @@ def _read_heads(
     config: Mapping[str, Any], decoder: DecoderRecord, layers: int, latent: LatentShape | None
 ) -> tuple[tuple[HeadShape, ...], tuple[int, ...]]:
     """The kinds of heads, and the kind of each layer."""
-    rope = rotary.rope_settings(config, decoder.rope_theta, decoder.rope)
     if latent is not None:
+        rope = rotary.rope_settings(config, decoder.rope_theta, decoder.rope)
         return (HeadShape(1, latent.rotated + latent.latents, latent.rotated, rope),), (0,) * layers
-    if not decoder.sandwiched:
-        return (_read_kind(config, decoder, rope),), (0,) * layers
-    names = check_kinds(config.get("layer_types"), layers, SANDWICHED_KINDS)
-    present = [name for name in SANDWICHED_KINDS if name in names]
+    if decoder.head_kinds is None:
+        return (_read_kind(config, decoder, rope_of_kind(config, decoder, "")),), (0,) * layers
+    names = decoder.head_kinds(config, layers)
+    present = sorted(set(names), reverse=True)
     kinds = []
     for name in present:
-        own, angles = layer_config(config, names.index(name), name), rope.get(name)
-        if not isinstance(angles, Mapping):
-            raise damaged(f"config.json gives {shown(angles)} for the rotary embeddings of layers with {name}")
-        kind = _read_kind(own, decoder, rotary.rope_settings({"rope_parameters": angles}, 10_000.0, {}))
-        shared = name == "full_attention" and bool(config.get("attention_k_eq_v", False))
-        kinds.append(replace(kind, keys_are_values=shared))
+        own = layer_config(config, names.index(name), name)
+        kind = _read_kind(own, decoder, rope_of_kind(config, decoder, name))
+        kinds.append(replace(kind, keys_are_values=decoder.keys_are_values(config, name)))
     return tuple(kinds), tuple(present.index(name) for name in names)
+
+
+def rope_of_kind(config: Mapping[str, Any], decoder: DecoderRecord, kind: str) -> dict[str, Any]:
+    """The rotary settings of heads of ``kind``; empty where nothing is rotated."""
+    if decoder.kind_rope is None:
+        return rotary.rope_settings(config, decoder.rope_theta, decoder.rope)
+    own = decoder.kind_rope(config, kind)
+    return {} if own is None else rotary.rope_settings({"rope_parameters": own}, decoder.rope_theta, {})
 
 
 def _read_kind(config: Mapping[str, Any], decoder: DecoderRecord, rope: dict[str, Any]) -> HeadShape:
@@ -373,7 +395,7 @@ def _read_kind(config: Mapping[str, Any], decoder: DecoderRecord, rope: dict[str
             f"config.json gives {heads} heads of {width} over {key_value_heads} key/value heads, which do not fit "
             "together"
         )
-    return HeadShape(key_value_heads, width, _rotated(rope, decoder, width), rope)
+    return HeadShape(key_value_heads, width, _rotated(rope, decoder, width) if rope else 0, rope)
 
 
 def _rotated(rope: Mapping[str, Any], decoder: DecoderRecord, width: int) -> int:
@@ -443,28 +465,23 @@ def unsupported_shape(config: Mapping[str, Any]) -> str | None:
         return "its convolutions are over one token"
     if decoder.mixer == "delta-net" and config["linear_conv_kernel_dim"] > MOST_TAPS:
         return f"its convolutions are over {config['linear_conv_kernel_dim']} tokens, and the most is {MOST_TAPS}"
-    settings = rotary.rope_settings(config, decoder.rope_theta, decoder.rope)
-    if decoder.sandwiched:
-        return _unsupported_sandwich(config, settings)
-    return rotary.unsupported_reason(settings, partial=decoder.rotated is not None)
-
-
-def _unsupported_sandwich(config: Mapping[str, Any], rope: Mapping[str, Any]) -> str | None:
-    for key in ("num_kv_shared_layers", "hidden_size_per_layer_input", "attention_bias", "use_double_wide_mlp"):
-        if config.get(key):
-            return f"it has {shown(config[key])} for {key}"
-    if config.get("use_bidirectional_attention") == "all":
+    if config.get("use_bidirectional_attention") not in (None, False, "vision"):
         return "its attention looks ahead"
-    for kind in SANDWICHED_KINDS:
-        settings = rope.get(kind)
-        if isinstance(settings, Mapping):
-            named = {"rope_type": "default", **settings}
-            if named["rope_type"] == "proportional":
-                continue
-            reason = rotary.unsupported_reason(named)
+    for settings in _rotated_kinds(config, decoder):
+        if decoder.kind_rope is None or settings["rope_type"] != "proportional":
+            reason = rotary.unsupported_reason(settings, partial=decoder.rotated is not None)
             if reason is not None:
                 return reason
     return None
+
+
+def _rotated_kinds(config: Mapping[str, Any], decoder: DecoderRecord) -> list[dict[str, Any]]:
+    """The rotary settings of each kind of heads that is rotated; none if some are missing."""
+    with contextlib.suppress(ModelError):
+        layers = whole_number(config, "num_hidden_layers")
+        kinds = [""] if decoder.head_kinds is None else sorted(set(decoder.head_kinds(config, layers)))
+        return [settings for kind in kinds if (settings := rope_of_kind(config, decoder, kind))]
+    return []
 
 
 # --- the dtype of a model --------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from engine.errors import ModelError, damaged
 from engine.models.formats.model_files import Change, Experts, ExpertWeights, ModelFiles, StoredTensor
 from engine.models.formats.number_formats import is_packed
-from engine.moe.kernels.bindings import FORMATS, KernelChoice, Matrix, load
+from engine.moe.kernels.bindings import ACTIVATIONS, FORMATS, CActivation, KernelChoice, Matrix, load
 from engine.moe.kernels.layers import LayerExperts, layer_experts, matrix
 from engine.moe.popularity import Popularity
 from engine.runtimes.native.bindings import (
@@ -23,6 +23,7 @@ from engine.runtimes.native.bindings import (
     Heads,
     Latent,
     Norms,
+    OwnInput,
     Trunk,
     TrunkLayer,
 )
@@ -238,6 +239,8 @@ class TrunkWeights:
             least_sum=routing.least_sum,
             latent_epsilon=0 if latent is None else latent.epsilon,
         )
+        if shape.own_width:
+            self._fill_own_embedding()
         tensors.check_all_taken(shape.family)
         self.address = ctypes.addressof(self.trunk)
         self.shared_layers = frozenset(i for i in range(shape.layers) if self._layers[i].shared)
@@ -261,32 +264,39 @@ class TrunkWeights:
             self._fill_latent(index, layer, shape.latent)
         else:
             self._fill_attention(index, layer)
-        layer.attention_norm = self._norm(prefix + "input_layernorm.weight", shape.hidden)
-        before = "pre_feedforward_layernorm" if shape.sandwiched else "post_attention_layernorm"
-        layer.ffn_norm = self._norm(f"{prefix}{before}.weight", shape.hidden)
-        if shape.sandwiched:
-            self._fill_sandwich(index, layer)
+        if shape.norms != "after":
+            layer.attention_norm = self._norm(prefix + "input_layernorm.weight", shape.hidden)
+        if shape.norms == "before":
+            layer.ffn_norm = self._norm(prefix + "post_attention_layernorm.weight", shape.hidden)
+        else:
+            self._fill_norms(index, layer)
+        if shape.own_width:
+            self._fill_own_input(prefix, layer)
         if experts is not None and index in shape.moe_layers:
             self._fill_moe(index, layer, experts)
         else:
-            layer.experts = self._dense(prefix + "mlp.", shape.ffn, shape.mlp_bias)
+            layer.experts = self._dense(prefix + "mlp.", shape.ffns[index], shape.mlp_bias)
 
     def _fill_attention(self, index: int, layer: TrunkLayer) -> None:
         shape, tensors, attention = self._shape, self._tensors, f"model.layers.{index}.self_attn."
         layer.kind = shape.kind_of[index]
         heads = shape.kinds[layer.kind]
         queries, keys = shape.heads * heads.width, heads.key_value_heads * heads.width
+        own = shape.keys_of[index] == index
         # A gate of every query may lie beside it.
         projected = queries if shape.delta is None else 2 * queries
         layer.query = tensors.matrix([attention + "q_proj.weight"], projected, shape.hidden)
-        layer.key = tensors.matrix([attention + "k_proj.weight"], keys, shape.hidden)
-        if not heads.keys_are_values:
+        if own:
+            layer.key = tensors.matrix([attention + "k_proj.weight"], keys, shape.hidden)
+        if own and not heads.keys_are_values:
             layer.value = tensors.matrix([attention + "v_proj.weight"], keys, shape.hidden)
         layer.output = tensors.matrix([attention + "o_proj.weight"], shape.hidden, queries)
         if shape.qkv_bias:
             layer.query_bias = tensors.vector(attention + "q_proj.bias", queries)
-            layer.key_bias = tensors.vector(attention + "k_proj.bias", keys)
-            layer.value_bias = tensors.vector(attention + "v_proj.bias", keys)
+        if shape.qkv_bias and own:
+            layer.key_bias = layer.value_bias = tensors.vector(attention + "k_proj.bias", keys)
+            if not heads.keys_are_values:
+                layer.value_bias = tensors.vector(attention + "v_proj.bias", keys)
         if shape.output_bias:
             layer.output_bias = tensors.vector(attention + "o_proj.bias", shape.hidden)
         if shape.sinks:
@@ -294,29 +304,54 @@ class TrunkWeights:
         if shape.head_norm != "none":
             whole = shape.head_norm == "whole"
             layer.query_norm = self._norm(attention + "q_norm.weight", queries if whole else heads.width)
-            layer.key_norm = self._norm(attention + "k_norm.weight", keys if whole else heads.width)
-        if shape.sandwiched:
+            if own:
+                layer.key_norm = self._norm(attention + "k_norm.weight", keys if whole else heads.width)
+        if shape.value_norm:
             layer.value_norm = tensors.keep(np.ones(heads.width, np.float32))
         layer.window = shape.windows[index]
-        layer.place = shape.layers_of(layer.kind).index(index)
+        layer.place = shape.layers_of(layer.kind).index(shape.keys_of[index])
 
-    def _fill_sandwich(self, index: int, layer: TrunkLayer) -> None:
-        """The norms of a layer of Gemma 4, and the feed-forward network beside its experts."""
+    def _fill_norms(self, index: int, layer: TrunkLayer) -> None:
+        """The norms of what a layer's parts give."""
         shape, tensors, prefix = self._shape, self._tensors, f"model.layers.{index}."
-        router = to_float32(tensors.take([prefix + "router.scale"], (shape.hidden,)))
-        scalar = to_float32(tensors.take([prefix + "layer_scalar"], (1,)))
-        filled = Norms(
-            attention=self._norm(prefix + "post_attention_layernorm.weight", shape.hidden),
-            router=tensors.keep(router * np.float32(shape.hidden**-0.5)),
-            experts=self._norm(prefix + "pre_feedforward_layernorm_2.weight", shape.hidden),
-            shared_after=self._norm(prefix + "post_feedforward_layernorm_1.weight", shape.hidden),
-            experts_after=self._norm(prefix + "post_feedforward_layernorm_2.weight", shape.hidden),
-            after=self._norm(prefix + "post_feedforward_layernorm.weight", shape.hidden),
-            scale=float(scalar[0]),
-        )
+
+        def norm(name: str) -> int:
+            return self._norm(f"{prefix}{name}.weight", shape.hidden)
+
+        if shape.norms == "around":
+            layer.ffn_norm = norm("pre_feedforward_layernorm")
+        filled = Norms(attention=norm("post_attention_layernorm"), after=norm("post_feedforward_layernorm"), scale=1.0)
+        if shape.layer_scale:
+            filled.scale = float(to_float32(tensors.take([prefix + "layer_scalar"], (1,)))[0])
+        if shape.shared_expert == "network":
+            router = to_float32(tensors.take([prefix + shape.router_norm], (shape.hidden,)))
+            filled.router = tensors.keep(router * np.float32(shape.hidden**-0.5))
+            filled.experts = norm("pre_feedforward_layernorm_2")
+            filled.shared_after = norm("post_feedforward_layernorm_1")
+            filled.experts_after = norm("post_feedforward_layernorm_2")
         tensors.kept.append(filled)
         layer.norms = ctypes.pointer(filled)
-        layer.shared = self._dense(prefix + "mlp.", shape.ffn, bias=False)
+
+    def _fill_own_embedding(self) -> None:
+        """The embeddings that layers have of their own."""
+        shape, tensors, trunk = self._shape, self._tensors, self.trunk
+        columns = shape.layers * shape.own_width
+        trunk.own_width = shape.own_width
+        trunk.own_embedding = tensors.matrix(["model.embed_tokens_per_layer.weight"], shape.vocabulary, columns)
+        trunk.own_projection = tensors.matrix(["model.per_layer_model_projection.weight"], columns, shape.hidden)
+        trunk.own_norm = self._norm("model.per_layer_projection_norm.weight", shape.own_width)
+        gate = shape.gate
+        trunk.own_activation = CActivation(kind=ACTIVATIONS[gate.kind], alpha=gate.alpha, limit=gate.limit)
+
+    def _fill_own_input(self, prefix: str, layer: TrunkLayer) -> None:
+        shape, tensors = self._shape, self._tensors
+        filled = OwnInput(
+            gate=tensors.matrix([prefix + "per_layer_input_gate.weight"], shape.own_width, shape.hidden),
+            projection=tensors.matrix([prefix + "per_layer_projection.weight"], shape.hidden, shape.own_width),
+            norm=self._norm(prefix + "post_per_layer_input_norm.weight", shape.hidden),
+        )
+        tensors.kept.append(filled)
+        layer.own_input = ctypes.pointer(filled)
 
     def _fill_convolution(self, index: int, layer: TrunkLayer, convolution: ConvolutionShape) -> None:
         shape, tensors, prefix = self._shape, self._tensors, f"model.layers.{index}.conv."
@@ -436,11 +471,13 @@ class TrunkWeights:
             layer.experts = routed.address
         if self._popularity is not None:
             layer.counts = self._popularity.address(index)
-        if shape.sandwiched:
-            layer.expert_scale = self._tensors.vector(prefix + "router.per_expert_scale", experts.count)
+        if shape.expert_scale:
+            layer.expert_scale = self._tensors.vector(prefix + shape.expert_scale, experts.count)
         if shape.correction:
             layer.correction = self._tensors.vector(prefix + shape.correction, experts.count)
-        if shape.shared_expert == "plain":
+        if shape.shared_expert == "network":
+            layer.shared = self._dense(prefix + "mlp.", shape.ffns[index], shape.mlp_bias)
+        elif shape.shared_expert == "plain":
             layer.shared = self._dense(prefix + "mlp.shared_experts.", shape.shared_ffn, bias=False)
         elif shape.shared_expert == "gated":
             layer.shared = self._dense(prefix + "mlp.shared_expert.", shape.shared_ffn, bias=False)

@@ -39,7 +39,17 @@ MOE_FAMILIES = (
     "lfm2_moe",
     "gemma4_text",
 )
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_5_text", *MOE_FAMILIES)
+FAMILIES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3_5_text",
+    "gemma4_dense",
+    "gemma4_e2b",
+    "gemma4_unified_text",
+    *MOE_FAMILIES,
+)
 
 OVERRIDES: dict[str, dict[str, Any]] = {
     # Settings of the shared tiny models that mlx-lm does not know; the runtime refuses them, see mlx/test_loading.py.
@@ -82,6 +92,9 @@ QUANTISABLE: dict[str, dict[str, Any]] = {
     "qwen3_next": {**_DELTA_NET, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64},
     "lfm2_moe": {"moe_intermediate_size": 32},
     "gemma4_text": {"moe_intermediate_size": 32, "global_head_dim": 32, "num_key_value_heads": 2},
+    "gemma4_unified_text": {"global_head_dim": 32, "num_key_value_heads": 2},
+    "gemma4_dense": {"global_head_dim": 32, "num_key_value_heads": 2},
+    "gemma4_e2b": {"global_head_dim": 32, "num_key_value_heads": 2, "hidden_size_per_layer_input": 32},
 }
 """Sizes that groups of 32 weights divide."""
 IN_A_WHOLE = ("qwen3_5_text", "qwen3_5_moe_text")
@@ -166,6 +179,8 @@ def library_model(folder: Path) -> Any:
         return _library_gpt_oss(folder, config)
     if config["model_type"] == "qwen3_5_text":
         config["model_type"] = "qwen3_5"  # mlx-lm defines it with what sees pictures
+    if config["model_type"] == "gemma4_unified_text":
+        config["model_type"] = "gemma4_text"  # mlx-lm has one definition for both
     model, _ = load_model(folder, model_config=config)
     return model
 

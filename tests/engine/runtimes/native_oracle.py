@@ -35,6 +35,9 @@ FAMILIES = (
     "qwen3_next",
     "lfm2_moe",
     "gemma4_text",
+    "gemma4_dense",
+    "gemma4_e2b",
+    "gemma4_unified_text",
 )
 PREPARED_ONLY = ("gpt_oss",)
 """Those of the families whose checkpoints are transposed, so that the kernels read the experts of a bank only."""

@@ -24,7 +24,7 @@ from tests.engine.runtimes.native_oracle import FAMILIES as NATIVE_FAMILIES
 from tests.engine.runtimes.native_oracle import needs_kernels
 from tests.engine.runtimes.subjects import MLX, NATIVE, TORCH, StoredModel, Subject, case, prompt_of
 from tests.engine.runtimes.torch_oracle import chunks_of, library_model, library_run, our_run, typical, worst
-from tests.support.tiny_models import TINY_FAMILIES, TINY_MOE_FAMILIES
+from tests.support.tiny_models import TINY_FAMILIES, TINY_MOE_FAMILIES, family_of
 
 Prepared = Callable[[Path], Path]
 
@@ -122,13 +122,14 @@ def test_float32_equals_the_library(
 def check_facts(model: LoadedModel, folder: Path, family: str) -> None:
     facts, files = model.facts, open_model(folder)
     copied = native_copies(files.trunk()) if facts.runtime == "native" else 0
-    assert (facts.family, facts.dtype, facts.trunk_bytes) == (family, "float32", files.trunk_bytes + copied)
+    assert (facts.family, facts.dtype, facts.trunk_bytes) == (family_of(family), "float32", files.trunk_bytes + copied)
     # What is no parameter in transformers (buffers of some routers) lies in the files, too.
     assert 0.99 < facts.parameters * 4 / (facts.trunk_bytes - copied + facts.expert_bytes) <= 1.0
     if files.experts is None:
         assert (facts.experts, facts.experts_per_token, facts.moe_layers, facts.expert_bytes) == (0, 0, [], 0)
         assert facts.executor == "none (dense)" and model.popularity is None
-        assert facts.parameters * 4 == facts.trunk_bytes
+        buffers = sum(tensor.nbytes for name, tensor in files.trunk() if name.endswith("layer_scalar"))
+        assert facts.parameters * 4 == facts.trunk_bytes - (buffers if facts.runtime == "torch" else 0)
     else:
         assert (facts.experts, facts.moe_layers) == (files.experts.count, list(files.experts.layers))
         assert facts.expert_bytes == files.experts.nbytes and facts.experts_per_token in (1, 2, 3)

@@ -1,17 +1,19 @@
-"""Gemma 4 with experts, without pictures: layers with a sliding window and with full attention have heads of different
-sizes, and every layer has a dense feed-forward network beside its experts."""
+"""Gemma 4 without pictures: layers with a sliding window and with full attention have heads of different sizes. With
+experts (26B-A4B), every layer has a dense feed-forward network beside them. In E2B and E4B layers have embeddings of
+their own, and the later ones attend to keys of earlier ones. The 12B is a family of its own without either."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from engine.errors import ModelError, shown
-from engine.models.architectures.config_values import own_settings
-from engine.models.architectures.gguf_metadata import Metadata, NamedTensor, projections
-from engine.models.architectures.layer_rules import named_windows
+from engine.errors import ModelError, damaged, shown
+from engine.models.architectures.config_values import own_settings, whole_number
+from engine.models.architectures.gguf_metadata import Metadata
+from engine.models.architectures.layer_rules import named_kinds, named_windows, shared_keys
 from engine.models.architectures.parts import GGUF, LAYER, fused, of_mlx
 from engine.models.architectures.record import (
     Config,
@@ -31,14 +33,6 @@ _UNTURNED = 1e20
 # --- config.json ------------------------------------------------------------------------------------------------------
 
 
-def _moe_layers(config: Config, layers: int) -> list[int]:
-    if not config.get("enable_moe_block"):
-        raise ModelError(
-            "config.json describes a Gemma 4 model without experts, which is not supported; take Gemma-4-26B-A4B."
-        )
-    return list(range(layers))
-
-
 def _kind_settings(config: Config, kind: str) -> Config:
     """Layers with full attention have other heads."""
     if kind != "full_attention":
@@ -48,6 +42,23 @@ def _kind_settings(config: Config, kind: str) -> Config:
         "head_dim": config.get("global_head_dim", 512),
         "num_key_value_heads": heads or config.get("num_key_value_heads"),
     }
+
+
+def _rope(config: Config, kind: str) -> Config:
+    """Rotary settings of the layers of a kind. Raises ModelError if there are none."""
+    found = (config.get("rope_parameters") or {}).get(kind)
+    if not isinstance(found, Mapping):
+        raise damaged(f"config.json gives {shown(found)} for the rotary embeddings of layers with {kind}")
+    return found
+
+
+def _ffn(config: Config, layer: int) -> int:
+    """Networks of layers that attend to keys of others may be twice as wide."""
+    width = whole_number(config, "intermediate_size")
+    shares = layer >= whole_number(config, "num_hidden_layers") - whole_number(
+        config, "num_kv_shared_layers", minimum=0
+    )
+    return 2 * width if shares and config.get("use_double_wide_mlp") else width
 
 
 # --- mlx --------------------------------------------------------------------------------------------------------------
@@ -73,7 +84,7 @@ def _unknown_rotary(config: Config) -> str | None:
     return None
 
 
-def _translate(config: Config) -> Config:
+def _translate(config: Config) -> dict[str, Any]:
     """transformers 5 writes what layers with full attention have of their own for each of them."""
     full = "full_attention"
     own = own_settings(config)
@@ -86,14 +97,17 @@ def _translate(config: Config) -> Config:
 
 
 def _settings(metadata: Metadata) -> dict[str, Any]:
-    """The part of ``config.json`` that is of this kind. Raises ModelError for a number that is missing or impossible,
-    and for what models without experts have: keys shared by layers, and embeddings of every layer."""
+    """The part of ``config.json`` that is of this kind. Raises ModelError for a number that is missing or
+    impossible."""
     gguf, layers = metadata.file, metadata.number("block_count")
-    for key in ("attention.shared_kv_layers", "embedding_length_per_layer_input"):
-        if metadata.number(key, 0):
-            raise ModelError(
-                f"{gguf.path} has a {key} of {metadata.number(key)}, which does not run; use Gemma-4-26B-A4B."
-            )
+    shared = metadata.number("attention.shared_kv_layers", 0)
+    widths = metadata.get("feed_forward_length")
+    widths = widths if isinstance(widths, list) else [widths] * layers
+    if shared >= layers or len(widths) < layers:
+        raise ModelError(
+            f"{gguf.path} is damaged: of its {layers} layers {shared} have keys of others, and {len(widths)} a width; "
+            "download it again."
+        )
     slides = metadata.get("attention.sliding_window_pattern")
     if not isinstance(slides, list) or len(slides) < layers or slides[layers - 1]:
         raise ModelError(
@@ -117,14 +131,13 @@ def _settings(metadata: Metadata) -> dict[str, Any]:
         "num_global_key_value_heads": counts[full],
         # Files leave the values of such layers out, as they are the keys.
         "attention_k_eq_v": not {f"blk.{full}.attn_v.weight", f"blk.{full}.attn_qkv.weight"} & gguf.tensors.keys(),
-        "num_kv_shared_layers": 0,
-        "hidden_size_per_layer_input": 0,
+        "intermediate_size": widths[0],
+        "num_kv_shared_layers": shared,
+        "hidden_size_per_layer_input": metadata.number("embedding_length_per_layer_input", 0),
+        "vocab_size_per_layer_input": gguf.tensors["token_embd.weight"].rows,
         "hidden_activation": "gelu_pytorch_tanh",
-        "enable_moe_block": True,
-        "use_double_wide_mlp": False,
-        "num_experts": metadata.number("expert_count"),
-        "top_k_experts": metadata.number("expert_used_count"),
-        "moe_intermediate_size": metadata.number("expert_feed_forward_length"),
+        "use_double_wide_mlp": widths[layers - 1] != widths[0],
+        **_experts(metadata),
         "final_logit_softcapping": metadata.short_real("final_logit_softcapping", 30.0),
         "rope_parameters": {
             "full_attention": {
@@ -140,6 +153,17 @@ def _settings(metadata: Metadata) -> dict[str, Any]:
     }
 
 
+def _experts(metadata: Metadata) -> dict[str, Any]:
+    if not metadata.get("expert_count"):
+        return {"enable_moe_block": False}
+    return {
+        "enable_moe_block": True,
+        "num_experts": metadata.number("expert_count"),
+        "top_k_experts": metadata.number("expert_used_count"),
+        "moe_intermediate_size": metadata.number("expert_feed_forward_length"),
+    }
+
+
 def _rotated_part(gguf: GgufFile, width: int) -> float:
     """Which part of a wide head is rotated: the other frequencies are divided by more than any number. Raises
     ModelError if a file divides them by anything else."""
@@ -152,79 +176,68 @@ def _rotated_part(gguf: GgufFile, width: int) -> float:
     return turned / divisors.size
 
 
-def _layer_shapes(gguf: GgufFile, config: Mapping[str, Any], here: str, prefix: str) -> Iterator[NamedTensor]:
-    """The tensors of a layer but for its experts, its router and the norms that layers of all kinds have."""
-    layer = int(here.split(".")[1])
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    kind = "" if config["layer_types"][layer] == "sliding_attention" else "global_"
-    size, groups = config[f"{kind}head_dim"], config[f"num_{kind}key_value_heads"]
-    queries, keys = config["num_attention_heads"] * size, groups * size
-    rows = {"q": queries, "k": keys} | ({} if kind and config["attention_k_eq_v"] else {"v": keys})
-    each = ((f"{here}attn_{short}.weight", f"{prefix}self_attn.{short}_proj.weight", rows[short]) for short in rows)
-    yield from projections(gguf, here + "attn_qkv.weight", each, (hidden,))
-    tensors: list[tuple[str, str, tuple[int, ...]]] = [
-        ("attn_output.weight", "self_attn.o_proj.weight", (hidden, queries)),
-        ("attn_q_norm.weight", "self_attn.q_norm.weight", (size,)),
-        ("attn_k_norm.weight", "self_attn.k_norm.weight", (size,)),
-        ("ffn_gate.weight", "mlp.gate_proj.weight", (inner, hidden)),
-        ("ffn_up.weight", "mlp.up_proj.weight", (inner, hidden)),
-        ("ffn_down.weight", "mlp.down_proj.weight", (hidden, inner)),
-        ("ffn_norm.weight", "pre_feedforward_layernorm.weight", (hidden,)),
-        ("pre_ffw_norm_2.weight", "pre_feedforward_layernorm_2.weight", (hidden,)),
-        ("post_ffw_norm.weight", "post_feedforward_layernorm.weight", (hidden,)),
-        ("post_ffw_norm_1.weight", "post_feedforward_layernorm_1.weight", (hidden,)),
-        ("post_ffw_norm_2.weight", "post_feedforward_layernorm_2.weight", (hidden,)),
-        ("ffn_gate_inp.scale", "router.scale", (hidden,)),
-        ("ffn_down_exps.scale", "router.per_expert_scale", (config["num_experts"],)),
-        ("layer_output_scale.weight", "layer_scalar", (1,)),
-    ]
-    for source, name, shape in tensors:
-        yield NamedTensor.whole(here + source, prefix + name, shape)
-
-
+DECODER = DecoderRecord(
+    norms="around",
+    layer_scale=True,
+    own_input="hidden_size_per_layer_input",
+    head_kinds=named_kinds,
+    kind_rope=_rope,
+    keys_are_values=lambda config, kind: kind == "full_attention" and bool(config.get("attention_k_eq_v")),
+    keys_of=shared_keys,
+    windows=named_windows,
+    head_norm="per-head",
+    value_norm=True,
+    qkv_bias="attention_bias",
+    output_bias="attention_bias",
+    ffn=_ffn,
+    embedding_scale=lambda config: whole_number(config, "hidden_size") ** 0.5,
+    score_scale=lambda config, width: 1.0,
+    logits_cap="final_logit_softcapping",
+    activation_setting="hidden_activation",
+    kind_settings=_kind_settings,
+)
+MLX = MlxRecord(
+    "gemma4_text",
+    nested_rotary=True,
+    windowed=True,
+    honours={
+        "hidden_activation": ("gelu_pytorch_tanh",),
+        "attention_bias": (False,),
+        "use_bidirectional_attention": (None, "vision", False),
+    },
+    checks=(_unknown_kinds, _unknown_rotary),
+    translate=_translate,
+)
+_DEFAULTS = {"head_dim": 256, "num_key_value_heads": 4, "tie_word_embeddings": True, "num_kv_shared_layers": 0}
 FAMILIES = (
     Family(
         "gemma4_text",
         whole="gemma4",
-        defaults={
-            "head_dim": 256,
-            "num_key_value_heads": 4,
-            "sliding_window": 512,
-            "tie_word_embeddings": True,
-        },
-        decoder=DecoderRecord(
-            sandwiched=True,
-            windows=named_windows,
-            head_norm="per-head",
-            activation_setting="hidden_activation",
-            kind_settings=_kind_settings,
-        ),
+        defaults=_DEFAULTS | {"sliding_window": 512, "hidden_size_per_layer_input": 256},
+        decoder=DECODER,
         moe=MoeRecord(
             (fused(LAYER + "experts."), of_mlx(LAYER + "experts.switch_glu"), *GGUF),
-            RouterRecord(("router.proj.weight",), normalise=True),
-            layers=_moe_layers,
+            RouterRecord(
+                ("router.proj.weight",), normalise=True, norm="router.scale", expert_scale="router.per_expert_scale"
+            ),
+            setting="enable_moe_block",
+            shared="network",
             count_key="num_experts",
             per_token_key="top_k_experts",
             ffn_key="moe_intermediate_size",
         ),
-        gguf=GgufRecord("gemma4", "Gemma4ForCausalLM", settings=_settings, own_heads=True, mixer=_layer_shapes),
-        mlx=MlxRecord(
-            "gemma4_text",
-            block="experts",
-            experts="switch_glu",
-            route="given",
-            nested_rotary=True,
-            windowed=True,
-            honours={
-                "hidden_activation": ("gelu_pytorch_tanh",),
-                "enable_moe_block": (True,),
-                "num_kv_shared_layers": (0,),
-                "hidden_size_per_layer_input": (0,),
-                "attention_bias": (False,),
-                "use_bidirectional_attention": (None, "vision", False),
-            },
-            checks=(_unknown_kinds, _unknown_rotary),
-            translate=_translate,
+        gguf=GgufRecord("gemma4", "Gemma4ForCausalLM", settings=_settings, own_heads=True),
+        mlx=replace(MLX, block="experts", experts="switch_glu", route="given"),
+    ),
+    # Gemma-4-12B, whose GGUF files do not differ from those without experts.
+    Family(
+        "gemma4_unified_text",
+        whole="gemma4_unified",
+        defaults=_DEFAULTS | {"sliding_window": 1024},
+        decoder=replace(DECODER, own_input=""),
+        mlx=replace(
+            MLX,
+            translate=lambda config: _translate(config) | {"hidden_size_per_layer_input": 0},
         ),
     ),
 )

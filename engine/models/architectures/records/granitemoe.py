@@ -1,5 +1,6 @@
 """Granite 3 MoE."""
 
+from engine.models.architectures.config_values import number_of, positive_number
 from engine.models.architectures.gguf_metadata import Metadata
 from engine.models.architectures.gguf_parts import experts, paired_changes
 from engine.models.architectures.parts import GGUF, LAYER, fused, of_mlx
@@ -34,7 +35,14 @@ FAMILIES = (
             "residual_multiplier": 1.0,
             "logits_scaling": 1.0,
         },
-        decoder=DecoderRecord(qkv_bias="attention_bias", output_bias="attention_bias", multipliers=True),
+        decoder=DecoderRecord(
+            qkv_bias="attention_bias",
+            output_bias="attention_bias",
+            embedding_scale=number_of("embedding_multiplier"),
+            score_scale=lambda config, width: positive_number(config, "attention_multiplier"),
+            residual_scale=number_of("residual_multiplier"),
+            logits_divisor=number_of("logits_scaling"),
+        ),
         moe=MoeRecord(
             (
                 fused(LAYER + "block_sparse_moe.", "input_linear.weight", "output_linear.weight"),

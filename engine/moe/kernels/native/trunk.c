@@ -75,6 +75,16 @@ static int64_t widest_head(const pllm_trunk *trunk) {
     return most;
 }
 
+/* The last layer that adds keys or changes a state. Behind it only rows whose logits are wanted go on. */
+static int64_t last_kept(const pllm_trunk *trunk) {
+    int64_t last = trunk->layer_count - 1;
+    for (; last > 0; last--) {
+        const pllm_trunk_layer *layer = trunk->layers + last;
+        if (layer->key.data || layer->delta || layer->latent || layer->convolution) break;
+    }
+    return last;
+}
+
 /* Values of a position that an output projection reads, at most. */
 static int64_t joined_most(const pllm_trunk *trunk) {
     const int64_t delta = trunk->delta_value_heads * trunk->delta_value_width;
@@ -83,7 +93,8 @@ static int64_t joined_most(const pllm_trunk *trunk) {
 
 /* Columns of the widest matrix that reads job->input or a thread's own. */
 static int64_t widest_input(const pllm_trunk *trunk) {
-    return MAX(MAX(trunk->hidden, joined_most(trunk)), MAX(trunk->latent_rank, trunk->heads * trunk->latent_values));
+    const int64_t latent = MAX(trunk->latent_rank, trunk->heads * trunk->latent_values);
+    return MAX(MAX(trunk->hidden, joined_most(trunk)), MAX(latent, trunk->own_width));
 }
 
 static size_t own_layout(const trunk_job *job, own_area *own, char *base) {
@@ -100,6 +111,8 @@ static size_t own_layout(const trunk_job *job, own_area *own, char *base) {
     own->h = take(&at, few * trunk->hidden, 4);
     own->normed = take(&at, few * trunk->hidden, 4);
     own->beside = take(&at, has_norms(trunk) ? few * trunk->hidden : 0, 4);
+    own->own_input = take(&at, trunk->own_width ? trunk->layer_count * trunk->own_width : 0, 4);
+    own->gated = take(&at, few * trunk->own_width, 4);
     own->row = take(&at, trunk->hidden, 4);
     own->joined = take(&at, few * joined_most(trunk), 4);
     own->shared_weights = take(&at, few, 4);
@@ -156,7 +169,7 @@ static void describe_heads(trunk_job *job, int64_t kind) {
 }
 
 static size_t layout(trunk_job *job, const pllm_trunk *trunk, const pllm_pass *pass, int threads) {
-    *job = (trunk_job){.trunk = trunk, .pass = pass, .set = trunk_set_of(trunk->set)};
+    *job = (trunk_job){.trunk = trunk, .pass = pass, .set = trunk_set_of(trunk->set), .last_kept = last_kept(trunk)};
     const int64_t positions = job->positions = pass->rows * pass->tokens, k = MAX(trunk->top_k, 1);
     const int64_t delta = pllm_delta_channels(trunk) + trunk->delta_value_heads * (trunk->delta_value_width + 2);
     job->projected = MAX(delta, trunk->convolution_layers ? 3 * trunk->hidden : 0);
@@ -176,6 +189,8 @@ static size_t layout(trunk_job *job, const pllm_trunk *trunk, const pllm_pass *p
     job->h = take(&at, many * trunk->hidden, 4);
     job->normed = take(&at, many * trunk->hidden, 4);
     job->beside = take(&at, has_norms(trunk) ? many * trunk->hidden : 0, 4);
+    job->own_input = take(&at, positions * trunk->layer_count * trunk->own_width, 4);
+    job->gated = take(&at, positions * trunk->own_width, 4);
     job->qkv = take(&at, positions * job->projected, 4);
     job->attended = take(&at, positions * joined_most(trunk), 4);
     job->out = take(&at, positions * trunk->hidden, 4);
@@ -319,21 +334,51 @@ static void project_each(walk *w, const float *x, const pllm_matrix *const *matr
     }
 }
 
+/* A row of a table of embeddings, multiplied by `scale`. */
+static void open_embedding(const trunk_job *job, const pllm_matrix *table, int64_t row, float scale, float *to) {
+    if (is_packed(table->dtype) || is_grouped(table->dtype) || table->dtype == PLLM_F16) {
+        pllm_open_row(table, row, to);
+        job->set->load(to, to, scale, table->columns, PLLM_F32);
+    } else {
+        const char *from = (const char *)table->data + row * bytes_of_values(table->dtype, table->row_stride);
+        job->set->load(to, from, scale, table->columns, table->dtype);
+    }
+}
+
 static void embed(walk *w) {
+    const pllm_trunk *trunk = w->job->trunk;
+    for (int64_t row = share_start(w); row < share_end(w); row++)
+        open_embedding(w->job, &trunk->embedding, w->job->pass->ids[row], trunk->embedding_scale,
+                       w->h + row * trunk->hidden);
+}
+
+/* Every layer's own embedding of each token, in job->own_input: what is stored of the token, added to the normed
+   projection of its embedding. */
+static void embed_own(walk *w) {
     const trunk_job *job = w->job;
     const pllm_trunk *trunk = job->trunk;
-    const pllm_matrix *table = &trunk->embedding;
-    const int64_t bytes = bytes_of_values(table->dtype, table->row_stride);
-    for (int64_t row = share_start(w); row < share_end(w); row++) {
-        float *h = w->h + row * trunk->hidden;
-        const char *from = (const char *)table->data + job->pass->ids[row] * bytes;
-        if (is_packed(table->dtype) || is_grouped(table->dtype) || table->dtype == PLLM_F16) {
-            pllm_open_row(table, job->pass->ids[row], h);
-            job->set->load(h, h, trunk->embedding_scale, trunk->hidden, PLLM_F32);
-        } else {
-            job->set->load(h, from, trunk->embedding_scale, trunk->hidden, table->dtype);
-        }
+    const int64_t width = trunk->own_width, all = trunk->layer_count * width;
+    fill_input(w, w->h, &trunk->own_projection);
+    project(w, &trunk->own_projection, job->own_input, all);
+    barrier(w);
+    const int64_t last = job->positions * (w->thread + 1) / w->threads;
+    for (int64_t row = job->positions * w->thread / w->threads; row < last; row++) {
+        float *to = job->own_input + row * all, *stored = w->own.own_input;
+        open_embedding(job, &trunk->own_embedding, job->pass->ids[row], sqrtf((float)width), stored);
+        for (int64_t d = 0; d < all; d++) to[d] *= 1.0F / sqrtf((float)trunk->hidden);
+        for (int64_t at = 0; at < all; at += width) job->set->norm(to + at, trunk->own_norm, trunk->epsilon, width);
+        for (int64_t d = 0; d < all; d++) to[d] = (to[d] + stored[d]) * 0.70710678F;
     }
+    barrier(w);
+}
+
+/* to = one row `h` of the hidden state as what stands behind `weight` reads it; NULL: as it is. */
+static void read_hidden(const trunk_job *job, float *h, const float *weight, float *to) {
+    const int64_t hidden = job->trunk->hidden;
+    if (weight)
+        job->set->residual_norm(h, NULL, NULL, NULL, 1, weight, job->trunk->epsilon, to, hidden);
+    else
+        memcpy(to, h, (size_t)hidden * 4);
 }
 
 static void residual_norm(walk *w, const float *out, const float *bias, const float *other, const float *weight) {
@@ -351,7 +396,7 @@ static void residual_norm(walk *w, const float *out, const float *bias, const fl
 /* Only the last position of a prompt goes on from here: the logits after it are all that is wanted. */
 static void keep_last(walk *w) {
     const trunk_job *job = w->job;
-    const int64_t last = job->positions - 1, hidden = job->trunk->hidden;
+    const int64_t last = w->rows - 1, hidden = job->trunk->hidden;
     const float *from = w->h + last * hidden;
     set_mode(w, 1);
     memmove(w->h, from, (size_t)hidden * 4);
@@ -470,18 +515,19 @@ static int attend_layer(walk *w, int64_t index, int last) {
     const int prompt = pass->tokens > 1, wanted = !last || pass->logits != NULL;
     const float *qkv = job->qkv;
     int64_t at = pass->start;
-    const pllm_matrix *matrices[3] = {&layer->key};
-    float *results[3] = {job->qkv + keys};
-    int count = 1;
+    const pllm_matrix *matrices[3];
+    float *results[3];
+    int count = 0;
+    if (layer->key.data) matrices[count] = &layer->key, results[count++] = job->qkv + keys;
     if (layer->value.data) matrices[count] = &layer->value, results[count++] = job->qkv + values;
     if (wanted && !(prompt && last)) matrices[count] = &layer->query, results[count++] = job->qkv;
     project_each(w, w->normed, matrices, results, count, job->projected);
     if (wanted && prompt && last) {
         /* The last row's query by itself, from its own copy of the input. */
-        const float *normed = w->normed + (job->positions - 1) * job->trunk->hidden;
+        const float *normed = w->normed + (w->rows - 1) * job->trunk->hidden;
         qkv = job->qkv + (job->positions - 1) * job->projected;
         at += job->positions - 1;
-        keep_last(w);
+        if (w->rows > 1) keep_last(w);
         float *const query = (float *)qkv;
         const pllm_matrix *const matrix = &layer->query;
         fill_input(w, normed, matrix);
@@ -574,7 +620,8 @@ static void shared_expert(walk *w, int64_t index) {
     float *weights = w->few ? w->own.shared_weights : job->shared_weights;
     shared_weights(w, layer, weights);
     barrier(w);
-    run_experts(w, layer->shared, layer->norms ? w->beside : w->normed, job->zeros, weights, 1, job->shared_out, NULL);
+    const float *hidden = layer->norms && layer->norms->experts ? w->beside : w->normed;
+    run_experts(w, layer->shared, hidden, job->zeros, weights, 1, job->shared_out, NULL);
     mark(w, index, PLLM_OTHER);
 }
 
@@ -582,36 +629,80 @@ static void shared_expert(walk *w, int64_t index) {
 static void norm_again(walk *w, const float *weight) {
     const int64_t hidden = w->job->trunk->hidden;
     for (int64_t at = share_start(w) * hidden; at < share_end(w) * hidden; at += hidden)
-        w->job->set->residual_norm(w->h + at, NULL, NULL, NULL, 1, weight, w->job->trunk->epsilon, w->normed + at, hidden);
+        read_hidden(w->job, w->h + at, weight, w->normed + at);
 }
 
-/* Adds what attention has given, normed, and norms the sum for the network beside the experts. */
+/* Adds what attention has given, normed, and norms the sum for the feed-forward network, or for the one beside the
+   experts. */
 static void add_attention(walk *w, const pllm_trunk_layer *layer) {
     const trunk_job *job = w->job;
     const int64_t hidden = job->trunk->hidden;
-    const float epsilon = job->trunk->epsilon;
+    float *normed = layer->norms->experts ? w->beside : w->normed;
     for (int64_t at = share_start(w) * hidden; at < share_end(w) * hidden; at += hidden) {
-        memcpy(w->own.row, job->out + at, (size_t)hidden * 4);
-        job->set->norm(w->own.row, layer->norms->attention, epsilon, hidden);
-        job->set->residual_norm(w->h + at, w->own.row, NULL, NULL, 1, layer->ffn_norm, epsilon, w->beside + at, hidden);
+        float *given = w->own.row, *h = w->h + at;
+        memcpy(given, job->out + at, (size_t)hidden * 4);
+        for (int64_t d = 0; layer->output_bias && d < hidden; d++) given[d] += layer->output_bias[d];
+        job->set->norm(given, layer->norms->attention, job->trunk->epsilon, hidden);
+        for (int64_t d = 0; d < hidden; d++) h[d] += given[d];
+        read_hidden(job, h, layer->ffn_norm, normed + at);
     }
 }
 
-/* Adds what a layer's experts and the network beside them have given, and norms the result with `weight`. */
-static void add_experts(walk *w, const pllm_norms *norms, const float *weight) {
+/* Adds what a layer's feed-forward network, or its experts and what runs beside them, have given, normed. */
+static void add_feed_forward(walk *w, const pllm_trunk_layer *layer) {
     const trunk_job *job = w->job;
+    const pllm_norms *norms = layer->norms;
     const int64_t hidden = job->trunk->hidden;
     const float epsilon = job->trunk->epsilon;
     for (int64_t at = share_start(w) * hidden; at < share_end(w) * hidden; at += hidden) {
         float *sum = w->normed + at, *routed = w->own.row, *h = w->h + at;
-        memcpy(sum, job->shared_out + at, (size_t)hidden * 4);
-        memcpy(routed, job->out + at, (size_t)hidden * 4);
-        job->set->norm(sum, norms->shared_after, epsilon, hidden);
-        job->set->norm(routed, norms->experts_after, epsilon, hidden);
-        for (int64_t d = 0; d < hidden; d++) sum[d] += routed[d];
+        const int beside = layer->router.data && layer->shared;
+        memcpy(sum, (beside ? job->shared_out : job->out) + at, (size_t)hidden * 4);
+        if (beside) {
+            memcpy(routed, job->out + at, (size_t)hidden * 4);
+            if (norms->experts) job->set->norm(sum, norms->shared_after, epsilon, hidden);
+            if (norms->experts) job->set->norm(routed, norms->experts_after, epsilon, hidden);
+            for (int64_t d = 0; d < hidden; d++) sum[d] += routed[d];
+        }
         job->set->norm(sum, norms->after, epsilon, hidden);
-        for (int64_t d = 0; d < hidden; d++) h[d] = (h[d] + sum[d]) * norms->scale;
-        job->set->residual_norm(h, NULL, NULL, NULL, 1, weight, epsilon, w->normed + at, hidden);
+        for (int64_t d = 0; d < hidden; d++) h[d] += sum[d];
+    }
+}
+
+/* Adds what `layer`, number `index`, makes of its own embeddings of the rows. */
+static void add_own_input(walk *w, const pllm_trunk_layer *layer, int64_t index) {
+    const trunk_job *job = w->job;
+    const pllm_trunk *trunk = job->trunk;
+    const pllm_own_input *own = layer->own_input;
+    const int64_t hidden = trunk->hidden, width = trunk->own_width, first = job->positions - w->rows;
+    fill_input(w, w->h, &own->gate);
+    project(w, &own->gate, job->gated, width);
+    barrier(w);
+    float *gated = w->few ? w->own.gated : job->gated;
+    for (int64_t row = share_start(w); row < share_end(w); row++) {
+        float *mine = gated + row * width;
+        if (w->few) memcpy(mine, job->gated + row * width, (size_t)width * 4);
+        pllm_gate(trunk->set, &trunk->own_activation, mine,
+                  job->own_input + ((first + row) * trunk->layer_count + index) * width, width);
+    }
+    fill_input(w, gated, &own->projection);
+    project(w, &own->projection, job->out, hidden);
+    barrier(w);
+    for (int64_t at = share_start(w) * hidden; at < share_end(w) * hidden; at += hidden) {
+        memcpy(w->own.row, job->out + at, (size_t)hidden * 4);
+        job->set->norm(w->own.row, own->norm, trunk->epsilon, hidden);
+        for (int64_t d = 0; d < hidden; d++) w->h[at + d] += w->own.row[d];
+    }
+}
+
+/* Adds what `layer`, number `index`, has given behind its attention, and norms the result with `weight`. */
+static void end_normed(walk *w, const pllm_trunk_layer *layer, int64_t index, const float *weight) {
+    const int64_t hidden = w->job->trunk->hidden;
+    add_feed_forward(w, layer);
+    if (layer->own_input) add_own_input(w, layer, index);
+    for (int64_t at = share_start(w) * hidden; at < share_end(w) * hidden; at += hidden) {
+        for (int64_t d = 0; d < hidden; d++) w->h[at + d] *= layer->norms->scale;
+        read_hidden(w->job, w->h + at, weight, w->normed + at);
     }
 }
 
@@ -628,9 +719,10 @@ static int feed_forward(walk *w, int64_t index) {
     float *weights = w->few ? w->own.weights : job->weights;
     if (layer->router.data) {
         if (layer->shared && !job->cut) shared_expert(w, index);
-        if (layer->norms) norm_again(w, layer->norms->router);
+        const int beside = layer->norms && layer->norms->experts;
+        if (beside) norm_again(w, layer->norms->router);
         route(w, layer, indices, weights);
-        if (layer->norms) norm_again(w, layer->norms->experts);
+        if (beside) norm_again(w, layer->norms->experts);
         mark(w, index, PLLM_ROUTER);
         if (job->cut) {
             if (w->thread == 0) *job->cut = (pllm_cut){w->normed, indices, weights, job->out, w->rows, index};
@@ -650,9 +742,14 @@ static int feed_forward(walk *w, int64_t index) {
 
 /* Adds what the layer before `index` has given, and norms the sum with `weight`. */
 static void add_layer(walk *w, int64_t index, const float *weight) {
-    if (index == 0) return residual_norm(w, NULL, NULL, NULL, weight);
+    if (index == 0) {
+        const int64_t hidden = w->job->trunk->hidden;
+        for (int64_t at = share_start(w) * hidden; at < share_end(w) * hidden; at += hidden)
+            read_hidden(w->job, w->h + at, weight, w->normed + at);
+        return;
+    }
     const pllm_trunk_layer *layer = w->job->trunk->layers + index - 1;
-    if (layer->norms) return add_experts(w, layer->norms, weight);
+    if (layer->norms) return end_normed(w, layer, index - 1, weight);
     residual_norm(w, w->job->out, NULL, layer->router.data && layer->shared ? w->job->shared_out : NULL, weight);
 }
 
@@ -682,8 +779,8 @@ static void head(walk *w) {
 static void set_out(walk *w, int thread, int threads, const trunk_job *job, int64_t layers) {
     *w = (walk){.job = job, .thread = thread, .threads = threads};
     own_layout(job, &w->own, job->own + (size_t)thread * job->own_bytes);
-    /* keep_last: after the last layer's attention a prompt is one row. */
-    set_mode(w, layers == job->trunk->layer_count && job->pass->tokens > 1 ? 1 : job->positions);
+    /* keep_last: after the attention of the last layer that keeps anything a prompt is one row. */
+    set_mode(w, layers > job->last_kept && job->pass->tokens > 1 ? 1 : job->positions);
     mark(w, 0, -1);
 }
 
@@ -694,11 +791,13 @@ static void region(int thread, int threads, void *argument) {
     walk w;
     set_out(&w, thread, threads, job, pass->first_layer);
     if (pass->first_layer == 0) embed(&w);
+    if (pass->first_layer == 0 && trunk->own_width) embed_own(&w);
     mark(&w, 0, -1);
     for (int64_t i = pass->first_layer; i < pass->last_layer; i++) {
+        if (i > job->last_kept && !pass->logits) return;
         add_layer(&w, i, trunk->layers[i].attention_norm);
         mark(&w, i, PLLM_OTHER);
-        const int more = attend_layer(&w, i, i == trunk->layer_count - 1);
+        const int more = attend_layer(&w, i, i >= job->last_kept);
         mark(&w, i, PLLM_ATTENTION);
         if (!more || !feed_forward(&w, i)) return;
     }

@@ -1,5 +1,6 @@
 /* The trunk of a decoder: RMS norm, a mixer of positions, residual, RMS norm, experts, residual. The mixer is rotary
-   grouped-query attention, attention over latents, a gated delta-net or a short convolution. Gemma 4 has more norms.
+   grouped-query attention, attention over latents, a gated delta-net or a short convolution. Some families have norms
+   elsewhere (pllm_norms), and some give layers an embedding of their own (pllm_own_input).
 
    A dense feed-forward network is one expert that every token is sent to. A pass runs layers first_layer..last_layer)
    for all its positions in one region of the pool; it can be cut between layers, the residual stream stays in the
@@ -78,23 +79,33 @@ typedef struct pllm_pages {
     size_t bytes;
 } pllm_pages;
 
-/* A layer of Gemma 4: its parts norm what they give before it is added, a feed-forward network runs beside the experts (it
-   is the shared expert, and reads what ffn_norm gives), and the result is scaled. */
+/* A layer whose parts norm what they give before it is added. All norms are [hidden]. In Gemma 4 a feed-forward network
+   may run beside the experts: it is the shared expert, and reads what ffn_norm gives. */
 typedef struct pllm_norms {
-    const float *attention;                   /* of what attention gives; all [hidden] */
-    const float *router, *experts;            /* of the hidden state, as the router and the experts read it */
-    const float *shared_after, *experts_after; /* of what the two give */
-    const float *after;                       /* of their sum */
-    float scale;                              /* of the hidden state after the layer */
+    const float *attention;                    /* of what attention gives */
+    const float *router, *experts;             /* of the hidden state, as the router and the experts read it; NULL: both
+                                                  read what ffn_norm gives, and no network runs beside the experts */
+    const float *shared_after, *experts_after; /* of what that network and the experts give */
+    const float *after;                        /* of what the feed-forward network gives, or of the sum of the two */
+    float scale;                               /* of the hidden state after the layer */
     int32_t reserved;
 } pllm_norms;
 
+/* What a layer reads of an embedding of its own (Gemma 4 E2B): the activated result of `gate`, multiplied by the layer's
+   part of the token's embedding, goes through `projection`, is normed, and is added to the hidden state. */
+typedef struct pllm_own_input {
+    pllm_matrix gate;       /* [own_width, hidden] */
+    pllm_matrix projection; /* [hidden, own_width] */
+    const float *norm;      /* [hidden] */
+} pllm_own_input;
+
 typedef struct pllm_trunk_layer {
-    pllm_matrix query, key, output;
+    pllm_matrix query, output;
+    pllm_matrix key;         /* data NULL: keys and values are those of an earlier layer of the same kind and `place` */
     pllm_matrix value;       /* data NULL: values are the keys before they are normed and rotated */
     pllm_matrix router;      /* data NULL: every token goes to expert 0 with weight 1 */
     pllm_matrix shared_gate; /* [1, hidden]: its sigmoid scales the shared expert; data NULL: nothing does */
-    const float *attention_norm, *ffn_norm; /* [hidden] */
+    const float *attention_norm, *ffn_norm; /* [hidden]; NULL: the part reads the hidden state as it is */
     const float *query_norm, *key_norm;     /* [width] or the whole projection; NULL with PLLM_NORM_NONE */
     const float *value_norm;                /* [width], of each head; or NULL */
     const float *query_bias, *key_bias, *value_bias, *output_bias; /* or NULL */
@@ -103,7 +114,8 @@ typedef struct pllm_trunk_layer {
     const float *sinks;       /* [heads]: a logit that every query of the head has besides those of its keys, for a value
                                  of zeros; or NULL */
     const float *expert_scale; /* [experts], of the weights of chosen experts; or NULL */
-    const pllm_norms *norms;   /* NULL: none but attention_norm and ffn_norm */
+    const pllm_norms *norms;   /* NULL: none but attention_norm and ffn_norm. All layers have some, or none has */
+    const pllm_own_input *own_input; /* NULL: none. All layers have one, or none has */
     const pllm_layer *experts; /* NULL with a router: they are run elsewhere, and the pass is cut before them */
     const pllm_layer *shared; /* NULL: none */
     int64_t *counts;          /* [experts]: routes of each, added to what is there; or NULL */
@@ -122,6 +134,11 @@ typedef struct pllm_trunk {
     const pllm_trunk_layer *layers;
     pllm_matrix embedding, head;
     const float *final_norm;
+    pllm_matrix own_embedding;  /* [vocabulary, layers * own_width]: every layer's own embedding of a token */
+    pllm_matrix own_projection; /* [layers * own_width, hidden]: of the embedding; normed by layer, and added to them */
+    const float *own_norm;      /* [own_width] */
+    int64_t own_width;          /* 0: layers have no embeddings of their own */
+    pllm_activation own_activation; /* of the gates of pllm_own_input */
     pllm_heads kinds[PLLM_HEAD_KINDS];
     int64_t kind_count, layer_count, hidden, heads, top_k;
     int64_t delta_layers, delta_key_heads, delta_value_heads, delta_key_width, delta_value_width, delta_taps;

@@ -175,8 +175,9 @@ void pllm_prepare_prompt(const trunk_job *job, const own_area *own, int64_t laye
     for (int64_t t = job->positions * thread / threads; t < job->positions * (thread + 1) / threads; t++) {
         float *qkv = job->qkv + t * job->projected;
         const int64_t position = job->pass->start + t;
-        float whole = whole_scale(job, shape, qkv + shape->queries, weights->key_bias, shape->key_value_heads);
-        for (int64_t head = 0; head < shape->key_value_heads; head++)
+        const int64_t added = weights->key.data ? shape->key_value_heads : 0;
+        float whole = added ? whole_scale(job, shape, qkv + shape->queries, weights->key_bias, added) : 0;
+        for (int64_t head = 0; head < added; head++)
             add_key_value(job, qkv, 0, layer, head, position, whole, own->rotated);
         if (t < first_query) continue;
         whole = whole_scale(job, shape, qkv, weights->query_bias, trunk->heads);
@@ -278,7 +279,7 @@ static void attend_chunk(const trunk_job *job, const own_area *own, int64_t laye
     const int64_t rows = c->together ? MIN(shape->row_group, job->pass->rows - row) : 1;
     const int64_t begin = group * (task % splits) / splits, count = rows * (group * (task % splits + 1) / splits - begin);
     const int64_t shift = c->segment->offset - c->segment->start;
-    if (!stored && c->first <= at && at < c->last) {
+    if (!stored && weights->key.data && c->first <= at && at < c->last) {
         const float *mine = qkv + row * job->projected;
         const float whole = whole_scale(job, shape, mine + shape->queries, weights->key_bias, shape->key_value_heads);
         add_key_value(job, mine, row, layer, head, at, whole, own->rotated);

@@ -25,6 +25,8 @@ typedef struct chunk {
 typedef struct own_area {
     float *h, *normed, *beside, *joined, *shared_weights, *logits, *weights;
     float *row; /* [hidden] */
+    float *own_input; /* [layers * own_width] */
+    float *gated;     /* [positions, own_width], of few positions */
     int32_t *indices;
     void *input, *exact, *linear, *experts;
     float *rotated, *scores, *maximum, *total, *sum;
@@ -56,11 +58,14 @@ typedef struct trunk_job {
     const pllm_pass *pass;
     const trunk_set *set;
     int64_t positions; /* rows * tokens */
+    int64_t last_kept; /* the last layer that adds keys or changes a state */
     int64_t projected; /* columns of qkv */
     head_shape shapes[PLLM_HEAD_KINDS];
     int64_t chunk_limit;
     int64_t part_rows; /* positions whose attention is in parts at a time */
     float *beside; /* what a shared expert reads if it has a norm of its own */
+    float *own_input; /* [positions, layers, own_width]: every layer's own embedding of each token */
+    float *gated;     /* [positions, own_width] */
     float *h, *normed, *qkv, *attended, *out, *shared_out, *router, *weights, *shared_weights;
     float *latent_rows;    /* [positions, latent_stride]: results of pllm_latent's down, and of the first matrix of queries */
     float *latent_rank;    /* [positions, latent_rank]: those of query_down, normed */

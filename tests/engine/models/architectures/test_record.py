@@ -12,6 +12,7 @@ from gguf import MODEL_ARCH_NAMES
 
 from engine.models.architectures import records
 from engine.models.architectures.families import FAMILIES, completed, layer_kinds
+from engine.models.architectures.layer_rules import KINDS
 from engine.models.architectures.record import Family
 
 
@@ -45,7 +46,10 @@ def test_defaults_are_those_of_transformers(family: Family) -> None:
 @families(lambda family: family.native)
 def test_rotary_bases_and_epsilons_are_those_of_transformers(family: Family) -> None:
     rope = library_default(family, "rope_parameters")
-    if not family.decoder.sandwiched:
+    if family.decoder.kind_rope is not None:
+        found = {kind: family.decoder.kind_rope({"rope_parameters": rope}, kind) for kind in KINDS}
+        assert found == rope
+    else:
         assert rope["rope_theta"] == family.decoder.rope_theta
         assert rope.get("partial_rotary_factor") == family.decoder.rotated
         assert {key: rope.get(key) for key in family.decoder.rope} == family.decoder.rope

@@ -17,7 +17,7 @@ from engine.errors import ModelError
 from engine.models.architectures.composite import language_tensors
 from engine.models.folders.opening import open_model
 from engine.models.formats.safetensors_files import TensorEntry
-from tests.support.tiny_models import TINY_FAMILIES, TINY_MOE_FAMILIES
+from tests.support.tiny_models import TINY_FAMILIES, TINY_MOE_FAMILIES, family_of
 
 TinyModel = Callable[..., Path]
 
@@ -88,7 +88,7 @@ def test_trunk_and_experts_together_are_the_whole_checkpoint(tiny_model: TinyMod
     assert sum(array.nbytes for array in stored.values()) == files.trunk_bytes + (experts.nbytes if experts else 0)
     assert files.trunk_bytes == sum(tensor.nbytes for tensor in trunk.values())
     assert (experts is None) == (family not in TINY_MOE_FAMILIES)
-    assert files.config["model_type"] == family
+    assert files.config["model_type"] == family_of(family)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])

@@ -238,8 +238,6 @@ def test_families_and_settings_that_do_not_run(tmp_path: Path) -> None:
     [
         ("qwen3_5_text", {"layer_types": ["linear_attention"] * 4}, "layer_types"),
         ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "mlp_layer_types"),
-        ("gemma4_text", {"num_kv_shared_layers": 2}, "num_kv_shared_layers 2"),
-        ("gemma4_text", {"enable_moe_block": False}, "enable_moe_block False"),
         (
             "gemma4_text",
             {"layer_types": ["full_attention"] * 12, "per_layer_config": {"01": {"head_dim": 8}}},
