@@ -7,11 +7,12 @@ record to :mod:`engine.models.architectures.records`, and the tiny model of it t
 from __future__ import annotations
 
 import functools
-import importlib
+import importlib.util
 import pkgutil
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
@@ -52,11 +53,14 @@ def _recorded() -> dict[str, Family]:
 
 FAMILIES: dict[str, Family] = _recorded()
 SUPPORTED: tuple[str, ...] = tuple(FAMILIES)
-"""Names (transformers' ``model_type``) of the families that run."""
+"""Names (transformers' ``model_type``) of the families with a record."""
 
 _COUNT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Names of the number of experts; transformers has several, depending on its version."""
 
+_LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")
+"""Endings of the names of transformers' classes that predict the next token."""
+_NAME = re.compile(r"[a-z][a-z0-9_]{0,60}")
 _MOST_EXPERTS = 100_000
 _EXPERTS_PER_TOKEN_KEYS = (
     "num_experts_per_tok",
@@ -82,16 +86,38 @@ def family_named(model_type: str) -> Family | None:
 
 
 def check_supported(config: Mapping[str, Any]) -> Family:
-    """The family of ``config.json``. Raises ModelError naming the family if it is not supported."""
+    """The family of ``config.json``. One without a record, which transformers defines, has no parts that this program
+    knows: the torch runtime alone may run it. Raises ModelError naming the family if it is not supported.
+    """
     name = config.get("model_type")
     if not isinstance(name, str) or not name:
         raise damaged("config.json names no model_type, so the model's family is unknown")
     family = FAMILIES.get(name)
-    if family is None:
+    if family is not None:
+        return family
+    stated = config.get("architectures")
+    written = any(str(each).endswith(_LANGUAGE_MODELS) for each in stated) if isinstance(stated, list) else False
+    if "text_config" in config or not written or not _is_defined(name):
         raise ModelError(
-            f"Models of the family {shown(ascii(name))} are not supported; supported are {', '.join(SUPPORTED)}."
+            f"Models of the family {shown(ascii(name))} are not supported; supported are {', '.join(SUPPORTED)}, and "
+            "others that transformers defines."
         )
-    return family
+    return Family(name, native=False)
+
+
+@functools.cache
+def _is_defined(model_type: str) -> bool:
+    """Whether the installed transformers defines a language model of this name. Imports nothing, as that takes
+    seconds."""
+    library = importlib.util.find_spec("transformers")
+    if library is None or not library.submodule_search_locations or not _NAME.fullmatch(model_type):
+        return False
+    models = Path(library.submodule_search_locations[0]) / "models"
+    try:
+        text = (models / model_type / f"modeling_{model_type}.py").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    return any(f"{ending}(" in text for ending in _LANGUAGE_MODELS)
 
 
 def language_config(config: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
@@ -217,7 +243,7 @@ def stated_experts_per_token(config: Mapping[str, Any]) -> int | None:
 
 def match_tensor(family: Family, name: str) -> Match | None:
     """The routed experts in the checkpoint tensor ``name``; None if it belongs to the trunk."""
-    for pattern, tensor in _patterns(family.model_type):
+    for pattern, tensor in _patterns(family.model_type) if family.layouts else ():
         found = pattern.fullmatch(name)
         if found:
             groups = found.groupdict()

@@ -108,7 +108,7 @@ def refuse_quantized(config: Mapping[str, Any]) -> None:
     published = family is not None and family.moe is not None and family.moe.published_mxfp4
     if method is None or (method == _METHODS["mxfp4"] and published):
         return
-    if has_fp8_blocks(config):
+    if family is not None and has_fp8_blocks(config):
         return
     settings = _of_mlx(config)
     if settings is None:

@@ -449,8 +449,7 @@ def unsupported_shape(config: Mapping[str, Any]) -> str | None:
     """Why a model with this configuration does not have the common shape, in a few words; None if it has."""
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None or not family.native:
-        run = (name for name, known in FAMILIES.items() if known.native)
-        return f"it runs {', '.join(run)}, and this is {shown(config.get('model_type'))}"
+        return f"it does not run the family {shown(config.get('model_type'))!r}"
     config = completed(config)
     decoder, activation = family.decoder, _activation(config)
     if activation not in ACTIVATIONS and not _is_clamped(family):

@@ -28,7 +28,7 @@ from engine.runtimes.torch.packed_modules import PackedEmbedding, PackedLinear, 
 COMPOSITE_PREFIX = "language_model."
 """Prefix of the text model's tensors in checkpoints of models that also take pictures."""
 
-_BUILDING = threading.Lock()
+BUILDING = threading.Lock()
 """Lock held while transformers builds a model, because it then replaces methods of its classes for all threads."""
 
 _LAYER = re.compile(r"\.(?:layers|blocks)\.(\d+)\.")
@@ -44,9 +44,11 @@ def read_config(folder: Path, stored: dict[str, Any]) -> Any:
 
     try:
         wanted = {key: value for key, value in without_implementations(stored).items() if key not in QUANTISATION_KEYS}
-        config = CONFIG_MAPPING[stored["model_type"]].from_dict(wanted)
+        family = CONFIG_MAPPING[stored["model_type"]]
+        # JSON has no infinity, which transformers therefore writes as {"__float__": "Infinity"}.
+        config = family.from_dict(family._decode_special_floats(wanted))
     except Exception as error:  # whatever transformers raises for settings it did not expect
-        raise ModelError(f"{folder / 'config.json'} cannot be used: {_in_one_line(error)}") from error
+        raise ModelError(f"{folder / 'config.json'} cannot be used: {in_one_line(error)}") from error
     text = config.get_text_config(decoder=True)
     _keep_rotary_base(stored, text)
     if hasattr(text, "output_router_logits"):
@@ -71,19 +73,19 @@ def build_skeleton(config: Any, dtype: torch.dtype) -> nn.Module:
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
-    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": _attention_of(config)}
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention_of(config)}
     if hasattr(config, "_experts_implementation"):
         options["experts_implementation"] = "eager"
     try:
-        with _BUILDING, torch.device("meta"), no_init_weights():
+        with BUILDING, torch.device("meta"), no_init_weights():
             model: nn.Module = AutoModelForCausalLM.from_config(config, **options)
     except Exception as error:  # as above: the numbers of a damaged config.json fail anywhere
         what = f"config.json does not describe a {config.model_type} model that can be built"
-        raise ModelError(f"{what}: {_in_one_line(error)}") from error
+        raise ModelError(f"{what}: {in_one_line(error)}") from error
     return model.eval().requires_grad_(False)
 
 
-def _attention_of(config: Any) -> str:
+def attention_of(config: Any) -> str:
     """torch's own attention if the family supports it, else plain products. A name in a file is never used, because it
     may stand for code from a repository."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -92,7 +94,7 @@ def _attention_of(config: Any) -> str:
     return "sdpa" if getattr(family, "_supports_sdpa", False) else "eager"
 
 
-def _in_one_line(error: Exception) -> str:
+def in_one_line(error: Exception) -> str:
     """The last line of the error's text, where libraries that wrap errors put the cause. It may quote the file."""
     lines = str(error).strip().splitlines()
     return shown(lines[-1].strip(), 300) if lines else type(error).__name__
@@ -157,14 +159,14 @@ def _renamed(
             name = plain
         if name in expected and pattern is None:
             yield stored_name, name, stored
-        elif not _may_be_ignored(stored_name, name, ignored, model.config.num_hidden_layers):
+        elif not may_be_ignored(stored_name, name, ignored, model.config.num_hidden_layers):
             raise ModelError(
                 f"Tensor {stored_name} has no place in a {model.config.model_type} model as config.json describes it; "
                 "the files do not belong together: fetch the model again."
             )
 
 
-def _may_be_ignored(stored_name: str, name: str, ignored: list[re.Pattern[str]], layers: int) -> bool:
+def may_be_ignored(stored_name: str, name: str, ignored: list[re.Pattern[str]], layers: int) -> bool:
     """Whether a tensor may be ignored: other modalities, layers after the last (for predicting several tokens), buffers
     that old versions stored, and what transformers itself ignores."""
     layer = _LAYER.search(name)

@@ -251,10 +251,9 @@ def base_of(module: Any) -> Any:
 
 def decoder_layers(module: Any) -> nn.ModuleList:
     """The decoder layers of a model of transformers, whatever name the family gives them."""
-    base = base_of(module)
-    layers = getattr(base, "layers", None)
-    found: nn.ModuleList = base.blocks if layers is None else layers
-    return found
+    count = module.config.num_hidden_layers
+    lists = (child for child in base_of(module).children() if isinstance(child, nn.ModuleList) and len(child) == count)
+    return next(lists)
 
 
 # --- hooks that measure a layer --------------------------------------------------------------------------------------

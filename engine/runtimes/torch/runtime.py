@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from engine.errors import ModelError
 from engine.ipc.messages import Load, ModelFacts
@@ -49,6 +50,7 @@ from engine.runtimes.torch.trunk_modules import (
     expect_two_projections,
     fuse_norms,
 )
+from engine.runtimes.torch.unrecorded import UNRECORDED, check, is_unrecorded, load_whole
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Skeleton:
         config = read_config(files.folder, files.config)
         dtype = pick_dtype(files, request)
         module = build_skeleton(config, dtype)
-        return cls(files, config, dtype, module, find_experts(module))
+        return cls(files, config, dtype, module, [] if is_unrecorded(files.config) else find_experts(module))
 
     def recorder(self, experts: int) -> Recorder:
         """A recorder of the layers, which have ``experts`` routed experts each."""
@@ -96,6 +98,9 @@ class TorchRuntime(Runtime):
         files = open_model(folder, progress)
         skeleton = Skeleton.of(files, request)
         check_layers(skeleton.places, files.experts)
+        if is_unrecorded(files.config):
+            progress("trying a small model of the family", 0, 0, "")
+            check(skeleton.config, partial(small_model, skeleton, request))
         refuse_ring_alone(request, None if ring is None else ring.context)
         return partial(self._build, skeleton, request, progress, ring)
 
@@ -122,6 +127,10 @@ class TorchRuntime(Runtime):
             top_k = experts_per_token(skeleton.places)
             shared: SharedRoom | None = None
             with closed_on_failure(backend):
+                if is_unrecorded(files.config):
+                    module = load_whole(files, skeleton.config, dtype, device, progress)
+                    facts = describe(replace(skeleton, module=module), request, device, lines=[*lines, UNRECORDED])
+                    return TorchModel(module, skeleton.config, facts, recorder, device, files, None)
                 names = [name for name, _ in files.trunk()]
                 expect_split_latents(module, names)
                 expect_two_projections(module, names)
@@ -149,6 +158,14 @@ class TorchRuntime(Runtime):
             with closed_on_failure(backend):
                 lines += open_cache(backend, room, files, request, experts_per_token(skeleton.places), progress)
         return NodeExperts(backend, int(skeleton.config.hidden_size), backend.description, held, lines)
+
+
+def small_model(skeleton: Skeleton, request: Load, module: nn.Module) -> TorchModel:
+    """``module``, a small model in float32 like ``skeleton``, as a model of this runtime."""
+    small = replace(skeleton, module=module, config=module.config, dtype=torch.float32)
+    device = torch.device("cpu")
+    facts = describe(small, request, device)
+    return TorchModel(module, small.config, facts, small.recorder(0), device, small.files, None)
 
 
 def pick_dtype(files: ModelFiles, request: Load) -> torch.dtype:
@@ -186,11 +203,11 @@ def describe(
     skeleton: Skeleton,
     request: Load,
     device: torch.device,
-    executor: Executor[torch.Tensor] | None,
-    shared: SharedRoom | None,
-    held: Experts | None,
-    top_k: int,
-    notices: list[str],
+    executor: Executor[torch.Tensor] | None = None,
+    shared: SharedRoom | None = None,
+    held: Experts | None = None,
+    top_k: int = 0,
+    lines: Sequence[str] = (),
 ) -> ModelFacts:
     """The facts of ``skeleton``, which has been filled.
 
@@ -201,6 +218,7 @@ def describe(
     stored = {tensor.data_ptr(): tensor for tensor in module.state_dict().values()}.values()
     expert_parameters = 0 if experts is None else whole_weights(experts)
     sizes = sizes_of(files, NAMES[dtype])
+    limit = int(getattr(config, "max_position_embeddings", sizes.context_limit))
     return ModelFacts(
         name=request.model,
         family=str(files.config["model_type"]),
@@ -214,7 +232,7 @@ def describe(
         moe_layers=[] if experts is None else list(experts.layers),
         vocabulary=config.vocab_size,
         hidden=config.hidden_size,
-        context_limit=min(int(config.max_position_embeddings), request.context_limit or config.max_position_embeddings),
+        context_limit=min(limit, request.context_limit or limit),
         trunk_bytes=sum(tensor.nbytes for tensor in stored),
         expert_bytes=0 if held is None else held.nbytes,
         key_value_bytes_per_token=sizes.key_value_bytes_per_token,
@@ -225,7 +243,7 @@ def describe(
         trunk=f"transformers (torch, {device.type})",
         policy=request.policy if shared is not None else None,
         gpu_expert_bytes=shared.backend.gpu_expert_bytes if shared is not None else 0,
-        notices=notices,
+        notices=list(lines),
     )
 
 

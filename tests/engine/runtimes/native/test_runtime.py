@@ -76,7 +76,7 @@ def test_a_gpu_that_is_asked_for_is_not_left_idle(mixtral: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("family", "config", "request_options", "why"),
     [
-        ("phimoe", {}, {}, "this is phimoe"),
+        ("phimoe", {}, {}, "does not run the family 'phimoe'"),
         (
             "gpt_oss",
             {},
