@@ -21,7 +21,7 @@ import psutil
 from app.tui.terminal.driver import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
-WAIT_S = 120.0
+WAIT_S = 600.0
 _PROGRAM = """
 import fcntl, signal, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
