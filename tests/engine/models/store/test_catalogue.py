@@ -45,6 +45,8 @@ def test_every_entry_is_whole_and_runs_here() -> None:
             bits = entry.gigabytes * 8 / entry.parameters_billion
             if entry.family == "gpt_oss":
                 assert 4.25 < bits < 5.3, "4.25 in the experts, more in the trunk"
+            elif entry.tag == "UD-Q4_K_XL":
+                assert 4.1 < bits < 5.3, "4.5 where a model was trained for Q4_0, more where tensors differ"
             elif entry.family == "gemma4_text":
                 assert 4.8 < bits < 5.5, "its experts' rows are no whole blocks of 256, so some are in more bits"
             else:
@@ -64,7 +66,7 @@ def test_something_packed_is_offered_for_every_size_of_machine(apple: bool) -> N
     packed = [entry for entry in offered(apple=apple) if entry.runtime == runtime]
     assert {8, 16, 32, 64, 128} <= {entry.memory_gigabytes for entry in packed}
     assert {entry.runtime for entry in offered(apple=apple)} == {"any", runtime}
-    assert len(offered(apple=apple)) <= 20, "a list to choose from"
+    assert len(offered(apple=apple)) <= 28, "a list to choose from"
     assert set(offered(apple=False)) | set(offered(apple=True)) == set(catalogue())
 
 
