@@ -46,6 +46,15 @@ ARCHITECTURES = {
     "gemma4_dense": "gemma4",
     "gemma4_e2b": "gemma4",
     "gemma4_unified_text": "gemma4",
+    "gemma3_text": "gemma3",
+    "ministral3": "mistral3",
+    "granite": "granite",
+    "lfm2": "lfm2",
+    "smollm3": "smollm3",
+    "seed_oss": "seed_oss",
+    "olmo2": "olmo2",
+    "olmo3": "olmo2",
+    "exaone4": "exaone4",
 }
 """Family in transformers -> architecture of its GGUF files."""
 
@@ -113,7 +122,7 @@ _NAMES = {
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
 }
-BY_GGUF = ("gemma4",)
+BY_GGUF = ("gemma4", "gemma3", "granite", "lfm2", "smollm3", "seed_oss", "olmo2", "exaone4", "mistral3")
 """Architectures whose names are those of the gguf package, which llama.cpp's converter uses."""
 _UNKNOWN_TO_GGUF = {
     "layer_scalar": "layer_output_scale.weight",
@@ -201,11 +210,15 @@ def stored(name: str, values: Floats, config: dict[str, Any], architecture: str)
     """As llama.cpp stores a tensor of an architecture with convolutions."""
     if name.endswith(("conv1d.weight", "conv.conv.weight")):
         values = values[:, 0]
+    if architecture == "gemma3" and name.endswith("norm.weight"):
+        return values + np.float32(1)
     return delta_net_stored(name, values, config, architecture) if architecture in DELTA_NETS else values
 
 
 def restored(name: str, values: Floats, config: dict[str, Any], architecture: str) -> Floats:
     """Undoes :func:`stored`."""
+    if architecture == "gemma3" and name.endswith("norm.weight"):
+        return values - np.float32(1)
     if architecture in DELTA_NETS:
         values = delta_net_restored(name, values, config, architecture)
     return values[:, None] if name.endswith(("conv1d.weight", "conv.conv.weight")) else values
@@ -274,7 +287,7 @@ def write_tiny_gguf(
     """
     config = json.loads((source / "config.json").read_text())
     pack = _Packing(quantised if callable(quantised) else (lambda name: quantised))
-    paired = architecture in ("llama", "granitemoe")
+    paired = architecture in ("llama", "granite", "granitemoe", "smollm3", "mistral3")
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     written: list[tuple[str, NDArray[Any], GGMLQuantizationType]] = []
     true: dict[str, Floats] = {}
@@ -371,11 +384,14 @@ def _write_metadata(
     if config.get("use_double_wide_mlp"):
         writer.add_feed_forward_length([width] * (config["num_hidden_layers"] - shared) + [2 * width] * shared)
     else:
+        if config.get("block_auto_adjust_ff_dim"):
+            step = config["block_multiple_of"]
+            width = -(-int(2 * width / 3) // step) * step
         writer.add_feed_forward_length(width)
     writer.add_head_count(config["num_attention_heads"])
     split = architecture == "deepseek2" and layout != "separate"
     heads = 1 if split else config["num_key_value_heads"]
-    if architecture == "lfm2moe":
+    if architecture in ("lfm2", "lfm2moe"):
         _write_convolutions(writer, config)
     elif architecture == "gemma4":
         _write_two_kinds(writer, config)
@@ -421,7 +437,20 @@ def _write_metadata(
         writer.add_ssm_group_count(config["linear_num_key_heads"])
         writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
         writer.add_ssm_inner_size(config["linear_num_value_heads"] * config["linear_value_head_dim"])
-    if architecture == "granitemoe":
+    if architecture in ("gemma3", "olmo2", "exaone4") and config.get("sliding_window"):
+        writer.add_sliding_window(config["sliding_window"])
+    if architecture in ("olmo2", "exaone4") and config.get("sliding_window"):
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+    whole_rope = rope.get("full_attention", rope)
+    if architecture in ("gemma3", "olmo2") and whole_rope["rope_type"] == "linear":
+        writer.add_rope_scaling_type(RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(whole_rope["factor"])
+    if architecture == "mistral3":
+        writer.add_float32("mistral3.attention.temperature_scale", whole_rope["llama_4_scaling_beta"])
+        writer.add_rope_scaling_yarn_log_mul(whole_rope["mscale_all_dim"])
+    if architecture in ("olmo2", "mistral3") and whole_rope["rope_type"] == "yarn":
+        _write_yarn(writer, whole_rope)
+    if architecture in ("granite", "granitemoe"):
         writer.add_attention_scale(config["attention_multiplier"])
         writer.add_embedding_scale(config["embedding_multiplier"])
         writer.add_residual_scale(config["residual_multiplier"])
@@ -484,8 +513,9 @@ def _write_convolutions(writer: GGUFWriter, config: dict[str, Any]) -> None:
     heads = config["num_key_value_heads"]
     writer.add_head_count_kv([0 if kind == "conv" else heads for kind in config["layer_types"]])
     writer.add_shortconv_l_cache(config["conv_L_cache"])
-    writer.add_leading_dense_block_count(config["num_dense_layers"])
-    writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+    if "num_dense_layers" in config:
+        writer.add_leading_dense_block_count(config["num_dense_layers"])
+        writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
 
 
 def _write_shared(writer: GGUFWriter, config: dict[str, Any]) -> None:
@@ -700,9 +730,18 @@ def whole_blocks(family: str) -> dict[str, Any]:
         del sizes["num_hidden_layers"]
         sizes |= {"linear_num_value_heads": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
         sizes["shared_expert_intermediate_size"] = 256
-    if family == "lfm2_moe":
+    if family in ("lfm2", "lfm2_moe"):
         del sizes["num_hidden_layers"], sizes["head_dim"]
+    if family == "lfm2_moe":
         sizes |= {"num_experts": 8, "moe_intermediate_size": 256}
+    if family == "lfm2":
+        sizes["block_multiple_of"] = 256
+    if family in ("gemma3_text", "olmo3", "exaone4", "smollm3"):
+        del sizes["num_hidden_layers"]
+    if family == "gemma3_text":
+        sizes["query_pre_attn_scalar"] = 32
+    if family in ("granite", "olmo2", "olmo3", "smollm3"):
+        del sizes["head_dim"]
     if family.startswith("gemma4"):
         del sizes["num_hidden_layers"]
         sizes |= {"global_head_dim": 64, "num_key_value_heads": 4, "num_global_key_value_heads": 2}

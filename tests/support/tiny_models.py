@@ -40,7 +40,8 @@ _KINDS_OF_FAMILIES = {"gemma4_dense": "gemma4_text", "gemma4_e2b": "gemma4_text"
 """Further tiny models of families that have several kinds of them."""
 TINY_DENSE_FAMILIES: tuple[str, ...] = (
     *("llama", "mistral", "qwen2", "qwen3", "qwen3_5_text"),
-    *("gemma4_dense", "gemma4_e2b", "gemma4_unified_text"),
+    *("gemma4_dense", "gemma4_e2b", "gemma4_unified_text", "gemma3_text", "ministral3"),
+    *("granite", "lfm2", "smollm3", "seed_oss", "olmo2", "olmo3", "exaone4"),
 )
 TINY_FAMILIES: tuple[str, ...] = TINY_DENSE_FAMILIES + TINY_MOE_FAMILIES
 
@@ -244,6 +245,62 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "vocab_size_per_layer_input": 160,
         "use_double_wide_mlp": True,
     },
+    "gemma3_text": {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 6,
+        "head_dim": 16,
+        "sliding_window": 16,
+        "query_pre_attn_scalar": 16,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1_000_000.0},
+        },
+    },
+    "ministral3": {
+        "head_dim": 16,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1_000_000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 8,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale_all_dim": 1.0,
+            "mscale": 1.0,
+            "llama_4_scaling_beta": 0.5,
+        },
+    },
+    "granite": {
+        "embedding_multiplier": 1.5,
+        "logits_scaling": 0.8,
+        "residual_multiplier": 0.9,
+        "attention_multiplier": 0.3,
+    },
+    "lfm2": {
+        "num_hidden_layers": 4,
+        "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+        "block_multiple_of": 8,
+    },
+    "smollm3": {"num_hidden_layers": 5, "rope_parameters": {"rope_type": "default", "rope_theta": 2_000_000.0}},
+    "seed_oss": {"head_dim": 16},
+    "olmo2": {},
+    "olmo3": {
+        "num_hidden_layers": 4,
+        "sliding_window": 16,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500_000.0},
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 500_000.0,
+                "factor": 8.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    },
+    "exaone4": {"num_hidden_layers": 4, "sliding_window": 16},
     "minimax": {
         "num_local_experts": 6,
         "num_experts_per_tok": 2,
@@ -346,10 +403,13 @@ def _fill(name: str, parameter: Any, generator: Any, family: str, *, tied: bool)
     gemma = family.startswith("gemma")
     if name.endswith(("bias", "sinks")):
         parameter.normal_(0.0, 0.3, generator=generator)
-    elif gemma and name.endswith(("q_norm.weight", "k_norm.weight")):  # their products are not divided by anything
+    elif family.startswith("gemma4") and name.endswith(
+        ("q_norm.weight", "k_norm.weight")
+    ):  # their products are not divided by anything
         parameter.normal_(0.7, 0.1, generator=generator)
     elif "norm" in name.rsplit(".", 2)[-2] or name.endswith("scale"):
-        parameter.normal_(1.0, 0.2, generator=generator)
+        # gemma3's norms multiply by one more.
+        parameter.normal_(0.0 if family == "gemma3_text" else 1.0, 0.2, generator=generator)
     elif "embed" in name or name.endswith("wte.weight"):
         # gemma's embeddings are multiplied by the root of their width.
         parameter.normal_(0.0, (0.1 if gemma else 0.4) if tied else 1.0, generator=generator)

@@ -14,8 +14,15 @@ from engine.models.architectures.families import FAMILIES
 from engine.models.architectures.quantisation import QUANTISATION_KEYS
 from engine.models.formats.safetensors_files import TensorEntry
 
-LANGUAGE_FAMILIES = {family.whole: name for name, family in FAMILIES.items() if family.whole}
-"""The family of the language model, by that of the whole."""
+LANGUAGE_FAMILIES = frozenset(name for name, family in FAMILIES.items() if family.whole)
+"""Families of language models that are also parts of a whole."""
+
+
+def _family_in(whole: Any, inner: Mapping[str, Any]) -> str | None:
+    """The family of the language model ``inner`` of a ``whole``: as it says, if it is one of several."""
+    names = [name for name, family in FAMILIES.items() if family.whole and family.whole == whole]
+    return inner.get("model_type") if inner.get("model_type") in names else next(iter(names), None)
+
 
 _PREFIXES = (("language_model.model.", "model."), ("model.language_model.", "model."), ("language_model.", ""))
 _OTHERS = tuple(
@@ -28,7 +35,8 @@ _OTHERS = tuple(
 
 def language_only(config: dict[str, Any]) -> dict[str, Any]:
     """The configuration of the language model in ``config``; ``config`` itself if it describes nothing else."""
-    family, inner = LANGUAGE_FAMILIES.get(str(config.get("model_type"))), config.get("text_config")
+    inner = config.get("text_config")
+    family = _family_in(config.get("model_type"), inner) if isinstance(inner, Mapping) else None
     if family is None or not isinstance(inner, Mapping):
         return config
     inner_config = {key: value for key, value in config.items() if key == "tie_word_embeddings"}
@@ -48,7 +56,7 @@ def language_tensors(
     :func:`language_only` knows.
 
     Raises ModelError if two tensors are the same one of the language model."""
-    if config.get("model_type") not in LANGUAGE_FAMILIES.values():
+    if config.get("model_type") not in LANGUAGE_FAMILIES:
         return headers
     tensors: dict[str, dict[str, TensorEntry]] = {file: {} for file in headers}
     stored: dict[str, str] = {}

@@ -62,6 +62,8 @@ def config_of(gguf: GgufFile) -> dict[str, Any]:
         )
     own = record.settings(metadata)
     rope = own["rope_parameters"] if "rope_parameters" in own else _rope(gguf, metadata, head_size, record)
+    if record.sliding_rope is not None and "layer_types" in own:
+        rope = {"full_attention": rope, "sliding_attention": record.sliding_rope(metadata)}
     config: dict[str, Any] = {
         "architectures": [record.class_name],
         "model_type": family.model_type,

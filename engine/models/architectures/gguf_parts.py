@@ -50,6 +50,24 @@ def grouped_experts(metadata: Metadata, normalised: bool) -> dict[str, Any]:
     }
 
 
+def sliding_layers(metadata: Metadata, interval: int) -> list[str]:
+    """The kind of each layer: with a sliding window as the file says, or else all but every ``interval``-th."""
+    layers, slides = metadata.number("block_count"), metadata.get("attention.sliding_window_pattern")
+    if not isinstance(slides, list):
+        interval = metadata.number("attention.sliding_window_pattern", interval)
+        slides = [bool((layer + 1) % interval) for layer in range(layers)]
+    return ["sliding_attention" if one else "full_attention" for one in slides[:layers]]
+
+
+def without_ones(config: Mapping[str, Any]) -> dict[str, Change]:
+    """What takes the one from norms to which llama.cpp's converter has added it, by the name of a checkpoint's
+    tensor."""
+    names = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+    each = [f"{name}.weight" for name in (*names, "self_attn.q_norm", "self_attn.k_norm")]
+    layers = [f"model.layers.{layer}.{name}" for layer in range(config["num_hidden_layers"]) for name in each]
+    return dict.fromkeys(["model.norm.weight", *layers], Change(subtracted=1.0))
+
+
 def paired_changes(config: Mapping[str, Any]) -> dict[str, Change]:
     """What brings queries and keys from llama.cpp's order into transformers', by the name of a checkpoint's tensor."""
     size = config["head_dim"]

@@ -84,8 +84,38 @@ def named_windows(config: Config, layers: int) -> list[int]:
     return by_type(config, [False] * layers, True)
 
 
+def kind_windows(kinds: Callable[[Config, int], list[str]]) -> Callable[[Config, int], list[int]]:
+    """Layers that are of the kind with a sliding window by the rule ``kinds``, if there is a size for it."""
+
+    def rule(config: Config, layers: int) -> list[int]:
+        window = _window(config.get("sliding_window"))
+        return [window if kind == "sliding_attention" else 0 for kind in kinds(config, layers)]
+
+    return rule
+
+
 KINDS = ("sliding_attention", "full_attention")
 """Kinds of layers with attention."""
+
+
+def full_every(setting: str, interval: int) -> Callable[[Config, int], str]:
+    """Every so-many-th layer sees everything, as ``setting`` or else ``interval`` says, the others a window."""
+
+    def rule(config: Config, layer: int) -> str:
+        every = whole_number(config, setting, default=interval) if setting else interval
+        return "sliding_attention" if (layer + 1) % every else "full_attention"
+
+    return rule
+
+
+def kinds_by(rule: Callable[[Config, int], str]) -> Callable[[Config, int], list[str]]:
+    """The kinds of attention that ``layer_types`` gives, or else ``rule``."""
+
+    def kinds(config: Config, layers: int) -> list[str]:
+        named = config.get("layer_types")
+        return check_kinds([rule(config, i) for i in range(layers)] if named is None else named, layers, KINDS)
+
+    return kinds
 
 
 def named_kinds(config: Config, layers: int) -> list[str]:

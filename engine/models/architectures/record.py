@@ -171,8 +171,12 @@ class DecoderRecord:
     """Setting of the width of an embedding that each layer has of its own, 0 without; empty: none (gemma4)."""
     head_kinds: Callable[[Config, int], list[str]] | None = None
     """The kind of each layer's heads, of two at most; None: all are alike."""
-    kind_rope: Callable[[Config, str], Config | None] | None = None
-    """Rotary settings of the heads of a kind, None where nothing is rotated; None: the same for all kinds."""
+    unrotated: str = ""
+    """The kind of heads that are not rotated; empty: none."""
+    kind_rope: Callable[[Config, str], Config] | None = None
+    """Rotary settings of the heads of a kind; None: the same for all kinds."""
+    offset_norms: bool = False
+    """Whether norms multiply by one more than their weights (gemma3, qwen3_5)."""
     keys_are_values: Callable[[Config, str], bool] = lambda config, kind: False
     """Whether the heads of a kind have the keys, before they are normed and rotated, as values."""
     keys_of: Callable[[Config, int], list[int]] = own_keys
@@ -190,6 +194,13 @@ class DecoderRecord:
     """A bias of queries, keys and values: never, always, or as this setting says."""
     output_bias: bool | str = False
     mlp_bias: bool | str = False
+    rotated_first: bool = False
+    """Whether heads are normed after they are rotated, not before (hunyuan)."""
+    paired_rotary: bool = False
+    """Whether a rotation turns neighbouring values of a head, not values half a head apart (ernie4_5)."""
+    query_growth: Callable[[Config], tuple[float, float] | None] = lambda config: None
+    """Numbers b and n by which the query at position p is multiplied by 1 + b * log(1 + floor(p / n)) (ministral3);
+    None: by nothing."""
     sinks: bool = False
     """Whether every head has a logit besides those of the keys, which takes a share of the attention (gpt_oss)."""
     clip: bool = False
@@ -254,6 +265,8 @@ class GgufRecord:
     mixer: MixerTensors | None = None
     mixed_layers: str = ""
     """The layer type (``layer_types`` of the configuration) whose attention ``mixer`` stands for; empty: of all."""
+    sliding_rope: Settings | None = None
+    """Rotary settings of layers with a sliding window, where they have some of their own."""
     final_norm: str = "output_norm.weight"
     """Name of the norm after the last layer."""
     changes: Callable[[Config], dict[str, Change]] = lambda config: {}

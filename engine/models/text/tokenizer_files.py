@@ -164,6 +164,14 @@ def _gpt_neox(library: Library, config: Mapping[str, Any]) -> None:
     library.post_processor = processors.TemplateProcessing(single="$A:0", pair="$A:0 $B:1", special_tokens=[])
 
 
+def _gemma(library: Library, config: Mapping[str, Any]) -> None:
+    from tokenizers import decoders, normalizers, pre_tokenizers
+
+    library.normalizer = normalizers.Replace(" ", "▁")
+    library.pre_tokenizer = pre_tokenizers.Split(" ", behavior="merged_with_previous", invert=False)
+    library.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+
+
 @dataclass(frozen=True)
 class _Rebuilt:
     """A class whose steps transformers builds anew. ``named``: the special tokens where the folder names none."""
@@ -180,6 +188,9 @@ _REBUILT = {
     "Qwen2Tokenizer": _Rebuilt(_qwen2, dict.fromkeys(("unk_token", "eos_token", "pad_token"), _END)),
     "Qwen3_5Tokenizer": _Rebuilt(_qwen35, dict.fromkeys(("unk_token", "eos_token", "pad_token"), _END)),
     "GPT2Tokenizer": _Rebuilt(_gpt2, dict.fromkeys(("unk_token", "bos_token", "eos_token"), _END)),
+    "GemmaTokenizer": _Rebuilt(
+        _gemma, {f"{name}_token": f"<{name}>" for name in ("unk", "bos", "eos", "pad", "mask")}, True, True
+    ),
     "GPTNeoXTokenizer": _Rebuilt(
         _gpt_neox, {**dict.fromkeys(("unk_token", "bos_token", "eos_token"), _END), "pad_token": "<|padding|>"}
     ),

@@ -95,6 +95,15 @@ class OpenedModel:
     """The number of routes to each expert; None for a dense model."""
 
 
+def query_scales(shape: Shape, start: int, count: int) -> NDArray[np.float32] | None:
+    """Further factors [count] of the queries of positions from ``start`` on; None if there are none."""
+    if shape.query_growth is None:
+        return None
+    by, step = shape.query_growth
+    positions = np.arange(start, start + count, dtype=np.float64)
+    return np.asarray(1 + by * np.log(1 + np.floor(positions / step)), np.float32)
+
+
 class NativeModel(LocalModel):
     """A model whose trunk is run by our own kernels."""
 
@@ -216,10 +225,12 @@ class NativeModel(LocalModel):
         as_steps: bool,
     ) -> None:
         library, layers = native(), self._shape.layers
+        growth = query_scales(self._shape, start, ids.shape[1])
         call = Pass(
             ids=ids.ctypes.data,
             cosine=tuple(angles.cosine[start:].ctypes.data for angles in self._angles),
             sine=tuple(angles.sine[start:].ctypes.data for angles in self._angles),
+            query_scale=None if growth is None else growth.ctypes.data,
             segments=table,
             logits=None if logits is None else logits.ctypes.data,
             states_before=None if states is None else ctypes.addressof(states[0]),

@@ -167,6 +167,13 @@ class Shape:
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
+    rotated_first: bool
+    """Whether heads are normed after they are rotated, not before."""
+    paired_rotary: bool
+    """Whether checkpoints have the values that a rotation turns together side by side."""
+    query_growth: tuple[float, float] | None
+    """Numbers b and n by which the query at position p is multiplied by 1 + b * log(1 + floor(p / n)); None: by
+    nothing."""
     sinks: bool
     tied: bool
     routers: tuple[str, ...]
@@ -185,6 +192,8 @@ class Shape:
     logits_cap: float
     """Limit of logits; 0: none."""
     norms: Norms
+    offset_norms: bool
+    """Whether norms multiply by one more than their weights."""
     layer_scale: bool
     value_norm: bool
     own_width: int
@@ -256,6 +265,9 @@ def read_shape(config: Mapping[str, Any], moe_layers: tuple[int, ...]) -> Shape:
         qkv_bias=switched(decoder.qkv_bias, config),
         output_bias=switched(decoder.output_bias, config),
         mlp_bias=switched(decoder.mlp_bias, config),
+        rotated_first=decoder.rotated_first,
+        paired_rotary=decoder.paired_rotary,
+        query_growth=decoder.query_growth(config),
         sinks=decoder.sinks,
         tied=bool(config.get("tie_embedding", config.get("tie_word_embeddings"))),
         routers=() if router is None else router.names,
@@ -272,6 +284,7 @@ def read_shape(config: Mapping[str, Any], moe_layers: tuple[int, ...]) -> Shape:
         logits_divisor=decoder.logits_divisor(config),
         logits_cap=positive_number(config, decoder.logits_cap, 0.0) if decoder.logits_cap else 0.0,
         norms=decoder.norms,
+        offset_norms=decoder.offset_norms,
         layer_scale=decoder.layer_scale,
         value_norm=decoder.value_norm,
         own_width=_own_width(config, decoder, hidden),
@@ -380,10 +393,11 @@ def _read_heads(
 
 def rope_of_kind(config: Mapping[str, Any], decoder: DecoderRecord, kind: str) -> dict[str, Any]:
     """The rotary settings of heads of ``kind``; empty where nothing is rotated."""
+    if kind and kind == decoder.unrotated:
+        return {}
     if decoder.kind_rope is None:
         return rotary.rope_settings(config, decoder.rope_theta, decoder.rope)
-    own = decoder.kind_rope(config, kind)
-    return {} if own is None else rotary.rope_settings({"rope_parameters": own}, decoder.rope_theta, {})
+    return rotary.rope_settings({"rope_parameters": decoder.kind_rope(config, kind)}, decoder.rope_theta, {})
 
 
 def _read_kind(config: Mapping[str, Any], decoder: DecoderRecord, rope: dict[str, Any]) -> HeadShape:

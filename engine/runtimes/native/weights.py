@@ -225,7 +225,8 @@ class TrunkWeights:
             head_norm=HEAD_NORMS[shape.head_norm],
             normalise=routing.normalise,
             scoring=SCORINGS[routing.scoring],
-            paired_rotary=int(files.paired_rotary if latent is None else latent.interleaved),
+            rotated_first=shape.rotated_first,
+            paired_rotary=int(files.paired_rotary or shape.paired_rotary if latent is None else latent.interleaved),
             gated_queries=int(delta is not None),
             tiled_heads=int(delta is not None and _tiled(files, delta)),
             epsilon=shape.epsilon,
@@ -447,7 +448,7 @@ class TrunkWeights:
     def _norm(self, name: str, count: int) -> int:
         """Address of a norm's weights in float32."""
         weight = to_float32(self._tensors.take([name], (count,)))
-        if self._shape.delta is not None:
+        if self._shape.offset_norms:
             weight += np.float32(1 - self._changes.get(name, Change()).subtracted)
         return self._tensors.keep(weight)
 

@@ -48,6 +48,15 @@ FAMILIES = (
     "gemma4_dense",
     "gemma4_e2b",
     "gemma4_unified_text",
+    "gemma3_text",
+    "ministral3",
+    "granite",
+    "lfm2",
+    "smollm3",
+    "seed_oss",
+    "olmo2",
+    "olmo3",
+    "exaone4",
     *MOE_FAMILIES,
 )
 
@@ -93,6 +102,11 @@ QUANTISABLE: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"moe_intermediate_size": 32},
     "gemma4_text": {"moe_intermediate_size": 32, "global_head_dim": 32, "num_key_value_heads": 2},
     "gemma4_unified_text": {"global_head_dim": 32, "num_key_value_heads": 2},
+    **{
+        name: {}
+        for name in ("granite", "smollm3", "seed_oss", "olmo2", "olmo3", "exaone4", "gemma3_text", "ministral3")
+    },
+    "lfm2": {"block_multiple_of": 32},
     "gemma4_dense": {"global_head_dim": 32, "num_key_value_heads": 2},
     "gemma4_e2b": {"global_head_dim": 32, "num_key_value_heads": 2, "hidden_size_per_layer_input": 32},
 }

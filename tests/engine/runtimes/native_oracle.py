@@ -38,6 +38,15 @@ FAMILIES = (
     "gemma4_dense",
     "gemma4_e2b",
     "gemma4_unified_text",
+    "gemma3_text",
+    "ministral3",
+    "granite",
+    "lfm2",
+    "smollm3",
+    "seed_oss",
+    "olmo2",
+    "olmo3",
+    "exaone4",
 )
 PREPARED_ONLY = ("gpt_oss",)
 """Those of the families whose checkpoints are transposed, so that the kernels read the experts of a bank only."""

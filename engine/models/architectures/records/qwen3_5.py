@@ -36,7 +36,9 @@ _DEFAULTS: dict[str, Any] = {
     "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4,
 }
-_DECODER = DecoderRecord(mixer="delta-net", layer_kind=full_at_intervals, head_norm="per-head", rotated=0.25)
+_DECODER = DecoderRecord(
+    mixer="delta-net", offset_norms=True, layer_kind=full_at_intervals, head_norm="per-head", rotated=0.25
+)
 _MOE = MoeRecord(
     QWEN,
     RouterRecord(("mlp.gate.weight",), normalise=True),

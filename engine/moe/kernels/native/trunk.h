@@ -153,6 +153,7 @@ typedef struct pllm_trunk {
     int32_t head_norm, normalise;
     int32_t scoring;     /* PLLM_SOFTMAX, PLLM_SIGMOID: what an expert's logit becomes. A group is as good as its best
                             expert with the former, and as its best two together with the latter */
+    int32_t rotated_first; /* heads are normed after they are rotated, not before */
     int32_t paired_rotary; /* rows of queries and keys, and their biases, lie so that a rotation turns values 2 i and
                               2 i + 1 of a head, as llama.cpp stores them; 0: i and i + rotated / 2 */
     int32_t gated_queries; /* behind each head's query lies its gate, whose sigmoid scales the head's result */
@@ -181,6 +182,7 @@ typedef struct pllm_segment {
 typedef struct pllm_pass {
     const int32_t *ids;          /* [rows, tokens] */
     const float *cosine[PLLM_HEAD_KINDS], *sine[PLLM_HEAD_KINDS]; /* [tokens, rotated / 2], of positions start... */
+    const float *query_scale;    /* [tokens]: further factors of the queries of positions start...; NULL: none */
     const pllm_segment *segments; /* ascending, covering 0..start + tokens) */
     float *logits;               /* [rows, vocabulary], after each row's last token; NULL: not wanted */
     const float *const *states_before; /* [rows]: each row's states; NULL in it: zeros */

@@ -47,7 +47,8 @@ static void ready_head(const trunk_job *job, const head_shape *shape, float *to,
         const int64_t place = paired && d < shape->rotated ? d / 2 + d % 2 * half : d;
         to[place] = from[d] + (bias ? bias[base + d] : 0);
     }
-    if (norm && trunk->head_norm == PLLM_NORM_PER_HEAD) job->set->norm(to, norm, trunk->epsilon, width);
+    if (norm && trunk->head_norm == PLLM_NORM_PER_HEAD && !trunk->rotated_first)
+        job->set->norm(to, norm, trunk->epsilon, width);
     if (norm && trunk->head_norm == PLLM_NORM_WHOLE)
         for (int64_t d = 0; d < width; d++) to[d] *= whole * norm[base + d];
     if (trunk->clip > 0)
@@ -148,6 +149,7 @@ static void add_key_value(const trunk_job *job, const float *qkv, int64_t row, i
     ready_head(job, shape, key, keys + head * width, weights->key_bias, weights->key_norm, whole, head,
                trunk->paired_rotary);
     job->set->rotate(key, shape->cosine + step * half, shape->sine + step * half, 1.0F, half);
+    if (trunk->rotated_first) job->set->norm(key, weights->key_norm, trunk->epsilon, width);
     ready_head(job, shape, value, values + head * width, weights->value_bias, NULL, 0, head, 0);
     if (weights->value_norm) job->set->norm(value, weights->value_norm, trunk->epsilon, width);
     pllm_store_key_value(job, row, layer, head, position, key, value);
@@ -161,8 +163,16 @@ static void ready_query(const trunk_job *job, float *to, const float *qkv, int64
     const int64_t half = shape->rotated / 2, step = position - job->pass->start;
     ready_head(job, shape, to, qkv + head * shape->query, weights->query_bias, weights->query_norm, whole, head,
                trunk->paired_rotary);
-    job->set->rotate(to, shape->cosine + step * half, shape->sine + step * half, trunk->attention_scale, half);
-    for (int64_t d = shape->rotated; d < shape->width; d++) to[d] *= trunk->attention_scale;
+    float scale = trunk->attention_scale;
+    if (job->pass->query_scale) scale *= job->pass->query_scale[step];
+    if (trunk->rotated_first) {
+        job->set->rotate(to, shape->cosine + step * half, shape->sine + step * half, 1.0F, half);
+        job->set->norm(to, weights->query_norm, trunk->epsilon, shape->width);
+        for (int64_t d = 0; d < shape->width; d++) to[d] *= scale;
+        return;
+    }
+    job->set->rotate(to, shape->cosine + step * half, shape->sine + step * half, scale, half);
+    for (int64_t d = shape->rotated; d < shape->width; d++) to[d] *= scale;
 }
 
 /* ---- A prompt --------------------------------------------------------------------------------------------- */

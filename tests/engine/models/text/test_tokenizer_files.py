@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import ModelError
-from engine.models.architectures.composite import LANGUAGE_FAMILIES
-from engine.models.architectures.families import SUPPORTED, family_named
+from engine.models.architectures.families import FAMILIES, SUPPORTED, family_named
 from engine.models.text.tokenizer import load_tokenizer
 from engine.models.text.tokenizer_files import read_template, read_tokenizer
 from tests.support.random_examples import examples
@@ -198,6 +197,8 @@ FORMS: dict[str, Form] = {
         {},
     ),
     "phimoe": (byte_fallback, {"tokenizer_class": "LlamaTokenizer"}, {"model_type": "phimoe"}, {}),
+    "gemma": (byte_fallback, {"tokenizer_class": "GemmaTokenizerFast"}, {"model_type": "gemma3_text"}, {}),
+    "gemma, class unnamed": (byte_fallback, {"bos_token": "<s>"}, {"model_type": "gemma3"}, {}),
     "unigram": (lambda: with_added(unigram()), {"tokenizer_class": FAST, "unk_token": "<unk>"}, {}, {}),
     "by transformers": (byte_level, {"tokenizer_class": "CohereTokenizerFast"}, {"model_type": "llama"}, {}),
 }
@@ -336,7 +337,7 @@ def test_the_classes_of_the_families_are_transformers() -> None:
         TOKENIZER_MAPPING_NAMES,
     )
 
-    families = {*SUPPORTED, *LANGUAGE_FAMILIES}
+    families = {*SUPPORTED, *(family.whole for family in FAMILIES.values() if family.whole)}
     records = {name: family for name in families if (family := family_named(name)) is not None}
     registered = {name: TOKENIZER_MAPPING_NAMES.get(name) or "" for name in families}
     assert registered == {name: family.tokenizer_class for name, family in records.items()}

@@ -129,6 +129,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "sliding_window": 3},
     ),
     "delta-nets by key head": ("qwen3_next", {"linear_num_value_heads": 2, "norm_topk_prob": False}),
+    "biases of all matrices of Seed-OSS": ("seed_oss", {"attention_out_bias": True, "mlp_bias": True}),
+    "biases of queries and keys that are values, and of what attention gives": (
+        "gemma4_dense",
+        {"attention_bias": True},
+    ),
+    "no layer sees a window, all heads are rotated": (
+        "exaone4",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 4},
+    ),
+    "layers with windows do not rotate their heads": ("smollm3", {"use_sliding_window": True, "sliding_window": 9}),
+    "limited logits, other scores": ("gemma3_text", {"final_logit_softcapping": 3.0, "query_pre_attn_scalar": 21}),
+    "widths of convolutions' networks as they are": ("lfm2", {"block_auto_adjust_ff_dim": False}),
     "another activation": ("llama", {"hidden_act": "gelu_pytorch_tanh"}),
     "many experts": ("mixtral", {"num_local_experts": 40, "num_experts_per_tok": 6}),
 }
