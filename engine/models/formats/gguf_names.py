@@ -23,7 +23,8 @@ _TAG = re.compile(
     _EDGE + r"(?P<tag>(UD-)?(I?Q\d+(_[A-Z0-9]+)*|TQ\d_\d|MXFP4(_MOE)?|NVFP4|BF16|FP?16|FP?32))(?=[-.]|$)", re.IGNORECASE
 )
 _RUNS = re.compile(
-    r"(UD-)?(Q[4568]|Q[458]_[01]|Q[4568]_K(_[A-Z]+)?|Q[23]_K(_[SML])?|IQ3_[SM]|IQ4_(XS|NL)|MXFP4(_MOE)?|BF16|FP?16|FP?32)"
+    r"(UD-)?(Q[4568]|Q[458]_[01]|Q[12]_0|Q[234568]_K(_[A-Z]+)?|IQ[123]_(XXS|XS|S|M)|IQ4_(XS|NL)|TQ[12]_0|"
+    r"MXFP4(_MOE)?|NVFP4|BF16|FP?16|FP?32)"
 )
 """Tags of files whose tensors are, by custom, all in formats that run."""
 _FEW_BITS = re.compile(r"(UD-)?(I?Q[123]|TQ)")

@@ -13,12 +13,12 @@ import pytest
 from gguf import GGMLQuantizationType
 from safetensors.numpy import load_file, save_file
 
+from benchmarks.packed_blocks import WRITTEN
 from engine import runtimes
 from engine.errors import ModelError
 from engine.ipc.messages import Load
 from engine.models.folders.opening import open_model
 from engine.models.folders.prepare import needs_preparing, prepare
-from engine.models.formats.number_formats import BLOCKS
 from engine.models.store.gguf_folder import open_gguf
 from engine.runtimes import choosing
 from engine.runtimes.choosing import native_unsupported_reason
@@ -33,7 +33,7 @@ from tests.support.tiny_models import write_tiny_model
 pytestmark = pytest.mark.usefixtures("home")
 
 
-FORMATS = ("F32", "F16", "BF16", *BLOCKS)
+FORMATS = ("F32", "F16", "BF16", *WRITTEN)
 EXACT, ROUNDED = 1e-5, 0.07
 """Largest errors as a share of the logits' spread: in float32, and where inputs are rounded to eight bits."""
 

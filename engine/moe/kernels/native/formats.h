@@ -33,7 +33,18 @@ enum { NO_TABLE, IQ4_TABLE, FP4_TABLE, GRID };
     ROW(MXFP4,    32,   17,   1,  5,  16,   0,    32, FP4_TABLE)                                                   \
     ROW(Q2_K,    256,   84,  16,  2,   0,   1,    16, NO_TABLE)                                                    \
     ROW(Q3_K,    256,  110,  32,  3,   4,   0,    16, NO_TABLE)                                                    \
-    ROW(IQ3_S,   256,  110,   2,  5,  16,   0,    32, GRID)
+    ROW(IQ3_S,   256,  110,   2,  5,  16,   0,    32, GRID)                                                        \
+    ROW(IQ3_XXS, 256,   98,   2,  6,  32,   0,    32, GRID)                                                        \
+    ROW(IQ2_XXS, 256,   66,   2,  7,  64,   0,    32, GRID)                                                        \
+    ROW(IQ2_XS,  256,   74,   2,  7,  64,   0,    16, GRID)                                                        \
+    ROW(IQ2_S,   256,   82,   2,  7,  64,   0,    16, GRID)                                                        \
+    ROW(IQ1_S,   256,   50,   2,  5,  16,   0,    32, GRID)                                                        \
+    ROW(IQ1_M,   256,   56,   0,  5,  16,   0,    16, GRID)                                                        \
+    ROW(TQ1_0,   256,   54,   0,  2,   1,   0,    32, NO_TABLE)                                                    \
+    ROW(TQ2_0,   256,   66,   0,  2,   1,   0,    32, NO_TABLE)                                                    \
+    ROW(NVFP4,    64,   36,   4,  5,  16,   0,    16, FP4_TABLE)                                                   \
+    ROW(Q1_0,    128,   18,   2,  2,   1,   0,    32, NO_TABLE)                                                    \
+    ROW(Q2_0,     64,   18,   2,  2,   1,   0,    32, NO_TABLE)
 
 /* What formats without blocks have in the other columns. */
 #define UNPACKED 0, 0, 0, 0, 0, NO_TABLE
@@ -62,7 +73,15 @@ enum {
     IQ4_XS_HIGH = 2, IQ4_XS_LOW = 4,
     Q2_K_SCALE = 80, Q2_K_MINIMUM = 82,
     Q3_K_SCALES = 96, Q3_K_SCALE = 108,
-    IQ3_S_HIGH = 66, IQ3_S_SIGNS = 74, IQ3_S_SCALES = 106
+    IQ3_S_HIGH = 66, IQ3_S_SIGNS = 74, IQ3_S_SCALES = 106,
+    IQ3_XXS_SIGNS = 66, /* and scales */
+    IQ2_XXS_SIGNS = 6, /* and scales, after the four indices of each 32 values */
+    IQ2_XS_SCALES = 66,
+    IQ2_S_SIGNS = 34, IQ2_S_HIGH = 66, IQ2_S_SCALES = 74,
+    IQ1_S_HIGH = 34, /* and scales */
+    IQ1_M_HIGH = 32, IQ1_M_SCALES = 48,
+    TQ1_0_HALVES = 32, TQ1_0_LAST = 48, TQ1_0_SCALE = 52,
+    TQ2_0_SCALE = 64
 };
 
 /* IQ4_NL and IQ4_XS: what a code of four bits stands for. */

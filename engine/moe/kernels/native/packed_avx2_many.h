@@ -262,7 +262,8 @@ typedef void (*part_function)(const panel_task *task, const tile_block *tile, in
 #define MULTIPLY_NAMES(WIDTH, KIND) [WIDTH][KIND] = {WIDTH##_##KIND##_1, WIDTH##_##KIND##_2, WIDTH##_##KIND##_3},
 #define WIDTHS_AND_KINDS(OF)                                                                                       \
     OF(FOUR_BITS, RAISED) OF(FOUR_BITS, LOWERED) OF(FOUR_BITS, HALVED) OF(FOUR_BITS, HALVED_LOWERED)               \
-    OF(FIVE_BITS, RAISED) OF(FIVE_BITS, LOWERED) OF(SIX_BITS, HALVED) OF(EIGHT_BITS, RAISED)
+    OF(FIVE_BITS, RAISED) OF(FIVE_BITS, LOWERED) OF(FIVE_BITS, HALVED) OF(SIX_BITS, RAISED) OF(SIX_BITS, HALVED)   \
+    OF(SEVEN_BITS, RAISED) OF(SEVEN_BITS, HALVED) OF(EIGHT_BITS, RAISED)
 
 WIDTHS_AND_KINDS(MULTIPLY_ALL)
 

@@ -247,7 +247,7 @@ ALWAYS_INLINE __m512 unit_scales(const uint8_t *b, const int dtype, __m512 *mini
     case PLLM_MXFP4: return powers(b);
     case PLLM_Q8_0: return _mm512_cvtph_ps(wide_headers(b));
     default:
-        if (block_values(dtype) == UNIT)
+        if (block_values(dtype) != 32)
             return _mm512_permutexvar_ps(lanes_of_blocks(), _mm512_castps256_ps512(eight_scales(b, dtype)));
         if (has_minimums(dtype))
             *minimums = _mm512_sub_ps(_mm512_setzero_ps(), _mm512_cvtph_ps(headers(b, size, 2, 1)));

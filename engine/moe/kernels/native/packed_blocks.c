@@ -2,7 +2,18 @@
 #include "packed_blocks.h"
 #include "packed_grids.h"
 
-const uint32_t pllm_iq3_s_grid[256][2] = {IQ3_S_GRID(IQ3_S_POINTS)};
+const uint32_t pllm_iq3_s_grid[256][2] = {IQ3_S_GRID(IQ3_S_POINTS)}, pllm_iq3_xxs_grid[256] = {IQ3_XXS_GRID(IQ3_XXS_POINT)};
+const uint64_t pllm_iq2_xxs_grid[256] = {IQ2_XXS_GRID(IQ2_POINT)}, pllm_iq2_xs_grid[512] = {IQ2_XS_GRID(IQ2_POINT)},
+               pllm_iq2_s_grid[1024] = {IQ2_S_GRID(IQ2_POINT)}, pllm_iq1_grid[2048] = {IQ1_S_GRID(IQ1_POINT)};
+
+#define IS_ODD(n) (0x6996 >> ((n) >> 4) & 1) ^ (0x6996 >> ((n) & 15) & 1)
+#define EVEN(n) (n) | ((IS_ODD(n)) << 7)
+#define FOUR_EVEN(n) EVEN(n), EVEN((n) + 1), EVEN((n) + 2), EVEN((n) + 3)
+#define SIXTEEN_EVEN(n) FOUR_EVEN(n), FOUR_EVEN((n) + 4), FOUR_EVEN((n) + 8), FOUR_EVEN((n) + 12)
+const uint8_t pllm_even_signs[128] = {
+    SIXTEEN_EVEN(0),  SIXTEEN_EVEN(16), SIXTEEN_EVEN(32), SIXTEEN_EVEN(48),
+    SIXTEEN_EVEN(64), SIXTEEN_EVEN(80), SIXTEEN_EVEN(96), SIXTEEN_EVEN(112),
+};
 
 static const int8_t IQ4[16] = {IQ4_VALUES}, FP4[16] = {FP4_VALUES};
 
@@ -113,24 +124,54 @@ static void open_q3_k(const uint8_t *b, packed_unit *to) {
     }
 }
 
-/* Four or eight codes of a grid, and the signs of each. */
-static void signed_point(const void *point, int count, int signs, int8_t *codes) {
-    const int8_t *values = point;
-    for (int i = 0; i < count; i++) codes[i] = (int8_t)(signs >> i & 1 ? -values[i] : values[i]);
+static void open_grid(int dtype, const uint8_t *b, packed_unit *to) {
+    const float factor = grid_factor(b, dtype);
+    for (int i = 0; i < UNIT_SCALES; i++) {
+        to->scales[i] = factor * (float)(1 + 2 * grid_scale(b, i, dtype));
+        to->minimums[i] = 0;
+    }
+    for (int i = 0; i < UNIT; i++) {
+        const eight_codes eight = codes_of_grid(b, i / 8, dtype);
+        const int size = (int)(eight.sizes >> (i % 8 * 8) & 255);
+        to->codes[i] = (int8_t)(!has_signed_points(dtype) ? size - above_of(dtype) : eight.signs >> i % 8 & 1 ? -size : size);
+    }
 }
 
-static void open_iq3_s(const uint8_t *b, packed_unit *to) {
-    const float scale = half_to_float(b);
-    for (int j = 0; j < 8; j++) {
-        const int own = b[IQ3_S_SCALES + j / 2] >> (j % 2 * 4) & 15;
-        for (int i = 0; i < 2; i++) {
-            to->scales[2 * j + i] = scale * (float)(1 + 2 * own);
-            to->minimums[2 * j + i] = 0;
-        }
-        for (int i = 0; i < 8; i++) {
-            const uint32_t *point = &pllm_iq3_s_grid[b[codes_at(PLLM_IQ3_S) + 8 * j + i]][b[IQ3_S_HIGH + j] >> i & 1];
-            signed_point(point, 4, b[IQ3_S_SIGNS + 4 * j + i / 2] >> (i % 2 * 4), to->codes + 32 * j + 4 * i);
-        }
+/* 3 to the power of n, times what lies in the file, modulo 256, is a number of 256ths whose thirds are the code. */
+static int third(uint8_t from, int power) {
+    static const uint8_t powers[5] = {1, 3, 9, 27, 81};
+    return (uint8_t)(from * powers[power]) * 3 >> 8;
+}
+
+static void open_ternary(int dtype, const uint8_t *b, packed_unit *to) {
+    const float scale = half_to_float(b + (dtype == PLLM_TQ1_0 ? TQ1_0_SCALE : TQ2_0_SCALE));
+    for (int i = 0; i < UNIT_SCALES; i++) {
+        to->scales[i] = scale;
+        to->minimums[i] = 0;
+    }
+    for (int i = 0; i < UNIT; i++) {
+        const int later = i - 160, last = i - 240;
+        const int code = dtype == PLLM_TQ2_0 ? b[i / 128 * 32 + i % 32] >> (i / 32 % 4 * 2) & 3
+                         : i < 160           ? third(b[i % 32], i / 32)
+                         : i < 240           ? third(b[TQ1_0_HALVES + later % 16], later / 16)
+                                             : third(b[TQ1_0_LAST + last % 4], last / 4);
+        to->codes[i] = (int8_t)(code - 1);
+    }
+}
+
+/* Blocks of 64 and 128 values, as many as there are of a unit. */
+static void open_blocks(int dtype, const uint8_t *b, int64_t values, packed_unit *to) {
+    memset(to, 0, sizeof *to);
+    for (int i = 0; i < (int)values; i++) {
+        const uint8_t *block = b + i / block_values(dtype) * block_bytes(dtype), *codes = block + codes_at(dtype);
+        const int at = i % (int)block_values(dtype);
+        to->scales[i / FINEST] = dtype == PLLM_NVFP4 ? nvfp4_scale(block[at / 16]) : half_to_float(block);
+        if (dtype == PLLM_NVFP4)
+            to->codes[i] = FP4[codes[at / 16 * 8 + at % 8] >> (at / 8 % 2 * 4) & 15];
+        else if (dtype == PLLM_Q1_0)
+            to->codes[i] = codes[at / 8] >> (at % 8) & 1 ? 1 : -1;
+        else
+            to->codes[i] = (int8_t)((codes[at / 4] >> (at % 4 * 2) & 3) - 1);
     }
 }
 
@@ -142,8 +183,17 @@ void pllm_open_unit(int dtype, const uint8_t *from, int64_t values, packed_unit 
     case PLLM_IQ4_XS: open_iq4_xs(from, to); return;
     case PLLM_Q2_K: open_q2_k(from, to); return;
     case PLLM_Q3_K: open_q3_k(from, to); return;
-    case PLLM_IQ3_S: open_iq3_s(from, to); return;
+    case PLLM_TQ1_0:
+    case PLLM_TQ2_0: open_ternary(dtype, from, to); return;
     default: break;
+    }
+    if (table_of(dtype) == GRID) {
+        open_grid(dtype, from, to);
+        return;
+    }
+    if (block_values(dtype) != 32) {
+        open_blocks(dtype, from, values, to);
+        return;
     }
     if (values < UNIT) memset(to, 0, sizeof *to);
     for (int64_t block = 0; block < values / 32; block++) {

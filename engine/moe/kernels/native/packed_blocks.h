@@ -67,6 +67,11 @@ static inline int64_t bytes_of_values(int dtype, int64_t values) {
 }
 
 static inline float half_to_float(const void *from) {
+#if defined(__aarch64__)
+    __fp16 number;
+    memcpy(&number, from, 2);
+    return (float)number;
+#endif
     uint16_t half;
     memcpy(&half, from, 2);
     const uint32_t sign = (uint32_t)(half & 0x8000) << 16, magnitude = half & 0x7fff;
@@ -123,8 +128,103 @@ typedef struct packed_unit {
     float scales[UNIT_SCALES], minimums[UNIT_SCALES];
 } packed_unit;
 
+static inline uint32_t two_bytes(const uint8_t *from) {
+    uint16_t word;
+    memcpy(&word, from, 2);
+    return word;
+}
+
+static inline uint32_t four_bytes(const uint8_t *from) {
+    uint32_t word;
+    memcpy(&word, from, 4);
+    return word;
+}
+
 /* The points of the grids. Of those of IQ3_S both that differ in the highest bit of nine lie side by side. */
-extern const uint32_t pllm_iq3_s_grid[256][2];
+extern const uint32_t pllm_iq3_s_grid[256][2], pllm_iq3_xxs_grid[256];
+extern const uint64_t pllm_iq2_xxs_grid[256], pllm_iq2_xs_grid[512], pllm_iq2_s_grid[1024], pllm_iq1_grid[2048];
+/* Seven signs, and an eighth, so that the number of negative ones is even. */
+extern const uint8_t pllm_even_signs[128];
+
+/* Eight codes of a format with a grid, a byte each, and the bits of their signs. Those of IQ1_S and IQ1_M have their signs,
+   and are raised by above_of. */
+typedef struct eight_codes {
+    uint64_t sizes;
+    uint32_t signs;
+} eight_codes;
+
+#define IQ1_LESS 0x0202020202020202ULL
+
+/* Number i of 32 in the unit at b. */
+static inline eight_codes codes_of_grid(const uint8_t *b, int i, int dtype) {
+    const uint8_t *from = b + codes_at(dtype);
+    const int group = i / 4, part = i % 4;
+    switch (dtype) {
+    case PLLM_IQ3_S: {
+        const uint32_t high = (uint32_t)b[IQ3_S_HIGH + group] >> (2 * part);
+        const uint32_t first = pllm_iq3_s_grid[from[2 * i]][high & 1], second = pllm_iq3_s_grid[from[2 * i + 1]][high >> 1 & 1];
+        return (eight_codes){first | (uint64_t)second << 32, b[IQ3_S_SIGNS + i]};
+    }
+    case PLLM_IQ3_XXS: {
+        const uint32_t signs = four_bytes(b + IQ3_XXS_SIGNS + 4 * group) >> (7 * part) & 127;
+        const uint32_t first = pllm_iq3_xxs_grid[from[2 * i]], second = pllm_iq3_xxs_grid[from[2 * i + 1]];
+        return (eight_codes){first | (uint64_t)second << 32, pllm_even_signs[signs]};
+    }
+    case PLLM_IQ2_XXS: {
+        const uint32_t signs = four_bytes(b + IQ2_XXS_SIGNS + 8 * group) >> (7 * part) & 127;
+        return (eight_codes){pllm_iq2_xxs_grid[from[8 * group + part]], pllm_even_signs[signs]};
+    }
+    case PLLM_IQ2_XS: {
+        const uint32_t both = two_bytes(from + 2 * i);
+        return (eight_codes){pllm_iq2_xs_grid[both & 511], pllm_even_signs[both >> 9]};
+    }
+    case PLLM_IQ2_S: {
+        const uint32_t high = (uint32_t)b[IQ2_S_HIGH + group] >> (2 * part) & 3;
+        return (eight_codes){pllm_iq2_s_grid[from[i] | high << 8], b[IQ2_S_SIGNS + i]};
+    }
+    case PLLM_IQ1_S: {
+        const uint32_t high = two_bytes(b + IQ1_S_HIGH + 2 * group);
+        const uint64_t point = pllm_iq1_grid[from[i] | (high >> (3 * part) & 7) << 8];
+        return (eight_codes){point - (high >> 15) * IQ1_LESS, 0};
+    }
+    default: { /* IQ1_M */
+        const uint32_t high = (uint32_t)b[IQ1_M_HIGH + i / 2] >> (4 * (i % 2)) & 15;
+        return (eight_codes){pllm_iq1_grid[from[i] | (high & 7) << 8] - (high >> 3) * IQ1_LESS, 0};
+    }
+    }
+}
+
+static inline int has_signed_points(int dtype) { return dtype != PLLM_IQ1_S && dtype != PLLM_IQ1_M; }
+
+/* The factor of all scales of a unit of a format with a grid: the one in the file, divided by what codes are multiples of. */
+static inline float grid_factor(const uint8_t *b, int dtype) {
+    if (dtype == PLLM_IQ3_S) return half_to_float(b);
+    if (dtype == PLLM_IQ3_XXS) return half_to_float(b) * 0.5F;
+    if (dtype != PLLM_IQ1_M) return half_to_float(b) * 0.125F;
+    uint16_t half = 0;
+    for (int i = 0; i < 4; i++) half = (uint16_t)(half | two_bytes(b + IQ1_M_SCALES + 2 * i) >> 12 << (4 * i));
+    return half_to_float(&half) * 0.125F;
+}
+
+/* The bits of the scale of 16 values, number i of 16; the scale is one more than twice as much, times the factor. */
+static inline int grid_scale(const uint8_t *b, int i, int dtype) {
+    const int group = i / 2;
+    switch (dtype) {
+    case PLLM_IQ3_S: return b[IQ3_S_SCALES + group / 2] >> (group % 2 * 4) & 15;
+    case PLLM_IQ3_XXS: return (int)(four_bytes(b + IQ3_XXS_SIGNS + 4 * group) >> 28);
+    case PLLM_IQ2_XXS: return (int)(four_bytes(b + IQ2_XXS_SIGNS + 8 * group) >> 28);
+    case PLLM_IQ2_XS: return b[IQ2_XS_SCALES + group] >> (i % 2 * 4) & 15;
+    case PLLM_IQ2_S: return b[IQ2_S_SCALES + group] >> (i % 2 * 4) & 15;
+    case PLLM_IQ1_S: return (int)(two_bytes(b + IQ1_S_HIGH + 2 * group) >> 12 & 7);
+    default: return (int)(two_bytes(b + IQ1_M_SCALES + group / 2 * 2) >> (i % 4 * 3) & 7);
+    }
+}
+
+/* Half of an unsigned FP8 number (E4M3), as the codes of NVFP4 stand for twice their values; 0x7f is 0. */
+static inline float nvfp4_scale(uint8_t code) {
+    const uint16_t half = code == 0x7f ? 0 : (uint16_t)((code & 0x7f) << 7);
+    return half_to_float(&half) * (FP8_LIFT / 2);
+}
 
 /* The first `values` of a unit (whole blocks); the rest are zeros. */
 void pllm_open_unit(int dtype, const uint8_t *from, int64_t values, packed_unit *to);

@@ -26,11 +26,15 @@ ALWAYS_INLINE int8x16_t looked_up(uint8x16_t codes, const int dtype) {
     return vqtbl1q_s8(vld1q_s8(table_of(dtype) == IQ4_TABLE ? iq4 : fp4), codes);
 }
 
+/* All bits of a byte for each bit of two that is set. */
+ALWAYS_INLINE uint8x16_t bytes_of_bits(const int first, const int second) {
+    static const uint8_t each[16] = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
+    return vtstq_u8(vcombine_u8(vdup_n_u8((uint8_t)first), vdup_n_u8((uint8_t)second)), vld1q_u8(each));
+}
+
 /* 16 added to the codes whose bit is set in the two bytes at `bits`. */
 ALWAYS_INLINE uint8x16_t with_fifth_bits(uint8x16_t codes, const uint8_t *bits) {
-    static const uint8_t each[16] = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
-    const uint8x16_t bytes = vcombine_u8(vdup_n_u8(bits[0]), vdup_n_u8(bits[1]));
-    return vorrq_u8(codes, vandq_u8(vtstq_u8(bytes, vld1q_u8(each)), vdupq_n_u8(16)));
+    return vorrq_u8(codes, vandq_u8(bytes_of_bits(bits[0], bits[1]), vdupq_n_u8(16)));
 }
 
 /* `bits` of each byte, moved to where the fifth bit is. Shifts by a vector go left, or right where it is negative. */
@@ -45,24 +49,38 @@ ALWAYS_INLINE uint8x16_t low_bits(const uint8_t *from, const int shift, const in
 
 /* Sizes with the signs of the bits of two bytes. */
 ALWAYS_INLINE int8x16_t with_signs(uint8x16_t sizes, const int first, const int second) {
-    static const uint8_t each[16] = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
-    const uint8x16_t bytes = vcombine_u8(vdup_n_u8((uint8_t)first), vdup_n_u8((uint8_t)second));
-    const uint8x16_t negative = vtstq_u8(bytes, vld1q_u8(each));
+    const uint8x16_t negative = bytes_of_bits(first, second);
     return vreinterpretq_s8_u8(vsubq_u8(veorq_u8(sizes, negative), negative));
-}
-
-/* Four points of four values, whose indices are eight bits each and the four lowest of `high` above them. */
-ALWAYS_INLINE uint8x16_t four_points(const uint32_t (*grid)[2], const uint8_t *low, const int high) {
-    uint32_t points[4];
-    UNROLL for (int i = 0; i < 4; i++) points[i] = grid[low[i]][high >> i & 1];
-    return vreinterpretq_u8_u32(vld1q_u32(points));
 }
 
 /* Codes 16 g .. 16 g + 15 of the unit at b, of a format with a grid. */
 ALWAYS_INLINE int8x16_t of_grid(const uint8_t *b, const int g, const int dtype) {
-    const uint8_t *signs = b + IQ3_S_SIGNS + 2 * g;
-    return with_signs(four_points(pllm_iq3_s_grid, b + codes_at(dtype) + 4 * g, b[IQ3_S_HIGH + g / 2] >> (g % 2 * 4)),
-                      signs[0], signs[1]);
+    const eight_codes first = codes_of_grid(b, 2 * g, dtype), second = codes_of_grid(b, 2 * g + 1, dtype);
+    const uint8x16_t sizes = vcombine_u8(vcreate_u8(first.sizes), vcreate_u8(second.sizes));
+    if (has_signed_points(dtype)) return with_signs(sizes, (int)first.signs, (int)second.signs);
+    return vreinterpretq_s8_u8(vsubq_u8(sizes, vdupq_n_u8((uint8_t)above_of(dtype))));
+}
+
+/* Sixteen bytes times powers of three, modulo 256: the thirds of a whole that they are 256ths of. */
+ALWAYS_INLINE uint8x16_t thirds(uint8x16_t bytes, uint8x16_t powers) {
+    const uint8x16_t of = vmulq_u8(bytes, powers);
+    const uint8x16_t first = vcgeq_u8(of, vdupq_n_u8(86)), second = vcgeq_u8(of, vdupq_n_u8(171));
+    return vsubq_u8(vdupq_n_u8(0), vaddq_u8(first, second));
+}
+
+ALWAYS_INLINE uint8x16_t of_tq1_0(const uint8_t *b, const int g) {
+    static const uint8_t powers[5] = {1, 3, 9, 27, 81}, each[16] = {1, 1, 1, 1, 3, 3, 3, 3, 9, 9, 9, 9, 27, 27, 27, 27};
+    if (g < 10) return thirds(vld1q_u8(b + g % 2 * 16), vdupq_n_u8(powers[g / 2]));
+    if (g < 15) return thirds(vld1q_u8(b + TQ1_0_HALVES), vdupq_n_u8(powers[g - 10]));
+    return thirds(vreinterpretq_u8_u32(vdupq_n_u32(four_bytes(b + TQ1_0_LAST))), vld1q_u8(each));
+}
+
+/* Four bytes of four codes each, the first in the lowest bits. */
+ALWAYS_INLINE uint8x16_t of_q2_0(const uint8_t *from) {
+    const uint8x16_t four = vreinterpretq_u8_u32(vdupq_n_u32(four_bytes(from)));
+    static const uint8_t each[16] = {0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3};
+    static const int8_t right[16] = {0, -2, -4, -6, 0, -2, -4, -6, 0, -2, -4, -6, 0, -2, -4, -6};
+    return vandq_u8(vshlq_u8(vqtbl1q_u8(four, vld1q_u8(each)), vld1q_s8(right)), vdupq_n_u8(3));
 }
 
 /* Codes 16 g .. 16 g + 15 of the unit at b. Those of PLLM_AFFINE8 are 128 less than in the file. */
@@ -70,9 +88,23 @@ ALWAYS_INLINE int8x16_t codes_of(const uint8_t *b, const int g, const int dtype)
     const uint8_t *from = b + codes_at(dtype) + g / 2 * codes_apart(dtype);
     const int half = g % 2;
     const int64_t twos = codes_at(dtype) + g / 8 * 32 + half * 16;
+    const int blocks = (int)block_values(dtype) / GROUP;
+    const uint8_t *block = b + g / blocks * block_bytes(dtype) + codes_at(dtype);
     uint8x16_t codes;
     if (table_of(dtype) == GRID) return of_grid(b, g, dtype);
     switch (dtype) {
+    case PLLM_TQ1_0: codes = of_tq1_0(b, g); break;
+    case PLLM_Q1_0: {
+        const uint8_t *bits = block + g % 8 * 2;
+        codes = vandq_u8(bytes_of_bits(bits[0], bits[1]), vdupq_n_u8(2));
+        break;
+    }
+    case PLLM_Q2_0: codes = of_q2_0(block + g % 4 * 4); break;
+    case PLLM_NVFP4: {
+        const uint8x8_t bytes = vld1_u8(block + g % 4 * 8);
+        return looked_up(vcombine_u8(vand_u8(bytes, vdup_n_u8(15)), vshr_n_u8(bytes, 4)), dtype);
+    }
+    case PLLM_TQ2_0:
     case PLLM_Q2_K: codes = low_bits(b + twos, g / 2 % 4 * 2, 3); break;
     case PLLM_Q3_K:
         codes = vorrq_u8(low_bits(b + twos, g / 2 % 4 * 2, 3), vshlq_n_u8(low_bits(b + half * 16, g / 2, 1), 2));
@@ -148,9 +180,17 @@ ALWAYS_INLINE eight eight_scales(const uint8_t *b, const int dtype) {
             own[i] = (float)(((b[IQ4_XS_LOW + i / 2] >> (i % 2 * 4) & 15) | (high >> (2 * i) & 3) << 4) - 32);
         return eight_products(own, widened(b));
     }
-    if (dtype == PLLM_IQ3_S) {
-        UNROLL for (int i = 0; i < 8; i++) own[i] = (float)(1 + 2 * (b[IQ3_S_SCALES + i / 2] >> (i % 2 * 4) & 15));
-        return eight_products(own, widened(b));
+    if (table_of(dtype) == GRID) {
+        UNROLL for (int i = 0; i < 8; i++) own[i] = (float)(1 + 2 * grid_scale(b, 2 * i, dtype));
+        return eight_products(own, grid_factor(b, dtype));
+    }
+    if (dtype == PLLM_TQ1_0 || dtype == PLLM_TQ2_0) {
+        const float32x4_t all = vdupq_n_f32(widened(b + (dtype == PLLM_TQ1_0 ? TQ1_0_SCALE : TQ2_0_SCALE)));
+        return (eight){{all, all}};
+    }
+    if (block_values(dtype) != 32) { /* blocks of 64 or 128 */
+        UNROLL for (int i = 0; i < 8; i++) own[i] = widened(b + i * 32 / block_values(dtype) * size);
+        return eight_products(own, 1);
     }
     UNROLL for (int i = 0; i < 8; i++) own[i] = dtype == PLLM_MXFP4 ? e8m0_half(b[i * size]) : widened(b + i * size);
     return eight_products(own, 1);
@@ -176,7 +216,16 @@ ALWAYS_INLINE sixteen sixteen_products(int8x16_t whole, const float by) {
 ALWAYS_INLINE sixteen halved_scales(const uint8_t *b, const int dtype) {
     if (dtype == PLLM_Q6_K) return sixteen_products(vld1q_s8((const int8_t *)b + Q6_K_SCALES), widened(b + Q6_K_SCALE));
     if (dtype == PLLM_Q2_K) return sixteen_products(vreinterpretq_s8_u8(nibble(b, 0)), widened(b + Q2_K_SCALE));
+    if (dtype == PLLM_NVFP4) {
+        float each[16];
+        UNROLL for (int i = 0; i < 16; i++) each[i] = nvfp4_scale(b[i / 4 * block_bytes(dtype) + i % 4]);
+        return (sixteen){{vld1q_f32(each), vld1q_f32(each + 4), vld1q_f32(each + 8), vld1q_f32(each + 12)}};
+    }
     int8_t own[16];
+    if (table_of(dtype) == GRID) {
+        UNROLL for (int i = 0; i < 16; i++) own[i] = (int8_t)(1 + 2 * grid_scale(b, i, dtype));
+        return sixteen_products(vld1q_s8(own), grid_factor(b, dtype));
+    }
     UNROLL for (int i = 0; i < 16; i++) own[i] = (int8_t)(q3_k_scale(b + Q3_K_SCALES, i) - 32);
     return sixteen_products(vld1q_s8(own), widened(b + Q3_K_SCALE));
 }

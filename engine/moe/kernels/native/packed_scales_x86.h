@@ -75,10 +75,30 @@ ALWAYS_INLINE __m256i eight_fours(const uint8_t *from) {
     return _mm256_and_si256(fours, _mm256_set1_epi32(15));
 }
 
-/* One more than twice each. */
-ALWAYS_INLINE __m256 eight_odd(const uint8_t *scale, const uint8_t *from) {
-    const __m256i fours = eight_fours(from);
-    return times_one(_mm256_add_epi32(_mm256_add_epi32(fours, fours), _mm256_set1_epi32(1)), scale);
+/* One more than twice each, times the factor of a unit with a grid. */
+ALWAYS_INLINE __m256 eight_odd(__m256i of, const uint8_t *b, const int dtype) {
+    const __m256 odd = _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_add_epi32(of, of), _mm256_set1_epi32(1)));
+    if (dtype == PLLM_IQ1_M) return _mm256_mul_ps(odd, _mm256_set1_ps(grid_factor(b, dtype)));
+    const float part = dtype == PLLM_IQ3_S ? 1.0F : dtype == PLLM_IQ3_XXS ? 0.5F : 0.125F;
+    return _mm256_mul_ps(odd, _mm256_set1_ps(widened(b) * part));
+}
+
+/* The upper words of eight pairs of words. */
+ALWAYS_INLINE __m256i upper_words(const uint8_t *from) {
+    const __m256 a = _mm256_loadu_ps((const float *)(const void *)from), b = _mm256_loadu_ps((const float *)(const void *)(from + 32));
+    const __m256i apart = _mm256_castps_si256(_mm256_shuffle_ps(a, b, 0xdd));
+    return _mm256_permute4x64_epi64(apart, 0xd8);
+}
+
+/* Of blocks of 64 or 128 values the scale of each, as often as it has 32 of them. */
+ALWAYS_INLINE __m256 eight_repeated(const uint8_t *b, const int dtype) {
+    const int64_t size = block_bytes(dtype);
+    if (block_values(dtype) == 128) return _mm256_set_m128(_mm_set1_ps(widened(b + size)), _mm_set1_ps(widened(b)));
+    __m128i halves = _mm_cvtsi32_si128(half_at(b));
+    halves = _mm_insert_epi16(halves, half_at(b + size), 2);
+    halves = _mm_insert_epi16(halves, half_at(b + 2 * size), 4);
+    halves = _mm_insert_epi16(halves, half_at(b + 3 * size), 6);
+    return _mm256_moveldup_ps(_mm256_cvtph_ps(halves));
 }
 
 ALWAYS_INLINE __m256 eight_scales(const uint8_t *b, const int dtype) {
@@ -86,7 +106,19 @@ ALWAYS_INLINE __m256 eight_scales(const uint8_t *b, const int dtype) {
     case PLLM_Q4_K:
     case PLLM_Q5_K: return eight_k(b, 0);
     case PLLM_IQ4_XS: return eight_iq4_xs(b);
-    case PLLM_IQ3_S: return eight_odd(b, b + IQ3_S_SCALES);
+    case PLLM_IQ3_S: return eight_odd(eight_fours(b + IQ3_S_SCALES), b, dtype);
+    case PLLM_IQ3_XXS:
+        return eight_odd(_mm256_srli_epi32(_mm256_loadu_si256((const __m256i *)(const void *)(b + IQ3_XXS_SIGNS)), 28), b, dtype);
+    case PLLM_IQ2_XXS: return eight_odd(_mm256_srli_epi32(upper_words(b + codes_at(dtype)), 28), b, dtype);
+    case PLLM_IQ1_S: {
+        const __m128i high = _mm_loadu_si128((const __m128i *)(const void *)(b + IQ1_S_HIGH));
+        const __m256i bits = _mm256_and_si256(_mm256_srli_epi32(_mm256_cvtepu16_epi32(high), 12), _mm256_set1_epi32(7));
+        return eight_odd(bits, b, dtype);
+    }
+    case PLLM_TQ1_0: return _mm256_set1_ps(widened(b + TQ1_0_SCALE));
+    case PLLM_TQ2_0: return _mm256_set1_ps(widened(b + TQ2_0_SCALE));
+    case PLLM_Q1_0:
+    case PLLM_Q2_0: return eight_repeated(b, dtype);
     case PLLM_MXFP4: return eight_powers(b, block_bytes(dtype));
     default: return eight_halves(b, block_bytes(dtype), 0);
     }
@@ -122,6 +154,35 @@ ALWAYS_INLINE __m128i sixteen_of_q3_k(const uint8_t *scales) {
     return _mm_sub_epi8(_mm_or_si128(fours, ends), _mm_set1_epi8(32));
 }
 
+/* Those of IQ2_XS and IQ2_S: of four bits, and those of the second halves in the upper ones. */
+ALWAYS_INLINE void scales_of_nibbles(const uint8_t *from, const uint8_t *b, __m256 scales[2], const int dtype) {
+    const __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)from));
+    scales[0] = eight_odd(_mm256_and_si256(bytes, _mm256_set1_epi32(15)), b, dtype);
+    scales[1] = eight_odd(_mm256_srli_epi32(bytes, 4), b, dtype);
+}
+
+/* Those of IQ1_M: four of three bits in 16. */
+ALWAYS_INLINE void scales_of_iq1_m(const uint8_t *b, __m256 scales[2]) {
+    const __m128i four = _mm_loadl_epi64((const __m128i *)(const void *)(b + IQ1_M_SCALES));
+    const __m256i words = _mm256_cvtepu16_epi32(_mm_unpacklo_epi16(four, four)), bits = _mm256_set1_epi32(7);
+    const __m256i first = _mm256_srlv_epi32(words, _mm256_setr_epi32(0, 6, 0, 6, 0, 6, 0, 6));
+    scales[0] = eight_odd(_mm256_and_si256(first, bits), b, PLLM_IQ1_M);
+    scales[1] = eight_odd(_mm256_and_si256(_mm256_srli_epi32(first, 3), bits), b, PLLM_IQ1_M);
+}
+
+/* Those of NVFP4, as nvfp4_scale. */
+ALWAYS_INLINE void scales_of_nvfp4(const uint8_t *b, __m256 scales[2]) {
+    const int64_t size = block_bytes(PLLM_NVFP4);
+    const __m128i codes = _mm_setr_epi32((int)four_bytes(b), (int)four_bytes(b + size), (int)four_bytes(b + 2 * size),
+                                         (int)four_bytes(b + 3 * size));
+    const __m128i order = _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15), sizes = _mm_set1_epi8(0x7f);
+    const __m128i there = _mm_andnot_si128(_mm_cmpeq_epi8(codes, sizes), _mm_and_si128(codes, sizes));
+    const __m256i halves = _mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_shuffle_epi8(there, order)), 7);
+    const __m256 by = _mm256_set1_ps(FP8_LIFT / 2);
+    scales[0] = _mm256_mul_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), by);
+    scales[1] = _mm256_mul_ps(_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1)), by);
+}
+
 /* The scales of a unit's groups, or, where halves of groups have their own, of the first halves and of the second ones. */
 ALWAYS_INLINE void scales_of(const uint8_t *b, __m256 scales[2], const int dtype) {
     switch (dtype) {
@@ -130,6 +191,10 @@ ALWAYS_INLINE void scales_of(const uint8_t *b, __m256 scales[2], const int dtype
         sixteen_apart(_mm_and_si128(sixteen_bytes(b), _mm_set1_epi8(15)), b + Q2_K_SCALE, scales);
         return;
     case PLLM_Q3_K: sixteen_apart(sixteen_of_q3_k(b + Q3_K_SCALES), b + Q3_K_SCALE, scales); return;
+    case PLLM_IQ2_XS: scales_of_nibbles(b + IQ2_XS_SCALES, b, scales, dtype); return;
+    case PLLM_IQ2_S: scales_of_nibbles(b + IQ2_S_SCALES, b, scales, dtype); return;
+    case PLLM_IQ1_M: scales_of_iq1_m(b, scales); return;
+    case PLLM_NVFP4: scales_of_nvfp4(b, scales); return;
     default: scales[0] = eight_scales(b, dtype);
     }
 }

@@ -225,6 +225,108 @@ def _signed(scales: torch.Tensor, sizes: torch.Tensor, signs: torch.Tensor) -> t
     return values.view(len(signs), 256)
 
 
+def _words(blocks: torch.Tensor, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
+    """Whole numbers in the bytes ``start`` to ``stop`` of each block, int32 [blocks, numbers]."""
+    # A copy, as blocks may begin at odd addresses.
+    words = blocks[:, start:stop].clone(memory_format=torch.contiguous_format).view(dtype).int()
+    return words & 0xFFFF if dtype == torch.int16 else words
+
+
+def _shifted(words: torch.Tensor, width: int, count: int) -> torch.Tensor:
+    """The first ``count`` fields of ``width`` bits of whole numbers [blocks, n], lowest first: [blocks, n * count]."""
+    mask = (1 << width) - 1
+    return torch.stack([(words >> (width * i)) & mask for i in range(count)], dim=2).reshape(len(words), -1)
+
+
+def _even(signs: torch.Tensor) -> torch.Tensor:
+    """Bytes of seven signs, and of an eighth that makes the number of negative ones even."""
+    parity = signs ^ (signs >> 4)
+    parity = parity ^ (parity >> 2)
+    parity = (parity ^ (parity >> 1)) & 1
+    return (signs | (parity << 7)).to(torch.uint8)
+
+
+def _odd_scales(blocks: torch.Tensor, bits: torch.Tensor, factor: float) -> torch.Tensor:
+    """The scales of codes of two and three bits: a number and a half, times a factor."""
+    return _half(blocks, 0) * (bits + 0.5) * factor
+
+
+def _iq3_xxs(blocks: torch.Tensor) -> torch.Tensor:
+    words = _words(blocks, 66, 98, torch.int32)
+    sizes = _grid("IQ3_XXS", blocks.device)[blocks[:, 2:66].int()]
+    return _signed(_odd_scales(blocks, (words >> 28) & 15, 0.5), sizes, _even(_shifted(words, 7, 4)))
+
+
+def _iq2_xxs(blocks: torch.Tensor) -> torch.Tensor:
+    words = _words(blocks, 2, 66, torch.int32)[:, 1::2]
+    places = blocks[:, 2:66].reshape(len(blocks), 8, 8)[:, :, :4].reshape(len(blocks), 32)
+    sizes = _grid("IQ2_XXS", blocks.device)[places.int()]
+    return _signed(_odd_scales(blocks, (words >> 28) & 15, 0.25), sizes, _even(_shifted(words, 7, 4)))
+
+
+def _iq2_xs(blocks: torch.Tensor) -> torch.Tensor:
+    words = _words(blocks, 2, 66, torch.int16)
+    sizes = _grid("IQ2_XS", blocks.device)[words & 511]
+    return _signed(_odd_scales(blocks, _halves(blocks[:, 66:74], 1), 0.25), sizes, _even(words >> 9))
+
+
+def _iq2_s(blocks: torch.Tensor) -> torch.Tensor:
+    high = _fields(blocks[:, 66:74, None], 2).reshape(len(blocks), 32).int()
+    sizes = _grid("IQ2_S", blocks.device)[blocks[:, 2:34] | (high << 8)]
+    return _signed(_odd_scales(blocks, _halves(blocks[:, 74:82], 1), 0.25), sizes, blocks[:, 34:66])
+
+
+def _moved(scales: torch.Tensor, points: torch.Tensor, below: torch.Tensor) -> torch.Tensor:
+    """The numbers [blocks, 256] of points [blocks, 32] of the 1-bit formats, an eighth above or ``below`` them."""
+    numbers = _grid("IQ1_S", points.device)[points] + torch.where(below.bool(), -0.125, 0.125)[:, :, None]
+    return (scales[:, :, None] * numbers.view(*scales.shape, -1)).view(len(points), 256)
+
+
+def _iq1_s(blocks: torch.Tensor) -> torch.Tensor:
+    high = _words(blocks, 34, 50, torch.int16)
+    points = blocks[:, 2:34] | (_shifted(high, 3, 4) << 8)
+    scales = _half(blocks, 0) * (2 * ((high >> 12) & 7) + 1)
+    return _moved(scales, points, (high >> 15).repeat_interleave(4, dim=1))
+
+
+def _iq1_m(blocks: torch.Tensor) -> torch.Tensor:
+    words = _words(blocks, 48, 56, torch.int16)
+    half = sum(((words[:, i] >> 12) << (4 * i) for i in range(1, 4)), words[:, 0] >> 12)
+    whole = half.to(torch.int16).view(torch.float16).float()[:, None]
+    high = _halves(blocks[:, 32:48], 1).int()
+    points = blocks[:, :32] | ((high & 7) << 8)
+    return _moved(whole * (2 * _shifted(words, 3, 4) + 1), points, high >> 3)
+
+
+def _tq1_0(blocks: torch.Tensor) -> torch.Tensor:
+    def levels(words: torch.Tensor, count: int) -> torch.Tensor:
+        powers = torch.tensor([1, 3, 9, 27, 81][:count], dtype=torch.uint8, device=words.device)
+        return (words[:, None, :] * powers[:, None]).reshape(len(words), -1)
+
+    codes = torch.cat((levels(blocks[:, :32], 5), levels(blocks[:, 32:48], 5), levels(blocks[:, 48:52], 4)), dim=1)
+    return _half(blocks, 52) * (((codes.int() * 3) >> 8) - 1)
+
+
+def _tq2_0(blocks: torch.Tensor) -> torch.Tensor:
+    return _half(blocks, 64) * (_twos(blocks[:, :64]).view(len(blocks), 256).to(torch.int8) - 1)
+
+
+def _nvfp4(blocks: torch.Tensor) -> torch.Tensor:
+    bits = blocks[:, :4].int()
+    # Half of an unsigned FP8 number, as the codes stand for twice their values.
+    halves = torch.where(bits == 0x7F, 0, (bits & 0x7F) << 7).to(torch.int16).view(torch.float16)
+    codes = _looked_up(_halves(blocks[:, 4:], 8), _HALVES_OF_FP4).view(len(blocks), 4, 16)
+    return ((halves.float() * 128)[:, :, None] * codes).view(len(blocks), 64)
+
+
+def _q1_0(blocks: torch.Tensor) -> torch.Tensor:
+    return _half(blocks, 0) * (2 * _fields(blocks[:, 2:, None], 1).reshape(len(blocks), 128).to(torch.int8) - 1)
+
+
+def _q2_0(blocks: torch.Tensor) -> torch.Tensor:
+    return _half(blocks, 0) * (_fields(blocks[:, 2:, None], 2).reshape(len(blocks), 64).to(torch.int8) - 1)
+
+
 def _iq3_s(blocks: torch.Tensor) -> torch.Tensor:
     high = _fields(blocks[:, 66:74, None], 1).reshape(len(blocks), 64).int()
     sizes = _grid("IQ3_S", blocks.device)[blocks[:, 2:66] | (high << 8)]
@@ -243,5 +345,7 @@ def _iq4_xs(blocks: torch.Tensor) -> torch.Tensor:
 _DECODERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "IQ4_NL": _iq4_nl, "MXFP4": _mxfp4,
     "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "IQ4_XS": _iq4_xs, "Q2_K": _q2_k, "Q3_K": _q3_k, "IQ3_S": _iq3_s,
+    "IQ3_XXS": _iq3_xxs, "IQ2_XXS": _iq2_xxs, "IQ2_XS": _iq2_xs, "IQ2_S": _iq2_s, "IQ1_S": _iq1_s, "IQ1_M": _iq1_m,
+    "TQ1_0": _tq1_0, "TQ2_0": _tq2_0, "NVFP4": _nvfp4, "Q1_0": _q1_0, "Q2_0": _q2_0,
 }  # fmt: skip
 """Functions from uint8 [blocks, bytes] to float32 [blocks, numbers], by number format."""

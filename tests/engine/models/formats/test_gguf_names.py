@@ -115,8 +115,10 @@ def test_the_recommended_one(names: list[str], tag: str | None) -> None:
         ("M-Q3_K_L", True),
         ("M-UD-IQ3_S", True),
         ("M-Q3_K_L_4", False),
-        ("M-UD-IQ1_S", False),
-        ("M-TQ1_0", False),
+        ("M-UD-IQ1_S", True),
+        ("M-TQ1_0", True),
+        ("M-UD-Q2_K_XL", True),
+        ("M-IQ2_KT", False),
         ("M-IQ4_KS", False),
     ],
 )

@@ -75,8 +75,8 @@ class Weights:
 def weights(name: str) -> Weights:
     """More columns than a panel has, and no whole number of units where the blocks are small."""
     generator = np.random.default_rng(1)
-    columns = 1280 if name in BLOCKS and block_of(name)[0] == 256 else 1024 + 256 + 64
-    columns += 32 * (name in BLOCKS and block_of(name)[0] == 32)
+    values = block_of(name)[0] if name in BLOCKS else 64
+    columns = 1280 if values == 256 else 1024 + 256 + max(64, values) + 32 * (values == 32)
     x = generator.standard_normal((TOKENS, columns)).astype(np.float32)
     x[generator.random(x.shape) < 0.005] *= 30
     if name in BLOCKS:

@@ -57,7 +57,7 @@ def matrix(name: str, words: NDArray[np.uint8]) -> Matrix:
 
 def columns_of(name: str) -> int:
     """More than a unit of 256 values, and where the format has small blocks a part of one."""
-    return 768 if block_of(name)[0] == 256 else 704 + 32
+    return {256: 768, 128: 640, 64: 704}.get(block_of(name)[0], 704 + 32)
 
 
 @pytest.mark.parametrize("name", BLOCKS)

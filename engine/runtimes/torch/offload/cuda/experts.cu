@@ -309,6 +309,32 @@ struct Q3_K {
 
 // Points of grids: the first value in the lowest byte.
 __device__ const word iq3_s_grid[256][2] = {IQ3_S_GRID(IQ3_S_POINTS)};
+__device__ const word iq3_xxs_grid[256] = {IQ3_XXS_GRID(IQ3_XXS_POINT)};
+__device__ const unsigned long long iq2_xxs_grid[256] = {IQ2_XXS_GRID(IQ2_POINT)};
+__device__ const unsigned long long iq2_xs_grid[512] = {IQ2_XS_GRID(IQ2_POINT)};
+__device__ const unsigned long long iq2_s_grid[1024] = {IQ2_S_GRID(IQ2_POINT)};
+__device__ const unsigned long long iq1_grid[2048] = {IQ1_S_GRID(IQ1_POINT)};
+
+__device__ inline Bytes bytes_of(unsigned long long point) {
+    Bytes found;
+    found.part[0] = (word)point;
+    found.part[1] = (word)(point >> 32);
+    return found;
+}
+
+// Seven signs, and an eighth that makes the number of negative ones even.
+__device__ inline unsigned even_signs(unsigned signs) {
+    const unsigned folded = signs ^ signs >> 4;
+    return signs | (0x6996 >> (folded & 15) & 1) << 7;
+}
+
+// A word of two pairs.
+__device__ inline word two_pairs(const byte *at) { return Memory<2>::pair(at) | (word)Memory<2>::pair(at + 2) << 16; }
+
+// The scales of codes that are multiples of a part: one more than twice as much, times that part.
+__device__ inline float odd_scale(unsigned half, unsigned bits, float part) {
+    return half_of(half) * part * (float)(1 + 2 * bits);
+}
 
 // A piece of sizes, times the scale, with the signs of a byte.
 __device__ inline void with_signs(const Bytes &sizes, float scale, unsigned signs, float *out) {
@@ -328,6 +354,127 @@ struct IQ3_S {
         sizes.part[0] = iq3_s_grid[low & 255][high & 1];
         sizes.part[1] = iq3_s_grid[low >> 8][high >> 1 & 1];
         with_signs(sizes, scale, block[74 + piece], out);
+    }
+};
+
+struct IQ3_XXS {
+    enum { NUMBERS = 256, BYTES = 98, ALIGNMENT = 2 };
+    static __device__ void decode(const byte *block, int piece, float *out) {
+        const word packed = two_pairs(block + 66 + 4 * (piece / 4));
+        const unsigned places = Memory<2>::pair(block + 2 + 2 * piece);
+        Bytes sizes;
+        sizes.part[0] = iq3_xxs_grid[places & 255];
+        sizes.part[1] = iq3_xxs_grid[places >> 8];
+        const float scale = odd_scale(Memory<2>::pair(block), packed >> 28, 0.5f);
+        with_signs(sizes, scale, even_signs(packed >> 7 * (piece & 3) & 127), out);
+    }
+};
+
+struct IQ2_XXS {
+    enum { NUMBERS = 256, BYTES = 66, ALIGNMENT = 2 };
+    static __device__ void decode(const byte *block, int piece, float *out) {
+        const byte *group = block + 2 + 8 * (piece / 4);
+        const word packed = two_pairs(group + 4);
+        const float scale = odd_scale(Memory<2>::pair(block), packed >> 28, 0.125f);
+        const Bytes sizes = bytes_of(iq2_xxs_grid[group[piece & 3]]);
+        with_signs(sizes, scale, even_signs(packed >> 7 * (piece & 3) & 127), out);
+    }
+};
+
+struct IQ2_XS {
+    enum { NUMBERS = 256, BYTES = 74, ALIGNMENT = 2 };
+    static __device__ void decode(const byte *block, int piece, float *out) {
+        const unsigned packed = Memory<2>::pair(block + 2 + 2 * piece);
+        const float scale = odd_scale(Memory<2>::pair(block), block[66 + piece / 4] >> 4 * (piece / 2 & 1) & 15, 0.125f);
+        with_signs(bytes_of(iq2_xs_grid[packed & 511]), scale, even_signs(packed >> 9), out);
+    }
+};
+
+struct IQ2_S {
+    enum { NUMBERS = 256, BYTES = 82, ALIGNMENT = 2 };
+    static __device__ void decode(const byte *block, int piece, float *out) {
+        const unsigned high = block[66 + piece / 4] >> 2 * (piece & 3) & 3;
+        const float scale = odd_scale(Memory<2>::pair(block), block[74 + piece / 4] >> 4 * (piece / 2 & 1) & 15, 0.125f);
+        with_signs(bytes_of(iq2_s_grid[block[2 + piece] | high << 8]), scale, block[34 + piece], out);
+    }
+};
+
+// Points of the 1-bit formats, an eighth above or below them. Codes are eight times as large, and 16 are added.
+__device__ inline void moved(unsigned place, float scale, bool below, float *out) {
+    const Bytes point = bytes_of(iq1_grid[place]);
+    EACH_NUMBER out[i] = scale * (float)((int)point[i] - 16 - (below ? 2 : 0));
+}
+
+struct IQ1_S {
+    enum { NUMBERS = 256, BYTES = 50, ALIGNMENT = 2 };
+    static __device__ void decode(const byte *block, int piece, float *out) {
+        const unsigned high = Memory<2>::pair(block + 34 + 2 * (piece / 4));
+        const float scale = odd_scale(Memory<2>::pair(block), high >> 12 & 7, 0.125f);
+        moved(block[2 + piece] | (high >> 3 * (piece & 3) & 7) << 8, scale, high >> 15, out);
+    }
+};
+
+struct IQ1_M {
+    enum { NUMBERS = 256, BYTES = 56, ALIGNMENT = 4 };
+    static __device__ void decode(const byte *block, int piece, float *out) {
+        unsigned half = 0;
+        for (int i = 0; i < 4; i++) half |= Memory<4>::pair(block + 48 + 2 * i) >> 12 << 4 * i;
+        const unsigned bits = Memory<4>::pair(block + 48 + 2 * (piece / 8)) >> 3 * (piece / 2 & 3) & 7;
+        const unsigned high = block[32 + piece / 2] >> 4 * (piece & 1) & 15;
+        moved(block[piece] | (high & 7) << 8, odd_scale(half, bits, 0.125f), high >> 3, out);
+    }
+};
+
+struct TQ1_0 {
+    enum { NUMBERS = 256, BYTES = 54, ALIGNMENT = 2 };
+    static __device__ void decode(const byte *block, int piece, float *out) {
+        const float scale = half_of(Memory<2>::pair(block + 52));
+        const int powers[5] = {1, 3, 9, 27, 81};
+        EACH_NUMBER {
+            const int at = PIECE * piece + i, later = at - 160, last = at - 240;
+            const int place = at < 160 ? at % 32 : at < 240 ? 32 + later % 16 : 48 + last % 4;
+            const int power = powers[at < 160 ? at / 32 : at < 240 ? later / 16 : last / 4];
+            out[i] = scale * (float)(((block[place] * power & 255) * 3 >> 8) - 1);
+        }
+    }
+};
+
+struct TQ2_0 {
+    enum { NUMBERS = 256, BYTES = 66, ALIGNMENT = 2 };
+    static __device__ void decode(const byte *block, int piece, float *out) {
+        const float scale = half_of(Memory<2>::pair(block + 64));
+        const TwosOf32 codes(Memory<2>(), block, piece);
+        EACH_NUMBER out[i] = scale * (float)((int)codes[i] - 1);
+    }
+};
+
+// --- blocks of 64 and 128 numbers ------------------------------------------------------------------------------------
+
+struct NVFP4 {
+    enum { NUMBERS = 64, BYTES = 36, ALIGNMENT = 4 };
+    static __device__ void decode(const byte *block, int piece, float *out) {
+        const unsigned own = block[piece / 2];
+        // Half of an unsigned FP8 number, whose exponents half precision has, too.
+        const float scale = half_of(own == 0x7F ? 0 : (own & 0x7F) << 7) * 128.0f;
+        const Bytes codes = Memory<4>::eight(block + 4 + 8 * (piece / 2));
+        EACH_NUMBER out[i] = scale * doubled_fp4(codes[i] >> 4 * (piece & 1) & 15);
+    }
+};
+
+struct Q1_0 {
+    enum { NUMBERS = 128, BYTES = 18, ALIGNMENT = 2 };
+    static __device__ void decode(const byte *block, int piece, float *out) {
+        const float scale = half_of(Memory<2>::pair(block));
+        EACH_NUMBER out[i] = block[2 + piece] >> i & 1 ? scale : -scale;
+    }
+};
+
+struct Q2_0 {
+    enum { NUMBERS = 64, BYTES = 18, ALIGNMENT = 2 };
+    static __device__ void decode(const byte *block, int piece, float *out) {
+        const float scale = half_of(Memory<2>::pair(block));
+        const unsigned codes = Memory<2>::pair(block + 2 + 2 * piece);
+        EACH_NUMBER out[i] = scale * (float)((int)(codes >> 2 * i & 3) - 1);
     }
 };
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.packed_blocks import block_of, random_blocks, unpacked
+from benchmarks.packed_blocks import WRITTEN, block_of, random_blocks, unpacked
 from engine.ipc.messages import ExpertPolicy, Load
 from engine.models.folders.opening import open_model
 from engine.models.formats.number_formats import BLOCKS
@@ -101,7 +101,7 @@ def test_every_family(family: str, policy: ExpertPolicy, tiny_model: Callable[..
     assert_like_the_library(folder, folder, policy=policy, gpu_expert_bytes=room)
 
 
-@pytest.mark.parametrize(("family", "policy", "kind"), in_turn(tuple(ARCHITECTURES), POLICIES, tuple(BLOCKS)))
+@pytest.mark.parametrize(("family", "policy", "kind"), in_turn(tuple(ARCHITECTURES), POLICIES, WRITTEN))
 def test_packed_files(
     family: str, policy: ExpertPolicy, kind: str, packed_model: Callable[[str, str], tuple[Path, Path]]
 ) -> None:

@@ -21,7 +21,7 @@ ODD_EXPONENTS = (0, 1, 2, 127, 253, 254, 255)
 
 def scales_at(name: str) -> tuple[int, ...]:
     """Where the float16 numbers of a block lie."""
-    return () if name == "MXFP4" else SCALES.get(name, (0,))
+    return SCALES.get(name, (0,))
 
 
 def same(found: torch.Tensor, wanted: np.ndarray) -> bool:
