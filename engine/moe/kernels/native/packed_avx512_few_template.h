@@ -117,12 +117,18 @@ ALWAYS_INLINE __m512i two_of_six_bits(const uint8_t *low, const uint8_t *high, _
     return masked(joined(halves_shifted(twice(low), 0, 4), _mm512_rolv_epi32(twice(high), turns), 15), 63);
 }
 
+/* Codes of a group of 32, and of the one after the next. */
+ALWAYS_INLINE __m512i two_groups(const uint8_t *codes) {
+    return _mm512_inserti64x4(_mm512_castsi256_si512(thirty_two(codes)), thirty_two(codes + 64), 1);
+}
+
 /* The unsigned codes of the unit at b. */
 ALWAYS_INLINE void unit_codes(const uint8_t *b, const int dtype, __m512i to[4]) {
     const int64_t size = block_bytes(dtype);
     if (has_few_bits(dtype)) {
-        spread(two_of_few_bits(b, 0, 2, dtype), two_of_few_bits(b, 1, 3, dtype), two_of_few_bits(b, 4, 6, dtype),
-               two_of_few_bits(b, 5, 7, dtype), to);
+        uint8_t room[UNIT];
+        codes_table[dtype](b, room);
+        spread(two_groups(room), two_groups(room + 32), two_groups(room + 128), two_groups(room + 160), to);
         return;
     }
     switch (dtype) {

@@ -42,8 +42,11 @@ ALWAYS_INLINE void open_codes(const uint8_t *const rows[16], panel_block *to, co
         }
         return;
     }
+    const uint8_t *units[16];
+    uint8_t room[16][UNIT];
+    for (int r = 0; r < 16; r++) units[r] = readable(rows[r], room[r], dtype);
 #define OPEN_GROUP(g)                                                                                              \
-    UNROLL for (int r = 0; r < 16; r++) lanes[r] = _mm512_castsi512_ps(codes_of(rows[r], g, dtype));               \
+    UNROLL for (int r = 0; r < 16; r++) lanes[r] = _mm512_castsi512_ps(codes_of(units[r], g, dtype));              \
     avx512f_transpose(lanes);                                                                                      \
     UNROLL for (int i = 0; i < 16; i++) store_codes(to, v, blocks, 2 * (g) + i / 8, i % 8, lanes[i]);
     OPEN_GROUP(0)

@@ -53,14 +53,30 @@ ALWAYS_INLINE __m512i with_fifth_bits(__m512i codes, const uint8_t *a, const uin
     return _mm512_or_si512(codes, bit);
 }
 
-/* Codes of groups `first` and `second` of 32, of formats that few_bits opens. */
-ALWAYS_INLINE __m512i two_of_few_bits(const uint8_t *b, const int first, const int second, const int dtype) {
-    return _mm512_inserti64x4(_mm512_castsi256_si512(few_bits(b, first, dtype)), few_bits(b, second, dtype), 1);
+/* Units of formats that few_bits opens: their codes one after the other, a byte each. They are compiled once, as they are
+   long; what multiplies or exchanges them is the same for all. */
+#define OPEN_CODES(NAME, ...)                                                                                      \
+    NOINLINE void NAME##_codes(const uint8_t *b, uint8_t to[UNIT]) {                                               \
+        if (!has_few_bits(PLLM_##NAME)) return;                                                                    \
+        UNROLL for (int g = 0; g < UNIT / 32; g++)                                                                 \
+            _mm256_storeu_si256((__m256i *)(void *)(to + 32 * g), few_bits(b, g, PLLM_##NAME));                    \
+    }
+#define CODES_NAME(NAME, ...) [PLLM_##NAME] = NAME##_codes,
+
+PLLM_BLOCK_FORMATS(OPEN_CODES)
+
+static void (*const codes_table[PLLM_DTYPES])(const uint8_t *b, uint8_t to[UNIT]) = {PLLM_BLOCK_FORMATS(CODES_NAME)};
+
+/* What codes_of reads: the unit at b, or, of formats that few_bits opens, their codes in `room`. */
+ALWAYS_INLINE const uint8_t *readable(const uint8_t *b, uint8_t room[UNIT], const int dtype) {
+    if (!has_few_bits(dtype)) return b;
+    codes_table[dtype](b, room);
+    return room;
 }
 
-/* Codes 64 g .. 64 g + 63 of the unit at b, unsigned. */
+/* Codes 64 g .. 64 g + 63 of the readable unit at b, unsigned. */
 ALWAYS_INLINE __m512i codes_of(const uint8_t *b, const int g, const int dtype) {
-    if (has_few_bits(dtype)) return two_of_few_bits(b, 2 * g, 2 * g + 1, dtype);
+    if (has_few_bits(dtype)) return _mm512_loadu_si512(b + 64 * g);
     const uint8_t *first = b + codes_at(dtype) + 2 * g * codes_apart(dtype), *second = first + codes_apart(dtype);
     switch (dtype) {
     case PLLM_Q4_K:

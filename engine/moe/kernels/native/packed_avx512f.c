@@ -91,8 +91,10 @@ ALWAYS_INLINE void open_row(const int dtype, const uint8_t *from, float *to, int
         }
         __m512 minimums;
         const __m512 scales = scales_of_sixteen(unit, dtype, &minimums);
+        uint8_t room[UNIT];
+        const uint8_t *readable_unit = readable(unit, room, dtype);
         UNROLL for (int g = 0; g < GROUPS; g++) {
-            const __m512i codes = codes_of(unit, g, dtype);
+            const __m512i codes = codes_of(readable_unit, g, dtype);
             UNROLL for (int i = 0; i < GROUP / 16; i++) {
                 const int64_t at = first + GROUP * g + 16 * i;
                 if (at >= count) break;
