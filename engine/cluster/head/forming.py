@@ -24,7 +24,7 @@ from engine.cluster.head.forming_state import (
     GiveUp,
     Kind,
     LeaveOut,
-    Step,
+    Stage,
     Task,
     TryAgain,
     WaitFor,
@@ -458,20 +458,20 @@ class RingFormer:
 
         self._needed = set(watches)
         steps: Mapping[Task, Callable[[FormingTry], Kind | None]] = {
-            Step.PLAN: self._plan_try,
-            Step.REFUSE: self._refuse,
-            Step.SEND: self._send,
-            Step.CONNECT: self._connect,
-            Step.LOAD: self._load_together,
-            Step.LOAD_REMOTE: self._load_elsewhere,
-            Step.LOAD_ALONE: self._load_alone,
+            Stage.PLAN: self._plan_try,
+            Stage.REFUSE: self._refuse,
+            Stage.SEND: self._send,
+            Stage.CONNECT: self._connect,
+            Stage.LOAD: self._load_together,
+            Stage.LOAD_REMOTE: self._load_elsewhere,
+            Stage.LOAD_ALONE: self._load_alone,
         }
         # Later an answer waits, and a machine that is lost is not waited for.
         tolerant = [watch for watch in watches.values() if watch is not None] if state.first else []
         with tolerate_silence(tolerant), contextlib.ExitStack() as undo:
             attempt = FormingTry(machines, list(notices), watching, undo)
-            while (step := next_task(state)) is not Step.FINISH:
-                assert isinstance(step, Step)
+            while (step := next_task(state)) is not Stage.FINISH:
+                assert isinstance(step, Stage)
                 state = state.did(step, steps[step](attempt))
             undo.pop_all()
             return self._with_link_retry(attempt.formed, attempt.together, machines)

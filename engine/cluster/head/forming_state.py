@@ -17,7 +17,7 @@ FailureKind = Literal["lost", "unconnected", "changed", "gone", "refused"]
 others were worked with; it did not answer a call; it refused."""
 
 
-class Step(Enum):
+class Stage(Enum):
     """A step of forming."""
 
     PLAN = auto()
@@ -38,12 +38,12 @@ class Step(Enum):
     """Use what was formed."""
 
 
-LADDERS: Mapping[Kind | None, tuple[Step, ...]] = {
-    None: (Step.PLAN,),
-    "refused": (Step.REFUSE,),
-    "alone": (Step.LOAD_ALONE, Step.FINISH),
-    "elsewhere": (Step.SEND, Step.CONNECT, Step.LOAD_REMOTE, Step.FINISH),
-    "ring": (Step.SEND, Step.CONNECT, Step.LOAD, Step.FINISH),
+LADDERS: Mapping[Kind | None, tuple[Stage, ...]] = {
+    None: (Stage.PLAN,),
+    "refused": (Stage.REFUSE,),
+    "alone": (Stage.LOAD_ALONE, Stage.FINISH),
+    "elsewhere": (Stage.SEND, Stage.CONNECT, Stage.LOAD_REMOTE, Stage.FINISH),
+    "ring": (Stage.SEND, Stage.CONNECT, Stage.LOAD, Stage.FINISH),
 }
 """Steps by the kind of the decision; None before there is one."""
 
@@ -80,7 +80,7 @@ class GiveUp:
     """End the forming with the failure."""
 
 
-Task = Step | TryAgain | WaitFor | LeaveOut | GiveUp
+Task = Stage | TryAgain | WaitFor | LeaveOut | GiveUp
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class FormingState:
     first: bool
     machines: frozenset[str]
     kind: Kind | None = None
-    done: frozenset[Step] = frozenset()
+    done: frozenset[Stage] = frozenset()
     failure: Failure | None = None
     waited: bool = False
     """Whether the machine that failed was waited for in vain."""
@@ -107,7 +107,7 @@ class FormingState:
         """Node ids of the silent machines whose answer ends the present try. Later an answer waits, and they do not."""
         return self.silent if self.first and self.waits < MOST_LOSSES else frozenset()
 
-    def did(self, step: Step, kind: Kind | None = None) -> FormingState:
+    def did(self, step: Stage, kind: Kind | None = None) -> FormingState:
         """The state after a step. ``kind`` is that of a new decision."""
         return replace(self, done=self.done | {step}, kind=kind or self.kind)
 

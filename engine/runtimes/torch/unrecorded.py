@@ -20,6 +20,7 @@ from torch import nn
 from engine.errors import ModelError
 from engine.ipc.progress import ProgressCallback
 from engine.models.architectures.families import FAMILIES
+from engine.models.formats.json_files import SMALL_FILE, read_object
 from engine.models.formats.model_files import ModelFiles
 from engine.runtimes.protocol import Logits
 from engine.runtimes.torch.loading import BUILDING, attention_of, in_one_line, may_be_ignored
@@ -76,8 +77,8 @@ def check(config: Any, run: SmallModel) -> None:
 def _kept(path: Path) -> str | None:
     """The result in ``path``, empty for none wrong; None if there is none to be used."""
     try:
-        problem = json.loads(path.read_bytes())["problem"]
-    except (OSError, ValueError, KeyError, TypeError):
+        problem = read_object(path, SMALL_FILE).get("problem")
+    except ModelError:
         return None
     return problem if isinstance(problem, str) else None
 

@@ -32,7 +32,7 @@ async def choose(pilot: Pilot[int], title: str) -> None:
     """Open the palette by its key, type ``title`` and press enter."""
     app = pilot.app
     await pilot.press("ctrl+p")
-    await wait_until(pilot, lambda: isinstance(app.screen, CommandPalette))
+    await wait_until(pilot, lambda: isinstance(app.screen, CommandPalette) and app.screen.query(OptionList))
     await pilot.press(*title.replace(" ", "_").replace("_", " "))
     await wait_until(pilot, lambda: app.screen.query_one(OptionList).option_count)
     await wait_until(pilot, lambda: title in str(app.screen.query_one(OptionList).get_option_at_index(0).prompt))
@@ -95,7 +95,7 @@ async def test_a_lent_machine_has_it_and_what_is_typed_there_does_not_end_it(eng
     async with app.run_test(size=(80, 24)) as pilot:
         assert {"Leave", "New code", "Theme"} <= set(offered(app))
         await pilot.press("ctrl+p")
-        await wait_until(pilot, lambda: isinstance(app.screen, CommandPalette))
+        await wait_until(pilot, lambda: isinstance(app.screen, CommandPalette) and app.screen.query(OptionList))
         await pilot.press("q", "c")
         assert isinstance(app.screen, CommandPalette)
 

@@ -122,6 +122,7 @@ def _settings(metadata: Metadata) -> dict[str, Any]:
         raise ModelError(f"{gguf.path} is damaged: its head_count_kv is {shown(heads)}; download it again.")
     full = slides.index(False)
     narrow = slides.index(True) if True in slides else full
+    own_embeddings = metadata.number("embedding_length_per_layer_input", 0)
     return {
         "layer_types": ["sliding_attention" if one else "full_attention" for one in slides],
         "sliding_window": metadata.number("attention.sliding_window"),
@@ -133,8 +134,8 @@ def _settings(metadata: Metadata) -> dict[str, Any]:
         "attention_k_eq_v": not {f"blk.{full}.attn_v.weight", f"blk.{full}.attn_qkv.weight"} & gguf.tensors.keys(),
         "intermediate_size": widths[0],
         "num_kv_shared_layers": shared,
-        "hidden_size_per_layer_input": metadata.number("embedding_length_per_layer_input", 0),
-        "vocab_size_per_layer_input": gguf.tensors["token_embd.weight"].rows,
+        "hidden_size_per_layer_input": own_embeddings,
+        **({"vocab_size_per_layer_input": gguf.tensors["token_embd.weight"].rows} if own_embeddings else {}),
         "hidden_activation": "gelu_pytorch_tanh",
         "use_double_wide_mlp": widths[layers - 1] != widths[0],
         **_experts(metadata),

@@ -15,7 +15,7 @@ from engine.cluster.head.forming_state import (
     GiveUp,
     Kind,
     LeaveOut,
-    Step,
+    Stage,
     Task,
     TryAgain,
     WaitFor,
@@ -32,16 +32,25 @@ def state(first: bool = True, **values: object) -> FormingState:
 @pytest.mark.parametrize(
     ("kinds", "steps"),
     [
-        (["refused"], [Step.PLAN, Step.REFUSE]),
-        (["alone"], [Step.PLAN, Step.LOAD_ALONE, Step.FINISH]),
-        (["elsewhere", None], [Step.PLAN, Step.SEND, Step.CONNECT, Step.LOAD_REMOTE, Step.FINISH]),
-        (["ring", None], [Step.PLAN, Step.SEND, Step.CONNECT, Step.LOAD, Step.FINISH]),
-        (["ring", "alone"], [Step.PLAN, Step.SEND, Step.CONNECT, Step.LOAD_ALONE, Step.FINISH]),
+        (["refused"], [Stage.PLAN, Stage.REFUSE]),
+        (["alone"], [Stage.PLAN, Stage.LOAD_ALONE, Stage.FINISH]),
+        (
+            ["elsewhere", None],
+            [Stage.PLAN, Stage.SEND, Stage.CONNECT, Stage.LOAD_REMOTE, Stage.FINISH],
+        ),
+        (
+            ["ring", None],
+            [Stage.PLAN, Stage.SEND, Stage.CONNECT, Stage.LOAD, Stage.FINISH],
+        ),
+        (
+            ["ring", "alone"],
+            [Stage.PLAN, Stage.SEND, Stage.CONNECT, Stage.LOAD_ALONE, Stage.FINISH],
+        ),
     ],
 )
-def test_the_steps_follow_the_decision(kinds: list[Kind | None], steps: list[Step]) -> None:
+def test_the_steps_follow_the_decision(kinds: list[Kind | None], steps: list[Stage]) -> None:
     """The first kind is that of the plan, the second one that of the measurements together."""
-    now, decided = state(), dict(zip((Step.PLAN, Step.CONNECT), kinds, strict=False))
+    now, decided = state(), dict(zip((Stage.PLAN, Stage.CONNECT), kinds, strict=False))
     for step in steps[:-1]:
         assert next_task(now) is step
         now = now.did(step, decided.get(step))
@@ -84,14 +93,14 @@ def test_a_machine_that_fails_is_waited_for_or_left_out(kind: str, values: dict[
 
 
 def test_a_machine_that_answers_again_is_taken_in_and_one_that_does_not_is_left_out() -> None:
-    failed = state().did(Step.PLAN, "ring").failed(Failure("gone", "attic"))
+    failed = state().did(Stage.PLAN, "ring").failed(Failure("gone", "attic"))
     back = failed.waited_for("attic", is_back=True)
-    assert (back.machines, back.waits, next_task(back)) == (MACHINES, 1, Step.PLAN)
+    assert (back.machines, back.waits, next_task(back)) == (MACHINES, 1, Stage.PLAN)
     away = failed.waited_for("attic", is_back=False)
     assert next_task(away) == LeaveOut("attic")
     without = away.left_out("attic")
     assert (without.machines, without.silent, without.awaited) == (MACHINES - {"attic"}, {"attic"}, {"attic"})
-    assert next_task(without) is Step.PLAN
+    assert next_task(without) is Stage.PLAN
     again = without.failed(Failure("changed", "attic")).waited_for("attic", is_back=True)
     assert (again.machines, again.silent, again.awaited) == (MACHINES, frozenset(), frozenset())
     # One that refuses is not waited for, and where an answer waits, nobody is.
@@ -133,7 +142,7 @@ def planned(first: bool, course: Course) -> Iterator[str]:
                     failure, answers = next(left)
                 except StopIteration:
                     return
-                now = now.did(Step.PLAN, "ring").failed(failure)
+                now = now.did(Stage.PLAN, "ring").failed(failure)
 
 
 def looped(first: bool, course: Course) -> Iterator[str]:
@@ -177,7 +186,7 @@ def test_no_course_goes_on_for_ever(first: bool, failures: list[Failure]) -> Non
     """Machines that are not there fail no more, and none that is left out is awaited without an end."""
     now, tries = state(first), 0
     for failure in failures:
-        while not isinstance(task := next_task(now), Step | GiveUp):
+        while not isinstance(task := next_task(now), Stage | GiveUp):
             match task:
                 case WaitFor(node_id):
                     now = now.waited_for(node_id, is_back=True)
