@@ -121,46 +121,63 @@ ALWAYS_INLINE __m256i four_dots(const __m256i codes[4], const int8_t *in, const 
     return merged(merged(sums[0], sums[1], limit), merged(sums[2], sums[3], limit), 2 * limit);
 }
 
-/* sums[R][M] += the units at w, one of each row, times those at x. Groups that are not there are zeros. A unit adds to the
-   float32 sums once or twice: with an addition for each group, one row of one token would wait for its own sums. */
+/* A unit of a format with a grid as it is multiplied, for inputs that come in several parts. */
+typedef struct opened_unit {
+    uint8_t codes[UNIT];
+    float scales[2][GROUPS];
+} opened_unit;
+
+/* sums[M] += the unit at w, an opened_unit or the file's, times those at x. Groups that are not there are zeros. A unit adds
+   to the float32 sums once or twice: with an addition for each group, one row of one token would wait for its own sums. */
+ALWAYS_INLINE void add_one(const void *w, const packed_input *const *x, __m256 sums[MOST_TOKENS], const int dtype,
+                           const int opened, const int M) {
+    const opened_unit *unit = w;
+    __m256i low[MOST_TOKENS], high[MOST_TOKENS]; /* products of groups 0 to 3, and 4 to 7 */
+    UNROLL for (int four = 0; four < 2; four++) {
+        __m256i codes[4];
+        UNROLL for (int g = 0; g < 4; g++)
+            codes[g] = opened ? loaded(unit->codes + GROUP * (4 * four + g)) : codes_of(w, 4 * four + g, dtype);
+        UNROLL for (int m = 0; m < M; m++)
+            (four ? high : low)[m] = four_dots(codes, x[m]->codes + 4 * GROUP * four, dtype);
+    }
+    __m256 scales[2], minimums[2];
+    if (opened)
+        UNROLL for (int half = 0; half < 2; half++) scales[half] = _mm256_loadu_ps(unit->scales[half]);
+    else
+        scales_of(w, scales, dtype);
+    if (has_minimums(dtype)) minimums_of(w, minimums, dtype);
+    UNROLL for (int m = 0; m < M; m++) {
+        const unit_input *in = (const unit_input *)(const void *)x[m];
+        const __m256i first = _mm256_permute2x128_si256(low[m], high[m], 0x20);
+        const __m256i second = _mm256_permute2x128_si256(low[m], high[m], 0x31);
+        const __m256 by = _mm256_loadu_ps(in->scales);
+        if (is_halved(dtype)) {
+            const __m256i halves[2] = {first, second};
+            UNROLL for (int half = 0; half < 2; half++) {
+                const __m256 own = _mm256_loadu_ps(in->half_sums[half]);
+                const __m256 raised = _mm256_mul_ps(_mm256_set1_ps(raised_by(dtype)), own);
+                const __m256 products = _mm256_fmsub_ps(_mm256_cvtepi32_ps(halves[half]), by, raised);
+                sums[m] = _mm256_fmadd_ps(products, scales[half], sums[m]);
+                if (has_minimums(dtype)) sums[m] = _mm256_fnmadd_ps(minimums[half], own, sums[m]);
+            }
+            continue;
+        }
+        __m256 products = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_add_epi32(first, second)), by);
+        if (raised_by(dtype) > 0)
+            products = _mm256_fnmadd_ps(_mm256_set1_ps(raised_by(dtype)), _mm256_loadu_ps(in->sums), products);
+        sums[m] = _mm256_fmadd_ps(products, scales[0], sums[m]);
+        if (has_minimums(dtype)) sums[m] = _mm256_fnmadd_ps(minimums[0], _mm256_loadu_ps(in->sums), sums[m]);
+    }
+}
+
+/* sums[R][M] += the units at w, one of each row, times those at x. */
 ALWAYS_INLINE void add_unit(const uint8_t *const *w, const packed_input *const *x, const int groups,
                             __m256 sums[MOST_ROWS][MOST_TOKENS], const int dtype, const int R, const int M) {
     (void)groups; /* zeros are multiplied faster than the compiler's branches are taken */
     UNROLL for (int r = 0; r < R; r++) {
         UNROLL for (int64_t line = 0; line < bytes_of_values(dtype, UNIT); line += 64)
             __builtin_prefetch(w[r] + AHEAD + line, 0, 3);
-        __m256i low[MOST_TOKENS], high[MOST_TOKENS]; /* products of groups 0 to 3, and 4 to 7 */
-        UNROLL for (int four = 0; four < 2; four++) {
-            __m256i codes[4];
-            UNROLL for (int g = 0; g < 4; g++) codes[g] = codes_of(w[r], 4 * four + g, dtype);
-            UNROLL for (int m = 0; m < M; m++)
-                (four ? high : low)[m] = four_dots(codes, x[m]->codes + 4 * GROUP * four, dtype);
-        }
-        __m256 scales[2], minimums[2];
-        scales_of(w[r], scales, dtype);
-        if (has_minimums(dtype)) minimums_of(w[r], minimums, dtype);
-        UNROLL for (int m = 0; m < M; m++) {
-            const unit_input *in = (const unit_input *)(const void *)x[m];
-            const __m256i first = _mm256_permute2x128_si256(low[m], high[m], 0x20);
-            const __m256i second = _mm256_permute2x128_si256(low[m], high[m], 0x31);
-            const __m256 by = _mm256_loadu_ps(in->scales);
-            if (is_halved(dtype)) {
-                const __m256i halves[2] = {first, second};
-                UNROLL for (int half = 0; half < 2; half++) {
-                    const __m256 own = _mm256_loadu_ps(in->half_sums[half]);
-                    const __m256 raised = _mm256_mul_ps(_mm256_set1_ps(raised_by(dtype)), own);
-                    const __m256 products = _mm256_fmsub_ps(_mm256_cvtepi32_ps(halves[half]), by, raised);
-                    sums[r][m] = _mm256_fmadd_ps(products, scales[half], sums[r][m]);
-                    if (has_minimums(dtype)) sums[r][m] = _mm256_fnmadd_ps(minimums[half], own, sums[r][m]);
-                }
-                continue;
-            }
-            __m256 products = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_add_epi32(first, second)), by);
-            if (raised_by(dtype) > 0)
-                products = _mm256_fnmadd_ps(_mm256_set1_ps(raised_by(dtype)), _mm256_loadu_ps(in->sums), products);
-            sums[r][m] = _mm256_fmadd_ps(products, scales[0], sums[r][m]);
-            if (has_minimums(dtype)) sums[r][m] = _mm256_fnmadd_ps(minimums[0], _mm256_loadu_ps(in->sums), sums[r][m]);
-        }
+        add_one(w[r], x, sums[r], dtype, 0, M);
     }
 }
 
@@ -174,8 +191,82 @@ ALWAYS_INLINE float added_up(__m256 v) {
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
+/* ---- Rows of formats with a grid, which are opened once for all tokens ------------------------------------------- */
+
+#define OPENED_UNITS 64 /* of a row at most: 20 KB */
+
+ALWAYS_INLINE void open_row(const uint8_t *w, const int64_t units, opened_unit *to, const int dtype) {
+    for (const opened_unit *end = to + units; to < end; to++, w += block_bytes(dtype)) {
+        UNROLL for (int64_t line = 0; line < block_bytes(dtype); line += 64) __builtin_prefetch(w + AHEAD + line, 0, 3);
+        for (int g = 0; g < GROUPS; g++)
+            _mm256_storeu_si256((__m256i *)(void *)(to->codes + GROUP * g), codes_of(w, g, dtype));
+        __m256 scales[2];
+        scales_of(w, scales, dtype);
+        _mm256_storeu_ps(to->scales[0], scales[0]);
+        if (is_halved(dtype)) _mm256_storeu_ps(to->scales[1], scales[1]);
+    }
+}
+
+ALWAYS_INLINE void opened_products(const opened_unit *w, const int64_t units, const void *const *x, float *y,
+                                   const int64_t y_stride, const int add, const int dtype, const int M) {
+    __m256 sums[MOST_TOKENS];
+    const packed_input *in[MOST_TOKENS];
+    UNROLL for (int m = 0; m < M; m++) {
+        sums[m] = _mm256_setzero_ps();
+        in[m] = x[m];
+    }
+    for (int64_t unit = 0; unit < units; unit++) {
+        add_one(w + unit, in, sums, dtype, 1, M);
+        UNROLL for (int m = 0; m < M; m++) in[m]++;
+    }
+    UNROLL for (int m = 0; m < M; m++) {
+        const float sum = added_up(sums[m]);
+        y[m * y_stride] = add ? y[m * y_stride] + sum : sum;
+    }
+}
+
+typedef struct opened_format {
+    void (*open)(const uint8_t *w, int64_t units, opened_unit *to);
+    void (*products[MOST_TOKENS])(const opened_unit *w, int64_t units, const void *const *x, float *y, int64_t y_stride,
+                                  int add);
+} opened_format;
+
+#define OPENED_PRODUCTS(NAME, M)                                                                                   \
+    NOINLINE void NAME##_opened_##M(const opened_unit *w, int64_t units, const void *const *x, float *y,           \
+                                    int64_t y_stride, int add) {                                                   \
+        if (table_of(PLLM_##NAME) == GRID) opened_products(w, units, x, y, y_stride, add, PLLM_##NAME, M);         \
+    }
+#define OPENED(NAME, ...)                                                                                          \
+    NOINLINE void NAME##_open(const uint8_t *w, int64_t units, opened_unit *to) {                                  \
+        if (table_of(PLLM_##NAME) == GRID) open_row(w, units, to, PLLM_##NAME);                                    \
+    }                                                                                                              \
+    OPENED_PRODUCTS(NAME, 1) OPENED_PRODUCTS(NAME, 2) OPENED_PRODUCTS(NAME, 3) OPENED_PRODUCTS(NAME, 4)
+#define OPENED_NAMES(NAME, ...)                                                                                    \
+    [PLLM_##NAME] = {NAME##_open, {NAME##_opened_1, NAME##_opened_2, NAME##_opened_3, NAME##_opened_4}},
+
+PLLM_BLOCK_FORMATS(OPENED)
+
+static const opened_format opened_table[PLLM_DTYPES] = {PLLM_BLOCK_FORMATS(OPENED_NAMES)};
+
+/* Whether `rows` rows of a format were multiplied, each opened once: points of a grid cost more than products with them. */
+static int several_parts(const uint8_t *w, int dtype, int64_t row_bytes, int64_t rows, int64_t columns,
+                         const void *const *x, int64_t tokens, float *y, int64_t y_stride, int add) {
+    const int64_t units = columns / UNIT, parts = divided_up(tokens, MOST_TOKENS);
+    if (table_of(dtype) != GRID || units > OPENED_UNITS) return 0;
+    for (int64_t row = 0; row < rows; row++) {
+        opened_unit opened[OPENED_UNITS];
+        opened_table[dtype].open(w + row * row_bytes, units, opened);
+        for (int64_t part = 0; part < parts; part++) {
+            const int64_t first = tokens * part / parts, width = tokens * (part + 1) / parts - first;
+            opened_table[dtype].products[width - 1](opened, units, x + first, y + first * y_stride + row, y_stride, add);
+        }
+    }
+    return 1;
+}
+
 #undef SET
 #define SET(name) pllm_packed_avx2_##name
+#define SEVERAL_PARTS several_parts
 #define ROWS_OF_1 1 /* from end to end: the processor fetches one stream best */
 #define ROWS_OF_2 1
 #define ROWS_OF_3 1

@@ -71,6 +71,7 @@ ALWAYS_INLINE float added_up(lanes v) { return vaddvq_f32(v); }
 
 #undef SET
 #define SET(name) pllm_packed_neon_##name
+#define SEVERAL_PARTS(...) 0
 #define ROWS_OF_1 4
 #define ROWS_OF_2 2
 #define ROWS_OF_3 2

@@ -6,6 +6,7 @@
    add_unit(w[R], x[M], groups, sums[R][M], dtype, R, M)    adds the products of units of all rows and tokens; dtype, R
                             and M are constants of the compiler
    ROWS_OF_1 .. ROWS_OF_4   rows that it takes together for so many tokens, 1, 2 or 4
+   SEVERAL_PARTS(...)       whether it has multiplied a few rows with all tokens by itself
    SET(name)                the name of this set's copy of a function */
 
 /* y[m * y_stride + r] (+)= W[r] · x[m] for R rows and M tokens, constants of the compiler. */
@@ -68,6 +69,9 @@ void SET(few)(const void *weights, int dtype, int64_t stride, int64_t rows, int6
     const int64_t row_bytes = bytes_of_values(dtype, stride), parts = divided_up(tokens, MOST_TOKENS);
     for (int64_t group = 0; group < rows; group += MOST_ROWS) {
         const int64_t end = MIN(rows, group + MOST_ROWS);
+        if (parts > 1 && SEVERAL_PARTS(w + group * row_bytes, dtype, row_bytes, end - group, columns, x, tokens,
+                                       y + group, y_stride, add))
+            continue;
         for (int64_t part = 0; part < parts; part++) {
             const int64_t first = tokens * part / parts, width = tokens * (part + 1) / parts - first;
             int64_t row = group;
