@@ -48,6 +48,9 @@ ARCHITECTURES = {
     "gemma4_unified_text": "gemma4",
     "gemma3_text": "gemma3",
     "ministral3": "mistral3",
+    "phi3": "phi3",
+    "glm4": "glm4",
+    "ernie4_5": "ernie4_5",
     "granite": "granite",
     "lfm2": "lfm2",
     "smollm3": "smollm3",
@@ -122,7 +125,20 @@ _NAMES = {
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
 }
-BY_GGUF = ("gemma4", "gemma3", "granite", "lfm2", "smollm3", "seed_oss", "olmo2", "exaone4", "mistral3")
+BY_GGUF = (
+    "gemma4",
+    "gemma3",
+    "granite",
+    "lfm2",
+    "smollm3",
+    "seed_oss",
+    "olmo2",
+    "exaone4",
+    "mistral3",
+    "phi3",
+    "glm4",
+    "ernie4_5",
+)
 """Architectures whose names are those of the gguf package, which llama.cpp's converter uses."""
 _UNKNOWN_TO_GGUF = {
     "layer_scalar": "layer_output_scale.weight",
@@ -419,7 +435,7 @@ def _write_metadata(
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
     if config.get("n_shared_experts"):
         _write_shared(writer, config)
-    if architecture == "glm4moe":
+    if architecture in ("glm4moe", "glm4"):
         writer.add_rope_dimension_count(round(config["rope_parameters"]["partial_rotary_factor"] * config["head_dim"]))
     if config.get("clip_qkv"):
         writer.add_clamp_kqv(config["clip_qkv"])
@@ -437,7 +453,7 @@ def _write_metadata(
         writer.add_ssm_group_count(config["linear_num_key_heads"])
         writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
         writer.add_ssm_inner_size(config["linear_num_value_heads"] * config["linear_value_head_dim"])
-    if architecture in ("gemma3", "olmo2", "exaone4") and config.get("sliding_window"):
+    if architecture in ("gemma3", "olmo2", "exaone4", "phi3") and config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
     if architecture in ("olmo2", "exaone4") and config.get("sliding_window"):
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
@@ -740,7 +756,7 @@ def whole_blocks(family: str) -> dict[str, Any]:
         del sizes["num_hidden_layers"]
     if family == "gemma3_text":
         sizes["query_pre_attn_scalar"] = 32
-    if family in ("granite", "olmo2", "olmo3", "smollm3"):
+    if family in ("granite", "olmo2", "olmo3", "smollm3", "phi3"):
         del sizes["head_dim"]
     if family.startswith("gemma4"):
         del sizes["num_hidden_layers"]

@@ -41,6 +41,7 @@ _KINDS_OF_FAMILIES = {"gemma4_dense": "gemma4_text", "gemma4_e2b": "gemma4_text"
 TINY_DENSE_FAMILIES: tuple[str, ...] = (
     *("llama", "mistral", "qwen2", "qwen3", "qwen3_5_text"),
     *("gemma4_dense", "gemma4_e2b", "gemma4_unified_text", "gemma3_text", "ministral3"),
+    *("phi3", "glm4", "ernie4_5"),
     *("granite", "lfm2", "smollm3", "seed_oss", "olmo2", "olmo3", "exaone4"),
 )
 TINY_FAMILIES: tuple[str, ...] = TINY_DENSE_FAMILIES + TINY_MOE_FAMILIES
@@ -271,6 +272,9 @@ _FAMILIES: dict[str, dict[str, Any]] = {
             "llama_4_scaling_beta": 0.5,
         },
     },
+    "phi3": {"sliding_window": 16},
+    "glm4": {"head_dim": 16},
+    "ernie4_5": {"head_dim": 16},
     "granite": {
         "embedding_multiplier": 1.5,
         "logits_scaling": 0.8,

@@ -129,7 +129,12 @@ def _usually_named(
         if family.moe is not None and layer in layers_with_experts:
             yield from _experts(gguf, family.moe, config, here, target)
         if layer not in layers_with_experts or (family.moe is not None and family.moe.shared == "network"):
-            yield from _feed_forward(here + "ffn_{}.weight", target + "mlp.", decoder.ffn(config, layer), hidden)
+            ffn = decoder.ffn(config, layer)
+            if decoder.merged_ffn:
+                yield NamedTensor.whole(here + "ffn_up.weight", target + "mlp.gate_up_proj.weight", (2 * ffn, hidden))
+                yield NamedTensor.whole(here + "ffn_down.weight", target + "mlp.down_proj.weight", (hidden, ffn))
+            else:
+                yield from _feed_forward(here + "ffn_{}.weight", target + "mlp.", ffn, hidden)
         if own_input:
             for source, name, shape in (
                 ("inp_gate", "per_layer_input_gate", (own_input, hidden)),
@@ -177,6 +182,10 @@ def _attention(gguf: GgufFile, decoder: DecoderRecord, config: Mapping[str, Any]
         rows |= {"k": keys} | ({} if decoder.keys_are_values(config, kind) else {"v": keys})
     for part, columns in (("weight", (hidden,)), ("bias", ())):
         if part == "bias" and not switched(decoder.qkv_bias, config):
+            continue
+        if decoder.merged_attention:
+            shape = (sum(rows.values()), *columns)
+            yield NamedTensor.whole(f"{here}attn_qkv.{part}", f"{attention}qkv_proj.{part}", shape)
             continue
         each = ((f"{here}attn_{short}.{part}", f"{attention}{short}_proj.{part}", rows[short]) for short in rows)
         yield from projections(gguf, f"{here}attn_qkv.{part}", each, columns)

@@ -194,6 +194,10 @@ class DecoderRecord:
     """A bias of queries, keys and values: never, always, or as this setting says."""
     output_bias: bool | str = False
     mlp_bias: bool | str = False
+    merged_attention: bool = False
+    """Whether the projections of queries, keys and values are one matrix, one below the other (phi3)."""
+    merged_ffn: bool = False
+    """Whether gate and up of dense networks are one matrix, one below the other (phi3, glm4)."""
     rotated_first: bool = False
     """Whether heads are normed after they are rotated, not before (hunyuan)."""
     paired_rotary: bool = False

@@ -167,6 +167,8 @@ class Shape:
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
+    merged_attention: bool
+    merged_ffn: bool
     rotated_first: bool
     """Whether heads are normed after they are rotated, not before."""
     paired_rotary: bool
@@ -265,6 +267,8 @@ def read_shape(config: Mapping[str, Any], moe_layers: tuple[int, ...]) -> Shape:
         qkv_bias=switched(decoder.qkv_bias, config),
         output_bias=switched(decoder.output_bias, config),
         mlp_bias=switched(decoder.mlp_bias, config),
+        merged_attention=decoder.merged_attention,
+        merged_ffn=decoder.merged_ffn,
         rotated_first=decoder.rotated_first,
         paired_rotary=decoder.paired_rotary,
         query_growth=decoder.query_growth(config),

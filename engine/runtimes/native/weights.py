@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from engine.errors import ModelError, damaged
 from engine.models.formats.model_files import Change, Experts, ExpertWeights, ModelFiles, StoredTensor
-from engine.models.formats.number_formats import is_packed
+from engine.models.formats.number_formats import BLOCK_SIDE, is_packed
 from engine.moe.kernels.bindings import ACTIVATIONS, FORMATS, CActivation, KernelChoice, Matrix, load
 from engine.moe.kernels.layers import LayerExperts, layer_experts, matrix
 from engine.moe.popularity import Popularity
@@ -96,6 +96,22 @@ class Tensors:
 
     def matrix(self, names: Sequence[str], rows: int, columns: int) -> Matrix:
         return matrix(self.take(names, (rows, columns)))
+
+    def parts(self, name: str, rows: Sequence[int], columns: int) -> list[StoredTensor]:
+        """The matrices of so many ``rows`` each that lie one below the other in a tensor, in place. Raises ModelError
+        if a block of FP8 has rows of two of them."""
+        whole = self.take([name], (sum(rows), columns))
+        found, first = [], 0
+        for count in rows:
+            if whole.dtype == "BLOCK_FP8" and first % BLOCK_SIDE:
+                raise ModelError(f"Tensor {self.named(name)} holds matrices that do not end with their blocks of FP8.")
+            step = BLOCK_SIDE if whole.dtype == "BLOCK_FP8" else 1
+            places = slice(first // step, -(-(first + count) // step))
+            beside = (part and StoredTensor(part.dtype, part.words[places]) for part in (whole.scales, whole.biases))
+            found.append(StoredTensor(whole.dtype, whole.words[first : first + count], *beside))
+            first += count
+        self.kept += found
+        return found
 
     def exact(self, names: Sequence[str], rows: int, columns: int) -> Matrix:
         """The matrix of a router or gate, in float32 if it is stored packed."""
@@ -286,11 +302,15 @@ class TrunkWeights:
         own = shape.keys_of[index] == index
         # A gate of every query may lie beside it.
         projected = queries if shape.delta is None else 2 * queries
-        layer.query = tensors.matrix([attention + "q_proj.weight"], projected, shape.hidden)
-        if own:
-            layer.key = tensors.matrix([attention + "k_proj.weight"], keys, shape.hidden)
-        if own and not heads.keys_are_values:
-            layer.value = tensors.matrix([attention + "v_proj.weight"], keys, shape.hidden)
+        if shape.merged_attention:
+            merged = tensors.parts(attention + "qkv_proj.weight", (projected, keys, keys), shape.hidden)
+            layer.query, layer.key, layer.value = map(matrix, merged)
+        else:
+            layer.query = tensors.matrix([attention + "q_proj.weight"], projected, shape.hidden)
+            if own:
+                layer.key = tensors.matrix([attention + "k_proj.weight"], keys, shape.hidden)
+            if own and not heads.keys_are_values:
+                layer.value = tensors.matrix([attention + "v_proj.weight"], keys, shape.hidden)
         layer.output = tensors.matrix([attention + "o_proj.weight"], shape.hidden, queries)
         if shape.qkv_bias:
             layer.query_bias = tensors.vector(attention + "q_proj.bias", queries)
@@ -496,9 +516,13 @@ class TrunkWeights:
                 else None
             )
 
+        if self._shape.merged_ffn:
+            gate, up = tensors.parts(prefix + "gate_up_proj.weight", (ffn, ffn), hidden)
+        else:
+            gate, up = (tensors.take([f"{prefix}{name}_proj.weight"], (ffn, hidden)) for name in ("gate", "up"))
         expert = ExpertWeights(
-            gate=tensors.take([prefix + "gate_proj.weight"], (ffn, hidden)),
-            up=tensors.take([prefix + "up_proj.weight"], (ffn, hidden)),
+            gate=gate,
+            up=up,
             down=tensors.take([prefix + "down_proj.weight"], (hidden, ffn)),
             gate_bias=added("gate_proj.bias", ffn),
             up_bias=added("up_proj.bias", ffn),

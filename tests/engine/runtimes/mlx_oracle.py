@@ -50,6 +50,9 @@ FAMILIES = (
     "gemma4_unified_text",
     "gemma3_text",
     "ministral3",
+    "phi3",
+    "glm4",
+    "ernie4_5",
     "granite",
     "lfm2",
     "smollm3",
@@ -104,7 +107,19 @@ QUANTISABLE: dict[str, dict[str, Any]] = {
     "gemma4_unified_text": {"global_head_dim": 32, "num_key_value_heads": 2},
     **{
         name: {}
-        for name in ("granite", "smollm3", "seed_oss", "olmo2", "olmo3", "exaone4", "gemma3_text", "ministral3")
+        for name in (
+            "granite",
+            "smollm3",
+            "seed_oss",
+            "olmo2",
+            "olmo3",
+            "exaone4",
+            "gemma3_text",
+            "ministral3",
+            "phi3",
+            "glm4",
+            "ernie4_5",
+        )
     },
     "lfm2": {"block_multiple_of": 32},
     "gemma4_dense": {"global_head_dim": 32, "num_key_value_heads": 2},
@@ -142,7 +157,7 @@ def write_comparable(folder: Path, family: str, **overrides: Any) -> Path:
     """A tiny model that mlx-lm itself understands completely."""
     if family == "gpt_oss":
         overrides.setdefault("rope_parameters", ROUNDED_YARN)
-    if family in ("mistral", "phimoe"):
+    if family in ("mistral", "phimoe", "phi3"):
         overrides.setdefault("sliding_window", None)
     return write_model(folder, family, **overrides)
 
