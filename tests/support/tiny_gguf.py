@@ -49,6 +49,8 @@ ARCHITECTURES = {
     "gemma3_text": "gemma3",
     "ministral3": "mistral3",
     "phi3": "phi3",
+    "minimax_m2": "minimax-m2",
+    "dots1": "dots1",
     "glm4": "glm4",
     "ernie4_5": "ernie4_5",
     "granite": "granite",
@@ -138,12 +140,15 @@ BY_GGUF = (
     "phi3",
     "glm4",
     "ernie4_5",
+    "minimax-m2",
+    "dots1",
 )
 """Architectures whose names are those of the gguf package, which llama.cpp's converter uses."""
 _UNKNOWN_TO_GGUF = {
     "layer_scalar": "layer_output_scale.weight",
     "router.scale": "ffn_gate_inp.scale",
     "router.per_expert_scale": "ffn_down_exps.scale",
+    "e_score_correction_bias": "exp_probs_b.bias",
 }
 """Names that the converter makes by itself, by the end of the name of a layer's tensor."""
 _EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe|feed_forward)\.experts\.(\d+)\.(\w+)\.weight")
@@ -426,6 +431,9 @@ def _write_metadata(
         writer.add_expert_used_count(used)
     if config.get("moe_intermediate_size"):
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if architecture == "minimax-m2":
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
+        writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
     if architecture == "gpt-oss":
         writer.add_expert_feed_forward_length(config["intermediate_size"])
         writer.add_sliding_window(config["sliding_window"])
@@ -435,7 +443,7 @@ def _write_metadata(
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
     if config.get("n_shared_experts"):
         _write_shared(writer, config)
-    if architecture in ("glm4moe", "glm4"):
+    if architecture in ("glm4moe", "glm4", "minimax-m2"):
         writer.add_rope_dimension_count(round(config["rope_parameters"]["partial_rotary_factor"] * config["head_dim"]))
     if config.get("clip_qkv"):
         writer.add_clamp_kqv(config["clip_qkv"])
@@ -721,7 +729,7 @@ def whole_blocks(family: str) -> dict[str, Any]:
     in every layer if it has any."""
     sizes: dict[str, Any] = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32}
     sizes |= {"intermediate_size": 512, "num_hidden_layers": 2}
-    if family == "olmoe":
+    if family in ("olmoe", "dots1"):
         sizes["num_key_value_heads"] = 8  # llama.cpp knows no other
     if family in ("mixtral", "granitemoe", "gpt_oss"):
         sizes["num_local_experts"] = 4
@@ -736,7 +744,9 @@ def whole_blocks(family: str) -> dict[str, Any]:
         rope |= {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
         sizes |= {"num_hidden_layers": 4, "rope_parameters": rope, "linear_num_value_heads": 4}
         sizes |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
-    if family in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "glm4_moe"):
+    if family == "minimax_m2":
+        sizes["num_local_experts"] = 4
+    if family in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "glm4_moe", "dots1"):
         sizes |= {"n_routed_experts": 8, "moe_intermediate_size": 256, "first_k_dense_replace": 1}
     if family in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite"):
         del sizes["head_dim"]

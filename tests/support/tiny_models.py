@@ -35,6 +35,8 @@ TINY_MOE_FAMILIES: tuple[str, ...] = (
     "minimax",
     "dbrx",
     "llama4_text",
+    "minimax_m2",
+    "dots1",
 )
 _KINDS_OF_FAMILIES = {"gemma4_dense": "gemma4_text", "gemma4_e2b": "gemma4_text"}
 """Further tiny models of families that have several kinds of them."""
@@ -272,9 +274,27 @@ _FAMILIES: dict[str, dict[str, Any]] = {
             "llama_4_scaling_beta": 0.5,
         },
     },
-    "phi3": {"sliding_window": 16},
+    "phi3": {"sliding_window": 16, "original_max_position_embeddings": 512},
     "glm4": {"head_dim": 16},
     "ernie4_5": {"head_dim": 16},
+    "minimax_m2": {
+        "head_dim": 16,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
+    },
+    "dots1": {
+        "head_dim": 16,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "n_shared_experts": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
+    },
     "granite": {
         "embedding_multiplier": 1.5,
         "logits_scaling": 0.8,

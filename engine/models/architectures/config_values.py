@@ -98,7 +98,7 @@ _RULES: dict[str, _Rule] = {
         "moe_k d_model n_heads n_layers max_seq_len kv_n_heads ffn_hidden_size moe_num_experts moe_top_k "
         "decoder_sparse_step interleave_moe_layer_step n_group topk_group kv_lora_rank q_lora_rank qk_rope_head_dim "
         "linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads "
-        "conv_L_cache global_head_dim num_global_key_value_heads top_k_experts "
+        "conv_L_cache rotary_dim global_head_dim num_global_key_value_heads top_k_experts "
         "qk_nope_head_dim v_head_dim block_size original_max_position_embeddings attention_chunk_size",
     ),
     **_rules(

@@ -67,6 +67,13 @@ def late_windows(config: Config, layers: int) -> list[int]:
     return by_type(config, [used and layer >= first for layer in range(layers)], used)
 
 
+def late_layers(config: Config, layers: int) -> list[int]:
+    """Layers from ``max_window_layers`` on, if there is a size, or as ``layer_types`` says (dots1)."""
+    used = config.get("sliding_window") is not None
+    first = config["max_window_layers"]
+    return by_type(config, [used and layer >= first for layer in range(layers)], used)
+
+
 def early_even_windows(config: Config, layers: int) -> list[int]:
     """Even layers before ``max_window_layers``, if ``use_sliding_window`` (qwen2_moe)."""
     used, last = bool(config.get("use_sliding_window")), config["max_window_layers"]

@@ -182,7 +182,7 @@ class MlxModel(LocalModel):
 
         All tokens must be in the vocabulary, because mlx would read past the embedding.
         """
-        return self._model[self._backbone](tokens, list(caches))
+        return self._model[self._backbone](tokens, cache=list(caches))
 
     def logits(self, hidden: Array) -> Logits:
         """The logits [rows, vocabulary] of the last position of ``hidden`` [rows, n, hidden].

@@ -99,6 +99,13 @@ def _last_of_corrected(block: Block, hidden: Array) -> Routes:
     return indices, (weights * block.routed_scaling_factor).astype(hidden.dtype)
 
 
+def _best_of_corrected(block: Block, hidden: Array) -> Routes:
+    gates = mx.sigmoid(block.gate(hidden.astype(mx.float32)))
+    indices = _top(gates + block.e_score_correction_bias, block.num_experts_per_tok)
+    weights = mx.take_along_axis(gates, indices, axis=-1)
+    return indices, (weights / (mx.sum(weights, axis=-1, keepdims=True) + 1e-20)).astype(hidden.dtype)
+
+
 def _given(block: Block, hidden: Array, indices: Array, weights: Array) -> Routes:
     """Gemma's layers route themselves, as the router and the experts get the same hidden states with other norms."""
     return indices, weights
@@ -124,6 +131,7 @@ ROUTES: dict[str, Route] = {
     "normalised-best-of-softmax": _normalised_best,
     "best-of-softmax-by-length": _best_by_length,
     "last-of-corrected-sigmoids": _last_of_corrected,
+    "best-of-corrected-sigmoids": _best_of_corrected,
     "sparsemixer": _sparsemixer,
     "own-gate": _own_gate,
     "own-router": _own_router,

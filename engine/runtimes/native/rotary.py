@@ -38,6 +38,8 @@ def rope_settings(config: Mapping[str, Any], default_base: float, default: Mappi
     settings.setdefault("rope_theta", default_base if base is None else base)
     settings.setdefault("rope_type", settings.get("type", "default"))
     partial = config.get("partial_rotary_factor")
+    if partial is None and config.get("rotary_dim") and config.get("head_dim"):
+        partial = config["rotary_dim"] / config["head_dim"]
     if partial is not None:
         settings.setdefault("partial_rotary_factor", partial)
     if settings["rope_type"] in _WITH_ORIGINAL_LENGTH:

@@ -101,17 +101,17 @@ class Tensors:
         """The matrices of so many ``rows`` each that lie one below the other in a tensor, in place. Raises ModelError
         if a block of FP8 has rows of two of them."""
         whole = self.take([name], (sum(rows), columns))
-        found, first = [], 0
+        matrices, first = [], 0
         for count in rows:
             if whole.dtype == "BLOCK_FP8" and first % BLOCK_SIDE:
                 raise ModelError(f"Tensor {self.named(name)} holds matrices that do not end with their blocks of FP8.")
             step = BLOCK_SIDE if whole.dtype == "BLOCK_FP8" else 1
             places = slice(first // step, -(-(first + count) // step))
             beside = (part and StoredTensor(part.dtype, part.words[places]) for part in (whole.scales, whole.biases))
-            found.append(StoredTensor(whole.dtype, whole.words[first : first + count], *beside))
+            matrices.append(StoredTensor(whole.dtype, whole.words[first : first + count], *beside))
             first += count
-        self.kept += found
-        return found
+        self.kept += matrices
+        return matrices
 
     def exact(self, names: Sequence[str], rows: int, columns: int) -> Matrix:
         """The matrix of a router or gate, in float32 if it is stored packed."""

@@ -38,6 +38,8 @@ MOE_FAMILIES = (
     "qwen3_next",
     "lfm2_moe",
     "gemma4_text",
+    "minimax_m2",
+    "dots1",
 )
 FAMILIES = (
     "llama",
@@ -68,6 +70,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "olmoe": {"clip_qkv": None},
     "qwen2_moe": {"mlp_only_layers": []},
     "glm4_moe": {"n_group": 1},
+    "dots1": {"n_group": 1},
     "qwen3_next": {"layer_types": REGULAR},
 }
 _DELTA_NET = {"linear_value_head_dim": 16}
@@ -122,6 +125,8 @@ QUANTISABLE: dict[str, dict[str, Any]] = {
         )
     },
     "lfm2": {"block_multiple_of": 32},
+    "minimax_m2": {},
+    "dots1": {"moe_intermediate_size": 32},
     "gemma4_dense": {"global_head_dim": 32, "num_key_value_heads": 2},
     "gemma4_e2b": {"global_head_dim": 32, "num_key_value_heads": 2, "hidden_size_per_layer_input": 32},
 }

@@ -43,6 +43,8 @@ FAMILIES = (
     "phi3",
     "glm4",
     "ernie4_5",
+    "minimax_m2",
+    "dots1",
     "granite",
     "lfm2",
     "smollm3",

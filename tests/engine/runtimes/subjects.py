@@ -79,6 +79,7 @@ MLX = Subject(
         "olmoe": {"clip_qkv": None},
         "qwen2_moe": {"mlp_only_layers": []},
         "glm4_moe": {"n_group": 1},
+        "dots1": {"n_group": 1},
         "qwen3_next": {"layer_types": REGULAR},
     },
 )

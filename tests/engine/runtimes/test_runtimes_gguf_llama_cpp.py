@@ -34,13 +34,14 @@ FAMILIES = tuple(family for family in ARCHITECTURES if family != "mistral")
 ALIKE_FOR: dict[str, dict[str, Any]] = {
     "olmoe": {"clip_qkv": None},
     "deepseek_v2": {"q_lora_rank": 256, "n_group": 1, "topk_group": 1, "topk_method": "greedy"},
+    "phi3": {"sliding_window": None},
     "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 4},
     "gpt_oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 150000.0}},
 }
 """What llama.cpp does otherwise is left out: it knows no limit of olmoe's queries and keys, which no published model
 has, rounds the borders of yarn, which gpt-oss leaves as they are, chooses groups of experts by their best two where
-DeepSeek V2 does it by the best, takes queries without latents for V2-Lite, of 27 layers, and knows windows of EXAONE 4
-only in models of 64 layers."""
+DeepSeek V2 does it by the best, takes queries without latents for V2-Lite, of 27 layers, knows windows of EXAONE 4 only
+in models of 64 layers, and none of Phi 3."""
 
 
 def errors(folder: Path, family: str, kind: str, prompts: int) -> tuple[list[float], list[float]]:

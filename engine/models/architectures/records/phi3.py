@@ -19,7 +19,9 @@ def _settings(metadata: Metadata) -> dict[str, Any]:
     width = metadata.number("embedding_length") // metadata.number("attention.head_count")
     return {
         "sliding_window": metadata.number("attention.sliding_window", 0) or None,
-        "original_max_position_embeddings": metadata.number("context_length"),
+        "original_max_position_embeddings": metadata.number(
+            "rope.scaling.original_context_length", metadata.number("context_length")
+        ),
         "partial_rotary_factor": metadata.number("rope.dimension_count", width) / width,
         "pad_token_id": None,
     }

@@ -51,7 +51,7 @@ def test_rotary_bases_and_epsilons_are_those_of_transformers(family: Family) -> 
         assert found == rope
     else:
         assert rope["rope_theta"] == family.decoder.rope_theta
-        assert rope.get("partial_rotary_factor") == family.decoder.rotated
+        assert (rope.get("partial_rotary_factor") or 1.0) == (family.decoder.rotated or 1.0)
         assert {key: rope.get(key) for key in family.decoder.rope} == family.decoder.rope
     epsilon = family.decoder.epsilon_setting
     assert library_default(family, epsilon) == family.defaults.get(epsilon, 1e-6)
