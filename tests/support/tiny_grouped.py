@@ -39,10 +39,9 @@ class Quantised:
 
 
 def pack(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint32]:
-    """Codes [rows, columns] as mlx packs them: the first in the lowest bits."""
-    if bits == 4:
-        codes = codes[:, 0::2] | codes[:, 1::2] << 4
-    return np.ascontiguousarray(codes).view("<u4")
+    """Codes [rows, columns] as mlx packs them: one after the other, the first in the lowest bits."""
+    each = np.unpackbits(codes[:, :, None], axis=2, count=bits, bitorder="little")
+    return np.packbits(each.reshape(len(codes), -1), axis=1, bitorder="little").view("<u4")
 
 
 def affine(values: Floats, bits: int, group: int, dtype: torch.dtype) -> Quantised:

@@ -1,7 +1,7 @@
 """Quantised safetensors: what ``config.json``, the files beside it and the tensors' names say of the method, and the
 refusal of those that do not run.
 
-Those run that mlx-lm quantised in four or eight bits, gpt-oss in MXFP4 as it is published, and FP8 with a scale for
+Those run that mlx-lm quantised in two to eight bits, gpt-oss in MXFP4 as it is published, and FP8 with a scale for
 each block of 128 by 128 numbers, as DeepSeek publishes it.
 """
 
@@ -64,7 +64,7 @@ FAMILIES_OF_MLX = tuple(
 """Families that run quantised by mlx-lm without mlx: where it stores tensors otherwise than transformers does,
 :mod:`engine.models.architectures.mlx_layout` knows how."""
 
-_BITS = (4, 8)
+_BITS = (2, 3, 4, 5, 6, 8)
 _GROUPS = (32, 64, 128)
 """Bits of a code, and numbers of a group, of mlx's affine quantisation that run."""
 

@@ -40,12 +40,14 @@ GGML_TYPES: Mapping[int, str] = {0: "F32", 1: "F16", 30: "BF16"} | {kind: name f
 """The formats of GGUF files that can be run, by ggml's numbers of its types."""
 
 GROUPED: Mapping[str, tuple[int, int]] = {
-    "AFFINE4": (32, 16), "AFFINE8": (32, 32), "OCP_MXFP4": (32, 16), "BLOCK_FP8": (1, 1),
+    "AFFINE4": (32, 16), "AFFINE8": (32, 32), "AFFINE2": (32, 8), "AFFINE3": (32, 12), "AFFINE5": (32, 20),
+    "AFFINE6": (32, 24), "OCP_MXFP4": (32, 16), "BLOCK_FP8": (1, 1),
 }  # fmt: skip
-"""Numbers and bytes of codes of the smallest group of the grouped formats. ``AFFINE4`` and ``AFFINE8`` are mlx's: a
-number is scale * code + bias. ``OCP_MXFP4`` is MXFP4 as its authors publish it: groups of 32 numbers of four bits with
-an exponent of two (E8M0). Codes of four bits begin in the low half of a byte. ``BLOCK_FP8`` is DeepSeek's: numbers of
-eight bits (E4M3, without infinities) times the scale of their block of rows and columns."""
+"""Numbers and bytes of codes of the smallest group of the grouped formats. ``AFFINE4`` and the like are mlx's, with
+codes of so many bits: a number is scale * code + bias. ``OCP_MXFP4`` is MXFP4 as its authors publish it: groups of 32
+numbers of four bits with an exponent of two (E8M0). Codes follow one another, the first in the lowest bits of a byte.
+``BLOCK_FP8`` is DeepSeek's: numbers of eight bits (E4M3, without infinities) times the scale of their block of rows and
+columns."""
 
 BLOCK_SIDE = 128
 """Rows, and columns, of a block of ``BLOCK_FP8``; the last ones of a matrix may have fewer."""

@@ -112,6 +112,12 @@ GROUPED_MODELS: dict[str, dict[str, Any]] = {
         "group": 128,
         "own": lambda module: (8, 64) if module.endswith(("down_proj", "v_proj", ".gate", "lm_head")) else None,
     },
+    "mlx-6-bit": {"bits": 6, "group": 64},
+    "mlx-few-bits": {
+        "bits": 3,
+        "group": 64,
+        "own": lambda module: (2, 32) if "gate_proj" in module else (5, 128) if "down_proj" in module else None,
+    },
 }
 """Forms of safetensors models as mlx-lm quantises them, by a name."""
 PUBLISHED = "as published"

@@ -219,12 +219,13 @@ def test_a_device_shares_quantised_experts(
 @needs_mlx
 @needs_kernels
 @pytest.mark.parametrize(
-    ("family", "mode"),
-    [("llama", "affine"), ("mixtral", "affine"), ("qwen2_moe", "affine"), ("qwen3_moe", "affine"), ("olmoe", "affine"),
-     ("granitemoe", "affine"), ("gpt_oss", "affine"), ("gpt_oss", "mxfp4"), ("qwen3", "mxfp4")],
+    ("family", "mode", "bits"),
+    [("llama", "affine", 4), ("mixtral", "affine", 6), ("qwen2_moe", "affine", 4), ("qwen3_moe", "affine", 5),
+     ("olmoe", "affine", 4), ("granitemoe", "affine", 3), ("gpt_oss", "affine", 4), ("gpt_oss", "mxfp4", 4),
+     ("qwen3", "mxfp4", 4), ("qwen3", "affine", 6), ("llama", "affine", 2)],
 )  # fmt: skip
 def test_what_mlx_lm_itself_writes_gives_mlx_lms_logits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, mode: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, mode: str, bits: int
 ) -> None:
     """Computed by mlx on the quantised weights, and by us where they lie."""
     import mlx.core as mx
@@ -232,7 +233,7 @@ def test_what_mlx_lm_itself_writes_gives_mlx_lms_logits(
     from tests.engine.runtimes.mlx_oracle import library_model as mlx_model
     from tests.engine.runtimes.mlx_oracle import write_quantised
 
-    folder = write_quantised(tmp_path, family, mode=mode)
+    folder = write_quantised(tmp_path, family, mode=mode, bits=bits)
     tokens = prompt_of(32)
     theirs = list(np.array(mlx_model(folder)(mx.array([tokens]))[0, 19:].astype(mx.float32)))
     with monkeypatch.context() as patch:

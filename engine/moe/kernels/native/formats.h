@@ -49,11 +49,15 @@ enum { NO_TABLE, IQ4_TABLE, FP4_TABLE, GRID };
 /* What formats without blocks have in the other columns. */
 #define UNPACKED 0, 0, 0, 0, 0, NO_TABLE
 
-/* Grouped: codes of four or eight bits, and the scales of their groups in arrays of their own. Values of the smallest
-   group, and bytes of their codes. */
+/* Grouped: codes that follow one another in two to eight bits, and the scales of their groups in arrays of their own.
+   Values of the smallest group, and bytes of their codes. */
 #define PLLM_GROUPED_FORMATS(ROW)                                                                                  \
     ROW(AFFINE4, 32, 16, UNPACKED)                                                                                 \
     ROW(AFFINE8, 32, 32, UNPACKED)                                                                                 \
+    ROW(AFFINE2, 32,  8, UNPACKED)                                                                                 \
+    ROW(AFFINE3, 32, 12, UNPACKED)                                                                                 \
+    ROW(AFFINE5, 32, 20, UNPACKED)                                                                                 \
+    ROW(AFFINE6, 32, 24, UNPACKED)                                                                                 \
     ROW(OCP_MXFP4, 32, 16, UNPACKED)
 
 /* All, in the order of their numbers. */

@@ -30,6 +30,29 @@ ALWAYS_INLINE __m256i halves(__m256i v, const int dtype) {
     return _mm256_shuffle_epi8(raised, v);
 }
 
+#define PAIR(k) (char)(PAIR_BYTE(k, bits) + skip), (char)(PAIR_BYTE(k, bits) + skip + 1)
+#define PAIRS PAIR(0), PAIR(1), PAIR(2), PAIR(3), PAIR(4), PAIR(5), PAIR(6), PAIR(7)
+#define MOVED(k) (int16_t)(1 << PAIR_SHIFT(k, bits))
+#define MOVES MOVED(0), MOVED(1), MOVED(2), MOVED(3), MOVED(4), MOVED(5), MOVED(6), MOVED(7)
+
+/* Sixteen codes' pairs, each in a word; bytes beyond the 16 loaded ones do not matter. */
+ALWAYS_INLINE __m128i eight_pairs(const uint8_t *from, const int g, const int bits) {
+    int skip;
+    const uint8_t *bytes = sixteen_from(from, g, bits, &skip);
+    return _mm_shuffle_epi8(_mm_loadu_si128((const __m128i *)(const void *)bytes), _mm_setr_epi8(PAIRS));
+}
+
+/* Codes 32 g and following of the unit at `codes`, which have pairs. */
+ALWAYS_INLINE __m256i thirty_two(const uint8_t *codes, const int g, const int bits) {
+    const uint8_t *from = codes + g / 2 * 8 * bits;
+    const __m256i pairs = _mm256_set_m128i(eight_pairs(from, g % 2 * 2 + 1, bits), eight_pairs(from, g % 2 * 2, bits));
+    const __m256i moved = _mm256_mullo_epi16(pairs, _mm256_broadcastsi128_si256(_mm_setr_epi16(MOVES)));
+    const int mask = (1 << bits) - 1;
+    const __m256i even = _mm256_and_si256(_mm256_srli_epi16(moved, 16 - 2 * bits), _mm256_set1_epi16((int16_t)mask));
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi16(moved, 8 - bits), _mm256_set1_epi16((int16_t)(mask << 8)));
+    return _mm256_or_si256(even, odd);
+}
+
 /* Codes of four bits are added up in 16 bits, of which 2 * 2 * 24 * 127 take few; 128 * 127 twice just fit. */
 ALWAYS_INLINE void add_unit(const uint8_t *codes, const uint8_t *scales, const uint8_t *biases,
                             const group_reader *reader, const unit_input *const *x, lanes *sums, const int dtype, const int M) {
@@ -41,6 +64,17 @@ ALWAYS_INLINE void add_unit(const uint8_t *codes, const uint8_t *scales, const u
     UNROLL for (int m = 0; m < M; m++) {
         by[m] = _mm256_mul_ps(own, _mm256_loadu_ps(x[m]->scales));
         sums[m] = _mm256_fmadd_ps(added, _mm256_loadu_ps(x[m]->sums), sums[m]);
+    }
+    if (has_pairs(dtype)) {
+        UNROLL for (int g = 0; g < UNIT / 32; g++) {
+            const __m256i code = thirty_two(codes, g, group_bits(dtype));
+            UNROLL for (int m = 0; m < M; m++) {
+                const __m256i dots = _mm256_madd_epi16(_mm256_maddubs_epi16(code, loaded(x[m]->codes + 32 * g)), ones);
+                const __m256 scale = _mm256_permutevar8x32_ps(by[m], _mm256_set1_epi32(g));
+                sums[m] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dots), scale, sums[m]);
+            }
+        }
+        return;
     }
     if (dtype == PLLM_AFFINE8) {
         UNROLL for (int g = 0; g < UNIT / 32; g++) {

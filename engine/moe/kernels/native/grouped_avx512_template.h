@@ -35,11 +35,38 @@ ALWAYS_INLINE __m512i fp4_table(void) {
                                                _mm_set1_epi8(FP4_RAISED)));
 }
 
+/* Whether codes are multiplied in the order of the values, not even and odd ones apart. */
+ALWAYS_INLINE int in_order(const int dtype) { return dtype == PLLM_AFFINE8 || has_pairs(dtype); }
+
+#define PAIR(k) (char)PAIR_BYTE(k, bits), (char)(PAIR_BYTE(k, bits) + 1)
+#define WORDS_OF(j) (int16_t)(bits * (j)), (int16_t)(bits * (j) + 1), (int16_t)(bits * (j) + 2), (int16_t)(bits * (j) + 3), \
+                    (int16_t)(bits * (j) + 4), (int16_t)(bits * (j) + 5), (int16_t)(bits * (j) + 6), (int16_t)(bits * (j) + 7)
+
+/* The first `count`, 64 or 32, codes at `from` that have pairs, in order; zeros after them. */
+ALWAYS_INLINE __m512i paired_codes(const uint8_t *from, const int64_t count, const int bits) {
+    const __m512i bytes = _mm512_maskz_loadu_epi8((1ULL << (count * bits / 8)) - 1, from);
+    const int16_t words[32] = {WORDS_OF(0), WORDS_OF(1), WORDS_OF(2), WORDS_OF(3)}; /* each sixteen codes in 128 bits */
+    const __m128i places = _mm_setr_epi8(PAIR(0), PAIR(1), PAIR(2), PAIR(3), PAIR(4), PAIR(5), PAIR(6), PAIR(7));
+    const __m128i moves = _mm_setr_epi16(PAIR_SHIFT(0, bits), PAIR_SHIFT(1, bits), PAIR_SHIFT(2, bits),
+                                         PAIR_SHIFT(3, bits), PAIR_SHIFT(4, bits), PAIR_SHIFT(5, bits),
+                                         PAIR_SHIFT(6, bits), PAIR_SHIFT(7, bits));
+    const __m512i apart = _mm512_permutexvar_epi16(_mm512_loadu_si512(words), bytes);
+    const __m512i pairs = _mm512_shuffle_epi8(apart, _mm512_broadcast_i32x4(places));
+    const __m512i moved = _mm512_sllv_epi16(pairs, _mm512_broadcast_i32x4(moves));
+    const int mask = (1 << bits) - 1;
+    const __m512i even = _mm512_and_si512(_mm512_srli_epi16(moved, (unsigned)(16 - 2 * bits)), _mm512_set1_epi16((int16_t)mask));
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi16(moved, (unsigned)(8 - bits)), _mm512_set1_epi16((int16_t)(mask << 8)));
+    return _mm512_or_si512(even, odd);
+}
+
 /* The four vectors of a unit of codes. */
 ALWAYS_INLINE void unit_codes(const uint8_t *codes, const int dtype, __m512i to[4]) {
-    const __m512i a = _mm512_loadu_si512(codes), b = _mm512_loadu_si512(codes + 64);
-    if (dtype == PLLM_AFFINE8) {
-        const __m512i c = _mm512_loadu_si512(codes + 128), d = _mm512_loadu_si512(codes + 192);
+    if (in_order(dtype)) {
+        __m512i four[4];
+        UNROLL for (int i = 0; i < 4; i++)
+            four[i] = dtype == PLLM_AFFINE8 ? _mm512_loadu_si512(codes + 64 * i)
+                                            : paired_codes(codes + bytes_of_values(dtype, 64) * i, 64, group_bits(dtype));
+        const __m512i a = four[0], b = four[1], c = four[2], d = four[3];
         const __m512i low = _mm512_unpacklo_epi64(a, c), low_end = _mm512_unpacklo_epi64(b, d);
         const __m512i high = _mm512_unpackhi_epi64(a, c), high_end = _mm512_unpackhi_epi64(b, d);
         to[0] = _mm512_shuffle_i64x2(low, low_end, 0x88);
@@ -48,7 +75,7 @@ ALWAYS_INLINE void unit_codes(const uint8_t *codes, const int dtype, __m512i to[
         to[3] = _mm512_shuffle_i64x2(high, high_end, 0xdd);
         return;
     }
-    const __m512i mask = _mm512_set1_epi8(15);
+    const __m512i a = _mm512_loadu_si512(codes), b = _mm512_loadu_si512(codes + 64), mask = _mm512_set1_epi8(15);
     const __m512i first = _mm512_unpacklo_epi64(a, b), second = _mm512_unpackhi_epi64(a, b);
     to[0] = _mm512_and_si512(first, mask);
     to[1] = _mm512_and_si512(_mm512_srli_epi16(first, 4), mask);
@@ -69,7 +96,7 @@ ALWAYS_INLINE void add_unit(const uint8_t *codes, const uint8_t *scales, const u
     __m512i four[4];
     unit_codes(codes, dtype, four);
     UNROLL for (int m = 0; m < M; m++) {
-        const __m512i dots = DOT(four, dtype == PLLM_AFFINE8 ? x[m]->codes : x[m]->apart, dtype);
+        const __m512i dots = DOT(four, in_order(dtype) ? x[m]->codes : x[m]->apart, dtype);
         sums[m] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots), _mm512_mul_ps(wide, _mm512_loadu_ps(x[m]->scales)), sums[m]);
         sums[m] = _mm512_fmadd_ps(offsets, _mm512_maskz_loadu_ps(0xff, x[m]->sums), sums[m]);
     }

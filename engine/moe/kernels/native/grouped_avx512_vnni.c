@@ -32,6 +32,7 @@ static inline __attribute__((always_inline)) __m512i dot(const __m512i codes[4],
 ALWAYS_INLINE __m512i codes_in_order(const uint8_t *from, const int64_t count, const int dtype) {
     if (dtype == PLLM_AFFINE8)
         return count < 64 ? _mm512_maskz_loadu_epi8(0xffffffffULL, from) : _mm512_loadu_si512(from);
+    if (has_pairs(dtype)) return paired_codes(from, count < 64 ? 32 : 64, group_bits(dtype));
     const __m256i bytes = count < 64 ? _mm256_zextsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)from))
                                      : _mm256_loadu_si256((const __m256i *)(const void *)from);
     /* Each byte in 16 bits, the second half of it moved up to the next eight. */

@@ -13,11 +13,12 @@
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,f16c,fma")
 #endif
 
-/* Codes of eight bits lend their signs to the input, as 128 * 127 twice just fits into 16 bits; those of four bits fit
-   in all, 4 * 2 * 24 * 127. */
+/* Codes of eight bits lend their signs to the input, as 128 * 127 twice just fits into 16 bits; those of six bits fit
+   twice, and those of fewer in all, 4 * 2 * 31 * 127. */
 static inline __attribute__((always_inline)) __m512i dot(const __m512i codes[4], const int8_t (*in)[64],
                                                          const int dtype) {
     const __m512i ones = _mm512_set1_epi16(1);
+    const int wide = group_bits(dtype) > 5;
     __m512i pairs[4];
     UNROLL for (int i = 0; i < 4; i++) {
         __m512i code = codes[i], x = _mm512_loadu_si512(in[i]);
@@ -27,9 +28,9 @@ static inline __attribute__((always_inline)) __m512i dot(const __m512i codes[4],
             code = _mm512_abs_epi8(code);
         }
         pairs[i] = _mm512_maddubs_epi16(code, x);
-        if (dtype == PLLM_AFFINE8) pairs[i] = _mm512_madd_epi16(pairs[i], ones);
+        if (wide) pairs[i] = _mm512_madd_epi16(pairs[i], ones);
     }
-    if (dtype == PLLM_AFFINE8)
+    if (wide)
         return _mm512_add_epi32(_mm512_add_epi32(pairs[0], pairs[1]), _mm512_add_epi32(pairs[2], pairs[3]));
     const __m512i all = _mm512_add_epi16(_mm512_add_epi16(pairs[0], pairs[1]), _mm512_add_epi16(pairs[2], pairs[3]));
     return _mm512_madd_epi16(all, ones);
@@ -94,11 +95,28 @@ void pllm_grouped_avx512f_pad(void *row, int64_t columns) {
 
 /* ---- Rows opened for panels ---------------------------------------------------------------------------------- */
 
+#define CODE_BYTES(k) (char)((k) * bits / 8), (char)((k) * bits / 8 + 1), -1, -1
+#define CODE_SHIFTS(k) (k) * bits % 8, ((k) + 1) * bits % 8, ((k) + 2) * bits % 8, ((k) + 3) * bits % 8
+
+/* Sixteen codes that have pairs. */
+ALWAYS_INLINE __m512i sixteen_codes(const uint8_t *from, const int bits) {
+    const __m128i bytes = _mm_maskz_loadu_epi8((__mmask16)((1 << 2 * bits) - 1), from);
+    const char places[64] = {CODE_BYTES(0),  CODE_BYTES(1),  CODE_BYTES(2),  CODE_BYTES(3),
+                               CODE_BYTES(4),  CODE_BYTES(5),  CODE_BYTES(6),  CODE_BYTES(7),
+                               CODE_BYTES(8),  CODE_BYTES(9),  CODE_BYTES(10), CODE_BYTES(11),
+                               CODE_BYTES(12), CODE_BYTES(13), CODE_BYTES(14), CODE_BYTES(15)};
+    const int32_t shifts[16] = {CODE_SHIFTS(0), CODE_SHIFTS(4), CODE_SHIFTS(8), CODE_SHIFTS(12)};
+    const __m512i words = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(bytes), _mm512_loadu_si512(places));
+    return _mm512_and_si512(_mm512_srlv_epi32(words, _mm512_loadu_si512(shifts)), _mm512_set1_epi32((1 << bits) - 1));
+}
+
 /* Codes i .. i + 15 of a row, as what they stand for without scale and bias. */
 ALWAYS_INLINE __m512 sixteen_values(const uint8_t *codes, const int64_t i, const int dtype) {
     if (dtype == PLLM_AFFINE8)
         return _mm512_cvtepi32_ps(
             _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)(codes + i))));
+    if (has_pairs(dtype))
+        return _mm512_cvtepi32_ps(sixteen_codes(codes + i / 8 * group_bits(dtype), group_bits(dtype)));
     /* Each byte in 16 bits, the second half of it moved up to the next eight. */
     const __m128i wide = _mm_cvtepu8_epi16(four_words(codes + i / 2));
     const __m128i bytes = _mm_and_si128(_mm_or_si128(wide, _mm_slli_epi16(wide, 4)), _mm_set1_epi8(15));

@@ -1,8 +1,8 @@
 /* Weights whose codes, scales and biases lie in arrays of their own, as safetensors files hold them: mlx's affine formats,
    and MXFP4 as its authors publish it. Not part of the library's interface.
 
-   Value i of a row is scale * code + bias of its group. Codes of four bits lie in the order of the values, the first in
-   the low half of a byte. The kernels are given a pllm_matrix whose pointers are at the first row that is wanted. */
+   Value i of a row is scale * code + bias of its group. Codes lie in the order of the values, the first in the lowest bits
+   of a byte; those of three, five and six bits may begin in one byte and end in the next. The kernels are given a pllm_matrix whose pointers are at the first row that is wanted. */
 #ifndef PRIVATELLM_GROUPED_INTERNAL_H
 #define PRIVATELLM_GROUPED_INTERNAL_H
 
@@ -13,6 +13,23 @@
 #define UNIT_GROUPS (UNIT / GROUP_VALUES)
 /* What the codes of MXFP4 are raised by to be unsigned; they stand for twice their values, and the scale is halved. */
 #define FP4_RAISED 12
+
+/* Bits of a code of grouped weights. */
+static inline int group_bits(int dtype) { return (int)(8 * block_bytes(dtype) / block_values(dtype)); }
+
+/* Whether two codes are neither a byte nor two. They lie in a word of 16 bits at a whole byte, whatever pair of eight it
+   is: pair k begins in byte PAIR_BYTE of the sixteen codes, and moved up by PAIR_SHIFT bits it ends where the word does. */
+static inline int has_pairs(int dtype) { return group_bits(dtype) % 4 != 0; }
+#define PAIR_BYTE(k, bits) ((k) * (bits) / 4)
+#define PAIR_SHIFT(k, bits) (16 - 2 * (bits) - (k) * (bits) % 4 * 2)
+
+/* Where 16 bytes are loaded to have codes 16 g and following, g < 4, of 64 at `from`, and nothing beyond these; `skipped`:
+   those before the first code's byte. */
+static inline const uint8_t *sixteen_from(const uint8_t *from, int g, int bits, int *skipped) {
+    const int first = 2 * bits * g, last = 8 * bits - 16;
+    *skipped = first > last ? first - last : 0;
+    return from + first - *skipped;
+}
 
 /* A unit of an input row: value i is scales[i / GROUP_VALUES] * codes[i]. `apart` holds the codes of even places, and
    from UNIT / 2 on those of odd ones, to be multiplied with the two halves of a byte. `sums`: of the values. */

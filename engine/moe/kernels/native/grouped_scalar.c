@@ -8,9 +8,12 @@ static const int8_t FP4[16] = {FP4_VALUES};
 
 /* The code of value i of the row whose codes are at `codes`. */
 static int code_of(const uint8_t *codes, int dtype, int64_t i) {
-    if (dtype == PLLM_AFFINE8) return codes[i];
-    const int code = codes[i / 2] >> (i % 2 * 4) & 15;
-    return dtype == PLLM_AFFINE4 ? code : FP4[code];
+    const int bits = group_bits(dtype);
+    const int64_t at = i * bits;
+    const uint8_t *from = codes + at / 8;
+    const int beyond = at % 8 + bits > 8; /* the code ends in the next byte */
+    const int code = (from[0] | from[beyond] << 8 * beyond) >> at % 8 & ((1 << bits) - 1);
+    return dtype == PLLM_OCP_MXFP4 ? FP4[code] : code;
 }
 
 void pllm_grouped_scalar_open(const pllm_matrix *matrix, int64_t row, int64_t first, int64_t count, float *to) {

@@ -83,6 +83,23 @@ ALWAYS_INLINE uint8x16_t of_q2_0(const uint8_t *from) {
     return vandq_u8(vshlq_u8(vqtbl1q_u8(four, vld1q_u8(each)), vld1q_s8(right)), vdupq_n_u8(3));
 }
 
+#define PAIR(k) (uint8_t)(PAIR_BYTE(k, bits) + skip), (uint8_t)(PAIR_BYTE(k, bits) + skip + 1)
+#define MOVED(k) PAIR_SHIFT(k, bits)
+
+/* Codes 16 g .. 16 g + 15 of the unit at b, of grouped weights that have pairs. */
+ALWAYS_INLINE int8x16_t paired_codes(const uint8_t *b, const int g, const int bits) {
+    int skip;
+    const uint8x16_t bytes = vld1q_u8(sixteen_from(b + g / 4 * 8 * bits, g % 4, bits, &skip));
+    const uint8_t places[16] = {PAIR(0), PAIR(1), PAIR(2), PAIR(3), PAIR(4), PAIR(5), PAIR(6), PAIR(7)};
+    const int16_t moves[8] = {MOVED(0), MOVED(1), MOVED(2), MOVED(3), MOVED(4), MOVED(5), MOVED(6), MOVED(7)};
+    const uint16x8_t pairs = vreinterpretq_u16_u8(vqtbl1q_u8(bytes, vld1q_u8(places)));
+    const uint16x8_t moved = vshlq_u16(pairs, vld1q_s16(moves));
+    const uint16_t mask = (uint16_t)((1 << bits) - 1);
+    const uint16x8_t even = vandq_u16(vshlq_u16(moved, vdupq_n_s16((int16_t)(2 * bits - 16))), vdupq_n_u16(mask));
+    const uint16x8_t odd = vandq_u16(vshlq_u16(moved, vdupq_n_s16((int16_t)(bits - 8))), vdupq_n_u16((uint16_t)(mask << 8)));
+    return vreinterpretq_s8_u16(vorrq_u16(even, odd));
+}
+
 /* Codes 16 g .. 16 g + 15 of the unit at b. Those of PLLM_AFFINE8 are 128 less than in the file. */
 ALWAYS_INLINE int8x16_t codes_of(const uint8_t *b, const int g, const int dtype) {
     const uint8_t *from = b + codes_at(dtype) + g / 2 * codes_apart(dtype);
@@ -91,6 +108,7 @@ ALWAYS_INLINE int8x16_t codes_of(const uint8_t *b, const int g, const int dtype)
     const int blocks = (int)block_values(dtype) / GROUP;
     const uint8_t *block = b + g / blocks * block_bytes(dtype) + codes_at(dtype);
     uint8x16_t codes;
+    if (is_grouped(dtype) && has_pairs(dtype)) return paired_codes(b, g, group_bits(dtype));
     if (table_of(dtype) == GRID) return of_grid(b, g, dtype);
     switch (dtype) {
     case PLLM_TQ1_0: codes = of_tq1_0(b, g); break;

@@ -155,7 +155,7 @@ enum { PLAIN = 0, LOWERED = 1, HALVED = 2, HALVED_LOWERED = 3 };
 
 ALWAYS_INLINE int kind_of(const int dtype) {
     if (is_halved(dtype)) return has_minimums(dtype) ? HALVED_LOWERED : HALVED;
-    return has_minimums(dtype) || dtype == PLLM_AFFINE4 || dtype == PLLM_AFFINE8 ? LOWERED : PLAIN;
+    return has_minimums(dtype) || (is_grouped(dtype) && dtype != PLLM_OCP_MXFP4) ? LOWERED : PLAIN;
 }
 
 /* What a panel's products have in common. */

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from engine.models.formats.number_formats import BLOCK_SIDE, BLOCKS, WIDTHS, is_grouped
+from engine.models.formats.number_formats import BLOCK_SIDE, BLOCKS, GROUPED, WIDTHS, is_grouped
 from engine.moe import kernels
 from engine.runtimes.torch.offload.devices import SlotLayout, SlotMatrix
 from engine.runtimes.torch.offload.gates import Gate
@@ -147,13 +147,13 @@ def _grouped(matrix: SlotMatrix) -> Part | None:
         return None
     if biases is not None and biases.format != scales.format:
         return None
-    bits = 8 if matrix.format in ("AFFINE8", "BLOCK_FP8") else 4
+    numbers, nbytes = GROUPED[matrix.format]
     return Part(
         matrix.format,
         rows,
         columns,
         matrix.offset,
-        matrix.stride[0] * bits // 8,
+        matrix.stride[0] // numbers * nbytes,
         scales.offset,
         -1 if biases is None else biases.offset,
         group,

@@ -69,15 +69,30 @@ def unpack_groups(
     for start in range(0, rows, step):
         part = slice(start, start + step)
         own, scale = codes[part].to(out.device), scales[part].to(out.device)[:, :, None]
-        if number_format != "AFFINE8":
-            own = torch.stack((own & 15, own >> 4), dim=2)
-        own = own.reshape(*scale.shape[:2], -1)
+        own = _codes_of(own, 8 * nbytes // numbers).reshape(*scale.shape[:2], -1)
         if biases is None:
             values = _half_powers(scale.int()) * _looked_up(own, _HALVES_OF_FP4)
         else:
             values = scale.float() * own + biases[part].to(out.device)[:, :, None].float()
         out[part] = values.view(-1, columns)
     return out
+
+
+def _codes_of(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes that follow one another in bytes [rows, n], the first in the lowest bits: [rows, m, k], in order."""
+    if bits == 8:
+        return words
+    if 8 % bits == 0:
+        return torch.stack([words >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)], dim=2)
+    parts = words.reshape(len(words), -1, bits)  # eight codes in as many bytes as each has bits
+    codes = []
+    for first in range(0, 8 * bits, bits):
+        byte, shift = divmod(first, 8)
+        code = parts[:, :, byte] >> shift
+        if shift + bits > 8:
+            code = code | parts[:, :, byte + 1] << 8 - shift
+        codes.append(code & (1 << bits) - 1)
+    return torch.stack(codes, dim=2)
 
 
 # --- parts of blocks ------------------------------------------------------------------------------------------------

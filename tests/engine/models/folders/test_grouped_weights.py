@@ -150,12 +150,12 @@ def test_preparing_gains_nothing(folder: Path, gpt_oss: tuple[Path, Path], tmp_p
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"bits": 3, "group_size": 64}, "mlx's method affine in 3 bits and groups of 64, which does not run here"),
+        ({"bits": 7, "group_size": 64}, "mlx's method affine in 7 bits and groups of 64, which does not run here"),
         ({"bits": 4, "group_size": 48}, "groups of 48"),
         ({"bits": 4, "group_size": 16, "mode": "nvfp4"}, "mlx's method nvfp4"),
         ({"bits": 8, "group_size": 32, "mode": "mxfp8"}, "mlx's method mxfp8"),
         ({"bits": True, "group_size": 64}, "in True bits"),
-        ({"bits": 4, "group_size": 64, "lm_head": {"bits": 6, "group_size": 64}}, "in 6 bits"),
+        ({"bits": 4, "group_size": 64, "lm_head": {"bits": 1, "group_size": 64}}, "in 1 bits"),
     ],
 )
 def test_what_of_mlx_does_not_run_is_refused_by_name(

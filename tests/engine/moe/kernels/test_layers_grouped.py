@@ -36,7 +36,7 @@ class Kind:
 
     @property
     def bits(self) -> int:
-        return 8 if self.name == "AFFINE8" else 4
+        return 4 if self.name == "OCP_MXFP4" else int(self.name[-1])
 
     def __str__(self) -> str:
         return f"{self.name}-{self.group}-{self.scales}"
@@ -46,6 +46,10 @@ KINDS = (
     Kind("AFFINE4", 32, "F16"), Kind("AFFINE4", 64, "BF16"), Kind("AFFINE4", 128, "F32"),
     Kind("AFFINE8", 32, "F32"), Kind("AFFINE8", 64, "BF16"), Kind("AFFINE8", 128, "F16"),
     Kind("OCP_MXFP4", 32, "U8"),
+    Kind("AFFINE6", 64, "BF16"), Kind("AFFINE6", 32, "F16"), Kind("AFFINE6", 128, "F32"),
+    Kind("AFFINE5", 64, "BF16"), Kind("AFFINE5", 128, "F16"), Kind("AFFINE5", 32, "F32"),
+    Kind("AFFINE3", 64, "BF16"), Kind("AFFINE3", 32, "F16"), Kind("AFFINE3", 128, "F32"),
+    Kind("AFFINE2", 128, "F16"), Kind("AFFINE2", 64, "BF16"), Kind("AFFINE2", 32, "F32"),
 )  # fmt: skip
 COLUMNS = 3 * 256 + 128
 """More than three units of 256 values, and a part of one."""
@@ -133,7 +137,13 @@ def every_second(stored: StoredTensor, first: int) -> StoredTensor:
     return StoredTensor(stored.dtype, stored.words[first::2], *parts)
 
 
-FORMATS = ((KINDS[1], KINDS[4]), (KINDS[3], KINDS[0]), (KINDS[6], KINDS[6]))
+FORMATS = (
+    (KINDS[1], KINDS[4]),
+    (KINDS[3], KINDS[0]),
+    (KINDS[6], KINDS[6]),
+    (KINDS[7], KINDS[10]),
+    (KINDS[13], KINDS[16]),
+)
 
 
 @pytest.mark.parametrize(("instructions", "kinds", "tokens"), pairwise(AVAILABLE, FORMATS, (1, 5, 50)))

@@ -76,7 +76,13 @@ def test_an_expert_that_is_not_here_is_named(tiny_model: Callable[..., Path]) ->
 
 @pytest.mark.parametrize(
     ("family", "stored"),
-    [("gpt_oss", PUBLISHED), ("qwen2_moe", "mlx-4-bit"), ("mixtral", "mlx-8-bit"), ("qwen3_moe", FP8)],
+    [
+        ("gpt_oss", PUBLISHED),
+        ("qwen2_moe", "mlx-4-bit"),
+        ("mixtral", "mlx-8-bit"),
+        ("qwen3_moe", FP8),
+        ("mixtral", "mlx-6-bit"),
+    ],
 )
 def test_a_share_of_quantised_weights_has_codes_scales_and_biases(
     family: str, stored: str, grouped: Callable[[str, str], tuple[Path, Path]], tmp_path: Path

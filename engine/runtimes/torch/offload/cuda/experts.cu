@@ -515,13 +515,18 @@ struct Grouped {
     }
 };
 
-// Codes of a piece that lie one after the other, of four bits in the low half of a byte first.
+// Codes of a piece that lie one after the other, the first in the lowest bits of a byte. Pieces are words where codes have
+// four or eight bits, and else as many bytes as these have bits.
 template <int BITS> struct Codes {
-    word part[BITS / 4];
+    unsigned long long all;
     __device__ Codes(const byte *at) {
-        for (int i = 0; i < BITS / 4; i++) part[i] = ((const word *)at)[i];
+        all = 0;
+        if (BITS % 4 == 0)
+            for (int i = 0; i < BITS / 4; i++) all |= (unsigned long long)((const word *)at)[i] << 32 * i;
+        else
+            for (int i = 0; i < BITS; i++) all |= (unsigned long long)at[i] << 8 * i;
     }
-    __device__ unsigned operator[](int i) const { return part[BITS * i / 32] >> BITS * i % 32 & ((1 << BITS) - 1); }
+    __device__ unsigned operator[](int i) const { return (unsigned)(all >> BITS * i) & ((1 << BITS) - 1); }
 };
 
 template <int BITS> struct Affine {
@@ -535,7 +540,11 @@ template <int BITS> struct Affine {
     }
 };
 
+typedef Affine<2> AFFINE2;
+typedef Affine<3> AFFINE3;
 typedef Affine<4> AFFINE4;
+typedef Affine<5> AFFINE5;
+typedef Affine<6> AFFINE6;
 typedef Affine<8> AFFINE8;
 
 struct OCP_MXFP4 {

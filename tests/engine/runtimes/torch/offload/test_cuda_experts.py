@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.packed_blocks import block_of, random_blocks
 from engine.models.folders.opening import open_model
-from engine.models.formats.number_formats import BLOCK_SIDE, BLOCKS
+from engine.models.formats.number_formats import BLOCK_SIDE, BLOCKS, GROUPED, words_shape
 from engine.moe.kernels import bindings
 from engine.runtimes.torch.offload import cuda_experts
 from engine.runtimes.torch.offload.cuda_experts import (
@@ -39,7 +39,7 @@ from tests.support.shared_folders import shared_root, written_once
 
 NATIVE = Path(bindings.__file__).parent / "native"
 SILU = Activation("silu")
-FORMATS = ("F32", "BF16", "F16", *BLOCKS, "AFFINE4", "AFFINE8", "OCP_MXFP4", "BLOCK_FP8")
+FORMATS = ("F32", "BF16", "F16", *BLOCKS, *GROUPED)
 
 
 class EmulatedLauncher:
@@ -106,8 +106,7 @@ def stored(name: str, rows: int, columns: int, offset: int, seed: int) -> tuple[
     if name in BLOCKS:
         words = torch.from_numpy(random_blocks(name, rows, columns, seed))
         return SlotMatrix(name, offset, words.nbytes, (rows, columns), (columns, 1)), [words]
-    wide = name in ("AFFINE8", "BLOCK_FP8")
-    codes = torch.randint(0, 256, (rows, columns if wide else columns // 2), generator=generator, dtype=torch.uint8)
+    codes = torch.randint(0, 256, words_shape(name, (rows, columns)), generator=generator, dtype=torch.uint8)
     at = offset + codes.nbytes
     if name == "BLOCK_FP8":
         codes[codes & 127 == 127] = 3  # no NaN
