@@ -67,11 +67,6 @@ static inline int64_t bytes_of_values(int dtype, int64_t values) {
 }
 
 static inline float half_to_float(const void *from) {
-#if defined(__aarch64__)
-    __fp16 number;
-    memcpy(&number, from, 2);
-    return (float)number;
-#endif
     uint16_t half;
     memcpy(&half, from, 2);
     const uint32_t sign = (uint32_t)(half & 0x8000) << 16, magnitude = half & 0x7fff;
