@@ -70,8 +70,7 @@ THROUGH = {
     "engine/planning/test_placement_planner.py": "engine/planning/placement_search",
     "engine/residency/test_mapped.py": "engine/system/durable_files",
     "engine/runtimes/mlx/test_measuring.py": "engine/bench/throughput",
-    "engine/runtimes/mlx/test_model_oracle.py": "engine/runtimes/mlx/experts engine/runtimes/mlx/routing "
-    "engine/runtimes/mlx/weights",
+    "engine/runtimes/mlx/test_model_oracle.py": "engine/runtimes/mlx/experts engine/runtimes/mlx/routing",
     "engine/runtimes/native/test_model_oracle.py": "engine/moe/kernel_backend engine/runtimes/native/shape "
     "engine/models/architectures/parts",
     "engine/runtimes/test_choosing.py": "engine/doctor_facts",

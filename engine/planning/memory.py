@@ -100,6 +100,14 @@ class ModelSizes:
     """Numbers of the trunk's other tensors."""
     native_copies: int = 0
     """Bytes of the trunk's matrices that native copies because of the order in which they are stored."""
+    mlx_codes: TrunkSize | None = None
+    """Bytes of the trunk's codes in mlx; None if it keeps the trunk as it is stored."""
+    mlx_plain: TrunkSize = TrunkSize()
+    """Numbers of the trunk that mlx has beside them, scales and biases included."""
+    mlx_expert_codes: int = 0
+    """``mlx_codes`` of the routed experts."""
+    mlx_expert_plain: int = 0
+    """``mlx_plain`` of the routed experts."""
     trunk_is_mapped: bool = False
     """Whether the trunk is read from the mapped files, as the experts are, so that it need not fit in memory."""
     context_tokens: int = USUAL_CONTEXT
@@ -128,13 +136,16 @@ class ModelSizes:
     # --- how it is loaded ---
 
     def for_runtime(self, runtime: str, on_gpu: bool = False, key_values: str = "auto") -> ModelSizes:
-        """These sizes with trunk, states, keys and values as ``runtime`` keeps them. ``key_values`` as in
+        """These sizes with weights, states, keys and values as ``runtime`` keeps them. ``key_values`` as in
         :class:`engine.ipc.messages.LoadOptions`: only native keeps them in 8 bits.
 
         The trunk: native reads it where it is stored, and computes in
         bfloat16 with weights stored as float16. torch converts it to ``dtype``, but for packed tensors of a trunk that
-        computes in bfloat16 on a CPU."""
+        computes in bfloat16 on a CPU. mlx lays packed weights out for its kernels, the experts' too, or unpacks
+        them."""
         sizes = self
+        if runtime == "mlx" and self.mlx_codes is not None:
+            return self._in_mlx(self.mlx_codes)
         if runtime == "native" and key_values == "q8_0" and self.key_value_bytes_in_8_bits:
             sizes = replace(self, key_value_bytes_per_token=self.key_value_bytes_in_8_bits)
         if self.trunk_numbers is None or runtime not in ("native", "torch"):
@@ -153,6 +164,17 @@ class ModelSizes:
             shared_bytes=packed.shared + trunk.shared * width,
             state_bytes=self.padded_state_bytes if runtime == "native" else self.state_bytes,
             trunk_is_mapped=runtime == "native",
+        )
+
+    def _in_mlx(self, codes: TrunkSize) -> ModelSizes:
+        width, plain = self.width, self.mlx_plain
+        return replace(
+            self,
+            trunk_bytes=codes.total + plain.total * width,
+            embedding_bytes=codes.embedding + plain.embedding * width,
+            shared_bytes=codes.shared + plain.shared * width,
+            expert_bytes=self.mlx_expert_codes + self.mlx_expert_plain * width,
+            largest_expert_bytes=0,
         )
 
     def as_loaded(self, load: Load, runtime: str, on_gpu: bool = False) -> ModelSizes:

@@ -47,7 +47,7 @@ def load_session(
     from engine.models.text.tokenizer import load_tokenizer
     from engine.runtimes import runtime_named
     from engine.runtimes.choosing import choose_runtime, mlx_by_default
-    from engine.runtimes.mlx import eligible
+    from engine.runtimes.mlx import eligible, gguf_files
     from engine.runtimes.model_headers import read_headers
     from engine.session.disk_prefixes import prefix_identity
     from engine.session.gpu_choice import settle_gpu
@@ -84,7 +84,7 @@ def load_session(
         ends |= words.end_of_turn_ids
     if choice.is_fallback:
         notices.append(f"Running on {runtime.name}: {choice.reason}.")
-        instead = for_gpu_instead(name) if mlx_by_default() and eligible.in_gguf(folder) else None
+        instead = for_gpu_instead(name) if mlx_by_default() and gguf_files.in_gguf(folder) else None
         if instead is not None:
             notices.append(f"The catalogue has {instead.name}, which this Mac's GPU runs.")
     if request.key_values != "auto" and runtime.name != "native":

@@ -7,6 +7,7 @@ measurements, and the person's own use of the model.
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,7 +29,7 @@ from engine.planning.memory import ModelSizes
 from engine.planning.runtime_choice import RuntimeChoice
 from engine.runtimes import choosing
 from engine.runtimes.choosing import choose_runtime
-from engine.runtimes.mlx import eligible
+from engine.runtimes.mlx import eligible, gguf_files
 from engine.runtimes.model_headers import Headers, read_headers
 from engine.session.refusals import check_request
 from engine.system.free_memory import RESERVE_BYTES, available_bytes, memory
@@ -62,7 +63,7 @@ def plan_model(request: Plan, loaded: ModelFacts | None = None, network: Cluster
         fits=plan.fits,
         shortfall=plan.shortfall,
         memory=list(plan.memory),
-        choices=[*_choices(request.load, sizes, runtime), *plan.choices, *_said(notices)],
+        choices=[*_choices(request.load, sizes, runtime), *here.laid_out, *plan.choices, *_said(notices)],
         tokens_per_s=plan.tokens_per_s,
         prefill_tokens_per_s=plan.prefill_tokens_per_s,
         basis=_basis(plan, sizes, here.speed, runtime.name, load.model),
@@ -77,6 +78,8 @@ class PlanHere:
     sizes: ModelSizes
     runtime: RuntimeChoice
     speed: MachineSpeed | None
+    laid_out: tuple[PlannedChoice, ...] = ()
+    """What a GGUF file's weights take in mlx."""
 
 
 def plan_here(load: Load, folder: Path, loaded: ModelFacts | None, notices: list[str]) -> PlanHere:
@@ -121,7 +124,7 @@ def _with_one_choice(load: Load, folder: Path, loaded: ModelFacts | None, notice
         calibration,
         _popularity(headers, notices),
     )
-    return PlanHere(plan, sizes, runtime, speed)
+    return PlanHere(plan, sizes, runtime, speed, tuple(_laid_out(headers, sizes, runtime)))
 
 
 def _plan_ring(request: Plan, load: Load, loaded: ModelFacts | None, network: ClusterNetwork | None) -> Planned:
@@ -175,8 +178,8 @@ def planned_runtime(load: Load, headers: Headers, graphics: Gpu | None) -> Runti
     choice = choose_runtime(load, headers.folder, graphics is not None, lambda: headers.not_native)
     if choice.name == "native" and headers.refused is not None:
         raise headers.refused
-    if choice.name == "mlx":
-        eligible.refuse_gguf(headers.folder)
+    if choice.name == "mlx" and gguf_files.in_gguf(headers.folder):
+        gguf_files.refuse_unsupported(headers.folder, load.partitioning == "ring")
     return choice
 
 
@@ -254,6 +257,13 @@ def _choices(load: Load, sizes: ModelSizes, runtime: RuntimeChoice) -> list[Plan
     if load.partitioning == "hybrid" and load.runtime not in ("native", "mlx") and gpu() is None:
         choices.append(PlannedChoice("partitioning", "cpu", "no GPU that torch can use was found"))
     return choices
+
+
+def _laid_out(headers: Headers, sizes: ModelSizes, runtime: RuntimeChoice) -> Iterator[PlannedChoice]:
+    if runtime.name == "mlx" and sizes.mlx_codes is not None:
+        stored = headers.sizes.trunk_stored.total + headers.sizes.expert_bytes
+        held = f"{(sizes.trunk_bytes + sizes.expert_bytes) / 1e9:.1f} GB"
+        yield PlannedChoice("weights", held, f"laid out for mlx; {stored / 1e9:.1f} GB in the GGUF file")
 
 
 def _said(notices: list[str]) -> list[PlannedChoice]:

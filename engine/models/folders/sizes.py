@@ -24,7 +24,7 @@ from engine.models.architectures.families import (
 from engine.models.folders.weight_layout import WeightLayout
 from engine.models.formats.gguf_names import tag_of
 from engine.models.formats.model_files import ModelFiles, whole_bytes, whole_weights
-from engine.models.formats.number_formats import BLOCKS, is_packed, stored_bytes
+from engine.models.formats.number_formats import BLOCKS, in_mlx, is_packed, stored_bytes
 from engine.planning.memory import ModelSizes, TrunkSize
 
 _WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -33,6 +33,8 @@ _SHARED = frozenset(("shared_expert", "shared_experts", "shared_expert_gate"))
 """Parts of the names of shared experts, which a ring computes during the exchange."""
 WITHOUT_KEYS = frozenset(("linear_attention", "conv"))
 """Types of layers that keep a state of fixed size instead of keys and values."""
+TAKEN_APART_IN_MLX = ".kv_b_proj.weight"
+"""End of the names of tensors that mlx-lm takes apart, so that mlx has them unpacked whatever their format."""
 STATE_COLUMNS = 32
 """Columns of a delta-net's state that lie together in the native runtime (PLLM_STATE_COLUMNS)."""
 _FEW = 2
@@ -50,6 +52,10 @@ class _Trunk:
     """Bytes of packed matrices."""
     plain: TrunkSize
     """Number of values in the matrices that are not packed."""
+    mlx_codes: TrunkSize | None
+    """Bytes of codes in mlx; None if no matrix is packed in blocks."""
+    mlx_plain: TrunkSize
+    """Numbers that mlx has beside them, scales and biases included."""
     copied: int = 0
     """Bytes of the trunk that the native runtime copies."""
 
@@ -70,7 +76,8 @@ class _Stored(Protocol):
 @dataclass(frozen=True)
 class _Routed:
     """The routed experts: the layers that have them, experts per layer, bytes of all, the format of most, the number of
-    their weights, 0 if that is unknown, and the bytes of the largest, 0 if all are alike."""
+    their weights, 0 if that is unknown, the bytes of the largest, 0 if all are alike, and what they take in mlx (see
+    :func:`engine.models.formats.number_formats.in_mlx`)."""
 
     layers: tuple[int, ...]
     count: int
@@ -78,6 +85,8 @@ class _Routed:
     dtype: str
     weights: int = 0
     largest: int = 0
+    mlx_codes: int = 0
+    mlx_plain: int = 0
 
 
 def sizes_of(files: ModelFiles, dtype: str = "auto") -> ModelSizes:
@@ -85,6 +94,11 @@ def sizes_of(files: ModelFiles, dtype: str = "auto") -> ModelSizes:
     experts = files.experts
     routed = None
     if experts is not None:
+        parts = [
+            in_mlx(matrix.format, math.prod(matrix.shape) * experts.count)
+            for layer in experts.layers
+            for matrix in experts.place(layer, 0).own
+        ]
         routed = _Routed(
             layers=tuple(experts.layers),
             count=experts.count,
@@ -92,6 +106,8 @@ def sizes_of(files: ModelFiles, dtype: str = "auto") -> ModelSizes:
             dtype=experts.dtype,
             weights=whole_weights(experts),
             largest=max((experts.place(layer, 0).weight_bytes for layer in experts.layers), default=0),
+            mlx_codes=sum(codes for codes, _ in parts),
+            mlx_plain=sum(plain for _, plain in parts),
         )
     return _sizes(files.config, _trunk(files.trunk(), files.config), routed, dtype)
 
@@ -157,6 +173,10 @@ def _sizes(whole: Mapping[str, Any], trunk: _Trunk, experts: _Routed | None, dty
         trunk_packed=trunk.packed,
         trunk_plain=trunk.plain,
         native_copies=trunk.copied,
+        mlx_codes=trunk.mlx_codes,
+        mlx_plain=trunk.mlx_plain,
+        mlx_expert_codes=0 if experts is None else experts.mlx_codes,
+        mlx_expert_plain=0 if experts is None else experts.mlx_plain,
     )
 
 
@@ -255,7 +275,7 @@ def _trunk(tensors: Iterable[tuple[str, _Stored]], config: Mapping[str, Any]) ->
     by_dtype: dict[str, int] = {}
     tensors = list(tensors)
     copied = native_copies(tensors)
-    nbytes, numbers, packed, plain = (_TrunkCount() for _ in range(4))
+    nbytes, numbers, packed, plain, mlx_codes, mlx_plain = (_TrunkCount() for _ in range(6))
     for name, tensor in tensors:
         by_dtype[tensor.dtype] = by_dtype.get(tensor.dtype, 0) + tensor.nbytes
         nbytes.add(name, tensor.nbytes)
@@ -264,10 +284,23 @@ def _trunk(tensors: Iterable[tuple[str, _Stored]], config: Mapping[str, Any]) ->
         kept = is_packed(tensor.dtype) and len(tensor.shape) == 2
         packed.add(name, tensor.nbytes if kept else 0)
         plain.add(name, 0 if kept else math.prod(tensor.shape))
+        taken_apart = name.endswith(TAKEN_APART_IN_MLX)
+        in_memory = in_mlx("F32" if taken_apart else tensor.dtype, math.prod(tensor.shape))
+        mlx_codes.add(name, in_memory[0])
+        mlx_plain.add(name, in_memory[1])
     dtype = max(by_dtype, key=lambda stored: by_dtype[stored], default="BF16")
     tied = bool(config.get("tie_word_embeddings", False))
     stored = _NAMES.get(dtype, dtype)
-    return _Trunk(stored, nbytes.size(tied), numbers.size(tied), packed.size(tied), plain.size(tied), copied)
+    return _Trunk(
+        stored,
+        nbytes.size(tied),
+        numbers.size(tied),
+        packed.size(tied),
+        plain.size(tied),
+        None if by_dtype.keys().isdisjoint(BLOCKS) else mlx_codes.size(tied),
+        mlx_plain.size(tied),
+        copied,
+    )
 
 
 class _TrunkCount:

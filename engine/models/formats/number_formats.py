@@ -39,6 +39,16 @@ BLOCKS: Mapping[str, tuple[int, int]] = {name: (numbers, nbytes) for name, (_, n
 GGML_TYPES: Mapping[int, str] = {0: "F32", 1: "F16", 30: "BF16"} | {kind: name for name, (kind, *_) in _BLOCKS.items()}
 """The formats of GGUF files that can be run, by ggml's numbers of its types."""
 
+MLX_BITS: Mapping[str, int] = {
+    "Q4_0": 4, "Q4_1": 4, "Q4_K": 4, "MXFP4": 4, "Q5_0": 5, "Q5_1": 5, "Q5_K": 5, "Q8_0": 8, "IQ4_NL": 8, "IQ4_XS": 8,
+}  # fmt: skip
+"""Bits of a code with which mlx's quantised kernels hold the numbers of packed formats exactly, in groups that have a
+scale and a bias each (of MXFP4 an exponent of a byte). The codes of IQ4_NL and IQ4_XS stand for whole numbers of eight
+bits, which lie unevenly."""
+
+MLX_GROUP = 32
+"""Numbers of such a group."""
+
 GROUPED: Mapping[str, tuple[int, int]] = {
     "AFFINE4": (32, 16), "AFFINE8": (32, 32), "AFFINE2": (32, 8), "AFFINE3": (32, 12), "AFFINE5": (32, 20),
     "AFFINE6": (32, 24), "OCP_MXFP4": (32, 16), "BLOCK_FP8": (1, 1),
@@ -94,6 +104,17 @@ def words_shape(number_format: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     if not shape or shape[-1] % numbers:
         raise ValueError(f"rows of {shape[-1] if shape else 0} numbers are not whole blocks of {numbers}")
     return (*shape[:-1], shape[-1] // numbers * nbytes)
+
+
+def in_mlx(number_format: str, numbers: int) -> tuple[int, int]:
+    """What ``numbers`` of a format take in mlx: bytes of codes and exponents, and numbers of the type that it computes
+    with, which are scales and biases or, where no kernel takes the format, all of them."""
+    bits = MLX_BITS.get(number_format)
+    if bits is None:
+        return 0, numbers
+    if number_format == "MXFP4":
+        return numbers * bits // 8 + numbers // MLX_GROUP, 0
+    return numbers * bits // 8, 2 * numbers // MLX_GROUP
 
 
 def numbers_shape(number_format: str, words: tuple[int, ...]) -> tuple[int, ...]:

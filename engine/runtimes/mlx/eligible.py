@@ -12,11 +12,12 @@ from typing import Any
 
 import psutil
 
-from engine.errors import ModelError, shown
+from engine.errors import ModelError
 from engine.ipc.messages import Load
-from engine.models.folders.opening import read_config
+from engine.models.folders.opening import open_model, read_config
 from engine.models.folders.sizes import sizes_of
 from engine.models.folders.weight_layout import layout_of
+from engine.runtimes.mlx import gguf_files
 from engine.runtimes.mlx.families import unsupported_config
 
 LARGE_CHUNK = 2048
@@ -29,9 +30,9 @@ def unsupported_reason(folder: Path, request: Load) -> str | None:
     """Why mlx does not run the model in ``folder`` as ``request`` asks, in a few words; None if its headers show no
     reason. Raises ModelError if the model cannot be opened."""
     config = read_config(folder)
-    if in_gguf(folder):
-        return "its weights are in a GGUF file, which the native runtime reads where it lies"
     problem = unsupported_config(config) or unsupported_quantisation(config)
+    if problem is None and gguf_files.in_gguf(folder):
+        problem = gguf_files.unsupported_reason(folder, request.partitioning == "ring")
     if problem is not None:
         return problem
     if request.partitioning == "hybrid":
@@ -39,21 +40,6 @@ def unsupported_reason(folder: Path, request: Load) -> str | None:
     # In a ring the experts are shared, and the plan says whether they fit.
     budget = None if request.partitioning == "ring" else working_set_bytes()
     return None if budget is None else too_large(weight_bytes(folder, request.dtype), budget)
-
-
-def in_gguf(folder: Path) -> bool:
-    """Whether the weights in ``folder`` are in GGUF files."""
-    return any(folder.glob("*.gguf")) and not any(folder.glob("*.safetensors"))
-
-
-def refuse_gguf(folder: Path) -> None:
-    """Raises ModelError (bad-input) if the weights in ``folder`` are in GGUF files."""
-    if in_gguf(folder):
-        raise ModelError(
-            f"The mlx runtime does not read GGUF files, as {shown(folder.name)} is: choose the native runtime, or a "
-            "model of mlx-community.",
-            kind="bad-input",
-        )
 
 
 def unsupported_quantisation(config: Mapping[str, Any]) -> str | None:
@@ -103,7 +89,11 @@ def architecture() -> str:
 
 
 def weight_bytes(folder: Path, dtype: str) -> int:
-    """Bytes of all weights of the model in ``folder``, computed with ``dtype``. Raises ModelError."""
+    """Bytes of all weights of the model in ``folder`` on a GPU, computed with ``dtype``. Raises ModelError."""
+    if gguf_files.in_gguf(folder):
+        files = open_model(folder, as_whole=True)
+        width = 4 if gguf_files.dtype_of(files, dtype) == "float32" else 2
+        return gguf_files.laid_out_in_mlx(files, width).nbytes
     layout = layout_of(folder)
     stored = layout.trunk_bytes + layout.expert_bytes * len(layout.experts)
     if dtype == "auto" or layout.opened is None:

@@ -23,8 +23,10 @@ from engine.ipc.progress import ProgressCallback
 from engine.models.architectures.families import FAMILIES, stated_experts_per_token
 from engine.models.architectures.quantisation import readable_quantised
 from engine.models.architectures.record import MlxRecord
+from engine.models.folders.checkpoint import Checkpoint
 from engine.models.folders.opening import open_model, read_config
 from engine.models.folders.shard_files import part_of
+from engine.models.folders.sizes import weights_name
 from engine.models.folders.weight_layout import in_library_layout, layout_of
 from engine.models.formats.model_files import Experts
 from engine.models.formats.number_formats import WIDTHS
@@ -36,7 +38,7 @@ from engine.moe.timing import Recorder
 from engine.planning.memory import USUAL_CONTEXT, windowed_tokens
 from engine.runtimes.common.loading import refuse_ring_alone
 from engine.runtimes.common.node_experts import NodeExperts
-from engine.runtimes.mlx import eligible, weights, wired
+from engine.runtimes.mlx import eligible, gguf_files, weights, wired
 from engine.runtimes.mlx.backend import MlxBackend, slots_of
 from engine.runtimes.mlx.cache import cache_makers
 from engine.runtimes.mlx.configuration import complete_config, context_of, translate_config
@@ -64,6 +66,8 @@ class LoadingPlan:
     notices: list[str]
     context: RankContext | None
     """The place in a ring."""
+    weights: str = ""
+    """The common name of a GGUF file's mixture of formats."""
 
     @property
     def only_here(self) -> bool:
@@ -133,9 +137,10 @@ def load_experts(folder: Path, request: Load, progress: ProgressCallback, contex
 
 
 def _plan(folder: Path, request: Load, context: RankContext | None) -> LoadingPlan:
-    eligible.refuse_gguf(folder)
     config = read_config(folder)
     family = family_of(config)
+    if gguf_files.in_gguf(folder):
+        gguf_files.refuse_unsupported(folder, context is not None)
     device = "gpu" if mx.default_device() == mx.gpu else "cpu"
     _check_partitioning(request, device, context)
     complete = complete_config(folder, config)
@@ -181,6 +186,8 @@ def _read(
         held: Experts | None = files.experts
         if held is not None and plan.context is not None:
             held = held_by(held, plan.context.placement, plan.context.rank)
+        if files.is_gguf:
+            return _read_gguf(plan, request, progress, files)
         stored = files.experts.dtype if files.experts else next(tensor.dtype for _, tensor in files.trunk())
         wanted = _wanted_dtype(plan, request, stored)
         size = (files.trunk_bytes if with_trunk else 0) + (held.nbytes if held else 0)
@@ -202,6 +209,27 @@ def _read(
     _check_fits(int(size * growth), plan)
     loaded = weights.from_library(plan.folder, translated, plan.family, wanted, progress, here, with_trunk)
     return words + _name(stored, wanted), loaded
+
+
+def _read_gguf(
+    plan: LoadingPlan, request: Load, progress: ProgressCallback, files: Checkpoint
+) -> tuple[str, weights.Assembled]:
+    """The weights of a GGUF file, and their type in words."""
+    stored = gguf_files.dtype_of(files, request.dtype)
+    # On a CPU, mlx multiplies by gathered matrices in float32 only.
+    wanted = mx.float32 if plan.device == "cpu" else {**_DTYPES, "float16": mx.float16}[stored]
+    dtype = _name("", wanted)
+    if dtype != stored:
+        plan.notices.append(f"dtype {stored} is not used: mlx on a CPU computes in float32")
+    needed = gguf_files.laid_out_in_mlx(files, wanted.size)
+    _check_fits(needed.nbytes, plan)
+    if needed.is_packed:
+        plan.notices.append(needed.notice(dtype))
+    translated = translate_config(plan.config)
+    with unchanged(files.mapped_files):
+        loaded = weights.from_files(files, files.experts, translated, plan.family, wanted, progress)
+    plan.weights = weights_name(files)
+    return (f"{plan.weights}, {dtype}" if needed.is_packed else dtype), loaded
 
 
 def _held_in_library(folder: Path, context: RankContext) -> tuple[dict[int, tuple[int, ...]], int]:
@@ -266,7 +294,7 @@ def _assemble(
         expert_bytes=sum(map(_bytes, loaded.experts.values())),
         key_value_bytes_per_token=0,
         parameters=int(parameters),
-        weights=_weights_name(plan.quantised, dtype),
+        weights=plan.weights or _weights_name(plan.quantised, dtype),
         notices=notices,
     )
     attentions = [next(name for name in _ATTENTIONS if name in layer) for layer in loaded.layers]

@@ -23,9 +23,14 @@ from engine.errors import ModelError
 from engine.ipc.progress import ProgressCallback
 from engine.models.architectures.composite import language_name
 from engine.models.architectures.mlx_layout import is_offset_norm
+from engine.models.architectures.quantisation import Groups
 from engine.models.architectures.record import MlxRecord
 from engine.models.formats.model_files import Experts, ExpertWeights, ModelFiles, StoredTensor
+from engine.models.formats.number_formats import BLOCKS, MLX_BITS
 from engine.models.formats.safetensors_files import TensorEntry, read_header
+from engine.runtimes.mlx.gguf_blocks import QuantisedArrays, laid_out, unpacked
+from engine.runtimes.mlx.gguf_files import in_gguf
+from engine.runtimes.mlx.gguf_trunk import trunk_arrays
 from engine.runtimes.protocol import Config
 
 Array = Any
@@ -76,8 +81,9 @@ def from_files(
 ) -> Assembled:
     """Builds the model of ``files`` in ``dtype`` (None: as stored), with the experts that ``held`` holds.
 
-    ``config`` is translated for mlx-lm. Without a trunk only the experts can be used. Raises ModelError if a tensor is
-    missing, not expected, or of the wrong shape.
+    ``config`` is translated for mlx-lm. A GGUF file's packed matrices become quantised modules; it needs a ``dtype``.
+    Without a trunk only the experts can be used. Raises ModelError if a tensor is missing, not expected, or of the
+    wrong shape.
     """
     model = _build(config, family)
     layers = decoder_layers(model, family)
@@ -92,11 +98,16 @@ def from_files(
         return array
 
     if with_trunk:
-        trunk = {}
-        for name, tensor in files.trunk():
-            trunk[name] = read(tensor)
-            progress("loading weights", done, total, "bytes")
-        _assign(model, _keep_precision(model, trunk, files), files.folder)
+        if in_gguf(files.folder):
+            trunk = _from_gguf(model, files, config, family, dtype, progress)
+            done = files.trunk_bytes
+        else:
+            trunk = {}
+            for name, tensor in files.trunk():
+                trunk[name] = read(tensor)
+                progress("loading weights", done, total, "bytes")
+            trunk = _keep_precision(model, trunk, files)
+        _assign(model, trunk, files.folder)
         trunk.clear()
         # Evaluated now, so that no unconverted copy stays in memory while the experts are read.
         mx.eval(model.parameters())
@@ -109,7 +120,7 @@ def from_files(
     for layer, module in list(experts.items()):
         assert held is not None
         if held.held(layer):
-            stack_experts(module, [held.expert(layer, e) for e in held.held(layer)], read)
+            stack_experts(module, [held.expert(layer, e) for e in held.held(layer)], read, dtype)
         else:
             del experts[layer]
         progress("loading weights", done, total, "bytes")
@@ -172,10 +183,13 @@ def keep_experts(module: Any, held: Sequence[int]) -> None:
 
 
 def to_array(tensor: StoredTensor, dtype: Any = None) -> Array:
-    """``tensor`` as an mlx array of its own type, or converted to ``dtype`` if it is floating point.
+    """``tensor`` as an mlx array of its own type, or converted to ``dtype`` if it is floating point. A packed one is
+    unpacked to it.
 
     Raises ModelError for a type that mlx has no use for here.
     """
+    if dtype is not None and tensor.dtype in BLOCKS:
+        return unpacked(tensor, dtype)
     stored = _DTYPES.get(tensor.dtype)
     if stored is None:
         raise ModelError(f"the mlx runtime cannot use weights of type {tensor.dtype}")
@@ -183,8 +197,11 @@ def to_array(tensor: StoredTensor, dtype: Any = None) -> Array:
     return array if dtype is None else array.astype(dtype)
 
 
-def stack_experts(module: Any, experts: Iterable[ExpertWeights], read: Callable[[StoredTensor], Array]) -> None:
-    """Fills a ``SwitchGLU`` with one layer's experts, one of its matrices at a time.
+def stack_experts(
+    module: Any, experts: Iterable[ExpertWeights], read: Callable[[StoredTensor], Array], dtype: Any = None
+) -> None:
+    """Fills a ``SwitchGLU`` with one layer's experts, one of its matrices at a time. ``read`` makes an array of a plain
+    tensor; scales and biases of packed ones get the type ``dtype``.
 
     Raises ModelError if a matrix has another shape than the configuration says.
     """
@@ -202,9 +219,55 @@ def stack_experts(module: Any, experts: Iterable[ExpertWeights], read: Callable[
                 if tensor is None or tensor.shape != expected[1:]:
                     shape = None if tensor is None else tensor.shape
                     raise ModelError(f"{name} of expert {index} has the shape {shape} instead of {expected[1:]}")
-            stacked = mx.stack([read(tensor) for tensor in tensors])
-            mx.eval(stacked)
-            linear[kind] = stacked
+            stacked = quantised_stack(tensors, dtype) if kind == "weight" else None
+            if stacked is None:
+                linear[kind] = mx.stack([read(tensor) for tensor in tensors])
+                mx.eval(linear[kind])
+            else:
+                _quantise(module, {f"{part}_proj": stacked.groups})
+                module[f"{part}_proj"].update(stacked.named)
+                linear = module[f"{part}_proj"]
+
+
+def quantised_stack(tensors: Sequence[StoredTensor], dtype: Any) -> QuantisedArrays | None:
+    """The matrices of a layer's experts for mlx's kernels, evaluated; None unless all are in one format that they
+    take."""
+    if len({tensor.dtype for tensor in tensors}) > 1 or tensors[0].dtype not in MLX_BITS:
+        return None
+    each = [found for tensor in tensors if (found := laid_out(tensor, dtype)) is not None]
+    biases = [one.biases for one in each if one.biases is not None]
+    weight, scales = mx.stack([one.weight for one in each]), mx.stack([one.scales for one in each])
+    stacked = QuantisedArrays(weight, scales, mx.stack(biases) if biases else None, each[0].groups)
+    mx.eval(stacked.named)
+    return stacked
+
+
+def _from_gguf(
+    model: Any, files: ModelFiles, config: Config, family: MlxRecord, dtype: Any, progress: ProgressCallback
+) -> dict[str, Array]:
+    """The arrays of the trunk, and quantised modules in ``model`` for those that are."""
+    keep = getattr(model, "cast_predicate", lambda name: True)
+    done = 0
+
+    def read(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        progress("loading weights", done, files.trunk_bytes, "bytes")
+
+    modules = [name for name, module in model.named_modules() if hasattr(module, "to_quantized")]
+    arrays, quantised = trunk_arrays(
+        files, config, family, modules, lambda name: dtype if keep(name) else mx.float32, read
+    )
+    _quantise(model, quantised)
+    return arrays
+
+
+def _quantise(model: Any, modules: Mapping[str, Groups]) -> None:
+    """Replaces the ``modules`` of ``model`` by quantised ones, whose weights are yet to come."""
+    settings = {
+        name: {"group_size": groups.size, "bits": groups.bits, "mode": groups.mode} for name, groups in modules.items()
+    }
+    nn.quantize(model, class_predicate=lambda name, module: settings.get(name, False))
 
 
 def _classes(family: MlxRecord) -> tuple[Any, Any]:
@@ -301,7 +364,8 @@ def _assign(model: Any, trunk: dict[str, Array], folder: Path) -> None:
         ) from error
     expected = {name: array.shape for name, array in tree_flatten(model.parameters())}
     if "lm_head.weight" not in expected and any(name.endswith("embed_tokens.weight") for name in weights):
-        weights.pop("lm_head.weight", None)  # a tied head that was stored all the same
+        for part in ("weight", "scales", "biases"):
+            weights.pop(f"lm_head.{part}", None)  # a tied head that was stored all the same
     problems = [f"{name} is missing" for name in expected if name not in weights]
     problems += [f"{name} is not expected" for name in weights if name not in expected]
     problems += [

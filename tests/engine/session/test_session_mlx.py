@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf import GGMLQuantizationType
 
 from engine.ipc.messages import AnyEvent, Finished, Generate, Load
 from engine.runtimes import choosing
@@ -71,15 +72,22 @@ def test_the_session_reads_prompts_in_chunks_for_its_chip(
         session.close()
 
 
-def test_a_gguf_file_on_a_mac_is_told_its_like_for_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["Q4_0", "Q6_K"])
+def test_a_gguf_file_on_a_mac_runs_on_the_gpu_or_is_told_its_like(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
     source = write_tiny_model(tmp_path / "source", "qwen3_moe", **whole_blocks("qwen3_moe"))
-    packed = write_tiny_gguf(tmp_path / "Qwen3-30B-A3B-Q8_0.gguf", source, "qwen3moe")
-    line = "The catalogue has qwen3-30b-4bit, which this Mac's GPU runs."
+    quantised = GGMLQuantizationType[kind]
+    packed = write_tiny_gguf(tmp_path / f"Qwen3-30B-A3B-{kind}.gguf", source, "qwen3moe", quantised=quantised)
+    instead = "The catalogue has qwen3-30b-4bit, which this Mac's GPU runs."
     for mac in (True, False):
         monkeypatch.setattr(choosing, "on_apple_silicon", lambda mac=mac: mac)
         session = load_session(Load(id=1, model=str(packed), cpu_threads=1), lambda *_: None)
-        assert session.facts.runtime != "mlx" and (line in session.facts.notices) == mac
+        assert (session.facts.runtime == "mlx") == (mac and kind == "Q4_0")
+        assert (instead in session.facts.notices) == (mac and kind == "Q6_K")
+        assert any("laid out for mlx" in said for said in session.facts.notices) == (mac and kind == "Q4_0")
+        assert session.facts.weights == kind
         session.close()
 
 

@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from gguf import GGMLQuantizationType as Kind
 
@@ -17,6 +18,7 @@ from engine.models.formats.gguf_file import GgufFile
 from engine.models.store.gguf_folder import open_gguf
 from engine.planning.hybrid import UNPACKING_ROOM, Device, gpu_room, policy_named, slabs_kept, workspace_bytes
 from engine.runtimes import runtime_named
+from engine.runtimes.mlx import gguf_files
 from engine.session.plan_model import plan_model
 from tests.engine.runtimes.native_oracle import load_native, needs_kernels
 from tests.engine.runtimes.torch_oracle import load
@@ -83,15 +85,30 @@ def test_float16_is_computed_with_in_bfloat16_by_native_alone(tiny_model: Callab
         assert predicted.key_value_bytes_per_token == model.facts.key_value_bytes_per_token
 
 
-@pytest.mark.parametrize("folders", ["olmoe"], indirect=True)
-def test_mlx_refuses_a_gguf_file_by_name(folders: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize("folders", ["qwen2_moe"], indirect=True)
+def test_mlx_lays_a_gguf_file_out_and_refuses_what_would_grow_too_much(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, folder = folders
     asked = Load(id=1, model=str(path), runtime="mlx")
-    with pytest.raises(ModelError, match=r"does not read GGUF files.*choose the native runtime"):
+    refusal = r"none of whose kernels takes .* of Q6_K: choose the native runtime, or"
+    usual = gguf_files.MOST_GROWTH
+    monkeypatch.setattr(gguf_files, "MOST_GROWTH", 1.1)
+    with pytest.raises(ModelError, match=refusal):
         plan_model(Plan(id=1, load=asked))
-    if importlib.util.find_spec("mlx_lm") is not None:
-        with pytest.raises(ModelError, match=r"does not read GGUF files.*choose the native runtime"):
+    mlx = importlib.util.find_spec("mlx_lm") is not None
+    if mlx:
+        with pytest.raises(ModelError, match=refusal):
             runtime_named("mlx").load(folder, asked, quiet)
+    monkeypatch.setattr(gguf_files, "MOST_GROWTH", usual)
+    sizes = sizes_of(open_model(folder), "float32").for_runtime("mlx")
+    planned = plan_model(Plan(id=1, load=msgspec.structs.replace(asked, dtype="float32")))
+    assert (planned.memory[0].trunk, planned.memory[0].experts) == (sizes.trunk_bytes, sizes.expert_bytes)
+    (weights,) = [choice for choice in planned.choices if choice.what == "weights"]
+    assert weights.reason.startswith("laid out for mlx; ") and weights.reason.endswith(" GB in the GGUF file")
+    if mlx:
+        facts = runtime_named("mlx").load(folder, asked, quiet).facts
+        assert (facts.trunk_bytes, facts.expert_bytes) == (sizes.trunk_bytes, sizes.expert_bytes)
 
 
 @pytest.mark.parametrize("folders", ["olmoe"], indirect=True)
