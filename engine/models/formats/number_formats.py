@@ -41,10 +41,11 @@ GGML_TYPES: Mapping[int, str] = {0: "F32", 1: "F16", 30: "BF16"} | {kind: name f
 
 MLX_BITS: Mapping[str, int] = {
     "Q4_0": 4, "Q4_1": 4, "Q4_K": 4, "MXFP4": 4, "Q5_0": 5, "Q5_1": 5, "Q5_K": 5, "Q8_0": 8, "IQ4_NL": 8, "IQ4_XS": 8,
+    "Q1_0": 2, "Q2_0": 2,
 }  # fmt: skip
 """Bits of a code with which mlx's quantised kernels hold the numbers of packed formats exactly, in groups that have a
 scale and a bias each (of MXFP4 an exponent of a byte). The codes of IQ4_NL and IQ4_XS stand for whole numbers of eight
-bits, which lie unevenly."""
+bits, which lie unevenly; mlx has no codes of one bit."""
 
 MLX_GROUP = 32
 """Numbers of such a group."""

@@ -15,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 from gguf import GGMLQuantizationType
 from gguf.quants import IQ4_NL, dequantize
+from numpy.typing import NDArray
 
 from engine.models.architectures.quantisation import Groups
 from engine.models.formats.model_files import Change, Order, StoredTensor
@@ -25,6 +26,8 @@ _Parts = tuple[Array, Array, Array]
 """Codes [..., 32], scales and biases [...] of groups in float32. Of MXFP4 the scales are exponents, and the biases are
 not used."""
 
+_UNKNOWN_TO_GGUF = ("Q1_0", "Q2_0")
+"""Formats that the gguf package does not unpack."""
 _UNPACKED_AT_ONCE = 1 << 24
 """Numbers that are unpacked on the CPU at once."""
 
@@ -91,12 +94,22 @@ def unpacked(tensor: StoredTensor, dtype: Any, change: Change | None = None) -> 
     step = max(1, _UNPACKED_AT_ONCE // shape[-1])
     pieces = []
     for first in range(0, len(rows), step):
-        values = dequantize(rows[first : first + step], GGMLQuantizationType[tensor.dtype])
+        values = _unpacked_rows(tensor.dtype, rows[first : first + step])
         pieces.append(mx.array(changed_values(values, change)).astype(dtype))
         mx.eval(pieces[-1])
     whole = (pieces[0] if len(pieces) == 1 else mx.concatenate(pieces)).reshape(shape)
     mx.eval(whole)
     return whole
+
+
+def _unpacked_rows(number_format: str, words: NDArray[np.uint8]) -> NDArray[np.float32]:
+    if number_format not in _UNKNOWN_TO_GGUF:
+        return np.asarray(dequantize(words, GGMLQuantizationType[number_format]), np.float32)
+    matrix = laid_out(StoredTensor(number_format, words), mx.float32)
+    assert matrix is not None
+    return np.array(
+        mx.dequantize(matrix.weight, matrix.scales, matrix.biases, group_size=MLX_GROUP, bits=matrix.groups.bits)
+    )
 
 
 def changed_values(values: Any, change: Change | None) -> Any:
@@ -206,6 +219,21 @@ def _iq4_xs(blocks: Array) -> _Parts:
     return _looked_up(_nibbles(codes)), scales, -128 * scales
 
 
+def _q1_0(blocks: Array) -> _Parts:
+    return _with_one_scale(blocks, 2 * _bits(blocks[..., 2:]))
+
+
+def _q2_0(blocks: Array) -> _Parts:
+    codes = (blocks[..., 2:, None] >> mx.array([0, 2, 4, 6], dtype=mx.uint8)) & 3
+    return _with_one_scale(blocks, codes.reshape(*blocks.shape[:-1], -1))
+
+
+def _with_one_scale(blocks: Array, codes: Array) -> _Parts:
+    """The parts of blocks of several groups with the scale at their beginning, which is taken away once."""
+    scales = mx.repeat(_half(blocks, 0)[..., None], codes.shape[-1] // MLX_GROUP, axis=-1)
+    return codes, scales, -scales
+
+
 def _mxfp4(blocks: Array) -> _Parts:
     return _nibbles(blocks[..., 1:]), blocks[..., 0], blocks[..., 0]
 
@@ -213,10 +241,15 @@ def _mxfp4(blocks: Array) -> _Parts:
 _READERS: dict[str, Callable[[Array], _Parts]] = {
     "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "Q4_K": _q4_k, "Q5_K": _q5_k,
     "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs, "MXFP4": _mxfp4,
+    "Q1_0": _q1_0, "Q2_0": _q2_0,
 }  # fmt: skip
 
 
 # --- codes [..., 32], one a byte, as mlx packs them: the first in the lowest bits ------------------------------------
+
+
+def _in_two_bits(codes: Array) -> Array:
+    return codes[..., ::4] | (codes[..., 1::4] << 2) | (codes[..., 2::4] << 4) | (codes[..., 3::4] << 6)
 
 
 def _in_four_bits(codes: Array) -> Array:
@@ -229,4 +262,6 @@ def _in_five_bits(codes: Array) -> Array:
     return mx.stack([first, second, third, (e >> 4) | (f << 1) | (g << 6), (g >> 2) | (h << 3)], axis=-1)
 
 
-_PACKERS: dict[int, Callable[[Array], Array]] = {4: _in_four_bits, 5: _in_five_bits, 8: lambda codes: codes}
+_PACKERS: dict[int, Callable[[Array], Array]] = {
+    2: _in_two_bits, 4: _in_four_bits, 5: _in_five_bits, 8: lambda codes: codes,
+}  # fmt: skip

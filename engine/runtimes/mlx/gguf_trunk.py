@@ -7,8 +7,6 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from gguf import GGMLQuantizationType
-from gguf.quants import dequantize
 
 from engine.models.architectures.quantisation import Groups
 from engine.models.architectures.record import MlxRecord
@@ -89,8 +87,7 @@ def _joined(pieces: tuple[StoredTensor, StoredTensor]) -> StoredTensor:
 
 
 def _as_floats(tensor: StoredTensor) -> StoredTensor:
-    values = np.asarray(dequantize(tensor.words, GGMLQuantizationType[tensor.dtype]), np.float32)
-    return StoredTensor("F32", values.reshape(tensor.shape).view(np.uint32))
+    return StoredTensor("F32", np.array(plain_array(tensor, mx.float32)).view(np.uint32))
 
 
 def _by_key_head(config: Config) -> Order:

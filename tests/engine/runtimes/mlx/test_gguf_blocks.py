@@ -8,11 +8,10 @@ import pytest
 pytest.importorskip("mlx.core", reason="mlx is not installed")
 
 import mlx.core as mx
-from gguf import GGMLQuantizationType
-from gguf.quants import dequantize
 from numpy.typing import NDArray
 
 from benchmarks.packed_blocks import random_blocks
+from benchmarks.packed_blocks import unpacked as true_values
 from engine.models.formats.model_files import Change, StoredTensor
 from engine.models.formats.number_formats import BLOCKS, MLX_BITS, in_mlx
 from engine.runtimes.mlx.gguf_blocks import QuantisedArrays, laid_out, unpacked
@@ -29,7 +28,7 @@ def _numbers(found: QuantisedArrays) -> NDArray[np.float32]:
 
 
 def _true(tensor: StoredTensor) -> NDArray[np.float32]:
-    return np.asarray(dequantize(tensor.words, GGMLQuantizationType[tensor.dtype]), np.float32)
+    return true_values(tensor.dtype, tensor.words)
 
 
 def _stored(number_format: str, rows: int = ROWS) -> StoredTensor:
@@ -43,6 +42,7 @@ def test_a_laid_out_format_stands_for_the_same_numbers(number_format: str) -> No
     assert found is not None
     np.testing.assert_array_equal(_numbers(found), _true(tensor))
     assert len(np.unique(_true(tensor))) > 12, "numbers that are alike would prove nothing"
+    assert _true(tensor).shape == (ROWS, COLUMNS)
 
 
 @pytest.mark.parametrize("number_format", MLX_BITS)

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 from gguf import GGMLQuantizationType as Kind
 
+from benchmarks.packed_blocks import WRITTEN
 from engine.errors import ModelError
 from engine.ipc.messages import Load
 from engine.models.folders.opening import open_model
 from engine.models.folders.sizes import sizes_of
-from engine.models.formats.number_formats import BLOCKS, MLX_BITS
+from engine.models.formats.number_formats import MLX_BITS
 from engine.models.store.gguf_folder import open_gguf
 from engine.runtimes.mlx import eligible, gguf_files
 from engine.runtimes.mlx.gguf_files import dtype_of, in_gguf, laid_out_in_mlx, refuse_unsupported, unsupported_reason
@@ -42,7 +43,7 @@ def with_embedding(kind: Kind) -> Callable[[str], Kind]:
     return lambda name: kind if name.startswith(("token_embd", "output")) else Kind.Q4_0
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("kind", WRITTEN)
 def test_sizes_plans_and_the_file_say_the_same(kind: str, opened: Opened) -> None:
     files = open_model(opened(Kind[kind]))
     for dtype, width in (("bfloat16", 2), ("float32", 4)):

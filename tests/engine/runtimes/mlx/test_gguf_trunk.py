@@ -17,6 +17,7 @@ from mlx import nn
 from mlx.utils import tree_flatten, tree_map
 from numpy.typing import NDArray
 
+from benchmarks.packed_blocks import WRITTEN
 from engine.models.folders.opening import open_model
 from engine.models.formats.number_formats import MLX_BITS
 from engine.models.store.gguf_folder import open_gguf
@@ -47,7 +48,7 @@ TOKENS = 12
 BY_TRANSFORMERS = ("gpt_oss", "qwen3_5_moe_text")
 """Families that mlx-lm alone does not run as their files say: it rounds rotary frequencies, or has no such model."""
 FAMILIES = tuple(family for family in ARCHITECTURES if family not in NOT_ON_MLX)
-IN_TURN = tuple(in_turn(FAMILIES, tuple(MLX_BITS)))
+IN_TURN = tuple(in_turn(FAMILIES, tuple(name for name in MLX_BITS if name in WRITTEN)))
 USUAL = tuple((family, name) for family in ("qwen3", "qwen3_moe") for name in ("Q4_0", "Q4_1", "Q8_0", "MXFP4"))
 """A dense family and one with experts, in the formats that most files for Macs have."""
 SHOWN = {*USUAL, ("gpt_oss", "MXFP4"), ("qwen3_5_moe_text", "Q4_0"), ("glm4_moe_lite", "Q8_0"), ("qwen3_next", "Q4_K")}
