@@ -31,6 +31,15 @@ def in_blocks(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, t
     return numbers, scales, numbers.float() * spread
 
 
+def in_rows(values: torch.Tensor, dtype: torch.dtype, whole: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As :func:`in_blocks`, of ``values`` [rows, columns] with a scale for each row, [rows, 1], or for the ``whole``,
+    [1]."""
+    scales = (values.abs().amax() if whole else values.abs().amax(1, keepdim=True)) / LARGEST + 1e-12
+    scales = scales.to(dtype)
+    numbers = (values / scales.float()).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    return numbers, scales.reshape(1) if whole else scales, numbers.float() * scales.float()
+
+
 def write_fp8(
     folder: Path,
     source: Path,
@@ -38,8 +47,12 @@ def write_fp8(
     scales: torch.dtype = torch.float32,
     kept: Callable[[str], bool] = lambda module: False,
     files: int = 1,
+    strategy: str = "block",
 ) -> tuple[Path, Path]:
     """The model in ``source`` in FP8, in ``folder``, and the folder of what its weights stand for, in float32.
+
+    With the ``strategy`` ``channel`` or ``tensor``, a scale belongs to a row or a matrix, as compressed-tensors writes
+    it.
 
     Modules that ``kept`` names stay bfloat16, as norms, routers, embedding and head do. With ``files`` the tensors are
     spread over several, so that scales may lie in another than their numbers.
@@ -59,21 +72,37 @@ def write_fp8(
             tensor.copy_(stored[name])
             continue
         converted.add(module)
-        numbers, own, values = in_blocks(tensor.float(), scales)
+        if strategy == "block":
+            numbers, own, values = in_blocks(tensor.float(), scales)
+        else:
+            numbers, own, values = in_rows(tensor.float(), scales, strategy == "tensor")
         tensor.copy_(values)
-        stored |= {name: numbers, f"{name}_scale_inv": own}
+        stored |= {name: numbers, name + ("_scale_inv" if strategy == "block" else "_scale"): own}
     folder.mkdir(parents=True)
     truth = folder.with_name(folder.name + "-truth")
     truth.mkdir()
     save_file(tensors, truth / "model.safetensors", metadata={"format": "pt"})
     (truth / "config.json").write_text(json.dumps(config))
-    settings = {
+    settings: dict[str, Any] = {
         "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
         "modules_to_not_convert": sorted({name.removesuffix(".weight") for name in tensors} - converted),
     }  # fmt: skip
+    if strategy != "block":
+        settings = of_compressed_tensors(strategy) | {"ignore": settings["modules_to_not_convert"]}
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
     _save(folder, stored, files)
     return folder, truth
+
+
+def of_compressed_tensors(strategy: str) -> dict[str, Any]:
+    """The settings that llm-compressor writes."""
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "strategy": strategy}
+    inputs = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True, "strategy": "token"}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed",
+        "config_groups": {"group_0": group}, "kv_cache_scheme": None,
+    }  # fmt: skip
 
 
 def _save(folder: Path, tensors: dict[str, torch.Tensor], files: int) -> None:

@@ -2,7 +2,7 @@
 refusal of those that do not run.
 
 Those run that mlx-lm quantised in two to eight bits, gpt-oss in MXFP4 as it is published, and FP8 with a scale for
-each block of 128 by 128 numbers, as DeepSeek publishes it.
+each block of 128 by 128 numbers, as DeepSeek publishes it, for each row, or for each matrix.
 """
 
 from __future__ import annotations
@@ -108,11 +108,11 @@ def refuse_quantized(config: Mapping[str, Any]) -> None:
     published = family is not None and family.moe is not None and family.moe.published_mxfp4
     if method is None or (method == _METHODS["mxfp4"] and published):
         return
-    if family is not None and has_fp8_blocks(config):
+    if family is not None and has_fp8(config):
         return
     settings = _of_mlx(config)
     if settings is None:
-        raise _refused(_described_fp8(config) if method == _METHODS["fp8"] else method)
+        raise _refused(_described_other(config, method))
     for each in (settings, *(own for own in settings.values() if isinstance(own, Mapping))):
         if _groups(each) is None:
             raise _refused(_described(each))
@@ -120,14 +120,57 @@ def refuse_quantized(config: Mapping[str, Any]) -> None:
         raise _refused(f"{method} as mlx-lm stores the family {shown(config.get('model_type'))}")
 
 
-def has_fp8_blocks(config: Mapping[str, Any]) -> bool:
-    """Whether the weights of ``config`` are FP8 numbers (E4M3) with a scale for each block of 128 by 128 of them, and
-    their inputs are not rounded by fixed scales."""
+def has_fp8(config: Mapping[str, Any]) -> bool:
+    """Whether the weights of ``config`` are FP8 numbers (E4M3) with a scale for each block of 128 by 128 of them, for
+    each row, or for each matrix, and their inputs are not rounded by fixed scales."""
     settings = config.get("quantization_config")
-    if not isinstance(settings, Mapping) or settings.get("quant_method") != "fp8":
+    if not isinstance(settings, Mapping):
+        return False
+    if settings.get("quant_method") == "compressed-tensors":
+        return _unlike_fp8(settings) is None
+    if settings.get("quant_method") != "fp8":
         return False
     usual = settings.get("fmt", "e4m3") == "e4m3" and settings.get("activation_scheme", "dynamic") == "dynamic"
-    return usual and settings.get("weight_block_size") == [BLOCK_SIDE, BLOCK_SIDE]
+    return usual and settings.get("weight_block_size") in (None, _BLOCK)
+
+
+_BLOCK = [BLOCK_SIDE, BLOCK_SIDE]
+_FLOAT_QUANTIZED = "float-quantized"
+"""compressed-tensors' name of FP8 with its scales apart."""
+
+
+def _unlike_fp8(settings: Mapping[str, Any]) -> str | None:
+    """What of compressed-tensors' ``settings`` is not FP8 as :func:`has_fp8` has it; None if nothing is."""
+    kind, groups = settings.get("format"), settings.get("config_groups")
+    sparsity = settings.get("sparsity_config")
+    if kind != _FLOAT_QUANTIZED:
+        return "an unnamed format" if kind is None else f"the format {shown(kind)}"
+    if settings.get("kv_cache_scheme"):
+        return "keys and values that are quantised, too"
+    if isinstance(sparsity, Mapping) and sparsity.get("format", "dense") != "dense":
+        return f"the sparse format {shown(sparsity['format'])}"
+    if not isinstance(groups, Mapping) or not groups:
+        return "no groups"
+    return next(filter(None, map(_group_unlike_fp8, groups.values())), None)
+
+
+def _group_unlike_fp8(group: Any) -> str | None:
+    """What one of its groups of modules has that :func:`has_fp8` does not; None if nothing."""
+    group = group if isinstance(group, Mapping) else {}
+    weights, inputs = group.get("weights"), group.get("input_activations")
+    weights = weights if isinstance(weights, Mapping) else {}
+    strategy = weights.get("strategy")
+    if group.get("format") not in (None, _FLOAT_QUANTIZED):
+        return f"the format {shown(group['format'])}"
+    if (weights.get("num_bits"), weights.get("type"), weights.get("symmetric", True)) != (8, "float", True):
+        return f"numbers of {shown(weights.get('num_bits'))} bits and the type {shown(weights.get('type'))}"
+    if strategy == "block" and weights.get("block_structure") != _BLOCK:
+        return f"blocks of {shown(weights.get('block_structure'))}"
+    if strategy not in ("tensor", "channel", "block"):
+        return f"a scale for each {shown(strategy)}"
+    if isinstance(inputs, Mapping) and inputs.get("dynamic") is not True:
+        return "static scales of inputs"
+    return "rounded results" if group.get("output_activations") else None
 
 
 def readable_quantised(config: Mapping[str, Any]) -> bool:
@@ -163,10 +206,14 @@ def _described(settings: Mapping[str, Any]) -> str:
     return f"mlx's method {shown(settings.get('mode', 'affine'))} in {bits} bits and groups of {size}"
 
 
-def _described_fp8(config: Mapping[str, Any]) -> str:
+def _described_other(config: Mapping[str, Any], method: str) -> str:
     settings = config.get("quantization_config")
     if not isinstance(settings, Mapping):
-        return _METHODS["fp8"]
+        return method
+    if method == _METHODS["compressed-tensors"]:
+        return f"{method} with {_unlike_fp8(settings)}"
+    if method != _METHODS["fp8"]:
+        return method
     block, scheme = settings.get("weight_block_size"), settings.get("activation_scheme", "dynamic")
     of = "a scale for a whole tensor" if block is None else f"blocks of {shown(block)}"
     if settings.get("fmt", "e4m3") != "e4m3":

@@ -274,7 +274,7 @@ class PlainExperts:
     def _matrices_in(self, tensor: ExpertTensor, entry: TensorEntry, span: int) -> dict[str, MatrixPlace]:
         """The matrices of one expert within its span, which is the expert's part of ``tensor``, and within those after
         it, with scales and biases."""
-        formats = (entry.dtype, *((part.dtype, part.shape[-1]) for _, part in entry.groups))
+        formats = (entry.dtype, *((part.dtype, part.shape) for _, part in entry.groups))
         key = (tensor, formats, span)
         if key not in self._matrices:
             separate = replace(tensor, stacking="separate")

@@ -1,20 +1,21 @@
 """Weights whose codes, scales and biases are tensors of their own, gathered into one tensor of a grouped number format.
 
 mlx-lm saves a quantised ``x.weight`` as uint32 words with ``x.scales`` and ``x.biases``. gpt-oss is published with
-``x_blocks`` and ``x_scales``, and models in FP8 with ``x`` and ``x_scale_inv``.
+``x_blocks`` and ``x_scales``, and models in FP8 with ``x`` and ``x_scale_inv`` or ``x_scale``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from engine.errors import ModelError, damaged
 from engine.models.architectures.families import ExpertLayers, part_shape
-from engine.models.architectures.quantisation import Groups, groups_of, has_fp8_blocks
+from engine.models.architectures.quantisation import Groups, groups_of, has_fp8
 from engine.models.architectures.record import ExpertTensor
 from engine.models.formats.byte_map import MatrixPlace
-from engine.models.formats.number_formats import BLOCK_SIDE, WIDTHS, scales_shape, stored_bytes
+from engine.models.formats.number_formats import BLOCK_SIDE, WIDTHS, fp8_side, scales_shape, stored_bytes
 from engine.models.formats.safetensors_files import TensorEntry
 
 _SCALES = ("BF16", "F16", "F32")
@@ -85,19 +86,25 @@ def _published(headers: Headers, where: Mapping[str, str], file: str, name: str,
 def _fp8(
     headers: Headers, where: Mapping[str, str], file: str, name: str, config: Mapping[str, Any], taken: set[str]
 ) -> TensorEntry | None:
-    entry, own = headers[file][name], name + "_scale_inv"
-    if entry.dtype != "F8_E4M3" or not has_fp8_blocks(config):
+    entry, own = headers[file][name], name + ("_scale" if name + "_scale" in where else "_scale_inv")
+    if entry.dtype != "F8_E4M3" or not has_fp8(config):
         return None
     if own not in where:
         raise damaged(f"{file}: tensor {name} is quantised, but {own} is missing")
     taken.add(own)
     scales = headers[where[own]][own]
+    if scales.shape in ((), (1,)):  # of the whole matrix
+        scales = replace(scales, shape=(1, 1))
+    elif len(scales.shape) == 1:  # of rows
+        scales = replace(scales, shape=(*scales.shape, 1))
     shape = entry.shape
     whole = len(shape) == 2 or (len(shape) > 2 and shape[-2] % BLOCK_SIDE == 0)
-    if not whole or min(shape) < 1 or scales.shape != scales_shape(shape) or scales.dtype not in _SCALES:
+    fits = whole and min(shape) > 0 and fp8_side(shape, scales.shape) is not None
+    if not fits or scales.dtype not in _SCALES:
         raise damaged(
-            f"{file}: tensor {name} of shape {list(shape)} in blocks of {BLOCK_SIDE} by {BLOCK_SIDE} does not fit to "
-            f"its scales ({scales.dtype} {list(scales.shape)})"
+            f"{file}: tensor {name} of shape {list(shape)} does not fit to its scales "
+            f"({scales.dtype} {list(scales.shape)}): they are those neither of blocks of {BLOCK_SIDE} by {BLOCK_SIDE} "
+            "nor of rows nor of the whole"
         )
     return TensorEntry("BLOCK_FP8", shape, entry.start, entry.stop, ((where[own], scales),))
 
@@ -152,12 +159,17 @@ def _block_places(tensor: ExpertTensor, entry: TensorEntry, span: int, shape: Ex
     for number, part in enumerate(tensor.parts):
         rows, columns = part_shape(part, shape)
         first = number * rows
+        ((_, scales),) = entry.groups
+        side = fp8_side(entry.shape, scales.shape)
+        if side != BLOCK_SIDE and len(tensor.parts) == 1 and not tensor.transposed:
+            own = _rows_place(scales.dtype, span + 1, 0, scales.shape[0], 1, 1)
+            places[part] = MatrixPlace(entry.dtype, span, 0, rows * columns, (rows, columns), (columns, 1), own)
+            continue
         if tensor.interleaved or tensor.transposed or first % BLOCK_SIDE:
             raise ModelError(
                 f"Experts of {rows} rows that share a tensor do not begin with a block of {BLOCK_SIDE} rows; take "
                 "another copy of the model."
             )
-        ((_, scales),) = entry.groups
         blocks = scales_shape((rows, columns))
         places[part] = MatrixPlace(
             entry.dtype, span, first * columns, rows * columns, (rows, columns), (columns, 1),

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from engine.errors import ModelError
 from engine.models.formats.byte_map import ExpertPlace, FileMapping
-from engine.models.formats.number_formats import BLOCK_SIDE, numbers_shape
+from engine.models.formats.number_formats import BLOCK_SIDE, fp8_side, numbers_shape
 
 Order = NDArray[np.int64]
 """Places in the order in which they are taken."""
@@ -29,8 +29,9 @@ class StoredTensor:
     ``dtype`` is a name of :mod:`engine.models.formats.number_formats` (``BF16``, ``F32``, ``Q4_K``, ...). ``words`` of
     a plain format has the tensor's shape and may be strided; its numpy dtype is the unsigned integer of the same width
     (so BF16 is uint16). Of a packed format it holds the bytes of the blocks, row by row; of a grouped one those of the
-    codes, with ``scales`` [..., rows, groups] (of ``BLOCK_FP8`` [row blocks, column blocks]) and, if the format has
-    them, ``biases``. It is a copy-on-write view of a file mapping: reading it costs file-backed pages only.
+    codes, with ``scales`` [..., rows, groups] (of ``BLOCK_FP8`` [row blocks, column blocks], [rows, 1] or [1, 1]) and,
+    if the format has them, ``biases``. It is a copy-on-write view of a file mapping: reading it costs file-backed pages
+    only.
     """
 
     dtype: str
@@ -66,6 +67,11 @@ class Change:
 def _in_rows(tensor: StoredTensor, rows: Order) -> StoredTensor:
     if tensor.dtype == "BLOCK_FP8":
         assert tensor.scales is not None
+        side = fp8_side(tensor.shape, tensor.scales.shape)
+        if side == 0:
+            return StoredTensor(tensor.dtype, tensor.words[rows], tensor.scales)
+        if side == 1:
+            return StoredTensor(tensor.dtype, tensor.words[rows], _in_rows(tensor.scales, rows))
         return StoredTensor(tensor.dtype, tensor.words[rows], _in_rows(tensor.scales, _blocks_of(rows)))
     scales, biases = (None if part is None else _in_rows(part, rows) for part in (tensor.scales, tensor.biases))
     return StoredTensor(tensor.dtype, tensor.words[rows], scales, biases)

@@ -57,8 +57,8 @@ GROUPED: Mapping[str, tuple[int, int]] = {
 """Numbers and bytes of codes of the smallest group of the grouped formats. ``AFFINE4`` and the like are mlx's, with
 codes of so many bits: a number is scale * code + bias. ``OCP_MXFP4`` is MXFP4 as its authors publish it: groups of 32
 numbers of four bits with an exponent of two (E8M0). Codes follow one another, the first in the lowest bits of a byte.
-``BLOCK_FP8`` is DeepSeek's: numbers of eight bits (E4M3, without infinities) times the scale of their block of rows and
-columns."""
+``BLOCK_FP8`` has numbers of eight bits (E4M3, without infinities) times a scale: that of their block of rows and
+columns, as DeepSeek publishes it, of their row, or of the whole matrix."""
 
 BLOCK_SIDE = 128
 """Rows, and columns, of a block of ``BLOCK_FP8``; the last ones of a matrix may have fewer."""
@@ -86,6 +86,16 @@ def block_size(number_format: str) -> tuple[int, int]:
 def scales_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of the scales of ``BLOCK_FP8`` numbers of ``shape`` [..., rows, columns]."""
     return (*shape[:-2], *(-(-size // BLOCK_SIDE) for size in shape[-2:]))
+
+
+def fp8_side(shape: tuple[int, ...], scales: tuple[int, ...]) -> int | None:
+    """What a scale of ``BLOCK_FP8`` numbers of ``shape`` belongs to, by the shape of the ``scales``: ``BLOCK_SIDE``
+    rows and columns, 1 for a row, 0 for the whole matrix; None if they do not fit."""
+    if scales == scales_shape(shape):
+        return BLOCK_SIDE
+    if len(shape) != 2 or scales not in ((shape[0], 1), (1, 1)):
+        return None
+    return 0 if scales == (1, 1) else 1
 
 
 def words_dtype(number_format: str) -> np.dtype[Any]:

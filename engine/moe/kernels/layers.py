@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from engine.errors import ModelError
 from engine.models.formats.model_files import Experts, ExpertWeights, StoredTensor
-from engine.models.formats.number_formats import BLOCK_SIDE, GROUPED, is_grouped, is_packed, scales_shape
+from engine.models.formats.number_formats import GROUPED, fp8_side, is_grouped, is_packed
 from engine.moe.kernels.bindings import (
     ACTIVATIONS,
     FORMATS,
@@ -58,6 +58,10 @@ def matrix(stored: StoredTensor) -> Matrix:
     )
 
 
+def _side(stored: StoredTensor) -> int | None:
+    return None if stored.scales is None else fp8_side(stored.shape, stored.scales.shape)
+
+
 def _grouped_matrix(stored: StoredTensor) -> Matrix:
     scales, biases = stored.scales, stored.biases
     assert scales is not None
@@ -69,7 +73,7 @@ def _grouped_matrix(stored: StoredTensor) -> Matrix:
         columns=columns,
         row_stride=stored.words.strides[0] // nbytes * numbers,
         dtype=FORMATS[stored.dtype],
-        group=BLOCK_SIDE if stored.dtype == "BLOCK_FP8" else columns // scales.words.shape[1],
+        group=_side(stored) or 0 if stored.dtype == "BLOCK_FP8" else columns // scales.words.shape[1],
         scales=scales.words.ctypes.data,
         biases=None if biases is None else biases.words.ctypes.data,
         scale_dtype=WEIGHT_DTYPES.get(scales.dtype, 0),
@@ -81,7 +85,7 @@ def _grouped_unreadable(stored: StoredTensor) -> str | None:
     rows, columns = stored.shape
     if stored.dtype == "BLOCK_FP8":
         scales = stored.scales
-        right = scales is not None and scales.dtype in WEIGHT_DTYPES and scales.shape == scales_shape(stored.shape)
+        right = scales is not None and scales.dtype in WEIGHT_DTYPES and _side(stored) is not None
         right = right and scales is not None and scales.words.flags.c_contiguous and stored.words.flags.c_contiguous
         return None if right else "their scales do not lie like their blocks"
     _, nbytes = GROUPED[stored.dtype]

@@ -13,7 +13,16 @@ from gguf import GGMLQuantizationType
 from engine.models.folders.prepare import prepare
 from engine.models.store.gguf_folder import open_gguf
 from engine.runtimes.protocol import LoadedModel
-from tests.engine.runtimes.subjects import FP8, GROUPED_MODELS, PACKED_MODELS, PUBLISHED, StoredModel, Subject
+from tests.engine.runtimes.subjects import (
+    FP8,
+    FP8_CHANNEL,
+    FP8_TENSOR,
+    GROUPED_MODELS,
+    PACKED_MODELS,
+    PUBLISHED,
+    StoredModel,
+    Subject,
+)
 from tests.support.progress import quiet
 from tests.support.tiny_fp8 import write_fp8
 from tests.support.tiny_gguf import ARCHITECTURES, whole_blocks, write_tiny_gguf
@@ -38,7 +47,7 @@ def stored_model(
     ) -> Path:
         if stored in PACKED_MODELS:
             return packed(family, stored)
-        if stored in GROUPED_MODELS or stored in (PUBLISHED, FP8):
+        if stored in GROUPED_MODELS or stored in (PUBLISHED, FP8, FP8_CHANNEL, FP8_TENSOR):
             return grouped(family, stored)[0]
         if stored != "4-bit":
             saved = tiny_model(family, dtype=stored, **(subject.unlike.get(family, {}) | options))
@@ -106,8 +115,8 @@ def grouped(
 
     @functools.cache
     def folder_of(family: str, name: str) -> tuple[Path, Path]:
-        if name == FP8:
-            return _in_fp8(root / f"{family}-fp8", family)
+        if name in (FP8, FP8_CHANNEL, FP8_TENSOR):
+            return _in_fp8(root / f"{family}-{name}", family, name.removeprefix(FP8).removeprefix("-") or "block")
         options = {"form": "published"} if name == PUBLISHED else GROUPED_MODELS[name]
         return write_grouped(
             root / f"{family}-{name.replace(' ', '-')}", tiny_model(family, **whole_blocks(family)), **options
@@ -116,7 +125,7 @@ def grouped(
     return folder_of
 
 
-def _in_fp8(folder: Path, family: str) -> tuple[Path, Path]:
+def _in_fp8(folder: Path, family: str, strategy: str) -> tuple[Path, Path]:
     """A tiny model of several blocks in rows and columns, the last ones smaller, in two files. The attention of one
     layer stays bfloat16."""
     sizes: dict[str, Any] = {"hidden_size": 328, "intermediate_size": 200}
@@ -125,7 +134,7 @@ def _in_fp8(folder: Path, family: str) -> tuple[Path, Path]:
     if "moe_intermediate_size" in whole_blocks(family):
         sizes["moe_intermediate_size"] = 200
     source = write_tiny_model(folder.with_name(folder.name + "-source"), family, **(whole_blocks(family) | sizes))
-    return write_fp8(folder, source, kept=lambda module: "layers.1.self_attn" in module, files=2)
+    return write_fp8(folder, source, kept=lambda module: "layers.1.self_attn" in module, files=2, strategy=strategy)
 
 
 @pytest.fixture(scope="session")

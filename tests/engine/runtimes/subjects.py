@@ -125,6 +125,9 @@ PUBLISHED = "as published"
 FP8 = "FP8"
 """The form of safetensors models in FP8 with a scale for each block of 128 by 128 numbers."""
 
+FP8_CHANNEL, FP8_TENSOR = "FP8-channel", "FP8-tensor"
+"""The same with a scale for each row, and for each matrix, as compressed-tensors writes it."""
+
 each_runtime = pytest.mark.parametrize("subject", [pytest.param(one, marks=one.marks, id=one.name) for one in SUBJECTS])
 """A test of all three runtimes, as its ``subject``."""
 

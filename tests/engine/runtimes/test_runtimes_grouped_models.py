@@ -20,7 +20,16 @@ from engine.planning.hybrid import GPU_RUNTIME_BYTES
 from engine.runtimes.protocol import LoadedModel
 from engine.runtimes.torch.runtime import TorchRuntime
 from tests.engine.runtimes.native_oracle import after_alike_branches, load_native, needs_kernels
-from tests.engine.runtimes.subjects import FP8, GROUPED_MODELS, PUBLISHED, logits_along, needs_mlx, prompt_of
+from tests.engine.runtimes.subjects import (
+    FP8,
+    FP8_CHANNEL,
+    FP8_TENSOR,
+    GROUPED_MODELS,
+    PUBLISHED,
+    logits_along,
+    needs_mlx,
+    prompt_of,
+)
 from tests.engine.runtimes.torch_oracle import (
     assert_same_choices,
     library_model,
@@ -79,7 +88,8 @@ MORE_FORMS = [row for row in product(QUANTISABLE, GROUPED_MODELS, ("native", "to
 IN_FP8 = [
     ("qwen3_moe", FP8, "native"), ("qwen3_moe", FP8, "torch"), ("qwen3", FP8, "native"), ("qwen2_moe", FP8, "native"),
     ("mixtral", FP8, "torch"), ("qwen3_5_moe_text", FP8, "native"), ("granitemoe", FP8, "native"),
-    ("glm4_moe_lite", FP8, "native"),
+    ("glm4_moe_lite", FP8, "native"), ("qwen3_moe", FP8_CHANNEL, "native"), ("qwen3_moe", FP8_TENSOR, "torch"),
+    ("llama", FP8_TENSOR, "native"), ("mixtral", FP8_CHANNEL, "torch"), ("qwen3_5_moe_text", FP8_CHANNEL, "native"),
 ]  # fmt: skip
 
 
@@ -113,6 +123,8 @@ def test_quantised_models_give_the_logits_of_what_they_stand_for(
         ("qwen3_moe", FP8),
         ("deepseek_v3", FP8),
         ("llama", FP8),
+        ("qwen3_moe", FP8_CHANNEL),
+        ("mixtral", FP8_TENSOR),
     ],
 )
 def test_unpacked_weights_give_the_librarys_logits(
@@ -126,9 +138,10 @@ def test_unpacked_weights_give_the_librarys_logits(
 
 
 @needs_kernels
-def test_fp8_is_exact_in_float32(grouped: Grouped) -> None:
+@pytest.mark.parametrize("stored", [FP8, FP8_CHANNEL, FP8_TENSOR])
+def test_fp8_is_exact_in_float32(grouped: Grouped, stored: str) -> None:
     """Its inputs are not rounded."""
-    folder, truth = grouped("qwen3_moe", FP8)
+    folder, truth = grouped("qwen3_moe", stored)
     tokens = prompt_of(40)
     answer, theirs = library_run(truth, tokens, chunks=1)
     assert worst(our_run(load_native(folder, dtype="float32"), tokens, 2, answer), theirs) < EXACT
@@ -192,6 +205,8 @@ def test_predicted_memory_is_what_the_runtimes_take(grouped: Grouped, family: st
         ("gpt_oss", PUBLISHED, "monde"),
         ("qwen3_moe", FP8, "lru-offload"),
         ("mixtral", FP8, "balanced"),
+        ("qwen3_moe", FP8_CHANNEL, "balanced"),
+        ("mixtral", FP8_TENSOR, "lru-offload"),
     ],
 )
 def test_a_device_shares_quantised_experts(

@@ -173,8 +173,10 @@ void pllm_add_bias(float *y, int64_t y_stride, int64_t tokens, const void *bias,
 static int is_sound(const pllm_matrix *w) {
     if (!is_grouped(w->dtype)) return 1;
     const int plain = w->scale_dtype == PLLM_BF16 || w->scale_dtype == PLLM_F16 || w->scale_dtype == PLLM_F32;
-    if (w->dtype == PLLM_BLOCK_FP8)
-        return plain && w->scales && w->group == FP8_SIDE && w->row_stride == w->columns && w->skipped_rows == 0;
+    if (w->dtype == PLLM_BLOCK_FP8) {
+        const int known = w->group == FP8_SIDE || w->group == 1 || w->group == 0;
+        return plain && w->scales && known && w->row_stride == w->columns && w->skipped_rows == 0;
+    }
     const int fits = w->group == 32 || w->group == 64 || w->group == 128;
     if (!fits || !w->scales || w->columns % w->group || w->row_stride % w->group) return 0;
     if (w->dtype == PLLM_OCP_MXFP4) return w->group == 32;

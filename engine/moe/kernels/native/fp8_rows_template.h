@@ -1,4 +1,5 @@
-/* Products with FP8 weights (E4M3) that have a scale for each block of FP8_SIDE rows and columns. They take the input of
+/* Products with FP8 weights (E4M3) that have a scale for each block of FP8_SIDE rows and columns, for each row, or one
+   for all. They take the input of
    plain weights, and are widened to what that is multiplied with, which loses nothing; a block's sum is then scaled.
    Included by rows_template.h, whose names are used. Besides them
 
@@ -18,7 +19,7 @@ ALWAYS_INLINE void SET(fp8_dots)(const pllm_matrix *w, int64_t row, int64_t firs
     UNROLL for (int m = 0; m < M; m++) in[m] = (const char *)x[m] + first * ACTIVATION_BYTES;
     const char *scales[ROWS_TOGETHER];
     float scale[ROWS_TOGETHER] = {0};
-    UNROLL for (int r = 0; r < R; r++) scales[r] = fp8_scales(w, row + r) + first / FP8_SIDE * scale_width(w);
+    UNROLL for (int r = 0; r < R; r++) scales[r] = fp8_scales(w, row + r);
     if (fresh) UNROLL for (int i = 0; i < R * M; i++) V_STORE((float *)&sums[i], V_ZERO);
     for (int64_t k = 0; k < columns; k += FP8_SIDE) {
         const int64_t end = MIN(columns, k + FP8_SIDE), whole = k + (end - k) / (2 * STEP) * (2 * STEP);
@@ -51,7 +52,7 @@ ALWAYS_INLINE void SET(fp8_dots)(const pllm_matrix *w, int64_t row, int64_t firs
         UNROLL for (int r = 0; r < R; r++) {
             /* Rows that are taken together have one scale, but where a block ends between them. */
             scale[r] = r > 0 && scales[r] == scales[r - 1] ? scale[r - 1]
-                                                           : fp8_scale(w, scales[r], k / FP8_SIDE) * FACTOR_LIFT;
+                                                           : fp8_scale(w, scales[r], (first + k) / FP8_SIDE) * FACTOR_LIFT;
             UNROLL for (int m = 0; m < M; m++) {
                 float *sum = (float *)&sums[r * M + m];
                 V_STORE(sum, V_FMA(part[r][m], V_SET1(scale[r]), V_LOAD(sum)));

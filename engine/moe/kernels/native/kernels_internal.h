@@ -126,6 +126,10 @@ static inline const void *rows_from(const pllm_matrix *matrix, int64_t first, pl
         const int64_t skipped = matrix->skipped_rows + first, blocks = divided_up(matrix->columns, FP8_SIDE);
         *part = *matrix;
         part->data = codes;
+        if (matrix->group != FP8_SIDE) {
+            part->scales = (const char *)matrix->scales + first * matrix->group * scale_width(matrix);
+            return part;
+        }
         part->scales = (const char *)matrix->scales + skipped / FP8_SIDE * blocks * scale_width(matrix);
         part->skipped_rows = (int32_t)(skipped % FP8_SIDE);
         return part;
@@ -141,13 +145,14 @@ static inline const void *rows_from(const pllm_matrix *matrix, int64_t first, pl
 
 /* The scales of a row of PLLM_BLOCK_FP8 weights. */
 static inline const char *fp8_scales(const pllm_matrix *w, int64_t row) {
-    const int64_t at = (w->skipped_rows + row) / FP8_SIDE * divided_up(w->columns, FP8_SIDE);
+    const int64_t at = w->group == FP8_SIDE ? (w->skipped_rows + row) / FP8_SIDE * divided_up(w->columns, FP8_SIDE)
+                                            : row * w->group;
     return (const char *)w->scales + at * scale_width(w);
 }
 
 /* That of a block of its columns. */
 static inline float fp8_scale(const pllm_matrix *w, const char *scales, int64_t block) {
-    const char *from = scales + block * scale_width(w);
+    const char *from = w->group == FP8_SIDE ? scales + block * scale_width(w) : scales;
     uint32_t word = 0;
     float value;
     if (w->scale_dtype == PLLM_F16) return half_to_float(from);

@@ -65,7 +65,7 @@ PLLM_API void *pllm_pool_shared(pllm_pool *pool);
    half precision. From PLLM_AFFINE4 on they are grouped: codes of two to eight bits, and in arrays of their own the
    scales and biases of groups of 32, 64 or 128 values, as mlx saves them; PLLM_OCP_MXFP4 has groups of 32 with exponents
    of two (E8M0) for scales, and no biases. PLLM_BLOCK_FP8 has numbers of eight bits (E4M3 without infinities) for codes
-   and scales for blocks of 128 rows and 128 columns; its kernels take the input that plain weights do. */
+   and scales for blocks of 128 rows and 128 columns (`group` 128), for rows (1) or one for all (0); its kernels take the input that plain weights do. */
 #define NUMBERED(NAME, ...) PLLM_##NAME,
 enum { PLLM_NO_DTYPE, PLLM_FORMATS(NUMBERED) PLLM_DTYPES };
 #undef NUMBERED

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from engine.models.formats.number_formats import BLOCK_SIDE, BLOCKS, GROUPED, WIDTHS, is_grouped
+from engine.models.formats.number_formats import BLOCKS, GROUPED, WIDTHS, fp8_side, is_grouped
 from engine.moe import kernels
 from engine.runtimes.torch.offload.devices import SlotLayout, SlotMatrix
 from engine.runtimes.torch.offload.gates import Gate
@@ -142,8 +142,13 @@ def _grouped(matrix: SlotMatrix) -> Part | None:
     scales, biases = matrix.groups[0], matrix.groups[1] if len(matrix.groups) > 1 else None
     per_row = scales.shape[1]
     fp8 = matrix.format == "BLOCK_FP8"
-    group = BLOCK_SIDE if fp8 else columns // per_row
-    if group % PIECE or scales.format not in _KINDS or any(each.stride != (per_row, 1) for each in matrix.groups):
+    group = fp8_side(matrix.shape, scales.shape) if fp8 else columns // per_row
+    if (
+        group is None
+        or (group % PIECE and not fp8)
+        or scales.format not in _KINDS
+        or any(each.stride != (per_row, 1) for each in matrix.groups)
+    ):
         return None
     if biases is not None and biases.format != scales.format:
         return None

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from engine.models.formats.number_formats import BLOCK_SIDE, BLOCKS, GROUPED
+from engine.models.formats.number_formats import BLOCK_SIDE, BLOCKS, GROUPED, fp8_side
 
 _ON_CPU = 1 << 18
 _ON_DEVICE = 1 << 22
@@ -54,16 +54,20 @@ def unpack_groups(
     """The numbers of a grouped format, [rows, numbers] of ``dtype`` on ``device`` (None: the same one).
 
     ``codes`` uint8 [rows, bytes], ``scales`` and ``biases`` [rows, groups]. The scales of ``BLOCK_FP8`` are [row
-    blocks, column blocks]. The additional memory does not depend on the number of rows.
+    blocks, column blocks], [rows, 1] or [1, 1]. The additional memory does not depend on the number of rows.
     """
     numbers, nbytes = GROUPED[number_format]
     rows, columns = codes.shape[0], codes.shape[1] // nbytes * numbers
     out = torch.empty(rows, columns, dtype=dtype, device=codes.device if device is None else device)
     if number_format == "BLOCK_FP8":
+        side = fp8_side((rows, columns), tuple(scales.shape))
         for start in range(0, rows, BLOCK_SIDE):
             numbers_of = codes[start : start + BLOCK_SIDE].to(out.device).view(torch.float8_e4m3fn).float()
-            across = scales[start // BLOCK_SIDE].to(out.device).float().repeat_interleave(BLOCK_SIDE)[:columns]
-            out[start : start + BLOCK_SIDE] = numbers_of * across
+            if side == BLOCK_SIDE:
+                own = scales[start // BLOCK_SIDE].to(out.device).float().repeat_interleave(BLOCK_SIDE)[:columns]
+            else:
+                own = (scales[start : start + BLOCK_SIDE] if side else scales).to(out.device).float()
+            out[start : start + BLOCK_SIDE] = numbers_of * own
         return out
     step = max(1, (_ON_CPU if out.device.type == "cpu" else _ON_DEVICE) // max(1, columns))
     for start in range(0, rows, step):

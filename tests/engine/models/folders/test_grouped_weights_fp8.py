@@ -59,11 +59,15 @@ def refused(folder: Path, match: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("files", "scales"), [(1, torch.float32), (3, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("files", "scales", "strategy"),
+    [(1, torch.float32, "block"), (3, torch.bfloat16, "block"), (1, torch.bfloat16, "channel"),
+     (3, torch.float32, "tensor"), (3, torch.float16, "channel")],
+)  # fmt: skip
 def test_every_expert_is_what_its_tensors_stand_for(
-    tmp_path: Path, source: Path, files: int, scales: torch.dtype
+    tmp_path: Path, source: Path, files: int, scales: torch.dtype, strategy: str
 ) -> None:
-    folder, truth = write_fp8(tmp_path / "model", source, files=files, scales=scales)
+    folder, truth = write_fp8(tmp_path / "model", source, files=files, scales=scales, strategy=strategy)
     found, wanted = open_model(folder), open_model(truth)
     assert isinstance(found, Checkpoint) and found.experts is not None and wanted.experts is not None
     assert found.experts.dtype == "BLOCK_FP8"
@@ -122,13 +126,12 @@ def test_preparing_gains_nothing_and_it_may_be_downloaded(folder: Path, monkeypa
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"weight_block_size": None}, "FP8 with a scale for a whole tensor"),
         ({"weight_block_size": None, "activation_scheme": "static"}, "a whole tensor and static scales of inputs"),
         ({"activation_scheme": "static"}, r"FP8 with blocks of \[128, 128\] and static scales of inputs"),
         ({"weight_block_size": [64, 128]}, r"FP8 with blocks of \[64, 128\]"),
         ({"fmt": "e5m2"}, "FP8 with numbers of the kind e5m2"),
         ({"quant_method": "fbgemm_fp8"}, "FBGEMM FP8"),
-        ({"quant_method": "compressed-tensors"}, "compressed-tensors"),
+        ({"quant_method": "compressed-tensors"}, "compressed-tensors with an unnamed format"),
     ],
 )
 def test_other_forms_of_fp8_are_refused_by_name(
@@ -139,6 +142,32 @@ def test_other_forms_of_fp8_are_refused_by_name(
     refused(folder, f"quantised with .*{text}, which does not run here; take a GGUF file")
     with pytest.raises(ModelError, match=text):
         refuse_download(config, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda s: s.update(format="pack-quantized"), "the format pack-quantized"),
+        (lambda s: s.update(config_groups={}), "no groups"),
+        (lambda s: s.update(kv_cache_scheme={"num_bits": 8}), "keys and values that are quantised, too"),
+        (lambda s: s.update(sparsity_config={"format": "sparse-24-bitmask"}), "the sparse format sparse-24-bitmask"),
+        (lambda s: s["config_groups"]["group_0"]["input_activations"].update(dynamic=False), "static scales of inputs"),
+        (lambda s: s["config_groups"]["group_0"]["weights"].update(type="int"), "numbers of 8 bits and the type int"),
+        (lambda s: s["config_groups"]["group_0"]["weights"].update(strategy="group"), "a scale for each group"),
+        (
+            lambda s: s["config_groups"]["group_0"]["weights"].update(strategy="block", block_structure=[64, 64]),
+            r"blocks of \[64, 64\]",
+        ),
+    ],
+)
+def test_what_of_compressed_tensors_does_not_run_is_refused_by_name(
+    tmp_path: Path, source: Path, change: Callable[[dict[str, Any]], Any], text: str
+) -> None:
+    folder, _ = write_fp8(tmp_path / "model", source, strategy="channel")
+    settings = json.loads((folder / "config.json").read_text())["quantization_config"]
+    change(settings)
+    change_settings(folder, **settings)
+    refused(folder, f"quantised with compressed-tensors with {text}, which does not run here")
 
 
 @pytest.mark.parametrize(
@@ -177,6 +206,17 @@ def test_stacked_experts_begin_with_a_block(tmp_path: Path) -> None:
     assert experts is not None
     with pytest.raises(ModelError, match="192 rows that share a tensor do not begin with a block"):
         experts.place(0, 0)
+
+
+def test_rows_keep_their_own_scales_in_another_order() -> None:
+    words = np.arange(3 * 128, dtype=np.uint32).astype(np.uint8).reshape(3, 128)
+    rows = np.array([2, 0, 1])
+    for scales, wanted in (([[1.0], [2.0], [3.0]], [3.0, 1.0, 2.0]), ([[4.0]], [4.0])):
+        stored = StoredTensor("BLOCK_FP8", words, StoredTensor("F32", np.array(scales, np.float32).view(np.uint32)))
+        moved = Change(rows=rows).in_rows(stored)
+        assert moved.scales is not None
+        assert moved.scales.words.view(np.float32).ravel().tolist() == wanted
+        assert (moved.words == words[rows]).all()
 
 
 def test_rows_are_brought_into_another_order_with_their_scales() -> None:

@@ -44,6 +44,25 @@ def wide(weight: StoredTensor, scales: torch.Tensor) -> Floats:
     return (numbers * spread).numpy()
 
 
+@pytest.mark.parametrize("instructions", AVAILABLE)
+@pytest.mark.parametrize("scales", SCALES)
+@pytest.mark.parametrize("whole", [False, True])
+def test_scales_may_belong_to_rows_or_to_the_whole(pool: Pool, instructions: str, scales: str, whole: bool) -> None:
+    for rows, columns in ((203, 904), (300, 2432), (31, 77)):
+        codes = weights(rows, columns)[0].words
+        generator = torch.Generator().manual_seed(1)
+        size = (torch.rand(1 if whole else rows, 1, generator=generator) * 0.02 + 0.001).to(SCALES[scales])
+        weight = stored(codes, size)
+        values = (torch.from_numpy(codes).view(torch.float8_e4m3fn).float() * size.float()).numpy()
+        assert (unpacked(weight, torch.float32).numpy() == values).all()
+        assert (np.stack([opened(matrix(weight), row) for row in range(rows)]) == values).all()
+        for tokens in (1, 3, 9, 16, 17, 40):
+            x = np.random.default_rng(tokens).standard_normal((tokens, columns)).astype(np.float32)
+            found = product(pool, instructions, matrix(weight), x)
+            limit = max(error_of(instructions), 3e-6 if tokens > 16 else 0)
+            assert error(found, x @ values.astype(np.float64).T) < limit
+
+
 def weights(rows: int, columns: int, scales: str = "F32", seed: int = 0) -> tuple[StoredTensor, Floats]:
     """Random weights, and what they stand for."""
     generator = torch.Generator().manual_seed(seed)

@@ -89,11 +89,13 @@ PACKED = (("qwen2_moe", "Q4_K_M"), ("mixtral", "MXFP4"), ("granitemoe", "Q8_0"))
 GROUPED = (
     ("qwen3_moe", "mlx-4-bit"), ("mixtral", "mlx-8-bit"), ("gpt_oss", "mlx-mixed"), ("gpt_oss", PUBLISHED),
     ("qwen3_moe", FP8), ("qwen2_moe", "mlx-6-bit"), ("granitemoe", "mlx-few-bits"),
+    ("qwen3_moe", "FP8-channel"), ("mixtral", "FP8-tensor"),
 )  # fmt: skip
 BY_MLX_LM = (("lfm2_moe", "4-bit"), ("glm4_moe_lite", "4-bit"), ("qwen3_next", "4-bit"), ("gemma4_text", "4-bit"))
 """Of whose trunk mlx-lm stores some tensors in its own way."""
 RINGS = (
-    (2, "unequal"), (3, "even"), (4, "overlapping"), (3, "overlapping"), (3, "unequal"), (2, "even"), (4, "unequal")
+    (2, "unequal"), (3, "even"), (4, "overlapping"), (3, "overlapping"), (3, "unequal"), (2, "even"), (4, "unequal"),
+    (2, "overlapping"), (3, "unequal"),
 )  # fmt: skip
 SAMPLED = [
     *(

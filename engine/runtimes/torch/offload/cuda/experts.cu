@@ -558,9 +558,10 @@ struct OCP_MXFP4 {
 struct BLOCK_FP8 {
     static __device__ void decode(const byte *slot, const Matrix &matrix, int row, int piece, float *out) {
         const Codes<8> codes(slot + matrix.codes + row * matrix.row_bytes + PIECE * piece);
-        const float scale = number_at(
-            slot + matrix.scales, matrix.scale_kind, Grouped::place(matrix, row / matrix.group, piece)
-        );
+        // One for a block, or for a row (group 1), or for all (group 0).
+        const long long place =
+            matrix.group > 1 ? Grouped::place(matrix, row / matrix.group, piece) : (long long)row * matrix.group;
+        const float scale = number_at(slot + matrix.scales, matrix.scale_kind, place);
         EACH_NUMBER out[i] = e4m3(codes[i]) * scale;
     }
 };

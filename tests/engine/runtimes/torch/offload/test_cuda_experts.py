@@ -39,7 +39,7 @@ from tests.support.shared_folders import shared_root, written_once
 
 NATIVE = Path(bindings.__file__).parent / "native"
 SILU = Activation("silu")
-FORMATS = ("F32", "BF16", "F16", *BLOCKS, *GROUPED)
+FORMATS = ("F32", "BF16", "F16", *BLOCKS, *GROUPED, "BLOCK_FP8 of rows", "BLOCK_FP8 of the whole")
 
 
 class EmulatedLauncher:
@@ -92,6 +92,7 @@ def launcher(library: ctypes.CDLL) -> EmulatedLauncher:
 def stored(name: str, rows: int, columns: int, offset: int, seed: int) -> tuple[SlotMatrix, list[torch.Tensor]]:
     """A random matrix of the format ``name`` at ``offset``, and its bytes in order."""
     generator = torch.Generator().manual_seed(seed)
+    name, _, owner = name.partition(" of ")
 
     def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return (torch.randn(shape, generator=generator) / 8).to(dtype)
@@ -110,7 +111,8 @@ def stored(name: str, rows: int, columns: int, offset: int, seed: int) -> tuple[
     at = offset + codes.nbytes
     if name == "BLOCK_FP8":
         codes[codes & 127 == 127] = 3  # no NaN
-        groups = [part("F32", numbers(-(-rows // BLOCK_SIDE), -(-columns // BLOCK_SIDE)), at)]
+        blocks = (-(-rows // BLOCK_SIDE), -(-columns // BLOCK_SIDE))
+        groups = [part("F32", numbers(*{"rows": (rows, 1), "the whole": (1, 1)}.get(owner, blocks)), at)]
     elif name == "OCP_MXFP4":
         exponents = torch.randint(120, 126, (rows, columns // 32), generator=generator, dtype=torch.uint8)
         groups = [part("U8", exponents, at)]
