@@ -16,6 +16,7 @@ from app.commands.root import privatellm
 from app.settings.schema import setting_named
 from app.tui.keymap import HOMES, defaults, readable
 from engine.models.architectures import families, gguf_architectures, quantisation
+from engine.models.formats.gguf_names import GgufChoice
 from engine.models.formats.number_formats import GGML_TYPES
 from engine.runtimes.mlx import families as mlx_families
 
@@ -226,6 +227,16 @@ def test_the_table_of_models_is_what_runs() -> None:
     assert having("mlx-lm, 2 to 8 bits") == listed(quantisation.FAMILIES_OF_MLX)
     files = {name for row in rows if row["GGUF"] != "no" for name in row["GGUF"].split(", ")}
     assert files == set(gguf_architectures.ARCHITECTURES)
+
+
+def test_the_most_downloaded_models_are_those_that_run() -> None:
+    text = (RESULTS / "most_downloaded.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+    assert len(rows) > 40
+    for model, architecture, files, runs in rows[2:]:
+        assert runs.startswith("yes") == (architecture in gguf_architectures.ARCHITECTURES), model
+        tags = [tag for tag in re.findall(r"[A-Z0-9_-]+", files) if "_" in tag or tag == "MXFP4"]
+        assert all(GgufChoice(tag, (f"M-{tag}.gguf",), 0).runs for tag in tags), model
 
 
 def test_the_number_formats_of_gguf_files_are_those_that_run() -> None:
