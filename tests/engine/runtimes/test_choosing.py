@@ -46,11 +46,11 @@ def ask_for(folder: Path, **options: Any) -> Load:
     return Load(id=1, model=str(folder), **options)
 
 
-def as_mlx_lm_writes(folder: Path, bits: int = 4) -> Path:
-    """A folder whose config.json says that it is quantised to so many bits."""
-    folder = write_tiny_model(folder, "mixtral")
+def as_mlx_lm_writes(folder: Path, family: str = "mixtral") -> Path:
+    """A folder whose config.json says that it is quantised."""
+    folder = write_tiny_model(folder, family)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization": {"bits": bits, "group_size": 32}}))
+    (folder / "config.json").write_text(json.dumps(config | {"quantization": {"bits": 4, "group_size": 32}}))
     return folder
 
 
@@ -112,7 +112,7 @@ def test_a_model_too_large_for_the_gpu_runs_elsewhere(mac: Callable[[int], None]
 
 
 def test_what_nothing_else_reads_stays_with_mlx(mac: Callable[[int], None], tmp_path: Path) -> None:
-    folder = as_mlx_lm_writes(tmp_path / "m", bits=3)
+    folder = as_mlx_lm_writes(tmp_path / "m", "phimoe")
     mac(1)
     assert choose_runtime(ask_for(folder), folder).name == "mlx"
 
@@ -228,7 +228,7 @@ class TestDownloads:
         refuse_download(self.mxfp4, 12 * 10**9)
         refuse_download({"model_type": "qwen3_next", "quantization": {"bits": 4, "group_size": 64}}, 20 * 10**9)
         with pytest.raises(ModelError, match=r"need 12\.0 GB and the GPU may take 11\.0 GB") as refused:
-            refuse_download({"model_type": "qwen3_next", "quantization": {"bits": 3, "group_size": 64}}, 12 * 10**9)
+            refuse_download({"model_type": "phimoe", "quantization": {"bits": 4, "group_size": 64}}, 12 * 10**9)
         assert refused.value.kind == "memory"
         assert "native" not in str(refused.value)
 
@@ -238,8 +238,8 @@ class TestDownloads:
         refuse_download({"model_type": "mixtral", "quantization": {"bits": 4, "group_size": 64}}, 10**9)
         with pytest.raises(ModelError, match="MXFP4"):
             refuse_download(self.mxfp4 | {"model_type": "mixtral"}, 1)
-        with pytest.raises(ModelError, match="quantised with mlx's method affine in 3 bits"):
-            refuse_download({"model_type": "mixtral", "quantization": {"bits": 3, "group_size": 64}}, 1)
+        with pytest.raises(ModelError, match="quantised with mlx's affine method as mlx-lm stores the family phimoe"):
+            refuse_download({"model_type": "phimoe", "quantization": {"bits": 4, "group_size": 64}}, 1)
 
 
 @pytest.mark.parametrize(
