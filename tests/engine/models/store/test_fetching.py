@@ -666,9 +666,9 @@ def test_cancelling_keeps_what_came_of_each_range(hub: LoopbackHub, repo: Repo) 
 @pytest.mark.soak
 def test_ranges_go_on_after_a_kill(hub: LoopbackHub, repo: Repo, monkeypatch: pytest.MonkeyPatch) -> None:
     program = (
-        "import sys\nfrom engine.models.store import downloading, partial_file\n"
+        "import sys\nfrom engine.models.store import downloading\n"
         "from engine.models.store.fetching import pull\n"
-        "downloading.LARGE, partial_file._NOTED, downloading._CHUNK = 1_000_000, 100_000, 50_000\n"
+        "downloading.LARGE, downloading._NOTED, downloading._CHUNK = 1_000_000, 100_000, 50_000\n"
         "pull(sys.argv[1], lambda s, d, t, u: print(d, flush=True))"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[4])}
