@@ -81,6 +81,12 @@ typedef struct trunk_job {
     int64_t shared_layer; /* pllm_trunk_shared: the layer */
 } trunk_job;
 
+/* Describes a pass in `job` and lays out its workspace for so many threads. Returns the bytes that it takes. */
+size_t pllm_trunk_layout(trunk_job *job, const pllm_trunk *trunk, const pllm_pass *pass, int threads);
+
+/* Lays out what one thread has to itself, from `base` on. Returns the bytes that it takes. */
+size_t pllm_own_layout(const trunk_job *job, own_area *own, char *base);
+
 static inline const head_shape *shape_of(const trunk_job *job, int64_t layer) {
     return job->shapes + job->trunk->layers[layer].kind;
 }

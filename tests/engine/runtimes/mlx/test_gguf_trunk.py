@@ -24,7 +24,6 @@ from engine.models.store.gguf_folder import open_gguf
 from engine.runtimes.mlx.configuration import complete_config, translate_config
 from engine.runtimes.mlx.families import family_of
 from engine.runtimes.mlx.weights import from_files
-from tests.engine.runtimes import torch_oracle
 from tests.engine.runtimes.mlx_oracle import (
     OVERRIDES,
     generate,
@@ -35,7 +34,7 @@ from tests.engine.runtimes.mlx_oracle import (
     relative_error,
 )
 from tests.engine.runtimes.subjects import NOT_ON_MLX, logits_along
-from tests.engine.runtimes.torch_oracle import worst
+from tests.engine.runtimes.torch_oracle import library_run, worst
 from tests.support.pairwise import in_turn
 from tests.support.progress import quiet
 from tests.support.tiny_gguf import ARCHITECTURES, whole_blocks, write_tiny_gguf
@@ -82,7 +81,7 @@ def write(
 def assert_equals_the_library(family: str, opened: Path, truth: Path) -> None:
     model = load(opened)
     if family in BY_TRANSFORMERS:
-        tokens, expected = torch_oracle.library_run(truth, PROMPT, 1)
+        tokens, expected = library_run(truth, PROMPT, 1)
         assert worst(logits_along(model, [*PROMPT, *tokens[:-1]], len(PROMPT)), expected) < 1e-4
         return
     tokens, expected = library_generate(library_model(truth), PROMPT, TOKENS)
