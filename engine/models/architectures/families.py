@@ -55,9 +55,17 @@ FAMILIES: dict[str, Family] = _recorded()
 SUPPORTED: tuple[str, ...] = tuple(FAMILIES)
 """Names (transformers' ``model_type``) of the families with a record."""
 
-_COUNT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
+COUNT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Names of the number of experts; transformers has several, depending on its version."""
 
+_NEEDED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+"""Settings of a family without a record that its sizes are counted by."""
+_OTHER_NAMES = {
+    "n_layer": "num_hidden_layers", "n_layers": "num_hidden_layers", "num_layers": "num_hidden_layers",
+    "n_head": "num_attention_heads", "n_heads": "num_attention_heads", "num_heads": "num_attention_heads",
+    "n_embd": "hidden_size", "d_model": "hidden_size", "n_positions": "max_position_embeddings",
+}  # fmt: skip
+"""Names that older families have for these settings, and the usual ones."""
 _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")
 """Endings of the names of transformers' classes that predict the next token."""
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,60}")
@@ -102,6 +110,12 @@ def check_supported(config: Mapping[str, Any]) -> Family:
             f"Models of the family {shown(ascii(name))} are not supported; supported are {', '.join(SUPPORTED)}, and "
             "others that transformers defines."
         )
+    missing = next((key for key in _NEEDED if completed(config).get(key) is None), None)
+    if missing is not None:
+        raise ModelError(
+            f"Models of the family {shown(ascii(name))} are not supported: config.json has no {missing}, by which "
+            "their memory would be counted."
+        )
     return Family(name, native=False)
 
 
@@ -142,7 +156,8 @@ def completed(config: Mapping[str, Any], family: Family | None = None) -> Mappin
     """
     family = FAMILIES.get(str(config.get("model_type"))) if family is None else family
     if family is None:
-        return config
+        others = {usual: config[own] for own, usual in _OTHER_NAMES.items() if own in config}
+        return {**others, **config} if others else config
     missing = {
         key: value
         for key, value in family.defaults.items()
@@ -199,7 +214,7 @@ def expert_shape(config: Mapping[str, Any], family: Family) -> ExpertLayers | No
     moe_layers = family.moe.layers(section, layers)
     if any(not 0 <= layer < layers for layer in moe_layers):
         raise damaged(f"config.json puts experts into the layers {shown(moe_layers)} of {layers}")
-    count = whole_number(section, family.moe.count_key, *_COUNT_KEYS, maximum=_MOST_EXPERTS)
+    count = whole_number(section, family.moe.count_key, *COUNT_KEYS, maximum=_MOST_EXPERTS)
     if count * len(moe_layers) > _MOST_PAIRS:
         raise damaged(
             f"config.json asks for {count} experts in each of {len(moe_layers)} layers, over {_MOST_PAIRS} in all"

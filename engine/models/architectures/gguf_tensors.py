@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from engine.errors import ModelError, shown
-from engine.models.architectures.families import expert_shape, key_layers, layer_config, layer_kinds
+from engine.models.architectures.families import COUNT_KEYS, expert_shape, key_layers, layer_config, layer_kinds
 from engine.models.architectures.gguf_architectures import tensor_of
 from engine.models.architectures.gguf_metadata import Metadata, NamedTensor, Shape, projections
 from engine.models.architectures.record import DecoderRecord, Family, GgufRecord, MoeRecord, switched
@@ -19,9 +19,6 @@ _IGNORED = frozenset({"rope_freqs.weight"})
 """Tensors whose content is in the configuration."""
 _MOST_AHEAD = 8
 """Maximum blocks that predict several tokens; models have one."""
-
-_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Names of the number of experts."""
 
 
 def entries_of(
@@ -212,7 +209,7 @@ def _experts(
     assert moe.router is not None
     router = moe.router.names[0]
     hidden = config["hidden_size"]
-    count = next(config[key] for key in _COUNTS if config.get(key))
+    count = next(config[key] for key in COUNT_KEYS if config.get(key))
     ffn = config.get("moe_intermediate_size") or config["intermediate_size"]
     yield NamedTensor.whole(here + "ffn_gate_inp.weight", target + router, (count, hidden))
     if moe.router.correction:

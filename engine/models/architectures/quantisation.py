@@ -108,7 +108,9 @@ def refuse_quantized(config: Mapping[str, Any]) -> None:
     published = family is not None and family.moe is not None and family.moe.published_mxfp4
     if method is None or (method == _METHODS["mxfp4"] and published):
         return
-    if family is not None and has_fp8(config):
+    if family is None:
+        raise _refused(f"{method} in the family {shown(config.get('model_type'))}")
+    if has_fp8(config):
         return
     settings = _of_mlx(config)
     if settings is None:

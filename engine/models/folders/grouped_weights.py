@@ -161,7 +161,12 @@ def _block_places(tensor: ExpertTensor, entry: TensorEntry, span: int, shape: Ex
         first = number * rows
         ((_, scales),) = entry.groups
         side = fp8_side(entry.shape, scales.shape)
-        if side != BLOCK_SIDE and len(tensor.parts) == 1 and not tensor.transposed:
+        if side != BLOCK_SIDE:
+            if len(tensor.parts) > 1 or tensor.transposed:
+                raise ModelError(
+                    "Experts that share a tensor, or are stored by columns, have FP8 scales for rows or whole "
+                    "matrices, which are not read; take another copy of the model."
+                )
             own = _rows_place(scales.dtype, span + 1, 0, scales.shape[0], 1, 1)
             places[part] = MatrixPlace(entry.dtype, span, 0, rows * columns, (rows, columns), (columns, 1), own)
             continue

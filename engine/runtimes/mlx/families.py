@@ -20,10 +20,10 @@ SUPPORTED: tuple[str, ...] = tuple(sorted(FAMILIES))
 
 
 def family_of(config: Config) -> MlxRecord:
-    """The family of ``config``. Raises ModelError if it is not one that mlx runs, naming it and those that are."""
+    """The family of ``config``. Raises ModelError if it is not one that mlx runs, naming it."""
     problem = _unsupported_family(config)
     if problem is not None:
-        raise ModelError(f"{problem}; it runs {', '.join(SUPPORTED)} (the torch runtime may run it: --runtime torch)")
+        raise ModelError(f"{problem} (the torch runtime may run it: --runtime torch)")
     return FAMILIES[config["model_type"]]
 
 

@@ -19,6 +19,7 @@ from engine.models.folders.sizes import TAKEN_APART_IN_MLX
 from engine.models.formats.model_files import Experts
 from engine.models.formats.number_formats import in_mlx, is_packed
 from engine.models.store.catalogue import for_gpu_instead
+from engine.planning.units import byte_size
 
 MOST_GROWTH = 1.5
 """How many times as large as in the file the weights may be in mlx."""
@@ -43,11 +44,14 @@ class LaidOut:
     def notice(self, dtype: str) -> str:
         """What the weights take, in words; ``dtype`` is what mlx computes with."""
         sentence = (
-            f"the GGUF file's weights were laid out for mlx: {_size(self.nbytes)} in memory, {_size(self.stored)} in "
-            "the file"
+            f"the GGUF file's weights were laid out for mlx: {byte_size(self.nbytes, fine=True)} in memory, "
+            f"{byte_size(self.stored, fine=True)} in the file"
         )
         if self.unpacked:
-            sentence += f"; {_listed(self.unpacked)} of them unpacked to {dtype}, which takes {_size(self.added)} more"
+            sentence += (
+                f"; {_listed(self.unpacked)} of them unpacked to {dtype}, which takes "
+                f"{byte_size(self.added, fine=True)} more"
+            )
         if dtype == "bfloat16":
             sentence += "; scales were rounded to bfloat16 (`--dtype float32` keeps them)"
         return sentence
@@ -112,7 +116,7 @@ def unsupported_reason(folder: Path, ring: bool) -> str | None:
     weights = laid_out_in_mlx(files, width=2)
     if weights.growth <= MOST_GROWTH:
         return None
-    growth = f"from {_size(weights.stored)} to {_size(weights.nbytes)}"
+    growth = f"from {byte_size(weights.stored, fine=True)} to {byte_size(weights.nbytes, fine=True)}"
     why = f"none of whose kernels takes {_listed(weights.unpacked)}"
     if not weights.unpacked:
         why = "whose kernels take wider codes"
@@ -130,8 +134,4 @@ def refuse_unsupported(folder: Path, ring: bool) -> None:
 
 
 def _listed(unpacked: Counter[str]) -> str:
-    return " and ".join(f"{_size(size)} of {shown(name)}" for name, size in unpacked.most_common())
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 50_000_000 else f"{nbytes / 1e6:.1f} MB"
+    return " and ".join(f"{byte_size(size, fine=True)} of {shown(name)}" for name, size in unpacked.most_common())

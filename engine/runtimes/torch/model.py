@@ -253,7 +253,10 @@ def decoder_layers(module: Any) -> nn.ModuleList:
     """The decoder layers of a model of transformers, whatever name the family gives them."""
     count = module.config.num_hidden_layers
     lists = (child for child in base_of(module).children() if isinstance(child, nn.ModuleList) and len(child) == count)
-    return next(lists)
+    found = next(lists, None)
+    if found is None:
+        raise ModelError(f"The layers of a {module.config.model_type} model were not found, so that it cannot be run.")
+    return found
 
 
 # --- hooks that measure a layer --------------------------------------------------------------------------------------

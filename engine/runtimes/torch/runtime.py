@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
@@ -50,7 +51,7 @@ from engine.runtimes.torch.trunk_modules import (
     expect_two_projections,
     fuse_norms,
 )
-from engine.runtimes.torch.unrecorded import UNRECORDED, check, is_unrecorded, load_whole
+from engine.runtimes.torch.unrecorded import UNRECORDED, check, is_unrecorded, load_whole, state_bytes
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,9 @@ class TorchRuntime(Runtime):
                 if is_unrecorded(files.config):
                     module = load_whole(files, skeleton.config, dtype, device, progress)
                     facts = describe(replace(skeleton, module=module), request, device, lines=[*lines, UNRECORDED])
-                    return TorchModel(module, skeleton.config, facts, recorder, device, files, None)
+                    model = TorchModel(module, skeleton.config, facts, recorder, device, files, None)
+                    model.facts = msgspec.structs.replace(facts, state_bytes=state_bytes(model))
+                    return model
                 names = [name for name, _ in files.trunk()]
                 expect_split_latents(module, names)
                 expect_two_projections(module, names)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -19,13 +20,14 @@ from torch import nn
 
 from engine.errors import ModelError
 from engine.ipc.progress import ProgressCallback
-from engine.models.architectures.families import FAMILIES
+from engine.models.architectures.families import COUNT_KEYS, FAMILIES
 from engine.models.formats.json_files import SMALL_FILE, read_object
 from engine.models.formats.model_files import ModelFiles
 from engine.runtimes.protocol import Logits
-from engine.runtimes.torch.loading import BUILDING, attention_of, in_one_line, may_be_ignored
+from engine.runtimes.torch.loading import BUILDING, attention_of, build_skeleton, in_one_line, may_be_ignored
 from engine.runtimes.torch.model import TorchModel
 from engine.system.durable_files import new_file
+from engine.system.free_memory import ran_out_of_memory
 from engine.system.locations import ensure
 
 TOLERANCE = 2e-4
@@ -35,9 +37,10 @@ VOCABULARY = 96
 WINDOW = 8
 """Sliding window of the small model, in tokens; the text is longer."""
 LEAST_LAYERS = 4
+MOST_NUMBERS = 200_000_000
+"""Maximum parameters of the small model."""
 VERSION = 1
 """Version of the trial. Results of another one do not count."""
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _INNER = ("intermediate_size", "moe_intermediate_size", "ffn_hidden_size")
 
 SmallModel = Callable[[nn.Module], TorchModel]
@@ -63,15 +66,13 @@ def check(config: Any, run: SmallModel) -> None:
     path = ensure("data") / "trials" / f"{digest[:24]}.json"
     problem = _kept(path)
     if problem is None:
-        problem = _problem(config, run)
-        path.parent.mkdir(exist_ok=True)
-        with suppress(OSError), new_file(path) as file:
-            file.write(json.dumps({"family": config.model_type, "problem": problem}).encode())
+        problem = _tried(config, run)
+        with suppress(OSError):
+            path.parent.mkdir(exist_ok=True)
+            with new_file(path) as file:
+                file.write(json.dumps({"family": config.model_type, "problem": problem}).encode())
     if problem:
-        raise ModelError(
-            f"Models of the family {config.model_type} are known to transformers alone, and a small one of the same "
-            f"configuration does not run here as it does there: {problem}; choose another model."
-        )
+        raise _unlike(config, problem)
 
 
 def _kept(path: Path) -> str | None:
@@ -83,15 +84,25 @@ def _kept(path: Path) -> str | None:
     return problem if isinstance(problem, str) else None
 
 
-def _problem(config: Any, run: SmallModel) -> str:
-    """What is wrong with the way this runtime runs ``config``; empty if nothing is."""
+def _unlike(config: Any, problem: str) -> ModelError:
+    return ModelError(
+        f"Models of the family {config.model_type} are known to transformers alone, and a small one of the same "
+        f"configuration does not run here as it does there: {problem}; choose another model."
+    )
+
+
+def _tried(config: Any, run: SmallModel) -> str:
+    """The first place at which this runtime gives other logits for ``config``; empty if there is none.
+
+    Raises ModelError if the trial itself failed, which another time it may not.
+    """
     try:
         module = small_module(config)
         return difference(module, run(module))
-    except ModelError as error:
-        return str(error)
     except Exception as error:  # whatever a definition raises for a cache that it does not expect
-        return in_one_line(error)
+        if ran_out_of_memory(error):
+            raise
+        raise _unlike(config, str(error) if isinstance(error, ModelError) else in_one_line(error)) from error
 
 
 def difference(module: Any, model: TorchModel) -> str:
@@ -144,6 +155,10 @@ def small_module(config: Any) -> Any:
     for settings in small_settings(config):
         try:
             small = type(config).from_dict(settings)
+            numbers = sum(parameter.numel() for parameter in build_skeleton(small, torch.float32).parameters())
+            if numbers > MOST_NUMBERS:
+                problem = problem or f"it would have {numbers} parameters"
+                continue
             with BUILDING:
                 module = transformers.AutoModelForCausalLM.from_config(
                     small, dtype=torch.float32, attn_implementation=attention_of(small)
@@ -155,6 +170,8 @@ def small_module(config: Any) -> Any:
                 return module
             problem = "its numbers overflow"
         except Exception as error:  # whatever a definition raises for numbers that it was not written for
+            if ran_out_of_memory(error):
+                raise
             problem = in_one_line(error)
     raise ModelError(f"no small one can be built ({problem})")
 
@@ -173,9 +190,9 @@ def small_settings(config: Any) -> Iterator[dict[str, Any]]:
     per_layer = {key: value for key, value in whole.items() if isinstance(value, list) and len(value) == layers}
     few = whole | {key: value[:fewest] for key, value in per_layer.items()}
     few |= dict.fromkeys(stated("num_hidden_layers"), fewest) | dict.fromkeys(stated("vocab_size"), VOCABULARY)
-    few |= dict.fromkeys([key for key in whole if key.endswith("_token_id")])
+    few |= {key: 0 for key, value in whole.items() if key.endswith("_token_id") and isinstance(value, int)}
     few |= {key: min(WINDOW, value) for key, value in stated("sliding_window").items()}
-    inner = dict.fromkeys(stated(*_INNER), 64) | {key: min(8, value) for key, value in stated(*_EXPERTS).items()}
+    inner = dict.fromkeys(stated(*_INNER), 64) | {key: min(8, value) for key, value in stated(*COUNT_KEYS).items()}
     heads, grouped = getattr(config, "num_attention_heads", 0), getattr(config, "num_key_value_heads", 0)
     narrow = dict.fromkeys(stated("num_attention_heads"), 4) | dict.fromkeys(stated("hidden_size"), 64)
     narrow |= dict.fromkeys(stated("num_key_value_heads"), 4 if grouped == heads else min(grouped or 1, 2))
@@ -228,3 +245,11 @@ def load_whole(
         )
     whole: nn.Module = module.eval().requires_grad_(False).to(device)
     return whole
+
+
+def state_bytes(model: TorchModel) -> int:
+    """Bytes of the states that ``model`` keeps for a row besides keys and values, found by running one token."""
+    rows = model.start()
+    rows.extend([0])
+    states = [array.part for array in rows.contents() or () if not array.part.name.endswith((" keys", " values"))]
+    return sum(math.prod(part.shape) * getattr(torch, part.numbers).itemsize for part in states)

@@ -15,6 +15,7 @@ from engine.models.folders.opening import open_model
 from engine.models.folders.sizes import sizes_of
 from engine.models.formats.number_formats import MLX_BITS
 from engine.models.store.gguf_folder import open_gguf
+from engine.planning.units import byte_size
 from engine.runtimes.mlx import eligible, gguf_files
 from engine.runtimes.mlx.gguf_files import dtype_of, in_gguf, laid_out_in_mlx, refuse_unsupported, unsupported_reason
 from tests.support.progress import quiet
@@ -63,7 +64,7 @@ def test_a_bias_for_each_group_is_all_that_q4_0_adds(opened: Opened) -> None:
     # Norms are stored in float32, and are a part of a thousandth.
     assert found.growth == pytest.approx(20 / 18, rel=0.01)
     assert not found.unpacked and found.added == 0
-    assert found.notice("bfloat16").startswith("the GGUF file's weights were laid out for mlx: 0.7 MB in memory")
+    assert found.notice("bfloat16").startswith("the GGUF file's weights were laid out for mlx: 724 kB in memory")
 
 
 def test_what_no_kernel_takes_is_named_with_its_bytes(opened: Opened) -> None:
@@ -72,8 +73,8 @@ def test_what_no_kernel_takes_is_named_with_its_bytes(opened: Opened) -> None:
     numbers = found.unpacked["Q6_K"] * 256 // 210
     assert found.added == 2 * numbers - found.unpacked["Q6_K"]
     said = found.notice("bfloat16")
-    assert f"{found.unpacked['Q6_K'] / 1e6:.1f} MB of Q6_K of them unpacked to bfloat16" in said
-    assert f"which takes {found.added / 1e6:.1f} MB more; scales were rounded to bfloat16" in said
+    assert f"{byte_size(found.unpacked['Q6_K'], fine=True)} of Q6_K of them unpacked to bfloat16" in said
+    assert f"which takes {byte_size(found.added, fine=True)} more; scales were rounded to bfloat16" in said
     assert "rounded" not in found.notice("float32")
 
 

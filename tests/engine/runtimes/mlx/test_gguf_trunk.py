@@ -21,6 +21,7 @@ from benchmarks.packed_blocks import WRITTEN
 from engine.models.folders.opening import open_model
 from engine.models.formats.number_formats import MLX_BITS
 from engine.models.store.gguf_folder import open_gguf
+from engine.planning.units import byte_size
 from engine.runtimes.mlx.configuration import complete_config, translate_config
 from engine.runtimes.mlx.families import family_of
 from engine.runtimes.mlx.weights import from_files
@@ -174,5 +175,5 @@ def test_memory_is_what_was_planned_and_said(tmp_path: Path) -> None:
     opened, _ = write(tmp_path, "qwen3_moe", lambda _: Kind.Q4_0)
     model = load(opened)
     held = model.facts.trunk_bytes + model.facts.expert_bytes
-    assert any(f"{held / 1e6:.1f} MB in memory" in notice for notice in model.facts.notices)
+    assert any(f"{byte_size(held, fine=True)} in memory" in notice for notice in model.facts.notices)
     assert (model.facts.weights, model.facts.dtype) == ("Q4_0", "Q4_0, float32")

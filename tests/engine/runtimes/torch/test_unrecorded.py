@@ -92,6 +92,58 @@ def test_logits_equal_the_library(family: str, tmp_path: Path) -> None:
     model.close()
 
 
+def test_settings_may_have_the_names_of_older_families(tmp_path: Path) -> None:
+    config = CONFIG_MAPPING["gpt2"](vocab_size=48, n_embd=32, n_layer=3, n_head=4, n_positions=128)
+    library = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    library.save_pretrained(tmp_path / "m")
+    model = loaded(tmp_path / "m")
+    wanted = library(input_ids=torch.tensor([TEXT]), use_cache=False).logits[0, -1].detach().numpy()
+    assert np.abs(model.start().extend(TEXT) - wanted).max() < 1e-4
+    assert (model.facts.layers, model.facts.context_limit) == (3, 128)
+    assert model.facts.key_value_bytes_per_token == 3 * 2 * 32 * 4
+
+
+def test_states_are_counted(tmp_path: Path) -> None:
+    written(tmp_path / "m", "bamba")
+    model = loaded(tmp_path / "m")
+    rows = model.start()
+    rows.extend(TEXT)
+    states = [array.read() for array in rows.contents() or () if "keys" not in array.part.name]
+    assert 0 < model.facts.state_bytes <= sum(len(state) for state in states)
+
+
+def test_a_trial_that_failed_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(tmp_path / "m", "stablelm")
+    for error, raised in (
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), RuntimeError),
+        (ValueError("a defect"), ModelError),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(unrecorded, "difference", raises(error))
+            with pytest.raises(raised, match=str(error)[-12:]):
+                loaded(tmp_path / "m")
+    loaded(tmp_path / "m").close()
+
+
+def test_a_result_that_cannot_be_kept_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(tmp_path / "m", "stablelm")
+    monkeypatch.setattr(unrecorded, "new_file", raises(PermissionError("read-only")))
+    loaded(tmp_path / "m").close()
+
+
+def raises(error: Exception) -> Any:
+    def fail(*given: Any) -> Any:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize("family", ["cwm", "cohere2"])
+def test_a_small_model_keeps_the_types_of_settings(family: str) -> None:
+    config = CONFIG_MAPPING[family]()
+    assert unrecorded.small_module(config).config.vocab_size == unrecorded.VOCABULARY
+
+
 def test_torch_is_chosen_and_the_others_say_why_not(tmp_path: Path) -> None:
     written(tmp_path / "m", "stablelm")
     request = Load(id=1, model="m")
@@ -165,9 +217,13 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
         ({"model_type": "no_such_family"}, "'no_such_family' are not supported"),
         ({"architectures": ["StableLmModel"]}, "'stablelm' are not supported"),
         ({"architectures": 7}, "architectures"),
+        ({"num_attention_heads": None}, "num_attention_heads"),
         ({"model_type": "../stablelm"}, "are not supported"),
         ({"text_config": {"model_type": "stablelm"}}, "'stablelm' are not supported"),
-        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, "FP8"),
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+            "FP8.* in the family stablelm",
+        ),
         ({"auto_map": {"AutoModelForCausalLM": "code.Model"}}, "code"),
     ],
 )
@@ -184,7 +240,7 @@ def test_the_families_are_those_of_the_library() -> None:
 
     def supported(name: str) -> bool:
         try:
-            return check_supported({"model_type": name, "architectures": ["AnyForCausalLM"]}).model_type == name
+            return check_supported({**_COMMON, "model_type": name, "architectures": ["ForCausalLM"]}).model_type == name
         except ModelError:
             return False
 
