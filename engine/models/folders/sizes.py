@@ -112,6 +112,11 @@ def sizes_of(files: ModelFiles, dtype: str = "auto") -> ModelSizes:
     return _sizes(files.config, _trunk(files.trunk(), files.config), routed, dtype)
 
 
+def check_sizes(config: Mapping[str, Any]) -> None:
+    """Raises ModelError if ``config.json`` does not give a size that :func:`sizes_of` needs, naming it."""
+    _sizes(config, _trunk((), config), None, "auto")
+
+
 def sizes_in_library(layout: WeightLayout, dtype: str = "auto") -> ModelSizes:
     """The sizes of a folder that mlx-lm wrote. Quantised weights stay as stored.
 

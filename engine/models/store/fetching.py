@@ -16,6 +16,7 @@ from engine.models.architectures.families import check_supported
 from engine.models.architectures.quantisation import SETTINGS, refuse_quantized, refuse_settings
 from engine.models.folders import model_folder
 from engine.models.folders.opening import read_config
+from engine.models.folders.sizes import check_sizes
 from engine.models.store import local_models
 from engine.models.store.downloading import Download, StopCheck, disk_error, write_json
 from engine.system.durable_files import flush_folder
@@ -125,6 +126,7 @@ def _fetch_safetensors(task: Download, repository: Repository, refuse: Refuse) -
     check_supported(config)
     refuse(config, 0)
     refuse_settings(task.folder, config)
+    check_sizes(config)
     task.fetch(small, hub.total_bytes(small))
     index = task.folder / hub.WEIGHT_INDEX
     weights = hub.weight_files(repository, index if index.is_file() else None)

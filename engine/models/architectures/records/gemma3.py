@@ -81,9 +81,17 @@ FAMILIES = (
     Family(
         "gemma3_text",
         whole="gemma3",
+        # The published files of 4B, 12B and 27B leave out all that transformers assumes.
         defaults={
-            "head_dim": 256,
+            "vocab_size": 262_208,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
             "num_key_value_heads": 4,
+            "head_dim": 256,
+            "max_position_embeddings": 131_072,
+            "hidden_activation": "gelu_pytorch_tanh",
             "tie_word_embeddings": True,
             "sliding_window": 4096,
             "query_pre_attn_scalar": 256,

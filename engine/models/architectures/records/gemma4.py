@@ -209,7 +209,13 @@ MLX = MlxRecord(
     checks=(_unknown_kinds, _unknown_rotary),
     translate=_translate,
 )
-_DEFAULTS = {"head_dim": 256, "num_key_value_heads": 4, "tie_word_embeddings": True, "num_kv_shared_layers": 0}
+_DEFAULTS = {
+    "head_dim": 256,
+    "num_key_value_heads": 4,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "num_kv_shared_layers": 0,
+}
 FAMILIES = (
     Family(
         "gemma4_text",

@@ -11,9 +11,12 @@ import pytest
 from gguf import MODEL_ARCH_NAMES
 
 from engine.models.architectures import records
+from engine.models.architectures.composite import language_only
 from engine.models.architectures.families import FAMILIES, completed, layer_kinds
 from engine.models.architectures.layer_rules import KINDS
 from engine.models.architectures.record import Family
+from engine.models.folders.sizes import check_sizes
+from engine.runtimes.native.shape import ACTIVATIONS, read_gate, read_shape, unsupported_shape
 
 
 def families(of: Callable[[Family], Any] = lambda family: True) -> pytest.MarkDecorator:
@@ -32,7 +35,7 @@ def library_default(family: Family, key: str) -> Any:
 
     # Without it, windows of other families are None, whatever their size.
     config = CONFIG_MAPPING[family.model_type](use_sliding_window=True).get_text_config(decoder=True)
-    return config.to_dict()[key]
+    return config.to_dict().get(key)
 
 
 @families()
@@ -43,8 +46,45 @@ def test_defaults_are_those_of_transformers(family: Family) -> None:
     assert found == {key: value for key, value in settings.items() if key not in not_stored}
 
 
+GEMMA_3 = {
+    "4b": {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34},
+    "12b": {
+        "hidden_size": 3840,
+        "intermediate_size": 15360,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 8,
+    },
+    "27b": {
+        "head_dim": 128,
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 62,
+        "num_key_value_heads": 16,
+        "query_pre_attn_scalar": 168,
+    },
+}
+"""What the published files say of the language model, beside its window and positions."""
+
+
+@pytest.mark.parametrize("size", GEMMA_3)
+def test_the_published_files_of_gemma_3_say_enough(size: str) -> None:
+    from transformers import CONFIG_MAPPING
+
+    rope = {"rope_type": "linear", "factor": 8.0}
+    section = {"model_type": "gemma3_text", **GEMMA_3[size], "rope_scaling": rope, "sliding_window": 1024}
+    found = language_only({"model_type": "gemma3", "text_config": section})
+    check_sizes(found)
+    read = read_shape(found, ())
+    complete = CONFIG_MAPPING["gemma3"](text_config=dict(section)).get_text_config().to_dict()
+    assert read == read_shape(complete, ())
+    assert (read.vocabulary, read.context) == (262_208, 131_072)
+    assert unsupported_shape(found) is None
+
+
 @families(lambda family: family.native)
-def test_rotary_bases_and_epsilons_are_those_of_transformers(family: Family) -> None:
+def test_rotary_bases_epsilons_and_activations_are_those_of_transformers(family: Family) -> None:
     rope = library_default(family, "rope_parameters")
     if family.decoder.kind_rope is not None:
         found = {kind: family.decoder.kind_rope({"rope_parameters": rope}, kind) for kind in KINDS}
@@ -55,6 +95,9 @@ def test_rotary_bases_and_epsilons_are_those_of_transformers(family: Family) -> 
         assert {key: rope.get(key) for key in family.decoder.rope} == family.decoder.rope
     epsilon = family.decoder.epsilon_setting
     assert library_default(family, epsilon) == family.defaults.get(epsilon, 1e-6)
+    activation = read_gate({"model_type": family.model_type, **family.defaults}).kind
+    if activation != "clamped":
+        assert ACTIVATIONS[library_default(family, family.decoder.activation_setting) or "silu"] == activation
 
 
 @families(lambda family: family.decoder.mixer in ("delta-net", "lightning"))

@@ -12,6 +12,17 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+CONFIG = {
+    "model_type": "mixtral",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "vocab_size": 100,
+}
+"""A config.json that gives all sizes."""
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 
 

@@ -27,7 +27,7 @@ from engine.models.folders import model_folder
 from engine.models.store import downloading, local_models
 from engine.models.store import hub as hub_module
 from engine.models.store.fetching import pull
-from tests.engine.models.store.loopback_hub import REVISION, LoopbackHub, Repo, git_blob_id
+from tests.engine.models.store.loopback_hub import CONFIG, REVISION, LoopbackHub, Repo, git_blob_id
 from tests.support.eventually import eventually
 from tests.support.progress import quiet
 
@@ -68,7 +68,7 @@ def repository() -> Repo:
     weights = {name: random_bytes(i, 3_000_000) for i, name in enumerate(SHARDS)}
     index = {"weight_map": {"a": SHARDS[0], "b": SHARDS[1], "c": SHARDS[1]}}
     files = {
-        "config.json": json.dumps({"model_type": "mixtral"}).encode(),
+        "config.json": json.dumps(CONFIG).encode(),
         "tokenizer.json": b"{}",
         "model.safetensors.index.json": json.dumps(index).encode(),
         "README.md": b"hello",
@@ -354,6 +354,7 @@ def test_an_index_naming_an_unsafe_file_is_refused(hub: LoopbackHub, repo: Repo,
             {"model_type": "mixtral", "quantization_config": {"quant_method": "made-up"}},
             "quantised with .?made-up",
         ),
+        ({key: value for key, value in CONFIG.items() if key != "vocab_size"}, "vocab_size"),
     ],
 )
 def test_a_model_that_cannot_run_is_refused_after_its_configuration(

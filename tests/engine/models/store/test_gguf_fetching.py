@@ -18,7 +18,7 @@ from engine.models.formats.gguf_file import GgufFile, HeaderGoesOn
 from engine.models.store import downloading, gguf_fetching, local_models
 from engine.models.store.fetching import pull
 from engine.models.text.tokenizer import load_tokenizer
-from tests.engine.models.store.loopback_hub import REVISION, LoopbackHub, Repo
+from tests.engine.models.store.loopback_hub import CONFIG, REVISION, LoopbackHub, Repo
 from tests.support.progress import quiet
 from tests.support.tiny_gguf import whole_blocks, write_tiny_gguf
 from tests.support.tiny_models import write_tiny_model
@@ -160,7 +160,7 @@ def test_a_repository_with_one_gguf_file_needs_no_tag(hub: LoopbackHub, repo: Re
 
 
 def test_safetensors_come_first_where_there_are_some(hub: LoopbackHub, repo: Repo) -> None:
-    repo.files["config.json"] = json.dumps({"model_type": "mixtral"}).encode()
+    repo.files["config.json"] = json.dumps(CONFIG).encode()
     repo.files["model.safetensors"] = b"weights"
     folder = pull(REPO, quiet)
     assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors", "origin.json"}
