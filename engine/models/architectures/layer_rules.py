@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from engine.errors import ModelError, damaged, shown
@@ -128,6 +128,36 @@ def kinds_by(rule: Callable[[Config, int], str]) -> Callable[[Config, int], list
 def named_kinds(config: Config, layers: int) -> list[str]:
     """The kinds of attention that ``layer_types`` gives (gemma4). Raises ModelError if it gives none."""
     return check_kinds(config.get("layer_types"), layers, KINDS)
+
+
+# --- rotary settings of each kind -------------------------------------------------------------------------------------
+
+
+def rope_by_kind(
+    full: Config, sliding: Config, older: Mapping[str, str] | None = None
+) -> Callable[[Config, str], dict[str, Any]]:
+    """Rotary settings of layers of a kind, which ``rope_parameters`` has by kind. transformers assumes ``full`` and
+    ``sliding``. ``older``: the names of the bases at the top level of files of transformers 4, where only layers with
+    full attention are scaled; None: there are no such files.
+
+    Raises ModelError if they are no table.
+    """
+
+    def rule(config: Config, kind: str) -> dict[str, Any]:
+        usual = full if kind == "full_attention" else sliding
+        own = (config.get("rope_parameters") or {}).get(kind)
+        if own is None:
+            own = {**usual, "rope_theta": None}
+        if not isinstance(own, Mapping):
+            raise damaged(f"config.json gives {shown(own)} for the rotary embeddings of layers with {kind}")
+        found = dict(own)
+        if older and kind == "full_attention":
+            found |= config.get("rope_scaling") or {}
+        if found.get("rope_theta") is None:
+            found["rope_theta"] = (older and config.get(older[kind])) or usual["rope_theta"]
+        return found
+
+    return rule
 
 
 # --- layers that attend to another one's keys -------------------------------------------------------------------------

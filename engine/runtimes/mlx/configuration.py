@@ -15,7 +15,7 @@ from pathlib import Path
 from engine.errors import ModelError
 from engine.models.architectures.config_values import without_implementations
 from engine.models.architectures.record import MlxRecord
-from engine.runtimes.mlx.families import FAMILIES
+from engine.runtimes.mlx.families import FAMILIES, rope_of_kinds
 from engine.runtimes.protocol import Config
 
 
@@ -41,7 +41,7 @@ def translate_config(config: Config) -> Config:
     # A copy of all of it: mlx-lm changes the rotary settings that it is given.
     translated = copy.deepcopy(config)
     family = FAMILIES[config["model_type"]]
-    rope = dict(config.get("rope_parameters") or {})
+    rope = dict(next(iter(rope_of_kinds(config).values())))
     theta = rope.pop("rope_theta", config.get("rope_theta"))
     rope_type = rope.get("rope_type", "default")
     if theta is not None:

@@ -43,7 +43,16 @@ def unsupported_config(config: Config) -> str | None:
     ``config`` is the file's contents. A missing setting counts as the value that mlx-lm honours.
     """
     problem = _unsupported_family(config)
-    return _ignored_setting(config, FAMILIES[config["model_type"]]) if problem is None else problem
+    return problem or _ignored_setting(dict(families.completed(config)), FAMILIES[config["model_type"]])
+
+
+def rope_of_kinds(config: Config) -> dict[str, Config]:
+    """The rotary settings of each kind of layers, full attention first; those of all under "" where they are alike."""
+    rule = families.FAMILIES[config["model_type"]].decoder.kind_rope
+    if rule is None:
+        # Files of transformers 4 have the older key, and the partial factor beside it.
+        return {"": config.get("rope_parameters") or config.get("rope_scaling") or {}}
+    return {kind: dict(rule(config, kind)) for kind in ("full_attention", "sliding_attention")}
 
 
 def _unsupported_family(config: Config) -> str | None:
@@ -57,12 +66,12 @@ def _ignored_setting(config: Config, family: MlxRecord) -> str | None:
         f"{key} {config[key]!r}" for key, values in family.honours.items() if config.get(key, values[0]) not in values
     ]
     problems += [problem for check in family.checks if (problem := check(config))]
-    # Files of transformers 4 have the older key, and the partial factor beside it.
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type not in family.rope_types:
-        problems.append(f"rope_type {rope_type!r}")
-    partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    if partial != 1.0 and not family.partial_rotary:
-        problems.append(f"partial_rotary_factor {partial!r}")
+    for kind, rope in rope_of_kinds(config).items():
+        slides, of_kind = kind == "sliding_attention", f" of {kind}" if kind else ""
+        rope_type = rope.get("rope_type", rope.get("type", "default"))
+        if rope_type not in (("default",) if slides else family.rope_types):
+            problems.append(f"rope_type {rope_type!r}{of_kind}")
+        partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+        if partial != 1.0 and (slides or not family.partial_rotary):
+            problems.append(f"partial_rotary_factor {partial!r}{of_kind}")
     return f"mlx-lm does not honour this {config['model_type']} model's setting {problems[0]}" if problems else None

@@ -401,7 +401,9 @@ def rope_of_kind(config: Mapping[str, Any], decoder: DecoderRecord, kind: str) -
         return {}
     if decoder.kind_rope is None:
         return rotary.rope_settings(config, decoder.rope_theta, decoder.rope)
-    return rotary.rope_settings({"rope_parameters": decoder.kind_rope(config, kind)}, decoder.rope_theta, {})
+    own = decoder.kind_rope(config, kind)
+    longest = config.get("max_position_embeddings")
+    return rotary.rope_settings({"rope_parameters": own, "max_position_embeddings": longest}, decoder.rope_theta, {})
 
 
 def _read_kind(config: Mapping[str, Any], decoder: DecoderRecord, rope: dict[str, Any]) -> HeadShape:
@@ -460,7 +462,7 @@ def _is_clamped(family: Family) -> bool:
 
 
 def _activation(config: Mapping[str, Any]) -> Any:
-    return config.get(FAMILIES[config["model_type"]].decoder.activation_setting) or "silu"
+    return completed(config).get(FAMILIES[config["model_type"]].decoder.activation_setting) or "silu"
 
 
 def unsupported_shape(config: Mapping[str, Any]) -> str | None:

@@ -24,7 +24,7 @@ from tests.engine.runtimes.native_oracle import FAMILIES as NATIVE_FAMILIES
 from tests.engine.runtimes.native_oracle import needs_kernels
 from tests.engine.runtimes.subjects import MLX, NATIVE, TORCH, StoredModel, Subject, case, prompt_of
 from tests.engine.runtimes.torch_oracle import chunks_of, library_model, library_run, our_run, typical, worst
-from tests.support.tiny_models import TINY_FAMILIES, TINY_MOE_FAMILIES, family_of
+from tests.support.tiny_models import TINY_FAMILIES, TINY_MOE_FAMILIES, family_of, write_tiny_model
 
 Prepared = Callable[[Path], Path]
 
@@ -142,6 +142,34 @@ def check_facts(model: LoadedModel, folder: Path, family: str) -> None:
             for buffer in (layer.key_buffer, layer.value_buffer)
             if buffer is not None
         )
+
+
+# --- rotary settings ------------------------------------------------------------------------------------------------
+
+
+ROTARY: dict[str, dict[str, Any]] = {
+    "gemma3_text": {
+        "rope_theta": 2e4,
+        "rope_local_base_freq": 500.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+    },
+    "olmo3": {"rope_theta": 5e5, "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "beta_fast": 32, "beta_slow": 1}},
+    "gemma4_dense": {},
+}
+"""Rotary settings at the top level, as files of transformers 4 have them, or none."""
+
+
+@pytest.mark.parametrize("subject", [case(NATIVE), case(MLX)])
+@pytest.mark.parametrize("family", ROTARY)
+def test_layers_of_both_kinds_are_rotated_as_the_library_does_by_other_files(
+    family: str, subject: Subject, tmp_path: Path
+) -> None:
+    folder = write_tiny_model(tmp_path / family, family)
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | ROTARY[family]
+    path.write_text(json.dumps({key: value for key, value in config.items() if key != "rope_parameters"}))
+    answer, theirs = library_run(folder, PROMPT, chunks=1)
+    assert worst(our_run(subject.load(folder), PROMPT, 3, answer), theirs) < LIMIT[subject.name]
 
 
 # --- bfloat16 -------------------------------------------------------------------------------------------------------

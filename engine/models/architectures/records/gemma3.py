@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from engine.models.architectures.config_values import positive_number, whole_number
 from engine.models.architectures.gguf_metadata import Metadata
 from engine.models.architectures.gguf_parts import sliding_layers, without_ones
-from engine.models.architectures.layer_rules import KINDS, full_every, kind_windows, kinds_by
-from engine.models.architectures.record import Config, DecoderRecord, Family, GgufRecord, MlxRecord
+from engine.models.architectures.layer_rules import full_every, kind_windows, kinds_by, rope_by_kind
+from engine.models.architectures.record import SCALED_ROPE, Config, DecoderRecord, Family, GgufRecord, MlxRecord
 
 _KIND = full_every("sliding_window_pattern", 6)
 _KINDS = kinds_by(_KIND)
+_rope = rope_by_kind(
+    {"rope_type": "default", "rope_theta": 1_000_000.0},
+    {"rope_type": "default", "rope_theta": 10_000.0},
+    {"full_attention": "rope_theta", "sliding_attention": "rope_local_base_freq"},
+)
 _LAYERS_OF_27B = 62
 """Layers of the only size that divides scores by the root of a width that is not its heads'."""
-
-
-def _rope(config: Config, kind: str) -> Config:
-    """Rotary settings of the layers of a kind, which older files have at the top level."""
-    found = (config.get("rope_parameters") or {}).get(kind)
-    if isinstance(found, Mapping):
-        return found
-    if kind == "sliding_attention":
-        return {"rope_type": "default", "rope_theta": config.get("rope_local_base_freq") or 10_000.0}
-    return {**(config.get("rope_scaling") or {}), "rope_theta": config.get("rope_theta") or 1_000_000.0}
 
 
 def _settings(metadata: Metadata) -> dict[str, Any]:
@@ -47,32 +41,17 @@ def _interval(config: Config) -> int:
     """The layers from one with full attention to the next, as mlx-lm counts them; 0 if they are not alike."""
     kinds = _KINDS(config, whole_number(config, "num_hidden_layers"))
     every = kinds.index("full_attention") + 1 if "full_attention" in kinds else 0
-    alike = [_full_every(every, layer) for layer in range(len(kinds))] if every else []
-    return every if alike == kinds else 0
-
-
-def _full_every(interval: int, layer: int) -> str:
-    return KINDS[0] if (layer + 1) % interval else KINDS[1]
+    rule = full_every("", every)
+    return every if every and [rule(config, layer) for layer in range(len(kinds))] == kinds else 0
 
 
 def _irregular(config: Config) -> str | None:
-    if not _interval(config):
-        return f"layer_types {config.get('layer_types')!r}"
-    for kind, known in (("full_attention", ("default", "linear")), ("sliding_attention", ("default",))):
-        rope = _rope(config, kind)
-        found = rope.get("rope_type", rope.get("type", "default"))
-        if found not in known:
-            return f"rope_type {found!r} of {kind}"
-    return None
+    return None if _interval(config) else f"layer_types {config.get('layer_types')!r}"
 
 
 def _translate(config: Config) -> dict[str, Any]:
-    full = dict(_rope(config, "full_attention"))
-    theta, kind = full.pop("rope_theta"), full.get("rope_type", full.get("type", "default"))
     return {
-        "rope_theta": theta,
         "rope_local_base_freq": _rope(config, "sliding_attention")["rope_theta"],
-        "rope_scaling": None if kind == "default" else {**full, "type": kind},
         "sliding_window_pattern": _interval(config),
     }
 
@@ -123,6 +102,7 @@ FAMILIES = (
         ),
         mlx=MlxRecord(
             "gemma3_text",
+            rope_types=SCALED_ROPE,
             windowed=True,
             honours={
                 "hidden_activation": ("gelu_pytorch_tanh",),

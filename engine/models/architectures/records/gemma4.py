@@ -4,16 +4,15 @@ their own, and the later ones attend to keys of earlier ones. The 12B is a famil
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from engine.errors import ModelError, damaged, shown
+from engine.errors import ModelError, shown
 from engine.models.architectures.config_values import own_settings, whole_number
 from engine.models.architectures.gguf_metadata import Metadata
-from engine.models.architectures.layer_rules import named_kinds, named_windows, shared_keys
+from engine.models.architectures.layer_rules import named_kinds, named_windows, rope_by_kind, shared_keys
 from engine.models.architectures.parts import GGUF, LAYER, fused, of_mlx
 from engine.models.architectures.record import (
     Config,
@@ -28,6 +27,10 @@ from engine.models.formats.gguf_file import GgufFile
 
 _UNTURNED = 1e20
 """Divisor of a rotary frequency from which on it stands for a value that is not rotated."""
+_rope = rope_by_kind(
+    {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+    {"rope_type": "default", "rope_theta": 10_000.0},
+)
 
 
 # --- config.json ------------------------------------------------------------------------------------------------------
@@ -42,14 +45,6 @@ def _kind_settings(config: Config, kind: str) -> Config:
         "head_dim": config.get("global_head_dim", 512),
         "num_key_value_heads": heads or config.get("num_key_value_heads"),
     }
-
-
-def _rope(config: Config, kind: str) -> Config:
-    """Rotary settings of the layers of a kind. Raises ModelError if there are none."""
-    found = (config.get("rope_parameters") or {}).get(kind)
-    if not isinstance(found, Mapping):
-        raise damaged(f"config.json gives {shown(found)} for the rotary embeddings of layers with {kind}")
-    return found
 
 
 def _ffn(config: Config, layer: int) -> int:
@@ -72,15 +67,6 @@ def _unknown_kinds(config: Config) -> str | None:
         settings = dict(own.get(layer, {}))
         if of_kind.setdefault(kind, settings) != settings or not known.issuperset(settings):
             return f"per_layer_config {settings!r} of layer {layer}"
-    return None
-
-
-def _unknown_rotary(config: Config) -> str | None:
-    rope = config.get("rope_parameters") or {}
-    for kind, known in (("full_attention", "proportional"), ("sliding_attention", "default")):
-        found = rope.get(kind, {}).get("rope_type", known)
-        if found != known:
-            return f"rope_type {found!r} of {kind}"
     return None
 
 
@@ -199,6 +185,8 @@ DECODER = DecoderRecord(
 )
 MLX = MlxRecord(
     "gemma4_text",
+    rope_types=frozenset({"proportional"}),
+    partial_rotary=True,
     nested_rotary=True,
     windowed=True,
     honours={
@@ -206,7 +194,7 @@ MLX = MlxRecord(
         "attention_bias": (False,),
         "use_bidirectional_attention": (None, "vision", False),
     },
-    checks=(_unknown_kinds, _unknown_rotary),
+    checks=(_unknown_kinds,),
     translate=_translate,
 )
 _DEFAULTS = {

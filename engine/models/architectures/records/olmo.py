@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from engine.models.architectures.gguf_metadata import Metadata
 from engine.models.architectures.gguf_parts import sliding_layers
-from engine.models.architectures.layer_rules import full_every, kind_windows, kinds_by
+from engine.models.architectures.layer_rules import KINDS, full_every, kind_windows, kinds_by, rope_by_kind
 from engine.models.architectures.record import SCALED_ROPE, Config, DecoderRecord, Family, GgufRecord, MlxRecord
 
 _KIND = full_every("", 4)
 _KINDS = kinds_by(_KIND)
-
-
-def _rope(config: Config, kind: str) -> Config:
-    """Rotary settings of the layers of a kind: older files have them at the top level, scaled for those that see
-    everything."""
-    found = (config.get("rope_parameters") or {}).get(kind)
-    if isinstance(found, Mapping):
-        return found
-    theta = {"rope_theta": config.get("rope_theta") or 500_000.0}
-    if kind == "sliding_attention":
-        return {"rope_type": "default", **theta}
-    original = config.get("max_position_embeddings")
-    return {"original_max_position_embeddings": original, **(config.get("rope_scaling") or {}), **theta}
+_USUAL_ROPE = {"rope_type": "default", "rope_theta": 500_000.0}
+_rope = rope_by_kind(_USUAL_ROPE, _USUAL_ROPE, dict.fromkeys(KINDS, "rope_theta"))
 
 
 def _slides(metadata: Metadata) -> bool:
@@ -39,17 +27,11 @@ def _settings(metadata: Metadata) -> dict[str, Any]:
     }
 
 
-def _translate(config: Config) -> dict[str, Any]:
-    full = dict(_rope(config, "full_attention"))
-    theta, kind = full.pop("rope_theta"), full.get("rope_type", full.get("type", "default"))
-    return {"rope_theta": theta, "rope_scaling": None if kind == "default" else {**full, "type": kind}}
-
-
 def _unlike(config: Config) -> str | None:
     """mlx-lm knows one base for both kinds of layers, and scales only those with full attention."""
     full, local = (_rope(config, kind) for kind in ("full_attention", "sliding_attention"))
-    if local.get("rope_type", "default") != "default" or local["rope_theta"] != full["rope_theta"]:
-        return f"rope_parameters {dict(local)!r} of sliding_attention"
+    if local["rope_theta"] != full["rope_theta"]:
+        return f"rope_parameters {local!r} of sliding_attention"
     kinds = config.get("layer_types") or ["sliding_attention", "full_attention"]
     return None if {"sliding_attention", "full_attention"} <= set(kinds) else f"layer_types {kinds!r}"
 
@@ -83,7 +65,7 @@ OLMO3 = Family(
             "rope_theta": metadata.real("rope.freq_base", 10_000.0),
         },
     ),
-    mlx=MlxRecord("olmo3", windowed=True, honours={"hidden_act": ("silu",)}, checks=(_unlike,), translate=_translate),
+    mlx=MlxRecord("olmo3", rope_types=SCALED_ROPE, windowed=True, honours={"hidden_act": ("silu",)}, checks=(_unlike,)),
     tokenizer_class="TokenizersBackend",
 )
 FAMILIES = (OLMO2, OLMO3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import pkgutil
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from engine.models.architectures.families import FAMILIES, completed, layer_kind
 from engine.models.architectures.layer_rules import KINDS
 from engine.models.architectures.record import Family
 from engine.models.folders.sizes import check_sizes
-from engine.runtimes.native.shape import ACTIVATIONS, read_gate, read_shape, unsupported_shape
+from engine.runtimes.native.shape import ACTIVATIONS, read_gate, read_shape, rope_of_kind, unsupported_shape
 
 
 def families(of: Callable[[Family], Any] = lambda family: True) -> pytest.MarkDecorator:
@@ -98,6 +99,37 @@ def test_rotary_bases_epsilons_and_activations_are_those_of_transformers(family:
     activation = read_gate({"model_type": family.model_type, **family.defaults}).kind
     if activation != "clamped":
         assert ACTIVATIONS[library_default(family, family.decoder.activation_setting) or "silu"] == activation
+
+
+@pytest.mark.parametrize(
+    ("settings", "longest"),
+    [
+        ({}, 4096),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, 4096),
+        ({"rope_scaling": {"type": "linear", "rope_type": "linear", "factor": 8.0}, "rope_theta": 5e5}, 4096),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 8.0, "attention_factor": 1.2}}, 2048),
+        ({"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0}}, "rope_theta": 5e5}, 4096),
+        ({"rope_parameters": {"sliding_attention": {"rope_theta": 7e3}}, "rope_scaling": None}, 4096),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 7e3}}, "rope_scaling": {"factor": 2.0}}, 4096),
+    ],
+)
+@pytest.mark.parametrize("name", ["gemma3_text", "olmo3"])
+def test_rotary_settings_of_kinds_are_standardised_as_by_transformers(
+    name: str, settings: dict[str, Any], longest: int
+) -> None:
+    from transformers import CONFIG_MAPPING
+
+    settings = {"model_type": name, "max_position_embeddings": longest, **settings}
+    expected = CONFIG_MAPPING[name](**copy.deepcopy(settings)).rope_parameters
+    assert {kind: rope_of_kind(settings, FAMILIES[name].decoder, kind) for kind in KINDS} == expected
+
+
+def test_the_older_base_of_windows_in_gemma_3_is_read() -> None:
+    from transformers import CONFIG_MAPPING
+
+    settings = {"model_type": "gemma3_text", "rope_theta": 3e5, "rope_local_base_freq": 2e3}
+    expected = CONFIG_MAPPING["gemma3_text"](**settings).rope_parameters
+    assert {kind: rope_of_kind(settings, FAMILIES["gemma3_text"].decoder, kind) for kind in KINDS} == expected
 
 
 @families(lambda family: family.decoder.mixer in ("delta-net", "lightning"))

@@ -150,7 +150,8 @@ def changed(folder: Path, **settings: Any) -> Path:
         ("glm4_moe", {"n_group": 200, "topk_group": None}, "3 experts out of 1 of 200 groups of 8 experts"),
         ("deepseek_v3", {"n_group": None}, "3 experts out of 2 of 8 groups of 8 experts"),
         ("deepseek_v2", {"num_experts_per_tok": None}, "does not say num_experts_per_tok"),
-        ("gemma4_text", {"rope_parameters": None}, "None for the rotary embeddings of layers with sliding_attention"),
+        ("gemma4_text", {"rope_parameters": {"sliding_attention": 7}}, "7 for the rotary embeddings of layers with s"),
+        ("olmo3", {"rope_parameters": {"full_attention": 7}}, "7 for the rotary embeddings of layers with f"),
         ("gemma4_text", {"layer_types": None}, "None for layer_types"),
     ],
 )
