@@ -17,7 +17,7 @@ def _settings(metadata: Metadata) -> dict[str, object]:
     heads = metadata.number("attention.head_count")
     width = metadata.number("attention.key_length", metadata.number("embedding_length") // heads)
     return {
-        "attention_bias": "blk.0.attn_q.bias" in metadata.file.tensors,
+        "attention_bias": bool({"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"} & metadata.file.tensors.keys()),
         "partial_rotary_factor": metadata.number("rope.dimension_count", width) / width,
         "pad_token_id": None,
     }

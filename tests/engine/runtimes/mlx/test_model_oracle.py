@@ -40,13 +40,15 @@ TOKENS = 12
 
 PLAIN = ("llama", "mixtral", "gpt_oss", "deepseek_v3")
 """Families that are compared with mlx-lm in float32; all of them are in four bits, and with transformers in float32."""
+SEEDS = {"gemma3_text": 6, "gemma4_unified_text": 5}
+"""Seeds of models that answer with several tokens: with tied embeddings others repeat two or three."""
 
 
 @pytest.mark.parametrize(
     "family", [family if family in PLAIN else pytest.param(family, marks=pytest.mark.soak) for family in FAMILIES]
 )
 def test_equals_mlx_lm_in_float32(family: str, tmp_path: Path) -> None:
-    folder = write_comparable(tmp_path / family, family)
+    folder = write_comparable(tmp_path / family, family, seed=SEEDS.get(family, 0))
     expected_tokens, expected = library_generate(library_model(folder), PROMPT, TOKENS)
     model = load(folder)
     assert len(set(expected_tokens)) > 3, "a degenerate model would prove nothing"
