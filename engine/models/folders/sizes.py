@@ -33,7 +33,7 @@ _SHARED = frozenset(("shared_expert", "shared_experts", "shared_expert_gate"))
 """Parts of the names of shared experts, which a ring computes during the exchange."""
 WITHOUT_KEYS = frozenset(("linear_attention", "conv"))
 """Types of layers that keep a state of fixed size instead of keys and values."""
-TAKEN_APART_IN_MLX = ".kv_b_proj.weight"
+_TAKEN_APART_IN_MLX = ".kv_b_proj.weight"
 """End of the names of tensors that mlx-lm takes apart, so that mlx has them unpacked whatever their format."""
 STATE_COLUMNS = 32
 """Columns of a delta-net's state that lie together in the native runtime (PLLM_STATE_COLUMNS)."""
@@ -276,6 +276,12 @@ def native_copies(tensors: Iterable[tuple[str, _Stored]]) -> int:
     return nbytes
 
 
+def is_plain_in_mlx(name: str, number_format: str) -> bool:
+    """Whether a tensor of the trunk is unpacked though mlx's kernels may take its format: mlx-lm takes it apart, or it
+    is an embedding in MXFP4, whose rows mlx unpacks to bfloat16 whatever it computes with."""
+    return name.endswith(_TAKEN_APART_IN_MLX) or (number_format == "MXFP4" and name.endswith("embed_tokens.weight"))
+
+
 def _trunk(tensors: Iterable[tuple[str, _Stored]], config: Mapping[str, Any]) -> _Trunk:
     by_dtype: dict[str, int] = {}
     tensors = list(tensors)
@@ -289,8 +295,8 @@ def _trunk(tensors: Iterable[tuple[str, _Stored]], config: Mapping[str, Any]) ->
         kept = is_packed(tensor.dtype) and len(tensor.shape) == 2
         packed.add(name, tensor.nbytes if kept else 0)
         plain.add(name, 0 if kept else math.prod(tensor.shape))
-        taken_apart = name.endswith(TAKEN_APART_IN_MLX)
-        in_memory = in_mlx("F32" if taken_apart else tensor.dtype, math.prod(tensor.shape))
+        plain_in_mlx = is_plain_in_mlx(name, tensor.dtype)
+        in_memory = in_mlx("F32" if plain_in_mlx else tensor.dtype, math.prod(tensor.shape))
         mlx_codes.add(name, in_memory[0])
         mlx_plain.add(name, in_memory[1])
     dtype = max(by_dtype, key=lambda stored: by_dtype[stored], default="BF16")

@@ -15,7 +15,7 @@ from engine.errors import ModelError, shown
 from engine.models.architectures.families import FAMILIES
 from engine.models.folders.checkpoint import Checkpoint
 from engine.models.folders.opening import open_model
-from engine.models.folders.sizes import TAKEN_APART_IN_MLX
+from engine.models.folders.sizes import is_plain_in_mlx
 from engine.models.formats.model_files import Experts
 from engine.models.formats.number_formats import in_mlx, is_packed
 from engine.models.store.catalogue import for_gpu_instead
@@ -90,10 +90,10 @@ def laid_out_in_mlx(files: Checkpoint, width: int, with_trunk: bool = True) -> L
 
 
 def _tensors(files: Checkpoint, with_trunk: bool) -> Iterator[tuple[str, int, int, bool]]:
-    """Format, numbers and bytes of all tensors, and whether mlx-lm takes it apart. A matrix of a layer's experts is
-    counted as one tensor, as those of the first expert are."""
+    """Format, numbers and bytes of all tensors, and whether it is plain in mlx in any format. A matrix of a layer's
+    experts is counted as one tensor, as those of the first expert are."""
     for name, (_, entry) in files.trunk_entries.items() if with_trunk else ():
-        yield entry.dtype, math.prod(entry.shape), entry.nbytes, name.endswith(TAKEN_APART_IN_MLX)
+        yield entry.dtype, math.prod(entry.shape), entry.nbytes, is_plain_in_mlx(name, entry.dtype)
     experts: Experts | None = files.experts
     if experts is None:
         return

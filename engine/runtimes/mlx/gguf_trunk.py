@@ -10,6 +10,7 @@ import numpy as np
 
 from engine.models.architectures.quantisation import Groups
 from engine.models.architectures.record import MlxRecord
+from engine.models.folders.sizes import is_plain_in_mlx
 from engine.models.formats.model_files import Change, ModelFiles, Order, StoredTensor
 from engine.models.formats.number_formats import BLOCKS
 from engine.runtimes.mlx.gguf_blocks import changed_values, laid_out, unpacked
@@ -42,7 +43,8 @@ def trunk_arrays(
         for theirs, ours in family.stored_names:
             name = name.replace(ours, theirs)
         module = name.removesuffix(".weight")
-        matrix = laid_out(tensor, dtype_of(name), change) if module != name and module in quantisable else None
+        may_stay = module != name and module in quantisable and not is_plain_in_mlx(stored_name, tensor.dtype)
+        matrix = laid_out(tensor, dtype_of(name), change) if may_stay else None
         if matrix is None:
             arrays[name] = plain_array(tensor, dtype_of(name), change)
         else:

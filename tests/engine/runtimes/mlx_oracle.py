@@ -153,6 +153,9 @@ ROUNDED_YARN = {
 }
 """gpt-oss with the rounding that mlx-lm always does: the two can be compared."""
 
+WINDOWED_HERE_ALONE = ("mistral", "phimoe", "phi3")
+"""Families whose sliding windows mlx-lm ignores."""
+
 
 def write_model(folder: Path, family: str, **overrides: Any) -> Path:
     return write_tiny_model(folder, family, **(OVERRIDES.get(family, {}) | overrides))
@@ -162,7 +165,7 @@ def write_comparable(folder: Path, family: str, **overrides: Any) -> Path:
     """A tiny model that mlx-lm itself understands completely."""
     if family == "gpt_oss":
         overrides.setdefault("rope_parameters", ROUNDED_YARN)
-    if family in ("mistral", "phimoe", "phi3"):
+    if family in WINDOWED_HERE_ALONE:
         overrides.setdefault("sliding_window", None)
     return write_model(folder, family, **overrides)
 

@@ -27,6 +27,7 @@ from engine.runtimes.mlx.families import family_of
 from engine.runtimes.mlx.weights import from_files
 from tests.engine.runtimes.mlx_oracle import (
     OVERRIDES,
+    WINDOWED_HERE_ALONE,
     generate,
     library_generate,
     library_model,
@@ -64,7 +65,7 @@ def write(
 ) -> tuple[Path, Path]:
     """The model folder of a GGUF file, and that of what its weights stand for."""
     sizes = whole_blocks(family) | OVERRIDES.get(family, {})
-    if family == "mistral":
+    if family in WINDOWED_HERE_ALONE:
         sizes["sliding_window"] = None
     source = write_tiny_model(folder / "source", family, **sizes)
     path = write_tiny_gguf(
