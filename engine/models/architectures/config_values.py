@@ -141,9 +141,10 @@ _RULES: dict[str, _Rule] = {
     **_rules(_list_of(whole(0), "layers"), "mlp_only_layers moe_layers no_rope_layers"),
     **_rules(_tokens, "bos_token_id eos_token_id pad_token_id"),
 }
-_SECTIONS = ("text_config", "attn_config", "ffn_config", "ffn_act_fn", "rope_parameters", "rope_scaling")
+_SECTIONS = ("text_config", "attn_config", "ffn_config", "ffn_act_fn")
 _NEVER_NULL = ("hidden_act", "rope_type", "max_position_embeddings", "max_seq_len", "num_attention_heads", "vocab_size")
-_ROTARY = ("rope_parameters", "rope_scaling")
+_NESTED = ("rope_parameters", "rope_scaling", "per_layer_config")
+"""Sections that have sections of their own, for each kind of layers or each layer."""
 
 _CODE = ("auto_map", "model_file", "kernel_config", "custom_pipelines", "custom_generate")
 """Settings that name code to be run."""
@@ -244,8 +245,7 @@ def _check_section(section: Mapping[str, Any], name: str, where: str) -> None:
         wanted = None if rule is None or (value is None and key not in _NEVER_NULL) else rule(value)
         if wanted is not None:
             raise _impossible(f"{where}{shown(key)}", value, wanted, name)
-        # Rotary settings may be given for each type of layer.
-        if isinstance(value, Mapping) and (key in _SECTIONS or any(each in where for each in _ROTARY)):
+        if isinstance(value, Mapping) and (key in (*_SECTIONS, *_NESTED) or any(each in where for each in _NESTED)):
             _check_section(value, name, f"{where}{key}.")
     layers, types = section.get("num_hidden_layers"), section.get("layer_types")
     if layers is not None and types is not None and len(types) != layers:

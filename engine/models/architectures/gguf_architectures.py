@@ -50,9 +50,8 @@ def config_of(gguf: GgufFile) -> dict[str, Any]:
     """The Hugging Face ``config.json`` of the model. Raises ModelError if the file says something impossible, or asks
     for something that does not run."""
     (family, record), metadata = architecture_of(gguf), Metadata(gguf)
-    layers, hidden = metadata.number("block_count"), metadata.number("embedding_length")
-    heads = metadata.number("attention.head_count")
-    head_size = metadata.number("attention.key_length", hidden // max(1, heads))
+    layers, heads = metadata.number("block_count"), metadata.number("attention.head_count")
+    head_size = metadata.head_width()
     rotated = metadata.number("rope.dimension_count", head_size)
     partly = rotated != head_size or metadata.number("attention.value_length", head_size) != head_size
     if partly and not record.own_heads:
@@ -68,7 +67,7 @@ def config_of(gguf: GgufFile) -> dict[str, Any]:
         "architectures": [record.class_name],
         "model_type": family.model_type,
         "vocab_size": tensor_of(gguf, "token_embd.weight").rows,
-        "hidden_size": hidden,
+        "hidden_size": metadata.number("embedding_length"),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "head_dim": head_size,

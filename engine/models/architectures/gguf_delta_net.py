@@ -15,6 +15,7 @@ import numpy as np
 
 from engine.errors import ModelError, shown
 from engine.models.architectures.gguf_metadata import Metadata, NamedTensor
+from engine.models.architectures.gguf_parts import rotated_part
 from engine.models.formats.gguf_file import GgufFile
 from engine.models.formats.model_files import Change, Order
 
@@ -23,8 +24,8 @@ def settings(metadata: Metadata) -> dict[str, Any]:
     """The part of ``config.json`` that is of this kind. Raises ModelError for a number that is missing or
     impossible, or does not fit the others."""
     layers = metadata.number("block_count") - metadata.number("nextn_predict_layers", 0)
-    value_heads, head_size = metadata.number("ssm.time_step_rank"), metadata.number("attention.key_length")
-    key_heads, values = metadata.number("ssm.group_count"), metadata.number("ssm.inner_size")
+    value_heads, key_heads = metadata.number("ssm.time_step_rank"), metadata.number("ssm.group_count")
+    values = metadata.number("ssm.inner_size")
     if value_heads % key_heads or values % value_heads:
         raise ModelError(
             f"{metadata.file.path} is damaged: its delta-nets have {value_heads} value heads of {values} values in all "
@@ -47,7 +48,7 @@ def settings(metadata: Metadata) -> dict[str, Any]:
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": metadata.real("rope.freq_base", 10000.0),
-            "partial_rotary_factor": metadata.number("rope.dimension_count", head_size) / head_size,
+            "partial_rotary_factor": rotated_part(metadata),
             # Files pad the sections with zeros to four.
             "mrope_section": [size for size in sections if isinstance(size, int) and size > 0],
             "mrope_interleaved": True,

@@ -67,15 +67,20 @@ class Metadata:
     def has(self, key: str) -> bool:
         return self.get(key) is not None
 
-    def number(self, key: str, default: int | None = None) -> int:
+    def number(self, key: str, default: int | None = None, largest: int = LARGEST) -> int:
         """Raises ModelError if it is missing without a default, or impossible."""
         value = self.get(key, default)
         if isinstance(value, list) and value and len(set(value)) == 1:
             value = value[0]
-        wanted = whole(1, _LARGEST.get(key, LARGEST))(value)
+        wanted = whole(1, _LARGEST.get(key, largest))(value)
         if wanted is not None and not value == default == 0:
             raise self._impossible(key, value, wanted)
         return int(value)
+
+    def head_width(self) -> int:
+        """Numbers of a head. Raises ModelError if the file says something impossible of heads."""
+        hidden = self.number("embedding_length")
+        return self.number("attention.key_length", hidden // self.number("attention.head_count", largest=hidden))
 
     def real(self, key: str, default: float) -> float:
         """Raises ModelError if it is not a positive number, nor 0 where that is the default."""

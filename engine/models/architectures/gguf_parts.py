@@ -50,6 +50,12 @@ def grouped_experts(metadata: Metadata, normalised: bool) -> dict[str, Any]:
     }
 
 
+def rotated_part(metadata: Metadata) -> float:
+    """Which part of each head is rotated. Raises ModelError if the file says something impossible of heads."""
+    width = metadata.head_width()
+    return metadata.number("rope.dimension_count", width) / width
+
+
 def sliding_layers(metadata: Metadata, interval: int) -> list[str]:
     """The kind of each layer: with a sliding window as the file says, or else all but every ``interval``-th."""
     layers, slides = metadata.number("block_count"), metadata.get("attention.sliding_window_pattern")

@@ -95,7 +95,7 @@ def _settings(metadata: Metadata) -> dict[str, Any]:
             "download it again."
         )
     slides = metadata.get("attention.sliding_window_pattern")
-    if not isinstance(slides, list) or len(slides) < layers or slides[layers - 1]:
+    if not isinstance(slides, list) or len(slides) < layers or slides[layers - 1] != 0:
         raise ModelError(
             f"{gguf.path} is damaged: its sliding_window_pattern is {shown(slides)}, not one entry for each of "
             f"{layers} layers, the last without a window; download it again."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from engine.models.architectures.gguf_metadata import Metadata
+from engine.models.architectures.gguf_parts import rotated_part
 from engine.models.architectures.record import DecoderRecord, Family, GgufRecord, MlxRecord
 
 _NAMES = {
@@ -14,11 +15,9 @@ _NAMES = {
 
 
 def _settings(metadata: Metadata) -> dict[str, object]:
-    heads = metadata.number("attention.head_count")
-    width = metadata.number("attention.key_length", metadata.number("embedding_length") // heads)
     return {
         "attention_bias": bool({"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"} & metadata.file.tensors.keys()),
-        "partial_rotary_factor": metadata.number("rope.dimension_count", width) / width,
+        "partial_rotary_factor": rotated_part(metadata),
         "pad_token_id": None,
     }
 

@@ -2,20 +2,19 @@
 
 from engine.errors import ModelError
 from engine.models.architectures.gguf_metadata import Metadata
-from engine.models.architectures.gguf_parts import grouped_experts
+from engine.models.architectures.gguf_parts import grouped_experts, rotated_part
 from engine.models.architectures.layer_rules import after_dense
 from engine.models.architectures.parts import GROUPED, QWEN
 from engine.models.architectures.record import DecoderRecord, Family, GgufRecord, MlxRecord, MoeRecord
 
 
 def _settings(metadata: Metadata) -> dict[str, object]:
-    head_size = metadata.number("attention.key_length")
     if metadata.get("expert_gating_func", 2) != 2:
         raise ModelError("The GGUF's router is not one of sigmoids, as every glm4moe model's is; use another file.")
     return {
         "num_hidden_layers": metadata.number("block_count") - metadata.number("nextn_predict_layers", 0),
         "attention_bias": True,
-        "partial_rotary_factor": metadata.number("rope.dimension_count", head_size) / head_size,
+        "partial_rotary_factor": rotated_part(metadata),
         "use_qk_norm": "blk.0.attn_q_norm.weight" in metadata.file.tensors,
         **grouped_experts(metadata, normalised=True),
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.models.architectures.config_values import whole_number
 from engine.models.architectures.gguf_metadata import Metadata
-from engine.models.architectures.gguf_parts import experts
+from engine.models.architectures.gguf_parts import experts, rotated_part
 from engine.models.architectures.parts import MIXTRAL
 from engine.models.architectures.record import (
     Config,
@@ -18,11 +18,7 @@ from engine.models.architectures.record import (
 
 
 def _settings(metadata: Metadata) -> dict[str, object]:
-    width = metadata.number("attention.key_length")
-    return {
-        **experts("num_local_experts")(metadata),
-        "partial_rotary_factor": metadata.number("rope.dimension_count", width) / width,
-    }
+    return {**experts("num_local_experts")(metadata), "partial_rotary_factor": rotated_part(metadata)}
 
 
 def _translate(config: Config) -> dict[str, object]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from engine.errors import ModelError
 from engine.models.architectures.gguf_metadata import Metadata
+from engine.models.architectures.gguf_parts import rotated_part
 from engine.models.architectures.layer_rules import one_window
 from engine.models.architectures.record import DecoderRecord, Family, GgufRecord, MlxRecord
 
@@ -16,13 +17,12 @@ def _settings(metadata: Metadata) -> dict[str, Any]:
         raise ModelError(
             f"{metadata.file.path} scales its positions by 'longrope', which is not supported; use another model."
         )
-    width = metadata.number("embedding_length") // metadata.number("attention.head_count")
     return {
         "sliding_window": metadata.number("attention.sliding_window", 0) or None,
         "original_max_position_embeddings": metadata.number(
             "rope.scaling.original_context_length", metadata.number("context_length")
         ),
-        "partial_rotary_factor": metadata.number("rope.dimension_count", width) / width,
+        "partial_rotary_factor": rotated_part(metadata),
         "pad_token_id": None,
     }
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import random
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,15 @@ import pytest
 
 from engine.errors import ModelError
 from engine.ipc.messages import Load, Plan
-from engine.models.architectures.config_values import without_implementations
+from engine.models.architectures.config_values import check_config, without_implementations
+from engine.models.architectures.families import check_supported
 from engine.models.folders.opening import open_model, read_config
+from engine.models.folders.sizes import check_sizes
+from engine.runtimes.mlx.families import unsupported_config
+from engine.runtimes.native.shape import read_shape, unsupported_shape
 from engine.session.loading import load_session
 from engine.session.plan_model import plan_model
-from tests.support.tiny_models import write_tiny_model
+from tests.support.tiny_models import TINY_FAMILIES, tiny_config, write_tiny_model
 
 ABSENT = object()
 HOSTILE: tuple[Any, ...] = (
@@ -93,6 +99,39 @@ def test_a_plan_refuses_what_loading_refuses_and_only_in_a_sentence(
         assert planned == loaded, difference
 
 
+def places(settings: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Where ``settings`` and its sections hold something."""
+    for key, value in settings.items():
+        yield (key,)
+        if isinstance(value, Mapping):
+            yield from ((key, *place) for place in places(value))
+
+
+def read_all(config: dict[str, Any]) -> None:
+    """What is read before any library sees ``config``."""
+    check_config(config, "config.json")
+    check_supported(config)
+    check_sizes(config)
+    if unsupported_shape(config) is None:
+        read_shape(config, ())
+    unsupported_config(config)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("family", TINY_FAMILIES)
+def test_any_setting_of_any_family_is_read_or_refused_in_a_sentence(family: str) -> None:
+    text = tiny_config(family).to_json_string(use_diff=False)
+    for *sections, key in places(json.loads(text)):
+        for value in HOSTILE:
+            config = json.loads(text)
+            section = functools.reduce(dict.__getitem__, sections, config)
+            if value is ABSENT:
+                del section[key]
+            else:
+                section[key] = value
+            verdict(lambda config=config: read_all(config))
+
+
 def test_a_family_with_experts_of_which_no_layer_has_any_is_planned(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "model", "qwen3_moe", mlp_only_layers=[0, 1, 2])
     load = Load(id=1, model=str(folder), partitioning="cpu")
@@ -142,6 +181,7 @@ def test_a_plan_refuses_tensors_that_loading_refuses(tmp_path: Path, kept: int) 
         ("layer_types", ["full_attention"], r"gives 1 entries for layer_types and 3 layers"),
         ("rms_norm_eps", math.nan, r"gives nan for rms_norm_eps, which must be a number over 0"),
         ("partial_rotary_factor", 2.0, r"partial_rotary_factor, which must be a number over 0, at most 1"),
+        ("per_layer_config", {"1": {"head_dim": "x"}}, r"gives x for per_layer_config\.1\.head_dim, which must be a"),
         ("tie_word_embeddings", "no", r"gives no for tie_word_embeddings, which must be true or false"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import signal
 import struct
@@ -620,6 +621,35 @@ def test_damage_never_crashes(tmp_path: Path, tiny_llama: Path, data: st.DataObj
             entries_of(gguf, architecture_of(gguf), config)
     except ModelError as error:
         assert "\n" not in str(error)
+
+
+IMPOSSIBLE: tuple[Any, ...] = (
+    None, 0, 1, -1, 7, 1.5, 0.0, 10**6, 2**31 - 1, 2**40, math.nan, math.inf, "", "x", True, False,
+    [], [1], [0] * 6, [7] * 3, [""] * 6, ["x"] * 3, [False] * 2, [True] * 6,
+)  # fmt: skip
+"""Values of metadata, most of which no file has; None: it is missing."""
+MORE = ("key_length", "sliding_window", "sliding_window_pattern", "head_count_kv")
+"""Metadata of attention that only some architectures have."""
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_any_number_of_any_architecture_is_read_or_refused_in_a_sentence(
+    tmp_path: Path, sources: Callable[[str], Path], family: str
+) -> None:
+    name = ARCHITECTURES[family]
+    with GgufFile(write_tiny_gguf(tmp_path / "m.gguf", sources(family), name)) as gguf:
+        sound = dict(gguf.metadata)
+        keys = [key for key in sound if key.startswith(f"{name}.")] + [f"{name}.attention.{key}" for key in MORE]
+        changes = [{key: value} for key in dict.fromkeys(keys) for value in IMPOSSIBLE]
+        # Heads that would have no numbers.
+        changes.append({f"{name}.attention.key_length": None, f"{name}.attention.head_count": 1000})
+        for change in changes:
+            gguf.metadata = {key: value for key, value in (sound | change).items() if value is not None}
+            try:
+                entries_of(gguf, architecture_of(gguf), config_of(gguf))
+            except ModelError as error:
+                assert str(error).isprintable()
 
 
 @settings(max_examples=examples(20), deadline=None)
