@@ -1,4 +1,4 @@
-"""Rules by which settings give each layer its kind: which have experts, and which see a window only."""
+"""Rules by which settings say how the layers of a model differ: in experts, kinds, windows, rotations and keys."""
 
 from __future__ import annotations
 
@@ -38,13 +38,56 @@ def layer_list(config: Config, key: str) -> list[int] | None:
     return value
 
 
-# --- which layers have full attention ---------------------------------------------------------------------------------
+# --- the kind of each layer -------------------------------------------------------------------------------------------
+
+
+KINDS = ("sliding_attention", "full_attention")
+"""Kinds of layers with attention."""
 
 
 def full_at_intervals(config: Config, layer: int) -> str:
     """Every ``full_attention_interval``-th layer has full attention, the others are linear (qwen3_5)."""
     interval = whole_number(config, "full_attention_interval")
     return "linear_attention" if (layer + 1) % interval else "full_attention"
+
+
+def full_every(setting: str, interval: int) -> Callable[[Config, int], str]:
+    """Every so-many-th layer sees everything, as ``setting`` or else ``interval`` says, the others a window."""
+
+    def rule(config: Config, layer: int) -> str:
+        every = whole_number(config, setting, default=interval) if setting else interval
+        return "sliding_attention" if (layer + 1) % every else "full_attention"
+
+    return rule
+
+
+def kinds_by(rule: Callable[[Config, int], str]) -> Callable[[Config, int], list[str]]:
+    """The kinds of attention that ``layer_types`` gives, or else ``rule``."""
+
+    def kinds(config: Config, layers: int) -> list[str]:
+        named = config.get("layer_types")
+        return check_kinds([rule(config, i) for i in range(layers)] if named is None else named, layers, KINDS)
+
+    return kinds
+
+
+def named_kinds(config: Config, layers: int) -> list[str]:
+    """The kinds of attention that ``layer_types`` gives (gemma4). Raises ModelError if it gives none."""
+    return check_kinds(config.get("layer_types"), layers, KINDS)
+
+
+def check_kinds(kinds: Any, layers: int, allowed: tuple[str, ...]) -> list[str]:
+    """``kinds``, as ``layer_types`` gives them. Raises ModelError if that is no list of so many ``allowed`` kinds of
+    layers."""
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise damaged(
+            f"config.json gives {shown(kinds)} for layer_types, which must name one kind for each of the {layers} "
+            "layers"
+        )
+    unknown = next((kind for kind in kinds if kind not in allowed), None)
+    if unknown is not None:
+        raise damaged(f"config.json names the unknown kind of layer {shown(unknown)}")
+    return kinds
 
 
 # --- windows ----------------------------------------------------------------------------------------------------------
@@ -101,33 +144,23 @@ def kind_windows(kinds: Callable[[Config, int], list[str]]) -> Callable[[Config,
     return rule
 
 
-KINDS = ("sliding_attention", "full_attention")
-"""Kinds of layers with attention."""
+def by_type(config: Config, default: list[bool], used: bool) -> list[int]:
+    """The window of the layers that ``layer_types``, or else ``default``, says slide. ``used``: there may be any."""
+    kinds = config.get("layer_types")
+    if kinds is not None:
+        check_kinds(kinds, len(default), ("full_attention", "sliding_attention"))
+        default = [kind == "sliding_attention" for kind in kinds]
+    if any(default) and not used:
+        raise damaged("config.json asks for sliding windows and gives no size for them")
+    return [_window(config.get("sliding_window")) if slides else 0 for slides in default]
 
 
-def full_every(setting: str, interval: int) -> Callable[[Config, int], str]:
-    """Every so-many-th layer sees everything, as ``setting`` or else ``interval`` says, the others a window."""
-
-    def rule(config: Config, layer: int) -> str:
-        every = whole_number(config, setting, default=interval) if setting else interval
-        return "sliding_attention" if (layer + 1) % every else "full_attention"
-
-    return rule
-
-
-def kinds_by(rule: Callable[[Config, int], str]) -> Callable[[Config, int], list[str]]:
-    """The kinds of attention that ``layer_types`` gives, or else ``rule``."""
-
-    def kinds(config: Config, layers: int) -> list[str]:
-        named = config.get("layer_types")
-        return check_kinds([rule(config, i) for i in range(layers)] if named is None else named, layers, KINDS)
-
-    return kinds
-
-
-def named_kinds(config: Config, layers: int) -> list[str]:
-    """The kinds of attention that ``layer_types`` gives (gemma4). Raises ModelError if it gives none."""
-    return check_kinds(config.get("layer_types"), layers, KINDS)
+def _window(value: Any) -> int:
+    if value is None or value == 0:
+        return 0
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ModelError(f"config.json gives {shown(value)} for sliding_window, which must be a number of tokens.")
+    return value
 
 
 # --- rotary settings of each kind -------------------------------------------------------------------------------------
@@ -178,36 +211,3 @@ def shared_keys(config: Config, layers: int) -> list[int]:
             f"config.json lets {shared} of {layers} layers share keys of those before them, which are not of all kinds"
         )
     return [*range(first), *(last[kind] for kind in kinds[first:])]
-
-
-def by_type(config: Config, default: list[bool], used: bool) -> list[int]:
-    """The window of the layers that ``layer_types``, or else ``default``, says slide. ``used``: there may be any."""
-    kinds = config.get("layer_types")
-    if kinds is not None:
-        check_kinds(kinds, len(default), ("full_attention", "sliding_attention"))
-        default = [kind == "sliding_attention" for kind in kinds]
-    if any(default) and not used:
-        raise damaged("config.json asks for sliding windows and gives no size for them")
-    return [_window(config.get("sliding_window")) if slides else 0 for slides in default]
-
-
-def check_kinds(kinds: Any, layers: int, allowed: tuple[str, ...]) -> list[str]:
-    """``kinds``, as ``layer_types`` gives them. Raises ModelError if that is no list of so many ``allowed`` kinds of
-    layers."""
-    if not isinstance(kinds, list) or len(kinds) != layers:
-        raise damaged(
-            f"config.json gives {shown(kinds)} for layer_types, which must name one kind for each of the {layers} "
-            "layers"
-        )
-    unknown = next((kind for kind in kinds if kind not in allowed), None)
-    if unknown is not None:
-        raise damaged(f"config.json names the unknown kind of layer {shown(unknown)}")
-    return kinds
-
-
-def _window(value: Any) -> int:
-    if value is None or value == 0:
-        return 0
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ModelError(f"config.json gives {shown(value)} for sliding_window, which must be a number of tokens.")
-    return value
