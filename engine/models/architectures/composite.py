@@ -1,7 +1,7 @@
-"""Checkpoints of models that also see pictures, of which the language model runs: Qwen 3.5 and 3.6, and Gemma 4.
+"""The language model in a checkpoint of a model that also sees pictures, as those of Gemma, Mistral and Qwen.
 
-Their ``config.json`` describes the language model in a section, and its tensors have a prefix. Here they get the
-configuration and the names of the family's language model alone.
+The checkpoint's ``config.json`` describes the language model in a section, and its tensors have a prefix. Here it gets
+the configuration and the names of the family's language model alone.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from engine.errors import ModelError, shown
 from engine.models.architectures.families import COUNT_KEYS, expert_shape, key_layers, layer_config, layer_kinds
 from engine.models.architectures.gguf_architectures import tensor_of
 from engine.models.architectures.gguf_metadata import Metadata, NamedTensor, Shape, projections
-from engine.models.architectures.record import DecoderRecord, Family, GgufRecord, MoeRecord, switched
+from engine.models.architectures.record import DecoderRecord, Family, GgufRecord, MoeRecord, renamed, switched
 from engine.models.formats.gguf_file import GgufFile, GgufTensor, UnreadableFormat
 from engine.models.formats.number_formats import GGML_TYPES, stored_bytes
 from engine.models.formats.safetensors_files import TensorEntry
@@ -96,10 +96,7 @@ def named_tensors(
     """The tensors that a model of ``architecture`` has, in the layout that ``gguf`` has chosen for each."""
     family, record = architecture
     for tensor in _usually_named(gguf, family, record, config):
-        name = tensor.name
-        for usual, here in family.decoder.names.items():
-            name = name.replace(usual, here)
-        yield tensor if name == tensor.name else replace(tensor, name=name)
+        yield replace(tensor, name=renamed(tensor.name, family.decoder.names))
 
 
 def _usually_named(

@@ -103,18 +103,16 @@ def switched_window(config: Config, layers: int) -> list[int]:
     return [_window(config.get("sliding_window")) if config.get("use_sliding_window") else 0] * layers
 
 
-def late_windows(config: Config, layers: int) -> list[int]:
-    """Layers from ``max_window_layers`` on, if ``use_sliding_window``, or as ``layer_types`` says (qwen2, qwen3)."""
-    used = bool(config.get("use_sliding_window")) and config.get("sliding_window") is not None
-    first = config["max_window_layers"]
-    return by_type(config, [used and layer >= first for layer in range(layers)], used)
+def late_windows(switch: str = "") -> Callable[[Config, int], list[int]]:
+    """Layers from ``max_window_layers`` on, or as ``layer_types`` says, if there is a size and the setting ``switch``,
+    where it is named, is true."""
 
+    def rule(config: Config, layers: int) -> list[int]:
+        used = config.get("sliding_window") is not None and (not switch or bool(config.get(switch)))
+        first = config["max_window_layers"]
+        return by_type(config, [used and layer >= first for layer in range(layers)], used)
 
-def late_layers(config: Config, layers: int) -> list[int]:
-    """Layers from ``max_window_layers`` on, if there is a size, or as ``layer_types`` says (dots1)."""
-    used = config.get("sliding_window") is not None
-    first = config["max_window_layers"]
-    return by_type(config, [used and layer >= first for layer in range(layers)], used)
+    return rule
 
 
 def early_even_windows(config: Config, layers: int) -> list[int]:
@@ -183,12 +181,12 @@ def rope_by_kind(
             own = {**usual, "rope_theta": None}
         if not isinstance(own, Mapping):
             raise damaged(f"config.json gives {shown(own)} for the rotary embeddings of layers with {kind}")
-        found = dict(own)
+        rope = dict(own)
         if older and kind == "full_attention":
-            found |= config.get("rope_scaling") or {}
-        if found.get("rope_theta") is None:
-            found["rope_theta"] = (older and config.get(older[kind])) or usual["rope_theta"]
-        return found
+            rope |= config.get("rope_scaling") or {}
+        if rope.get("rope_theta") is None:
+            rope["rope_theta"] = (older and config.get(older[kind])) or usual["rope_theta"]
+        return rope
 
     return rule
 

@@ -234,6 +234,13 @@ class DecoderRecord:
     """Settings that differ in layers of a kind."""
 
 
+def renamed(name: str, parts: Mapping[str, str]) -> str:
+    """``name`` with what ``parts`` has in the place of each part of names."""
+    for part, instead in parts.items():
+        name = name.replace(part, instead)
+    return name
+
+
 def switched(word: bool | str, config: Config) -> bool:
     """``word``, or, if it names a setting, that of ``config``, false if it is missing."""
     return word if isinstance(word, bool) else bool(config.get(word))

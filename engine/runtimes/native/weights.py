@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import ModelError, damaged
+from engine.models.architectures.record import renamed
 from engine.models.formats.model_files import Change, Experts, ExpertWeights, ModelFiles, StoredTensor
 from engine.models.formats.number_formats import BLOCK_SIDE, is_packed
 from engine.moe.kernels.bindings import ACTIVATIONS, FORMATS, CActivation, KernelChoice, Matrix, load
@@ -87,9 +88,7 @@ class Tensors:
 
     def named(self, name: str) -> str:
         """The name in these files of a tensor with the usual name ``name``."""
-        for usual, here in self._names.items():
-            name = name.replace(usual, here)
-        return name
+        return renamed(name, self._names)
 
     def has(self, name: str) -> bool:
         return self.named(name) in self._left

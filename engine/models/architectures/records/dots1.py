@@ -2,7 +2,7 @@
 
 from engine.models.architectures.gguf_metadata import Metadata
 from engine.models.architectures.gguf_parts import grouped_experts
-from engine.models.architectures.layer_rules import after_dense, late_layers
+from engine.models.architectures.layer_rules import after_dense, late_windows
 from engine.models.architectures.parts import GROUPED, MLP_EXPERTS, QWEN, of_mlx
 from engine.models.architectures.record import DecoderRecord, Family, GgufRecord, MlxRecord, MoeRecord
 
@@ -26,7 +26,7 @@ FAMILIES = (
             "max_window_layers": 62,
         },
         decoder=DecoderRecord(
-            windows=late_layers,
+            windows=late_windows(),
             head_norm="per-head",
             qkv_bias="attention_bias",
             output_bias="attention_bias",

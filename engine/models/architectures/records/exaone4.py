@@ -16,7 +16,7 @@ _UNROTATED = "unrotated"
 
 def _kind(config: Config, layer: int) -> str:
     """The kind of a layer where ``layer_types`` does not say it: by a pattern of letters, or all but every so-many-th
-    and the last see a window."""
+    see a window."""
     pattern = config.get("sliding_window_pattern")
     if config.get("sliding_window") is None or not pattern:
         return "full_attention"

@@ -28,7 +28,7 @@ def _settings(metadata: Metadata) -> dict[str, object]:
 QWEN2 = Family(
     "qwen2",
     defaults=_WINDOWS | {"num_key_value_heads": 32},
-    decoder=DecoderRecord(windows=late_windows, qkv_bias=True),
+    decoder=DecoderRecord(windows=late_windows("use_sliding_window"), qkv_bias=True),
     gguf=GgufRecord("qwen2", "Qwen2ForCausalLM"),
     mlx=MlxRecord("qwen2", rope_types=SCALED_ROPE),
     tokenizer_class="Qwen2Tokenizer",

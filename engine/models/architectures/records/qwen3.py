@@ -23,7 +23,10 @@ QWEN3 = Family(
         "max_window_layers": 28,
     },
     decoder=DecoderRecord(
-        windows=late_windows, head_norm="per-head", qkv_bias="attention_bias", output_bias="attention_bias"
+        windows=late_windows("use_sliding_window"),
+        head_norm="per-head",
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
     ),
     gguf=GgufRecord("qwen3", "Qwen3ForCausalLM"),
     mlx=MlxRecord("qwen3", rope_types=SCALED_ROPE, honours={"hidden_act": ("silu",), "attention_bias": (False,)}),

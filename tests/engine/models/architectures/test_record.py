@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import json
 import pkgutil
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,9 @@ from engine.models.architectures.families import FAMILIES, completed, layer_kind
 from engine.models.architectures.layer_rules import KINDS
 from engine.models.architectures.record import Family
 from engine.models.folders.sizes import check_sizes
+from engine.runtimes.mlx.families import unsupported_config
 from engine.runtimes.native.shape import ACTIVATIONS, read_gate, read_shape, rope_of_kind, unsupported_shape
+from tests.support.tiny_models import TINY_FAMILIES, tiny_config
 
 
 def families(of: Callable[[Family], Any] = lambda family: True) -> pytest.MarkDecorator:
@@ -82,6 +85,17 @@ def test_the_published_files_of_gemma_3_say_enough(size: str) -> None:
     assert read == read_shape(complete, ())
     assert (read.vocabulary, read.context) == (262_208, 131_072)
     assert unsupported_shape(found) is None
+
+
+@pytest.mark.parametrize("name", TINY_FAMILIES)
+def test_what_a_file_leaves_out_is_what_transformers_assumes(name: str) -> None:
+    config = tiny_config(name)
+    short, full = (json.loads(config.to_json_string(use_diff=left_out)) for left_out in (True, False))
+    assert len(short) < len(full)
+    check_sizes(short)
+    assert (unsupported_shape(short), unsupported_config(short)) == (unsupported_shape(full), unsupported_config(full))
+    if unsupported_shape(full) is None:
+        assert read_shape(short, ()) == read_shape(full, ())
 
 
 @families(lambda family: family.native)

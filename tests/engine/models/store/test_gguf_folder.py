@@ -473,6 +473,16 @@ def test_scaled_positions_are_carried_over(tmp_path: Path, extra: dict[str, Any]
         assert config_of(gguf)["rope_parameters"] == {"rope_theta": 10000.0, **expected}
 
 
+@pytest.mark.parametrize("family", ["phi3", "glm4", "glm4_moe", "minimax_m2", "qwen3_next"])
+def test_what_is_rotated_is_a_part_of_the_heads_own_width(
+    tmp_path: Path, sources: Callable[[str], Path], family: str
+) -> None:
+    extra = {"attention.key_length": 40, "rope.dimension_count": 10}
+    with GgufFile(write_tiny_gguf(tmp_path / "m.gguf", sources(family), ARCHITECTURES[family], extra=extra)) as gguf:
+        config = config_of(gguf)
+    assert (config["head_dim"], config["rope_parameters"]["partial_rotary_factor"]) == (40, 0.25)
+
+
 def test_the_tokenizer_comes_along(tiny_llama: Path) -> None:
     tokenizer = load_tokenizer(open_gguf(tiny_llama, quiet))
     assert tokenizer is not None
