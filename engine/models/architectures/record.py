@@ -363,10 +363,6 @@ class Family:
     keeps_llama_tokenizer: bool = False
     """Whether a folder's ``LlamaTokenizer`` is that, also with a vocabulary of bytes."""
 
-    @property
-    def is_dense(self) -> bool:
-        return self.moe is None
-
     def has_models(self, with_experts: bool) -> bool:
         """Whether some of its models have experts, or have none."""
         return self.moe is not None if with_experts else self.moe is None or bool(self.moe.setting)

@@ -27,7 +27,7 @@ from engine.models.architectures.families import (
 )
 
 SHAPE = ExpertLayers(hidden=6, ffn=5, count=3, layers=(0, 2))
-MOE = [family for family in FAMILIES.values() if not family.is_dense]
+MOE = [family for family in FAMILIES.values() if family.moe is not None]
 LAYOUTS = [(family.model_type, index) for family in MOE for index in range(len(family.layouts))]
 
 
