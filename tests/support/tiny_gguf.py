@@ -51,6 +51,8 @@ ARCHITECTURES = {
     "phi3": "phi3",
     "minimax_m2": "minimax-m2",
     "dots1": "dots1",
+    "hunyuan_v1_dense": "hunyuan-dense",
+    "hunyuan_v1_moe": "hunyuan-moe",
     "glm4": "glm4",
     "ernie4_5": "ernie4_5",
     "granite": "granite",
@@ -142,6 +144,8 @@ BY_GGUF = (
     "ernie4_5",
     "minimax-m2",
     "dots1",
+    "hunyuan-dense",
+    "hunyuan-moe",
 )
 """Architectures whose names are those of the gguf package, which llama.cpp's converter uses."""
 _UNKNOWN_TO_GGUF = {
@@ -397,7 +401,7 @@ class _Packing:
 def _write_metadata(
     writer: GGUFWriter, config: dict[str, Any], architecture: str, extra: dict[str, Any], pre: str, layout: Layout
 ) -> None:
-    used = config.get("num_experts_per_tok") or config.get("top_k_experts")
+    used = config.get("num_experts_per_tok") or config.get("top_k_experts") or config.get("moe_topk")
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -420,7 +424,10 @@ def _write_metadata(
         writer.add_head_count_kv(heads)
     writer.add_layer_norm_rms_eps(config.get("rms_norm_eps") or config["norm_eps"])
     rope = config["rope_parameters"]
-    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    base = rope.get("full_attention", rope)["rope_theta"]
+    if "alpha" in rope:
+        base *= rope["alpha"] ** (config["head_dim"] / (config["head_dim"] - 2))
+    writer.add_rope_freq_base(base)
     if architecture == "deepseek2":
         _write_latents(writer, config, layout)
     elif config.get("head_dim") and architecture != "gemma4":
@@ -441,6 +448,8 @@ def _write_metadata(
             _write_yarn(writer, config["rope_parameters"])
     if config.get("shared_expert_intermediate_size"):
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+    if architecture == "hunyuan-moe":
+        writer.add_expert_shared_feed_forward_length(config["intermediate_size"])
     if config.get("n_shared_experts"):
         _write_shared(writer, config)
     if architecture in ("glm4moe", "glm4", "minimax-m2"):
@@ -733,7 +742,7 @@ def whole_blocks(family: str) -> dict[str, Any]:
         sizes["num_key_value_heads"] = 8  # llama.cpp knows no other
     if family in ("mixtral", "granitemoe", "gpt_oss"):
         sizes["num_local_experts"] = 4
-    if family in ("qwen2_moe", "qwen3_moe", "olmoe"):
+    if family in ("qwen2_moe", "qwen3_moe", "olmoe", "hunyuan_v1_moe"):
         sizes["num_experts"] = 4
     if family in ("qwen2_moe", "qwen3_moe"):
         sizes |= {"mlp_only_layers": [], "moe_intermediate_size": 256}

@@ -37,13 +37,14 @@ TINY_MOE_FAMILIES: tuple[str, ...] = (
     "llama4_text",
     "minimax_m2",
     "dots1",
+    "hunyuan_v1_moe",
 )
 _KINDS_OF_FAMILIES = {"gemma4_dense": "gemma4_text", "gemma4_e2b": "gemma4_text"}
 """Further tiny models of families that have several kinds of them."""
 TINY_DENSE_FAMILIES: tuple[str, ...] = (
     *("llama", "mistral", "qwen2", "qwen3", "qwen3_5_text"),
     *("gemma4_dense", "gemma4_e2b", "gemma4_unified_text", "gemma3_text", "ministral3"),
-    *("phi3", "glm4", "ernie4_5"),
+    *("phi3", "glm4", "ernie4_5", "hunyuan_v1_dense"),
     *("granite", "lfm2", "smollm3", "seed_oss", "olmo2", "olmo3", "exaone4"),
 )
 TINY_FAMILIES: tuple[str, ...] = TINY_DENSE_FAMILIES + TINY_MOE_FAMILIES
@@ -110,6 +111,12 @@ _GEMMA4: dict[str, Any] = {
     "final_logit_softcapping": 30.0,
 }
 """Heads of two kinds."""
+
+_HUNYUAN: dict[str, Any] = {
+    "head_dim": 16,
+    "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0},
+}
+"""Positions whose base is stretched."""
 
 _FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},
@@ -295,6 +302,8 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "routed_scaling_factor": 1.5,
     },
+    "hunyuan_v1_dense": _HUNYUAN,
+    "hunyuan_v1_moe": {**_HUNYUAN, "num_experts": 8, "moe_topk": 3},
     "granite": {
         "embedding_multiplier": 1.5,
         "logits_scaling": 0.8,
@@ -440,7 +449,7 @@ def _fill(name: str, parameter: Any, generator: Any, family: str, *, tied: bool)
     elif gemma and name.endswith("router.proj.weight"):  # what comes in is divided by the root of its width
         parameter.normal_(0.0, 2.0, generator=generator)
     else:
-        is_router = name.endswith(("gate.weight", "router.weight", "router.layer.weight"))
+        is_router = name.endswith(("gate.weight", "gate.wg.weight", "router.weight", "router.layer.weight"))
         is_head = name.endswith("lm_head.weight")
         gain = 3.0 if is_router or is_head else 1.3
         inputs = parameter.shape[-1] if parameter.dim() < 3 else min(parameter.shape[-2:])

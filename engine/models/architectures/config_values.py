@@ -79,6 +79,11 @@ def _list_of(rule: _Rule, what: str) -> _Rule:
     return of
 
 
+def _each_layer(rule: _Rule) -> _Rule:
+    """A value of all layers, or a list with one for each of them."""
+    return lambda value: next(filter(None, map(rule, value)), None) if isinstance(value, list) else rule(value)
+
+
 def _tokens(value: Any) -> str | None:
     ids = value if isinstance(value, list) else [value]
     right = all(type(number) is int and -1 <= number <= LARGEST for number in ids)
@@ -92,7 +97,7 @@ def _rules(rule: _Rule, keys: str) -> dict[str, _Rule]:
 _RULES: dict[str, _Rule] = {
     **_rules(
         whole(1),
-        "hidden_size intermediate_size intermediate_size_mlp moe_intermediate_size shared_expert_intermediate_size "
+        "hidden_size intermediate_size intermediate_size_mlp shared_expert_intermediate_size "
         "num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size max_position_embeddings "
         "num_experts num_local_experts n_routed_experts num_experts_per_tok experts_per_token num_selected_experts "
         "moe_k d_model n_heads n_layers max_seq_len kv_n_heads ffn_hidden_size moe_num_experts moe_top_k "
@@ -101,6 +106,7 @@ _RULES: dict[str, _Rule] = {
         "conv_L_cache rotary_dim global_head_dim num_global_key_value_heads top_k_experts "
         "qk_nope_head_dim v_head_dim block_size original_max_position_embeddings attention_chunk_size",
     ),
+    **_rules(_each_layer(whole(1)), "moe_intermediate_size moe_topk"),
     **_rules(
         whole(0),
         "sliding_window max_window_layers first_k_dense_replace num_dense_layers n_shared_experts "
@@ -115,7 +121,7 @@ _RULES: dict[str, _Rule] = {
     **_rules(
         positive,
         "rms_norm_eps norm_eps factor low_freq_factor high_freq_factor beta_fast beta_slow attention_factor "
-        "final_logit_softcapping",
+        "final_logit_softcapping alpha",
     ),
     "partial_rotary_factor": _share,
     "rope_theta": _base,

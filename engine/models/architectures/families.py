@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from engine.errors import ModelError, damaged, shown
 from engine.models.architectures import records
 from engine.models.architectures.config_values import MOST_LAYERS, own_settings, whole_number
-from engine.models.architectures.record import ExpertTensor, Family, Layout, Part, switched
+from engine.models.architectures.record import ExpertTensor, Family, Layout, MoeRecord, Part, switched
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,7 @@ _EXPERTS_PER_TOKEN_KEYS = (
     "num_selected_experts",
     "moe_top_k",
     "moe_k",
+    "moe_topk",
     "top_k_experts",
 )
 _MOST_PAIRS = 1_000_000
@@ -245,12 +246,24 @@ def _check_groups(section: Mapping[str, Any], count: int, per_token: int) -> Non
         )
 
 
+def shared_width(config: Mapping[str, Any], moe: MoeRecord) -> int:
+    """Width of the shared expert; 0 without one, or where it is the layer's network.
+
+    Raises ModelError naming the setting that is missing.
+    """
+    if moe.shared in ("none", "network"):
+        return 0
+    return whole_number(config, "shared_expert_intermediate_size") if moe.shared == "gated" else moe.shared_ffn(config)
+
+
 def stated_experts_per_token(config: Mapping[str, Any]) -> int | None:
     """How many experts each token is sent to; None where ``config.json`` does not say it."""
     for section in (config, config.get("ffn_config")):
         if isinstance(section, Mapping):
             for key in _EXPERTS_PER_TOKEN_KEYS:
                 value = section.get(key)
+                if isinstance(value, list) and value == value[:1] * len(value):
+                    value = value[0] if value else None  # for each layer
                 if isinstance(value, int) and value > 0:
                     return value
     return None

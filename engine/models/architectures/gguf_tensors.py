@@ -7,7 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 from engine.errors import ModelError, shown
-from engine.models.architectures.families import COUNT_KEYS, expert_shape, key_layers, layer_config, layer_kinds
+from engine.models.architectures.families import (
+    ExpertLayers,
+    expert_shape,
+    key_layers,
+    layer_config,
+    layer_kinds,
+    shared_width,
+)
 from engine.models.architectures.gguf_architectures import tensor_of
 from engine.models.architectures.gguf_metadata import Metadata, NamedTensor, Shape, projections
 from engine.models.architectures.record import DecoderRecord, Family, GgufRecord, MoeRecord, renamed, switched
@@ -120,8 +127,8 @@ def _usually_named(
             yield from _attention(gguf, decoder, config, layer)
         for source, name in _norms(gguf, decoder, here):
             yield NamedTensor.whole(f"{here}{source}.weight", f"{target}{name}.weight", (hidden,))
-        if family.moe is not None and layer in layers_with_experts:
-            yield from _experts(gguf, family.moe, config, here, target)
+        if family.moe is not None and routed is not None and layer in layers_with_experts:
+            yield from _experts(gguf, family.moe, routed, config, here, target)
         if layer not in layers_with_experts or (family.moe is not None and family.moe.shared == "network"):
             ffn = decoder.ffn(config, layer)
             if decoder.merged_ffn:
@@ -201,13 +208,11 @@ def _feed_forward(source: str, prefix: str, ffn: int, hidden: int) -> Iterator[N
 
 
 def _experts(
-    gguf: GgufFile, moe: MoeRecord, config: Mapping[str, Any], here: str, target: str
+    gguf: GgufFile, moe: MoeRecord, routed: ExpertLayers, config: Mapping[str, Any], here: str, target: str
 ) -> Iterator[NamedTensor]:
     assert moe.router is not None
     router = moe.router.names[0]
-    hidden = config["hidden_size"]
-    count = next(config[key] for key in COUNT_KEYS if config.get(key))
-    ffn = config.get("moe_intermediate_size") or config["intermediate_size"]
+    hidden, count, ffn = routed.hidden, routed.count, routed.ffn
     yield NamedTensor.whole(here + "ffn_gate_inp.weight", target + router, (count, hidden))
     if moe.router.correction:
         yield NamedTensor.whole(here + "exp_probs_b.bias", target + moe.router.correction, (count,))
@@ -241,11 +246,11 @@ def _experts(
             name = f"ffn_{short}_exps.bias"
             yield NamedTensor.whole(here + name, target + name, (count, rows))
     if moe.shared == "plain":
-        shared, prefix = ffn * config["n_shared_experts"], target + "mlp.shared_experts."
-        yield from _feed_forward(here + "ffn_{}_shexp.weight", prefix, shared, hidden)
+        prefix = target + "mlp.shared_experts."
+        yield from _feed_forward(here + "ffn_{}_shexp.weight", prefix, shared_width(config, moe), hidden)
     if moe.shared == "gated":
-        shared = config["shared_expert_intermediate_size"]
         yield NamedTensor.whole(
             here + "ffn_gate_inp_shexp.weight", target + "mlp.shared_expert_gate.weight", (1, hidden)
         )
-        yield from _feed_forward(here + "ffn_{}_shexp.weight", target + "mlp.shared_expert.", shared, hidden)
+        prefix = target + "mlp.shared_expert."
+        yield from _feed_forward(here + "ffn_{}_shexp.weight", prefix, shared_width(config, moe), hidden)

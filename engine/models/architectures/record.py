@@ -95,6 +95,10 @@ class MoeRecord:
     setting: str = ""
     """Setting that is true in models of the family that have experts; empty: all have."""
     shared: SharedExpert = "none"
+    shared_ffn: Callable[[Config], int] = lambda config: (
+        whole_number(config, "moe_intermediate_size") * whole_number(config, "n_shared_experts")
+    )
+    """Width of a plain shared expert. Several are stored as one."""
     activation: ActivationKind = "gated"
     layers: Callable[[Config, int], list[int]] = lambda config, layers: list(range(layers))
     """Layers with experts, from the configuration and the number of layers."""
@@ -220,6 +224,8 @@ class DecoderRecord:
     rotated: float | None = None
     """Share of each head that is rotated if ``config.json`` does not say it; None: all of it, and no other share is
     known."""
+    stretched_base: bool = False
+    """Whether rotary settings of the type ``dynamic`` have an ``alpha`` that stretches the base (hunyuan)."""
     rope_theta: float = 10_000.0
     """Base of the rotary embeddings if ``config.json`` gives none."""
     rope: Config = field(default_factory=dict)

@@ -29,7 +29,7 @@ from engine.planning.memory import ModelSizes, TrunkSize
 
 _WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 _NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_SHARED = frozenset(("shared_expert", "shared_experts", "shared_expert_gate"))
+_SHARED = frozenset(("shared_expert", "shared_experts", "shared_expert_gate", "shared_mlp"))
 """Parts of the names of shared experts, which a ring computes during the exchange."""
 WITHOUT_KEYS = frozenset(("linear_attention", "conv"))
 """Types of layers that keep a state of fixed size instead of keys and values."""

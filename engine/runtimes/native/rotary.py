@@ -14,6 +14,8 @@ from engine.errors import damaged, shown
 from engine.models.architectures.config_values import positive_number
 
 TYPES = ("default", "linear", "llama3", "yarn")
+STRETCHED = "dynamic"
+"""The type of a base that is stretched, where its settings have an ``alpha``."""
 
 _WITH_ORIGINAL_LENGTH = ("llama3", "yarn")
 
@@ -51,13 +53,13 @@ def rope_settings(config: Mapping[str, Any], default_base: float, default: Mappi
     return settings
 
 
-def unsupported_reason(settings: Mapping[str, Any], partial: bool = False) -> str | None:
+def unsupported_reason(settings: Mapping[str, Any], partial: bool = False, stretched: bool = False) -> str | None:
     """Why these rotary settings are not supported, in a few words; None if they are.
 
-    ``partial``: a part of each head may be rotated.
+    ``partial``: a part of each head may be rotated. ``stretched``: the base may be stretched.
     """
     kind = settings["rope_type"]
-    if kind not in TYPES:
+    if kind not in TYPES and not (stretched and kind == STRETCHED and settings.get("alpha")):
         return f"its rotary scaling {shown(kind)} is not one of {', '.join(TYPES)}"
     if not partial and settings.get("partial_rotary_factor") not in (None, 1, 1.0):
         return "it rotates a part of each head only"
@@ -85,11 +87,12 @@ def rotary(settings: Mapping[str, Any], width: int, longest: int) -> Rotary:
 
 
 def _rotary(settings: Mapping[str, Any], width: int, longest: int) -> Rotary:
-    base = positive_number(settings, "rope_theta")
+    base, kind = positive_number(settings, "rope_theta"), settings["rope_type"]
+    if kind == STRETCHED:
+        base *= positive_number(settings, "alpha") ** (width / (width - 2))
     exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
     powers = np.float32(base) ** exponents
     plain = (np.float32(1.0) / powers).astype(np.float32)
-    kind = settings["rope_type"]
     if kind == "linear":
         return Rotary(plain / np.float32(positive_number(settings, "factor")), 1.0)
     if kind == "llama3":

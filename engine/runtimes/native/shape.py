@@ -20,6 +20,7 @@ from engine.models.architectures.families import (
     completed,
     layer_config,
     layer_kinds,
+    shared_width,
     stated_experts_per_token,
 )
 from engine.models.architectures.layer_rules import check_kinds
@@ -280,7 +281,7 @@ def read_shape(config: Mapping[str, Any], moe_layers: tuple[int, ...]) -> Shape:
         expert_scale="" if router is None else router.expert_scale,
         correction="" if router is None or config.get(router.correction_setting) is False else router.correction,
         shared_expert=shared,
-        shared_ffn=_shared_ffn(config, shared),
+        shared_ffn=0 if moe is None or shared == "none" else shared_width(config, moe),
         clip=positive_number(config, "clip_qkv", 0.0) if decoder.clip else 0.0,
         embedding_scale=decoder.embedding_scale(config),
         attention_scale=_attention_scale(config, decoder, kinds[0], latent),
@@ -311,16 +312,6 @@ def _own_width(config: Mapping[str, Any], decoder: DecoderRecord, hidden: int) -
     if not decoder.own_input or not config.get(decoder.own_input):
         return 0
     return whole_number(config, decoder.own_input, maximum=hidden)
-
-
-def _shared_ffn(config: Mapping[str, Any], shared: SharedExpert) -> int:
-    """Width of the shared expert, 0 without one or where it is the layer's network. Several plain ones are stored as
-    one."""
-    if shared in ("none", "network"):
-        return 0
-    if shared == "gated":
-        return whole_number(config, "shared_expert_intermediate_size")
-    return whole_number(config, "moe_intermediate_size") * whole_number(config, "n_shared_experts")
 
 
 def _attention_scale(
@@ -488,7 +479,7 @@ def unsupported_shape(config: Mapping[str, Any]) -> str | None:
         return "its attention looks ahead"
     for settings in _rotated_kinds(config, decoder):
         if decoder.kind_rope is None or settings["rope_type"] != "proportional":
-            reason = rotary.unsupported_reason(settings, partial=decoder.rotated is not None)
+            reason = rotary.unsupported_reason(settings, decoder.rotated is not None, decoder.stretched_base)
             if reason is not None:
                 return reason
     return None

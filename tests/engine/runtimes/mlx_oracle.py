@@ -55,6 +55,7 @@ FAMILIES = (
     "phi3",
     "glm4",
     "ernie4_5",
+    "hunyuan_v1_dense",
     "granite",
     "lfm2",
     "smollm3",
@@ -122,6 +123,7 @@ QUANTISABLE: dict[str, dict[str, Any]] = {
             "phi3",
             "glm4",
             "ernie4_5",
+            "hunyuan_v1_dense",
         )
     },
     "lfm2": {"block_multiple_of": 32},

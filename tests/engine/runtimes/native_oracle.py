@@ -45,6 +45,8 @@ FAMILIES = (
     "ernie4_5",
     "minimax_m2",
     "dots1",
+    "hunyuan_v1_dense",
+    "hunyuan_v1_moe",
     "granite",
     "lfm2",
     "smollm3",

@@ -96,6 +96,11 @@ def test_a_setting_of_the_wrong_type_is_one_sentence() -> None:
         ("qwen2_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers \[1\]"),
         ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit 5.0"),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave False"),
+        (
+            "hunyuan_v1_dense",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "rope_type 'dynamic' without alpha",
+        ),
         ("dbrx", {"ffn_config": {"moe_normalize_expert_weights": 2.0}}, "moe_normalize_expert_weights 2.0"),
         ("dbrx", {"ffn_config": {"ffn_act_fn": {"name": "gelu"}}}, "ffn_act_fn 'gelu'"),
     ],
