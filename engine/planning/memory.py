@@ -85,7 +85,7 @@ class ModelSizes:
     key_value_bytes_in_8_bits: int = 0
     """``key_value_bytes_per_token`` as Q8_0; 0: they cannot be kept in 8 bits."""
     windowed_bytes_per_token: int = 0
-    """Part of ``key_value_bytes_per_token`` in layers with a sliding window, which mlx drops in part."""
+    """Part of ``key_value_bytes_per_token`` in layers with a sliding window, which mlx and native drop in part."""
     window: int = 0
     """Width of the sliding window, in tokens."""
     windowed_tokens: int = 0
@@ -147,7 +147,12 @@ class ModelSizes:
         if runtime == "mlx" and self.mlx_codes is not None:
             return self._in_mlx(self.mlx_codes)
         if runtime == "native" and key_values == "q8_0" and self.key_value_bytes_in_8_bits:
-            sizes = replace(self, key_value_bytes_per_token=self.key_value_bytes_in_8_bits)
+            in_8_bits = self.key_value_bytes_in_8_bits / self.key_value_bytes_per_token
+            sizes = replace(
+                self,
+                key_value_bytes_per_token=self.key_value_bytes_in_8_bits,
+                windowed_bytes_per_token=round(self.windowed_bytes_per_token * in_8_bits),
+            )
         if self.trunk_numbers is None or runtime not in ("native", "torch"):
             return sizes
         trunk, width, packed, dtype = self.trunk_numbers, self.width, TrunkSize(), self.dtype

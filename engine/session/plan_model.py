@@ -107,6 +107,8 @@ def _with_one_choice(load: Load, folder: Path, loaded: ModelFacts | None, notice
     sizes = headers.sizes.as_loaded(load, runtime.name, on_gpu=graphics is not None)
     if runtime.name == "mlx":
         sizes = sizes.with_windows(eligible.prefill_chunk(load.prefill_chunk, eligible.architecture()))
+    elif runtime.name == "native" and not sizes.state_bytes:
+        sizes = sizes.with_windows(load.prefill_chunk)
     headers = replace(headers, sizes=sizes)
     calibration, speed = _measured(load, headers, graphics, runtime.name, notices)
     overhead_s, read_share = _beside_streaming(speed, runtime.name)

@@ -12,6 +12,8 @@ import contextlib
 import ctypes
 import math
 import mmap
+import sys
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,11 +34,17 @@ SMALLEST_PAGE = 128
 
 @dataclass(frozen=True)
 class AlikeLayers:
-    """Layers with attention whose keys and values have the same ``heads`` of the same ``width``."""
+    """Layers with attention whose keys and values have the same ``heads`` of the same ``width``, and whose queries see
+    the same ``window`` of positions, their own included (0: all)."""
 
     layers: int
     heads: int
     width: int
+    window: int = 0
+
+    def first_seen(self, position: int) -> int:
+        """The oldest position that a query at ``position`` sees."""
+        return max(0, position + 1 - self.window) if self.window else 0
 
 
 @dataclass(frozen=True)
@@ -71,17 +79,21 @@ class PageShape:
         return sum(self.array_bytes(alike) for _, alike in self.arrays)
 
 
-def _untouched(places: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+_GIVEN_BACK = getattr(mmap, "MADV_DONTNEED" if sys.platform == "linux" else "MADV_FREE", None)
+"""Advice by which the system takes memory back. Reading it again gives zeros, or what was there before."""
+
+
+def _untouched(nbytes: int) -> mmap.mmap:
     """Zeros that take memory only where they are written, so that a half-filled page of keys takes half its bytes.
 
     A weight of zero does not hide a NaN, so values must be numbers from the start. numpy would ask the system for huge
     pages, which a single write to each head of each layer would fill.
     """
-    mapping = mmap.mmap(-1, math.prod(places) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         with contextlib.suppress(OSError):
             mapping.madvise(mmap.MADV_NOHUGEPAGE)
-    return np.frombuffer(mapping, dtype).reshape(places)
+    return mapping
 
 
 class Page:
@@ -89,6 +101,8 @@ class Page:
 
     ``arrays`` are those of :attr:`PageShape.arrays`, [rows, layers, heads, blocks, words of KEY_BLOCK positions];
     trunk.h describes the inside of a block. Positions before ``frozen`` are visible to others and must not change.
+    ``users`` may refer to the page. The first ``forgotten`` blocks of each array were given back: only queries before
+    the position ``unseen_from`` saw them.
     """
 
     def __init__(self, shape: PageShape, rows: int, capacity: int) -> None:
@@ -96,16 +110,51 @@ class Page:
         capacity = _whole_blocks(capacity)
         word = words_dtype(shape.number_format)
         blocks = capacity // KEY_BLOCK
+        sizes = [(rows, alike.layers, alike.heads, blocks, shape.block_bytes(alike.width)) for _, alike in shape.arrays]
+        self._mappings = [_untouched(math.prod(size)) for size in sizes]
         self.arrays = tuple(
-            _untouched((rows, alike.layers, alike.heads, blocks, shape.block_bytes(alike.width) // word.itemsize), word)
-            for _, alike in shape.arrays
+            np.frombuffer(mapping, word).reshape(*size[:-1], -1)
+            for mapping, size in zip(self._mappings, sizes, strict=True)
         )
         self.capacity = capacity
         self.frozen = 0
+        self.users: weakref.WeakSet[Segments] = weakref.WeakSet()
+        self.forgotten = [0] * len(self.arrays)
+        self.unseen_from = 0
+
+    def forget(self, length: int, origin: int) -> None:
+        """Give back the blocks that no query at ``length`` or later sees. ``origin``: the position at which the page
+        begins."""
+        for index, (mapping, (_, alike)) in enumerate(zip(self._mappings, self.shape.arrays, strict=True)):
+            before, blocks = self.forgotten[index], self.capacity // KEY_BLOCK
+            unseen = min(blocks, (alike.first_seen(length) - origin) // KEY_BLOCK)
+            if unseen <= before:
+                continue
+            self.forgotten[index], self.unseen_from = unseen, length
+            if _GIVEN_BACK is None:
+                continue
+            nbytes = self.shape.block_bytes(alike.width)
+            whole = blocks * nbytes
+            for head in range(self.rows * alike.layers * alike.heads) if unseen < blocks else ():
+                # A page of memory that the last call left, because it was half of use, is unused now.
+                start = max(
+                    _whole_pages(head * whole), (head * whole + before * nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+                )
+                end = (head * whole + unseen * nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+                if start < end:
+                    mapping.madvise(_GIVEN_BACK, start, end - start)
+            if unseen == blocks:
+                mapping.madvise(_GIVEN_BACK)
+
+    @property
+    def forgotten_bytes(self) -> int:
+        """Bytes of the positions that were given back."""
+        arrays = zip(self.forgotten, self.shape.arrays, strict=True)
+        return sum(self.rows * blocks * KEY_BLOCK * self.shape.array_bytes(alike) for blocks, (_, alike) in arrays)
 
     @property
     def nbytes(self) -> int:
-        return sum(int(array.nbytes) for array in self.arrays)
+        return sum(int(array.nbytes) for array in self.arrays) - self.forgotten_bytes
 
     @property
     def rows(self) -> int:
@@ -149,6 +198,8 @@ class Segments:
         self.states = states
         self._segments = list(segments)
         self.length = segments[-1].end if segments else 0
+        for segment in segments:
+            segment.page.users.add(self)
 
     def room_for(self, tokens: int) -> tuple[Any, int]:
         """A C array of segments for a pass that adds ``tokens``, and their number. They take effect with
@@ -181,10 +232,12 @@ class Segments:
             last = self._segments[-1] if self._segments else None
             if last is None or last.full or not (last.grows or self.rows == 1):
                 page = Page(self.shape, self.rows, _room_from(end))
+                page.users.add(self)
                 last = Segment(page, 0, end, 0, True)
                 self._segments.append(last)
             elif not last.grows:
                 last = _copied(last)
+                last.page.users.add(self)
             count = min(last.page.capacity - last.offset, needed - last.start)
             self._segments[-1] = replace(last, count=count)
             end = last.start + count
@@ -201,6 +254,25 @@ class Segments:
             segments.append(replace(segment, count=count, grows=grows))
         self._segments = segments
         self.length = length
+
+    @property
+    def shortest_cut(self) -> int:
+        """The fewest positions to which :meth:`truncate` can cut the rows."""
+        return max((segment.page.unseen_from for segment in self._segments), default=0)
+
+    def forget_unseen(self, length: int) -> None:
+        """Give back the positions that no query at ``length`` or later sees, nor one of other rows that share them."""
+        for segment in self._segments:
+            sharing = [user.length for user in segment.page.users if user._refers_to(segment.page)]
+            segment.page.forget(min(length, *sharing), segment.start - segment.offset)
+
+    def _refers_to(self, page: Page) -> bool:
+        return any(segment.page is page for segment in self._segments)
+
+    @property
+    def forgotten_bytes(self) -> int:
+        """Bytes of the positions that were given back."""
+        return sum(segment.page.forgotten_bytes for segment in self._segments)
 
     def _seen(self) -> list[Segment]:
         """The segments as other rows may see them, frozen."""
@@ -255,19 +327,20 @@ class Segments:
         pages = [(page, count) for page, count in filled if count > 0]
         states = [part.states for part in (self, checkpoint) if part is not None and part.states is not None]
 
-        def read(array: NDArray[Any], name: str, alike: AlikeLayers, filled: int) -> Bytes:
-            blocks = array[0, :, :, : -(-filled // KEY_BLOCK)].copy()
-            if filled % KEY_BLOCK:
+        def read(array: NDArray[Any], name: str, alike: AlikeLayers, forgotten: int, filled: int) -> Bytes:
+            blocks = array[0, :, :, forgotten : -(-filled // KEY_BLOCK)].copy()
+            if filled % KEY_BLOCK and blocks.size:
                 _clear(blocks[:, :, -1], filled % KEY_BLOCK, self.shape.number_format, alike.width, name == "keys")
             return as_bytes(blocks)
 
         reads: list[Callable[[], Bytes]] = [
-            partial(read, array, *described, filled)
+            partial(read, array, *described, forgotten, filled)
             for page, filled in pages
-            for array, described in zip(page.arrays, self.shape.arrays, strict=True)
+            for array, described, forgotten in zip(page.arrays, self.shape.arrays, page.forgotten, strict=True)
         ]
         reads += [part.only_row for part in states]
-        parts = _parts(self.shape, self.length, [part.numbers for part in states])
+        forgotten = [blocks for page, _ in pages for blocks in page.forgotten]
+        parts = _parts(self.shape, self.length, [part.numbers for part in states], forgotten)
         return [RowArray(*described) for described in zip(parts, reads, strict=True)]
 
     @classmethod
@@ -281,14 +354,38 @@ class Segments:
         count = 0 if state_numbers is None else 2 if begun else 1
         if begun > length or (begun and state_numbers is None):
             raise ValueError(f"a row of {length} tokens has no checkpoint after {begun}")
-        if list(parts) != _parts(shape, length, [state_numbers or 0] * count):
-            raise ValueError("a row of this model has other parts")
         row = cls(shape)
         row._grow(length)
         row.length = length
+        arrays = [(segment, index) for segment in row._segments for index in range(len(shape.arrays))]
+        held = [part.shape[2] for part in parts[: len(arrays)] if len(part.shape) == 4]
+        forgotten = [
+            -(-segment.count // KEY_BLOCK) - blocks if shape.arrays[index][1].window else 0
+            for (segment, index), blocks in zip(arrays, held, strict=False)
+        ]
+        if (
+            list(parts) != _parts(shape, length, [state_numbers or 0] * count, forgotten)
+            or min(forgotten, default=0) < 0
+        ):
+            raise ValueError("a row of this model has other parts")
+        for (segment, index), gone in zip(arrays, forgotten, strict=True):
+            page = segment.page
+            page.forgotten[index] = gone
+            if gone:
+                page.unseen_from = max(
+                    page.unseen_from, segment.start + gone * KEY_BLOCK - 1 + shape.arrays[index][1].window
+                )
+        pairs = zip(row._segments, row._segments[1:], strict=False)
+        gaps = (
+            gone and before < earlier.page.capacity // KEY_BLOCK
+            for earlier, later in pairs
+            for before, gone in zip(earlier.page.forgotten, later.page.forgotten, strict=True)
+        )
+        if row.shortest_cut > length or any(gaps):
+            raise ValueError(f"a row of {length} tokens lacks positions that it sees")
         for segment in row._segments:
-            for array in segment.page.arrays:
-                blocks = array[0, :, :, : -(-segment.count // KEY_BLOCK)]
+            for array, gone in zip(segment.page.arrays, segment.page.forgotten, strict=True):
+                blocks = array[0, :, :, gone : -(-segment.count // KEY_BLOCK)]
                 content = np.empty_like(blocks, order="C")
                 fill(content.view(np.uint8).reshape(-1))
                 blocks[:] = content
@@ -304,6 +401,10 @@ class Segments:
         return states + sum(segment.page.nbytes for segment in self._segments)
 
 
+def _whole_pages(nbytes: int) -> int:
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
 def _whole_blocks(positions: int) -> int:
     return -(-positions // KEY_BLOCK) * KEY_BLOCK
 
@@ -313,14 +414,17 @@ def _room_from(position: int) -> int:
     return max(SMALLEST_PAGE, position // 8)
 
 
-def _parts(shape: PageShape, length: int, states: Sequence[int]) -> list[RowPart]:
-    """The parts of a single row with ``length`` positions. ``states``: number of floats of each state."""
+def _parts(shape: PageShape, length: int, states: Sequence[int], forgotten: Sequence[int]) -> list[RowPart]:
+    """The parts of a single row with ``length`` positions. ``states``: number of floats of each state. ``forgotten``:
+    number of blocks of each array that were given back; none of the arrays after those."""
     parts = []
     start = 0
+    gone = iter(forgotten)
     while start < length:
         count = min(_whole_blocks(_room_from(start)), length - start)
         for name, alike in shape.arrays:
-            size = (alike.layers, alike.heads, -(-count // KEY_BLOCK), shape.block_bytes(alike.width))
+            blocks = -(-count // KEY_BLOCK) - next(gone, 0)
+            size = (alike.layers, alike.heads, blocks, shape.block_bytes(alike.width))
             parts.append(RowPart(f"{name} from {start}", "uint8", size))
         start += count
     return parts + [RowPart(f"states {index}", "float32", (numbers,)) for index, numbers in enumerate(states)]
@@ -356,9 +460,10 @@ def _copied(segment: Segment) -> Segment:
     """A copy of a single row's positions in their own page, at the same places, with the same free room after them."""
     old, filled = segment.page, segment.offset + segment.count
     page = Page(old.shape, 1, old.capacity)
+    page.forgotten, page.unseen_from = list(old.forgotten), old.unseen_from
     blocks = -(-filled // KEY_BLOCK)
-    for array, copied in zip(page.arrays, old.arrays, strict=True):
-        array[:, :, :, :blocks] = copied[:, :, :, :blocks]
+    for array, copied, forgotten in zip(page.arrays, old.arrays, old.forgotten, strict=True):
+        array[:, :, :, forgotten:blocks] = copied[:, :, :, forgotten:blocks]
     return replace(segment, page=page, grows=True)
 
 

@@ -121,7 +121,7 @@ class NativeModel(LocalModel):
         self._ring = ring
         # A page of no layers cannot be mapped.
         alike = [
-            AlikeLayers(max(1, len(shape.layers_of(kind))), heads.key_value_heads, heads.width)
+            AlikeLayers(max(1, len(shape.layers_of(kind))), heads.key_value_heads, heads.width, shape.window_of(kind))
             for kind, heads in enumerate(shape.kinds)
         ]
         self._page_shape = PageShape(tuple(alike), opened.cache_format, has_values=shape.latent is None)
@@ -309,6 +309,20 @@ class NativeTokenRows(LocalRows):
     @property
     def can_truncate(self) -> bool:
         return self._cache.states is None
+
+    @property
+    def shortest_cut(self) -> int:
+        return self._cache.shortest_cut if self.can_truncate else self.length
+
+    def forget_unseen(self, length: int) -> None:
+        # The rows of a ring are cut back together with those of other runtimes. Where there are states, a checkpoint of
+        # the first tokens is made of these keys and values.
+        if self.can_truncate and self._model.keeps_contents:
+            self._cache.forget_unseen(length)
+
+    @property
+    def forgotten_bytes(self) -> int:
+        return self._cache.forgotten_bytes
 
     @property
     def steps_together(self) -> int:

@@ -240,6 +240,7 @@ def describe(
         executor, held_bytes = f"native ({choice.name}, cpu)", experts.nbytes
         if context is not None:
             executor, held_bytes = _in_ring(choice, context), held_by(experts, context.placement, context.rank).nbytes
+    forgets = context is None and not shape.state_numbers
     return ModelFacts(
         name=request.model,
         family=shape.family,
@@ -258,6 +259,8 @@ def describe(
         expert_bytes=held_bytes,
         key_value_bytes_per_token=shape.key_value_bytes(opened.cache_format),
         state_bytes=4 * shape.state_numbers,
+        windowed_bytes_per_token=shape.key_value_bytes(opened.cache_format, windowed=True) if forgets else 0,
+        window=max(map(shape.window_of, range(len(shape.kinds)))) if forgets else 0,
         parameters=numbers,
         load_s=0.0,
         weights=weights_name(files),
@@ -269,7 +272,7 @@ def describe(
 def _notices(opened: OpenedModel, request: Load) -> list[str]:
     notices = ["No GPU was found, so everything runs on the CPU."] if request.partitioning == "hybrid" else []
     if request.key_values == "q8_0" and opened.cache_format != "Q8_0":
-        widths = " and ".join(str(kind.width) for kind in opened.shape.kinds)
+        widths = " and ".join(dict.fromkeys(str(kind.width) for kind in opened.shape.kinds))
         notices.append(
             f"Keys and values are kept in {opened.dtype}: heads of {widths} numbers do not fit the 8-bit format."
         )

@@ -148,7 +148,8 @@ class Shape:
     layers: int
     heads: int
     kinds: tuple[HeadShape, ...]
-    """Kinds of key and value heads in the model's layers."""
+    """Kinds of key and value heads in the model's layers. Those of layers with a sliding window and those of others are
+    of two kinds."""
     kind_of: tuple[int, ...]
     """The kind of each layer's heads."""
     keys_of: tuple[int, ...]
@@ -225,12 +226,20 @@ class Shape:
         kept = (layer for layer in self.attention_layers if self.keys_of[layer] == layer)
         return tuple(layer for layer in kept if self.kind_of[layer] == kind)
 
-    def key_value_bytes(self, number_format: str) -> int:
-        """Bytes that one token adds to the cache. With latents, keys are also the values."""
+    def window_of(self, kind: int) -> int:
+        """The widest window of the layers that keep keys and values of heads of ``kind``; 0 if one of them sees
+        everything."""
+        windows = [self.windows[layer] for layer in self.layers_of(kind)]
+        return max(windows, default=0) if all(windows) else 0
+
+    def key_value_bytes(self, number_format: str, windowed: bool = False) -> int:
+        """Bytes that one token adds to the cache, or to that of layers with a sliding window alone. With latents, keys
+        are also the values."""
         each = 2 if self.latent is None else 1
         return each * sum(
             len(self.layers_of(kind)) * heads.key_value_heads * stored_bytes(number_format, (heads.width,))
             for kind, heads in enumerate(self.kinds)
+            if not windowed or self.window_of(kind)
         )
 
 
@@ -375,7 +384,10 @@ def _read_heads(
         rope = rotary.rope_settings(config, decoder.rope_theta, decoder.rope)
         return (HeadShape(1, latent.rotated + latent.latents, latent.rotated, rope),), (0,) * layers
     if decoder.head_kinds is None:
-        return (_read_kind(config, decoder, rope_of_kind(config, decoder, "")),), (0,) * layers
+        kind, windows = _read_kind(config, decoder, rope_of_kind(config, decoder, "")), decoder.windows(config, layers)
+        if any(windows) and not all(windows):
+            return (kind, kind), tuple(int(window == 0) for window in windows)
+        return (kind,), (0,) * layers
     names = decoder.head_kinds(config, layers)
     present = sorted(set(names), reverse=True)
     kinds = []
