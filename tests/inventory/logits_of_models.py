@@ -195,7 +195,7 @@ _GROUPED_HERE = (
     "glm4_moe",
 )
 """Families whose trunk mlx-lm stores as transformers does."""
-_CORRECTED = ("deepseek_v3", "glm4_moe_lite", "glm4_moe", "lfm2_moe")
+_CORRECTED = ("deepseek_v3", "glm4_moe_lite", "glm4_moe", "lfm2_moe", "ernie4_5_moe")
 """Families whose scores are corrected where they are compared, and divided by their sum."""
 _CHOSEN = 3
 """Experts of a token in these tiny models."""
@@ -231,7 +231,8 @@ def _with_small_scores(folder: Path) -> Path:
 
     def change(name: str, tensor: torch.Tensor) -> torch.Tensor:
         if name.endswith(("e_score_correction_bias", "expert_bias")):
-            return torch.where(torch.arange(len(tensor)) < _CHOSEN, 10.0, 0.0).to(tensor.dtype)
+            chosen = torch.arange(tensor.numel()) < _CHOSEN
+            return torch.where(chosen, 10.0, 0.0).to(tensor.dtype).reshape(tensor.shape)
         return tensor * 100 if name.endswith((".mlp.gate.weight", ".feed_forward.gate.weight")) else tensor
 
     return _changed(folder, change)

@@ -51,6 +51,7 @@ ARCHITECTURES = {
     "phi3": "phi3",
     "minimax_m2": "minimax-m2",
     "dots1": "dots1",
+    "ernie4_5_moe": "ernie4_5-moe",
     "hunyuan_v1_dense": "hunyuan-dense",
     "hunyuan_v1_moe": "hunyuan-moe",
     "glm4": "glm4",
@@ -146,6 +147,7 @@ BY_GGUF = (
     "dots1",
     "hunyuan-dense",
     "hunyuan-moe",
+    "ernie4_5-moe",
 )
 """Architectures whose names are those of the gguf package, which llama.cpp's converter uses."""
 _UNKNOWN_TO_GGUF = {
@@ -159,7 +161,7 @@ _EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe|feed_forwar
 _SHORT = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
 
 
-COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Families' names of the number of experts."""
 
 
@@ -383,7 +385,8 @@ class _Packing:
 
     def __call__(self, name: str, values: Floats) -> tuple[NDArray[Any], GGMLQuantizationType, Floats]:
         """What is stored of ``values``, its type, and the values it stands for."""
-        kept = values.ndim == 1 or "ffn_gate_inp" in name or "conv1d" in name or "shortconv.conv" in name
+        exact = ("ffn_gate_inp", "exp_probs_b", "conv1d", "shortconv.conv")
+        kept = values.ndim == 1 or any(part in name for part in exact)
         kind = GGMLQuantizationType.F32 if kept else self._kinds(name)
         if kind == GGMLQuantizationType.F32:
             return values, kind, values
@@ -401,7 +404,12 @@ class _Packing:
 def _write_metadata(
     writer: GGUFWriter, config: dict[str, Any], architecture: str, extra: dict[str, Any], pre: str, layout: Layout
 ) -> None:
-    used = config.get("num_experts_per_tok") or config.get("top_k_experts") or config.get("moe_topk")
+    used = (
+        config.get("num_experts_per_tok")
+        or config.get("top_k_experts")
+        or config.get("moe_topk")
+        or config.get("moe_k")
+    )
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -448,6 +456,12 @@ def _write_metadata(
             _write_yarn(writer, config["rope_parameters"])
     if config.get("shared_expert_intermediate_size"):
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+    if architecture == "ernie4_5-moe":
+        writer.add_interleave_moe_layer_step(config["moe_layer_interval"])
+        writer.add_leading_dense_block_count(config["moe_layer_start_index"])
+        writer.add_expert_shared_count(config["moe_num_shared_experts"])
+        shared = config["moe_num_shared_experts"] * config["moe_intermediate_size"]
+        writer.add_expert_shared_feed_forward_length(shared)
     if architecture == "hunyuan-moe":
         writer.add_expert_shared_feed_forward_length(config["intermediate_size"])
     if config.get("n_shared_experts"):
@@ -753,6 +767,8 @@ def whole_blocks(family: str) -> dict[str, Any]:
         rope |= {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
         sizes |= {"num_hidden_layers": 4, "rope_parameters": rope, "linear_num_value_heads": 4}
         sizes |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+    if family == "ernie4_5_moe":
+        sizes |= {"moe_num_experts": 4, "moe_intermediate_size": 256}
     if family == "minimax_m2":
         sizes["num_local_experts"] = 4
     if family in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "glm4_moe", "dots1"):

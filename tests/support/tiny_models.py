@@ -38,6 +38,7 @@ TINY_MOE_FAMILIES: tuple[str, ...] = (
     "minimax_m2",
     "dots1",
     "hunyuan_v1_moe",
+    "ernie4_5_moe",
 )
 _KINDS_OF_FAMILIES = {"gemma4_dense": "gemma4_text", "gemma4_e2b": "gemma4_text"}
 """Further tiny models of families that have several kinds of them."""
@@ -304,6 +305,13 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     },
     "hunyuan_v1_dense": _HUNYUAN,
     "hunyuan_v1_moe": {**_HUNYUAN, "num_experts": 8, "moe_topk": 3},
+    "ernie4_5_moe": {
+        "head_dim": 16,
+        "moe_num_experts": 8,
+        "moe_k": 3,
+        "moe_intermediate_size": 40,
+        "moe_num_shared_experts": 2,
+    },
     "granite": {
         "embedding_multiplier": 1.5,
         "logits_scaling": 0.8,

@@ -215,7 +215,8 @@ def _experts(
     hidden, count, ffn = routed.hidden, routed.count, routed.ffn
     yield NamedTensor.whole(here + "ffn_gate_inp.weight", target + router, (count, hidden))
     if moe.router.correction:
-        yield NamedTensor.whole(here + "exp_probs_b.bias", target + moe.router.correction, (count,))
+        shape = (1, count) if moe.router.correction_of_one_row else (count,)
+        yield NamedTensor.whole(here + "exp_probs_b.bias", target + moe.router.correction, shape)
     if moe.router.norm:
         yield NamedTensor.whole(here + "ffn_gate_inp.scale", target + moe.router.norm, (hidden,))
     if moe.router.expert_scale:
@@ -245,7 +246,7 @@ def _experts(
         for short, (rows, _) in shapes.items():
             name = f"ffn_{short}_exps.bias"
             yield NamedTensor.whole(here + name, target + name, (count, rows))
-    if moe.shared == "plain":
+    if moe.shared == "plain" and shared_width(config, moe):
         prefix = target + "mlp.shared_experts."
         yield from _feed_forward(here + "ffn_{}_shexp.weight", prefix, shared_width(config, moe), hidden)
     if moe.shared == "gated":

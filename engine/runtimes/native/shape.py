@@ -128,7 +128,8 @@ class Routing:
     """The rule by which a token's experts are chosen and weighted.
 
     Experts are scored by ``scoring`` of the logits and chosen from the best ``kept_groups`` of ``groups``. With
-    ``normalise``, the weights are divided by their sum plus ``least_sum``. Then they are multiplied by ``scale``.
+    ``normalise``, the weights are divided by their sum plus ``least_sum``, or, with a softmax, by that if their sum is
+    less. Then they are multiplied by ``scale``.
     """
 
     scoring: Scoring = "softmax"
@@ -185,6 +186,7 @@ class Shape:
     router_norm: str
     expert_scale: str
     correction: str
+    correction_of_one_row: bool
     shared_expert: SharedExpert
     shared_ffn: int
     clip: float
@@ -253,7 +255,10 @@ def read_shape(config: Mapping[str, Any], moe_layers: tuple[int, ...]) -> Shape:
     )
     latent = _read_latent(config, decoder) if decoder.latents else None
     kinds, kind_of = _read_heads(config, decoder, layers, latent)
-    shared = "none" if moe is None or not moe_layers else moe.shared
+    shared: SharedExpert = "none" if moe is None or not moe_layers else moe.shared
+    shared_ffn = 0 if moe is None or shared == "none" else shared_width(config, moe)
+    if shared == "plain" and not shared_ffn:
+        shared = "none"
     dense = frozenset(range(layers)) if shared == "network" else frozenset(range(layers)).difference(moe_layers)
 
     return Shape(
@@ -289,8 +294,9 @@ def read_shape(config: Mapping[str, Any], moe_layers: tuple[int, ...]) -> Shape:
         router_norm="" if router is None else router.norm,
         expert_scale="" if router is None else router.expert_scale,
         correction="" if router is None or config.get(router.correction_setting) is False else router.correction,
+        correction_of_one_row=router is not None and router.correction_of_one_row,
         shared_expert=shared,
-        shared_ffn=0 if moe is None or shared == "none" else shared_width(config, moe),
+        shared_ffn=shared_ffn,
         clip=positive_number(config, "clip_qkv", 0.0) if decoder.clip else 0.0,
         embedding_scale=decoder.embedding_scale(config),
         attention_scale=_attention_scale(config, decoder, kinds[0], latent),
@@ -373,7 +379,9 @@ def _read_routing(config: Mapping[str, Any], router: RouterRecord) -> Routing:
     grouped = router.groups and (router.scoring == "sigmoid" or config["topk_method"] != "greedy")
     groups, kept = (whole_number(config, key) if grouped else 1 for key in ("n_group", "topk_group"))
     scale = positive_number(config, "routed_scaling_factor") if router.scaled else 1.0
-    return Routing(router.scoring, groups, kept, switched(router.normalise, config), router.least_sum, scale)
+    least = router.least_sum
+    least = positive_number(config, least) if isinstance(least, str) else least
+    return Routing(router.scoring, groups, kept, switched(router.normalise, config), least, scale)
 
 
 def _read_heads(

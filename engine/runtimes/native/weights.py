@@ -494,11 +494,13 @@ class TrunkWeights:
         if shape.expert_scale:
             layer.expert_scale = self._tensors.vector(prefix + shape.expert_scale, experts.count)
         if shape.correction:
-            layer.correction = self._tensors.vector(prefix + shape.correction, experts.count)
+            rows = (1,) if shape.correction_of_one_row else ()
+            correction = self._tensors.take([prefix + shape.correction], (*rows, experts.count))
+            layer.correction = self._tensors.keep(to_float32(correction))
         if shape.shared_expert == "network":
             layer.shared = self._dense(prefix + "mlp.", shape.ffns[index], shape.mlp_bias)
         elif shape.shared_expert == "plain":
-            layer.shared = self._dense(prefix + "mlp.shared_experts.", shape.shared_ffn, bias=False)
+            layer.shared = self._dense(prefix + "mlp.shared_experts.", shape.shared_ffn, shape.mlp_bias)
         elif shape.shared_expert == "gated":
             layer.shared = self._dense(prefix + "mlp.shared_expert.", shape.shared_ffn, bias=False)
             layer.shared_gate = self._tensors.exact([prefix + "mlp.shared_expert_gate.weight"], 1, shape.hidden)

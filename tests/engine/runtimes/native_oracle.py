@@ -47,6 +47,7 @@ FAMILIES = (
     "dots1",
     "hunyuan_v1_dense",
     "hunyuan_v1_moe",
+    "ernie4_5_moe",
     "granite",
     "lfm2",
     "smollm3",

@@ -66,7 +66,7 @@ class Subject:
 
 REGULAR = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
 """The kinds of layers that mlx-lm assumes of models with delta-nets."""
-NOT_ON_MLX = ("minimax", "llama4_text", "deepseek_v2", "hunyuan_v1_moe")
+NOT_ON_MLX = ("minimax", "llama4_text", "deepseek_v2", "hunyuan_v1_moe", "ernie4_5_moe")
 
 NATIVE = Subject("native", NATIVE_FAMILIES, ("float32", "bfloat16"), (needs_kernels,), prepared_only=PREPARED_ONLY)
 TORCH = Subject("torch", TINY_FAMILIES, ("float32", "bfloat16"))

@@ -62,7 +62,6 @@ DENSE = Family(
         checks=(_unstretched,),
         translate=_translate,
     ),
-    tokenizer_class="TokenizersBackend",
 )
 MOE = replace(
     DENSE,

@@ -162,7 +162,7 @@ typedef struct pllm_trunk {
     float epsilon, clip, embedding_scale, attention_scale, residual_scale, logits_divisor;
     float logits_cap;    /* logits are cap * tanh(logits / cap); 0: they are not limited */
     float routed_scale;  /* of the weights of chosen experts */
-    float least_sum;     /* added to the sum that `normalise` divides by */
+    float least_sum;     /* added to the sum that `normalise` divides by; with PLLM_SOFTMAX the least that it is */
     float latent_epsilon; /* of the norms of pllm_latent */
 } pllm_trunk;
 

@@ -54,6 +54,10 @@ void pllm_choose_experts(const pllm_trunk *trunk, const pllm_trunk_layer *layer,
         for (int64_t i = 0; i < count; i++) logits[i] = 1.0F / (1.0F + expf(-logits[i]));
     else
         total = pllm_exp_sum(trunk->exact_set, logits, largest, count);
+    if (layer->correction && total != 1) {
+        for (int64_t i = 0; i < count; i++) logits[i] /= total;
+        total = 1;
+    }
     if (trunk->kept_groups < trunk->expert_groups) keep_groups(trunk, layer, logits, count);
     for (int64_t slot = 0; slot < trunk->top_k; slot++) {
         int64_t best = 0;
@@ -67,7 +71,8 @@ void pllm_choose_experts(const pllm_trunk *trunk, const pllm_trunk_layer *layer,
         chosen += logits[best];
         logits[best] = -INFINITY;
     }
-    const float by = trunk->routed_scale / (trunk->normalise ? chosen + trunk->least_sum : total);
+    const float sum = sigmoid ? chosen + trunk->least_sum : MAX(chosen, trunk->least_sum);
+    const float by = trunk->routed_scale / (trunk->normalise ? sum : total);
     for (int64_t slot = 0; slot < trunk->top_k; slot++)
         weights[slot] *= by * (layer->expert_scale ? layer->expert_scale[indices[slot]] : 1);
 }
