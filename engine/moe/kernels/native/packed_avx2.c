@@ -31,9 +31,10 @@
 typedef struct unit_input {
     int8_t codes[UNIT];
     float scales[GROUPS], sums[GROUPS], half_sums[2][GROUPS]; /* the sums of the values, and of each half of them */
+    int32_t code_sums[3][GROUPS];                             /* of the codes of each half, and of both */
 } unit_input;
 
-_Static_assert(sizeof(unit_input) == sizeof(packed_input), "rows of either take the same memory");
+_Static_assert(sizeof(unit_input) <= FEWEST_STRIDE * PACKED_ROW_ELEMENT, "a unit fits into the shortest row");
 
 /* By how much the codes of a format, as they are multiplied, are above what they stand for. */
 ALWAYS_INLINE int raised_by(const int dtype) { return above_of(dtype); }
@@ -67,9 +68,9 @@ ALWAYS_INLINE __m256i with_fifth_bits(__m256i codes, const uint8_t *bits) {
 }
 
 /* Codes 32 g .. 32 g + 31 of the unit at b, raised. */
-ALWAYS_INLINE __m256i codes_of(const uint8_t *b, const int g, const int dtype) {
+ALWAYS_INLINE __m256i codes_of(const uint8_t *b, const grid_unit *unit, const int g, const int dtype) {
     const uint8_t *from = b + codes_at(dtype) + g * codes_apart(dtype);
-    if (has_few_bits(dtype)) return few_bits(b, g, dtype);
+    if (has_few_bits(dtype)) return few_bits(b, unit, g, dtype);
     switch (dtype) {
     case PLLM_Q4_K: {
         const __m256i both = loaded(b + codes_at(dtype) + g / 2 * 32);
@@ -113,11 +114,14 @@ ALWAYS_INLINE __m256i merged(__m256i a, __m256i b, const int limit) {
                             _mm256_castps_si256(_mm256_shuffle_ps(first, second, 0xdd)));
 }
 
-/* The sums of four groups' products: of their first halves, then of their second ones. */
-ALWAYS_INLINE __m256i four_dots(const __m256i codes[4], const int8_t *in, const int dtype) {
+/* The sums of four groups' products: of their first halves, then of their second ones. `signs`: of the codes, if apart. */
+ALWAYS_INLINE __m256i four_dots(const __m256i codes[4], const __m256i *signs, const int8_t *in, const int dtype) {
     __m256i sums[4];
-    UNROLL for (int g = 0; g < 4; g++) sums[g] = dots(codes[g], loaded((const uint8_t *)in + GROUP * g), dtype);
-    const int limit = 4 * 127 * largest(dtype);
+    UNROLL for (int g = 0; g < 4; g++) {
+        const __m256i own = loaded((const uint8_t *)in + GROUP * g);
+        sums[g] = dots(codes[g], signs ? _mm256_sign_epi8(own, signs[g]) : own, dtype);
+    }
+    const int limit = 4 * 127 * (signs ? above_of(dtype) : largest(dtype)); /* raised codes are above zero */
     return merged(merged(sums[0], sums[1], limit), merged(sums[2], sums[3], limit), 2 * limit);
 }
 
@@ -127,18 +131,38 @@ typedef struct opened_unit {
     float scales[2][GROUPS];
 } opened_unit;
 
-/* sums[M] += the unit at w, an opened_unit or the file's, times those at x. Groups that are not there are zeros. A unit adds
+ALWAYS_INLINE int has_grid(const int dtype) { return table_of(dtype) == GRID; }
+
+/* Whether the signs of codes with a grid are apart from their sizes. */
+ALWAYS_INLINE int has_signs_apart(const int dtype) { return has_grid(dtype) && has_signed_points(dtype); }
+
+/* Sums of products with raised codes less what they were raised by, times the sums of the other codes. */
+ALWAYS_INLINE __m256i lowered(__m256i sums, const int32_t *code_sums, const int dtype, const int apart) {
+    if (apart) return sums;
+    const int shift = above_of(dtype) == 16 ? 4 : above_of(dtype) == 32 ? 5 : 6;
+    return _mm256_sub_epi32(sums, _mm256_slli_epi32(loaded((const uint8_t *)code_sums), shift));
+}
+
+/* sums[M] += the unit at w, an opened_unit or the file's and what grid_unit has of it, times those at x. Of one token the
+   inputs get the signs of codes that have these apart; so that the results are the same, the sums are whole numbers until
+   what codes were raised by is taken away. Groups that are not there are zeros. A unit adds
    to the float32 sums once or twice: with an addition for each group, one row of one token would wait for its own sums. */
-ALWAYS_INLINE void add_one(const void *w, const packed_input *const *x, __m256 sums[MOST_TOKENS], const int dtype,
-                           const int opened, const int M) {
+ALWAYS_INLINE void add_one(const void *w, const grid_unit *grid, const unit_input *const *x, __m256 sums[MOST_TOKENS],
+                           const int dtype, const int opened, const int M) {
     const opened_unit *unit = w;
+    const int apart = M == 1 && !opened && has_signs_apart(dtype);
     __m256i low[MOST_TOKENS], high[MOST_TOKENS]; /* products of groups 0 to 3, and 4 to 7 */
     UNROLL for (int four = 0; four < 2; four++) {
-        __m256i codes[4];
-        UNROLL for (int g = 0; g < 4; g++)
-            codes[g] = opened ? loaded(unit->codes + GROUP * (4 * four + g)) : codes_of(w, 4 * four + g, dtype);
+        __m256i codes[4], signs[4];
+        UNROLL for (int g = 0; g < 4; g++) {
+            const int group = 4 * four + g;
+            if (apart) signs[g] = signs_of(w, grid, group, dtype);
+            codes[g] = opened  ? loaded(unit->codes + GROUP * group)
+                       : apart ? points_of(w, grid, group, dtype)
+                               : codes_of(w, grid, group, dtype);
+        }
         UNROLL for (int m = 0; m < M; m++)
-            (four ? high : low)[m] = four_dots(codes, x[m]->codes + 4 * GROUP * four, dtype);
+            (four ? high : low)[m] = four_dots(codes, apart ? signs : NULL, x[m]->codes + 4 * GROUP * four, dtype);
     }
     __m256 scales[2], minimums[2];
     if (opened)
@@ -147,10 +171,22 @@ ALWAYS_INLINE void add_one(const void *w, const packed_input *const *x, __m256 s
         scales_of(w, scales, dtype);
     if (has_minimums(dtype)) minimums_of(w, minimums, dtype);
     UNROLL for (int m = 0; m < M; m++) {
-        const unit_input *in = (const unit_input *)(const void *)x[m];
+        const unit_input *in = x[m];
         const __m256i first = _mm256_permute2x128_si256(low[m], high[m], 0x20);
         const __m256i second = _mm256_permute2x128_si256(low[m], high[m], 0x31);
         const __m256 by = _mm256_loadu_ps(in->scales);
+        if (has_grid(dtype)) {
+            if (is_halved(dtype)) {
+                const __m256 a = _mm256_cvtepi32_ps(lowered(first, in->code_sums[0], dtype, apart));
+                const __m256 b = _mm256_cvtepi32_ps(lowered(second, in->code_sums[1], dtype, apart));
+                const __m256 both = _mm256_fmadd_ps(b, scales[1], _mm256_mul_ps(a, scales[0]));
+                sums[m] = _mm256_fmadd_ps(both, by, sums[m]);
+            } else {
+                const __m256i both = lowered(_mm256_add_epi32(first, second), in->code_sums[2], dtype, apart);
+                sums[m] = _mm256_fmadd_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(both), by), scales[0], sums[m]);
+            }
+            continue;
+        }
         if (is_halved(dtype)) {
             const __m256i halves[2] = {first, second};
             UNROLL for (int half = 0; half < 2; half++) {
@@ -170,14 +206,19 @@ ALWAYS_INLINE void add_one(const void *w, const packed_input *const *x, __m256 s
     }
 }
 
+/* Fetches the weights that are multiplied a while after the unit at w. */
+ALWAYS_INLINE void fetch_ahead(const uint8_t *w, const int dtype) {
+    UNROLL for (int64_t line = 0; line < bytes_of_values(dtype, UNIT); line += 64)
+        __builtin_prefetch(w + AHEAD + line, 0, 3);
+}
+
 /* sums[R][M] += the units at w, one of each row, times those at x. */
-ALWAYS_INLINE void add_unit(const uint8_t *const *w, const packed_input *const *x, const int groups,
+ALWAYS_INLINE void add_unit(const uint8_t *const *w, const unit_input *const *x, const int groups,
                             __m256 sums[MOST_ROWS][MOST_TOKENS], const int dtype, const int R, const int M) {
     (void)groups; /* zeros are multiplied faster than the compiler's branches are taken */
     UNROLL for (int r = 0; r < R; r++) {
-        UNROLL for (int64_t line = 0; line < bytes_of_values(dtype, UNIT); line += 64)
-            __builtin_prefetch(w[r] + AHEAD + line, 0, 3);
-        add_one(w[r], x, sums[r], dtype, 0, M);
+        fetch_ahead(w[r], dtype);
+        add_one(w[r], NULL, x, sums[r], dtype, 0, M);
     }
 }
 
@@ -191,15 +232,25 @@ ALWAYS_INLINE float added_up(__m256 v) {
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
-/* ---- Rows of formats with a grid, which are opened once for all tokens ------------------------------------------- */
+/* ---- Rows of formats with a grid -------------------------------------------------------------------------------- */
+
+ALWAYS_INLINE void write_sums(const __m256 sums[MOST_TOKENS], float *y, const int64_t y_stride, const int add,
+                              const int M) {
+    UNROLL for (int m = 0; m < M; m++) {
+        const float sum = added_up(sums[m]);
+        y[m * y_stride] = add ? y[m * y_stride] + sum : sum;
+    }
+}
 
 #define OPENED_UNITS 64 /* of a row at most: 20 KB */
 
 ALWAYS_INLINE void open_row(const uint8_t *w, const int64_t units, opened_unit *to, const int dtype) {
     for (const opened_unit *end = to + units; to < end; to++, w += block_bytes(dtype)) {
-        UNROLL for (int64_t line = 0; line < block_bytes(dtype); line += 64) __builtin_prefetch(w + AHEAD + line, 0, 3);
+        fetch_ahead(w, dtype);
+        grid_unit grid;
+        open_grid_unit(w, &grid, dtype);
         for (int g = 0; g < GROUPS; g++)
-            _mm256_storeu_si256((__m256i *)(void *)(to->codes + GROUP * g), codes_of(w, g, dtype));
+            _mm256_storeu_si256((__m256i *)(void *)(to->codes + GROUP * g), codes_of(w, &grid, g, dtype));
         __m256 scales[2];
         scales_of(w, scales, dtype);
         _mm256_storeu_ps(to->scales[0], scales[0]);
@@ -210,19 +261,16 @@ ALWAYS_INLINE void open_row(const uint8_t *w, const int64_t units, opened_unit *
 ALWAYS_INLINE void opened_products(const opened_unit *w, const int64_t units, const void *const *x, float *y,
                                    const int64_t y_stride, const int add, const int dtype, const int M) {
     __m256 sums[MOST_TOKENS];
-    const packed_input *in[MOST_TOKENS];
+    const unit_input *in[MOST_TOKENS];
     UNROLL for (int m = 0; m < M; m++) {
         sums[m] = _mm256_setzero_ps();
         in[m] = x[m];
     }
     for (int64_t unit = 0; unit < units; unit++) {
-        add_one(w + unit, in, sums, dtype, 1, M);
+        add_one(w + unit, NULL, in, sums, dtype, 1, M);
         UNROLL for (int m = 0; m < M; m++) in[m]++;
     }
-    UNROLL for (int m = 0; m < M; m++) {
-        const float sum = added_up(sums[m]);
-        y[m * y_stride] = add ? y[m * y_stride] + sum : sum;
-    }
+    write_sums(sums, y, y_stride, add, M);
 }
 
 typedef struct opened_format {
@@ -231,42 +279,97 @@ typedef struct opened_format {
                                   int add);
 } opened_format;
 
-#define OPENED_PRODUCTS(NAME, M)                                                                                   \
+/* Units of which grid_unit is put together before they are multiplied. It would not be there yet if it were wanted at once:
+   the processor does not look further ahead than about a unit. */
+#define UNITS_AHEAD 8
+
+/* y[m * y_stride + r] (+)= W[r] · x[m]. */
+ALWAYS_INLINE void grid_products(const uint8_t *w, const int64_t row_bytes, const int64_t rows, const int64_t units,
+                                 const void *const *x, float *y, const int64_t y_stride, const int add, const int dtype,
+                                 const int M) {
+    for (int64_t row = 0; row < rows; row++) {
+        const uint8_t *from = w + row * row_bytes;
+        __m256 sums[MOST_TOKENS];
+        const unit_input *in[MOST_TOKENS];
+        grid_unit grids[UNITS_AHEAD];
+        UNROLL for (int m = 0; m < M; m++) {
+            sums[m] = _mm256_setzero_ps();
+            in[m] = x[m];
+        }
+        for (int64_t left = units; left > 0; left -= UNITS_AHEAD) {
+            const int64_t count = MIN(left, UNITS_AHEAD);
+            _Pragma("GCC unroll 1") for (int64_t unit = 0; unit < count; unit++)
+                open_grid_unit(from + unit * block_bytes(dtype), grids + unit, dtype);
+            for (int64_t unit = 0; unit < count; unit++, from += block_bytes(dtype)) {
+                fetch_ahead(from, dtype);
+                add_one(from, grids + unit, in, sums, dtype, 0, M);
+                UNROLL for (int m = 0; m < M; m++) in[m]++;
+            }
+        }
+        write_sums(sums, y + row, y_stride, add, M);
+    }
+}
+
+typedef struct grid_format {
+    void (*open)(const uint8_t *w, int64_t units, opened_unit *to);
+    void (*opened[MOST_TOKENS])(const opened_unit *w, int64_t units, const void *const *x, float *y, int64_t y_stride,
+                                int add);
+    void (*products[MOST_TOKENS])(const uint8_t *w, int64_t row_bytes, int64_t rows, int64_t units,
+                                  const void *const *x, float *y, int64_t y_stride, int add);
+} grid_format;
+
+#define GRID_PRODUCTS(NAME, M)                                                                                     \
     NOINLINE void NAME##_opened_##M(const opened_unit *w, int64_t units, const void *const *x, float *y,           \
                                     int64_t y_stride, int add) {                                                   \
-        if (table_of(PLLM_##NAME) == GRID) opened_products(w, units, x, y, y_stride, add, PLLM_##NAME, M);         \
-    }
-#define OPENED(NAME, ...)                                                                                          \
-    NOINLINE void NAME##_open(const uint8_t *w, int64_t units, opened_unit *to) {                                  \
-        if (table_of(PLLM_##NAME) == GRID) open_row(w, units, to, PLLM_##NAME);                                    \
+        if (has_grid(PLLM_##NAME)) opened_products(w, units, x, y, y_stride, add, PLLM_##NAME, M);                 \
     }                                                                                                              \
-    OPENED_PRODUCTS(NAME, 1) OPENED_PRODUCTS(NAME, 2) OPENED_PRODUCTS(NAME, 3) OPENED_PRODUCTS(NAME, 4)
-#define OPENED_NAMES(NAME, ...)                                                                                    \
-    [PLLM_##NAME] = {NAME##_open, {NAME##_opened_1, NAME##_opened_2, NAME##_opened_3, NAME##_opened_4}},
+    NOINLINE void NAME##_grid_##M(const uint8_t *w, int64_t row_bytes, int64_t rows, int64_t units,                \
+                                  const void *const *x, float *y, int64_t y_stride, int add) {                     \
+        if (has_grid(PLLM_##NAME))                                                                                 \
+            grid_products(w, row_bytes, rows, units, x, y, y_stride, add, PLLM_##NAME, M);                         \
+    }
+#define GRID_FUNCTIONS(NAME, ...)                                                                                  \
+    NOINLINE void NAME##_open(const uint8_t *w, int64_t units, opened_unit *to) {                                  \
+        if (has_grid(PLLM_##NAME)) open_row        (w, units, to, PLLM_##NAME);                                    \
+    }                                                                                                              \
+    GRID_PRODUCTS(NAME, 1) GRID_PRODUCTS(NAME, 2) GRID_PRODUCTS(NAME, 3) GRID_PRODUCTS(NAME, 4)
+#define GRID_NAMES(NAME, ...)                                                                                      \
+    [PLLM_##NAME] = {NAME##_open,                                                                                  \
+                     {NAME##_opened_1, NAME##_opened_2, NAME##_opened_3, NAME##_opened_4},                         \
+                     {NAME##_grid_1, NAME##_grid_2, NAME##_grid_3, NAME##_grid_4}},
 
-PLLM_BLOCK_FORMATS(OPENED)
+PLLM_BLOCK_FORMATS(GRID_FUNCTIONS)
 
-static const opened_format opened_table[PLLM_DTYPES] = {PLLM_BLOCK_FORMATS(OPENED_NAMES)};
+static const grid_format grid_table[PLLM_DTYPES] = {PLLM_BLOCK_FORMATS(GRID_NAMES)};
 
-/* Whether `rows` rows of a format were multiplied, each opened once: points of a grid cost more than products with them. */
-static int several_parts(const uint8_t *w, int dtype, int64_t row_bytes, int64_t rows, int64_t columns,
-                         const void *const *x, int64_t tokens, float *y, int64_t y_stride, int add) {
+/* As kernel_set.few. Points of a grid cost more than products with them: for more tokens than are taken together each row is
+   opened once. */
+static void grid_rows(const uint8_t *w, int dtype, int64_t row_bytes, int64_t rows, int64_t columns,
+                      const void *const *x, int64_t tokens, float *y, int64_t y_stride, int add) {
     const int64_t units = columns / UNIT, parts = divided_up(tokens, MOST_TOKENS);
-    if (table_of(dtype) != GRID || units > OPENED_UNITS) return 0;
-    for (int64_t row = 0; row < rows; row++) {
+    const grid_format *format = grid_table + dtype;
+    const int opens = parts > 1 && units <= OPENED_UNITS;
+    const int64_t together = parts == 1 ? rows : opens ? 1 : MOST_ROWS; /* few, so that the cache has them for each part */
+    for (int64_t row = 0; row < rows; row += together) {
         opened_unit opened[OPENED_UNITS];
-        opened_table[dtype].open(w + row * row_bytes, units, opened);
+        const uint8_t *from = w + row * row_bytes;
+        if (opens) format->open(from, units, opened);
         for (int64_t part = 0; part < parts; part++) {
             const int64_t first = tokens * part / parts, width = tokens * (part + 1) / parts - first;
-            opened_table[dtype].products[width - 1](opened, units, x + first, y + first * y_stride + row, y_stride, add);
+            float *to = y + first * y_stride + row;
+            if (opens)
+                format->opened[width - 1](opened, units, x + first, to, y_stride, add);
+            else
+                format->products[width - 1](from, row_bytes, MIN(together, rows - row), units, x + first, to, y_stride,
+                                            add);
         }
     }
-    return 1;
 }
 
 #undef SET
 #define SET(name) pllm_packed_avx2_##name
-#define SEVERAL_PARTS several_parts
+#define IS_OWN has_grid
+#define OWN grid_rows
 #define ROWS_OF_1 1 /* from end to end: the processor fetches one stream best */
 #define ROWS_OF_2 1
 #define ROWS_OF_3 1

@@ -32,9 +32,11 @@ ALWAYS_INLINE int kind_of(const int dtype) { return (is_halved(dtype) ? HALVED :
 /* For the eight rows of vector v of the panel, to `blocks` blocks. */
 ALWAYS_INLINE void open_codes(const uint8_t *const rows[ROWS_OF_VECTOR], panel_block *to, const int v,
                               const int64_t blocks, const int dtype) {
+    grid_unit grids[ROWS_OF_VECTOR];
+    UNROLL for (int r = 0; r < ROWS_OF_VECTOR; r++) open_grid_unit(rows[r], grids + r, dtype);
     for (int g = 0; g < (int)blocks; g++) {
         __m256 lanes[ROWS_OF_VECTOR];
-        UNROLL for (int r = 0; r < ROWS_OF_VECTOR; r++) lanes[r] = _mm256_castsi256_ps(codes_of(rows[r], g, dtype));
+        UNROLL for (int r = 0; r < ROWS_OF_VECTOR; r++) lanes[r] = _mm256_castsi256_ps(codes_of(rows[r], grids + r, g, dtype));
         avx2_transpose(lanes);
         UNROLL for (int i = 0; i < 8; i++)
             _mm256_storeu_ps((float *)(void *)(to[g].codes[i] + 4 * ROWS_OF_VECTOR * v), lanes[i]);
@@ -350,7 +352,11 @@ void SET(convert)(void *row, int64_t first, const float *from, float scale, int6
         _mm256_storeu_si256((__m256i *)(void *)(unit->codes + at), codes);
         unit->scales[group] = step;
         unit->sums[group] = step * (float)(sums[0] + sums[1]);
-        UNROLL for (int half = 0; half < 2; half++) unit->half_sums[half][group] = step * (float)sums[half];
+        UNROLL for (int half = 0; half < 2; half++) {
+            unit->half_sums[half][group] = step * (float)sums[half];
+            unit->code_sums[half][group] = sums[half];
+        }
+        unit->code_sums[2][group] = sums[0] + sums[1];
     }
 }
 
@@ -359,8 +365,10 @@ void SET(pad)(void *row, int64_t columns) {
     if (!at) return;
     unit_input *unit = (unit_input *)row + columns / UNIT;
     memset(unit->codes + at, 0, (size_t)(UNIT - at));
-    for (int64_t group = at / GROUP; group < GROUPS; group++)
+    for (int64_t group = at / GROUP; group < GROUPS; group++) {
         unit->scales[group] = unit->sums[group] = unit->half_sums[0][group] = unit->half_sums[1][group] = 0;
+        UNROLL for (int i = 0; i < 3; i++) unit->code_sums[i][group] = 0;
+    }
 }
 
 void SET(tile)(void *tile, const float *const *rows, const float *scales, int64_t tokens, int64_t column,

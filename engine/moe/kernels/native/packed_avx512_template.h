@@ -58,8 +58,10 @@ ALWAYS_INLINE __m512i with_fifth_bits(__m512i codes, const uint8_t *a, const uin
 #define OPEN_CODES(NAME, ...)                                                                                      \
     NOINLINE void NAME##_codes(const uint8_t *b, uint8_t to[UNIT]) {                                               \
         if (!has_few_bits(PLLM_##NAME)) return;                                                                    \
+        grid_unit grid;                                                                                            \
+        open_grid_unit(b, &grid, PLLM_##NAME);                                                                     \
         UNROLL for (int g = 0; g < UNIT / 32; g++)                                                                 \
-            _mm256_storeu_si256((__m256i *)(void *)(to + 32 * g), few_bits(b, g, PLLM_##NAME));                    \
+            _mm256_storeu_si256((__m256i *)(void *)(to + 32 * g), few_bits(b, &grid, g, PLLM_##NAME));                    \
     }
 #define CODES_NAME(NAME, ...) [PLLM_##NAME] = NAME##_codes,
 

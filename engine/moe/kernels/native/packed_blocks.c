@@ -2,7 +2,8 @@
 #include "packed_blocks.h"
 #include "packed_grids.h"
 
-const uint32_t pllm_iq3_s_grid[256][2] = {IQ3_S_GRID(IQ3_S_POINTS)}, pllm_iq3_xxs_grid[256] = {IQ3_XXS_GRID(IQ3_XXS_POINT)};
+const uint32_t pllm_iq3_s_grid[512] = {IQ3_S_GRID(IQ3_S_FIRST) IQ3_S_GRID(IQ3_S_SECOND)},
+               pllm_iq3_xxs_grid[256] = {IQ3_XXS_GRID(IQ3_XXS_POINT)};
 const uint64_t pllm_iq2_xxs_grid[256] = {IQ2_XXS_GRID(IQ2_POINT)}, pllm_iq2_xs_grid[512] = {IQ2_XS_GRID(IQ2_POINT)},
                pllm_iq2_s_grid[1024] = {IQ2_S_GRID(IQ2_POINT)}, pllm_iq1_grid[2048] = {IQ1_S_GRID(IQ1_POINT)};
 

@@ -135,8 +135,8 @@ static inline uint32_t four_bytes(const uint8_t *from) {
     return word;
 }
 
-/* The points of the grids. Of those of IQ3_S both that differ in the highest bit of nine lie side by side. */
-extern const uint32_t pllm_iq3_s_grid[256][2], pllm_iq3_xxs_grid[256];
+/* The points of the grids. */
+extern const uint32_t pllm_iq3_s_grid[512], pllm_iq3_xxs_grid[256];
 extern const uint64_t pllm_iq2_xxs_grid[256], pllm_iq2_xs_grid[512], pllm_iq2_s_grid[1024], pllm_iq1_grid[2048];
 /* Seven signs, and an eighth, so that the number of negative ones is even. */
 extern const uint8_t pllm_even_signs[128];
@@ -157,7 +157,8 @@ static inline eight_codes codes_of_grid(const uint8_t *b, int i, int dtype) {
     switch (dtype) {
     case PLLM_IQ3_S: {
         const uint32_t high = (uint32_t)b[IQ3_S_HIGH + group] >> (2 * part);
-        const uint32_t first = pllm_iq3_s_grid[from[2 * i]][high & 1], second = pllm_iq3_s_grid[from[2 * i + 1]][high >> 1 & 1];
+        const uint32_t first = pllm_iq3_s_grid[from[2 * i] | (high << 8 & 256)];
+        const uint32_t second = pllm_iq3_s_grid[from[2 * i + 1] | (high << 7 & 256)];
         return (eight_codes){first | (uint64_t)second << 32, b[IQ3_S_SIGNS + i]};
     }
     case PLLM_IQ3_XXS: {

@@ -16,125 +16,195 @@ ALWAYS_INLINE __m256i bytes_of_bits(uint32_t word) {
     return _mm256_cmpeq_epi8(_mm256_and_si256(bytes, bit), bit);
 }
 
-/* Sizes of which some are negative, and `above` added. */
-ALWAYS_INLINE __m256i with_signs(__m256i sizes, __m256i negative, const int above) {
-    const __m256i more = _mm256_set1_epi8((char)above);
-    return _mm256_add_epi8(_mm256_xor_si256(sizes, negative), _mm256_sub_epi8(more, negative));
-}
-
-/* Four words of seven signs, each with an eighth that makes the number of set ones even. */
-ALWAYS_INLINE __m256i even_signs(__m128i sevens) {
-    const __m128i odd = _mm_setr_epi8(0, -128, -128, 0, -128, 0, 0, -128, -128, 0, 0, -128, 0, -128, -128, 0);
-    const __m128i folded = _mm_xor_si128(sevens, _mm_srli_epi32(sevens, 4));
-    const __m256i eights = _mm256_broadcastsi128_si256(_mm_or_si128(sevens, _mm_shuffle_epi8(odd, folded)));
+/* For each of the 32 bits of a word a byte: negative where it is set, else positive. */
+ALWAYS_INLINE __m256i signs_of_bits(uint32_t word) {
     const __m256i bytes = _mm256_shuffle_epi8(
-        eights,
-        _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 4, 4, 4, 4, 4, 4, 4, 4, 8, 8, 8, 8, 8, 8, 8, 8, 12, 12, 12, 12, 12, 12, 12, 12));
+        _mm256_set1_epi32((int)word),
+        _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3));
     const __m256i bit = _mm256_set1_epi64x((long long)0x8040201008040201ULL);
-    return _mm256_cmpeq_epi8(_mm256_and_si256(bytes, bit), bit);
+    return _mm256_add_epi8(_mm256_and_si256(bytes, bit), _mm256_set1_epi8(127));
 }
 
-/* A word's four groups of seven bits. */
-ALWAYS_INLINE __m128i four_sevens(uint32_t word) {
-    const __m128i apart = _mm_srlv_epi32(_mm_set1_epi32((int)word), _mm_setr_epi32(0, 7, 14, 21));
-    return _mm_and_si128(apart, _mm_set1_epi32(127));
+/* ---- Formats with a grid ---------------------------------------------------------------------------------------- */
+
+/* Bytes of seven signs, each with an eighth that makes the number of set ones even. */
+ALWAYS_INLINE __m256i even_signs(__m256i sevens) {
+    const __m128i odd = _mm_setr_epi8(0, -128, -128, 0, -128, 0, 0, -128, -128, 0, 0, -128, 0, -128, -128, 0);
+    const __m256i folded = low_bits(_mm256_xor_si256(sevens, _mm256_srli_epi16(sevens, 4)), 0, 15);
+    return _mm256_or_si256(sevens, _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(odd), folded));
 }
 
-/* Four times eight bytes. */
-ALWAYS_INLINE __m256i four_eights(const void *a, const void *b, const void *c, const void *d) {
-    const __m128 low = _mm_castsi128_ps(_mm_loadl_epi64((const __m128i *)a));
-    const __m128 high = _mm_castsi128_ps(_mm_loadl_epi64((const __m128i *)c));
-    return _mm256_castps_si256(_mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadh_pi(low, (const __m64 *)b)),
-                                                    _mm_loadh_pi(high, (const __m64 *)d), 1));
+/* The four groups of seven bits of each word, a byte each. */
+ALWAYS_INLINE __m256i sevens_of_words(__m256i words) {
+    const __m256i first = _mm256_and_si256(words, _mm256_set1_epi32(0x7f));
+    const __m256i second = _mm256_and_si256(_mm256_slli_epi32(words, 1), _mm256_set1_epi32(0x7f00));
+    const __m256i third = _mm256_and_si256(_mm256_slli_epi32(words, 2), _mm256_set1_epi32(0x7f0000));
+    const __m256i fourth = _mm256_and_si256(_mm256_slli_epi32(words, 3), _mm256_set1_epi32(0x7f000000));
+    return _mm256_or_si256(_mm256_or_si256(first, second), _mm256_or_si256(third, fourth));
 }
 
-/* Number i of eight bytes. */
-#define AT(i) (at >> (8 * (i)) & 255)
-
-/* Eight points of four values, whose indices are eight bits each, and the eight of `high` above them. Both points that the
-   eight bits may mean lie side by side: choosing one of them costs less than the indices of nine bits. */
-ALWAYS_INLINE __m256i points_of_iq3_s(const uint8_t *low, const int high) {
-    const uint32_t (*grid)[2] = pllm_iq3_s_grid;
-    uint64_t at;
-    memcpy(&at, low, 8);
-    const __m256 a = _mm256_castsi256_ps(four_eights(grid[AT(0)], grid[AT(1)], grid[AT(4)], grid[AT(5)]));
-    const __m256 b = _mm256_castsi256_ps(four_eights(grid[AT(2)], grid[AT(3)], grid[AT(6)], grid[AT(7)]));
-    const __m256i second = _mm256_sllv_epi32(_mm256_set1_epi32(high), _mm256_setr_epi32(31, 30, 29, 28, 27, 26, 25, 24));
-    return _mm256_castps_si256(_mm256_blendv_ps(_mm256_shuffle_ps(a, b, 0x88), _mm256_shuffle_ps(a, b, 0xdd),
-                                                _mm256_castsi256_ps(second)));
+/* The upper words of eight pairs of words. */
+ALWAYS_INLINE __m256i upper_words(const uint8_t *from) {
+    const __m256 a = _mm256_castsi256_ps(thirty_two(from)), b = _mm256_castsi256_ps(thirty_two(from + 32));
+    return _mm256_permute4x64_epi64(_mm256_castps_si256(_mm256_shuffle_ps(a, b, 0xdd)), 0xd8);
 }
 
-ALWAYS_INLINE __m256i points_of_iq3_xxs(const uint8_t *low) {
-    const uint32_t *grid = pllm_iq3_xxs_grid;
-    uint64_t at;
-    memcpy(&at, low, 8);
-    return _mm256_setr_epi32((int)grid[AT(0)], (int)grid[AT(1)], (int)grid[AT(2)], (int)grid[AT(3)], (int)grid[AT(4)],
-                             (int)grid[AT(5)], (int)grid[AT(6)], (int)grid[AT(7)]);
+/* What of a unit is put together for all its groups at once. */
+typedef struct grid_unit {
+    uint16_t at[UNIT / 4]; /* where the points lie in their table, where that is not a byte in the file */
+    uint8_t signs[UNIT / 8];
+} grid_unit;
+
+ALWAYS_INLINE void store_at(grid_unit *to, const int i, __m256i low, __m256i high) {
+    _mm256_storeu_si256((__m256i *)(void *)(to->at + 16 * i), _mm256_or_si256(low, high));
 }
 
-#undef AT
+/* Sixteen bytes, widened. */
+ALWAYS_INLINE __m256i sixteen_words(const uint8_t *from) {
+    return _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)(const void *)from));
+}
+
+/* For a format with a grid the unit at b, so that of_grid can read it. */
+ALWAYS_INLINE void open_grid_unit(const uint8_t *b, grid_unit *to, const int dtype) {
+    const uint8_t *from = b + codes_at(dtype);
+    switch (dtype) {
+    case PLLM_IQ3_S:
+        UNROLL for (int i = 0; i < 4; i++) {
+            const __m256i places = _mm256_set_m128i(_mm_set1_epi16((int16_t)0xff01), _mm_set1_epi16((int16_t)0xff00));
+            const __m256i bits = _mm256_shuffle_epi8(_mm256_set1_epi16((int16_t)two_bytes(b + IQ3_S_HIGH + 2 * i)), places);
+            const __m128i by = _mm_setr_epi16(256, 128, 64, 32, 16, 8, 4, 2);
+            const __m256i moved = _mm256_mullo_epi16(bits, _mm256_broadcastsi128_si256(by));
+            store_at(to, i, sixteen_words(from + 16 * i), _mm256_and_si256(moved, _mm256_set1_epi16(256)));
+        }
+        break;
+    case PLLM_IQ3_XXS:
+        _mm256_storeu_si256((__m256i *)(void *)to->signs, even_signs(sevens_of_words(thirty_two(b + IQ3_XXS_SIGNS))));
+        break;
+    case PLLM_IQ2_XXS:
+        _mm256_storeu_si256((__m256i *)(void *)to->signs, even_signs(sevens_of_words(upper_words(from))));
+        break;
+    case PLLM_IQ2_XS: {
+        const __m256i a = thirty_two(from), c = thirty_two(from + 32);
+        store_at(to, 0, _mm256_setzero_si256(), _mm256_and_si256(a, _mm256_set1_epi16(511)));
+        store_at(to, 1, _mm256_setzero_si256(), _mm256_and_si256(c, _mm256_set1_epi16(511)));
+        const __m256i sevens = _mm256_packus_epi16(_mm256_srli_epi16(a, 9), _mm256_srli_epi16(c, 9));
+        _mm256_storeu_si256((__m256i *)(void *)to->signs, even_signs(_mm256_permute4x64_epi64(sevens, 0xd8)));
+        break;
+    }
+    case PLLM_IQ2_S:
+        UNROLL for (int i = 0; i < 2; i++) {
+            const __m256i places = _mm256_add_epi16(
+                _mm256_set1_epi16((int16_t)0xff00), _mm256_setr_epi16(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3));
+            const __m256i bits = _mm256_shuffle_epi8(_mm256_set1_epi32((int32_t)four_bytes(b + IQ2_S_HIGH + 4 * i)), places);
+            const __m256i moved = _mm256_mullo_epi16(bits, _mm256_set1_epi64x(256 | 64LL << 16 | 16LL << 32 | 4LL << 48));
+            store_at(to, i, sixteen_words(from + 16 * i), _mm256_and_si256(moved, _mm256_set1_epi16(768)));
+        }
+        break;
+    default: break;
+    }
+    /* Read from there: a compiler would take indices from vectors, at twice the cost. */
+    __asm__("" : "+m"(*to));
+}
+
+/* Indices that are together in a register: one load for each of them, beside that of its point, would cost more. */
+#define IN_REGISTER(word) __asm__("" : "+r"(word))
 
 ALWAYS_INLINE uint32_t word_at(const uint8_t *from) { return four_bytes(from); }
+
+/* Four points of four values. */
+ALWAYS_INLINE __m128i four_fours(const uint32_t *grid, const uint32_t a, const uint32_t b, const uint32_t c,
+                                 const uint32_t d) {
+    __m128i points = _mm_cvtsi32_si128((int)grid[a]);
+    points = _mm_insert_epi32(points, (int)grid[b], 1);
+    points = _mm_insert_epi32(points, (int)grid[c], 2);
+    return _mm_insert_epi32(points, (int)grid[d], 3);
+}
+
+/* Eight, whose indices are bytes, or words of 16 bits. */
+ALWAYS_INLINE __m256i fours_of_bytes(const uint32_t *grid, const uint8_t *at) {
+    uint32_t a = word_at(at), b = word_at(at + 4);
+    IN_REGISTER(a);
+    IN_REGISTER(b);
+    return _mm256_set_m128i(four_fours(grid, b & 255, b >> 8 & 255, b >> 16 & 255, b >> 24),
+                            four_fours(grid, a & 255, a >> 8 & 255, a >> 16 & 255, a >> 24));
+}
+
+ALWAYS_INLINE __m256i fours_of_words(const uint32_t *grid, const uint16_t *at) {
+    uint32_t pairs[4];
+    memcpy(pairs, at, 16);
+    UNROLL for (int i = 0; i < 4; i++) IN_REGISTER(pairs[i]);
+    return _mm256_set_m128i(four_fours(grid, pairs[2] & 65535, pairs[2] >> 16, pairs[3] & 65535, pairs[3] >> 16),
+                            four_fours(grid, pairs[0] & 65535, pairs[0] >> 16, pairs[1] & 65535, pairs[1] >> 16));
+}
+
+/* Two points of eight values. */
+ALWAYS_INLINE __m128i two_eights(const uint64_t *grid, const uint32_t a, const uint32_t b) {
+    const __m128i first = _mm_loadl_epi64((const __m128i *)(const void *)(grid + a));
+    return _mm_castps_si128(_mm_loadh_pi(_mm_castsi128_ps(first), (const __m64 *)(const void *)(grid + b)));
+}
+
+/* Four, whose indices are bytes, or words of 16 bits. */
+ALWAYS_INLINE __m256i eights_of_bytes(const uint64_t *grid, const uint8_t *at) {
+    uint32_t a = word_at(at);
+    IN_REGISTER(a);
+    return _mm256_set_m128i(two_eights(grid, a >> 16 & 255, a >> 24), two_eights(grid, a & 255, a >> 8 & 255));
+}
+
+ALWAYS_INLINE __m256i eights_of_words(const uint64_t *grid, const uint16_t *at) {
+    uint32_t pairs[2];
+    memcpy(pairs, at, 8);
+    UNROLL for (int i = 0; i < 2; i++) IN_REGISTER(pairs[i]);
+    return _mm256_set_m128i(two_eights(grid, pairs[1] & 65535, pairs[1] >> 16),
+                            two_eights(grid, pairs[0] & 65535, pairs[0] >> 16));
+}
 
 /* Whether codes of a format are opened here. */
 ALWAYS_INLINE int has_few_bits(const int dtype) {
     return code_bits(dtype) < 4 || table_of(dtype) == GRID || dtype == PLLM_NVFP4;
 }
 
-/* Codes 32 g .. 32 g + 31 of a unit of a format with a grid. */
-ALWAYS_INLINE __m256i of_grid(const uint8_t *b, const int g, const int dtype) {
+/* Codes 32 g .. 32 g + 31 of a unit of a format with a grid, without their signs if the format has these apart. */
+ALWAYS_INLINE __m256i points_of(const uint8_t *b, const grid_unit *unit, const int g, const int dtype) {
     const uint8_t *from = b + codes_at(dtype);
-    __m256i sizes, negative;
     switch (dtype) {
-    case PLLM_IQ3_S:
-        sizes = points_of_iq3_s(from + 8 * g, b[IQ3_S_HIGH + g]);
-        negative = bytes_of_bits(word_at(b + IQ3_S_SIGNS + 4 * g));
-        break;
-    case PLLM_IQ3_XXS:
-        sizes = points_of_iq3_xxs(from + 8 * g);
-        negative = even_signs(four_sevens(word_at(b + IQ3_XXS_SIGNS + 4 * g)));
-        break;
-    case PLLM_IQ2_XXS: {
-        const uint64_t *grid = pllm_iq2_xxs_grid;
-        const uint32_t at = word_at(from + 8 * g);
-        sizes = four_eights(grid + (at & 255), grid + (at >> 8 & 255), grid + (at >> 16 & 255), grid + (at >> 24));
-        negative = even_signs(four_sevens(word_at(b + IQ2_XXS_SIGNS + 8 * g)));
-        break;
-    }
-    case PLLM_IQ2_XS: {
-        const uint64_t *grid = pllm_iq2_xs_grid;
-        uint64_t at;
-        memcpy(&at, from + 8 * g, 8);
-        sizes = four_eights(grid + (at & 511), grid + (at >> 16 & 511), grid + (at >> 32 & 511), grid + (at >> 48 & 511));
-        negative = even_signs(_mm_srli_epi32(_mm_cvtepu16_epi32(_mm_cvtsi64_si128((long long)at)), 9));
-        break;
-    }
-    case PLLM_IQ2_S: {
-        const uint64_t *grid = pllm_iq2_s_grid;
-        const uint32_t at = word_at(from + 4 * g), high = b[IQ2_S_HIGH + g];
-        sizes = four_eights(grid + (at & 255) + (high << 8 & 768), grid + (at >> 8 & 255) + (high << 6 & 768),
-                            grid + (at >> 16 & 255) + (high << 4 & 768), grid + (at >> 24) + (high << 2 & 768));
-        negative = bytes_of_bits(word_at(b + IQ2_S_SIGNS + 4 * g));
-        break;
-    }
+    case PLLM_IQ3_S: return fours_of_words(pllm_iq3_s_grid, unit->at + 8 * g);
+    case PLLM_IQ3_XXS: return fours_of_bytes(pllm_iq3_xxs_grid, from + 8 * g);
+    case PLLM_IQ2_XXS: return eights_of_bytes(pllm_iq2_xxs_grid, from + 8 * g);
+    case PLLM_IQ2_XS: return eights_of_words(pllm_iq2_xs_grid, unit->at + 4 * g);
+    case PLLM_IQ2_S: return eights_of_words(pllm_iq2_s_grid, unit->at + 4 * g);
     case PLLM_IQ1_S: {
         const uint64_t *grid = pllm_iq1_grid;
         const uint32_t at = word_at(from + 4 * g), high = two_bytes(b + IQ1_S_HIGH + 2 * g);
-        sizes = four_eights(grid + (at & 255) + (high << 8 & 1792), grid + (at >> 8 & 255) + (high << 5 & 1792),
-                            grid + (at >> 16 & 255) + (high << 2 & 1792), grid + (at >> 24) + (high >> 1 & 1792));
-        return _mm256_sub_epi8(sizes, _mm256_set1_epi8((char)(high >> 14 & 2)));
+        const __m256i points = _mm256_set_m128i(
+            two_eights(grid, (at >> 16 & 255) + (high << 2 & 1792), (at >> 24) + (high >> 1 & 1792)),
+            two_eights(grid, (at & 255) + (high << 8 & 1792), (at >> 8 & 255) + (high << 5 & 1792)));
+        return _mm256_sub_epi8(points, _mm256_set1_epi8((char)(high >> 14 & 2)));
     }
     default: { /* IQ1_M */
         const uint64_t *grid = pllm_iq1_grid;
         const uint32_t at = word_at(from + 4 * g), high = two_bytes(b + IQ1_M_HIGH + 2 * g);
-        sizes = four_eights(grid + (at & 255) + (high << 8 & 1792), grid + (at >> 8 & 255) + (high << 4 & 1792),
-                            grid + (at >> 16 & 255) + (high & 1792), grid + (at >> 24) + (high >> 4 & 1792));
+        const __m256i points = _mm256_set_m128i(
+            two_eights(grid, (at >> 16 & 255) + (high & 1792), (at >> 24) + (high >> 4 & 1792)),
+            two_eights(grid, (at & 255) + (high << 8 & 1792), (at >> 8 & 255) + (high << 4 & 1792)));
         const __m256i bits = _mm256_setr_epi64x(1 << 3, 1 << 7, 1 << 11, 1 << 15);
         const __m256i below = _mm256_cmpeq_epi64(_mm256_and_si256(_mm256_set1_epi64x(high), bits), bits);
-        return _mm256_sub_epi8(sizes, _mm256_and_si256(below, _mm256_set1_epi8(2)));
+        return _mm256_sub_epi8(points, _mm256_and_si256(below, _mm256_set1_epi8(2)));
     }
     }
-    return with_signs(sizes, negative, above_of(dtype));
+}
+
+/* The signs of such codes, as signs_of_bits. */
+ALWAYS_INLINE __m256i signs_of(const uint8_t *b, const grid_unit *unit, const int g, const int dtype) {
+    const uint8_t *from = dtype == PLLM_IQ3_S ? b + IQ3_S_SIGNS : dtype == PLLM_IQ2_S ? b + IQ2_S_SIGNS : unit->signs;
+    return signs_of_bits(word_at(from + 4 * g));
+}
+
+/* Codes 32 g .. 32 g + 31 of a unit of a format with a grid. */
+ALWAYS_INLINE __m256i of_grid(const uint8_t *b, const grid_unit *unit, const int g, const int dtype) {
+    const __m256i points = points_of(b, unit, g, dtype);
+    if (!has_signed_points(dtype)) return points;
+    const __m256i own = _mm256_sign_epi8(points, signs_of(b, unit, g, dtype));
+    return _mm256_add_epi8(own, _mm256_set1_epi8((char)above_of(dtype)));
 }
 
 /* Three times each byte, modulo 256. */
@@ -183,7 +253,7 @@ ALWAYS_INLINE __m256i of_nvfp4(const uint8_t *from) {
 }
 
 /* Codes 32 g .. 32 g + 31 of the unit at b. */
-ALWAYS_INLINE __m256i few_bits(const uint8_t *b, const int g, const int dtype) {
+ALWAYS_INLINE __m256i few_bits(const uint8_t *b, const grid_unit *unit, const int g, const int dtype) {
     const int groups = (int)block_values(dtype) / 32;
     const uint8_t *codes = b + g / groups * block_bytes(dtype) + codes_at(dtype);
     switch (dtype) {
@@ -197,6 +267,6 @@ ALWAYS_INLINE __m256i few_bits(const uint8_t *b, const int g, const int dtype) {
     case PLLM_NVFP4: return of_nvfp4(codes + g % 2 * 16);
     case PLLM_Q1_0: return _mm256_and_si256(bytes_of_bits(word_at(codes + g % 4 * 4)), _mm256_set1_epi8(2));
     case PLLM_Q2_0: return of_q2_0(codes + g % 2 * 8);
-    default: return of_grid(b, g, dtype);
+    default: return of_grid(b, unit, g, dtype);
     }
 }

@@ -448,7 +448,8 @@
 #define EIGHT_OF(VALUE, point) (FOUR_OF_TWO(VALUE, point) | 0ull | (FOUR_OF_TWO(VALUE, (point) >> 8) + 0ull) << 32)
 
 #define IQ3_S_VALUE(bits) (2u * (bits) + 1u)
-#define IQ3_S_POINTS(first, second) {FOUR_OF(IQ3_S_VALUE, first), FOUR_OF(IQ3_S_VALUE, second)},
+#define IQ3_S_FIRST(first, second) FOUR_OF(IQ3_S_VALUE, first),
+#define IQ3_S_SECOND(first, second) FOUR_OF(IQ3_S_VALUE, second),
 /* Half of what they stand for: 4, 12, 20, 28, 36, 44, 52, 62. */
 #define IQ3_XXS_VALUE(bits) (4u * (bits) + 2u + ((bits) == 7u))
 #define IQ3_XXS_POINT(point) FOUR_OF(IQ3_XXS_VALUE, point),

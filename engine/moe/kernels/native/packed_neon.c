@@ -37,8 +37,10 @@ ALWAYS_INLINE sixteen scales_of(const uint8_t *b, const int dtype, sixteen *mini
     return scales;
 }
 
+typedef packed_input unit_input;
+
 /* sums[R][M] += `groups` groups of the units at w, one of each row, times those at x. */
-ALWAYS_INLINE void add_unit(const uint8_t *const *w, const packed_input *const *x, const int groups,
+ALWAYS_INLINE void add_unit(const uint8_t *const *w, const unit_input *const *x, const int groups,
                             float32x4_t sums[MOST_ROWS][MOST_TOKENS], const int dtype, const int R, const int M) {
     float scales[MOST_ROWS][MOST_TOKENS][UNIT_SCALES];
     UNROLL for (int r = 0; r < R; r++) {
@@ -71,7 +73,8 @@ ALWAYS_INLINE float added_up(lanes v) { return vaddvq_f32(v); }
 
 #undef SET
 #define SET(name) pllm_packed_neon_##name
-#define SEVERAL_PARTS(...) 0
+#define IS_OWN(dtype) 0
+#define OWN(...) (void)0
 #define ROWS_OF_1 4
 #define ROWS_OF_2 2
 #define ROWS_OF_3 2

@@ -1,12 +1,13 @@
 /* Products with packed weights for one instruction set: the products for each format, number of rows and number
    of tokens. The including file has defined
 
+   unit_input               a unit of an input row
    lanes, no_lanes(), added_up(v)   a vector of sums, one of zeros, and the sum of its lanes
    MOST_ROWS, MOST_TOKENS, GROUP    rows and tokens taken together at most; values of a group
    add_unit(w[R], x[M], groups, sums[R][M], dtype, R, M)    adds the products of units of all rows and tokens; dtype, R
                             and M are constants of the compiler
    ROWS_OF_1 .. ROWS_OF_4   rows that it takes together for so many tokens, 1, 2 or 4
-   SEVERAL_PARTS(...)       whether it has multiplied a few rows with all tokens by itself
+   IS_OWN(dtype), OWN(...)  formats of which it multiplies all rows with all tokens by itself, and how
    SET(name)                the name of this set's copy of a function */
 
 /* y[m * y_stride + r] (+)= W[r] · x[m] for R rows and M tokens, constants of the compiler. */
@@ -15,7 +16,7 @@ ALWAYS_INLINE void products(const uint8_t *w, const int64_t row_bytes, const int
                             const int M) {
     lanes sums[MOST_ROWS][MOST_TOKENS];
     const uint8_t *rows[MOST_ROWS];
-    const packed_input *in[MOST_TOKENS];
+    const unit_input *in[MOST_TOKENS];
     uint8_t blocks[MOST_ROWS][UNIT_BYTES_LIMIT];
     UNROLL for (int r = 0; r < R; r++) rows[r] = w + r * row_bytes;
     UNROLL for (int m = 0; m < M; m++) in[m] = x[m];
@@ -46,7 +47,7 @@ typedef void (*products_function)(const uint8_t *w, int64_t row_bytes, int64_t c
 #define PRODUCTS(NAME, KIND, R, M)                                                                                 \
     NOINLINE void NAME##_##KIND##_##M(const uint8_t *w, int64_t row_bytes, int64_t columns,                        \
                                       const void *const *x, float *y, int64_t y_stride, int add) {                 \
-        products(w, row_bytes, columns, x, y, y_stride, add, PLLM_##NAME, R, M);                                   \
+        if (!IS_OWN(PLLM_##NAME)) products(w, row_bytes, columns, x, y, y_stride, add, PLLM_##NAME, R, M);         \
     }
 #define ALL(NAME, ...)                                                                                             \
     PRODUCTS(NAME, several, ROWS_OF_1, 1) PRODUCTS(NAME, several, ROWS_OF_2, 2)                                    \
@@ -67,11 +68,12 @@ void SET(few)(const void *weights, int dtype, int64_t stride, int64_t rows, int6
               int64_t tokens, float *y, int64_t y_stride, int add) {
     const uint8_t *w = weights;
     const int64_t row_bytes = bytes_of_values(dtype, stride), parts = divided_up(tokens, MOST_TOKENS);
+    if (IS_OWN(dtype)) {
+        OWN(w, dtype, row_bytes, rows, columns, x, tokens, y, y_stride, add);
+        return;
+    }
     for (int64_t group = 0; group < rows; group += MOST_ROWS) {
         const int64_t end = MIN(rows, group + MOST_ROWS);
-        if (parts > 1 && SEVERAL_PARTS(w + group * row_bytes, dtype, row_bytes, end - group, columns, x, tokens,
-                                       y + group, y_stride, add))
-            continue;
         for (int64_t part = 0; part < parts; part++) {
             const int64_t first = tokens * part / parts, width = tokens * (part + 1) / parts - first;
             int64_t row = group;

@@ -83,13 +83,6 @@ ALWAYS_INLINE __m256 eight_odd(__m256i of, const uint8_t *b, const int dtype) {
     return _mm256_mul_ps(odd, _mm256_set1_ps(widened(b) * part));
 }
 
-/* The upper words of eight pairs of words. */
-ALWAYS_INLINE __m256i upper_words(const uint8_t *from) {
-    const __m256 a = _mm256_loadu_ps((const float *)(const void *)from), b = _mm256_loadu_ps((const float *)(const void *)(from + 32));
-    const __m256i apart = _mm256_castps_si256(_mm256_shuffle_ps(a, b, 0xdd));
-    return _mm256_permute4x64_epi64(apart, 0xd8);
-}
-
 /* Of blocks of 64 or 128 values the scale of each, as often as it has 32 of them. */
 ALWAYS_INLINE __m256 eight_repeated(const uint8_t *b, const int dtype) {
     const int64_t size = block_bytes(dtype);
