@@ -60,7 +60,7 @@ ALWAYS_INLINE void store_at(grid_unit *to, const int i, __m256i low, __m256i hig
 }
 
 /* Sixteen bytes, widened. */
-ALWAYS_INLINE __m256i sixteen_words(const uint8_t *from) {
+ALWAYS_INLINE __m256i words_of_bytes(const uint8_t *from) {
     return _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)(const void *)from));
 }
 
@@ -74,7 +74,7 @@ ALWAYS_INLINE void open_grid_unit(const uint8_t *b, grid_unit *to, const int dty
             const __m256i bits = _mm256_shuffle_epi8(_mm256_set1_epi16((int16_t)two_bytes(b + IQ3_S_HIGH + 2 * i)), places);
             const __m128i by = _mm_setr_epi16(256, 128, 64, 32, 16, 8, 4, 2);
             const __m256i moved = _mm256_mullo_epi16(bits, _mm256_broadcastsi128_si256(by));
-            store_at(to, i, sixteen_words(from + 16 * i), _mm256_and_si256(moved, _mm256_set1_epi16(256)));
+            store_at(to, i, words_of_bytes(from + 16 * i), _mm256_and_si256(moved, _mm256_set1_epi16(256)));
         }
         break;
     case PLLM_IQ3_XXS:
@@ -97,7 +97,7 @@ ALWAYS_INLINE void open_grid_unit(const uint8_t *b, grid_unit *to, const int dty
                 _mm256_set1_epi16((int16_t)0xff00), _mm256_setr_epi16(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3));
             const __m256i bits = _mm256_shuffle_epi8(_mm256_set1_epi32((int32_t)four_bytes(b + IQ2_S_HIGH + 4 * i)), places);
             const __m256i moved = _mm256_mullo_epi16(bits, _mm256_set1_epi64x(256 | 64LL << 16 | 16LL << 32 | 4LL << 48));
-            store_at(to, i, sixteen_words(from + 16 * i), _mm256_and_si256(moved, _mm256_set1_epi16(768)));
+            store_at(to, i, words_of_bytes(from + 16 * i), _mm256_and_si256(moved, _mm256_set1_epi16(768)));
         }
         break;
     default: break;
