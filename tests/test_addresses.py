@@ -62,6 +62,7 @@ THROUGH = {
         path.relative_to(ROOT).with_suffix("").as_posix()
         for path in (ROOT / "engine/models/architectures/records").glob("[!_]*.py")
     ),
+    "engine/models/formats/test_repacking.py": "engine/models/architectures/schemes",
     "engine/models/store/test_fetching.py": "engine/models/formats/json_files",
     "engine/models/store/test_gguf_folder.py": "engine/models/formats/gguf_file "
     + " ".join(

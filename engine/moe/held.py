@@ -8,6 +8,7 @@ from typing import Any
 from engine.errors import ModelError
 from engine.models.formats.byte_map import ExpertPlace
 from engine.models.formats.model_files import Experts, ExpertWeights
+from engine.moe.expert_parallel import RankContext
 from engine.planning.placement import Placement
 
 
@@ -67,6 +68,14 @@ class HeldExperts:
 def held_by(experts: Experts, placement: Placement, rank: int) -> HeldExperts:
     """The experts of ``rank``. Raises ModelError if ``placement`` is not for this model, or the files lack one."""
     return HeldExperts(experts, check_held(placement, rank, experts.layers, experts.count, experts.held))
+
+
+def held_in(experts: Experts | None, context: RankContext | None) -> dict[int, tuple[int, ...]] | None:
+    """The experts of a node of a ring by layer; None for all of them, if there are any, outside of one. Raises
+    ModelError as :func:`held_by` does."""
+    if experts is None or context is None:
+        return None
+    return check_held(context.placement, context.rank, experts.layers, experts.count, experts.held)
 
 
 def check_held(

@@ -11,6 +11,8 @@ import msgspec
 
 from engine.errors import ModelError
 from engine.ipc.messages import AnyEvent, Finished, Load, Notice, WarmUp
+from engine.models.architectures.quantisation import codes_are_repacked
+from engine.models.folders.opening import read_config
 from engine.moe.expert_parallel import RankContext
 from engine.planning.residency import lets_go
 from engine.residency.mapped import MappedWeights
@@ -50,6 +52,10 @@ class ResidentModel:
         if not request.keep_resident:
             return
         try:
+            if codes_are_repacked(read_config(folder)):
+                if request.lock_memory:
+                    notice("The weights are not locked in memory: they were computed when the model was loaded.")
+                return
             weights = model.kept_weights()
             if weights is not None:
                 # All nodes of a ring wait for the slowest one, so a node's weights are never released.

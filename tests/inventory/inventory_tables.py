@@ -44,6 +44,9 @@ _QUANTISED: dict[str, dict[str, Any]] = {
        for bits in (2, 3, 4, 5, 6, 8) for size in (16, 32, 64, 128)},
     **{f"mlx {mode}": {"quantization": {"bits": 4, "group_size": 32, "mode": mode}} for mode in ("mxfp4", "nvfp4")},
     "FP8 in blocks": {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+    **{f"{method} in {bits} bits and groups of {size}":
+           {"quantization_config": {"quant_method": method, "bits": bits, "group_size": size}}
+       for method in ("awq", "gptq") for bits in (3, 4, 8) for size in (-1, 16, 128)},
     **{f"the method {name}": {"quantization_config": {"quant_method": name}}
        for name in ("awq", "gptq", "bitsandbytes", "compressed-tensors", "fp8", "modelopt", "mxfp4", "torchao")},
 }  # fmt: skip

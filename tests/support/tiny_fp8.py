@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.models.architectures.families import check_supported, expert_shape, match_tensor
+from engine.models.architectures.record import Family
 
 LARGEST = 448.0
 """Largest number of E4M3."""
@@ -58,8 +59,7 @@ def write_fp8(
     spread over several, so that scales may lie in another than their numbers.
     """
     config: dict[str, Any] = json.loads((source / "config.json").read_text())
-    family = check_supported(config)
-    assert family.has_models(with_experts=expert_shape(config, family) is not None)
+    family = family_of(config)
     tensors = load_file(source / "model.safetensors")
     stored: dict[str, torch.Tensor] = {}
     converted: set[str] = set()
@@ -90,8 +90,15 @@ def write_fp8(
     if strategy != "block":
         settings = of_compressed_tensors(strategy) | {"ignore": settings["modules_to_not_convert"]}
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
-    _save(folder, stored, files)
+    save_in_files(folder, stored, files)
     return folder, truth
+
+
+def family_of(config: dict[str, Any]) -> Family:
+    """The family of ``config``, which has such models."""
+    family = check_supported(config)
+    assert family.has_models(with_experts=expert_shape(config, family) is not None)
+    return family
 
 
 def of_compressed_tensors(strategy: str) -> dict[str, Any]:
@@ -105,7 +112,8 @@ def of_compressed_tensors(strategy: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _save(folder: Path, tensors: dict[str, torch.Tensor], files: int) -> None:
+def save_in_files(folder: Path, tensors: dict[str, torch.Tensor], files: int) -> None:
+    """``tensors`` in ``folder``, one after the other in each of several files."""
     if files == 1:
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         return

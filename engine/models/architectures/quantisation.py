@@ -1,8 +1,9 @@
 """Quantised safetensors: what ``config.json``, the files beside it and the tensors' names say of the method, and the
 refusal of those that do not run.
 
-Those run that mlx-lm quantised in two to eight bits, gpt-oss in MXFP4 as it is published, and FP8 with a scale for
-each block of 128 by 128 numbers, as DeepSeek publishes it, for each row, or for each matrix.
+Those run that mlx-lm quantised in two to eight bits, gpt-oss in MXFP4 as it is published, FP8 with a scale for
+each block of 128 by 128 numbers, as DeepSeek publishes it, for each row, or for each matrix, and integers of four and
+eight bits as vLLM's tools write them (:mod:`engine.models.architectures.schemes`).
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ModelError, shown
+from engine.errors import ModelError, damaged, shown
 from engine.models.architectures.families import FAMILIES
+from engine.models.architectures.schemes import FP8, REPACKED_KINDS, UNLIKE, Scheme, schemes_of, unlike
 from engine.models.formats.json_files import SMALL_FILE, read_object
 from engine.models.formats.number_formats import BLOCK_SIDE
 
@@ -110,7 +112,7 @@ def refuse_quantized(config: Mapping[str, Any]) -> None:
         return
     if family is None:
         raise _refused(f"{method} in the family {shown(config.get('model_type'))}")
-    if has_fp8(config):
+    if has_fp8(config) or schemes(config):
         return
     settings = _of_mlx(config)
     if settings is None:
@@ -123,56 +125,29 @@ def refuse_quantized(config: Mapping[str, Any]) -> None:
 
 
 def has_fp8(config: Mapping[str, Any]) -> bool:
-    """Whether the weights of ``config`` are FP8 numbers (E4M3) with a scale for each block of 128 by 128 of them, for
-    each row, or for each matrix, and their inputs are not rounded by fixed scales."""
+    """Whether weights of ``config`` are FP8 numbers (E4M3) with a scale for each block of 128 by 128 of them, for each
+    row, or for each matrix, and their inputs are not rounded by fixed scales."""
     settings = config.get("quantization_config")
     if not isinstance(settings, Mapping):
         return False
-    if settings.get("quant_method") == "compressed-tensors":
-        return _unlike_fp8(settings) is None
     if settings.get("quant_method") != "fp8":
-        return False
+        return any(scheme.kind == FP8 for scheme in schemes(config))
     usual = settings.get("fmt", "e4m3") == "e4m3" and settings.get("activation_scheme", "dynamic") == "dynamic"
-    return usual and settings.get("weight_block_size") in (None, _BLOCK)
+    return usual and settings.get("weight_block_size") in (None, [BLOCK_SIDE, BLOCK_SIDE])
 
 
-_BLOCK = [BLOCK_SIDE, BLOCK_SIDE]
-_FLOAT_QUANTIZED = "float-quantized"
-"""compressed-tensors' name of FP8 with its scales apart."""
+def schemes(config: Mapping[str, Any]) -> tuple[Scheme, ...]:
+    """How compressed-tensors, AutoAWQ or GPTQModel quantised the weights of ``config``; none if another did, or in a
+    way that does not run."""
+    settings = config.get("quantization_config")
+    if not isinstance(settings, Mapping) or settings.get("quant_method") not in UNLIKE:
+        return ()
+    return schemes_of(settings) if unlike(settings) is None else ()
 
 
-def _unlike_fp8(settings: Mapping[str, Any]) -> str | None:
-    """What of compressed-tensors' ``settings`` is not FP8 as :func:`has_fp8` has it; None if nothing is."""
-    kind, groups = settings.get("format"), settings.get("config_groups")
-    sparsity = settings.get("sparsity_config")
-    if kind != _FLOAT_QUANTIZED:
-        return "an unnamed format" if kind is None else f"the format {shown(kind)}"
-    if settings.get("kv_cache_scheme"):
-        return "keys and values that are quantised, too"
-    if isinstance(sparsity, Mapping) and sparsity.get("format", "dense") != "dense":
-        return f"the sparse format {shown(sparsity['format'])}"
-    if not isinstance(groups, Mapping) or not groups:
-        return "no groups"
-    return next(filter(None, map(_group_unlike_fp8, groups.values())), None)
-
-
-def _group_unlike_fp8(group: Any) -> str | None:
-    """What one of its groups of modules has that :func:`has_fp8` does not; None if nothing."""
-    group = group if isinstance(group, Mapping) else {}
-    weights, inputs = group.get("weights"), group.get("input_activations")
-    weights = weights if isinstance(weights, Mapping) else {}
-    strategy = weights.get("strategy")
-    if group.get("format") not in (None, _FLOAT_QUANTIZED):
-        return f"the format {shown(group['format'])}"
-    if (weights.get("num_bits"), weights.get("type"), weights.get("symmetric", True)) != (8, "float", True):
-        return f"numbers of {shown(weights.get('num_bits'))} bits and the type {shown(weights.get('type'))}"
-    if strategy == "block" and weights.get("block_structure") != _BLOCK:
-        return f"blocks of {shown(weights.get('block_structure'))}"
-    if strategy not in ("tensor", "channel", "block"):
-        return f"a scale for each {shown(strategy)}"
-    if isinstance(inputs, Mapping) and inputs.get("dynamic") is not True:
-        return "static scales of inputs"
-    return "rounded results" if group.get("output_activations") else None
+def codes_are_repacked(config: Mapping[str, Any]) -> bool:
+    """Whether a runtime that reads the weights of ``config`` uses no codes where they are stored."""
+    return any(scheme.kind in REPACKED_KINDS for scheme in schemes(config))
 
 
 def readable_quantised(config: Mapping[str, Any]) -> bool:
@@ -212,8 +187,8 @@ def _described_other(config: Mapping[str, Any], method: str) -> str:
     settings = config.get("quantization_config")
     if not isinstance(settings, Mapping):
         return method
-    if method == _METHODS["compressed-tensors"]:
-        return f"{method} with {_unlike_fp8(settings)}"
+    if settings.get("quant_method") in UNLIKE:
+        return f"{method} with {unlike(settings)}"
     if method != _METHODS["fp8"]:
         return method
     block, scheme = settings.get("weight_block_size"), settings.get("activation_scheme", "dynamic")
@@ -236,11 +211,14 @@ def refuse_settings(folder: Path, config: Mapping[str, Any]) -> None:
             raise _refused(_named(named if isinstance(named, Mapping) else settings, method))
 
 
-def refuse_names(names: Iterable[str]) -> None:
-    """Raises ModelError naming the method if one of the tensors ``names`` is of quantised weights."""
+def refuse_names(names: Iterable[str], config: Mapping[str, Any]) -> None:
+    """Raises ModelError naming the method if one of the tensors ``names`` is of quantised weights; or naming the tensor
+    if those of ``config`` are quantised in a way that runs."""
     for name in names:
         for ending, method in _ENDINGS:
             if name.endswith(ending):
+                if schemes(config):
+                    raise damaged(f"Tensor {name} is of no weight that is quantised as config.json describes it")
                 raise _refused(method)
 
 

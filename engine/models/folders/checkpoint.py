@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -31,17 +33,18 @@ from engine.models.architectures.families import (
 from engine.models.architectures.gguf_architectures import architecture_of
 from engine.models.architectures.gguf_tensors import entries_of
 from engine.models.architectures.mlx_layout import as_transformers
-from engine.models.architectures.quantisation import refuse_names
+from engine.models.architectures.quantisation import refuse_names, schemes
 from engine.models.architectures.record import PARTS, ExpertTensor, Family, Part
-from engine.models.folders.grouped_weights import gathered, grouped_places
+from engine.models.folders.grouped_weights import REPACKED, Headers, gathered, grouped_places
 from engine.models.folders.model_folder import BANK_MANIFEST, INDEX
 from engine.models.folders.old_bank import slab_headers
 from engine.models.folders.shard_files import ShardPart
 from engine.models.formats.byte_map import ExpertPlace, FileSpan, MatrixPlace
 from engine.models.formats.gguf_file import GgufFile
-from engine.models.formats.mapped_file import MappedFile, aligned
+from engine.models.formats.mapped_file import MappedFile, OwnMemory, aligned
 from engine.models.formats.model_files import Change, ExpertWeights, StoredTensor
 from engine.models.formats.number_formats import is_grouped, is_packed, stored_bytes, words_dtype
+from engine.models.formats.repacking import Repacking
 from engine.models.formats.safetensors_files import TensorEntry, read_header
 
 if TYPE_CHECKING:
@@ -55,6 +58,9 @@ EXPERT_DTYPES = ("BF16", "F16", "F32")
 """Plain number formats of experts that some runtime reads."""
 TRUNK_DTYPES = (*EXPERT_DTYPES, "F64", "I64", "I32", "U8", "BOOL")
 """Plain number formats of trunk tensors that some runtime reads."""
+
+_REPACKING_THREADS = 8
+"""Threads that repack weights at most, each of which holds parts of a tensor."""
 
 _SHARD = re.compile(r".+-(\d{5})-of-(\d{5})\.safetensors")
 _INDEX_LIMIT = 200_000_000
@@ -78,7 +84,11 @@ class Checkpoint:
         self._shard = shard
         self.family = family
         headers, self.paired_rotary, self.changes = _read_headers(folder, config, family, progress)
-        self._files = {name: MappedFile(folder / name) for name in headers}
+        self._files = {name: MappedFile(folder / name) for name in headers if name != REPACKED}
+        nbytes = _repacked_bytes(headers)
+        self._memory, self._repacks = OwnMemory(REPACKED, nbytes), nbytes > 0
+        self._all_files = {**self._files, REPACKED: self._memory}
+        self._made: set[Repacking] = set()
         self._trunk: dict[str, tuple[str, TensorEntry]] = {}
         shape = expert_shape(config, family)
         collected = _Collected(family, shape, layer_count(config, family), unused_tensors(config, family))
@@ -89,7 +99,7 @@ class Checkpoint:
                     self._trunk[name] = (file_name, entry)
         self._experts: PlainExperts | None = None
         if shape is not None and shape.layers:
-            self._experts = PlainExperts(collected.finish(folder), shape, self._files, shard)
+            self._experts = PlainExperts(collected.finish(folder), shape, self._all_files, shard)
 
     @property
     def folder(self) -> Path:
@@ -120,7 +130,7 @@ class Checkpoint:
             self._shard.require_trunk()
         for name, (file_name, entry) in self._trunk.items():
             words, *parts = (
-                aligned(self._files[file].tensor(part.dtype, part.shape, part.start).words)
+                aligned(self._all_files[file].tensor(part.dtype, part.shape, part.start).words)
                 for file, part in ((file_name, entry), *entry.groups)
             )
             groups = [StoredTensor(part.dtype, words) for (_, part), words in zip(entry.groups, parts, strict=True)]
@@ -139,10 +149,53 @@ class Checkpoint:
         """The files with tensors, in order."""
         return tuple(mapped.path for mapped in self._files.values())
 
+    @property
+    def repacks(self) -> bool:
+        """See :attr:`engine.models.formats.model_files.ModelFiles.repacks`."""
+        return self._repacks
+
+    def repack(
+        self, progress: ProgressCallback, held: Mapping[int, Sequence[int]] | None = None, trunk: bool = True
+    ) -> list[str]:
+        """See :meth:`engine.models.formats.model_files.ModelFiles.repack`."""
+        entries = [entry for _, entry in self._trunk.values()] if trunk else []
+        if self._experts is not None:
+            here = {layer: self._experts.held(layer) for layer in self._experts.layers}
+            entries += self._experts.entries(here if held is None else held)
+        wanted = [entry.made for entry in entries if entry.made is not None and entry.made not in self._made]
+        total, done = sum(made.nbytes for made in wanted), 0
+        pool = ThreadPoolExecutor(min(_REPACKING_THREADS, os.cpu_count() or 1))
+        try:
+            for nbytes in pool.map(lambda made: made.run(self._files, self._memory), wanted):
+                done += nbytes
+                progress("repacking the weights", done, total, "bytes")
+        finally:
+            pool.shutdown(cancel_futures=True)
+        self._made.update(wanted)
+        return _said_of(wanted, total, self._config)
+
     def check_unchanged(self) -> None:
         """Raises ModelError if a file was changed since it was opened."""
         for mapped in self._files.values():
             mapped.check_unchanged()
+
+
+def _repacked_bytes(headers: Headers) -> int:
+    """Bytes of the memory of what is repacked."""
+    entries = ((file, entry) for file, header in headers.items() for entry in header.values())
+    parts = (part for file, entry in entries for part in ((file, entry), *entry.groups))
+    return max((entry.stop for file, entry in parts if file == REPACKED), default=0)
+
+
+def _said_of(wanted: Sequence[Repacking], total: int, config: Mapping[str, Any]) -> list[str]:
+    """Lines for the person about ``total`` bytes that were repacked."""
+    if not wanted:
+        return []
+    kinds = " and ".join(sorted({made.kind for made in wanted}))
+    lines = [f"Loading made {total / 1e9:.1f} GB in memory of weights in {kinds}, which lie otherwise in their files."]
+    if any(scheme.rounds_inputs for scheme in schemes(config)):
+        lines.append("The model's settings round inputs (activations) as well, which is not done here.")
+    return lines
 
 
 def _check_trunk_dtype(file_name: str, name: str, entry: TensorEntry) -> None:
@@ -285,11 +338,19 @@ class PlainExperts:
                 self._matrices[key] = places(separate, entry.dtype, span, self.shape)
         return self._matrices[key]
 
+    def entries(self, held: Mapping[int, Sequence[int]]) -> list[TensorEntry]:
+        """The tensors of the experts ``held`` by layer; those of all experts of a layer are among them."""
+        return [
+            source.entry
+            for (layer, expert, _), source in self._sources.items()
+            if (expert is None and held.get(layer)) or expert in held.get(layer, ())
+        ]
+
     @property
     def mapped_files(self) -> tuple[MappedFile, ...]:
         """The files that hold experts."""
         names = dict.fromkeys(name for source in self._sources.values() for name in source.file_names)
-        return tuple(self._files[name] for name in names)
+        return tuple(self._files[name] for name in names if name != REPACKED)
 
     def check_unchanged(self, layer: int | None = None) -> None:
         files = self.mapped_files if layer is None else self._layer_files[layer]
@@ -301,7 +362,7 @@ class PlainExperts:
         names: dict[int, dict[str, None]] = {layer: {} for layer in self.layers}
         for (layer, _, _), source in self._sources.items():
             names[layer] |= dict.fromkeys(source.file_names)
-        return {layer: tuple(self._files[name] for name in found) for layer, found in names.items()}
+        return {layer: tuple(self._files[name] for name in found if name != REPACKED) for layer, found in names.items()}
 
 
 def _plain_places(tensor: ExpertTensor, dtype: str, span: int, shape: ExpertLayers) -> dict[str, MatrixPlace]:
@@ -454,7 +515,7 @@ def _read_headers(
     if gguf is None or any(folder.glob("*.safetensors")):
         headers = language_tensors(_safetensors_headers(folder, progress), config)
         headers, changes = as_transformers(gathered(headers, config), config)
-        refuse_names(name for header in headers.values() for name in header)
+        refuse_names((name for header in headers.values() for name in header), config)
         return headers, False, changes
     with GgufFile(gguf) as opened:
         architecture = architecture_of(opened)

@@ -1,24 +1,38 @@
 """Weights whose codes, scales and biases are tensors of their own, gathered into one tensor of a grouped number format.
 
 mlx-lm saves a quantised ``x.weight`` as uint32 words with ``x.scales`` and ``x.biases``. gpt-oss is published with
-``x_blocks`` and ``x_scales``, and models in FP8 with ``x`` and ``x_scale_inv`` or ``x_scale``.
+``x_blocks`` and ``x_scales``, and models in FP8 with ``x`` and ``x_scale_inv`` or ``x_scale``. What vLLM's tools write
+has zero points instead of biases (:data:`_FORMS`), so that biases, and codes that lie otherwise, are computed when the
+model is loaded (:mod:`engine.models.formats.repacking`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.errors import ModelError, damaged
 from engine.models.architectures.families import ExpertLayers, part_shape
-from engine.models.architectures.quantisation import Groups, groups_of, has_fp8
+from engine.models.architectures.quantisation import Groups, groups_of, has_fp8, schemes
 from engine.models.architectures.record import ExpertTensor
+from engine.models.architectures.schemes import INTEGERS, PACKED, Scheme
 from engine.models.formats.byte_map import MatrixPlace
-from engine.models.formats.number_formats import BLOCK_SIDE, WIDTHS, fp8_side, scales_shape, stored_bytes
-from engine.models.formats.safetensors_files import TensorEntry
+from engine.models.formats.number_formats import (
+    BLOCK_SIDE,
+    SMALLEST_GROUP,
+    WIDTHS,
+    fp8_side,
+    scales_shape,
+    stored_bytes,
+)
+from engine.models.formats.repacking import Repacking
+from engine.models.formats.safetensors_files import ALIGNMENT, TensorEntry
 
 _SCALES = ("BF16", "F16", "F32")
+REPACKED = "repacked weights"
+"""The name, in place of a file's, of the memory of what is computed when the model is loaded."""
 
 Headers = dict[str, dict[str, TensorEntry]]
 """Tensors by name, by file name."""
@@ -33,15 +47,23 @@ def gathered(headers: Headers, config: Mapping[str, Any]) -> Headers:
     where = {name: file for file, header in headers.items() for name in header}
     taken: set[str] = set()
     headers_found: Headers = {}
+    memory, found_schemes = _Memory(), schemes(config)
     for file, header in headers.items():
-        headers_found[file] = {}
+        headers_found.setdefault(file, {})
         for name, entry in header.items():
-            grouped = (
+            affine = _with_zeros(headers, where, file, name, found_schemes, taken, memory)
+            if affine is not None:
+                owner, renamed, grouped = affine
+                if renamed != name and renamed in where:
+                    raise damaged(f"{file}: tensor {renamed} is there twice, quantised and not")
+                headers_found.setdefault(owner, {})[renamed] = grouped
+                continue
+            stored = (
                 _mlx(headers, where, file, name, entry, config, taken)
                 or _published(headers, where, file, name, taken)
                 or _fp8(headers, where, file, name, config, taken)
             )
-            headers_found[file][name] = entry if grouped is None else grouped
+            headers_found[file][name] = entry if stored is None else stored
     return {
         file: {name: entry for name, entry in header.items() if name not in taken}
         for file, header in headers_found.items()
@@ -107,6 +129,154 @@ def _fp8(
             "nor of rows nor of the whole"
         )
     return TensorEntry("BLOCK_FP8", shape, entry.start, entry.stop, ((where[own], scales),))
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How a ``kind`` of scheme stores the weight of a module: the format of its codes and the ends of its tensors'
+    names. ``by_columns``: codes, scales and zero points have the rows of the weight as their last axis."""
+
+    kind: str
+    dtype: str
+    codes: str
+    scales: str
+    zeros: str
+    order: str
+    by_columns: bool = False
+
+
+_FORMS = (
+    _Form(PACKED, "I32", ".weight_packed", ".weight_scale", ".weight_zero_point", ".weight_g_idx"),
+    _Form(INTEGERS, "I8", ".weight", ".weight_scale", ".weight_zero_point", ".weight_g_idx"),
+    _Form("GPTQ", "I32", ".qweight", ".scales", ".qzeros", ".g_idx", by_columns=True),
+    _Form("AWQ", "I32", ".qweight", ".scales", ".qzeros", ".g_idx", by_columns=True),
+)
+_BESIDE = (".weight_shape", ".input_scale", ".input_zero_point", ".input_global_scale")
+"""Ends of the names of a quantised module's tensors that are not needed: sizes, and how its inputs would be rounded."""
+
+_KERNEL_GROUPS = (128, 64, SMALLEST_GROUP)
+"""Numbers of the groups that are read; larger ones become several of these, with the same scale."""
+
+
+class _Memory:
+    """Places in the memory of what is repacked, one after the other."""
+
+    def __init__(self) -> None:
+        self._stop = 0
+
+    def place(self, dtype: str, shape: tuple[int, ...]) -> TensorEntry:
+        start = self._stop + -self._stop % ALIGNMENT
+        self._stop = start + math.prod(shape) * WIDTHS[dtype]
+        return TensorEntry(dtype, shape, start, self._stop)
+
+
+def _with_zeros(
+    headers: Headers,
+    where: Mapping[str, str],
+    file: str,
+    name: str,
+    schemes_here: Sequence[Scheme],
+    taken: set[str],
+    memory: _Memory,
+) -> tuple[str, str, TensorEntry] | None:
+    """The file, the name and the place of a weight with zero points whose codes are the tensor ``name``; None if it is
+    no such tensor."""
+    entry = headers[file][name]
+    fitting = (form for form in _FORMS if name.endswith(form.codes) and entry.dtype == form.dtype)
+    form = next((form for form in fitting if any(scheme.kind == form.kind for scheme in schemes_here)), None)
+    if form is None:
+        return None
+    module = name.removesuffix(form.codes)
+    parts = {"codes": (file, entry)}
+    for part, ending in (("scales", form.scales), ("zeros", form.zeros), ("order", form.order)):
+        own = module + ending
+        if own in where:
+            parts[part] = (where[own], headers[where[own]][own])
+            taken.add(own)
+        elif part == "scales" or (part == "zeros" and form.by_columns):
+            raise damaged(f"{file}: tensor {name} is quantised, but {own} is missing")
+    taken.update(module + ending for ending in _BESIDE)
+    of_kind = [scheme for scheme in schemes_here if scheme.kind == form.kind]
+    scheme = next((scheme for scheme in of_kind if _fits(form, scheme, parts)), None)
+    if scheme is None:
+        others = ", ".join(f"{part} {one.dtype} {list(one.shape)}" for part, (_, one) in parts.items() if one != entry)
+        sizes = " or ".join(f"{each.bits} bits in groups of {each.group or -1}" for each in of_kind)
+        raise damaged(f"{file}: tensor {name} of shape {list(entry.shape)} in {sizes} does not fit to its {others}")
+    made = _repacking(file, name, form, scheme, parts, memory)
+    codes, scales = made.codes or entry, (REPACKED, made.scales) if made.scales is not None else parts["scales"]
+    beside = (scales, (REPACKED, made.biases))
+    place = TensorEntry(f"AFFINE{scheme.bits}", made.shape, codes.start, codes.stop, beside, made=made)
+    return (file if made.codes is None else REPACKED), module + ".weight", place
+
+
+def _shape(form: _Form, bits: int, codes: TensorEntry) -> tuple[int, int]:
+    """Rows and columns of the weight with these ``codes``, of which words of 32 bits hold several."""
+    first, last = codes.shape
+    packed = 32 // bits
+    sizes = {PACKED: (first, last * packed), INTEGERS: (first, last), "GPTQ": (last, first * packed)}
+    return sizes.get(form.kind, (last * packed, first))
+
+
+def _fits(form: _Form, scheme: Scheme, parts: Mapping[str, tuple[str, TensorEntry]]) -> bool:
+    codes, scales = parts["codes"][1], parts["scales"][1]
+    if len(codes.shape) != 2 or min(codes.shape) == 0 or scales.dtype not in _SCALES or len(scales.shape) > 2:
+        return False
+    rows, columns = _shape(form, scheme.bits, codes)
+    groups = _group_count(form, scales)
+    shapes: tuple[tuple[int, ...], ...] = ((groups, rows),) if form.by_columns else ((rows, groups),)
+    if not form.by_columns and groups == 1:
+        shapes += ((rows,), (1, 1), (1,), ())
+    right = scales.shape in shapes and groups > 0 and columns % groups == 0
+    right = right and (groups == 1 if scheme.group is None else columns == groups * scheme.group)
+    if "zeros" in parts:
+        zeros, words = parts["zeros"][1], rows * scheme.bits / 32
+        packed = (groups, words) if form.by_columns else (math.ceil(words), groups)
+        signed = not form.by_columns and zeros.dtype == "I8" and zeros.shape == scales.shape
+        right = right and (signed or (form.kind != INTEGERS and zeros.dtype == "I32" and zeros.shape == packed))
+    if "order" in parts:
+        order = parts["order"][1]
+        right = right and order.dtype == "I32" and order.shape == (columns,)
+    return right
+
+
+def _group_count(form: _Form, scales: TensorEntry) -> int:
+    """Groups of a row."""
+    if form.by_columns:
+        return scales.shape[0] if len(scales.shape) == 2 else 0
+    return scales.shape[1] if len(scales.shape) == 2 else 1
+
+
+def _repacking(
+    file: str,
+    name: str,
+    form: _Form,
+    scheme: Scheme,
+    parts: Mapping[str, tuple[str, TensorEntry]],
+    memory: _Memory,
+) -> Repacking:
+    scales = parts["scales"][1]
+    rows, columns = _shape(form, scheme.bits, parts["codes"][1])
+    group = columns // _group_count(form, scales)
+    size = next((size for size in _KERNEL_GROUPS if group % size == 0), None)
+    if size is None:
+        raise ModelError(
+            f"{file}: tensor {name} has groups of {group} numbers, which are not whole groups of {SMALLEST_GROUP} and "
+            "do not run here; take another copy of the model."
+        )
+    with_zeros, per_group = "zeros" in parts, (rows, columns // size)
+    dtype = "F32" if with_zeros else scales.dtype  # of which a scale times a power of two needs no more digits
+    in_place = scales.shape == per_group and not form.by_columns and not with_zeros
+    return Repacking(
+        name=name,
+        kind=form.kind,
+        bits=scheme.bits,
+        zeros_less=scheme.zeros_less,
+        shape=(rows, columns),
+        sources=parts,
+        codes=None if form.kind == PACKED else memory.place("U8", (rows, columns * scheme.bits // 8)),
+        scales=None if in_place else memory.place(dtype, per_group),
+        biases=memory.place(dtype, per_group),
+    )
 
 
 def _checked(

@@ -104,6 +104,20 @@ class MappedFile:
             raise ModelError(f"{self.path} was changed while the model was open; load the model again.")
 
 
+class OwnMemory(MappedFile):
+    """Memory of this process in the form of a mapped file, for what is not used as it is stored: zeros, which take no
+    memory before something is written."""
+
+    def __init__(self, name: str, nbytes: int) -> None:
+        flags = _private_mapping_flags() | mmap.MAP_ANONYMOUS
+        mapping = mmap.mmap(-1, max(1, nbytes), flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        self.path = Path(name)
+        self._bytes = np.frombuffer(mapping, dtype=np.uint8)
+
+    def check_unchanged(self) -> None:
+        """Nothing else can change it."""
+
+
 def _identity(status: os.stat_result) -> tuple[int, int, int, int]:
     return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,9 @@ from numpy.typing import NDArray
 from engine.errors import ModelError
 from engine.models.formats.byte_map import ExpertPlace, FileMapping
 from engine.models.formats.number_formats import BLOCK_SIDE, fp8_side, numbers_shape
+
+if TYPE_CHECKING:
+    from engine.ipc.progress import ProgressCallback
 
 Order = NDArray[np.int64]
 """Places in the order in which they are taken."""
@@ -211,6 +214,21 @@ class ModelFiles(Protocol):
     @property
     def experts(self) -> Experts | None:
         """None for a dense model."""
+        ...
+
+    @property
+    def repacks(self) -> bool:
+        """Whether anything is not read where it is stored, but computed by :meth:`repack`."""
+        ...
+
+    def repack(
+        self, progress: ProgressCallback, held: Mapping[int, Sequence[int]] | None = None, trunk: bool = True
+    ) -> list[str]:
+        """Compute what the runtimes do not read where it is stored; until then it is zeros. ``held``: the wanted
+        experts by layer, None for all that are here; ``trunk``: whether the trunk is wanted.
+
+        Returns lines for the person about what was done. Raises ModelError if a tensor cannot be used after all.
+        """
         ...
 
     @property

@@ -60,6 +60,9 @@ numbers of four bits with an exponent of two (E8M0). Codes follow one another, t
 ``BLOCK_FP8`` has numbers of eight bits (E4M3, without infinities) times a scale: that of their block of rows and
 columns, as DeepSeek publishes it, of their row, or of the whole matrix."""
 
+SMALLEST_GROUP = 32
+"""Numbers of the smallest group of the affine formats; others have a multiple of it, of which 64 and 128 are read."""
+
 BLOCK_SIDE = 128
 """Rows, and columns, of a block of ``BLOCK_FP8``; the last ones of a matrix may have fewer."""
 

@@ -13,10 +13,13 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from engine.errors import ModelError, damaged, shown
 from engine.models.formats.number_formats import WIDTHS
+
+if TYPE_CHECKING:
+    from engine.models.formats.repacking import Repacking
 
 HEADER_LIMIT = 100_000_000
 """Largest header in bytes, as the safetensors library has it."""
@@ -34,6 +37,7 @@ class TensorEntry:
 
     ``groups`` are the scales, and then the biases, of a grouped number format: the files' names and where they lie.
     ``step``: bytes from one expert to the next in a tensor with those of a layer, if others lie between them; else 0.
+    ``made``: how what does not lie in a file is computed when the model is loaded.
     """
 
     dtype: str
@@ -42,6 +46,7 @@ class TensorEntry:
     stop: int
     groups: tuple[tuple[str, TensorEntry], ...] = ()
     step: int = 0
+    made: Repacking | None = None
 
     @property
     def nbytes(self) -> int:

@@ -20,7 +20,7 @@ from engine.models.formats.model_files import Experts, ModelFiles, StoredTensor,
 from engine.models.formats.number_formats import BLOCKS, is_grouped, is_packed
 from engine.moe.executor import RingExecutor
 from engine.moe.expert_parallel import RankContext
-from engine.moe.held import held_by
+from engine.moe.held import held_by, held_in
 from engine.moe.kernel_backend import KernelBackend, KernelExperts
 from engine.moe.kernels.bindings import FORMATS, KernelChoice, choose
 from engine.moe.kernels.file_guard import unchanged
@@ -61,18 +61,31 @@ class NativeRuntime(Runtime):
         refuse_no_threads(request)
         experts = files.experts
         popularity = None if experts is None else Popularity(experts.layers, experts.count, model_of(experts))
+        in_ring = ring is not None
         with unchanged(files.mapped_files):
-            opened = open_native(files, request, popularity, in_ring=ring is not None)
-        return partial(self._build, opened, request, progress, ring)
+            if files.repacks:
+                check_native(files, request, in_ring)
+                return partial(self._build, partial(open_native, files, request, popularity, in_ring), files, request,
+                               progress, ring)  # fmt: skip
+            opened = open_native(files, request, popularity, in_ring)
+        return partial(self._build, lambda: opened, files, request, progress, ring)
 
     def _build(
-        self, opened: OpenedModel, request: Load, progress: ProgressCallback, ring: RingPlace | None
+        self,
+        opens: Callable[[], OpenedModel],
+        files: ModelFiles,
+        request: Load,
+        progress: ProgressCallback,
+        ring: RingPlace | None,
     ) -> NativeModel:
-        files, shape, choice = opened.files, opened.shape, opened.choice
+        context = None if ring is None else ring.context
+        with unchanged(files.mapped_files):
+            repacked = files.repack(progress, held_in(files.experts, context))
+            opened = opens()
+        shape, choice = opened.shape, opened.choice
         experts, threads = files.experts, _threads(request)
         progress("reading the trunk", files.trunk_bytes, files.trunk_bytes, "bytes")
-        context = None if ring is None else ring.context
-        notices = _notices(opened, request)
+        notices = repacked + _notices(opened, request)
         if ring is None:
             nbytes = files.trunk_bytes + (0 if experts is None else experts.nbytes)
             beyond = notice_beyond_memory("weights", nbytes, files.mapped_files, available_bytes())
@@ -107,8 +120,10 @@ class NativeRuntime(Runtime):
             raise ModelError(f"The native kernels cannot be used: {choice.reason}; choose the runtime torch.")
         width = int(files.config["hidden_size"])
         gate, pool = read_gate(files.config), shared_pool(_threads(request))
+        with unchanged(files.mapped_files):
+            repacked = files.repack(progress, held_in(experts, context), trunk=False)
         backend = open_backend(experts, context, gate, choice, pool)
-        return NodeExperts(backend, width, _in_ring(choice, context), experts)
+        return NodeExperts(backend, width, _in_ring(choice, context), experts, repacked)
 
 
 def _threads(request: Load) -> int:

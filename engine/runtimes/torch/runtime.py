@@ -20,7 +20,7 @@ from engine.models.folders.sizes import sizes_of, weights_name
 from engine.models.formats.model_files import Experts, ModelFiles, whole_weights
 from engine.moe.executor import Executor, LocalExecutor, RingExecutor
 from engine.moe.expert_parallel import RankContext
-from engine.moe.held import held_by
+from engine.moe.held import held_by, held_in
 from engine.moe.kernels.file_guard import unchanged
 from engine.moe.kernels.pool import threads_of
 from engine.moe.timing import Recorder
@@ -111,6 +111,7 @@ class TorchRuntime(Runtime):
         files, module, dtype = skeleton.files, skeleton.module, skeleton.dtype
         with unchanged(files.mapped_files):
             room, lines = find_room(self._find_gpu, files, dtype, request, in_ring=ring is not None)
+            lines += files.repack(progress, held_in(files.experts, None if ring is None else ring.context))
             device = room.device.torch_device if room is not None and ring is None else torch.device("cpu")
             recorder = skeleton.recorder(0 if files.experts is None else files.experts.count)
             recorder.sampled = device.type == "cuda"
@@ -155,6 +156,8 @@ class TorchRuntime(Runtime):
         skeleton = Skeleton.of(files, request)
         held = held_by(experts, context.placement, context.rank)
         room, lines = find_room(self._find_gpu, files, skeleton.dtype, request, in_ring=True)
+        with unchanged(files.mapped_files):
+            lines += files.repack(progress, held_in(experts, context), trunk=False)
         backend, said = make_backend(held, skeleton, skeleton.recorder(held.count), request, room)
         lines += said
         if isinstance(backend, HybridBackend) and room is not None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine.host import Host
 from engine.ipc.messages import (
@@ -23,6 +24,8 @@ from engine.ipc.messages import (
     WarmUp,
 )
 from engine.residency import page_warmer as keeper
+from tests.support.tiny_gguf import whole_blocks
+from tests.support.tiny_zero_points import Form, write_zero_points
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -78,6 +81,20 @@ def load(model: Path, **options: object) -> Load:
 
 def ask(request: int) -> Generate:
     return Generate(id=request, prompt_ids=[5, 6, 7], max_tokens=2)
+
+
+def test_what_was_computed_at_loading_is_not_read_from_its_files_again(
+    tiny_model: TinyModel, host: Host, events: Events, tmp_path: Path
+):
+    form = Form("gptq", scales=torch.float16)
+    folder, _ = write_zero_points(tmp_path / "model", tiny_model("llama", **whole_blocks("llama")), form)
+    host.take(load(folder, runtime="torch", lock_memory=True))
+    assert isinstance(events.answer(1), Loaded)
+    said = events.wait(lambda event: isinstance(event, Notice) and "computed when the model was loaded" in event.text)
+    assert isinstance(said, Notice)
+    host.take(ask(2))
+    assert isinstance(events.answer(2), Finished)
+    assert not any(isinstance(event, WarmUp) for event in events.all)
 
 
 @pytest.mark.parametrize("runtime", ["native", "torch"])

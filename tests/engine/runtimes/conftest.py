@@ -20,6 +20,7 @@ from tests.engine.runtimes.subjects import (
     GROUPED_MODELS,
     PACKED_MODELS,
     PUBLISHED,
+    ZERO_POINTS,
     StoredModel,
     Subject,
 )
@@ -28,6 +29,7 @@ from tests.support.tiny_fp8 import write_fp8
 from tests.support.tiny_gguf import ARCHITECTURES, whole_blocks, write_tiny_gguf
 from tests.support.tiny_grouped import write_grouped
 from tests.support.tiny_models import write_tiny_model
+from tests.support.tiny_zero_points import write_zero_points
 
 
 @pytest.fixture(scope="session")
@@ -47,7 +49,7 @@ def stored_model(
     ) -> Path:
         if stored in PACKED_MODELS:
             return packed(family, stored)
-        if stored in GROUPED_MODELS or stored in (PUBLISHED, FP8, FP8_CHANNEL, FP8_TENSOR):
+        if stored in GROUPED_MODELS or stored in ZERO_POINTS or stored in (PUBLISHED, FP8, FP8_CHANNEL, FP8_TENSOR):
             return grouped(family, stored)[0]
         if stored != "4-bit":
             saved = tiny_model(family, dtype=stored, **(subject.unlike.get(family, {}) | options))
@@ -109,14 +111,18 @@ def packed_model(
 def grouped(
     tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path]
 ) -> Callable[[str, str], tuple[Path, Path]]:
-    """``grouped(family, name)``: the folder of a model in the form that GROUPED_MODELS has under ``name``, as
-    published, or in FP8, and that of what its weights stand for, written once a session. Not to be changed."""
+    """``grouped(family, name)``: the folder of a model in the form that GROUPED_MODELS or ZERO_POINTS has under
+    ``name``, as published, or in FP8, and that of what its weights stand for, written once a session. Not to be
+    changed."""
     root = tmp_path_factory.mktemp("grouped")
 
     @functools.cache
     def folder_of(family: str, name: str) -> tuple[Path, Path]:
         if name in (FP8, FP8_CHANNEL, FP8_TENSOR):
             return _in_fp8(root / f"{family}-{name}", family, name.removeprefix(FP8).removeprefix("-") or "block")
+        if name in ZERO_POINTS:
+            source = tiny_model(family, **whole_blocks(family))
+            return write_zero_points(root / f"{family}-{name}", source, ZERO_POINTS[name], files=2)
         options = {"form": "published"} if name == PUBLISHED else GROUPED_MODELS[name]
         return write_grouped(
             root / f"{family}-{name.replace(' ', '-')}", tiny_model(family, **whole_blocks(family)), **options

@@ -22,6 +22,7 @@ from tests.engine.runtimes.native_oracle import FAMILIES as NATIVE_FAMILIES
 from tests.engine.runtimes.native_oracle import PREPARED_ONLY, needs_kernels
 from tests.support.progress import quiet
 from tests.support.tiny_models import TINY_FAMILIES, TINY_MOE_FAMILIES
+from tests.support.tiny_zero_points import Form
 
 needs_mlx = pytest.mark.skipif(importlib.util.find_spec("mlx_lm") is None, reason="mlx is not installed")
 
@@ -127,6 +128,17 @@ FP8 = "FP8"
 
 FP8_CHANNEL, FP8_TENSOR = "FP8-channel", "FP8-tensor"
 """The same with a scale for each row, and for each matrix, as compressed-tensors writes it."""
+
+ZERO_POINTS: dict[str, Form] = {
+    "AWQ": Form("awq", group=64, zeros=True, scales=torch.float16),
+    "GPTQ": Form("gptq", group=128, zeros=True, scales=torch.float16),
+    "GPTQ-8-bit": Form("gptq", bits=8, group=-1, scales=torch.float16),
+    "packed-4-bit": Form("pack-quantized", group=32),
+    "packed-zero-points": Form("pack-quantized", group=128, zeros=True),
+    "packed-8-bit": Form("pack-quantized", bits=8, group=-1),
+    "integers": Form("int-quantized", bits=8, group=-1),
+}
+"""Forms of safetensors models as vLLM's tools quantise them, by a name."""
 
 each_runtime = pytest.mark.parametrize("subject", [pytest.param(one, marks=one.marks, id=one.name) for one in SUBJECTS])
 """A test of all three runtimes, as its ``subject``."""

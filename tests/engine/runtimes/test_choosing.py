@@ -210,7 +210,7 @@ class TestDownloads:
         [
             (
                 {"model_type": "mixtral", "quantization_config": {"quant_method": "gptq"}},
-                "quantised with GPTQ, which does not run here; take a GGUF",
+                "quantised with GPTQ with None bits, which does not run here; take a GGUF",
             ),
             ({"model_type": "minimax", "quantization": {"bits": 4}}, "the family 'minimax'"),
             ({"model_type": "olmoe", "clip_qkv": 4.0, "quantization": {"bits": 4}}, "clip_qkv 4.0"),

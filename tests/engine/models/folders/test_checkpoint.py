@@ -272,8 +272,8 @@ def test_remote_code_is_refused(tiny_model: TinyModel, tmp_path: Path):
     [
         ({"quantization_config": {"quant_method": "mxfp4"}}, "MXFP4"),
         ({"quantization_config": {"quant_method": "fp8", "activation_scheme": "static"}}, "FP8 with.*"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "GPTQ"),
-        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "AWQ"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "GPTQ with groups of None"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 5}}, "AWQ with 5 bits"),
         ({"quantization_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors with an unnamed format"),
         ({"compression_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "bitsandbytes"),

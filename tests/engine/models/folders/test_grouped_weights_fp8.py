@@ -147,7 +147,7 @@ def test_other_forms_of_fp8_are_refused_by_name(
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda s: s.update(format="pack-quantized"), "the format pack-quantized"),
+        (lambda s: s.update(format="marlin-24"), "the format marlin-24"),
         (lambda s: s.update(config_groups={}), "no groups"),
         (lambda s: s.update(kv_cache_scheme={"num_bits": 8}), "keys and values that are quantised, too"),
         (lambda s: s.update(sparsity_config={"format": "sparse-24-bitmask"}), "the sparse format sparse-24-bitmask"),

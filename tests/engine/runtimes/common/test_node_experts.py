@@ -19,7 +19,8 @@ from engine.moe.expert_parallel import RankContext
 from engine.moe.held import HeldExperts, check_held, held_by
 from engine.planning.placement import Placement
 from tests.engine.cluster.ring_places import placed
-from tests.engine.runtimes.subjects import FP8, PUBLISHED
+from tests.engine.runtimes.native_oracle import needs_kernels
+from tests.engine.runtimes.subjects import FP8, PUBLISHED, ZERO_POINTS
 from tests.support.progress import quiet
 from tests.support.shards import offer_part, send
 
@@ -59,6 +60,28 @@ def test_central_nodes_need_no_trunk(runtime: str, tiny_model: Callable[..., Pat
     whole.close()
 
 
+@needs_kernels
+@pytest.mark.parametrize("runtime", ["torch", "native"])
+def test_a_central_node_repacks_its_own_experts(
+    runtime: str, grouped: Callable[[str, str], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    folder, truth = grouped("qwen3_moe", "GPTQ")
+    layers = open_model(folder).experts.layers  # type: ignore[union-attr]
+    placement, alone = placed(layers, 4, 2), placed(layers, 4, 1)
+    share = share_of(folder, placement, 1, tmp_path, trunk=False)
+    request = Load(id=1, model=folder.name, dtype="float32", cpu_threads=1)
+    runner = load_experts(runtime, share, request, RankContext("e", 1, placement, "central"), quiet)
+    whole = load_experts("torch", truth, request, RankContext("e", 0, alone, "central"), quiet)
+    assert "GB in memory of weights in GPTQ" in runner.notices[0]
+    hidden = np.random.default_rng(1).normal(size=(2, runner.width)).astype(np.float32)
+    indices = np.array([placement.held(1, layers[-1])] * 2, np.int32)
+    weights = np.ones(indices.shape, np.float32)
+    found, expected = (one.run_experts(layers[-1], hidden, indices, weights, (), False) for one in (runner, whole))
+    assert np.abs(found - expected).max() < 0.02 * np.abs(expected).max()
+    runner.close()
+    whole.close()
+
+
 def test_an_expert_that_is_not_here_is_named(tiny_model: Callable[..., Path]) -> None:
     experts = open_model(tiny_model("mixtral")).experts
     assert experts is not None
@@ -82,6 +105,8 @@ def test_an_expert_that_is_not_here_is_named(tiny_model: Callable[..., Path]) ->
         ("mixtral", "mlx-8-bit"),
         ("qwen3_moe", FP8),
         ("mixtral", "mlx-6-bit"),
+        ("qwen3_moe", "AWQ"),
+        ("mixtral", "packed-zero-points"),
     ],
 )
 def test_a_share_of_quantised_weights_has_codes_scales_and_biases(
@@ -93,6 +118,7 @@ def test_a_share_of_quantised_weights_has_codes_scales_and_biases(
     placement = placed(whole.experts.layers, whole.experts.count, 2)
     share = open_model(share_of(folder, placement, 1, tmp_path))
     assert share.experts is not None and share.experts.nbytes * 2 == whole.experts.nbytes
+    assert [bool(files.repack(quiet)) for files in (whole, share)] == [stored in ZERO_POINTS] * 2
     for layer in placement.layers:
         assert tuple(share.experts.held(layer)) == placement.held(1, layer)
         for expert in placement.held(1, layer):

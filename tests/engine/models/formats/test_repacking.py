@@ -1,0 +1,228 @@
+"""Weights with zero points, as vLLM's tools store them, are what their descriptions say, to the bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from engine.errors import ModelError
+from engine.models.folders.opening import open_model
+from engine.models.folders.weight_layout import layout_of
+from engine.models.formats.model_files import StoredTensor
+from engine.runtimes.choosing import refuse_download
+from engine.runtimes.torch.offload.torch_tensors import unpacked
+from tests.support.progress import quiet
+from tests.support.tiny_gguf import whole_blocks
+from tests.support.tiny_models import write_tiny_model
+from tests.support.tiny_zero_points import Form, write_zero_points
+
+F16, F32 = torch.float16, torch.float32
+FORMS = {
+    "pack-quantized": Form("pack-quantized"),
+    "pack-quantized, groups of 128": Form("pack-quantized", group=128, scales=F16),
+    "pack-quantized, zero points": Form("pack-quantized", group=64, zeros=True),
+    "pack-quantized, rows": Form("pack-quantized", group=-1),
+    "pack-quantized, 8 bits": Form("pack-quantized", bits=8, group=-1),
+    "pack-quantized, 8 bits, zero points": Form("pack-quantized", bits=8, group=32, zeros=True, scales=F16),
+    "int-quantized": Form("int-quantized", bits=8, group=-1),
+    "int-quantized, zero points": Form("int-quantized", bits=8, group=-1, zeros=True),
+    "int-quantized, one scale": Form("int-quantized", bits=8, group=-1, per_tensor=True, scales=F16),
+    "AWQ": Form("awq", zeros=True, scales=F16),
+    "AWQ, rows": Form("awq", group=-1, zeros=True, scales=F16),
+    "GPTQ": Form("gptq", scales=F16),
+    "GPTQ, zero points": Form("gptq", group=64, zeros=True, scales=F16),
+    "GPTQ, version 2": Form("gptq", group=128, zeros=True, scales=F16, version="gptq_v2"),
+    "GPTQ, 8 bits": Form("gptq", bits=8, group=-1, zeros=True, scales=F16),
+}
+IN_PLACE = ("pack-quantized",)
+"""Kinds of which only biases, and some scales, are computed."""
+EXPERT = "model.layers.1.mlp.experts.2.gate_proj"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = whole_blocks("qwen3_moe") | {"moe_intermediate_size": 384}
+    return write_tiny_model(tmp_path_factory.mktemp("source") / "qwen3_moe", "qwen3_moe", **sizes)
+
+
+def wide(stored: StoredTensor) -> np.ndarray[Any, Any]:
+    return unpacked(stored, torch.float32).numpy()
+
+
+@pytest.mark.parametrize(("name", "files"), [(name, 1 + 2 * (place % 2)) for place, name in enumerate(FORMS)])
+def test_every_weight_is_what_its_tensors_stand_for(tmp_path: Path, source: Path, name: str, files: int) -> None:
+    form = FORMS[name]
+    folder, truth = write_zero_points(tmp_path / "model", source, form, files=files)
+    found, wanted = open_model(folder), open_model(truth)
+    assert found.experts is not None and wanted.experts is not None
+    assert found.experts.dtype == f"AFFINE{form.bits}" and found.repacks
+    said = found.repack(quiet)
+    assert "GB in memory of weights in" in said[0]
+    assert any("round inputs" in line for line in said) == (form.kind == "int-quantized")
+    for layer in found.experts.layers:
+        for number in range(found.experts.count):
+            ours, theirs = found.experts.expert(layer, number), wanted.experts.expert(layer, number)
+            for part in ("gate", "up", "down"):
+                stored, plain = getattr(ours, part), getattr(theirs, part)
+                assert stored.shape == plain.shape
+                assert (wide(stored) == plain.words.view(np.float32)).all()
+    truth_trunk = dict(wanted.trunk())
+    grouped = {name for name, stored in found.trunk() if stored.scales is not None}
+    assert "model.layers.0.self_attn.q_proj.weight" in grouped
+    assert grouped.isdisjoint(("model.layers.0.mlp.gate.weight", "lm_head.weight"))
+    for tensor, stored in found.trunk():
+        if tensor in grouped:
+            assert (wide(stored) == truth_trunk[tensor].words.view(np.float32)).all()
+    assert found.trunk_bytes == sum(stored.nbytes for _, stored in found.trunk())
+
+
+@pytest.mark.parametrize("name", ["pack-quantized", "AWQ"])
+def test_only_what_lies_otherwise_is_computed(tmp_path: Path, source: Path, name: str) -> None:
+    folder, _ = write_zero_points(tmp_path / "model", source, FORMS[name])
+    opened = open_model(folder)
+    (mapped,) = opened.mapped_files
+    assert opened.experts is not None
+    gate = opened.experts.expert(1, 3).gate
+    assert gate.scales is not None and gate.biases is not None
+    in_file = [mapped.address <= part.words.ctypes.data < mapped.address + mapped.size
+               for part in (gate, gate.scales, gate.biases)]  # fmt: skip
+    assert in_file == ([True, True, False] if name in IN_PLACE else [False] * 3)
+
+
+def test_a_node_computes_its_own_experts_only(tmp_path: Path, source: Path) -> None:
+    folder, truth = write_zero_points(tmp_path / "model", source, FORMS["GPTQ"])
+    found, wanted = open_model(folder), open_model(truth)
+    assert found.experts is not None and wanted.experts is not None
+    done: list[int] = []
+    found.repack(lambda stage, at, total, unit: done.append(total), {0: (), 1: (2,)}, trunk=False)
+    assert set(done) == {found.experts.place(1, 2).nbytes}
+    assert (wide(found.experts.expert(1, 2).up) == wanted.experts.expert(1, 2).up.words.view(np.float32)).all()
+    assert not wide(found.experts.expert(1, 1).up).any()
+    found.repack(quiet)
+    assert found.repack(quiet) == [] and wide(found.experts.expert(1, 1).up).any()
+
+
+def test_modules_that_are_left_out_stay_plain(tmp_path: Path, source: Path) -> None:
+    folder, _ = write_zero_points(tmp_path / "model", source, FORMS["AWQ"], kept=lambda name: "self_attn" in name)
+    formats = {name: stored.dtype for name, stored in open_model(folder).trunk()}
+    assert formats["model.layers.0.self_attn.q_proj.weight"] == "BF16"
+
+
+def test_the_layout_for_rings_has_the_bytes_as_they_are_stored(tmp_path: Path, source: Path) -> None:
+    folder, _ = write_zero_points(tmp_path / "model", source, FORMS["GPTQ, zero points"], files=3)
+    layout = layout_of(folder)
+    tensors = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    nbytes = sum(tensor.nbytes for name, tensor in tensors.items() if ".layers.1.mlp.experts.2." in name)
+    assert sum(run.nbytes for run in layout.experts[1, 2]) == nbytes
+    assert layout.trunk_bytes == sum(tensor.nbytes for name, tensor in tensors.items() if ".experts." not in name)
+
+
+# --- what does not run ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("form", "change", "text"),
+    [
+        ("GPTQ", {"desc_act": True}, r"GPTQ with rows in the order of activations \(desc_act\)"),
+        ("GPTQ", {"bits": 3}, "GPTQ with 3 bits"),
+        ("GPTQ", {"group_size": 16}, "GPTQ with groups of 16"),
+        ("GPTQ", {"checkpoint_format": "marlin"}, "GPTQ with the packing marlin"),
+        ("GPTQ", {"dynamic": {"+:.*down.*": {"bits": 8}}}, r"GPTQ with settings of their own for some modules"),
+        ("AWQ", {"version": "gemv"}, "AWQ with the packing gemv"),
+        ("AWQ", {"bits": 8}, "AWQ with 8 bits"),
+        ("AWQ", {"group_size": 48}, "AWQ with groups of 48"),
+        ("pack-quantized", {"format": "marlin-24"}, "compressed-tensors with the format marlin-24"),
+        ("pack-quantized", {"weights.num_bits": 3}, "numbers of 3 bits and the type int"),
+        ("pack-quantized", {"weights.actorder": "group"}, r"columns in the order of activations \(actorder\)"),
+        ("pack-quantized", {"weights.strategy": "block"}, "a scale for each block"),
+        ("pack-quantized", {"weights.group_size": 100}, "groups of 100"),
+        ("int-quantized", {"weights.strategy": "group"}, "a scale for each group"),
+    ],
+)
+def test_what_does_not_run_is_refused_by_name(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, form: str, change: dict[str, Any], text: str
+) -> None:
+    monkeypatch.setattr("engine.runtimes.choosing.mlx_installed", lambda: False)
+    folder, _ = write_zero_points(tmp_path / "model", source, FORMS[form])
+    config = json.loads((folder / "config.json").read_text())
+    for key, value in change.items():
+        inner = config["quantization_config"]
+        if "." in key:
+            inner = inner["config_groups"]["group_0"]["weights"]
+        inner[key.removeprefix("weights.")] = value
+    (folder / "config.json").write_text(json.dumps(config))
+    for refuse in (lambda: open_model(folder), lambda: refuse_download(config, 1)):
+        with pytest.raises(ModelError, match=f"quantised with .*{text}.*, which does not run here; take a GGUF file"):
+            refuse()
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", ["GPTQ", "pack-quantized"])
+def test_columns_in_the_order_of_activations_are_refused(tmp_path: Path, source: Path, name: str) -> None:
+    """Where the settings do not say so, too."""
+    folder, _ = write_zero_points(tmp_path / "model", source, FORMS[name])
+    ending = "g_idx" if name == "GPTQ" else "weight_g_idx"
+    order = (torch.arange(256).flip(0) // 32).int()
+    change_tensors(folder, lambda tensors: tensors.update({f"{EXPERT}.{ending}": order}))
+    with pytest.raises(ModelError, match=r"columns of model.* are quantised in the order of activations"):
+        open_model(folder).repack(quiet)
+
+
+def test_an_order_of_activations_that_changes_nothing_runs(tmp_path: Path, source: Path) -> None:
+    folder, truth = write_zero_points(tmp_path / "model", source, FORMS["GPTQ, 8 bits"])
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["desc_act"] = True
+    (folder / "config.json").write_text(json.dumps(config))
+    found, wanted = open_model(folder), open_model(truth)
+    found.repack(quiet)
+    assert found.experts is not None and wanted.experts is not None
+    assert (wide(found.experts.expert(0, 0).down) == wanted.experts.expert(0, 0).down.words.view(np.float32)).all()
+
+
+@pytest.mark.parametrize("name", ["AWQ", "GPTQ", "pack-quantized, zero points", "int-quantized"])
+def test_damaged_tensors_are_refused_in_one_sentence(tmp_path: Path, source: Path, name: str) -> None:
+    folder, _ = write_zero_points(tmp_path / "model", source, FORMS[name])
+    tensors = load_file(folder / "model.safetensors")
+    own = sorted(part for part in tensors if part.startswith(EXPERT + ".") and not part.endswith("weight_shape"))
+    dtypes = (torch.int32, torch.int8, torch.uint8, torch.float16, torch.float32, torch.int64)
+
+    @settings(max_examples=40, deadline=None)
+    @given(
+        part=st.sampled_from(own),
+        shape=st.lists(st.sampled_from((0, 1, 2, 3, 8, 32, 48, 256, 384)), max_size=3),
+        dtype=st.sampled_from(dtypes),
+        gone=st.booleans(),
+    )
+    def changed(part: str, shape: list[int], dtype: torch.dtype, gone: bool) -> None:
+        damaged = dict(tensors)
+        damaged[part] = torch.zeros(shape, dtype=dtype)
+        if gone:
+            del damaged[part]
+        save_file(damaged, folder / "model.safetensors")
+        same = not gone and (damaged[part].shape, dtype) == (tensors[part].shape, tensors[part].dtype)
+        try:
+            open_model(folder).repack(quiet)
+        except ModelError as error:
+            assert "\n" not in str(error) and EXPERT in str(error)
+            assert not same or part.endswith("g_idx")
+        else:
+            optional = part.endswith(("g_idx", "zero_point"))
+            scales = part.endswith("scale") and dtype in (torch.float16, torch.float32)
+            scales |= part.endswith("scales") and dtype in (torch.float16, torch.float32)
+            assert same or (gone and optional) or scales or damaged[part].shape == tensors[part].shape
+
+    changed()

@@ -1,0 +1,89 @@
+"""Safetensors models as vLLM's tools quantise them, in the native and the torch runtime: transformers' logits on what
+the weights stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from benchmarks.stand_in_device import StandInDevice
+from engine.ipc.messages import ExpertPolicy, Load
+from engine.models.folders.opening import open_model
+from engine.models.folders.sizes import sizes_of
+from engine.planning.hybrid import GPU_RUNTIME_BYTES
+from engine.runtimes.torch.runtime import TorchRuntime
+from tests.engine.runtimes.native_oracle import needs_kernels
+from tests.engine.runtimes.subjects import ZERO_POINTS, prompt_of
+from tests.engine.runtimes.test_runtimes_grouped_models import EXACT, assert_like_the_library, loaded_by
+from tests.engine.runtimes.torch_oracle import library_run, load, our_run, worst
+from tests.support.progress import quiet
+
+pytestmark = pytest.mark.usefixtures("home")
+
+Grouped = Callable[[str, str], tuple[Path, Path]]
+
+MODELS = [
+    ("qwen3_moe", "AWQ", "native"), ("qwen3_moe", "AWQ", "torch"), ("mixtral", "GPTQ", "native"),
+    ("qwen2_moe", "packed-zero-points", "torch"), ("llama", "GPTQ", "torch"), ("qwen3", "packed-4-bit", "native"),
+    ("llama", "AWQ", "native"), ("qwen3_moe", "integers", "native"), ("mixtral", "packed-8-bit", "native"),
+    ("deepseek_v3", "GPTQ-8-bit", "native"), ("qwen3", "integers", "torch"),
+    ("qwen3_5_moe_text", "integers", "native"), ("qwen2_moe", "GPTQ-8-bit", "torch"),
+]  # fmt: skip
+
+
+@pytest.mark.sampled
+@needs_kernels
+@pytest.mark.parametrize(("family", "stored", "runtime"), MODELS)
+def test_quantised_models_give_the_logits_of_what_they_stand_for(
+    grouped: Grouped, family: str, stored: str, runtime: str
+) -> None:
+    folder, truth = grouped(family, stored)
+    model = loaded_by(runtime, folder)
+    assert (model.facts.dtype, model.facts.runtime) == ("bfloat16", runtime)
+    assert_like_the_library(model, truth)
+    assert model.facts.weights == f"{ZERO_POINTS[stored].bits}-bit"
+    predicted = sizes_of(open_model(folder)).for_runtime(runtime)
+    assert predicted.trunk_bytes == pytest.approx(model.facts.trunk_bytes, rel=0.02)
+    assert predicted.expert_bytes == model.facts.expert_bytes
+    assert any("GB in memory of weights in" in line for line in model.facts.notices)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(
+    ("family", "stored"),
+    [("qwen3_moe", "AWQ"), ("llama", "GPTQ"), ("mixtral", "packed-4-bit"), ("qwen3", "packed-zero-points"),
+     ("deepseek_v3", "integers"), ("qwen3_5_moe_text", "AWQ")],
+)  # fmt: skip
+def test_unpacked_weights_give_the_librarys_logits(
+    grouped: Grouped, monkeypatch: pytest.MonkeyPatch, family: str, stored: str
+) -> None:
+    monkeypatch.setenv("PRIVATELLM_KERNELS", "off")
+    folder, truth = grouped(family, stored)
+    model, tokens = load(folder, dtype="float32"), prompt_of(40)
+    answer, theirs = library_run(truth, tokens, chunks=1)
+    assert worst(our_run(model, tokens, 2, answer), theirs) < EXACT
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(
+    ("family", "stored", "policy"),
+    [("qwen3_moe", "AWQ", "balanced"), ("mixtral", "packed-4-bit", "lru-offload")],
+)
+def test_a_device_shares_repacked_experts(
+    grouped: Grouped, monkeypatch: pytest.MonkeyPatch, family: str, stored: str, policy: ExpertPolicy
+) -> None:
+    monkeypatch.setenv("PRIVATELLM_KERNELS", "off")
+    folder, truth = grouped(family, stored)
+    experts = open_model(folder).experts
+    assert experts is not None
+    device = StandInDevice(2 * GPU_RUNTIME_BYTES)
+    room = 3 * experts.place(0, 0).nbytes + 1000
+    request = Load(id=1, model="packed", cpu_threads=1, dtype="float32", policy=policy, gpu_expert_bytes=room)
+    model = TorchRuntime(lambda: device).load(folder, request, quiet)
+    tokens = prompt_of(40)
+    answer, theirs = library_run(truth, tokens, chunks=1)
+    assert worst(our_run(model, tokens, 2, answer), theirs) < EXACT
+    assert any(op.kind in ("copy", "fill") for op in device.trace)
+    model.close()
