@@ -52,6 +52,9 @@ ARCHITECTURES = {
     "minimax_m2": "minimax-m2",
     "dots1": "dots1",
     "ernie4_5_moe": "ernie4_5-moe",
+    "cohere": "command-r",
+    "cohere2": "cohere2",
+    "llama4_text": "llama4",
     "hunyuan_v1_dense": "hunyuan-dense",
     "hunyuan_v1_moe": "hunyuan-moe",
     "glm4": "glm4",
@@ -148,6 +151,9 @@ BY_GGUF = (
     "hunyuan-dense",
     "hunyuan-moe",
     "ernie4_5-moe",
+    "command-r",
+    "cohere2",
+    "llama4",
 )
 """Architectures whose names are those of the gguf package, which llama.cpp's converter uses."""
 _UNKNOWN_TO_GGUF = {
@@ -331,6 +337,9 @@ def write_tiny_gguf(
         if ".experts." in name and architecture == "gemma4":
             true[name] = _gemma(name, values, written, pack, layout)
             continue
+        if ".feed_forward.experts." in name and architecture == "llama4":
+            true[name] = _llama4(name, values, written, pack)
+            continue
         if ".mlp.experts." in name:
             true[name] = _gpt_oss(name, values, written, pack)
             continue
@@ -413,7 +422,8 @@ def _write_metadata(
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    width, shared = config["intermediate_size"], config.get("num_kv_shared_layers") or 0
+    width = config.get("intermediate_size_mlp", config["intermediate_size"])
+    shared = config.get("num_kv_shared_layers") or 0
     if config.get("use_double_wide_mlp"):
         writer.add_feed_forward_length([width] * (config["num_hidden_layers"] - shared) + [2 * width] * shared)
     else:
@@ -430,7 +440,10 @@ def _write_metadata(
         _write_two_kinds(writer, config)
     else:
         writer.add_head_count_kv(heads)
-    writer.add_layer_norm_rms_eps(config.get("rms_norm_eps") or config["norm_eps"])
+    if "layer_norm_eps" in config:
+        writer.add_layer_norm_eps(config["layer_norm_eps"])
+    else:
+        writer.add_layer_norm_rms_eps(config.get("rms_norm_eps") or config["norm_eps"])
     rope = config["rope_parameters"]
     base = rope.get("full_attention", rope)["rope_theta"]
     if "alpha" in rope:
@@ -484,7 +497,12 @@ def _write_metadata(
         writer.add_ssm_group_count(config["linear_num_key_heads"])
         writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
         writer.add_ssm_inner_size(config["linear_num_value_heads"] * config["linear_value_head_dim"])
-    if architecture in ("gemma3", "olmo2", "exaone4", "phi3") and config.get("sliding_window"):
+    if architecture == "llama4":
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
+        writer.add_interleave_moe_layer_step(config["interleave_moe_layer_step"])
+    if "logit_scale" in config:
+        writer.add_logit_scale(config["logit_scale"])
+    if architecture in ("gemma3", "olmo2", "exaone4", "phi3", "cohere2") and config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
     if architecture in ("olmo2", "exaone4") and config.get("sliding_window"):
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
@@ -635,6 +653,24 @@ def _gemma(
     return np.concatenate(back, axis=1)
 
 
+def _llama4(
+    name: str,
+    values: Floats,
+    written: list[tuple[str, NDArray[Any], GGMLQuantizationType]],
+    pack: _Packing,
+) -> Floats:
+    """llama4's experts come stacked and transposed, with gate and up in one."""
+    rows = values.swapaxes(1, 2)
+    shorts = ("down",) if name.endswith("down_proj") else ("gate", "up")
+    back = []
+    for short, piece in zip(shorts, np.split(rows, len(shorts), axis=1), strict=True):
+        known = f"blk.{name.split('.')[2]}.ffn_{short}_exps.weight"
+        words, kind, true = pack(known, np.ascontiguousarray(piece))
+        written.append((known, words, kind))
+        back.append(true)
+    return np.ascontiguousarray(np.concatenate(back, axis=1).swapaxes(1, 2))
+
+
 def _gpt_oss(
     name: str,
     values: Floats,
@@ -767,6 +803,10 @@ def whole_blocks(family: str) -> dict[str, Any]:
         rope |= {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
         sizes |= {"num_hidden_layers": 4, "rope_parameters": rope, "linear_num_value_heads": 4}
         sizes |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+    if family == "llama4_text":
+        del sizes["num_hidden_layers"]
+        sizes |= {"intermediate_size_mlp": 512, "intermediate_size": 256}
+        sizes |= {"attention_chunk_size": 8192, "floor_scale": 8192}  # llama.cpp knows no other
     if family == "ernie4_5_moe":
         sizes |= {"moe_num_experts": 4, "moe_intermediate_size": 256}
     if family == "minimax_m2":
@@ -787,11 +827,11 @@ def whole_blocks(family: str) -> dict[str, Any]:
         sizes |= {"num_experts": 8, "moe_intermediate_size": 256}
     if family == "lfm2":
         sizes["block_multiple_of"] = 256
-    if family in ("gemma3_text", "olmo3", "exaone4", "smollm3"):
+    if family in ("gemma3_text", "olmo3", "exaone4", "smollm3", "cohere2"):
         del sizes["num_hidden_layers"]
     if family == "gemma3_text":
         sizes["query_pre_attn_scalar"] = 32
-    if family in ("granite", "olmo2", "olmo3", "smollm3", "phi3"):
+    if family in ("granite", "olmo2", "olmo3", "smollm3", "phi3", "cohere", "cohere2"):
         del sizes["head_dim"]
     if family.startswith("gemma4"):
         del sizes["num_hidden_layers"]

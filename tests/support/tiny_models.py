@@ -45,7 +45,7 @@ _KINDS_OF_FAMILIES = {"gemma4_dense": "gemma4_text", "gemma4_e2b": "gemma4_text"
 TINY_DENSE_FAMILIES: tuple[str, ...] = (
     *("llama", "mistral", "qwen2", "qwen3", "qwen3_5_text"),
     *("gemma4_dense", "gemma4_e2b", "gemma4_unified_text", "gemma3_text", "ministral3"),
-    *("phi3", "glm4", "ernie4_5", "hunyuan_v1_dense"),
+    *("phi3", "glm4", "ernie4_5", "hunyuan_v1_dense", "cohere", "cohere2"),
     *("granite", "lfm2", "smollm3", "seed_oss", "olmo2", "olmo3", "exaone4"),
 )
 TINY_FAMILIES: tuple[str, ...] = TINY_DENSE_FAMILIES + TINY_MOE_FAMILIES
@@ -312,6 +312,8 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 40,
         "moe_num_shared_experts": 2,
     },
+    "cohere": {"logit_scale": 0.5, "num_hidden_layers": 4},
+    "cohere2": {"num_hidden_layers": 5, "sliding_window": 16, "logit_scale": 0.5},
     "granite": {
         "embedding_multiplier": 1.5,
         "logits_scaling": 0.8,

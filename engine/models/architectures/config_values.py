@@ -121,7 +121,7 @@ _RULES: dict[str, _Rule] = {
     **_rules(
         positive,
         "rms_norm_eps norm_eps factor low_freq_factor high_freq_factor beta_fast beta_slow attention_factor "
-        "final_logit_softcapping alpha",
+        "final_logit_softcapping alpha logit_scale layer_norm_eps",
     ),
     "partial_rotary_factor": _share,
     "rope_theta": _base,

@@ -147,21 +147,19 @@ def _rope(gguf: GgufFile, metadata: Metadata, head_size: int, record: GgufRecord
 def _llama3_rope(gguf: GgufFile, theta: float, head_size: int) -> dict[str, Any]:
     """Llama 3.1 and later: the file holds the divisor of each frequency; find the parameters that give them."""
     divisors = gguf.floats("rope_freqs.weight").reshape(-1).astype(np.float64)
-    parameters: dict[str, Any] = {
-        "rope_type": "llama3",
-        "rope_theta": theta,
-        "factor": float(divisors.max()),
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-    if divisors.shape != (head_size // 2,) or not np.allclose(
-        llama3_divisors(parameters, head_size), divisors, rtol=1e-4
-    ):
-        raise ModelError(
-            f"{gguf.path} scales its positions in a way that is not Llama 3's; use its safetensors folder."
-        )
-    return parameters
+    for high in (4.0, 1.0):  # Llama 4 has no frequencies between long and short ones
+        parameters: dict[str, Any] = {
+            "rope_type": "llama3",
+            "rope_theta": theta,
+            "factor": float(divisors.max()),
+            "low_freq_factor": 1.0,
+            "high_freq_factor": high,
+            "original_max_position_embeddings": 8192,
+        }
+        expected = llama3_divisors(parameters, head_size)
+        if divisors.shape == expected.shape and np.allclose(expected, divisors, rtol=1e-4):
+            return parameters
+    raise ModelError(f"{gguf.path} scales its positions in a way that is not Llama 3's; use its safetensors folder.")
 
 
 def llama3_divisors(parameters: Mapping[str, Any], head_size: int) -> NDArray[np.float64]:
@@ -169,5 +167,5 @@ def llama3_divisors(parameters: Mapping[str, Any], head_size: int) -> NDArray[np
     frequency = parameters["rope_theta"] ** -(np.arange(0, head_size, 2) / head_size)
     turns = parameters["original_max_position_embeddings"] * frequency / (2 * np.pi)
     low, high, factor = parameters["low_freq_factor"], parameters["high_freq_factor"], parameters["factor"]
-    blend = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    blend = np.where(turns > low, 1.0, 0.0) if high == low else np.clip((turns - low) / (high - low), 0.0, 1.0)
     return np.asarray(1.0 / ((1.0 - blend) / factor + blend), dtype=np.float64)

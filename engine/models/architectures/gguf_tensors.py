@@ -166,6 +166,8 @@ def _norms(gguf: GgufFile, decoder: DecoderRecord, here: str) -> Iterator[tuple[
         newer = here + "post_attention_norm.weight" in gguf.tensors
         yield "post_attention_norm" if newer else "ffn_norm", "post_attention_layernorm"
         return
+    if decoder.norms == "beside":
+        return
     yield "post_attention_norm", "post_attention_layernorm"
     yield "post_ffw_norm", "post_feedforward_layernorm"
     if decoder.norms == "around":
@@ -190,7 +192,7 @@ def _attention(gguf: GgufFile, decoder: DecoderRecord, config: Mapping[str, Any]
             continue
         each = ((f"{here}attn_{short}.{part}", f"{attention}{short}_proj.{part}", rows[short]) for short in rows)
         yield from projections(gguf, f"{here}attn_qkv.{part}", each, columns)
-    if decoder.head_norm != "none" and switched(decoder.head_norm_setting or True, config):
+    if decoder.head_norm in ("per-head", "whole") and switched(decoder.head_norm_setting or True, config):
         for short, width in (("q", queries), ("k", keys)):
             if short in rows:
                 shape = (width if decoder.head_norm == "whole" else size,)

@@ -161,6 +161,22 @@ def _window(value: Any) -> int:
     return value
 
 
+UNROTATED = "unrotated"
+"""The kind of heads that are not rotated."""
+
+
+def rotated_kinds(config: Config, layers: int) -> list[str]:
+    """Kinds of heads by ``no_rope_layers``, which is 1 for layers that rotate them, or all but every
+    ``no_rope_layer_interval``-th. Raises ModelError if it is not of so many layers."""
+    rotated = config.get("no_rope_layers")
+    if rotated is None or rotated == []:
+        every = whole_number(config, "no_rope_layer_interval")
+        rotated = [int((layer + 1) % every != 0) for layer in range(layers)]
+    if not isinstance(rotated, list) or len(rotated) != layers:
+        raise damaged(f"config.json gives {shown(rotated)} for no_rope_layers, which must be one for each of {layers}")
+    return ["full_attention" if one else UNROTATED for one in rotated]
+
+
 # --- rotary settings of each kind -------------------------------------------------------------------------------------
 
 

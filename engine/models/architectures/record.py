@@ -79,6 +79,8 @@ class RouterRecord:
     """Setting that must not be false for it; empty: none."""
     groups: bool = False
     """Whether experts are in groups, of which only the best are used."""
+    scales_input: bool = False
+    """Whether the weights of chosen experts multiply their inputs, not their outputs (llama4)."""
     scaled: bool = False
     """Whether the weights of chosen experts are multiplied by ``routed_scaling_factor``."""
     norm: str = ""
@@ -117,19 +119,33 @@ class MoeRecord:
 
 # --- the decoder ------------------------------------------------------------------------------------------------------
 
-HeadNorm = Literal["none", "per-head", "whole"]
-"""Norms of queries and keys: none; each head by itself (qwen3); the whole projection (olmoe)."""
+HeadNorm = Literal["none", "per-head", "whole", "rotated"]
+"""Norms of queries and keys: none; each head by itself (qwen3); the whole projection (olmoe); each head that is
+rotated, without weights (llama4)."""
 Mixer = Literal["none", "delta-net", "convolution", "lightning"]
 """What most layers have in place of attention: nothing else; a gated delta-net (qwen3_5); a short convolution
 (lfm2_moe); attention that keeps one matrix of state (minimax)."""
 
 
-Norms = Literal["before", "around", "after"]
+Norms = Literal["before", "around", "after", "beside"]
 """Places of the norms of attention and of the feed-forward network: before them; before and after (gemma4); after
-(olmo2).
+(olmo2); one before both, which run beside each other (cohere2).
 
 The norms after are ``post_attention_layernorm`` and ``post_feedforward_layernorm``; then the one before the network is
 ``pre_feedforward_layernorm``."""
+
+
+@dataclass(frozen=True)
+class QueryGrowth:
+    """The factor 1 + ``by`` * log(1 + floor((p + ``ahead``) / ``step``)) of the query at position p."""
+
+    by: float
+    step: float
+    ahead: int = 0
+    unrotated: bool = False
+    """Whether only heads that are not rotated have it."""
+
+
 Number = Callable[[Config], float]
 """A number that settings give."""
 
@@ -182,6 +198,8 @@ class DecoderRecord:
     """The kind of heads that are not rotated; empty: none."""
     kind_rope: Callable[[Config, str], Config] | None = None
     """Rotary settings of the heads of a kind; None: the same for all kinds."""
+    centred_norms: bool = False
+    """Whether norms of the hidden state take the mean from it (cohere2)."""
     offset_norms: bool = False
     """Whether norms multiply by one more than their weights (gemma3, qwen3_5)."""
     keys_are_values: Callable[[Config, str], bool] = lambda config, kind: False
@@ -194,6 +212,8 @@ class DecoderRecord:
     """Width of the dense feed-forward network of a layer."""
     windows: Callable[[Config, int], list[int]] = no_windows
     """Tokens that each layer sees; 0: all."""
+    chunked: bool = False
+    """Whether a layer sees the tokens from the last multiple of that number on (llama4)."""
     head_norm: HeadNorm = "none"
     head_norm_setting: str = ""
     """Setting that has to be true for ``head_norm``; empty: always."""
@@ -209,9 +229,8 @@ class DecoderRecord:
     """Whether heads are normed after they are rotated, not before (hunyuan)."""
     paired_rotary: bool = False
     """Whether a rotation turns neighbouring values of a head, not values half a head apart (ernie4_5)."""
-    query_growth: Callable[[Config], tuple[float, float] | None] = lambda config: None
-    """Numbers b and n by which the query at position p is multiplied by 1 + b * log(1 + floor(p / n)) (ministral3);
-    None: by nothing."""
+    query_growth: Callable[[Config], QueryGrowth | None] = lambda config: None
+    """How queries grow with their positions (ministral3); None: they do not."""
     sinks: bool = False
     """Whether every head has a logit besides those of the keys, which takes a share of the attention (gpt_oss)."""
     clip: bool = False

@@ -202,9 +202,11 @@ class MlxModel(LocalModel):
         else:
             logits = self._model[self._backbone].embed_tokens.as_linear(last)
         logits = logits[:, -1, :]
-        # granite's head divides; its definition does so outside the head that is called here.
+        # granite's head divides, and Cohere's multiplies; their definitions do so outside the head that is called here.
         scaling = getattr(self._model, "logits_scaling", None)
-        logits = (logits if scaling is None else logits / scaling).astype(mx.float32)
+        logits = logits if scaling is None else logits / scaling
+        factor = getattr(getattr(self._model, "args", None), "logit_scale", None)
+        logits = (logits if factor is None else logits * factor).astype(mx.float32)
         cap = getattr(self._model, "final_logit_softcapping", None)  # Gemma's, outside the head, too
         return logits if cap is None else mx.tanh(logits / cap) * cap
 

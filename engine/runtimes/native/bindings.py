@@ -20,7 +20,7 @@ STEPS_TOGETHER = 8
 MOST_TAPS = 16
 """Maximum tokens of a delta-net's convolution (PLLM_MOST_TAPS)."""
 
-HEAD_NORMS = {"none": 0, "per-head": 1, "whole": 2}
+HEAD_NORMS = {"none": 0, "per-head": 1, "rotated": 1, "whole": 2}
 SCORINGS = {"softmax": 0, "sigmoid": 1}
 
 PARTS: tuple[Part, ...] = ("attention", "router", "experts", "other")
@@ -127,6 +127,8 @@ class TrunkLayer(ctypes.Structure):
         ("window", ctypes.c_int64),
         ("kind", ctypes.c_int64),
         ("place", ctypes.c_int64),
+        ("chunked", ctypes.c_int32),
+        ("grown", ctypes.c_int32),
     )
 
 
@@ -172,6 +174,9 @@ class Trunk(ctypes.Structure):
         ("paired_rotary", ctypes.c_int32),
         ("gated_queries", ctypes.c_int32),
         ("tiled_heads", ctypes.c_int32),
+        ("parallel", ctypes.c_int32),
+        ("centred", ctypes.c_int32),
+        ("scale_input", ctypes.c_int32),
         ("epsilon", ctypes.c_float),
         ("clip", ctypes.c_float),
         ("embedding_scale", ctypes.c_float),

@@ -97,11 +97,11 @@ class OpenedModel:
 
 def query_scales(shape: Shape, start: int, count: int) -> NDArray[np.float32] | None:
     """Further factors [count] of the queries of positions from ``start`` on; None if there are none."""
-    if shape.query_growth is None:
+    growth = shape.query_growth
+    if growth is None:
         return None
-    by, step = shape.query_growth
-    positions = np.arange(start, start + count, dtype=np.float64)
-    return np.asarray(1 + by * np.log(1 + np.floor(positions / step)), np.float32)
+    positions = np.arange(start, start + count, dtype=np.float64) + growth.ahead
+    return np.asarray(1 + growth.by * np.log(1 + np.floor(positions / growth.step)), np.float32)
 
 
 class NativeModel(LocalModel):

@@ -16,6 +16,7 @@ from engine.moe.executor import RingExecutor
 from engine.moe.expert_parallel import Floats, Indices
 from engine.moe.kernel_backend import KernelBackend
 from engine.runtimes.native.bindings import MEANING, Cut, Pass, native
+from engine.runtimes.native.shape import Shape
 
 KEPT_PLACES = 16
 """Maximum cached arrays over the trunk's workspace. Making an array takes longer than reading it."""
@@ -31,12 +32,10 @@ class RingTrunk:
         executor: RingExecutor[NDArray[Any]],
         backend: KernelBackend,
         layers: tuple[int, ...],
-        top_k: int,
-        width: int,
+        shape: Shape,
         logits: bool,
     ) -> None:
-        """``executor`` runs the experts of ``layers`` on ``backend``. Tokens have ``top_k`` routes, and hidden states
-        have ``width`` numbers.
+        """``executor`` runs the experts of ``layers`` on ``backend``.
 
         ``logits``: whether passes compute the requested logits, or only the states that lead to them.
         """
@@ -44,8 +43,9 @@ class RingTrunk:
         self._executor = executor
         self._backend = backend
         self._layers = layers
-        self._top_k = top_k
-        self._width = width
+        self._top_k = shape.top_k
+        self._width = shape.hidden
+        self._scales_input = shape.routing.scales_input
         self._native = native()
         self._cut = Cut()
         self._places: dict[tuple[int, int, int], NDArray[Any]] = {}
@@ -100,7 +100,7 @@ class RingTrunk:
         # Copies: the exchange keeps them while the shared expert is run.
         indices: Indices = self._at(cut.indices, rows, k, _NUMBERS).copy()
         weights: Floats = self._at(cut.weights, rows, k, _FLOATS).copy()
-        summed = self._executor.run(layer, hidden, indices, weights, meanwhile=meanwhile)
+        summed = self._executor.run(layer, hidden, indices, weights, self._scales_input, meanwhile)
         if rows:
             self._at(cut.sum, rows, width, _FLOATS)[:] = summed
 

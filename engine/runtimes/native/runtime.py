@@ -101,7 +101,7 @@ class NativeRuntime(Runtime):
             backend = open_backend(experts, ring.context, shape.gate, choice, pool)
             layers = tuple(experts.layers)
             executor = RingExecutor(backend, ring.exchange, ring.context, layers, experts.count, recorder)
-            trunk = RingTrunk(executor, backend, layers, shape.top_k, shape.hidden, ring.logits)
+            trunk = RingTrunk(executor, backend, layers, shape, ring.logits)
             opened = replace(opened, popularity=executor.popularity)
         return NativeModel(opened, facts, recorder, pool, trunk)
 

@@ -29,6 +29,7 @@ from engine.models.architectures.record import (
     Family,
     HeadNorm,
     Norms,
+    QueryGrowth,
     RouterRecord,
     Scoring,
     SharedExpert,
@@ -133,6 +134,8 @@ class Routing:
     """
 
     scoring: Scoring = "softmax"
+    scales_input: bool = False
+    """Whether weights multiply the inputs of experts, not their outputs."""
     groups: int = 1
     kept_groups: int = 1
     normalise: bool = False
@@ -163,6 +166,8 @@ class Shape:
     epsilon: float
     gate: Gate
     windows: tuple[int, ...]
+    chunked: bool
+    """Whether a layer with a window sees the tokens from the last multiple of its size on."""
     moe_layers: tuple[int, ...]
     top_k: int
     routing: Routing
@@ -176,9 +181,7 @@ class Shape:
     """Whether heads are normed after they are rotated, not before."""
     paired_rotary: bool
     """Whether checkpoints have the values that a rotation turns together side by side."""
-    query_growth: tuple[float, float] | None
-    """Numbers b and n by which the query at position p is multiplied by 1 + b * log(1 + floor(p / n)); None: by
-    nothing."""
+    query_growth: QueryGrowth | None
     sinks: bool
     tied: bool
     routers: tuple[str, ...]
@@ -198,6 +201,8 @@ class Shape:
     logits_cap: float
     """Limit of logits; 0: none."""
     norms: Norms
+    centred_norms: bool
+    """Whether norms of the hidden state take the mean from it."""
     offset_norms: bool
     """Whether norms multiply by one more than their weights."""
     layer_scale: bool
@@ -275,6 +280,7 @@ def read_shape(config: Mapping[str, Any], moe_layers: tuple[int, ...]) -> Shape:
         epsilon=positive_number(config, decoder.epsilon_setting, 1e-6),
         gate=read_gate(config),
         windows=tuple(decoder.windows(config, layers)),
+        chunked=decoder.chunked,
         moe_layers=moe_layers,
         top_k=_top_k(config) if moe_layers else 0,
         routing=_read_routing(config, router) if moe_layers and router is not None else Routing(),
@@ -304,6 +310,7 @@ def read_shape(config: Mapping[str, Any], moe_layers: tuple[int, ...]) -> Shape:
         logits_divisor=decoder.logits_divisor(config),
         logits_cap=positive_number(config, decoder.logits_cap, 0.0) if decoder.logits_cap else 0.0,
         norms=decoder.norms,
+        centred_norms=decoder.centred_norms,
         offset_norms=decoder.offset_norms,
         layer_scale=decoder.layer_scale,
         value_norm=decoder.value_norm,
@@ -381,7 +388,15 @@ def _read_routing(config: Mapping[str, Any], router: RouterRecord) -> Routing:
     scale = positive_number(config, "routed_scaling_factor") if router.scaled else 1.0
     least = router.least_sum
     least = positive_number(config, least) if isinstance(least, str) else least
-    return Routing(router.scoring, groups, kept, switched(router.normalise, config), least, scale)
+    return Routing(
+        scoring=router.scoring,
+        scales_input=router.scales_input,
+        groups=groups,
+        kept_groups=kept,
+        normalise=switched(router.normalise, config),
+        least_sum=least,
+        scale=scale,
+    )
 
 
 def _read_heads(
@@ -489,10 +504,10 @@ def unsupported_shape(config: Mapping[str, Any]) -> str | None:
         return f"its delta-nets have the activation {shown(activation)}, and only silu has a kernel there"
     if config.get("attention_bias") and (decoder.mixer == "delta-net" or decoder.latents):
         return f"its {'attention over latents' if decoder.latents else 'gated attention'} has biases"
-    if decoder.mixer == "convolution" and config.get("conv_bias"):
-        return "its convolutions have biases"
-    if decoder.mixer == "convolution" and config["conv_L_cache"] == 1:
-        return "its convolutions are over one token"
+    if decoder.centred_norms and config.get("use_qk_norm"):
+        return "norms of its queries and keys take the mean from them"
+    if decoder.mixer == "convolution" and (config.get("conv_bias") or config["conv_L_cache"] == 1):
+        return f"its convolutions {'have biases' if config.get('conv_bias') else 'are over one token'}"
     if decoder.mixer == "delta-net" and config["linear_conv_kernel_dim"] > MOST_TAPS:
         return f"its convolutions are over {config['linear_conv_kernel_dim']} tokens, and the most is {MOST_TAPS}"
     if config.get("use_bidirectional_attention") not in (None, False, "vision"):

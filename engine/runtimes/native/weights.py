@@ -244,6 +244,9 @@ class TrunkWeights:
             paired_rotary=int(files.paired_rotary or shape.paired_rotary if latent is None else latent.interleaved),
             gated_queries=int(delta is not None),
             tiled_heads=int(delta is not None and _tiled(files, delta)),
+            parallel=int(shape.norms == "beside"),
+            centred=int(shape.centred_norms),
+            scale_input=int(routing.scales_input),
             epsilon=shape.epsilon,
             clip=shape.clip,
             embedding_scale=shape.embedding_scale,
@@ -284,7 +287,7 @@ class TrunkWeights:
             layer.attention_norm = self._norm(prefix + "input_layernorm.weight", shape.hidden)
         if shape.norms == "before":
             layer.ffn_norm = self._norm(prefix + "post_attention_layernorm.weight", shape.hidden)
-        else:
+        elif shape.norms != "beside":
             self._fill_norms(index, layer)
         if shape.own_width:
             self._fill_own_input(prefix, layer)
@@ -321,7 +324,13 @@ class TrunkWeights:
             layer.output_bias = tensors.vector(attention + "o_proj.bias", shape.hidden)
         if shape.sinks:
             layer.sinks = tensors.vector(attention + "sinks", shape.heads)
-        if shape.head_norm != "none":
+        growth = shape.query_growth
+        layer.grown = int(growth is not None and not (growth.unrotated and heads.rotated))
+        layer.chunked = int(shape.chunked)
+        if shape.head_norm == "rotated":
+            if heads.rotated:
+                layer.query_norm = layer.key_norm = tensors.keep(np.ones(heads.width, np.float32))
+        elif shape.head_norm != "none":
             whole = shape.head_norm == "whole"
             layer.query_norm = self._norm(attention + "q_norm.weight", queries if whole else heads.width)
             if own:

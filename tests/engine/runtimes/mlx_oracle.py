@@ -56,6 +56,8 @@ FAMILIES = (
     "glm4",
     "ernie4_5",
     "hunyuan_v1_dense",
+    "cohere",
+    "cohere2",
     "granite",
     "lfm2",
     "smollm3",
@@ -124,6 +126,8 @@ QUANTISABLE: dict[str, dict[str, Any]] = {
             "glm4",
             "ernie4_5",
             "hunyuan_v1_dense",
+            "cohere",
+            "cohere2",
         )
     },
     "lfm2": {"block_multiple_of": 32},

@@ -48,6 +48,9 @@ FAMILIES = (
     "hunyuan_v1_dense",
     "hunyuan_v1_moe",
     "ernie4_5_moe",
+    "cohere",
+    "cohere2",
+    "llama4_text",
     "granite",
     "lfm2",
     "smollm3",
@@ -56,7 +59,7 @@ FAMILIES = (
     "olmo3",
     "exaone4",
 )
-PREPARED_ONLY = ("gpt_oss",)
+PREPARED_ONLY = ("gpt_oss", "llama4_text")
 """Those of the families whose checkpoints are transposed, so that the kernels read the experts of a bank only."""
 
 needs_kernels = pytest.mark.skipif(not choose("float32").native, reason=choose("float32").reason)

@@ -7,7 +7,15 @@ from engine.models.architectures.config_values import positive_number
 from engine.models.architectures.gguf_metadata import Metadata
 from engine.models.architectures.gguf_parts import paired_changes
 from engine.models.architectures.layer_rules import one_window
-from engine.models.architectures.record import SCALED_ROPE, Config, DecoderRecord, Family, GgufRecord, MlxRecord
+from engine.models.architectures.record import (
+    SCALED_ROPE,
+    Config,
+    DecoderRecord,
+    Family,
+    GgufRecord,
+    MlxRecord,
+    QueryGrowth,
+)
 
 _MINISTRAL_ROPE = {
     "rope_type": "yarn",
@@ -50,11 +58,11 @@ MISTRAL = Family(
 )
 
 
-def _growth(config: Config) -> tuple[float, float] | None:
+def _growth(config: Config) -> QueryGrowth | None:
     """How queries grow with their positions, by the rotary settings."""
     rope = config.get("rope_parameters") or {}
     by = rope.get("llama_4_scaling_beta")
-    return (by, positive_number(rope, "original_max_position_embeddings")) if by else None
+    return QueryGrowth(by, positive_number(rope, "original_max_position_embeddings")) if by else None
 
 
 def _growing(metadata: Metadata) -> dict[str, Any]:

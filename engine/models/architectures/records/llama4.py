@@ -1,13 +1,37 @@
-"""Llama 4, with and without the settings and tensors of pictures."""
+"""Llama 4, with and without the settings and tensors of pictures.
+
+Three of four layers see a chunk of the text, and only those rotate their heads; in the others queries grow with their
+positions.
+"""
+
+from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from engine.models.architectures.config_values import whole_number
-from engine.models.architectures.layer_rules import layer_list
-from engine.models.architectures.parts import fused, prepared
-from engine.models.architectures.record import Config, Family, MoeRecord
+from engine.models.architectures.config_values import positive_number, whole_number
+from engine.models.architectures.gguf_metadata import Metadata
+from engine.models.architectures.gguf_parts import experts
+from engine.models.architectures.layer_rules import UNROTATED, check_kinds, layer_list, rotated_kinds
+from engine.models.architectures.parts import GGUF, fused, prepared
+from engine.models.architectures.record import (
+    Config,
+    DecoderRecord,
+    Family,
+    GgufRecord,
+    MoeRecord,
+    QueryGrowth,
+    RouterRecord,
+)
 
 _EXPERTS = "model.layers.{layer}.feed_forward.experts."
+_NAMES = {"mlp.shared_experts.": "feed_forward.shared_expert.", "mlp.": "feed_forward."}
+"""Parts of the usual names of a checkpoint, and what they are in this family."""
+_CHUNKED = "chunked_attention"
+_CHUNK = 8192
+"""Tokens of a chunk, and those after which queries grow, as llama.cpp has them."""
+_WITHOUT_NORMS = 128
+"""Experts of the model whose queries and keys have no norms, by which llama.cpp knows it."""
 
 
 def _moe_layers(config: Config, layers: int) -> list[int]:
@@ -18,6 +42,37 @@ def _moe_layers(config: Config, layers: int) -> list[int]:
     return list(range(step - 1, layers, step))
 
 
+def _chunks(config: Config, layers: int) -> list[int]:
+    """Chunks of the layers that ``layer_types``, or else their rotation, says have some."""
+    named = config.get("layer_types")
+    if named is None:
+        named = ["full_attention" if kind == UNROTATED else _CHUNKED for kind in rotated_kinds(config, layers)]
+    kinds = check_kinds(named, layers, ("full_attention", _CHUNKED))
+    chunk = whole_number(config, "attention_chunk_size")
+    return [chunk if kind == _CHUNKED else 0 for kind in kinds]
+
+
+def _growth(config: Config) -> QueryGrowth | None:
+    if not config["attn_temperature_tuning"]:
+        return None
+    by, step = (positive_number(config, key) for key in ("attn_scale", "floor_scale"))
+    return QueryGrowth(by, step, ahead=1, unrotated=True)
+
+
+def _settings(metadata: Metadata) -> dict[str, Any]:
+    return {
+        **experts("num_local_experts")(metadata),
+        "intermediate_size": metadata.number("expert_feed_forward_length"),
+        "intermediate_size_mlp": metadata.number("feed_forward_length"),
+        "interleave_moe_layer_step": metadata.number("interleave_moe_layer_step", 1),
+        "attention_chunk_size": _CHUNK,
+        "floor_scale": _CHUNK,
+        "attn_scale": 0.1,
+        "attn_temperature_tuning": True,
+        "use_qk_norm": metadata.number("expert_count") != _WITHOUT_NORMS,
+    }
+
+
 TEXT = Family(
     "llama4_text",
     defaults={
@@ -26,9 +81,37 @@ TEXT = Family(
         "rms_norm_eps": 1e-5,
         "num_experts_per_tok": 1,
         "interleave_moe_layer_step": 1,
+        "no_rope_layer_interval": 4,
+        "use_qk_norm": True,
+        "attention_chunk_size": _CHUNK,
+        "attn_temperature_tuning": True,
+        "floor_scale": _CHUNK,
+        "attn_scale": 0.1,
     },
-    moe=MoeRecord((fused(_EXPERTS, transposed=True), prepared(_EXPERTS)), layers=_moe_layers),
-    native=False,
+    decoder=DecoderRecord(
+        names=_NAMES,
+        ffn=lambda config, layer: whole_number(config, "intermediate_size_mlp"),
+        head_kinds=rotated_kinds,
+        unrotated=UNROTATED,
+        windows=_chunks,
+        chunked=True,
+        query_growth=_growth,
+        head_norm="rotated",
+        head_norm_setting="use_qk_norm",
+        rotated_first=True,
+        paired_rotary=True,
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        rope_theta=500_000.0,
+    ),
+    moe=MoeRecord(
+        (fused(_EXPERTS, transposed=True), prepared(_EXPERTS), *GGUF),
+        RouterRecord(("mlp.router.weight",), scoring="sigmoid", scales_input=True),
+        shared="plain",
+        shared_ffn=lambda config: whole_number(config, "intermediate_size"),
+        layers=_moe_layers,
+    ),
+    gguf=GgufRecord("llama4", "Llama4ForCausalLM", settings=_settings),
 )
 WHOLE = replace(
     TEXT,
@@ -39,5 +122,7 @@ WHOLE = replace(
         (fused("language_model." + _EXPERTS, transposed=True), prepared("language_model." + _EXPERTS)),
         layers=_moe_layers,
     ),
+    native=False,
+    gguf=None,
 )
 FAMILIES = (TEXT, WHOLE)

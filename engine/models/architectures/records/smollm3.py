@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-from engine.errors import damaged, shown
-from engine.models.architectures.config_values import whole_number
 from engine.models.architectures.gguf_metadata import Metadata
 from engine.models.architectures.gguf_parts import paired_changes
-from engine.models.architectures.layer_rules import by_type
+from engine.models.architectures.layer_rules import UNROTATED, by_type, rotated_kinds
 from engine.models.architectures.record import SCALED_ROPE, Config, DecoderRecord, Family, GgufRecord, MlxRecord
-
-_UNROTATED = "unrotated"
-
-
-def _head_kinds(config: Config, layers: int) -> list[str]:
-    """Kinds of heads by ``no_rope_layers``, which is 1 for layers that rotate them. Raises ModelError if it is not of
-    so many layers."""
-    rotated = config.get("no_rope_layers")
-    if rotated is None:
-        every = whole_number(config, "no_rope_layer_interval")
-        rotated = [int((layer + 1) % every != 0) for layer in range(layers)]
-    if not isinstance(rotated, list) or len(rotated) != layers:
-        raise damaged(f"config.json gives {shown(rotated)} for no_rope_layers, which must be one for each of {layers}")
-    return ["full_attention" if one else _UNROTATED for one in rotated]
 
 
 def _windows(config: Config, layers: int) -> list[int]:
     """Layers that do not rotate their heads, if ``use_sliding_window``, or as ``layer_types`` says."""
     used = bool(config.get("use_sliding_window"))
-    return by_type(config, [used and kind == _UNROTATED for kind in _head_kinds(config, layers)], used)
+    return by_type(config, [used and kind == UNROTATED for kind in rotated_kinds(config, layers)], used)
 
 
 def _settings(metadata: Metadata) -> dict[str, object]:
@@ -46,8 +30,8 @@ FAMILIES = (
             "tie_word_embeddings": True,
         },
         decoder=DecoderRecord(
-            head_kinds=_head_kinds,
-            unrotated=_UNROTATED,
+            head_kinds=rotated_kinds,
+            unrotated=UNROTATED,
             windows=_windows,
             qkv_bias="attention_bias",
             output_bias="attention_bias",

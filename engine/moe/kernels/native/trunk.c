@@ -174,13 +174,45 @@ static void embed_own(walk *w) {
 /* to = one row `h` of the hidden state as what stands behind `weight` reads it; NULL: as it is. */
 static void read_hidden(const trunk_job *job, float *h, const float *weight, float *to) {
     const int64_t hidden = job->trunk->hidden;
-    if (weight)
+    if (weight && job->trunk->centred) {
+        double sum = 0;
+        for (int64_t d = 0; d < hidden; d++) sum += h[d];
+        const float mean = (float)(sum / (double)hidden);
+        for (int64_t d = 0; d < hidden; d++) to[d] = h[d] - mean;
+        job->set->norm(to, weight, job->trunk->epsilon, hidden);
+    } else if (weight)
         job->set->residual_norm(h, NULL, NULL, NULL, 1, weight, job->trunk->epsilon, to, hidden);
     else
         memcpy(to, h, (size_t)hidden * 4);
 }
 
+/* Adds `out`, `bias` and `other` to the hidden state. `bias` and `other` may be NULL. */
+static void residual(walk *w, const float *out, const float *bias, const float *other) {
+    const trunk_job *job = w->job;
+    const int64_t hidden = job->trunk->hidden;
+    const float scale = job->trunk->residual_scale;
+    for (int64_t row = share_start(w); row < share_end(w); row++) {
+        const int64_t at = row * hidden;
+        float *h = w->h + at;
+        for (int64_t d = 0; d < hidden; d++) h[d] += scale * out[at + d];
+        for (int64_t d = 0; bias && d < hidden; d++) h[d] += scale * bias[d];
+        for (int64_t d = 0; other && d < hidden; d++) h[d] += scale * other[at + d];
+    }
+}
+
+/* The hidden state as another part of a layer reads it, in w->normed. */
+static void norm_again(walk *w, const float *weight) {
+    const int64_t hidden = w->job->trunk->hidden;
+    for (int64_t at = share_start(w) * hidden; at < share_end(w) * hidden; at += hidden)
+        read_hidden(w->job, w->h + at, weight, w->normed + at);
+}
+
 static void residual_norm(walk *w, const float *out, const float *bias, const float *other, const float *weight) {
+    if (w->job->trunk->centred) {
+        residual(w, out, bias, other);
+        norm_again(w, weight);
+        return;
+    }
     const trunk_job *job = w->job;
     const int64_t hidden = job->trunk->hidden;
     for (int64_t row = share_start(w); row < share_end(w); row++) {
@@ -196,9 +228,10 @@ static void residual_norm(walk *w, const float *out, const float *bias, const fl
 static void keep_last(walk *w) {
     const trunk_job *job = w->job;
     const int64_t last = w->rows - 1, hidden = job->trunk->hidden;
-    const float *from = w->h + last * hidden;
+    const float *from = w->h + last * hidden, *normed = w->normed + last * hidden;
     set_mode(w, 1);
     memmove(w->h, from, (size_t)hidden * 4);
+    memmove(w->normed, normed, (size_t)hidden * 4);
 }
 
 /* From what a layer without keys has gathered of all positions to the output projection. */
@@ -406,9 +439,9 @@ static void shared_weights(walk *w, const pllm_trunk_layer *layer, float *weight
 /* ---- Experts ---------------------------------------------------------------------------------------------- */
 
 static void run_experts(walk *w, const pllm_layer *experts, const float *hidden, const int32_t *indices,
-                        const float *weights, int64_t k, float *sum, int64_t *counts) {
+                        const float *weights, int64_t k, int64_t scale_input, float *sum, int64_t *counts) {
     const pllm_routes routes = {.hidden = hidden, .indices = indices, .weights = weights, .tokens = w->rows,
-                                .k = k, .sum = sum, .counts = counts};
+                                .k = k, .scale_input = scale_input, .sum = sum, .counts = counts};
     pllm_experts_part(w->job->pool, experts, &routes, w->own.experts, w->job->experts, w->thread, w->threads);
     barrier(w);
 }
@@ -420,15 +453,8 @@ static void shared_expert(walk *w, int64_t index) {
     shared_weights(w, layer, weights);
     barrier(w);
     const float *hidden = layer->norms && layer->norms->experts ? w->beside : w->normed;
-    run_experts(w, layer->shared, hidden, job->zeros, weights, 1, job->shared_out, NULL);
+    run_experts(w, layer->shared, hidden, job->zeros, weights, 1, 0, job->shared_out, NULL);
     mark(w, index, PLLM_OTHER);
-}
-
-/* The hidden state as another part of a layer reads it, in w->normed. */
-static void norm_again(walk *w, const float *weight) {
-    const int64_t hidden = w->job->trunk->hidden;
-    for (int64_t at = share_start(w) * hidden; at < share_end(w) * hidden; at += hidden)
-        read_hidden(w->job, w->h + at, weight, w->normed + at);
 }
 
 /* Adds what attention has given, normed, and norms the sum for the feed-forward network, or for the one beside the
@@ -511,6 +537,8 @@ static int feed_forward(walk *w, int64_t index) {
     const pllm_trunk_layer *layer = job->trunk->layers + index;
     if (layer->norms)
         add_attention(w, layer);
+    else if (job->trunk->parallel)
+        residual(w, job->out, layer->output_bias, NULL);
     else
         residual_norm(w, job->out, layer->output_bias, NULL, layer->ffn_norm);
     mark(w, index, PLLM_OTHER);
@@ -533,8 +561,8 @@ static int feed_forward(walk *w, int64_t index) {
         for (int64_t row = share_start(w); row < share_end(w); row++) weights[row] = 1, indices[row] = 0;
     }
     if (!w->few) barrier(w);
-    run_experts(w, layer->experts, w->normed, indices, weights, layer->router.data ? job->trunk->top_k : 1, job->out,
-                layer->router.data ? layer->counts : NULL);
+    run_experts(w, layer->experts, w->normed, indices, weights, layer->router.data ? job->trunk->top_k : 1,
+                layer->router.data && job->trunk->scale_input, job->out, layer->router.data ? layer->counts : NULL);
     mark(w, index, layer->router.data ? PLLM_EXPERTS : PLLM_OTHER);
     return 1;
 }

@@ -106,7 +106,7 @@ typedef struct pllm_trunk_layer {
     pllm_matrix router;      /* data NULL: every token goes to expert 0 with weight 1 */
     pllm_matrix shared_gate; /* [1, hidden]: its sigmoid scales the shared expert; data NULL: nothing does */
     const float *attention_norm, *ffn_norm; /* [hidden]; NULL: the part reads the hidden state as it is */
-    const float *query_norm, *key_norm;     /* [width] or the whole projection; NULL with PLLM_NORM_NONE */
+    const float *query_norm, *key_norm;     /* [width] or the whole projection; NULL: none here */
     const float *value_norm;                /* [width], of each head; or NULL */
     const float *query_bias, *key_bias, *value_bias, *output_bias; /* or NULL */
     const float *router_bias; /* [experts], added to the router's logits; or NULL */
@@ -128,6 +128,8 @@ typedef struct pllm_trunk_layer {
     int64_t window;           /* positions a query sees, its own included; 0: all */
     int64_t kind;             /* of its heads */
     int64_t place;            /* among the layers with attention of its kind, with a delta-net, or with a convolution */
+    int32_t chunked;          /* a query sees the positions from the last multiple of `window` on */
+    int32_t grown;            /* the pass's query_scale holds for its queries */
 } pllm_trunk_layer;
 
 typedef struct pllm_trunk {
@@ -159,6 +161,9 @@ typedef struct pllm_trunk {
     int32_t gated_queries; /* behind each head's query lies its gate, whose sigmoid scales the head's result */
     int32_t tiled_heads;   /* value head h belongs to key head h % key heads, as llama.cpp stores them; 0: to
                               h / (value heads / key heads) */
+    int32_t parallel;      /* the feed-forward network, or the experts, read what attention reads, and ffn_norm is not used */
+    int32_t centred;       /* attention_norm, ffn_norm and final_norm take the mean from what they norm */
+    int32_t scale_input;   /* weights of chosen experts multiply their inputs, not their outputs */
     float epsilon, clip, embedding_scale, attention_scale, residual_scale, logits_divisor;
     float logits_cap;    /* logits are cap * tanh(logits / cap); 0: they are not limited */
     float routed_scale;  /* of the weights of chosen experts */
@@ -182,7 +187,8 @@ typedef struct pllm_segment {
 typedef struct pllm_pass {
     const int32_t *ids;          /* [rows, tokens] */
     const float *cosine[PLLM_HEAD_KINDS], *sine[PLLM_HEAD_KINDS]; /* [tokens, rotated / 2], of positions start... */
-    const float *query_scale;    /* [tokens]: further factors of the queries of positions start...; NULL: none */
+    const float *query_scale;    /* [tokens]: further factors of the queries of positions start... in layers that are
+                                    `grown`; NULL: none */
     const pllm_segment *segments; /* ascending, covering 0..start + tokens) */
     float *logits;               /* [rows, vocabulary], after each row's last token; NULL: not wanted */
     const float *const *states_before; /* [rows]: each row's states; NULL in it: zeros */

@@ -18,6 +18,7 @@ static int64_t chunk_length(int64_t positions) {
 int64_t pllm_chunk_limit(int64_t positions) { return MIN(MOST_CHUNKS, divided_up(positions, SCORE_TILE)); }
 
 static int64_t lowest(const pllm_trunk_layer *layer, int64_t position) {
+    if (layer->chunked && layer->window) return position - position % layer->window;
     return layer->window ? MAX(0, position - layer->window + 1) : 0;
 }
 
@@ -149,7 +150,7 @@ static void add_key_value(const trunk_job *job, const float *qkv, int64_t row, i
     ready_head(job, shape, key, keys + head * width, weights->key_bias, weights->key_norm, whole, head,
                trunk->paired_rotary);
     job->set->rotate(key, shape->cosine + step * half, shape->sine + step * half, 1.0F, half);
-    if (trunk->rotated_first) job->set->norm(key, weights->key_norm, trunk->epsilon, width);
+    if (trunk->rotated_first && weights->key_norm) job->set->norm(key, weights->key_norm, trunk->epsilon, width);
     ready_head(job, shape, value, values + head * width, weights->value_bias, NULL, 0, head, 0);
     if (weights->value_norm) job->set->norm(value, weights->value_norm, trunk->epsilon, width);
     pllm_store_key_value(job, row, layer, head, position, key, value);
@@ -164,10 +165,10 @@ static void ready_query(const trunk_job *job, float *to, const float *qkv, int64
     ready_head(job, shape, to, qkv + head * shape->query, weights->query_bias, weights->query_norm, whole, head,
                trunk->paired_rotary);
     float scale = trunk->attention_scale;
-    if (job->pass->query_scale) scale *= job->pass->query_scale[step];
+    if (weights->grown && job->pass->query_scale) scale *= job->pass->query_scale[step];
     if (trunk->rotated_first) {
         job->set->rotate(to, shape->cosine + step * half, shape->sine + step * half, 1.0F, half);
-        job->set->norm(to, weights->query_norm, trunk->epsilon, shape->width);
+        if (weights->query_norm) job->set->norm(to, weights->query_norm, trunk->epsilon, shape->width);
         for (int64_t d = 0; d < shape->width; d++) to[d] *= scale;
         return;
     }

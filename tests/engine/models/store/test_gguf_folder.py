@@ -409,14 +409,15 @@ def test_sampling_that_the_makers_advise_comes_along(tmp_path: Path) -> None:
     }
 
 
-def test_llama_3_positions_are_recognised(tmp_path: Path) -> None:
+@pytest.mark.parametrize("high", [4.0, 1.0])
+def test_llama_3_positions_are_recognised(tmp_path: Path, high: float) -> None:
     rope = {"rope_type": "default", "rope_theta": 500000.0}
     source = write_tiny_model(tmp_path / "source", "llama", head_dim=8, rope_parameters=rope)
     parameters = {
         "rope_theta": 500000.0,
         "factor": 8.0,
         "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
+        "high_freq_factor": high,
         "original_max_position_embeddings": 8192,
     }
     divisors = llama3_divisors(parameters, 8).astype(np.float32)
@@ -431,7 +432,8 @@ def test_llama_3_positions_are_recognised(tmp_path: Path) -> None:
         open_gguf(strange, quiet)
 
 
-def test_llama_3_divisors_are_those_of_transformers() -> None:
+@pytest.mark.parametrize("high", [4.0, 1.0])
+def test_llama_3_divisors_are_those_of_transformers(high: float) -> None:
     import torch
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -441,7 +443,7 @@ def test_llama_3_divisors_are_those_of_transformers() -> None:
         "rope_theta": 500000.0,
         "factor": 32.0,
         "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
+        "high_freq_factor": high,
         "original_max_position_embeddings": 8192,
     }
     config = LlamaConfig(

@@ -141,6 +141,39 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "layers with windows do not rotate their heads": ("smollm3", {"use_sliding_window": True, "sliding_window": 9}),
     "limited logits, other scores": ("gemma3_text", {"final_logit_softcapping": 3.0, "query_pre_attn_scalar": 21}),
     "widths of convolutions' networks as they are": ("lfm2", {"block_auto_adjust_ff_dim": False}),
+    "no shared experts, biases, experts in every second layer": (
+        "ernie4_5_moe",
+        {"moe_num_shared_experts": 0, "use_bias": True, "moe_layer_interval": 2, "moe_layer_start_index": 0},
+    ),
+    "biases of shared experts": ("ernie4_5_moe", {"use_bias": True, "tie_word_embeddings": False}),
+    "heads normed after they are rotated, without another base": (
+        "hunyuan_v1_moe",
+        {"attention_bias": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    ),
+    "biases of attention beside the network": ("cohere", {"attention_bias": True, "logit_scale": 2.0}),
+    "a window of five, the first layer sees everything": (
+        "cohere2",
+        {
+            "attention_bias": True,
+            "sliding_window": 5,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention", "sliding_attention"],
+            "num_hidden_layers": 4,
+        },
+    ),
+    "chunks of seven, two experts for a token": (
+        "llama4_text",
+        {
+            "attention_chunk_size": 7,
+            "floor_scale": 5,
+            "num_experts_per_tok": 2,
+            "no_rope_layers": [0, 1, 1, 1],
+            "rope_parameters": LLAMA3 | {"high_freq_factor": 1.0},
+        },
+    ),
+    "no norms of heads, queries that do not grow": (
+        "llama4_text",
+        {"use_qk_norm": False, "attn_temperature_tuning": False, "attention_bias": True, "moe_layers": [0, 2]},
+    ),
     "another activation": ("llama", {"hidden_act": "gelu_pytorch_tanh"}),
     "many experts": ("mixtral", {"num_local_experts": 40, "num_experts_per_tok": 6}),
 }
