@@ -32,6 +32,7 @@ typedef struct unit_input {
     int8_t codes[UNIT];
     float scales[GROUPS], sums[GROUPS], half_sums[2][GROUPS]; /* the sums of the values, and of each half of them */
     int32_t code_sums[3][GROUPS];                             /* of the codes of each half, and of both */
+    int16_t half_code_sums[2 * GROUPS];                       /* the same of the halves, in their order */
 } unit_input;
 
 _Static_assert(sizeof(unit_input) <= FEWEST_STRIDE * PACKED_ROW_ELEMENT, "a unit fits into the shortest row");
@@ -131,35 +132,40 @@ typedef struct opened_unit {
     float scales[2][GROUPS];
 } opened_unit;
 
+/* Whether a block of a format is a unit. */
+ALWAYS_INLINE int is_unit(const int dtype) { return block_values(dtype) == UNIT; }
+
 ALWAYS_INLINE int has_grid(const int dtype) { return table_of(dtype) == GRID; }
 
 /* Whether the signs of codes with a grid are apart from their sizes. */
 ALWAYS_INLINE int has_signs_apart(const int dtype) { return has_grid(dtype) && has_signed_points(dtype); }
 
-/* Sums of products with raised codes less what they were raised by, times the sums of the other codes. */
-ALWAYS_INLINE __m256i lowered(__m256i sums, const int32_t *code_sums, const int dtype, const int apart) {
-    if (apart) return sums;
+/* Sums of products with raised codes less what they were raised by, times the sums of the other codes. `more`: the groups of
+   IQ1_S whose codes are to be lower by two. */
+ALWAYS_INLINE __m256i lowered(__m256i sums, const int32_t *code_sums, const __m256i *more, const int dtype) {
     const int shift = above_of(dtype) == 16 ? 4 : above_of(dtype) == 32 ? 5 : 6;
-    return _mm256_sub_epi32(sums, _mm256_slli_epi32(loaded((const uint8_t *)code_sums), shift));
+    const __m256i own = loaded((const uint8_t *)code_sums);
+    if (more) sums = _mm256_sub_epi32(sums, _mm256_and_si256(_mm256_add_epi32(own, own), *more));
+    return _mm256_sub_epi32(sums, _mm256_slli_epi32(own, shift));
 }
 
 /* sums[M] += the unit at w, an opened_unit or the file's and what grid_unit has of it, times those at x. Of one token the
    inputs get the signs of codes that have these apart; so that the results are the same, the sums are whole numbers until
-   what codes were raised by is taken away. Groups that are not there are zeros. A unit adds
-   to the float32 sums once or twice: with an addition for each group, one row of one token would wait for its own sums. */
+   what codes were raised by is taken away. Groups that are not there are zeros. A unit adds to the float32 sums once or
+   twice: with an addition for each group, one row of one token would wait for its own sums. */
 ALWAYS_INLINE void add_one(const void *w, const grid_unit *grid, const unit_input *const *x, __m256 sums[MOST_TOKENS],
                            const int dtype, const int opened, const int M) {
     const opened_unit *unit = w;
-    const int apart = M == 1 && !opened && has_signs_apart(dtype);
+    const int apart = M == 1 && !opened && has_signs_apart(dtype), is_below = dtype == PLLM_IQ1_S && !opened;
     __m256i low[MOST_TOKENS], high[MOST_TOKENS]; /* products of groups 0 to 3, and 4 to 7 */
     UNROLL for (int four = 0; four < 2; four++) {
         __m256i codes[4], signs[4];
         UNROLL for (int g = 0; g < 4; g++) {
             const int group = 4 * four + g;
             if (apart) signs[g] = signs_of(w, grid, group, dtype);
-            codes[g] = opened  ? loaded(unit->codes + GROUP * group)
-                       : apart ? points_of(w, grid, group, dtype)
-                               : codes_of(w, grid, group, dtype);
+            codes[g] = opened              ? loaded(unit->codes + GROUP * group)
+                       : apart || is_below ? points_of(w, grid, group, dtype)
+                                           : codes_of(w, grid, group, dtype);
         }
         UNROLL for (int m = 0; m < M; m++)
             (four ? high : low)[m] = four_dots(codes, apart ? signs : NULL, x[m]->codes + 4 * GROUP * four, dtype);
@@ -170,6 +176,11 @@ ALWAYS_INLINE void add_one(const void *w, const grid_unit *grid, const unit_inpu
     else
         scales_of(w, scales, dtype);
     if (has_minimums(dtype)) minimums_of(w, minimums, dtype);
+    __m256i below; /* all bits of the groups that are */
+    if (is_below) {
+        const __m256i high = _mm256_cvtepi16_epi32(sixteen_bytes((const uint8_t *)w + IQ1_S_HIGH));
+        below = _mm256_srai_epi32(high, 31);
+    }
     UNROLL for (int m = 0; m < M; m++) {
         const unit_input *in = x[m];
         const __m256i first = _mm256_permute2x128_si256(low[m], high[m], 0x20);
@@ -177,12 +188,15 @@ ALWAYS_INLINE void add_one(const void *w, const grid_unit *grid, const unit_inpu
         const __m256 by = _mm256_loadu_ps(in->scales);
         if (has_grid(dtype)) {
             if (is_halved(dtype)) {
-                const __m256 a = _mm256_cvtepi32_ps(lowered(first, in->code_sums[0], dtype, apart));
-                const __m256 b = _mm256_cvtepi32_ps(lowered(second, in->code_sums[1], dtype, apart));
+                const __m256i less[2] = {lowered(first, in->code_sums[0], NULL, dtype),
+                                         lowered(second, in->code_sums[1], NULL, dtype)};
+                const __m256 a = _mm256_cvtepi32_ps(apart ? first : less[0]);
+                const __m256 b = _mm256_cvtepi32_ps(apart ? second : less[1]);
                 const __m256 both = _mm256_fmadd_ps(b, scales[1], _mm256_mul_ps(a, scales[0]));
                 sums[m] = _mm256_fmadd_ps(both, by, sums[m]);
             } else {
-                const __m256i both = lowered(_mm256_add_epi32(first, second), in->code_sums[2], dtype, apart);
+                __m256i both = _mm256_add_epi32(first, second);
+                if (!apart) both = lowered(both, in->code_sums[2], is_below ? &below : NULL, dtype);
                 sums[m] = _mm256_fmadd_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(both), by), scales[0], sums[m]);
             }
             continue;
@@ -205,6 +219,58 @@ ALWAYS_INLINE void add_one(const void *w, const grid_unit *grid, const unit_inpu
         if (has_minimums(dtype)) sums[m] = _mm256_fnmadd_ps(minimums[0], _mm256_loadu_ps(in->sums), sums[m]);
     }
 }
+
+/* ---- Q2_K, whose scales are whole numbers, and the sums of products of halves fit into 16 bits -------------------- */
+
+#define EXCHANGED(a, b, bits) _mm256_add_epi16(_mm256_unpacklo_epi##bits(a, b), _mm256_unpackhi_epi##bits(a, b))
+
+/* Halves of vectors added up to two words each: those of the four first, twice. */
+ALWAYS_INLINE __m256i four_added_up(const __m256i of[4]) {
+    return EXCHANGED(EXCHANGED(of[0], of[1], 16), EXCHANGED(of[2], of[3], 16), 32);
+}
+
+/* The sums of eight such halves' words, in the order of the halves. */
+ALWAYS_INLINE __m256i half_sums_of(__m256i first, __m256i second) {
+    const __m256i apart = _mm256_permute4x64_epi64(EXCHANGED(first, second, 64), 0xd8); /* first halves, second halves */
+    const __m128i order = _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
+    return _mm256_shuffle_epi8(apart, _mm256_broadcastsi128_si256(order));
+}
+
+#undef EXCHANGED
+
+/* sums[M] += the unit at w times those at x. */
+ALWAYS_INLINE void add_q2_k(const uint8_t *w, const unit_input *const *x, __m256 sums[MOST_TOKENS], const int M) {
+    const __m128i bytes = sixteen_bytes(w), nibble = _mm_set1_epi8(15);
+    /* Odd groups have four times their codes, which are then not shifted; so the others' scales are four times theirs. */
+    const __m256i times = _mm256_set1_epi64x(4 | 4LL << 16 | 1LL << 32 | 1LL << 48);
+    const __m256i scales = _mm256_mullo_epi16(_mm256_cvtepu8_epi16(_mm_and_si128(bytes, nibble)), times);
+    const __m256i own_minimums = _mm256_cvtepu8_epi16(_mm_and_si128(_mm_srli_epi16(bytes, 4), nibble));
+    const __m256 scale = _mm256_set1_ps(widened(w + Q2_K_SCALE) * 0.25F);
+    const __m256 minimum = _mm256_set1_ps(widened(w + Q2_K_MINIMUM));
+    __m256i parts[MOST_TOKENS][2];
+    UNROLL for (int four = 0; four < 2; four++) {
+        __m256i codes[4];
+        const __m256i low = loaded(w + codes_at(PLLM_Q2_K) + 32 * four), high = _mm256_srli_epi16(low, 4);
+        UNROLL for (int g = 0; g < 4; g++) codes[g] = masked(g < 2 ? low : high, g % 2 ? 12 : 3);
+        UNROLL for (int m = 0; m < M; m++) {
+            __m256i products[4];
+            UNROLL for (int g = 0; g < 4; g++) {
+                const __m256i in = loaded((const uint8_t *)x[m]->codes + GROUP * (4 * four + g));
+                products[g] = _mm256_maddubs_epi16(codes[g], in);
+            }
+            parts[m][four] = four_added_up(products);
+        }
+    }
+    UNROLL for (int m = 0; m < M; m++) {
+        const __m256i whole = _mm256_madd_epi16(half_sums_of(parts[m][0], parts[m][1]), scales);
+        const __m256i less = _mm256_madd_epi16(own_minimums, loaded((const uint8_t *)x[m]->half_code_sums));
+        const __m256 products = _mm256_mul_ps(_mm256_cvtepi32_ps(whole), scale);
+        const __m256 lowered = _mm256_fnmadd_ps(_mm256_cvtepi32_ps(less), minimum, products);
+        sums[m] = _mm256_fmadd_ps(lowered, _mm256_loadu_ps(x[m]->scales), sums[m]);
+    }
+}
+
+/* ---- Units of all formats ---------------------------------------------------------------------------------------- */
 
 /* Fetches the weights that are multiplied a while after the unit at w. */
 ALWAYS_INLINE void fetch_ahead(const uint8_t *w, const int dtype) {
@@ -232,7 +298,7 @@ ALWAYS_INLINE float added_up(__m256 v) {
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
-/* ---- Rows of formats with a grid -------------------------------------------------------------------------------- */
+/* ---- Rows of formats whose blocks are units ---------------------------------------------------------------------- */
 
 ALWAYS_INLINE void write_sums(const __m256 sums[MOST_TOKENS], float *y, const int64_t y_stride, const int add,
                               const int M) {
@@ -283,72 +349,93 @@ typedef struct opened_format {
    the processor does not look further ahead than about a unit. */
 #define UNITS_AHEAD 8
 
-/* y[m * y_stride + r] (+)= W[r] · x[m]. */
-ALWAYS_INLINE void grid_products(const uint8_t *w, const int64_t row_bytes, const int64_t rows, const int64_t units,
+/* sums[M] += the row at w times those at x, of a format with a grid. */
+ALWAYS_INLINE void add_grid_row(const uint8_t *w, const int64_t units, const unit_input **x, __m256 sums[MOST_TOKENS],
+                                const int dtype, const int M) {
+    grid_unit grids[UNITS_AHEAD];
+    for (int64_t left = units; left > 0; left -= UNITS_AHEAD) {
+        const int64_t count = MIN(left, UNITS_AHEAD);
+        _Pragma("GCC unroll 1") for (int64_t unit = 0; unit < count; unit++)
+            open_grid_unit(w + unit * block_bytes(dtype), grids + unit, dtype);
+        for (int64_t unit = 0; unit < count; unit++, w += block_bytes(dtype)) {
+            fetch_ahead(w, dtype);
+            add_one(w, grids + unit, x, sums, dtype, 0, M);
+            UNROLL for (int m = 0; m < M; m++) x[m]++;
+        }
+    }
+}
+
+/* The same of another one. */
+ALWAYS_INLINE void add_row(const uint8_t *w, const int64_t units, const unit_input **x, __m256 sums[MOST_TOKENS],
+                           const int dtype, const int M) {
+    for (const uint8_t *end = w + units * block_bytes(dtype); w < end; w += block_bytes(dtype)) {
+        fetch_ahead(w, dtype);
+        if (dtype == PLLM_Q2_K)
+            add_q2_k(w, x, sums, M);
+        else
+            add_one(w, NULL, x, sums, dtype, 0, M);
+        UNROLL for (int m = 0; m < M; m++) x[m]++;
+    }
+}
+
+/* y[m * y_stride + r] (+)= W[r] · x[m]. All rows are one call: what is the same for all stays in registers. */
+ALWAYS_INLINE void unit_products(const uint8_t *w, const int64_t row_bytes, const int64_t rows, const int64_t units,
                                  const void *const *x, float *y, const int64_t y_stride, const int add, const int dtype,
                                  const int M) {
     for (int64_t row = 0; row < rows; row++) {
-        const uint8_t *from = w + row * row_bytes;
         __m256 sums[MOST_TOKENS];
         const unit_input *in[MOST_TOKENS];
-        grid_unit grids[UNITS_AHEAD];
         UNROLL for (int m = 0; m < M; m++) {
             sums[m] = _mm256_setzero_ps();
             in[m] = x[m];
         }
-        for (int64_t left = units; left > 0; left -= UNITS_AHEAD) {
-            const int64_t count = MIN(left, UNITS_AHEAD);
-            _Pragma("GCC unroll 1") for (int64_t unit = 0; unit < count; unit++)
-                open_grid_unit(from + unit * block_bytes(dtype), grids + unit, dtype);
-            for (int64_t unit = 0; unit < count; unit++, from += block_bytes(dtype)) {
-                fetch_ahead(from, dtype);
-                add_one(from, grids + unit, in, sums, dtype, 0, M);
-                UNROLL for (int m = 0; m < M; m++) in[m]++;
-            }
-        }
+        if (has_grid(dtype))
+            add_grid_row(w + row * row_bytes, units, in, sums, dtype, M);
+        else
+            add_row(w + row * row_bytes, units, in, sums, dtype, M);
         write_sums(sums, y + row, y_stride, add, M);
     }
 }
 
-typedef struct grid_format {
+typedef struct unit_format {
     void (*open)(const uint8_t *w, int64_t units, opened_unit *to);
     void (*opened[MOST_TOKENS])(const opened_unit *w, int64_t units, const void *const *x, float *y, int64_t y_stride,
                                 int add);
     void (*products[MOST_TOKENS])(const uint8_t *w, int64_t row_bytes, int64_t rows, int64_t units,
                                   const void *const *x, float *y, int64_t y_stride, int add);
-} grid_format;
+} unit_format;
 
-#define GRID_PRODUCTS(NAME, M)                                                                                     \
+#define UNIT_PRODUCTS(NAME, M)                                                                                     \
     NOINLINE void NAME##_opened_##M(const opened_unit *w, int64_t units, const void *const *x, float *y,           \
                                     int64_t y_stride, int add) {                                                   \
         if (has_grid(PLLM_##NAME)) opened_products(w, units, x, y, y_stride, add, PLLM_##NAME, M);                 \
     }                                                                                                              \
-    NOINLINE void NAME##_grid_##M(const uint8_t *w, int64_t row_bytes, int64_t rows, int64_t units,                \
+    NOINLINE void NAME##_units_##M(const uint8_t *w, int64_t row_bytes, int64_t rows, int64_t units,                \
                                   const void *const *x, float *y, int64_t y_stride, int add) {                     \
-        if (has_grid(PLLM_##NAME))                                                                                 \
-            grid_products(w, row_bytes, rows, units, x, y, y_stride, add, PLLM_##NAME, M);                         \
+        if (is_unit(PLLM_##NAME))                                                                                  \
+            unit_products(w, row_bytes, rows, units, x, y, y_stride, add, PLLM_##NAME, M);                         \
     }
-#define GRID_FUNCTIONS(NAME, ...)                                                                                  \
+#define UNIT_FUNCTIONS(NAME, ...)                                                                                  \
     NOINLINE void NAME##_open(const uint8_t *w, int64_t units, opened_unit *to) {                                  \
         if (has_grid(PLLM_##NAME)) open_row        (w, units, to, PLLM_##NAME);                                    \
     }                                                                                                              \
-    GRID_PRODUCTS(NAME, 1) GRID_PRODUCTS(NAME, 2) GRID_PRODUCTS(NAME, 3) GRID_PRODUCTS(NAME, 4)
-#define GRID_NAMES(NAME, ...)                                                                                      \
+    UNIT_PRODUCTS(NAME, 1) UNIT_PRODUCTS(NAME, 2) UNIT_PRODUCTS(NAME, 3) UNIT_PRODUCTS(NAME, 4)
+#define UNIT_NAMES(NAME, ...)                                                                                      \
     [PLLM_##NAME] = {NAME##_open,                                                                                  \
                      {NAME##_opened_1, NAME##_opened_2, NAME##_opened_3, NAME##_opened_4},                         \
-                     {NAME##_grid_1, NAME##_grid_2, NAME##_grid_3, NAME##_grid_4}},
+                     {NAME##_units_1, NAME##_units_2, NAME##_units_3, NAME##_units_4}},
 
-PLLM_BLOCK_FORMATS(GRID_FUNCTIONS)
+PLLM_BLOCK_FORMATS(UNIT_FUNCTIONS)
 
-static const grid_format grid_table[PLLM_DTYPES] = {PLLM_BLOCK_FORMATS(GRID_NAMES)};
+static const unit_format unit_table[PLLM_DTYPES] = {PLLM_BLOCK_FORMATS(UNIT_NAMES)};
 
 /* As kernel_set.few. Points of a grid cost more than products with them: for more tokens than are taken together each row is
    opened once. */
-static void grid_rows(const uint8_t *w, int dtype, int64_t row_bytes, int64_t rows, int64_t columns,
+static void unit_rows(const uint8_t *w, int dtype, int64_t row_bytes, int64_t rows, int64_t columns,
                       const void *const *x, int64_t tokens, float *y, int64_t y_stride, int add) {
     const int64_t units = columns / UNIT, parts = divided_up(tokens, MOST_TOKENS);
-    const grid_format *format = grid_table + dtype;
-    const int opens = parts > 1 && units <= OPENED_UNITS;
+    const unit_format *format = unit_table + dtype;
+    const int opens = has_grid(dtype) && parts > 1 && units <= OPENED_UNITS;
     const int64_t together = parts == 1 ? rows : opens ? 1 : MOST_ROWS; /* few, so that the cache has them for each part */
     for (int64_t row = 0; row < rows; row += together) {
         opened_unit opened[OPENED_UNITS];
@@ -368,8 +455,8 @@ static void grid_rows(const uint8_t *w, int dtype, int64_t row_bytes, int64_t ro
 
 #undef SET
 #define SET(name) pllm_packed_avx2_##name
-#define IS_OWN has_grid
-#define OWN grid_rows
+#define IS_OWN is_unit
+#define OWN unit_rows
 #define ROWS_OF_1 1 /* from end to end: the processor fetches one stream best */
 #define ROWS_OF_2 1
 #define ROWS_OF_3 1

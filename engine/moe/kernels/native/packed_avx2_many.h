@@ -354,7 +354,7 @@ void SET(convert)(void *row, int64_t first, const float *from, float scale, int6
         unit->sums[group] = step * (float)(sums[0] + sums[1]);
         UNROLL for (int half = 0; half < 2; half++) {
             unit->half_sums[half][group] = step * (float)sums[half];
-            unit->code_sums[half][group] = sums[half];
+            unit->code_sums[half][group] = unit->half_code_sums[2 * group + half] = (int16_t)sums[half];
         }
         unit->code_sums[2][group] = sums[0] + sums[1];
     }
@@ -368,6 +368,7 @@ void SET(pad)(void *row, int64_t columns) {
     for (int64_t group = at / GROUP; group < GROUPS; group++) {
         unit->scales[group] = unit->sums[group] = unit->half_sums[0][group] = unit->half_sums[1][group] = 0;
         UNROLL for (int i = 0; i < 3; i++) unit->code_sums[i][group] = 0;
+        unit->half_code_sums[2 * group] = unit->half_code_sums[2 * group + 1] = 0;
     }
 }
 

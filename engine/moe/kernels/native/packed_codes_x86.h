@@ -1,5 +1,6 @@
 /* Codes of packed weights as AVX2 and AVX-512 read them, 32 at a time: those of formats of one to three bits, and of
-   others, that both open alike. Codes have no sign: what was added to them for that is above_of. Include inside pragmas for avx2. */
+   others, that both open alike. Codes have no sign: what was added to them for that is above_of. Include inside pragmas for
+   avx2. */
 
 ALWAYS_INLINE __m256i thirty_two(const uint8_t *from) { return _mm256_loadu_si256((const __m256i *)(const void *)from); }
 
@@ -52,7 +53,10 @@ ALWAYS_INLINE __m256i upper_words(const uint8_t *from) {
 /* What of a unit is put together for all its groups at once. */
 typedef struct grid_unit {
     uint16_t at[UNIT / 4]; /* where the points lie in their table, where that is not a byte in the file */
-    uint8_t signs[UNIT / 8];
+    union {
+        uint8_t signs[UNIT / 8];
+        uint16_t below[UNIT / 8]; /* of IQ1_M how far the values of a point are below it */
+    };
 } grid_unit;
 
 ALWAYS_INLINE void store_at(grid_unit *to, const int i, __m256i low, __m256i high) {
@@ -71,7 +75,8 @@ ALWAYS_INLINE void open_grid_unit(const uint8_t *b, grid_unit *to, const int dty
     case PLLM_IQ3_S:
         UNROLL for (int i = 0; i < 4; i++) {
             const __m256i places = _mm256_set_m128i(_mm_set1_epi16((int16_t)0xff01), _mm_set1_epi16((int16_t)0xff00));
-            const __m256i bits = _mm256_shuffle_epi8(_mm256_set1_epi16((int16_t)two_bytes(b + IQ3_S_HIGH + 2 * i)), places);
+            const __m256i both = _mm256_set1_epi16((int16_t)two_bytes(b + IQ3_S_HIGH + 2 * i));
+            const __m256i bits = _mm256_shuffle_epi8(both, places);
             const __m128i by = _mm_setr_epi16(256, 128, 64, 32, 16, 8, 4, 2);
             const __m256i moved = _mm256_mullo_epi16(bits, _mm256_broadcastsi128_si256(by));
             store_at(to, i, words_of_bytes(from + 16 * i), _mm256_and_si256(moved, _mm256_set1_epi16(256)));
@@ -98,6 +103,31 @@ ALWAYS_INLINE void open_grid_unit(const uint8_t *b, grid_unit *to, const int dty
             const __m256i bits = _mm256_shuffle_epi8(_mm256_set1_epi32((int32_t)four_bytes(b + IQ2_S_HIGH + 4 * i)), places);
             const __m256i moved = _mm256_mullo_epi16(bits, _mm256_set1_epi64x(256 | 64LL << 16 | 16LL << 32 | 4LL << 48));
             store_at(to, i, words_of_bytes(from + 16 * i), _mm256_and_si256(moved, _mm256_set1_epi16(768)));
+        }
+        break;
+    case PLLM_IQ1_S: /* twice the places, as there is no shift of words that goes to both sides */
+        UNROLL for (int i = 0; i < 2; i++) {
+            const __m256i places = _mm256_setr_epi16(0x100, 0x100, 0x100, 0x100, 0x302, 0x302, 0x302, 0x302, 0x504, 0x504,
+                                                     0x504, 0x504, 0x706, 0x706, 0x706, 0x706);
+            int64_t four;
+            memcpy(&four, b + IQ1_S_HIGH + 8 * i, 8);
+            const __m256i bits = _mm256_shuffle_epi8(_mm256_set1_epi64x(four), places);
+            const __m256i moved = _mm256_mullo_epi16(bits, _mm256_set1_epi64x(512 | 64LL << 16 | 8LL << 32 | 1LL << 48));
+            const __m256i low = words_of_bytes(from + 16 * i);
+            store_at(to, i, _mm256_add_epi16(low, low), _mm256_and_si256(moved, _mm256_set1_epi16(7 << 9)));
+        }
+        break;
+    case PLLM_IQ1_M:
+        UNROLL for (int i = 0; i < 2; i++) {
+            const __m256i places = _mm256_add_epi16(
+                _mm256_set1_epi16((int16_t)0xff00), _mm256_setr_epi16(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7));
+            int64_t eight;
+            memcpy(&eight, b + IQ1_M_HIGH + 8 * i, 8);
+            const __m256i bits = _mm256_shuffle_epi8(_mm256_set1_epi64x(eight), places);
+            const __m256i moved = _mm256_mullo_epi16(bits, _mm256_set1_epi32(256 | 16 << 16));
+            store_at(to, i, words_of_bytes(from + 16 * i), _mm256_and_si256(moved, _mm256_set1_epi16(7 << 8)));
+            const __m256i below = _mm256_srli_epi16(_mm256_and_si256(moved, _mm256_set1_epi16(1 << 11)), 10);
+            _mm256_storeu_si256((__m256i *)(void *)(to->below + 16 * i), below);
         }
         break;
     default: break;
@@ -138,9 +168,13 @@ ALWAYS_INLINE __m256i fours_of_words(const uint32_t *grid, const uint16_t *at) {
 }
 
 /* Two points of eight values. */
+ALWAYS_INLINE __m128i two_points(const uint64_t *a, const uint64_t *b) {
+    const __m128i first = _mm_loadl_epi64((const __m128i *)(const void *)a);
+    return _mm_castps_si128(_mm_loadh_pi(_mm_castsi128_ps(first), (const __m64 *)(const void *)b));
+}
+
 ALWAYS_INLINE __m128i two_eights(const uint64_t *grid, const uint32_t a, const uint32_t b) {
-    const __m128i first = _mm_loadl_epi64((const __m128i *)(const void *)(grid + a));
-    return _mm_castps_si128(_mm_loadh_pi(_mm_castsi128_ps(first), (const __m64 *)(const void *)(grid + b)));
+    return two_points(grid + a, grid + b);
 }
 
 /* Four, whose indices are bytes, or words of 16 bits. */
@@ -163,7 +197,20 @@ ALWAYS_INLINE int has_few_bits(const int dtype) {
     return code_bits(dtype) < 4 || table_of(dtype) == GRID || dtype == PLLM_NVFP4;
 }
 
-/* Codes 32 g .. 32 g + 31 of a unit of a format with a grid, without their signs if the format has these apart. */
+/* The same of indices that are twice as large. */
+ALWAYS_INLINE __m256i eights_of_twice(const uint64_t *grid, const uint16_t *at) {
+    const uint32_t *half = (const uint32_t *)(const void *)grid;
+    uint32_t pairs[2];
+    memcpy(pairs, at, 8);
+    UNROLL for (int i = 0; i < 2; i++) IN_REGISTER(pairs[i]);
+#define POINT(i) (const uint64_t *)(const void *)(half + (i))
+    const __m128i low = two_points(POINT(pairs[0] & 65535), POINT(pairs[0] >> 16));
+    return _mm256_set_m128i(two_points(POINT(pairs[1] & 65535), POINT(pairs[1] >> 16)), low);
+#undef POINT
+}
+
+/* Codes 32 g .. 32 g + 31 of a unit of a format with a grid, without their signs if the format has these apart, and those
+   of IQ1_S without what whole groups of them are below their points. */
 ALWAYS_INLINE __m256i points_of(const uint8_t *b, const grid_unit *unit, const int g, const int dtype) {
     const uint8_t *from = b + codes_at(dtype);
     switch (dtype) {
@@ -172,23 +219,13 @@ ALWAYS_INLINE __m256i points_of(const uint8_t *b, const grid_unit *unit, const i
     case PLLM_IQ2_XXS: return eights_of_bytes(pllm_iq2_xxs_grid, from + 8 * g);
     case PLLM_IQ2_XS: return eights_of_words(pllm_iq2_xs_grid, unit->at + 4 * g);
     case PLLM_IQ2_S: return eights_of_words(pllm_iq2_s_grid, unit->at + 4 * g);
-    case PLLM_IQ1_S: {
-        const uint64_t *grid = pllm_iq1_grid;
-        const uint32_t at = word_at(from + 4 * g), high = two_bytes(b + IQ1_S_HIGH + 2 * g);
-        const __m256i points = _mm256_set_m128i(
-            two_eights(grid, (at >> 16 & 255) + (high << 2 & 1792), (at >> 24) + (high >> 1 & 1792)),
-            two_eights(grid, (at & 255) + (high << 8 & 1792), (at >> 8 & 255) + (high << 5 & 1792)));
-        return _mm256_sub_epi8(points, _mm256_set1_epi8((char)(high >> 14 & 2)));
-    }
+    case PLLM_IQ1_S: return eights_of_twice(pllm_iq1_grid, unit->at + 4 * g);
     default: { /* IQ1_M */
-        const uint64_t *grid = pllm_iq1_grid;
-        const uint32_t at = word_at(from + 4 * g), high = two_bytes(b + IQ1_M_HIGH + 2 * g);
-        const __m256i points = _mm256_set_m128i(
-            two_eights(grid, (at >> 16 & 255) + (high & 1792), (at >> 24) + (high >> 4 & 1792)),
-            two_eights(grid, (at & 255) + (high << 8 & 1792), (at >> 8 & 255) + (high << 4 & 1792)));
-        const __m256i bits = _mm256_setr_epi64x(1 << 3, 1 << 7, 1 << 11, 1 << 15);
-        const __m256i below = _mm256_cmpeq_epi64(_mm256_and_si256(_mm256_set1_epi64x(high), bits), bits);
-        return _mm256_sub_epi8(points, _mm256_and_si256(below, _mm256_set1_epi8(2)));
+        const __m256i places = _mm256_setr_epi64x(0, 0x0202020202020202, 0x0404040404040404, 0x0606060606060606);
+        int64_t four;
+        memcpy(&four, unit->below + 4 * g, 8);
+        const __m256i below = _mm256_shuffle_epi8(_mm256_set1_epi64x(four), places);
+        return _mm256_sub_epi8(eights_of_words(pllm_iq1_grid, unit->at + 4 * g), below);
     }
     }
 }
@@ -202,7 +239,11 @@ ALWAYS_INLINE __m256i signs_of(const uint8_t *b, const grid_unit *unit, const in
 /* Codes 32 g .. 32 g + 31 of a unit of a format with a grid. */
 ALWAYS_INLINE __m256i of_grid(const uint8_t *b, const grid_unit *unit, const int g, const int dtype) {
     const __m256i points = points_of(b, unit, g, dtype);
-    if (!has_signed_points(dtype)) return points;
+    if (dtype == PLLM_IQ1_M) return points;
+    if (dtype == PLLM_IQ1_S) {
+        const uint32_t below = two_bytes(b + IQ1_S_HIGH + 2 * g) >> 14 & 2;
+        return _mm256_sub_epi8(points, _mm256_set1_epi8((char)below));
+    }
     const __m256i own = _mm256_sign_epi8(points, signs_of(b, unit, g, dtype));
     return _mm256_add_epi8(own, _mm256_set1_epi8((char)above_of(dtype)));
 }
@@ -261,7 +302,8 @@ ALWAYS_INLINE __m256i few_bits(const uint8_t *b, const grid_unit *unit, const in
     case PLLM_TQ2_0: return low_bits(thirty_two(codes + g / 4 * 32), g % 4 * 2, 3);
     case PLLM_Q3_K: {
         const __m256i low = low_bits(thirty_two(codes + g / 4 * 32), g % 4 * 2, 3);
-        return _mm256_or_si256(low, _mm256_slli_epi16(low_bits(thirty_two(b), g, 1), 2));
+        const __m256i high = _mm256_and_si256(thirty_two(b), _mm256_set1_epi8((char)(1 << g)));
+        return _mm256_or_si256(low, g < 2 ? _mm256_slli_epi16(high, 2 - g) : _mm256_srli_epi16(high, g - 2));
     }
     case PLLM_TQ1_0: return of_tq1_0(b, g);
     case PLLM_NVFP4: return of_nvfp4(codes + g % 2 * 16);
