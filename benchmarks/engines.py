@@ -7,6 +7,7 @@ instruction dispatch meets another's. Only the forward pass is timed: no samplin
 from __future__ import annotations
 
 import copy
+import ctypes
 import functools
 import os
 import sys
@@ -18,7 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.measuring import OURS
+from benchmarks.measuring import IK, IK_REPACKED, OURS
 from engine.ipc.messages import Load, Partitioning, RuntimeName
 
 Logits = NDArray[np.float32]
@@ -246,6 +247,9 @@ class LlamaCppEngine(Engine):
 
     def prompt(self, tokens: Sequence[int]) -> Logits:
         self._api.llama_memory_clear(self._memory, True)
+        return self._prompt(tokens)
+
+    def _prompt(self, tokens: Sequence[int]) -> Logits:
         self._length = len(tokens)
         last = len(tokens) - 1
         entries = [(token, index, 0, self._all_logits or index == last) for index, token in enumerate(tokens)]
@@ -270,6 +274,61 @@ class LlamaCppInPlaceEngine(LlamaCppEngine):
 
     variants = ("llama.cpp, in place",)
     repacks = False
+
+
+class IkLlamaCppEngine(LlamaCppEngine):
+    """ik_llama.cpp, a fork of llama.cpp with kernels of its own, through its older interface."""
+
+    variants = (IK,)
+    repacks = False
+
+    def __init__(self, model: Path, threads: int) -> None:
+        from ik_llama_cpp import _ctypes_api as api
+
+        self._api = api
+        api.llama_backend_init()
+        model_parameters = api.llama_model_default_params()
+        model_parameters.repack_tensors = self.repacks
+        self._model = api.llama_model_load_from_file(os.fsencode(model), model_parameters)
+        if not self._model:
+            raise ValueError(f"ik_llama.cpp cannot load {model}")
+        parameters = api.llama_context_default_params()
+        parameters.n_ctx = CONTEXT_LIMIT
+        parameters.n_batch = parameters.n_ubatch = 512
+        parameters.n_seq_max = MAX_ROWS
+        parameters.n_threads = parameters.n_threads_batch = threads
+        self._context = api.llama_init_from_model(self._model, parameters)
+        if not self._context:
+            raise ValueError(f"ik_llama.cpp cannot make a context for {model}")
+        self._vocabulary = api.llama_vocab_n_tokens(api.llama_model_get_vocab(self._model))
+        self._batch = api.llama_batch_init(512, 0, 1)
+        self._length = self._position = 0
+        self._all_logits = False
+
+    def version(self) -> str:
+        from importlib.metadata import version
+
+        return f"ik_llama.cpp (ik-llama-cpp-python {version('ik-llama-cpp-python')})"
+
+    def prompt(self, tokens: Sequence[int]) -> Logits:
+        self._api.llama_kv_cache_clear(self._context)
+        return self._prompt(tokens)
+
+    def rows(self, count: int) -> None:
+        cache = self._api._lib
+        for sequence in range(MAX_ROWS):
+            first = self._length if sequence == 0 else 0
+            cache.llama_kv_cache_seq_rm(ctypes.c_void_p(self._context), sequence, first, -1)
+        for sequence in range(1, count):
+            cache.llama_kv_cache_seq_cp(ctypes.c_void_p(self._context), 0, sequence, 0, self._length)
+        self._position = self._length
+
+
+class IkLlamaCppRepackedEngine(IkLlamaCppEngine):
+    """The same with weights repacked while they are loaded, where it has another order for their format."""
+
+    variants = (IK_REPACKED,)
+    repacks = True
 
 
 class MlxEngine(Engine):
@@ -337,11 +396,13 @@ KINDS: dict[str, type[Engine]] = {
     "transformers": TransformersEngine,
     "llama.cpp": LlamaCppEngine,
     "llama.cpp, in place": LlamaCppInPlaceEngine,
+    IK: IkLlamaCppEngine,
+    IK_REPACKED: IkLlamaCppRepackedEngine,
     "mlx-lm": MlxEngine,
 }
 
 DEFAULT = ("privatellm", "privatellm-torch", "transformers", "llama.cpp", "llama.cpp, in place")
 """What is compared unless something else is asked for."""
 
-PACKED = ("privatellm", "privatellm-gpu", "llama.cpp", "llama.cpp, in place")
+PACKED = ("privatellm", "privatellm-gpu", "llama.cpp", "llama.cpp, in place", IK, IK_REPACKED)
 """What reads packed files."""

@@ -18,6 +18,7 @@ from engine.models.architectures.families import stated_experts_per_token
 
 OURS = "privatellm"
 REFERENCE = "transformers-eager"
+IK, IK_REPACKED = "ik_llama.cpp", "ik_llama.cpp, repacked"
 PREFILL_ONLY = frozenset({"llama.cpp, all logits"})
 """Variants that differ from another of the same engine in nothing but prefill."""
 DECODE_ONLY = frozenset({"mlx-lm"}) if sys.platform != "darwin" else frozenset()

@@ -15,8 +15,9 @@ import numpy as np
 from benchmarks.packed_blocks import block_of
 from engine.models.architectures.families import FAMILIES, ExpertLayers, expert_shape
 
-Mix = Literal["Q4_K_M", "Q8_0", "MXFP4"]
-"""The types of a file, as publishers name them."""
+Mix = Literal["Q4_K_M", "Q8_0", "MXFP4", "Q3_K", "Q2_K", "IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS"]
+"""The types of a file, as publishers name them; those of two and three bits are what experts have in a file that is
+otherwise as Q4_K_M."""
 Config = Mapping[str, Any]
 Parts = Iterator[tuple[str, tuple[int, ...]]]
 """(name within the layer, shape)."""
@@ -125,6 +126,8 @@ def _unfitted(name: str, mix: Mix, more: bool, config: Config) -> str:
         return "Q8_0"
     if mix == "MXFP4":
         return "MXFP4" if "_exps" in name else "Q8_0"
+    if mix != "Q4_K_M" and "_exps" in name:
+        return mix
     if name in ("output", "token_embd"):
         return "Q6_K" if name == "output" or config["tie_word_embeddings"] else "Q4_K"
     if name in ("attn_k", "attn_v") and config.get("num_local_experts") == 8:

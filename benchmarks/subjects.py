@@ -59,6 +59,13 @@ Kind = Literal[
     "gemma4-q4",
     "lfm2-q4",
     "glm45-q4",
+    "qwen3-q3",
+    "qwen3-q2",
+    "qwen3-iq3s",
+    "qwen3-iq3xxs",
+    "qwen3-iq2s",
+    "qwen3-iq2xs",
+    "qwen3-iq2xxs",
 ]
 """What the targets are stated for; ``folder`` is any other model, which has none."""
 
@@ -90,7 +97,7 @@ class Subject:
         """Where ``engine`` (a key of ``benchmarks.engines.KINDS``) finds the model."""
         if engine.startswith("privatellm") and self.prepared is not None:
             return self.prepared
-        return self.gguf if engine.startswith("llama.cpp") else self.folder
+        return self.gguf if "llama.cpp" in engine else self.folder
 
 
 def say(text: str) -> None:
@@ -120,6 +127,8 @@ def synthetic_subject(work: Path, shape: MixtralShape | Qwen3MoeShape, kind: Kin
     return subject
 
 
+_FLAT = Qwen3MoeShape(QWEN3_LAYERS // 12, vocabulary=QWEN3_VOCABULARY // 12)
+
 PACKED: dict[str, tuple[Kind, PackedShape, Mix]] = {
     "mixtral-q4": ("mixtral-q4", MixtralShape(), "Q4_K_M"),
     "qwen3-q4": ("qwen3-q4", Qwen3MoeShape(QWEN3_LAYERS // 6, vocabulary=QWEN3_VOCABULARY // 6), "Q4_K_M"),
@@ -132,6 +141,13 @@ PACKED: dict[str, tuple[Kind, PackedShape, Mix]] = {
     "gemma4-q4": ("gemma4-q4", Gemma4Shape(), "Q4_K_M"),
     "lfm2-q4": ("lfm2-q4", Lfm2MoeShape(), "Q4_K_M"),
     "glm45-q4": ("glm45-q4", GlmAirShape(), "Q4_K_M"),
+    "qwen3-q3": ("qwen3-q3", _FLAT, "Q3_K"),
+    "qwen3-q2": ("qwen3-q2", _FLAT, "Q2_K"),
+    "qwen3-iq3s": ("qwen3-iq3s", _FLAT, "IQ3_S"),
+    "qwen3-iq3xxs": ("qwen3-iq3xxs", _FLAT, "IQ3_XXS"),
+    "qwen3-iq2s": ("qwen3-iq2s", _FLAT, "IQ2_S"),
+    "qwen3-iq2xs": ("qwen3-iq2xs", _FLAT, "IQ2_XS"),
+    "qwen3-iq2xxs": ("qwen3-iq2xxs", _FLAT, "IQ2_XXS"),
 }
 """The packed synthetic models by name."""
 

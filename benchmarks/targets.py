@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.measuring import MEASURES, OURS, Samples, ratio_text, speed_ratio, table, time_ratio
+from benchmarks.measuring import IK, IK_REPACKED, MEASURES, OURS, Samples, ratio_text, speed_ratio, table, time_ratio
 from engine.calibration.samples import Spread
 
 OTHER, IN_PLACE = "llama.cpp", "llama.cpp, in place"
@@ -55,6 +55,12 @@ def _packed(model: str, *bounds: float | None) -> list[Target]:
     return [Target(model, measure, "speed", bound) for measure, bound in wanted if bound is not None]
 
 
+LOW_BITS = {
+    "qwen3-q3": "Q3_K", "qwen3-q2": "Q2_K", "qwen3-iq3s": "IQ3_S", "qwen3-iq3xxs": "IQ3_XXS", "qwen3-iq2s": "IQ2_S",
+    "qwen3-iq2xs": "IQ2_XS", "qwen3-iq2xxs": "IQ2_XXS",
+}  # fmt: skip
+"""Models whose experts are in two or three bits, and the format of these."""
+
 TARGETS = (
     Target("mixtral", "decode", "time", 0.95),
     Target("mixtral", "4 rows", "time", 0.75),
@@ -75,6 +81,7 @@ TARGETS = (
         for kind in ("next-q4", "glm47-q4", "gemma4-q4", "lfm2-q4", "glm45-q4")
         for target in _packed(kind, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
     ),
+    *(target for kind in LOW_BITS for target in _packed(kind, 1.1, 1.3, 1.5, None, 1.3, 1.3)),
     Target("starter", "decode", "speed", 1.00),
     Target("starter", "prefill 512", "speed", 1.00),
     Target("starter", "12 rows", "step", 5.0, base="decode"),
@@ -104,6 +111,7 @@ TITLES = {
     "gemma4-q4": "Gemma-4-MoE-shaped, Q4_K_M",
     "lfm2-q4": "LFM2-MoE-shaped, Q4_K_M",
     "glm45-q4": "GLM-4.5-Air-shaped, Q4_K_M",
+    **{kind: f"Qwen3-MoE-shaped, experts in {name}" for kind, name in LOW_BITS.items()},
     "dense-q4": "dense 1B, Q4_K_M",
     "dense-q8": "dense 1B, Q8_0",
 }
@@ -152,8 +160,8 @@ def _measured(samples: Samples, target: Target) -> Spread | None:
 
 
 def _fastest(samples: Samples, measure: str) -> str:
-    """llama.cpp as it loads packed weights by default or in place, whichever was faster."""
-    found = [variant for variant in (OTHER, IN_PLACE) if samples.get(variant, {}).get(measure)]
+    """llama.cpp or ik_llama.cpp, as it loads packed weights by default or otherwise, whichever was fastest."""
+    found = [variant for variant in (OTHER, IN_PLACE, IK, IK_REPACKED) if samples.get(variant, {}).get(measure)]
     return min(found, key=lambda variant: statistics.median(samples[variant][measure]), default=OTHER)
 
 
