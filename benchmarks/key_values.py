@@ -1,10 +1,10 @@
-"""Keys and values in 8 bits against those in bfloat16: memory, speed of decoding in long contexts, and what is lost.
+"""Keys and values in 8 and 4 bits against those in bfloat16: memory, speed in long contexts, and what is lost.
 
     python -m benchmarks.key_values --model starter --contexts 512 4096
 
 The loss is of the model's next-token distribution, at every position of a text that is decoded token by token: the
-mean and the largest Kullback-Leibler divergence, and how often the likeliest token is the same. The two caches take
-turns step by step, so that both meet the same minutes of the machine.
+mean and the largest Kullback-Leibler divergence, and how often the likeliest token is the same. The caches take
+turns step by step, so that all meet the same minutes of the machine.
 """
 
 from __future__ import annotations
@@ -36,9 +36,13 @@ def divergence(found: NDArray[np.float32], expected: NDArray[np.float32]) -> flo
     return float(np.sum(np.exp(logs[1]) * (logs[1] - logs[0])))
 
 
-def loss(models: list[LoadedModel], tokens: list[int]) -> tuple[list[float], float]:
-    """The divergences at every position of ``tokens``, and the share of equal choices. The first model is the truth."""
-    rows = [model.start() for model in models]
+FORMS = {"auto": "bfloat16", "q8_0": "8 bits", "q4_0": "4 bits"}
+"""Forms of keys and values, as a setting and in words; the first is what the others are compared with."""
+
+
+def loss(truth: LoadedModel, model: LoadedModel, tokens: list[int]) -> tuple[list[float], float]:
+    """The divergences of ``model`` at every position of ``tokens``, and the share of equal choices."""
+    rows = truth.start(), model.start()
     divergences, equal = [], 0
     for token in tokens:
         expected, found = (row.step([token])[0] for row in rows)
@@ -55,7 +59,7 @@ def speeds(models: list[LoadedModel], context: int, steps: int, vocabulary: int)
             row.extend(random_tokens(first, min(512, context - first), vocabulary), want_logits=False)
     seconds: list[list[float]] = [[] for _ in models]
     for step in range(steps + 2):
-        for number in (0, 1) if step % 2 else (1, 0):
+        for number in range(len(models)) if step % 2 else reversed(range(len(models))):
             (token,) = random_tokens(100_000 + step, 1, vocabulary)
             begun = time.perf_counter()
             rows[number].step([token])
@@ -74,29 +78,31 @@ def main() -> None:
     arguments = parser.parse_args()
     folder = resolve(arguments.model).folder or Path(arguments.model)
     models: list[LoadedModel] = []
-    for kept in ("auto", "q8_0"):
-        request = Load(id=1, model=arguments.model, cpu_threads=arguments.threads, key_values=kept)
+    for kept in FORMS:
+        request = Load(id=1, model=arguments.model, cpu_threads=arguments.threads, key_values=kept)  # type: ignore[arg-type]
         models.append(runtime_named("native").load(folder, request, lambda stage, done, total, unit: None))
-    sizes = [model.facts.key_value_bytes_per_token for model in models]
-    print(f"bytes per token: {sizes[0]:,} and {sizes[1]:,} ({sizes[1] / sizes[0]:.2f})\n")
-    rows = []
+    rows = [["bytes per token", *(f"{model.facts.key_value_bytes_per_token:,}" for model in models)]]
     for context in arguments.contexts:
-        plain, packed = speeds(models, context, arguments.steps, models[0].facts.vocabulary)
-        ratio = statistics.median(packed) / statistics.median(plain)
-        cells = [Spread.of([1000 * value for value in values]) for values in (plain, packed)]
-        shown = [f"{cell.median:.2f} ({cell.low:.2f}–{cell.high:.2f})" for cell in cells]
-        rows.append([f"{context:,}", *shown, f"{ratio:.2f}"])
-    print("\n".join(table(["tokens of context", "bfloat16, ms", "8 bits, ms", "8 bits / bfloat16"], rows)))
+        seconds = speeds(models, context, arguments.steps, models[0].facts.vocabulary)
+        times = [Spread.of([1000 * value for value in values]) for values in seconds]
+        ratios = [f"{time.median / times[0].median:.2f}" for time in times]
+        shown = [
+            f"{time.median:.2f} ({time.low:.2f}–{time.high:.2f}), {by}" for time, by in zip(times, ratios, strict=True)
+        ]
+        rows.append([f"a token after {context:,}: ms, and to {FORMS['auto']}", *shown])
+    print("\n".join(table(["", *FORMS.values()], rows)))
     words = load_tokenizer(folder)
     if words is None:
         print("\nThe model has no tokenizer, so no loss is measured.")
         return
     text = importlib.resources.files("assets").joinpath("calibration_prompts.txt").read_text(encoding="utf-8")
-    divergences, equal = loss(models, words.encode(text)[: arguments.text])
-    print(
-        f"\n{len(divergences)} tokens of text: divergence {statistics.mean(divergences):.5f} nats on average, "
-        f"{max(divergences):.4f} at most; the same likeliest token at {equal:.1%} of the positions"
-    )
+    tokens = words.encode(text)[: arguments.text]
+    print(f"\nThe distribution of the next token after each of {len(tokens)} tokens of text, to {FORMS['auto']}:\n")
+    rows = []
+    for name, model in zip(list(FORMS.values())[1:], models[1:], strict=True):
+        divergences, equal = loss(models[0], model, tokens)
+        rows.append([name, f"{statistics.mean(divergences):.5f}", f"{max(divergences):.4f}", f"{equal:.1%}"])
+    print("\n".join(table(["", "mean divergence, nats", "largest", "same likeliest token"], rows)))
 
 
 if __name__ == "__main__":

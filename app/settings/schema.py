@@ -97,8 +97,8 @@ class Settings(RingSettings):
     )  # fmt: skip
     key_values: KeyValuesName = _loading(
         "choice", "Keys and values", "auto",
-        "How the conversation is kept in memory. 8 bits take half the memory; answers may differ slightly.",
-        choices=choices(auto="As the model computes", q8_0="8 bits (q8_0)"),
+        "How the conversation is kept in memory. 8 bits take half the memory, 4 bits a quarter; answers may differ.",
+        choices=choices(auto="As the model computes", q8_0="8 bits (q8_0)", q4_0="4 bits (q4_0)"),
     )  # fmt: skip
     prefix_memory: float | None = _loading(
         "number", "Kept conversations", None,

@@ -82,8 +82,8 @@ class ModelSizes:
     """Bytes of the largest routed expert, as layers' formats may differ; 0: all experts are equally large."""
     padded_state_bytes: int = 0
     """``state_bytes``, padded to the native runtime's blocks of columns."""
-    key_value_bytes_in_8_bits: int = 0
-    """``key_value_bytes_per_token`` as Q8_0; 0: they cannot be kept in 8 bits."""
+    key_value_bytes_packed: tuple[tuple[str, int], ...] = ()
+    """``key_value_bytes_per_token`` in each packed form of them; none if heads do not fit those."""
     windowed_bytes_per_token: int = 0
     """Part of ``key_value_bytes_per_token`` in layers with a sliding window, which mlx and native drop in part."""
     window: int = 0
@@ -137,7 +137,7 @@ class ModelSizes:
 
     def for_runtime(self, runtime: str, on_gpu: bool = False, key_values: str = "auto") -> ModelSizes:
         """These sizes with weights, states, keys and values as ``runtime`` keeps them. ``key_values`` as in
-        :class:`engine.ipc.messages.LoadOptions`: only native keeps them in 8 bits.
+        :class:`engine.ipc.messages.LoadOptions`: only native keeps them in 8 or 4 bits.
 
         The trunk: native reads it where it is stored, and computes in
         bfloat16 with weights stored as float16. torch converts it to ``dtype``, but for packed tensors of a trunk that
@@ -146,13 +146,9 @@ class ModelSizes:
         sizes = self
         if runtime == "mlx" and self.mlx_codes is not None:
             return self._in_mlx(self.mlx_codes)
-        if runtime == "native" and key_values == "q8_0" and self.key_value_bytes_in_8_bits:
-            in_8_bits = self.key_value_bytes_in_8_bits / self.key_value_bytes_per_token
-            sizes = replace(
-                self,
-                key_value_bytes_per_token=self.key_value_bytes_in_8_bits,
-                windowed_bytes_per_token=round(self.windowed_bytes_per_token * in_8_bits),
-            )
+        if runtime == "native" and (nbytes := dict(self.key_value_bytes_packed).get(key_values)):
+            windowed = self.windowed_bytes_per_token * nbytes // self.key_value_bytes_per_token
+            sizes = replace(self, key_value_bytes_per_token=nbytes, windowed_bytes_per_token=windowed)
         if self.trunk_numbers is None or runtime not in ("native", "torch"):
             return sizes
         trunk, width, packed, dtype = self.trunk_numbers, self.width, TrunkSize(), self.dtype

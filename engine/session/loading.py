@@ -89,7 +89,8 @@ def load_session(
             notices.append(f"The catalogue has {instead.name}, which this Mac's GPU runs.")
     if request.key_values != "auto" and runtime.name != "native":
         notices.append(
-            f"Keys and values are not kept in 8 bits: the runtime {runtime.name} cannot do that, native can."
+            f"Keys and values are not kept in {request.key_values}: the runtime {runtime.name} cannot do that, native "
+            "can."
         )
     if request.prefix_disk_bytes and not model.keeps_contents:
         notices.append(

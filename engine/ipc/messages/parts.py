@@ -11,8 +11,8 @@ from engine.ipc.messages.ring import RingFacts
 RuntimeName = Literal["auto", "native", "torch", "mlx"]
 """``native``: the trunk of the commonest decoder shape in our own CPU kernels; ``torch``: transformers' trunk."""
 DtypeName = Literal["auto", "bfloat16", "float32"]
-KeyValuesName = Literal["auto", "q8_0"]
-"""Storage of keys and values: in the model's computed dtype, or in 8 bits if the runtime supports it."""
+KeyValuesName = Literal["auto", "q8_0", "q4_0"]
+"""Storage of keys and values: in the model's computed dtype, or in 8 or 4 bits if the runtime supports it."""
 Partitioning = Literal["auto", "cpu", "hybrid", "ring"]
 ExpertPolicy = Literal["balanced", "twiddler", "monde", "layers", "lru-offload", "stream", "on-demand"]
 """Policy by which GPU and CPU share the experts: ours, the papers', and the papers' baselines (see

@@ -146,7 +146,8 @@ def _sizes(whole: Mapping[str, Any], trunk: _Trunk, experts: _Routed | None, dty
     scale = 1.0 if is_packed(trunk.stored) else _WIDTHS.get(chosen, 2) / _WIDTHS.get(trunk.stored, 2)
     hidden = whole_number(config, "hidden_size", "d_model")
     numbers, head = key_value_numbers(config), _head_width(config)
-    in_8_bits = head > 0 and head % BLOCKS["Q8_0"][0] == 0
+    fits = head > 0 and head % BLOCKS["Q8_0"][0] == 0
+    packed = tuple((name, stored_bytes(name.upper(), (numbers,))) for name in ("q8_0", "q4_0") if fits)
     return ModelSizes(
         family=family.model_type,
         dtype=chosen,
@@ -170,7 +171,7 @@ def _sizes(whole: Mapping[str, Any], trunk: _Trunk, experts: _Routed | None, dty
         padded_state_bytes=state_bytes(config, STATE_COLUMNS),
         windowed_bytes_per_token=windowed_numbers(config) * _WIDTHS.get(chosen, 2),
         window=_window(config),
-        key_value_bytes_in_8_bits=numbers // head * stored_bytes("Q8_0", (head,)) if in_8_bits else 0,
+        key_value_bytes_packed=packed,
         experts_are_packed=experts is not None and is_packed(experts.dtype),
         largest_expert_bytes=0 if experts is None else experts.largest,
         trunk_stored=trunk.nbytes,

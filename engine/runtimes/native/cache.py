@@ -50,7 +50,7 @@ class AlikeLayers:
 @dataclass(frozen=True)
 class PageShape:
     """The layout of a position: keys and values of all layers with attention, stored in ``number_format`` (``BF16``,
-    ``F32`` or ``Q8_0``).
+    ``F32``, ``Q8_0`` or ``Q4_0``).
 
     Without ``has_values`` the keys are also the values.
     """
@@ -66,8 +66,8 @@ class PageShape:
         return tuple((name, alike) for alike in self.alike for name in names)
 
     def block_bytes(self, width: int) -> int:
-        """Bytes of KEY_BLOCK positions of the keys, or the values, of one head of ``width``. With ``Q8_0`` they include
-        the scales."""
+        """Bytes of KEY_BLOCK positions of the keys, or the values, of one head of ``width``. Packed ones
+        include the scales."""
         return KEY_BLOCK * stored_bytes(self.number_format, (width,))
 
     def array_bytes(self, alike: AlikeLayers) -> int:
@@ -443,11 +443,18 @@ def _clear(block: NDArray[Any], filled: int, number_format: str, width: int, key
             block.reshape(*places, KEY_BLOCK, width)[:, :, filled:] = 0
         return
     numbers = block
-    if number_format == "Q8_0":
-        data = block.view(np.uint8)
-        numbers = data[..., : KEY_BLOCK * width]
-        data[..., KEY_BLOCK * width :].view(np.uint16).reshape(*places, -1, KEY_BLOCK)[..., filled:] = 0
-    if keys:
+    if number_format in ("Q8_0", "Q4_0"):
+        count = KEY_BLOCK * width // (1 if number_format == "Q8_0" else 2)
+        numbers = block[..., :count]
+        block[..., count:].view(np.uint16).reshape(*places, -1, KEY_BLOCK)[..., filled:] = 0
+    if number_format == "Q4_0" and keys:
+        numbers.reshape(*places, width // 2, KEY_BLOCK)[..., filled:] = 0
+    elif number_format == "Q4_0":
+        pairs = numbers.reshape(*places, KEY_BLOCK // 2, width)
+        pairs[:, :, -(-filled // 2) :] = 0
+        if filled % 2:
+            pairs[:, :, filled // 2] &= 15
+    elif keys:
         numbers.reshape(*places, width // 2, KEY_BLOCK, 2)[:, :, :, filled:] = 0
     else:
         pairs = numbers.reshape(*places, KEY_BLOCK // 2, width, 2)

@@ -87,7 +87,7 @@ class OpenedModel:
     dtype: str
     choice: KernelChoice
     cache_format: str
-    """Storage format of keys and values: ``BF16``, ``F32`` or ``Q8_0``."""
+    """Storage format of keys and values: ``BF16``, ``F32``, ``Q8_0`` or ``Q4_0``."""
     weights: TrunkWeights
     rotaries: tuple[Rotary, ...]
     """Rotary frequencies of each kind of heads."""

@@ -139,8 +139,9 @@ def open_native(files: ModelFiles, request: Load, popularity: Popularity | None,
     dtype = compute_dtype(files, request)
     choice, exact = choose(dtype), choose("float32")
     shape = read_shape(files.config, () if files.experts is None else files.experts.layers)
-    packs = request.key_values == "q8_0" and all(kind.width % BLOCKS["Q8_0"][0] == 0 for kind in shape.kinds)
-    cache = "Q8_0" if packs else _STORED[dtype]
+    packed = request.key_values.upper()
+    fits = packed in BLOCKS and all(kind.width % BLOCKS[packed][0] == 0 for kind in shape.kinds)
+    cache = packed if fits else _STORED[dtype]
     weights = TrunkWeights(files, shape, choice, exact, cache, popularity, in_ring)
     return OpenedModel(files, shape, dtype, choice, cache, weights, _angles(shape), popularity)
 
@@ -286,10 +287,10 @@ def describe(
 
 def _notices(opened: OpenedModel, request: Load) -> list[str]:
     notices = ["No GPU was found, so everything runs on the CPU."] if request.partitioning == "hybrid" else []
-    if request.key_values == "q8_0" and opened.cache_format != "Q8_0":
+    if request.key_values not in ("auto", opened.cache_format.lower()):
         widths = " and ".join(dict.fromkeys(str(kind.width) for kind in opened.shape.kinds))
         notices.append(
-            f"Keys and values are kept in {opened.dtype}: heads of {widths} numbers do not fit the 8-bit format."
+            f"Keys and values are kept in {opened.dtype}: heads of {widths} numbers do not fit {request.key_values}."
         )
     return notices
 

@@ -11,8 +11,10 @@ typedef float lanes __attribute__((vector_size(4 * LANES)));
 typedef int32_t lanes_i __attribute__((vector_size(4 * LANES)));
 typedef uint32_t lanes_u __attribute__((vector_size(4 * LANES)));
 typedef uint16_t lanes_h __attribute__((vector_size(2 * LANES)));
+typedef uint8_t lanes_b __attribute__((vector_size(LANES)));
 typedef lanes lanes_any __attribute__((aligned(4)));
 typedef lanes_h lanes_h_any __attribute__((aligned(2)));
+typedef lanes_b lanes_b_any __attribute__((aligned(1)));
 typedef lanes_u lanes_u_any __attribute__((aligned(2)));
 
 ALWAYS_INLINE lanes all(float value) { return value - (lanes){0}; }
@@ -352,28 +354,29 @@ static void NAME(soften)(const attention *a, int64_t i, int64_t tile, int64_t fr
     a->total[i] += total;
 }
 
-/* Pairs of 8-bit numbers to pairs of bfloat16. `even` and `odd`: the scales of the first and the second of a pair. */
-ALWAYS_INLINE lanes_u opened_pair(lanes_h pair, lanes even, lanes odd) {
-    typedef int16_t signed_h __attribute__((vector_size(2 * LANES)));
-    const lanes low = __builtin_convertvector(__builtin_convertvector((signed_h)(pair << 8) >> 8, lanes_i), lanes);
-    const lanes high = __builtin_convertvector(__builtin_convertvector((signed_h)pair >> 8, lanes_i), lanes);
+/* The pairs of numbers at `at`, of 8 or 4 bits each, to pairs of bfloat16. `even` and `odd`: the scales of the first and
+   the second of a pair. */
+ALWAYS_INLINE lanes_u opened_pairs(const void *pairs, int64_t at, lanes even, lanes odd, int bits) {
+    const lanes_i pair = bits == 8 ? __builtin_convertvector(*(const lanes_h_any *)((const uint16_t *)pairs + at), lanes_i)
+                                   : __builtin_convertvector(*(const lanes_b_any *)((const uint8_t *)pairs + at), lanes_i);
+    const lanes low = __builtin_convertvector((lanes_i)((lanes_u)pair << (32 - bits)) >> (32 - bits), lanes);
+    const lanes high = __builtin_convertvector((lanes_i)((lanes_u)pair << (32 - 2 * bits)) >> (32 - bits), lanes);
     const lanes_u a = (lanes_u)(low * even), b = (lanes_u)(high * odd);
     return (a + 0x7fff + (a >> 16 & 1)) >> 16 | ((b + 0x7fff + (b >> 16 & 1)) & 0xffff0000U);
 }
 
-/* `blocks` of keys in Q8_0 to bfloat16, in the same order. */
-static void NAME(open_keys)(const attention *a, const void *from, int64_t blocks) {
-    const int64_t width = a->width, block = PLLM_KEY_BLOCK * (width + width / CACHE_GROUP * 2);
+/* `blocks` of packed keys to bfloat16, in the same order. */
+ALWAYS_INLINE void open_keys(const attention *a, const void *from, int64_t blocks, int bits) {
+    const int64_t width = a->width, row = cached_bytes(a->dtype, width);
     for (int64_t b = 0; b < blocks; b++) {
-        const uint16_t *pairs = (const uint16_t *)((const char *)from + b * block);
-        const uint16_t *scales = pairs + PLLM_KEY_BLOCK * width / 2;
+        const char *pairs = (const char *)from + b * PLLM_KEY_BLOCK * row;
+        const uint16_t *scales = (const uint16_t *)(pairs + PLLM_KEY_BLOCK * width * bits / 8);
         uint32_t *to = (uint32_t *)a->opened + b * PLLM_KEY_BLOCK * width / 2;
         for (int64_t group = 0; group < width / CACHE_GROUP; group++)
             for (int64_t lane = 0; lane < PLLM_KEY_BLOCK; lane += LANES) {
                 const lanes scale = load_bf16(scales + group * PLLM_KEY_BLOCK + lane);
                 for (int64_t d = group * CACHE_GROUP / 2; d < (group + 1) * CACHE_GROUP / 2; d++) {
-                    const lanes_h pair = *(const lanes_h_any *)(pairs + d * PLLM_KEY_BLOCK + lane);
-                    const lanes_u found = opened_pair(pair, scale, scale);
+                    const lanes_u found = opened_pairs(pairs, d * PLLM_KEY_BLOCK + lane, scale, scale, bits);
                     memcpy(to + d * PLLM_KEY_BLOCK + lane, &found, sizeof found);
                 }
             }
@@ -381,22 +384,34 @@ static void NAME(open_keys)(const attention *a, const void *from, int64_t blocks
 }
 
 /* `blocks` of values. */
-static void NAME(open_values)(const attention *a, const void *from, int64_t blocks) {
-    const int64_t width = a->width, block = PLLM_KEY_BLOCK * (width + width / CACHE_GROUP * 2);
+ALWAYS_INLINE void open_values(const attention *a, const void *from, int64_t blocks, int bits) {
+    const int64_t width = a->width, row = cached_bytes(a->dtype, width);
     for (int64_t b = 0; b < blocks; b++) {
-        const uint16_t *pairs = (const uint16_t *)((const char *)from + b * block);
-        const uint16_t *scales = pairs + PLLM_KEY_BLOCK * width / 2;
+        const char *pairs = (const char *)from + b * PLLM_KEY_BLOCK * row;
+        const uint16_t *scales = (const uint16_t *)(pairs + PLLM_KEY_BLOCK * width * bits / 8);
         uint32_t *to = (uint32_t *)a->opened + b * PLLM_KEY_BLOCK * width / 2;
         for (int64_t pair = 0; pair < PLLM_KEY_BLOCK / 2; pair++)
             for (int64_t group = 0; group < width / CACHE_GROUP; group++) {
                 const uint16_t *two = scales + group * PLLM_KEY_BLOCK + 2 * pair;
                 const lanes even = all(one_bf16(two[0])), odd = all(one_bf16(two[1]));
                 for (int64_t d = group * CACHE_GROUP; d < (group + 1) * CACHE_GROUP; d += LANES) {
-                    const lanes_u found = opened_pair(*(const lanes_h_any *)(pairs + pair * width + d), even, odd);
+                    const lanes_u found = opened_pairs(pairs, pair * width + d, even, odd, bits);
                     memcpy(to + pair * width + d, &found, sizeof found);
                 }
             }
     }
+}
+
+/* Keys or values of the cache as attention reads them: those of 8 or 4 bits are opened. */
+static const void *NAME(readable)(const attention *a, const void *from, int64_t blocks, int values) {
+    const int bits = packed_bits(a->dtype);
+    if (!bits) return from;
+    if (bits == 8) {
+        (values ? open_values : open_keys)(a, from, blocks, 8);
+    } else {
+        (values ? open_values : open_keys)(a, from, blocks, 4);
+    }
+    return a->opened;
 }
 
 /* `blocks` of keys in the order of values. Of bfloat16, two positions of two dimensions are turned at a time. */
@@ -423,8 +438,8 @@ static void NAME(turn_keys)(const attention *a, const void *from, int64_t blocks
 }
 
 static void NAME(attend)(const attention *a) {
-    const int packed = a->dtype == PLLM_Q8_0, half = packed || a->dtype == PLLM_BF16;
-    const int64_t row = packed ? a->width + a->width / CACHE_GROUP * 2 : a->width * (half ? 2 : 4);
+    const int half = a->dtype != PLLM_F32;
+    const int64_t row = cached_bytes(a->dtype, a->width);
     int64_t first = a->last, last = a->first;
     for (int64_t i = 0; i < a->count; i++) {
         first = MIN(first, MAX(a->low[i], a->first));
@@ -434,11 +449,7 @@ static void NAME(attend)(const attention *a) {
     for (int64_t tile = first / PLLM_KEY_BLOCK * PLLM_KEY_BLOCK; tile < last; tile += SCORE_TILE) {
         const int64_t from = MAX(tile, first), to = MIN(tile + SCORE_TILE, last);
         const int64_t blocks = divided_up(to - tile, PLLM_KEY_BLOCK), end = tile + blocks * PLLM_KEY_BLOCK;
-        const void *keys = (const char *)a->keys + tile * row, *values = a->turned;
-        if (packed) {
-            NAME(open_keys)(a, keys, blocks);
-            keys = a->opened;
-        }
+        const void *keys = NAME(readable)(a, (const char *)a->keys + tile * row, blocks, 0), *values = a->turned;
         (half ? NAME(scores_bf16) : NAME(scores_f32))(a, keys, blocks);
         for (int64_t i = 0; i < a->count; i++) {
             NAME(soften)(a, i, tile, from, to, end);
@@ -447,11 +458,7 @@ static void NAME(attend)(const attention *a) {
         if (!a->values) {
             NAME(turn_keys)(a, keys, blocks, half);
         } else {
-            values = (const char *)a->values + tile * row;
-            if (packed) {
-                NAME(open_values)(a, values, blocks);
-                values = a->opened;
-            }
+            values = NAME(readable)(a, (const char *)a->values + tile * row, blocks, 1);
         }
         (half ? NAME(values_bf16) : NAME(values_f32))(a, values, from - tile, to - tile);
     }

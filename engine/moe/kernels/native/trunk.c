@@ -650,11 +650,11 @@ static int check(const pllm_trunk *trunk, const pllm_pass *pass) {
          trunk->delta_value_heads < 1 || trunk->delta_value_heads % trunk->delta_key_heads ||
          !(pass->states_before && pass->states_after)))
         return PLLM_E_ARGUMENT;
-    if (trunk->cache_dtype != PLLM_F32 && trunk->cache_dtype != PLLM_BF16 && trunk->cache_dtype != PLLM_Q8_0)
-        return PLLM_E_ARGUMENT;
+    const int packed = packed_bits(trunk->cache_dtype);
+    if (trunk->cache_dtype != PLLM_F32 && trunk->cache_dtype != PLLM_BF16 && !packed) return PLLM_E_ARGUMENT;
     if (trunk->kind_count < 1 || trunk->kind_count > PLLM_HEAD_KINDS) return PLLM_E_ARGUMENT;
     for (int64_t kind = 0; kind < trunk->kind_count; kind++)
-        if (trunk->kinds[kind].width % (trunk->cache_dtype == PLLM_Q8_0 ? CACHE_GROUP : 2)) return PLLM_E_ARGUMENT;
+        if (trunk->kinds[kind].width % (packed ? CACHE_GROUP : 2)) return PLLM_E_ARGUMENT;
     if (trunk->expert_groups < 1 || trunk->kept_groups < 1 || trunk->kept_groups > trunk->expert_groups)
         return PLLM_E_ARGUMENT;
     for (int64_t i = 0; i < trunk->layer_count; i++)

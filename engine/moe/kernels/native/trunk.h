@@ -16,7 +16,10 @@
    [block][width / 2][PLLM_KEY_BLOCK][2], values [position / 2][width][2]. `width` is even. Values that were never
    written must be finite.
    In Q8_0 a block is its numbers in the order of bfloat16, 8 bits each, and then their scales, bfloat16
-   [width / 32][PLLM_KEY_BLOCK]: one for 32 neighbours of a position. `width` is a multiple of 32. */
+   [width / 32][PLLM_KEY_BLOCK]: one for 32 neighbours of a position. `width` is a multiple of 32.
+   Q4_0 has 4 bits each, the first of a pair in the low half of a byte. Its keys and values are turned by Hadamard matrices
+   before they are rounded, which spreads what is large in one dimension over many; queries are turned, too, and what
+   attention gathers is turned back. */
 #define PLLM_KEY_BLOCK 16
 
 /* Heads of keys and values of a layer. Layers with attention are of one kind or of two (Gemma 4): one that sees a window,

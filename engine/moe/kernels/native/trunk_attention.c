@@ -63,40 +63,68 @@ static const pllm_segment *segment_of(const pllm_pass *pass, int64_t position) {
     return segment;
 }
 
-/* Bytes of a head's keys, or of its values, of one position; of a whole block in Q8_0, divided by its positions. */
-static int64_t position_bytes(const pllm_trunk *trunk, int64_t width) {
-    switch (trunk->cache_dtype) {
-    case PLLM_F32: return width * 4;
-    case PLLM_BF16: return width * 2;
-    default: return width + width / CACHE_GROUP * 2;
-    }
-}
-
 /* Start of what one head of a row keeps in a page, in bytes. */
 static int64_t head_start(const trunk_job *job, const pllm_segment *segment, int64_t row, int64_t layer, int64_t head) {
     const head_shape *shape = shape_of(job, layer);
     const int64_t before = job->trunk->layers[layer].place * shape->key_value_heads + head;
-    return row * segment->row_stride[shape->kind] + before * segment->capacity * position_bytes(job->trunk, shape->width);
+    return row * segment->row_stride[shape->kind] + before * segment->capacity * cached_bytes(job->trunk->cache_dtype, shape->width);
 }
 
-/* A key or value in 8 bits: `step` numbers from one pair of dimensions to the next, `next` from one dimension of a pair
-   to the other. A scale is rounded up, so that no number is cut off; it is no number if one of its 32 is none. */
-static void store_packed(const float *from, int8_t *to, uint16_t *scales, int64_t width, int64_t step, int64_t next) {
+/* Multiplies `x` by a symmetric orthogonal matrix: Hadamard matrices, as large as `width` allows, along its diagonal. Done
+   twice it changes nothing. */
+static void turn(float *x, int64_t width) {
+    const int64_t size = width & -width;
+    const float scale = 1.0F / sqrtf((float)size);
+    for (int64_t half = 1; half < size; half *= 2)
+        for (int64_t first = 0; first < width; first += 2 * half)
+            for (int64_t d = first; d < first + half; d++) {
+                const float a = x[d], b = x[d + half];
+                x[d] = a + b;
+                x[d + half] = a - b;
+            }
+    for (int64_t d = 0; d < width; d++) x[d] *= scale;
+}
+
+void pllm_turn(const pllm_trunk *trunk, float *x, int64_t width) {
+    if (trunk->cache_dtype == PLLM_Q4_0) turn(x, width);
+}
+
+/* The scale of a group of numbers, rounded away from zero to bfloat16, so that no number is cut off that need not be: in
+   8 bits -127 to 127 are used; in 4 bits -8 to 7, and the largest number is -8. It is no number if one of the group is
+   none. */
+static float group_scale(const float *from, int bits, uint16_t *stored) {
+    float most = 0, sum = 0;
+    for (int64_t d = 0; d < CACHE_GROUP; d++) {
+        if (fabsf(from[d]) > fabsf(most)) most = from[d];
+        sum += from[d];
+    }
+    float scale = isfinite(sum) ? bits == 8 ? fabsf(most) / 127.0F : most / -8.0F : NAN;
+    uint32_t word;
+    memcpy(&word, &scale, 4);
+    if (scale == scale) word = (word + 0xffffU) & 0xffff0000U;
+    *stored = (uint16_t)(word >> 16);
+    memcpy(&scale, &word, 4);
+    return scale;
+}
+
+/* A key or value in 8 or 4 bits: `step` pairs from one pair to the next. A pair is of two dimensions, or of two positions of
+   one, whose `side` this is. */
+static void store_packed(const float *from, uint8_t *to, uint16_t *scales, int64_t width, int bits, int64_t step, int side) {
     for (int64_t first = 0; first < width; first += CACHE_GROUP) {
-        float most = 0, sum = 0;
+        const float scale = group_scale(from + first, bits, scales + first / CACHE_GROUP * PLLM_KEY_BLOCK);
+        const float by = scale == scale && scale != 0 ? 1.0F / scale : 0;
         for (int64_t d = first; d < first + CACHE_GROUP; d++) {
-            most = MAX(most, fabsf(from[d]));
-            sum += from[d];
+            const int code = (int)lrintf(from[d] == from[d] ? from[d] * by : 0);
+            const int64_t pair = side < 0 ? d / 2 : d;
+            const int second = side < 0 ? (int)(d % 2) : side;
+            if (bits == 8) {
+                to[2 * pair * step + second] = (uint8_t)code;
+            } else {
+                uint8_t *both = to + pair * step;
+                const int nibble = MIN(code, 7) & 15;
+                *both = (uint8_t)(second ? (*both & 15) | nibble << 4 : (*both & 240) | nibble);
+            }
         }
-        float scale = isfinite(sum) ? most / 127.0F : NAN;
-        uint32_t bits;
-        memcpy(&bits, &scale, 4);
-        if (scale == scale) bits = (bits + 0xffffU) & 0xffff0000U;
-        scales[first / CACHE_GROUP * PLLM_KEY_BLOCK] = (uint16_t)(bits >> 16);
-        memcpy(&scale, &bits, 4);
-        const float by = most > 0 && scale == scale ? 1.0F / scale : 0;
-        for (int64_t d = first; d < first + CACHE_GROUP; d++)
-            to[d / 2 * step + d % 2 * next] = (int8_t)lrintf(from[d] == from[d] ? from[d] * by : 0);
     }
 }
 
@@ -106,7 +134,7 @@ void pllm_store_key_value(const trunk_job *job, int64_t row, int64_t layer, int6
     const pllm_segment *segment = segment_of(job->pass, position);
     const head_shape *shape = shape_of(job, layer);
     const int64_t width = shape->width, at = segment->offset + position - segment->start;
-    const int64_t lane = at % PLLM_KEY_BLOCK, block = (at - lane) * position_bytes(trunk, width);
+    const int64_t lane = at % PLLM_KEY_BLOCK, block = (at - lane) * cached_bytes(trunk->cache_dtype, width);
     const int64_t start = head_start(job, segment, row, layer, head) + block;
     char *key_block = (char *)segment->keys[shape->kind] + start;
     char *value_block = value ? (char *)segment->values[shape->kind] + start : NULL;
@@ -116,13 +144,16 @@ void pllm_store_key_value(const trunk_job *job, int64_t row, int64_t layer, int6
         if (value) memcpy((float *)value_block + lane * width, value, (size_t)width * 4);
         return;
     }
-    if (trunk->cache_dtype == PLLM_Q8_0) {
-        const int64_t scales = PLLM_KEY_BLOCK * width;
-        store_packed(key, (int8_t *)key_block + 2 * lane, (uint16_t *)(key_block + scales) + lane, width,
-                     2 * PLLM_KEY_BLOCK, 1);
+    const int bits = packed_bits(trunk->cache_dtype);
+    if (bits) {
+        const int64_t scales = PLLM_KEY_BLOCK * width * bits / 8;
+        pllm_turn(trunk, key, width);
+        store_packed(key, (uint8_t *)key_block + lane * bits / 4, (uint16_t *)(key_block + scales) + lane, width, bits,
+                     PLLM_KEY_BLOCK, -1);
         if (!value) return;
-        store_packed(value, (int8_t *)value_block + lane / 2 * 2 * width + lane % 2,
-                     (uint16_t *)(value_block + scales) + lane, width, 4, 2);
+        pllm_turn(trunk, value, width);
+        store_packed(value, (uint8_t *)value_block + lane / 2 * width * bits / 4,
+                     (uint16_t *)(value_block + scales) + lane, width, bits, 1, (int)(lane % 2));
         return;
     }
     const uint16_t *key_words = (const uint16_t *)key, *value_words = (const uint16_t *)value;
@@ -170,10 +201,12 @@ static void ready_query(const trunk_job *job, float *to, const float *qkv, int64
         job->set->rotate(to, shape->cosine + step * half, shape->sine + step * half, 1.0F, half);
         if (weights->query_norm) job->set->norm(to, weights->query_norm, trunk->epsilon, shape->width);
         for (int64_t d = 0; d < shape->width; d++) to[d] *= scale;
+        pllm_turn(trunk, to, shape->width);
         return;
     }
     job->set->rotate(to, shape->cosine + step * half, shape->sine + step * half, scale, half);
     for (int64_t d = shape->rotated; d < shape->width; d++) to[d] *= scale;
+    pllm_turn(trunk, to, shape->width);
 }
 
 /* ---- A prompt --------------------------------------------------------------------------------------------- */
@@ -183,9 +216,13 @@ void pllm_prepare_prompt(const trunk_job *job, const own_area *own, int64_t laye
     const pllm_trunk *trunk = job->trunk;
     const pllm_trunk_layer *weights = trunk->layers + layer;
     const head_shape *shape = shape_of(job, layer);
-    for (int64_t t = job->positions * thread / threads; t < job->positions * (thread + 1) / threads; t++) {
+    const int64_t start = job->pass->start, end = start + job->positions;
+    /* Two neighbouring values may share bytes, so that one thread has both of them. */
+    const int64_t low = thread ? (start + job->positions * thread / threads) / 2 * 2 : start;
+    const int64_t high = thread + 1 < threads ? (start + job->positions * (thread + 1) / threads) / 2 * 2 : end;
+    for (int64_t t = MAX(low - start, 0); t < high - start; t++) {
         float *qkv = job->qkv + t * job->projected;
-        const int64_t position = job->pass->start + t;
+        const int64_t position = start + t;
         const int64_t added = weights->key.data ? shape->key_value_heads : 0;
         float whole = added ? whole_scale(job, shape, qkv + shape->queries, weights->key_bias, added) : 0;
         for (int64_t head = 0; head < added; head++)
@@ -244,6 +281,7 @@ static void attend_block(const trunk_job *job, const own_area *own, int64_t laye
         float *to = job->attended + (first + i / group) * shape->joined + (head * group + i % group) * width;
         const float by = 1.0F / own->total[i];
         for (int64_t d = 0; d < width; d++) to[d] = own->sum[i * width + d] * by;
+        pllm_turn(trunk, to, width);
         if (trunk->gated_queries) job->set->gate(to, own->queries[i] + width, width);
     }
 }
@@ -384,6 +422,7 @@ static void join(const trunk_job *job, int64_t layer, const float *qkv, int64_t 
                 for (int64_t d = 0; d < width; d++) result[d] += sum[d] * by;
             }
             for (int64_t d = 0; d < width; d++) result[d] /= total;
+            pllm_turn(job->trunk, result, width);
             if (job->trunk->gated_queries)
                 job->set->gate(result, qkv + row * job->projected + head * shape->query + width, width);
         }

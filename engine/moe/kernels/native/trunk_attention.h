@@ -94,6 +94,8 @@ static inline const head_shape *shape_of(const trunk_job *job, int64_t layer) {
 /* Chunks that a query sees of so many positions, at most, but for the ends of pages. */
 int64_t pllm_chunk_limit(int64_t positions);
 
+/* Turns a query, or what attention has gathered, as the cache's keys and values are turned, if they are. */
+void pllm_turn(const pllm_trunk *trunk, float *x, int64_t width);
 /* A key and its value into the cache; both are rounded in place on the way. `value` NULL: the key is the value. */
 void pllm_store_key_value(const trunk_job *job, int64_t row, int64_t layer, int64_t head, int64_t position, float *key,
                           float *value);

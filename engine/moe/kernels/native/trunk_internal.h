@@ -8,8 +8,17 @@
 /* Keys whose scores are computed before the values are added up. */
 #define SCORE_TILE 256
 
-/* Numbers of a key or value that share a scale in Q8_0. */
+/* Numbers of a key or value that share a scale in Q8_0 and Q4_0. */
 #define CACHE_GROUP 32
+
+/* Bits of a number of a packed key or value; 0: they are not packed. */
+static inline int packed_bits(int32_t dtype) { return dtype == PLLM_Q8_0 ? 8 : dtype == PLLM_Q4_0 ? 4 : 0; }
+
+/* Bytes of a head's keys, or of its values, of one position; of a whole packed block, divided by its positions. */
+static inline int64_t cached_bytes(int32_t dtype, int64_t width) {
+    const int bits = packed_bits(dtype);
+    return bits ? width * bits / 8 + width / CACHE_GROUP * 2 : width * (dtype == PLLM_F32 ? 4 : 2);
+}
 
 /* Queries of one key/value head against positions first..last) of one page. Query i sees positions low[i]..high[i]).
    Softmax runs on: `maximum`, `total` and `sum` [queries, width] hold the state so far. */
@@ -20,7 +29,7 @@ typedef struct attention {
     float *scores;             /* [queries, SCORE_TILE] */
     uint32_t *packed_queries;  /* [queries, width / 2] and */
     uint32_t *packed_weights;  /* [queries, SCORE_TILE / 2]: scratch for pairs of bfloat16 */
-    uint16_t *opened;          /* [SCORE_TILE, width]: keys or values of 8 bits as bfloat16; with PLLM_Q8_0 only */
+    uint16_t *opened;          /* [SCORE_TILE, width]: packed keys or values as bfloat16 */
     void *turned;              /* [SCORE_TILE, width]: keys in the order of values; without values only */
     float *maximum, *total, *sum;
     int64_t count, width, first, last;

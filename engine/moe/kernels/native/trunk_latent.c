@@ -65,6 +65,7 @@ void pllm_latent_queries(const trunk_job *job, const own_area *own, int64_t laye
             float *query = to + i * job->projected;
             rotate(job, query, from + i * stride + plain, place_of(job->pass, first + i), trunk->attention_scale);
             for (int64_t d = rotated; d < width; d++) query[d] *= trunk->attention_scale;
+            pllm_turn(trunk, query, width);
         }
     }
 }

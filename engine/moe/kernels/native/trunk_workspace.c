@@ -105,7 +105,7 @@ size_t pllm_own_layout(const trunk_job *job, own_area *own, char *base) {
     own->scores = take(&at, queries * SCORE_TILE, 4);
     own->packed_queries = take(&at, queries * width, 2);
     own->packed_weights = take(&at, queries * SCORE_TILE, 2);
-    own->opened = take(&at, trunk->cache_dtype == PLLM_Q8_0 ? SCORE_TILE * width : 0, 2);
+    own->opened = take(&at, packed_bits(trunk->cache_dtype) ? SCORE_TILE * width : 0, 2);
     const size_t number = trunk->cache_dtype == PLLM_F32 ? 4 : 2;
     own->turned = take(&at, trunk->latent_values ? SCORE_TILE * width : 0, number);
     own->maximum = take(&at, queries, 4);
