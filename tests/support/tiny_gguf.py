@@ -52,6 +52,7 @@ ARCHITECTURES = {
     "minimax_m2": "minimax-m2",
     "dots1": "dots1",
     "ernie4_5_moe": "ernie4_5-moe",
+    "exaone_moe": "exaone-moe",
     "cohere": "command-r",
     "cohere2": "cohere2",
     "llama4_text": "llama4",
@@ -151,6 +152,7 @@ BY_GGUF = (
     "hunyuan-dense",
     "hunyuan-moe",
     "ernie4_5-moe",
+    "exaone-moe",
     "command-r",
     "cohere2",
     "llama4",
@@ -477,7 +479,7 @@ def _write_metadata(
         writer.add_expert_shared_feed_forward_length(shared)
     if architecture == "hunyuan-moe":
         writer.add_expert_shared_feed_forward_length(config["intermediate_size"])
-    if config.get("n_shared_experts"):
+    if config.get("n_shared_experts") or config.get("num_shared_experts"):
         _write_shared(writer, config)
     if architecture in ("glm4moe", "glm4", "minimax-m2"):
         writer.add_rope_dimension_count(round(config["rope_parameters"]["partial_rotary_factor"] * config["head_dim"]))
@@ -502,9 +504,9 @@ def _write_metadata(
         writer.add_interleave_moe_layer_step(config["interleave_moe_layer_step"])
     if "logit_scale" in config:
         writer.add_logit_scale(config["logit_scale"])
-    if architecture in ("gemma3", "olmo2", "exaone4", "phi3", "cohere2") and config.get("sliding_window"):
+    if architecture in ("gemma3", "olmo2", "exaone4", "exaone-moe", "phi3", "cohere2") and config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
-    if architecture in ("olmo2", "exaone4") and config.get("sliding_window"):
+    if architecture in ("olmo2", "exaone4", "exaone-moe") and config.get("sliding_window"):
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
     whole_rope = rope.get("full_attention", rope)
     if architecture in ("gemma3", "olmo2") and whole_rope["rope_type"] == "linear":
@@ -585,7 +587,7 @@ def _write_convolutions(writer: GGUFWriter, config: dict[str, Any]) -> None:
 
 def _write_shared(writer: GGUFWriter, config: dict[str, Any]) -> None:
     """What models with a shared expert of several experts' size say of their routing."""
-    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_expert_shared_count(config.get("n_shared_experts") or config["num_shared_experts"])
     writer.add_expert_weights_scale(config["routed_scaling_factor"])
     writer.add_expert_group_count(config["n_group"])
     writer.add_expert_group_used_count(config["topk_group"])
@@ -807,6 +809,8 @@ def whole_blocks(family: str) -> dict[str, Any]:
         del sizes["num_hidden_layers"]
         sizes |= {"intermediate_size_mlp": 512, "intermediate_size": 256}
         sizes |= {"attention_chunk_size": 8192, "floor_scale": 8192}  # llama.cpp knows no other
+    if family == "exaone_moe":
+        sizes |= {"num_experts": 8, "moe_intermediate_size": 256}
     if family == "ernie4_5_moe":
         sizes |= {"moe_num_experts": 4, "moe_intermediate_size": 256}
     if family == "minimax_m2":
@@ -827,7 +831,7 @@ def whole_blocks(family: str) -> dict[str, Any]:
         sizes |= {"num_experts": 8, "moe_intermediate_size": 256}
     if family == "lfm2":
         sizes["block_multiple_of"] = 256
-    if family in ("gemma3_text", "olmo3", "exaone4", "smollm3", "cohere2"):
+    if family in ("gemma3_text", "olmo3", "exaone4", "exaone_moe", "smollm3", "cohere2"):
         del sizes["num_hidden_layers"]
     if family == "gemma3_text":
         sizes["query_pre_attn_scalar"] = 32

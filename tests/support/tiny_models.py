@@ -39,6 +39,7 @@ TINY_MOE_FAMILIES: tuple[str, ...] = (
     "dots1",
     "hunyuan_v1_moe",
     "ernie4_5_moe",
+    "exaone_moe",
 )
 _KINDS_OF_FAMILIES = {"gemma4_dense": "gemma4_text", "gemma4_e2b": "gemma4_text"}
 """Further tiny models of families that have several kinds of them."""
@@ -311,6 +312,17 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "moe_k": 3,
         "moe_intermediate_size": 40,
         "moe_num_shared_experts": 2,
+    },
+    "exaone_moe": {
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+        "sliding_window": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "num_shared_experts": 2,
+        "n_group": 2,
+        "topk_group": 1,
     },
     "cohere": {"logit_scale": 0.5, "num_hidden_layers": 4},
     "cohere2": {"num_hidden_layers": 5, "sliding_window": 16, "logit_scale": 0.5},

@@ -109,7 +109,7 @@ _RULES: dict[str, _Rule] = {
     **_rules(_each_layer(whole(1)), "moe_intermediate_size moe_topk"),
     **_rules(
         whole(0),
-        "sliding_window max_window_layers first_k_dense_replace num_dense_layers n_shared_experts "
+        "sliding_window max_window_layers first_k_dense_replace num_dense_layers n_shared_experts num_shared_experts "
         "num_nextn_predict_layers num_kv_shared_layers hidden_size_per_layer_input",
     ),
     **_rules(

@@ -40,6 +40,7 @@ MOE_FAMILIES = (
     "gemma4_text",
     "minimax_m2",
     "dots1",
+    "exaone_moe",
 )
 FAMILIES = (
     "llama",
@@ -74,6 +75,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"mlp_only_layers": []},
     "glm4_moe": {"n_group": 1},
     "dots1": {"n_group": 1},
+    "exaone_moe": {"n_group": 1},
     "qwen3_next": {"layer_types": REGULAR},
 }
 _DELTA_NET = {"linear_value_head_dim": 16}
@@ -133,6 +135,7 @@ QUANTISABLE: dict[str, dict[str, Any]] = {
     "lfm2": {"block_multiple_of": 32},
     "minimax_m2": {},
     "dots1": {"moe_intermediate_size": 32},
+    "exaone_moe": {"moe_intermediate_size": 32},
     "gemma4_dense": {"global_head_dim": 32, "num_key_value_heads": 2},
     "gemma4_e2b": {"global_head_dim": 32, "num_key_value_heads": 2, "hidden_size_per_layer_input": 32},
 }

@@ -48,6 +48,7 @@ FAMILIES = (
     "hunyuan_v1_dense",
     "hunyuan_v1_moe",
     "ernie4_5_moe",
+    "exaone_moe",
     "cohere",
     "cohere2",
     "llama4_text",

@@ -81,6 +81,7 @@ MLX = Subject(
         "qwen2_moe": {"mlp_only_layers": []},
         "glm4_moe": {"n_group": 1},
         "dots1": {"n_group": 1},
+        "exaone_moe": {"n_group": 1},
         "qwen3_next": {"layer_types": REGULAR},
     },
 )
