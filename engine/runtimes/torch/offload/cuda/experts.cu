@@ -308,7 +308,7 @@ struct Q3_K {
 };
 
 // Points of grids: the first value in the lowest byte.
-__device__ const word iq3_s_grid[256][2] = {IQ3_S_GRID(IQ3_S_POINTS)};
+__device__ const word iq3_s_grid[512] = {IQ3_S_GRID(IQ3_S_FIRST) IQ3_S_GRID(IQ3_S_SECOND)};
 __device__ const word iq3_xxs_grid[256] = {IQ3_XXS_GRID(IQ3_XXS_POINT)};
 __device__ const unsigned long long iq2_xxs_grid[256] = {IQ2_XXS_GRID(IQ2_POINT)};
 __device__ const unsigned long long iq2_xs_grid[512] = {IQ2_XS_GRID(IQ2_POINT)};
@@ -351,8 +351,8 @@ struct IQ3_S {
         const float scale = half_of(Memory<2>::pair(block)) * (float)(1 + 2 * (block[106 + group / 2] >> 4 * (group & 1) & 15));
         const unsigned low = Memory<2>::pair(block + 2 + 2 * piece), high = block[66 + group] >> 2 * (piece & 3);
         Bytes sizes;
-        sizes.part[0] = iq3_s_grid[low & 255][high & 1];
-        sizes.part[1] = iq3_s_grid[low >> 8][high >> 1 & 1];
+        sizes.part[0] = iq3_s_grid[(low & 255) | (high << 8 & 256)];
+        sizes.part[1] = iq3_s_grid[low >> 8 | (high << 7 & 256)];
         with_signs(sizes, scale, block[74 + piece], out);
     }
 };
