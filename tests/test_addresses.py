@@ -77,7 +77,7 @@ THROUGH = {
     "engine/runtimes/test_choosing.py": "engine/doctor_facts",
     "engine/runtimes/test_protocol.py": "engine/moe/timing",
     "engine/runtimes/test_runtimes_gguf_packed.py": "engine/runtimes/torch/packed_modules "
-    + " ".join(f"engine/models/architectures/gguf_{name}" for name in ("delta_net", "latent")),
+    + " ".join(f"engine/models/architectures/gguf_{name}" for name in ("delta_net", "latent", "mamba")),
     "engine/runtimes/test_runtimes_grouped_models.py": "engine/models/architectures/quantisation",
     "engine/runtimes/torch/offload/test_gates.py": "engine/runtimes/torch/experts_module",
     "engine/runtimes/torch/offload/test_hybrid_faults.py": "engine/runtimes/torch/gpu_memory_plan",

@@ -67,6 +67,8 @@ ARCHITECTURES = {
     "olmo2": "olmo2",
     "olmo3": "olmo2",
     "exaone4": "exaone4",
+    "granitemoehybrid": "granitehybrid",
+    "granitemoehybrid_dense": "granitehybrid",
 }
 """Family in transformers -> architecture of its GGUF files."""
 
@@ -76,6 +78,7 @@ READ_AS = {"gemma4_unified_text": "gemma4_text"}
 PRE = {"glm4_moe_lite": "glm4", "glm4_moe": "glm4"}
 """The rule by which texts are split, for families that are told apart by it."""
 
+MAMBAS = ("granitehybrid",)
 DELTA_NETS = ("qwen35", "qwen35moe", "qwen3next")
 
 TOKENS = [chr(code) for code in range(33, 127)] + [f"{a}{b}" for a in "abcdefgh" for b in "aeiou"] + ["Ġ", "Ċ"]
@@ -156,6 +159,7 @@ BY_GGUF = (
     "command-r",
     "cohere2",
     "llama4",
+    "granitehybrid",
 )
 """Architectures whose names are those of the gguf package, which llama.cpp's converter uses."""
 _UNKNOWN_TO_GGUF = {
@@ -163,6 +167,7 @@ _UNKNOWN_TO_GGUF = {
     "router.scale": "ffn_gate_inp.scale",
     "router.per_expert_scale": "ffn_down_exps.scale",
     "e_score_correction_bias": "exp_probs_b.bias",
+    "dt_bias": "ssm_dt.bias",
 }
 """Names that the converter makes by itself, by the end of the name of a layer's tensor."""
 _EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe|feed_forward)\.experts\.(\d+)\.(\w+)\.weight")
@@ -245,6 +250,8 @@ def stored(name: str, values: Floats, config: dict[str, Any], architecture: str)
     """As llama.cpp stores a tensor of an architecture with convolutions."""
     if name.endswith(("conv1d.weight", "conv.conv.weight")):
         values = values[:, 0]
+    if architecture in MAMBAS:
+        return mamba_stored(name, values, config)
     if architecture == "gemma3" and name.endswith("norm.weight"):
         return values + np.float32(1)
     return delta_net_stored(name, values, config, architecture) if architecture in DELTA_NETS else values
@@ -254,9 +261,20 @@ def restored(name: str, values: Floats, config: dict[str, Any], architecture: st
     """Undoes :func:`stored`."""
     if architecture == "gemma3" and name.endswith("norm.weight"):
         return values - np.float32(1)
+    if architecture in MAMBAS and name.endswith(("A_log", ".D", "mamba.norm.weight")):
+        return np.log(-values).reshape(-1) if name.endswith("A_log") else values.reshape(-1)
     if architecture in DELTA_NETS:
         values = delta_net_restored(name, values, config, architecture)
     return values[:, None] if name.endswith(("conv1d.weight", "conv.conv.weight")) else values
+
+
+def mamba_stored(name: str, values: Floats, config: dict[str, Any]) -> Floats:
+    """As llama.cpp stores Mamba-2 layers: decays as they are used, vectors with a further dimension."""
+    if name.endswith("A_log"):
+        return -np.exp(values)[:, None]
+    if name.endswith("mamba.norm.weight"):
+        return values.reshape(config["mamba_n_groups"], -1)
+    return values[:, None] if name.endswith(".D") else values
 
 
 def delta_net_stored(name: str, values: Floats, config: dict[str, Any], architecture: str) -> Floats:
@@ -322,7 +340,7 @@ def write_tiny_gguf(
     """
     config = json.loads((source / "config.json").read_text())
     pack = _Packing(quantised if callable(quantised) else (lambda name: quantised))
-    paired = architecture in ("llama", "granite", "granitemoe", "smollm3", "mistral3")
+    paired = architecture in ("llama", "granite", "granitemoe", "granitehybrid", "smollm3", "mistral3")
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     written: list[tuple[str, NDArray[Any], GGMLQuantizationType]] = []
     true: dict[str, Floats] = {}
@@ -334,7 +352,7 @@ def write_tiny_gguf(
             experts.setdefault((int(found[1]), _SHORT[found[3]]), {})[int(found[2])] = (name, values)
             continue
         if name.endswith(("input_linear.weight", "output_linear.weight")):
-            true[name] = _granite(name, values, written, pack)
+            true[name] = _granite(name, values, written, pack, has_experts=bool(config["num_local_experts"]))
             continue
         if ".experts." in name and architecture == "gemma4":
             true[name] = _gemma(name, values, written, pack, layout)
@@ -388,6 +406,10 @@ def _of(dimensions: int, words: NDArray[Any]) -> NDArray[Any]:
     return words.reshape((1,) * (dimensions - words.ndim + first) + words.shape[first:])
 
 
+_PLAIN = ("ffn_gate_inp", "exp_probs_b", "conv1d", "shortconv.conv", "ssm_a", "ssm_d", "ssm_norm")
+"""Parts of the names of tensors that the converter never packs though they have several dimensions."""
+
+
 class _Packing:
     """Packs values as a type of ``kinds``. Types that the gguf package cannot pack get random weights instead."""
 
@@ -396,8 +418,7 @@ class _Packing:
 
     def __call__(self, name: str, values: Floats) -> tuple[NDArray[Any], GGMLQuantizationType, Floats]:
         """What is stored of ``values``, its type, and the values it stands for."""
-        exact = ("ffn_gate_inp", "exp_probs_b", "conv1d", "shortconv.conv")
-        kept = values.ndim == 1 or any(part in name for part in exact)
+        kept = values.ndim == 1 or any(part in name for part in _PLAIN)
         kind = GGMLQuantizationType.F32 if kept else self._kinds(name)
         if kind == GGMLQuantizationType.F32:
             return values, kind, values
@@ -438,6 +459,8 @@ def _write_metadata(
     heads = 1 if split else config["num_key_value_heads"]
     if architecture in ("lfm2", "lfm2moe"):
         _write_convolutions(writer, config)
+    elif architecture == "granitehybrid":
+        _write_mamba(writer, config)
     elif architecture == "gemma4":
         _write_two_kinds(writer, config)
     else:
@@ -456,7 +479,12 @@ def _write_metadata(
     elif config.get("head_dim") and architecture != "gemma4":
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
-    if used and config.get("enable_moe_block", True) and "expert_count" not in extra:
+    if (
+        used
+        and config.get("enable_moe_block", True)
+        and config.get("num_local_experts") != 0
+        and "expert_count" not in extra
+    ):
         writer.add_expert_count(next(config[key] for key in COUNTS if config.get(key)))
         writer.add_expert_used_count(used)
     if config.get("moe_intermediate_size"):
@@ -517,7 +545,7 @@ def _write_metadata(
         writer.add_rope_scaling_yarn_log_mul(whole_rope["mscale_all_dim"])
     if architecture in ("olmo2", "mistral3") and whole_rope["rope_type"] == "yarn":
         _write_yarn(writer, whole_rope)
-    if architecture in ("granite", "granitemoe"):
+    if architecture in ("granite", "granitemoe", "granitehybrid"):
         writer.add_attention_scale(config["attention_multiplier"])
         writer.add_embedding_scale(config["embedding_multiplier"])
         writer.add_residual_scale(config["residual_multiplier"])
@@ -585,6 +613,18 @@ def _write_convolutions(writer: GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
 
 
+def _write_mamba(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    heads, attention = config["num_key_value_heads"], "full_attention"
+    writer.add_head_count_kv([heads if kind == attention else 0 for kind in config["layer_types"]])
+    writer.add_rope_scaling_finetuned(config["position_embedding_type"] == "rope")
+    writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
+    writer.add_ssm_conv_kernel(config["mamba_d_conv"])
+    writer.add_ssm_state_size(config["mamba_d_state"])
+    writer.add_ssm_group_count(config["mamba_n_groups"])
+    writer.add_ssm_inner_size(config["mamba_n_heads"] * config["mamba_d_head"])
+    writer.add_ssm_time_step_rank(config["mamba_n_heads"])
+
+
 def _write_shared(writer: GGUFWriter, config: dict[str, Any]) -> None:
     """What models with a shared expert of several experts' size say of their routing."""
     writer.add_expert_shared_count(config.get("n_shared_experts") or config["num_shared_experts"])
@@ -617,9 +657,13 @@ def _granite(
     values: Floats,
     written: list[tuple[str, NDArray[Any], GGMLQuantizationType]],
     pack: _Packing,
+    has_experts: bool,
 ) -> Floats:
-    """granite's experts come stacked, with gate and up in one."""
+    """granite's experts come stacked, with gate and up in one, and so does the network that all tokens pass."""
     layer = name.split(".")[2]
+    shared = "shared_mlp" in name
+    kind_of = ("_shexp" if has_experts else "") if shared else "_exps"
+    values = values[None] if shared else values
     if name.endswith("output_linear.weight"):
         pieces = {"down": values}
     else:
@@ -627,11 +671,12 @@ def _granite(
         pieces = {"gate": values[:, :half], "up": values[:, half:]}
     back = []
     for short, piece in pieces.items():
-        known = f"blk.{layer}.ffn_{short}_exps.weight"
+        known = f"blk.{layer}.ffn_{short}{kind_of}.weight"
         words, kind, true = pack(known, np.ascontiguousarray(piece))
-        written.append((known, words, kind))
+        written.append((known, words[0] if shared else words, kind))
         back.append(true)
-    return np.concatenate(back, axis=1)
+    whole = np.concatenate(back, axis=1)
+    return whole[0] if shared else whole
 
 
 def _gemma(
@@ -792,8 +837,12 @@ def whole_blocks(family: str) -> dict[str, Any]:
     sizes |= {"intermediate_size": 512, "num_hidden_layers": 2}
     if family in ("olmoe", "dots1"):
         sizes["num_key_value_heads"] = 8  # llama.cpp knows no other
-    if family in ("mixtral", "granitemoe", "gpt_oss"):
+    if family in ("mixtral", "granitemoe", "gpt_oss", "granitemoehybrid"):
         sizes["num_local_experts"] = 4
+    if family.startswith("granitemoehybrid"):
+        del sizes["num_hidden_layers"], sizes["head_dim"]
+        sizes |= {"shared_intermediate_size": 256, "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 32}
+        sizes["residual_multiplier"] = 0.5
     if family in ("qwen2_moe", "qwen3_moe", "olmoe", "hunyuan_v1_moe"):
         sizes["num_experts"] = 4
     if family in ("qwen2_moe", "qwen3_moe"):

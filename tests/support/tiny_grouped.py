@@ -130,7 +130,7 @@ def write_grouped(
 
 def module_of(family: str, layer: int, part: str, form: Form, expert: int | None = None) -> str:
     """The name of a matrix of experts, without its ending."""
-    block = "block_sparse_moe" if family in ("mixtral", "granitemoe") else "mlp"
+    block = "block_sparse_moe" if family in ("mixtral", "granitemoe", "granitemoehybrid") else "mlp"
     if form == "separate":
         short = {"gate": "w1", "up": "w3", "down": "w2"}[part] if family == "mixtral" else f"{part}_proj"
         return f"model.layers.{layer}.{block}.experts.{expert}.{short}"

@@ -40,14 +40,19 @@ TINY_MOE_FAMILIES: tuple[str, ...] = (
     "hunyuan_v1_moe",
     "ernie4_5_moe",
     "exaone_moe",
+    "granitemoehybrid",
 )
-_KINDS_OF_FAMILIES = {"gemma4_dense": "gemma4_text", "gemma4_e2b": "gemma4_text"}
+_KINDS_OF_FAMILIES = {
+    "gemma4_dense": "gemma4_text",
+    "gemma4_e2b": "gemma4_text",
+    "granitemoehybrid_dense": "granitemoehybrid",
+}
 """Further tiny models of families that have several kinds of them."""
 TINY_DENSE_FAMILIES: tuple[str, ...] = (
     *("llama", "mistral", "qwen2", "qwen3", "qwen3_5_text"),
     *("gemma4_dense", "gemma4_e2b", "gemma4_unified_text", "gemma3_text", "ministral3"),
     *("phi3", "glm4", "ernie4_5", "hunyuan_v1_dense", "cohere", "cohere2"),
-    *("granite", "lfm2", "smollm3", "seed_oss", "olmo2", "olmo3", "exaone4"),
+    *("granite", "lfm2", "smollm3", "seed_oss", "olmo2", "olmo3", "exaone4", "granitemoehybrid_dense"),
 )
 TINY_FAMILIES: tuple[str, ...] = TINY_DENSE_FAMILIES + TINY_MOE_FAMILIES
 
@@ -119,6 +124,25 @@ _HUNYUAN: dict[str, Any] = {
     "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0},
 }
 """Positions whose base is stretched."""
+_GRANITE: dict[str, Any] = {
+    "embedding_multiplier": 1.5,
+    "logits_scaling": 0.8,
+    "residual_multiplier": 0.9,
+    "attention_multiplier": 0.3,
+}
+_GRANITE_HYBRID: dict[str, Any] = {
+    **_GRANITE,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "shared_intermediate_size": 40,
+    "mamba_n_heads": 6,
+    "mamba_d_head": 16,
+    "mamba_d_state": 20,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 8,
+    "position_embedding_type": "nope",
+}
+"""Mamba-2 layers, the second with attention."""
 
 _FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},
@@ -179,12 +203,9 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     },
     "glm4_moe_lite": {**_LATENT, "q_lora_rank": 24, "v_head_dim": 20, "n_group": 1, "topk_group": 1},
     "granitemoe": {
+        **_GRANITE,
         "num_local_experts": 8,
         "num_experts_per_tok": 3,
-        "embedding_multiplier": 1.5,
-        "logits_scaling": 0.8,
-        "residual_multiplier": 0.9,
-        "attention_multiplier": 0.3,
     },
     "phimoe": {
         "num_local_experts": 8,
@@ -326,12 +347,9 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     },
     "cohere": {"logit_scale": 0.5, "num_hidden_layers": 4},
     "cohere2": {"num_hidden_layers": 5, "sliding_window": 16, "logit_scale": 0.5},
-    "granite": {
-        "embedding_multiplier": 1.5,
-        "logits_scaling": 0.8,
-        "residual_multiplier": 0.9,
-        "attention_multiplier": 0.3,
-    },
+    "granite": _GRANITE,
+    "granitemoehybrid": {**_GRANITE_HYBRID, "num_local_experts": 8, "num_experts_per_tok": 3},
+    "granitemoehybrid_dense": {**_GRANITE_HYBRID, "num_local_experts": 0, "tie_word_embeddings": True},
     "lfm2": {
         "num_hidden_layers": 4,
         "layer_types": ["conv", "full_attention", "conv", "full_attention"],

@@ -99,9 +99,10 @@ _RULES: dict[str, _Rule] = {
         whole(1),
         "hidden_size intermediate_size intermediate_size_mlp shared_expert_intermediate_size "
         "num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size max_position_embeddings "
-        "num_experts num_local_experts n_routed_experts num_experts_per_tok experts_per_token num_selected_experts "
+        "num_experts n_routed_experts experts_per_token num_selected_experts "
         "moe_k d_model n_heads n_layers max_seq_len kv_n_heads ffn_hidden_size moe_num_experts moe_top_k "
         "decoder_sparse_step interleave_moe_layer_step n_group topk_group kv_lora_rank q_lora_rank qk_rope_head_dim "
+        "shared_intermediate_size mamba_n_heads mamba_n_groups mamba_d_state mamba_d_conv mamba_expand "
         "linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads "
         "conv_L_cache rotary_dim global_head_dim num_global_key_value_heads top_k_experts "
         "qk_nope_head_dim v_head_dim block_size original_max_position_embeddings attention_chunk_size",
@@ -110,7 +111,8 @@ _RULES: dict[str, _Rule] = {
     **_rules(
         whole(0),
         "sliding_window max_window_layers first_k_dense_replace num_dense_layers n_shared_experts num_shared_experts "
-        "num_nextn_predict_layers num_kv_shared_layers hidden_size_per_layer_input",
+        "num_nextn_predict_layers num_kv_shared_layers hidden_size_per_layer_input num_local_experts "
+        "num_experts_per_tok",
     ),
     **_rules(
         _number,
@@ -138,8 +140,8 @@ _RULES: dict[str, _Rule] = {
     **_rules(
         _flag,
         "tie_word_embeddings attention_bias mlp_bias qkv_bias norm_topk_prob use_sliding_window rope_interleave "
-        "lm_head_bias use_qk_norm use_expert_bias conv_bias tie_embedding attention_k_eq_v "
-        "enable_moe_block use_double_wide_mlp truncate",
+        "lm_head_bias use_qk_norm use_expert_bias conv_bias tie_embedding attention_k_eq_v mamba_conv_bias "
+        "mamba_proj_bias enable_moe_block use_double_wide_mlp truncate",
     ),
     **_rules(_table, "per_layer_config rope_parameters rope_scaling text_config attn_config ffn_config ffn_act_fn"),
     **_rules(_list_of(_text, "names"), "layer_types mlp_layer_types architectures"),

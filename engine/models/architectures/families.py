@@ -145,6 +145,12 @@ def language_config(config: Mapping[str, Any], family: Family) -> Mapping[str, A
     return completed(section, family)
 
 
+def renamed(config: dict[str, Any]) -> dict[str, Any]:
+    """``config``, of a language model, with settings of older files as transformers names them now."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    return config if family is None else {**config, **family.renamed(config)}
+
+
 _MAY_BE_NULL = frozenset(("sliding_window", "num_key_value_heads", "head_dim", "hidden_size_per_layer_input"))
 """Settings of which a null does not stand for the family's default: no window, as many as heads, hidden / heads, no
 embeddings of layers."""

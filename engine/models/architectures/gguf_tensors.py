@@ -128,14 +128,10 @@ def _usually_named(
         for source, name in _norms(gguf, decoder, here):
             yield NamedTensor.whole(f"{here}{source}.weight", f"{target}{name}.weight", (hidden,))
         if family.moe is not None and routed is not None and layer in layers_with_experts:
-            yield from _experts(gguf, family.moe, routed, config, here, target)
+            yield from _experts(gguf, decoder, family.moe, routed, config, here, target)
         if layer not in layers_with_experts or (family.moe is not None and family.moe.shared == "network"):
             ffn = decoder.ffn(config, layer)
-            if decoder.merged_ffn:
-                yield NamedTensor.whole(here + "ffn_up.weight", target + "mlp.gate_up_proj.weight", (2 * ffn, hidden))
-                yield NamedTensor.whole(here + "ffn_down.weight", target + "mlp.down_proj.weight", (hidden, ffn))
-            else:
-                yield from _feed_forward(here + "ffn_{}.weight", target + "mlp.", ffn, hidden)
+            yield from _feed_forward(gguf, decoder, here + "ffn_{}.weight", target + "mlp.", ffn, hidden)
         if own_input:
             for source, name, shape in (
                 ("inp_gate", "per_layer_input_gate", (own_input, hidden)),
@@ -204,13 +200,26 @@ def _attention(gguf: GgufFile, decoder: DecoderRecord, config: Mapping[str, Any]
         yield NamedTensor.whole(here + "attn_sinks.weight", attention + "sinks", (config["num_attention_heads"],))
 
 
-def _feed_forward(source: str, prefix: str, ffn: int, hidden: int) -> Iterator[NamedTensor]:
-    for short, shape in (("gate", (ffn, hidden)), ("up", (ffn, hidden)), ("down", (hidden, ffn))):
-        yield NamedTensor.whole(source.format(short), f"{prefix}{short}_proj.weight", shape)
+def _feed_forward(
+    gguf: GgufFile, decoder: DecoderRecord, source: str, prefix: str, ffn: int, hidden: int
+) -> Iterator[NamedTensor]:
+    """A network that all tokens pass. Two matrices that are one in the checkpoint may be apart in the file."""
+    merged = decoder.merged_ffn and source.format("gate") not in gguf.tensors
+    for short in ("up",) if merged else ("gate", "up"):
+        name = f"gate_up_proj.{short}" if decoder.merged_ffn else f"{short}_proj"
+        name, rows = ("gate_up_proj", 2 * ffn) if merged else (name, ffn)
+        yield NamedTensor.whole(source.format(short), f"{prefix}{name}.weight", (rows, hidden))
+    yield NamedTensor.whole(source.format("down"), f"{prefix}down_proj.weight", (hidden, ffn))
 
 
 def _experts(
-    gguf: GgufFile, moe: MoeRecord, routed: ExpertLayers, config: Mapping[str, Any], here: str, target: str
+    gguf: GgufFile,
+    decoder: DecoderRecord,
+    moe: MoeRecord,
+    routed: ExpertLayers,
+    config: Mapping[str, Any],
+    here: str,
+    target: str,
 ) -> Iterator[NamedTensor]:
     assert moe.router is not None
     router = moe.router.names[0]
@@ -250,10 +259,10 @@ def _experts(
             yield NamedTensor.whole(here + name, target + name, (count, rows))
     if moe.shared == "plain" and shared_width(config, moe):
         prefix = target + "mlp.shared_experts."
-        yield from _feed_forward(here + "ffn_{}_shexp.weight", prefix, shared_width(config, moe), hidden)
+        yield from _feed_forward(gguf, decoder, here + "ffn_{}_shexp.weight", prefix, shared_width(config, moe), hidden)
     if moe.shared == "gated":
         yield NamedTensor.whole(
             here + "ffn_gate_inp_shexp.weight", target + "mlp.shared_expert_gate.weight", (1, hidden)
         )
         prefix = target + "mlp.shared_expert."
-        yield from _feed_forward(here + "ffn_{}_shexp.weight", prefix, shared_width(config, moe), hidden)
+        yield from _feed_forward(gguf, decoder, here + "ffn_{}_shexp.weight", prefix, shared_width(config, moe), hidden)

@@ -122,9 +122,9 @@ class MoeRecord:
 HeadNorm = Literal["none", "per-head", "whole", "rotated"]
 """Norms of queries and keys: none; each head by itself (qwen3); the whole projection (olmoe); each head that is
 rotated, without weights (llama4)."""
-Mixer = Literal["none", "delta-net", "convolution", "lightning"]
-"""What most layers have in place of attention: nothing else; a gated delta-net (qwen3_5); a short convolution
-(lfm2_moe); attention that keeps one matrix of state (minimax)."""
+Mixer = Literal["none", "delta-net", "mamba", "convolution", "lightning"]
+"""What most layers have in place of attention: nothing else; a gated delta-net (qwen3_5); a Mamba-2 layer
+(granitemoehybrid); a short convolution (lfm2_moe); attention that keeps one matrix of state (minimax)."""
 
 
 Norms = Literal["before", "around", "after", "beside"]
@@ -148,6 +148,28 @@ class QueryGrowth:
 
 Number = Callable[[Config], float]
 """A number that settings give."""
+
+
+@dataclass(frozen=True)
+class MambaSizes:
+    """Sizes of a Mamba-2 layer: each of ``heads`` has a state [``width``, ``states``]. Heads of a group have the same
+    inputs to and outputs of their states. A convolution over ``taps`` tokens comes before."""
+
+    heads: int
+    width: int
+    groups: int
+    states: int
+    taps: int
+
+    @property
+    def values(self) -> int:
+        """Numbers of all heads."""
+        return self.heads * self.width
+
+    @property
+    def channels(self) -> int:
+        """Width of the convolution."""
+        return self.values + 2 * self.groups * self.states
 
 
 def no_windows(config: Config, layers: int) -> list[int]:
@@ -181,6 +203,8 @@ class DecoderRecord:
     RMS norm, gated feed-forward or routed experts, residual."""
 
     mixer: Mixer = "none"
+    mamba: Callable[[Config], MambaSizes] | None = None
+    """Sizes of Mamba-2 layers; None: the family has none."""
     layer_kind: Callable[[Config, int], str] = lambda config, layer: "full_attention"
     """Kind of a layer where ``layer_types`` does not say it."""
     latents: bool = False
@@ -224,7 +248,7 @@ class DecoderRecord:
     merged_attention: bool = False
     """Whether the projections of queries, keys and values are one matrix, one below the other (phi3)."""
     merged_ffn: bool = False
-    """Whether gate and up of dense networks are one matrix, one below the other (phi3, glm4)."""
+    """Whether gate and up of networks that all tokens pass are one matrix, one below the other (phi3, glm4)."""
     rotated_first: bool = False
     """Whether heads are normed after they are rotated, not before (hunyuan)."""
     paired_rotary: bool = False
@@ -368,6 +392,8 @@ class Family:
     """``model_type`` of the model that also sees pictures, of which this is the language model."""
     defaults: Config = field(default_factory=dict)
     """Settings that ``config.json`` may leave out."""
+    renamed: Callable[[Config], Config] = lambda config: {}
+    """Settings of older files as transformers names them now, from ``config.json``."""
     config_section: str = ""
     """Section of ``config.json`` that describes the language model; empty for the top level."""
     layers_prefix: str = "model.layers."

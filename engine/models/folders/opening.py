@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from engine.errors import ModelError
 from engine.models.architectures.composite import language_only
 from engine.models.architectures.config_values import check_config
-from engine.models.architectures.families import check_supported
+from engine.models.architectures.families import check_supported, renamed
 from engine.models.architectures.quantisation import refuse_quantized, refuse_settings
 from engine.models.folders.checkpoint import OPENING, Checkpoint
 from engine.models.folders.model_folder import INDEX, JOURNAL
@@ -54,4 +54,4 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ModelError(f"{folder} has no config.json, so it is not a model; name another folder.")
     config = read_object(path, SMALL_FILE)
     check_config(config, str(path))
-    return language_only(config)
+    return renamed(language_only(config))

@@ -245,16 +245,20 @@ def _width(config: Mapping[str, Any]) -> int:
 
 
 def state_bytes(config: Mapping[str, Any], columns: int = 1) -> int:
-    """Bytes of the states that layers keep for a row, in float32: delta-nets one of each value head, and, as short
-    convolutions do, the last inputs of their convolution. 0 for a model with neither. ``columns``: the columns of a
-    head's state take memory for a multiple of so many, as in the native runtime, which keeps no input of the latest
-    token."""
+    """Bytes of the states that layers keep for a row, in float32: delta-nets and Mamba-2 layers one of each head, and,
+    as short convolutions do, the last inputs of their convolution. 0 for a model with none of them. ``columns``: the
+    columns of a head's state take memory for a multiple of so many, as in the native runtime, which keeps no input of
+    the latest token."""
     family = FAMILIES.get(str(config.get("model_type")))
     mixer = "none" if family is None else family.decoder.mixer
     config = completed(config)
     if mixer == "convolution":
         taps = whole_number(config, "conv_L_cache") - (columns > 1)
         return 4 * layer_kinds(config).count("conv") * taps * whole_number(config, "hidden_size")
+    if family is not None and family.decoder.mamba is not None:
+        mamba, layers = family.decoder.mamba(config), layer_kinds(config).count("linear_attention")
+        width, taps = -(-mamba.width // columns) * columns, mamba.taps - (columns > 1)
+        return 4 * layers * (mamba.heads * width * mamba.states + taps * mamba.channels)
     if mixer != "delta-net":
         return 0
     names = ("num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim", "conv_kernel_dim")

@@ -27,7 +27,10 @@ def complete_config(folder: Path, config: Config) -> Config:
     from transformers import CONFIG_MAPPING
 
     try:
-        standard = CONFIG_MAPPING[config["model_type"]].from_dict(without_implementations(config)).to_dict()
+        library = CONFIG_MAPPING[config["model_type"]]
+        # JSON has no infinity, which transformers therefore writes as {"__float__": "Infinity"}.
+        given = library._decode_special_floats(without_implementations(config))
+        standard = library.from_dict(given).to_dict()
     except Exception as error:
         raise ModelError(f"{folder / 'config.json'} has a setting that cannot be used: {_first_line(error)}") from error
     return {**without_implementations(config), **standard}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -18,32 +18,29 @@ from engine.runtimes.protocol import Config
 
 Array = Any
 
-_FIRST, _SECOND = ".in_proj_qkvz.qkv.weight", ".in_proj_qkvz.z.weight"
-"""Ends of the names of a delta-net's projection in two tensors, which mlx-lm has in one."""
+_IN_TWO = (("in_proj_qkvz", "qkv", "z"), ("input_linear", "gate", "up"))
+"""Projections that files have in two tensors and mlx-lm has in one: of a delta-net, and of Granite 4's network."""
 
 
 def trunk_arrays(
     files: ModelFiles,
     config: Config,
     family: MlxRecord,
-    quantisable: Collection[str],
+    modules: Mapping[str, bool],
     dtype_of: Callable[[str], Any],
     read: Callable[[int], None],
 ) -> tuple[dict[str, Array], dict[str, Groups]]:
     """The arrays by name, as transformers names and shapes them where mlx-lm renames them itself, and the modules that
     are quantised.
 
-    ``quantisable``: modules that can be. ``dtype_of(name)``: the type of a tensor's plain numbers. ``read`` is told the
-    bytes of each tensor.
+    ``modules``: the model's, and whether they can be. ``dtype_of(name)``: the type of a tensor's plain numbers.
+    ``read`` is told the bytes of each tensor.
     """
     arrays: dict[str, Array] = {}
     quantised: dict[str, Groups] = {}
-    for stored_name, tensor, change in _whole_tensors(files, config):
-        name = stored_name
-        for theirs, ours in family.stored_names:
-            name = name.replace(ours, theirs)
+    for stored_name, name, tensor, change in _whole_tensors(files, config, family, modules):
         module = name.removesuffix(".weight")
-        may_stay = module != name and module in quantisable and not is_plain_in_mlx(stored_name, tensor.dtype)
+        may_stay = module != name and modules.get(module, False) and not is_plain_in_mlx(stored_name, tensor.dtype)
         matrix = laid_out(tensor, dtype_of(name), change) if may_stay else None
         if matrix is None:
             arrays[name] = plain_array(tensor, dtype_of(name), change)
@@ -67,18 +64,33 @@ def plain_array(tensor: StoredTensor, dtype: Any, change: Change | None = None) 
     return array.astype(dtype)
 
 
-def _whole_tensors(files: ModelFiles, config: Config) -> Iterator[tuple[str, StoredTensor, Change | None]]:
-    """Name, tensor and change of all tensors, those in two pieces put together."""
+def _whole_tensors(
+    files: ModelFiles, config: Config, family: MlxRecord, modules: Mapping[str, bool]
+) -> Iterator[tuple[str, str, StoredTensor, Change | None]]:
+    """Name as stored, name in mlx-lm, tensor and change of all tensors, those in two pieces put together."""
     first: dict[str, StoredTensor] = {}
-    for name, tensor in files.trunk():
-        module, _, _ = name.partition(".in_proj_qkvz.")
-        if not name.endswith((_FIRST, _SECOND)):
-            yield name, tensor, files.changes.get(name)
+    for stored_name, tensor in files.trunk():
+        name = _named(stored_name, family, modules)
+        module = name.removesuffix(".weight").rpartition(".")[0]
+        parts = next((parts for whole, *parts in _IN_TWO if module.endswith(f".{whole}")), [])
+        if not parts:
+            yield stored_name, name, tensor, files.changes.get(stored_name)
         elif module not in first:
             first[module] = tensor
         else:
-            pieces = (first.pop(module), tensor) if name.endswith(_SECOND) else (tensor, first.pop(module))
-            yield f"{module}.in_proj_qkvz.weight", _joined(pieces), Change(rows=_by_key_head(config))
+            second = name.endswith(f".{parts[1]}.weight")
+            pieces = (first.pop(module), tensor) if second else (tensor, first.pop(module))
+            change = Change(rows=_by_key_head(config)) if parts[0] == "qkv" else None
+            yield f"{module}.weight", f"{module}.weight", _joined(pieces), change
+
+
+def _named(stored_name: str, family: MlxRecord, modules: Mapping[str, bool]) -> str:
+    """The name in mlx-lm, of which a family may have two."""
+    for theirs, ours in family.stored_names:
+        name = stored_name.replace(ours, theirs)
+        if name != stored_name and name.rpartition(".")[0] in modules:
+            return name
+    return stored_name
 
 
 def _joined(pieces: tuple[StoredTensor, StoredTensor]) -> StoredTensor:

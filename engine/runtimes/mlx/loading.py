@@ -49,7 +49,7 @@ from engine.runtimes.mlx.spans import Spans
 from engine.runtimes.protocol import Config, RingPlace
 
 _DTYPES = {"bfloat16": mx.bfloat16, "float32": mx.float32}
-_ATTENTIONS = ("self_attn", "linear_attn", "conv", "norm_attn_norm")
+_ATTENTIONS = ("self_attn", "linear_attn", "conv", "norm_attn_norm", "mamba")
 """Attributes of a decoder layer that hold its attention, or what it has in its place."""
 
 

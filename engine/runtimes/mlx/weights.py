@@ -254,7 +254,7 @@ def _from_gguf(
         done += nbytes
         progress("loading weights", done, files.trunk_bytes, "bytes")
 
-    modules = [name for name, module in model.named_modules() if hasattr(module, "to_quantized")]
+    modules = {name: hasattr(module, "to_quantized") for name, module in model.named_modules()}
     arrays, quantised = trunk_arrays(
         files, config, family, modules, lambda name: dtype if keep(name) else mx.float32, read
     )

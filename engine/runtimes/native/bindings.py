@@ -38,8 +38,10 @@ class Delta(ctypes.Structure):
         ("decay", Matrix),
         ("rate", Matrix),
         ("kernel", ctypes.c_void_p),
+        ("kernel_bias", ctypes.c_void_p),
         ("decay_scale", ctypes.c_void_p),
         ("decay_bias", ctypes.c_void_p),
+        ("skip", ctypes.c_void_p),
         ("norm", ctypes.c_void_p),
     )
 
@@ -173,6 +175,7 @@ class Trunk(ctypes.Structure):
         ("rotated_first", ctypes.c_int32),
         ("paired_rotary", ctypes.c_int32),
         ("gated_queries", ctypes.c_int32),
+        ("delta_kind", ctypes.c_int32),
         ("tiled_heads", ctypes.c_int32),
         ("parallel", ctypes.c_int32),
         ("centred", ctypes.c_int32),
@@ -187,6 +190,8 @@ class Trunk(ctypes.Structure):
         ("routed_scale", ctypes.c_float),
         ("least_sum", ctypes.c_float),
         ("latent_epsilon", ctypes.c_float),
+        ("step_least", ctypes.c_float),
+        ("step_most", ctypes.c_float),
     )
 
 

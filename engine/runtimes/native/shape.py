@@ -2,12 +2,13 @@
 
 Every family is the same decoder: RMS norm, a mixer of positions, residual, RMS norm, gated feed-forward or routed
 experts, residual; some have norms elsewhere. The mixer is rotary grouped-query attention, attention over latents, a
-gated delta-net or a short convolution.
+gated delta-net, a Mamba-2 layer or a short convolution.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,6 +29,7 @@ from engine.models.architectures.record import (
     DecoderRecord,
     Family,
     HeadNorm,
+    MambaSizes,
     Norms,
     QueryGrowth,
     RouterRecord,
@@ -56,10 +58,10 @@ ACTIVATIONS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class DeltaShape:
-    """Gated delta-nets of a model.
+    """Gated delta-nets of a model, or its Mamba-2 layers.
 
     Each of ``layers`` has ``value_heads`` states [key_width, value_width], and before them a convolution over ``taps``
-    tokens.
+    tokens. A group of a Mamba-2 layer stands for a key head.
     """
 
     layers: tuple[int, ...]
@@ -68,6 +70,12 @@ class DeltaShape:
     key_width: int
     value_width: int
     taps: int
+    step_limits: tuple[float, float] | None = None
+    """Limits of the steps of a Mamba-2 layer; None of a delta-net."""
+
+    @property
+    def is_mamba(self) -> bool:
+        return self.step_limits is not None
 
     @property
     def values(self) -> int:
@@ -315,7 +323,7 @@ def read_shape(config: Mapping[str, Any], moe_layers: tuple[int, ...]) -> Shape:
         layer_scale=decoder.layer_scale,
         value_norm=decoder.value_norm,
         own_width=_own_width(config, decoder, hidden),
-        delta=_read_delta(config, layers) if decoder.mixer == "delta-net" else None,
+        delta=_read_delta(config, decoder, layers) if decoder.mixer in ("delta-net", "mamba") else None,
         latent=latent,
         convolution=_read_convolution(config, layers) if decoder.mixer == "convolution" else None,
         names=decoder.names,
@@ -457,9 +465,16 @@ def _rotated(rope: Mapping[str, Any], decoder: DecoderRecord, width: int) -> int
     return rotated
 
 
-def _read_delta(config: Mapping[str, Any], layers: int) -> DeltaShape:
+def _read_delta(config: Mapping[str, Any], decoder: DecoderRecord, layers: int) -> DeltaShape:
+    kinds = _layers_of_kind(config, layers, "linear_attention")
+    if decoder.mamba is not None:
+        sizes = decoder.mamba(config)
+        if sizes.heads % sizes.groups:
+            raise damaged(f"config.json gives {sizes.heads} heads of Mamba-2 layers in {sizes.groups} groups")
+        limits = _step_limits(config)
+        return DeltaShape(kinds, sizes.groups, sizes.heads, sizes.states, sizes.width, sizes.taps, limits)
     shape = DeltaShape(
-        layers=_layers_of_kind(config, layers, "linear_attention"),
+        layers=kinds,
         key_heads=whole_number(config, "linear_num_key_heads"),
         value_heads=whole_number(config, "linear_num_value_heads"),
         key_width=whole_number(config, "linear_key_head_dim"),
@@ -472,6 +487,20 @@ def _read_delta(config: Mapping[str, Any], layers: int) -> DeltaShape:
             "do not fit together"
         )
     return shape
+
+
+def _step_limits(config: Mapping[str, Any]) -> tuple[float, float]:
+    """Limits of the steps of Mamba-2 layers. JSON has no infinity, which transformers writes as a table."""
+    stated = config.get("time_step_limit")
+    if stated is None:
+        return 0.0, math.inf
+    try:
+        least, most = (float(each["__float__"] if isinstance(each, Mapping) else each) for each in stated)
+    except (TypeError, ValueError, KeyError):
+        least, most = math.nan, math.nan
+    if not 0 <= least <= most:
+        raise damaged(f"config.json gives {shown(stated)} for time_step_limit, which must be two numbers from 0 on")
+    return least, most
 
 
 def read_gate(config: Mapping[str, Any]) -> Gate:
@@ -500,16 +529,8 @@ def unsupported_shape(config: Mapping[str, Any]) -> str | None:
     decoder, activation = family.decoder, _activation(config)
     if activation not in ACTIVATIONS and not _is_clamped(family):
         return f"the activation {shown(activation)} has no kernel"
-    if decoder.mixer == "delta-net" and ACTIVATIONS[activation] != "silu":
-        return f"its delta-nets have the activation {shown(activation)}, and only silu has a kernel there"
-    if config.get("attention_bias") and (decoder.mixer == "delta-net" or decoder.latents):
-        return f"its {'attention over latents' if decoder.latents else 'gated attention'} has biases"
-    if decoder.centred_norms and config.get("use_qk_norm"):
-        return "norms of its queries and keys take the mean from them"
-    if decoder.mixer == "convolution" and (config.get("conv_bias") or config["conv_L_cache"] == 1):
-        return f"its convolutions {'have biases' if config.get('conv_bias') else 'are over one token'}"
-    if decoder.mixer == "delta-net" and config["linear_conv_kernel_dim"] > MOST_TAPS:
-        return f"its convolutions are over {config['linear_conv_kernel_dim']} tokens, and the most is {MOST_TAPS}"
+    if reason := _unsupported_mixer(config, decoder, activation):
+        return reason
     if config.get("use_bidirectional_attention") not in (None, False, "vision"):
         return "its attention looks ahead"
     for settings in _rotated_kinds(config, decoder):
@@ -517,6 +538,33 @@ def unsupported_shape(config: Mapping[str, Any]) -> str | None:
             reason = rotary.unsupported_reason(settings, decoder.rotated is not None, decoder.stretched_base)
             if reason is not None:
                 return reason
+    return None
+
+
+def _unsupported_mixer(config: Mapping[str, Any], decoder: DecoderRecord, activation: str) -> str | None:
+    if decoder.mixer == "delta-net" and ACTIVATIONS[activation] != "silu":
+        return f"its delta-nets have the activation {shown(activation)}, and only silu has a kernel there"
+    if config.get("attention_bias") and (decoder.mixer == "delta-net" or decoder.latents):
+        return f"its {'attention over latents' if decoder.latents else 'gated attention'} has biases"
+    if decoder.centred_norms and config.get("use_qk_norm"):
+        return "norms of its queries and keys take the mean from them"
+    if decoder.mamba is not None:
+        with contextlib.suppress(ModelError):  # reading the shape says which setting is missing
+            return _unsupported_mamba(config, decoder.mamba(config), activation)
+    if decoder.mixer == "convolution" and (config.get("conv_bias") or config["conv_L_cache"] == 1):
+        return f"its convolutions {'have biases' if config.get('conv_bias') else 'are over one token'}"
+    if decoder.mixer == "delta-net" and config["linear_conv_kernel_dim"] > MOST_TAPS:
+        return f"its convolutions are over {config['linear_conv_kernel_dim']} tokens, and the most is {MOST_TAPS}"
+    return None
+
+
+def _unsupported_mamba(config: Mapping[str, Any], sizes: MambaSizes, activation: str) -> str | None:
+    if config.get("mamba_proj_bias"):
+        return "the projections of its Mamba-2 layers have biases"
+    if config.get("mamba_hidden_act", activation) not in ("silu", "swish"):
+        return "its Mamba-2 layers have another activation than silu"
+    if sizes.taps > MOST_TAPS:
+        return f"its convolutions are over {sizes.taps} tokens, and the most is {MOST_TAPS}"
     return None
 
 

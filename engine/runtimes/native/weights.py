@@ -242,7 +242,8 @@ class TrunkWeights:
             scoring=SCORINGS[routing.scoring],
             rotated_first=shape.rotated_first,
             paired_rotary=int(files.paired_rotary or shape.paired_rotary if latent is None else latent.interleaved),
-            gated_queries=int(delta is not None),
+            gated_queries=int(delta is not None and not delta.is_mamba),
+            delta_kind=int(delta is not None and delta.is_mamba),
             tiled_heads=int(delta is not None and _tiled(files, delta)),
             parallel=int(shape.norms == "beside"),
             centred=int(shape.centred_norms),
@@ -257,6 +258,8 @@ class TrunkWeights:
             routed_scale=routing.scale,
             least_sum=routing.least_sum,
             latent_epsilon=0 if latent is None else latent.epsilon,
+            step_least=0 if delta is None or delta.step_limits is None else delta.step_limits[0],
+            step_most=0 if delta is None or delta.step_limits is None else delta.step_limits[1],
         )
         if shape.own_width:
             self._fill_own_embedding()
@@ -276,7 +279,7 @@ class TrunkWeights:
     def _fill_layer(self, index: int, layer: TrunkLayer, experts: Experts | None) -> None:
         shape, prefix = self._shape, f"model.layers.{index}."
         if shape.delta is not None and index in shape.delta.layers:
-            self._fill_delta(index, layer, shape.delta)
+            (self._fill_mamba if shape.delta.is_mamba else self._fill_delta)(index, layer, shape.delta)
         elif shape.convolution is not None and index in shape.convolution.layers:
             self._fill_convolution(index, layer, shape.convolution)
         elif shape.latent is not None:
@@ -303,7 +306,7 @@ class TrunkWeights:
         queries, keys = shape.heads * heads.width, heads.key_value_heads * heads.width
         own = shape.keys_of[index] == index
         # A gate of every query may lie beside it.
-        projected = queries if shape.delta is None else 2 * queries
+        projected = queries if shape.delta is None or shape.delta.is_mamba else 2 * queries
         if shape.merged_attention:
             merged = tensors.parts(attention + "qkv_proj.weight", (projected, keys, keys), shape.hidden)
             layer.query, layer.key, layer.value = map(matrix, merged)
@@ -438,15 +441,35 @@ class TrunkWeights:
         inputs = self._delta_inputs(prefix, delta)
         if inputs is not None:
             filled.input, filled.gate, filled.decay, filled.rate = map(matrix, inputs)
+        filled.norm = tensors.vector(prefix + "norm.weight", delta.value_width)
+        self._fill_recurrence(prefix, filled, delta)
+        layer.delta = ctypes.pointer(filled)
+
+    def _fill_mamba(self, index: int, layer: TrunkLayer, delta: DeltaShape) -> None:
+        shape, tensors, prefix = self._shape, self._tensors, f"model.layers.{index}.mamba."
+        layer.place = delta.layers.index(index)
+        layer.output = tensors.matrix([prefix + "out_proj.weight"], shape.hidden, delta.values)
+        filled = self._deltas[layer.place]
+        rows = (delta.values, delta.channels, delta.value_heads)
+        inputs = tensors.parts(prefix + "in_proj.weight", rows, shape.hidden)
+        filled.gate, filled.input, filled.decay = map(matrix, inputs)
+        if tensors.has(prefix + "conv1d.bias"):
+            filled.kernel_bias = tensors.vector(prefix + "conv1d.bias", delta.channels)
+        filled.skip = tensors.vector(prefix + "D", delta.value_heads)
+        filled.norm = tensors.vector(prefix + "norm.weight", delta.values)
+        self._fill_recurrence(prefix, filled, delta)
+        layer.delta = ctypes.pointer(filled)
+
+    def _fill_recurrence(self, prefix: str, filled: Delta, delta: DeltaShape) -> None:
+        """The convolution and the decays."""
+        tensors = self._tensors
         filled.kernel = tensors.taps(prefix + "conv1d.weight", delta.channels, delta.taps)
         decays = to_float32(tensors.take([prefix + "A_log"], (delta.value_heads,)))
-        stored = self._changes.get(prefix + "A_log", Change())
+        stored = self._changes.get(tensors.named(prefix + "A_log"), Change())
         if not stored.log_of_negative:  # in float64, as numpy's float32 routines differ by CPU
             decays = -np.exp(decays.astype(np.float64)).astype(np.float32)
         filled.decay_scale = tensors.keep(decays)
         filled.decay_bias = tensors.vector(prefix + "dt_bias", delta.value_heads)
-        filled.norm = tensors.vector(prefix + "norm.weight", delta.value_width)
-        layer.delta = ctypes.pointer(filled)
 
     def _delta_inputs(self, prefix: str, delta: DeltaShape) -> list[StoredTensor] | None:
         """The projections of a delta-net: queries, keys and values; gates; decays; rates.
@@ -526,10 +549,11 @@ class TrunkWeights:
                 else None
             )
 
-        if self._shape.merged_ffn:
+        if self._shape.merged_ffn and not tensors.has(prefix + "gate_up_proj.gate.weight"):
             gate, up = tensors.parts(prefix + "gate_up_proj.weight", (ffn, ffn), hidden)
         else:
-            gate, up = (tensors.take([f"{prefix}{name}_proj.weight"], (ffn, hidden)) for name in ("gate", "up"))
+            name = prefix + ("gate_up_proj.{}.weight" if self._shape.merged_ffn else "{}_proj.weight")
+            gate, up = (tensors.take([name.format(part)], (ffn, hidden)) for part in ("gate", "up"))
         expert = ExpertWeights(
             gate=gate,
             up=up,

@@ -204,8 +204,8 @@ class LightningCache(_States, MiniMaxCache):  # type: ignore[misc]
 class ConvolutionCache(_States, Cache):  # type: ignore[misc]
     """The cache of families whose convolving layers keep their last inputs [rows, channels, kernel].
 
-    Gated delta-nets (qwen3_5, qwen3_next) keep a state [rows, heads, key width, value width] besides, short
-    convolutions (lfm2_moe) do not.
+    Gated delta-nets (qwen3_5, qwen3_next) keep a state [rows, heads, key width, value width] besides, Mamba-2 layers
+    (granitemoehybrid) one [rows, heads, width, states], short convolutions (lfm2_moe) none.
     """
 
     def __init__(self, layers: list[GrowingLayer], position: Position) -> None:
@@ -221,7 +221,12 @@ class ConvolutionCache(_States, Cache):  # type: ignore[misc]
         return changed
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        return self.states.get((layer_idx, "recurrent"))
+        state = self.states.get((layer_idx, "recurrent"))
+        if state is None:
+            return None
+        # A step of a Mamba-2 layer writes into what it gets.
+        changed = self.pending[layer_idx, "recurrent"] = state.clone()
+        return changed
 
     def is_recording_past(self, layer_idx: int | None = None) -> bool:
         return False
@@ -250,6 +255,13 @@ class ConvolutionCache(_States, Cache):  # type: ignore[misc]
         return recurrent_states
 
 
+class DeltaNetCache(ConvolutionCache):
+    """The cache of gated delta-nets, which never write into a recurrent state that they get."""
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        return self.states.get((layer_idx, "recurrent"))
+
+
 AnyCache = KeyValueCache | LightningCache | ConvolutionCache
 
 
@@ -260,7 +272,9 @@ def empty_cache(config: Any) -> AnyCache:
     if family is not None and family.decoder.mixer == "lightning":
         return LightningCache([GrowingLayer(position) for _ in range(config.num_hidden_layers)], position)
     if not WITHOUT_KEYS.isdisjoint(getattr(config, "layer_types", None) or ()):
-        return ConvolutionCache([GrowingLayer(position) for _ in range(config.num_hidden_layers)], position)
+        delta_nets = family is not None and family.decoder.mixer == "delta-net"
+        kind = DeltaNetCache if delta_nets else ConvolutionCache
+        return kind([GrowingLayer(position) for _ in range(config.num_hidden_layers)], position)
     _, options = get_layer_types_and_kwargs(config)
     return KeyValueCache([GrowingLayer(position, option.get("sliding_window")) for option in options], position)
 

@@ -64,38 +64,40 @@ def _fused(norm: Any) -> FusedNorm | None:
         return fused if same and torch.allclose(fused(probe), wanted, rtol=step, atol=step) else None
 
 
-# --- the projection in front of a delta-net --------------------------------------------------------------------------
+# --- projections of the same input that files have in two tensors ----------------------------------------------------
 
 
-_FIRST = ".in_proj_qkvz.qkv.weight"
+_QUERIES, _GATES = ".in_proj_qkvz.qkv.weight", ".input_linear.gate.weight"
 
 
 class JoinedProjection(nn.Module):  # type: ignore[misc]
-    """``qkv`` and ``z`` of the same input, their outputs in the order ``places``. Each may be packed in a format of its
-    own."""
+    """Two projections of the same input by their names, ``rows`` each, in place of the one projection ``old``. Their
+    outputs are one after the other or in the order ``places``. Each may be packed in a format of its own."""
 
-    def __init__(self, qkv: nn.Module, z: nn.Module, places: torch.Tensor) -> None:
+    def __init__(self, old: nn.Linear, rows: dict[str, int], places: torch.Tensor | None = None) -> None:
         super().__init__()
-        self.qkv = qkv
-        self.z = z
+        for name, count in rows.items():
+            part = nn.Linear(old.in_features, count, bias=False, dtype=old.weight.dtype, device="meta")
+            self.add_module(name, part.requires_grad_(False))
         self._places = places
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = torch.cat((self.qkv(x), self.z(x)), dim=-1)
-        return out.index_select(-1, self._places.to(out.device))
+        out = torch.cat([part(x) for part in self.children()], dim=-1)
+        return out if self._places is None else out.index_select(-1, self._places.to(out.device))
 
 
 def expect_two_projections(model: nn.Module, names: Iterable[str]) -> None:
-    """Make room for both tensors in every delta-net of the skeleton ``model`` that has them in ``names``, the stored
-    tensors' names."""
-    for name in [name.removesuffix(_FIRST) for name in names if name.endswith(_FIRST)]:
-        net: Any = model.get_submodule(name)
-        old = net.in_proj_qkvz
-        options = {"bias": False, "dtype": old.weight.dtype, "device": "meta"}
-        first, second = 2 * net.key_dim + net.value_dim, net.value_dim
-        qkv = nn.Linear(old.in_features, first, **options).requires_grad_(False)
-        z = nn.Linear(old.in_features, second, **options).requires_grad_(False)
-        net.in_proj_qkvz = JoinedProjection(qkv, z, _by_key_head(net))
+    """Make room for both tensors in every delta-net (Qwen3-Next) and network (Granite 4) of the skeleton ``model`` that
+    has them in ``names``, the stored tensors' names."""
+    for name in names:
+        if name.endswith(_QUERIES):
+            net: Any = model.get_submodule(name.removesuffix(_QUERIES))
+            rows = {"qkv": 2 * net.key_dim + net.value_dim, "z": net.value_dim}
+            net.in_proj_qkvz = JoinedProjection(net.in_proj_qkvz, rows, _by_key_head(net))
+        elif name.endswith(_GATES):
+            network: Any = model.get_submodule(name.removesuffix(_GATES))
+            half = network.input_linear.out_features // 2
+            network.input_linear = JoinedProjection(network.input_linear, {"gate": half, "up": half})
 
 
 def _by_key_head(net: Any) -> torch.Tensor:

@@ -41,6 +41,7 @@ MOE_FAMILIES = (
     "minimax_m2",
     "dots1",
     "exaone_moe",
+    "granitemoehybrid",
 )
 FAMILIES = (
     "llama",
@@ -66,6 +67,7 @@ FAMILIES = (
     "olmo2",
     "olmo3",
     "exaone4",
+    "granitemoehybrid_dense",
     *MOE_FAMILIES,
 )
 
@@ -77,6 +79,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "dots1": {"n_group": 1},
     "exaone_moe": {"n_group": 1},
     "qwen3_next": {"layer_types": REGULAR},
+    "granitemoehybrid": {"mamba_n_groups": 1},
+    "granitemoehybrid_dense": {"mamba_n_groups": 1},
 }
 _DELTA_NET = {"linear_value_head_dim": 16}
 QUANTISABLE: dict[str, dict[str, Any]] = {
@@ -133,6 +137,10 @@ QUANTISABLE: dict[str, dict[str, Any]] = {
         )
     },
     "lfm2": {"block_multiple_of": 32},
+    **{
+        name: {"shared_intermediate_size": 64, "mamba_n_heads": 4, "mamba_d_head": "auto"}
+        for name in ("granitemoehybrid", "granitemoehybrid_dense")
+    },
     "minimax_m2": {},
     "dots1": {"moe_intermediate_size": 32},
     "exaone_moe": {"moe_intermediate_size": 32},

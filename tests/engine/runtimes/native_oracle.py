@@ -59,6 +59,8 @@ FAMILIES = (
     "olmo2",
     "olmo3",
     "exaone4",
+    "granitemoehybrid",
+    "granitemoehybrid_dense",
 )
 PREPARED_ONLY = ("gpt_oss", "llama4_text")
 """Those of the families whose checkpoints are transposed, so that the kernels read the experts of a bank only."""

@@ -83,6 +83,8 @@ MLX = Subject(
         "dots1": {"n_group": 1},
         "exaone_moe": {"n_group": 1},
         "qwen3_next": {"layer_types": REGULAR},
+        "granitemoehybrid": {"mamba_n_groups": 1},
+        "granitemoehybrid_dense": {"mamba_n_groups": 1},
     },
 )
 SUBJECTS = (NATIVE, TORCH, MLX)

@@ -17,7 +17,7 @@ from engine.models.architectures.record import (
 )
 
 
-def _scales(metadata: Metadata) -> dict[str, object]:
+def scales(metadata: Metadata) -> dict[str, object]:
     return {
         "attention_multiplier": metadata.short_real("attention.scale", 1.0),
         "embedding_multiplier": metadata.short_real("embedding_scale", 1.0),
@@ -26,7 +26,7 @@ def _scales(metadata: Metadata) -> dict[str, object]:
     }
 
 
-_DEFAULTS = {
+DEFAULTS = {
     "embedding_multiplier": 1.0,
     "attention_multiplier": 1.0,
     "residual_multiplier": 1.0,
@@ -40,32 +40,31 @@ DECODER = DecoderRecord(
     residual_scale=number_of("residual_multiplier"),
     logits_divisor=number_of("logits_scaling"),
 )
+LAYOUTS = (
+    fused(LAYER + "block_sparse_moe.", "input_linear.weight", "output_linear.weight"),
+    fused(LAYER + "block_sparse_moe.experts."),
+    of_mlx(LAYER + "block_sparse_moe.switch_mlp"),
+    *GGUF,
+)
+# A softmax over the chosen logits alone is the whole softmax, divided by the sum of the chosen.
+ROUTER = RouterRecord(("block_sparse_moe.router.layer.weight", "block_sparse_moe.router.weight"), normalise=True)
 GRANITE = Family(
     "granite",
-    defaults=_DEFAULTS,
+    defaults=DEFAULTS,
     decoder=replace(DECODER, mlp_bias="mlp_bias"),
-    gguf=GgufRecord("granite", "GraniteForCausalLM", settings=_scales, paired_rotary=True, changes=paired_changes),
+    gguf=GgufRecord("granite", "GraniteForCausalLM", settings=scales, paired_rotary=True, changes=paired_changes),
     mlx=MlxRecord("granite", rope_types=SCALED_ROPE, honours={"hidden_act": ("silu",)}),
     tokenizer_class="TokenizersBackend",
 )
 GRANITE_MOE = Family(
     "granitemoe",
-    defaults=_DEFAULTS | {"num_experts_per_tok": 2},
+    defaults=DEFAULTS | {"num_experts_per_tok": 2},
     decoder=DECODER,
-    moe=MoeRecord(
-        (
-            fused(LAYER + "block_sparse_moe.", "input_linear.weight", "output_linear.weight"),
-            fused(LAYER + "block_sparse_moe.experts."),
-            of_mlx(LAYER + "block_sparse_moe.switch_mlp"),
-            *GGUF,
-        ),
-        # A softmax over the chosen logits alone is the whole softmax, divided by the sum of the chosen.
-        RouterRecord(("block_sparse_moe.router.layer.weight", "block_sparse_moe.router.weight"), normalise=True),
-    ),
+    moe=MoeRecord(LAYOUTS, ROUTER),
     gguf=GgufRecord(
         "granitemoe",
         "GraniteMoeForCausalLM",
-        settings=lambda metadata: experts("num_local_experts")(metadata) | _scales(metadata),
+        settings=lambda metadata: experts("num_local_experts")(metadata) | scales(metadata),
         paired_rotary=True,
         changes=paired_changes,
     ),

@@ -1,4 +1,4 @@
-/* Gated delta-nets for one instruction set, with the vectors of attention_template.h. */
+/* Gated delta-nets and Mamba-2 layers for one instruction set, with the vectors of attention_template.h. */
 
 /* Vectors of a state's columns that are taken together, and rows of it: enough sums that do not wait for each other. */
 #define STATE_VECTORS (PLLM_STATE_COLUMNS / LANES < 4 ? PLLM_STATE_COLUMNS / LANES : 4)
@@ -23,16 +23,16 @@ static void NAME(gate)(float *x, const float *gate, int64_t count) {
     for (; i < count; i++) x[i] *= sigmoid_one(gate[i]);
 }
 
-static void NAME(convolve)(float *to, const float *const *taps, const float *kernel, int64_t stride, int first, int last,
-                           int64_t count) {
+static void NAME(convolve)(float *to, const float *const *taps, const float *kernel, const float *bias, int64_t stride,
+                           int first, int last, int64_t count) {
     int64_t c = 0;
     for (; c + LANES <= count; c += LANES) {
-        lanes sum = {0};
+        lanes sum = bias ? load_f32(bias + c) : (lanes){0};
         for (int i = first; i < last; i++) sum += load_f32(taps[i] + c) * load_f32(kernel + i * stride + c);
         store_f32(to + c, sum * sigmoid_of(sum));
     }
     for (; c < count; c++) {
-        float sum = 0;
+        float sum = bias ? bias[c] : 0;
         for (int i = first; i < last; i++) sum += taps[i][c] * kernel[i * stride + c];
         to[c] = sum * sigmoid_one(sum);
     }
@@ -50,6 +50,8 @@ ALWAYS_INLINE float product_of(const float *a, const float *b, int64_t count) {
     return total;
 }
 
+static float NAME(product)(const float *a, const float *b, int64_t count) { return product_of(a, b, count); }
+
 static float NAME(unit)(float *query, float *key, float scale, int64_t count) {
     const float of_query = scale / sqrtf(product_of(query, query, count) + 1e-6f);
     const float of_key = 1.0f / sqrtf(product_of(key, key, count) + 1e-6f);
@@ -61,11 +63,12 @@ static float NAME(unit)(float *query, float *key, float scale, int64_t count) {
 }
 
 /* One pass over STATE_VECTORS columns of a state, of `rows` rows. With `from` a state becomes
-   from * decay + key * change, put to `to`; with `fresh` there was none. Where there are a next key and query, `answers`
-   and `results` are their products with the state that is now there. What is not wanted is a constant of the compiler. */
+   from * decay + key * change, put to `to`; with `fresh` there was none. Where there is a next token, `results` is the
+   product of its query with the state that is now there, and with `asks`, `answers` that of its key. What is not wanted is
+   a constant of the compiler. */
 ALWAYS_INLINE void state_sweep(const float *from, float *to, int64_t rows, const float *key, lanes decay,
                                const lanes *change, const float *next_key, const float *next_query, lanes *answers,
-                               lanes *results, const int fresh, const int changes, const int next) {
+                               lanes *results, const int fresh, const int changes, const int next, const int asks) {
     lanes k[STATE_ROWS][STATE_VECTORS], q[STATE_ROWS][STATE_VECTORS];
     for (int r = 0; r < STATE_ROWS; r++)
         for (int v = 0; v < STATE_VECTORS; v++) k[r][v] = q[r][v] = (lanes){0};
@@ -81,7 +84,7 @@ ALWAYS_INLINE void state_sweep(const float *from, float *to, int64_t rows, const
                     store_f32(to + at, state);
                 }
                 if (next) {
-                    k[r][v] += all(next_key[row]) * state;
+                    if (asks) k[r][v] += all(next_key[row]) * state;
                     q[r][v] += all(next_query[row]) * state;
                 }
             }
@@ -94,38 +97,43 @@ ALWAYS_INLINE void state_sweep(const float *from, float *to, int64_t rows, const
 }
 
 /* The state of a token is read once: while it is written, it answers to the key and the query of the next. */
-static void NAME(recur_columns)(const delta_run *run, const float *before, float *after, int64_t column) {
+ALWAYS_INLINE void recur_columns(const delta_run *run, const float *before, float *after, int64_t column, const int asks) {
     const int64_t rows = run->key_width;
     lanes answers[STATE_VECTORS], results[STATE_VECTORS], change[STATE_VECTORS];
     for (int v = 0; v < STATE_VECTORS; v++) answers[v] = results[v] = (lanes){0};
     if (before)
-        state_sweep(before, NULL, rows, NULL, all(0), NULL, run->keys, run->queries, answers, results, 0, 0, 1);
+        state_sweep(before, NULL, rows, NULL, all(0), NULL, run->keys, run->queries, answers, results, 0, 0, 1, asks);
     for (int64_t t = 0; t < run->tokens; t++) {
         const float *key = run->keys + t * rows, *value = run->values + t * run->value_width + column;
         const float *next_key = key + rows, *next_query = run->queries + (t + 1) * rows;
         const lanes decay = all(run->decays[t]), rate = all(run->rates[t]), product = all(run->products[t]);
         float *to = run->results + t * run->value_width + column;
         for (int v = 0; v < STATE_VECTORS; v++) {
-            change[v] = (load_f32(value + v * LANES) - answers[v] * decay) * rate;
+            const lanes given = load_f32(value + v * LANES);
+            change[v] = (asks ? given - answers[v] * decay : given) * rate;
             store_f32(to + v * LANES, results[v] * decay + product * change[v]);
         }
         const float *from = t > 0 ? after : before;
         const int more = t + 1 < run->tokens;
         if (from && more)
-            state_sweep(from, after, rows, key, decay, change, next_key, next_query, answers, results, 0, 1, 1);
+            state_sweep(from, after, rows, key, decay, change, next_key, next_query, answers, results, 0, 1, 1, asks);
         else if (from)
-            state_sweep(from, after, rows, key, decay, change, NULL, NULL, NULL, NULL, 0, 1, 0);
+            state_sweep(from, after, rows, key, decay, change, NULL, NULL, NULL, NULL, 0, 1, 0, asks);
         else if (more)
-            state_sweep(NULL, after, rows, key, decay, change, next_key, next_query, answers, results, 1, 1, 1);
+            state_sweep(NULL, after, rows, key, decay, change, next_key, next_query, answers, results, 1, 1, 1, asks);
         else
-            state_sweep(NULL, after, rows, key, decay, change, NULL, NULL, NULL, NULL, 1, 1, 0);
+            state_sweep(NULL, after, rows, key, decay, change, NULL, NULL, NULL, NULL, 1, 1, 0, asks);
     }
 }
 
 static void NAME(recur)(const delta_run *run) {
     for (int64_t column = 0; column < run->value_width; column += STATE_VECTORS * LANES) {
         const int64_t inside = column % PLLM_STATE_COLUMNS, at = (column - inside) * run->key_width + inside;
-        NAME(recur_columns)(run, run->before ? run->before + at : NULL, run->after + at, column);
+        const float *before = run->before ? run->before + at : NULL;
+        if (run->adds)
+            recur_columns(run, before, run->after + at, column, 0);
+        else
+            recur_columns(run, before, run->after + at, column, 1);
     }
 }
 

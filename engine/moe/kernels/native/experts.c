@@ -266,10 +266,14 @@ static void gate_rows(const plan *p, int64_t i, int64_t first, int64_t number) {
     const int ended = first + number >= p->layer->ffn;
     const pllm_matrix *next = &p->layer->experts[p->list[MIN(i + ended, p->active - 1)]].gate;
     project_rows(p, p->inputs, i, &expert->gate, expert->gate_bias, first, number, p->part, row_at(&expert->up, first));
-    project_rows(p, p->inputs + p->input_forms - 1, i, &expert->up, expert->up_bias, first, number, p->other,
-                 row_at(next, ended ? 0 : first + number));
+    const float *up = p->part; /* of an expert without a gate: its other matrix is both */
+    if (expert->up.data != expert->gate.data) {
+        project_rows(p, p->inputs + p->input_forms - 1, i, &expert->up, expert->up_bias, first, number, p->other,
+                     row_at(next, ended ? 0 : first + number));
+        up = p->other;
+    }
     for (int64_t m = 0; m < count; m++)
-        p->act.kernels->gate(&p->layer->activation, p->part + m * stride, p->other + m * stride, number);
+        p->act.kernels->gate(&p->layer->activation, p->part + m * stride, up + m * stride, number);
     store_act(p, i, count, first, number);
 }
 

@@ -21,7 +21,7 @@
 #endif
 
 /* Raised whenever a structure or a function of this file changes: the Python side refuses another number. */
-#define PLLM_VERSION 19
+#define PLLM_VERSION 20
 
 enum { PLLM_OK = 0, PLLM_E_SET = -1, PLLM_E_MEMORY = -2, PLLM_E_ARGUMENT = -3, PLLM_E_STOPPED = -4 };
 
@@ -148,7 +148,7 @@ PLLM_API float pllm_exp_sum(int set, float *values, float shift, int64_t count);
 /* ---- Experts ---------------------------------------------------------------------------------------------- */
 
 typedef struct pllm_expert {
-    pllm_matrix gate, up, down;
+    pllm_matrix gate, up, down; /* without a gate: `gate` is `up`, and is multiplied once */
     const void *gate_bias, *up_bias, *down_bias; /* or NULL */
 } pllm_expert;
 

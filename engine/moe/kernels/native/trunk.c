@@ -262,6 +262,31 @@ static int convolution_layer(walk *w, int64_t index, int last) {
     return project_gathered(w, index, last);
 }
 
+/* As attend_layer, of a Mamba-2 layer. Its states go on with every position, whatever is wanted. */
+static int mamba_layer(walk *w, int64_t index, int last) {
+    const trunk_job *job = w->job;
+    const pllm_matrix *output = &job->trunk->layers[index].output;
+    const pllm_delta *delta = job->trunk->layers[index].delta;
+    const pllm_matrix *matrices[] = {&delta->input, &delta->gate, &delta->decay};
+    float *results[3], *to = job->qkv;
+    for (int i = 0; i < 3; to += matrices[i]->rows, i++) results[i] = to;
+    project_each(w, w->normed, matrices, results, 3, job->projected);
+    barrier(w);
+    pllm_mamba_convolve(job, index, w->thread, w->threads);
+    barrier(w);
+    pllm_delta_heads(job, &w->own, index);
+    barrier(w);
+    if (last && !job->pass->logits) return 0;
+    if (last && job->pass->tokens > 1) keep_last(w);
+    float *joined = w->few ? w->own.joined : job->attended;
+    const int64_t first = job->positions - w->rows + share_start(w);
+    pllm_mamba_norm(job, index, first, share_end(w) - share_start(w), joined + share_start(w) * output->columns);
+    fill_input(w, joined, output);
+    project(w, output, job->out, job->trunk->hidden);
+    barrier(w);
+    return 1;
+}
+
 /* As attend_layer, of a layer with a delta-net. Its states go on with every position, whatever is wanted. */
 static int delta_layer(walk *w, int64_t index, int last) {
     const trunk_job *job = w->job;
@@ -339,7 +364,7 @@ static int latent_layer(walk *w, int64_t index, int last) {
 static int attend_layer(walk *w, int64_t index, int last) {
     const trunk_job *job = w->job;
     const pllm_trunk_layer *layer = job->trunk->layers + index;
-    if (layer->delta) return delta_layer(w, index, last);
+    if (layer->delta) return job->trunk->delta_kind == PLLM_MAMBA ? mamba_layer(w, index, last) : delta_layer(w, index, last);
     if (layer->latent) return latent_layer(w, index, last);
     if (layer->convolution) return convolution_layer(w, index, last);
     const pllm_pass *pass = job->pass;
@@ -539,7 +564,7 @@ static int feed_forward(walk *w, int64_t index) {
         add_attention(w, layer);
     else if (job->trunk->parallel)
         residual(w, job->out, layer->output_bias, NULL);
-    else
+    else if (layer->output.data)
         residual_norm(w, job->out, layer->output_bias, NULL, layer->ffn_norm);
     mark(w, index, PLLM_OTHER);
     int32_t *indices = w->few ? w->own.indices : job->indices;
@@ -567,6 +592,8 @@ static int feed_forward(walk *w, int64_t index) {
     return 1;
 }
 
+static int has_network(const pllm_trunk_layer *layer) { return layer->experts || layer->router.data; }
+
 /* Adds what the layer before `index` has given, and norms the sum with `weight`. */
 static void add_layer(walk *w, int64_t index, const float *weight) {
     if (index == 0) {
@@ -577,7 +604,8 @@ static void add_layer(walk *w, int64_t index, const float *weight) {
     }
     const pllm_trunk_layer *layer = w->job->trunk->layers + index - 1;
     if (layer->norms) return end_normed(w, layer, index - 1, weight);
-    residual_norm(w, w->job->out, NULL, layer->router.data && layer->shared ? w->job->shared_out : NULL, weight);
+    residual_norm(w, w->job->out, has_network(layer) ? NULL : layer->output_bias,
+                  layer->router.data && layer->shared ? w->job->shared_out : NULL, weight);
 }
 
 /* A thread's share of logits that are divided or limited. */
@@ -624,9 +652,12 @@ static void region(int thread, int threads, void *argument) {
         if (i > job->last_kept && !pass->logits) return;
         add_layer(&w, i, trunk->layers[i].attention_norm);
         mark(&w, i, PLLM_OTHER);
-        const int more = attend_layer(&w, i, i >= job->last_kept);
-        mark(&w, i, PLLM_ATTENTION);
-        if (!more || !feed_forward(&w, i)) return;
+        if (trunk->layers[i].output.data) {
+            const int more = attend_layer(&w, i, i >= job->last_kept);
+            mark(&w, i, PLLM_ATTENTION);
+            if (!more) return;
+        }
+        if (has_network(trunk->layers + i) && !feed_forward(&w, i)) return;
     }
     if (pass->last_layer == trunk->layer_count && pass->logits) head(&w);
 }
@@ -668,7 +699,8 @@ static int run(pllm_pool *pool, const pllm_trunk *trunk, const pllm_pass *pass, 
     const int wrong = check(trunk, pass);
     if (wrong) return wrong;
     for (int64_t i = pass->first_layer; i < pass->last_layer; i++)
-        if (!trunk->layers[i].experts && !(cut && trunk->layers[i].router.data)) return PLLM_E_ARGUMENT;
+        if (!trunk->layers[i].experts && (trunk->layers[i].router.data ? !cut : !trunk->layers[i].output.data))
+            return PLLM_E_ARGUMENT;
     trunk_job job;
     pllm_trunk_layout(&job, trunk, pass, pllm_pool_threads(pool));
     job.pool = pool;

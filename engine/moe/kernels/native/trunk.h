@@ -1,6 +1,6 @@
 /* The trunk of a decoder: RMS norm, a mixer of positions, residual, RMS norm, experts, residual. The mixer is rotary
-   grouped-query attention, attention over latents, a gated delta-net or a short convolution. Some families have norms
-   elsewhere (pllm_norms), and some give layers an embedding of their own (pllm_own_input).
+   grouped-query attention, attention over latents, a gated delta-net, a Mamba-2 layer or a short convolution. Some
+   families have norms elsewhere (pllm_norms), and some give layers an embedding of their own (pllm_own_input).
 
    A dense feed-forward network is one expert that every token is sent to. A pass runs layers first_layer..last_layer)
    for all its positions in one region of the pool; it can be cut between layers, the residual stream stays in the
@@ -36,15 +36,24 @@ enum { PLLM_ATTENTION = 0, PLLM_ROUTER = 1, PLLM_EXPERTS = 2, PLLM_OTHER = 3, PL
 
 /* A gated delta-net in place of attention: every value head keeps a state [delta_key_width, delta_value_width], which
    decays, and in which the value of each token takes the place of what the state answers to the token's key. Queries,
-   keys and values first pass a causal convolution of every channel over the last delta_taps tokens, and SiLU. */
+   keys and values first pass a causal convolution of every channel over the last delta_taps tokens, and SiLU.
+   With PLLM_MAMBA it is a Mamba-2 layer (Dao and Gu 2024, section 7): its B are the keys, its C the queries, its groups
+   the key heads. A token's value times its step, which is softplus(decay + bias) within step_least..step_most, is added
+   to the state, whatever that answers. The value times `skip` is added to the result, and the norm is over all heads of
+   a group, after the gate. */
+enum { PLLM_DELTA = 0, PLLM_MAMBA = 1 };
 typedef struct pllm_delta {
-    pllm_matrix input;        /* [channels, hidden]: queries of all key heads, then their keys, then all values */
+    pllm_matrix input;        /* [channels, hidden]: queries of all key heads, then their keys, then all values; with
+                                 PLLM_MAMBA values, then keys, then queries */
     pllm_matrix gate;         /* [value heads * value width, hidden] */
-    pllm_matrix decay, rate;  /* [value heads, hidden] */
+    pllm_matrix decay;        /* [value heads, hidden] */
+    pllm_matrix rate;         /* [value heads, hidden]; not with PLLM_MAMBA */
     const float *kernel;      /* [delta_taps, channels], the latest token's last */
+    const float *kernel_bias; /* [channels], with PLLM_MAMBA; or NULL */
     const float *decay_scale; /* [value heads]: the logarithm of a decay is scale * softplus(decay + bias) */
     const float *decay_bias;  /* [value heads] */
-    const float *norm;        /* [value width] */
+    const float *skip;        /* [value heads], with PLLM_MAMBA */
+    const float *norm;        /* [value width]; with PLLM_MAMBA [value heads * value width] */
 } pllm_delta;
 
 /* A short convolution in place of attention (LFM2): of the three parts that `input` gives, the first and the third are
@@ -56,7 +65,7 @@ typedef struct pllm_convolution {
 } pllm_convolution;
 
 /* Value columns of a state that lie together: a head's state is [value width / PLLM_STATE_COLUMNS, rounded up][key width]
-   [PLLM_STATE_COLUMNS], float32. The states of a row are, for each delta-net, those of its heads and then the inputs of
+   [PLLM_STATE_COLUMNS], float32. The states of a row are, for each delta-net or Mamba-2 layer, those of its heads and then the inputs of
    the convolution's last delta_taps - 1 tokens, [delta_taps - 1, channels]; and for each short convolution its last
    inputs, [convolution_taps - 1, hidden]. A model has delta-nets or short convolutions. */
 #define PLLM_STATE_COLUMNS 32
@@ -103,7 +112,9 @@ typedef struct pllm_own_input {
 } pllm_own_input;
 
 typedef struct pllm_trunk_layer {
-    pllm_matrix query, output;
+    pllm_matrix query;
+    pllm_matrix output;      /* data NULL: the layer has a feed-forward network or experts alone (Nemotron-H), which read
+                                what attention_norm gives */
     pllm_matrix key;         /* data NULL: keys and values are those of an earlier layer of the same kind and `place` */
     pllm_matrix value;       /* data NULL: values are the keys before they are normed and rotated */
     pllm_matrix router;      /* data NULL: every token goes to expert 0 with weight 1 */
@@ -119,7 +130,8 @@ typedef struct pllm_trunk_layer {
     const float *expert_scale; /* [experts], of the weights of chosen experts; or NULL */
     const pllm_norms *norms;   /* NULL: none but attention_norm and ffn_norm. All layers have some, or none has */
     const pllm_own_input *own_input; /* NULL: none. All layers have one, or none has */
-    const pllm_layer *experts; /* NULL with a router: they are run elsewhere, and the pass is cut before them */
+    const pllm_layer *experts; /* NULL with a router: they are run elsewhere, and the pass is cut before them; without:
+                                  the layer has neither them nor a feed-forward network */
     const pllm_layer *shared; /* NULL: none */
     int64_t *counts;          /* [experts]: routes of each, added to what is there; or NULL */
     const pllm_pages *ahead;  /* the pages of the experts, one expert after the other, which the system is told of as soon
@@ -162,6 +174,7 @@ typedef struct pllm_trunk {
     int32_t paired_rotary; /* rows of queries and keys, and their biases, lie so that a rotation turns values 2 i and
                               2 i + 1 of a head, as llama.cpp stores them; 0: i and i + rotated / 2 */
     int32_t gated_queries; /* behind each head's query lies its gate, whose sigmoid scales the head's result */
+    int32_t delta_kind;    /* PLLM_DELTA, PLLM_MAMBA: what all pllm_delta are */
     int32_t tiled_heads;   /* value head h belongs to key head h % key heads, as llama.cpp stores them; 0: to
                               h / (value heads / key heads) */
     int32_t parallel;      /* the feed-forward network, or the experts, read what attention reads, and ffn_norm is not used */
@@ -172,6 +185,7 @@ typedef struct pllm_trunk {
     float routed_scale;  /* of the weights of chosen experts */
     float least_sum;     /* added to the sum that `normalise` divides by; with PLLM_SOFTMAX the least that it is */
     float latent_epsilon; /* of the norms of pllm_latent */
+    float step_least, step_most; /* limits of a Mamba-2 layer's steps */
 } pllm_trunk;
 
 /* Positions start..start+count) of every row, in a page of `capacity` positions from `offset` on. For each kind of heads a

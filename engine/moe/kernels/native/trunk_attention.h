@@ -137,12 +137,22 @@ void pllm_convolve(const trunk_job *job, int64_t layer, int thread, int threads)
 void pllm_choose_experts(const pllm_trunk *trunk, const pllm_trunk_layer *layer, float *logits, int64_t count,
                          int32_t *indices, float *weights);
 
-/* Channels of a delta-net's convolution, and the values of a head, padded to whole PLLM_STATE_COLUMNS. */
+/* Channels of a delta-net's convolution, the values of a head, padded to whole PLLM_STATE_COLUMNS, and the numbers of its
+   state. */
 int64_t pllm_delta_channels(const pllm_trunk *trunk);
 int64_t pllm_delta_padded(const pllm_trunk *trunk);
+int64_t pllm_delta_head(const pllm_trunk *trunk);
+/* Where in a row's states those of a delta-net begin, and where in them the inputs of its convolution do. */
+int64_t pllm_delta_start(const pllm_trunk *trunk, int64_t layer);
+int64_t pllm_delta_inputs(const pllm_trunk *trunk);
+float pllm_softplus(float x);
 /* Whether a row's states stay where they are. Rows that go on in another place than before come first: it may have been
    that of a row that stays in its own. */
 int pllm_in_place(const pllm_pass *pass, int64_t row);
+/* Keeps channels first..first + count) of a convolution's last `kept` inputs [kept, channels] of a row, from the first
+   columns of job->qkv to `start` in its states. */
+void pllm_keep_columns(const trunk_job *job, int64_t row, int64_t start, int64_t channels, int64_t kept, int64_t first,
+                       int64_t count);
 /* A thread's share of keeping a convolution's last `kept` inputs [kept, channels], from the first columns of job->qkv to
    `start` in a row's states. */
 void pllm_keep_inputs(const trunk_job *job, int64_t start, int64_t channels, int64_t kept, int thread, int threads);
@@ -151,5 +161,14 @@ void pllm_keep_inputs(const trunk_job *job, int64_t start, int64_t channels, int
 void pllm_delta_heads(const trunk_job *job, const own_area *own, int64_t layer);
 /* A thread's share of keeping the last inputs of the convolution. After pllm_delta_heads and a barrier. */
 void pllm_delta_keep(const trunk_job *job, int64_t layer, int thread, int threads);
+
+/* A thread's share of the channels of a Mamba-2 layer's convolution, in place in job->qkv [positions, projected] (input,
+   gate, step), and of keeping its last inputs. Before pllm_delta_heads and a barrier. */
+void pllm_mamba_convolve(const trunk_job *job, int64_t layer, int thread, int threads);
+/* One head of one row of a Mamba-2 layer, over all tokens of the pass, for pllm_delta_heads. */
+void pllm_mamba_head(const trunk_job *job, const own_area *own, int64_t layer, int64_t row, int64_t head);
+/* Gates and norms results of `rows` positions from `first` on: from job->attended to `to` [rows, value heads * value
+   width], which may be their own place. */
+void pllm_mamba_norm(const trunk_job *job, int64_t layer, int64_t first, int64_t rows, float *to);
 
 #endif

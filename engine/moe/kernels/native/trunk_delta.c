@@ -13,19 +13,18 @@ int64_t pllm_delta_padded(const pllm_trunk *trunk) {
     return divided_up(trunk->delta_value_width, PLLM_STATE_COLUMNS) * PLLM_STATE_COLUMNS;
 }
 
-static int64_t head_numbers(const pllm_trunk *trunk) { return trunk->delta_key_width * pllm_delta_padded(trunk); }
+int64_t pllm_delta_head(const pllm_trunk *trunk) { return trunk->delta_key_width * pllm_delta_padded(trunk); }
 
-/* Where the inputs of the convolution begin in what one layer keeps for a row. */
-static int64_t heads_numbers(const pllm_trunk *trunk) { return trunk->delta_value_heads * head_numbers(trunk); }
+int64_t pllm_delta_inputs(const pllm_trunk *trunk) { return trunk->delta_value_heads * pllm_delta_head(trunk); }
 
-static int64_t layer_start(const pllm_trunk *trunk, int64_t layer) {
-    const int64_t kept = heads_numbers(trunk) + (trunk->delta_taps - 1) * pllm_delta_channels(trunk);
+int64_t pllm_delta_start(const pllm_trunk *trunk, int64_t layer) {
+    const int64_t kept = pllm_delta_inputs(trunk) + (trunk->delta_taps - 1) * pllm_delta_channels(trunk);
     return trunk->layers[layer].place * kept;
 }
 
 static float sigmoid(float x) { return 1.0F / (1.0F + expf(-x)); }
 
-static float softplus(float x) { return x > 20.0F ? x : log1pf(expf(x)); }
+float pllm_softplus(float x) { return x > 20.0F ? x : log1pf(expf(x)); }
 
 /* One head of one row, over all tokens of the pass. */
 static void run_head(const trunk_job *job, const own_area *own, int64_t layer, int64_t row, int64_t head) {
@@ -40,11 +39,11 @@ static void run_head(const trunk_job *job, const own_area *own, int64_t layer, i
     const int64_t query = key_head * keys, key = (key_heads + key_head) * keys, value = 2 * key_heads * keys + head * values;
     const int last = (int)trunk->delta_taps;
     const float *before = pass->states_before[row], *history = NULL;
-    float *after = pass->states_after[row] + layer_start(trunk, layer) + head * head_numbers(trunk);
+    float *after = pass->states_after[row] + pllm_delta_start(trunk, layer) + head * pllm_delta_head(trunk);
     if (before) {
-        before += layer_start(trunk, layer);
-        history = before + heads_numbers(trunk);
-        before += head * head_numbers(trunk);
+        before += pllm_delta_start(trunk, layer);
+        history = before + pllm_delta_inputs(trunk);
+        before += head * pllm_delta_head(trunk);
     }
     float decay[DELTA_TOKENS], rate[DELTA_TOKENS], product[DELTA_TOKENS];
     for (int64_t done = 0; done < pass->tokens; done += DELTA_TOKENS) {
@@ -65,12 +64,12 @@ static void run_head(const trunk_job *job, const own_area *own, int64_t layer, i
             }
             float *q = own->delta_queries + t * keys, *k = own->delta_keys + t * keys;
             float *v = own->delta_values + t * padded_values;
-            job->set->convolve(q, taps[0], delta->kernel + query, channels, first, last, keys);
-            job->set->convolve(k, taps[1], delta->kernel + key, channels, first, last, keys);
-            job->set->convolve(v, taps[2], delta->kernel + value, channels, first, last, values);
+            job->set->convolve(q, taps[0], delta->kernel + query, NULL, channels, first, last, keys);
+            job->set->convolve(k, taps[1], delta->kernel + key, NULL, channels, first, last, keys);
+            job->set->convolve(v, taps[2], delta->kernel + value, NULL, channels, first, last, values);
             memset(v + values, 0, (size_t)(padded_values - values) * 4);
             product[t] = job->set->unit(q, k, 1.0F / sqrtf((float)keys), keys);
-            decay[t] = expf(delta->decay_scale[head] * softplus(input[decays] + delta->decay_bias[head]));
+            decay[t] = expf(delta->decay_scale[head] * pllm_softplus(input[decays] + delta->decay_bias[head]));
             rate[t] = sigmoid(input[rates]);
         }
         const delta_run run = {.before = before, .after = after, .queries = own->delta_queries, .keys = own->delta_keys,
@@ -93,33 +92,40 @@ int pllm_in_place(const pllm_pass *pass, int64_t row) { return pass->states_befo
 void pllm_delta_heads(const trunk_job *job, const own_area *own, int64_t layer) {
     for (int64_t head; (head = pllm_pool_next(job->pool)) < job->trunk->delta_value_heads;)
         for (int stays = 0; stays < 2; stays++)
-            for (int64_t row = 0; row < job->pass->rows; row++)
-                if (pllm_in_place(job->pass, row) == stays) run_head(job, own, layer, row, head);
+            for (int64_t row = 0; row < job->pass->rows; row++) {
+                if (pllm_in_place(job->pass, row) != stays) continue;
+                if (job->trunk->delta_kind == PLLM_MAMBA)
+                    pllm_mamba_head(job, own, layer, row, head);
+                else
+                    run_head(job, own, layer, row, head);
+            }
+}
+
+void pllm_keep_columns(const trunk_job *job, int64_t row, int64_t start, int64_t channels, int64_t kept, int64_t first,
+                       int64_t count) {
+    const pllm_pass *pass = job->pass;
+    const float *before = pass->states_before[row];
+    for (int64_t i = 0; i < kept; i++) { /* ascending, as what is read lies behind what is written */
+        float *to = pass->states_after[row] + start + i * channels + first;
+        const int64_t token = pass->tokens - kept + i;
+        if (token >= 0)
+            memcpy(to, job->qkv + (row * pass->tokens + token) * job->projected + first, (size_t)count * 4);
+        else if (before)
+            memcpy(to, before + start + (pass->tokens + i) * channels + first, (size_t)count * 4);
+        else
+            memset(to, 0, (size_t)count * 4);
+    }
 }
 
 void pllm_keep_inputs(const trunk_job *job, int64_t start, int64_t channels, int64_t kept, int thread, int threads) {
-    const pllm_pass *pass = job->pass;
-    const int64_t first = channels * thread / threads;
-    const size_t bytes = (size_t)(channels * (thread + 1) / threads - first) * 4;
+    const int64_t first = channels * thread / threads, count = channels * (thread + 1) / threads - first;
     for (int stays = 0; stays < 2; stays++)
-        for (int64_t row = 0; row < pass->rows; row++) {
-            if (pllm_in_place(pass, row) != stays) continue;
-            const float *before = pass->states_before[row];
-            for (int64_t i = 0; i < kept; i++) { /* ascending, as what is read lies behind what is written */
-                float *to = pass->states_after[row] + start + i * channels + first;
-                const int64_t token = pass->tokens - kept + i;
-                if (token >= 0)
-                    memcpy(to, job->qkv + (row * pass->tokens + token) * job->projected + first, bytes);
-                else if (before)
-                    memcpy(to, before + start + (pass->tokens + i) * channels + first, bytes);
-                else
-                    memset(to, 0, bytes);
-            }
-        }
+        for (int64_t row = 0; row < job->pass->rows; row++)
+            if (pllm_in_place(job->pass, row) == stays) pllm_keep_columns(job, row, start, channels, kept, first, count);
 }
 
 void pllm_delta_keep(const trunk_job *job, int64_t layer, int thread, int threads) {
     const pllm_trunk *trunk = job->trunk;
-    pllm_keep_inputs(job, layer_start(trunk, layer) + heads_numbers(trunk), pllm_delta_channels(trunk),
+    pllm_keep_inputs(job, pllm_delta_start(trunk, layer) + pllm_delta_inputs(trunk), pllm_delta_channels(trunk),
                      trunk->delta_taps - 1, thread, threads);
 }

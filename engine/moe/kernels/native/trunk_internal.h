@@ -36,8 +36,8 @@ typedef struct attention {
     int32_t dtype, reserved;
 } attention;
 
-/* Tokens of one head of a delta-net: its states and what changes them. Widths of values are padded to whole
-   PLLM_STATE_COLUMNS. */
+/* Tokens of one head of a delta-net or a Mamba-2 layer: its states and what changes them. Widths of values are padded to
+   whole PLLM_STATE_COLUMNS. */
 typedef struct delta_run {
     const float *before;         /* the head's state; NULL: zeros */
     float *after;                /* may be `before` */
@@ -47,6 +47,7 @@ typedef struct delta_run {
     const float *decays, *rates; /* [tokens] */
     const float *products;       /* [tokens]: query times key */
     int64_t tokens, key_width, value_width;
+    int64_t adds; /* whether values are added to the state whatever it answers to their keys */
 } delta_run;
 
 typedef struct trunk_set {
@@ -62,9 +63,11 @@ typedef struct trunk_set {
     void (*attend)(const attention *a);
     /* x *= sigmoid(gate) */
     void (*gate)(float *x, const float *gate, int64_t count);
-    /* to = SiLU of the sum of taps[i] * kernel[i], i from `first` on; `stride` from one tap's kernel to the next. */
-    void (*convolve)(float *to, const float *const *taps, const float *kernel, int64_t stride, int first, int last,
-                     int64_t count);
+    /* to = SiLU of the sum of taps[i] * kernel[i], i from `first` on, and of `bias` if there is one; `stride` from one tap's
+       kernel to the next. `to` may be one of the taps. */
+    void (*convolve)(float *to, const float *const *taps, const float *kernel, const float *bias, int64_t stride, int first,
+                     int last, int64_t count);
+    float (*product)(const float *a, const float *b, int64_t count);
     /* Makes both of length 1, then the query `scale` long; returns their product. */
     float (*unit)(float *query, float *key, float scale, int64_t count);
     void (*recur)(const delta_run *run);

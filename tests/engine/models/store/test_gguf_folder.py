@@ -91,6 +91,8 @@ def values_of_trunk(found: ModelFiles) -> dict[str, Floats]:
     for name in [name for name in values if name.endswith(".qkv.weight")]:
         joined = np.concatenate([values.pop(name), values.pop(name.replace(".qkv.", ".z."))])
         values[name.replace(".qkv.", ".")] = joined[by_key_head(found.config)]
+    for name in [name for name in values if name.endswith(".input_linear.gate.weight")]:
+        values[name.replace(".gate.", ".")] = np.concatenate([values.pop(name), values.pop(name.replace("gate", "up"))])
     return values
 
 

@@ -38,7 +38,10 @@ KINDS_OF_CACHES = {
 delta-nets, short convolutions, two kinds of heads, attention in a block of its own."""
 
 
-WITH_STATES = ("minimax", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "lfm2", "lfm2_moe")
+WITH_STATES = (
+    *("minimax", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "lfm2", "lfm2_moe"),
+    *("granitemoehybrid", "granitemoehybrid_dense"),
+)
 """Families with layers that keep a state instead of keys and values."""
 
 

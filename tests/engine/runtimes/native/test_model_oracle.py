@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from engine.moe.kernels.bindings import available
 from tests.engine.runtimes.native_oracle import PREPARED_ONLY, load_native, needs_kernels
-from tests.engine.runtimes.subjects import prompt_of
-from tests.engine.runtimes.torch_oracle import library_run, our_run, typical, worst
+from tests.engine.runtimes.subjects import logits_along, prompt_of
+from tests.engine.runtimes.torch_oracle import library_model, library_run, our_run, typical, worst
 from tests.support.tiny_models import write_tiny_model
 
 pytestmark = needs_kernels
@@ -128,6 +129,26 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma4_text",
         {"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "sliding_window": 3},
     ),
+    "Mamba-2 layers last, of other widths, a group for each head": (
+        "granitemoehybrid",
+        {
+            "layer_types": ["full_attention", "linear_attention"] * 2,
+            "mamba_n_heads": 3,
+            "mamba_d_head": 32,
+            "mamba_d_state": 33,
+            "mamba_n_groups": 3,
+            "mamba_d_conv": 3,
+            "mamba_conv_bias": False,
+        },
+    ),
+    "one group of Mamba-2 heads, a convolution of one token, rotated attention": (
+        "granitemoehybrid_dense",
+        {"mamba_n_groups": 1, "mamba_d_conv": 1, "position_embedding_type": "rope"},
+    ),
+    "attention in all layers of Granite 4": (
+        "granitemoehybrid_dense",
+        {"layer_types": ["full_attention"] * 4, "position_embedding_type": "rope"},
+    ),
     "delta-nets by key head": ("qwen3_next", {"linear_num_value_heads": 2, "norm_topk_prob": False}),
     "biases of all matrices of Seed-OSS": ("seed_oss", {"attention_out_bias": True, "mlp_bias": True}),
     "biases of queries and keys that are values, and of what attention gives": (
@@ -195,7 +216,11 @@ def test_variants_equal_the_library(name: str, tmp_path: Path, prepared: Callabl
 
 @pytest.mark.sampled
 @pytest.mark.parametrize(
-    "family", ["llama", "mistral", "qwen2_moe", "gpt_oss", "qwen3_5_moe_text", "deepseek_v3", "lfm2_moe", "gemma4_text"]
+    "family",
+    [
+        *("llama", "mistral", "qwen2_moe", "gpt_oss", "qwen3_5_moe_text", "deepseek_v3", "lfm2_moe", "gemma4_text"),
+        "granitemoehybrid",
+    ],
 )
 def test_a_prompt_over_several_pieces_pages_and_score_tiles(
     family: str, tmp_path: Path, prepared: Callable[[Path], Path]
@@ -206,6 +231,19 @@ def test_a_prompt_over_several_pieces_pages_and_score_tiles(
     answer, theirs = library_run(folder, tokens, chunks=1)
     for chunks in (1, 7):
         assert worst(our_run(model, tokens, chunks, answer), theirs) < 10 * LIMIT
+
+
+def test_steps_of_mamba_layers_are_limited(tmp_path: Path) -> None:
+    """The library limits those of prompts only."""
+    limits = [0.6, 0.9]
+    folder = write_tiny_model(tmp_path / "model", "granitemoehybrid", time_step_limit=limits)
+    tokens = prompt_of(21)
+    with torch.inference_mode():
+        whole = library_model(folder)(torch.tensor([tokens]), use_cache=False).logits[0].numpy()
+    ours = logits_along(load_native(folder), tokens, 17)
+    assert worst(ours, list(whole[16:])) < LIMIT
+    free = logits_along(load_native(write_tiny_model(tmp_path / "free", "granitemoehybrid")), tokens, 17)
+    assert worst(free, list(whole[16:])) > 0.1
 
 
 @pytest.mark.parametrize("threads", [1, 5])
@@ -250,7 +288,8 @@ def test_latents_on_every_instruction_set(
 @pytest.mark.sampled
 @pytest.mark.parametrize("instructions", available())
 @pytest.mark.parametrize(
-    "family", ["mistral", "mixtral", "gpt_oss", "qwen3_5_text", "glm4_moe", "lfm2_moe", "gemma4_text"]
+    "family",
+    ["mistral", "mixtral", "gpt_oss", "qwen3_5_text", "glm4_moe", "lfm2_moe", "gemma4_text", "granitemoehybrid"],
 )
 def test_every_instruction_set_gives_the_same(
     instructions: str,

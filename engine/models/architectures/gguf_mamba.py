@@ -1,0 +1,68 @@
+"""Mamba-2 layers in GGUF files: their settings, their tensors, and what undoes llama.cpp's storage.
+
+llama.cpp stores the decays as they are used, and reshapes some vectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from engine.errors import ModelError, shown
+from engine.models.architectures.gguf_metadata import Metadata, NamedTensor
+from engine.models.architectures.record import Config, MambaSizes, MixerTensors
+from engine.models.formats.gguf_file import GgufFile
+from engine.models.formats.model_files import Change
+
+
+def sizes(metadata: Metadata) -> MambaSizes:
+    """Raises ModelError for a number that is missing or impossible, or does not fit the others."""
+    heads, groups = metadata.number("ssm.time_step_rank"), metadata.number("ssm.group_count", 1)
+    values = metadata.number("ssm.inner_size")
+    if values % heads or heads % groups:
+        raise ModelError(
+            f"{metadata.file.path} is damaged: its Mamba-2 layers have {heads} heads of {values} values in all in "
+            f"{groups} groups, which do not fit together; download it again."
+        )
+    states, taps = metadata.number("ssm.state_size"), metadata.number("ssm.conv_kernel")
+    return MambaSizes(heads, values // heads, groups, states, taps)
+
+
+def heads_of_layers(metadata: Metadata) -> list[int]:
+    """The heads of keys of each layer, 0 for one without attention. Raises ModelError if they are no such list."""
+    layers, heads = metadata.number("block_count"), metadata.get("attention.head_count_kv")
+    if not isinstance(heads, list) or len(heads) < layers or not all(type(count) is int for count in heads):
+        raise ModelError(
+            f"The GGUF gives {shown(heads)} for the heads of keys, which must be a number for each of {layers} layers; "
+            "download it again."
+        )
+    return heads[:layers]
+
+
+def tensors(sizes_of: Callable[[Config], MambaSizes]) -> MixerTensors:
+    """The tensors of a layer, its norm left out."""
+
+    def named(gguf: GgufFile, config: Mapping[str, Any], here: str, there: str) -> Iterator[NamedTensor]:
+        sizes, hidden, prefix = sizes_of(config), config["hidden_size"], there + "mamba."
+        heads, values, channels = sizes.heads, sizes.values, sizes.channels
+        for stored, name, shape, as_stored in (
+            ("ssm_in.weight", "in_proj.weight", (values + channels + heads, hidden), None),
+            ("ssm_conv1d.weight", "conv1d.weight", (channels, 1, sizes.taps), (channels, sizes.taps)),
+            ("ssm_conv1d.bias", "conv1d.bias", (channels,), None),
+            ("ssm_dt.bias", "dt_bias", (heads,), None),
+            ("ssm_a", "A_log", (heads,), (heads, 1)),
+            ("ssm_d", "D", (heads,), (heads, 1)),
+            ("ssm_norm.weight", "norm.weight", (values,), (sizes.groups, values // sizes.groups)),
+            ("ssm_out.weight", "out_proj.weight", (hidden, values), None),
+        ):
+            if stored != "ssm_conv1d.bias" or here + stored in gguf.tensors:
+                yield NamedTensor(here + stored, prefix + name, shape, as_stored or shape)
+
+    return named
+
+
+def changes(config: Mapping[str, Any], module: str = "mamba") -> dict[str, Change]:
+    """What undoes llama.cpp's storage, by the checkpoint's name of the tensor."""
+    logarithm = Change(log_of_negative=True)
+    kinds = enumerate(config["layer_types"])
+    return {f"model.layers.{layer}.{module}.A_log": logarithm for layer, kind in kinds if kind == "linear_attention"}
