@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import threading
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -196,6 +197,16 @@ def test_nothing_is_read_past_the_last_value(name: str, dtype: str, pool: Pool) 
 def test_experts_with_every_activation(name: str, dtype: str, gate: Gate, pool: Pool) -> None:
     for tokens in (1, 4, 40):
         Case(tokens, 70, 51, dtype, gate, tokens=tokens, biases=gate.kind == "clamped").check(pool, name)
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_experts_without_gates(name: str, dtype: str, pool: Pool) -> None:
+    """The matrix before the activation is both: of relu that makes the square."""
+    for tokens in (1, 4, 40):
+        case = Case(tokens, 70, 51, dtype, Gate("relu"), tokens=tokens)
+        case.weights = {number: replace(one, gate=one.up) for number, one in case.weights.items()}
+        case.check(pool, name)
 
 
 @pytest.mark.parametrize("name", SETS)

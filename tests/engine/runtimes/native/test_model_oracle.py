@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from engine.moe.kernels.bindings import available
 from tests.engine.runtimes.native_oracle import PREPARED_ONLY, load_native, needs_kernels
@@ -231,6 +232,25 @@ def test_a_prompt_over_several_pieces_pages_and_score_tiles(
     answer, theirs = library_run(folder, tokens, chunks=1)
     for chunks in (1, 7):
         assert worst(our_run(model, tokens, chunks, answer), theirs) < 10 * LIMIT
+
+
+def test_a_layer_may_have_attention_or_a_network_alone(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "model", "llama", attention_bias=True)
+    tokens = prompt_of(21)
+    library = AutoModelForCausalLM.from_pretrained(folder).eval()
+    _, network, attention = library.model.layers
+    network.self_attn.forward = lambda hidden_states, **options: (torch.zeros_like(hidden_states), None)
+    network.post_attention_layernorm = network.input_layernorm
+    attention.mlp.forward = torch.zeros_like
+    with torch.inference_mode():
+        whole = library(torch.tensor([tokens]), use_cache=False).logits[0].numpy()
+    model = load_native(folder)
+    assert model._weights is not None
+    _, network, attention = model._weights.trunk.layers[:3]
+    network.output.data = network.key.data = None
+    attention.experts = None
+    for first in (1, 17):
+        assert worst(logits_along(model, tokens, first), list(whole[first - 1 :])) < LIMIT
 
 
 def test_steps_of_mamba_layers_are_limited(tmp_path: Path) -> None:
