@@ -392,7 +392,7 @@ def _even(config: Mapping[str, Any], key: str) -> int:
 
 def _read_routing(config: Mapping[str, Any], router: RouterRecord) -> Routing:
     grouped = router.groups and (router.scoring == "sigmoid" or config["topk_method"] != "greedy")
-    groups, kept = (whole_number(config, key) if grouped else 1 for key in ("n_group", "topk_group"))
+    groups, kept_groups = (whole_number(config, key) if grouped else 1 for key in ("n_group", "topk_group"))
     scale = positive_number(config, "routed_scaling_factor") if router.scaled else 1.0
     least = router.least_sum
     least = positive_number(config, least) if isinstance(least, str) else least
@@ -400,7 +400,7 @@ def _read_routing(config: Mapping[str, Any], router: RouterRecord) -> Routing:
         scoring=router.scoring,
         scales_input=router.scales_input,
         groups=groups,
-        kept_groups=kept,
+        kept_groups=kept_groups,
         normalise=switched(router.normalise, config),
         least_sum=least,
         scale=scale,
