@@ -27,6 +27,8 @@ import psutil
 from benchmarks.engines import DEFAULT, KINDS
 from benchmarks.engines import PACKED as READ_PACKED
 from benchmarks.measuring import (
+    IK,
+    IK_REPACKED,
     MEASURES,
     MIN_COSINE,
     NEAR_TIE,
@@ -298,6 +300,8 @@ def main(values: Sequence[str] | None = None) -> int:
     arguments.work = work_folder(arguments)
     if "llama.cpp" in arguments.engines and importlib.util.find_spec("llama_cpp") is None:
         raise SystemExit("llama-cpp-python is not installed: `make bench` installs it, or leave it out with --engines.")
+    if {IK, IK_REPACKED} & set(arguments.engines) and importlib.util.find_spec("ik_llama_cpp") is None:
+        raise SystemExit("ik-llama-cpp-python is not installed: install it, or leave it out with --engines.")
     result: dict[str, Any] = {"machine": machine(arguments.threads), "rounds": arguments.rounds, "models": []}
     try:
         for name in arguments.models:

@@ -18,7 +18,7 @@ from benchmarks.first_touch import STATES
 from benchmarks.first_touch import main as first_touch
 from benchmarks.gguf_export import half_rotation, write_gguf
 from benchmarks.looking import main as look
-from benchmarks.measuring import ReadBytes
+from benchmarks.measuring import IK, IK_REPACKED, ReadBytes
 from benchmarks.packed_export import write_packed
 from benchmarks.packed_tensors import Mix, packed_tensors
 from benchmarks.plain_export import write_plain
@@ -208,6 +208,7 @@ def test_a_process_s_first_answer_is_measured_in_every_state(
 @pytest.mark.slow
 def test_every_engine_computes_the_same_for_qwen3_moe(tmp_path: Path) -> None:
     installed = {"llama.cpp": "llama_cpp", "llama.cpp, in place": "llama_cpp", "mlx-lm": "mlx_lm"}
+    installed |= {IK: "ik_llama_cpp", IK_REPACKED: "ik_llama_cpp"}
     engines = [kind for kind in KINDS if importlib.util.find_spec(installed.get(kind, "engine")) is not None]
     folder = write_synthetic(tmp_path / "model", TINY_QWEN3)
     subject = Subject("tiny", folder, write_gguf(folder, tmp_path / "model.gguf"))
