@@ -163,11 +163,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "layers with windows do not rotate their heads": ("smollm3", {"use_sliding_window": True, "sliding_window": 9}),
     "limited logits, other scores": ("gemma3_text", {"final_logit_softcapping": 3.0, "query_pre_attn_scalar": 21}),
     "widths of convolutions' networks as they are": ("lfm2", {"block_auto_adjust_ff_dim": False}),
-    "no shared experts, biases, experts in every second layer": (
+    "no shared experts, experts in every second layer": (
         "ernie4_5_moe",
-        {"moe_num_shared_experts": 0, "use_bias": True, "moe_layer_interval": 2, "moe_layer_start_index": 0},
+        {"moe_num_shared_experts": 0, "moe_layer_interval": 2, "moe_layer_start_index": 0},
     ),
-    "biases of shared experts": ("ernie4_5_moe", {"use_bias": True, "tie_word_embeddings": False}),
     "heads normed after they are rotated, without another base": (
         "hunyuan_v1_moe",
         {"attention_bias": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
