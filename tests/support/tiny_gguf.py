@@ -842,7 +842,7 @@ def whole_blocks(family: str) -> dict[str, Any]:
     if family.startswith("granitemoehybrid"):
         del sizes["num_hidden_layers"], sizes["head_dim"]
         sizes |= {"shared_intermediate_size": 256, "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 32}
-        sizes["residual_multiplier"] = 0.5
+        sizes["residual_multiplier"] = 0.3
     if family in ("qwen2_moe", "qwen3_moe", "olmoe", "hunyuan_v1_moe"):
         sizes["num_experts"] = 4
     if family in ("qwen2_moe", "qwen3_moe"):
