@@ -79,6 +79,8 @@ def _formats(shape: ExpertShape) -> tuple[str, str] | None:
         return shape.dtype, shape.dtype
     if shape.dtype == "BLOCK_FP8":
         return shape.dtype, shape.dtype
+    if shape.dtype == "GROUPED_NVFP4":
+        return None
     if is_grouped(shape.dtype):
         return (shape.dtype, shape.dtype) if _group(shape) else None
     if shape.hidden % BLOCKS[shape.dtype][0]:

@@ -42,7 +42,8 @@ from tests.inventory.inventory_texts import environment_variables, file_names, k
 _QUANTISED: dict[str, dict[str, Any]] = {
     **{f"mlx {bits} bits in groups of {size}": {"quantization": {"bits": bits, "group_size": size}}
        for bits in (2, 3, 4, 5, 6, 8) for size in (16, 32, 64, 128)},
-    **{f"mlx {mode}": {"quantization": {"bits": 4, "group_size": 32, "mode": mode}} for mode in ("mxfp4", "nvfp4")},
+    **{f"mlx {mode}": {"quantization": {"bits": 4, "group_size": size, "mode": mode}}
+       for mode, size in (("mxfp4", 32), ("nvfp4", 16))},
     "FP8 in blocks": {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
     **{f"{method} in {bits} bits and groups of {size}":
            {"quantization_config": {"quant_method": method, "bits": bits, "group_size": size}}

@@ -67,6 +67,17 @@ def mxfp4(values: Floats) -> Quantised:
     return Quantised(pack(codes.reshape(rows, columns), 4), torch.from_numpy(exponents), None, stands_for)
 
 
+def nvfp4(values: Floats) -> Quantised:
+    """mlx's NVFP4, which has no scale for all scales."""
+    rows, columns = values.shape
+    grouped = values.reshape(rows, columns // 16, 16)
+    scales = torch.from_numpy(np.abs(grouped).max(axis=2) / 6).to(torch.float8_e4m3fn)
+    scale = 0.5 * scales.float().numpy()[:, :, None]
+    codes = fp4_codes(np.divide(grouped, scale, out=np.zeros_like(grouped), where=scale > 0))
+    stands_for = (scale * HALVES_OF_FP4[codes]).astype(np.float32).reshape(rows, columns)
+    return Quantised(pack(codes.reshape(rows, columns), 4), scales.view(torch.uint8), None, stands_for)
+
+
 def write_grouped(
     folder: Path,
     source: Path,
@@ -95,6 +106,8 @@ def write_grouped(
     def quantise(module: str, values: Floats) -> Quantised:
         if mode == "mxfp4" or form == "published":
             return mxfp4(values)
+        if mode == "nvfp4":
+            return nvfp4(values)
         mine = own(module)
         if mine is not None:
             settings[module] = {"bits": mine[0], "group_size": mine[1]}

@@ -1,4 +1,4 @@
-"""Tiny models quantised as vLLM's tools write them: compressed-tensors' integers, AutoAWQ and GPTQModel.
+"""Tiny models quantised as vLLM's tools write them: compressed-tensors' integers, AutoAWQ, GPTQModel, and NVFP4.
 
 Each packing is written from the description of its format, number by number, apart from the reader's own.
 """
@@ -22,8 +22,8 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Form:
-    """``kind``: a format of compressed-tensors, ``awq`` or ``gptq``. ``group`` -1: a scale for each row. ``version``
-    is GPTQ's."""
+    """``kind``: a format of compressed-tensors, ``awq``, ``gptq`` or ``modelopt`` (NVFP4). ``group`` -1: a scale for
+    each row. ``version`` is GPTQ's."""
 
     kind: str
     bits: int = 4
@@ -33,6 +33,10 @@ class Form:
     version: str = "gptq"
     per_tensor: bool = False
 
+    @property
+    def in_nvfp4(self) -> bool:
+        return self.kind in ("nvfp4-pack-quantized", "modelopt")
+
     def settings(self, kept: list[str]) -> dict[str, Any]:
         """What ``quantization_config`` says."""
         if self.kind == "awq":
@@ -41,6 +45,12 @@ class Form:
         if self.kind == "gptq":
             return {"quant_method": "gptq", "bits": self.bits, "group_size": self.group, "desc_act": False,
                     "sym": not self.zeros, "checkpoint_format": self.version, "lm_head": False}  # fmt: skip
+        if self.in_nvfp4:
+            numbers = {"num_bits": 4, "type": "float", "group_size": 16, "strategy": "tensor_group", "dynamic": False}
+            of_all = {"group_0": {"targets": ["Linear"], "weights": numbers, "input_activations": numbers}}
+            if self.kind == "modelopt":
+                return {"quant_method": "modelopt", "quant_algo": "NVFP4", "config_groups": of_all, "ignore": kept}
+            return {"quant_method": "compressed-tensors", "format": self.kind, "config_groups": of_all, "ignore": kept}
         strategy = "tensor" if self.per_tensor else "channel" if self.group == -1 else "group"
         weights = {"num_bits": self.bits, "type": "int", "symmetric": not self.zeros, "dynamic": False,
                    "strategy": strategy, "group_size": self.group if strategy == "group" else None}  # fmt: skip
@@ -49,6 +59,32 @@ class Form:
                  "input_activations": inputs if self.kind == "int-quantized" else None}  # fmt: skip
         return {"quant_method": "compressed-tensors", "format": self.kind, "quantization_status": "compressed",
                 "config_groups": {"group_0": group}, "ignore": kept, "kv_cache_scheme": None}  # fmt: skip
+
+
+FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def in_nvfp4(module: str, values: torch.Tensor, kind: str) -> tuple[Tensors, torch.Tensor]:
+    """The tensors of ``module``, and what they stand for. compressed-tensors stores a scale by which scales are
+    divided, ModelOpt one with which they are multiplied."""
+    each = values.reshape(len(values), -1, 16)
+    most = values.abs().max()
+    factor = 448.0 * 6.0 / most if kind != "modelopt" else most / (448.0 * 6.0)
+    whole = 1 / factor if kind != "modelopt" else factor
+    scales = (each.abs().amax(-1) / 6.0 / whole).to(torch.float8_e4m3fn)
+    own = scales.float() / factor if kind != "modelopt" else scales.float() * factor
+    sizes = (each.abs() / own[..., None]).nan_to_num()
+    codes = (sizes[..., None] - FP4).abs().argmin(-1)
+    signs = (each < 0).int()
+    flat = (codes + 8 * signs).reshape(len(values), -1)
+    packed = (flat[:, 0::2] | flat[:, 1::2] << 4).to(torch.uint8)
+    stands_for = (own[..., None] * torch.where(signs == 1, -FP4[codes], FP4[codes])).reshape(values.shape)
+    if kind == "modelopt":
+        return {f"{module}.weight": packed, f"{module}.weight_scale": scales,
+                f"{module}.weight_scale_2": factor, f"{module}.input_scale": torch.tensor(0.5)}, stands_for  # fmt: skip
+    return {f"{module}.weight_packed": packed, f"{module}.weight_scale": scales,
+            f"{module}.weight_global_scale": factor.reshape(1),
+            f"{module}.input_global_scale": torch.ones(1)}, stands_for  # fmt: skip
 
 
 def quantised(values: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -129,6 +165,11 @@ def write_zero_points(
             tensor.copy_(stored[name])
             continue
         converted.add(module)
+        if form.in_nvfp4:
+            parts, values = in_nvfp4(module, tensor.float(), form.kind)
+            stored |= parts
+            tensor.copy_(values)
+            continue
         codes, zeros, scales = quantised(tensor.float(), form)
         stored |= stored_as(module, codes, zeros, scales, form)
         spread = tensor.shape[1] // scales.shape[1]

@@ -2,8 +2,8 @@
 refusal of those that do not run.
 
 Those run that mlx-lm quantised in two to eight bits, gpt-oss in MXFP4 as it is published, FP8 with a scale for
-each block of 128 by 128 numbers, as DeepSeek publishes it, for each row, or for each matrix, and integers of four and
-eight bits as vLLM's tools write them (:mod:`engine.models.architectures.schemes`).
+each block of 128 by 128 numbers, as DeepSeek publishes it, for each row, or for each matrix, and NVFP4 and integers
+of four and eight bits as vLLM's tools write them (:mod:`engine.models.architectures.schemes`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from engine.errors import ModelError, damaged, shown
 from engine.models.architectures.families import FAMILIES
 from engine.models.architectures.schemes import FP8, REPACKED_KINDS, UNLIKE, Scheme, schemes_of, unlike
 from engine.models.formats.json_files import SMALL_FILE, read_object
-from engine.models.formats.number_formats import BLOCK_SIDE
+from engine.models.formats.number_formats import BLOCK_SIDE, NVFP4_GROUP
 
 SETTINGS: Mapping[str, str] = {
     "quantize_config.json": "GPTQ",
@@ -86,7 +86,7 @@ def method_of(config: Mapping[str, Any]) -> str | None:
 
 @dataclass(frozen=True)
 class Groups:
-    """How one tensor is quantised: bits of a code, numbers of a group, and ``affine`` or ``mxfp4``."""
+    """How one tensor is quantised: bits of a code, numbers of a group, and ``affine``, ``mxfp4`` or ``nvfp4``."""
 
     bits: int
     size: int
@@ -173,6 +173,8 @@ def _groups(settings: Mapping[str, Any]) -> Groups | None:
     bits, size, mode = settings.get("bits"), settings.get("group_size"), settings.get("mode", "affine")
     if mode == "mxfp4" and (bits, size) == (4, 32):
         return Groups(4, 32, "mxfp4")
+    if mode == "nvfp4" and (bits, size) == (4, NVFP4_GROUP):
+        return Groups(4, NVFP4_GROUP, "nvfp4")
     if mode != "affine" or type(bits) is not int or type(size) is not int or bits not in _BITS or size not in _GROUPS:
         return None
     return Groups(bits, size, "affine")

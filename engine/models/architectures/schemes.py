@@ -11,10 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import shown
-from engine.models.formats.number_formats import BLOCK_SIDE, SMALLEST_GROUP
+from engine.models.formats.number_formats import BLOCK_SIDE, NVFP4_GROUP, SMALLEST_GROUP
 
-PACKED, INTEGERS, FP8 = "pack-quantized", "int-quantized", "float-quantized"
-"""compressed-tensors' names of codes in words, of integers of eight bits, and of FP8, each with its scales apart."""
+PACKED, INTEGERS, FP8, NVFP4 = "pack-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized"
+"""compressed-tensors' names of codes in words, of integers of eight bits, of FP8, and of NVFP4, each with its scales
+apart."""
+NVFP4_OF_MODELOPT = "NVFP4"
+"""ModelOpt's name of NVFP4."""
 
 REPACKED_KINDS = (INTEGERS, "AWQ", "GPTQ")
 """Kinds of schemes whose codes lie otherwise than the runtimes read them."""
@@ -26,9 +29,12 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Scheme:
-    """How the weights of some modules are quantised: the ``kind`` (a format of compressed-tensors, ``AWQ`` or
-    ``GPTQ``), bits of a code, numbers of a group (None: one scale for a row or the matrix), by how much stored zero
-    points are less than they mean, and whether the settings ask for rounded inputs, too."""
+    """How the weights of some modules are quantised.
+
+    ``kind`` is a format of compressed-tensors, ``AWQ``, ``GPTQ``, or ``NVFP4`` as ModelOpt stores it; ``group`` the
+    numbers of a group, None if a row or the matrix has one scale; ``zeros_less`` by how much stored zero points are
+    less than they mean; ``rounds_inputs`` whether the settings ask for rounded inputs, too.
+    """
 
     kind: str
     bits: int
@@ -42,8 +48,8 @@ def schemes_of(settings: Settings) -> tuple[Scheme, ...]:
     method = settings.get("quant_method")
     if method == "compressed-tensors":
         return tuple(map(_of_group, _groups(settings)))
-    if method not in UNLIKE:
-        return ()
+    if method == "modelopt":
+        return (Scheme(NVFP4_OF_MODELOPT, 4, NVFP4_GROUP, rounds_inputs=True),)
     group = None if settings["group_size"] == -1 else settings["group_size"]
     if method == "awq":
         return (Scheme("AWQ", settings["bits"], group),)
@@ -73,7 +79,7 @@ def _of_group(group: Settings) -> Scheme:
 
 def _unlike_compressed(settings: Settings) -> str | None:
     groups, sparsity = settings.get("config_groups"), settings.get("sparsity_config")
-    kinds = (FP8, PACKED, INTEGERS, "mixed-precision")
+    kinds = (*_OF_KIND, "mixed-precision")
     if settings.get("format") not in kinds:
         return _format(settings.get("format"))
     if settings.get("kv_cache_scheme"):
@@ -127,6 +133,13 @@ def _unlike_integers(weights: Settings) -> str | None:
     return None if strategy in ("tensor", "channel") else f"a scale for each {shown(strategy)}"
 
 
+def _unlike_nvfp4(weights: Settings) -> str | None:
+    if not _numbers(weights, "float", (4,)):
+        return _other_numbers(weights)
+    size = weights.get("group_size")
+    return None if size == NVFP4_GROUP else f"groups of {shown(size)}"
+
+
 def _numbers(weights: Settings, kind: str, bits: tuple[int, ...]) -> bool:
     return weights.get("type") == kind and type(weights.get("num_bits")) is int and weights["num_bits"] in bits
 
@@ -136,11 +149,20 @@ def _other_numbers(weights: Settings) -> str:
 
 
 _OF_KIND: Mapping[str, Callable[[Settings], str | None]] = {
-    FP8: _unlike_fp8, PACKED: _unlike_packed, INTEGERS: _unlike_integers
+    FP8: _unlike_fp8, PACKED: _unlike_packed, INTEGERS: _unlike_integers, NVFP4: _unlike_nvfp4
 }  # fmt: skip
 
 
-# --- AutoAWQ and GPTQModel ------------------------------------------------------------------------------------------
+# --- ModelOpt, AutoAWQ and GPTQModel --------------------------------------------------------------------------------
+
+
+def _unlike_modelopt(settings: Settings) -> str | None:
+    if settings.get("quant_algo") != NVFP4_OF_MODELOPT:
+        return f"the method {shown(settings.get('quant_algo'))}"
+    groups = settings.get("config_groups")
+    each = groups.values() if isinstance(groups, Mapping) else ()
+    weights = (group.get("weights") for group in each if isinstance(group, Mapping))
+    return next(filter(None, (_unlike_nvfp4(own) for own in weights if isinstance(own, Mapping))), None)
 
 
 def _unlike_awq(settings: Settings) -> str | None:
@@ -175,5 +197,6 @@ def _unlike_size(size: Any) -> str | None:
 
 UNLIKE: Mapping[str, Callable[[Settings], str | None]] = {
     "compressed-tensors": _unlike_compressed, "awq": _unlike_awq, "gptq": _unlike_gptq,
+    "modelopt": _unlike_modelopt,
 }  # fmt: skip
 """Checks of the settings of a method, by its name in ``quant_method``."""

@@ -44,7 +44,7 @@ from engine.models.formats.gguf_file import GgufFile
 from engine.models.formats.mapped_file import MappedFile, OwnMemory, aligned
 from engine.models.formats.model_files import Change, ExpertWeights, StoredTensor
 from engine.models.formats.number_formats import is_grouped, is_packed, stored_bytes, words_dtype
-from engine.models.formats.repacking import Repacking
+from engine.models.formats.repacking import Repacking, ScaleTable
 from engine.models.formats.safetensors_files import TensorEntry, read_header
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class Checkpoint:
         nbytes = _repacked_bytes(headers)
         self._memory, self._repacks = OwnMemory(REPACKED, nbytes), nbytes > 0
         self._all_files = {**self._files, REPACKED: self._memory}
-        self._made: set[Repacking] = set()
+        self._made: set[Repacking | ScaleTable] = set()
         self._trunk: dict[str, tuple[str, TensorEntry]] = {}
         shape = expert_shape(config, family)
         collected = _Collected(family, shape, layer_count(config, family), unused_tensors(config, family))
@@ -172,7 +172,7 @@ class Checkpoint:
         finally:
             pool.shutdown(cancel_futures=True)
         self._made.update(wanted)
-        return _said_of(wanted, total, self._config)
+        return _said_of(wanted, self._config)
 
     def check_unchanged(self) -> None:
         """Raises ModelError if a file was changed since it was opened."""
@@ -187,12 +187,14 @@ def _repacked_bytes(headers: Headers) -> int:
     return max((entry.stop for file, entry in parts if file == REPACKED), default=0)
 
 
-def _said_of(wanted: Sequence[Repacking], total: int, config: Mapping[str, Any]) -> list[str]:
-    """Lines for the person about ``total`` bytes that were repacked."""
+def _said_of(wanted: Sequence[Repacking | ScaleTable], config: Mapping[str, Any]) -> list[str]:
+    """Lines for the person about what was repacked."""
     if not wanted:
         return []
-    kinds = " and ".join(sorted({made.kind for made in wanted}))
-    lines = [f"Loading made {total / 1e9:.1f} GB in memory of weights in {kinds}, which lie otherwise in their files."]
+    weights = [made for made in wanted if isinstance(made, Repacking)]
+    total, kinds = sum(made.nbytes for made in weights), " and ".join(sorted({made.kind for made in weights}))
+    text = f"Loading made {total / 1e9:.1f} GB in memory of weights in {kinds}, which lie otherwise in their files."
+    lines = [text] if weights else []
     if any(scheme.rounds_inputs for scheme in schemes(config)):
         lines.append("The model's settings round inputs (activations) as well, which is not done here.")
     return lines

@@ -17,17 +17,18 @@ from engine.errors import ModelError, damaged
 from engine.models.architectures.families import ExpertLayers, part_shape
 from engine.models.architectures.quantisation import Groups, groups_of, has_fp8, schemes
 from engine.models.architectures.record import ExpertTensor
-from engine.models.architectures.schemes import INTEGERS, PACKED, Scheme
+from engine.models.architectures.schemes import INTEGERS, NVFP4, NVFP4_OF_MODELOPT, PACKED, Scheme
 from engine.models.formats.byte_map import MatrixPlace
 from engine.models.formats.number_formats import (
     BLOCK_SIDE,
+    NVFP4_GROUP,
     SMALLEST_GROUP,
     WIDTHS,
     fp8_side,
     scales_shape,
     stored_bytes,
 )
-from engine.models.formats.repacking import Repacking
+from engine.models.formats.repacking import Repacking, ScaleTable
 from engine.models.formats.safetensors_files import ALIGNMENT, TensorEntry
 
 _SCALES = ("BF16", "F16", "F32")
@@ -59,7 +60,7 @@ def gathered(headers: Headers, config: Mapping[str, Any]) -> Headers:
                 headers_found.setdefault(owner, {})[renamed] = grouped
                 continue
             stored = (
-                _mlx(headers, where, file, name, entry, config, taken)
+                _mlx(headers, where, file, name, entry, config, taken, memory)
                 or _published(headers, where, file, name, taken)
                 or _fp8(headers, where, file, name, config, taken)
             )
@@ -78,18 +79,21 @@ def _mlx(
     entry: TensorEntry,
     config: Mapping[str, Any],
     taken: set[str],
+    memory: _Memory,
 ) -> TensorEntry | None:
     module = name.removesuffix(".weight")
     groups = groups_of(config, module) if entry.dtype == "U32" and module != name else None
     if groups is None:
         return None
     parts: list[tuple[str, TensorEntry]] = []
-    for part in ("scales",) if groups.mode == "mxfp4" else ("scales", "biases"):
+    for part in ("scales", "biases") if groups.mode == "affine" else ("scales",):
         own = f"{module}.{part}"
         if own not in where:
             raise damaged(f"{file}: tensor {name} is quantised, but {own} is missing")
         parts.append((where[own], headers[where[own]][own]))
         taken.add(own)
+    if groups.mode == "nvfp4":
+        return _nvfp4(file, name, entry, parts[0], None, "mlx", memory)
     shape = (*entry.shape[:-1], entry.shape[-1] * 32 // groups.bits) if entry.shape else ()
     return _checked(file, name, entry, shape, groups, parts)
 
@@ -134,7 +138,8 @@ def _fp8(
 @dataclass(frozen=True)
 class _Form:
     """How a ``kind`` of scheme stores the weight of a module: the format of its codes and the ends of its tensors'
-    names. ``by_columns``: codes, scales and zero points have the rows of the weight as their last axis."""
+    names. ``by_columns``: codes, scales and zero points have the rows of the weight as their last axis. ``factor``: end
+    of the name of the scale of all of NVFP4's scales."""
 
     kind: str
     dtype: str
@@ -143,6 +148,7 @@ class _Form:
     zeros: str
     order: str
     by_columns: bool = False
+    factor: str = ""
 
 
 _FORMS = (
@@ -150,9 +156,14 @@ _FORMS = (
     _Form(INTEGERS, "I8", ".weight", ".weight_scale", ".weight_zero_point", ".weight_g_idx"),
     _Form("GPTQ", "I32", ".qweight", ".scales", ".qzeros", ".g_idx", by_columns=True),
     _Form("AWQ", "I32", ".qweight", ".scales", ".qzeros", ".g_idx", by_columns=True),
+    _Form(NVFP4, "U8", ".weight_packed", ".weight_scale", "", "", factor=".weight_global_scale"),
+    _Form(NVFP4_OF_MODELOPT, "U8", ".weight", ".weight_scale", "", "", factor=".weight_scale_2"),
 )
-_BESIDE = (".weight_shape", ".input_scale", ".input_zero_point", ".input_global_scale")
-"""Ends of the names of a quantised module's tensors that are not needed: sizes, and how its inputs would be rounded."""
+_BESIDE = (
+    ".weight_shape", ".input_scale", ".input_zero_point", ".input_global_scale", ".k_scale", ".v_scale"
+)  # fmt: skip
+"""Ends of the names of a quantised module's tensors that are not needed: sizes, and scales of inputs, keys and
+values."""
 
 _KERNEL_GROUPS = (128, 64, SMALLEST_GROUP)
 """Numbers of the groups that are read; larger ones become several of these, with the same scale."""
@@ -188,14 +199,20 @@ def _with_zeros(
         return None
     module = name.removesuffix(form.codes)
     parts = {"codes": (file, entry)}
-    for part, ending in (("scales", form.scales), ("zeros", form.zeros), ("order", form.order)):
-        own = module + ending
+    needed = ("scales", "factor", "zeros") if form.by_columns else ("scales", "factor")
+    for part in ("scales", "zeros", "order", "factor"):
+        own = module + getattr(form, part)
+        if own == module:
+            continue
         if own in where:
             parts[part] = (where[own], headers[where[own]][own])
             taken.add(own)
-        elif part == "scales" or (part == "zeros" and form.by_columns):
+        elif part in needed:
             raise damaged(f"{file}: tensor {name} is quantised, but {own} is missing")
     taken.update(module + ending for ending in _BESIDE)
+    if form.factor:
+        place = _nvfp4(file, name, entry, parts["scales"], parts["factor"], form.kind, memory)
+        return file, module + ".weight", place
     of_kind = [scheme for scheme in schemes_here if scheme.kind == form.kind]
     scheme = next((scheme for scheme in of_kind if _fits(form, scheme, parts)), None)
     if scheme is None:
@@ -207,6 +224,33 @@ def _with_zeros(
     beside = (scales, (REPACKED, made.biases))
     place = TensorEntry(f"AFFINE{scheme.bits}", made.shape, codes.start, codes.stop, beside, made=made)
     return (file if made.codes is None else REPACKED), module + ".weight", place
+
+
+def _nvfp4(
+    file: str,
+    name: str,
+    entry: TensorEntry,
+    scales: tuple[str, TensorEntry],
+    factor: tuple[str, TensorEntry] | None,
+    kind: str,
+    memory: _Memory,
+) -> TensorEntry:
+    """The place of an NVFP4 weight with a ``factor`` for all its scales, which compressed-tensors divides by."""
+    of_scales, shape = scales[1], entry.shape
+    if len(shape) > 1 and min(shape) > 0:
+        shape = (*shape[:-1], shape[-1] * WIDTHS[entry.dtype] * 2)
+    fits = len(shape) > 1 and min(shape) > 0 and shape[-1] % SMALLEST_GROUP == 0 and (factor is None or len(shape) == 2)
+    fits = fits and of_scales.shape == (*shape[:-1], shape[-1] // NVFP4_GROUP) and of_scales.dtype in ("F8_E4M3", "U8")
+    if not fits or (factor is not None and (factor[1].dtype != "F32" or math.prod(factor[1].shape) != 1)):
+        beside = "" if factor is None else f" and {factor[1].dtype} {list(factor[1].shape)}"
+        raise damaged(
+            f"{file}: tensor {name} of shape {list(entry.shape)} in groups of {NVFP4_GROUP} does not fit to its scales "
+            f"({of_scales.dtype} {list(of_scales.shape)}{beside})"
+        )
+    table = memory.place("F32", (*shape[:-2], 1, 256))
+    groups = ((scales[0], replace(of_scales, dtype="U8")), (REPACKED, table))
+    made = ScaleTable(kind, table, factor, divides=kind == NVFP4)
+    return TensorEntry("GROUPED_NVFP4", shape, entry.start, entry.stop, groups, made=made)
 
 
 def _shape(form: _Form, bits: int, codes: TensorEntry) -> tuple[int, int]:
@@ -318,6 +362,8 @@ def grouped_places(tensor: ExpertTensor, entry: TensorEntry, span: int, shape: E
                 [(entry.dtype, columns), *((stored.dtype, stored.shape[-1]) for _, stored in entry.groups)]
             )
         )
+        if entry.dtype == "GROUPED_NVFP4":
+            others[1] = _rows_place("F32", span + 2, 0, 1, 256, 1)
         places[part] = MatrixPlace(
             codes.format, codes.span, codes.offset, codes.nbytes, codes.shape, codes.stride, *others
         )

@@ -349,7 +349,7 @@ class _TrunkCount:
 _WORDS = {
     "BF16": "bf16", "F16": "f16", "F32": "f32", "F64": "f64", "F8_E4M3": "FP8", "F8_E5M2": "FP8",
     "AFFINE2": "2-bit", "AFFINE3": "3-bit", "AFFINE4": "4-bit", "AFFINE5": "5-bit", "AFFINE6": "6-bit",
-    "AFFINE8": "8-bit", "OCP_MXFP4": "MXFP4",
+    "AFFINE8": "8-bit", "OCP_MXFP4": "MXFP4", "GROUPED_NVFP4": "NVFP4",
 }  # fmt: skip
 
 

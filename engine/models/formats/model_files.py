@@ -76,7 +76,10 @@ def _in_rows(tensor: StoredTensor, rows: Order) -> StoredTensor:
         if side == 1:
             return StoredTensor(tensor.dtype, tensor.words[rows], _in_rows(tensor.scales, rows))
         return StoredTensor(tensor.dtype, tensor.words[rows], _in_rows(tensor.scales, _blocks_of(rows)))
-    scales, biases = (None if part is None else _in_rows(part, rows) for part in (tensor.scales, tensor.biases))
+    scales = None if tensor.scales is None else _in_rows(tensor.scales, rows)
+    biases = tensor.biases
+    if biases is not None and tensor.dtype != "GROUPED_NVFP4":  # whose table is that of all rows
+        biases = _in_rows(biases, rows)
     return StoredTensor(tensor.dtype, tensor.words[rows], scales, biases)
 
 

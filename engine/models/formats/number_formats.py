@@ -53,12 +53,18 @@ MLX_GROUP = 32
 GROUPED: Mapping[str, tuple[int, int]] = {
     "AFFINE4": (32, 16), "AFFINE8": (32, 32), "AFFINE2": (32, 8), "AFFINE3": (32, 12), "AFFINE5": (32, 20),
     "AFFINE6": (32, 24), "OCP_MXFP4": (32, 16), "BLOCK_FP8": (1, 1),
+    "GROUPED_NVFP4": (32, 16),
 }  # fmt: skip
 """Numbers and bytes of codes of the smallest group of the grouped formats. ``AFFINE4`` and the like are mlx's, with
 codes of so many bits: a number is scale * code + bias. ``OCP_MXFP4`` is MXFP4 as its authors publish it: groups of 32
 numbers of four bits with an exponent of two (E8M0). Codes follow one another, the first in the lowest bits of a byte.
 ``BLOCK_FP8`` has numbers of eight bits (E4M3, without infinities) times a scale: that of their block of rows and
-columns, as DeepSeek publishes it, of their row, or of the whole matrix."""
+columns, as DeepSeek publishes it, of their row, or of the whole matrix. ``GROUPED_NVFP4`` is NVFP4 as NVIDIA publishes
+it: groups of 16 numbers as those of MXFP4 with a scale of eight bits (E4M3), and in place of biases half of what each
+of the 256 scales is in the matrix, so times or by its own scale."""
+
+NVFP4_GROUP = 16
+"""Numbers of a group of ``GROUPED_NVFP4``."""
 
 SMALLEST_GROUP = 32
 """Numbers of the smallest group of the affine formats; others have a multiple of it, of which 64 and 128 are read."""

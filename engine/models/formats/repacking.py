@@ -101,6 +101,44 @@ class Repacking:
             )
 
 
+@dataclass(frozen=True, eq=False)
+class ScaleTable:
+    """How what the scales of an NVFP4 matrix stand for is computed: half of each of the 256 numbers of E4M3, times or,
+    if it ``divides``, by the matrix's own ``factor``."""
+
+    kind: str
+    table: TensorEntry
+    factor: tuple[str, TensorEntry] | None
+    divides: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes in memory."""
+        return self.table.nbytes
+
+    def run(self, files: Mapping[str, MappedFile], memory: MappedFile) -> int:
+        """Compute the table, and return its bytes."""
+        scales = _e4m3()
+        if self.factor is not None:
+            file, entry = self.factor
+            factor = files[file].tensor(entry.dtype, entry.shape, entry.start).words.view(np.float32).reshape(())
+            with np.errstate(all="ignore"):
+                scales = scales / factor if self.divides else scales * factor
+        place = memory.tensor("F32", self.table.shape, self.table.start).words
+        place[...] = (scales * np.float32(0.5)).view(np.uint32)
+        return self.nbytes
+
+
+def _e4m3() -> NDArray[np.float32]:
+    """The numbers of E4M3 by their bytes, with infinities for the two that are none."""
+    code = np.arange(256)
+    exponent, digits = code >> 3 & 15, code & 7
+    sizes = np.where(exponent == 0, np.ldexp(digits, -9), np.ldexp(8 + digits, exponent - 10))
+    sizes[code & 127 == 127] = np.inf
+    numbers: NDArray[np.float32] = np.where(code < 128, sizes, -sizes).astype(np.float32)
+    return numbers
+
+
 def _wide(words: NDArray[Any], dtype: str) -> NDArray[np.float32]:
     if dtype == "BF16":
         return (words.astype(np.uint32) << np.uint32(16)).view(np.float32)

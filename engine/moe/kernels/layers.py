@@ -91,7 +91,12 @@ def _grouped_unreadable(stored: StoredTensor) -> str | None:
     _, nbytes = GROUPED[stored.dtype]
     step = stored.words.strides[0] if rows > 1 else stored.words.shape[1]
     groups = [part for part in (stored.scales, stored.biases) if part is not None]
-    right = len(groups) == (1 if stored.dtype == "OCP_MXFP4" else 2) and step % nbytes == 0
+    if stored.dtype == "GROUPED_NVFP4":
+        table = None if stored.biases is None else stored.biases.words
+        if table is None or table.shape != (1, 256) or not table.flags.c_contiguous or not table.flags.aligned:
+            return "their scales have no meaning"
+        groups = groups[:1]
+    right = len(groups) == (1 if stored.dtype in ("OCP_MXFP4", "GROUPED_NVFP4") else 2) and step % nbytes == 0
     right = right and step >= stored.words.shape[1] and stored.words.strides[1] == 1
     for part in groups:
         words, apart = part.words, step * (part.words.shape[-1] or 1)
@@ -150,7 +155,7 @@ def _unreadable_biases(gate: StoredTensor | None, up: StoredTensor | None) -> st
 
 def kernel_kind(number_format: str) -> str:
     """A key that is equal for number formats whose kernels take the same input."""
-    if number_format == "BLOCK_FP8":
+    if number_format in ("BLOCK_FP8", "GROUPED_NVFP4"):
         return number_format
     if is_grouped(number_format):
         return "grouped"

@@ -106,7 +106,9 @@ class Tensors:
                 raise ModelError(f"Tensor {self.named(name)} holds matrices that do not end with their blocks of FP8.")
             step = BLOCK_SIDE if whole.dtype == "BLOCK_FP8" else 1
             places = slice(first // step, -(-(first + count) // step))
-            beside = (part and StoredTensor(part.dtype, part.words[places]) for part in (whole.scales, whole.biases))
+            beside = [part and StoredTensor(part.dtype, part.words[places]) for part in (whole.scales, whole.biases)]
+            if whole.dtype == "GROUPED_NVFP4":
+                beside[1] = whole.biases
             matrices.append(StoredTensor(whole.dtype, whole.words[first : first + count], *beside))
             first += count
         self.kept += matrices

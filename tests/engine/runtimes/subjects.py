@@ -140,6 +140,8 @@ ZERO_POINTS: dict[str, Form] = {
     "packed-zero-points": Form("pack-quantized", group=128, zeros=True),
     "packed-8-bit": Form("pack-quantized", bits=8, group=-1),
     "integers": Form("int-quantized", bits=8, group=-1),
+    "NVFP4": Form("nvfp4-pack-quantized"),
+    "NVFP4-ModelOpt": Form("modelopt"),
 }
 """Forms of safetensors models as vLLM's tools quantise them, by a name."""
 

@@ -165,6 +165,14 @@ def test_mxfp4_as_mlx_lm_writes_it(tmp_path: Path, tiny_model: Callable[..., Pat
 
 
 @needs_kernels
+@pytest.mark.parametrize(("family", "runtime"), [("qwen3_moe", "native"), ("llama", "torch")])
+def test_nvfp4_as_mlx_lm_writes_it(tmp_path: Path, tiny_model: Callable[..., Path], family: str, runtime: str) -> None:
+    source = tiny_model(family, **whole_blocks(family))
+    folder, truth = write_grouped(tmp_path / "model", source, mode="nvfp4", group=16)
+    assert_like_the_library(loaded_by(runtime, folder), truth)
+
+
+@needs_kernels
 @pytest.mark.parametrize(("family", "stored"), [("gpt_oss", "mlx-4-bit"), ("gpt_oss", PUBLISHED), ("qwen3_moe", FP8)])
 def test_branches_are_alike_and_long_prompts_run_in_panels(grouped: Grouped, family: str, stored: str) -> None:
     folder, truth = grouped(family, stored)

@@ -25,6 +25,8 @@ pytestmark = pytest.mark.usefixtures("home")
 Grouped = Callable[[str, str], tuple[Path, Path]]
 
 MODELS = [
+    ("qwen3_moe", "NVFP4", "native"), ("llama", "NVFP4", "torch"), ("qwen3", "NVFP4-ModelOpt", "native"),
+    ("mixtral", "NVFP4-ModelOpt", "torch"), ("phi3", "NVFP4", "native"),
     ("qwen3_moe", "AWQ", "native"), ("qwen3_moe", "AWQ", "torch"), ("mixtral", "GPTQ", "native"),
     ("qwen2_moe", "packed-zero-points", "torch"), ("llama", "GPTQ", "torch"), ("qwen3", "packed-4-bit", "native"),
     ("llama", "AWQ", "native"), ("qwen3_moe", "integers", "native"), ("mixtral", "packed-8-bit", "native"),
@@ -43,17 +45,19 @@ def test_quantised_models_give_the_logits_of_what_they_stand_for(
     model = loaded_by(runtime, folder)
     assert (model.facts.dtype, model.facts.runtime) == ("bfloat16", runtime)
     assert_like_the_library(model, truth)
-    assert model.facts.weights == f"{ZERO_POINTS[stored].bits}-bit"
+    nvfp4 = ZERO_POINTS[stored].in_nvfp4
+    assert model.facts.weights == ("NVFP4" if nvfp4 else f"{ZERO_POINTS[stored].bits}-bit")
     predicted = sizes_of(open_model(folder)).for_runtime(runtime)
     assert predicted.trunk_bytes == pytest.approx(model.facts.trunk_bytes, rel=0.02)
     assert predicted.expert_bytes == model.facts.expert_bytes
-    assert any("GB in memory of weights in" in line for line in model.facts.notices)
+    assert any("GB in memory of weights in" in line for line in model.facts.notices) == (not nvfp4)
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("family", "stored"),
-    [("qwen3_moe", "AWQ"), ("llama", "GPTQ"), ("mixtral", "packed-4-bit"), ("qwen3", "packed-zero-points"),
+    [("qwen3_moe", "AWQ"), ("llama", "GPTQ"), ("qwen3_moe", "NVFP4"), ("llama", "NVFP4-ModelOpt"),
+     ("mixtral", "packed-4-bit"), ("qwen3", "packed-zero-points"),
      ("deepseek_v3", "integers"), ("qwen3_5_moe_text", "AWQ")],
 )  # fmt: skip
 def test_unpacked_weights_give_the_librarys_logits(
@@ -69,7 +73,7 @@ def test_unpacked_weights_give_the_librarys_logits(
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("family", "stored", "policy"),
-    [("qwen3_moe", "AWQ", "balanced"), ("mixtral", "packed-4-bit", "lru-offload")],
+    [("qwen3_moe", "NVFP4", "balanced"), ("qwen3_moe", "AWQ", "balanced"), ("mixtral", "packed-4-bit", "lru-offload")],
 )
 def test_a_device_shares_repacked_experts(
     grouped: Grouped, monkeypatch: pytest.MonkeyPatch, family: str, stored: str, policy: ExpertPolicy

@@ -110,6 +110,11 @@ int pllm_has(int set) {
 const kernel_set *pllm_kernels(int set, int dtype) {
     const int packed = is_packed(dtype), grouped = is_grouped(dtype), fp8 = dtype == PLLM_BLOCK_FP8;
     if (!pllm_has(set)) set = PLLM_SCALAR;
+#if defined(__x86_64__)
+    if (dtype == PLLM_GROUPED_NVFP4 && set != PLLM_SCALAR) return &pllm_set_avx2_grouped;
+#elif defined(__aarch64__)
+    if (dtype == PLLM_GROUPED_NVFP4 && set == PLLM_NEON) return &pllm_set_neon_grouped;
+#endif
     switch (set) {
 #if defined(__x86_64__)
     case PLLM_AVX2:
@@ -177,6 +182,8 @@ static int is_sound(const pllm_matrix *w) {
         const int known = w->group == FP8_SIDE || w->group == 1 || w->group == 0;
         return plain && w->scales && known && w->row_stride == w->columns && w->skipped_rows == 0;
     }
+    if (w->dtype == PLLM_GROUPED_NVFP4)
+        return w->group == 16 && w->scales && w->biases && w->columns % 32 == 0 && w->row_stride % 32 == 0;
     const int fits = w->group == 32 || w->group == 64 || w->group == 128;
     if (!fits || !w->scales || w->columns % w->group || w->row_stride % w->group) return 0;
     if (w->dtype == PLLM_OCP_MXFP4) return w->group == 32;

@@ -67,7 +67,8 @@ enum { NO_TABLE, IQ4_TABLE, FP4_TABLE, GRID };
     PLLM_BLOCK_FORMATS(ROW)                                                                                        \
     ROW(F16, 1, 2, UNPACKED)                                                                                       \
     PLLM_GROUPED_FORMATS(ROW)                                                                                      \
-    ROW(BLOCK_FP8, 1, 1, UNPACKED)
+    ROW(BLOCK_FP8, 1, 1, UNPACKED)                                                                                 \
+    ROW(GROUPED_NVFP4, 32, 16, UNPACKED)
 
 /* Where the other parts of a block begin, in bytes. */
 enum {

@@ -53,10 +53,41 @@ ALWAYS_INLINE __m256i thirty_two(const uint8_t *codes, const int g, const int bi
     return _mm256_or_si256(even, odd);
 }
 
+/* A unit of NVFP4, whose groups have 16 values: two of the eight sums of 64 values are of one. */
+ALWAYS_INLINE void add_nvfp4(const uint8_t *codes, const uint8_t *scales, const uint8_t *table,
+                             const unit_input *const *x, lanes *sums, const int M) {
+    static const int8_t fp4[16] = {FP4_VALUES};
+    const __m256i ones = _mm256_set1_epi16(1), low = _mm256_set1_epi8(15);
+    const __m256i values = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)fp4));
+    UNROLL for (int g = 0; g < UNIT / 64; g++) {
+        const __m256i both = loaded(codes + 32 * g);
+        const __m256i even = _mm256_shuffle_epi8(values, _mm256_and_si256(both, low));
+        const __m256i odd = _mm256_shuffle_epi8(values, _mm256_and_si256(_mm256_srli_epi16(both, 4), low));
+        const __m256i even_size = _mm256_abs_epi8(even), odd_size = _mm256_abs_epi8(odd);
+        const __m128i four = _mm_cvtepu8_epi32(two_words(scales + 4 * g));
+        const __m256i places = _mm256_permutevar8x32_epi32(_mm256_castsi128_si256(four),
+                                                           _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3));
+        const __m256 own = _mm256_i32gather_ps((const float *)(const void *)table, places, 4);
+        const int first = 2 * g, next = first + 1;
+        const __m256i blocks = _mm256_setr_epi32(first, first, first, first, next, next, next, next);
+        UNROLL for (int m = 0; m < M; m++) {
+            const __m256i a = _mm256_maddubs_epi16(even_size, _mm256_sign_epi8(loaded(x[m]->apart + 32 * g), even));
+            const __m256i b = _mm256_maddubs_epi16(odd_size, _mm256_sign_epi8(loaded(x[m]->apart + UNIT / 2 + 32 * g), odd));
+            const __m256 dots = _mm256_cvtepi32_ps(_mm256_madd_epi16(_mm256_add_epi16(a, b), ones));
+            const __m256 by = _mm256_permutevar8x32_ps(_mm256_loadu_ps(x[m]->scales), blocks);
+            sums[m] = _mm256_fmadd_ps(dots, _mm256_mul_ps(own, by), sums[m]);
+        }
+    }
+}
+
 /* Codes of four bits are added up in 16 bits, of which 2 * 2 * 24 * 127 take few; 128 * 127 twice just fit. */
 ALWAYS_INLINE void add_unit(const uint8_t *codes, const uint8_t *scales, const uint8_t *biases,
                             const group_reader *reader, const unit_input *const *x, lanes *sums, const int dtype, const int M) {
     const float raised = dtype == PLLM_AFFINE8 ? -128 : dtype == PLLM_OCP_MXFP4 ? FP4_RAISED : 0;
+    if (dtype == PLLM_GROUPED_NVFP4) {
+        add_nvfp4(codes, scales, biases, x, sums, M);
+        return;
+    }
     const __m256i ones = _mm256_set1_epi16(1), low = _mm256_set1_epi8(15);
     __m256 added;
     const __m256 own = scales_of(scales, biases, reader, dtype, raised, &added);
@@ -107,6 +138,7 @@ ALWAYS_INLINE void add_unit(const uint8_t *codes, const uint8_t *scales, const u
 #undef SET
 #define SET(name) pllm_grouped_avx2_##name
 #define MOST_TOKENS 4
+#define MORE_FORMATS(ROW) ROW(GROUPED_NVFP4)
 #include "grouped_rows_template.h"
 
 #if defined(__clang__)

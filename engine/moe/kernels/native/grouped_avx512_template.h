@@ -103,4 +103,5 @@ ALWAYS_INLINE void add_unit(const uint8_t *codes, const uint8_t *scales, const u
 }
 
 #define MOST_TOKENS 8
+#define MORE_FORMATS(ROW)
 #include "grouped_rows_template.h"

@@ -1,5 +1,5 @@
 /* Weights whose codes, scales and biases lie in arrays of their own, as safetensors files hold them: mlx's affine formats,
-   and MXFP4 as its authors publish it. Not part of the library's interface.
+   and MXFP4 and NVFP4 as their authors publish them. Not part of the library's interface.
 
    Value i of a row is scale * code + bias of its group. Codes lie in the order of the values, the first in the lowest bits
    of a byte; those of three, five and six bits may begin in one byte and end in the next. The kernels are given a pllm_matrix whose pointers are at the first row that is wanted. */
@@ -41,13 +41,14 @@ typedef struct grouped_input {
 /* How the scales of a matrix are to be read. */
 typedef struct group_reader {
     int64_t code_bytes, scale_bytes; /* from one row to the next */
-    int32_t groups;                  /* of a unit: 8, 4 or 2 */
+    int32_t groups;                  /* of a unit: 16, 8, 4 or 2 */
     int32_t width;                   /* bytes of a scale */
-    int32_t kind;                    /* PLLM_BF16, PLLM_F16, PLLM_F32, or 0 for exponents of two */
+    int32_t kind;                    /* PLLM_BF16, PLLM_F16, PLLM_F32, or 0 for bytes, which have no biases */
 } group_reader;
 
 static inline group_reader reader_of(const pllm_matrix *matrix) {
-    const int kind = matrix->dtype == PLLM_OCP_MXFP4 ? 0 : matrix->scale_dtype;
+    const int bytes = matrix->dtype == PLLM_OCP_MXFP4 || matrix->dtype == PLLM_GROUPED_NVFP4;
+    const int kind = bytes ? 0 : matrix->scale_dtype;
     const int width = kind == 0 ? 1 : kind == PLLM_F32 ? 4 : 2;
     return (group_reader){.code_bytes = bytes_of_values(matrix->dtype, matrix->row_stride),
                           .scale_bytes = matrix->row_stride / matrix->group * width,
@@ -74,6 +75,14 @@ static inline float group_number(const uint8_t *from, int kind) {
     memcpy(&half, from, 2);
     const uint32_t word = (uint32_t)half << 16;
     memcpy(&value, &word, 4);
+    return value;
+}
+
+/* The scale at `from`, halved if it is a byte; `table`: what the bytes of NVFP4 stand for. */
+static inline float group_scale(const uint8_t *from, int dtype, int kind, const uint8_t *table) {
+    float value;
+    if (dtype != PLLM_GROUPED_NVFP4) return group_number(from, kind);
+    memcpy(&value, table + 4 * *from, 4);
     return value;
 }
 

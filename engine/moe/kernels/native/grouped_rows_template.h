@@ -4,6 +4,7 @@
    unit_input              a unit of an input row
    add_unit(codes, scales, biases, reader, x[M], sums[M], dtype, M)   adds the products of a unit; dtype and M are
                            constants of the compiler
+   MORE_FORMATS(ROW)       rows of formats besides PLLM_GROUPED_FORMATS
    MOST_TOKENS             tokens taken together at most, 4 or 8
    SET(name)               the name of this set's copy of a function */
 
@@ -29,7 +30,7 @@ ALWAYS_INLINE void products(const uint8_t *codes, const uint8_t *scales, const u
         add_unit(codes, scales, biases, reader, in, sums, dtype, M);
         codes += unit_bytes;
         scales += scale_bytes;
-        biases += scale_bytes;
+        if (dtype != PLLM_GROUPED_NVFP4) biases += scale_bytes;
         UNROLL for (int m = 0; m < M; m++) in[m]++;
     }
     if (left) {
@@ -37,8 +38,8 @@ ALWAYS_INLINE void products(const uint8_t *codes, const uint8_t *scales, const u
         const size_t bytes = (size_t)(left * reader->groups / UNIT * reader->width);
         memcpy(rest, codes, (size_t)bytes_of_values(dtype, left));
         memcpy(rest_scales, scales, bytes);
-        if (dtype != PLLM_OCP_MXFP4) memcpy(rest_biases, biases, bytes);
-        add_unit(rest, rest_scales, rest_biases, reader, in, sums, dtype, M);
+        if (reader->kind) memcpy(rest_biases, biases, bytes);
+        add_unit(rest, rest_scales, dtype == PLLM_GROUPED_NVFP4 ? biases : rest_biases, reader, in, sums, dtype, M);
     }
     UNROLL for (int m = 0; m < M; m++) {
         float *to = y + m * y_stride;
@@ -69,15 +70,17 @@ typedef void (*products_function)(const uint8_t *codes, const uint8_t *scales, c
 #endif
 
 PLLM_GROUPED_FORMATS(ALL)
+MORE_FORMATS(ALL)
 
 /* By dtype, and tokens - 1. */
-static const products_function table[PLLM_DTYPES][MOST_TOKENS] = {PLLM_GROUPED_FORMATS(NAMES)};
+static const products_function table[PLLM_DTYPES][MOST_TOKENS] = {PLLM_GROUPED_FORMATS(NAMES) MORE_FORMATS(NAMES)};
 
 void SET(few)(const void *w, int dtype, int64_t stride, int64_t rows, int64_t columns, const void *const *x,
               int64_t tokens, float *y, int64_t y_stride, int add) {
     const pllm_matrix *matrix = w;
     const group_reader reader = reader_of(matrix);
     const uint8_t *codes = matrix->data, *scales = matrix->scales, *biases = biases_of(matrix);
+    const int64_t bias_bytes = dtype == PLLM_GROUPED_NVFP4 ? 0 : reader.scale_bytes;
     /* About half of the input's bytes are read: its codes are there in two orders. */
     const int64_t row_bytes = divided_up(columns, UNIT) * (int64_t)sizeof(unit_input) / 2;
     const int64_t parts = divided_up(tokens, MAX(4, MIN(MOST_TOKENS, PART_BYTES / row_bytes)));
@@ -89,7 +92,7 @@ void SET(few)(const void *w, int dtype, int64_t stride, int64_t rows, int64_t co
             for (int64_t row = group; row < end; row++)
                 table[dtype][width - 1](
                     codes + row * reader.code_bytes, scales + row * reader.scale_bytes,
-                    biases + row * reader.scale_bytes, &reader, columns, x + first, y + first * y_stride + row,
+                    biases + row * bias_bytes, &reader, columns, x + first, y + first * y_stride + row,
                     y_stride, add);
         }
     }

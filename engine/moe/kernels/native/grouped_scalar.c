@@ -13,7 +13,7 @@ static int code_of(const uint8_t *codes, int dtype, int64_t i) {
     const uint8_t *from = codes + at / 8;
     const int beyond = at % 8 + bits > 8; /* the code ends in the next byte */
     const int code = (from[0] | from[beyond] << 8 * beyond) >> at % 8 & ((1 << bits) - 1);
-    return dtype == PLLM_OCP_MXFP4 ? FP4[code] : code;
+    return dtype == PLLM_OCP_MXFP4 || dtype == PLLM_GROUPED_NVFP4 ? FP4[code] : code;
 }
 
 void pllm_grouped_scalar_open(const pllm_matrix *matrix, int64_t row, int64_t first, int64_t count, float *to) {
@@ -25,7 +25,7 @@ void pllm_grouped_scalar_open(const pllm_matrix *matrix, int64_t row, int64_t fi
     for (int64_t i = first; i < first + count; i++) {
         if (i == first || i % matrix->group == 0) {
             const int64_t at = i / matrix->group * reader.width;
-            scale = group_number(scales + at, reader.kind);
+            scale = group_scale(scales + at, matrix->dtype, reader.kind, matrix->biases);
             bias = reader.kind ? group_number(biases + at, reader.kind) : 0;
         }
         /* Two roundings, the product's and the sum's, as in the reference: nothing may be fused here. */
@@ -101,17 +101,18 @@ void pllm_grouped_scalar_few(const void *w, int dtype, int64_t stride, int64_t r
         const uint8_t *scales = (const uint8_t *)matrix->scales + row * reader.scale_bytes;
         const uint8_t *biases = biases_of(matrix) + row * reader.scale_bytes;
         float sums[FEW_LIMIT] = {0};
-        for (int64_t k = 0; k < columns; k += GROUP_VALUES) {
+        const int width = MIN(GROUP_VALUES, matrix->group);
+        for (int64_t k = 0; k < columns; k += width) {
             int own[GROUP_VALUES];
             const int64_t at = k / matrix->group * reader.width;
-            const float scale = group_number(scales + at, reader.kind);
+            const float scale = group_scale(scales + at, dtype, reader.kind, matrix->biases);
             const float bias = reader.kind ? group_number(biases + at, reader.kind) : 0;
-            for (int i = 0; i < GROUP_VALUES; i++) own[i] = code_of(codes, dtype, k + i);
+            for (int i = 0; i < width; i++) own[i] = code_of(codes, dtype, k + i);
             for (int64_t m = 0; m < tokens; m++) {
                 const grouped_input *in = (const grouped_input *)x[m] + k / UNIT;
                 const int64_t group = k % UNIT / GROUP_VALUES;
                 int sum = 0;
-                for (int i = 0; i < GROUP_VALUES; i++) sum += own[i] * in->codes[k % UNIT + i];
+                for (int i = 0; i < width; i++) sum += own[i] * in->codes[k % UNIT + i];
                 sums[m] += scale * in->scales[group] * (float)sum;
                 sums[m] += bias * in->sums[group];
             }

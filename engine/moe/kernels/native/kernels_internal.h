@@ -134,12 +134,13 @@ static inline const void *rows_from(const pllm_matrix *matrix, int64_t first, pl
         part->skipped_rows = (int32_t)(skipped % FP8_SIDE);
         return part;
     }
-    const int width = matrix->dtype == PLLM_OCP_MXFP4 ? 1 : matrix->scale_dtype == PLLM_F32 ? 4 : 2;
+    const int nvfp4 = matrix->dtype == PLLM_GROUPED_NVFP4;
+    const int width = nvfp4 || matrix->dtype == PLLM_OCP_MXFP4 ? 1 : matrix->scale_dtype == PLLM_F32 ? 4 : 2;
     const int64_t scales = first * (matrix->row_stride / matrix->group) * width;
     *part = *matrix;
     part->data = codes;
     part->scales = (const char *)matrix->scales + scales;
-    part->biases = matrix->biases ? (const char *)matrix->biases + scales : part->scales;
+    if (!nvfp4) part->biases = matrix->biases ? (const char *)matrix->biases + scales : part->scales;
     return part;
 }
 

@@ -18,6 +18,8 @@
 
 static inline int is_packed(int dtype) { return dtype > PLLM_F32 && dtype < PLLM_F16; }
 static inline int is_grouped(int dtype) { return dtype > PLLM_F16; }
+/* Whether all its codes are multiplied with an input of their own, which no other dtype takes. */
+static inline int is_alone(int dtype) { return dtype >= PLLM_BLOCK_FP8; }
 
 typedef struct format_row {
     int values, bytes, codes, bits, above, minimums, shared, table;

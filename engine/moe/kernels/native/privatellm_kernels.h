@@ -82,7 +82,8 @@ typedef struct pllm_matrix {
     int32_t dtype;
     int32_t group;               /* values of a group, of grouped weights only; so are the following three */
     const void *scales, *biases; /* [rows, columns / group], row_stride / group apart from row to row; of
-                                    PLLM_BLOCK_FP8 [blocks of rows, blocks of columns], and no biases */
+                                    PLLM_BLOCK_FP8 [blocks of rows, blocks of columns], and no biases; of
+                                    PLLM_GROUPED_NVFP4 bytes, and what half of each of the 256 stands for, float32 */
     int32_t scale_dtype;         /* of both: PLLM_BF16, PLLM_F16 or PLLM_F32 */
     int32_t skipped_rows;        /* of the first block of rows; PLLM_BLOCK_FP8 only, and 0 in a caller's matrices */
 } pllm_matrix;

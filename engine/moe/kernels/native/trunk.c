@@ -106,7 +106,7 @@ static void project(walk *w, const pllm_matrix *matrix, float *y, int64_t y_stri
 
 /* Whether the kernels for both take the same input. */
 static int read_alike(const pllm_matrix *a, const pllm_matrix *b) {
-    if (a->dtype == PLLM_BLOCK_FP8 || b->dtype == PLLM_BLOCK_FP8) return a->dtype == b->dtype;
+    if (is_alone(a->dtype) || is_alone(b->dtype)) return a->dtype == b->dtype;
     if (is_grouped(a->dtype)) return is_grouped(b->dtype);
     return is_packed(a->dtype) ? is_packed(b->dtype) : a->dtype == b->dtype;
 }

@@ -53,8 +53,9 @@ def unpack_groups(
 ) -> torch.Tensor:
     """The numbers of a grouped format, [rows, numbers] of ``dtype`` on ``device`` (None: the same one).
 
-    ``codes`` uint8 [rows, bytes], ``scales`` and ``biases`` [rows, groups]. The scales of ``BLOCK_FP8`` are [row
-    blocks, column blocks], [rows, 1] or [1, 1]. The additional memory does not depend on the number of rows.
+    ``codes`` uint8 [rows, bytes], ``scales`` and ``biases`` [rows, groups]; the latter of ``GROUPED_NVFP4`` [1, 256].
+    The scales of ``BLOCK_FP8`` are [row blocks, column blocks], [rows, 1] or [1, 1]. The additional memory does not
+    depend on the number of rows.
     """
     numbers, nbytes = GROUPED[number_format]
     rows, columns = codes.shape[0], codes.shape[1] // nbytes * numbers
@@ -74,7 +75,11 @@ def unpack_groups(
         part = slice(start, start + step)
         own, scale = codes[part].to(out.device), scales[part].to(out.device)[:, :, None]
         own = _codes_of(own, 8 * nbytes // numbers).reshape(*scale.shape[:2], -1)
-        if biases is None:
+        if number_format == "GROUPED_NVFP4":
+            assert biases is not None
+            own_scale = biases.to(out.device).view(-1)[scale.int()]
+            values = own_scale * _looked_up(own, _HALVES_OF_FP4)
+        elif biases is None:
             values = _half_powers(scale.int()) * _looked_up(own, _HALVES_OF_FP4)
         else:
             values = scale.float() * own + biases[part].to(out.device)[:, :, None].float()

@@ -21,6 +21,7 @@ from engine.models.folders.weight_layout import layout_of
 from engine.models.formats.model_files import StoredTensor, whole_bytes
 from engine.runtimes.choosing import refuse_download
 from engine.runtimes.torch.offload.torch_tensors import unpacked
+from tests.support.progress import quiet
 from tests.support.tiny_gguf import whole_blocks
 from tests.support.tiny_grouped import write_grouped
 from tests.support.tiny_models import write_tiny_model
@@ -93,6 +94,18 @@ def test_every_expert_is_what_its_tensors_stand_for(tmp_path: Path, source: Path
             assert (wide(stored) == truth_trunk[name].words.view(np.float32)).all()
 
 
+def test_nvfp4_as_mlx_lm_writes_it(tmp_path: Path, source: Path) -> None:
+    folder, truth = write_grouped(tmp_path / "model", source, mode="nvfp4", group=16)
+    found, wanted = open_model(folder), open_model(truth)
+    found.repack(quiet)
+    assert found.experts is not None and wanted.experts is not None
+    assert found.experts.dtype == "GROUPED_NVFP4"
+    for number in range(found.experts.count):
+        ours, theirs = found.experts.expert(1, number), wanted.experts.expert(1, number)
+        for name in ("gate", "up", "down"):
+            assert (wide(getattr(ours, name)) == getattr(theirs, name).words.view(np.float32)).all()
+
+
 def test_nothing_is_copied(folder: Path) -> None:
     opened = open_model(folder)
     (mapped,) = opened.mapped_files
@@ -152,7 +165,7 @@ def test_preparing_gains_nothing(folder: Path, gpt_oss: tuple[Path, Path], tmp_p
     [
         ({"bits": 7, "group_size": 64}, "mlx's method affine in 7 bits and groups of 64, which does not run here"),
         ({"bits": 4, "group_size": 48}, "groups of 48"),
-        ({"bits": 4, "group_size": 16, "mode": "nvfp4"}, "mlx's method nvfp4"),
+        ({"bits": 4, "group_size": 32, "mode": "nvfp4"}, "mlx's method nvfp4 in 4 bits and groups of 32"),
         ({"bits": 8, "group_size": 32, "mode": "mxfp8"}, "mlx's method mxfp8"),
         ({"bits": True, "group_size": 64}, "in True bits"),
         ({"bits": 4, "group_size": 64, "lm_head": {"bits": 1, "group_size": 64}}, "in 1 bits"),

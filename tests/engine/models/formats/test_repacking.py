@@ -42,9 +42,11 @@ FORMS = {
     "GPTQ, zero points": Form("gptq", group=64, zeros=True, scales=F16),
     "GPTQ, version 2": Form("gptq", group=128, zeros=True, scales=F16, version="gptq_v2"),
     "GPTQ, 8 bits": Form("gptq", bits=8, group=-1, zeros=True, scales=F16),
+    "NVFP4": Form("nvfp4-pack-quantized"),
+    "NVFP4, ModelOpt": Form("modelopt"),
 }
-IN_PLACE = ("pack-quantized",)
-"""Kinds of which only biases, and some scales, are computed."""
+IN_PLACE = ("pack-quantized", "NVFP4", "NVFP4, ModelOpt")
+"""Forms of which only biases, or what stands for them, are computed."""
 EXPERT = "model.layers.1.mlp.experts.2.gate_proj"
 
 
@@ -64,10 +66,10 @@ def test_every_weight_is_what_its_tensors_stand_for(tmp_path: Path, source: Path
     folder, truth = write_zero_points(tmp_path / "model", source, form, files=files)
     found, wanted = open_model(folder), open_model(truth)
     assert found.experts is not None and wanted.experts is not None
-    assert found.experts.dtype == f"AFFINE{form.bits}" and found.repacks
+    assert found.experts.dtype == ("GROUPED_NVFP4" if form.in_nvfp4 else f"AFFINE{form.bits}") and found.repacks
     said = found.repack(quiet)
-    assert "GB in memory of weights in" in said[0]
-    assert any("round inputs" in line for line in said) == (form.kind == "int-quantized")
+    assert ("GB in memory of weights in" in said[0]) == (not form.in_nvfp4)
+    assert any("round inputs" in line for line in said) == (form.kind == "int-quantized" or form.in_nvfp4)
     for layer in found.experts.layers:
         for number in range(found.experts.count):
             ours, theirs = found.experts.expert(layer, number), wanted.experts.expert(layer, number)
@@ -85,7 +87,7 @@ def test_every_weight_is_what_its_tensors_stand_for(tmp_path: Path, source: Path
     assert found.trunk_bytes == sum(stored.nbytes for _, stored in found.trunk())
 
 
-@pytest.mark.parametrize("name", ["pack-quantized", "AWQ"])
+@pytest.mark.parametrize("name", ["AWQ", *IN_PLACE])
 def test_only_what_lies_otherwise_is_computed(tmp_path: Path, source: Path, name: str) -> None:
     folder, _ = write_zero_points(tmp_path / "model", source, FORMS[name])
     opened = open_model(folder)
@@ -146,6 +148,9 @@ def test_the_layout_for_rings_has_the_bytes_as_they_are_stored(tmp_path: Path, s
         ("pack-quantized", {"weights.strategy": "block"}, "a scale for each block"),
         ("pack-quantized", {"weights.group_size": 100}, "groups of 100"),
         ("int-quantized", {"weights.strategy": "group"}, "a scale for each group"),
+        ("NVFP4", {"weights.group_size": 32}, "groups of 32"),
+        ("NVFP4", {"format": "mxfp4-pack-quantized"}, "the format mxfp4-pack-quantized"),
+        ("NVFP4, ModelOpt", {"quant_algo": "FP8"}, "ModelOpt with the method FP8"),
     ],
 )
 def test_what_does_not_run_is_refused_by_name(
@@ -193,7 +198,7 @@ def test_an_order_of_activations_that_changes_nothing_runs(tmp_path: Path, sourc
     assert (wide(found.experts.expert(0, 0).down) == wanted.experts.expert(0, 0).down.words.view(np.float32)).all()
 
 
-@pytest.mark.parametrize("name", ["AWQ", "GPTQ", "pack-quantized, zero points", "int-quantized"])
+@pytest.mark.parametrize("name", ["AWQ", "GPTQ", "pack-quantized, zero points", "int-quantized", "NVFP4, ModelOpt"])
 def test_damaged_tensors_are_refused_in_one_sentence(tmp_path: Path, source: Path, name: str) -> None:
     folder, _ = write_zero_points(tmp_path / "model", source, FORMS[name])
     tensors = load_file(folder / "model.safetensors")
@@ -220,7 +225,9 @@ def test_damaged_tensors_are_refused_in_one_sentence(tmp_path: Path, source: Pat
             assert "\n" not in str(error) and EXPERT in str(error)
             assert not same or part.endswith("g_idx")
         else:
-            optional = part.endswith(("g_idx", "zero_point"))
+            optional = part.endswith(("g_idx", "zero_point", "input_scale"))
+            optional |= damaged.get(part, torch.zeros(2)).numel() == 1 == tensors[part].numel()
+            gone |= optional
             scales = part.endswith("scale") and dtype in (torch.float16, torch.float32)
             scales |= part.endswith("scales") and dtype in (torch.float16, torch.float32)
             assert same or (gone and optional) or scales or damaged[part].shape == tensors[part].shape

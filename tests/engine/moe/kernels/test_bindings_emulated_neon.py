@@ -27,7 +27,7 @@ COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 NATIVE = Path(bindings.__file__).parent / "native"
 I8MM, DOTPROD, NEITHER = "max", "cortex-a76", "cortex-a72"
 """Processors: with matrix products of bytes, with dot products of bytes, with neither."""
-NAMES = (*BLOCKS, *(name for name in GROUPED if name != "BLOCK_FP8"))
+NAMES = (*BLOCKS, *(name for name in GROUPED if name not in ("BLOCK_FP8", "GROUPED_NVFP4")))
 ROWS, TOKENS = 35, 20
 FEW_BYTES, FEW_FLOATS = 8, 16
 """Most tokens that are not multiplied in panels, with panels of bytes and of float32."""

@@ -28,6 +28,9 @@ Floats = NDArray[np.float32]
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason="the native kernels were not built")
 
 
+FP4_KINDS = ("OCP_MXFP4", "GROUPED_NVFP4")
+
+
 @dataclass(frozen=True)
 class Kind:
     name: str
@@ -36,7 +39,7 @@ class Kind:
 
     @property
     def bits(self) -> int:
-        return 4 if self.name == "OCP_MXFP4" else int(self.name[-1])
+        return 4 if self.name in FP4_KINDS else int(self.name[-1])
 
     def __str__(self) -> str:
         return f"{self.name}-{self.group}-{self.scales}"
@@ -50,6 +53,7 @@ KINDS = (
     Kind("AFFINE5", 64, "BF16"), Kind("AFFINE5", 128, "F16"), Kind("AFFINE5", 32, "F32"),
     Kind("AFFINE3", 64, "BF16"), Kind("AFFINE3", 32, "F16"), Kind("AFFINE3", 128, "F32"),
     Kind("AFFINE2", 128, "F16"), Kind("AFFINE2", 64, "BF16"), Kind("AFFINE2", 32, "F32"),
+    Kind("GROUPED_NVFP4", 16, "U8"),
 )  # fmt: skip
 COLUMNS = 3 * 256 + 128
 """More than three units of 256 values, and a part of one."""
@@ -80,6 +84,14 @@ def weights(kind: Kind, rows: int, columns: int, seed: int = 0) -> tuple[StoredT
         scale = np.ldexp(np.float32(0.5), exponents.astype(np.int32) - 127)[:, :, None].astype(np.float32)
         wide = scale * HALVES_OF_FP4[grouped]
         return StoredTensor(kind.name, words, StoredTensor("U8", exponents)), wide.reshape(rows, columns)
+    if kind.name == "GROUPED_NVFP4":
+        scales_of_e4m3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().nan_to_num().numpy()
+        table = (scales_of_e4m3 / np.float32(700) * np.float32(0.5)).reshape(1, 256)
+        stored = generator.integers(0x30, 0x50, groups, np.uint8)
+        wide = table[0, stored][:, :, None] * HALVES_OF_FP4[grouped].astype(np.float32)
+        return StoredTensor(kind.name, words, StoredTensor("U8", stored), stored_as(table, "F32")), wide.reshape(
+            rows, columns
+        )
     size = generator.random(groups, np.float32) * 0.02 + 0.01
     scales = stored_as(size, kind.scales)
     middle = 2.0 ** (kind.bits - 1) + generator.standard_normal(groups, np.float32)
@@ -94,7 +106,7 @@ def assert_same_bits(found: Floats, wanted: Floats) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mlx") is None, reason="mlx is not installed")
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.name != "OCP_MXFP4"], ids=str)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.name not in FP4_KINDS], ids=str)
 def test_values_are_mlxs_to_the_bit(kind: Kind) -> None:
     """Any scales and biases: zero, subnormal, infinite and no numbers included. mlx computes in the scales' type, so it
     is given them in float32."""
@@ -132,8 +144,25 @@ def test_values_of_mxfp4_are_transformers_to_the_bit() -> None:
     assert_same_bits(unpacked(stored, torch.float32).numpy(), wide)
 
 
+def test_values_of_nvfp4_are_scales_times_codes_to_the_bit() -> None:
+    """Every code with every scale, in plain C and in torch."""
+    scales = np.arange(256, dtype=np.uint8).reshape(128, 2)
+    codes = np.tile(np.arange(16, dtype=np.uint8), (128, 2))
+    table = np.random.default_rng(1).standard_normal((1, 256)).astype(np.float32)
+    parts = StoredTensor("U8", scales), stored_as(table, "F32")
+    stored = StoredTensor("GROUPED_NVFP4", pack(codes, 4).view(np.uint8), *parts)
+    wide = (table[0, scales][:, :, None] * HALVES_OF_FP4.astype(np.float32)).reshape(128, 32)
+    for row in range(128):
+        assert (opened(matrix(stored), row) == wide[row]).all()
+    assert (unpacked(stored, torch.float32).numpy() == wide).all()
+    torn = StoredTensor(stored.dtype, stored.words, stored.scales, StoredTensor("F32", parts[1].words[:, :255]))
+    assert "have no meaning" in (unsupported_reason(ExpertWeights(torn, torn, torn)) or "")
+
+
 def every_second(stored: StoredTensor, first: int) -> StoredTensor:
-    parts = (None if part is None else every_second(part, first) for part in (stored.scales, stored.biases))
+    parts = [None if part is None else every_second(part, first) for part in (stored.scales, stored.biases)]
+    if stored.dtype == "GROUPED_NVFP4":
+        parts[1] = stored.biases
     return StoredTensor(stored.dtype, stored.words[first::2], *parts)
 
 
@@ -143,6 +172,8 @@ FORMATS = (
     (KINDS[6], KINDS[6]),
     (KINDS[7], KINDS[10]),
     (KINDS[13], KINDS[16]),
+    (KINDS[19], KINDS[19]),
+    (KINDS[19], KINDS[0]),
 )
 
 
