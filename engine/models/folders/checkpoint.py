@@ -8,7 +8,6 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -163,6 +162,11 @@ class Checkpoint:
             here = {layer: self._experts.held(layer) for layer in self._experts.layers}
             entries += self._experts.entries(here if held is None else held)
         wanted = [entry.made for entry in entries if entry.made is not None and entry.made not in self._made]
+        if not wanted:
+            return []
+        # Takes a while to import, and few models need it.
+        from concurrent.futures import ThreadPoolExecutor
+
         total, done = sum(made.nbytes for made in wanted), 0
         pool = ThreadPoolExecutor(min(_REPACKING_THREADS, os.cpu_count() or 1))
         try:
