@@ -20,6 +20,7 @@ from engine.errors import ModelError
 from engine.models.formats.model_files import ExpertWeights, StoredTensor
 from engine.models.formats.number_formats import (
     BLOCKS,
+    NVFP4_GROUP,
     is_grouped,
     is_packed,
     scales_shape,
@@ -44,6 +45,8 @@ AT_ONCE_S = 0.15
 """Time of each round in which experts of several processes are measured, in seconds."""
 _SMALL = {"BF16": 0x3C24, "F16": 0x211F, "F32": 0x3C23D70A}
 """Words of 0.01 in the plain formats that the kernels read."""
+_TABLE_NUMBERS = 256
+"""Numbers in the table of an NVFP4 matrix."""
 _FILLING, _MXFP4_FILLING = 0x21, 0x78
 """Bytes that make blocks of small normal numbers: 0x2121 is 0.01 as a scale, and 0x78 is the exponent of 2 ** -8."""
 _DTYPE = re.compile(r"[A-Za-z0-9_-]{1,16}")
@@ -79,8 +82,6 @@ def _formats(shape: ExpertShape) -> tuple[str, str] | None:
         return shape.dtype, shape.dtype
     if shape.dtype == "BLOCK_FP8":
         return shape.dtype, shape.dtype
-    if shape.dtype == "GROUPED_NVFP4":
-        return None
     if is_grouped(shape.dtype):
         return (shape.dtype, shape.dtype) if _group(shape) else None
     if shape.hidden % BLOCKS[shape.dtype][0]:
@@ -112,6 +113,8 @@ def _measured_bytes(shape: ExpertShape) -> int:
     if formats is None:
         return 0
     first, last = formats
+    if first == "GROUPED_NVFP4":
+        return _codes_bytes(shape) + shape.weights // NVFP4_GROUP + 3 * stored_bytes("F32", (_TABLE_NUMBERS,))
     if first == "BLOCK_FP8":
         return _codes_bytes(shape) + 3 * stored_bytes("F32", scales_shape((shape.ffn, shape.hidden)))
     if is_grouped(first):
@@ -241,6 +244,11 @@ def _like(shape: ExpertShape) -> ExpertWeights:
             codes = np.full((rows, columns), _FILLING, dtype=np.uint8)
             scales = np.full(scales_shape((rows, columns)), _SMALL["F32"], dtype=np.uint32)
             return StoredTensor(name, codes, StoredTensor("F32", scales))
+        if name == "GROUPED_NVFP4":
+            codes = np.full(words_shape(name, (rows, columns)), _FILLING, dtype=np.uint8)
+            own = StoredTensor("U8", np.full((rows, columns // NVFP4_GROUP), _FILLING, dtype=np.uint8))
+            table = StoredTensor("F32", np.full((1, _TABLE_NUMBERS), _SMALL["F32"], dtype=np.uint32))
+            return StoredTensor(name, codes, own, table)
         if is_grouped(name):
             codes = np.full(words_shape(name, (rows, columns)), _FILLING, dtype=np.uint8)
             groups = (rows, columns // (_group(shape) or 1))

@@ -28,6 +28,8 @@ def shape_with(gate: str, down: str) -> ExpertShape:
     nbytes = 2 * stored_bytes(gate, (FFN, HIDDEN)) + stored_bytes(down, (HIDDEN, FFN))
     if gate == "BLOCK_FP8":
         nbytes += 3 * stored_bytes("F32", scales_shape((FFN, HIDDEN)))
+    elif gate == "GROUPED_NVFP4":  # a byte for 16 weights, and a table of 256 numbers for each matrix
+        nbytes += 3 * HIDDEN * FFN // 16 + 3 * 1024
     elif is_grouped(gate):  # a byte for 32 weights, or a scale and a bias of two bytes each for 64
         nbytes += 3 * HIDDEN * FFN // 32 if gate == "OCP_MXFP4" else 3 * HIDDEN * FFN // 16
     return ExpertShape(hidden=HIDDEN, ffn=FFN, dtype=gate, expert_bytes=nbytes)
