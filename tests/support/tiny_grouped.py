@@ -143,9 +143,11 @@ def write_grouped(
 
 def module_of(family: str, layer: int, part: str, form: Form, expert: int | None = None) -> str:
     """The name of a matrix of experts, without its ending."""
-    block = "block_sparse_moe" if family in ("mixtral", "granitemoe", "granitemoehybrid") else "mlp"
+    block = "block_sparse_moe" if family in ("mixtral", "minimax_m2", "granitemoe", "granitemoehybrid") else "mlp"
     if form == "separate":
-        short = {"gate": "w1", "up": "w3", "down": "w2"}[part] if family == "mixtral" else f"{part}_proj"
+        short = (
+            {"gate": "w1", "up": "w3", "down": "w2"}[part] if family in ("mixtral", "minimax_m2") else f"{part}_proj"
+        )
         return f"model.layers.{layer}.{block}.experts.{expert}.{short}"
     return f"model.layers.{layer}.{block}.{'experts' if family == 'gpt_oss' else 'switch_mlp'}.{part}_proj"
 
