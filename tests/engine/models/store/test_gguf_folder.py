@@ -530,7 +530,7 @@ def test_a_changed_file_is_another_model(tiny_llama: Path, tmp_path: Path) -> No
         (
             "gemma2",
             {},
-            "architecture gemma2, which is not supported; supported GGUF architectures are deepseek2",
+            "architecture gemma2, which is not supported; supported GGUF architectures are command-r",
         ),
         ("llama", {"rope.dimension_count": 4}, "rotates 4 of 8"),
         ("llama", {"rope.scaling.type": "longrope"}, "'longrope'"),
