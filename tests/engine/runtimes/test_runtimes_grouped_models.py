@@ -69,7 +69,8 @@ def assert_like_the_library(model: LoadedModel, truth: Path) -> None:
     answer, theirs = library_run(truth, tokens, chunks=1)
     ours = our_run(model, tokens, 2, answer)
     assert typical(ours, theirs) < ROUNDED
-    assert_same_choices(ours, theirs, MARGIN)
+    # In a step experts that are nearly as good as others may be others where inputs are rounded.
+    assert_same_choices(ours, theirs, MARGIN, but=1)
 
 
 BY_MLX_LM = (
