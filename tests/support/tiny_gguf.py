@@ -406,7 +406,8 @@ def _of(dimensions: int, words: NDArray[Any]) -> NDArray[Any]:
     return words.reshape((1,) * (dimensions - words.ndim + first) + words.shape[first:])
 
 
-_PLAIN = ("ffn_gate_inp", "exp_probs_b", "conv1d", "shortconv.conv", "ssm_a", "ssm_d", "ssm_norm")
+_PLAIN = ("ffn_gate_inp", "exp_probs_b", "conv1d", "shortconv.conv", "ssm_norm")
+_PLAIN_VECTORS = (".ssm_a", ".ssm_d")
 """Parts of the names of tensors that the converter never packs though they have several dimensions."""
 
 
@@ -418,7 +419,7 @@ class _Packing:
 
     def __call__(self, name: str, values: Floats) -> tuple[NDArray[Any], GGMLQuantizationType, Floats]:
         """What is stored of ``values``, its type, and the values it stands for."""
-        kept = values.ndim == 1 or any(part in name for part in _PLAIN)
+        kept = values.ndim == 1 or any(part in name for part in _PLAIN) or name.endswith(_PLAIN_VECTORS)
         kind = GGMLQuantizationType.F32 if kept else self._kinds(name)
         if kind == GGMLQuantizationType.F32:
             return values, kind, values
