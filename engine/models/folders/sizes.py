@@ -146,7 +146,7 @@ def _sizes(whole: Mapping[str, Any], trunk: _Trunk, experts: _Routed | None, dty
     scale = 1.0 if is_packed(trunk.stored) else _WIDTHS.get(chosen, 2) / _WIDTHS.get(trunk.stored, 2)
     hidden = whole_number(config, "hidden_size", "d_model")
     numbers, head = key_value_numbers(config), _head_width(config)
-    fits = head > 0 and head % BLOCKS["Q8_0"][0] == 0
+    fits = head > 0 and not any(count % BLOCKS["Q8_0"][0] for count in (head, numbers))
     packed = tuple((name, stored_bytes(name.upper(), (numbers,))) for name in ("q8_0", "q4_0") if fits)
     return ModelSizes(
         family=family.model_type,

@@ -456,7 +456,8 @@ def _rotated(rope: Mapping[str, Any], decoder: DecoderRecord, width: int) -> int
     share = rope.get("partial_rotary_factor")
     if decoder.rotated is None:
         return width
-    rotated = int(width * (decoder.rotated if share is None else share))
+    part = decoder.rotated if share is None else share
+    rotated = int(width * part) if 0 <= part <= 1 else 0
     if rotated % 2 or not 2 <= rotated <= width:
         raise damaged(
             f"config.json rotates {rotated} numbers of heads of {width} (partial_rotary_factor {shown(share)}), which "

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from engine.errors import ModelError, shown
+from engine.errors import ModelError, damaged, shown
 from engine.models.architectures.config_values import positive_number, whole_number
 from engine.models.architectures.gguf_metadata import Metadata, NamedTensor
 from engine.models.architectures.layer_rules import after_dense, layer_list
@@ -43,7 +44,10 @@ def _ffn(config: Config, layer: int) -> int:
     if not config.get("block_auto_adjust_ff_dim"):
         return width
     width, step = int(2 * width / 3), whole_number(config, "block_multiple_of")
-    return -(-int(positive_number(config, "block_ffn_dim_multiplier") * width) // step) * step
+    wide = positive_number(config, "block_ffn_dim_multiplier") * width
+    if math.isinf(wide):
+        raise damaged(f"config.json gives {shown(config['block_ffn_dim_multiplier'])} for block_ffn_dim_multiplier")
+    return -(-int(wide) // step) * step
 
 
 def _kind(config: Config, layer: int) -> str:

@@ -24,7 +24,7 @@ def _settings(metadata: Metadata) -> dict[str, object]:
 def _translate(config: Config) -> dict[str, object]:
     rope, width = config.get("rope_parameters") or {}, whole_number(config, "head_dim")
     return {
-        "rotary_dim": int(width * (rope.get("partial_rotary_factor") or 1.0)),
+        "rotary_dim": int(width * min(rope.get("partial_rotary_factor") or 1.0, 1.0)),
         "shared_intermediate_size": 0,
     }
 
