@@ -52,8 +52,9 @@ SUMS = 6
 """Weighted sums that are kept of the logits of each step."""
 _WEIGHTS = np.sin(np.outer(np.arange(VOCABULARY) + 1.0, np.arange(SUMS) * 0.37 + 0.71) ** 2) / np.sqrt(VOCABULARY / 2)
 
-EXACT = 5e-4
-"""Largest difference of the sums of a step, as a share of the logits' size, where all is computed in float32."""
+EXACT = 6e-4
+"""Largest difference of the sums of a step, as a share of the logits' size, where all is computed in float32. Four
+kept digits round by nearly as much."""
 ROUNDED = 0.25
 """The same of the median step where inputs are rounded to eight bits."""
 

@@ -99,6 +99,6 @@ def test_what_is_written_is_read_again() -> None:
 def test_differences_are_named() -> None:
     other = replace(RAN, sums=SUMS + 10 * EXACT)
     refused, new = replace(RAN, sums=None, refused="too old"), replace(RAN, runtime="mlx")
-    assert differences({RAN.name: RAN}, [other])[0].startswith("llama, small embedding, native: differs by 0.0013 of")
+    assert differences({RAN.name: RAN}, [other])[0].startswith("llama, small embedding, native: differs by 0.0015 of")
     assert differences({RAN.name: RAN}, [refused]) == [f"{RAN.name}: was {RAN}, is too old"]
     assert differences({RAN.name: RAN}, [new]) == [f"{new.name}: is new", f"{RAN.name}: is gone"]
