@@ -32,7 +32,7 @@ from engine.models.architectures.families import (
 from engine.models.architectures.gguf_architectures import architecture_of
 from engine.models.architectures.gguf_tensors import entries_of
 from engine.models.architectures.mlx_layout import as_transformers
-from engine.models.architectures.quantisation import refuse_names, schemes
+from engine.models.architectures.quantisation import method_of, refuse_names, schemes
 from engine.models.architectures.record import PARTS, ExpertTensor, Family, Part
 from engine.models.folders.grouped_weights import REPACKED, Headers, gathered, grouped_places
 from engine.models.folders.model_folder import BANK_MANIFEST, INDEX
@@ -57,6 +57,9 @@ EXPERT_DTYPES = ("BF16", "F16", "F32")
 """Plain number formats of experts that some runtime reads."""
 TRUNK_DTYPES = (*EXPERT_DTYPES, "F64", "I64", "I32", "U8", "BOOL")
 """Plain number formats of trunk tensors that some runtime reads."""
+
+_WORTH_SAYING = 50_000_000
+"""Bytes of repacked weights from which on the person is told of them."""
 
 _REPACKING_THREADS = 8
 """Threads that repack weights at most, each of which holds parts of a tensor."""
@@ -84,9 +87,8 @@ class Checkpoint:
         self.family = family
         headers, self.paired_rotary, self.changes = _read_headers(folder, config, family, progress)
         self._files = {name: MappedFile(folder / name) for name in headers if name != REPACKED}
-        nbytes = _repacked_bytes(headers)
-        self._memory, self._repacks = OwnMemory(REPACKED, nbytes), nbytes > 0
-        self._all_files = {**self._files, REPACKED: self._memory}
+        if nbytes := _repacked_bytes(headers):
+            self._files[REPACKED] = OwnMemory(REPACKED, nbytes)
         self._made: set[Repacking | ScaleTable] = set()
         self._trunk: dict[str, tuple[str, TensorEntry]] = {}
         shape = expert_shape(config, family)
@@ -98,7 +100,7 @@ class Checkpoint:
                     self._trunk[name] = (file_name, entry)
         self._experts: PlainExperts | None = None
         if shape is not None and shape.layers:
-            self._experts = PlainExperts(collected.finish(folder), shape, self._all_files, shard)
+            self._experts = PlainExperts(collected.finish(folder), shape, self._files, shard)
 
     @property
     def folder(self) -> Path:
@@ -129,7 +131,7 @@ class Checkpoint:
             self._shard.require_trunk()
         for name, (file_name, entry) in self._trunk.items():
             words, *parts = (
-                aligned(self._all_files[file].tensor(part.dtype, part.shape, part.start).words)
+                aligned(self._files[file].tensor(part.dtype, part.shape, part.start).words)
                 for file, part in ((file_name, entry), *entry.groups)
             )
             groups = [StoredTensor(part.dtype, words) for (_, part), words in zip(entry.groups, parts, strict=True)]
@@ -141,17 +143,17 @@ class Checkpoint:
 
     @property
     def mapped_files(self) -> tuple[MappedFile, ...]:
-        return tuple(self._files.values())
+        return tuple(mapped for name, mapped in self._files.items() if name != REPACKED)
 
     @property
     def files(self) -> tuple[Path, ...]:
         """The files with tensors, in order."""
-        return tuple(mapped.path for mapped in self._files.values())
+        return tuple(mapped.path for mapped in self.mapped_files)
 
     @property
     def repacks(self) -> bool:
         """See :attr:`engine.models.formats.model_files.ModelFiles.repacks`."""
-        return self._repacks
+        return REPACKED in self._files
 
     def repack(
         self, progress: ProgressCallback, held: Mapping[int, Sequence[int]] | None = None, trunk: bool = True
@@ -170,7 +172,7 @@ class Checkpoint:
         total, done = sum(made.nbytes for made in wanted), 0
         pool = ThreadPoolExecutor(min(_REPACKING_THREADS, os.cpu_count() or 1))
         try:
-            for nbytes in pool.map(lambda made: made.run(self._files, self._memory), wanted):
+            for nbytes in pool.map(lambda made: made.run(self._files, self._files[REPACKED]), wanted):
                 done += nbytes
                 progress("repacking the weights", done, total, "bytes")
         finally:
@@ -191,14 +193,14 @@ def _repacked_bytes(headers: Headers) -> int:
     return max((entry.stop for file, entry in parts if file == REPACKED), default=0)
 
 
-def _said_of(wanted: Sequence[Repacking | ScaleTable], config: Mapping[str, Any]) -> list[str]:
-    """Lines for the person about what was repacked."""
-    if not wanted:
-        return []
-    weights = [made for made in wanted if isinstance(made, Repacking)]
-    total, kinds = sum(made.nbytes for made in weights), " and ".join(sorted({made.kind for made in weights}))
-    text = f"Loading made {total / 1e9:.1f} GB in memory of weights in {kinds}, which lie otherwise in their files."
-    lines = [text] if weights else []
+def _said_of(made: Sequence[Repacking | ScaleTable], config: Mapping[str, Any]) -> list[str]:
+    """Lines for the person about what was ``made``."""
+    lines, weights = [], [each for each in made if isinstance(each, Repacking)]
+    nbytes = sum(each.nbytes for each in weights)
+    if nbytes >= _WORTH_SAYING:
+        what = "weights" if any(each.codes is not None for each in weights) else "scales and biases"
+        text = f"Loading made {nbytes / 1e9:.1f} GB of {what} in memory, which {method_of(config)} stores otherwise."
+        lines.append(text)
     if any(scheme.rounds_inputs for scheme in schemes(config)):
         lines.append("The model's settings round inputs (activations) as well, which is not done here.")
     return lines

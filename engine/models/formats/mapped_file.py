@@ -109,8 +109,16 @@ class OwnMemory(MappedFile):
     memory before something is written."""
 
     def __init__(self, name: str, nbytes: int) -> None:
+        """Raises ModelError if the system does not give ``nbytes``, which are not 0."""
         flags = _private_mapping_flags() | mmap.MAP_ANONYMOUS
-        mapping = mmap.mmap(-1, max(1, nbytes), flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        try:
+            mapping = mmap.mmap(-1, nbytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        except (OSError, OverflowError, ValueError, MemoryError) as error:
+            raise ModelError(
+                f"The system does not give {nbytes / 1e9:.1f} GB of memory for {name} ({error}); close other programs, "
+                "or choose a smaller model.",
+                kind="memory",
+            ) from error
         self.path = Path(name)
         self._bytes = np.frombuffer(mapping, dtype=np.uint8)
 

@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from engine.errors import ModelError
+from engine.models.folders import checkpoint
 from engine.models.folders.opening import open_model
 from engine.models.folders.weight_layout import layout_of
+from engine.models.formats.mapped_file import OwnMemory
 from engine.models.formats.model_files import StoredTensor
 from engine.runtimes.choosing import refuse_download
 from engine.runtimes.torch.offload.torch_tensors import unpacked
@@ -68,7 +70,6 @@ def test_every_weight_is_what_its_tensors_stand_for(tmp_path: Path, source: Path
     assert found.experts is not None and wanted.experts is not None
     assert found.experts.dtype == ("GROUPED_NVFP4" if form.in_nvfp4 else f"AFFINE{form.bits}") and found.repacks
     said = found.repack(quiet)
-    assert ("GB in memory of weights in" in said[0]) == (not form.in_nvfp4)
     assert any("round inputs" in line for line in said) == (form.kind == "int-quantized" or form.in_nvfp4)
     for layer in found.experts.layers:
         for number in range(found.experts.count):
@@ -85,6 +86,42 @@ def test_every_weight_is_what_its_tensors_stand_for(tmp_path: Path, source: Path
         if tensor in grouped:
             assert (wide(stored) == truth_trunk[tensor].words.view(np.float32)).all()
     assert found.trunk_bytes == sum(stored.nbytes for _, stored in found.trunk())
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("GPTQ", "of weights in memory, which GPTQ stores otherwise."),
+        ("AWQ", "of weights in memory, which AWQ stores otherwise."),
+        ("int-quantized", "of weights in memory, which compressed-tensors stores otherwise."),
+        ("pack-quantized", "of scales and biases in memory, which compressed-tensors stores otherwise."),
+        ("NVFP4", None),
+    ],
+)
+def test_the_person_is_told_of_much_that_is_computed(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str | None
+) -> None:
+    folder, _ = write_zero_points(tmp_path / "model", source, FORMS[name])
+    assert not any("GB" in line for line in open_model(folder).repack(quiet))
+    monkeypatch.setattr(checkpoint, "_WORTH_SAYING", 1)
+    said = [line for line in open_model(folder).repack(quiet) if "GB" in line]
+    assert said == ([] if text is None else [f"Loading made 0.0 GB {text}"])
+
+
+def test_a_model_that_is_read_where_it_lies_takes_no_memory(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str, nbytes: int) -> None:
+        raise AssertionError(f"{nbytes} bytes of {name}")
+
+    monkeypatch.setattr(checkpoint, "OwnMemory", refuse)
+    opened = open_model(source)
+    assert not opened.repacks and opened.repack(quiet) == []
+
+
+@pytest.mark.parametrize("nbytes", [1 << 62, 1 << 80])
+def test_memory_that_the_system_does_not_give_is_told(nbytes: int) -> None:
+    with pytest.raises(ModelError, match=r"does not give \d+\.\d GB of memory for repacked weights .*; close") as error:
+        OwnMemory("repacked weights", nbytes)
+    assert error.value.kind == "memory"
 
 
 @pytest.mark.parametrize("name", ["AWQ", *IN_PLACE])

@@ -63,8 +63,12 @@ def test_central_nodes_need_no_trunk(runtime: str, tiny_model: Callable[..., Pat
 @needs_kernels
 @pytest.mark.parametrize("runtime", ["torch", "native"])
 def test_a_central_node_repacks_its_own_experts(
-    runtime: str, grouped: Callable[[str, str], tuple[Path, Path]], tmp_path: Path
+    runtime: str,
+    grouped: Callable[[str, str], tuple[Path, Path]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("engine.models.folders.checkpoint._WORTH_SAYING", 1)
     folder, truth = grouped("qwen3_moe", "GPTQ")
     layers = open_model(folder).experts.layers  # type: ignore[union-attr]
     placement, alone = placed(layers, 4, 2), placed(layers, 4, 1)
@@ -72,7 +76,7 @@ def test_a_central_node_repacks_its_own_experts(
     request = Load(id=1, model=folder.name, dtype="float32", cpu_threads=1)
     runner = load_experts(runtime, share, request, RankContext("e", 1, placement, "central"), quiet)
     whole = load_experts("torch", truth, request, RankContext("e", 0, alone, "central"), quiet)
-    assert "GB in memory of weights in GPTQ" in runner.notices[0]
+    assert "GB of weights in memory, which GPTQ stores otherwise" in runner.notices[0]
     hidden = np.random.default_rng(1).normal(size=(2, runner.width)).astype(np.float32)
     indices = np.array([placement.held(1, layers[-1])] * 2, np.int32)
     weights = np.ones(indices.shape, np.float32)
@@ -118,7 +122,9 @@ def test_a_share_of_quantised_weights_has_codes_scales_and_biases(
     placement = placed(whole.experts.layers, whole.experts.count, 2)
     share = open_model(share_of(folder, placement, 1, tmp_path))
     assert share.experts is not None and share.experts.nbytes * 2 == whole.experts.nbytes
-    assert [bool(files.repack(quiet)) for files in (whole, share)] == [stored in ZERO_POINTS] * 2
+    assert [files.repacks for files in (whole, share)] == [stored in ZERO_POINTS] * 2
+    for files in (whole, share):
+        files.repack(quiet)
     for layer in placement.layers:
         assert tuple(share.experts.held(layer)) == placement.held(1, layer)
         for expert in placement.held(1, layer):
