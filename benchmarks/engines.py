@@ -185,6 +185,8 @@ class LlamaCppEngine(Engine):
     for: too much work by the head, where the other is too little. What a deep model would show lies between the two.
     """
 
+    name: ClassVar[str] = "llama.cpp"
+    """The library, as messages call it."""
     variants: ClassVar[tuple[str, ...]] = ("llama.cpp", ALL_LOGITS)
     repacks: ClassVar[bool] = True
     """Whether weights of some formats are copied into another order while they are loaded, as is its default."""
@@ -192,30 +194,37 @@ class LlamaCppEngine(Engine):
     def __init__(self, model: Path, threads: int) -> None:
         import llama_cpp
 
-        self._api: Any = llama_cpp
         llama_cpp.llama_log_set(_quiet(), None)
-        llama_cpp.llama_backend_init()
-        model_parameters = llama_cpp.llama_model_default_params()
-        model_parameters.n_gpu_layers = 0
-        model_parameters.use_extra_bufts = self.repacks
-        self._model = llama_cpp.llama_model_load_from_file(os.fsencode(model), model_parameters)
+        own = {"n_gpu_layers": 0, "use_extra_bufts": self.repacks}
+        self._open(llama_cpp, model, threads, own, {"kv_unified": True, "no_perf": True})
+        self._memory = llama_cpp.llama_get_memory(self._context)
+
+    def _open(self, api: Any, model: Path, threads: int, of_model: dict[str, int], of_context: dict[str, int]) -> None:
+        """Load ``model`` through ``api``, with the settings that this library alone has, and make a context for it.
+
+        Raises ValueError if the library cannot.
+        """
+        self._api = api
+        api.llama_backend_init()
+        model_parameters = api.llama_model_default_params()
+        for setting, value in of_model.items():
+            setattr(model_parameters, setting, value)
+        self._model = api.llama_model_load_from_file(os.fsencode(model), model_parameters)
         if not self._model:
-            raise ValueError(f"llama.cpp cannot load {model}")
-        parameters = llama_cpp.llama_context_default_params()
+            raise ValueError(f"{self.name} cannot load {model}")
+        parameters = api.llama_context_default_params()
         parameters.n_ctx = CONTEXT_LIMIT
         parameters.n_batch = parameters.n_ubatch = 512
         parameters.n_seq_max = MAX_ROWS
-        parameters.kv_unified = True
         parameters.n_threads = parameters.n_threads_batch = threads
-        parameters.no_perf = True
-        self._context = llama_cpp.llama_init_from_model(self._model, parameters)
+        for setting, value in of_context.items():
+            setattr(parameters, setting, value)
+        self._context = api.llama_init_from_model(self._model, parameters)
         if not self._context:
-            raise ValueError(f"llama.cpp cannot make a context for {model}")
-        self._vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
-        self._memory = llama_cpp.llama_get_memory(self._context)
-        self._batch = llama_cpp.llama_batch_init(512, 0, 1)
-        self._length = 0
-        self._position = 0
+            raise ValueError(f"{self.name} cannot make a context for {model}")
+        self._vocabulary = api.llama_vocab_n_tokens(api.llama_model_get_vocab(self._model))
+        self._batch = api.llama_batch_init(512, 0, 1)
+        self._length = self._position = 0
         self._all_logits = False
 
     def version(self) -> str:
@@ -279,31 +288,14 @@ class LlamaCppInPlaceEngine(LlamaCppEngine):
 class IkLlamaCppEngine(LlamaCppEngine):
     """ik_llama.cpp, a fork of llama.cpp with kernels of its own, through its older interface."""
 
+    name = "ik_llama.cpp"
     variants = (IK,)
     repacks = False
 
     def __init__(self, model: Path, threads: int) -> None:
         from ik_llama_cpp import _ctypes_api as api
 
-        self._api = api
-        api.llama_backend_init()
-        model_parameters = api.llama_model_default_params()
-        model_parameters.repack_tensors = self.repacks
-        self._model = api.llama_model_load_from_file(os.fsencode(model), model_parameters)
-        if not self._model:
-            raise ValueError(f"ik_llama.cpp cannot load {model}")
-        parameters = api.llama_context_default_params()
-        parameters.n_ctx = CONTEXT_LIMIT
-        parameters.n_batch = parameters.n_ubatch = 512
-        parameters.n_seq_max = MAX_ROWS
-        parameters.n_threads = parameters.n_threads_batch = threads
-        self._context = api.llama_init_from_model(self._model, parameters)
-        if not self._context:
-            raise ValueError(f"ik_llama.cpp cannot make a context for {model}")
-        self._vocabulary = api.llama_vocab_n_tokens(api.llama_model_get_vocab(self._model))
-        self._batch = api.llama_batch_init(512, 0, 1)
-        self._length = self._position = 0
-        self._all_logits = False
+        self._open(api, model, threads, {"repack_tensors": self.repacks}, {})
 
     def version(self) -> str:
         from importlib.metadata import version

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from benchmarks.measuring import table
 from benchmarks.worker import random_tokens
 from engine.calibration.samples import Spread
-from engine.ipc.messages import Load
+from engine.ipc.messages import KeyValuesName, Load
 from engine.models.store.local_models import resolve
 from engine.models.text.tokenizer import load_tokenizer
 from engine.runtimes import runtime_named
@@ -36,7 +36,7 @@ def divergence(found: NDArray[np.float32], expected: NDArray[np.float32]) -> flo
     return float(np.sum(np.exp(logs[1]) * (logs[1] - logs[0])))
 
 
-FORMS = {"auto": "bfloat16", "q8_0": "8 bits", "q4_0": "4 bits"}
+FORMS: dict[KeyValuesName, str] = {"auto": "bfloat16", "q8_0": "8 bits", "q4_0": "4 bits"}
 """Forms of keys and values, as a setting and in words; the first is what the others are compared with."""
 
 
@@ -79,7 +79,7 @@ def main() -> None:
     folder = resolve(arguments.model).folder or Path(arguments.model)
     models: list[LoadedModel] = []
     for kept in FORMS:
-        request = Load(id=1, model=arguments.model, cpu_threads=arguments.threads, key_values=kept)  # type: ignore[arg-type]
+        request = Load(id=1, model=arguments.model, cpu_threads=arguments.threads, key_values=kept)
         models.append(runtime_named("native").load(folder, request, lambda stage, done, total, unit: None))
     rows = [["bytes per token", *(f"{model.facts.key_value_bytes_per_token:,}" for model in models)]]
     for context in arguments.contexts:
