@@ -10,28 +10,26 @@ from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
 
 from benchmarks.packed_blocks import WRITTEN, random_blocks
-from benchmarks.stand_in_device import StandInDevice
 from engine.errors import ModelError
-from engine.ipc.messages import ExpertPolicy, Load
+from engine.ipc.messages import ExpertPolicy
 from engine.models.folders.opening import open_model
 from engine.models.folders.sizes import sizes_of
 from engine.models.formats.model_files import ModelFiles, StoredTensor
 from engine.models.formats.number_formats import is_packed
 from engine.models.store.gguf_folder import open_gguf
 from engine.moe.kernels.bindings import choose
-from engine.planning.hybrid import GPU_RUNTIME_BYTES
 from engine.runtimes.torch.packed_modules import PackedLinear
-from engine.runtimes.torch.runtime import TorchRuntime
 from tests.engine.runtimes.native_oracle import FAMILIES, load_native, needs_kernels
 from tests.engine.runtimes.subjects import prompt_of
 from tests.engine.runtimes.torch_oracle import (
+    EXACT,
     assert_same_choices,
+    assert_shared_on_a_device,
     library_model,
     library_run,
     load,
@@ -46,8 +44,6 @@ from tests.support.tiny_gguf import ARCHITECTURES, Layout, whole_blocks, write_t
 pytestmark = pytest.mark.usefixtures("home")
 
 
-EXACT = 1e-5
-"""Both compute in float32; the order of the sums differs."""
 ROUNDED = 0.12
 """Largest usual error where the native kernels round the experts' inputs to eight bits, as a share of the logits'
 spread: these models, of random weights, make small errors larger than real ones do."""
@@ -223,20 +219,4 @@ def test_a_device_shares_packed_experts(
     packed_model: Packed, monkeypatch: pytest.MonkeyPatch, family: str, kind: str, policy: ExpertPolicy
 ) -> None:
     monkeypatch.setenv("PRIVATELLM_KERNELS", "off")
-    folder, truth = packed_model(family, kind)
-    experts = open_model(folder).experts
-    assert experts is not None
-    device = StandInDevice(2 * GPU_RUNTIME_BYTES)
-    room = 3 * experts.place(experts.layers[0], 0).nbytes + 1000
-    request = Load(id=1, model="packed", cpu_threads=1, dtype="float32", policy=policy, gpu_expert_bytes=room)
-    model = TorchRuntime(lambda: device).load(folder, request, quiet)
-    copied = {op.nbytes for op in device.trace if op.kind in ("copy", "fill")}
-    tokens = prompt_of(40)
-    answer, theirs = library_run(truth, tokens, chunks=1)
-    assert worst(our_run(model, tokens, 2, answer), theirs) < EXACT
-    copied |= {op.nbytes for op in device.trace if op.kind in ("copy", "fill")}
-    assert copied <= {experts.place(layer, 0).nbytes for layer in experts.layers}, "packed bytes travel, nothing else"
-    assert copied or policy in ("layers", "twiddler")
-    assert model.facts.expert_bytes == experts.nbytes
-    model.close()
-    assert np.isfinite(theirs[0]).all()
+    assert_shared_on_a_device(*packed_model(family, kind), policy)

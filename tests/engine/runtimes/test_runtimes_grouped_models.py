@@ -10,15 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.stand_in_device import StandInDevice
-from engine.ipc.messages import ExpertPolicy, Load
+from engine.ipc.messages import ExpertPolicy
 from engine.models.architectures.quantisation import FAMILIES_OF_MLX
 from engine.models.folders.opening import open_model
 from engine.models.folders.sizes import sizes_of
 from engine.models.formats.number_formats import is_packed
-from engine.planning.hybrid import GPU_RUNTIME_BYTES
 from engine.runtimes.protocol import LoadedModel
-from engine.runtimes.torch.runtime import TorchRuntime
 from tests.engine.runtimes.native_oracle import after_alike_branches, load_native, needs_kernels
 from tests.engine.runtimes.subjects import (
     FP8,
@@ -31,7 +28,9 @@ from tests.engine.runtimes.subjects import (
     prompt_of,
 )
 from tests.engine.runtimes.torch_oracle import (
+    EXACT,
     assert_same_choices,
+    assert_shared_on_a_device,
     library_model,
     library_run,
     load,
@@ -40,7 +39,6 @@ from tests.engine.runtimes.torch_oracle import (
     worst,
 )
 from tests.support.pairwise import in_turn, pairwise
-from tests.support.progress import quiet
 from tests.support.tiny_gguf import whole_blocks
 from tests.support.tiny_grouped import write_grouped
 from tests.support.tiny_models import write_tiny_model
@@ -48,8 +46,6 @@ from tests.support.tiny_models import write_tiny_model
 pytestmark = pytest.mark.usefixtures("home")
 
 
-EXACT = 1e-5
-"""Both compute in float32; the order of the sums differs."""
 ROUNDED = 0.05
 """Largest usual error where inputs are rounded to eight bits, as a share of the logits' spread: these models, of random
 weights, make small errors larger than real ones do."""
@@ -222,21 +218,7 @@ def test_a_device_shares_quantised_experts(
     grouped: Grouped, monkeypatch: pytest.MonkeyPatch, family: str, stored: str, policy: ExpertPolicy
 ) -> None:
     monkeypatch.setenv("PRIVATELLM_KERNELS", "off")
-    folder, truth = grouped(family, stored)
-    experts = open_model(folder).experts
-    assert experts is not None
-    device = StandInDevice(2 * GPU_RUNTIME_BYTES)
-    room = 3 * experts.place(0, 0).nbytes + 1000
-    request = Load(id=1, model="packed", cpu_threads=1, dtype="float32", policy=policy, gpu_expert_bytes=room)
-    model = TorchRuntime(lambda: device).load(folder, request, quiet)
-    tokens = prompt_of(40)
-    answer, theirs = library_run(truth, tokens, chunks=1)
-    assert worst(our_run(model, tokens, 2, answer), theirs) < EXACT
-    copied = {op.nbytes for op in device.trace if op.kind in ("copy", "fill")}
-    assert copied <= {experts.place(layer, 0).nbytes for layer in experts.layers}, "packed bytes travel, nothing else"
-    assert copied or policy in ("layers", "twiddler")
-    assert model.facts.expert_bytes == experts.nbytes
-    model.close()
+    assert_shared_on_a_device(*grouped(family, stored), policy)
 
 
 @pytest.mark.sampled

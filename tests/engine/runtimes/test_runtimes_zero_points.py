@@ -8,17 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.stand_in_device import StandInDevice
-from engine.ipc.messages import ExpertPolicy, Load
+from engine.ipc.messages import ExpertPolicy
 from engine.models.folders.opening import open_model
 from engine.models.folders.sizes import sizes_of
-from engine.planning.hybrid import GPU_RUNTIME_BYTES
-from engine.runtimes.torch.runtime import TorchRuntime
 from tests.engine.runtimes.native_oracle import needs_kernels
 from tests.engine.runtimes.subjects import ZERO_POINTS, prompt_of
-from tests.engine.runtimes.test_runtimes_grouped_models import EXACT, assert_like_the_library, loaded_by
-from tests.engine.runtimes.torch_oracle import library_run, load, our_run, worst
-from tests.support.progress import quiet
+from tests.engine.runtimes.test_runtimes_grouped_models import assert_like_the_library, loaded_by
+from tests.engine.runtimes.torch_oracle import EXACT, assert_shared_on_a_device, library_run, load, our_run, worst
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -80,15 +76,4 @@ def test_a_device_shares_repacked_experts(
     grouped: Grouped, monkeypatch: pytest.MonkeyPatch, family: str, stored: str, policy: ExpertPolicy
 ) -> None:
     monkeypatch.setenv("PRIVATELLM_KERNELS", "off")
-    folder, truth = grouped(family, stored)
-    experts = open_model(folder).experts
-    assert experts is not None
-    device = StandInDevice(2 * GPU_RUNTIME_BYTES)
-    room = 3 * experts.place(0, 0).nbytes + 1000
-    request = Load(id=1, model="packed", cpu_threads=1, dtype="float32", policy=policy, gpu_expert_bytes=room)
-    model = TorchRuntime(lambda: device).load(folder, request, quiet)
-    tokens = prompt_of(40)
-    answer, theirs = library_run(truth, tokens, chunks=1)
-    assert worst(our_run(model, tokens, 2, answer), theirs) < EXACT
-    assert any(op.kind in ("copy", "fill") for op in device.trace)
-    model.close()
+    assert_shared_on_a_device(*grouped(family, stored), policy)

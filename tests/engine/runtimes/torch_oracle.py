@@ -11,13 +11,20 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.ipc.messages import Load
+from benchmarks.stand_in_device import StandInDevice
+from engine.ipc.messages import ExpertPolicy, Load
+from engine.models.folders.opening import open_model
+from engine.planning.hybrid import GPU_RUNTIME_BYTES
 from engine.runtimes import runtime_named
 from engine.runtimes.protocol import LoadedModel, Logits
 from engine.runtimes.torch.model import TorchModel
+from engine.runtimes.torch.runtime import TorchRuntime
+from tests.engine.runtimes.subjects import prompt_of
 from tests.support.progress import quiet
 
 STEPS = 7
+EXACT = 1e-5
+"""Both compute in float32; the order of the sums differs."""
 
 
 def load(folder: Path, **options: Any) -> TorchModel:
@@ -120,3 +127,22 @@ def steps_apart(ours: list[Logits], theirs: list[Logits]) -> list[float]:
     steps = [float(np.sqrt(((a - b) ** 2).mean() / (b**2).mean())) for a, b in zip(ours, theirs, strict=True)]
     assert np.isfinite(steps).all()
     return steps
+
+
+def assert_shared_on_a_device(folder: Path, truth: Path, policy: ExpertPolicy) -> None:
+    """``folder`` gives the logits of ``truth`` with a device that has room for three of its experts, and nothing but
+    whole experts, as they are kept in memory, is copied to it."""
+    experts = open_model(folder).experts
+    assert experts is not None
+    device = StandInDevice(2 * GPU_RUNTIME_BYTES)
+    room = 3 * experts.place(experts.layers[0], 0).nbytes + 1000
+    request = Load(id=1, model="packed", cpu_threads=1, dtype="float32", policy=policy, gpu_expert_bytes=room)
+    model = TorchRuntime(lambda: device).load(folder, request, quiet)
+    tokens = prompt_of(40)
+    answer, theirs = library_run(truth, tokens, chunks=1)
+    assert worst(our_run(model, tokens, 2, answer), theirs) < EXACT
+    copied = {op.nbytes for op in device.trace if op.kind in ("copy", "fill")}
+    assert copied <= {experts.place(layer, 0).nbytes for layer in experts.layers}, "packed bytes travel, nothing else"
+    assert copied or policy in ("layers", "twiddler")
+    assert model.facts.expert_bytes == experts.nbytes
+    model.close()
